@@ -1,0 +1,20 @@
+"""A mixture-of-experts engine for torch: routing, grouped expert products, expert parallelism.
+
+>>> config = MoEConfig(model_dim=512, hidden_dim=2048, num_experts=8)
+>>> y, aux_loss = MoELayer(config)(torch.randn(4, 196, 512))
+"""
+
+from moe_core.config import MoEConfig
+from moe_core.layer import MoELayer, RoutingStats
+from moe_core.training import average_expert_gradients, clip_gradients, expert_parameters, global_grad_norm, moe_layers
+
+__all__ = [
+    "MoEConfig",
+    "MoELayer",
+    "RoutingStats",
+    "average_expert_gradients",
+    "clip_gradients",
+    "expert_parameters",
+    "global_grad_norm",
+    "moe_layers",
+]

@@ -1,0 +1,83 @@
+"""What one mixture-of-experts layer is; every check on it happens here, once."""
+
+import math
+from dataclasses import dataclass
+
+ROUTERS = ("linear", "cosine")
+AUX_LOSSES = ("gshard", "load_importance", "load_importance_tutel", "none")
+ACTIVATIONS = ("gelu", "relu", "silu")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Shape and routing of one MoE layer.
+
+    `top_k` above `num_experts` means all experts. `capacity_factor` f limits the tokens that one rank may send to one
+    expert to `K * floor(|f| * ceil(T / E))`; 0 is dropless (Tutel, arXiv 2206.03382, section 4.1, whose f = 0 and
+    f < 0 adapt the size of a padded buffer: rows need no such buffer, so here f < 0 limits like f > 0).
+
+    Raises:
+        ValueError: a value out of range; the message names it and what is allowed.
+    """
+
+    model_dim: int
+    hidden_dim: int
+    num_experts: int
+    top_k: int = 1
+    capacity_factor: float = 1.25
+    router: str = "linear"
+    gate_noise: float = 0.0  # std of the noise on the logits in training, in units of 1 / num_experts
+    normalize_gates: bool = True  # gate values of a token sum to 1; only for top_k > 1
+    batch_prioritized: bool = False  # when an expert is full, keep the tokens the router is surest of
+    aux_loss: str = "gshard"
+    activation: str = "gelu"
+    bias: bool = True
+    output_bias: bool = True  # with bias: the second one, b2, too
+    input_jitter: float = 0.0  # the router sees x * U(1 - j, 1 + j) in training
+    input_dropout: float = 0.0  # of the router's input, in training
+    hidden_dropout: float = 0.0  # after the activation, in training
+    init_std: float | None = None  # of the expert weights (truncated normal); None: as nn.Linear
+
+    def __post_init__(self) -> None:
+        for name in ("model_dim", "hidden_dim", "num_experts", "top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        for name, allowed in (("router", ROUTERS), ("aux_loss", AUX_LOSSES), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(allowed)}")
+        for name in ("input_jitter", "input_dropout", "hidden_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0 and below 1")
+        if not math.isfinite(self.capacity_factor):
+            raise ValueError(f"capacity_factor ({self.capacity_factor}) must be finite; 0 is dropless")
+        if self.gate_noise < 0:
+            raise ValueError(f"gate_noise ({self.gate_noise}) must not be negative")
+        if self.aux_loss == "load_importance_tutel" and self.gate_noise == 0:
+            raise ValueError("aux_loss ('load_importance_tutel') needs gate_noise (0.0) above 0")
+
+    def experts_per_rank(self, group_size: int) -> int:
+        """Whole experts on each rank of an expert-parallel group.
+
+        Raises:
+            ValueError: more ranks than experts, or experts that do not divide over the ranks.
+        """
+        if self.num_experts < group_size:
+            raise ValueError(
+                f"num_experts ({self.num_experts}) must be at least the expert-parallel size ({group_size}): splitting"
+                " one expert over ranks is not available yet"
+            )
+        if self.num_experts % group_size:
+            raise ValueError(
+                f"num_experts ({self.num_experts}) must be divisible by the expert-parallel size ({group_size})"
+            )
+        return self.num_experts // group_size
+
+
+def expert_capacity(num_tokens: int, num_experts: int, top_k: int, capacity_factor: float) -> int | None:
+    """Rows that one rank may send to one expert: `K * floor(|f| * ceil(T / E))`; None (no limit) for f = 0.
+
+    `num_tokens` is the group's maximum when ranks hold unequal counts.
+    """
+    if capacity_factor == 0:
+        return None
+    return top_k * math.floor(abs(capacity_factor) * math.ceil(num_tokens / num_experts))

@@ -1,0 +1,108 @@
+"""Tokens gathered into rows and rows summed back into tokens, as torch.library ops with a gather for a backward each.
+
+A choice is the flat index `t * K + k` of token t's k-th expert. `choices` [N] names the choice in each row, `slots` [T, K]
+the row of each choice, `kept` [T, K] the choices that were not dropped (None: all). A gather in both directions is
+deterministic and needs no atomics on a GPU, where autograd would scatter.
+"""
+
+# T tokens, K top-k, N rows, M model dim
+
+import torch
+from torch import Tensor
+
+
+def dispatch_rows(tokens: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None) -> Tensor:
+    """tokens [T, M] -> [N, M]: row n is the token of `choices[n]`."""
+    return torch.ops.moe_core.dispatch_rows(tokens, choices, slots, kept)
+
+
+def combine_rows(rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None) -> Tensor:
+    """rows [N, M], gates [T, K] -> `sum_k gates_tk * rows[slots_tk]` over the kept choices [T, M], in the wider dtype."""
+    return torch.ops.moe_core.combine_rows(rows, gates, choices, slots, kept)
+
+
+@torch.library.custom_op("moe_core::dispatch_rows", mutates_args=())
+def _dispatch_rows(tokens: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None) -> Tensor:
+    return tokens.index_select(0, choices // slots.shape[1])
+
+
+@torch.library.custom_op("moe_core::sum_rows", mutates_args=())
+def _sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None) -> Tensor:
+    total = None
+    for k in range(slots.shape[1]):
+        term = _rows_at(rows, slots[:, k])
+        if gates is not None:
+            term = term * gates[:, k : k + 1]
+        if kept is not None:  # where, not a product with 0: the row of a dropped choice may hold anything
+            term = torch.where(kept[:, k : k + 1], term, 0)
+        total = term if total is None else total.add_(term)
+    return total
+
+
+@torch.library.custom_op("moe_core::combine_rows", mutates_args=())
+def _combine_rows(rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None) -> Tensor:
+    return _sum_rows(rows, slots, kept, gates)
+
+
+@torch.library.custom_op("moe_core::combine_rows_backward", mutates_args=())
+def _combine_rows_backward(
+    grad: Tensor, rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of rows [N, M] (0 where a row holds no choice) and of gates [T, K]."""
+    grad_rows = grad.index_select(0, choices // slots.shape[1])
+    grad_rows *= gates.flatten().index_select(0, choices).unsqueeze(1)
+    grad_gates = torch.stack([(_rows_at(rows, s) * grad).sum(1) for s in slots.unbind(1)], dim=1)
+    if kept is not None:
+        used = torch.arange(len(rows), device=rows.device) < kept.sum()
+        grad_rows = torch.where(used.unsqueeze(1), grad_rows, 0)
+        grad_gates = torch.where(kept, grad_gates, 0)
+    return grad_rows.to(rows.dtype), grad_gates.to(gates.dtype)
+
+
+def _rows_at(rows: Tensor, slots: Tensor) -> Tensor:
+    """`rows[slots]` [T, M]; zeros where there is no row at all (capacity 0)."""
+    return rows.index_select(0, slots) if len(rows) else rows.new_zeros(len(slots), rows.shape[1])
+
+
+@_dispatch_rows.register_fake
+def _(tokens, choices, slots, kept):
+    return tokens.new_empty(choices.shape[0], tokens.shape[1])
+
+
+@_sum_rows.register_fake
+def _(rows, slots, kept, gates):
+    dtype = rows.dtype if gates is None else torch.promote_types(rows.dtype, gates.dtype)
+    return rows.new_empty(slots.shape[0], rows.shape[1], dtype=dtype)
+
+
+@_combine_rows.register_fake
+def _(rows, gates, choices, slots, kept):
+    dtype = torch.promote_types(rows.dtype, gates.dtype)
+    return rows.new_empty(slots.shape[0], rows.shape[1], dtype=dtype)
+
+
+@_combine_rows_backward.register_fake
+def _(grad, rows, gates, choices, slots, kept):
+    return torch.empty_like(rows), torch.empty_like(gates)
+
+
+def _save_dispatch(ctx, inputs, output) -> None:
+    _, _, slots, kept = inputs
+    ctx.save_for_backward(slots, kept)
+
+
+def _dispatch_backward(ctx, grad):
+    slots, kept = ctx.saved_tensors
+    return torch.ops.moe_core.sum_rows(grad, slots, kept, None), None, None, None
+
+
+def _save_combine(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_backward(ctx, grad):
+    return *torch.ops.moe_core.combine_rows_backward(grad, *ctx.saved_tensors), None, None, None
+
+
+torch.library.register_autograd("moe_core::dispatch_rows", _dispatch_backward, setup_context=_save_dispatch)
+torch.library.register_autograd("moe_core::combine_rows", _combine_backward, setup_context=_save_combine)

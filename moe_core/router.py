@@ -1,0 +1,96 @@
+"""Routers give logits; `route` turns logits into the experts, gate values and auxiliary loss of every token."""
+
+# T tokens, E experts, K top-k, M model dim
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_core.config import MoEConfig
+from moe_core.losses import auxiliary_loss
+
+
+class Routing(NamedTuple):
+    """The decision for every token; `expert_ids[:, 0]` is its first choice."""
+
+    expert_ids: Tensor  # [T, K] int64
+    gates: Tensor  # [T, K] gate values, differentiable
+    aux_loss: Tensor  # scalar
+    probs: Tensor  # [T, E] softmax of the (noisy) logits
+
+
+class LinearRouter(nn.Module):
+    """`logits = x W^T` without bias, weight [E, M], computed in at least fp32."""
+
+    def __init__(self, config: MoEConfig, device=None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.model_dim, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # nn.Linear's
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class CosineRouter(nn.Module):
+    """Cosine similarity of a projected token with one direction per expert, over a learned temperature.
+
+    `logits = <norm(P x + b), norm_column(S)> * exp(min(t, ln 100))` with P [256, M], S [256, E], t from ln(1 / 0.5).
+    Source: arXiv 2206.03382, section 5.2 (the cosine router of SwinV2-MoE), after arXiv 2204.09179.
+    """
+
+    PROJECTED_DIM = 256
+    MAX_TEMPERATURE = math.log(100)
+
+    def __init__(self, config: MoEConfig, device=None) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.empty(1, device=device))
+        self.projector = nn.Linear(config.model_dim, self.PROJECTED_DIM, device=device)
+        self.sim_matrix = nn.Parameter(torch.empty(self.PROJECTED_DIM, config.num_experts, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.temperature, math.log(1 / 0.5))
+        self.projector.reset_parameters()
+        nn.init.normal_(self.sim_matrix, std=0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = F.linear(x, self.projector.weight.to(x.dtype), self.projector.bias.to(x.dtype))
+        cosine = F.normalize(projected, dim=1) @ F.normalize(self.sim_matrix.to(x.dtype), dim=0)
+        return cosine * self.temperature.to(x.dtype).clamp(max=self.MAX_TEMPERATURE).exp()
+
+
+def make_router(config: MoEConfig, device=None) -> nn.Module:
+    """The router named by `config.router`: a module from tokens [T, M] to logits [T, E]."""
+    return {"linear": LinearRouter, "cosine": CosineRouter}[config.router](config, device)
+
+
+def perturb_input(x: Tensor, config: MoEConfig, training: bool) -> Tensor:
+    """The router's view of the tokens: in training with input jitter (arXiv 2101.03961) and input dropout."""
+    if training and config.input_jitter:
+        x = x * torch.empty_like(x).uniform_(1 - config.input_jitter, 1 + config.input_jitter)
+    return F.dropout(x, config.input_dropout, training)
+
+
+def route(logits: Tensor, config: MoEConfig, top_k: int, training: bool) -> Routing:
+    """Choose `top_k` experts for every token from its logits [T, E].
+
+    In training the logits get `gate_noise * N(0, 1) / E`; the choice, the gate values and the loss's probabilities are
+    those of the noisy logits. Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
+    """
+    noise_std = config.gate_noise / config.num_experts if training else 0.0
+    noisy = logits + noise_std * torch.randn_like(logits) if noise_std else logits
+    probs = noisy.softmax(-1)
+    # max: several times cheaper than a topk of one
+    gates, ids = probs.max(-1, keepdim=True) if top_k == 1 else probs.topk(top_k)
+    # Tutel's loss needs its noise scale also in evaluation, where no noise is drawn
+    loss_noise = config.gate_noise / config.num_experts if config.aux_loss == "load_importance_tutel" else noise_std
+    aux_loss = auxiliary_loss(config.aux_loss, logits, noisy, probs, ids, loss_noise)
+    if config.normalize_gates and top_k > 1:
+        gates = gates / gates.sum(-1, keepdim=True)
+    return Routing(ids, gates, aux_loss, probs)

@@ -1,0 +1,65 @@
+"""What data-parallel training has to know about sharded experts: which parameters, how to average, the global norm."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_core.layer import MoELayer
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """Every MoE layer of the model by its name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
+
+
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that belong to this rank's experts, by name: to be left out of DistributedDataParallel."""
+    return {
+        f"{layer_name}.experts.{name}" if layer_name else f"experts.{name}": parameter
+        for layer_name, layer in moe_layers(model).items()
+        for name, parameter in layer.experts.named_parameters()
+    }
+
+
+def average_expert_gradients(model: nn.Module) -> None:
+    """Divide expert gradients by their group's size.
+
+    The all-to-all's backward brings every rank's tokens, so the gradient is already the sum over the group; shared
+    parameters hold the mean, and both must be gradients of the same loss.
+    """
+    for layer in moe_layers(model).values():
+        for parameter in layer.experts.parameters():
+            if parameter.grad is not None and layer.group.size > 1:
+                parameter.grad.div_(layer.group.size)
+
+
+@torch.no_grad()
+def global_grad_norm(model: nn.Module) -> Tensor:
+    """The 2-norm of the whole model's gradient, equal on all ranks: shared parts once, experts of all ranks.
+
+    The layers must share one expert group.
+    """
+    experts = expert_parameters(model)
+    shared = [p.grad for name, p in model.named_parameters() if name not in experts and p.grad is not None]
+    owned = [p.grad for p in experts.values() if p.grad is not None]
+    total = _squared_norm(owned, shared)
+    group = next((layer.group for layer in moe_layers(model).values()), None)
+    if group is not None and group.size > 1:
+        dist.all_reduce(total, group=group.process_group)
+    return (total + _squared_norm(shared, owned)).sqrt()
+
+
+def _squared_norm(gradients: list[Tensor], others: list[Tensor]) -> Tensor:
+    if not gradients:
+        return torch.zeros((), device=others[0].device if others else None)
+    return torch.nn.utils.get_total_norm(gradients).float() ** 2
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them); returns the norm before."""
+    norm = global_grad_norm(model)
+    if max_norm > 0:
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

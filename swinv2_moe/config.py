@@ -1,0 +1,379 @@
+"""Configuration: yacs defaults under the names Swin users know, merged strictly.
+
+`load_config(file, opts)` is the one entry. Whatever cannot work stops there, in one line that names the key, its value
+and what is allowed. A YAML file may name others to start from: `BASE: [recipe.yaml]` (paths relative to the file).
+"""
+
+import ast
+import difflib
+from pathlib import Path
+
+import yaml
+from yacs.config import CfgNode
+
+from swinv2_moe.errors import UserError
+
+_C = CfgNode()
+_C.BASE = []
+_C.OUTPUT = "output"  # run directory; tools/train.py --output overrides it
+_C.SEED = 0
+_C.PRINT_FREQ = 10  # optimiser steps between two logged steps
+_C.SAVE_FREQ = 1  # epochs between two checkpoints; the last epoch is always saved
+_C.DEVICE = "auto"
+_C.AMP_ENABLE = False
+_C.AMP_DTYPE = "bfloat16"
+_C.COMPILE = False  # torch.compile of the model
+
+_C.DATA = CfgNode()
+_C.DATA.DATASET = "digits"
+_C.DATA.PATH = ""  # folder: holds train/ and val/ with a folder per class; list: what listed paths are relative to
+_C.DATA.TRAIN_LIST = ""  # list: one "path label" a line, or Swin's JSON map
+_C.DATA.VAL_LIST = ""
+_C.DATA.BATCH_SIZE = 128  # images per rank per forward pass
+_C.DATA.IMG_SIZE = 192
+_C.DATA.INTERPOLATION = "bicubic"
+_C.DATA.MEAN = [0.485, 0.456, 0.406]  # ImageNet's, as timm and torchvision use them
+_C.DATA.STD = [0.229, 0.224, 0.225]
+_C.DATA.NUM_WORKERS = 2
+_C.DATA.PIN_MEMORY = True
+_C.DATA.MAX_BAD_SHARE = 0.01  # the run stops once more than this share of the images could not be read
+
+_C.MODEL = CfgNode()
+_C.MODEL.TYPE = "swinv2_moe"  # swinv2_moe: res-post-norm, cosine attention; swin_moe: the released pre-norm form
+_C.MODEL.NUM_CLASSES = 0  # 0: as many as the data has
+_C.MODEL.DROP_RATE = 0.0
+_C.MODEL.ATTN_DROP_RATE = 0.0
+_C.MODEL.DROP_PATH_RATE = 0.1
+_C.MODEL.LABEL_SMOOTHING = 0.1
+_C.MODEL.PRETRAINED = ""  # a checkpoint directory of this project, or a dense SwinV2 .safetensors/.pth
+_C.MODEL.UPCYCLE = False  # PRETRAINED is dense: copy each dense FFN into every expert of its block
+
+_C.MODEL.SWINV2 = CfgNode()
+_C.MODEL.SWINV2.PATCH_SIZE = 4
+_C.MODEL.SWINV2.IN_CHANS = 3
+_C.MODEL.SWINV2.EMBED_DIM = 96
+_C.MODEL.SWINV2.DEPTHS = [2, 2, 18, 2]
+_C.MODEL.SWINV2.NUM_HEADS = [3, 6, 12, 24]
+_C.MODEL.SWINV2.WINDOW_SIZE = 12
+_C.MODEL.SWINV2.MLP_RATIO = 4.0
+_C.MODEL.SWINV2.QKV_BIAS = True
+_C.MODEL.SWINV2.PRETRAINED_WINDOW_SIZES = [0, 0, 0, 0]
+
+_C.MODEL.MOE = CfgNode()
+_C.MODEL.MOE.NUM_EXPERTS = 0  # over all ranks; 0: the dense model
+_C.MODEL.MOE.BLOCKS = [[], [], [], []]  # per stage, the blocks (from 0) whose FFN is a mixture of experts
+_C.MODEL.MOE.TOP_K = 1
+_C.MODEL.MOE.CAPACITY_FACTOR = 1.25  # > 0: limit; 0: dropless; < 0: dropless up to the limit of its absolute value
+_C.MODEL.MOE.EVAL_CAPACITY_FACTOR = 1.25
+_C.MODEL.MOE.ROUTER = "linear"
+_C.MODEL.MOE.GATE_NOISE = 1.0
+_C.MODEL.MOE.NORMALIZE_GATES = False
+_C.MODEL.MOE.BATCH_PRIORITIZED = True
+_C.MODEL.MOE.AUX_LOSS = "load_importance"
+_C.MODEL.MOE.AUX_LOSS_WEIGHT = 0.01
+_C.MODEL.MOE.INPUT_JITTER = 0.0
+_C.MODEL.MOE.INPUT_DROPOUT = 0.0
+_C.MODEL.MOE.HIDDEN_DROPOUT = 0.0  # after the experts' activation
+_C.MODEL.MOE.OUTPUT_BIAS = True  # the second bias of each expert
+_C.MODEL.MOE.INIT_STD = 0.02
+
+_C.TRAIN = CfgNode()
+_C.TRAIN.EPOCHS = 90
+_C.TRAIN.WARMUP_EPOCHS = 10
+_C.TRAIN.BASE_LR = 1.25e-4  # for 512 images a step; scaled linearly with the global batch, like the two below
+_C.TRAIN.WARMUP_LR = 1.25e-7
+_C.TRAIN.MIN_LR = 1.25e-6
+_C.TRAIN.WEIGHT_DECAY = 0.1
+_C.TRAIN.LAYER_DECAY = 1.0
+_C.TRAIN.CLIP_GRAD = 3.0  # global norm over all ranks; 0: off
+_C.TRAIN.ACCUMULATION_STEPS = 1
+_C.TRAIN.USE_CHECKPOINT = False  # recompute activations in the backward pass
+_C.TRAIN.EMA_DECAY = 0.0  # 0: no averaged copy of the weights
+_C.TRAIN.MAX_STEPS = 0  # stop after this many optimiser steps; 0: no limit
+_C.TRAIN.OPTIMIZER = CfgNode()
+_C.TRAIN.OPTIMIZER.NAME = "adamw"
+_C.TRAIN.OPTIMIZER.EPS = 1e-8
+_C.TRAIN.OPTIMIZER.BETAS = [0.9, 0.999]
+_C.TRAIN.OPTIMIZER.MOMENTUM = 0.9
+
+_C.AUG = CfgNode()
+_C.AUG.SCALE = [0.08, 1.0]  # random resized crop: share of the area
+_C.AUG.RATIO = [0.75, 1.3333333333333333]
+_C.AUG.HFLIP = 0.5
+_C.AUG.COLOR_JITTER = 0.4
+_C.AUG.AUTO_AUGMENT = "rand-m9-mstd0.5-inc1"
+_C.AUG.REPROB = 0.25
+_C.AUG.REMODE = "pixel"
+_C.AUG.RECOUNT = 1
+_C.AUG.MIXUP = 0.8
+_C.AUG.CUTMIX = 1.0
+_C.AUG.MIXUP_PROB = 1.0
+_C.AUG.MIXUP_SWITCH_PROB = 0.5
+_C.AUG.MIXUP_MODE = "batch"
+
+_C.TEST = CfgNode()
+_C.TEST.CROP = True  # resize the short side to IMG_SIZE / CROP_RATIO, then centre crop; else resize both sides
+_C.TEST.CROP_RATIO = 0.875
+
+DATASETS = ("digits", "folder", "list", "cifar10", "cifar100", "imagenet")
+
+_CHOICES = {
+    "DEVICE": ("auto", "cpu", "cuda"),
+    "AMP_DTYPE": ("bfloat16", "float16"),
+    "DATA.DATASET": DATASETS,
+    "DATA.INTERPOLATION": ("nearest", "bilinear", "bicubic", "random"),
+    "MODEL.TYPE": ("swinv2_moe", "swin_moe"),
+    "MODEL.MOE.ROUTER": ("linear", "cosine"),
+    "MODEL.MOE.AUX_LOSS": ("gshard", "load_importance", "load_importance_tutel", "none"),
+    "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd"),
+    "AUG.REMODE": ("const", "rand", "pixel"),
+    "AUG.MIXUP_MODE": ("batch", "pair", "elem"),
+}
+_INFINITY = float("inf")
+_RANGES = {  # inclusive
+    "PRINT_FREQ": (1, _INFINITY),
+    "SAVE_FREQ": (1, _INFINITY),
+    "DATA.BATCH_SIZE": (1, _INFINITY),
+    "DATA.IMG_SIZE": (1, _INFINITY),
+    "DATA.NUM_WORKERS": (0, _INFINITY),
+    "DATA.MAX_BAD_SHARE": (0, 1),
+    "MODEL.NUM_CLASSES": (0, _INFINITY),
+    "MODEL.DROP_RATE": (0, 0.999),
+    "MODEL.ATTN_DROP_RATE": (0, 0.999),
+    "MODEL.DROP_PATH_RATE": (0, 0.999),
+    "MODEL.LABEL_SMOOTHING": (0, 0.999),
+    "MODEL.SWINV2.PATCH_SIZE": (1, _INFINITY),
+    "MODEL.SWINV2.IN_CHANS": (1, _INFINITY),
+    "MODEL.SWINV2.EMBED_DIM": (1, _INFINITY),
+    "MODEL.SWINV2.WINDOW_SIZE": (1, _INFINITY),
+    "MODEL.MOE.NUM_EXPERTS": (0, _INFINITY),
+    "MODEL.MOE.TOP_K": (1, _INFINITY),
+    "MODEL.MOE.GATE_NOISE": (0, _INFINITY),
+    "MODEL.MOE.AUX_LOSS_WEIGHT": (0, _INFINITY),
+    "MODEL.MOE.INPUT_JITTER": (0, 0.999),
+    "MODEL.MOE.INPUT_DROPOUT": (0, 0.999),
+    "MODEL.MOE.HIDDEN_DROPOUT": (0, 0.999),
+    "TRAIN.EPOCHS": (1, _INFINITY),
+    "TRAIN.WARMUP_EPOCHS": (0, _INFINITY),
+    "TRAIN.BASE_LR": (0, _INFINITY),
+    "TRAIN.WARMUP_LR": (0, _INFINITY),
+    "TRAIN.MIN_LR": (0, _INFINITY),
+    "TRAIN.WEIGHT_DECAY": (0, _INFINITY),
+    "TRAIN.LAYER_DECAY": (1e-3, 1),
+    "TRAIN.CLIP_GRAD": (0, _INFINITY),
+    "TRAIN.ACCUMULATION_STEPS": (1, _INFINITY),
+    "TRAIN.EMA_DECAY": (0, 0.999999),
+    "TRAIN.MAX_STEPS": (0, _INFINITY),
+    "AUG.HFLIP": (0, 1),
+    "AUG.COLOR_JITTER": (0, 1),
+    "AUG.REPROB": (0, 1),
+    "AUG.MIXUP": (0, _INFINITY),
+    "AUG.CUTMIX": (0, _INFINITY),
+    "AUG.MIXUP_PROB": (0, 1),
+    "AUG.MIXUP_SWITCH_PROB": (0, 1),
+    "TEST.CROP_RATIO": (0.1, 1),
+}
+
+
+def default_config() -> CfgNode:
+    """A mutable copy of every key with its default."""
+    return _C.clone()
+
+
+def load_config(file: str | Path | None = None, opts: list[str] | None = None) -> CfgNode:
+    """Defaults, then `file` (its BASE files first), then `opts` (KEY VALUE KEY VALUE ...); checked and frozen.
+
+    Raises:
+        UserError: a file that cannot be read, an unknown key, a wrong type, a value out of range, a contradiction.
+    """
+    config = default_config()
+    if file is not None:
+        _merge_file(config, Path(file), seen=())
+    _merge_opts(config, opts or [])
+    check_config(config)
+    config.freeze()
+    return config
+
+
+def flatten(config: CfgNode, prefix: str = "") -> dict[str, object]:
+    """`{"TRAIN.BASE_LR": 1e-3, ...}`, in the order of definition."""
+    flat = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, CfgNode) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _merge_file(config: CfgNode, file: Path, seen: tuple[Path, ...]) -> None:
+    if file in seen:
+        raise UserError(f"config {file}: BASE names itself in a circle")
+    try:
+        content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise UserError(f"config {file}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"config {file}: not valid YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(content or {}, dict):
+        raise UserError(f"config {file}: expected KEY: VALUE lines, found {type(content).__name__}")
+    content = content or {}
+    for base in content.pop("BASE", []):
+        _merge_file(config, file.parent / base, (*seen, file))
+    _merge_dict(config, content, prefix="", source=f"config {file}: ")
+
+
+def _merge_dict(config: CfgNode, content: dict, prefix: str, source: str) -> None:
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if key not in config:
+            raise UserError(f"{source}unknown key {name} (value {value!r}){_nearest(name)}")
+        if isinstance(config[key], CfgNode):
+            if not isinstance(value, dict):
+                raise UserError(
+                    f"{source}{name} is a group of keys ({', '.join(config[key])}), not a value ({value!r})"
+                )
+            _merge_dict(config[key], value, f"{name}.", source)
+        else:
+            config[key] = _coerce(name, value, _lookup(_C, name), source)
+
+
+def _merge_opts(config: CfgNode, opts: list[str]) -> None:
+    if len(opts) % 2:
+        raise UserError(f"--opts takes pairs of KEY VALUE; {opts[-1]!r} has no partner")
+    for name, text in zip(opts[::2], opts[1::2], strict=True):
+        *groups, key = name.split(".")
+        content: dict = {key: text}
+        for group in reversed(groups):
+            content = {group: content}
+        _merge_dict(config, content, prefix="", source="--opts ")
+
+
+def _coerce(name: str, value: object, default: object, source: str) -> object:
+    """The value in the default's type: '1e-3' and 1 become floats, tuples become lists; nothing else is converted."""
+    if isinstance(value, str) and not isinstance(default, str):
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            if value.lower() in ("true", "false"):
+                value = value.lower() == "true"
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(default, list) and isinstance(value, tuple):
+        value = list(value)
+    if type(value) is not type(default):
+        raise UserError(
+            f"{source}{name} is {value!r} ({type(value).__name__}), it must be of type {type(default).__name__}"
+            f" like its default {default!r}"
+        )
+    return value
+
+
+def _lookup(config: CfgNode, name: str) -> object:
+    for key in name.split("."):
+        config = config[key]
+    return config
+
+
+def _nearest(name: str) -> str:
+    known = list(flatten(_C))
+    leaf = {key.rsplit(".", 1)[-1]: key for key in known}
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = close or [leaf[key] for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], leaf, n=1, cutoff=0.7)]
+    return f"; did you mean {close[0]}?" if close else "; run tools/train.py --help-config for every key"
+
+
+def check_config(config: CfgNode) -> None:
+    """Raise UserError for a value out of range or values that contradict each other."""
+    flat = flatten(config)
+    for name, allowed in _CHOICES.items():
+        if flat[name] not in allowed:
+            close = difflib.get_close_matches(flat[name], allowed, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UserError(f"{name} is {flat[name]!r}, allowed: {', '.join(allowed)}{hint}")
+    for name, (low, high) in _RANGES.items():
+        if not low <= flat[name] <= high:
+            limit = f"at least {low}" if high == _INFINITY else f"between {low} and {high}"
+            raise UserError(f"{name} is {flat[name]}, it must be {limit}")
+    _check_model(config)
+    _check_recipe(config)
+
+
+def _check_model(config: CfgNode) -> None:
+    swin, moe = config.MODEL.SWINV2, config.MODEL.MOE
+    stages = len(swin.DEPTHS)
+    for name, value in (
+        ("SWINV2.NUM_HEADS", swin.NUM_HEADS),
+        ("SWINV2.PRETRAINED_WINDOW_SIZES", swin.PRETRAINED_WINDOW_SIZES),
+        ("MOE.BLOCKS", moe.BLOCKS),
+    ):
+        if len(value) != stages:
+            raise UserError(
+                f"MODEL.{name} is {value}, it must have one entry for each of the {stages} stages of"
+                f" MODEL.SWINV2.DEPTHS ({swin.DEPTHS})"
+            )
+    for stage, heads in enumerate(swin.NUM_HEADS):
+        dim = swin.EMBED_DIM * 2**stage
+        if dim % heads:
+            raise UserError(
+                f"MODEL.SWINV2.NUM_HEADS is {swin.NUM_HEADS}: the {dim} channels of stage {stage} (MODEL.SWINV2.EMBED_DIM"
+                f" {swin.EMBED_DIM}) cannot be divided over {heads} heads"
+            )
+    for stage, blocks in enumerate(moe.BLOCKS):
+        wrong = [block for block in blocks if not (isinstance(block, int) and 0 <= block < swin.DEPTHS[stage])]
+        if wrong:
+            raise UserError(
+                f"MODEL.MOE.BLOCKS is {moe.BLOCKS}: stage {stage} has no block {wrong[0]}, its"
+                f" {swin.DEPTHS[stage]} blocks count from 0"
+            )
+    if moe.NUM_EXPERTS and not any(moe.BLOCKS):
+        raise UserError(
+            f"MODEL.MOE.NUM_EXPERTS is {moe.NUM_EXPERTS} but MODEL.MOE.BLOCKS names no block to put them in"
+        )
+    if moe.NUM_EXPERTS and moe.TOP_K > moe.NUM_EXPERTS:
+        raise UserError(f"MODEL.MOE.TOP_K is {moe.TOP_K}, it must be at most MODEL.MOE.NUM_EXPERTS ({moe.NUM_EXPERTS})")
+    if moe.NUM_EXPERTS and moe.AUX_LOSS == "load_importance_tutel" and moe.GATE_NOISE == 0:
+        raise UserError("MODEL.MOE.AUX_LOSS is 'load_importance_tutel', it needs MODEL.MOE.GATE_NOISE (0.0) above 0")
+    check_image_size(config)
+
+
+def check_image_size(config: CfgNode) -> None:
+    """Every stage's feature map must be whole windows, or no larger than one window."""
+    size, swin = config.DATA.IMG_SIZE, config.MODEL.SWINV2
+    unit = swin.PATCH_SIZE * 2 ** (len(swin.DEPTHS) - 1)
+    fits = size % unit == 0
+    for stage in range(len(swin.DEPTHS)):
+        side = size // swin.PATCH_SIZE // 2**stage
+        fits = fits and (side <= swin.WINDOW_SIZE or side % swin.WINDOW_SIZE == 0)
+    if not fits:
+        good = [s for s in range(unit, size + 16 * unit, unit) if _tiles(s, swin)]
+        near = sorted(sorted(good, key=lambda s: abs(s - size))[:3])
+        raise UserError(
+            f"DATA.IMG_SIZE is {size}, windows of {swin.WINDOW_SIZE} (MODEL.SWINV2.WINDOW_SIZE) on patches of"
+            f" {swin.PATCH_SIZE} cannot tile it; sizes near it that work: {', '.join(map(str, near))}"
+        )
+
+
+def _tiles(size: int, swin: CfgNode) -> bool:
+    sides = [size // swin.PATCH_SIZE // 2**stage for stage in range(len(swin.DEPTHS))]
+    return all(side <= swin.WINDOW_SIZE or side % swin.WINDOW_SIZE == 0 for side in sides)
+
+
+def _check_recipe(config: CfgNode) -> None:
+    train, data, aug = config.TRAIN, config.DATA, config.AUG
+    if train.WARMUP_EPOCHS >= train.EPOCHS and train.WARMUP_EPOCHS:
+        raise UserError(f"TRAIN.WARMUP_EPOCHS is {train.WARMUP_EPOCHS}, it must be below TRAIN.EPOCHS ({train.EPOCHS})")
+    if train.MIN_LR > train.BASE_LR:
+        raise UserError(f"TRAIN.MIN_LR is {train.MIN_LR}, it must not exceed TRAIN.BASE_LR ({train.BASE_LR})")
+    if data.DATASET == "list" and not (data.TRAIN_LIST and data.VAL_LIST):
+        raise UserError("DATA.DATASET is 'list': DATA.TRAIN_LIST and DATA.VAL_LIST must name its two list files")
+    if data.DATASET not in ("digits", "list") and not data.PATH:
+        raise UserError(f"DATA.DATASET is {data.DATASET!r}: DATA.PATH (or --data) must name its directory")
+    for name, value, length in (
+        ("DATA.MEAN", data.MEAN, config.MODEL.SWINV2.IN_CHANS),
+        ("DATA.STD", data.STD, config.MODEL.SWINV2.IN_CHANS),
+        ("AUG.SCALE", aug.SCALE, 2),
+        ("AUG.RATIO", aug.RATIO, 2),
+        ("TRAIN.OPTIMIZER.BETAS", train.OPTIMIZER.BETAS, 2),
+    ):
+        if len(value) != length:
+            raise UserError(f"{name} is {value}, it must have {length} entries")
+    if (aug.MIXUP or aug.CUTMIX) and data.BATCH_SIZE % 2:
+        raise UserError(f"DATA.BATCH_SIZE is {data.BATCH_SIZE}, AUG.MIXUP and AUG.CUTMIX need an even one")
