@@ -6,6 +6,7 @@ and what is allowed. A YAML file may name others to start from: `BASE: [recipe.y
 
 import ast
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -180,8 +181,14 @@ def default_config() -> CfgNode:
     return _C.clone()
 
 
-def load_config(file: str | Path | None = None, opts: list[str] | None = None) -> CfgNode:
-    """Defaults, then `file` (its BASE files first), then `opts` (KEY VALUE KEY VALUE ...); checked and frozen.
+def load_config(
+    file: str | Path | None = None, opts: Sequence[str] = (), data: str | None = None, output: str | None = None
+) -> CfgNode:
+    """Defaults, then `file` (its BASE files first), `data`, `output` and `opts` (KEY VALUE ...); checked and frozen.
+
+    Args:
+        data: DATA.PATH; a configuration of digits then reads a folder of images instead.
+        output: OUTPUT, the run directory.
 
     Raises:
         UserError: a file that cannot be read, an unknown key, a wrong type, a value out of range, a contradiction.
@@ -189,7 +196,11 @@ def load_config(file: str | Path | None = None, opts: list[str] | None = None) -
     config = default_config()
     if file is not None:
         _merge_file(config, Path(file), seen=())
-    _merge_opts(config, opts or [])
+    if data is not None:
+        config.DATA.PATH = data
+        config.DATA.DATASET = "folder" if config.DATA.DATASET == "digits" else config.DATA.DATASET
+    config.OUTPUT = output or config.OUTPUT
+    _merge_opts(config, opts)
     check_config(config)
     config.freeze()
     return config
@@ -235,7 +246,7 @@ def _merge_dict(config: CfgNode, content: dict, prefix: str, source: str) -> Non
             config[key] = _coerce(name, value, _lookup(_C, name), source)
 
 
-def _merge_opts(config: CfgNode, opts: list[str]) -> None:
+def _merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
     if len(opts) % 2:
         raise UserError(f"--opts takes pairs of KEY VALUE; {opts[-1]!r} has no partner")
     for name, text in zip(opts[::2], opts[1::2], strict=True):
@@ -277,7 +288,7 @@ def _nearest(name: str) -> str:
     leaf = {key.rsplit(".", 1)[-1]: key for key in known}
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     close = close or [leaf[key] for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], leaf, n=1, cutoff=0.7)]
-    return f"; did you mean {close[0]}?" if close else "; run tools/train.py --help-config for every key"
+    return f"; did you mean {close[0]}?" if close else "; `python -m swinv2_moe.config` lists every key"
 
 
 def check_config(config: CfgNode) -> None:
@@ -337,12 +348,8 @@ def _check_model(config: CfgNode) -> None:
 def check_image_size(config: CfgNode) -> None:
     """Every stage's feature map must be whole windows, or no larger than one window."""
     size, swin = config.DATA.IMG_SIZE, config.MODEL.SWINV2
-    unit = swin.PATCH_SIZE * 2 ** (len(swin.DEPTHS) - 1)
-    fits = size % unit == 0
-    for stage in range(len(swin.DEPTHS)):
-        side = size // swin.PATCH_SIZE // 2**stage
-        fits = fits and (side <= swin.WINDOW_SIZE or side % swin.WINDOW_SIZE == 0)
-    if not fits:
+    if not _tiles(size, swin):
+        unit = swin.PATCH_SIZE * 2 ** (len(swin.DEPTHS) - 1)
         good = [s for s in range(unit, size + 16 * unit, unit) if _tiles(s, swin)]
         near = sorted(sorted(good, key=lambda s: abs(s - size))[:3])
         raise UserError(
@@ -352,6 +359,8 @@ def check_image_size(config: CfgNode) -> None:
 
 
 def _tiles(size: int, swin: CfgNode) -> bool:
+    if size % (swin.PATCH_SIZE * 2 ** (len(swin.DEPTHS) - 1)):
+        return False
     sides = [size // swin.PATCH_SIZE // 2**stage for stage in range(len(swin.DEPTHS))]
     return all(side <= swin.WINDOW_SIZE or side % swin.WINDOW_SIZE == 0 for side in sides)
 
@@ -377,3 +386,8 @@ def _check_recipe(config: CfgNode) -> None:
             raise UserError(f"{name} is {value}, it must have {length} entries")
     if (aug.MIXUP or aug.CUTMIX) and data.BATCH_SIZE % 2:
         raise UserError(f"DATA.BATCH_SIZE is {data.BATCH_SIZE}, AUG.MIXUP and AUG.CUTMIX need an even one")
+
+
+if __name__ == "__main__":
+    for key, value in flatten(_C).items():
+        print(f"{key}: {value!r}")

@@ -111,12 +111,12 @@ def read_image(source: Source, index: int, mode: str) -> Image.Image | None:
 @contextmanager
 def preserved_random_states() -> Iterator[None]:
     """Restore the states of `random`, `numpy.random` and torch's CPU generator on leaving."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (timm draws from it)
     try:
         yield
     finally:
         random.setstate(states[0])
-        np.random.set_state(states[1])
+        np.random.set_state(states[1])  # noqa: NPY002
         torch.set_rng_state(states[2])
 
 
@@ -129,7 +129,8 @@ def seed_random_states(*numbers: int) -> None:
         key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
         key ^= key >> 31
     random.seed(key)
-    np.random.seed(key >> 32)  # torch uses the low half: with the same half, both would draw the same numbers
+    # Both are Mersenne Twisters seeded with 32 bits: with the same half they would draw the same numbers.
+    np.random.seed(key >> 32)  # noqa: NPY002
     torch.default_generator.manual_seed(key & 0xFFFFFFFF)  # torch.manual_seed takes 100 us more, for other devices
 
 
@@ -152,9 +153,10 @@ class UnreadableImages:
             UserError: more than `max_share` of the images are unreadable, or all of them.
         """
         self.paths.update(dict.fromkeys(paths))
-        if len(self.paths) > self.max_share * self.size or len(self.paths) >= self.size:
+        count = len(self.paths)
+        if count > self.max_share * self.size or count == self.size:
             raise UserError(
-                f"{len(self.paths)} of {self.size} images could not be read, DATA.MAX_BAD_SHARE allows a share of"
+                f"{count} of {self.size} images could not be read, DATA.MAX_BAD_SHARE allows a share of"
                 f" {self.max_share}; the first: {next(iter(self.paths))}"
             )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from PIL import Image
 from timm.data import create_transform
+from timm.data.auto_augment import AugmentOp, posterize
 from torchvision import transforms
 from yacs.config import CfgNode
 
@@ -50,9 +51,25 @@ def _train_transform(config: CfgNode) -> Transform:
             f"AUG.AUTO_AUGMENT is {aug.AUTO_AUGMENT!r}, timm knows no such policy;"
             " '' is off, 'rand-m9-mstd0.5-inc1' is the usual one"
         ) from error
+    for op in _augment_ops(transform):
+        if op.aug_fn is posterize:
+            op.aug_fn = _posterize
     if list(aug.SCALE) == [1, 1]:  # all of the picture: a random aspect ratio would still cut a strip off it
         transform.transforms[0] = _eval_transform(config, crop=False).transforms[0]
     return transform
+
+
+def _augment_ops(transform: transforms.Compose) -> list[AugmentOp]:
+    """The operations of timm's RandAugment, AugMix (`ops`) and AutoAugment (`policy`, lists of them)."""
+    groups = [
+        group for step in transform.transforms for group in (*getattr(step, "policy", ()), getattr(step, "ops", ()))
+    ]
+    return [op for group in groups for op in group]
+
+
+def _posterize(image: Image.Image, bits_to_keep: int, **unused: object) -> Image.Image:
+    # timm's strongest level asks for 0 bits, a black picture; Pillow 13 raises a ValueError for it.
+    return posterize(image, max(1, bits_to_keep))
 
 
 def _eval_transform(config: CfgNode, crop: bool | None = None) -> transforms.Compose:

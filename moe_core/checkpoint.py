@@ -1,0 +1,84 @@
+"""Tensors named like a model's parameters, on disk: one safetensors file for the trunk, one per expert.
+
+    model.safetensors                     what every rank holds
+    experts/<layer>/<expert>.safetensors  each expert, under its number in the whole layer
+
+Each rank writes the experts it owns and reads those it needs, so a file says nothing of how many ranks there were.
+"""
+
+# E experts on this rank
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from moe_core.training import moe_layers
+
+
+def save_tensors(directory: Path, model: nn.Module, tensors: dict[str, Tensor], is_main: bool = True) -> None:
+    """Write `tensors` (names of `model.state_dict()`, any subset) below `directory`.
+
+    Expert tensors [E, ...] are written by the rank that owns them, the others by the main rank.
+    """
+    trunk = dict(tensors)
+    for layer_name, layer in moe_layers(model).items():
+        prefix = f"{layer_name}.experts."
+        names = [name for name in tensors if name.startswith(prefix)]
+        owned = {name.removeprefix(prefix): trunk.pop(name) for name in names}
+        for e in range(layer.num_local_experts if owned else 0):
+            expert = {name: tensor[e] for name, tensor in owned.items()}
+            _write(_expert_file(directory, layer_name, layer.first_expert + e), expert)
+    if is_main:
+        _write(directory / "model.safetensors", trunk)
+
+
+def load_tensors(directory: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Everything below `directory` that concerns this rank, on the CPU, named like `model.state_dict()`.
+
+    What the files hold is returned as it is; comparing it with the model is the caller's part.
+
+    Raises:
+        FileNotFoundError: no such file, named.
+        ValueError: a file that is not safetensors, or experts whose files hold different names; the file is named.
+    """
+    tensors = _read(directory / "model.safetensors")
+    for layer_name, layer in moe_layers(model).items():
+        if not (directory / "experts").is_dir() and not any(name.startswith(layer_name) for name in tensors):
+            continue  # a dense checkpoint: its keys tell the story
+        files = [
+            _expert_file(directory, layer_name, layer.first_expert + e) for e in range(layer.num_local_experts)
+        ]
+        experts = [_read(file) for file in files]
+        for file, expert in zip(files, experts, strict=True):
+            if {k: v.shape for k, v in expert.items()} != {k: v.shape for k, v in experts[0].items()}:
+                raise ValueError(f"{file} does not hold the same tensors as {files[0].name}")
+        for name in experts[0]:
+            tensors[f"{layer_name}.experts.{name}"] = torch.stack([expert[name] for expert in experts])
+    return tensors
+
+
+def count_experts(directory: Path) -> dict[str, int]:
+    """How many expert files each layer has below `directory`."""
+    layers = sorted((directory / "experts").glob("*")) if (directory / "experts").is_dir() else []
+    return {layer.name: len(list(layer.glob("*.safetensors"))) for layer in layers}
+
+
+def _expert_file(directory: Path, layer: str, expert: int) -> Path:
+    return directory / "experts" / layer / f"{expert:04d}.safetensors"
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing")
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a readable safetensors file ({error})") from error

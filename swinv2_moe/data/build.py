@@ -1,0 +1,83 @@
+"""`build_data(config, rank, world_size)`: the one entry from a configuration to loaders."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+from yacs.config import CfgNode
+
+from swinv2_moe.data.datasets import ImageDataset, collate
+from swinv2_moe.data.samplers import TrainSampler, ValSampler
+from swinv2_moe.data.sources import load_sources
+from swinv2_moe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Data:
+    """Loaders of `Batch`es for this rank, and what a model and a report need to know of the data.
+
+    `len(train_loader)` and `len(val_loader)` are the same on every rank.
+    """
+
+    train_loader: DataLoader
+    val_loader: DataLoader
+    num_classes: int
+    class_names: list[str]
+    train_size: int  # images over all ranks
+    val_size: int
+
+    def set_epoch(self, epoch: int, skip_steps: int = 0) -> None:
+        """Choose the order and the augmentation of `epoch` (from 0); call it before each `iter(train_loader)`.
+
+        `skip_steps` leaves out the first batches, unread, to resume in the middle of an epoch; `len(train_loader)`
+        still counts them.
+        """
+        self.train_loader.dataset.epoch = epoch
+        self.train_loader.sampler.epoch = epoch
+        self.train_loader.sampler.skip_steps = skip_steps
+
+
+def build_data(config: CfgNode, rank: int = 0, world_size: int = 1) -> Data:
+    """Check the data that `config` names and build this rank's loaders.
+
+    Raises:
+        UserError: data that is missing, malformed, contradicts MODEL.NUM_CLASSES or is too small for one step.
+    """
+    sources = load_sources(config)
+    num_classes = _check_num_classes(config, len(sources.class_names))
+    size, batch = len(sources.train), config.DATA.BATCH_SIZE
+    if size < batch * world_size:
+        raise UserError(
+            f"DATA.BATCH_SIZE is {batch}: a step over {world_size} {'rank' if world_size == 1 else 'ranks'} takes"
+            f" {batch * world_size} images, the training set has {size}"
+        )
+    train_set = ImageDataset(sources.train, config, is_train=True)
+    val_set = ImageDataset(sources.val, config, is_train=False)
+    return Data(
+        _loader(config, train_set, TrainSampler(size, batch, rank, world_size, config.SEED)),
+        _loader(config, val_set, ValSampler(len(val_set), rank, world_size)),
+        num_classes,
+        sources.class_names,
+        train_size=size,
+        val_size=len(val_set),
+    )
+
+
+def _check_num_classes(config: CfgNode, found: int) -> int:
+    wanted = config.MODEL.NUM_CLASSES
+    if wanted not in (0, found):
+        raise UserError(f"MODEL.NUM_CLASSES is {wanted}, the data has {found} classes (0 takes what the data has)")
+    return found
+
+
+def _loader(config: CfgNode, dataset: ImageDataset, sampler: Sampler[int]) -> DataLoader:
+    """Workers are started for each epoch, so that they get the dataset with its epoch; torch gives each one thread."""
+    return DataLoader(
+        dataset,
+        batch_size=config.DATA.BATCH_SIZE,
+        sampler=sampler,
+        num_workers=0 if config.DATA.DATASET == "digits" else config.DATA.NUM_WORKERS,  # digits lie in memory
+        collate_fn=collate,
+        pin_memory=config.DATA.PIN_MEMORY and config.DEVICE != "cpu" and torch.cuda.is_available(),
+        generator=torch.Generator().manual_seed(config.SEED),  # or each epoch would draw from the global one
+    )

@@ -1,0 +1,106 @@
+"""List files: one `path label` a line, or Swin's JSON map, `[["folder/image.JPEG", 0], ...]`.
+
+The JSON form is that of ILSVRC2011fall_whole_map_train.txt, which Swin-Transformer's data/imagenet22k_dataset.py reads:
+entry[0] is the path, entry[1] the label; what follows is ignored. N images
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from swinv2_moe.errors import UserError
+
+_JSON = re.compile(r"""\s*\[\s*([\[{]\s*"|\]\s*$)""")
+_MAX_LABEL = 2**31 - 1
+
+
+def read_list(key: str, file: str, root: str, num_classes: int) -> tuple[str, np.ndarray, np.ndarray]:
+    """`file` -> the directory its paths are relative to, paths bytes [N], labels int64 [N].
+
+    Args:
+        key: the configuration key that names `file`, for messages.
+        file: looked for as given, then in `root`.
+        root: DATA.PATH; empty: the list file's folder.
+        num_classes: labels must be below it; 0: any label that is not negative.
+
+    Raises:
+        UserError: no such file, no lines, a line or label that cannot be used, no image where the paths point.
+    """
+    file = _find(key, file, root)
+    paths, labels = [], []
+    for where, path, label in _entries(key, file):
+        paths.append(os.fsencode(path))
+        labels.append(_label(where, label, num_classes))
+    if not paths:
+        raise UserError(f"{key} is {file!r}: the list is empty")
+    root = root or os.path.dirname(file)
+    _check_some_exist(key, file, root, paths)
+    return root, np.array(paths), np.array(labels, np.int64)
+
+
+def _find(key: str, file: str, root: str) -> str:
+    for path in (file, os.path.join(root, file)):
+        if os.path.isfile(path):
+            return path
+    if os.path.isdir(file):
+        raise UserError(f"{key} is {file!r}: a directory, it must be a file")
+    also = f", nor in DATA.PATH ({root!r})" if root and not os.path.isabs(file) else ""
+    raise UserError(f"{key} is {file!r}: no such file{also}")
+
+
+def _entries(key: str, file: str) -> Iterator[tuple[str, str, object]]:
+    """(where, path, label) of each image; where is "file:line"."""
+    try:
+        with open(file, encoding="utf-8-sig", errors="surrogateescape") as lines:  # paths may be of any encoding
+            if not _JSON.match(lines.read(1000)):
+                lines.seek(0)
+                yield from _text_entries(file, lines)
+                return
+            lines.seek(0)
+            yield from _json_entries(file, json.load(lines))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}:{error.lineno}: not valid JSON ({error.msg})") from error
+    except OSError as error:
+        raise UserError(f"{key} is {file!r}: cannot be read ({error.strerror})") from error
+
+
+def _text_entries(file: str, lines: Iterator[str]) -> Iterator[tuple[str, str, str]]:
+    for number, line in enumerate(lines, start=1):
+        fields = line.strip().rsplit(maxsplit=1)
+        if len(fields) == 2:
+            yield f"{file}:{number}", *fields
+        elif fields:
+            raise UserError(f"{file}:{number}: expected a path and a label, found {fields[0][:60]!r}")
+
+
+def _json_entries(file: str, database: list) -> Iterator[tuple[str, str, object]]:
+    for number, entry in enumerate(database):
+        if not (isinstance(entry, list) and len(entry) >= 2 and isinstance(entry[0], str)):
+            raise UserError(f"{file}: entry {number}: expected [path, label], found {str(entry)[:60]!r}")
+        yield f"{file}: entry {number}", entry[0], entry[1]
+
+
+def _label(where: str, label: object, num_classes: int) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", str(label)):
+        raise UserError(f"{where}: label {str(label)[:60]!r} is not an integer")
+    label = int(label)
+    if label < 0:
+        raise UserError(f"{where}: label {label} is negative, labels count from 0")
+    if label >= (num_classes or _MAX_LABEL):
+        raise UserError(f"{where}: label {label} is out of range, with {num_classes or _MAX_LABEL} classes")
+    return label
+
+
+def _check_some_exist(key: str, file: str, root: str, paths: list[bytes]) -> None:
+    """A wrong root makes every path wrong: say so at once, not image by image."""
+    sample = paths[:: len(paths) // 16 + 1]
+    if not any(os.path.exists(os.path.join(os.fsencode(root), path)) for path in sample):
+        first = os.path.join(root, os.fsdecode(sample[0]))
+        first = first.encode(errors="surrogateescape").decode(errors="replace")
+        raise UserError(
+            f"{key} is {file!r}: none of the {len(sample)} listed images looked for exists, for example {first};"
+            " DATA.PATH must be the directory that the paths are relative to"
+        )

@@ -1,0 +1,192 @@
+"""Where images come from: DATA.DATASET -> the training and the validation images, their targets and class names.
+
+Everything that can be wrong with a data set as a whole is found here. N images
+"""
+
+import os
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from yacs.config import CfgNode
+
+from swinv2_moe.data.lists import read_list
+from swinv2_moe.errors import UserError
+
+_SPLITS = ("train", "val")
+
+
+class Source(Protocol):
+    """N images that are opened one by one."""
+
+    targets: np.ndarray  # int64 [N]
+
+    def __len__(self) -> int: ...
+
+    def open(self, index: int) -> Image.Image:
+        """The image in whatever mode it has, perhaps not decoded yet; raises whatever Pillow raises."""
+
+    def name(self, index: int) -> str:
+        """What a message calls the image: its path."""
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    root: str
+    paths: np.ndarray  # [N] bytes, relative to root. An array: a list would be copied, page by page, into each worker
+    targets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def open(self, index: int) -> Image.Image:
+        with Image.open(self._path(index)) as image:
+            image.load()
+        return image
+
+    def name(self, index: int) -> str:
+        return self._path(index).encode(errors="surrogateescape").decode(errors="replace")  # printable
+
+    def _path(self, index: int) -> str:
+        return os.path.join(self.root, os.fsdecode(self.paths[index]))
+
+
+@dataclass(frozen=True)
+class ImageArrays:
+    label: str
+    images: np.ndarray  # uint8 [N, H, W] or [N, H, W, 3]
+    targets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def open(self, index: int) -> Image.Image:
+        return Image.fromarray(self.images[index])
+
+    def name(self, index: int) -> str:
+        return f"{self.label}[{index}]"
+
+
+class Sources(NamedTuple):
+    train: Source
+    val: Source
+    class_names: list[str]
+
+
+def load_sources(config: CfgNode) -> Sources:
+    """The two sources that DATA.DATASET names; nothing is downloaded.
+
+    Raises:
+        UserError: a path, folder, list line or label that cannot be used; train and val with different classes.
+    """
+    name = config.DATA.DATASET
+    if name == "digits":
+        return _digits()
+    root = os.path.expanduser(config.DATA.PATH)
+    if root or name != "list":
+        check_directory("DATA.PATH", root)
+    if name == "list":
+        return _lists(config, root)
+    if name in ("cifar10", "cifar100"):
+        return _cifar(CIFAR10 if name == "cifar10" else CIFAR100, root)
+    return _folders(root, hint=" (data/README.md says how to unpack ImageNet)" if name == "imagenet" else "")
+
+
+def check_directory(key: str, path: str) -> None:
+    """Raise UserError unless `path` is a directory that can be listed."""
+    if not os.path.exists(path):
+        raise UserError(f"{key} is {path!r}: no such directory")
+    if not os.path.isdir(path):
+        raise UserError(f"{key} is {path!r}: a file, it must be a directory")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise UserError(f"{key} is {path!r}: permission denied")
+
+
+def _digits() -> Sources:
+    from sklearn.datasets import load_digits  # a second to import, for this data set alone
+    from sklearn.model_selection import train_test_split
+
+    pixels, targets = load_digits(return_X_y=True)  # [1797, 64], 0 to 16
+    images = np.round(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    # random_state is fixed and not SEED: every run is measured on the same fifth
+    train, val = train_test_split(np.arange(len(targets)), test_size=0.2, stratify=targets, random_state=0)
+    sources = [ImageArrays("digits", images[part], targets[part].astype(np.int64)) for part in (train, val)]
+    return Sources(*sources, [str(digit) for digit in range(10)])
+
+
+def _cifar(dataset: type[CIFAR10], root: str) -> Sources:
+    try:
+        train, val = (dataset(root, train=is_train, download=False) for is_train in (True, False))
+    except (RuntimeError, OSError) as error:
+        raise UserError(
+            f"DATA.PATH is {root!r}: it holds no intact {dataset.base_folder}/ (nothing is downloaded, data/README.md"
+            f" says where {dataset.__name__} comes from); found: {_found(root)}"
+        ) from error
+    sources = [ImageArrays(dataset.__name__, part.data, np.asarray(part.targets, np.int64)) for part in (train, val)]
+    return Sources(*sources, list(train.classes))
+
+
+def _folders(root: str, hint: str) -> Sources:
+    missing = [split for split in _SPLITS if not os.path.isdir(os.path.join(root, split))]
+    if missing:
+        names = " and no ".join(f"{split}/" for split in missing)
+        raise UserError(f"DATA.PATH is {root!r}: it has no {names} folder; found: {_found(root)}{hint}")
+    folders = [os.path.join(root, split) for split in _SPLITS]
+    classes, val_classes = (_classes(folder) for folder in folders)
+    if classes != val_classes:
+        only = [sorted(set(a) - set(b)) for a, b in ((classes, val_classes), (val_classes, classes))]
+        parts = [f"only in {split}/: {_some(names)}" for split, names in zip(_SPLITS, only, strict=True) if names]
+        raise UserError(
+            f"DATA.PATH is {root!r}: train/ has {len(classes)} class folders and val/ {len(val_classes)}, they must be"
+            f" the same ({'; '.join(parts)})"
+        )
+    return Sources(*(_scan(folder, classes) for folder in folders), classes)
+
+
+def _classes(folder: str) -> list[str]:
+    check_directory("DATA.PATH", folder)
+    try:
+        return find_classes(folder)[0]
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} has no class folder in it, only: {_found(folder)}") from error
+
+
+def _scan(folder: str, classes: list[str]) -> ImageFiles:
+    index = {name: target for target, name in enumerate(classes)}
+    images = make_dataset(folder, index, IMG_EXTENSIONS, allow_empty=True)
+    counts = np.bincount([target for _, target in images], minlength=len(classes))
+    if not images:
+        raise UserError(f"{folder}: no images in its {len(classes)} class folders ({' '.join(IMG_EXTENSIONS)} count)")
+    if not counts.all():
+        empty = [name for name, count in zip(classes, counts, strict=True) if not count]
+        raise UserError(f"{folder}: {len(empty)} of {len(classes)} class folders hold no image: {_some(empty)}")
+    start = len(os.path.join(folder, ""))
+    paths = np.array([os.fsencode(path[start:]) for path, _ in images])
+    return ImageFiles(folder, paths, np.array([target for _, target in images], np.int64))
+
+
+def _lists(config: CfgNode, root: str) -> Sources:
+    data, limit = config.DATA, config.MODEL.NUM_CLASSES
+    train = ImageFiles(*read_list("DATA.TRAIN_LIST", data.TRAIN_LIST, root, limit))
+    if not limit:
+        labels = np.unique(train.targets)
+        limit = int(labels[-1]) + 1
+        if len(labels) != limit:
+            gap = np.setdiff1d(np.arange(min(limit, len(labels) + 3)), labels)  # enough of them to name a few
+            raise UserError(
+                f"DATA.TRAIN_LIST is {data.TRAIN_LIST!r}: its labels reach {limit - 1} but {limit - len(labels)} below"
+                f" have no image ({_some(gap.tolist())}); labels count from 0, MODEL.NUM_CLASSES (0) would allow gaps"
+            )
+    val = ImageFiles(*read_list("DATA.VAL_LIST", data.VAL_LIST, root, limit))
+    return Sources(train, val, [str(label) for label in range(limit)])
+
+
+def _some(names: list, count: int = 3) -> str:
+    return ", ".join(map(str, names[:count])) + (f", ... ({len(names)} in all)" if len(names) > count else "")
+
+
+def _found(folder: str) -> str:
+    return _some(sorted(os.listdir(folder))) or "nothing"

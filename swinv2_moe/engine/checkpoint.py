@@ -1,0 +1,163 @@
+"""Checkpoints of a run: `checkpoints/epoch-0007/`, with `last` and `best` pointing at the ones to use.
+
+A checkpoint is a directory of safetensors files and a `meta.json` (moe_core.checkpoint describes the tensors). It is
+written under another name, synced and renamed, so a directory named epoch-* is complete; `last` moves after that.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from moe_core import moe_layers
+from moe_core.checkpoint import count_experts, load_tensors, save_tensors
+from swinv2_moe.engine.distributed import World
+from swinv2_moe.errors import UserError
+from swinv2_moe.models.weights import compare
+
+FORMAT_VERSION = 1
+
+
+def save_checkpoint(
+    root: Path, world: World, model: nn.Module, sections: dict[str, dict[str, Tensor]], meta: dict, is_best: bool
+) -> None:
+    """Write `root/epoch-<meta["epoch"]>` and point `last` (and `best`) at it; older, unused ones go.
+
+    `sections` maps a folder name ("" for the model itself, "ema", "optimizer/exp_avg") to tensors named like the
+    model's parameters. Every rank calls this.
+    """
+    final = root / f"epoch-{meta['epoch']:04d}"
+    temporary = root / f".{final.name}.tmp"
+    if world.is_main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    world.barrier()
+    for section, tensors in sections.items():
+        save_tensors(temporary / section, model, tensors, world.is_main)
+    world.barrier()
+    if world.is_main:
+        (temporary / "meta.json").write_text(json.dumps({"format_version": FORMAT_VERSION, **meta}, indent=1))
+        _sync(temporary)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        _point(root / "last", final.name)
+        if is_best:
+            _point(root / "best", final.name)
+        _prune(root)
+    world.barrier()
+
+
+def find_checkpoint(resume: str, root: Path) -> Path | None:
+    """The checkpoint that `--resume` means: "auto" is `root/last` if there is one; a path must be a checkpoint.
+
+    Raises:
+        UserError: the path holds no checkpoint.
+    """
+    if resume == "auto":
+        return root / "last" if (root / "last" / "meta.json").is_file() else None
+    for directory in (Path(resume), Path(resume) / "checkpoints" / "last"):
+        if (directory / "meta.json").is_file():
+            return directory
+    raise UserError(f"--resume {resume}: holds no checkpoint (a directory with meta.json)")
+
+
+def read_meta(directory: Path) -> dict:
+    """The checkpoint's meta.json.
+
+    Raises:
+        UserError: not readable, or of a newer format.
+    """
+    try:
+        meta = json.loads((directory / "meta.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {directory}: meta.json cannot be read ({error})") from error
+    if meta.get("format_version", 0) > FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {directory} has format version {meta['format_version']}, this program knows {FORMAT_VERSION}"
+        )
+    return meta
+
+
+def read_section(directory: Path, section: str, model: nn.Module, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A section's tensors for this rank, which are exactly the `expected` ones by name and shape.
+
+    Raises:
+        UserError: files missing or unreadable, or every key that is missing, unexpected or of another shape.
+    """
+    _check_expert_counts(directory / section, directory, model)
+    try:
+        tensors = load_tensors(directory / section, model)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"checkpoint {directory}: {error}; nothing was loaded") from error
+    problems = compare(expected, tensors)
+    if problems:
+        what = f"its {section} state" if section else "it"
+        raise UserError(f"checkpoint {directory}: {what} does not fit the model: {problems}; nothing was loaded")
+    return tensors
+
+
+def optimizer_kinds(directory: Path) -> list[str]:
+    """The optimiser sections a checkpoint holds, such as "optimizer/exp_avg"."""
+    return [f"optimizer/{path.name}" for path in sorted((directory / "optimizer").glob("*"))]
+
+
+def optimizer_sections(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """`{"optimizer/exp_avg": {parameter name: tensor}, ...}`; every parameter has had the
+    same number of updates, which meta.json holds."""
+    sections: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        for kind, tensor in optimizer.state.get(parameter, {}).items():
+            if kind != "step" and tensor is not None:
+                sections.setdefault(f"optimizer/{kind}", {})[name] = tensor
+    return sections
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, moments: dict[str, dict[str, Tensor]], updates: int
+) -> None:
+    """Put back what `optimizer_sections` gave, after `updates` optimiser steps."""
+    is_adam = isinstance(optimizer, torch.optim.AdamW)
+    for name, parameter in model.named_parameters():
+        state = {kind.split("/")[1]: tensors[name].to(parameter.device) for kind, tensors in moments.items()}
+        if is_adam and state:
+            state["step"] = torch.tensor(float(updates), device=parameter.device)
+        optimizer.state[parameter] = state
+
+
+def _check_expert_counts(section: Path, directory: Path, model: nn.Module) -> None:
+    found = count_experts(section)
+    for name, layer in moe_layers(model).items():
+        if found and found.get(name, 0) != layer.config.num_experts:
+            raise UserError(
+                f"checkpoint {directory}: layer {name} has {found.get(name, 0)} experts there,"
+                f" {layer.config.num_experts} in the model; nothing was loaded"
+            )
+    extra = [name for name in found if name not in moe_layers(model)]
+    if extra:
+        raise UserError(
+            f"checkpoint {directory}: it has experts in {', '.join(extra)}, where the model has none; nothing was loaded"
+        )
+
+
+def _sync(directory: Path) -> None:
+    for path in [*directory.rglob("*"), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _point(link: Path, target: str) -> None:
+    temporary = link.with_name(f".{link.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(link)
+
+
+def _prune(root: Path) -> None:
+    used = {os.readlink(root / name) for name in ("last", "best") if (root / name).is_symlink()}
+    for directory in root.glob("epoch-*"):
+        if directory.name not in used:
+            shutil.rmtree(directory)

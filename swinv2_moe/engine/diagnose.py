@@ -1,0 +1,57 @@
+"""Finding the layer at which a number stops being finite."""
+
+import torch
+from torch import Tensor, nn
+
+from swinv2_moe.engine.distributed import World
+
+
+def first_non_finite_layer(model: nn.Module, images: Tensor) -> str | None:
+    """The first innermost module whose output for `images` has a NaN or infinity, by name, or None."""
+    culprits: list[str] = []
+
+    def watch(name: str):
+        def hook(module, inputs, output) -> None:
+            tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, Tensor)]
+            if any(not torch.isfinite(t).all() for t in tensors if t.is_floating_point()):
+                culprits.append(name)
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    try:
+        with torch.no_grad():
+            model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return culprits[0] if culprits else None
+
+
+def explain_non_finite(step: int, wrapped: nn.Module, images: Tensor, world: World) -> str:
+    """One line that names the step and what stopped being finite, on whichever rank; every rank calls this.
+
+    `images` is the step's batch; the gradients of the step are still in place.
+    """
+    bad_values = [name for name, p in wrapped.named_parameters() if not torch.isfinite(p).all()]
+    bad_gradients = [n for n, p in wrapped.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+    bad_images = not torch.isfinite(images).all()
+    layer = first_non_finite_layer(wrapped, images)
+    found = (
+        "the input images"
+        if bad_images
+        else f"the parameter {_plain(bad_values[0])}"
+        if bad_values
+        else f"the output of layer {_plain(layer)}"
+        if layer
+        else f"the gradient of {_plain(bad_gradients[-1])}"  # the last in the network is the first in the backward pass
+        if bad_gradients
+        else None
+    )
+    found = next((reason for reason in world.gather(found) if reason), "the loss itself")
+    return f"step {step}: the loss or its gradient is not finite (NaN or infinite); it begins at {found}"
+
+
+def _plain(name: str) -> str:
+    """A name without what the wrappers put in front."""
+    return name.removeprefix("module.").replace("_orig_mod.", "").removeprefix("model.")

@@ -1,0 +1,82 @@
+"""The processes of a run: one, or those that torchrun started."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from swinv2_moe.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of them; `group` is None for a single one."""
+
+    rank: int
+    size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The elementwise sum over all ranks."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def gather(self, value: object) -> list:
+        """Every rank's `value` (picklable, small), on every rank."""
+        if self.group is None:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+@contextmanager
+def open_world(device: str = "auto") -> Iterator[World]:
+    """Join the processes torchrun started, or run alone; leaves the group at the end.
+
+    Raises:
+        UserError: CUDA asked for but absent, or more ranks on this machine than GPUs.
+    """
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if use_cuda and not torch.cuda.is_available():
+        raise UserError("DEVICE is 'cuda', but torch finds no GPU here; use DEVICE cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        raise UserError(f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}")
+    place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(place)
+    if size == 1:
+        yield World(0, 1, place)
+        return
+    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=place if use_cuda else None)
+    try:
+        yield World(dist.get_rank(), size, place, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def seed_everything(*parts: int) -> None:
+    """Seed `random`, numpy and torch from `parts`, say (seed, epoch, rank): an epoch's random numbers do not depend on
+    those before it, so a run that resumes at its start repeats them."""
+    seed = int(np.random.SeedSequence(parts).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

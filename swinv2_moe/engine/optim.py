@@ -1,0 +1,92 @@
+"""Optimiser, learning-rate schedule and loss scale of a configuration."""
+
+import torch
+from timm.optim import param_groups_layer_decay
+from timm.scheduler import CosineLRScheduler
+from torch import Tensor
+from yacs.config import CfgNode
+
+from swinv2_moe.models import SwinTransformerV2MoE
+
+_REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
+
+
+def build_optimizer(config: CfgNode, model: SwinTransformerV2MoE, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW or SGD; no weight decay on biases, 1-D parameters and the model's exceptions; layer decay by depth."""
+    groups = param_groups_layer_decay(
+        model,
+        weight_decay=config.TRAIN.WEIGHT_DECAY,
+        no_weight_decay_list=model.no_weight_decay(),
+        layer_decay=config.TRAIN.LAYER_DECAY,
+    )
+    options = config.TRAIN.OPTIMIZER
+    if options.NAME == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate, momentum=options.MOMENTUM, nesterov=options.MOMENTUM > 0)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=tuple(options.BETAS), eps=options.EPS, fused=True)
+
+
+def scaled_learning_rate(config: CfgNode, per_512: float, world_size: int) -> float:
+    """A learning rate of the configuration for the run's global batch."""
+    batch = config.DATA.BATCH_SIZE * config.TRAIN.ACCUMULATION_STEPS * world_size
+    return per_512 * batch / _REFERENCE_BATCH
+
+
+def build_schedule(
+    config: CfgNode, optimizer: torch.optim.Optimizer, steps_per_epoch: int, world_size: int
+) -> CosineLRScheduler:
+    """Linear warm-up, then half a cosine down to MIN_LR; a function of the step alone (`step_update(step)`)."""
+    warmup = config.TRAIN.WARMUP_EPOCHS * steps_per_epoch
+    return CosineLRScheduler(
+        optimizer,
+        t_initial=config.TRAIN.EPOCHS * steps_per_epoch - warmup,
+        lr_min=scaled_learning_rate(config, config.TRAIN.MIN_LR, world_size),
+        warmup_t=warmup,
+        warmup_lr_init=scaled_learning_rate(config, config.TRAIN.WARMUP_LR, world_size),
+        warmup_prefix=True,
+        cycle_limit=1,
+        t_in_epochs=False,
+    )
+
+
+class LossScaler:
+    """Dynamic loss scale for fp16; elsewhere the scale is 1 and the first gradient that is not finite ends the run.
+
+    Its only input is the global gradient norm, so all ranks agree: torch's GradScaler looks at each rank's own
+    gradients, and with sharded experts ranks would skip different steps.
+    """
+
+    GROWTH_INTERVAL = 2000
+    SMALLEST = 2.0**-8  # below it overflow is not what makes gradients infinite
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = 2.0**16 if enabled else 1.0
+        self.good_steps = self.updates = 0  # since the last change of scale; in all
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether a gradient that is not finite cannot be put down to the scale."""
+        return not self.enabled or self.scale < self.SMALLEST
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        if self.enabled and gradients:
+            torch._foreach_mul_(gradients, 1 / self.scale)
+
+    def update(self, finite: bool) -> None:
+        """Count a step: halve the scale after an overflow, double it after GROWTH_INTERVAL good steps."""
+        self.updates += finite
+        if not self.enabled:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale /= 2
+        elif self.good_steps == self.GROWTH_INTERVAL:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+    def state(self) -> dict:
+        return {"scale": self.scale, "good_steps": self.good_steps, "updates": self.updates}
+
+    def load(self, state: dict) -> None:
+        self.updates = state["updates"]
+        if self.enabled:
+            self.scale, self.good_steps = state["scale"], state["good_steps"]

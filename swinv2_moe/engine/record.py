@@ -1,0 +1,156 @@
+"""What a run leaves for people and programs: progress bar, TensorBoard, metrics.jsonl, summary.json, config.yaml."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+from yacs.config import CfgNode
+
+from moe_core import RoutingStats
+from swinv2_moe.engine.distributed import World
+
+
+class Recorder:
+    """Writes to a run directory and to the terminal on the main rank; on the others it does nothing."""
+
+    def __init__(self, directory: Path, world: World, resume_step: int | None = None) -> None:
+        self.directory, self.active = directory, world.is_main
+        self.console = Console(quiet=not self.active, highlight=False, soft_wrap=True)
+        self.writer = self.progress = self.metrics = None
+        if self.active:
+            directory.mkdir(parents=True, exist_ok=True)
+            if resume_step is not None:
+                _forget_after(directory / "metrics.jsonl", resume_step)
+            purge = None if resume_step is None else resume_step + 1
+            self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+            self.metrics = (directory / "metrics.jsonl").open("a", buffering=1)
+
+    def close(self) -> None:
+        if self.active:
+            self.writer.close()
+            self.metrics.close()
+
+    def say(self, line: str) -> None:
+        """One line for the person at the terminal."""
+        self.console.print(line, markup=False)
+
+    def config(self, config: CfgNode) -> None:
+        if self.active:
+            (self.directory / "config.yaml").write_text(config.dump())
+
+    def summary(self, values: dict) -> None:
+        if self.active:
+            (self.directory / "summary.json").write_text(json.dumps(_plain(values), indent=1) + "\n")
+
+    def step(self, values: dict, routing: dict[str, RoutingStats]) -> None:
+        """A logging step: `values` has `step` and `epoch`; `routing` holds each MoE layer's statistics of this step."""
+        if not self.active:
+            return
+        layers = {name: _load(stats) for name, stats in routing.items()}
+        if layers:
+            for key in ("dropped_share", "entropy", "load_max"):
+                values[f"moe/{key}"] = float(np.mean([layer[key] for layer in layers.values()]))
+        self._write(values | ({"moe_layers": layers} if layers else {}))
+        step = values["step"]
+        for key, value in values.items():
+            if key not in ("step", "epoch"):
+                self.writer.add_scalar(key if "/" in key else f"train/{key}", value, step)
+        for name, layer in layers.items():
+            for key in ("dropped_share", "entropy", "load_max", "load_min"):
+                self.writer.add_scalar(f"{name}/{key}", layer[key], step)
+            self._add_load(f"{name}/expert_load", layer["load"], step)
+
+    def epoch(self, values: dict, step: int) -> None:
+        """The end of an epoch: `values` has `epoch`, `train_loss`, `val_top1`, ..."""
+        if not self.active:
+            return
+        self._write({"step": step} | values)
+        for key, value in values.items():
+            if key != "epoch":
+                self.writer.add_scalar(f"epoch/{key}", value, values["epoch"])
+        self.writer.flush()
+
+    def bar(self, description: str, total: int) -> "Bar":
+        """A progress bar for one epoch; invisible where there is no terminal."""
+        return Bar(self.console, description, total, visible=self.active and self.console.is_terminal)
+
+    def _write(self, values: dict) -> None:
+        self.metrics.write(json.dumps(_plain(values)) + "\n")
+
+    def _add_load(self, tag: str, load: list[float], step: int) -> None:
+        """Expert load as a histogram with one bar for each expert, numbered along the axis."""
+        counts = np.asarray(load, dtype=np.float64)
+        ids = np.arange(len(counts), dtype=np.float64)
+        self.writer.add_histogram_raw(
+            tag,
+            min=0.0,
+            max=float(len(counts)),
+            num=float(counts.sum()),
+            sum=float((counts * ids).sum()),
+            sum_squares=float((counts * ids**2).sum()),
+            bucket_limits=(ids + 1).tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
+
+
+class Bar:
+    """A progress bar with free text at its end, as a context manager."""
+
+    def __init__(self, console: Console, description: str, total: int, visible: bool) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            transient=True,
+            disable=not visible,
+        )
+        self._task = self._progress.add_task(description, total=total, text="")
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._progress.stop()
+
+    def advance(self, text: str) -> None:
+        self._progress.update(self._task, advance=1, text=text)
+
+
+def _load(stats: RoutingStats) -> dict:
+    """A layer's routing as plain numbers; load is relative to an even share, 1 for every expert."""
+    counts = stats.counts.double()
+    load = (counts * len(counts) / counts.sum().clamp(min=1)).tolist()
+    return {
+        "dropped_share": float(stats.dropped_share),
+        "entropy": float(stats.entropy),
+        "load_max": max(load),
+        "load_min": min(load),
+        "load": [round(value, 4) for value in load],
+    }
+
+
+def _plain(value: object) -> object:
+    """JSON has no NaN: null stands for it."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _forget_after(metrics: Path, step: int) -> None:
+    """Drop the lines of steps that a resumed run is going to repeat."""
+    if metrics.is_file():
+        lines = [line for line in metrics.read_text().splitlines() if json.loads(line)["step"] <= step]
+        metrics.write_text("".join(f"{line}\n" for line in lines))

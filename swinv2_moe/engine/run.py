@@ -1,0 +1,134 @@
+"""A run from its configuration to its summary."""
+
+import time
+from pathlib import Path
+
+import torch
+from yacs.config import CfgNode
+
+from moe_core import moe_layers
+from swinv2_moe.data import Data, build_data
+from swinv2_moe.engine import checkpoint
+from swinv2_moe.engine.distributed import World, open_world, seed_everything
+from swinv2_moe.engine.record import Recorder
+from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import SwinTransformerV2MoE, build_model, load_dense, measure_model
+
+
+def train(config: CfgNode, resume: str | None = None) -> dict:
+    """Train (or go on training) what `config` describes in the run directory `config.OUTPUT`; returns the summary.
+
+    Everything that can be wrong with the input is found before the run directory is touched.
+
+    Raises:
+        UserError: input that cannot be used, or a loss that is not finite.
+    """
+    started = time.perf_counter()
+    root = Path(config.OUTPUT)
+    with open_world(config.DEVICE) as world:
+        source = _starting_point(root, resume)
+        trainer = _build_trainer(config, world)
+        if source is not None:
+            trainer.resume(source)
+        world.barrier()  # every rank has looked at the run directory
+        recorder = Recorder(root, world, trainer.step if source is not None else None)
+        recorder.config(config)
+        recorder.say(_headline(trainer, source))
+        trainer.fit(recorder, root / "checkpoints")
+        summary = _summary(trainer, time.perf_counter() - started)
+        recorder.summary(summary)
+        if trainer.unreadable.summary():
+            recorder.say(trainer.unreadable.summary())
+        recorder.say(
+            f"final top-1 {summary['val_top1']:.2f}%, best {summary['best_val_top1']:.2f}%;"
+            f" checkpoints in {root / 'checkpoints'}, TensorBoard logs in {root / 'tensorboard'}"
+        )
+        recorder.close()
+    return summary
+
+
+def evaluate(config: CfgNode, resume: str | None = None) -> dict:
+    """Accuracy on the validation set of the checkpoint that `resume` names (or of MODEL.PRETRAINED); writes nothing.
+
+    Raises:
+        UserError: nothing to evaluate, or input that cannot be used.
+    """
+    with open_world(config.DEVICE) as world:
+        source = checkpoint.find_checkpoint(resume, Path(config.OUTPUT) / "checkpoints") if resume else None
+        if source is None and not config.MODEL.PRETRAINED:
+            raise UserError("--eval needs weights: --resume with a checkpoint, or MODEL.PRETRAINED")
+        trainer = _build_trainer(config, world)
+        if source is not None:
+            trainer.resume(source)
+        accuracy = trainer.validate()
+        if world.is_main:
+            print(f"{accuracy.images} images: top-1 {accuracy.top1:.2f}%, top-5 {accuracy.top5:.2f}%, loss {accuracy.loss:.4f}")
+            if trainer.unreadable.summary():
+                print(trainer.unreadable.summary())
+    return {"val_top1": accuracy.top1, "val_top5": accuracy.top5, "val_loss": accuracy.loss, "images": accuracy.images}
+
+
+def _starting_point(root: Path, resume: str | None) -> Path | None:
+    """The checkpoint to go on from; None starts afresh, which an existing run in `root` forbids."""
+    source = checkpoint.find_checkpoint(resume, root / "checkpoints") if resume else None
+    if root.exists() and not root.is_dir():
+        raise UserError(f"--output {root}: is a file, a run needs a directory")
+    if resume is None and (root / "metrics.jsonl").exists():
+        raise UserError(f"--output {root}: already holds a run; --resume auto continues it, another directory starts anew")
+    return source
+
+
+def _build_trainer(config: CfgNode, world: World) -> Trainer:
+    data = build_data(config, world.rank, world.size)
+    seed_everything(config.SEED)
+    model = build_model(config, data.num_classes, world.group)
+    _load_pretrained(config, model)
+    return Trainer(config, world, data, model)
+
+
+def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE) -> None:
+    if not config.MODEL.PRETRAINED:
+        return
+    path = Path(config.MODEL.PRETRAINED)
+    if path.is_dir():
+        directory = checkpoint.find_checkpoint(str(path), path)
+        section = "ema" if (directory / "ema").is_dir() else ""
+        model.load_state_dict(checkpoint.read_section(directory, section, model, model.state_dict()))
+    else:
+        load_dense(model, path, upcycle=config.MODEL.UPCYCLE)
+
+
+def _headline(trainer: Trainer, source: Path | None) -> str:
+    config, data, world = trainer.config, trainer.data, trainer.world
+    size = measure_model(config, data.num_classes)
+    layers = moe_layers(trainer.model)
+    experts = f"{config.MODEL.MOE.NUM_EXPERTS} experts in {len(layers)} layers" if layers else "dense"
+    where = f"{world.size} {'process' if world.size == 1 else 'processes'} on {_device_name(world)}"
+    start = f"; going on from {source} after epoch {trainer.epoch}" if source else ""
+    return (
+        f"{config.MODEL.TYPE} ({experts}): {size.parameters / 1e6:.2f}M parameters, {size.macs / 1e6:,.1f}M MACs an image;"
+        f" {data.train_size:,} + {data.val_size:,} images, {data.num_classes} classes; {where}{start}"
+    )
+
+
+def _device_name(world: World) -> str:
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+
+
+def _summary(trainer: Trainer, seconds: float) -> dict:
+    size = measure_model(trainer.config, trainer.data.num_classes)
+    return {
+        "val_top1": trainer.last_top1,
+        "best_val_top1": trainer.best_top1,
+        "epochs": trainer.epoch,
+        "steps": trainer.step,
+        "images_per_second": trainer.images / trainer.seconds if trainer.seconds else None,
+        "seconds": seconds,
+        "parameters": size.parameters,
+        "active_macs": size.macs,
+        "world_size": trainer.world.size,
+        "device": _device_name(trainer.world),
+        "torch": torch.__version__,
+        "unreadable_images": len(trainer.unreadable.paths),
+    }

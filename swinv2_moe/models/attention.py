@@ -1,0 +1,89 @@
+"""Window attention on scaled_dot_product_attention, with timm's parameters and results."""
+
+# B images, W windows of an image, N tokens of a window, h heads, D channels of a head
+
+import math
+
+import torch
+import torch.nn.functional as F
+from timm.models.swin_transformer_v2 import WindowAttention
+from torch import Tensor, nn
+
+
+class FusedWindowAttention(WindowAttention):
+    """timm's SwinV2 attention (cosine similarity, log-spaced position bias) as one fused kernel.
+
+    Same parameters, same output within rounding. Source: Swin Transformer V2, arXiv 2111.09883, section 3.
+    """
+
+    @classmethod
+    def like(cls, attn: WindowAttention) -> "FusedWindowAttention":
+        """A new attention of the same shape, on the same device."""
+        return cls(
+            attn.dim,
+            attn.window_size,
+            attn.num_heads,
+            qkv_bias=attn.q_bias is not None,
+            attn_drop=attn.attn_drop.p,
+            proj_drop=attn.proj_drop.p,
+            pretrained_window_size=attn.pretrained_window_size,
+            device=attn.proj.weight.device,
+            dtype=attn.proj.weight.dtype,
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x [B*W, N, h*D], mask [W, N, N] or None -> like x."""
+        windows, tokens, _ = x.shape
+        q, k, v = self.project(x).view(windows, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # [B*W, h, N, D]
+        q, k, scale = self.scaled(q, k)
+        bias = self.position_bias().unsqueeze(0).to(q.dtype)  # [1, h, N, N]
+        if mask is not None:
+            # one mask per window of an image: fold the windows into the heads, images stay the batch
+            bias = (bias + mask.unsqueeze(1).to(q.dtype)).flatten(0, 1)  # [W*h, N, N]
+            q, k, v = (t.reshape(-1, len(bias), *t.shape[2:]) for t in (q, k, v))  # [B, W*h, N, D]
+        dropout = self.attn_drop.p if self.training else 0.0
+        x = F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=bias, dropout_p=dropout, scale=scale)
+        x = x.reshape(windows, self.num_heads, tokens, -1).transpose(1, 2).reshape(windows, tokens, -1)
+        return self.proj_drop(self.proj(x))
+
+    def project(self, x: Tensor) -> Tensor:
+        """x [..., h*D] -> queries, keys and values [..., 3*h*D]."""
+        bias = None if self.q_bias is None else torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        return F.linear(x, self.qkv.weight, bias)
+
+    def scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Queries and keys of unit length, the learned temperature of each head on the queries."""
+        temperature = self.logit_scale.clamp(max=math.log(1 / 0.01)).exp()  # [h, 1, 1]
+        return (F.normalize(q, dim=-1) * temperature).to(q.dtype), F.normalize(k, dim=-1).to(q.dtype), 1.0
+
+    def position_bias(self) -> Tensor:
+        """[h, N, N]."""
+        return 16 * torch.sigmoid(self.raw_position_bias())
+
+    def raw_position_bias(self) -> Tensor:
+        """The position network's output for every pair of tokens of a window: [h, N, N]."""
+        table = self.cpb_mlp(self.relative_coords_table).view(-1, self.num_heads)
+        tokens = self.window_size[0] * self.window_size[1]
+        return table[self.relative_position_index.view(-1)].view(tokens, tokens, -1).permute(2, 0, 1)
+
+
+class DotProductWindowAttention(FusedWindowAttention):
+    """The attention of the released Swin-MoE models: dot products over sqrt(D), a bias on q, k and v, and the position
+    network's output as it is."""
+
+    def __init__(self, dim: int, *args, qkv_bias: bool = True, device=None, dtype=None, **kwargs) -> None:
+        super().__init__(dim, *args, qkv_bias=False, device=device, dtype=dtype, **kwargs)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        del self.logit_scale
+
+    def reset_parameters(self) -> None:
+        self._init_buffers()
+
+    def project(self, x: Tensor) -> Tensor:
+        return self.qkv(x)
+
+    def scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
+        return q, k, q.shape[-1] ** -0.5
+
+    def position_bias(self) -> Tensor:
+        return self.raw_position_bias()

@@ -1,0 +1,72 @@
+"""The model that a configuration describes."""
+
+import torch
+import torch.distributed as dist
+from yacs.config import CfgNode
+
+from swinv2_moe.errors import UserError
+from swinv2_moe.models.complexity import Complexity, count
+from swinv2_moe.models.swin_moe import SwinTransformerMoE
+from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
+
+_TYPES = {"swinv2_moe": SwinTransformerV2MoE, "swin_moe": SwinTransformerMoE}
+
+
+def build_model(config: CfgNode, num_classes: int, group: dist.ProcessGroup | None = None) -> SwinTransformerV2MoE:
+    """A freshly initialised model; its values follow torch's seed and not the number of ranks.
+
+    Raises:
+        UserError: experts that do not divide over the group.
+    """
+    swin, moe = config.MODEL.SWINV2, config.MODEL.MOE
+    if group is not None and moe.NUM_EXPERTS % group.size():
+        raise UserError(
+            f"MODEL.MOE.NUM_EXPERTS is {moe.NUM_EXPERTS}, it must be a multiple of the {group.size()} ranks"
+            " that share the experts"
+        )
+    model = _TYPES[config.MODEL.TYPE](
+        img_size=config.DATA.IMG_SIZE,
+        num_classes=num_classes,
+        patch_size=swin.PATCH_SIZE,
+        in_chans=swin.IN_CHANS,
+        embed_dim=swin.EMBED_DIM,
+        depths=swin.DEPTHS,
+        num_heads=swin.NUM_HEADS,
+        window_size=swin.WINDOW_SIZE,
+        mlp_ratio=swin.MLP_RATIO,
+        qkv_bias=swin.QKV_BIAS,
+        pretrained_window_sizes=swin.PRETRAINED_WINDOW_SIZES,
+        drop_rate=config.MODEL.DROP_RATE,
+        attn_drop_rate=config.MODEL.ATTN_DROP_RATE,
+        drop_path_rate=config.MODEL.DROP_PATH_RATE,
+        num_experts=moe.NUM_EXPERTS,
+        moe_blocks=moe.BLOCKS,
+        moe=_moe_fields(moe),
+        eval_capacity_factor=moe.EVAL_CAPACITY_FACTOR,
+        expert_group=group if moe.NUM_EXPERTS else None,
+    )
+    model.set_grad_checkpointing(config.TRAIN.USE_CHECKPOINT)
+    return model
+
+
+def _moe_fields(moe: CfgNode) -> dict:
+    return {
+        "top_k": moe.TOP_K,
+        "capacity_factor": moe.CAPACITY_FACTOR,
+        "router": moe.ROUTER,
+        "gate_noise": moe.GATE_NOISE,
+        "normalize_gates": moe.NORMALIZE_GATES,
+        "batch_prioritized": moe.BATCH_PRIORITIZED,
+        "aux_loss": moe.AUX_LOSS,
+        "input_jitter": moe.INPUT_JITTER,
+        "input_dropout": moe.INPUT_DROPOUT,
+        "hidden_dropout": moe.HIDDEN_DROPOUT,
+        "init_std": moe.INIT_STD,
+    } | ({} if moe.OUTPUT_BIAS else {"output_bias": False})
+
+
+def measure_model(config: CfgNode, num_classes: int) -> Complexity:
+    """Parameters over all ranks and MACs per image of the configured model, without building it in memory."""
+    with torch.device("meta"):
+        model = build_model(config, num_classes)
+    return count(model, config.DATA.IMG_SIZE, config.MODEL.SWINV2.IN_CHANS)

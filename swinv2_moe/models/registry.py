@@ -1,0 +1,97 @@
+"""Names for timm.create_model. Any argument of SwinTransformerV2MoE overrides a variant's own, `num_experts` above all."""
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.swin_transformer_v2 import checkpoint_filter_fn
+
+from swinv2_moe.models.swin_moe import SwinTransformerMoE
+from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
+
+_PUBLISHED_BLOCKS = ((), (), (1, 3, 5, 7, 9, 11, 13, 15, 17), (1,))
+_SMALL = {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24), "window_size": 12}
+_BASE = _SMALL | {"embed_dim": 128, "num_heads": (4, 8, 16, 32)}
+
+
+def _cfg(size: int, classes: int) -> dict:
+    return {
+        "url": "",
+        "num_classes": classes,
+        "input_size": (3, size, size),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "fixed_input_size": True,
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head.fc",
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "swinv2_moe_nano_window4_16.untrained": _cfg(16, 10),
+        "swinv2_moe_tiny_window8_256.untrained": _cfg(256, 1000),
+        "swinv2_moe_small_window12_192.untrained": _cfg(192, 21841),
+        "swinv2_moe_base_window12_192.untrained": _cfg(192, 21841),
+        "swin_moe_small_window12_192.untrained": _cfg(192, 21841),
+        "swin_moe_base_window12_192.untrained": _cfg(192, 21841),
+    }
+)
+
+
+def _create(cls: type, variant: str, pretrained: bool, variant_args: dict, kwargs: dict):
+    args = {"num_experts": 8} | variant_args | kwargs
+    stages = tuple(range(len(args["depths"])))
+    return build_model_with_cfg(
+        cls,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"flatten_sequential": True, "out_indices": args.pop("out_indices", stages)},
+        **args,
+    )
+
+
+@register_model
+def swinv2_moe_nano_window4_16(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
+    """The quickstart's size: 16 px, patches of 2, three stages."""
+    args = {"patch_size": 2, "embed_dim": 32, "depths": (1, 2, 2), "num_heads": (2, 4, 8), "window_size": 4}
+    args["moe_blocks"] = ((), (1,), (1,))
+    return _create(SwinTransformerV2MoE, "swinv2_moe_nano_window4_16", pretrained, args, kwargs)
+
+
+@register_model
+def swinv2_moe_tiny_window8_256(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
+    """SwinV2-T, experts in every other block of its last two stages."""
+    args = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24), "window_size": 8}
+    args["moe_blocks"] = ((), (), (1, 3, 5), (1,))
+    return _create(SwinTransformerV2MoE, "swinv2_moe_tiny_window8_256", pretrained, args, kwargs)
+
+
+@register_model
+def swinv2_moe_small_window12_192(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
+    """SwinV2-S at 192 px, the published placement of experts (arXiv 2206.03382, section 5)."""
+    args = _SMALL | {"moe_blocks": _PUBLISHED_BLOCKS}
+    return _create(SwinTransformerV2MoE, "swinv2_moe_small_window12_192", pretrained, args, kwargs)
+
+
+@register_model
+def swinv2_moe_base_window12_192(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
+    """SwinV2-B at 192 px, the published placement of experts (arXiv 2206.03382, section 5)."""
+    args = _BASE | {"moe_blocks": _PUBLISHED_BLOCKS}
+    return _create(SwinTransformerV2MoE, "swinv2_moe_base_window12_192", pretrained, args, kwargs)
+
+
+@register_model
+def swin_moe_small_window12_192(pretrained: bool = False, **kwargs) -> SwinTransformerMoE:
+    """Swin-MoE-S as released (pre-norm)."""
+    args = _SMALL | {"moe_blocks": _PUBLISHED_BLOCKS}
+    return _create(SwinTransformerMoE, "swin_moe_small_window12_192", pretrained, args, kwargs)
+
+
+@register_model
+def swin_moe_base_window12_192(pretrained: bool = False, **kwargs) -> SwinTransformerMoE:
+    """Swin-MoE-B as released (pre-norm)."""
+    args = _BASE | {"moe_blocks": _PUBLISHED_BLOCKS}
+    return _create(SwinTransformerMoE, "swin_moe_base_window12_192", pretrained, args, kwargs)

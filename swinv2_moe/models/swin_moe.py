@@ -1,0 +1,52 @@
+"""The form in which Swin-MoE was released: pre-norm blocks, dot-product attention, V1 patch merging.
+
+The paper (arXiv 2206.03382, section 5) calls it SwinV2-MoE; this model exists so that the released weights load.
+"""
+
+from functools import partial
+
+from timm.layers import Mlp
+from timm.models.swin_transformer import PatchMerging
+from timm.models.swin_transformer_v2 import SwinTransformerV2Block
+from torch import Tensor, nn
+
+from swinv2_moe.models.attention import DotProductWindowAttention
+from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
+
+
+class PreNormBlock(SwinTransformerV2Block):
+    """`x + attn(norm1(x))`, then `x + mlp(norm2(x))`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, H, W, C] -> the same."""
+        x = x + self.drop_path1(self._attn(self.norm1(x)))
+        tokens = x.flatten(1, 2)
+        tokens = tokens + self.drop_path2(self.mlp(self.norm2(tokens)))
+        return tokens.view_as(x)
+
+
+class SwinTransformerMoE(SwinTransformerV2MoE):
+    """SwinTransformerV2MoE's arguments, the released architecture; FFNs and experts have no second bias."""
+
+    attention = DotProductWindowAttention
+
+    def __init__(self, *, moe: dict | None = None, device=None, **kwargs) -> None:
+        super().__init__(moe={"output_bias": False} | (moe or {}), device=device, **kwargs)
+        for stage in self.layers:
+            if not isinstance(stage.downsample, nn.Identity):
+                merging = stage.downsample
+                stage.downsample = PatchMerging(merging.dim, merging.out_dim, device=device)
+        self.init_weights(needs_reset=False)
+
+    def adapt_block(self, block: SwinTransformerV2Block) -> None:
+        super().adapt_block(block)
+        # Same state, other order of the norms: the class is the only difference between the two blocks.
+        block.__class__ = PreNormBlock
+        fc1 = block.mlp.fc1
+        block.mlp = Mlp(
+            fc1.in_features, fc1.out_features, drop=block.mlp.drop1.p, bias=(True, False), device=fc1.weight.device
+        )
+
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """As timm, but the norms start at one: only res-post-norm starts them at zero."""
+        self.apply(partial(self._init_weights, needs_reset=needs_reset))

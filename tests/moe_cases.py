@@ -1,0 +1,68 @@
+"""The whole layer in plain torch, and comparisons with it, for the tests of moe_core."""
+
+# T tokens, E experts, K top-k, M model dim
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_core import MoEConfig, MoELayer
+from moe_core.kernels import reference
+
+TINY = {"model_dim": 6, "hidden_dim": 10, "num_experts": 4}  # odd widths: nothing here is a multiple of 16 bytes
+
+
+def make_layer(seed: int = 0, dtype: torch.dtype = torch.float64, group=None, **config) -> MoELayer:
+    torch.manual_seed(seed)
+    return MoELayer(MoEConfig(**{**TINY, **config}), group).to(dtype)
+
+
+def plain_logits(layer: MoELayer, x: Tensor) -> Tensor:
+    router = layer.router
+    if layer.config.router == "linear":
+        return x @ router.weight.t()
+    projected = x @ router.projector.weight.t() + router.projector.bias
+    directions = router.sim_matrix / router.sim_matrix.norm(dim=0, keepdim=True)
+    return projected / projected.norm(dim=1, keepdim=True) @ directions * router.temperature.exp()
+
+
+def plain_forward(
+    layer: MoELayer, x: Tensor, top_k: int | None = None, capacity_factor: float | None = None, most_tokens: int = 0
+) -> tuple[Tensor, Tensor]:
+    """y and the GShard loss of tokens x [T, M], one token at a time; `most_tokens`: the group's largest T."""
+    config = layer.config
+    num_experts = config.num_experts
+    top_k = top_k or config.top_k
+    f = config.capacity_factor if capacity_factor is None else capacity_factor
+    probs = plain_logits(layer, x).softmax(1)
+    gates, ids = probs.topk(top_k)
+    if top_k > 1 and config.normalize_gates:
+        gates = gates / gates.sum(1, keepdim=True)
+    per_expert = math.ceil(max(most_tokens, len(x)) / num_experts)
+    capacity = top_k * math.floor(abs(f) * per_expert) if f else None
+    priority = probs.max(1).values if config.batch_prioritized else None
+    experts = layer.experts
+    y = reference.moe_ffn(
+        x, ids, gates, experts.w1, experts.b1, experts.w2, experts.b2, getattr(F, config.activation), capacity, priority
+    )
+    share = F.one_hot(ids[:, 0], num_experts).to(x.dtype).mean(0)
+    return y, num_experts * (probs.mean(0) * share).sum()
+
+
+def all_gradients(loss: Tensor, x: Tensor, layer: MoELayer) -> dict[str, Tensor]:
+    named = {"x": x, **dict(layer.named_parameters())}
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values()), materialize_grads=True), strict=True))
+
+
+def assert_equal_to_plain(layer: MoELayer, x: Tensor, **call) -> None:
+    """Output, auxiliary loss and every gradient, to 1e-10."""
+    x = x.detach().requires_grad_()
+    weight = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1))
+    outcomes = []
+    for forward in (layer, lambda x, **call: plain_forward(layer, x, **call)):
+        y, aux_loss = forward(x, **call)
+        gradients = all_gradients((y * weight).sum() + aux_loss, x, layer)
+        outcomes.append({"y": y, "aux_loss": aux_loss, **gradients})
+    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=1e-10, atol=1e-10)

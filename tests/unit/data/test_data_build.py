@@ -1,0 +1,329 @@
+"""Every source, and one clear line for everything that can be wrong with it."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torchvision.datasets import CIFAR10, ImageFolder
+
+from swinv2_moe.data import build_data
+from swinv2_moe.data.sources import load_sources
+from swinv2_moe.errors import UserError
+
+
+def refusal(config, rank=0, world_size=1) -> str:
+    """The one line that building refuses with."""
+    with pytest.raises(UserError) as caught:
+        build_data(config, rank, world_size)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# digits
+
+
+def test_digits_are_sklearns_with_a_stratified_fifth_held_out(make_config):
+    sources = load_sources(make_config())
+    assert (len(sources.train), len(sources.val)) == (1437, 360)
+    pixels, targets = load_digits(return_X_y=True)
+    originals = {tuple(row): target for row, target in zip(pixels.astype(int).tolist(), targets, strict=True)}
+    seen = set()
+    for source in (sources.train, sources.val):
+        share = np.bincount(source.targets, minlength=10) / np.bincount(targets)
+        assert np.ptp(share) < 0.01
+        for index, target in enumerate(source.targets):
+            image = source.open(index)
+            row = tuple((np.asarray(image).astype(int) * 16 / 255).round().astype(int).ravel().tolist())
+            assert originals[row] == target
+            seen.add(row)
+    assert seen == set(originals)
+    assert np.asarray(sources.train.open(0)).max() == 255
+
+
+def test_digits_validation_part_does_not_depend_on_the_seed(make_config):
+    parts = [load_sources(make_config({"SEED": seed})).val for seed in (0, 1)]
+    assert np.array_equal(parts[0].images, parts[1].images)
+    assert np.array_equal(parts[0].targets, parts[1].targets)
+
+
+def test_digits_build(make_config):
+    data = build_data(make_config({"DATA.BATCH_SIZE": 128, "DATA.NUM_WORKERS": 2}), rank=1, world_size=2)
+    assert (data.num_classes, data.class_names) == (10, list("0123456789"))
+    assert (data.train_size, data.val_size) == (1437, 360)
+    assert (len(data.train_loader), len(data.val_loader)) == (5, 2)
+    assert data.train_loader.num_workers == 0
+    assert sum(len(batch.targets) for batch in data.val_loader) == 180
+    data.set_epoch(0, skip_steps=3)
+    assert len(list(data.train_loader)) == 2
+
+
+def test_a_resume_in_mid_epoch_gives_the_same_batches(make_config):
+    data = build_data(make_config({"DATA.BATCH_SIZE": 256}))
+    data.set_epoch(4)
+    whole = list(data.train_loader)
+    again = build_data(make_config({"DATA.BATCH_SIZE": 256}))
+    again.set_epoch(4, skip_steps=3)
+    rest = list(again.train_loader)
+    assert len(rest) == len(whole) - 3
+    assert all(torch.equal(a.images, b.images) for a, b in zip(whole[3:], rest, strict=True))
+
+
+def test_an_overlarge_step_is_refused(make_config):
+    message = refusal(make_config({"DATA.BATCH_SIZE": 500}), world_size=4)
+    assert message == "DATA.BATCH_SIZE is 500: a step over 4 ranks takes 2000 images, the training set has 1437"
+
+
+def test_a_class_count_mismatch_names_both_numbers(make_config):
+    assert refusal(make_config({"MODEL.NUM_CLASSES": 12})).startswith(
+        "MODEL.NUM_CLASSES is 12, the data has 10 classes"
+    )
+    assert build_data(make_config({"MODEL.NUM_CLASSES": 10})).num_classes == 10
+
+
+# folder, imagenet
+
+
+@pytest.fixture
+def folder_config(make_config, make_folder):
+    root = make_folder(("cat", "cow", "dog"))
+    return make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)})
+
+
+@pytest.mark.parametrize("dataset", ["folder", "imagenet"])
+def test_folder_is_torchvisions_image_folder(folder_config, dataset):
+    folder_config.DATA.DATASET = dataset
+    root = folder_config.DATA.PATH
+    open(f"{root}/train/cat/notes.txt", "w").close()
+    os.makedirs(f"{root}/train/dog/deeper")
+    shutil.copy(f"{root}/val/dog/0.png", f"{root}/train/dog/deeper/x.JPEG")
+    sources = load_sources(folder_config)
+    for source, split in ((sources.train, "train"), (sources.val, "val")):
+        reference = ImageFolder(f"{root}/{split}")
+        assert [(source.name(i), source.targets[i]) for i in range(len(source))] == reference.samples
+        assert sources.class_names == reference.classes
+
+
+def test_folder_paths_may_have_spaces_and_any_script(make_config, make_folder):
+    root = make_folder(("two words", "čeština", "日本"), name="my images")
+    data = build_data(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
+    assert sum(len(batch.unreadable) for batch in data.val_loader) == 0
+    assert data.class_names == ["two words", "čeština", "日本"]
+
+
+def test_a_missing_path_and_a_file_for_a_path(folder_config, tmp_path):
+    folder_config.DATA.PATH = str(tmp_path / "nowhere")
+    assert refusal(folder_config) == f"DATA.PATH is '{tmp_path}/nowhere': no such directory"
+    (tmp_path / "a.zip").touch()
+    folder_config.DATA.PATH = str(tmp_path / "a.zip")
+    assert refusal(folder_config) == f"DATA.PATH is '{tmp_path}/a.zip': a file, it must be a directory"
+
+
+def test_a_folder_without_train_or_val_says_what_it_found(folder_config, tmp_path):
+    root = folder_config.DATA.PATH
+    os.rename(f"{root}/val", f"{root}/valid")
+    assert refusal(folder_config) == f"DATA.PATH is '{root}': it has no val/ folder; found: train, valid"
+    folder_config.DATA.PATH = f"{root}/train"
+    assert refusal(folder_config).endswith("it has no train/ and no val/ folder; found: cat, cow, dog")
+    (tmp_path / "empty").mkdir()
+    folder_config.DATA.PATH = str(tmp_path / "empty")
+    assert refusal(folder_config).endswith("it has no train/ and no val/ folder; found: nothing")
+    folder_config.DATA.DATASET = "imagenet"
+    assert refusal(folder_config).endswith("found: nothing (data/README.md says how to unpack ImageNet)")
+
+
+def test_a_folder_without_images(folder_config):
+    root = folder_config.DATA.PATH
+    for name in ("cat", "cow", "dog"):
+        shutil.rmtree(f"{root}/train/{name}")
+        os.makedirs(f"{root}/train/{name}")
+    open(f"{root}/train/cat/readme.txt", "w").close()
+    assert refusal(folder_config).startswith(f"{root}/train: no images in its 3 class folders (.jpg .jpeg")
+    shutil.rmtree(f"{root}/val")
+    os.makedirs(f"{root}/val")
+    open(f"{root}/val/loose.png", "w").close()
+    assert refusal(folder_config) == f"{root}/val has no class folder in it, only: loose.png"
+
+
+def test_an_empty_class_folder(folder_config):
+    root = folder_config.DATA.PATH
+    shutil.rmtree(f"{root}/val/cow")
+    os.makedirs(f"{root}/val/cow")
+    assert refusal(folder_config) == f"{root}/val: 1 of 3 class folders hold no image: cow"
+
+
+def test_classes_that_differ(folder_config):
+    root = folder_config.DATA.PATH
+    os.rename(f"{root}/val/cow", f"{root}/val/horse")
+    for number in range(5):
+        shutil.copytree(f"{root}/train/cat", f"{root}/train/extra{number}")
+    assert refusal(folder_config) == (
+        f"DATA.PATH is '{root}': train/ has 8 class folders and val/ 3, they must be the same"
+        " (only in train/: cow, extra0, extra1, ... (6 in all); only in val/: horse)"
+    )
+
+
+def test_a_directory_that_may_not_be_read(folder_config, monkeypatch):
+    denied = f"{folder_config.DATA.PATH}/val"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != denied)  # root, as in a container, may read anything
+    assert refusal(folder_config) == f"DATA.PATH is '{denied}': permission denied"
+
+
+# list
+
+
+@pytest.fixture
+def list_config(make_config, make_folder, tmp_path):
+    """`list_config(train_lines)`: lists beside the image folder, of 4 images of class 0 and 4 of class 1."""
+
+    def make(train: str | None = None, val: str | None = None, **keys):
+        root = tmp_path / "images" if (tmp_path / "images").exists() else make_folder()
+        good = "".join(f"cat/{i}.png 0\ndog/{i}.png 1\n" for i in range(4))
+        for split, text in (("train", train), ("val", val)):
+            (root / f"{split}.txt").write_text("".join(f"{split}/{line}\n" for line in good.split("\n") if line))
+            if text is not None:
+                (root / f"{split}.txt").write_text(text)
+        lists = {"DATA.TRAIN_LIST": str(root / "train.txt"), "DATA.VAL_LIST": str(root / "val.txt")}
+        return make_config({"DATA.DATASET": "list"}, lists, {k.replace("__", "."): v for k, v in keys.items()})
+
+    return make
+
+
+def test_list_lines(list_config, tmp_path):
+    config = list_config()
+    data = build_data(config)
+    assert (data.num_classes, data.class_names, data.train_size, data.val_size) == (2, ["0", "1"], 8, 8)
+    batches = list(data.val_loader)
+    assert torch.cat([batch.targets for batch in batches]).tolist() == [0, 1] * 4
+    assert [path for batch in batches for path in batch.unreadable] == []
+    config.DATA.DATASET, config.DATA.PATH = "folder", str(tmp_path / "images")
+    by_folder = torch.cat([batch.images for batch in build_data(config).val_loader])
+    assert torch.equal(torch.cat([batch.images for batch in batches]), by_folder[[0, 4, 1, 5, 2, 6, 3, 7]])
+
+
+def test_list_paths_may_hold_spaces_and_be_absolute_and_lines_may_be_windows(list_config, tmp_path):
+    config = list_config()
+    root = tmp_path / "images"
+    os.rename(root / "train/cat/0.png", root / "train/cat/my own 0.png")
+    lines = [
+        "train/cat/my own 0.png\t0",
+        "",
+        f"  {root}/train/dog/0.png   1  ",
+        "train/dog/1.png 1",
+        "train/dog/2.png 1",
+    ]
+    (root / "train.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    source = load_sources(config).train
+    assert [source.name(i) for i in (0, 1)] == [f"{root}/train/cat/my own 0.png", f"{root}/train/dog/0.png"]
+    assert source.targets.tolist() == [0, 1, 1, 1]
+    assert all(source.open(i).size == (24, 20) for i in range(4))
+
+
+def test_list_paths_and_lists_are_relative_to_data_path_when_it_is_given(list_config, tmp_path):
+    config = list_config(DATA__PATH=str(tmp_path / "images"))
+    shutil.move(tmp_path / "images/train.txt", tmp_path / "elsewhere.txt")
+    config.DATA.TRAIN_LIST, config.DATA.VAL_LIST = str(tmp_path / "elsewhere.txt"), "val.txt"
+    sources = load_sources(config)
+    assert sources.train.open(0).size == sources.val.open(0).size == (24, 20)
+
+
+def test_swins_json_map(list_config, tmp_path):
+    """What Swin-Transformer's imagenet22k_dataset.py reads: entry[0] the path, int(entry[1]) the label."""
+    entries = [[f"train/{name}/{i}.png", label] for label, name in enumerate(("cat", "dog")) for i in range(4)]
+    for text in (json.dumps(entries), json.dumps([[p, str(n), "n01440764"] for p, n in entries], indent=1)):
+        source = load_sources(list_config(text)).train
+        assert source.targets.tolist() == [0] * 4 + [1] * 4
+        assert source.name(5) == str(tmp_path / "images/train/dog/1.png")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "train/cat/0.png 0\ntrain/dog/0.png\n",
+            r"train\.txt:2: expected a path and a label, found 'train/dog/0\.png'",
+        ),
+        ("train/cat/0.png 0\n\ntrain/dog/0.png one\n", r"train\.txt:3: label 'one' is not an integer"),
+        ("train/cat/0.png 0.5\n", r"train\.txt:1: label '0\.5' is not an integer"),
+        ("train/cat/0.png -1\n", r"train\.txt:1: label -1 is negative"),
+        (f"train/cat/0.png {10**12}\n", r"train\.txt:1: label 10{12} is out of range"),
+        ("", r"DATA\.TRAIN_LIST is '.*train\.txt': the list is empty"),
+        ("[]", r"the list is empty"),
+        ('[["train/cat/0.png", 0], ["train/cat/1.png"]]', r"train\.txt: entry 1: expected \[path, label\], found"),
+        ('[["train/cat/0.png", true]]', r"train\.txt: entry 0: label 'True' is not an integer"),
+        ('[["train/cat/0.png", 0],\n["train/cat/1', r"train\.txt:2: not valid JSON \(.*\)"),
+        ('[{"path": "train/cat/0.png", "label": 0}]', r"train\.txt: entry 0: expected \[path, label\], found"),
+        ("\x00\x01\x02\xff binary\nrubbish", r"train\.txt:1: label 'binary' is not an integer"),
+        (
+            "cat/0.png 0\ndog/0.png 1\n",
+            r"none of the 2 listed images looked for exists, for example .*images/cat/0\.png",
+        ),
+        (
+            "train/cat/0.png 1\ntrain/dog/0.png 2\n",
+            r"labels reach 2 but 1 below have no image \(0\); labels count from 0",
+        ),
+    ],
+)
+def test_a_list_that_cannot_be_used(list_config, text, message):
+    assert re.search(message, refusal(list_config(text)))
+
+
+def test_labels_are_held_to_the_class_count(list_config):
+    val = "val/cat/0.png 0\nval/dog/0.png 2\n"
+    assert refusal(list_config(val=val)).endswith("val.txt:2: label 2 is out of range, with 2 classes")
+    assert refusal(list_config(MODEL__NUM_CLASSES=1)).endswith("train.txt:2: label 1 is out of range, with 1 classes")
+    data = build_data(list_config(val=val, MODEL__NUM_CLASSES=5))  # a list need not show every class
+    assert data.num_classes == len(data.class_names) == 5
+
+
+def test_a_list_file_that_is_not_there(list_config, tmp_path):
+    config = list_config(DATA__TRAIN_LIST="nowhere.txt")
+    assert refusal(config) == "DATA.TRAIN_LIST is 'nowhere.txt': no such file"
+    config.DATA.PATH = str(tmp_path / "images")
+    assert refusal(config).endswith(f"no such file, nor in DATA.PATH ('{tmp_path}/images')")
+    config.DATA.TRAIN_LIST = str(tmp_path / "images")
+    assert refusal(config) == f"DATA.TRAIN_LIST is '{tmp_path}/images': a directory, it must be a file"
+    config.DATA.PATH = str(tmp_path / "gone")
+    assert refusal(config) == f"DATA.PATH is '{tmp_path}/gone': no such directory"
+
+
+# CIFAR
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
+def test_absent_cifar_is_refused_and_never_downloaded(make_config, tmp_path, dataset, monkeypatch):
+    monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", None)
+    config = make_config({"DATA.DATASET": dataset, "DATA.PATH": str(tmp_path)})
+    folder = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}[dataset]
+    message = refusal(config)
+    assert message.startswith(f"DATA.PATH is '{tmp_path}': it holds no intact {folder}/ (nothing is downloaded")
+    assert message.endswith("found: nothing")
+    (tmp_path / folder).mkdir()
+    assert folder in refusal(config)
+    config.DATA.PATH = str(tmp_path / "gone")
+    assert refusal(config).endswith("no such directory")
+
+
+def test_cifar_is_read_by_torchvision(make_config, tmp_path, monkeypatch):
+    folder = tmp_path / CIFAR10.base_folder
+    folder.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 3, 32, 32), dtype=np.uint8)
+    for name, part in (("train", slice(0, 12)), ("test", slice(12, 20))):
+        content = {"data": pixels[part].reshape(-1, 3072), "labels": [i % 10 for i in range(20)][part]}
+        (folder / name).write_bytes(pickle.dumps(content))
+    (folder / "meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    monkeypatch.setattr(CIFAR10, "train_list", [["train", None]])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test", None]])
+    monkeypatch.setattr(CIFAR10, "meta", {"filename": "meta", "key": "label_names", "md5": None})
+    data = build_data(make_config({"DATA.DATASET": "cifar10", "DATA.PATH": str(tmp_path), "DATA.NUM_WORKERS": 1}))
+    assert (data.train_size, data.val_size, data.class_names) == (12, 8, list("abcdefghij"))
+    assert data.train_loader.num_workers == 1
+    image = np.asarray(data.val_loader.dataset.source.open(0))
+    assert np.array_equal(image, pixels[12].transpose(1, 2, 0))
+    assert data.val_loader.dataset.source.name(3) == "CIFAR10[3]"
