@@ -48,9 +48,7 @@ def load_tensors(directory: Path, model: nn.Module) -> dict[str, Tensor]:
     for layer_name, layer in moe_layers(model).items():
         if not (directory / "experts").is_dir() and not any(name.startswith(layer_name) for name in tensors):
             continue  # a dense checkpoint: its keys tell the story
-        files = [
-            _expert_file(directory, layer_name, layer.first_expert + e) for e in range(layer.num_local_experts)
-        ]
+        files = [_expert_file(directory, layer_name, layer.first_expert + e) for e in range(layer.num_local_experts)]
         experts = [_read(file) for file in files]
         for file, expert in zip(files, experts, strict=True):
             if {k: v.shape for k, v in expert.items()} != {k: v.shape for k, v in experts[0].items()}:

@@ -5,8 +5,8 @@
 3. `combine` adds up each token's rows, weighted by its gate values; dropped choices add 0.
 
 No padding, no one-hot, and nothing is read back to the host: the number of rows is known from shapes alone, and
-`offsets` (where each expert's rows end) stays on the device. Rows past `offsets[-1]` belong to no expert; what they hold
-is never used.
+`offsets` (where each expert's rows end) stays on the device. Rows past `offsets[-1]` belong to no expert; what they
+hold is never used.
 """
 
 # T tokens, E experts, K top-k, C capacity, N rows, M model dim
@@ -62,7 +62,7 @@ def _drop_over_capacity(
     choices: Tensor, experts: Tensor, rows: Tensor, ends: Tensor, counts: Tensor, capacity: int, top_k: int
 ) -> DispatchPlan:
     """Close the gaps that dropped choices leave between the experts' rows."""
-    num_rows = min(len(rows), len(counts) * capacity)
+    num_rows = min(rows.shape[0], counts.shape[0] * capacity)
     kept_counts = counts.clamp(max=capacity)
     kept_ends = kept_counts.cumsum(0)
     place = rows - (ends - counts)[experts]

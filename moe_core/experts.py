@@ -38,19 +38,19 @@ class Experts(nn.Module):
         """Each expert from a seed of its own: truncated normal of init_std with zero biases, or as nn.Linear."""
         if self.w1.is_meta:
             return
-        seed = int(torch.randint(2**62, (1,)))
+        seed = int(torch.randint(2**62, (1,), device="cpu"))
         for e in range(len(self.w1)):
             generator = torch.Generator().manual_seed(seed + self.first_expert + e)
             for weight, bias, fan_in in ((self.w1, self.b1, self.w1.shape[2]), (self.w2, self.b2, self.w2.shape[1])):
                 bound = 1 / math.sqrt(fan_in)
-                new = torch.empty(weight.shape[1:])
+                new = torch.empty(weight.shape[1:], device="cpu")
                 if self.init_std is None:
                     new.uniform_(-bound, bound, generator=generator)
                 else:
                     nn.init.trunc_normal_(new, std=self.init_std, generator=generator)
                 weight[e].copy_(new)
                 if bias is not None and self.init_std is None:
-                    bias[e].copy_(torch.empty(bias.shape[1]).uniform_(-bound, bound, generator=generator))
+                    bias[e].copy_(torch.empty(bias.shape[1], device="cpu").uniform_(-bound, bound, generator=generator))
                 elif bias is not None:
                     bias[e].zero_()
 

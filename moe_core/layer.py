@@ -2,6 +2,7 @@
 
 # T tokens, E experts, K top-k, M model dim
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -55,8 +56,10 @@ class MoELayer(nn.Module):
         self.group = ExpertGroup(group)
         self.num_local_experts = config.experts_per_rank(self.group.size)
         self.first_expert = self.group.rank * self.num_local_experts
-        self.router = router or make_router(config, device)
-        self.experts = experts or Experts(config, self.num_local_experts, self.first_expert, device)
+        self.router = make_router(config, device) if router is None else router
+        if experts is None:
+            experts = Experts(config, self.num_local_experts, self.first_expert, device)
+        self.experts = experts
         self.last_routing: RoutingStats | None = None
 
     def extra_repr(self) -> str:
@@ -70,12 +73,13 @@ class MoELayer(nn.Module):
         `top_k` and `capacity_factor` replace the configured ones for this call alone; 0 means 0.
 
         Raises:
-            ValueError: x of another width, top_k below 1, an experts module that returns another shape.
+            ValueError: x of another width, top_k below 1, capacity_factor not finite, an experts module that returns
+                another shape.
         """
         config = self.config
         top_k = min(config.top_k if top_k is None else top_k, config.num_experts)
         capacity_factor = config.capacity_factor if capacity_factor is None else capacity_factor
-        self._check(x, top_k)
+        self._check(x, top_k, capacity_factor)
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
         routing = self._route(tokens, top_k)
         plan = self._plan(routing, top_k, capacity_factor)
@@ -86,11 +90,13 @@ class MoELayer(nn.Module):
         self.last_routing = _statistics(routing, plan)
         return y.to(x.dtype).view_as(x), routing.aux_loss
 
-    def _check(self, x: Tensor, top_k: int) -> None:
+    def _check(self, x: Tensor, top_k: int, capacity_factor: float) -> None:
         if x.shape[-1] != self.config.model_dim:
             raise ValueError(f"x has {x.shape[-1]} channels, the layer's model_dim is {self.config.model_dim}")
         if top_k < 1:
             raise ValueError(f"top_k ({top_k}) must be at least 1")
+        if not abs(capacity_factor) < math.inf:  # torch.compile cannot trace math.isfinite of a value that changes
+            raise ValueError(f"capacity_factor ({capacity_factor}) must be finite; 0 is dropless")
 
     def _route(self, tokens: Tensor, top_k: int) -> Routing:
         # At least fp32, autocast or not: a bf16 softmax flips close choices.
@@ -102,7 +108,7 @@ class MoELayer(nn.Module):
     def _plan(self, routing: Routing, top_k: int, capacity_factor: float) -> DispatchPlan:
         capacity = None
         if capacity_factor != 0:
-            most_tokens = self.group.max(len(routing.gates), routing.gates.device)
+            most_tokens = self.group.max(routing.gates.shape[0], routing.gates.device)
             capacity = expert_capacity(most_tokens, self.config.num_experts, top_k, capacity_factor)
         priority = routing.probs.detach().amax(1) if self.config.batch_prioritized else None
         return make_plan(routing.expert_ids, self.config.num_experts, capacity, priority)
@@ -118,5 +124,5 @@ class MoELayer(nn.Module):
 def _statistics(routing: Routing, plan: DispatchPlan) -> RoutingStats:
     kept = plan.offsets[-1]
     chosen = max(plan.slots.numel(), 1)
-    entropy = torch.special.entr(routing.probs).sum() / max(len(routing.probs), 1)
+    entropy = torch.special.entr(routing.probs).sum() / max(routing.probs.shape[0], 1)
     return RoutingStats(plan.counts, (plan.slots.numel() - kept) / chosen, entropy)

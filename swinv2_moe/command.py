@@ -14,7 +14,9 @@ from swinv2_moe.errors import UserError
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """--cfg, --data, --output and --opts."""
     parser.add_argument("--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own")
-    parser.add_argument("--data", metavar="DIR", help="the data set (DATA.PATH); a folder of images with train/ and val/")
+    parser.add_argument(
+        "--data", metavar="DIR", help="the data set (DATA.PATH); a folder of images with train/ and val/"
+    )
     parser.add_argument("--output", metavar="DIR", help="the run directory (OUTPUT)")
     parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
 

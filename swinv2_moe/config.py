@@ -129,9 +129,11 @@ _CHOICES = {
     "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd"),
     "AUG.REMODE": ("const", "rand", "pixel"),
     "AUG.MIXUP_MODE": ("batch", "pair", "elem"),
+    "MODEL.SWINV2.IN_CHANS": (1, 3),
 }
 _INFINITY = float("inf")
 _RANGES = {  # inclusive
+    "SEED": (0, 2**31),
     "PRINT_FREQ": (1, _INFINITY),
     "SAVE_FREQ": (1, _INFINITY),
     "DATA.BATCH_SIZE": (1, _INFINITY),
@@ -144,7 +146,6 @@ _RANGES = {  # inclusive
     "MODEL.DROP_PATH_RATE": (0, 0.999),
     "MODEL.LABEL_SMOOTHING": (0, 0.999),
     "MODEL.SWINV2.PATCH_SIZE": (1, _INFINITY),
-    "MODEL.SWINV2.IN_CHANS": (1, _INFINITY),
     "MODEL.SWINV2.EMBED_DIM": (1, _INFINITY),
     "MODEL.SWINV2.WINDOW_SIZE": (1, _INFINITY),
     "MODEL.MOE.NUM_EXPERTS": (0, _INFINITY),
@@ -168,6 +169,7 @@ _RANGES = {  # inclusive
     "AUG.HFLIP": (0, 1),
     "AUG.COLOR_JITTER": (0, 1),
     "AUG.REPROB": (0, 1),
+    "AUG.RECOUNT": (1, _INFINITY),
     "AUG.MIXUP": (0, _INFINITY),
     "AUG.CUTMIX": (0, _INFINITY),
     "AUG.MIXUP_PROB": (0, 1),
@@ -296,9 +298,9 @@ def check_config(config: CfgNode) -> None:
     flat = flatten(config)
     for name, allowed in _CHOICES.items():
         if flat[name] not in allowed:
-            close = difflib.get_close_matches(flat[name], allowed, n=1)
+            close = difflib.get_close_matches(str(flat[name]), map(str, allowed), n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise UserError(f"{name} is {flat[name]!r}, allowed: {', '.join(allowed)}{hint}")
+            raise UserError(f"{name} is {flat[name]!r}, allowed: {', '.join(map(str, allowed))}{hint}")
     for name, (low, high) in _RANGES.items():
         if not low <= flat[name] <= high:
             limit = f"at least {low}" if high == _INFINITY else f"between {low} and {high}"
@@ -384,6 +386,13 @@ def _check_recipe(config: CfgNode) -> None:
     ):
         if len(value) != length:
             raise UserError(f"{name} is {value}, it must have {length} entries")
+    for name, pair in (("AUG.SCALE", aug.SCALE), ("AUG.RATIO", aug.RATIO)):
+        if not 0 < pair[0] <= pair[1]:
+            raise UserError(f"{name} is {pair}, it must be two positive numbers, the smaller one first")
+    if aug.SCALE[1] > 1:
+        raise UserError(f"AUG.SCALE is {aug.SCALE}, it must not exceed 1")
+    if min(data.STD) <= 0:
+        raise UserError(f"DATA.STD is {data.STD}, its entries must be above 0")
     if (aug.MIXUP or aug.CUTMIX) and data.BATCH_SIZE % 2:
         raise UserError(f"DATA.BATCH_SIZE is {data.BATCH_SIZE}, AUG.MIXUP and AUG.CUTMIX need an even one")
 

@@ -2,9 +2,9 @@
 
 Three layers: the kernels per device, the ops with their fake kernels, and the autograd formulas.
 
-`torch.nn.functional.grouped_mm` does the work on a GPU. On a CPU it is a loop over the experts' matrix products; the loop
-here is the same one with the bias in the product (a bias added afterwards costs a third more on two cores) and takes
-every dtype and layout. Its own fake kernel knows bf16 alone in torch 2.11, hence the ops.
+`torch.nn.functional.grouped_mm` does the work on a GPU. On a CPU it is a loop over the experts' matrix products; the
+loop here is the same one with the bias in the product (a bias added afterwards costs a third more on two cores) and
+takes every dtype and layout. Its own fake kernel knows bf16 alone in torch 2.11, hence the ops.
 """
 
 # E experts, N rows, I input features, O output features
@@ -42,7 +42,7 @@ def _groups(offsets: Tensor) -> list[tuple[int, int]]:
 
 @torch.library.custom_op("moe_core::grouped_linear", mutates_args=(), device_types="cpu")
 def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    out = rows.new_empty(len(rows), weight.shape[1])
+    out = rows.new_empty(rows.shape[0], weight.shape[1])
     groups = _groups(offsets)
     for e, (start, end) in enumerate(groups):
         if end > start and bias is not None:
@@ -98,14 +98,15 @@ _group_sum.register_kernel("cuda")(group_sum_by_grouped_mm)
 
 
 def _aligned(x: Tensor, pad_rows: bool = False) -> Tensor:
-    """x as F.grouped_mm wants it: a dense layout (an expanded gradient has none), padded with zeros to 16 bytes."""
+    """x as F.grouped_mm wants it: one dense dimension, its start and all other strides on multiples of 16 bytes."""
     unit = _ALIGNMENT // x.element_size()
-    pad = [-x.shape[-1] % unit, 0, 0, -x.shape[-2] % unit if pad_rows else 0]
-    pad = [pad[0], 0, pad[3], 0]
-    if any(pad):
-        return F.pad(x, (0, pad[0], 0, pad[2]))
+    columns, rows = -x.shape[-1] % unit, -x.shape[-2] % unit if pad_rows else 0
+    if columns or rows:
+        return F.pad(x, (0, columns, 0, rows))
+    on_unit = x.data_ptr() % _ALIGNMENT == 0 and all(s % unit == 0 for s in x.stride() if s != 1)
+    plain = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]  # an expanded gradient is neither of the two
     transposed = x.stride(-2) == 1 and x.stride(-1) >= x.shape[-2]
-    return x if transposed or (x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]) else x.contiguous()
+    return x if on_unit and (plain or transposed) else x.clone(memory_format=torch.contiguous_format)
 
 
 # 2. Fake kernels and FLOP formulas
@@ -113,7 +114,7 @@ def _aligned(x: Tensor, pad_rows: bool = False) -> Tensor:
 
 @_grouped_linear.register_fake
 def _(rows, weight, bias, offsets):
-    return rows.new_empty(len(rows), weight.shape[1])
+    return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
 @_grouped_weight_grad.register_fake
@@ -123,7 +124,7 @@ def _(grad, rows, weight, offsets):
 
 @_group_sum.register_fake
 def _(rows, offsets):
-    return rows.new_empty(len(offsets), rows.shape[1])
+    return rows.new_empty(offsets.shape[0], rows.shape[1])
 
 
 @register_flop_formula(torch.ops.moe_core.grouped_linear)

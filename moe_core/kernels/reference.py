@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """rows [N, I], weight [E, O, I], bias [E, O], offsets [E] -> [N, O]: expert e's rows through its own linear layer."""
+    """rows [N, I], weight [E, O, I], bias [E, O], offsets [E] -> [N, O]: each expert's rows through its own."""
     ends = offsets.tolist()
     parts = [
         F.linear(rows[start:end], weight[e], None if bias is None else bias[e])

@@ -1,8 +1,8 @@
 """Tokens gathered into rows and rows summed back into tokens, as torch.library ops with a gather for a backward each.
 
-A choice is the flat index `t * K + k` of token t's k-th expert. `choices` [N] names the choice in each row, `slots` [T, K]
-the row of each choice, `kept` [T, K] the choices that were not dropped (None: all). A gather in both directions is
-deterministic and needs no atomics on a GPU, where autograd would scatter.
+A choice is the flat index `t * K + k` of token t's k-th expert. `choices` [N] names the choice in each row, `slots`
+[T, K] the row of each choice, `kept` [T, K] the choices that were not dropped (None: all). A gather in both directions
+is deterministic and needs no atomics on a GPU, where autograd would scatter.
 """
 
 # T tokens, K top-k, N rows, M model dim
@@ -17,7 +17,7 @@ def dispatch_rows(tokens: Tensor, choices: Tensor, slots: Tensor, kept: Tensor |
 
 
 def combine_rows(rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None) -> Tensor:
-    """rows [N, M], gates [T, K] -> `sum_k gates_tk * rows[slots_tk]` over the kept choices [T, M], in the wider dtype."""
+    """rows [N, M], gates [T, K] -> `sum_k gates_tk * rows[slots_tk]` of the kept choices [T, M], in the wider dtype."""
     return torch.ops.moe_core.combine_rows(rows, gates, choices, slots, kept)
 
 

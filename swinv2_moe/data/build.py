@@ -51,7 +51,9 @@ def build_data(config: CfgNode, rank: int = 0, world_size: int = 1) -> Data:
             f"DATA.BATCH_SIZE is {batch}: a step over {world_size} {'rank' if world_size == 1 else 'ranks'} takes"
             f" {batch * world_size} images, the training set has {size}"
         )
-    train_set = ImageDataset(sources.train, config, is_train=True)
+    # One more than may be bad in all: where so many in a row are, UnreadableImages stops the run.
+    max_tries = int(config.DATA.MAX_BAD_SHARE * (size + len(sources.val))) + 1
+    train_set = ImageDataset(sources.train, config, is_train=True, max_tries=max_tries)
     val_set = ImageDataset(sources.val, config, is_train=False)
     return Data(
         _loader(config, train_set, TrainSampler(size, batch, rank, world_size, config.SEED)),

@@ -53,11 +53,11 @@ class ImageDataset(Dataset):
 
     Training: the augmentation of image `index` depends on (SEED, epoch, index) alone, whatever the number of ranks and
     workers; the process's own random states are left as they were. An unreadable image is replaced by the next
-    readable one. Evaluation: index ~i is image i with target IGNORE (padding); an unreadable image is a blank one with
-    target IGNORE.
+    readable one, or by a blank one if `max_tries` in a row cannot be read. Evaluation: index ~i is image i with target
+    IGNORE (padding); an unreadable image is a blank one with target IGNORE.
     """
 
-    def __init__(self, source: Source, config: CfgNode, is_train: bool):
+    def __init__(self, source: Source, config: CfgNode, is_train: bool, max_tries: int = 1):
         channels, size = config.MODEL.SWINV2.IN_CHANS, config.DATA.IMG_SIZE
         if channels not in (1, 3):
             raise UserError(f"MODEL.SWINV2.IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB) channels")
@@ -66,8 +66,7 @@ class ImageDataset(Dataset):
         self.mode = "L" if channels == 1 else "RGB"
         self.shape = (channels, size, size)
         self.seed, self.epoch = config.SEED, 0
-        # One more than may be bad: if none of them can be read, UnreadableImages stops the run.
-        self.max_tries = min(len(source), int(config.DATA.MAX_BAD_SHARE * len(source)) + 1) if is_train else 1
+        self.max_tries = min(len(source), max_tries)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -94,7 +93,9 @@ class ImageDataset(Dataset):
                 target = IGNORE if is_padding else int(self.source.targets[position])
                 return Sample(self.transform(image), target, unreadable)
             unreadable.append(self.source.name(position))
-        return Sample(torch.zeros(self.shape), IGNORE, unreadable)
+        # A training loss takes no IGNORE; the run is about to be stopped anyway.
+        target = int(self.source.targets[first]) if self.is_train else IGNORE
+        return Sample(torch.zeros(self.shape), target, unreadable)
 
 
 def read_image(source: Source, index: int, mode: str) -> Image.Image | None:
@@ -138,7 +139,7 @@ class UnreadableImages:
     """The distinct images that could not be read, out of `size`; stops the run beyond `max_share` of them.
 
     Args:
-        size: images in the data set.
+        size: training and validation images together.
         max_share: DATA.MAX_BAD_SHARE, 0 to 1.
     """
 
@@ -147,7 +148,7 @@ class UnreadableImages:
         self.paths: dict[str, None] = {}  # a set that keeps its order
 
     def add(self, paths: Iterable[str]) -> None:
-        """Count a batch's paths, before the batch is used.
+        """Count the unreadable paths of some batches, of every rank.
 
         Raises:
             UserError: more than `max_share` of the images are unreadable, or all of them.

@@ -34,7 +34,9 @@ def explain_non_finite(step: int, wrapped: nn.Module, images: Tensor, world: Wor
     `images` is the step's batch; the gradients of the step are still in place.
     """
     bad_values = [name for name, p in wrapped.named_parameters() if not torch.isfinite(p).all()]
-    bad_gradients = [n for n, p in wrapped.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+    bad_gradients = [
+        n for n, p in wrapped.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
+    ]
     bad_images = not torch.isfinite(images).all()
     layer = first_non_finite_layer(wrapped, images)
     found = (

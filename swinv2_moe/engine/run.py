@@ -63,7 +63,9 @@ def evaluate(config: CfgNode, resume: str | None = None) -> dict:
             trainer.resume(source)
         accuracy = trainer.validate()
         if world.is_main:
-            print(f"{accuracy.images} images: top-1 {accuracy.top1:.2f}%, top-5 {accuracy.top5:.2f}%, loss {accuracy.loss:.4f}")
+            print(
+                f"{accuracy.images} images: top-1 {accuracy.top1:.2f}%, top-5 {accuracy.top5:.2f}%, loss {accuracy.loss:.4f}"
+            )
             if trainer.unreadable.summary():
                 print(trainer.unreadable.summary())
     return {"val_top1": accuracy.top1, "val_top5": accuracy.top5, "val_loss": accuracy.loss, "images": accuracy.images}
@@ -75,7 +77,9 @@ def _starting_point(root: Path, resume: str | None) -> Path | None:
     if root.exists() and not root.is_dir():
         raise UserError(f"--output {root}: is a file, a run needs a directory")
     if resume is None and (root / "metrics.jsonl").exists():
-        raise UserError(f"--output {root}: already holds a run; --resume auto continues it, another directory starts anew")
+        raise UserError(
+            f"--output {root}: already holds a run; --resume auto continues it, another directory starts anew"
+        )
     return source
 
 

@@ -157,16 +157,25 @@ class Trainer:
         return "-" if self.last_top1 is None else f"{self.last_top1:.1f}%"
 
     def _mean(self, value: float) -> float:
-        return float(self.world.sum(torch.tensor(value, dtype=torch.float64, device=self.world.device))) / self.world.size
+        return (
+            float(self.world.sum(torch.tensor(value, dtype=torch.float64, device=self.world.device))) / self.world.size
+        )
 
     def _count_unreadable(self, paths: list[str]) -> None:
         self.unreadable.add(path for part in self.world.gather(paths) for path in part)
 
     def _record_step(self, recorder: Recorder, loss: float, aux_loss: float, norm: float, rate: float) -> None:
-        values = {"step": self.step, "epoch": self.epoch + 1, "loss": self._mean(loss), "aux_loss": self._mean(aux_loss)}
+        values = {
+            "step": self.step,
+            "epoch": self.epoch + 1,
+            "loss": self._mean(loss),
+            "aux_loss": self._mean(aux_loss),
+        }
         values |= {"lr": max(group["lr"] for group in self.optimizer.param_groups), "grad_norm": norm}
         values |= {"images_per_second": rate} | ({"loss_scale": self.scaler.scale} if self.scaler.enabled else {})
-        recorder.step(values, {name: self._global_routing(layer.last_routing) for name, layer in moe_layers(self.model).items()})
+        recorder.step(
+            values, {name: self._global_routing(layer.last_routing) for name, layer in moe_layers(self.model).items()}
+        )
 
     def _global_routing(self, routing: RoutingStats) -> RoutingStats:
         counts = self.world.sum(routing.counts.clone())

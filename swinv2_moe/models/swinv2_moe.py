@@ -82,7 +82,9 @@ class SwinTransformerV2MoE(SwinTransformerV2):
             for j, block in enumerate(stage.blocks):
                 self.adapt_block(block)
                 if num_experts and i < len(moe_blocks) and j in moe_blocks[i]:
-                    config = MoEConfig(block.dim, int(block.dim * block.mlp_ratio), num_experts, **PUBLISHED_MOE | (moe or {}))
+                    config = MoEConfig(
+                        block.dim, int(block.dim * block.mlp_ratio), num_experts, **PUBLISHED_MOE | (moe or {})
+                    )
                     capacity = config.capacity_factor if eval_capacity_factor is None else eval_capacity_factor
                     block.mlp = MoEMlp(config, capacity, expert_group, device)
         self.init_weights(needs_reset=False)

@@ -178,13 +178,14 @@ def test_the_replacement_is_augmented_like_any_image_and_deterministic(folder_co
 
 
 def test_a_run_over_vanished_images_stops_instead_of_walking_the_whole_set(folder_config):
-    config = folder_config(DATA__MAX_BAD_SHARE=0.25)
+    config = folder_config(DATA__MAX_BAD_SHARE=0.125)
     data = build_data(config)
     shutil.rmtree(f"{config.DATA.PATH}/train")
-    batch = next(iter(data.train_loader))
-    assert all(len(data.train_loader.dataset[i].unreadable) == 5 for i in range(16))  # one more than 4 of 16
-    with pytest.raises(UserError, match=r"of 16 images could not be read, DATA\.MAX_BAD_SHARE .* 0\.25"):
-        UnreadableImages(data.train_size, config.DATA.MAX_BAD_SHARE).add(batch.unreadable)
+    samples = [data.train_loader.dataset[index] for index in range(16)]
+    assert all(len(sample.unreadable) == 5 for sample in samples)  # one more than 4 of all 32
+    assert [sample.target for sample in samples] == [0] * 8 + [1] * 8  # IGNORE would break a training loss
+    with pytest.raises(UserError, match=r"of 32 images could not be read, DATA\.MAX_BAD_SHARE .* 0\.125"):
+        UnreadableImages(data.train_size + data.val_size, config.DATA.MAX_BAD_SHARE).add(samples[0].unreadable)
 
 
 def test_unreadable_images_are_counted_once_and_bounded():

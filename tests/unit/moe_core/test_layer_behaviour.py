@@ -1,0 +1,193 @@
+"""What a caller of the layer sees besides its numbers: arguments per call, noise, logs, errors, initialisation."""
+
+import copy
+import math
+
+import pytest
+import torch
+from moe_cases import TINY, assert_equal_to_plain, make_layer
+from torch import nn
+
+from moe_core import MoEConfig, MoELayer, expert_parameters, moe_layers
+from moe_core.config import expert_capacity
+
+
+def tokens(num: int = 13) -> torch.Tensor:
+    return torch.randn(num, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_arguments_of_a_call_do_not_stick():
+    layer = make_layer(top_k=1, capacity_factor=0.5)
+    x = tokens()
+    before = layer(x)[0]
+    for call in ({"top_k": 2, "capacity_factor": 0.0}, {"capacity_factor": -0.75}, {"top_k": 3}):
+        assert_equal_to_plain(layer, x, **call)
+        assert not torch.equal(layer(x, **call)[0], before)
+        assert torch.equal(layer(x)[0], before)
+
+
+@pytest.mark.parametrize("batch_prioritized", [True, False])
+def test_capacity_factor_0_per_call_is_dropless(batch_prioritized):
+    layer = make_layer(capacity_factor=0.3, batch_prioritized=batch_prioritized)
+    layer(tokens())
+    assert layer.last_routing.dropped_share > 0
+    layer(tokens(), capacity_factor=0.0)
+    assert layer.last_routing.dropped_share == 0
+
+
+@pytest.mark.parametrize("top_k", [4, 9])
+def test_top_k_above_the_number_of_experts_means_all(top_k):
+    x = tokens()
+    every = make_layer(top_k=4, capacity_factor=0.5)(x)
+    torch.testing.assert_close(make_layer(top_k=top_k, capacity_factor=0.5)(x), every, rtol=0, atol=0)
+    torch.testing.assert_close(make_layer(capacity_factor=0.5)(x, top_k=top_k), every, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("setting", [{"gate_noise": 1.0}, {"input_jitter": 0.5}, {"input_dropout": 0.5}])
+def test_routing_noise_only_in_training(setting):
+    layer, x = make_layer(**setting), tokens()
+    quiet = make_layer()
+    layer.eval()
+    assert torch.equal(layer(x)[0], quiet(x)[0])
+    layer.train()
+    torch.manual_seed(0)
+    first, second = layer(x)[1], layer(x)[1]
+    assert first != second
+    layer.eval()  # and back: nothing lingers
+    assert torch.equal(layer(x)[0], quiet(x)[0])
+    layer.train()
+    torch.manual_seed(0)
+    assert layer(x)[1] == first
+
+
+def test_input_dropout_and_jitter_do_not_touch_what_experts_see():
+    layer = make_layer(num_experts=1, capacity_factor=0.0, input_jitter=0.9, input_dropout=0.9)
+    assert torch.equal(layer(tokens())[0], make_layer(num_experts=1, capacity_factor=0.0)(tokens())[0])
+
+
+def test_hidden_dropout_only_in_training():
+    layer = make_layer(hidden_dropout=0.5)
+    assert not torch.equal(layer(tokens())[0], layer(tokens())[0])
+    assert torch.equal(layer.eval()(tokens())[0], make_layer()(tokens())[0])
+
+
+def test_last_routing_by_hand():
+    layer = make_layer(num_experts=2, capacity_factor=1.0)
+    assert layer.last_routing is None
+    with torch.no_grad():
+        layer.router.weight.zero_()[0, 0] = math.log(3)  # probabilities 3/4 and 1/4 where x_0 = 1
+    x = torch.zeros(5, 6, dtype=torch.float64, requires_grad=True)
+    layer(x.add(torch.eye(6, dtype=torch.float64)[0]))
+    routing = layer.last_routing
+    assert routing.counts.tolist() == [5, 0]
+    assert routing.dropped_share.item() == pytest.approx(2 / 5)  # capacity 1.0 * ceil(5 / 2)
+    assert routing.entropy.item() == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert not any(value.requires_grad for value in routing)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "capacity"),
+    [
+        ((8, 4, 1, 1.0), 2),
+        ((9, 4, 1, 1.0), 3),  # ceil(T / E)
+        ((9, 4, 2, 1.25), 6),  # K * floor(f * S), not floor(K * f * S) = 7
+        ((9, 4, 1, -1.25), 3),
+        ((9, 4, 1, 0.0), None),
+        ((9, 4, 1, 0.3), 0),
+        ((0, 4, 1, 1.0), 0),
+    ],
+)
+def test_expert_capacity(arguments, capacity):
+    assert expert_capacity(*arguments) == capacity
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_dim": 0}, "model_dim.*0.*at least 1"),
+        ({"num_experts": -1}, "num_experts.*-1.*at least 1"),
+        ({"top_k": 0}, "top_k.*0.*at least 1"),
+        ({"router": "hash"}, "router.*hash.*linear, cosine"),
+        ({"aux_loss": "z"}, "aux_loss.*z.*gshard"),
+        ({"activation": "tanh"}, "activation.*tanh.*gelu"),
+        ({"hidden_dropout": 1.0}, "hidden_dropout.*1.0.*below 1"),
+        ({"input_jitter": -0.1}, "input_jitter.*-0.1.*at least 0"),
+        ({"gate_noise": -1.0}, "gate_noise.*-1.0.*negative"),
+        ({"capacity_factor": math.nan}, "capacity_factor.*nan.*finite"),
+        ({"aux_loss": "load_importance_tutel"}, "aux_loss.*load_importance_tutel.*gate_noise.*0.0"),
+    ],
+    ids=str,
+)
+def test_config_errors_name_the_value_and_what_is_allowed(change, message):
+    with pytest.raises(ValueError, match=message):
+        MoEConfig(**{**TINY, **change})
+
+
+@pytest.mark.parametrize(
+    ("x", "call", "message"),
+    [
+        (torch.zeros(3, 5), {}, "5.*6"),
+        (torch.zeros(3, 6), {"top_k": 0}, "top_k.*0.*1"),
+        (torch.zeros(3, 6), {"capacity_factor": math.inf}, "capacity_factor.*inf.*finite"),
+        (torch.zeros(3, 6), {"capacity_factor": math.nan}, "capacity_factor.*nan.*finite"),
+    ],
+)
+def test_call_errors_name_both_values(x, call, message):
+    with pytest.raises(ValueError, match=message):
+        make_layer(dtype=torch.float32)(x, **call)
+
+
+def test_experts_that_return_another_shape():
+    class Wide(nn.Module):
+        def forward(self, rows, offsets):
+            return rows.repeat(1, 2)
+
+    layer = MoELayer(MoEConfig(**TINY, capacity_factor=0.0), experts=Wide())
+    with pytest.raises(ValueError, match=r"\(13, 12\).*\(13, 6\)"):
+        layer(tokens().float())
+
+
+@pytest.mark.parametrize("group_size", [8, 3])
+def test_experts_per_rank_names_both_values(group_size):
+    with pytest.raises(ValueError, match=rf"num_experts \(4\) .* size \({group_size}\)"):
+        MoEConfig(**TINY).experts_per_rank(group_size)
+
+
+def test_parameters_have_the_published_names_and_shapes():
+    layer = MoELayer(MoEConfig(6, 10, 4))
+    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    assert shapes == {
+        "router.weight": (4, 6),
+        "experts.w1": (4, 10, 6),
+        "experts.b1": (4, 10),
+        "experts.w2": (4, 10, 6),
+        "experts.b2": (4, 6),
+    }
+    assert MoELayer(MoEConfig(6, 10, 4, output_bias=False)).experts.b2 is None
+    assert [name for name, _ in MoELayer(MoEConfig(6, 10, 4, bias=False)).experts.named_parameters()] == ["w1", "w2"]
+    model = nn.Sequential(nn.Linear(6, 6), layer)
+    assert list(moe_layers(model)) == ["1"]
+    assert sorted(expert_parameters(model)) == ["1.experts.b1", "1.experts.b2", "1.experts.w1", "1.experts.w2"]
+
+
+def test_initialisation_is_per_expert_and_of_the_stated_size():
+    torch.manual_seed(0)
+    experts = MoELayer(MoEConfig(64, 256, 3)).experts
+    assert experts.w1.abs().max() <= 1 / 8
+    assert experts.w2.abs().max() <= 1 / 16
+    assert experts.w1.std().item() == pytest.approx(1 / 8 / math.sqrt(3), rel=0.02)
+    assert not torch.equal(experts.w1[0], experts.w1[1])
+    experts = MoELayer(MoEConfig(64, 256, 3, init_std=0.005)).experts
+    assert experts.w2.std().item() == pytest.approx(0.005, rel=0.02)
+    assert experts.b1.count_nonzero() == experts.b2.count_nonzero() == 0
+
+
+def test_a_used_layer_can_be_copied_and_a_meta_layer_materialised():
+    layer = make_layer()
+    layer(tokens())[1].backward()
+    assert torch.equal(copy.deepcopy(layer)(tokens())[0], layer(tokens())[0])
+    with torch.device("meta"):
+        empty = MoELayer(layer.config)
+    assert all(p.is_meta for p in empty.parameters())
+    empty.to_empty(device="cpu").double().load_state_dict(layer.state_dict())
+    assert torch.equal(empty(tokens())[0], layer(tokens())[0])
