@@ -46,8 +46,8 @@ def load_tensors(directory: Path, model: nn.Module) -> dict[str, Tensor]:
     """
     tensors = _read(directory / "model.safetensors")
     for layer_name, layer in moe_layers(model).items():
-        if not (directory / "experts").is_dir() and not any(name.startswith(layer_name) for name in tensors):
-            continue  # a dense checkpoint: its keys tell the story
+        if not (directory / "experts").is_dir():
+            continue  # a dense model's: the comparison will tell
         files = [_expert_file(directory, layer_name, layer.first_expert + e) for e in range(layer.num_local_experts)]
         experts = [_read(file) for file in files]
         for file, expert in zip(files, experts, strict=True):

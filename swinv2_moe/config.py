@@ -326,8 +326,8 @@ def _check_model(config: CfgNode) -> None:
         dim = swin.EMBED_DIM * 2**stage
         if dim % heads:
             raise UserError(
-                f"MODEL.SWINV2.NUM_HEADS is {swin.NUM_HEADS}: the {dim} channels of stage {stage} (MODEL.SWINV2.EMBED_DIM"
-                f" {swin.EMBED_DIM}) cannot be divided over {heads} heads"
+                f"MODEL.SWINV2.NUM_HEADS is {swin.NUM_HEADS}: the {dim} channels of stage {stage}"
+                f" (MODEL.SWINV2.EMBED_DIM {swin.EMBED_DIM}) cannot be divided over {heads} heads"
             )
     for stage, blocks in enumerate(moe.BLOCKS):
         wrong = [block for block in blocks if not (isinstance(block, int) and 0 <= block < swin.DEPTHS[stage])]

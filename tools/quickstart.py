@@ -47,6 +47,7 @@ def show(summaries: dict[str, dict], output: Path) -> None:
             f"{s['images_per_second']:,.0f}",
             f"{s['seconds']:.0f}",
         )
+    config = f"{CONFIG.parent.name}/{CONFIG.name}"
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nValidation on the held-out fifth of the digits", markup=False)
     console.print(table)
@@ -54,8 +55,8 @@ def show(summaries: dict[str, dict], output: Path) -> None:
         f"""
 Checkpoint    {output}/moe/checkpoints/best
 TensorBoard   .venv/bin/tensorboard --logdir {output}
-Next          .venv/bin/python tools/train.py --cfg {CONFIG.parent.name}/{CONFIG.name} --resume {output}/moe --eval
-              .venv/bin/torchrun --nproc_per_node 2 tools/train.py --cfg {CONFIG.parent.name}/{CONFIG.name} --output output/two
+Next          .venv/bin/python tools/train.py --cfg {config} --resume {output}/moe --eval
+              .venv/bin/torchrun --nproc_per_node 2 tools/train.py --cfg {config} --output {output}/two
               your own photographs: README.md, "Your images\"""",
         markup=False,
     )

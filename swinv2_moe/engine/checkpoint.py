@@ -99,14 +99,25 @@ def read_section(directory: Path, section: str, model: nn.Module, expected: dict
     return tensors
 
 
+def load_weights(directory: Path, model: nn.Module) -> None:
+    """A checkpoint's weights into the model: the averaged ones where it has them.
+
+    Raises:
+        UserError: they do not fit; nothing is loaded then.
+    """
+    read_meta(directory)
+    section = "ema" if (directory / "ema").is_dir() else ""
+    model.load_state_dict(read_section(directory, section, model, model.state_dict()))
+
+
 def optimizer_kinds(directory: Path) -> list[str]:
     """The optimiser sections a checkpoint holds, such as "optimizer/exp_avg"."""
     return [f"optimizer/{path.name}" for path in sorted((directory / "optimizer").glob("*"))]
 
 
 def optimizer_sections(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """`{"optimizer/exp_avg": {parameter name: tensor}, ...}`; every parameter has had the
-    same number of updates, which meta.json holds."""
+    """`{"optimizer/exp_avg": {parameter name: tensor}, ...}`; every parameter has had
+    the same number of updates, which meta.json holds."""
     sections: dict[str, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         for kind, tensor in optimizer.state.get(parameter, {}).items():
@@ -138,7 +149,8 @@ def _check_expert_counts(section: Path, directory: Path, model: nn.Module) -> No
     extra = [name for name in found if name not in moe_layers(model)]
     if extra:
         raise UserError(
-            f"checkpoint {directory}: it has experts in {', '.join(extra)}, where the model has none; nothing was loaded"
+            f"checkpoint {directory}: it has experts in {', '.join(extra)}, where the model has none;"
+            " nothing was loaded"
         )
 
 

@@ -18,16 +18,14 @@ from swinv2_moe.engine.distributed import World
 class Recorder:
     """Writes to a run directory and to the terminal on the main rank; on the others it does nothing."""
 
-    def __init__(self, directory: Path, world: World, resume_step: int | None = None) -> None:
+    def __init__(self, directory: Path, world: World, step: int) -> None:
+        """Go on after `step`: what an earlier run in this directory recorded beyond it is about to be repeated."""
         self.directory, self.active = directory, world.is_main
         self.console = Console(quiet=not self.active, highlight=False, soft_wrap=True)
-        self.writer = self.progress = self.metrics = None
         if self.active:
             directory.mkdir(parents=True, exist_ok=True)
-            if resume_step is not None:
-                _forget_after(directory / "metrics.jsonl", resume_step)
-            purge = None if resume_step is None else resume_step + 1
-            self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+            _forget_after(directory / "metrics.jsonl", step)
+            self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
             self.metrics = (directory / "metrics.jsonl").open("a", buffering=1)
 
     def close(self) -> None:
@@ -72,7 +70,7 @@ class Recorder:
         self._write({"step": step} | values)
         for key, value in values.items():
             if key != "epoch":
-                self.writer.add_scalar(f"epoch/{key}", value, values["epoch"])
+                self.writer.add_scalar(f"epoch/{key}", value, step)
         self.writer.flush()
 
     def bar(self, description: str, total: int) -> "Bar":

@@ -7,13 +7,13 @@ import torch
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.data import Data, build_data
-from swinv2_moe.engine import checkpoint
+from swinv2_moe.data import UnreadableImages, build_data
+from swinv2_moe.engine import checkpoint, evaluation
 from swinv2_moe.engine.distributed import World, open_world, seed_everything
 from swinv2_moe.engine.record import Recorder
-from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.engine.trainer import Trainer, build_autocast
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import SwinTransformerV2MoE, build_model, load_dense, measure_model
+from swinv2_moe.models import Complexity, SwinTransformerV2MoE, build_model, load_dense, measure_model
 
 
 def train(config: CfgNode, resume: str | None = None) -> dict:
@@ -28,15 +28,20 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
     root = Path(config.OUTPUT)
     with open_world(config.DEVICE) as world:
         source = _starting_point(root, resume)
-        trainer = _build_trainer(config, world)
+        data = build_data(config, world.rank, world.size)
+        model = _build_model(config, data.num_classes, world)
+        if source is None:
+            _load_pretrained(config, model)
+        trainer = Trainer(config, world, data, model)
         if source is not None:
             trainer.resume(source)
+        size = measure_model(config, data.num_classes)
         world.barrier()  # every rank has looked at the run directory
-        recorder = Recorder(root, world, trainer.step if source is not None else None)
+        recorder = Recorder(root, world, trainer.step)
         recorder.config(config)
-        recorder.say(_headline(trainer, source))
+        recorder.say(_headline(trainer, size, source))
         trainer.fit(recorder, root / "checkpoints")
-        summary = _summary(trainer, time.perf_counter() - started)
+        summary = _summary(trainer, size, time.perf_counter() - started)
         recorder.summary(summary)
         if trainer.unreadable.summary():
             recorder.say(trainer.unreadable.summary())
@@ -58,16 +63,23 @@ def evaluate(config: CfgNode, resume: str | None = None) -> dict:
         source = checkpoint.find_checkpoint(resume, Path(config.OUTPUT) / "checkpoints") if resume else None
         if source is None and not config.MODEL.PRETRAINED:
             raise UserError("--eval needs weights: --resume with a checkpoint, or MODEL.PRETRAINED")
-        trainer = _build_trainer(config, world)
+        data = build_data(config, world.rank, world.size)
+        model = _build_model(config, data.num_classes, world)
         if source is not None:
-            trainer.resume(source)
-        accuracy = trainer.validate()
-        if world.is_main:
-            print(
-                f"{accuracy.images} images: top-1 {accuracy.top1:.2f}%, top-5 {accuracy.top5:.2f}%, loss {accuracy.loss:.4f}"
-            )
-            if trainer.unreadable.summary():
-                print(trainer.unreadable.summary())
+            checkpoint.load_weights(source, model)
+        else:
+            _load_pretrained(config, model)
+        autocast = build_autocast(config, world)
+        accuracy = evaluation.evaluate(model.to(world.device), data.val_loader, world, autocast)
+        unreadable = UnreadableImages(data.val_size, config.DATA.MAX_BAD_SHARE)
+        unreadable.add(path for paths in world.gather(accuracy.unreadable) for path in paths)
+    if world.is_main:
+        print(
+            f"{accuracy.images:,} images: top-1 {accuracy.top1:.2f}%, top-5 {accuracy.top5:.2f}%,"
+            f" loss {accuracy.loss:.4f}"
+        )
+        if unreadable.summary():
+            print(unreadable.summary())
     return {"val_top1": accuracy.top1, "val_top5": accuracy.top5, "val_loss": accuracy.loss, "images": accuracy.images}
 
 
@@ -83,35 +95,28 @@ def _starting_point(root: Path, resume: str | None) -> Path | None:
     return source
 
 
-def _build_trainer(config: CfgNode, world: World) -> Trainer:
-    data = build_data(config, world.rank, world.size)
-    seed_everything(config.SEED)
-    model = build_model(config, data.num_classes, world.group)
-    _load_pretrained(config, model)
-    return Trainer(config, world, data, model)
+def _build_model(config: CfgNode, num_classes: int, world: World) -> SwinTransformerV2MoE:
+    seed_everything(config.SEED)  # the same weights on any number of ranks
+    return build_model(config, num_classes, world.group)
 
 
 def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE) -> None:
     if not config.MODEL.PRETRAINED:
         return
-    path = Path(config.MODEL.PRETRAINED)
-    if path.is_dir():
-        directory = checkpoint.find_checkpoint(str(path), path)
-        section = "ema" if (directory / "ema").is_dir() else ""
-        model.load_state_dict(checkpoint.read_section(directory, section, model, model.state_dict()))
+    if Path(config.MODEL.PRETRAINED).is_dir():
+        checkpoint.load_weights(checkpoint.find_checkpoint(config.MODEL.PRETRAINED, Path()), model)
     else:
-        load_dense(model, path, upcycle=config.MODEL.UPCYCLE)
+        load_dense(model, config.MODEL.PRETRAINED, upcycle=config.MODEL.UPCYCLE)
 
 
-def _headline(trainer: Trainer, source: Path | None) -> str:
+def _headline(trainer: Trainer, size: Complexity, source: Path | None) -> str:
     config, data, world = trainer.config, trainer.data, trainer.world
-    size = measure_model(config, data.num_classes)
     layers = moe_layers(trainer.model)
     experts = f"{config.MODEL.MOE.NUM_EXPERTS} experts in {len(layers)} layers" if layers else "dense"
     where = f"{world.size} {'process' if world.size == 1 else 'processes'} on {_device_name(world)}"
     start = f"; going on from {source} after epoch {trainer.epoch}" if source else ""
     return (
-        f"{config.MODEL.TYPE} ({experts}): {size.parameters / 1e6:.2f}M parameters, {size.macs / 1e6:,.1f}M MACs an image;"
+        f"{config.MODEL.TYPE} ({experts}): {size.parameters / 1e6:.2f}M parameters, {size.macs / 1e6:,.1f}M MACs/image;"
         f" {data.train_size:,} + {data.val_size:,} images, {data.num_classes} classes; {where}{start}"
     )
 
@@ -120,8 +125,7 @@ def _device_name(world: World) -> str:
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
 
 
-def _summary(trainer: Trainer, seconds: float) -> dict:
-    size = measure_model(trainer.config, trainer.data.num_classes)
+def _summary(trainer: Trainer, size: Complexity, seconds: float) -> dict:
     return {
         "val_top1": trainer.last_top1,
         "best_val_top1": trainer.best_top1,

@@ -240,7 +240,7 @@ class Trainer:
 
 
 def parallelize(model: SwinTransformerV2MoE, world: World, compile: bool) -> torch.nn.Module:
-    """The model with its aux loss as second output, compiled if asked, its shared parameters averaged over the ranks."""
+    """The model with its aux loss as second output, compiled if asked, its shared parameters replicated."""
     wrapped = WithAuxLoss(model)
     if compile:
         wrapped.compile()

@@ -1,4 +1,4 @@
-"""Names for timm.create_model. Any argument of SwinTransformerV2MoE overrides a variant's own, `num_experts` above all."""
+"""Names for timm.create_model; any argument of SwinTransformerV2MoE overrides a variant's, `num_experts` say."""
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
