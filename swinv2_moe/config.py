@@ -6,6 +6,7 @@ and what is allowed. A YAML file may name others to start from: `BASE: [recipe.y
 
 import ast
 import difflib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from yacs.config import CfgNode
 from swinv2_moe.errors import UserError
 
 _C = CfgNode()
-_C.BASE = []
 _C.OUTPUT = "output"  # run directory; tools/train.py --output overrides it
 _C.SEED = 0
 _C.PRINT_FREQ = 10  # optimiser steps between two logged steps
@@ -148,13 +148,17 @@ _RANGES = {  # inclusive
     "MODEL.SWINV2.PATCH_SIZE": (1, _INFINITY),
     "MODEL.SWINV2.EMBED_DIM": (1, _INFINITY),
     "MODEL.SWINV2.WINDOW_SIZE": (1, _INFINITY),
+    "MODEL.SWINV2.MLP_RATIO": (0.1, _INFINITY),
     "MODEL.MOE.NUM_EXPERTS": (0, _INFINITY),
     "MODEL.MOE.TOP_K": (1, _INFINITY),
+    "MODEL.MOE.CAPACITY_FACTOR": (-_INFINITY, _INFINITY),
+    "MODEL.MOE.EVAL_CAPACITY_FACTOR": (-_INFINITY, _INFINITY),
     "MODEL.MOE.GATE_NOISE": (0, _INFINITY),
     "MODEL.MOE.AUX_LOSS_WEIGHT": (0, _INFINITY),
     "MODEL.MOE.INPUT_JITTER": (0, 0.999),
     "MODEL.MOE.INPUT_DROPOUT": (0, 0.999),
     "MODEL.MOE.HIDDEN_DROPOUT": (0, 0.999),
+    "MODEL.MOE.INIT_STD": (1e-9, _INFINITY),
     "TRAIN.EPOCHS": (1, _INFINITY),
     "TRAIN.WARMUP_EPOCHS": (0, _INFINITY),
     "TRAIN.BASE_LR": (0, _INFINITY),
@@ -166,6 +170,8 @@ _RANGES = {  # inclusive
     "TRAIN.ACCUMULATION_STEPS": (1, _INFINITY),
     "TRAIN.EMA_DECAY": (0, 0.999999),
     "TRAIN.MAX_STEPS": (0, _INFINITY),
+    "TRAIN.OPTIMIZER.EPS": (0, _INFINITY),
+    "TRAIN.OPTIMIZER.MOMENTUM": (0, 0.9999),
     "AUG.HFLIP": (0, 1),
     "AUG.COLOR_JITTER": (0, 1),
     "AUG.REPROB": (0, 1),
@@ -217,7 +223,7 @@ def flatten(config: CfgNode, prefix: str = "") -> dict[str, object]:
 
 
 def _merge_file(config: CfgNode, file: Path, seen: tuple[Path, ...]) -> None:
-    if file in seen:
+    if file.resolve() in seen:
         raise UserError(f"config {file}: BASE names itself in a circle")
     try:
         content = yaml.safe_load(file.read_text())
@@ -228,8 +234,11 @@ def _merge_file(config: CfgNode, file: Path, seen: tuple[Path, ...]) -> None:
     if not isinstance(content or {}, dict):
         raise UserError(f"config {file}: expected KEY: VALUE lines, found {type(content).__name__}")
     content = content or {}
-    for base in content.pop("BASE", []):
-        _merge_file(config, file.parent / base, (*seen, file))
+    bases = content.pop("BASE", [])
+    if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
+        raise UserError(f"config {file}: BASE is {bases!r}, it must be a list of files")
+    for base in bases:
+        _merge_file(config, file.parent / base, (*seen, file.resolve()))
     _merge_dict(config, content, prefix="", source=f"config {file}: ")
 
 
@@ -264,13 +273,14 @@ def _coerce(name: str, value: object, default: object, source: str) -> object:
     if isinstance(value, str) and not isinstance(default, str):
         try:
             value = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError):
             if value.lower() in ("true", "false"):
                 value = value.lower() == "true"
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if isinstance(default, list) and isinstance(value, tuple):
-        value = list(value)
+    if isinstance(default, list) and isinstance(value, (list, tuple)):
+        like = default[0] if default else None
+        return [v if like is None else _coerce(f"{name}[{i}]", v, like, source) for i, v in enumerate(value)]
     if type(value) is not type(default):
         raise UserError(
             f"{source}{name} is {value!r} ({type(value).__name__}), it must be of type {type(default).__name__}"
@@ -288,7 +298,8 @@ def _lookup(config: CfgNode, name: str) -> object:
 def _nearest(name: str) -> str:
     known = list(flatten(_C))
     leaf = {key.rsplit(".", 1)[-1]: key for key in known}
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    groups = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}
+    close = difflib.get_close_matches(name, [*groups, *known], n=1, cutoff=0.6)
     close = close or [leaf[key] for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], leaf, n=1, cutoff=0.7)]
     return f"; did you mean {close[0]}?" if close else "; `python -m swinv2_moe.config` lists every key"
 
@@ -302,8 +313,9 @@ def check_config(config: CfgNode) -> None:
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UserError(f"{name} is {flat[name]!r}, allowed: {', '.join(map(str, allowed))}{hint}")
     for name, (low, high) in _RANGES.items():
-        if not low <= flat[name] <= high:
-            limit = f"at least {low}" if high == _INFINITY else f"between {low} and {high}"
+        if not (low <= flat[name] <= high and math.isfinite(flat[name])):
+            limit = f"between {low} and {high}" if high < _INFINITY else f"at least {low}" if low > -_INFINITY else ""
+            limit = limit if math.isfinite(flat[name]) else "finite"
             raise UserError(f"{name} is {flat[name]}, it must be {limit}")
     _check_model(config)
     _check_recipe(config)
@@ -322,6 +334,9 @@ def _check_model(config: CfgNode) -> None:
                 f"MODEL.{name} is {value}, it must have one entry for each of the {stages} stages of"
                 f" MODEL.SWINV2.DEPTHS ({swin.DEPTHS})"
             )
+    for name in ("DEPTHS", "NUM_HEADS"):
+        if not swin[name] or min(swin[name]) < 1:
+            raise UserError(f"MODEL.SWINV2.{name} is {swin[name]}, it must have an entry of at least 1 for each stage")
     for stage, heads in enumerate(swin.NUM_HEADS):
         dim = swin.EMBED_DIM * 2**stage
         if dim % heads:
@@ -391,6 +406,10 @@ def _check_recipe(config: CfgNode) -> None:
             raise UserError(f"{name} is {pair}, it must be two positive numbers, the smaller one first")
     if aug.SCALE[1] > 1:
         raise UserError(f"AUG.SCALE is {aug.SCALE}, it must not exceed 1")
+    if not all(0 <= beta < 1 for beta in train.OPTIMIZER.BETAS):
+        raise UserError(f"TRAIN.OPTIMIZER.BETAS is {train.OPTIMIZER.BETAS}, its entries must be from 0 to below 1")
+    if config.MODEL.UPCYCLE and not (config.MODEL.PRETRAINED and config.MODEL.MOE.NUM_EXPERTS):
+        raise UserError("MODEL.UPCYCLE is True: it needs dense weights (MODEL.PRETRAINED) and MODEL.MOE.NUM_EXPERTS")
     if min(data.STD) <= 0:
         raise UserError(f"DATA.STD is {data.STD}, its entries must be above 0")
     if (aug.MIXUP or aug.CUTMIX) and data.BATCH_SIZE % 2:

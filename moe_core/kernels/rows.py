@@ -17,7 +17,10 @@ def dispatch_rows(tokens: Tensor, choices: Tensor, slots: Tensor, kept: Tensor |
 
 
 def combine_rows(rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None) -> Tensor:
-    """rows [N, M], gates [T, K] -> `sum_k gates_tk * rows[slots_tk]` of the kept choices [T, M], in the wider dtype."""
+    """rows [N, M], gates [T, K] -> `sum_k gates_tk * rows[slots_tk]` of the kept choices [T, M], in the wider dtype.
+
+    Rows that hold no choice may be missing at the end: an exchange between ranks does not bring them back.
+    """
     return torch.ops.moe_core.combine_rows(rows, gates, choices, slots, kept)
 
 
@@ -32,9 +35,11 @@ def _sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | 
     for k in range(slots.shape[1]):
         term = _rows_at(rows, slots[:, k])
         if gates is not None:
-            term = term * gates[:, k : k + 1]
-        if kept is not None:  # where, not a product with 0: the row of a dropped choice may hold anything
-            term = torch.where(kept[:, k : k + 1], term, 0)
+            gate = gates[:, k : k + 1]
+            in_place = term.dtype == torch.promote_types(term.dtype, gate.dtype)  # memory is what costs here
+            term = term.mul_(gate) if in_place else term * gate
+        if kept is not None:  # a fill, not a product with 0: the row of a dropped choice may hold anything
+            term.masked_fill_(~kept[:, k : k + 1], 0)
         total = term if total is None else total.add_(term)
     return total
 
@@ -49,19 +54,21 @@ def _combine_rows_backward(
     grad: Tensor, rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of rows [N, M] (0 where a row holds no choice) and of gates [T, K]."""
+    choices = choices[: rows.shape[0]]
     grad_rows = grad.index_select(0, choices // slots.shape[1])
+    per_row = torch.einsum("nm,nm->n", rows.to(grad.dtype), grad_rows)  # einsum: no [N, M] product in between
+    grad_gates = _rows_at(per_row, slots.flatten()).view_as(slots)
     grad_rows *= gates.flatten().index_select(0, choices).unsqueeze(1)
-    grad_gates = torch.stack([(_rows_at(rows, s) * grad).sum(1) for s in slots.unbind(1)], dim=1)
     if kept is not None:
-        used = torch.arange(len(rows), device=rows.device) < kept.sum()
-        grad_rows = torch.where(used.unsqueeze(1), grad_rows, 0)
-        grad_gates = torch.where(kept, grad_gates, 0)
+        unused = torch.arange(rows.shape[0], device=rows.device) >= kept.sum()
+        grad_rows.masked_fill_(unused.unsqueeze(1), 0)
+        grad_gates = grad_gates.masked_fill_(~kept, 0)
     return grad_rows.to(rows.dtype), grad_gates.to(gates.dtype)
 
 
 def _rows_at(rows: Tensor, slots: Tensor) -> Tensor:
-    """`rows[slots]` [T, M]; zeros where there is no row at all (capacity 0)."""
-    return rows.index_select(0, slots) if len(rows) else rows.new_zeros(len(slots), rows.shape[1])
+    """`rows[slots]`, a copy; zeros where there is no row at all (capacity 0)."""
+    return rows.index_select(0, slots) if rows.shape[0] else rows.new_zeros(slots.shape[0], *rows.shape[1:])
 
 
 @_dispatch_rows.register_fake

@@ -6,7 +6,7 @@ The paper (arXiv 2206.03382, section 5) calls it SwinV2-MoE; this model exists s
 from functools import partial
 
 from timm.layers import Mlp
-from timm.models.swin_transformer import PatchMerging
+from timm.models import swin_transformer, swin_transformer_v2
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from torch import Tensor, nn
 
@@ -25,6 +25,16 @@ class PreNormBlock(SwinTransformerV2Block):
         return tokens.view_as(x)
 
 
+class PreNormMerging(swin_transformer_v2.PatchMerging):
+    """V1's patch merging (norm, then reduction) under V2's type, which timm's `set_input_size` asks for."""
+
+    def __init__(self, dim: int, out_dim: int, device=None) -> None:
+        super().__init__(dim, out_dim, device=device)
+        self.norm = nn.LayerNorm(4 * dim, device=device)
+
+    forward = swin_transformer.PatchMerging.forward
+
+
 class SwinTransformerMoE(SwinTransformerV2MoE):
     """SwinTransformerV2MoE's arguments, the released architecture; FFNs and experts have no second bias."""
 
@@ -34,8 +44,7 @@ class SwinTransformerMoE(SwinTransformerV2MoE):
         super().__init__(moe={"output_bias": False} | (moe or {}), device=device, **kwargs)
         for stage in self.layers:
             if not isinstance(stage.downsample, nn.Identity):
-                merging = stage.downsample
-                stage.downsample = PatchMerging(merging.dim, merging.out_dim, device=device)
+                stage.downsample = PreNormMerging(stage.downsample.dim, stage.downsample.out_dim, device)
         self.init_weights(needs_reset=False)
 
     def adapt_block(self, block: SwinTransformerV2Block) -> None:

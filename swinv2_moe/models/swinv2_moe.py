@@ -37,6 +37,9 @@ class MoEMlp(nn.Module):
         y, self.aux_loss = self.moe(x, capacity_factor=None if self.training else self.eval_capacity_factor)
         return y
 
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"aux_loss": None}  # part of a graph, which neither copy nor pickle can take
+
 
 def take_aux_loss(model: nn.Module) -> Tensor:
     """The sum of the auxiliary losses that the forward pass just done has left behind; 0 for a dense model."""

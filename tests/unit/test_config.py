@@ -1,0 +1,235 @@
+"""The configuration is strict: what cannot work stops in one line that names the key, its value and what is allowed."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from swinv2_moe.config import default_config, flatten, load_config
+from swinv2_moe.errors import UserError
+
+
+def write(path, content):
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+def fails(*opts, file=None):
+    """The one line with which the configuration is refused."""
+    with pytest.raises(UserError) as caught:
+        load_config(file, opts)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_defaults_are_valid_frozen_and_not_shared():
+    config = load_config()
+    assert flatten(config) == flatten(default_config())
+    assert config.is_frozen()
+    config = default_config()
+    config.MODEL.SWINV2.DEPTHS.append(1)
+    assert default_config().MODEL.SWINV2.DEPTHS == [2, 2, 18, 2]
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("DATA.IMG_SZIE", "DATA.IMG_SIZE"),
+        ("TRAIN.BASE_LEARNINGRATE", "TRAIN.BASE_LR"),
+        ("IMG_SIZE", "DATA.IMG_SIZE"),
+        ("MODEL.MOE.NUM_EXPERT", "MODEL.MOE.NUM_EXPERTS"),
+        ("MODLE.TYPE", "MODEL"),
+        ("TRIAN.EPOCHS", "TRAIN"),
+        ("ZZZZ", "python -m swinv2_moe.config"),
+    ],
+)
+def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
+    message = fails(key, "1")
+    assert f"unknown key {key.split('.')[0] if key.startswith(('MODLE', 'TRIAN')) else key}" in message
+    assert "'1'" in message
+    assert nearest in message.split("value", 1)[1]
+    content = 1
+    for name in reversed(key.split(".")):
+        content = {name: content}
+    file = write(tmp_path / "c.yaml", content)
+    assert str(file) in fails(file=file)
+
+
+@pytest.mark.parametrize(
+    ("opts", "names"),
+    [
+        # wrong types
+        (["DATA.IMG_SIZE", "big"], ["DATA.IMG_SIZE", "'big'", "int"]),
+        (["DATA.IMG_SIZE", "16.0"], ["DATA.IMG_SIZE", "16.0", "int"]),
+        (["DATA.IMG_SIZE", "True"], ["DATA.IMG_SIZE", "True", "int"]),
+        (["TRAIN.BASE_LR", "fast"], ["TRAIN.BASE_LR", "'fast'", "float"]),
+        (["TRAIN.BASE_LR", "True"], ["TRAIN.BASE_LR", "True", "float"]),
+        (["AMP_ENABLE", "1"], ["AMP_ENABLE", "1", "bool"]),
+        (["MODEL.SWINV2.DEPTHS", "2"], ["MODEL.SWINV2.DEPTHS", "2", "list"]),
+        (["MODEL.SWINV2.DEPTHS", "['a', 2, 2, 2]"], ["MODEL.SWINV2.DEPTHS", "'a'", "int"]),
+        (["MODEL.SWINV2.DEPTHS", "{[]: 1}"], ["MODEL.SWINV2.DEPTHS", "list"]),
+        (["MODEL.MOE.BLOCKS", "[1, 2, 3, 4]"], ["MODEL.MOE.BLOCKS", "1", "list"]),
+        (["DATA.MEAN", "['a', 'b', 'c']"], ["DATA.MEAN", "'a'", "float"]),
+        (["DATA.IMG_SIZE.X", "3"], ["DATA.IMG_SIZE", "int"]),
+        (["DATA", "3"], ["DATA", "group of keys", "'3'"]),
+        # ranges and choices
+        (["DATA.BATCH_SIZE", "0"], ["DATA.BATCH_SIZE", "0", "at least 1"]),
+        (["MODEL.DROP_PATH_RATE", "1.5"], ["MODEL.DROP_PATH_RATE", "1.5", "between 0 and"]),
+        (["DATA.MAX_BAD_SHARE", "-0.1"], ["DATA.MAX_BAD_SHARE", "-0.1", "between 0 and 1"]),
+        (["TRAIN.BASE_LR", "nan"], ["TRAIN.BASE_LR", "'nan'"]),
+        (["TRAIN.BASE_LR", "1e999"], ["TRAIN.BASE_LR", "inf"]),
+        (["MODEL.MOE.CAPACITY_FACTOR", "1e999"], ["MODEL.MOE.CAPACITY_FACTOR", "inf", "finite"]),
+        (["MODEL.MOE.EVAL_CAPACITY_FACTOR", "-1e999"], ["MODEL.MOE.EVAL_CAPACITY_FACTOR", "inf"]),
+        (["MODEL.MOE.INIT_STD", "0"], ["MODEL.MOE.INIT_STD", "0", "at least"]),
+        (["MODEL.SWINV2.MLP_RATIO", "0"], ["MODEL.SWINV2.MLP_RATIO", "0"]),
+        (["MODEL.SWINV2.NUM_HEADS", "[0, 6, 12, 24]"], ["MODEL.SWINV2.NUM_HEADS", "0"]),
+        (["MODEL.SWINV2.DEPTHS", "[2, 0, 18, 2]"], ["MODEL.SWINV2.DEPTHS", "0"]),
+        (["MODEL.SWINV2.DEPTHS", "[]"], ["MODEL.SWINV2.DEPTHS", "[]"]),
+        (["TRAIN.OPTIMIZER.BETAS", "[0.9, 1.5]"], ["TRAIN.OPTIMIZER.BETAS", "1.5"]),
+        (["TRAIN.OPTIMIZER.EPS", "-1.0"], ["TRAIN.OPTIMIZER.EPS", "-1.0"]),
+        (["TRAIN.OPTIMIZER.MOMENTUM", "2"], ["TRAIN.OPTIMIZER.MOMENTUM", "2"]),
+        (["MODEL.TYPE", "swin_mo"], ["MODEL.TYPE", "'swin_mo'", "swinv2_moe, swin_moe", "did you mean swin_moe?"]),
+        (["AMP_DTYPE", "float32"], ["AMP_DTYPE", "'float32'", "bfloat16, float16"]),
+        # contradictions
+        (["MODEL.SWINV2.NUM_HEADS", "[3, 6]"], ["MODEL.SWINV2.NUM_HEADS", "[3, 6]", "4 stages", "DEPTHS"]),
+        (["MODEL.SWINV2.NUM_HEADS", "[5, 6, 12, 24]"], ["MODEL.SWINV2.NUM_HEADS", "96", "5 heads"]),
+        (["MODEL.MOE.BLOCKS", "[[], [], [], [2]]"], ["MODEL.MOE.BLOCKS", "stage 3", "block 2", "count from 0"]),
+        (["MODEL.MOE.NUM_EXPERTS", "8"], ["MODEL.MOE.NUM_EXPERTS", "8", "MODEL.MOE.BLOCKS"]),
+        (["TRAIN.EPOCHS", "10"], ["TRAIN.WARMUP_EPOCHS", "10", "TRAIN.EPOCHS (10)"]),
+        (["TRAIN.MIN_LR", "1"], ["TRAIN.MIN_LR", "1.0", "TRAIN.BASE_LR (0.000125)"]),
+        (["DATA.DATASET", "list"], ["DATA.DATASET", "list", "DATA.TRAIN_LIST"]),
+        (["DATA.DATASET", "folder"], ["DATA.DATASET", "folder", "DATA.PATH", "--data"]),
+        (["DATA.BATCH_SIZE", "5"], ["DATA.BATCH_SIZE", "5", "AUG.MIXUP", "even"]),
+        (["AUG.SCALE", "[0.5, 0.1]"], ["AUG.SCALE", "[0.5, 0.1]", "smaller one first"]),
+        (["MODEL.SWINV2.IN_CHANS", "1"], ["DATA.MEAN", "1 entries"]),
+        (["DATA.STD", "[1, 1, 0]"], ["DATA.STD", "0"]),
+        (["MODEL.UPCYCLE", "True"], ["MODEL.UPCYCLE", "True", "MODEL.PRETRAINED"]),
+        (["DATA.IMG_SIZE"], ["--opts", "pairs", "'DATA.IMG_SIZE'"]),
+    ],
+)
+def test_a_value_that_cannot_work_is_named(opts, names):
+    message = fails(*opts)
+    assert [name for name in names if name not in message] == [], message
+
+
+def test_experts_contradictions():
+    moe = ["MODEL.MOE.NUM_EXPERTS", "4", "MODEL.MOE.BLOCKS", "[[], [], [1], []]"]
+    message = fails(*moe, "MODEL.MOE.TOP_K", "5")
+    assert "MODEL.MOE.TOP_K is 5" in message
+    assert "MODEL.MOE.NUM_EXPERTS (4)" in message
+    message = fails(*moe, "MODEL.MOE.AUX_LOSS", "load_importance_tutel", "MODEL.MOE.GATE_NOISE", "0")
+    assert "MODEL.MOE.GATE_NOISE" in message
+    assert load_config(None, [*moe, "MODEL.MOE.TOP_K", "4"]).MODEL.MOE.TOP_K == 4
+
+
+@pytest.mark.parametrize(("size", "works"), [(192, True), (96, True), (384, True), (48, False), (100, False), (224, False)])
+def test_windows_must_tile_the_image(size, works):
+    # window 12, patch 4: feature maps of 48, 24, 12, 6 at 192; 56 at 224 is no multiple of 12
+    if works:
+        assert load_config(None, ["DATA.IMG_SIZE", str(size)]).DATA.IMG_SIZE == size
+        return
+    message = fails("DATA.IMG_SIZE", str(size))
+    assert f"DATA.IMG_SIZE is {size}" in message
+    assert "12 (MODEL.SWINV2.WINDOW_SIZE)" in message
+    for suggestion in message.rsplit(":", 1)[1].split(","):
+        load_config(None, ["DATA.IMG_SIZE", suggestion.strip()])
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("TRAIN.BASE_LR", "1e-3", 1e-3),
+        ("TRAIN.BASE_LR", "1", 1.0),
+        ("AMP_ENABLE", "true", True),
+        ("AMP_ENABLE", "False", False),
+        ("MODEL.SWINV2.DEPTHS", "[1, 2, 3, 4]", [1, 2, 3, 4]),
+        ("MODEL.SWINV2.DEPTHS", "(1, 2, 3, 4)", [1, 2, 3, 4]),
+        ("DATA.MEAN", "[0, 0.5, 1]", [0.0, 0.5, 1.0]),
+        ("MODEL.MOE.BLOCKS", "((), (1,), [0], [])", [[], [1], [0], []]),
+        ("MODEL.MOE.CAPACITY_FACTOR", "-1.25", -1.25),
+        ("AUG.AUTO_AUGMENT", "", ""),
+        ("OUTPUT", "5", "5"),
+    ],
+)
+def test_forms_of_opts(key, text, value):
+    found = flatten(load_config(None, [key, text]))[key]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_yaml_numbers_that_yaml_reads_as_text(tmp_path):
+    file = write(tmp_path / "c.yaml", "TRAIN: {BASE_LR: 1e-3, EPOCHS: 20}\n")
+    assert load_config(file).TRAIN.BASE_LR == 1e-3
+
+
+def test_base_files_come_first_and_opts_last(tmp_path):
+    write(tmp_path / "a.yaml", {"SEED": 1, "PRINT_FREQ": 1, "TRAIN": {"EPOCHS": 11}})
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub" / "b.yaml", {"BASE": ["../a.yaml"], "SEED": 2, "SAVE_FREQ": 2})
+    file = write(tmp_path / "sub" / "c.yaml", {"BASE": ["b.yaml"], "SAVE_FREQ": 3, "TRAIN": {"EPOCHS": 12}})
+    config = load_config(file, ["TRAIN.EPOCHS", "13"])
+    assert (config.PRINT_FREQ, config.SEED, config.SAVE_FREQ, config.TRAIN.EPOCHS) == (1, 2, 3, 13)
+    again = write(tmp_path / "dump.yaml", config.dump())
+    assert flatten(load_config(again)) == flatten(config)
+
+
+@pytest.mark.parametrize("base", ["c.yaml", "../{here}/c.yaml", "b.yaml"])
+def test_base_in_a_circle(base, tmp_path):
+    write(tmp_path / "b.yaml", {"BASE": ["c.yaml"]})
+    file = write(tmp_path / "c.yaml", {"BASE": [base.format(here=tmp_path.name)]})
+    assert "BASE names itself in a circle" in fails(file=file)
+
+
+@pytest.mark.parametrize("base", ["a.yaml", None, [1], {"a": 1}])
+def test_base_must_be_a_list_of_files(base, tmp_path):
+    write(tmp_path / "a.yaml", {"SEED": 1})
+    message = fails(file=write(tmp_path / "c.yaml", {"BASE": base}))
+    assert "BASE" in message
+    assert repr(base) in message
+    assert "list" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read"),
+        ("a: [1, 2\nb: 3", "not valid YAML"),
+        ("- 1\n- 2\n", "expected KEY: VALUE"),
+        ("just text", "expected KEY: VALUE"),
+        (b"\xff\xfe\x00\x01", "not valid YAML"),
+        ("DATA: 5", "group of keys"),
+        ("DATA:\n", "group of keys"),
+        ("BASE: [missing.yaml]", "missing.yaml: cannot be read"),
+        ("1: 2", "unknown key 1"),
+    ],
+)
+def test_a_file_that_is_no_configuration(content, says, tmp_path):
+    file = tmp_path / "c.yaml"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        file.write_text(content)
+    message = fails(file=file)
+    assert says in message
+    assert str(tmp_path) in message
+
+
+def test_an_empty_file_is_the_defaults_and_a_directory_is_not_one(tmp_path):
+    assert flatten(load_config(write(tmp_path / "c.yaml", "# nothing\n"))) == flatten(default_config())
+    assert "cannot be read" in fails(file=tmp_path)
+
+
+def test_data_and_output_arguments(tmp_path):
+    config = load_config(None, data=str(tmp_path), output="there")
+    assert (config.DATA.DATASET, config.DATA.PATH, config.OUTPUT) == ("folder", str(tmp_path), "there")
+    lists = ["DATA.DATASET", "list", "DATA.TRAIN_LIST", "t", "DATA.VAL_LIST", "v"]
+    assert load_config(None, lists, data="d").DATA.DATASET == "list"
+
+
+def test_the_module_lists_every_key():
+    lines = subprocess.run(
+        [sys.executable, "-m", "swinv2_moe.config"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == list(flatten(default_config()))

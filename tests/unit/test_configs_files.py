@@ -1,0 +1,83 @@
+"""Every file in configs/ is a valid experiment, and the published ones have the published sizes."""
+
+import functools
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from swinv2_moe.config import load_config
+from swinv2_moe.models import measure_model
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+EXPERIMENTS = sorted(file for file in CONFIGS.rglob("*.yaml") if file.name != "recipe.yaml")
+
+# millions of parameters: arXiv 2206.03382, table 8 (base with 8 and 16 experts is not in it)
+PUBLISHED_PARAMETERS = {
+    "small_dense": 65.8,
+    "small_8expert": 173.3,
+    "small_16expert": 296.1,
+    "small_32expert": 541.8,
+    "base_dense": 109.3,
+    "base_32expert": 955.3,
+}
+PUBLISHED_MACS = {"small": 6.76, "base": 11.78}  # billions, dense
+
+
+def load(file: Path, *opts: str):
+    return load_config(file, opts, data="anywhere" if file.parent.name != "in22k" else None)
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
+def test_every_file_loads_and_says_how_to_run_it(file):
+    load(file)
+    head = file.read_text().split("\nBASE")[0].split("\nDATA")[0]
+    assert f"--cfg {file.relative_to(CONFIGS.parent)}" in head
+
+
+def test_the_ten_published_experiments_are_there():
+    names = {f.stem.removeprefix("swin_moe_").replace("window12_192_", "") for f in (CONFIGS / "in22k").glob("swin*")}
+    kinds = ("dense", "8expert", "16expert", "32expert", "32expert_cosine")
+    assert names == {f"{size}_{kind}" for size in ("small", "base") for kind in kinds}
+
+
+@functools.cache
+def measure(name: str, *opts: str):
+    config = load(CONFIGS / "in22k" / f"swin_moe_{name}.yaml", *opts)
+    return measure_model(config, config.MODEL.NUM_CLASSES)
+
+
+@pytest.mark.parametrize("size", ["small", "base"])
+@pytest.mark.parametrize("kind", ["dense", "8expert", "16expert", "32expert", "32expert_cosine"])
+def test_published_sizes(size, kind):
+    name, dense = f"{size}_window12_192_{kind}", measure(f"{size}_window12_192_dense")
+    found = measure(name)
+    assert round(found.parameters / 1e6, 1) == PUBLISHED_PARAMETERS.get(f"{size}_{kind}", round(found.parameters / 1e6, 1))
+    assert round(dense.macs / 1e9, 2) == PUBLISHED_MACS[size]
+    # Top-1 experts cost what the dense FFN costs; the router comes on top.
+    assert 0 <= found.macs / dense.macs - 1 < (0.05 if "cosine" in kind else 0.01)
+
+
+def test_published_size_of_64_experts():
+    found = measure("small_window12_192_8expert", "MODEL.MOE.NUM_EXPERTS", "64")
+    assert round(found.parameters / 1e6) == 1033
+
+
+@pytest.mark.parametrize("file", sorted((CONFIGS / "in22k").glob("swin*.yaml")), ids=lambda file: file.stem)
+def test_published_recipe(file):
+    """arXiv 2206.03382, section 5, and its public configurations, whatever the defaults come to be."""
+    config, stem = load(file), file.stem
+    moe, train, aug = config.MODEL.MOE, config.TRAIN, config.AUG
+    experts = 0 if "dense" in stem else int(stem.split("expert")[0].split("_")[-1])
+    drop_path = 0.2 if "small" in stem or "dense" in stem else 0.3
+    assert (moe.NUM_EXPERTS, config.MODEL.DROP_PATH_RATE) == (experts, drop_path)
+    assert (moe.TOP_K, moe.CAPACITY_FACTOR, moe.GATE_NOISE, moe.BATCH_PRIORITIZED) == (1, 1.25, 1.0, True)
+    assert (moe.NORMALIZE_GATES, moe.AUX_LOSS_WEIGHT, moe.HIDDEN_DROPOUT, moe.INIT_STD) == (False, 0.01, 0.1, 0.005)
+    assert moe.ROUTER == ("cosine" if "cosine" in stem else "linear")
+    assert (train.EPOCHS, train.WARMUP_EPOCHS, train.WEIGHT_DECAY, train.CLIP_GRAD) == (90, 10, 0.1, 3.0)
+    assert (train.BASE_LR, train.WARMUP_LR, train.MIN_LR) == (1.25e-4, 1.25e-7, 1.25e-6)
+    assert (aug.AUTO_AUGMENT, aug.COLOR_JITTER, aug.REPROB) == ("rand-m9-mstd0.5-inc1", 0.4, 0.25)
+    assert (aug.MIXUP, aug.CUTMIX, config.MODEL.LABEL_SMOOTHING) == (0.8, 1.0, 0.1)
+    gpus = math.prod(int(n) for n in re.findall(r"--(?:nnodes|nproc_per_node) (\d+)", file.read_text()))
+    assert gpus * config.DATA.BATCH_SIZE * train.ACCUMULATION_STEPS == 4096
