@@ -61,5 +61,6 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     norm = global_grad_norm(model)
     if max_norm > 0:
         parameters = [p for p in model.parameters() if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        # a norm that is not finite leaves them: scaling by it would spread the NaN to every gradient
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.nan_to_num(0.0, 0.0))
     return norm

@@ -314,7 +314,7 @@ def check_config(config: CfgNode) -> None:
             raise UserError(f"{name} is {flat[name]!r}, allowed: {', '.join(map(str, allowed))}{hint}")
     for name, (low, high) in _RANGES.items():
         if not (low <= flat[name] <= high and math.isfinite(flat[name])):
-            limit = f"between {low} and {high}" if high < _INFINITY else f"at least {low}" if low > -_INFINITY else ""
+            limit = f"at least {low}" if high == _INFINITY else f"between {low} and {high}"
             limit = limit if math.isfinite(flat[name]) else "finite"
             raise UserError(f"{name} is {flat[name]}, it must be {limit}")
     _check_model(config)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moe_core import moe_layers
+from moe_core import expert_parameters, moe_layers
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.errors import UserError
@@ -74,10 +74,15 @@ def read_meta(directory: Path) -> dict:
         meta = json.loads((directory / "meta.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"checkpoint {directory}: meta.json cannot be read ({error})") from error
-    if meta.get("format_version", 0) > FORMAT_VERSION:
+    if not isinstance(meta, dict) or not isinstance(meta.get("format_version"), int):
+        raise UserError(f"checkpoint {directory}: meta.json is not that of a checkpoint, it has no format_version")
+    if meta["format_version"] > FORMAT_VERSION:
         raise UserError(
             f"checkpoint {directory} has format version {meta['format_version']}, this program knows {FORMAT_VERSION}"
         )
+    missing = [key for key in ("epoch", "step", "best_top1", "last_top1", "loss_scaler") if key not in meta]
+    if missing:
+        raise UserError(f"checkpoint {directory}: meta.json lacks {', '.join(missing)}")
     return meta
 
 
@@ -87,12 +92,14 @@ def read_section(directory: Path, section: str, model: nn.Module, expected: dict
     Raises:
         UserError: files missing or unreadable, or every key that is missing, unexpected or of another shape.
     """
-    _check_expert_counts(directory / section, directory, model)
+    wrong_experts = _compare_expert_counts(directory / section, model)
+    if wrong_experts:  # some files may be missing; the trunk's keys are still to be listed
+        expected = {name: tensor for name, tensor in expected.items() if name not in expert_parameters(model)}
     try:
-        tensors = load_tensors(directory / section, model)
+        tensors = load_tensors(directory / section, nn.Module() if wrong_experts else model)
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"checkpoint {directory}: {error}; nothing was loaded") from error
-    problems = compare(expected, tensors)
+    problems = "; ".join(filter(None, [*wrong_experts, compare(expected, tensors)]))
     if problems:
         what = f"its {section} state" if section else "it"
         raise UserError(f"checkpoint {directory}: {what} does not fit the model: {problems}; nothing was loaded")
@@ -110,9 +117,24 @@ def load_weights(directory: Path, model: nn.Module) -> None:
     model.load_state_dict(read_section(directory, section, model, model.state_dict()))
 
 
-def optimizer_kinds(directory: Path) -> list[str]:
-    """The optimiser sections a checkpoint holds, such as "optimizer/exp_avg"."""
-    return [f"optimizer/{path.name}" for path in sorted((directory / "optimizer").glob("*"))]
+def optimizer_kinds(directory: Path, optimizer: torch.optim.Optimizer, updates: int) -> list[str]:
+    """The optimiser sections a checkpoint holds after `updates` steps, such as "optimizer/exp_avg".
+
+    Raises:
+        UserError: they are another optimiser's.
+    """
+    if isinstance(optimizer, torch.optim.AdamW):
+        needed = ["exp_avg", "exp_avg_sq"]
+    else:
+        needed = ["momentum_buffer"] if optimizer.defaults["momentum"] else []
+    needed = needed if updates else []
+    found = sorted(path.name for path in (directory / "optimizer").glob("*"))
+    if found != needed:
+        raise UserError(
+            f"checkpoint {directory}: its optimiser state is {found}, TRAIN.OPTIMIZER.NAME"
+            f" {type(optimizer).__name__.lower()!r} needs {needed}; nothing was loaded"
+        )
+    return [f"optimizer/{name}" for name in found]
 
 
 def optimizer_sections(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -138,20 +160,15 @@ def restore_optimizer(
         optimizer.state[parameter] = state
 
 
-def _check_expert_counts(section: Path, directory: Path, model: nn.Module) -> None:
-    found = count_experts(section)
-    for name, layer in moe_layers(model).items():
-        if found and found.get(name, 0) != layer.config.num_experts:
-            raise UserError(
-                f"checkpoint {directory}: layer {name} has {found.get(name, 0)} experts there,"
-                f" {layer.config.num_experts} in the model; nothing was loaded"
-            )
-    extra = [name for name in found if name not in moe_layers(model)]
-    if extra:
-        raise UserError(
-            f"checkpoint {directory}: it has experts in {', '.join(extra)}, where the model has none;"
-            " nothing was loaded"
-        )
+def _compare_expert_counts(section: Path, model: nn.Module) -> list[str]:
+    """The layers whose number of experts differs, one phrase each; a dense checkpoint's are told by its keys."""
+    found, layers = count_experts(section), moe_layers(model)
+    wanted = {name: layer.config.num_experts for name, layer in layers.items()} if found else {}
+    return [
+        f"{name}.experts: {found.get(name, 0)} there, {wanted.get(name, 0)} in the model"
+        for name in sorted({*found, *wanted})
+        if found.get(name, 0) != wanted.get(name, 0)
+    ]
 
 
 def _sync(directory: Path) -> None:

@@ -148,7 +148,8 @@ def _plain(value: object) -> object:
 
 
 def _forget_after(metrics: Path, step: int) -> None:
-    """Drop the lines of steps that a resumed run is going to repeat."""
+    """Drop the lines of steps that a resumed run is going to repeat, and one whose writing was cut off."""
     if metrics.is_file():
-        lines = [line for line in metrics.read_text().splitlines() if json.loads(line)["step"] <= step]
+        whole = [line for line in metrics.read_text().splitlines() if line.endswith("}")]
+        lines = [line for line in whole if json.loads(line)["step"] <= step]
         metrics.write_text("".join(f"{line}\n" for line in lines))

@@ -226,7 +226,7 @@ class Trainer:
         meta = checkpoint.read_meta(directory)
         parameters = dict(self.model.named_parameters())
         weights = checkpoint.read_section(directory, "", self.model, self.model.state_dict())
-        kinds = checkpoint.optimizer_kinds(directory)
+        kinds = checkpoint.optimizer_kinds(directory, self.optimizer, meta["loss_scaler"]["updates"])
         moments = {kind: checkpoint.read_section(directory, kind, self.model, parameters) for kind in kinds}
         if self.ema:
             averaged = checkpoint.read_section(directory, "ema", self.model, self.model.state_dict())

@@ -63,7 +63,8 @@ def load_dense(model: nn.Module, source: str | Path | dict[str, Tensor], upcycle
             if upcycle:
                 dense |= _to_experts(match["block"], match["name"], tensor, expected)
     for key in expected:
-        if ".mlp.moe." in key and key not in dense:
+        is_covered = key in dense or (upcycle and ".mlp.moe.experts." in key)  # else missing, which is reported
+        if ".mlp.moe." in key and not is_covered:
             kept.append(key)
             dense[key] = state[key]
     load_strict(model, dense, name)
@@ -93,7 +94,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
             return load_file(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UserError(f"weights {file}: cannot be read as weights ({str(error).splitlines()[0]})") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"weights {file}: cannot be read as weights ({reason})") from error
     for key in ("model", "state_dict"):
         content = content.get(key, content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):

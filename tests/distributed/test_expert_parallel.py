@@ -94,7 +94,9 @@ def on_subgroups(rank: int) -> None:
     counts = [6, 3, 0, 4]
     config = {"capacity_factor": 0.0, "top_k": 2, "aux_loss": "none"}
     single = nn.Sequential(*(make_layer(seed, **config) for seed in (0, 1)))
-    layers = [make_layer(seed, group=group, **config) for seed, group in ((0, strided[rank % 2]), (1, halves[rank // 2]))]
+    layers = [
+        make_layer(seed, group=group, **config) for seed, group in ((0, strided[rank % 2]), (1, halves[rank // 2]))
+    ]
     x, weight = inputs_of(rank, counts)
     y = layers[1](layers[0](x)[0])[0]
     (y * weight).sum().backward()
@@ -156,16 +158,12 @@ def clipped_step(rank: int) -> None:
         model, single = Trunk(dist.group.WORLD), Trunk()
         norm, expected_norm = training_step(model, max_norm), training_step(single, max_norm)
         torch.testing.assert_close(norm, expected_norm, **CLOSE)
-        torch.testing.assert_close(norm, nn.utils.get_total_norm([p.grad for p in Trunk_gradients(max_norm)]), **CLOSE)
+        assert norm > 0.5
+        clipped = min(norm.item(), max_norm) if max_norm else norm.item()
+        assert nn.utils.get_total_norm([p.grad for p in single.parameters()]).item() == pytest.approx(clipped, rel=1e-5)
         for name, parameter in model.named_parameters():
             whole = single.get_parameter(name)
             torch.testing.assert_close(parameter, slice_of(whole, model.moe) if "experts" in name else whole, **CLOSE)
-
-
-def Trunk_gradients(max_norm):
-    single = Trunk()
-    training_step(single, 0.0)
-    return list(single.parameters())
 
 
 def test_clipping_uses_the_norm_of_one_process(run_processes):
@@ -187,10 +185,7 @@ def errors_and_edges(rank: int) -> None:
     torch.testing.assert_close(copied(x), layer(x), rtol=0, atol=0)
     with torch.no_grad():
         torch.testing.assert_close(layer.eval()(x)[0], single(x, capacity_factor=0.0)[0], **CLOSE)
-    # A token far too many on one rank only: counts are the rank's own, and so is the share that drops.
-    with torch.no_grad():
-        layer(x, capacity_factor=0.0)
-    assert layer.last_routing.counts.sum() == len(x)
+    assert layer.last_routing.counts.sum() == len(x)  # the rank's own tokens
     # bf16 travels too
     low = MoELayer(MoEConfig(6, 10, 8, capacity_factor=0.0), group).bfloat16()
     y, _ = low(x.detach().bfloat16().requires_grad_())

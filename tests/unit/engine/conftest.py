@@ -1,0 +1,63 @@
+"""Runs of a few seconds: the digits, a model of three blocks (two with experts), five steps of 256 images an epoch."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from yacs.config import CfgNode
+
+from swinv2_moe.config import load_config
+from swinv2_moe.data import build_data
+from swinv2_moe.engine.distributed import World, seed_everything
+from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.models import build_model
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
+SMALL = {"MODEL.SWINV2.EMBED_DIM": 16, "MODEL.SWINV2.DEPTHS": [1, 1, 1], "MODEL.MOE.BLOCKS": [[], [0], [0]]}
+SMALL |= {"MODEL.MOE.NUM_EXPERTS": 4, "DATA.BATCH_SIZE": 256, "TRAIN.EPOCHS": 2, "TRAIN.WARMUP_EPOCHS": 1}
+SMALL |= {"PRINT_FREQ": 1, "DEVICE": "cpu"}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _config(output: Path, keys: dict[str, object] | None = None) -> CfgNode:
+    opts = [str(part) for pair in (SMALL | (keys or {})).items() for part in pair]
+    return load_config(QUICKSTART, opts, output=str(output))
+
+
+@pytest.fixture(scope="session")
+def make_config() -> Callable[..., CfgNode]:
+    """`make_config(output, {"KEY": value})`."""
+    return _config
+
+
+@pytest.fixture
+def make_trainer(tmp_path) -> Callable[..., Trainer]:
+    """`make_trainer({"KEY": value})`: a trainer in this process that has not begun."""
+
+    def make(keys: dict[str, object] | None = None) -> Trainer:
+        config = _config(tmp_path, keys)
+        data = build_data(config)
+        seed_everything(config.SEED)
+        return Trainer(config, World(0, 1, torch.device("cpu")), data, build_model(config, data.num_classes))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def read_metrics() -> Callable[[Path], tuple[list[dict], list[dict]]]:
+    """`read_metrics(run)`: its step lines and its epoch lines."""
+
+    def read(run: Path) -> tuple[list[dict], list[dict]]:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if "train_loss" not in line], [line for line in lines if "train_loss" in line]
+
+    return read

@@ -1,0 +1,160 @@
+"""A checkpoint that does not fit is refused with every key named, and nothing changes."""
+
+import json
+
+import pytest
+
+from swinv2_moe.engine import checkpoint
+from swinv2_moe.engine.record import Recorder
+from swinv2_moe.errors import UserError
+
+MOE = {"MODEL.MOE.NUM_EXPERTS": 4}
+LAYERS = [f"layers.{i}.blocks.0.mlp.moe" for i in (1, 2)]
+
+
+@pytest.fixture
+def save(make_trainer, tmp_path):
+    """`save(keys)`: the checkpoint of a run of one step."""
+
+    def run(keys=None):
+        trainer = make_trainer((keys or {}) | {"TRAIN.MAX_STEPS": 1})
+        recorder = Recorder(tmp_path / "run", trainer.world, step=0)
+        trainer.fit(recorder, tmp_path / "checkpoints")
+        recorder.close()
+        return tmp_path / "checkpoints" / "last"
+
+    return run
+
+
+def refusal(trainer, directory):
+    """The message with which `trainer` refuses, after checking that nothing of it changed."""
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    ema = {n: t.clone() for n, t in trainer.ema.module.state_dict().items()} if trainer.ema else {}
+    with pytest.raises(UserError) as caught:
+        trainer.resume(directory)
+    assert all(tensor.equal(before[name]) for name, tensor in trainer.model.state_dict().items())
+    assert not ema or all(tensor.equal(ema[name]) for name, tensor in trainer.ema.module.state_dict().items())
+    assert (trainer.epoch, trainer.step, trainer.best_top1, trainer.scaler.updates) == (0, 0, -1.0, 0)
+    assert not trainer.optimizer.state
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def keys_of(trainer, *parts):
+    return [name for name in trainer.model.state_dict() if any(part in name for part in parts)]
+
+
+FC = [f"layers.{i}.blocks.0.mlp.{name}" for i in (1, 2) for name in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")]
+ROUTERS = [f"{layer}.router.weight" for layer in LAYERS]
+
+
+@pytest.mark.parametrize(
+    ("saved", "running", "named"),
+    [
+        ({}, {"MODEL.SWINV2.EMBED_DIM": 32}, None),  # None: every key
+        ({}, {"MODEL.MOE.NUM_EXPERTS": 8}, [*ROUTERS, *(f"{layer}.experts: 4 there, 8" for layer in LAYERS)]),
+        ({"MODEL.MOE.NUM_EXPERTS": 8}, {}, [*ROUTERS, *(f"{layer}.experts: 8 there, 4" for layer in LAYERS)]),
+        ({}, {"MODEL.MOE.NUM_EXPERTS": 0}, [*ROUTERS, *FC, *(f"{layer}.experts: 4 there, 0" for layer in LAYERS)]),
+        (
+            {"MODEL.MOE.NUM_EXPERTS": 0},
+            {},
+            [*ROUTERS, *FC, *(f"{layer}.experts.{name}" for layer in LAYERS for name in ("w1", "b1", "w2", "b2"))],
+        ),
+        ({}, {"MODEL.MOE.BLOCKS": [[], [], [0]]}, [*FC[:4], ROUTERS[0], f"{LAYERS[0]}.experts: 4 there, 0"]),
+        ({}, {"MODEL.MOE.ROUTER": "cosine"}, [*ROUTERS, f"{LAYERS[0]}.router.sim_matrix"]),
+        ({}, {"MODEL.MOE.OUTPUT_BIAS": False}, [f"{layer}.experts.b2" for layer in LAYERS]),
+    ],
+)
+def test_other_architectures(saved, running, named, save, make_trainer):
+    directory, trainer = save(saved), make_trainer(running)
+    message = refusal(trainer, directory)
+    named = keys_of(trainer, "") if named is None else named
+    if running.get("MODEL.SWINV2.EMBED_DIM"):
+        unchanged = ("logit_scale", "cpb_mlp", "head.fc.bias")  # their shapes do not follow the width
+        named = [key for key in named if not any(part in key for part in unchanged)]
+    assert [name for name in named if name not in message] == [], message
+    assert "nothing was loaded" in message
+
+
+def test_another_number_of_classes(save, make_trainer):
+    trainer = make_trainer()
+    trainer.model.reset_classifier(7)
+    message = refusal(trainer, save())
+    assert "head.fc.weight ([10, 64] there, [7, 64] in the model)" in message
+    assert "head.fc.bias ([10] there, [7] in the model)" in message
+
+
+def test_another_optimizer(save, make_trainer):
+    message = refusal(make_trainer({"TRAIN.OPTIMIZER.NAME": "sgd"}), save())
+    assert "'sgd' needs ['momentum_buffer']" in message
+
+
+def test_an_average_that_is_not_there(save, make_trainer):
+    message = refusal(make_trainer({"TRAIN.EMA_DECAY": 0.9}), save())
+    assert "ema/model.safetensors is missing" in message.replace("\\", "/")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model.safetensors",
+        "experts/layers.1.blocks.0.mlp.moe/0002.safetensors",
+        "optimizer/exp_avg/model.safetensors",
+        "optimizer/exp_avg_sq/experts/layers.2.blocks.0.mlp.moe/0003.safetensors",
+        "ema/experts/layers.1.blocks.0.mlp.moe/0000.safetensors",
+        "meta.json",
+    ],
+)
+def test_damaged_and_missing_files_are_named(file, save, make_trainer):
+    directory = save({"TRAIN.EMA_DECAY": 0.9})
+    trainer = make_trainer({"TRAIN.EMA_DECAY": 0.9})
+    content = (directory / file).read_bytes()
+    (directory / file).write_bytes(content[: len(content) // 2])
+    message = refusal(trainer, directory)
+    assert file in message or (directory / file).name in message
+    (directory / file).unlink()
+    message = refusal(trainer, directory)
+    layer = file.split("/")[-2] if "experts" in file else file
+    assert layer in message
+    (directory / file).write_bytes(content)
+    trainer.resume(directory)
+    assert trainer.step == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format_version": 2}, "has format version 2, this program knows 1"),
+        ({"format_version": None}, "no format_version"),
+        ({"step": ...}, "meta.json lacks step"),
+    ],
+)
+def test_meta_of_another_kind(change, says, save, make_trainer):
+    directory = save()
+    meta = json.loads((directory / "meta.json").read_text()) | change
+    (directory / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if v is not ...}))
+    assert says in refusal(make_trainer(), directory)
+    (directory / "meta.json").write_text("[]")
+    assert "meta.json" in refusal(make_trainer(), directory)
+
+
+def test_a_path_without_a_checkpoint(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UserError, match="holds no checkpoint"):
+            checkpoint.find_checkpoint(str(path), tmp_path)
+    assert checkpoint.find_checkpoint("auto", tmp_path) is None
+
+
+def test_an_unfinished_write_is_never_taken_for_a_checkpoint(save, make_trainer, tmp_path, monkeypatch):
+    directory = save()
+    trainer = make_trainer()
+    trainer.resume(directory)
+    trainer.epoch = 7
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.save(tmp_path / "checkpoints", is_best=True)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("epoch-*")) == ["epoch-0001"]
+    assert (tmp_path / "checkpoints" / "last").resolve().name == "epoch-0001"
+    monkeypatch.undo()
+    trainer.save(tmp_path / "checkpoints", is_best=False)
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"last", "best", "epoch-0001", "epoch-0007"}

@@ -1,0 +1,81 @@
+"""A number that is not finite stops the run and is traced to where it begins."""
+
+import pytest
+import torch
+
+from swinv2_moe.engine.record import Recorder
+from swinv2_moe.errors import UserError
+
+LAYER = "layers.1.blocks.0.attn.proj"
+
+
+def poison_parameter(trainer, value):
+    with torch.no_grad():
+        trainer.model.get_submodule(LAYER).weight[0, 0] = value
+
+
+def poison_expert(trainer, value):
+    with torch.no_grad():
+        trainer.model.layers[2].blocks[0].mlp.moe.experts.w2[3, 0, 0] = value
+
+
+def poison_output(trainer, value):
+    trainer.model.get_submodule(LAYER).register_forward_hook(lambda module, inputs, output: output * value)
+
+
+def poison_gradient(trainer, value):
+    trainer.model.get_submodule(LAYER).weight.register_hook(lambda gradient: gradient * value)
+
+
+def poison_images(trainer, value):
+    mixed = trainer._mixed
+    trainer._mixed = lambda batch: (mixed(batch)[0] * value, batch.targets)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("clip", [0.0, 3.0])
+@pytest.mark.parametrize(
+    ("poison", "begins"),
+    [
+        (poison_parameter, f"the parameter {LAYER}.weight"),
+        (poison_expert, "the parameter layers.2.blocks.0.mlp.moe.experts.w2"),
+        (poison_output, f"the output of layer {LAYER}"),
+        (poison_gradient, f"the gradient of {LAYER}.weight"),
+        (poison_images, "the input images"),
+    ],
+)
+def test_the_step_and_the_layer_are_named(poison, begins, value, clip, make_trainer, tmp_path):
+    trainer = make_trainer({"TRAIN.CLIP_GRAD": clip, "DATA.BATCH_SIZE": 64})
+    batch = next(iter(trainer.data.train_loader))
+    trainer._train_step([batch])
+    poison(trainer, value)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    with pytest.raises(UserError) as caught:
+        trainer._train_step([batch])
+    message = str(caught.value)
+    assert message.startswith("step 2: ")
+    assert message.endswith(f"begins at {begins}")
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(parameter, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_run_stops_and_keeps_its_last_checkpoint(make_trainer, tmp_path):
+    trainer = make_trainer()
+    recorder = Recorder(tmp_path / "run", trainer.world, step=0)
+    original = trainer._record_epoch
+    trainer._record_epoch = lambda *args: (original(*args), poison_parameter(trainer, float("nan")))
+    save = trainer.save
+    trainer.save = lambda *args: (poison_parameter(trainer, 0.0), save(*args), poison_parameter(trainer, float("nan")))
+    with pytest.raises(UserError, match="step 6: "):
+        trainer.fit(recorder, tmp_path / "checkpoints")
+    assert (tmp_path / "checkpoints" / "last").resolve().name == "epoch-0001"
+
+
+def test_fp16_stops_once_the_scale_cannot_be_the_reason(make_trainer):
+    trainer = make_trainer({"AMP_ENABLE": True, "AMP_DTYPE": "float16", "DATA.BATCH_SIZE": 16})
+    poison_gradient(trainer, float("inf"))
+    batch = next(iter(trainer.data.train_loader))
+    with pytest.raises(UserError, match=rf"begins at the gradient of {LAYER}"):
+        for _ in range(40):
+            trainer._train_step([batch])
+    assert 20 < trainer.step < 30

@@ -1,0 +1,90 @@
+"""A run that stops and goes on is the run that never stopped."""
+
+import json
+
+import pytest
+import torch
+
+from swinv2_moe.engine import train
+from swinv2_moe.engine.trainer import Trainer
+
+EVERYTHING = {"TRAIN.EPOCHS": 4, "MODEL.DROP_PATH_RATE": 0.2, "MODEL.MOE.GATE_NOISE": 1.0, "TRAIN.EMA_DECAY": 0.9}
+EVERYTHING |= {"AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0, "AUG.REPROB": 0.25, "MODEL.MOE.HIDDEN_DROPOUT": 0.1}
+EVERYTHING |= {"TRAIN.LAYER_DECAY": 0.9, "TRAIN.ACCUMULATION_STEPS": 2, "DATA.BATCH_SIZE": 128}
+
+
+def interrupt_at(monkeypatch, step):
+    original = Trainer._train_step
+
+    def train_step(self, batches):
+        if self.step + 1 == step:
+            raise KeyboardInterrupt
+        return original(self, batches)
+
+    monkeypatch.setattr(Trainer, "_train_step", train_step)
+
+
+def without_times(run, read_metrics):
+    steps, epochs = read_metrics(run)
+    return [{k: v for k, v in line.items() if k not in ("images_per_second", "seconds")} for line in steps + epochs]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, make_config):
+    root = tmp_path_factory.mktemp("whole")
+    return root, train(make_config(root / "run", EVERYTHING))
+
+
+def test_an_interrupted_run_goes_on_exactly(uninterrupted, tmp_path, make_config, read_metrics, monkeypatch):
+    config = make_config(tmp_path / "run", EVERYTHING)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 13)  # in the third epoch
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "lo')  # what a power cut leaves
+    torch.rand(7), torch.manual_seed(99)  # another state than the first run had
+    summary = train(config, "auto")
+    whole, whole_summary = uninterrupted
+    assert without_times(tmp_path / "run", read_metrics) == without_times(whole / "run", read_metrics)
+    assert summary["val_top1"] == whole_summary["val_top1"]
+    assert summary["best_val_top1"] == whole_summary["best_val_top1"]
+    last = "checkpoints/last"
+    for file in (whole / "run" / last).rglob("*.safetensors"):
+        twin = tmp_path / "run" / last / file.relative_to(whole / "run" / last)
+        assert twin.read_bytes() == file.read_bytes(), file.name
+    metas = [json.loads((root / "run" / last / "meta.json").read_text()) for root in (whole, tmp_path)]
+    assert {**metas[0], "config": 0} == {**metas[1], "config": 0}
+
+
+def test_the_whole_run_used_all_of_it(uninterrupted, read_metrics):
+    steps, epochs = read_metrics(uninterrupted[0] / "run")
+    assert len(steps) == 20
+    assert len({line["loss"] for line in steps}) == 20
+    assert len(epochs) == 4
+
+
+def test_an_interruption_before_the_first_checkpoint(tmp_path, make_config, read_metrics, monkeypatch):
+    config = make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 3})
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    assert [line["step"] for line in read_metrics(tmp_path / "run")[0]] == [1, 2]
+    train(config, "auto")
+    assert [line["step"] for line in read_metrics(tmp_path / "run")[0]] == [1, 2, 3]
+
+
+def test_resume_auto_without_a_run_starts_one(tmp_path, make_config, read_metrics):
+    train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 1}), "auto")
+    assert len(read_metrics(tmp_path / "run")[0]) == 1
+
+
+def test_resume_from_another_run_leaves_that_one_alone(uninterrupted, tmp_path, make_config, read_metrics):
+    source = uninterrupted[0] / "run"
+    before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+    config = make_config(tmp_path / "run", EVERYTHING | {"TRAIN.EPOCHS": 5})
+    summary = train(config, str(source))
+    assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == before
+    assert (summary["epochs"], summary["steps"]) == (5, 25)
+    assert [line["step"] for line in read_metrics(tmp_path / "run")[0]] == [21, 22, 23, 24, 25]

@@ -1,0 +1,240 @@
+"""The two models: equal to timm's where they must be, their experts, auxiliary loss, checkpointing and compilation."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.models.swin_transformer_v2 import SwinTransformerV2, window_partition, window_reverse
+from timm.optim import param_groups_layer_decay
+
+from moe_core import moe_layers
+from swinv2_moe.models import SwinTransformerMoE, SwinTransformerV2MoE, WithAuxLoss, load_dense, take_aux_loss
+from swinv2_moe.models.swinv2_moe import MoEMlp
+
+
+@pytest.fixture
+def images():
+    return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_the_dense_model_equals_timm(mode, nano, images, randomize):
+    timm_model = randomize(SwinTransformerV2(**nano))
+    model = SwinTransformerV2MoE(**nano)
+    assert load_dense(model, timm_model.state_dict()) == []
+    results = []
+    for m in (timm_model, model):
+        getattr(m, mode)()
+        loss = F.cross_entropy(m(images), torch.arange(4))
+        loss.backward()
+        results.append([m(images), *(p.grad for p in m.parameters())])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert [n for n, _ in timm_model.named_parameters()] == [n for n, _ in model.named_parameters()]
+
+
+def test_the_dense_model_starts_like_timm(nano):
+    states = []
+    for cls in (SwinTransformerV2, SwinTransformerV2MoE):
+        torch.manual_seed(0)
+        states.append({name: (p.mean(), p.std()) for name, p in cls(**nano).named_parameters()})
+    for name, (mean, std) in states[0].items():
+        torch.testing.assert_close(states[1][name], (mean, std), rtol=0.5, atol=0.01, equal_nan=True)
+    assert all(std == 0 for name, (_, std) in states[1].items() if "blocks" in name and ".norm" in name)
+    released = SwinTransformerMoE(**nano)
+    assert all((p == 1).all() for name, p in released.named_parameters() if name.endswith(("norm1.weight", "norm.weight")))
+
+
+def test_parameter_names_of_the_released_form(make_model):
+    """Those that the public checkpoints hold (but for timm's places of head and downsample)."""
+    names = set(dict(make_model(4, pre_norm=True, moe={"router": "cosine"}).named_parameters()))
+    dense_block = {f"layers.0.blocks.1.{n}" for n in ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias")}
+    dense_block |= {f"layers.0.blocks.1.attn.{n}.{k}" for n in ("qkv", "proj") for k in ("weight", "bias")}
+    dense_block |= {f"layers.0.blocks.1.attn.cpb_mlp.{n}" for n in ("0.weight", "0.bias", "2.weight")}
+    dense_block |= {f"layers.0.blocks.1.mlp.{n}" for n in ("fc1.weight", "fc1.bias", "fc2.weight")}
+    assert {n for n in names if n.startswith("layers.0.blocks.1.")} == dense_block
+    moe_block = {n.removeprefix("layers.1.blocks.1.mlp.moe.") for n in names if n.startswith("layers.1.blocks.1.mlp")}
+    assert moe_block == {"experts.w1", "experts.b1", "experts.w2"} | {
+        f"router.{n}" for n in ("temperature", "sim_matrix", "projector.weight", "projector.bias")
+    }
+    downsample = {n.removeprefix("layers.1.downsample.") for n in names if "layers.1.downsample" in n}
+    assert downsample == {"norm.weight", "norm.bias", "reduction.weight"}
+    shapes = {name: list(p.shape) for name, p in make_model(pre_norm=True).named_parameters()}
+    assert shapes["layers.1.downsample.norm.weight"] == [64]
+    assert not any("logit_scale" in n or n.endswith("fc2.bias") for n in names)
+
+
+def plain_block(block, x, shift):
+    """x + attn(norm1(x)), x + fc2(gelu(fc1(norm2(x)))), windows cut out and put back by slicing."""
+    y = torch.roll(F.layer_norm(x, x.shape[-1:], block.norm1.weight, block.norm1.bias), (-shift, -shift), (1, 2))
+    windows = window_partition(y, (4, 4)).flatten(1, 2)
+    y = window_reverse(block.attn(windows, block.attn_mask).unflatten(1, (4, 4)), (4, 4), x.shape[1:3])
+    x = x + torch.roll(y, (shift, shift), (1, 2))
+    y = F.layer_norm(x, x.shape[-1:], block.norm2.weight, block.norm2.bias)
+    return x + F.linear(F.gelu(F.linear(y, block.mlp.fc1.weight, block.mlp.fc1.bias)), block.mlp.fc2.weight)
+
+
+@pytest.mark.parametrize(("index", "shift"), [(0, 0), (1, 2)])
+def test_a_released_block_by_hand(index, shift, make_model):
+    block = make_model(pre_norm=True).layers[0].blocks[index]
+    assert (block.attn_mask is not None) == bool(shift)
+    x = torch.randn(2, 8, 8, 16)
+    torch.testing.assert_close(block(x), plain_block(block, x, shift), rtol=1e-4, atol=1e-4)
+
+
+def test_released_patch_merging_by_hand(make_model):
+    merging = make_model(pre_norm=True).layers[1].downsample
+    x = torch.randn(2, 8, 8, 16)
+    parts = [x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]]  # V1's order
+    merged = torch.cat(parts, -1)
+    expected = F.linear(F.layer_norm(merged, (64,), merging.norm.weight, merging.norm.bias), merging.reduction.weight)
+    torch.testing.assert_close(merging(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_one_expert_is_the_dense_model(pre_norm, make_model, images):
+    """With E = K = 1 the gate is 1: the same logits, and gradients, as the dense FFN in its place."""
+    dense, sparse = make_model(pre_norm=pre_norm), make_model(1, pre_norm=pre_norm, seed=1)
+    load_dense(sparse, dense.state_dict(), upcycle=True)
+    for model in (dense, sparse):
+        model(images).square().sum().backward()
+    torch.testing.assert_close(sparse(images), dense(images), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        sparse.layers[1].blocks[1].mlp.moe.experts.w2.grad[0],
+        dense.layers[1].blocks[1].mlp.fc2.weight.grad.T,
+        rtol=1e-3,
+        atol=1e-3,
+    )
+
+
+def test_experts_are_where_moe_blocks_says(make_model, nano):
+    model = make_model(4)
+    assert list(moe_layers(model)) == ["layers.1.blocks.1.mlp.moe", "layers.2.blocks.0.mlp.moe"]
+    assert [layer.config.hidden_dim for layer in moe_layers(model).values()] == [128, 256]
+    for blocks, text in [((), "names no block"), (((), (2,)), "block 2 of stage 1"), (((),) * 3 + ((0,),), "4 stages")]:
+        with pytest.raises(ValueError, match=text):
+            SwinTransformerV2MoE(num_experts=2, moe_blocks=blocks, **nano)
+    with pytest.raises(ValueError, match="top_k"):
+        make_model(2, moe={"top_k": 0})
+
+
+def test_take_aux_loss_sums_the_layers_and_clears(make_model, images):
+    model = make_model(4, moe={"gate_noise": 1.0, "aux_loss": "gshard"})
+    logits = model(images)
+    waiting = [m.aux_loss for m in model.modules() if isinstance(m, MoEMlp)]
+    assert len(waiting) == 2
+    aux_loss = take_aux_loss(model)
+    torch.testing.assert_close(aux_loss, waiting[0] + waiting[1])
+    assert aux_loss.requires_grad
+    assert take_aux_loss(model) == 0
+    assert not any(m.aux_loss is not None for m in model.modules() if isinstance(m, MoEMlp))
+    assert logits.shape == (4, 5)
+    dense_logits, zero = make_model().forward_with_aux(images)
+    assert zero == 0
+    assert dense_logits.shape == (4, 5)
+
+
+def test_a_model_can_be_copied_and_pickled_after_a_forward(make_model, images):
+    model = make_model(4)
+    model(images)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in copies:
+        assert take_aux_loss(twin) == 0
+        torch.testing.assert_close(twin(images), model(images))
+    assert take_aux_loss(model) != 0
+
+
+def loss_and_gradients(model, images):
+    torch.manual_seed(3)
+    model.zero_grad(set_to_none=True)
+    logits, aux_loss = WithAuxLoss(model)(images)
+    loss = logits.square().mean() + 0.5 * aux_loss
+    loss.backward()
+    return [loss.detach(), aux_loss.detach(), *(p.grad for p in model.parameters())]
+
+
+NOISY = {"gate_noise": 1.0, "aux_loss": "load_importance", "hidden_dropout": 0.1, "capacity_factor": 0.75}
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_activation_checkpointing_changes_nothing(pre_norm, make_model, images):
+    model = make_model(4, pre_norm=pre_norm, moe=NOISY, drop_path_rate=0.3)
+    expected = loss_and_gradients(model, images)
+    model.set_grad_checkpointing(True)
+    for expected_value, found in zip(expected, loss_and_gradients(model, images), strict=True):
+        torch.testing.assert_close(found, expected_value)
+    router = model.layers[1].blocks[1].mlp.moe.router.weight.grad
+    assert router.abs().max() > 0
+    # The recomputation in the backward pass runs the layers again: nothing of it may count in the next step.
+    for expected_value, found in zip(expected, loss_and_gradients(model, images), strict=True):
+        torch.testing.assert_close(found, expected_value)
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_compiled_without_a_graph_break(pre_norm, make_model, images):
+    shallow = {"depths": (1, 1), "num_heads": (2, 2), "moe_blocks": ((0,), (0,)), "pretrained_window_sizes": (0, 0)}
+    moe = {"aux_loss": "load_importance", "capacity_factor": 0.75}
+    model = make_model(4, pre_norm=pre_norm, moe=moe, **shallow)
+    eager = loss_and_gradients(model, images)
+    torch._dynamo.reset()
+    compiled = torch.compile(WithAuxLoss(model), backend="aot_eager", fullgraph=True)
+    model.zero_grad(set_to_none=True)
+    logits, aux_loss = compiled(images)
+    (logits.square().mean() + 0.5 * aux_loss).backward()
+    assert aux_loss > 0
+    torch.testing.assert_close(aux_loss, eager[1])
+    for expected, parameter in zip(eager[2:], model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_evaluation_uses_its_own_capacity(make_model, images):
+    model = make_model(4, moe={"capacity_factor": 0.5}, eval_capacity_factor=0.0)
+    layers = moe_layers(model).values()
+    model(images)
+    assert all(layer.last_routing.dropped_share > 0 for layer in layers)
+    model.eval()
+    model(images)
+    assert all(layer.last_routing.dropped_share == 0 for layer in layers)
+    model.train()
+    model(images)
+    assert all(layer.last_routing.dropped_share > 0 for layer in layers)
+    model = make_model(4, moe={"capacity_factor": 0.5}).eval()  # None: as in training
+    model(images)
+    assert all(layer.last_routing.dropped_share > 0 for layer in moe_layers(model).values())
+
+
+def test_noise_only_in_training(make_model, images):
+    model = make_model(4, moe={"gate_noise": 5.0})
+    assert not torch.equal(model(images), model(images))
+    model.eval()
+    assert torch.equal(model(images), model(images))
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+@pytest.mark.parametrize("router", ["linear", "cosine"])
+def test_no_weight_decay(pre_norm, router, make_model):
+    """None on 1-D parameters, biases, cpb_mlp, logit_scale and the cosine gate's (REFERENCE, section 3)."""
+    moe = {"router": router} | ({"output_bias": True} if pre_norm else {})
+    model = make_model(4, pre_norm=pre_norm, moe=moe)
+    groups = param_groups_layer_decay(model, 0.1, model.no_weight_decay(), layer_decay=1.0)
+    decayed = {id(p) for group in groups for p in group["params"] if group["weight_decay"]}
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        exempt = ("bias", "norm", "cpb_mlp", "logit_scale", "experts.b", "temperature", "sim_matrix", "projector")
+        assert (id(parameter) in decayed) != any(part in name for part in exempt), name
+
+
+def test_layer_decay_by_depth(make_model):
+    model = make_model(4)
+    groups = param_groups_layer_decay(model, 0.1, model.no_weight_decay(), layer_decay=0.5)
+    scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    scale = {name: scale[id(p)] for name, p in model.named_parameters()}
+    blocks = [scale[f"layers.{i}.blocks.{j}.norm1.weight"] for i, j in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))]
+    assert blocks == sorted(blocks)
+    assert len(set(blocks)) == 5
+    assert scale["patch_embed.proj.weight"] < blocks[0]
+    assert scale["head.fc.weight"] == 1.0
+    assert scale["layers.2.blocks.0.mlp.moe.experts.w1"] == scale["layers.2.blocks.0.mlp.moe.router.weight"] == blocks[4]

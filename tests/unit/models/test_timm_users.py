@@ -1,0 +1,121 @@
+"""What timm users expect of the registered models."""
+
+import pytest
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+
+from moe_core import moe_layers
+from swinv2_moe.models import SwinTransformerMoE, SwinTransformerV2MoE
+
+NANO, FOUR = "swinv2_moe_nano_window4_16", {"num_experts": 4}
+V2 = {f"swinv2_moe_{size}_{at}" for size, at in (("nano", "window4_16"), ("tiny", "window8_256"))}
+V2 |= {f"swinv2_moe_{size}_window12_192" for size in ("small", "base")}
+RELEASED = {f"swin_moe_{size}_window12_192" for size in ("small", "base")}
+SMALL = {"img_size": 48, "window_size": 3, "depths": (1, 1, 2, 1), "moe_blocks": ((), (), (1,), (0,))}
+
+
+def images(size=16, channels=3):
+    return torch.randn(2, channels, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def test_list_models():
+    assert set(timm.list_models("swinv2_moe_*")) == V2
+    assert set(timm.list_models("swin_moe_*")) == RELEASED
+    assert timm.list_models("swinv2_moe_*", pretrained=True) == []
+
+
+@pytest.mark.parametrize("name", sorted(V2 | RELEASED))
+def test_every_name_builds_with_its_experts(name):
+    model = timm.create_model(name, device="meta")
+    assert type(model) is (SwinTransformerMoE if name in RELEASED else SwinTransformerV2MoE)
+    layers = moe_layers(model)
+    if "window12" in name:
+        blocks = [(2, i) for i in range(1, 18, 2)] + [(3, 1)]
+        assert list(layers) == [f"layers.{i}.blocks.{j}.mlp.moe" for i, j in blocks]
+    config = next(iter(layers.values())).config
+    assert (config.num_experts, config.top_k, config.capacity_factor, config.batch_prioritized) == (8, 1, 1.25, True)
+    assert (config.gate_noise, config.normalize_gates, config.aux_loss) == (1.0, False, "load_importance")
+    classes, size = model.pretrained_cfg["num_classes"], model.pretrained_cfg["input_size"]
+    assert model(torch.empty(2, *size, device="meta")).shape == (2, classes)
+    assert not any("moe" in n for n, _ in timm.create_model(name, device="meta", num_experts=0).named_parameters())
+
+
+def test_published_parameters():
+    count = sum(p.numel() for p in timm.create_model("swin_moe_small_window12_192", device="meta").parameters())
+    assert round(count / 1e6, 1) == 173.3
+
+
+@pytest.fixture(params=[NANO, "swinv2_moe_small_window12_192", "swin_moe_small_window12_192"])
+def case(request):
+    """A small variant by its name: how to build it, its image size, its channels."""
+    kwargs = FOUR if request.param == NANO else FOUR | SMALL
+    size, stages = (16, 3) if request.param == NANO else (48, 4)
+    channels = [(32 if request.param == NANO else 96) * 2**i for i in range(stages)]
+
+    def build(**more):
+        return timm.create_model(request.param, **kwargs | more)
+
+    return build, size, channels
+
+
+def test_features_only(case):
+    build, size, channels = case
+    model = build(features_only=True)
+    patch = 2 if size == 16 else 4
+    reductions = [patch * 2**i for i in range(len(channels))]
+    assert model.feature_info.channels() == channels
+    assert model.feature_info.reduction() == reductions
+    shapes = [tuple(f.shape) for f in model(images(size))]
+    assert shapes == [(2, -(-size // r), -(-size // r), c) for r, c in zip(reductions, channels, strict=True)]
+    assert len(build(features_only=True, out_indices=(0, 1))(images(size))) == 2
+
+
+def test_forward_intermediates(case):
+    build, size, channels = case
+    model = build().eval()
+    final, features = model.forward_intermediates(images(size))
+    assert [f.shape[1] for f in features] == channels
+    torch.testing.assert_close(model.forward_head(final), model(images(size)))
+    assert len(model.forward_intermediates(images(size), indices=1, intermediates_only=True)) == 1
+
+
+def test_head_and_channels(case):
+    build, size, channels = case
+    model = build(num_classes=7)
+    assert model(images(size)).shape == (2, 7)
+    model.reset_classifier(3)
+    assert model(images(size)).shape == (2, 3)
+    assert model.get_classifier().out_features == 3
+    model.reset_classifier(0)
+    assert model(images(size)).shape == (2, channels[-1])
+    assert build(num_classes=0)(images(size)).shape == (2, channels[-1])
+    assert build(in_chans=1)(images(size, 1)).shape[0] == 2
+
+
+def test_resizing(case):
+    build, size, _ = case
+    model, twin = build(num_classes=5).eval(), build(num_classes=5, img_size=2 * size).eval()
+    with pytest.raises(AssertionError):
+        model(images(2 * size))
+    window = model.layers[0].blocks[0].window_size
+    model.set_input_size((2 * size, 2 * size), window_size=window)
+    twin.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(images(2 * size)), twin(images(2 * size)))
+    model.set_input_size((3 * size, 2 * size))
+    assert model(torch.randn(1, 3, 3 * size, 2 * size)).shape == (1, 5)
+
+
+def test_gradients_and_timm_optimizer(case):
+    build, size, _ = case
+    model = build(num_classes=5)
+    optimizer = create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.1, layer_decay=0.9)
+    model(images(size)).square().sum().backward()
+    optimizer.step()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    assert model(images(size)).isfinite().all()
+
+
+def test_a_typo_in_an_argument_is_refused():
+    with pytest.raises(TypeError, match="num_expert"):
+        timm.create_model(NANO, num_expert=4)
