@@ -35,23 +35,26 @@ def average_expert_gradients(model: nn.Module) -> None:
 
 @torch.no_grad()
 def global_grad_norm(model: nn.Module) -> Tensor:
-    """The 2-norm of the whole model's gradient, equal on all ranks: shared parts once, experts of all ranks.
-
-    The layers must share one expert group.
-    """
+    """The 2-norm of the whole model's gradient: shared parts once, a layer's experts from all ranks of its group."""
     experts = expert_parameters(model)
     shared = [p.grad for name, p in model.named_parameters() if name not in experts and p.grad is not None]
-    owned = [p.grad for p in experts.values() if p.grad is not None]
-    total = _squared_norm(owned, shared)
-    group = next((layer.group for layer in moe_layers(model).values()), None)
-    if group is not None and group.size > 1:
-        dist.all_reduce(total, group=group.process_group)
-    return (total + _squared_norm(shared, owned)).sqrt()
+    owned = {}  # by group
+    for layer in moe_layers(model).values():
+        gradients = [p.grad for p in layer.experts.parameters() if p.grad is not None]
+        owned.setdefault(layer.group.process_group, []).extend(gradients)
+    device = next(model.parameters()).device
+    total = _squared_norm(shared, device)
+    for group, gradients in owned.items():
+        part = _squared_norm(gradients, device)
+        if group is not None and group.size() > 1:
+            dist.all_reduce(part, group=group)
+        total = total + part
+    return total.sqrt()
 
 
-def _squared_norm(gradients: list[Tensor], others: list[Tensor]) -> Tensor:
+def _squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
-        return torch.zeros((), device=others[0].device if others else None)
+        return torch.zeros((), device=device)
     return torch.nn.utils.get_total_norm(gradients).float() ** 2
 
 

@@ -25,7 +25,8 @@ def plain_logits(layer: MoELayer, x: Tensor) -> Tensor:
         return x @ router.weight.t()
     projected = x @ router.projector.weight.t() + router.projector.bias
     directions = router.sim_matrix / router.sim_matrix.norm(dim=0, keepdim=True)
-    return projected / projected.norm(dim=1, keepdim=True) @ directions * router.temperature.exp()
+    scale = router.temperature.clamp(max=math.log(100)).exp()
+    return projected / projected.norm(dim=1, keepdim=True) @ directions * scale
 
 
 def plain_forward(

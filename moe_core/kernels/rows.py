@@ -56,8 +56,7 @@ def _combine_rows_backward(
     """Gradients of rows [N, M] (0 where a row holds no choice) and of gates [T, K]."""
     choices = choices[: rows.shape[0]]
     grad_rows = grad.index_select(0, choices // slots.shape[1])
-    per_row = torch.einsum("nm,nm->n", rows.to(grad.dtype), grad_rows)  # einsum: no [N, M] product in between
-    grad_gates = _rows_at(per_row, slots.flatten()).view_as(slots)
+    grad_gates = _rows_at((rows * grad_rows).sum(1), slots.flatten()).view_as(slots)
     grad_rows *= gates.flatten().index_select(0, choices).unsqueeze(1)
     if kept is not None:
         unused = torch.arange(rows.shape[0], device=rows.device) >= kept.sum()

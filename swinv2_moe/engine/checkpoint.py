@@ -50,8 +50,10 @@ def save_checkpoint(
     world.barrier()
 
 
-def find_checkpoint(resume: str, root: Path) -> Path | None:
+def find_checkpoint(resume: str, root: Path, key: str = "--resume") -> Path | None:
     """The checkpoint that `--resume` means: "auto" is `root/last` if there is one; a path must be a checkpoint.
+
+    `key` is what messages call it.
 
     Raises:
         UserError: the path holds no checkpoint.
@@ -61,7 +63,7 @@ def find_checkpoint(resume: str, root: Path) -> Path | None:
     for directory in (Path(resume), Path(resume) / "checkpoints" / "last"):
         if (directory / "meta.json").is_file():
             return directory
-    raise UserError(f"--resume {resume}: holds no checkpoint (a directory with meta.json)")
+    raise UserError(f"{key} {resume}: holds no checkpoint (a directory with meta.json)")
 
 
 def read_meta(directory: Path) -> dict:

@@ -1,5 +1,6 @@
 """A run from its configuration to its summary."""
 
+import os
 import time
 from pathlib import Path
 
@@ -86,8 +87,11 @@ def evaluate(config: CfgNode, resume: str | None = None) -> dict:
 def _starting_point(root: Path, resume: str | None) -> Path | None:
     """The checkpoint to go on from; None starts afresh, which an existing run in `root` forbids."""
     source = checkpoint.find_checkpoint(resume, root / "checkpoints") if resume else None
-    if root.exists() and not root.is_dir():
-        raise UserError(f"--output {root}: is a file, a run needs a directory")
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"--output {root}: {existing} is a file, a run needs a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--output {root}: permission denied to write in {existing}")
     if resume is None and (root / "metrics.jsonl").exists():
         raise UserError(
             f"--output {root}: already holds a run; --resume auto continues it, another directory starts anew"
@@ -104,7 +108,7 @@ def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE) -> None:
     if not config.MODEL.PRETRAINED:
         return
     if Path(config.MODEL.PRETRAINED).is_dir():
-        checkpoint.load_weights(checkpoint.find_checkpoint(config.MODEL.PRETRAINED, Path()), model)
+        checkpoint.load_weights(checkpoint.find_checkpoint(config.MODEL.PRETRAINED, Path(), "MODEL.PRETRAINED"), model)
     else:
         load_dense(model, config.MODEL.PRETRAINED, upcycle=config.MODEL.UPCYCLE)
 

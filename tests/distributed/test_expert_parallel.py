@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from moe_cases import all_gradients, make_layer, plain_forward
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_core import (
     MoEConfig,
@@ -105,6 +106,11 @@ def on_subgroups(rank: int) -> None:
     (expected * weight).sum().backward()
     torch.testing.assert_close((y, x.grad), (expected, expected_x.grad), **CLOSE)
     check_gradients_are_sums_over_the_group(layers[1], [0, 1] if rank < 2 else [2, 3], counts, single)
+    model = nn.ModuleList(layers)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    whole = sum(p.numel() for p in single.parameters())  # each layer's experts from its own group, routers once
+    torch.testing.assert_close(global_grad_norm(model).item(), whole**0.5, rtol=1e-6, atol=0)
 
 
 def check_gradients_are_sums_over_the_group(layer: MoELayer, ranks: list[int], counts, single: nn.Module) -> None:
@@ -175,6 +181,10 @@ def errors_and_edges(rank: int) -> None:
     for num_experts in (2, 6):
         with pytest.raises(ValueError, match=rf"num_experts \({num_experts}\) .*size \(4\)"):
             make_layer(group=group, num_experts=num_experts)
+    others = dist.new_group([0, 1])
+    if rank > 1:
+        with pytest.raises(ValueError, match="not in the expert-parallel group"):
+            make_layer(group=others)
     # Expert parameters are nowhere twice: their sizes add up to those of one process.
     layer, single = make_layer(group=group, num_experts=8), make_layer(num_experts=8)
     total = torch.tensor(sum(p.numel() for p in layer.experts.parameters()))
@@ -197,3 +207,21 @@ def errors_and_edges(rank: int) -> None:
 
 def test_errors_and_edges(run_processes):
     run_processes(errors_and_edges, 4)
+
+
+def compiled_and_checkpointed(rank: int) -> None:
+    for config in ({"capacity_factor": 0.0}, {"capacity_factor": 0.6, "top_k": 2}):
+        layer = make_layer(group=dist.group.WORLD, **config)
+        compiled = torch.compile(layer, backend="aot_eager")
+        for num_tokens in (8 + rank, 5 * rank):
+            outcomes = []
+            for forward in (layer, compiled, lambda x: checkpoint(layer, x, use_reentrant=False)):  # noqa: B023
+                x = torch.ones(num_tokens, 6).double().cumsum(1).sin().requires_grad_()
+                y, aux_loss = forward(x)
+                outcomes.append((y, aux_loss, all_gradients(y.square().sum() + aux_loss, x, layer)))
+            torch.testing.assert_close(outcomes[1], outcomes[0], **CLOSE)
+            torch.testing.assert_close(outcomes[2], outcomes[0], **CLOSE)
+
+
+def test_compiled_and_checkpointed_layers_equal_eager(run_processes):
+    run_processes(compiled_and_checkpointed, 2)

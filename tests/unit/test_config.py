@@ -124,12 +124,13 @@ def test_experts_contradictions():
     assert load_config(None, [*moe, "MODEL.MOE.TOP_K", "4"]).MODEL.MOE.TOP_K == 4
 
 
-@pytest.mark.parametrize(("size", "works"), [(192, True), (96, True), (384, True), (48, False), (100, False), (224, False)])
-def test_windows_must_tile_the_image(size, works):
-    # window 12, patch 4: feature maps of 48, 24, 12, 6 at 192; 56 at 224 is no multiple of 12
-    if works:
-        assert load_config(None, ["DATA.IMG_SIZE", str(size)]).DATA.IMG_SIZE == size
-        return
+@pytest.mark.parametrize("size", [96, 192, 384])
+def test_windows_tile_the_image(size):
+    load_config(None, ["DATA.IMG_SIZE", str(size)])
+
+
+@pytest.mark.parametrize("size", [48, 100, 224])  # window 12, patch 4: the first map of 224 px has 56 patches a side
+def test_windows_must_tile_the_image(size):
     message = fails("DATA.IMG_SIZE", str(size))
     assert f"DATA.IMG_SIZE is {size}" in message
     assert "12 (MODEL.SWINV2.WINDOW_SIZE)" in message
@@ -223,7 +224,8 @@ def test_an_empty_file_is_the_defaults_and_a_directory_is_not_one(tmp_path):
 
 def test_data_and_output_arguments(tmp_path):
     config = load_config(None, data=str(tmp_path), output="there")
-    assert (config.DATA.DATASET, config.DATA.PATH, config.OUTPUT) == ("folder", str(tmp_path), "there")
+    data, output = config.DATA, config.OUTPUT
+    assert (data.DATASET, data.PATH, output) == ("folder", str(tmp_path), "there")
     lists = ["DATA.DATASET", "list", "DATA.TRAIN_LIST", "t", "DATA.VAL_LIST", "v"]
     assert load_config(None, lists, data="d").DATA.DATASET == "list"
 

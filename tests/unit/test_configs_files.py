@@ -53,7 +53,8 @@ def measure(name: str, *opts: str):
 def test_published_sizes(size, kind):
     name, dense = f"{size}_window12_192_{kind}", measure(f"{size}_window12_192_dense")
     found = measure(name)
-    assert round(found.parameters / 1e6, 1) == PUBLISHED_PARAMETERS.get(f"{size}_{kind}", round(found.parameters / 1e6, 1))
+    if f"{size}_{kind}" in PUBLISHED_PARAMETERS:
+        assert round(found.parameters / 1e6, 1) == PUBLISHED_PARAMETERS[f"{size}_{kind}"]
     assert round(dense.macs / 1e9, 2) == PUBLISHED_MACS[size]
     # Top-1 experts cost what the dense FFN costs; the router comes on top.
     assert 0 <= found.macs / dense.macs - 1 < (0.05 if "cosine" in kind else 0.01)
@@ -71,10 +72,10 @@ def test_published_recipe(file):
     moe, train, aug = config.MODEL.MOE, config.TRAIN, config.AUG
     experts = 0 if "dense" in stem else int(stem.split("expert")[0].split("_")[-1])
     drop_path = 0.2 if "small" in stem or "dense" in stem else 0.3
-    assert (moe.NUM_EXPERTS, config.MODEL.DROP_PATH_RATE) == (experts, drop_path)
+    found = (moe.NUM_EXPERTS, config.MODEL.DROP_PATH_RATE, moe.ROUTER)
+    assert found == (experts, drop_path, "cosine" if "cosine" in stem else "linear")
     assert (moe.TOP_K, moe.CAPACITY_FACTOR, moe.GATE_NOISE, moe.BATCH_PRIORITIZED) == (1, 1.25, 1.0, True)
     assert (moe.NORMALIZE_GATES, moe.AUX_LOSS_WEIGHT, moe.HIDDEN_DROPOUT, moe.INIT_STD) == (False, 0.01, 0.1, 0.005)
-    assert moe.ROUTER == ("cosine" if "cosine" in stem else "linear")
     assert (train.EPOCHS, train.WARMUP_EPOCHS, train.WEIGHT_DECAY, train.CLIP_GRAD) == (90, 10, 0.1, 3.0)
     assert (train.BASE_LR, train.WARMUP_LR, train.MIN_LR) == (1.25e-4, 1.25e-7, 1.25e-6)
     assert (aug.AUTO_AUGMENT, aug.COLOR_JITTER, aug.REPROB) == ("rand-m9-mstd0.5-inc1", 0.4, 0.25)

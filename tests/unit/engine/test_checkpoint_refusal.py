@@ -5,22 +5,20 @@ import json
 import pytest
 
 from swinv2_moe.engine import checkpoint
-from swinv2_moe.engine.record import Recorder
 from swinv2_moe.errors import UserError
 
-MOE = {"MODEL.MOE.NUM_EXPERTS": 4}
 LAYERS = [f"layers.{i}.blocks.0.mlp.moe" for i in (1, 2)]
 
 
 @pytest.fixture
 def save(make_trainer, tmp_path):
-    """`save(keys)`: the checkpoint of a run of one step."""
+    """`save(keys)`: the checkpoint of a trainer after one step."""
 
     def run(keys=None):
-        trainer = make_trainer((keys or {}) | {"TRAIN.MAX_STEPS": 1})
-        recorder = Recorder(tmp_path / "run", trainer.world, step=0)
-        trainer.fit(recorder, tmp_path / "checkpoints")
-        recorder.close()
+        trainer = make_trainer((keys or {}) | {"DATA.BATCH_SIZE": 16})
+        trainer._train_step([next(iter(trainer.data.train_loader))])
+        trainer.epoch = 1
+        trainer.save(tmp_path / "checkpoints", is_best=True)
         return tmp_path / "checkpoints" / "last"
 
     return run
@@ -44,7 +42,7 @@ def keys_of(trainer, *parts):
     return [name for name in trainer.model.state_dict() if any(part in name for part in parts)]
 
 
-FC = [f"layers.{i}.blocks.0.mlp.{name}" for i in (1, 2) for name in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")]
+FC = [f"layers.{i}.blocks.0.mlp.fc{j}.{name}" for i in (1, 2) for j in (1, 2) for name in ("weight", "bias")]
 ROUTERS = [f"{layer}.router.weight" for layer in LAYERS]
 
 

@@ -75,7 +75,8 @@ def test_fp16_stops_once_the_scale_cannot_be_the_reason(make_trainer):
     trainer = make_trainer({"AMP_ENABLE": True, "AMP_DTYPE": "float16", "DATA.BATCH_SIZE": 16})
     poison_gradient(trainer, float("inf"))
     batch = next(iter(trainer.data.train_loader))
-    with pytest.raises(UserError, match=rf"begins at the gradient of {LAYER}"):
-        for _ in range(40):
-            trainer._train_step([batch])
-    assert 20 < trainer.step < 30
+    for _ in range(24):  # from 2**16 down to 2**-8
+        trainer._train_step([batch])
+    assert (trainer.scaler.scale, trainer.scaler.updates) == (2.0**-8, 0)
+    with pytest.raises(UserError, match=rf"step 25: .* begins at the gradient of {LAYER}"):
+        trainer._train_step([batch])

@@ -43,7 +43,7 @@ def nano() -> dict:
 
 @pytest.fixture
 def make_model() -> Callable[..., SwinTransformerV2MoE]:
-    """`make_model(num_experts=0, pre_norm=False, **kwargs)`: randomised, dropless and without noise unless `moe` says."""
+    """`make_model(num_experts=0, pre_norm=False, **kwargs)`: randomised; dropless, without noise unless `moe` says."""
 
     def make(num_experts: int = 0, pre_norm: bool = False, seed: int = 0, **kwargs) -> SwinTransformerV2MoE:
         cls = SwinTransformerMoE if pre_norm else SwinTransformerV2MoE

@@ -40,7 +40,8 @@ def test_fused_equals_timm(dtype, masked, qkv_bias, pretrained_window, randomize
         y = module(images, mask)
         (y * torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y)).sum().backward()
         results.append([y, images.grad, *(p.grad for p in module.parameters())])
-    tolerance = 2e-5 if dtype == torch.float32 else 1e-12  # of the largest value: the temperature of 100 amplifies rounding
+    # of the largest value: the temperature of 100 amplifies rounding
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-12
     for name, expected, found in zip(["output", "input", *dict(attn.named_parameters())], *results, strict=True):
         assert (found - expected).abs().max() <= tolerance * expected.abs().max(), name
     assert results[0][0].abs().max() > 0.1
@@ -58,7 +59,7 @@ def test_fused_under_autocast_and_dropout(randomize):
 
 
 def test_the_released_form_by_hand(randomize):
-    """One window, one head at a time: dot products over sqrt(D), a bias on q, k and v, the position network as it is."""
+    """One window, one head at a time: dot products over sqrt(D), a bias on q, k and v, the position bias as it is."""
     dim, heads, side = 8, 2, 3
     attn = randomize(DotProductWindowAttention(dim, (side, side), heads, qkv_bias=True)).double()
     names = {name for name, _ in attn.named_parameters()}

@@ -1,5 +1,7 @@
 """The layer against the plain-torch specification in fp64: output, loss and every gradient."""
 
+import math
+
 import pytest
 import torch
 from moe_cases import assert_equal_to_plain, make_layer, plain_forward
@@ -59,6 +61,15 @@ def test_all_tokens_to_one_expert(capacity_factor, batch_prioritized):
     kept = 13 if capacity_factor == 0 else 4
     assert layer.last_routing.counts.tolist() == [0, 0, 13, 0]
     assert layer.last_routing.dropped_share.item() == pytest.approx(1 - kept / 13)
+
+
+def test_cosine_temperature_is_capped():
+    layer, hot = make_layer(router="cosine"), make_layer(router="cosine")
+    with torch.no_grad():
+        layer.router.temperature.fill_(math.log(100))
+        hot.router.temperature.fill_(9.0)
+    torch.testing.assert_close(hot(tokens()), layer(tokens()))
+    assert_equal_to_plain(hot, tokens())
 
 
 def test_non_contiguous_and_many_dimensional_input():

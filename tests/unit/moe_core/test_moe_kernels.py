@@ -4,6 +4,8 @@
 
 import pytest
 import torch
+from moe_cases import make_layer
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core.dispatch import make_plan
 from moe_core.kernels import combine_rows, dispatch_rows, grouped_linear, reference
@@ -172,3 +174,13 @@ def test_grouped_mm_path_takes_any_strides(dtype, view):
         (group_sum_by_grouped_mm, lambda r, g: (g, offsets)),
     ):
         torch.testing.assert_close(function(*inputs(rows, grad)), function(*inputs(*plain)))
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_flops_are_counted(top_k):
+    layer = make_layer(top_k=top_k, capacity_factor=0.0)
+    x = random(13, 6).requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        layer(x)[0].sum().backward()
+    router, experts = 2 * 13 * 6 * 4, 2 * 2 * 13 * top_k * 6 * 10
+    assert counter.get_total_flops() == 3 * (router + experts)  # once forward, twice backward

@@ -1,0 +1,101 @@
+"""Small runs through the command line: tools/train.py in this process, or as a process of its own."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from swinv2_moe.command import run_command
+
+ROOT = Path(__file__).parents[2]
+# Three blocks at 16 px; no workers, since starting them costs more than the run.
+SMALL = "MODEL.SWINV2.PATCH_SIZE 2 MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.SWINV2.NUM_HEADS [2,2,4]"
+SMALL += " MODEL.SWINV2.WINDOW_SIZE 4 MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0] MODEL.MOE.BLOCKS [[],[0],[0]]"
+SMALL += " MODEL.MOE.NUM_EXPERTS 4 DATA.IMG_SIZE 16 DATA.BATCH_SIZE 16 DATA.NUM_WORKERS 0 DEVICE cpu"
+SMALL += " TRAIN.EPOCHS 2 TRAIN.WARMUP_EPOCHS 1 PRINT_FREQ 1"
+
+
+class Finished(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def small() -> list[str]:
+    return SMALL.split()
+
+
+@pytest.fixture
+def train_command(monkeypatch, capsys) -> Callable[..., Finished]:
+    """`train_command(*arguments)`: tools/train.py in this process."""
+    spec = importlib.util.spec_from_file_location("train_tool", ROOT / "tools" / "train.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+
+    def run(*arguments: str) -> Finished:
+        monkeypatch.setattr(sys, "argv", ["tools/train.py", *map(str, arguments)])
+        capsys.readouterr()
+        status = 0
+        try:
+            run_command(tool.main)
+        except SystemExit as stop:
+            status = stop.code
+        return Finished(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def start_process() -> Callable[..., Finished]:
+    """`start_process(ranks, *arguments)`: tools/train.py as a process; under torchrun if `ranks` is above 1."""
+
+    def run(ranks: int, *arguments: str) -> Finished:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+        done = subprocess.run(
+            [sys.executable, *launcher, "tools/train.py", *map(str, arguments)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def make_photographs(tmp_path_factory) -> Callable[..., Path]:
+    """`make_photographs(broken=0)`: train/ and val/ with 24 and 8 JPEGs of each of two classes, red and blue."""
+
+    def make(broken: int = 0) -> Path:
+        root, rng = tmp_path_factory.mktemp("photographs"), np.random.default_rng(0)
+        for split, count in (("train", 24), ("val", 8)):
+            for channel, label in ((0, "red"), (2, "blue")):
+                (root / split / label).mkdir(parents=True)
+                for i in range(count):
+                    pixels = rng.integers(0, 80, (40, 50, 3), dtype=np.uint8)
+                    pixels[..., channel] += 150
+                    Image.fromarray(pixels).save(root / split / label / f"{i:02d}.jpg")
+        for i in range(broken):
+            (root / "train" / "red" / f"{i:02d}.jpg").write_bytes(b"\xff\xd8 not a picture")
+        return root
+
+    return make

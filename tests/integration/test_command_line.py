@@ -1,0 +1,140 @@
+"""tools/train.py on folders of JPEGs: training, resuming, evaluating, and every input that cannot work."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from swinv2_moe.config import load_config
+from swinv2_moe.engine import train
+
+CONFIG = Path(__file__).parents[2] / "configs" / "imagenette_96.yaml"
+CFG = ("--cfg", str(CONFIG))
+
+
+@pytest.fixture(scope="module")
+def photographs(make_photographs):
+    return make_photographs()
+
+
+def snapshot(directory):
+    return {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in [directory, *directory.rglob("*")]}
+
+
+def assert_one_line(finished, *texts):
+    assert finished.status != 0
+    lines = finished.err.splitlines()
+    assert len(lines) == 1, finished.err
+    assert lines[0].startswith("error: ")
+    assert [text for text in texts if text not in lines[0]] == [], lines[0]
+
+
+def test_training_with_a_broken_file_then_more(make_photographs, start_process, train_command, small, tmp_path):
+    data, run = make_photographs(broken=1), tmp_path / "run"
+    arguments = [*CFG, "--data", data, "--output", run, "--opts", *small, "DATA.MAX_BAD_SHARE", "0.05", "SEED", "3"]
+    stopped = [*arguments, "TRAIN.MAX_STEPS", "3"]  # three steps of 16 are the first epoch
+    first = start_process(1, *stopped)
+    assert (first.status, first.err) == (0, "")
+    assert "1 of 64 images could not be read; the first: " in first.out
+    assert "red/00.jpg" in first.out.replace("\\", "/")
+    assert "48 + 16 images, 2 classes" in first.out
+    assert json.loads((run / "summary.json").read_text())["unreadable_images"] == 1
+
+    more = train_command(*arguments[:6], "--resume", "auto", *arguments[6:])
+    assert (more.status, more.err) == (0, "")
+    assert "going on from" in more.out
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train_loss" not in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["epoch"] for line in lines if "train_loss" in line] == [1, 2]
+
+    before = snapshot(run)
+    summary = json.loads((run / "summary.json").read_text())
+    measured = train_command(*arguments[:6], "--resume", run, "--eval", *arguments[6:])
+    assert (measured.status, measured.err) == (0, "")
+    assert f"16 images: top-1 {summary['val_top1']:.2f}%" in measured.out
+    assert snapshot(run) == before
+
+
+def test_too_many_broken_files_stop_the_run(make_photographs, train_command, small, tmp_path):
+    data = make_photographs(broken=6)
+    finished = train_command(*CFG, "--data", data, "--output", tmp_path / "run", "--opts", *small)
+    assert_one_line(finished, "images could not be read", "DATA.MAX_BAD_SHARE allows a share of 0.01", ".jpg")
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory, photographs, small):
+    """A finished run among other outputs, and weight files that do not fit."""
+    root = tmp_path_factory.mktemp("outputs")
+    train(load_config(CONFIG, [*small, "TRAIN.MAX_STEPS", "1"], data=str(photographs), output=str(root / "run")))
+    (root / "a_file").write_text("mine")
+    (root / "empty").mkdir()
+    (root / "no_images" / "train" / "red").mkdir(parents=True)
+    (root / "no_images" / "val" / "red").mkdir(parents=True)
+    (root / "not.yaml").write_text("a: [1")
+    save_file({"head.fc.weight": torch.zeros(2, 2), "surplus": torch.zeros(1)}, root / "weights.safetensors")
+    return root
+
+
+# what is wrong: arguments after the good ones ({root} is the outputs' directory), and what the line must name
+BAD_INPUT = {
+    "no data directory": (["--data", "{root}/nowhere"], ["DATA.PATH", "nowhere"]),
+    "empty data directory": (["--data", "{root}/empty"], ["DATA.PATH", "empty", "train"]),
+    "no images": (["--data", "{root}/no_images"], ["no_images", "no images"]),
+    "data is a file": (["--data", "{root}/a_file"], ["DATA.PATH", "a_file"]),
+    "class count": (["--opts", "MODEL.NUM_CLASSES", "3"], ["MODEL.NUM_CLASSES is 3", "2 classes"]),
+    "image size": (["--opts", "DATA.IMG_SIZE", "20"], ["DATA.IMG_SIZE is 20", "MODEL.SWINV2.WINDOW_SIZE"]),
+    "larger image": (["--opts", "DATA.IMG_SIZE", "40"], ["DATA.IMG_SIZE is 40", "WINDOW_SIZE", "16"]),
+    "unknown key": (["--opts", "TRAIN.BASE_LRR", "1"], ["unknown key TRAIN.BASE_LRR", "did you mean TRAIN.BASE_LR?"]),
+    "odd opts": (["--opts", "TRAIN.BASE_LR"], ["TRAIN.BASE_LR", "pairs"]),
+    "wrong type": (["--opts", "TRAIN.EPOCHS", "many"], ["TRAIN.EPOCHS", "'many'", "int"]),
+    "top k": (["--opts", "MODEL.MOE.TOP_K", "5"], ["MODEL.MOE.TOP_K is 5", "MODEL.MOE.NUM_EXPERTS (4)"]),
+    "no configuration": (["--cfg", "{root}/none.yaml"], ["none.yaml", "cannot be read"]),
+    "broken configuration": (["--cfg", "{root}/not.yaml"], ["not.yaml", "not valid YAML"]),
+    "batch above the data": (["--opts", "DATA.BATCH_SIZE", "64"], ["DATA.BATCH_SIZE is 64", "48"]),
+    "no checkpoint": (["--resume", "{root}/empty"], ["--resume", "empty", "holds no checkpoint"]),
+    "another width": (
+        ["--resume", "{root}/run", "--opts", "MODEL.SWINV2.EMBED_DIM", "32"],
+        ["does not fit", "patch_embed.proj.weight", "layers.1.blocks.0.mlp.moe.experts.w1", "nothing was loaded"],
+    ),
+    "dense from experts": (
+        ["--resume", "{root}/run", "--opts", "MODEL.MOE.NUM_EXPERTS", "0"],
+        ["missing: layers.1.blocks.0.mlp.fc1.weight", "unexpected: layers.1.blocks.0.mlp.moe.router.weight"],
+    ),
+    "eval of another width": (
+        ["--resume", "{root}/run", "--eval", "--opts", "MODEL.SWINV2.EMBED_DIM", "32"],
+        ["does not fit", "patch_embed.proj.weight"],
+    ),
+    "eval of nothing": (["--eval"], ["--eval needs weights"]),
+    "weights that do not fit": (
+        ["--opts", "MODEL.PRETRAINED", "{root}/weights.safetensors"],
+        ["weights.safetensors", "missing: ", "surplus", "head.fc.weight ([2, 2] there", "nothing was loaded"],
+    ),
+    "no weights": (["--opts", "MODEL.PRETRAINED", "{root}/none.pth"], ["none.pth", "no such file"]),
+    "pretrained is no checkpoint": (["--opts", "MODEL.PRETRAINED", "{root}/empty"], ["MODEL.PRETRAINED", "empty"]),
+    "output is taken": (["--output", "{root}/run"], ["--output", "already holds a run"]),
+    "output is a file": (["--output", "{root}/a_file"], ["--output", "a_file", "is a file"]),
+    "output below a file": (["--output", "{root}/a_file/run"], ["--output", "a_file"]),
+    "no such policy": (["--opts", "AUG.AUTO_AUGMENT", "rnad-m9"], ["AUG.AUTO_AUGMENT", "rnad-m9"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line_and_touches_nothing(case, photographs, outputs, train_command, small):
+    arguments, texts = BAD_INPUT[case]
+    arguments = [argument.format(root=outputs) for argument in arguments]
+    cut = arguments.index("--opts") if "--opts" in arguments else len(arguments)
+    before = snapshot(outputs)
+    good = [*CFG, "--data", photographs, "--output", outputs / "new"]
+    finished = train_command(*good, *arguments[:cut], "--opts", *small, *arguments[cut + 1 :])
+    assert_one_line(finished, *texts)
+    assert snapshot(outputs) == before
+
+
+def test_bad_input_in_a_process_of_its_own(outputs, start_process):
+    before = snapshot(outputs)
+    finished = start_process(1, *CFG, "--data", outputs / "nowhere", "--output", outputs / "new")
+    assert_one_line(finished, "DATA.PATH", "nowhere")
+    assert finished.out == ""
+    assert snapshot(outputs) == before

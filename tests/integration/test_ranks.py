@@ -1,0 +1,128 @@
+"""One, two and four processes train the same model, and every expert exists once."""
+
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moe_core import moe_layers
+from swinv2_moe.config import load_config
+from swinv2_moe.models import build_model
+
+QUICKSTART = "configs/quickstart_digits.yaml"
+# Dropless, no noise, no dropout, no auxiliary loss: what is left does not depend on how tokens lie on ranks.
+EXACT = "MODEL.MOE.CAPACITY_FACTOR 0.0 MODEL.MOE.EVAL_CAPACITY_FACTOR 0.0 MODEL.MOE.GATE_NOISE 0.0 DEVICE cpu"
+EXACT += " MODEL.DROP_PATH_RATE 0.0 MODEL.MOE.AUX_LOSS_WEIGHT 0.0 PRINT_FREQ 1 TRAIN.EPOCHS 2 TRAIN.WARMUP_EPOCHS 1"
+EXACT += " TRAIN.MAX_STEPS 20"
+LAYERS = ["layers.1.blocks.1.mlp.moe", "layers.2.blocks.1.mlp.moe"]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, start_process):
+    """{ranks: (run directory, what it printed)} for 1, 2 and 4 processes at a global batch of 64."""
+    root, found = tmp_path_factory.mktemp("ranks"), {}
+    for ranks in (1, 2, 4):
+        opts = [*EXACT.split(), "DATA.BATCH_SIZE", str(64 // ranks)]
+        done = start_process(ranks, "--cfg", QUICKSTART, "--output", root / str(ranks), "--opts", *opts)
+        assert done.status == 0, done.err
+        found[ranks] = (root / str(ranks), done.out)
+    return found
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "train_loss" not in line]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_loss_curve_does_not_depend_on_the_ranks(ranks, runs):
+    single = losses(runs[1][0])
+    assert len(single) == 20
+    assert single[-1] < 0.9 * single[0]
+    assert losses(runs[ranks][0]) == pytest.approx(single, rel=1e-4)
+    summaries = [json.loads((runs[n][0] / "summary.json").read_text()) for n in (1, ranks)]
+    assert summaries[1]["world_size"] == ranks
+    assert summaries[1]["parameters"] == summaries[0]["parameters"]
+    assert summaries[1]["val_top1"] == pytest.approx(summaries[0]["val_top1"], abs=100 * 1.5 / 360)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_only_the_first_rank_speaks(ranks, runs):
+    lines = [line for line in runs[ranks][1].splitlines() if line.strip()]
+    assert len(lines) == 3, lines
+    assert all(
+        line.startswith(start) for line, start in zip(lines, ("swinv2_moe (", "epoch 1/2", "final"), strict=True)
+    )
+    assert f"{ranks} processes on cpu" in lines[0]
+
+
+def test_a_checkpoint_holds_every_expert_once(runs):
+    """Every section: weights and both moments; none equal to another, all as one process trained them."""
+    single, spread = (runs[n][0] / "checkpoints" / "last" for n in (1, 4))
+    files = sorted(str(path.relative_to(single)) for path in single.rglob("*.safetensors"))
+    assert files == sorted(str(path.relative_to(spread)) for path in spread.rglob("*.safetensors"))
+    assert len(files) == 3 * (1 + 2 * 8)
+    for file in files:
+        expected, found = load_file(single / file), load_file(spread / file)
+        assert expected.keys() == found.keys()
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=1e-3, msg=f"{file} {name}")
+    for layer in LAYERS:
+        experts = [load_file(spread / "experts" / layer / f"{e:04d}.safetensors")["w1"] for e in range(8)]
+        assert all((experts[a] - experts[b]).abs().max() > 1e-3 for a in range(8) for b in range(a))
+
+
+def test_a_checkpoint_of_four_ranks_in_one_process(runs, train_command):
+    summary = json.loads((runs[4][0] / "summary.json").read_text())
+    finished = train_command("--cfg", QUICKSTART, "--resume", runs[4][0], "--eval", "--opts", *EXACT.split())
+    assert finished.err == ""
+    assert f"360 images: top-1 {summary['val_top1']:.2f}%" in finished.out
+
+
+def test_a_run_of_two_ranks_goes_on_in_one_process(runs, train_command, tmp_path):
+    opts = [*EXACT.split(), "DATA.BATCH_SIZE", "64", "TRAIN.MAX_STEPS", "22"]
+    output = ["--output", tmp_path / "run"]
+    finished = train_command("--cfg", QUICKSTART, "--resume", runs[2][0], *output, "--opts", *opts)
+    assert (finished.status, finished.err) == (0, "")
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_ranks_share_the_experts_out(request):
+    """The ranks' experts, put together, are the experts of one process; everything else is the same everywhere."""
+    config = load_config(request.config.rootpath / QUICKSTART)
+    torch.manual_seed(5)
+    single = build_model(config, 10).state_dict()
+    parts = []
+    for rank in range(4):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        try:
+            torch.manual_seed(5)
+            model = build_model(config, 10, dist.group.WORLD)
+        finally:
+            dist.destroy_process_group()
+        assert [layer.num_local_experts for layer in moe_layers(model).values()] == [2, 2]
+        parts.append(model.state_dict())
+    for name, tensor in single.items():
+        if ".experts." in name:
+            assert torch.equal(torch.cat([part[name] for part in parts]), tensor), name
+        else:
+            assert all(torch.equal(part[name], tensor) for part in parts), name
+
+
+def test_experts_that_do_not_divide_over_the_ranks(start_process, tmp_path):
+    opts = ["MODEL.MOE.NUM_EXPERTS", "3", "DEVICE", "cpu"]
+    finished = start_process(2, "--cfg", QUICKSTART, "--output", tmp_path / "run", "--opts", *opts)
+    assert finished.status != 0
+    errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
+    assert errors == ["error: MODEL.MOE.NUM_EXPERTS is 3, it must be a multiple of the 2 ranks that share the experts"]
+    assert "UserError" not in finished.err
+    assert os.listdir(tmp_path) == []
