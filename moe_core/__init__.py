@@ -4,6 +4,7 @@
 >>> y, aux_loss = MoELayer(config)(torch.randn(4, 196, 512))
 """
 
+from moe_core.checkpoint import count_experts, load_tensors, save_tensors
 from moe_core.config import MoEConfig
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.training import average_expert_gradients, clip_gradients, expert_parameters, global_grad_norm, moe_layers
@@ -14,7 +15,10 @@ __all__ = [
     "RoutingStats",
     "average_expert_gradients",
     "clip_gradients",
+    "count_experts",
     "expert_parameters",
     "global_grad_norm",
+    "load_tensors",
     "moe_layers",
+    "save_tensors",
 ]

@@ -6,12 +6,12 @@ from gloo_processes import run_on_processes
 
 @pytest.fixture
 def run_processes(tmp_path_factory):
-    """`run_processes(function, n, *args, seconds=60)`: `function(rank, *args)` in each of n processes of a gloo world.
+    """`run_processes(function, n, *args, seconds=240)`: `function(rank, *args)` in each of n processes of a gloo world.
 
     The function must be importable (at a module's top level). A failure shows the child's traceback.
     """
 
-    def run(function, num_processes: int, *args, seconds: float = 60) -> None:
+    def run(function, num_processes: int, *args, seconds: float = 240) -> None:
         store = tmp_path_factory.mktemp("world") / "store"
         run_on_processes(function, num_processes, store, *args, seconds=seconds)
 

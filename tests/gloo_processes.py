@@ -39,7 +39,7 @@ def run_on_processes(function: Callable, num_processes: int, store: Path, *args,
 
 def _run_rank(rank: int, function: Callable, num_processes: int, store: Path, args: tuple) -> None:
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=240)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_processes, timeout=timeout)
     function(rank, *args)
     dist.destroy_process_group()

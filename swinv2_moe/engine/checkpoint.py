@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moe_core import expert_parameters, moe_layers
-from moe_core.checkpoint import count_experts, load_tensors, save_tensors
+from moe_core import count_experts, expert_parameters, load_tensors, moe_layers, save_tensors
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.weights import compare
 
 FORMAT_VERSION = 1
+_META_KEYS = ("epoch", "step", "steps_per_epoch", "best_top1", "last_top1", "loss_scaler")
 
 
 def save_checkpoint(
@@ -82,7 +82,9 @@ def read_meta(directory: Path) -> dict:
         raise UserError(
             f"checkpoint {directory} has format version {meta['format_version']}, this program knows {FORMAT_VERSION}"
         )
-    missing = [key for key in ("epoch", "step", "best_top1", "last_top1", "loss_scaler") if key not in meta]
+    missing = [
+        key for key in ("epoch", "step", "steps_per_epoch", "best_top1", "last_top1", "loss_scaler") if key not in meta
+    ]
     if missing:
         raise UserError(f"checkpoint {directory}: meta.json lacks {', '.join(missing)}")
     return meta
@@ -96,7 +98,8 @@ def read_section(directory: Path, section: str, model: nn.Module, expected: dict
     """
     wrong_experts = _compare_expert_counts(directory / section, model)
     if wrong_experts:  # some files may be missing; the trunk's keys are still to be listed
-        expected = {name: tensor for name, tensor in expected.items() if name not in expert_parameters(model)}
+        experts = expert_parameters(model)
+        expected = {name: tensor for name, tensor in expected.items() if name not in experts}
     try:
         tensors = load_tensors(directory / section, nn.Module() if wrong_experts else model)
     except (FileNotFoundError, ValueError) as error:

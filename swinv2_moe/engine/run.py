@@ -43,7 +43,8 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
         recorder.say(_headline(trainer, size, source))
         trainer.fit(recorder, root / "checkpoints")
         summary = _summary(trainer, size, time.perf_counter() - started)
-        recorder.summary(summary)
+        if trainer.images:  # a run that was finished before keeps its summary
+            recorder.summary(summary)
         if trainer.unreadable.summary():
             recorder.say(trainer.unreadable.summary())
         recorder.say(

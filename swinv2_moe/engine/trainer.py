@@ -209,6 +209,7 @@ class Trainer:
         meta = {
             "epoch": self.epoch,
             "step": self.step,
+            "steps_per_epoch": self.steps_per_epoch,
             "best_top1": self.best_top1,
             "last_top1": self.last_top1,
             "loss_scaler": self.scaler.state(),
@@ -235,6 +236,8 @@ class Trainer:
         checkpoint.restore_optimizer(self.optimizer, self.model, moments, meta["loss_scaler"]["updates"])
         self.scaler.load(meta["loss_scaler"])
         self.epoch, self.step = meta["epoch"], meta["step"]
+        if meta["steps_per_epoch"] != self.steps_per_epoch:  # another global batch: the schedule counts epochs
+            self.step = self.epoch * self.steps_per_epoch
         self.best_top1, self.last_top1 = meta["best_top1"], meta["last_top1"]
         self.schedule.step_update(self.step)
 

@@ -61,8 +61,9 @@ def _moe_fields(moe: CfgNode) -> dict:
         "input_jitter": moe.INPUT_JITTER,
         "input_dropout": moe.INPUT_DROPOUT,
         "hidden_dropout": moe.HIDDEN_DROPOUT,
+        "output_bias": moe.OUTPUT_BIAS,
         "init_std": moe.INIT_STD,
-    } | ({} if moe.OUTPUT_BIAS else {"output_bias": False})
+    }
 
 
 def measure_model(config: CfgNode, num_classes: int) -> Complexity:

@@ -210,17 +210,16 @@ def test_errors_and_edges(run_processes):
 
 
 def compiled_and_checkpointed(rank: int) -> None:
-    for config in ({"capacity_factor": 0.0}, {"capacity_factor": 0.6, "top_k": 2}):
-        layer = make_layer(group=dist.group.WORLD, **config)
-        compiled = torch.compile(layer, backend="aot_eager")
-        for num_tokens in (8 + rank, 5 * rank):
-            outcomes = []
-            for forward in (layer, compiled, lambda x: checkpoint(layer, x, use_reentrant=False)):  # noqa: B023
-                x = torch.ones(num_tokens, 6).double().cumsum(1).sin().requires_grad_()
-                y, aux_loss = forward(x)
-                outcomes.append((y, aux_loss, all_gradients(y.square().sum() + aux_loss, x, layer)))
-            torch.testing.assert_close(outcomes[1], outcomes[0], **CLOSE)
-            torch.testing.assert_close(outcomes[2], outcomes[0], **CLOSE)
+    layer = make_layer(group=dist.group.WORLD, capacity_factor=0.6, top_k=2)
+    forwards = (layer, torch.compile(layer, backend="aot_eager"), lambda x: checkpoint(layer, x, use_reentrant=False))
+    for num_tokens in (8 + rank, 5 * rank):
+        outcomes = []
+        for forward in forwards:
+            x = torch.ones(num_tokens, 6).double().cumsum(1).sin().requires_grad_()
+            y, aux_loss = forward(x)
+            outcomes.append((y, aux_loss, all_gradients(y.square().sum() + aux_loss, x, layer)))
+        torch.testing.assert_close(outcomes[1], outcomes[0], **CLOSE)
+        torch.testing.assert_close(outcomes[2], outcomes[0], **CLOSE)
 
 
 def test_compiled_and_checkpointed_layers_equal_eager(run_processes):

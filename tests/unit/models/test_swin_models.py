@@ -216,7 +216,7 @@ def test_noise_only_in_training(make_model, images):
 @pytest.mark.parametrize("pre_norm", [False, True])
 @pytest.mark.parametrize("router", ["linear", "cosine"])
 def test_no_weight_decay(pre_norm, router, make_model):
-    """None on 1-D parameters, biases, cpb_mlp, logit_scale and the cosine gate's (REFERENCE, section 3)."""
+    """None on 1-D parameters, biases, cpb_mlp, logit_scale and the cosine gate's (the published recipe)."""
     moe = {"router": router} | ({"output_bias": True} if pre_norm else {})
     model = make_model(4, pre_norm=pre_norm, moe=moe)
     groups = param_groups_layer_decay(model, 0.1, model.no_weight_decay(), layer_decay=1.0)
