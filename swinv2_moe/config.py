@@ -6,13 +6,13 @@ and what is allowed. A YAML file may name others to start from: `BASE: [recipe.y
 
 import ast
 import difflib
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 from yacs.config import CfgNode
 
+from swinv2_moe.config_checks import check_config, flatten
 from swinv2_moe.errors import UserError
 
 _C = CfgNode()
@@ -116,73 +116,6 @@ _C.TEST = CfgNode()
 _C.TEST.CROP = True  # resize the short side to IMG_SIZE / CROP_RATIO, then centre crop; else resize both sides
 _C.TEST.CROP_RATIO = 0.875
 
-DATASETS = ("digits", "folder", "list", "cifar10", "cifar100", "imagenet")
-
-_CHOICES = {
-    "DEVICE": ("auto", "cpu", "cuda"),
-    "AMP_DTYPE": ("bfloat16", "float16"),
-    "DATA.DATASET": DATASETS,
-    "DATA.INTERPOLATION": ("nearest", "bilinear", "bicubic", "random"),
-    "MODEL.TYPE": ("swinv2_moe", "swin_moe"),
-    "MODEL.MOE.ROUTER": ("linear", "cosine"),
-    "MODEL.MOE.AUX_LOSS": ("gshard", "load_importance", "load_importance_tutel", "none"),
-    "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd"),
-    "AUG.REMODE": ("const", "rand", "pixel"),
-    "AUG.MIXUP_MODE": ("batch", "pair", "elem"),
-    "MODEL.SWINV2.IN_CHANS": (1, 3),
-}
-_INFINITY = float("inf")
-_RANGES = {  # inclusive
-    "SEED": (0, 2**31),
-    "PRINT_FREQ": (1, _INFINITY),
-    "SAVE_FREQ": (1, _INFINITY),
-    "DATA.BATCH_SIZE": (1, _INFINITY),
-    "DATA.IMG_SIZE": (1, _INFINITY),
-    "DATA.NUM_WORKERS": (0, _INFINITY),
-    "DATA.MAX_BAD_SHARE": (0, 1),
-    "MODEL.NUM_CLASSES": (0, _INFINITY),
-    "MODEL.DROP_RATE": (0, 0.999),
-    "MODEL.ATTN_DROP_RATE": (0, 0.999),
-    "MODEL.DROP_PATH_RATE": (0, 0.999),
-    "MODEL.LABEL_SMOOTHING": (0, 0.999),
-    "MODEL.SWINV2.PATCH_SIZE": (1, _INFINITY),
-    "MODEL.SWINV2.EMBED_DIM": (1, _INFINITY),
-    "MODEL.SWINV2.WINDOW_SIZE": (1, _INFINITY),
-    "MODEL.SWINV2.MLP_RATIO": (0.1, _INFINITY),
-    "MODEL.MOE.NUM_EXPERTS": (0, _INFINITY),
-    "MODEL.MOE.TOP_K": (1, _INFINITY),
-    "MODEL.MOE.CAPACITY_FACTOR": (-_INFINITY, _INFINITY),
-    "MODEL.MOE.EVAL_CAPACITY_FACTOR": (-_INFINITY, _INFINITY),
-    "MODEL.MOE.GATE_NOISE": (0, _INFINITY),
-    "MODEL.MOE.AUX_LOSS_WEIGHT": (0, _INFINITY),
-    "MODEL.MOE.INPUT_JITTER": (0, 0.999),
-    "MODEL.MOE.INPUT_DROPOUT": (0, 0.999),
-    "MODEL.MOE.HIDDEN_DROPOUT": (0, 0.999),
-    "MODEL.MOE.INIT_STD": (1e-9, _INFINITY),
-    "TRAIN.EPOCHS": (1, _INFINITY),
-    "TRAIN.WARMUP_EPOCHS": (0, _INFINITY),
-    "TRAIN.BASE_LR": (0, _INFINITY),
-    "TRAIN.WARMUP_LR": (0, _INFINITY),
-    "TRAIN.MIN_LR": (0, _INFINITY),
-    "TRAIN.WEIGHT_DECAY": (0, _INFINITY),
-    "TRAIN.LAYER_DECAY": (1e-3, 1),
-    "TRAIN.CLIP_GRAD": (0, _INFINITY),
-    "TRAIN.ACCUMULATION_STEPS": (1, _INFINITY),
-    "TRAIN.EMA_DECAY": (0, 0.999999),
-    "TRAIN.MAX_STEPS": (0, _INFINITY),
-    "TRAIN.OPTIMIZER.EPS": (0, _INFINITY),
-    "TRAIN.OPTIMIZER.MOMENTUM": (0, 0.9999),
-    "AUG.HFLIP": (0, 1),
-    "AUG.COLOR_JITTER": (0, 1),
-    "AUG.REPROB": (0, 1),
-    "AUG.RECOUNT": (1, _INFINITY),
-    "AUG.MIXUP": (0, _INFINITY),
-    "AUG.CUTMIX": (0, _INFINITY),
-    "AUG.MIXUP_PROB": (0, 1),
-    "AUG.MIXUP_SWITCH_PROB": (0, 1),
-    "TEST.CROP_RATIO": (0.1, 1),
-}
-
 
 def default_config() -> CfgNode:
     """A mutable copy of every key with its default."""
@@ -212,14 +145,6 @@ def load_config(
     check_config(config)
     config.freeze()
     return config
-
-
-def flatten(config: CfgNode, prefix: str = "") -> dict[str, object]:
-    """`{"TRAIN.BASE_LR": 1e-3, ...}`, in the order of definition."""
-    flat = {}
-    for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, CfgNode) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _merge_file(config: CfgNode, file: Path, seen: tuple[Path, ...]) -> None:
@@ -302,118 +227,6 @@ def _nearest(name: str) -> str:
     close = difflib.get_close_matches(name, [*groups, *known], n=1, cutoff=0.6)
     close = close or [leaf[key] for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], leaf, n=1, cutoff=0.7)]
     return f"; did you mean {close[0]}?" if close else "; `python -m swinv2_moe.config` lists every key"
-
-
-def check_config(config: CfgNode) -> None:
-    """Raise UserError for a value out of range or values that contradict each other."""
-    flat = flatten(config)
-    for name, allowed in _CHOICES.items():
-        if flat[name] not in allowed:
-            close = difflib.get_close_matches(str(flat[name]), map(str, allowed), n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise UserError(f"{name} is {flat[name]!r}, allowed: {', '.join(map(str, allowed))}{hint}")
-    for name, (low, high) in _RANGES.items():
-        if not (low <= flat[name] <= high and math.isfinite(flat[name])):
-            limit = f"at least {low}" if high == _INFINITY else f"between {low} and {high}"
-            limit = limit if math.isfinite(flat[name]) else "finite"
-            raise UserError(f"{name} is {flat[name]}, it must be {limit}")
-    _check_model(config)
-    _check_recipe(config)
-
-
-def _check_model(config: CfgNode) -> None:
-    swin, moe = config.MODEL.SWINV2, config.MODEL.MOE
-    stages = len(swin.DEPTHS)
-    for name, value in (
-        ("SWINV2.NUM_HEADS", swin.NUM_HEADS),
-        ("SWINV2.PRETRAINED_WINDOW_SIZES", swin.PRETRAINED_WINDOW_SIZES),
-        ("MOE.BLOCKS", moe.BLOCKS),
-    ):
-        if len(value) != stages:
-            raise UserError(
-                f"MODEL.{name} is {value}, it must have one entry for each of the {stages} stages of"
-                f" MODEL.SWINV2.DEPTHS ({swin.DEPTHS})"
-            )
-    for name in ("DEPTHS", "NUM_HEADS"):
-        if not swin[name] or min(swin[name]) < 1:
-            raise UserError(f"MODEL.SWINV2.{name} is {swin[name]}, it must have an entry of at least 1 for each stage")
-    for stage, heads in enumerate(swin.NUM_HEADS):
-        dim = swin.EMBED_DIM * 2**stage
-        if dim % heads:
-            raise UserError(
-                f"MODEL.SWINV2.NUM_HEADS is {swin.NUM_HEADS}: the {dim} channels of stage {stage}"
-                f" (MODEL.SWINV2.EMBED_DIM {swin.EMBED_DIM}) cannot be divided over {heads} heads"
-            )
-    for stage, blocks in enumerate(moe.BLOCKS):
-        wrong = [block for block in blocks if not (isinstance(block, int) and 0 <= block < swin.DEPTHS[stage])]
-        if wrong:
-            raise UserError(
-                f"MODEL.MOE.BLOCKS is {moe.BLOCKS}: stage {stage} has no block {wrong[0]}, its"
-                f" {swin.DEPTHS[stage]} blocks count from 0"
-            )
-    if moe.NUM_EXPERTS and not any(moe.BLOCKS):
-        raise UserError(
-            f"MODEL.MOE.NUM_EXPERTS is {moe.NUM_EXPERTS} but MODEL.MOE.BLOCKS names no block to put them in"
-        )
-    if moe.NUM_EXPERTS and moe.TOP_K > moe.NUM_EXPERTS:
-        raise UserError(f"MODEL.MOE.TOP_K is {moe.TOP_K}, it must be at most MODEL.MOE.NUM_EXPERTS ({moe.NUM_EXPERTS})")
-    if moe.NUM_EXPERTS and moe.AUX_LOSS == "load_importance_tutel" and moe.GATE_NOISE == 0:
-        raise UserError("MODEL.MOE.AUX_LOSS is 'load_importance_tutel', it needs MODEL.MOE.GATE_NOISE (0.0) above 0")
-    check_image_size(config)
-
-
-def check_image_size(config: CfgNode) -> None:
-    """Every stage's feature map must be whole windows, or no larger than one window."""
-    size, swin = config.DATA.IMG_SIZE, config.MODEL.SWINV2
-    if not _tiles(size, swin):
-        unit = swin.PATCH_SIZE * 2 ** (len(swin.DEPTHS) - 1)
-        good = [s for s in range(unit, size + 16 * unit, unit) if _tiles(s, swin)]
-        near = sorted(sorted(good, key=lambda s: abs(s - size))[:3])
-        raise UserError(
-            f"DATA.IMG_SIZE is {size}, windows of {swin.WINDOW_SIZE} (MODEL.SWINV2.WINDOW_SIZE) on patches of"
-            f" {swin.PATCH_SIZE} cannot tile it; sizes near it that work: {', '.join(map(str, near))}"
-        )
-
-
-def _tiles(size: int, swin: CfgNode) -> bool:
-    if size % (swin.PATCH_SIZE * 2 ** (len(swin.DEPTHS) - 1)):
-        return False
-    sides = [size // swin.PATCH_SIZE // 2**stage for stage in range(len(swin.DEPTHS))]
-    return all(side <= swin.WINDOW_SIZE or side % swin.WINDOW_SIZE == 0 for side in sides)
-
-
-def _check_recipe(config: CfgNode) -> None:
-    train, data, aug = config.TRAIN, config.DATA, config.AUG
-    if train.WARMUP_EPOCHS >= train.EPOCHS and train.WARMUP_EPOCHS:
-        raise UserError(f"TRAIN.WARMUP_EPOCHS is {train.WARMUP_EPOCHS}, it must be below TRAIN.EPOCHS ({train.EPOCHS})")
-    if train.MIN_LR > train.BASE_LR:
-        raise UserError(f"TRAIN.MIN_LR is {train.MIN_LR}, it must not exceed TRAIN.BASE_LR ({train.BASE_LR})")
-    if data.DATASET == "list" and not (data.TRAIN_LIST and data.VAL_LIST):
-        raise UserError("DATA.DATASET is 'list': DATA.TRAIN_LIST and DATA.VAL_LIST must name its two list files")
-    if data.DATASET not in ("digits", "list") and not data.PATH:
-        raise UserError(f"DATA.DATASET is {data.DATASET!r}: DATA.PATH (or --data) must name its directory")
-    for name, value, length in (
-        ("DATA.MEAN", data.MEAN, config.MODEL.SWINV2.IN_CHANS),
-        ("DATA.STD", data.STD, config.MODEL.SWINV2.IN_CHANS),
-        ("AUG.SCALE", aug.SCALE, 2),
-        ("AUG.RATIO", aug.RATIO, 2),
-        ("TRAIN.OPTIMIZER.BETAS", train.OPTIMIZER.BETAS, 2),
-    ):
-        if len(value) != length:
-            raise UserError(f"{name} is {value}, it must have {length} entries")
-    for name, pair in (("AUG.SCALE", aug.SCALE), ("AUG.RATIO", aug.RATIO)):
-        if not 0 < pair[0] <= pair[1]:
-            raise UserError(f"{name} is {pair}, it must be two positive numbers, the smaller one first")
-    if aug.SCALE[1] > 1:
-        raise UserError(f"AUG.SCALE is {aug.SCALE}, it must not exceed 1")
-    if not all(0 <= beta < 1 for beta in train.OPTIMIZER.BETAS):
-        raise UserError(f"TRAIN.OPTIMIZER.BETAS is {train.OPTIMIZER.BETAS}, its entries must be from 0 to below 1")
-    if config.MODEL.UPCYCLE and not (config.MODEL.PRETRAINED and config.MODEL.MOE.NUM_EXPERTS):
-        raise UserError("MODEL.UPCYCLE is True: it needs dense weights (MODEL.PRETRAINED) and MODEL.MOE.NUM_EXPERTS")
-    if min(data.STD) <= 0:
-        raise UserError(f"DATA.STD is {data.STD}, its entries must be above 0")
-    if (aug.MIXUP or aug.CUTMIX) and data.BATCH_SIZE % 2:
-        raise UserError(f"DATA.BATCH_SIZE is {data.BATCH_SIZE}, AUG.MIXUP and AUG.CUTMIX need an even one")
 
 
 if __name__ == "__main__":
