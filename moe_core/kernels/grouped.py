@@ -2,12 +2,14 @@
 
 Three layers: the kernels per device, the ops with their fake kernels, and the autograd formulas.
 
-`torch.nn.functional.grouped_mm` does the work on a GPU. On a CPU it is a loop over the experts' matrix products; the
-loop here is the same one with the bias in the product (a bias added afterwards costs a third more on two cores) and
-takes every dtype and layout. Its own fake kernel knows bf16 alone in torch 2.11, hence the ops.
+`torch.nn.functional.grouped_mm` does the work on a GPU in bf16. Everywhere else it is a loop over the experts' matrix
+products (torch 2.11); the loop here is the same one with the bias in the product (a bias added afterwards costs a third
+more on two cores) and takes every dtype and layout. Its own fake kernel knows bf16 alone, hence the ops.
 """
 
 # E experts, N rows, I input features, O output features
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +42,7 @@ def _groups(offsets: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-@torch.library.custom_op("moe_core::grouped_linear", mutates_args=(), device_types="cpu")
-def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+def grouped_linear_by_loop(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     out = rows.new_empty(rows.shape[0], weight.shape[1])
     groups = _groups(offsets)
     for e, (start, end) in enumerate(groups):
@@ -53,8 +54,7 @@ def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: 
     return out
 
 
-@torch.library.custom_op("moe_core::grouped_weight_grad", mutates_args=(), device_types="cpu")
-def _grouped_weight_grad(grad: Tensor, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_weight_grad_by_loop(grad: Tensor, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """`grad_e^T @ rows_e` for every expert, in the layout of `weight` [E, O, I]."""
     out = torch.empty_like(weight)
     for e, (start, end) in enumerate(_groups(offsets)):
@@ -62,14 +62,13 @@ def _grouped_weight_grad(grad: Tensor, rows: Tensor, weight: Tensor, offsets: Te
     return out
 
 
-@torch.library.custom_op("moe_core::group_sum", mutates_args=(), device_types="cpu")
-def _group_sum(rows: Tensor, offsets: Tensor) -> Tensor:
+def group_sum_by_loop(rows: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, O] -> [E, O]: the sum over every expert's rows."""
     return torch.stack([rows[start:end].sum(0) for start, end in _groups(offsets)])
 
 
 def grouped_linear_by_grouped_mm(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """The GPU kernel of `grouped_linear`; runs wherever F.grouped_mm does."""
+    """The same by F.grouped_mm; runs wherever that does."""
     num_rows, out_features = len(rows), weight.shape[1]
     out = F.grouped_mm(_aligned(rows), _aligned(weight, pad_rows=True).transpose(1, 2), offs=offsets)[:, :out_features]
     if bias is None:
@@ -79,7 +78,7 @@ def grouped_linear_by_grouped_mm(rows: Tensor, weight: Tensor, bias: Tensor | No
 
 
 def grouped_weight_grad_by_grouped_mm(grad: Tensor, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """The GPU kernel of the weight gradient."""
+    """The same by F.grouped_mm."""
     if weight.stride(-1) != 1:  # a transposed view: write the gradient in the layout underneath it
         return grouped_weight_grad_by_grouped_mm(rows, grad, weight.transpose(1, 2), offsets).transpose(1, 2)
     out = F.grouped_mm(_aligned(grad).t(), _aligned(rows), offs=offsets)
@@ -87,14 +86,9 @@ def grouped_weight_grad_by_grouped_mm(grad: Tensor, rows: Tensor, weight: Tensor
 
 
 def group_sum_by_grouped_mm(rows: Tensor, offsets: Tensor) -> Tensor:
-    """The GPU kernel of the bias gradient: a product with ones, which sums in fp32 and in a fixed order."""
+    """The same by F.grouped_mm: a product with ones, which sums in fp32 and in a fixed order."""
     ones = rows.new_ones(len(rows), _ALIGNMENT // rows.element_size())
     return F.grouped_mm(_aligned(rows).t(), ones, offs=offsets)[:, : rows.shape[1], 0].contiguous()
-
-
-_grouped_linear.register_kernel("cuda")(grouped_linear_by_grouped_mm)
-_grouped_weight_grad.register_kernel("cuda")(grouped_weight_grad_by_grouped_mm)
-_group_sum.register_kernel("cuda")(group_sum_by_grouped_mm)
 
 
 def _aligned(x: Tensor, pad_rows: bool = False) -> Tensor:
@@ -109,7 +103,23 @@ def _aligned(x: Tensor, pad_rows: bool = False) -> Tensor:
     return x if on_unit and (plain or transposed) else x.clone(memory_format=torch.contiguous_format)
 
 
-# 2. Fake kernels and FLOP formulas
+# 2. Ops, fake kernels and FLOP formulas
+
+
+def _make_op(name: str, by_loop: Callable, by_grouped_mm: Callable):
+    """On a GPU F.grouped_mm in bf16, which reads nothing back; for other dtypes it is a loop as well (torch 2.11)."""
+
+    def on_gpu(rows: Tensor, *others):
+        return (by_grouped_mm if rows.dtype == torch.bfloat16 and len(rows) else by_loop)(rows, *others)
+
+    op = torch.library.custom_op(f"moe_core::{name}", by_loop, mutates_args=(), device_types="cpu")
+    op.register_kernel("cuda")(on_gpu)
+    return op
+
+
+_grouped_linear = _make_op("grouped_linear", grouped_linear_by_loop, grouped_linear_by_grouped_mm)
+_grouped_weight_grad = _make_op("grouped_weight_grad", grouped_weight_grad_by_loop, grouped_weight_grad_by_grouped_mm)
+_group_sum = _make_op("group_sum", group_sum_by_loop, group_sum_by_grouped_mm)
 
 
 @_grouped_linear.register_fake
