@@ -42,17 +42,9 @@ class Experts(nn.Module):
         for e in range(len(self.w1)):
             generator = torch.Generator().manual_seed(seed + self.first_expert + e)
             for weight, bias, fan_in in ((self.w1, self.b1, self.w1.shape[2]), (self.w2, self.b2, self.w2.shape[1])):
-                bound = 1 / math.sqrt(fan_in)
-                new = torch.empty(weight.shape[1:], device="cpu")
-                if self.init_std is None:
-                    new.uniform_(-bound, bound, generator=generator)
-                else:
-                    nn.init.trunc_normal_(new, std=self.init_std, generator=generator)
-                weight[e].copy_(new)
-                if bias is not None and self.init_std is None:
-                    bias[e].copy_(torch.empty(bias.shape[1], device="cpu").uniform_(-bound, bound, generator=generator))
-                elif bias is not None:
-                    bias[e].zero_()
+                for tensor in (weight, bias):
+                    if tensor is not None:
+                        tensor[e].copy_(_initial(tensor.shape[1:], self.init_std, fan_in, generator))
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """rows [N, M] grouped by expert, offsets [E] where each expert's rows end -> [N, M]."""
@@ -61,3 +53,12 @@ class Experts(nn.Module):
         hidden = self.activation(grouped_linear(rows.to(dtype), w1, b1, offsets))  # [N, H]
         hidden = F.dropout(hidden, self.dropout, self.training)
         return grouped_linear(hidden, w2.transpose(1, 2), b2, offsets)
+
+
+def _initial(shape: torch.Size, std: float | None, fan_in: int, generator: torch.Generator) -> Tensor:
+    """One expert's weight (2-D) or bias (1-D), drawn on the CPU: the same on every device."""
+    new = torch.empty(shape, device="cpu")
+    if std is None:
+        bound = 1 / math.sqrt(fan_in)
+        return new.uniform_(-bound, bound, generator=generator)
+    return new.zero_() if len(shape) == 1 else nn.init.trunc_normal_(new, std=std, generator=generator)

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -38,20 +39,14 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
             trainer.resume(source)
         size = measure_model(config, data.num_classes)
         world.barrier()  # every rank has looked at the run directory
-        recorder = Recorder(root, world, trainer.step)
-        recorder.config(config)
-        recorder.say(_headline(trainer, size, source))
-        trainer.fit(recorder, root / "checkpoints")
-        summary = _summary(trainer, size, time.perf_counter() - started)
-        if trainer.images:  # a run that was finished before keeps its summary
-            recorder.summary(summary)
-        if trainer.unreadable.summary():
-            recorder.say(trainer.unreadable.summary())
-        recorder.say(
-            f"final top-1 {summary['val_top1']:.2f}%, best {summary['best_val_top1']:.2f}%;"
-            f" checkpoints in {root / 'checkpoints'}, TensorBoard logs in {root / 'tensorboard'}"
-        )
-        recorder.close()
+        with closing(Recorder(root, world, trainer.step)) as recorder:
+            recorder.config(config)
+            recorder.say(_headline(trainer, size, source))
+            trainer.fit(recorder, root / "checkpoints")
+            summary = _summary(trainer, size, time.perf_counter() - started)
+            if trainer.images:  # a run that was finished before keeps its summary
+                recorder.summary(summary)
+            recorder.say(_closing_lines(trainer, root))
     return summary
 
 
@@ -123,6 +118,14 @@ def _headline(trainer: Trainer, size: Complexity, source: Path | None) -> str:
     return (
         f"{config.MODEL.TYPE} ({experts}): {size.parameters / 1e6:.2f}M parameters, {size.macs / 1e6:,.1f}M MACs/image;"
         f" {data.train_size:,} + {data.val_size:,} images, {data.num_classes} classes; {where}{start}"
+    )
+
+
+def _closing_lines(trainer: Trainer, root: Path) -> str:
+    unreadable = trainer.unreadable.summary()
+    return (f"{unreadable}\n" if unreadable else "") + (
+        f"final top-1 {trainer.last_top1:.2f}%, best {trainer.best_top1:.2f}%;"
+        f" checkpoints in {root / 'checkpoints'}, TensorBoard logs in {root / 'tensorboard'}"
     )
 
 
