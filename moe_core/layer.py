@@ -76,6 +76,16 @@ class MoELayer(nn.Module):
             ValueError: x of another width, top_k below 1, capacity_factor not finite, an experts module that returns
                 another shape.
         """
+        # torch.compile leaves a layer over several ranks alone: traced, its collectives got a wrong gradient (torch
+        # 2.11), and every new number of rows would be compiled anew.
+        forward = self._forward if self.group.size == 1 else self._forward_uncompiled
+        return forward(x, top_k, capacity_factor)
+
+    @torch.compiler.disable
+    def _forward_uncompiled(self, *args) -> tuple[Tensor, Tensor]:
+        return self._forward(*args)
+
+    def _forward(self, x: Tensor, top_k: int | None, capacity_factor: float | None) -> tuple[Tensor, Tensor]:
         config = self.config
         top_k = min(config.top_k if top_k is None else top_k, config.num_experts)
         capacity_factor = config.capacity_factor if capacity_factor is None else capacity_factor

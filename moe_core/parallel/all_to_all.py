@@ -14,8 +14,6 @@ class Exchange:
 
     `offsets` [E] (where each expert's rows end here) is exchanged first; it is read back to the host, since the sizes
     of messages have to be known. With a group of one nothing is sent or read.
-
-    torch.compile breaks its graph at an exchange: traced, these collectives got a wrong gradient (torch 2.11).
     """
 
     def __init__(self, offsets: Tensor, group: ExpertGroup) -> None:
@@ -27,13 +25,19 @@ class Exchange:
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """[N, M] by expert of the layer -> [R, M] by local expert, then by source rank."""
-        return self._to_experts(rows) if self.group.size > 1 else rows
+        if self.group.size == 1:
+            return rows
+        rows = _AllToAll.apply(rows[: sum(self.send)], self.send, self.receive, self.group.process_group)
+        return rows if self.order is None else _Permute.apply(rows, self.order, self.order.argsort())
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         """The way back: [R, M] -> [N, M], without the rows that hold no choice."""
-        return self._to_tokens(rows) if self.group.size > 1 else rows
+        if self.group.size == 1:
+            return rows
+        if self.order is not None:
+            rows = _Permute.apply(rows, self.order.argsort(), self.order)
+        return _AllToAll.apply(rows, self.receive, self.send, self.group.process_group)
 
-    @torch.compiler.disable
     def _exchange_counts(self, offsets: Tensor) -> None:
         group = self.group
         send = offsets.diff(prepend=offsets.new_zeros(1)).view(group.size, -1)  # [W, E / W]
@@ -44,17 +48,6 @@ class Exchange:
         if receive.shape[1] > 1:
             expert = torch.arange(receive.shape[1], device=receive.device).repeat(group.size)
             self.order = expert.repeat_interleave(receive.flatten()).argsort(stable=True)  # by rank -> by expert
-
-    @torch.compiler.disable
-    def _to_experts(self, rows: Tensor) -> Tensor:
-        rows = _AllToAll.apply(rows[: sum(self.send)], self.send, self.receive, self.group.process_group)
-        return rows if self.order is None else _Permute.apply(rows, self.order, self.order.argsort())
-
-    @torch.compiler.disable
-    def _to_tokens(self, rows: Tensor) -> Tensor:
-        if self.order is not None:
-            rows = _Permute.apply(rows, self.order.argsort(), self.order)
-        return _AllToAll.apply(rows, self.receive, self.send, self.group.process_group)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -25,10 +25,8 @@ class ExpertGroup:
 
     def max(self, value: int, device: torch.device) -> int:
         """The largest `value` of the group."""
-        return value if self.size == 1 else self._all_reduce_max(value, device)
-
-    @torch.compiler.disable
-    def _all_reduce_max(self, value: int, device: torch.device) -> int:
+        if self.size == 1:
+            return value
         largest = torch.tensor(value, device=device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.process_group)
         return int(largest)
