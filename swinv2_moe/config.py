@@ -23,7 +23,7 @@ _C.SAVE_FREQ = 1  # epochs between two checkpoints; the last epoch is always sav
 _C.DEVICE = "auto"
 _C.AMP_ENABLE = False
 _C.AMP_DTYPE = "bfloat16"
-_C.COMPILE = False  # torch.compile of the model
+_C.COMPILE = False  # torch.compile of the model; over several ranks its experts stay uncompiled, and it is untried
 
 _C.DATA = CfgNode()
 _C.DATA.DATASET = "digits"
