@@ -25,7 +25,7 @@ def save_tensors(directory: Path, model: nn.Module, tensors: dict[str, Tensor], 
     """
     trunk = dict(tensors)
     for layer_name, layer in moe_layers(model).items():
-        prefix = f"{layer_name}.experts."
+        prefix = _prefix(layer_name)
         names = [name for name in tensors if name.startswith(prefix)]
         owned = {name.removeprefix(prefix): trunk.pop(name) for name in names}
         for e in range(layer.num_local_experts if owned else 0):
@@ -54,7 +54,7 @@ def load_tensors(directory: Path, model: nn.Module) -> dict[str, Tensor]:
             if {k: v.shape for k, v in expert.items()} != {k: v.shape for k, v in experts[0].items()}:
                 raise ValueError(f"{file} does not hold the same tensors as {files[0].name}")
         for name in experts[0]:
-            tensors[f"{layer_name}.experts.{name}"] = torch.stack([expert[name] for expert in experts])
+            tensors[f"{_prefix(layer_name)}{name}"] = torch.stack([expert[name] for expert in experts])
     return tensors
 
 
@@ -64,8 +64,13 @@ def count_experts(directory: Path) -> dict[str, int]:
     return {layer.name: len(list(layer.glob("*.safetensors"))) for layer in layers}
 
 
+def _prefix(layer: str) -> str:
+    """What the names of a layer's expert parameters begin with; "" is a layer that is the whole model."""
+    return f"{layer}.experts." if layer else "experts."
+
+
 def _expert_file(directory: Path, layer: str, expert: int) -> Path:
-    return directory / "experts" / layer / f"{expert:04d}.safetensors"
+    return directory / "experts" / (layer or "layer") / f"{expert:04d}.safetensors"
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:

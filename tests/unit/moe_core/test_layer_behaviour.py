@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 from moe_cases import TINY, assert_equal_to_plain, make_layer
+from safetensors.torch import load_file
 from torch import nn
 
-from moe_core import MoEConfig, MoELayer, expert_parameters, moe_layers
+from moe_core import MoEConfig, MoELayer, expert_parameters, load_tensors, moe_layers, save_tensors
 from moe_core.config import expert_capacity
 
 
@@ -191,3 +192,11 @@ def test_a_used_layer_can_be_copied_and_a_meta_layer_materialised():
     assert all(p.is_meta for p in empty.parameters())
     empty.to_empty(device="cpu").double().load_state_dict(layer.state_dict())
     assert torch.equal(empty(tokens())[0], layer(tokens())[0])
+
+
+def test_a_layer_that_is_the_whole_model_is_saved_by_expert(tmp_path):
+    layer = make_layer()
+    save_tensors(tmp_path, layer, layer.state_dict())
+    assert len(list((tmp_path / "experts").rglob("*.safetensors"))) == layer.config.num_experts
+    assert list(load_file(tmp_path / "model.safetensors")) == ["router.weight"]
+    torch.testing.assert_close(load_tensors(tmp_path, layer), dict(layer.state_dict()), rtol=0, atol=0)
