@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ROUTERS = ("linear", "cosine")
 AUX_LOSSES = ("gshard", "load_importance", "load_importance_tutel", "none")
@@ -55,22 +56,37 @@ class MoEConfig:
         if self.aux_loss == "load_importance_tutel" and self.gate_noise == 0:
             raise ValueError("aux_loss ('load_importance_tutel') needs gate_noise (0.0) above 0")
 
-    def experts_per_rank(self, group_size: int) -> int:
-        """Whole experts on each rank of an expert-parallel group.
+    def shard(self, rank: int, group_size: int) -> "ExpertShard":
+        """What `rank` of an expert-parallel group owns: whole experts, or a part of one where ranks are more.
 
         Raises:
-            ValueError: more ranks than experts, or experts that do not divide over the ranks.
+            ValueError: experts that do not divide over the ranks, or a hidden_dim (model_dim, for its output bias) that
+                does not divide over the ranks of one expert.
         """
-        if self.num_experts < group_size:
-            raise ValueError(
-                f"num_experts ({self.num_experts}) must be at least the expert-parallel size ({group_size}): splitting"
-                " one expert over ranks is not available yet"
-            )
-        if self.num_experts % group_size:
-            raise ValueError(
-                f"num_experts ({self.num_experts}) must be divisible by the expert-parallel size ({group_size})"
-            )
-        return self.num_experts // group_size
+        experts, large, small = self.num_experts, *sorted((self.num_experts, group_size), reverse=True)
+        if large % small:
+            relation = "divisible by" if experts > group_size else "a divisor of"
+            raise ValueError(f"num_experts ({experts}) must be {relation} the expert-parallel size ({group_size})")
+        if experts >= group_size:
+            owned = experts // group_size
+            return ExpertShard(rank * owned, owned, 0, 1)
+        parts = group_size // experts
+        for name in ("hidden_dim", *(["model_dim"] if self.bias and self.output_bias else [])):
+            if getattr(self, name) % parts:
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) must be divisible by the {parts} ranks of one expert:"
+                    f" num_experts ({experts}) over an expert-parallel size of {group_size}"
+                )
+        return ExpertShard(rank // parts, 1, rank % parts, parts)
+
+
+class ExpertShard(NamedTuple):
+    """A rank's own experts, and which part of their hidden dim (and of the output bias) it owns."""
+
+    first_expert: int
+    num_experts: int
+    part: int
+    num_parts: int
 
 
 def expert_capacity(num_tokens: int, num_experts: int, top_k: int, capacity_factor: float) -> int | None:

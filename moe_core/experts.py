@@ -1,61 +1,86 @@
 """The experts' feed-forward networks, all of a rank in one set of tensors."""
 
-# E experts on this rank, N rows, M model dim, H hidden dim
+# E experts on this rank, N rows, M model dim, H hidden dim of this rank's experts (a part, where ranks share one)
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_core.config import MoEConfig
+from moe_core.config import ExpertShard, MoEConfig
 from moe_core.kernels import grouped_linear
 from moe_core.precision import expert_dtype
 
 _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
+class ExpertWeights(NamedTuple):
+    """What one pass computes with: [E, H, M], [E, H] or None, [E, H, M], [E, M] or None."""
+
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+
+
 class Experts(nn.Module):
     """`y = dropout(act(x w1^T + b1)) w2 + b2` for each expert: w1 and w2 [E, H, M], b1 [E, H], b2 [E, M].
 
-    Expert e of the whole layer starts from the same values on any number of ranks, if the ranks' seeds agree.
+    Where several ranks share an expert, each owns the same part of H in w1, b1 and w2, and of M in b2. Expert e of the
+    whole layer starts from the same values on any number of ranks, if the ranks' seeds agree.
     """
 
-    def __init__(self, config: MoEConfig, num_local: int, first_expert: int = 0, device=None) -> None:
+    def __init__(self, config: MoEConfig, shard: ExpertShard | None = None, device=None) -> None:
         super().__init__()
-        shape = (num_local, config.hidden_dim, config.model_dim)
-        self.first_expert, self.init_std = first_expert, config.init_std
+        self.config, self.shard = config, shard or config.shard(0, 1)
         self.activation, self.dropout = _ACTIVATIONS[config.activation], config.hidden_dropout
+        experts, hidden = self.shard.num_experts, config.hidden_dim // self.shard.num_parts
         has_b1, has_b2 = config.bias, config.bias and config.output_bias
-        self.w1 = nn.Parameter(torch.empty(shape, device=device))
-        self.register_parameter("b1", nn.Parameter(torch.empty(shape[:2], device=device)) if has_b1 else None)
-        self.w2 = nn.Parameter(torch.empty(shape, device=device))
-        self.register_parameter("b2", nn.Parameter(torch.empty(num_local, shape[2], device=device)) if has_b2 else None)
+        self.w1 = self._new(True, experts, hidden, config.model_dim, device=device)
+        self.b1 = self._new(has_b1, experts, hidden, device=device)
+        self.w2 = self._new(True, experts, hidden, config.model_dim, device=device)
+        self.b2 = self._new(has_b2, experts, config.model_dim // self.shard.num_parts, device=device)
         self.reset_parameters()
+
+    def _new(self, present: bool, *shape: int, device) -> nn.Parameter | None:
+        return nn.Parameter(torch.empty(shape, device=device)) if present else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Each expert from a seed of its own: truncated normal of init_std with zero biases, or as nn.Linear."""
         if self.w1.is_meta:
             return
+        model_dim, hidden_dim = self.config.model_dim, self.config.hidden_dim
         seed = int(torch.randint(2**62, (1,), device="cpu"))
         for e in range(len(self.w1)):
-            generator = torch.Generator().manual_seed(seed + self.first_expert + e)
-            for weight, bias, fan_in in ((self.w1, self.b1, self.w1.shape[2]), (self.w2, self.b2, self.w2.shape[1])):
-                for tensor in (weight, bias):
+            generator = torch.Generator().manual_seed(seed + self.shard.first_expert + e)
+            for weight, bias, bias_dim in ((self.w1, self.b1, hidden_dim), (self.w2, self.b2, model_dim)):
+                fan_in = model_dim if weight is self.w1 else hidden_dim
+                for tensor, shape in ((weight, (hidden_dim, model_dim)), (bias, (bias_dim,))):
                     if tensor is not None:
-                        tensor[e].copy_(_initial(tensor.shape[1:], self.init_std, fan_in, generator))
+                        whole = _initial(shape, self.config.init_std, fan_in, generator)
+                        tensor[e].copy_(whole.chunk(self.shard.num_parts)[self.shard.part])
 
-    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+    def weights(self, dtype: torch.dtype, gather: Callable[[Tensor], Tensor] | None = None) -> ExpertWeights:
+        """The parameters in `dtype`; `gather` joins each with those of the ranks that share it."""
+        parameters = (self.w1, self.b1, self.w2, self.b2)
+        if gather is not None:
+            return ExpertWeights(*(None if p is None else gather(p) for p in parameters))
+        return ExpertWeights(*(None if p is None else p.to(dtype) for p in parameters))
+
+    def forward(self, rows: Tensor, offsets: Tensor, weights: ExpertWeights | None = None) -> Tensor:
         """rows [N, M] grouped by expert, offsets [E] where each expert's rows end -> [N, M]."""
         dtype = expert_dtype(rows)
-        w1, b1, w2, b2 = (None if p is None else p.to(dtype) for p in (self.w1, self.b1, self.w2, self.b2))
+        w1, b1, w2, b2 = weights or self.weights(dtype)
         hidden = self.activation(grouped_linear(rows.to(dtype), w1, b1, offsets))  # [N, H]
         hidden = F.dropout(hidden, self.dropout, self.training)
         return grouped_linear(hidden, w2.transpose(1, 2), b2, offsets)
 
 
-def _initial(shape: torch.Size, std: float | None, fan_in: int, generator: torch.Generator) -> Tensor:
+def _initial(shape: tuple[int, ...], std: float | None, fan_in: int, generator: torch.Generator) -> Tensor:
     """One expert's weight (2-D) or bias (1-D), drawn on the CPU: the same on every device."""
     new = torch.empty(shape, device="cpu")
     if std is None:

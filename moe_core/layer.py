@@ -1,8 +1,10 @@
 """The mixture-of-experts layer: route, dispatch, exchange, experts, exchange, combine."""
 
-# T tokens, E experts, K top-k, M model dim
+# T tokens, E experts, K top-k, N kept rows, M model dim
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,8 +14,10 @@ from torch import Tensor, nn
 from moe_core.config import MoEConfig, expert_capacity
 from moe_core.dispatch import DispatchPlan, combine, dispatch, make_plan
 from moe_core.experts import Experts
-from moe_core.parallel import Exchange, ExpertGroup
-from moe_core.precision import without_autocast
+from moe_core.parallel import ExpertGroup, ParallelStrategy
+from moe_core.parallel.gather import strategy_weights
+from moe_core.parallel.pipeline import Pipeline
+from moe_core.precision import expert_dtype, without_autocast
 from moe_core.router import Routing, make_router, perturb_input, route
 
 
@@ -30,89 +34,114 @@ class MoELayer(nn.Module):
 
     Args:
         config: the layer.
-        group: the expert-parallel process group, over whose ranks the experts are spread in contiguous, equal shares;
-            None: all experts in this process.
-        router: in place of the configured one, a module from tokens [T, M] to logits [T, E].
+        group: the expert-parallel ranks, over which the experts are spread in contiguous, equal shares (parts of one
+            expert where ranks are more); None: all experts in this process. Give several layers one ExpertGroup, rather
+            than a process group each, and they share what their strategies set up.
+        strategy: how the group is used; it changes neither the result nor who owns which parameter.
+        router: in place of the configured one, a module from tokens [T, M] to logits [T, E]; or several of them, of
+            which each call takes one.
         experts: in place of the built-in ones, a module from (rows [N, M], offsets [E_local]) to rows [N, M]; its
-            parameters count as this rank's own.
+            parameters count as this rank's own. Needs whole experts on every rank, and r = 1. With a group it is tried
+            on one row per expert before the first exchange.
 
     Raises:
-        ValueError: experts that do not divide over the group.
+        ValueError: experts that do not divide over the group; what ParallelStrategy.check raises.
 
-    Source: arXiv 2206.03382 (Tutel), section 2; its public code for exact semantics.
+    Source: arXiv 2206.03382 (Tutel), sections 2 and 3; its public code for exact semantics.
     """
 
     def __init__(
         self,
         config: MoEConfig,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | ExpertGroup | None = None,
         *,
-        router: nn.Module | None = None,
+        strategy: ParallelStrategy = ParallelStrategy(),  # noqa: B008 - frozen
+        router: nn.Module | Sequence[nn.Module] | None = None,
         experts: nn.Module | None = None,
         device=None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.group = ExpertGroup(group)
-        self.num_local_experts = config.experts_per_rank(self.group.size)
-        self.first_expert = self.group.rank * self.num_local_experts
+        self.group = ExpertGroup.of(group)
+        self.shard = config.shard(self.group.rank, self.group.size)
+        if experts is not None and self.shard.num_parts > 1:
+            raise ValueError(
+                f"an experts module needs num_experts ({config.num_experts}) to be at least the expert-parallel size"
+                f" ({self.group.size})"
+            )
+        self.strategy = strategy
         self.router = make_router(config, device) if router is None else router
-        if experts is None:
-            experts = Experts(config, self.num_local_experts, self.first_expert, device)
-        self.experts = experts
+        if isinstance(router, Sequence):
+            self.router = nn.ModuleList(router)
+        self._untried_experts = experts is not None and self.group.size > 1
+        self.experts = Experts(config, self.shard, device) if experts is None else experts
+        self._check_strategy(strategy)
         self.last_routing: RoutingStats | None = None
 
     def extra_repr(self) -> str:
-        return f"{self.config}, {self.num_local_experts} experts here, group of {self.group.size}"
+        return f"{self.config}, {self.shard.num_experts} experts here, group of {self.group.size}, {self.strategy}"
 
     def forward(
-        self, x: Tensor, *, top_k: int | None = None, capacity_factor: float | None = None
+        self,
+        x: Tensor,
+        *,
+        top_k: int | None = None,
+        capacity_factor: float | None = None,
+        strategy: ParallelStrategy | None = None,
+        router: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """x [..., M] -> y like x, and the auxiliary loss (a scalar of at least fp32, unweighted).
 
-        `top_k` and `capacity_factor` replace the configured ones for this call alone; 0 means 0.
+        Every argument replaces the configured one for this call alone; a `capacity_factor` of 0 means 0. `router` is
+        the number of one of several.
 
         Raises:
-            ValueError: x of another width, top_k below 1, capacity_factor not finite, an experts module that returns
-                another shape.
+            ValueError: x of another width or device, top_k below 1, capacity_factor not finite, a strategy that does
+                not fit the group, a router that is not there, an experts module that returns another shape.
+            RuntimeError: a rank of the group has ended or did not come within the group's timeout.
         """
         # torch.compile leaves a layer over several ranks alone: traced, its collectives got a wrong gradient (torch
         # 2.11), and every new number of rows would be compiled anew.
         forward = self._forward if self.group.size == 1 else self._forward_uncompiled
-        return forward(x, top_k, capacity_factor)
+        return forward(x, top_k, capacity_factor, strategy, router)
 
     @torch.compiler.disable
     def _forward_uncompiled(self, *args) -> tuple[Tensor, Tensor]:
         return self._forward(*args)
 
-    def _forward(self, x: Tensor, top_k: int | None, capacity_factor: float | None) -> tuple[Tensor, Tensor]:
+    def _forward(self, x: Tensor, top_k, capacity_factor, strategy, router: int) -> tuple[Tensor, Tensor]:
         config = self.config
         top_k = min(config.top_k if top_k is None else top_k, config.num_experts)
         capacity_factor = config.capacity_factor if capacity_factor is None else capacity_factor
-        self._check(x, top_k, capacity_factor)
+        strategy = self.strategy if strategy is None else strategy
+        self._check(x, top_k, capacity_factor, strategy, router)
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
-        routing = self._route(tokens, top_k)
+        routing = self._route(tokens, top_k, router)
         plan = self._plan(routing, top_k, capacity_factor)
-        rows = dispatch(tokens, plan)  # [N, M]
-        exchange = Exchange(plan.offsets, self.group)
-        rows = exchange.to_tokens(self._apply_experts(exchange.to_experts(rows), exchange.offsets))
-        y = combine(rows, routing.gates, plan)
         self.last_routing = _statistics(routing, plan)
+        y = self._through_experts(tokens.to(expert_dtype(tokens)), routing.gates, plan, strategy)
         return y.to(x.dtype).view_as(x), routing.aux_loss
 
-    def _check(self, x: Tensor, top_k: int, capacity_factor: float) -> None:
-        if x.shape[-1] != self.config.model_dim:
-            raise ValueError(f"x has {x.shape[-1]} channels, the layer's model_dim is {self.config.model_dim}")
-        if top_k < 1:
-            raise ValueError(f"top_k ({top_k}) must be at least 1")
-        if not abs(capacity_factor) < math.inf:  # torch.compile cannot trace math.isfinite of a value that changes
-            raise ValueError(f"capacity_factor ({capacity_factor}) must be finite; 0 is dropless")
+    def _through_experts(self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, strategy: ParallelStrategy) -> Tensor:
+        """tokens [T, M] -> the experts' answers, weighted by `gates` [T, K] and summed [T, M]."""
+        experts = self.experts
+        if isinstance(experts, Experts):
+            weights = strategy_weights(experts, self.config.num_experts, self.group, strategy.r, tokens.dtype)
+            experts = partial(experts, weights=weights)
+        if self.group.size == 1 or strategy.r == 0:
+            rows = _apply(experts, dispatch(tokens, plan), plan.offsets)
+            return combine(rows, gates, plan)
+        pipeline = Pipeline(plan, self.config.num_experts, self.group, strategy)
+        rows = dispatch(tokens, pipeline.plan)  # [r * N, M]
+        rows = pipeline.run(rows, partial(_apply, experts))
+        return combine(rows, gates.repeat_interleave(strategy.r, 1), pipeline.plan)
 
-    def _route(self, tokens: Tensor, top_k: int) -> Routing:
+    def _route(self, tokens: Tensor, top_k: int, router: int) -> Routing:
         # At least fp32, autocast or not: a bf16 softmax flips close choices.
         with without_autocast(tokens):
             tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-            logits = self.router(perturb_input(tokens, self.config, self.training))
+            module = self.router[router] if isinstance(self.router, nn.ModuleList) else self.router
+            logits = module(perturb_input(tokens, self.config, self.training))
             return route(logits, self.config, top_k, self.training)
 
     def _plan(self, routing: Routing, top_k: int, capacity_factor: float) -> DispatchPlan:
@@ -123,11 +152,47 @@ class MoELayer(nn.Module):
         priority = routing.probs.detach().amax(1) if self.config.batch_prioritized else None
         return make_plan(routing.expert_ids, self.config.num_experts, capacity, priority)
 
-    def _apply_experts(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        out = self.experts(rows, offsets)
-        if out.shape != rows.shape:
-            raise ValueError(f"the experts returned shape {tuple(out.shape)} for rows of shape {tuple(rows.shape)}")
-        return out
+    # Everything that can be wrong is found on every rank before the first collective.
+
+    def _check(self, x: Tensor, top_k: int, capacity_factor: float, strategy: ParallelStrategy, router: int) -> None:
+        if x.shape[-1] != self.config.model_dim:
+            raise ValueError(f"x has {x.shape[-1]} channels, the layer's model_dim is {self.config.model_dim}")
+        if top_k < 1:
+            raise ValueError(f"top_k ({top_k}) must be at least 1")
+        if not abs(capacity_factor) < math.inf:  # torch.compile cannot trace math.isfinite of a value that changes
+            raise ValueError(f"capacity_factor ({capacity_factor}) must be finite; 0 is dropless")
+        num_routers = len(self.router) if isinstance(self.router, nn.ModuleList) else 1
+        if not 0 <= router < num_routers:
+            raise ValueError(f"router ({router}) must be below the layer's number of routers ({num_routers})")
+        if strategy is not self.strategy:
+            self._check_strategy(strategy)
+        if self.group.size > 1:
+            for name, parameter in self.named_parameters():
+                if parameter.device != x.device:
+                    raise ValueError(f"x is on {x.device}, the layer's {name} on {parameter.device}")
+            self._try_experts(x)
+
+    def _check_strategy(self, strategy: ParallelStrategy) -> None:
+        strategy.check(self.config.num_experts, self.group.size)
+        if strategy.r != 1 and not isinstance(self.experts, Experts):
+            raise ValueError(f"r ({strategy.r}) must be 1 with an experts module of one's own")
+        if strategy.all_to_all == "2dh":
+            self.group.ranks_per_node(strategy.ranks_per_node)
+
+    def _try_experts(self, x: Tensor) -> None:
+        if not self._untried_experts:
+            return
+        with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+            rows = x.new_zeros(self.shard.num_experts, self.config.model_dim)
+            _apply(self.experts, rows, torch.arange(1, len(rows) + 1, dtype=torch.int32, device=x.device))
+        self._untried_experts = False
+
+
+def _apply(experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, offsets: Tensor) -> Tensor:
+    out = experts(rows, offsets)
+    if out.shape != rows.shape:
+        raise ValueError(f"the experts returned shape {tuple(out.shape)} for rows of shape {tuple(rows.shape)}")
+    return out
 
 
 @torch.no_grad()

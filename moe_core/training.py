@@ -21,16 +21,25 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+@torch.no_grad()
 def average_expert_gradients(model: nn.Module) -> None:
-    """Divide expert gradients by their group's size.
+    """Make expert gradients those of the mean loss of all data-parallel ranks, as DistributedDataParallel's are.
 
-    The all-to-all's backward brings every rank's tokens, so the gradient is already the sum over the group; shared
-    parameters hold the mean, and both must be gradients of the same loss.
+    Within a group the exchange's backward has already summed them over the ranks; replicas are summed here, and both
+    sums become means. Every rank calls this, once per optimiser step.
     """
+    pending = []
     for layer in moe_layers(model).values():
+        group = layer.group
         for parameter in layer.experts.parameters():
-            if parameter.grad is not None and layer.group.size > 1:
-                parameter.grad.div_(layer.group.size)
+            if parameter.grad is None:
+                continue
+            parameter.grad.div_(group.size * group.num_replicas)
+            if group.num_replicas > 1:
+                pending.append((group, dist.all_reduce(parameter.grad, group=group.replicas, async_op=True)))
+    for group, work in pending:
+        with group.named_errors("sum of expert gradients over replicas"):
+            work.wait()
 
 
 @torch.no_grad()
@@ -46,7 +55,7 @@ def global_grad_norm(model: nn.Module) -> Tensor:
     total = _squared_norm(shared, device)
     for group, gradients in owned.items():
         part = _squared_norm(gradients, device)
-        if group is not None and group.size() > 1:
+        if group is not None and group.size() > 1:  # replicas have the same gradients: one group's count
             dist.all_reduce(part, group=group)
         total = total + part
     return total.sqrt()

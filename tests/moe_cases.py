@@ -67,3 +67,11 @@ def assert_equal_to_plain(layer: MoELayer, x: Tensor, **call) -> None:
         gradients = all_gradients((y * weight).sum() + aux_loss, x, layer)
         outcomes.append({"y": y, "aux_loss": aux_loss, **gradients})
     torch.testing.assert_close(outcomes[0], outcomes[1], rtol=1e-10, atol=1e-10)
+
+
+def owned(whole: Tensor, layer: MoELayer, name: str) -> Tensor:
+    """What of a parameter (or its gradient) of the one-process layer belongs to this rank's."""
+    if not name.startswith("experts."):
+        return whole
+    first, count, part, num_parts = layer.shard
+    return whole[first : first + count].chunk(num_parts, 1)[part]

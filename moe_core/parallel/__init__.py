@@ -1,6 +1,15 @@
-"""Expert parallelism over an explicit process group."""
+"""Expert parallelism over explicit process groups: strategies, all-to-all, pipelining."""
 
-from moe_core.parallel.all_to_all import Exchange
-from moe_core.parallel.groups import ExpertGroup
+from moe_core.parallel.all_to_all import all_to_all, flexible_all_to_all
+from moe_core.parallel.groups import ExpertGroup, Traffic, make_expert_groups
+from moe_core.parallel.strategy import ParallelStrategy, valid_r
 
-__all__ = ["Exchange", "ExpertGroup"]
+__all__ = [
+    "ExpertGroup",
+    "ParallelStrategy",
+    "Traffic",
+    "all_to_all",
+    "flexible_all_to_all",
+    "make_expert_groups",
+    "valid_r",
+]

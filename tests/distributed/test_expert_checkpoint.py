@@ -25,7 +25,7 @@ def save(rank: int, directory: Path) -> None:
 def load(rank: int, directory: Path) -> None:
     model, whole = model_of(2, dist.group.WORLD), model_of(1)
     model.load_state_dict(load_tensors(directory, model))
-    first, count = model["moe"].first_expert, model["moe"].num_local_experts
+    first, count = model["moe"].shard[:2]
     for name, parameter in model.named_parameters():
         expected = whole.get_parameter(name)
         assert torch.equal(parameter, expected[first : first + count] if "experts" in name else expected)

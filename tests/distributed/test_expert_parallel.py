@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from moe_cases import all_gradients, make_layer, plain_forward
+from moe_cases import all_gradients, make_layer, owned, plain_forward
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,16 +42,12 @@ def rank_loss(y: Tensor, aux_loss: Tensor, weight: Tensor) -> Tensor:
     return (y * weight).sum() + 0.1 * aux_loss
 
 
-def slice_of(tensor: Tensor, layer: MoELayer) -> Tensor:
-    return tensor[layer.first_expert :][: layer.num_local_experts]
-
-
 def check_equals_one_process(group, counts: list[int], config: dict) -> None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     layer, single = make_layer(group=group, **config), make_layer(**config)
     for name, parameter in layer.named_parameters():  # same seed, same values; nothing twice
         whole = single.get_parameter(name)
-        torch.testing.assert_close(parameter, slice_of(whole, layer) if "experts" in name else whole, rtol=0, atol=0)
+        torch.testing.assert_close(parameter, owned(whole, layer, name), rtol=0, atol=0)
 
     mean_loss, xs = 0, []
     for r in range(size):
@@ -71,8 +67,7 @@ def check_equals_one_process(group, counts: list[int], config: dict) -> None:
         parameter.grad /= size
     torch.testing.assert_close(x.grad / size, expected.pop("x"), **CLOSE)
     for name, gradient in expected.items():
-        gradient = slice_of(gradient, layer) if "experts" in name else gradient
-        torch.testing.assert_close(layer.get_parameter(name).grad, gradient, **CLOSE)
+        torch.testing.assert_close(layer.get_parameter(name).grad, owned(gradient, layer, name), **CLOSE)
 
 
 def equals_one_process(rank: int, world_size: int) -> None:
@@ -120,7 +115,7 @@ def check_gradients_are_sums_over_the_group(layer: MoELayer, ranks: list[int], c
         (single[1](single[0](x)[0])[0] * weight).sum().backward()
     for name, parameter in layer.experts.named_parameters():
         expected = single[1].experts.get_parameter(name).grad
-        torch.testing.assert_close(parameter.grad, slice_of(expected, layer), **CLOSE)
+        torch.testing.assert_close(parameter.grad, owned(expected, layer, f"experts.{name}"), **CLOSE)
 
 
 def test_subgroups_and_two_layers_on_different_groups(run_processes):
@@ -169,7 +164,7 @@ def clipped_step(rank: int) -> None:
         assert nn.utils.get_total_norm([p.grad for p in single.parameters()]).item() == pytest.approx(clipped, rel=1e-5)
         for name, parameter in model.named_parameters():
             whole = single.get_parameter(name)
-            torch.testing.assert_close(parameter, slice_of(whole, model.moe) if "experts" in name else whole, **CLOSE)
+            torch.testing.assert_close(parameter, owned(whole, model.moe, name.removeprefix("moe.")), **CLOSE)
 
 
 def test_clipping_uses_the_norm_of_one_process(run_processes):
@@ -178,7 +173,7 @@ def test_clipping_uses_the_norm_of_one_process(run_processes):
 
 def errors_and_edges(rank: int) -> None:
     group = dist.group.WORLD
-    for num_experts in (2, 6):
+    for num_experts in (3, 6):
         with pytest.raises(ValueError, match=rf"num_experts \({num_experts}\) .*size \(4\)"):
             make_layer(group=group, num_experts=num_experts)
     others = dist.new_group([0, 1])

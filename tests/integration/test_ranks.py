@@ -109,7 +109,7 @@ def test_ranks_share_the_experts_out(request):
             model = build_model(config, 10, dist.group.WORLD)
         finally:
             dist.destroy_process_group()
-        assert [layer.num_local_experts for layer in moe_layers(model).values()] == [2, 2]
+        assert [layer.shard.num_experts for layer in moe_layers(model).values()] == [2, 2]
         parts.append(model.state_dict())
     for name, tensor in single.items():
         if ".experts." in name:

@@ -12,14 +12,20 @@ OURS = ("moe_core", "swinv2_moe", "tools")
 ENGINE_ROOM = {"torch", "triton", "safetensors"}  # all that moe_core needs besides the standard library
 
 # A module belongs to the longest prefix here that names it, and may import what that one lists, and itself.
-BASICS = ["moe_core.config", "moe_core.precision", "moe_core.losses", "moe_core.kernels", "moe_core.parallel.groups"]
+BASICS = [
+    *("moe_core.config", "moe_core.precision", "moe_core.losses", "moe_core.kernels"),
+    *("moe_core.parallel.groups", "moe_core.parallel.strategy"),
+]
 PARTS = ["moe_core.router", "moe_core.dispatch", "moe_core.experts", "moe_core.parallel"]
 SHARED = ["moe_core", "swinv2_moe.errors", "swinv2_moe.config"]
 ALLOWED = {
     "moe_core": ["moe_core"],  # what stands on the layer: training, checkpoint, __init__
     "moe_core.layer": BASICS + PARTS,
     **dict.fromkeys(PARTS, BASICS),
+    "moe_core.parallel": [*BASICS, "moe_core.dispatch", "moe_core.experts", "moe_core.cost_model"],
+    "moe_core.cost_model": BASICS,
     **dict.fromkeys(BASICS, ()),
+    "moe_core.parallel.groups": ["moe_core.parallel.lane"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],
     "swinv2_moe.config": ["swinv2_moe.errors", "swinv2_moe.config_checks"],
@@ -80,7 +86,7 @@ def test_imports_run_one_way(path):
     [
         ("moe_core.router", "moe_core.layer.MoELayer"),
         ("moe_core.kernels.rows", "moe_core.dispatch"),
-        ("moe_core.parallel.groups", "moe_core.parallel.Exchange"),
+        ("moe_core.parallel.groups", "moe_core.parallel.pipeline.Pipeline"),
         ("moe_core.layer", "moe_core.training"),
         ("moe_core.layer", "swinv2_moe.config"),
         ("moe_core.checkpoint", "timm"),

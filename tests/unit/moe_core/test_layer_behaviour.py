@@ -148,10 +148,22 @@ def test_experts_that_return_another_shape():
         layer(tokens().float())
 
 
-@pytest.mark.parametrize("group_size", [8, 3])
-def test_experts_per_rank_names_both_values(group_size):
-    with pytest.raises(ValueError, match=rf"num_experts \(4\) .* size \({group_size}\)"):
-        MoEConfig(**TINY).experts_per_rank(group_size)
+@pytest.mark.parametrize(
+    ("group_size", "message"),
+    [
+        (3, r"num_experts \(4\) must be divisible by the expert-parallel size \(3\)"),
+        (6, r"num_experts \(4\) must be a divisor of the expert-parallel size \(6\)"),
+        (16, r"hidden_dim \(10\) must be divisible by the 4 ranks of one expert: num_experts \(4\) .* size of 16"),
+        (12, r"hidden_dim \(10\) must be divisible by the 3 ranks"),
+    ],
+)
+def test_experts_that_do_not_divide_over_the_ranks_name_both_values(group_size, message):
+    with pytest.raises(ValueError, match=message):
+        MoEConfig(**TINY).shard(0, group_size)
+    if group_size == 12:  # the output bias is cut along model_dim
+        with pytest.raises(ValueError, match=r"model_dim \(7\) must be divisible by the 3 ranks"):
+            MoEConfig(**{**TINY, "hidden_dim": 12, "model_dim": 7}).shard(0, 12)
+        MoEConfig(**{**TINY, "hidden_dim": 12, "model_dim": 7, "output_bias": False}).shard(0, 12)
 
 
 def test_parameters_have_the_published_names_and_shapes():

@@ -1,0 +1,61 @@
+"""Work that runs beside the caller's: a thread where tensors are on the CPU, a side stream on a GPU."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+
+class Lane:
+    """Runs what it is given in that order, one after the other; every rank of a group must give the same.
+
+    Whatever process groups its work uses must be used nowhere else: two threads on one process group would meet their
+    peers in an order that differs from rank to rank.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def submit(self, function: Callable[..., None], tensors: tuple[Tensor, ...], *args) -> Callable[[], None]:
+        """Begin `function(*tensors, *args)`; the result waits for its end and raises what it raised.
+
+        On a GPU only the caller's current stream waits. The tensors, inputs and outputs alike, are made by the caller.
+        """
+        tensors = tuple(tensor.detach() for tensor in tensors)
+        if tensors[0].is_cuda:
+            return self._submit_to_stream(function, tensors, *args)
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            # daemon: a process whose main thread failed must not wait for peers before it ends
+            threading.Thread(target=_serve, args=(self._queue,), name="moe_core lane", daemon=True).start()
+        future: Future = Future()
+        self._queue.put((future, function, tensors, args))
+        return future.result
+
+    def _submit_to_stream(self, function: Callable[..., None], tensors: tuple[Tensor, ...], *args) -> Callable:
+        device = tensors[0].device
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            function(*tensors, *args)
+            done = stream.record_event()
+        for tensor in tensors:
+            tensor.record_stream(stream)  # the allocator must not hand its memory on before the stream is through
+        return lambda: torch.cuda.current_stream(device).wait_event(done)
+
+
+@torch.no_grad()
+def _serve(queue: SimpleQueue) -> None:
+    while True:
+        future, function, tensors, args = queue.get()
+        try:
+            function(*tensors, *args)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del future, function, tensors, args  # a waiting thread must not keep tensors alive
