@@ -161,7 +161,7 @@ class ExpertGroup:
     @contextmanager
     def _equal_history(self) -> Iterator[None]:
         """torch (2.11) names a group after its ranks and the number of groups its process is in. Where that number
-        differs between ranks, say because one of them has a group of its own, they would wait for each other forever."""
+        differs between ranks, say because one of them has another group, they would wait for each other forever."""
         names = dist.distributed_c10d._world.pg_names
         missing = self.max(len(names), self._device()) - len(names)
         strangers = [object() for _ in range(missing)]
