@@ -1,0 +1,291 @@
+"""A cluster on one machine: every node is a Linux network namespace with a link of its own, every rank a gloo process.
+
+    with Cluster(nodes=2, ranks_per_node=4, rate_mbit=1000) as cluster:
+        results = cluster.run(function, argument, timeout=60)  # function(rank, world_size, argument) on every rank
+        cluster.set_rate(100)
+
+Ranks of one node talk over its loopback, at memory speed. Ranks of different nodes talk over veth pairs and a bridge; a
+token bucket (tc tbf) at either end of each pair limits what its node sends and what it receives. The bridge lives in a
+namespace too, so nothing of a cluster shows among the machine's own links, and to delete the namespaces is to delete
+all of it. Only rates are shaped: no delay beyond the few tens of microseconds that the kernel takes.
+
+Linux only, as root, with iproute2.
+"""
+
+# N nodes, g ranks of a node, W = N g ranks
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+NAMESPACES = Path("/var/run/netns")
+PREFIX = "moe-cluster"
+UPLINK = "eth0"  # of every node; its other end is port<node> of the switch
+STORE_PORT = 29500  # every cluster has its own: ports belong to a namespace
+CLONE_NEWNET = 0x40000000
+LEAST_BURST = 128 * 1024  # bytes; one that cannot take TCP's 64 KB packets whole makes tbf cut them up: 3 times slower
+BURST_SECONDS = 2e-4  # timers fire late by some tens of microseconds: a smaller bucket would lose rate to that
+MOST_QUEUED = 64 * 2**20  # bytes; nothing is dropped, as in a lossless fabric; with 2 MiB a third of the rate was lost
+
+# One server imports torch once and forks a clean child for every rank of every run: 16 ranks start in half a second.
+multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "moe_core"])
+
+
+class Cluster:
+    """N nodes of g ranks; a context manager that leaves nothing behind.
+
+    Args:
+        nodes: N; node i has the address 10.77.0.(i + 1).
+        ranks_per_node: g; node i has the ranks from g i to g (i + 1) - 1.
+        rate_mbit: what each node's link carries in each direction, in 10^6 bit/s, with all headers; None: unshaped.
+
+    Raises:
+        ValueError: sizes or a rate that no cluster can have.
+        RuntimeError: `ip` or `tc` failed; see `unavailable`.
+    """
+
+    def __init__(self, nodes: int, ranks_per_node: int, rate_mbit: float | None = None) -> None:
+        if not 1 <= nodes <= 250 or ranks_per_node < 1:
+            raise ValueError(f"nodes ({nodes}) must be 1 to 250 and ranks_per_node ({ranks_per_node}) at least 1")
+        self.nodes, self.ranks_per_node, self.rate_mbit = nodes, ranks_per_node, rate_mbit
+        name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"  # the id tells whose owner is gone
+        self._switch = f"{name}-switch"
+        self._namespaces = [f"{name}-node{node}" for node in range(nodes)]
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def __enter__(self) -> "Cluster":
+        remove_abandoned()
+        _start_server()
+        try:
+            self._build()
+            self.set_rate(self.rate_mbit)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Delete the namespaces, and with them all links; kill what still runs in them."""
+        for name in [self._switch, *self._namespaces]:
+            _remove(name)
+
+    def _build(self) -> None:
+        _command("ip", "netns", "add", self._switch)
+        _command("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
+        for node, name in enumerate(self._namespaces):
+            port = f"port{node}"
+            _command("ip", "netns", "add", name)
+            _command("ip", "-n", name, "link", "set", "lo", "up")
+            peer = ("peer", "name", port, "netns", self._switch)
+            _command("ip", "-n", name, "link", "add", UPLINK, "type", "veth", *peer)
+            _command("ip", "-n", name, "address", "add", f"{_address(node)}/24", "dev", UPLINK)
+            _command("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
+            _command("ip", "-n", name, "link", "set", UPLINK, "up")
+
+    def set_rate(self, rate_mbit: float | None) -> None:
+        """Change what every link carries; also while ranks run."""
+        qdisc = ["noqueue"]
+        if rate_mbit is not None:
+            if not 0.1 <= rate_mbit <= 1e5:
+                raise ValueError(f"rate_mbit ({rate_mbit}) must be from 0.1 to 100000, or None")
+            burst = max(LEAST_BURST, int(rate_mbit * 1e6 / 8 * BURST_SECONDS))
+            qdisc = ["tbf", "rate", f"{round(rate_mbit * 1e6)}bit", "burst", str(burst), "limit", str(MOST_QUEUED)]
+        for node, name in enumerate(self._namespaces):
+            for namespace, device in ((name, UPLINK), (self._switch, f"port{node}")):
+                _command("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *qdisc)
+        self.rate_mbit = rate_mbit
+
+    def bytes_sent(self) -> list[int]:
+        """What each node has put on its link so far, headers included [N]; `node_bytes_sent` is a rank's view of it."""
+        links = json.loads(_command("ip", "-n", self._switch, "-s", "-j", "link", "show"))
+        received = {link["ifname"]: link["stats64"]["rx"]["bytes"] for link in links}
+        return [received[f"port{node}"] for node in range(self.nodes)]
+
+    def run(self, function: Callable, *args, timeout: float = 60) -> list:
+        """`function(rank, world_size, *args)` on every rank, in a gloo world with torchrun's variables.
+
+        The function must be importable (at a module's top level), and what it returns be plain numbers, strings, lists
+        and dictionaries. Torch has one thread in every rank.
+
+        Returns:
+            What the ranks returned, in their order [W].
+
+        Raises:
+            RuntimeError: the first failure, with the rank's traceback; the other ranks are ended.
+            TimeoutError: ranks that still run after so many seconds; they are ended.
+        """
+        deadline = time.monotonic() + timeout
+        started = []
+        try:
+            for rank in range(self.world_size):
+                started.append(self._start(rank, function, args, timeout))
+            return _collect([pipe for _, pipe in started], deadline)
+        finally:
+            for process, _ in started:
+                process.kill()
+                process.join()
+
+    def _start(self, rank: int, function: Callable, args: tuple, timeout: float) -> tuple[BaseProcess, Connection]:
+        context = multiprocessing.get_context("forkserver")
+        pipe, childs_end = context.Pipe(duplex=False)
+        namespace = self._namespaces[rank // self.ranks_per_node]
+        arguments = (namespace, self._variables(rank), function, args, timeout, childs_end)
+        process = context.Process(target=_run_rank, args=arguments)
+        process.start()
+        childs_end.close()  # else the pipe of a rank that died would stay open
+        return process, pipe
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        node, local_rank = divmod(rank, self.ranks_per_node)
+        variables = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node}
+        variables |= {"WORLD_SIZE": self.world_size, "LOCAL_WORLD_SIZE": self.ranks_per_node}
+        variables |= {"MASTER_ADDR": _address(0), "MASTER_PORT": STORE_PORT, "GLOO_SOCKET_IFNAME": UPLINK}
+        return {name: str(value) for name, value in variables.items()}
+
+
+def unavailable() -> str | None:
+    """Why no cluster can be made here, in one line; None where one can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: install iproute2"
+    try:
+        with Cluster(1, 1, rate_mbit=100):
+            return None
+    except RuntimeError as error:  # a container without the rights, a kernel without veth, bridge or tbf
+        return str(error)
+
+
+def require() -> None:
+    """End a script with exit code 2 and one line where no cluster can be made."""
+    reason = unavailable()
+    if reason is not None:
+        print(f"cannot make a cluster on this machine: {reason}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def remove_abandoned() -> None:
+    """Remove the namespaces of clusters whose process was killed, and what still runs in them."""
+    for path in NAMESPACES.glob(f"{PREFIX}-*"):
+        owner = path.name.removeprefix(f"{PREFIX}-").split("-")[0]
+        if not Path("/proc", owner).exists():
+            _remove(path.name)
+
+
+def node_bytes_sent() -> int:
+    """What the node of the calling rank has put on its link so far, headers included.
+
+    Read it before one barrier and after another: behind the first, the node's other ranks may have sent already.
+    """
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == UPLINK:
+            return int(counters.split()[8])
+    raise RuntimeError(f"this process is not a rank of a cluster: it has no {UPLINK}")
+
+
+def _address(node: int) -> str:
+    return f"10.77.0.{node + 1}"
+
+
+def _command(*words: str) -> str:
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(words)}: {' '.join(result.stderr.split())}")
+    return result.stdout
+
+
+def _remove(namespace: str) -> None:
+    if not (NAMESPACES / namespace).exists():
+        return
+    for pid in _command("ip", "netns", "pids", namespace).split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    _command("ip", "netns", "delete", namespace)
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list:
+    """What each rank sent, in the order of ranks; the failure that came first, if one did."""
+    results, waiting = {}, {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        ready = wait(list(waiting), max(0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(pipes)} still run: out of time")
+        failures = []
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            moment, error, results[rank] = _receive(pipe)
+            if error is not None:
+                failures.append((moment, f"rank {rank} of {len(pipes)} failed: {error}"))
+        if failures:  # the others often fail because of the first
+            raise RuntimeError(min(failures)[1])
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _receive(pipe: Connection) -> tuple[float, str | None, object]:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return 0.0, "its process ended without a result (killed? out of memory? stderr may tell)", None
+
+
+def _run_rank(namespace: str, variables: dict[str, str], function: Callable, args: tuple, timeout: float, pipe) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its ranks
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        _enter(namespace)
+        os.environ.update(variables)
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        result = function(dist.get_rank(), dist.get_world_size(), *args)
+        dist.barrier()  # nobody leaves while another still needs rank 0's store
+        dist.destroy_process_group()
+        pipe.send((time.monotonic(), None, result))
+    except Exception:
+        pipe.send((time.monotonic(), traceback.format_exc(), None))
+
+
+def _start_server() -> None:
+    """The process that forks ranks; its C++ log leaves out that the addresses of nodes have no host names."""
+    with mock.patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1"):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _enter(namespace: str) -> None:
+    """Move this thread, and those it will start, to a network namespace (os.setns is there from Python 3.12)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(NAMESPACES / namespace) as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {namespace}")
