@@ -17,6 +17,7 @@ from moe_core.experts import Experts
 from moe_core.parallel import ExpertGroup, ParallelStrategy
 from moe_core.parallel.gather import strategy_weights
 from moe_core.parallel.pipeline import Pipeline
+from moe_core.parallel.tuner import Tuner
 from moe_core.precision import expert_dtype, without_autocast
 from moe_core.router import Routing, make_router, perturb_input, route
 
@@ -37,7 +38,8 @@ class MoELayer(nn.Module):
         group: the expert-parallel ranks, over which the experts are spread in contiguous, equal shares (parts of one
             expert where ranks are more); None: all experts in this process. Give several layers one ExpertGroup, rather
             than a process group each, and they share what their strategies set up.
-        strategy: how the group is used; it changes neither the result nor who owns which parameter.
+        strategy: how the group is used; it changes neither the result nor who owns which parameter. "auto" tries
+            strategies while training and keeps the fastest (moe_core.parallel.tuner).
         router: in place of the configured one, a module from tokens [T, M] to logits [T, E]; or several of them, of
             which each call takes one.
         experts: in place of the built-in ones, a module from (rows [N, M], offsets [E_local]) to rows [N, M]; its
@@ -55,7 +57,7 @@ class MoELayer(nn.Module):
         config: MoEConfig,
         group: dist.ProcessGroup | ExpertGroup | None = None,
         *,
-        strategy: ParallelStrategy = ParallelStrategy(),  # noqa: B008 - frozen
+        strategy: ParallelStrategy | str = ParallelStrategy(),  # noqa: B008 - frozen
         router: nn.Module | Sequence[nn.Module] | None = None,
         experts: nn.Module | None = None,
         device=None,
@@ -87,7 +89,7 @@ class MoELayer(nn.Module):
         *,
         top_k: int | None = None,
         capacity_factor: float | None = None,
-        strategy: ParallelStrategy | None = None,
+        strategy: ParallelStrategy | str | None = None,
         router: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """x [..., M] -> y like x, and the auxiliary loss (a scalar of at least fp32, unweighted).
@@ -117,9 +119,14 @@ class MoELayer(nn.Module):
         self._check(x, top_k, capacity_factor, strategy, router)
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
         routing = self._route(tokens, top_k, router)
-        plan = self._plan(routing, top_k, capacity_factor)
+        capacity = self._capacity(tokens, top_k, capacity_factor)
+        plan = self._plan(routing, capacity)
         self.last_routing = _statistics(routing, plan)
-        y = self._through_experts(tokens.to(expert_dtype(tokens)), routing.gates, plan, strategy)
+        tokens = tokens.to(expert_dtype(tokens))
+        if strategy == "auto":
+            y = self._through_experts_tuned(tokens, routing.gates, plan, capacity)
+        else:
+            y = self._through_experts(tokens, routing.gates, plan, strategy)
         return y.to(x.dtype).view_as(x), routing.aux_loss
 
     def _through_experts(self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, strategy: ParallelStrategy) -> Tensor:
@@ -136,6 +143,19 @@ class MoELayer(nn.Module):
         rows = pipeline.run(rows, partial(_apply, experts))
         return combine(rows, gates.repeat_interleave(strategy.r, 1), pipeline.plan)
 
+    def _through_experts_tuned(self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, capacity: int | None) -> Tensor:
+        """The same with the strategy that the group's tuner has found for this capacity, or tries now."""
+        if self.group.size == 1:
+            return self._through_experts(tokens, gates, plan, ParallelStrategy())
+        needed = self.group.max(int(plan.counts.max()), tokens.device) if capacity is None else capacity
+        tuner, built_in = Tuner.of(self.group), isinstance(self.experts, Experts)
+        key = tuner.key(self.config, gates.shape[1], tokens.element_size(), built_in, needed)
+        explore = self.training and torch.is_grad_enabled() and tokens.requires_grad
+        strategy, trial = tuner.choose(self, key, explore)
+        if trial is None:
+            return self._through_experts(tokens, gates, plan, strategy)
+        return trial.end(self._through_experts(trial.begin(tokens), gates, plan, strategy))
+
     def _route(self, tokens: Tensor, top_k: int, router: int) -> Routing:
         # At least fp32, autocast or not: a bf16 softmax flips close choices.
         with without_autocast(tokens):
@@ -144,11 +164,13 @@ class MoELayer(nn.Module):
             logits = module(perturb_input(tokens, self.config, self.training))
             return route(logits, self.config, top_k, self.training)
 
-    def _plan(self, routing: Routing, top_k: int, capacity_factor: float) -> DispatchPlan:
-        capacity = None
-        if capacity_factor != 0:
-            most_tokens = self.group.max(routing.gates.shape[0], routing.gates.device)
-            capacity = expert_capacity(most_tokens, self.config.num_experts, top_k, capacity_factor)
+    def _capacity(self, tokens: Tensor, top_k: int, capacity_factor: float) -> int | None:
+        if capacity_factor == 0:
+            return None
+        most_tokens = self.group.max(len(tokens), tokens.device)
+        return expert_capacity(most_tokens, self.config.num_experts, top_k, capacity_factor)
+
+    def _plan(self, routing: Routing, capacity: int | None) -> DispatchPlan:
         priority = routing.probs.detach().amax(1) if self.config.batch_prioritized else None
         return make_plan(routing.expert_ids, self.config.num_experts, capacity, priority)
 
@@ -173,6 +195,10 @@ class MoELayer(nn.Module):
             self._try_experts(x)
 
     def _check_strategy(self, strategy: ParallelStrategy) -> None:
+        if strategy == "auto":
+            return
+        if not isinstance(strategy, ParallelStrategy):
+            raise ValueError(f"strategy ({strategy!r}) must be a ParallelStrategy or 'auto'")
         strategy.check(self.config.num_experts, self.group.size)
         if strategy.r != 1 and not isinstance(self.experts, Experts):
             raise ValueError(f"r ({strategy.r}) must be 1 with an experts module of one's own")

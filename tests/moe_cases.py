@@ -10,13 +10,14 @@ from torch import Tensor
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.kernels import reference
+from moe_core.parallel import ParallelStrategy
 
 TINY = {"model_dim": 6, "hidden_dim": 10, "num_experts": 4}  # odd widths: nothing here is a multiple of 16 bytes
 
 
-def make_layer(seed: int = 0, dtype: torch.dtype = torch.float64, group=None, **config) -> MoELayer:
+def make_layer(seed: int = 0, dtype=torch.float64, group=None, strategy=ParallelStrategy(), **config) -> MoELayer:  # noqa: B008
     torch.manual_seed(seed)
-    return MoELayer(MoEConfig(**{**TINY, **config}), group).to(dtype)
+    return MoELayer(MoEConfig(**{**TINY, **config}), group, strategy=strategy).to(dtype)
 
 
 def plain_logits(layer: MoELayer, x: Tensor) -> Tensor:

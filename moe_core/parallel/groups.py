@@ -38,9 +38,10 @@ class ExpertGroup:
         process_group: None is a group of one, which needs no torch.distributed.
         replicas: the ranks that own the same experts as this one, in other expert groups; None: there are none.
         timeout: of the process groups made here; None: torch's default.
+        ranks_per_node: consecutive ranks of the group that share a node; None: as torchrun says.
 
     Raises:
-        ValueError: this process is not a member of the group.
+        ValueError: ranks_per_node does not divide the group; this process is not a member of the group.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class ExpertGroup:
         process_group: dist.ProcessGroup | None = None,
         replicas: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
+        ranks_per_node: int | None = None,
     ) -> None:
         for group, name in ((process_group, "expert-parallel"), (replicas, "replica")):
             if group is not None and group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -57,8 +59,10 @@ class ExpertGroup:
         self.rank = 0 if process_group is None else process_group.rank()
         self.num_replicas = 1 if replicas is None else replicas.size()
         self.replica = 0 if replicas is None else replicas.rank()
+        self._given_ranks_per_node = None if ranks_per_node is None else self.ranks_per_node(ranks_per_node)
         self.lane = Lane()
         self.traffic: Traffic | None = None
+        self.tuner = None  # set by moe_core.parallel.tuner, which shares its findings between the group's layers
         self._made: dict[tuple, dist.ProcessGroup] = {}
 
     @classmethod
@@ -101,7 +105,7 @@ class ExpertGroup:
         return self._make((purpose, -step), range(self.rank % step, self.size, step))
 
     def ranks_per_node(self, given: int | None = None) -> int:
-        """`given`, or as torchrun's variables say; consecutive ranks of the group share a node.
+        """`given`, or what the group was given, or as torchrun's variables say.
 
         Raises:
             ValueError: it does not divide the group; nothing is known; the group takes unequal parts of its nodes.
@@ -110,8 +114,8 @@ class ExpertGroup:
             if self.size % given:
                 raise ValueError(f"ranks_per_node ({given}) must divide the expert-parallel size ({self.size})")
             return given
-        if self.size == 1:
-            return 1
+        if self.size == 1 or self._given_ranks_per_node:
+            return self._given_ranks_per_node or 1
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         if not local.isdigit() or local == "0":
             raise ValueError(f"ranks_per_node must be given: LOCAL_WORLD_SIZE ({local!r}) is not one that torchrun set")
@@ -163,7 +167,7 @@ class ExpertGroup:
         """torch (2.11) names a group after its ranks and the number of groups its process is in. Where that number
         differs between ranks, say because one of them has another group, they would wait for each other forever."""
         names = dist.distributed_c10d._world.pg_names
-        missing = self.max(len(names), self._device()) - len(names)
+        missing = self.max(len(names), self.device) - len(names)
         strangers = [object() for _ in range(missing)]
         names.update(dict.fromkeys(strangers, ""))
         try:
@@ -172,7 +176,9 @@ class ExpertGroup:
             for stranger in strangers:
                 del names[stranger]
 
-    def _device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """Where the group's collectives take their tensors."""
         on_gpu = "nccl" in dist.get_backend(self.process_group)
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
