@@ -1,0 +1,273 @@
+"""Step time and memory of a configured model on any number of GPUs, predicted without one.
+
+The MoE layers' times come from moe_core's cost model, under the strategy (r, d, all-to-all algorithm) that is best for
+all of them together. The rest is counted here: the trunk's products, all other work by the activations it makes, the
+all-reduce of the trunk's gradients beside its backward pass, the optimiser's reading and writing. docs/planner.md has
+the formulas, what is assumed, and the errors against published figures.
+"""
+
+# W GPUs, g of them on each of N nodes
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from yacs.config import CfgNode
+
+from moe_core import MoEConfig, cost_model, expert_parameters, moe_layers
+from swinv2_moe.errors import UserError
+from swinv2_moe.models.build import build_model
+from swinv2_moe.models.complexity import count
+
+LARGEST = 4096
+ASSUMED_CLASSES = 1000  # where the configuration leaves the number to the data
+# What is not a product (norms, softmax, window shifts, launches, waiting) is taken to read or write each activation
+# that autograd keeps so many times a step. Fitted to dense SwinV2-B's 291 images/s on an A100 (arXiv 2206.03382).
+ACTIVATION_PASSES = 67
+STATE_BYTES = 16  # a parameter in fp32, its gradient and AdamW's two moments
+UPDATE_BYTES = 28  # of them a step reads all four and writes three
+BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a prediction needs to know of a model; all per image unless said."""
+
+    trunk_parameters: int  # all but the experts
+    expert_parameters: int  # over all ranks
+    trunk_macs: int
+    activations: int  # elements that autograd keeps where nothing is recomputed
+    kept: int  # elements that it keeps as configured
+    layers: tuple[tuple[MoEConfig, int, int], ...]  # MoE layers: shape, tokens of an image, how many are alike
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One row of the plan."""
+
+    gpus: int
+    nodes: int
+    strategy: cost_model.ParallelStrategy | None  # None: nothing is exchanged
+    parts: dict[str, float]  # seconds of an optimiser step on the slowest path, by what they are spent on
+    images: int  # of a step, over all GPUs
+    memory: float  # bytes on a GPU
+
+    @property
+    def step(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def exchange_share(self) -> float:
+        return self.parts["all-to-all"] / self.step
+
+
+def describe(config: CfgNode) -> Model:
+    """Count the configured model on the meta device: no memory, and a few seconds."""
+    classes = config.MODEL.NUM_CLASSES or ASSUMED_CLASSES
+    with torch.device("meta"):
+        model = build_model(config, classes)
+    size, channels = config.DATA.IMG_SIZE, config.MODEL.SWINV2.IN_CHANS
+    experts = sum(p.numel() for p in expert_parameters(model).values())
+    layers = _layers(model, torch.empty(1, channels, size, size, device="meta"))
+    images = [torch.empty(n, channels, size, size, device="meta") for n in (1, 2)]
+    one, kept = (_saved_elements(model, batch) for batch in images)  # the second image alone: weights' copies drop out
+    model.set_grad_checkpointing(False)
+    one_whole, whole = (_saved_elements(model, batch) for batch in images)
+    parameters, macs = count(model, size, channels)
+    for moe, tokens, alike in layers:
+        macs -= alike * tokens * min(moe.top_k, moe.num_experts) * 2 * moe.model_dim * moe.hidden_dim
+    return Model(parameters - experts, experts, macs, whole - one_whole, kept - one, layers)
+
+
+@torch.no_grad()
+def _layers(model: nn.Module, image: torch.Tensor) -> tuple[tuple[MoEConfig, int, int], ...]:
+    found: Counter = Counter()
+
+    def record(layer: nn.Module, args: tuple) -> None:
+        found[layer.config, math.prod(args[0].shape[:-1])] += 1
+
+    hooks = [layer.register_forward_pre_hook(record) for layer in moe_layers(model).values()]
+    model(image)
+    for hook in hooks:
+        hook.remove()
+    return tuple((moe, tokens, alike) for (moe, tokens), alike in found.items())
+
+
+def _saved_elements(model: nn.Module, images: torch.Tensor) -> int:
+    """Elements that autograd keeps of one forward pass, parameters aside, each once."""
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    saved = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor  # held, so that no other storage takes its address
+        return tensor
+
+    model.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(images)
+    return sum(t.untyped_storage().nbytes() // t.element_size() for key, t in saved.items() if key not in own)
+
+
+def scales(gpus_per_node: int, gpus: int) -> list[int]:
+    """1, 2, 4, ... inside a node, then a node times 1, 2, 4, ... up to 4,096 GPUs; and `gpus`."""
+    inside = [2**k for k in range(gpus_per_node.bit_length()) if 2**k < gpus_per_node]
+    nodes = [gpus_per_node * 2**k for k in range(LARGEST.bit_length()) if gpus_per_node * 2**k <= LARGEST]
+    return sorted({*inside, *nodes, gpus})
+
+
+def predict(
+    model: Model, config: CfgNode, machine: cost_model.Machine, gpus: int, gpus_per_node: int, batch_size: int
+) -> Prediction:
+    """One optimiser step with `batch_size` images per GPU and forward pass.
+
+    Raises:
+        ValueError: experts that this number of GPUs cannot share.
+    """
+    size = 2 if config.AMP_ENABLE else 4
+    repeats, recomputed = config.TRAIN.ACCUMULATION_STEPS, config.TRAIN.USE_CHECKPOINT
+    for moe, _, _ in model.layers:
+        moe.shard(0, gpus)
+    shapes = [(cost_model.LayerShape.of(moe, batch_size * tokens, size), alike) for moe, tokens, alike in model.layers]
+    strategy, layers = _best(machine, shapes, gpus, gpus_per_node)
+    trunk = 6 * model.trunk_macs * batch_size / machine.rate(size)
+    trunk += ACTIVATION_PASSES * model.activations * batch_size * size / machine.memory_bandwidth
+    trunk *= 4 / 3 if recomputed else 1  # the forward pass twice
+    own_parameters = model.trunk_parameters + model.expert_parameters / gpus
+    parts = {
+        "trunk": repeats * trunk,
+        "experts": repeats * layers.experts,
+        "routing, dispatch": repeats * (layers.routing + layers.dispatch),
+        "all-to-all": repeats * layers.exposed_exchange,
+        "weight gather": repeats * layers.gather,
+        "gradient all-reduce": _exposed_all_reduce(machine, model.trunk_parameters, gpus, gpus_per_node, trunk * 2 / 3),
+        "optimiser": own_parameters * UPDATE_BYTES / machine.memory_bandwidth,
+    }
+    memory = own_parameters * (STATE_BYTES + (size if size < 4 else 0))  # and a copy in the dtype of products
+    memory += 4 * model.trunk_parameters * (gpus > 1)  # DistributedDataParallel's buckets
+    memory += model.kept * batch_size * size + _strategy_bytes(shapes, gpus, strategy)
+    return Prediction(gpus, math.ceil(gpus / gpus_per_node), strategy, parts, repeats * batch_size * gpus, memory)
+
+
+def _best(
+    machine: cost_model.Machine, shapes: Sequence[tuple[cost_model.LayerShape, int]], gpus: int, gpus_per_node: int
+) -> tuple[cost_model.ParallelStrategy | None, cost_model.LayerTime]:
+    """The strategy with the shortest total over all layers, and that total."""
+    nothing = cost_model.LayerTime(0, 0, 0, 0, 0, 0)
+    if not shapes:
+        return None, nothing
+    nodes = math.ceil(gpus / gpus_per_node)
+    totals = []
+    for strategy in cost_model.candidates(shapes[0][0].num_experts, gpus, nodes):
+        total = nothing
+        for shape, alike in shapes:
+            total = total.plus(cost_model.layer_time(machine, shape, gpus, strategy), alike)
+        totals.append((strategy, total))
+    strategy, total = min(totals, key=lambda pair: pair[1].total)
+    return (strategy if gpus > 1 else None), total
+
+
+def _exposed_all_reduce(
+    machine: cost_model.Machine, parameters: int, gpus: int, gpus_per_node: int, backward: float
+) -> float:
+    """What is left of the fp32 gradients' all-reduce behind the trunk's backward pass: at least the last bucket.
+
+    Inside a node and between nodes in turn, as NCCL's trees do: each GPU's network link carries 1/g of the bytes.
+    """
+    near = min(gpus, gpus_per_node)
+    nodes, buckets = math.ceil(gpus / near), math.ceil(4 * parameters / BUCKET_BYTES)
+    each = 4 * parameters / buckets
+    bucket = machine.intra.seconds(2 * math.log2(near), 2 * each * (near - 1) / near)
+    bucket += machine.inter.seconds(2 * math.log2(nodes), 2 * each / near * (nodes - 1) / nodes)
+    return max(buckets * bucket - backward, bucket)
+
+
+def _strategy_bytes(
+    shapes: Sequence[tuple[cost_model.LayerShape, int]], gpus: int, strategy: cost_model.ParallelStrategy | None
+) -> float:
+    """Kept for the backward pass beyond one GPU's: gathered weights, and rows copied to r hidden parts."""
+    if strategy is None:
+        return 0.0
+    total = 0.0
+    for shape, alike in shapes:
+        gathered = cost_model.volume(shape, gpus, strategy).weights.elements
+        copies = 2 * max(strategy.r - 1, 0) * shape.num_experts * shape.rows_per_expert * shape.model_dim
+        total += alike * (gathered + copies) * shape.element_size
+    return total
+
+
+def machine_named(profile: str) -> cost_model.Machine:
+    """A named profile, or this machine (`here`) with an A100 cluster's links, which one process cannot measure."""
+    if profile != "here":
+        return cost_model.PROFILES[profile]
+    links = cost_model.PROFILES["a100-hdr"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return replace(cost_model.calibrate(None, 1, device), intra=links.intra, inter=links.inter)
+
+
+def draw(plan: Sequence[Prediction], own: int, title: str, path: Path) -> None:
+    """A PNG: step time by part as stacked bars, and below it the shares of communication; `own` GPUs are marked.
+
+    Raises:
+        UserError: a file that cannot be written.
+    """
+    from matplotlib.figure import Figure  # half a second; not by pyplot: no display is needed
+
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    bars, shares = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
+    labels = [f"{row.gpus:,}\n{_short(row.strategy)}" for row in plan]
+    _stack(bars, plan, labels)
+    bars.set_title(title, loc="left")
+    for name, marker in (("all-to-all", "o"), ("weight gather", "s")):
+        percent = [100 * row.parts[name] / row.step for row in plan]
+        shares.plot(labels, percent, color=_COLOURS[name], marker=marker, label=name)
+    shares.set_ylabel("% of the step")
+    shares.set_ylim(bottom=0)
+    shares.set_xlabel("GPUs; best r, pipeline degree and all-to-all (grey: your cluster)")
+    for axes in (bars, shares):
+        axes.axvspan(*_around([row.gpus for row in plan], own), color="0.9", zorder=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    try:
+        figure.savefig(path, format="png", dpi=130)
+    except OSError as error:
+        raise UserError(f"--output {path} cannot be written ({error.strerror})") from error
+
+
+_COLOURS = {
+    "trunk": "#4c72b0",
+    "experts": "#55a868",
+    "routing, dispatch": "#a1c9a8",
+    "all-to-all": "#c44e52",
+    "weight gather": "#dd8452",
+    "gradient all-reduce": "#8172b3",
+    "optimiser": "#937860",
+}
+
+
+def _stack(axes, plan: Sequence[Prediction], labels: list[str]) -> None:
+    tops = [0.0] * len(plan)
+    for name, colour in _COLOURS.items():
+        heights = [1e3 * row.parts[name] for row in plan]
+        drawn = axes.bar(labels, heights, bottom=tops, label=name, color=colour, width=0.72)
+        tops = [top + height for top, height in zip(tops, heights, strict=True)]
+    axes.bar_label(drawn, [f"{top:,.0f}" if top >= 100 else f"{top:.3g}" for top in tops], padding=2, fontsize=9)
+    axes.set_ylabel("one step, ms")
+    axes.set_ylim(0, 1.3 * max(tops))
+    axes.legend(ncols=4, frameon=False, loc="upper left")
+
+
+def _around(gpus: list[int], own: int) -> tuple[float, float]:
+    """The band of one column; empty if it was left out."""
+    column = gpus.index(own) if own in gpus else math.nan
+    return column - 0.5, column + 0.5
+
+
+def _short(strategy: cost_model.ParallelStrategy | None) -> str:
+    if strategy is None or strategy.r == 0:
+        return "-\n" if strategy is None else "r=0\n"
+    return f"r={strategy.r} d={strategy.pipeline_degree}\n{strategy.all_to_all}"

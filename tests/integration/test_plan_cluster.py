@@ -1,0 +1,153 @@
+"""tools/plan_cluster.py in this process: table, figure, refusals; and its step times against published ones."""
+
+import importlib.util
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from moe_core import cost_model
+from swinv2_moe import planner
+from swinv2_moe.command import run_command
+from swinv2_moe.config import load_config
+
+ROOT = Path(__file__).parents[2]
+CFG = ("--cfg", str(ROOT / "configs" / "quickstart_digits.yaml"))
+CLUSTER = ("--nodes", "2", "--gpus-per-node", "8")
+
+
+@pytest.fixture
+def plan(monkeypatch, capsys, tmp_path):
+    """`plan(*arguments)` -> status, output, errors, the figure's path."""
+    spec = importlib.util.spec_from_file_location("plan_tool", ROOT / "tools" / "plan_cluster.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    figure = tmp_path / "plan.png"
+
+    def run(*arguments: str):
+        monkeypatch.setattr(sys, "argv", ["tools/plan_cluster.py", "--output", str(figure), *map(str, arguments)])
+        status = 0
+        try:
+            run_command(tool.main)
+        except SystemExit as stop:
+            status = stop.code
+        return status, *capsys.readouterr(), figure
+
+    return run
+
+
+def rows_of(out: str) -> dict[int, list[str]]:
+    """Cells after the first, by number of GPUs; marks are dropped."""
+    lines = [re.sub(r"[*!] ", "", line).split() for line in out.splitlines()]
+    return {int(cells[0].replace(",", "")): cells[1:] for cells in lines if len(cells) == 9 and cells[0][0].isdigit()}
+
+
+def test_table_and_figure(plan):
+    status, out, err, figure = plan(*CFG, *CLUSTER, "--opts", "MODEL.MOE.NUM_EXPERTS", "64")
+    assert (status, err) == (0, "")
+    rows = rows_of(out)
+    assert list(rows) == [2**k for k in range(13)]
+    assert [line.split()[1] for line in out.splitlines() if line.strip().startswith("* ") and "%" in line] == ["16"]
+    for gpus, (nodes, _, _, share, r, d, algorithm, memory) in rows.items():
+        assert int(nodes.replace(",", "")) == max(gpus // 8, 1)
+        assert 0 <= float(share.rstrip("%")) < 100
+        assert float(memory) > 0
+        assert algorithm in ("linear", "2dh", "-")
+        assert (algorithm == "2dh") <= (gpus > 8)
+        assert (r == "-") == (gpus == 1)
+        assert (d == "-") == (r in ("-", "0"))
+    with Image.open(figure) as image:
+        assert image.format == "PNG"
+        assert image.width > 1000
+        assert len(image.convert("RGB").getcolors(2**24)) > 20  # drawn on
+
+
+def test_a_dense_model_exchanges_nothing(plan):
+    status, out, err, _ = plan(*CFG, *CLUSTER, "--opts", "MODEL.MOE.NUM_EXPERTS", "0")
+    assert (status, err) == (0, "")
+    rows = rows_of(out)
+    assert len(rows) == 13
+    assert all(row[3:7] == ["0.0%", "-", "-", "-"] for row in rows.values())
+
+
+def test_gpus_that_cannot_share_the_experts_are_left_out_with_a_note(plan):
+    for nodes, rows in ((3, [1, 2, 12]), (1, [1, 2])):  # the second time the user's cluster is one of them
+        six = ("--gpus-per-node", "4", "--opts", "MODEL.MOE.NUM_EXPERTS", "6")
+        status, out, err, figure = plan(*CFG, "--nodes", nodes, *six)
+        assert (status, err) == (0, "")
+        assert list(rows_of(out)) == rows
+        assert "\n4 GPUs left out: num_experts (6)" in out
+        assert len([line for line in out.splitlines() if "left out" in line]) == 11
+        figure.unlink()
+
+
+def test_this_machine_and_another_batch_size(plan):
+    cells = {}
+    for batch in (16, 64):
+        status, out, err, _ = plan(*CFG, *CLUSTER, "--profile", "here", "--batch-size", batch)
+        assert (status, err) == (0, "")
+        assert f"{batch} images per GPU" in out
+        cells[batch] = rows_of(out)[1]
+    assert float(cells[64][1].replace(",", "")) > float(cells[16][1].replace(",", ""))
+
+
+BAD_INPUT = {
+    "no nodes": (["--nodes", "0"], ["--nodes is 0"]),
+    "no GPUs": (["--gpus-per-node", "-1"], ["--gpus-per-node is -1"]),
+    "no images": (["--batch-size", "0"], ["--batch-size is 0"]),
+    "no configuration": (["--cfg", "none.yaml"], ["none.yaml", "cannot be read"]),
+    "unknown key": (["--opts", "MODEL.MOE.EXPERTS", "4"], ["unknown key MODEL.MOE.EXPERTS"]),
+    "no directory": (["--output", "nowhere/plan.png"], ["nowhere/plan.png", "does not exist"]),
+    "output is a directory": (["--output", "."], ["--output .", "cannot be written"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line(case, plan):
+    arguments, texts = BAD_INPUT[case]
+    status, out, err, figure = plan(*CFG, *CLUSTER, *arguments)
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: ")
+    assert [text for text in texts if text not in err] == []
+    assert not figure.exists()
+
+
+def test_scales():
+    assert planner.scales(8, 16) == [2**k for k in range(13)]
+    assert planner.scales(6, 18) == [1, 2, 4, 6, 12, 18, 24, 48, 96, 192, 384, 768, 1536, 3072]
+    assert planner.scales(1, 5000)[-2:] == [4096, 5000]
+
+
+def test_memory_is_sharded_and_recomputation_saves_activations():
+    config = load_config(CFG[1])
+    machine, model = cost_model.PROFILES["h100"], planner.describe(config)
+    one, eight = (planner.predict(model, config, machine, gpus, 8, 64) for gpus in (1, 8))
+    assert one.memory > eight.memory > 16 * (model.trunk_parameters + model.expert_parameters / 8)
+    less = load_config(CFG[1], ["TRAIN.USE_CHECKPOINT", "true"])
+    recomputing = planner.describe(less)
+    assert recomputing.kept < model.kept == model.activations == recomputing.activations
+    slower = planner.predict(recomputing, less, machine, 1, 8, 64)
+    assert slower.memory < one.memory
+    assert slower.step > one.step
+
+
+def test_published_images_per_second(monkeypatch):
+    """The second table of docs/planner.md: SwinV2-MoE-B beside its dense model on A100s (arXiv 2206.03382, table 7)."""
+    lines = (ROOT / "docs" / "planner.md").read_text().splitlines()
+    stated = {tuple(line.split(" | ")[0].strip("| ").split(", ")): line.strip("| ").split(" | ")[1:3] for line in lines}
+    shape_of = cost_model.LayerShape.of
+    # Tutel's buffers are padded: no counts are exchanged
+    monkeypatch.setattr(cost_model.LayerShape, "of", lambda *args: replace(shape_of(*args), counts_first=False))
+    for name, file in (("dense", "dense"), ("MoE", "32expert")):
+        file = ROOT / "configs" / "in22k" / f"swin_moe_base_window12_192_{file}.yaml"
+        config = load_config(file, ["TRAIN.ACCUMULATION_STEPS", "1"])
+        model = planner.describe(config)
+        for gpus in (8, 32, 128):
+            found = planner.predict(model, config, cost_model.PROFILES["a100-hdr"], gpus, 8, 128)
+            published, predicted = map(float, stated[name, f"{gpus} GPUs"])
+            assert found.images / found.step / gpus == pytest.approx(predicted, abs=0.51)
+            assert predicted == pytest.approx(published, rel=0.15)
