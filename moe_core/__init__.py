@@ -7,7 +7,15 @@
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
 from moe_core.config import MoEConfig
 from moe_core.layer import MoELayer, RoutingStats
-from moe_core.training import average_expert_gradients, clip_gradients, expert_parameters, global_grad_norm, moe_layers
+from moe_core.training import (
+    average_expert_gradients,
+    clip_gradients,
+    expert_parameters,
+    global_grad_norm,
+    load_strategy_decisions,
+    moe_layers,
+    strategy_decisions,
+)
 
 __all__ = [
     "MoEConfig",
@@ -18,7 +26,9 @@ __all__ = [
     "count_experts",
     "expert_parameters",
     "global_grad_norm",
+    "load_strategy_decisions",
     "load_tensors",
     "moe_layers",
     "save_tensors",
+    "strategy_decisions",
 ]

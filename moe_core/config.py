@@ -31,6 +31,7 @@ class MoEConfig:
     normalize_gates: bool = True  # gate values of a token sum to 1; only for top_k > 1
     batch_prioritized: bool = False  # when an expert is full, keep the tokens the router is surest of
     aux_loss: str = "gshard"
+    global_balance: bool = False  # the loss of the tokens of all data-parallel ranks, not of each rank's own
     activation: str = "gelu"
     bias: bool = True
     output_bias: bool = True  # with bias: the second one, b2, too

@@ -1,10 +1,12 @@
-"""What data-parallel training has to know about sharded experts: which parameters, how to average, the global norm."""
+"""What a training loop has to know about sharded experts: which parameters, how to average, the global norm, and what
+their strategies have been found to be."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_core.layer import MoELayer
+from moe_core.parallel import Tuner
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
@@ -40,6 +42,22 @@ def average_expert_gradients(model: nn.Module) -> None:
     for group, work in pending:
         with group.named_errors("sum of expert gradients over replicas"):
             work.wait()
+
+
+def strategy_decisions(model: nn.Module) -> list[dict]:
+    """What the tuners of the model's layers have decided, as JSON takes it; empty where none is at work."""
+    return [decision for tuner in _tuners(model) for decision in tuner.state_dict()]
+
+
+def load_strategy_decisions(model: nn.Module, decisions: list[dict]) -> None:
+    """Take over what `strategy_decisions` gave, in place of trials."""
+    for tuner in _tuners(model):
+        tuner.load_state_dict(decisions)
+
+
+def _tuners(model: nn.Module) -> set[Tuner]:
+    layers = moe_layers(model).values()
+    return {Tuner.of(layer.group) for layer in layers if layer.strategy == "auto" and layer.group.size > 1}
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from yacs.config import CfgNode
 
+from moe_core.parallel import CollectiveError
 from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
 
@@ -34,5 +35,8 @@ def run_command(main: Callable[[], None]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except CollectiveError as error:  # each rank knows its own part of it
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

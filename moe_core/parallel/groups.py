@@ -16,6 +16,10 @@ from torch import Tensor
 from moe_core.parallel.lane import Lane
 
 
+class CollectiveError(RuntimeError):
+    """A collective that did not come to its end; names the operation and the group."""
+
+
 @dataclass
 class Traffic:
     """What this rank sent, by the receiver's rank in the expert group; metadata (counts of rows) is not in it."""
@@ -143,7 +147,7 @@ class ExpertGroup:
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(
+            raise CollectiveError(
                 f"{operation} failed in the {self}, here rank {self._global_ranks()[self.rank]}: a rank has ended or"
                 f" did not take part in time ({error})"
             ) from error
@@ -203,19 +207,23 @@ class _AllReduce(torch.autograd.Function):
 
 
 def make_expert_groups(
-    expert_parallel_size: int, timeout: timedelta | None = None, world: dist.ProcessGroup | None = None
+    expert_parallel_size: int, timeout: timedelta | None = None, ranks_per_node: int | None = None
 ) -> ExpertGroup:
     """Cut the world (the default group) into expert groups of consecutive ranks; ranks that own the same experts are
     replicas. Every rank of the world calls this.
 
+    Args:
+        timeout: of all process groups made for experts.
+        ranks_per_node: in one expert group; None: as torchrun says.
+
     Raises:
-        ValueError: the size does not divide the world's.
+        ValueError: the size does not divide the world's; ranks_per_node does not divide the size.
     """
-    ranks = dist.get_process_group_ranks(world or dist.group.WORLD)
+    ranks = list(range(dist.get_world_size()))
     size = expert_parallel_size
     if size < 1 or len(ranks) % size:
         raise ValueError(f"expert_parallel_size ({size}) must divide the number of ranks ({len(ranks)})")
     groups = [ranks[i : i + size] for i in range(0, len(ranks), size)]
     experts, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
     replicas, _ = dist.new_subgroups_by_enumeration([list(same) for same in zip(*groups, strict=True)], timeout=timeout)
-    return ExpertGroup(experts, replicas if len(groups) > 1 else None, timeout)
+    return ExpertGroup(experts, replicas if len(groups) > 1 else None, timeout, ranks_per_node)

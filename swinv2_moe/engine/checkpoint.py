@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moe_core import count_experts, expert_parameters, load_tensors, moe_layers, save_tensors
+from moe_core import (
+    count_experts,
+    expert_parameters,
+    load_strategy_decisions,
+    load_tensors,
+    moe_layers,
+    save_tensors,
+)
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.weights import compare
@@ -117,7 +124,7 @@ def load_weights(directory: Path, model: nn.Module) -> None:
     Raises:
         UserError: they do not fit; nothing is loaded then.
     """
-    read_meta(directory)
+    load_strategy_decisions(model, read_meta(directory).get("strategies", []))
     section = "ema" if (directory / "ema").is_dir() else ""
     model.load_state_dict(read_section(directory, section, model, model.state_dict()))
 

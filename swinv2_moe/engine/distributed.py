@@ -5,12 +5,15 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from yacs.config import CfgNode
 
+from moe_core.parallel import ExpertGroup, make_expert_groups
 from swinv2_moe.errors import UserError
 
 
@@ -22,6 +25,7 @@ class World:
     size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    timeout: timedelta | None = None
 
     @property
     def is_main(self) -> bool:
@@ -47,8 +51,10 @@ class World:
 
 
 @contextmanager
-def open_world(device: str = "auto") -> Iterator[World]:
+def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
     """Join the processes torchrun started, or run alone; leaves the group at the end.
+
+    `timeout` is in seconds, for ranks that do not answer.
 
     Raises:
         UserError: CUDA asked for but absent, or more ranks on this machine than GPUs.
@@ -66,11 +72,27 @@ def open_world(device: str = "auto") -> Iterator[World]:
     if size == 1:
         yield World(0, 1, place)
         return
-    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=place if use_cuda else None)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=limit, device_id=place if use_cuda else None)
     try:
-        yield World(dist.get_rank(), size, place, dist.group.WORLD)
+        yield World(dist.get_rank(), size, place, dist.group.WORLD, limit)
     finally:
         dist.destroy_process_group()
+
+
+def expert_group(config: CfgNode, world: World) -> ExpertGroup | None:
+    """The ranks that share this one's experts, and its replicas; None for a single process or a dense model.
+
+    Raises:
+        UserError: sizes that do not divide.
+    """
+    moe = config.MODEL.MOE
+    if world.group is None or not moe.NUM_EXPERTS:
+        return None
+    try:
+        return make_expert_groups(moe.EXPERT_PARALLEL_SIZE or world.size, world.timeout, moe.RANKS_PER_NODE or None)
+    except ValueError as error:
+        raise UserError(f"MODEL.MOE: {error}") from error
 
 
 def seed_everything(*parts: int) -> None:

@@ -1,7 +1,10 @@
 """What a run leaves for people and programs: progress bar, TensorBoard, metrics.jsonl, summary.json, config.yaml."""
 
 import json
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +39,20 @@ class Recorder:
     def say(self, line: str) -> None:
         """One line for the person at the terminal."""
         self.console.print(line, markup=False)
+
+    @contextmanager
+    def engine_log(self) -> Iterator[None]:
+        """Says what moe_core has to tell (its kernels, the strategies it settles on) until the end of the block."""
+        logger, handler = logging.getLogger("moe_core"), logging.Handler(logging.INFO)
+        handler.emit = lambda record: self.say(handler.format(record))
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
     def config(self, config: CfgNode) -> None:
         if self.active:

@@ -11,7 +11,7 @@ from yacs.config import CfgNode
 from moe_core import moe_layers
 from swinv2_moe.data import UnreadableImages, build_data
 from swinv2_moe.engine import checkpoint, evaluation
-from swinv2_moe.engine.distributed import World, open_world, seed_everything
+from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.engine.record import Recorder
 from swinv2_moe.engine.trainer import Trainer, build_autocast
 from swinv2_moe.errors import UserError
@@ -28,7 +28,7 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
     """
     started = time.perf_counter()
     root = Path(config.OUTPUT)
-    with open_world(config.DEVICE) as world:
+    with open_world(config.DEVICE, config.TIMEOUT) as world:
         source = _starting_point(root, resume)
         data = build_data(config, world.rank, world.size)
         model = _build_model(config, data.num_classes, world)
@@ -39,7 +39,7 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
             trainer.resume(source)
         size = measure_model(config, data.num_classes)
         world.barrier()  # every rank has looked at the run directory
-        with closing(Recorder(root, world, trainer.step)) as recorder:
+        with closing(Recorder(root, world, trainer.step)) as recorder, recorder.engine_log():
             recorder.config(config)
             recorder.say(_headline(trainer, size, source))
             trainer.fit(recorder, root / "checkpoints")
@@ -56,7 +56,7 @@ def evaluate(config: CfgNode, resume: str | None = None) -> dict:
     Raises:
         UserError: nothing to evaluate, or input that cannot be used.
     """
-    with open_world(config.DEVICE) as world:
+    with open_world(config.DEVICE, config.TIMEOUT) as world:
         source = checkpoint.find_checkpoint(resume, Path(config.OUTPUT) / "checkpoints") if resume else None
         if source is None and not config.MODEL.PRETRAINED:
             raise UserError("--eval needs weights: --resume with a checkpoint, or MODEL.PRETRAINED")
@@ -97,7 +97,7 @@ def _starting_point(root: Path, resume: str | None) -> Path | None:
 
 def _build_model(config: CfgNode, num_classes: int, world: World) -> SwinTransformerV2MoE:
     seed_everything(config.SEED)  # the same weights on any number of ranks
-    return build_model(config, num_classes, world.group)
+    return build_model(config, num_classes, expert_group(config, world))
 
 
 def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE) -> None:

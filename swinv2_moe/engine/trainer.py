@@ -14,7 +14,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from yacs.config import CfgNode
 
-from moe_core import RoutingStats, average_expert_gradients, clip_gradients, expert_parameters, moe_layers
+from moe_core import (
+    RoutingStats,
+    average_expert_gradients,
+    clip_gradients,
+    expert_parameters,
+    load_strategy_decisions,
+    moe_layers,
+    strategy_decisions,
+)
 from swinv2_moe.data import Batch, Data, UnreadableImages
 from swinv2_moe.engine import checkpoint, optim
 from swinv2_moe.engine.diagnose import explain_non_finite
@@ -213,6 +221,7 @@ class Trainer:
             "best_top1": self.best_top1,
             "last_top1": self.last_top1,
             "loss_scaler": self.scaler.state(),
+            "strategies": strategy_decisions(self.model),
             "class_names": self.data.class_names,
             "config": self.config.dump(),
         }
@@ -235,6 +244,7 @@ class Trainer:
         self.model.load_state_dict(weights)
         checkpoint.restore_optimizer(self.optimizer, self.model, moments, meta["loss_scaler"]["updates"])
         self.scaler.load(meta["loss_scaler"])
+        load_strategy_decisions(self.model, meta.get("strategies", []))
         self.epoch, self.step = meta["epoch"], meta["step"]
         if meta["steps_per_epoch"] != self.steps_per_epoch:  # another global batch: the schedule counts epochs
             self.step = self.epoch * self.steps_per_epoch

@@ -1,9 +1,9 @@
 """The model that a configuration describes."""
 
 import torch
-import torch.distributed as dist
 from yacs.config import CfgNode
 
+from moe_core.parallel import ExpertGroup, ParallelStrategy
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.complexity import Complexity, count
 from swinv2_moe.models.swin_moe import SwinTransformerMoE
@@ -12,19 +12,23 @@ from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
 _TYPES = {"swinv2_moe": SwinTransformerV2MoE, "swin_moe": SwinTransformerMoE}
 
 
-def build_model(config: CfgNode, num_classes: int, group: dist.ProcessGroup | None = None) -> SwinTransformerV2MoE:
+def build_model(config: CfgNode, num_classes: int, group: ExpertGroup | None = None) -> SwinTransformerV2MoE:
     """A freshly initialised model; its values follow torch's seed and not the number of ranks.
 
     Raises:
-        UserError: experts that do not divide over the group.
+        UserError: experts, or a strategy, that do not fit the group.
     """
+    try:
+        model = _model(config, num_classes, group)
+    except ValueError as error:
+        raise UserError(f"MODEL: {error}") from error
+    model.set_grad_checkpointing(config.TRAIN.USE_CHECKPOINT)
+    return model
+
+
+def _model(config: CfgNode, num_classes: int, group: ExpertGroup | None) -> SwinTransformerV2MoE:
     swin, moe = config.MODEL.SWINV2, config.MODEL.MOE
-    if group is not None and moe.NUM_EXPERTS % group.size():
-        raise UserError(
-            f"MODEL.MOE.NUM_EXPERTS is {moe.NUM_EXPERTS}, it must be a multiple of the {group.size()} ranks"
-            " that share the experts"
-        )
-    model = _TYPES[config.MODEL.TYPE](
+    return _TYPES[config.MODEL.TYPE](
         img_size=config.DATA.IMG_SIZE,
         num_classes=num_classes,
         patch_size=swin.PATCH_SIZE,
@@ -43,10 +47,15 @@ def build_model(config: CfgNode, num_classes: int, group: dist.ProcessGroup | No
         moe_blocks=moe.BLOCKS,
         moe=_moe_fields(moe),
         eval_capacity_factor=moe.EVAL_CAPACITY_FACTOR,
-        expert_group=group if moe.NUM_EXPERTS else None,
+        expert_group=group,
+        expert_strategy=_strategy(moe) if group else ParallelStrategy(),
     )
-    model.set_grad_checkpointing(config.TRAIN.USE_CHECKPOINT)
-    return model
+
+
+def _strategy(moe: CfgNode) -> ParallelStrategy | str:
+    if moe.STRATEGY == "fixed":
+        return ParallelStrategy(moe.R, moe.PIPELINE_DEGREE, moe.ALL_TO_ALL, moe.RANKS_PER_NODE or None)
+    return "auto" if moe.STRATEGY == "auto" else ParallelStrategy()
 
 
 def _moe_fields(moe: CfgNode) -> dict:
@@ -58,6 +67,7 @@ def _moe_fields(moe: CfgNode) -> dict:
         "normalize_gates": moe.NORMALIZE_GATES,
         "batch_prioritized": moe.BATCH_PRIORITIZED,
         "aux_loss": moe.AUX_LOSS,
+        "global_balance": moe.GLOBAL_BALANCE,
         "input_jitter": moe.INPUT_JITTER,
         "input_dropout": moe.INPUT_DROPOUT,
         "hidden_dropout": moe.HIDDEN_DROPOUT,

@@ -8,6 +8,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2
 from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer
+from moe_core.parallel import ExpertGroup, ParallelStrategy
 from swinv2_moe.models.attention import FusedWindowAttention
 
 # Swin-MoE's recipe, arXiv 2206.03382, section 5
@@ -27,9 +28,9 @@ class MoEMlp(nn.Module):
     timm's block has no way for a second result, so the auxiliary loss waits here until `take_aux_loss`.
     """
 
-    def __init__(self, config: MoEConfig, eval_capacity_factor: float, group=None, device=None) -> None:
+    def __init__(self, moe: MoELayer, eval_capacity_factor: float) -> None:
         super().__init__()
-        self.moe = MoELayer(config, group, device=device)
+        self.moe = moe
         self.eval_capacity_factor = eval_capacity_factor
         self.aux_loss: Tensor | None = None
 
@@ -58,7 +59,8 @@ class SwinTransformerV2MoE(SwinTransformerV2):
         moe_blocks: per stage, the blocks (from 0) whose FFN becomes a mixture of experts.
         moe: further MoEConfig fields, over the published recipe.
         eval_capacity_factor: in evaluation mode; None: as in training.
-        expert_group: process group over which the experts are spread; None: all here.
+        expert_group: the ranks over which the experts are spread; None: all here.
+        expert_strategy: how they use each other; "auto" finds out while training.
         mlp_ratio: hidden dim of the dense FFN and of each expert, in units of the block's channels.
 
     Raises:
@@ -74,11 +76,13 @@ class SwinTransformerV2MoE(SwinTransformerV2):
         moe_blocks: Sequence[Sequence[int]] = (),
         moe: dict | None = None,
         eval_capacity_factor: float | None = None,
-        expert_group: dist.ProcessGroup | None = None,
+        expert_group: ExpertGroup | dist.ProcessGroup | None = None,
+        expert_strategy: ParallelStrategy | str = ParallelStrategy(),  # noqa: B008 - frozen
         device=None,
         **kwargs,
     ) -> None:
         super().__init__(device=device, **kwargs)
+        expert_group = ExpertGroup.of(expert_group)  # one for all layers: they share what it sets up
         if num_experts:
             _check_moe_blocks(moe_blocks, [len(stage.blocks) for stage in self.layers])
         for i, stage in enumerate(self.layers):
@@ -89,7 +93,8 @@ class SwinTransformerV2MoE(SwinTransformerV2):
                         block.dim, int(block.dim * block.mlp_ratio), num_experts, **PUBLISHED_MOE | (moe or {})
                     )
                     capacity = config.capacity_factor if eval_capacity_factor is None else eval_capacity_factor
-                    block.mlp = MoEMlp(config, capacity, expert_group, device)
+                    moe_layer = MoELayer(config, expert_group, strategy=expert_strategy, device=device)
+                    block.mlp = MoEMlp(moe_layer, capacity)
         self.init_weights(needs_reset=False)
 
     def adapt_block(self, block: SwinTransformerV2Block) -> None:
