@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 ROUTERS = ("linear", "cosine")
 AUX_LOSSES = ("gshard", "load_importance", "load_importance_tutel", "none")
+KERNELS = ("auto", "triton", "torch")
 ACTIVATIONS = ("gelu", "relu", "silu")
 
 
@@ -38,13 +39,19 @@ class MoEConfig:
     input_jitter: float = 0.0  # the router sees x * U(1 - j, 1 + j) in training
     input_dropout: float = 0.0  # of the router's input, in training
     hidden_dropout: float = 0.0  # after the activation, in training
+    kernels: str = "auto"  # "triton" and "torch" force one; "auto": Triton on a CUDA device where it works
     init_std: float | None = None  # of the expert weights (truncated normal); None: as nn.Linear
 
     def __post_init__(self) -> None:
         for name in ("model_dim", "hidden_dim", "num_experts", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
-        for name, allowed in (("router", ROUTERS), ("aux_loss", AUX_LOSSES), ("activation", ACTIVATIONS)):
+        for name, allowed in (
+            ("router", ROUTERS),
+            ("aux_loss", AUX_LOSSES),
+            ("activation", ACTIVATIONS),
+            ("kernels", KERNELS),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(allowed)}")
         for name in ("input_jitter", "input_dropout", "hidden_dropout"):

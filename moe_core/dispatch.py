@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_core.kernels import combine_rows, dispatch_rows
+from moe_core.kernels import choose, combine_rows, dispatch_rows, routing
 
 
 class DispatchPlan(NamedTuple):
@@ -30,7 +30,7 @@ class DispatchPlan(NamedTuple):
 
 
 def make_plan(
-    expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None = None
+    expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None = None, kernels: str = "auto"
 ) -> DispatchPlan:
     """Give every choice its row.
 
@@ -40,7 +40,10 @@ def make_plan(
     Args:
         expert_ids: [T, K].
         capacity: most choices kept per expert; None keeps all.
+        kernels: see kernels.backend.choose; both give the same plan, number for number.
     """
+    if choose(kernels, expert_ids.device.type) == "triton":
+        return DispatchPlan(*routing.make_plan(expert_ids, num_experts, capacity, priority))
     num_tokens, top_k = expert_ids.shape
     device = expert_ids.device
     order = torch.arange(num_tokens, device=device)
@@ -74,11 +77,11 @@ def _drop_over_capacity(
     return DispatchPlan(kept_choices, kept_ends.int(), slots, kept, counts)
 
 
-def dispatch(tokens: Tensor, plan: DispatchPlan) -> Tensor:
+def dispatch(tokens: Tensor, plan: DispatchPlan, kernels: str = "auto") -> Tensor:
     """tokens [T, M] -> rows [N, M]."""
-    return dispatch_rows(tokens, plan.choices, plan.slots, plan.kept)
+    return dispatch_rows(tokens, plan.choices, plan.slots, plan.kept, kernels)
 
 
-def combine(rows: Tensor, gates: Tensor, plan: DispatchPlan) -> Tensor:
+def combine(rows: Tensor, gates: Tensor, plan: DispatchPlan, kernels: str = "auto") -> Tensor:
     """rows [N, M], gates [T, K] -> `y_t = sum_k gate_tk * row of (t, k)` [T, M], in the wider of both dtypes."""
-    return combine_rows(rows, gates, plan.choices, plan.slots, plan.kept)
+    return combine_rows(rows, gates, plan.choices, plan.slots, plan.kept, kernels)

@@ -131,17 +131,17 @@ class MoELayer(nn.Module):
 
     def _through_experts(self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, strategy: ParallelStrategy) -> Tensor:
         """tokens [T, M] -> the experts' answers, weighted by `gates` [T, K] and summed [T, M]."""
-        experts = self.experts
+        experts, kernels = self.experts, self.config.kernels
         if isinstance(experts, Experts):
             weights = strategy_weights(experts, self.config.num_experts, self.group, strategy.r, tokens.dtype)
             experts = partial(experts, weights=weights)
         if self.group.size == 1 or strategy.r == 0:
-            rows = _apply(experts, dispatch(tokens, plan), plan.offsets)
-            return combine(rows, gates, plan)
+            rows = _apply(experts, dispatch(tokens, plan, kernels), plan.offsets)
+            return combine(rows, gates, plan, kernels)
         pipeline = Pipeline(plan, self.config.num_experts, self.group, strategy)
-        rows = dispatch(tokens, pipeline.plan)  # [r * N, M]
+        rows = dispatch(tokens, pipeline.plan, kernels)  # [r * N, M]
         rows = pipeline.run(rows, partial(_apply, experts))
-        return combine(rows, gates.repeat_interleave(strategy.r, 1), pipeline.plan)
+        return combine(rows, gates.repeat_interleave(strategy.r, 1), pipeline.plan, kernels)
 
     def _through_experts_tuned(self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, capacity: int | None) -> Tensor:
         """The same with the strategy that the group's tuner has found for this capacity, or tries now."""
@@ -162,17 +162,18 @@ class MoELayer(nn.Module):
             tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
             module = self.router[router] if isinstance(self.router, nn.ModuleList) else self.router
             logits = module(perturb_input(tokens, self.config, self.training))
-            return route(logits, self.config, top_k, self.training)
+            reduce = self.group.sum if self.config.global_balance else None
+            return route(logits, self.config, top_k, self.training, reduce, self.config.kernels)
 
     def _capacity(self, tokens: Tensor, top_k: int, capacity_factor: float) -> int | None:
         if capacity_factor == 0:
             return None
-        most_tokens = self.group.max(len(tokens), tokens.device)
+        most_tokens = self.group.max(tokens.shape[0], tokens.device)  # len would fix it in torch.export
         return expert_capacity(most_tokens, self.config.num_experts, top_k, capacity_factor)
 
     def _plan(self, routing: Routing, capacity: int | None) -> DispatchPlan:
         priority = routing.probs.detach().amax(1) if self.config.batch_prioritized else None
-        return make_plan(routing.expert_ids, self.config.num_experts, capacity, priority)
+        return make_plan(routing.expert_ids, self.config.num_experts, capacity, priority, self.config.kernels)
 
     # Everything that can be wrong is found on every rank before the first collective.
 

@@ -3,6 +3,7 @@
 # T tokens, E experts, K top-k, M model dim
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core.config import MoEConfig
-from moe_core.losses import auxiliary_loss
+from moe_core.kernels import choose, routing
+from moe_core.losses import auxiliary_loss, expert_sums
 
 
 class Routing(NamedTuple):
@@ -77,20 +79,36 @@ def perturb_input(x: Tensor, config: MoEConfig, training: bool) -> Tensor:
     return F.dropout(x, config.input_dropout, training)
 
 
-def route(logits: Tensor, config: MoEConfig, top_k: int, training: bool) -> Routing:
+def route(
+    logits: Tensor,
+    config: MoEConfig,
+    top_k: int,
+    training: bool,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+    kernels: str = "auto",
+) -> Routing:
     """Choose `top_k` experts for every token from its logits [T, E].
 
     In training the logits get `gate_noise * N(0, 1) / E`; the choice, the gate values and the loss's probabilities are
-    those of the noisy logits. Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
+    those of the noisy logits. `reduce` sums over ranks for a loss of all their tokens (`losses.auxiliary_loss`);
+    `kernels` is `backend.choose`'s. Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
     """
     noise_std = config.gate_noise / config.num_experts if training else 0.0
     noisy = logits + noise_std * torch.randn_like(logits) if noise_std else logits
+    # Tutel's loss needs its noise scale also in evaluation, where no noise is drawn
+    loss_noise = config.gate_noise / config.num_experts if config.aux_loss == "load_importance_tutel" else noise_std
+    implementation = routing.route if choose(kernels, logits.device.type) == "triton" else _route_by_torch
+    normalize = config.normalize_gates and top_k > 1
+    gates, ids, probs, sums = implementation(logits, noisy, top_k, normalize, config.aux_loss, loss_noise)
+    return Routing(ids, gates, auxiliary_loss(config.aux_loss, sums, logits.shape[0], reduce), probs)
+
+
+def _route_by_torch(
+    logits: Tensor, noisy: Tensor, top_k: int, normalize: bool, loss: str, noise_std: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """gates and ids [T, K], probs [T, E], the loss's sums [2, E]; `kernels.routing.route` is held to it."""
     probs = noisy.softmax(-1)
     # max: several times cheaper than a topk of one
     gates, ids = probs.max(-1, keepdim=True) if top_k == 1 else probs.topk(top_k)
-    # Tutel's loss needs its noise scale also in evaluation, where no noise is drawn
-    loss_noise = config.gate_noise / config.num_experts if config.aux_loss == "load_importance_tutel" else noise_std
-    aux_loss = auxiliary_loss(config.aux_loss, logits, noisy, probs, ids, loss_noise)
-    if config.normalize_gates and top_k > 1:
-        gates = gates / gates.sum(-1, keepdim=True)
-    return Routing(ids, gates, aux_loss, probs)
+    sums = expert_sums(loss, logits, noisy, probs, ids, noise_std)
+    return gates / gates.sum(-1, keepdim=True) if normalize else gates, ids, probs, sums

@@ -69,6 +69,7 @@ _C.MODEL.MOE.R = 1  # 0: weights travel; 1: tokens do; E < ranks: any divisor of
 _C.MODEL.MOE.PIPELINE_DEGREE = 1  # chunks that travel while others are worked on
 _C.MODEL.MOE.ALL_TO_ALL = "linear"  # or 2dh: inside the nodes, then between them
 _C.MODEL.MOE.RANKS_PER_NODE = 0  # for 2dh; 0: as torchrun says
+_C.MODEL.MOE.KERNELS = "auto"  # auto: triton on a GPU, else torch; or one of the two
 _C.MODEL.MOE.BLOCKS = [[], [], [], []]  # per stage, the blocks (from 0) whose FFN is a mixture of experts
 _C.MODEL.MOE.TOP_K = 1
 _C.MODEL.MOE.CAPACITY_FACTOR = 1.25  # > 0: limit; 0: dropless; < 0: dropless up to the limit of its absolute value

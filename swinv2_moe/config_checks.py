@@ -13,6 +13,7 @@ _CHOICES = {
     "DATA.DATASET": ("digits", "folder", "list", "cifar10", "cifar100", "imagenet"),
     "DATA.INTERPOLATION": ("nearest", "bilinear", "bicubic", "random"),
     "MODEL.TYPE": ("swinv2_moe", "swin_moe"),
+    "MODEL.MOE.KERNELS": ("auto", "triton", "torch"),
     "MODEL.MOE.STRATEGY": ("off", "fixed", "auto"),
     "MODEL.MOE.ALL_TO_ALL": ("linear", "2dh"),
     "MODEL.MOE.ROUTER": ("linear", "cosine"),

@@ -1,6 +1,8 @@
-"""The layer's operations behind torch.library; `reference` is their specification."""
+"""The layer's operations behind torch.library; `reference` is their specification, `backend` says which kernels run."""
 
+from moe_core.kernels import routing
+from moe_core.kernels.backend import choose
 from moe_core.kernels.grouped import grouped_linear
 from moe_core.kernels.rows import combine_rows, dispatch_rows
 
-__all__ = ["combine_rows", "dispatch_rows", "grouped_linear"]
+__all__ = ["choose", "combine_rows", "dispatch_rows", "grouped_linear", "routing"]

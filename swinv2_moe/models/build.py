@@ -68,6 +68,7 @@ def _moe_fields(moe: CfgNode) -> dict:
         "batch_prioritized": moe.BATCH_PRIORITIZED,
         "aux_loss": moe.AUX_LOSS,
         "global_balance": moe.GLOBAL_BALANCE,
+        "kernels": moe.KERNELS,
         "input_jitter": moe.INPUT_JITTER,
         "input_dropout": moe.INPUT_DROPOUT,
         "hidden_dropout": moe.HIDDEN_DROPOUT,

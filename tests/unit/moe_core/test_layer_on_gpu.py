@@ -1,25 +1,40 @@
 """The layer on a CUDA device: `pytest -m gpu`. Skipped, with this reason, where there is none."""
 
+# T tokens, E experts, K top-k, N rows, M model dim
+
+import logging
+
 import pytest
 import torch
 from moe_cases import make_layer, plain_forward
+
+from moe_core.dispatch import make_plan
+from moe_core.kernels import backend, combine_rows, dispatch_rows, routing
+from moe_core.router import _route_by_torch
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+KERNELS = ["triton", "torch"]
 SHAPES = [
     {"model_dim": 64, "hidden_dim": 128, "num_experts": 8},
     {"model_dim": 6, "hidden_dim": 10, "num_experts": 4},  # strides that are no multiple of 16 bytes
 ]
+ROUTINGS = [
+    {"capacity_factor": 0.0},
+    {"capacity_factor": 1.0, "top_k": 2, "batch_prioritized": True, "aux_loss": "load_importance", "gate_noise": 1.0},
+]
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("capacity_factor", [0.0, 0.5])
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bf16_equals_plain_torch(shape, top_k, capacity_factor):
-    layer = make_layer(dtype=torch.float32, top_k=top_k, capacity_factor=capacity_factor, **shape).cuda()
+def test_bf16_equals_plain_torch(shape, top_k, capacity_factor, kernels):
+    layer = make_layer(dtype=torch.float32, top_k=top_k, capacity_factor=capacity_factor, kernels=kernels, **shape)
+    layer = layer.cuda()
     x = torch.randn(200, shape["model_dim"], device="cuda").requires_grad_()
     expected, _ = plain_forward(layer, x)
     (expected_grad,) = torch.autograd.grad(expected.sum(), x)
@@ -30,22 +45,40 @@ def test_bf16_equals_plain_torch(shape, top_k, capacity_factor):
     torch.testing.assert_close(grad, expected_grad, rtol=3e-2, atol=6e-2)
 
 
-@pytest.mark.parametrize("capacity_factor", [0.0, 1.25])
-def test_a_step_reads_nothing_back(capacity_factor):
-    layer = make_layer(dtype=torch.float32, capacity_factor=capacity_factor, top_k=2, **SHAPES[0]).cuda()
+def test_auto_takes_triton_and_says_so(caplog):
+    backend._choose.cache_clear()
+    backend._say.cache_clear()
+    caplog.set_level(logging.INFO, "moe_core")
+    make_layer(dtype=torch.float32).cuda()(torch.randn(20, 6, device="cuda"))
+    (line,) = caplog.messages
+    assert line.startswith("moe_core kernels: triton ")
+    assert line.endswith(" on cuda")
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_a_step_reads_nothing_back(routing, kernels):
+    layer = make_layer(dtype=torch.float32, kernels=kernels, **routing, **SHAPES[0]).cuda()
     x = torch.randn(200, 64, device="cuda").requires_grad_()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+
+    def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
             y, aux_loss = layer(x)
         (y.sum() + aux_loss).backward()
+
+    step()  # what is compiled on first use is compiled now
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_step_replays_from_a_cuda_graph():
-    layer = make_layer(dtype=torch.float32, capacity_factor=0.0, **SHAPES[0]).cuda()
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_a_step_replays_from_a_cuda_graph(routing, kernels):
+    layer = make_layer(dtype=torch.float32, kernels=kernels, **{**routing, "gate_noise": 0.0}, **SHAPES[0]).cuda()
     x = torch.randn(200, 64, device="cuda")
 
     def step() -> torch.Tensor:
@@ -65,6 +98,77 @@ def test_a_step_replays_from_a_cuda_graph():
         y = step()
     x.copy_(torch.randn_like(x))
     graph.replay()
-    with torch.autocast("cuda", torch.bfloat16):
-        expected, _ = layer(x)
+    replayed = [y.clone(), *(p.grad.clone() for p in layer.parameters())]
+    expected = [step(), *(p.grad for p in layer.parameters())]
+    torch.testing.assert_close(replayed, expected)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])  # the latter with CUDA graphs
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_compiled_with_triton_equals_eager(routing, mode):
+    torch.compiler.reset()
+    layer = make_layer(dtype=torch.float32, kernels="triton", **{**routing, "gate_noise": 0.0}, **SHAPES[0]).cuda()
+    compiled = torch.compile(layer, fullgraph=True, mode=mode)
+    x = torch.randn(200, 64, device="cuda").requires_grad_()
+    outcomes = []
+    for function in (compiled, compiled, compiled, layer):  # warms up, records, replays
+        with torch.autocast("cuda", torch.bfloat16):
+            y, aux_loss = function(x)
+        gradients = torch.autograd.grad(y.square().sum() + aux_loss, [x, *layer.parameters()])
+        outcomes.append([t.clone() for t in (y, aux_loss, *gradients)])
+    torch.testing.assert_close(outcomes[2], outcomes[3], rtol=3e-2, atol=6e-2)
+
+
+@pytest.mark.parametrize("sizes", [(20_000, 8, 1), (20_000, 64, 2), (3_000, 1000, 8)], ids=str)
+def test_routing_and_plan_at_size_equal_torch(sizes):
+    num_tokens, num_experts, top_k = sizes
+    generator = torch.Generator("cuda").manual_seed(0)
+    # fp64: no two of these logits round to one probability
+    logits = torch.randn(num_tokens, num_experts, device="cuda", dtype=torch.float64, generator=generator)
+    for loss in ("gshard", "load_importance"):
+        got, expected = (
+            function(logits, logits, top_k, top_k > 1, loss, 0.1) for function in (routing.route, _route_by_torch)
+        )
+        torch.testing.assert_close(got, expected)
+    ids, priority = expected[1], expected[2].amax(1)
+    for capacity in (None, 2 * top_k * num_tokens // num_experts, top_k * num_tokens // num_experts // 2):
+        got, expected = (make_plan(ids, num_experts, capacity, priority, kernels) for kernels in KERNELS)
+        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True) if pair[1] is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [384, 1000, 7])
+def test_rows_at_size_equal_torch(width, dtype):
+    num_tokens, top_k = 5_000, 2
+    ids = torch.rand(num_tokens, 16, device="cuda").topk(top_k).indices
+    plan = make_plan(ids, 16, 500)
+    where = (plan.choices, plan.slots, plan.kept)
+    tokens = torch.randn(num_tokens, width, device="cuda").to(dtype).requires_grad_()
+    gates = torch.rand(num_tokens, top_k, device="cuda").requires_grad_()
+    weight = torch.randn(num_tokens, width, device="cuda")
+    outcomes = []
+    for kernels in KERNELS:
+        y = combine_rows(dispatch_rows(tokens, *where, kernels), gates, *where, kernels)
+        outcomes.append([y, *torch.autograd.grad((y * weight).sum(), [tokens, gates])])
+    (y, *grads), (expected, *expected_grads) = outcomes
     torch.testing.assert_close(y, expected)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(grads, expected_grads, rtol=tolerance, atol=tolerance * width**0.5)
+
+
+def test_more_elements_than_32_bits_count():
+    num_tokens, width = 2**20 + 8, 2**11
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    tokens = torch.zeros(num_tokens, width, device="cuda", dtype=torch.bfloat16)
+    tokens[:, -1] = torch.arange(num_tokens, device="cuda") % 128  # bf16 counts to 256
+    tokens.requires_grad_()
+    choices = torch.arange(num_tokens, device="cuda").flip(0)
+    slots, gates = choices.unsqueeze(1), torch.full((num_tokens, 1), 2.0, device="cuda", dtype=torch.bfloat16)
+    rows = dispatch_rows(tokens, choices, slots, None, "triton")
+    assert torch.equal(rows[:, -1], tokens[:, -1].flip(0))
+    y = combine_rows(rows, gates.requires_grad_(), choices, slots, None, "triton")
+    assert torch.equal(y[:, -1], 2 * tokens[:, -1])
+    grad_tokens, grad_gates = torch.autograd.grad(y, (tokens, gates), tokens.detach())
+    assert torch.equal(grad_tokens[:, -1], 2 * tokens[:, -1])
+    assert torch.equal(grad_gates[:, 0], tokens[:, -1].square())

@@ -9,7 +9,14 @@ import torch
 from moe_cases import make_layer
 
 from moe_core import MoEConfig
-from moe_core.losses import auxiliary_loss, gshard_loss, importance_loss, load_loss, squared_variation
+from moe_core.losses import (
+    auxiliary_loss,
+    expected_load,
+    expert_sums,
+    gshard_loss,
+    gshard_sums,
+    squared_variation,
+)
 from moe_core.router import route
 
 # Three tokens, two experts: probabilities .75 / .25, .75 / .25 and .5 / .5, all of them choose expert 0.
@@ -31,20 +38,20 @@ def plain_load_loss(clean: list[list[float]], threshold: list[float], std: float
 def test_three_tokens_by_hand_gshard_and_importance():
     probs = LOGITS.softmax(1)
     # mean probability of expert 0: 2/3; its share: 1; times E = 2
-    assert gshard_loss(probs, FIRST).item() == pytest.approx(4 / 3)
+    assert gshard_loss(gshard_sums(probs, FIRST), 3).item() == pytest.approx(4 / 3)
     # importance 2 and 1: unbiased variance 1/2, mean 3/2
-    assert importance_loss(probs).item() == pytest.approx(0.5 / 1.5**2)
+    assert squared_variation(probs.sum(0)).item() == pytest.approx(0.5 / 1.5**2)
     # without noise every clean logit at or above the largest one counts: loads 3 and 1 (the tie of token 2)
-    assert load_loss(LOGITS, LOGITS.amax(1), 0.0).item() == pytest.approx(2 / 2**2)
+    assert squared_variation(expected_load(LOGITS, LOGITS.amax(1), 0.0)).item() == pytest.approx(2 / 2**2)
 
 
 @pytest.mark.parametrize("num_experts", [1, 2, 5])
 def test_gshard_is_1_when_balanced_and_e_when_collapsed(num_experts):
     ids = torch.arange(num_experts * 3) % num_experts
     uniform = torch.full((num_experts * 3, num_experts), 1 / num_experts)
-    assert gshard_loss(uniform, ids).item() == pytest.approx(1)
+    assert gshard_loss(gshard_sums(uniform, ids), len(ids)).item() == pytest.approx(1)
     collapsed = torch.eye(num_experts)[torch.zeros(7, dtype=torch.long)]
-    assert gshard_loss(collapsed, torch.zeros(7, dtype=torch.long)).item() == pytest.approx(num_experts)
+    assert gshard_loss(gshard_sums(collapsed, torch.zeros(7, dtype=torch.long)), 7).item() == pytest.approx(num_experts)
 
 
 def test_importance_and_load_are_0_when_balanced_and_e_when_collapsed():
@@ -60,10 +67,13 @@ def test_load_loss_equals_its_formula(top_k, std):
     noisy = clean + std * torch.randn(17, 4, dtype=torch.float64, generator=generator)
     threshold = noisy.sort(1, descending=True).values[:, top_k - 1]
     expected = plain_load_loss(clean.tolist(), threshold.tolist(), std)
-    assert load_loss(clean, threshold, std).item() == pytest.approx(expected, rel=1e-12)
+    assert squared_variation(expected_load(clean, threshold, std)).item() == pytest.approx(expected, rel=1e-12)
     ids = noisy.topk(top_k).indices
-    both = auxiliary_loss("load_importance", clean, noisy, noisy.softmax(1), ids, std)
-    assert both.item() == pytest.approx((importance_loss(clean.softmax(1)).item() + expected) / 2, rel=1e-12)
+    both = auxiliary_loss(
+        "load_importance", expert_sums("load_importance", clean, noisy, noisy.softmax(1), ids, std), 17
+    )
+    importance = squared_variation(clean.softmax(1).sum(0)).item()
+    assert both.item() == pytest.approx((importance + expected) / 2, rel=1e-12)
 
 
 def test_tutel_variant_compares_probabilities_with_a_logit():
@@ -71,14 +81,16 @@ def test_tutel_variant_compares_probabilities_with_a_logit():
     probs = clean.softmax(1)
     expected = plain_load_loss(probs.tolist(), noisy.amax(1).tolist(), 0.5)
     ids = noisy.topk(1).indices
-    loss = auxiliary_loss("load_importance_tutel", clean, noisy, noisy.softmax(1), ids, 0.5)
-    assert loss.item() == pytest.approx((importance_loss(probs).item() + expected) / 2, rel=1e-12)
+    sums = expert_sums("load_importance_tutel", clean, noisy, noisy.softmax(1), ids, 0.5)
+    loss = auxiliary_loss("load_importance_tutel", sums, 3)
+    assert loss.item() == pytest.approx((squared_variation(probs.sum(0)).item() + expected) / 2, rel=1e-12)
 
 
 def test_load_loss_tends_to_its_no_noise_limit():
     clean = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     threshold = clean.amax(1) - 1e-3  # no margin is exactly 0
-    assert load_loss(clean, threshold, 1e-6).item() == pytest.approx(load_loss(clean, threshold, 0.0).item())
+    noisy, limit = (expected_load(clean, threshold, std).tolist() for std in (1e-6, 0.0))
+    assert noisy == pytest.approx(limit)
 
 
 @pytest.mark.parametrize("kind", ["gshard", "load_importance", "load_importance_tutel", "none"])
@@ -113,3 +125,36 @@ def test_noise_has_the_stated_scale():
     noise = route(logits, config, 1, training=True).probs.log()
     noise = noise - noise.mean(1, keepdim=True)  # softmax leaves the noise less its mean: 3/4 of the variance
     assert noise.std().item() == pytest.approx(2.0 / 4 * math.sqrt(3 / 4), rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["gshard", "load_importance"])
+def test_reduced_sums_give_the_loss_of_all_tokens(kind):
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randn(11, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    noisy = clean + torch.randn(11, 4, dtype=torch.float64, generator=generator)
+
+    def sums(part: slice) -> torch.Tensor:
+        probs = noisy[part].softmax(1)
+        return expert_sums(kind, clean[part], noisy[part], probs, probs.topk(2).indices, 1.0)
+
+    messages = []
+
+    def add_the_other_rank(message: torch.Tensor) -> torch.Tensor:
+        messages.append(message)
+        return message + torch.cat([sums(slice(3, 11)).flatten(), message.new_tensor([8])])
+
+    loss = auxiliary_loss(kind, sums(slice(3)), 3, add_the_other_rank)
+    expected = auxiliary_loss(kind, sums(slice(11)), 11)
+    assert len(messages) == 1
+    assert messages[0][-1] == 3
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(value, clean, retain_graph=True) for value in (loss, expected)))
+
+
+def test_no_loss_needs_no_message():
+    assert auxiliary_loss("none", torch.zeros(2, 4), 3, reduce=None) == 0
+    assert auxiliary_loss("none", torch.zeros(2, 4), 3, reduce=lambda message: pytest.fail("sent")) == 0
+
+
+def test_reduced_loss_of_no_token_anywhere_is_0():
+    assert auxiliary_loss("gshard", torch.zeros(2, 4), 0, reduce=lambda message: message) == 0

@@ -1,0 +1,126 @@
+"""Routing and the dispatch plan by Triton, as torch.library ops; their torch form is router.py's and dispatch.py's own.
+
+Only running an op imports Triton: the ops, their fake kernels and their gradients are known everywhere.
+"""
+
+# T tokens, E experts, K top-k, N rows
+
+import torch
+from torch import Tensor
+
+
+def route(
+    logits: Tensor, noisy: Tensor, top_k: int, normalize: bool, loss: str, noise_std: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Softmax, top-K, gate values and the loss's sums in one pass over the logits; differentiable in both logits.
+
+    Args:
+        logits: [T, E]; halves are computed in fp32.
+        noisy: [T, E], what the choice is made by; `logits` itself where there is no noise.
+        normalize: gate values of a token sum to 1.
+        loss: the auxiliary loss, by its name in the configuration.
+        noise_std: of that loss.
+
+    Returns:
+        gates [T, K], ids [T, K] int64, probs [T, E], sums [2, E] as losses.expert_sums gives them. Equal logits go to
+        the expert of the lowest number.
+    """
+    same = noisy is logits or not loss.startswith("load_importance")  # only these losses look at the clean logits
+    dtype = torch.promote_types(noisy.dtype, torch.float32)
+    clean = None if same else logits.to(dtype)
+    return torch.ops.moe_core.triton_route(noisy.to(dtype), clean, top_k, normalize, loss, noise_std)
+
+
+def make_plan(
+    expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """dispatch.make_plan's choices, offsets, slots, kept and counts for the same arguments, number for number."""
+    choices, offsets, slots, kept, counts = torch.ops.moe_core.triton_make_plan(
+        expert_ids, num_experts, capacity, priority
+    )
+    return choices, offsets, slots, None if capacity is None else kept, counts
+
+
+@torch.library.custom_op("moe_core::triton_route", mutates_args=())
+def _route(
+    noisy: Tensor, clean: Tensor | None, top_k: int, normalize: bool, loss: str, noise_std: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from moe_core.kernels import triton_routing
+
+    return triton_routing.route(noisy, clean, top_k, normalize, loss, noise_std)
+
+
+@torch.library.custom_op("moe_core::triton_route_backward", mutates_args=())
+def _route_backward(
+    noisy: Tensor,
+    clean: Tensor | None,
+    ids: Tensor,
+    probs: Tensor,
+    grad_gates: Tensor | None,
+    grad_probs: Tensor | None,
+    grad_sums: Tensor | None,
+    normalize: bool,
+    loss: str,
+    noise_std: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of noisy and of clean, the latter empty where clean is None."""
+    from moe_core.kernels import triton_routing
+
+    if grad_sums is None:
+        loss = "none"
+    grads = (grad_gates, grad_probs, grad_sums)
+    grad_noisy, grad_clean = triton_routing.route_backward(noisy, clean, ids, probs, grads, normalize, loss, noise_std)
+    return grad_noisy, noisy.new_empty(0) if grad_clean is None else grad_clean
+
+
+@torch.library.custom_op("moe_core::triton_make_plan", mutates_args=())
+def _make_plan(
+    expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`kept` is empty where there is no capacity."""
+    from moe_core.kernels import triton_routing
+
+    choices, offsets, slots, kept, counts = triton_routing.make_plan(expert_ids, num_experts, capacity, priority)
+    return choices, offsets, slots, expert_ids.new_empty(0, dtype=torch.bool) if kept is None else kept, counts
+
+
+@_route.register_fake
+def _(noisy, clean, top_k, normalize, loss, noise_std):
+    num_tokens, num_experts = noisy.shape
+    gates, ids = noisy.new_empty(num_tokens, top_k), noisy.new_empty(num_tokens, top_k, dtype=torch.int64)
+    return gates, ids, noisy.new_empty(num_tokens, num_experts), noisy.new_empty(2, num_experts)
+
+
+@_route_backward.register_fake
+def _(noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, normalize, loss, noise_std):
+    return noisy.new_empty(noisy.shape), noisy.new_empty(0 if clean is None else clean.shape)
+
+
+@_make_plan.register_fake
+def _(expert_ids, num_experts, capacity, priority):
+    num_tokens, top_k = expert_ids.shape
+    num_rows = num_tokens * top_k
+    kept = expert_ids.new_empty(0 if capacity is None else (num_tokens, top_k), dtype=torch.bool)
+    if capacity is not None:
+        num_rows = torch.sym_min(num_rows, num_experts * capacity)  # not min: it would compile one side of it alone
+    offsets, counts = expert_ids.new_empty(num_experts, dtype=torch.int32), expert_ids.new_empty(num_experts)
+    return expert_ids.new_empty(num_rows), offsets, expert_ids.new_empty(num_tokens, top_k), kept, counts
+
+
+def _save_route(ctx, inputs, output) -> None:
+    noisy, clean, _, ctx.normalize, ctx.loss, ctx.noise_std = inputs
+    _, ids, probs, _ = output
+    ctx.save_for_backward(noisy, clean, ids, probs)
+    ctx.mark_non_differentiable(ids)
+    ctx.set_materialize_grads(False)  # nothing, for outputs that led nowhere, not zeros to read
+
+
+def _route_backward_formula(ctx, grad_gates, grad_ids, grad_probs, grad_sums):
+    noisy, clean, ids, probs = ctx.saved_tensors
+    grad_noisy, grad_clean = torch.ops.moe_core.triton_route_backward(
+        noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, ctx.normalize, ctx.loss, ctx.noise_std
+    )
+    return grad_noisy, None if clean is None else grad_clean, None, None, None, None
+
+
+torch.library.register_autograd("moe_core::triton_route", _route_backward_formula, setup_context=_save_route)

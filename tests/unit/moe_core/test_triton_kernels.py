@@ -1,0 +1,387 @@
+"""Triton's kernels against the torch ones: values, every gradient, the dispatch plan, and which of them run.
+
+On a CUDA device `TestKernels` runs there. `TRITON_INTERPRET=1 pytest <this file>` runs it on a CPU, in Triton's
+interpreter; a variable that counts when Triton is first imported, so `test_under_the_interpreter` starts a process.
+"""
+
+# T tokens, E experts, K top-k, N rows, M model dim
+
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_cases import make_layer
+
+from moe_core import MoEConfig
+from moe_core.dispatch import make_plan
+from moe_core.kernels import backend, combine_rows, dispatch_rows, routing
+from moe_core.router import _route_by_torch, route
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROUTES = (routing.route, _route_by_torch)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+OPS = torch.ops.moe_core
+LOSSES = [("none", 0.0), ("gshard", 0.0), ("load_importance", 0.0), ("load_importance", 0.3)]
+LOSSES = [*LOSSES, ("load_importance_tutel", 0.3)]
+# T, E, K: one of each; several blocks; E and K no powers of two; as many experts as a tile holds tokens; no token
+SIZES = [(1, 1, 1), (150, 8, 1), (70, 6, 3), (5, 1024, 8), (9, 5, 5), (0, 4, 2)]
+
+
+def random(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def plan_for(num_tokens: int, top_k: int, capacity: int | None, num_experts: int = 8):
+    """choices, slots, kept."""
+    ids = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(5)).topk(top_k).indices
+    plan = make_plan(ids.to(DEVICE), num_experts, capacity)
+    return plan.choices, plan.slots, plan.kept
+
+
+def tolerance(*dtypes: torch.dtype) -> dict[str, float]:
+    size = max(torch.finfo(dtype).eps for dtype in dtypes)
+    return {"rtol": 8 * size, "atol": 8 * size}
+
+
+def with_gradients(function, inputs, seed: int = 3) -> list[torch.Tensor]:
+    """Floating-point outputs of `function`, weighted at random, and the gradients of the inputs."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    outputs = function(*inputs)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else [y for y in outputs if y.is_floating_point()]
+    loss = sum((y * random(*y.shape, dtype=y.dtype, seed=seed + i)).sum() for i, y in enumerate(outputs))
+    return [*outputs, *torch.autograd.grad(loss, inputs, materialize_grads=True)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    backend._choose.cache_clear()
+    backend._say.cache_clear()
+
+
+class TestKernels:
+    __test__ = INTERPRETED or torch.cuda.is_available()
+
+    # T, M, K, capacity: one tile; several in each direction; everything dropped; nothing there
+    @pytest.mark.parametrize("sizes", [(7, 3, 2, 2), (130, 40, 1, None), (9, 1100, 3, 4), (5, 8, 2, 0), (0, 4, 1, 3)])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    def test_rows_equal_torch(self, dtype, sizes):
+        num_tokens, width, top_k, capacity = sizes
+        choices, slots, kept = plan_for(num_tokens, top_k, capacity)
+        num_used = len(choices) if kept is None else int(kept.sum())
+        gates_dtype = torch.promote_types(dtype, torch.float32)
+        tokens, rows = random(num_tokens, width, dtype=dtype), random(len(choices), width, dtype=dtype, seed=1)
+        gates = random(num_tokens, top_k, dtype=gates_dtype, seed=2)
+
+        def run(kernels):
+            return [
+                *with_gradients(lambda x: dispatch_rows(x, choices, slots, kept, kernels)[:num_used], [tokens]),
+                *with_gradients(lambda r, g: combine_rows(r, g, choices, slots, kept, kernels), [rows, gates]),
+            ]
+
+        got, expected = run("triton"), run("torch")
+        assert [x.dtype for x in got] == [dtype, dtype, gates_dtype, dtype, gates_dtype]
+        assert torch.equal(got[0], expected[0])
+        bound = tolerance(dtype, gates_dtype)
+        bound["atol"] *= max(width, 1) ** 0.5  # the gradient of a gate is a sum over the width
+        torch.testing.assert_close(got, expected, **bound)
+
+    def test_rows_that_hold_no_choice_may_hold_anything_or_be_missing(self):
+        choices, slots, kept = plan_for(20, 2, 6)
+        num_used = int(kept.sum())
+        assert num_used < len(choices)
+        rows, gates = random(len(choices), 5), random(20, 2, seed=1)
+        rows[num_used:] = float("nan")
+
+        def run(kernels, rows):
+            y, *grads = with_gradients(lambda r, g: combine_rows(r, g, choices, slots, kept, kernels), [rows, gates])
+            assert grads[0][num_used:].eq(0).all()
+            return y, grads[0][:num_used], grads[1]
+
+        expected = run("torch", rows)
+        torch.testing.assert_close(run("triton", rows), expected)
+        torch.testing.assert_close(run("triton", rows[:num_used]), expected)
+
+    def test_gradients_of_any_strides(self):
+        choices, slots, kept = plan_for(20, 2, 3)
+        rows, gates = random(len(choices), 5), random(20, 2, seed=1)
+        rows, gates = rows.t().contiguous().t().requires_grad_(), gates.requires_grad_()
+        got, expected = (  # sum() gives a gradient without strides
+            torch.autograd.grad(combine_rows(rows, gates, choices, slots, kept, kernels).sum(), (rows, gates))
+            for kernels in ("triton", "torch")
+        )
+        torch.testing.assert_close(got, expected)
+
+    @pytest.mark.parametrize("loss", LOSSES, ids=str)
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    def test_route_equals_torch(self, sizes, loss):
+        num_tokens, num_experts, top_k = sizes
+        clean, noise = random(num_tokens, num_experts), 0.3 * random(num_tokens, num_experts, seed=1)
+        kind, noise_std = loss
+        for normalize in (False, True) if top_k > 1 else (False,):
+            arguments = (top_k, normalize, kind, noise_std)
+            (ids, *got), (expected_ids, *expected) = (self.routed(f, [clean, noise], *arguments) for f in ROUTES)
+            assert torch.equal(ids, expected_ids)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+    @staticmethod
+    def routed(function, logits, top_k, normalize, loss, noise_std, outputs=slice(None)) -> list[torch.Tensor]:
+        """ids, and the outputs wanted with the gradients of the clean logits and the noise that only they have."""
+
+        def forward(clean, noise):
+            outcome = function(clean, clean + noise if noise_std else clean, top_k, normalize, loss, noise_std)
+            ids.append(outcome[1])
+            return (outcome[0], *outcome[2:])[outputs]
+
+        ids = []
+        results = with_gradients(forward, logits)
+        return [*ids, *results]
+
+    @given(st.data())
+    @settings(deadline=None, max_examples=25)
+    def test_route_in_fp64_equals_torch(self, data):
+        num_experts = data.draw(st.integers(1, 9))
+        num_tokens = data.draw(st.integers(0, 70))
+        top_k, normalize = data.draw(st.integers(1, num_experts)), data.draw(st.booleans())
+        arguments = (top_k, normalize, *data.draw(st.sampled_from(LOSSES)))
+        logits = [random(num_tokens, num_experts, dtype=torch.float64, seed=seed) for seed in (0, 1)]
+        got, expected = (self.routed(f, logits, *arguments) for f in ROUTES)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+    @pytest.mark.parametrize("outputs", [slice(0, 1), slice(1, 2), slice(2, 3)], ids=["gates", "probs", "sums"])
+    @pytest.mark.parametrize("loss", LOSSES, ids=str)
+    def test_each_output_of_route_alone_has_its_gradient(self, loss, outputs):
+        if outputs == slice(2, 3) and loss[0] == "none":
+            pytest.skip("there are no sums")
+        logits = [random(9, 5, dtype=torch.float64, seed=seed) for seed in (0, 1)]
+        got, expected = (self.routed(f, logits, 2, True, *loss, outputs) for f in ROUTES)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+    def test_a_tie_goes_to_the_expert_of_the_lowest_number(self):
+        logits = torch.tensor([[0.0, 1, 1, 1, 0], [0, 0, 0, 0, 0]], device=DEVICE)
+        ids = routing.route(logits, logits, 4, False, "gshard", 0.0)[1]
+        assert ids.tolist() == [[1, 2, 3, 0], [0, 1, 2, 3]]
+
+    @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+    @pytest.mark.parametrize("whole_row", [True, False])
+    def test_logits_that_are_no_numbers_choose_experts_that_exist(self, whole_row, value):
+        logits = random(4, 5)
+        logits[1, 0 if whole_row else 2 :] = value
+        for loss, noise_std in LOSSES:
+            x = logits.clone().requires_grad_()
+            gates, ids, probs, sums = routing.route(x, x + 0.1, 3, True, loss, noise_std)
+            assert all(sorted(set(row)) == sorted(row) for row in ids.tolist())
+            assert ((ids >= 0) & (ids < 5)).all()
+            torch.testing.assert_close(probs, (logits + 0.1).softmax(1), equal_nan=True)
+            (gates.sum() + sums.sum()).backward()
+            assert torch.isfinite(x.grad[[0, 2, 3]]).all()
+
+    def test_route_takes_halves(self):
+        logits = random(6, 4, dtype=torch.bfloat16).requires_grad_()
+        gates, _, _, _ = routing.route(logits, logits, 2, True, "gshard", 0.0)
+        assert gates.dtype == torch.float32
+        gates[:, 0].sum().backward()
+        assert logits.grad.dtype == torch.bfloat16
+
+    @pytest.mark.parametrize("aux_loss", ["gshard", "load_importance", "none"])
+    def test_router_gives_the_same_routing(self, aux_loss):
+        config = MoEConfig(4, 4, 6, aux_loss=aux_loss, gate_noise=1.0)
+        outcomes = []
+        for kernels in ("triton", "torch"):
+            logits = random(33, 6).requires_grad_()
+            torch.manual_seed(0)  # the noise is torch's own
+            outcome = route(logits, config, 2, training=True, kernels=kernels)
+            (gradient,) = torch.autograd.grad(outcome.aux_loss + outcome.gates[:, 0].sum(), logits)
+            outcomes.append([*outcome, gradient])
+        torch.testing.assert_close(*outcomes)
+
+    @given(st.data())
+    @settings(deadline=None, max_examples=30)
+    def test_plan_equals_torch(self, data):
+        num_experts = data.draw(st.integers(1, 9))
+        top_k = data.draw(st.integers(1, min(num_experts, 3)))
+        num_tokens = data.draw(st.sampled_from([0, 1, 7, 127, 128, 129, 300]))
+        capacity = data.draw(st.none() | st.integers(0, 60))
+        generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+        ids = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices.to(DEVICE)
+        priority = torch.randint(5, (num_tokens,), generator=generator).to(DEVICE)  # with ties
+        priority = data.draw(st.sampled_from([None, priority]))
+        got = routing.make_plan(ids, num_experts, capacity, priority)
+        expected = make_plan(ids, num_experts, capacity, priority, "torch")
+        for ours, theirs in zip(got, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or (torch.equal(ours, theirs) and ours.dtype == theirs.dtype)
+
+    def test_plan_of_many_experts(self):
+        ids = torch.rand(40, 1024, generator=torch.Generator().manual_seed(0)).topk(8).indices.to(DEVICE)
+        got, expected = routing.make_plan(ids, 1024, 1), make_plan(ids, 1024, 1, None, "torch")
+        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+    def test_runs_repeat_bit_by_bit(self):
+        def run():
+            logits, rows = random(150, 8).requires_grad_(), random(240, 16, seed=1).requires_grad_()
+            gates, ids, _, sums = routing.route(logits, logits, 2, True, "gshard", 0.0)
+            choices, _, slots, kept, _ = routing.make_plan(ids, 8, 30)
+            y = combine_rows(rows, gates, choices, slots, kept, "triton")
+            return [y, sums, *torch.autograd.grad(y.square().sum() + sums[0].square().sum(), (logits, rows))]
+
+        assert all(torch.equal(*pair) for pair in zip(run(), run(), strict=True))
+
+    @pytest.mark.parametrize("capacity", [None, 2])
+    def test_opcheck(self, capacity):
+        choices, slots, kept = plan_for(7, 2, capacity)
+        tokens, gates, rows = random(7, 3), random(7, 2), random(len(choices), 3)
+        logits, noisy = random(7, 8), random(7, 8, seed=1)
+        _, ids, probs, sums = routing.route(logits, noisy, 2, True, "load_importance", 0.2)
+        priority = probs.amax(1)
+        loss = (True, "load_importance", 0.2)
+        grad_gates = torch.ones_like(gates)
+        for op, inputs in (
+            (OPS.dispatch_rows, (tokens.requires_grad_(), choices, slots, kept, "triton")),
+            (OPS.combine_rows, (rows.requires_grad_(), gates.requires_grad_(), choices, slots, kept, "triton")),
+            (OPS.triton_make_plan, (ids, 8, capacity, priority)),
+            (OPS.triton_route, (noisy.requires_grad_(), logits.requires_grad_(), 2, *loss)),
+            (OPS.triton_route, (noisy, None, 2, True, "gshard", 0.0)),
+            (OPS.triton_route_backward, (noisy.detach(), None, ids, probs, grad_gates, None, sums, *loss)),
+            (OPS.triton_route_backward, (noisy.detach(), logits.detach(), ids, probs, None, probs, None, *loss)),
+        ):
+            torch.library.opcheck(op.default, inputs)
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"capacity_factor": 0.0},
+            {"capacity_factor": 1.0, "top_k": 2, "batch_prioritized": True, "aux_loss": "load_importance"},
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_layer_equals_torch(self, compiled, config):
+        torch.compiler.reset()
+        x = random(13, 6).requires_grad_()
+        outcomes = []
+        for kernels in ("triton", "torch"):
+            layer = make_layer(dtype=torch.float32, gate_noise=0.5, kernels=kernels, **config).to(DEVICE)
+            function = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+            for num_tokens in (13, 9, 11) if compiled else (13,):  # the last two: the number is a symbol
+                torch.manual_seed(0)
+                y, aux_loss = function(x[:num_tokens])
+            gradients = torch.autograd.grad(y.square().sum() + aux_loss, [x, *layer.parameters()])
+            outcomes.append([y, aux_loss, *gradients])
+        torch.testing.assert_close(*outcomes)
+
+    def test_the_log_names_triton(self, caplog):
+        caplog.set_level(logging.INFO, "moe_core")
+        assert {backend.choose("triton", DEVICE) for _ in range(3)} == {"triton"}
+        (line,) = caplog.messages
+        interpreted = " (interpreted)" if INTERPRETED else ""
+        assert line == f"moe_core kernels: triton {sys.modules['triton'].__version__}{interpreted} on {DEVICE}"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.timeout(280)
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "TestKernels"]
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=270)
+    assert outcome.returncode == 0, outcome.stdout[-5000:] + outcome.stderr[-2000:]
+
+
+def compile_for(target, function, arguments, num_warps) -> str:
+    """The assembly of one launch, all of whose pointers and widths are multiples of 16 where they can be."""
+    from triton.compiler import ASTSource, compile
+
+    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
+    signature, constants, hints = {}, {}, {}
+    for i, (parameter, value) in enumerate(zip(function.params, arguments, strict=True)):
+        signature[parameter.name] = "i32"
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name], hints[(i,)] = "*" + types[value.dtype], [["tt.divisibility", 16]]
+    return compile(ASTSource(function, signature, constants, hints), target, {"num_warps": num_warps}).asm["ptx"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles, which the interpreter does not")
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
+    jit = pytest.importorskip("triton.runtime.jit")
+    from triton.backends.compiler import GPUTarget
+
+    from moe_core.kernels import triton_routing, triton_rows
+
+    compiled = {}
+
+    def launcher(function, grid):
+        def launch(*arguments, num_warps=4):
+            target = GPUTarget("cuda", architecture, 32)
+            compiled[function.fn.__name__] = compile_for(target, function, arguments, num_warps)
+
+        return launch
+
+    monkeypatch.setattr(jit.JITFunction, "__getitem__", launcher, raising=False)
+    plan = make_plan(torch.arange(40).view(20, 2) % 8, 8, 3)
+    tokens, gates = torch.zeros(20, 64, dtype=torch.bfloat16), torch.zeros(20, 2)
+    rows = triton_rows.dispatch_rows(tokens, plan.choices, 2)
+    grad = triton_rows.sum_rows(rows, plan.slots, plan.kept, gates)
+    triton_rows.combine_rows_backward(grad, rows, gates, plan.choices, plan.slots, plan.kept)
+    for capacity, priority in ((None, None), (3, torch.zeros(20))):
+        triton_routing.make_plan(plan.slots, 24, capacity, priority)
+    logits = torch.zeros(20, 100)
+    for clean, loss in ((None, "gshard"), (logits, "load_importance")):
+        gates, ids, probs, sums = triton_routing.route(logits, clean, 2, True, loss, 0.1)
+        triton_routing.route_backward(logits, clean, ids, probs, (gates, None, sums), True, loss, 0.1)
+    assert len(compiled) == 7
+    assert not any(re.search(r"\b(atom|red)\.", assembly) for assembly in compiled.values())  # nothing atomic
+
+
+# Which kernels run
+
+
+def test_the_log_names_torch_once(caplog):
+    caplog.set_level(logging.INFO, "moe_core")
+    layer = make_layer()
+    for _ in range(2):
+        layer(torch.zeros(3, 6, dtype=torch.float64))
+    assert caplog.messages == ["moe_core kernels: torch on cpu"]
+
+
+def test_auto_says_why_it_is_not_triton(caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # what importing it does where it is not installed
+    assert [backend.choose("auto", "cuda") for _ in range(2)] == ["torch", "torch"]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("moe_core kernels: torch on cuda, since Triton cannot run there: ")
+    assert "ModuleNotFoundError" in record.getMessage()
+    with pytest.raises(ValueError, match=r"'triton'.*'cuda'.*ModuleNotFoundError"):
+        backend.choose("triton", "cuda")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a CPU")
+def test_triton_forced_on_a_cpu_without_the_interpreter():
+    layer = make_layer(kernels="triton")
+    with pytest.raises(ValueError, match=r"'triton'.*'cpu'.*TRITON_INTERPRET=1"):
+        layer(torch.zeros(3, 6, dtype=torch.float64))
+
+
+def test_shapes_alone_need_no_kernels(caplog):
+    caplog.set_level(logging.INFO, "moe_core")
+    assert backend.choose("triton", "meta") == "torch"
+    assert caplog.messages == []
+
+
+def test_another_name():
+    with pytest.raises(ValueError, match=r"kernels \('cuda'\) must be one of auto, triton, torch"):
+        backend.choose("cuda", "cpu")
+
+
+def test_moe_core_needs_no_triton():
+    code = "import sys; sys.modules['triton'] = None; import moe_core"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
