@@ -390,11 +390,11 @@ def calibrate(process_group: dist.ProcessGroup | None, ranks_per_node: int, devi
 
 def _compute_seconds(device: torch.device) -> list[float]:
     """Seconds of a FLOP in fp32 and bf16, of a copied byte, and of a short kernel."""
-    size, num_elements = (4096, 2**26) if device.type == "cuda" else (256, 2**22)
+    size, num_elements = (4096, 2**26) if device.type == "cuda" else (256, 2**20)
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.ones(size, size, dtype=dtype, device=device)
-        found.append(_fastest(lambda a=a: a @ a, device, repeats=10) / (2 * size**3))
+        found.append(_fastest(lambda a=a: a @ a, device, repeats=5) / (2 * size**3))
     source = torch.ones(num_elements, device=device)
     target, short = torch.empty_like(source), torch.ones(1, device=device)
     found.append(_fastest(lambda: target.copy_(source), device, repeats=5) / (2 * 4 * num_elements))  # read and write
@@ -416,7 +416,7 @@ def _measure_link(process_group: dist.ProcessGroup, peers: list[int], device: to
     """Seconds of a message and of a byte, from exchanges with these peers alone; empty without any."""
     if not peers:
         return []
-    total = 2**26 if device.type == "cuda" else 2**22
+    total = 2**26 if device.type == "cuda" else 2**20  # over 100 Mbit/s Ethernet that is a tenth of a second
     small, large = 64, max(total // len(peers), 2**16)
     seconds = []
     for size in (small, large):
@@ -427,7 +427,7 @@ def _measure_link(process_group: dist.ProcessGroup, peers: list[int], device: to
         def exchange(received=received, sent=sent, splits=splits) -> None:
             dist.all_to_all_single(received, sent, splits, splits, group=process_group)
 
-        seconds.append(_fastest(exchange, device, repeats=5))
+        seconds.append(_fastest(exchange, device, repeats=2))
     latency = seconds[0] / len(peers)
     transfer = max(seconds[1] - seconds[0], 0.1 * seconds[1])  # noise must not make a link free
     return [latency, transfer / (len(peers) * (large - small))]

@@ -3,8 +3,8 @@
 1. A call's key is its layer's shape and the bucket of the capacity it needs now: rows of one rank for one expert, up to
    the next power of two. Layers of equal shape over one group share what is found.
 2. The cost model ranks the strategies. In that order each is used for one training call, forward and backward, and
-   timed; what is far behind goes, and the rest is tried again, interleaved, until five rounds or one strategy are left.
-3. A budget bounds the time lost on strategies that turn out slower: 20 calls' worth of each layer, 2% of 1,000 steps.
+   timed; what is far behind goes, and the rest is tried again, interleaved, until one is left or eight rounds are over.
+3. A budget bounds the time lost on strategies that turn out slower: 10 calls' worth of each layer, 1% of 1,000 steps.
 
 A timed call is an ordinary step of training: no strategy changes the result. Times are averaged over the ranks before
 anyone looks at them, and everything else is a function of those, so the ranks agree without asking.
@@ -34,8 +34,8 @@ from moe_core.parallel.strategy import ParallelStrategy
 _log = logging.getLogger(__name__)
 
 # After each round a strategy stays if its median is within this factor of the best.
-KEPT_WITHIN = (1.6, 1.3, 1.15, 1.1, 1.05)
-BUDGET = 20.0  # time lost per layer, in calls of the best strategy
+KEPT_WITHIN = (1.6, 1.3, 1.2, 1.15, 1.1, 1.1, 1.1, 1.1)
+BUDGET = 10.0  # time lost per layer, in calls of the best strategy
 
 
 class Key(NamedTuple):

@@ -1,0 +1,244 @@
+"""All-to-all, pipelining and the tuner on a cluster of network namespaces (netns.py); needs root, Linux and iproute2.
+
+sudo .venv/bin/python benchmarks/cluster.py                        (everything, about 15 minutes on 2 idle cores)
+sudo .venv/bin/python benchmarks/cluster.py exchange --layouts 4x4 --rates 100
+sudo .venv/bin/python benchmarks/cluster.py pipeline tuner --rounds 5
+
+exchange: linear against 2DH: milliseconds, bytes and messages that cross nodes.
+pipeline: one layer, forward and backward, by pipeline degree; overlap is `(t(1) - t(d)) / min(exchange, work)`, where
+          work is the time of the same rows without a network, and exchange is t(1) - work.
+tuner:    its choice and every fixed strategy in the same interleaved rounds, on three workloads.
+
+All ranks share the machine's cores, so only rates well below what these can push show a network; see docs/results.md.
+"""
+
+# N nodes of g ranks, W = N g; T tokens of a rank, E experts, M model dim, H hidden dim
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from netns import Cluster, node_bytes_sent, require
+from timing import machine, median_and_spread, ratios
+
+from moe_core import MoEConfig, MoELayer
+from moe_core.cost_model import candidates
+from moe_core.parallel import ExpertGroup, ParallelStrategy, all_to_all
+
+FLOATS = 2**20 // 4  # in one MiB
+SIZES = {"64 KiB": FLOATS // 16, "1 MiB": FLOATS, "4 MiB": 4 * FLOATS}  # floats that each rank sends, itself included
+DEGREES = (1, 2, 4, 8, 16)
+PIPELINE = {"tokens": 4096, "model_dim": 256, "hidden_dim": 1024, "num_experts": 4}
+WORKLOADS = {  # capacity factors of the steps in turn
+    "small": ({"tokens": 256, "model_dim": 64, "hidden_dim": 128, "num_experts": 2}, (2.0,)),
+    "large": ({"tokens": 4096, "model_dim": 256, "hidden_dim": 1024, "num_experts": 2}, (2.0,)),
+    "fluctuating": ({"tokens": 4096, "model_dim": 256, "hidden_dim": 512, "num_experts": 4}, (0.05, 1.0, 0.2)),
+}
+
+
+def slowest(seconds: float) -> float:
+    """Of all ranks."""
+    value = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Milliseconds from a common start to the last rank's end."""
+    dist.barrier()
+    start = time.perf_counter()
+    function()
+    return 1e3 * slowest(time.perf_counter() - start)
+
+
+def interleaved(alternatives: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Of each alternative in each round, after one round to warm up."""
+    times = {name: [] for name in alternatives}
+    for r in range(-1, rounds):
+        for name in reversed(alternatives) if r % 2 else alternatives:
+            milliseconds = timed(alternatives[name])
+            if r >= 0:
+                times[name].append(milliseconds)
+    return times
+
+
+# The rank's side
+
+
+def exchange(rank: int, world_size: int, per_node: int, rounds: int) -> dict:
+    """For every size and algorithm: times, bytes that this node sent to others, messages of this rank to them."""
+    group = ExpertGroup(dist.group.WORLD, ranks_per_node=per_node)
+    found = {}
+    for size, floats in SIZES.items():
+        rows = torch.arange(floats, dtype=torch.float32).view(world_size, -1) + rank
+        ways = {
+            name: lambda name=name, rows=rows: all_to_all(rows, group, algorithm=name) for name in ("linear", "2dh")
+        }
+        assert torch.equal(*(way() for way in ways.values()))
+        times = interleaved(ways, rounds)
+        for name, way in ways.items():
+            before = node_bytes_sent()
+            dist.barrier()
+            with group.count_traffic() as traffic:
+                way()
+            dist.barrier()
+            far = sum(n for other, n in traffic.messages.items() if other // per_node != rank // per_node)
+            found[f"{size}, {name}"] = {"ms": times[name], "bytes": node_bytes_sent() - before, "messages": far}
+    return found
+
+
+class Step:
+    """Forward and backward of one layer on this rank's tokens."""
+
+    def __init__(self, group, strategy, tokens: int, factors: tuple[float, ...] = (0.0,), **dims) -> None:
+        torch.manual_seed(0)
+        self.layer = MoELayer(MoEConfig(**dims, capacity_factor=0.0, gate_noise=0.0), group, strategy=strategy)
+        self.x = torch.randn(tokens, dims["model_dim"]).requires_grad_()
+        self.factors = factors
+
+    def __call__(self) -> None:
+        """A step at each of the capacity factors."""
+        for factor in self.factors:
+            y, aux_loss = self.layer(self.x, capacity_factor=factor)
+            (y.sum() + aux_loss).backward()
+
+
+def pipeline(rank: int, world_size: int, per_node: int, rounds: int) -> dict:
+    """Milliseconds of a step by degree, and of the same work on rows that stay."""
+    group = ExpertGroup(dist.group.WORLD, ranks_per_node=per_node)
+    steps = {f"d={d}": Step(group, ParallelStrategy(1, d), **PIPELINE) for d in DEGREES}
+    steps["work"] = Step(None, ParallelStrategy(), **PIPELINE | {"num_experts": PIPELINE["num_experts"] // world_size})
+    return interleaved(steps, rounds)
+
+
+def tuner(rank: int, world_size: int, per_node: int, workload: str, rounds: int) -> dict:
+    """What the tuner's steps took until it had decided, and then it beside every fixed strategy."""
+    group = ExpertGroup(dist.group.WORLD, ranks_per_node=per_node)
+    dims, factors = WORKLOADS[workload]
+    tuned = Step(group, "auto", factors=factors, **dims)
+    first = []
+    while len(group.tuner.decisions() if group.tuner else ()) < len(factors) and len(first) < 200:
+        first.append(timed(tuned))
+    fixed = candidates(dims["num_experts"], world_size, world_size // per_node)
+    steps = {"tuner": tuned} | {str(s): Step(group, s, factors=factors, **dims) for s in fixed}
+    times = interleaved(steps, rounds)
+    decisions = {f"capacity <= {2**key.bucket}": str(s) for key, s in group.tuner.decisions().items()}
+    return {"exploring_ms": first, "ms": times, "decisions": decisions, "trials": group.tuner.trials}
+
+
+# The command's side
+
+
+def report_exchange(layouts: list[tuple[int, int]], rates: list[float], rounds: int) -> list[dict]:
+    print("\n| nodes x ranks | Mbit/s | a rank sends | | ms (quartiles) | to linear | a node's bytes | messages |")
+    print("|---|---|---|---|---|---|---|---|")
+    records = []
+    for nodes, per_node in layouts:
+        with Cluster(nodes, per_node) as cluster:
+            for rate in rates:
+                cluster.set_rate(rate)
+                found = cluster.run(exchange, per_node, rounds, timeout=600)[0]
+                records.append({"layout": [nodes, per_node], "rate": rate, "found": found})
+                for name, values in found.items():
+                    size, algorithm = name.split(", ")
+                    ratio = median_and_spread(ratios(values["ms"], found[f"{size}, linear"]["ms"]), 2)
+                    print(
+                        f"| {nodes} x {per_node} | {rate:g} | {size} | {algorithm} | {median_and_spread(values['ms'])}"
+                        f" | {ratio} | {values['bytes']:,} | {values['messages']} |"
+                    )
+    return records
+
+
+def report_pipeline(layouts: list[tuple[int, int]], rates: list[float], rounds: int) -> list[dict]:
+    print("\n| nodes x ranks | Mbit/s | exchange's share at d = 1 |", " | ".join(f"d = {d}" for d in DEGREES), "|")
+    print("|---|---|---|" + "---|" * len(DEGREES))
+    records = []
+    for nodes, per_node in layouts:
+        with Cluster(nodes, per_node) as cluster:
+            for rate in rates:
+                cluster.set_rate(rate)
+                times = cluster.run(pipeline, per_node, rounds, timeout=600)[0]
+                records.append({"layout": [nodes, per_node], "rate": rate, "ms": times})
+                share = statistics.median(1 - w / t for w, t in zip(times["work"], times["d=1"], strict=True))
+                cells = []
+                for d in DEGREES:
+                    hidden = [
+                        (one - t) / min(work, one - work)
+                        for t, one, work in zip(times[f"d={d}"], times["d=1"], times["work"], strict=True)
+                    ]
+                    overlap = "" if d == 1 else f", {100 * statistics.median(hidden):.0f}%"
+                    cells.append(f"{median_and_spread(times[f'd={d}'], 0)} ms{overlap}")
+                print(f"| {nodes} x {per_node} | {rate:g} | {100 * share:.0f}% | {' | '.join(cells)} |")
+    return records
+
+
+def report_tuner(layouts: list[tuple[int, int]], rates: list[float], rounds: int) -> list[dict]:
+    print(
+        "\n| nodes x ranks | Mbit/s | workload | tuner's | to the best fixed | worst to it | explored | decided |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    records = []
+    for nodes, per_node in layouts:
+        with Cluster(nodes, per_node) as cluster:
+            for rate in rates:
+                cluster.set_rate(rate)
+                for workload in WORKLOADS:
+                    found = cluster.run(tuner, per_node, workload, rounds, timeout=600)[0]
+                    records.append({"layout": [nodes, per_node], "rate": rate, "workload": workload, "found": found})
+                    print(_tuner_line(nodes, per_node, rate, workload, found))
+    return records
+
+
+def _tuner_line(nodes: int, per_node: int, rate: float, workload: str, found: dict) -> str:
+    medians = {name: statistics.median(times) for name, times in found["ms"].items()}
+    tuned = medians.pop("tuner")
+    best, worst = min(medians, key=medians.get), max(medians, key=medians.get)
+    lost = sum(found["exploring_ms"]) / tuned - len(found["exploring_ms"])  # steps
+    return (
+        f"| {nodes} x {per_node} | {rate:g} | {workload} | {median_and_spread(found['ms']['tuner'])} ms"
+        f" | {tuned / medians[best]:.3f} ({best}) | {medians[worst] / tuned:.2f} ({worst})"
+        f" | {len(found['exploring_ms'])} steps, {lost:.1f} lost: {lost / 10:.1f}% of 1,000"
+        f" | {'; '.join(f'{key}: {value}' for key, value in found['decisions'].items())} |"
+    )
+
+
+PARTS = {"exchange": report_exchange, "pipeline": report_pipeline, "tuner": report_tuner}
+DEFAULTS = {  # nodes x ranks, Mbit/s
+    "exchange": ([(2, 2), (2, 4), (4, 4)], [100.0, 1000.0]),
+    "pipeline": ([(2, 2)], [150.0, 300.0, 600.0]),
+    "tuner": ([(2, 2)], [200.0]),
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    parser.add_argument("--layouts", nargs="+", metavar="NxG", help="nodes x ranks per node")
+    parser.add_argument("--rates", nargs="+", type=float, metavar="MBIT", help="of each node's link")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write every number")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    require()
+    torch.set_num_threads(1)
+    print(machine("cpu"))
+    records = {}
+    for part in args.parts:
+        layouts, rates = DEFAULTS[part]
+        if args.layouts:
+            layouts = [tuple(map(int, layout.split("x"))) for layout in args.layouts]
+        records[part] = PARTS[part](layouts, args.rates or rates, args.rounds)
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine("cpu"), **records}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
