@@ -129,26 +129,34 @@ def predict(
     """
     size = 2 if config.AMP_ENABLE else 4
     repeats, recomputed = config.TRAIN.ACCUMULATION_STEPS, config.TRAIN.USE_CHECKPOINT
+    group = min(config.MODEL.MOE.EXPERT_PARALLEL_SIZE or gpus, gpus)  # GPUs that share the experts; others replicate
+    if gpus % group:
+        raise ValueError(f"the number of GPUs ({gpus}) must be a multiple of MODEL.MOE.EXPERT_PARALLEL_SIZE ({group})")
     for moe, _, _ in model.layers:
-        moe.shard(0, gpus)
+        moe.shard(0, group)
     shapes = [(cost_model.LayerShape.of(moe, batch_size * tokens, size), alike) for moe, tokens, alike in model.layers]
-    strategy, layers = _best(machine, shapes, gpus, gpus_per_node)
+    strategy, layers = _best(machine, shapes, group, gpus_per_node)
     trunk = 6 * model.trunk_macs * batch_size / machine.rate(size)
     trunk += ACTIVATION_PASSES * model.activations * batch_size * size / machine.memory_bandwidth
     trunk *= 4 / 3 if recomputed else 1  # the forward pass twice
-    own_parameters = model.trunk_parameters + model.expert_parameters / gpus
+    own_experts = model.expert_parameters / group
+    own_parameters = model.trunk_parameters + own_experts
+    all_reduce = _exposed_all_reduce(machine, model.trunk_parameters, gpus, gpus_per_node, trunk * 2 / 3)
+    if group < gpus and own_experts:  # after the backward pass, between GPUs that are a group apart
+        near = min(max(gpus_per_node // group, 1), gpus // group)
+        all_reduce += _all_reduce(machine, 4 * own_experts, near, gpus // group // near)
     parts = {
         "trunk": repeats * trunk,
         "experts": repeats * layers.experts,
         "routing, dispatch": repeats * (layers.routing + layers.dispatch),
         "all-to-all": repeats * layers.exposed_exchange,
         "weight gather": repeats * layers.gather,
-        "gradient all-reduce": _exposed_all_reduce(machine, model.trunk_parameters, gpus, gpus_per_node, trunk * 2 / 3),
+        "gradient all-reduce": all_reduce,
         "optimiser": own_parameters * UPDATE_BYTES / machine.memory_bandwidth,
     }
     memory = own_parameters * (STATE_BYTES + (size if size < 4 else 0))  # and a copy in the dtype of products
     memory += 4 * model.trunk_parameters * (gpus > 1)  # DistributedDataParallel's buckets
-    memory += model.kept * batch_size * size + _strategy_bytes(shapes, gpus, strategy)
+    memory += model.kept * batch_size * size + _strategy_bytes(shapes, group, strategy)
     return Prediction(gpus, math.ceil(gpus / gpus_per_node), strategy, parts, repeats * batch_size * gpus, memory)
 
 
@@ -173,16 +181,18 @@ def _best(
 def _exposed_all_reduce(
     machine: cost_model.Machine, parameters: int, gpus: int, gpus_per_node: int, backward: float
 ) -> float:
-    """What is left of the fp32 gradients' all-reduce behind the trunk's backward pass: at least the last bucket.
-
-    Inside a node and between nodes in turn, as NCCL's trees do: each GPU's network link carries 1/g of the bytes.
-    """
+    """What is left of the fp32 gradients' all-reduce behind the trunk's backward pass: at least the last bucket."""
     near = min(gpus, gpus_per_node)
-    nodes, buckets = math.ceil(gpus / near), math.ceil(4 * parameters / BUCKET_BYTES)
-    each = 4 * parameters / buckets
-    bucket = machine.intra.seconds(2 * math.log2(near), 2 * each * (near - 1) / near)
-    bucket += machine.inter.seconds(2 * math.log2(nodes), 2 * each / near * (nodes - 1) / nodes)
+    buckets = math.ceil(4 * parameters / BUCKET_BYTES)
+    bucket = _all_reduce(machine, 4 * parameters / buckets, near, math.ceil(gpus / near))
     return max(buckets * bucket - backward, bucket)
+
+
+def _all_reduce(machine: cost_model.Machine, num_bytes: float, near: int, nodes: int) -> float:
+    """Over `near` GPUs in each of so many nodes: inside a node and between nodes in turn, as NCCL's trees do, so that a
+    GPU's network link carries 1/near of the bytes."""
+    inside = machine.intra.seconds(2 * math.log2(near), 2 * num_bytes * (near - 1) / near)
+    return inside + machine.inter.seconds(2 * math.log2(nodes), 2 * num_bytes / near * (nodes - 1) / nodes)
 
 
 def _strategy_bytes(

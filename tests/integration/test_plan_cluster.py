@@ -84,6 +84,16 @@ def test_gpus_that_cannot_share_the_experts_are_left_out_with_a_note(plan):
         figure.unlink()
 
 
+def test_replicas_of_the_experts_keep_the_exchange_in_a_node(plan):
+    size = ("MODEL.MOE.EXPERT_PARALLEL_SIZE",)
+    everywhere, in_a_node = (rows_of(plan(*CFG, *CLUSTER, "--opts", *size, n)[1])[256] for n in ("0", "8"))
+    assert float(in_a_node[3].rstrip("%")) < float(everywhere[3].rstrip("%")) / 5
+    assert float(in_a_node[1].replace(",", "")) < float(everywhere[1].replace(",", ""))
+    assert in_a_node[6] == "linear"
+    note = plan(*CFG, "--nodes", "1", "--gpus-per-node", "12", "--opts", *size, "8")[1]
+    assert "12 GPUs left out: the number of GPUs (12) must be a multiple of MODEL.MOE.EXPERT_PARALLEL_SIZE (8)" in note
+
+
 def test_this_machine_and_another_batch_size(plan):
     cells = {}
     for batch in (16, 64):
