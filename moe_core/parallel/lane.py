@@ -38,7 +38,9 @@ class Lane:
 
     def _submit_to_stream(self, function: Callable[..., None], tensors: tuple[Tensor, ...], *args) -> Callable:
         device = tensors[0].device
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             function(*tensors, *args)
