@@ -78,6 +78,7 @@ class MoELayer(nn.Module):
         self._untried_experts = experts is not None and self.group.size > 1
         self.experts = Experts(config, self.shard, device) if experts is None else experts
         self._check_strategy(strategy)
+        self._equalise_replicas()
         self.last_routing: RoutingStats | None = None
 
     def extra_repr(self) -> str:
@@ -123,6 +124,8 @@ class MoELayer(nn.Module):
         plan = self._plan(routing, capacity)
         self.last_routing = _statistics(routing, plan)
         tokens = tokens.to(expert_dtype(tokens))
+        if self.group.size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
+            tokens = tokens.detach().requires_grad_()  # all ranks or none go back: an empty one's x may need no gradient
         if strategy == "auto":
             y = self._through_experts_tuned(tokens, routing.gates, plan, capacity)
         else:
@@ -209,10 +212,24 @@ class MoELayer(nn.Module):
     def _try_experts(self, x: Tensor) -> None:
         if not self._untried_experts:
             return
+        training = [module for module in self.experts.modules() if module.training]
+        self.experts.eval()  # statistics of batches, say, must not see these rows
         with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
             rows = x.new_zeros(self.shard.num_experts, self.config.model_dim)
             _apply(self.experts, rows, torch.arange(1, len(rows) + 1, dtype=torch.int32, device=x.device))
+        for module in training:
+            module.training = True
         self._untried_experts = False
+
+    @torch.no_grad()
+    def _equalise_replicas(self) -> None:
+        """Replicas begin with the first one's experts, as DistributedDataParallel does with what is shared."""
+        group = self.group
+        for parameter in self.experts.parameters() if group.num_replicas > 1 else ():
+            if not parameter.is_meta:
+                value = parameter.to(group.device, copy=True)
+                dist.broadcast(value, group_src=0, group=group.replicas)
+                parameter.copy_(value)
 
 
 def _apply(experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, offsets: Tensor) -> Tensor:

@@ -205,13 +205,13 @@ def all_to_all(
         ValueError: rows that do not divide over the ranks or do not add up to `send`; ranks_per_node that does not
             divide the group.
     """
+    way = Algorithm(group, algorithm, ranks_per_node)
     if send is None and len(rows) % group.size:
         raise ValueError(f"the number of rows ({len(rows)}) must be divisible by the group's size ({group.size})")
-    if send is not None and (len(send) != group.size or sum(send) != len(rows)):
-        raise ValueError(f"send ({list(send)}) must have {group.size} entries that add up to the {len(rows)} rows")
+    if send is not None and (len(send) != group.size or sum(send) != len(rows) or min(send) < 0):
+        raise ValueError(f"send ({list(send)}) must be {group.size} counts that add up to the {len(rows)} rows")
     if group.size == 1:
         return rows
-    way = Algorithm(group, algorithm, ranks_per_node)
     crossing = Crossing(way, _splits(way, len(rows), send, rows.device))
     return crossing.arrive(crossing.depart(rows))
 

@@ -64,6 +64,7 @@ class ExpertGroup:
         self.num_replicas = 1 if replicas is None else replicas.size()
         self.replica = 0 if replicas is None else replicas.rank()
         self._given_ranks_per_node = None if ranks_per_node is None else self.ranks_per_node(ranks_per_node)
+        self._found_local_world_sizes: list[int] | None = None
         self.lane = Lane()
         self.traffic: Traffic | None = None
         self.tuner = None  # set by moe_core.parallel.tuner, which shares its findings between the group's layers
@@ -84,9 +85,21 @@ class ExpertGroup:
         if self.size == 1:
             return value
         largest = torch.tensor(value, device=device)
-        with self.named_errors("maximum"):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.process_group)
+        self.all_reduce(largest, self.process_group, "maximum", dist.ReduceOp.MAX)
         return int(largest)
+
+    def all_reduce(
+        self, values: Tensor, process_group: dist.ProcessGroup, what: str, op: dist.ReduceOp = dist.ReduceOp.SUM
+    ) -> None:
+        """In place, over the group's own or its replicas' process group, with this group's timeout."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        if self.timeout is not None:  # dist.all_reduce knows the process group's alone
+            options.timeout = self.timeout
+        with self.named_errors(what):
+            work = process_group.allreduce([values], options)
+            if work is not None:
+                work.wait()
 
     def sum(self, values: Tensor) -> Tensor:
         """The differentiable sum of `values` over the group and its replicas: over all data-parallel ranks."""
@@ -112,7 +125,8 @@ class ExpertGroup:
         """`given`, or what the group was given, or as torchrun's variables say.
 
         Raises:
-            ValueError: it does not divide the group; nothing is known; the group takes unequal parts of its nodes.
+            ValueError: it does not divide the group; nothing is known; the group takes unequal parts of its nodes. Ranks
+                without a given value compare theirs first, so that all of them raise.
         """
         if given is not None:
             if self.size % given:
@@ -120,10 +134,11 @@ class ExpertGroup:
             return given
         if self.size == 1 or self._given_ranks_per_node:
             return self._given_ranks_per_node or 1
-        local = os.environ.get("LOCAL_WORLD_SIZE", "")
-        if not local.isdigit() or local == "0":
-            raise ValueError(f"ranks_per_node must be given: LOCAL_WORLD_SIZE ({local!r}) is not one that torchrun set")
-        nodes = [rank // int(local) for rank in self._global_ranks()]
+        found = self._local_world_sizes()
+        if found[0] == 0 or len(set(found)) > 1:
+            raise ValueError(f"ranks_per_node must be given: LOCAL_WORLD_SIZE of the {self} is {found}")
+        local = found[0]
+        nodes = [rank // local for rank in self._global_ranks()]
         here = nodes.count(nodes[0])
         if nodes != [node for node in dict.fromkeys(nodes) for _ in range(here)]:
             raise ValueError(
@@ -131,6 +146,16 @@ class ExpertGroup:
                 " equally many, side by side; or give ranks_per_node"
             )
         return here
+
+    def _local_world_sizes(self) -> list[int]:
+        """What torchrun told each rank of the group, 0 for nothing; asked once."""
+        if self._found_local_world_sizes is None:
+            local = os.environ.get("LOCAL_WORLD_SIZE", "")
+            sizes = torch.zeros(self.size, dtype=torch.long, device=self.device)
+            sizes[self.rank] = int(local) if local.isdigit() else 0
+            self.all_reduce(sizes, self.process_group, "comparison of nodes")
+            self._found_local_world_sizes = sizes.tolist()
+        return self._found_local_world_sizes
 
     @contextmanager
     def count_traffic(self) -> Iterator[Traffic]:
@@ -148,8 +173,8 @@ class ExpertGroup:
             yield
         except RuntimeError as error:
             raise CollectiveError(
-                f"{operation} failed in the {self}, here rank {self._global_ranks()[self.rank]}: a rank has ended or"
-                f" did not take part in time ({error})"
+                f"{operation} failed on rank {self._global_ranks()[self.rank]} of the {self}; has another one ended, or"
+                f" not come in time? ({error})"
             ) from error
 
     def _make(self, key: tuple, members: range) -> dist.ProcessGroup | None:
@@ -157,7 +182,7 @@ class ExpertGroup:
             return None
         if key not in self._made:
             ranks = self._global_ranks()
-            with self._equal_history():
+            with self._equal_history(), self.named_errors(f"making a process group ({key[0]})"):
                 self._made[key] = dist.new_group(
                     [ranks[member] for member in members],
                     timeout=self.timeout,
@@ -197,8 +222,7 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx, values, group, process_group):
         ctx.group, ctx.process_group = group, process_group
         values = values.clone()
-        with group.named_errors("sum"):
-            dist.all_reduce(values, group=process_group)
+        group.all_reduce(values, process_group, "sum")
         return values
 
     @staticmethod

@@ -33,7 +33,7 @@ class Lane:
             # daemon: a process whose main thread failed must not wait for peers before it ends
             threading.Thread(target=_serve, args=(self._queue,), name="moe_core lane", daemon=True).start()
         future: Future = Future()
-        self._queue.put((future, function, tensors, args))
+        self._queue.put((future, torch.is_inference_mode_enabled(), function, tensors, args))
         return future.result
 
     def _submit_to_stream(self, function: Callable[..., None], tensors: tuple[Tensor, ...], *args) -> Callable:
@@ -50,13 +50,17 @@ class Lane:
         return lambda: torch.cuda.current_stream(device).wait_event(done)
 
 
-@torch.no_grad()
 def _serve(queue: SimpleQueue) -> None:
+    failure = None
     while True:
-        future, function, tensors, args = queue.get()
+        future, inference, function, tensors, args = queue.get()
         try:
-            function(*tensors, *args)
-        except BaseException as error:
+            if failure is not None:  # the peers are not where this rank is: nothing more can be exchanged
+                raise failure
+            with torch.inference_mode() if inference else torch.no_grad():
+                function(*tensors, *args)
+        except BaseException as error:  # whatever it is, it belongs to the one who waits
+            failure = error
             future.set_exception(error)
         else:
             future.set_result(None)

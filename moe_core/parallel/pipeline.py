@@ -92,7 +92,8 @@ class Pipeline:
         new_choices = torch.empty_like(copied.flatten()).scatter_(0, rows.flatten(), copied.flatten())
         slots = choices.new_zeros(plan.slots.numel() * copies).scatter_(0, copied.flatten(), rows.flatten())
         kept = None if plan.kept is None else plan.kept.repeat_interleave(copies, 1)
-        return plan._replace(choices=new_choices, slots=slots.view(len(plan.slots), -1), kept=kept)
+        slots = slots.view(len(plan.slots), plan.slots.shape[1] * copies)
+        return plan._replace(choices=new_choices, slots=slots, kept=kept)
 
     def _splits(self, chunk: int) -> Splits:
         ranks = torch.arange(len(self._by_rank), device="cpu")

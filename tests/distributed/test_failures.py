@@ -1,0 +1,255 @@
+"""A rank that dies or does not come, and wrong arguments: an error in time, on every rank, that names what is wrong."""
+
+# All scenarios of lost ranks run side by side, each in a world of its own: what they do is wait.
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from moe_cases import make_layer
+from torch import Tensor, nn
+
+from moe_core import MoEConfig, MoELayer, average_expert_gradients, clip_gradients
+from moe_core.parallel import ExpertGroup, ParallelStrategy, all_to_all, make_expert_groups
+
+TIMEOUT = 4  # seconds, of the expert group
+SLACK = 10  # on top: starting dozens of processes takes its time
+LOST = 2  # the rank that goes missing
+LINEAR, HIERARCHICAL = ParallelStrategy(1, 2), ParallelStrategy(1, 2, "2dh", 2)
+WEIGHTS = ParallelStrategy(0)
+
+
+class Scenario(NamedTuple):
+    """Where rank 2 goes missing, what the group does then, and which ranks share it."""
+
+    moment: str
+    strategy: ParallelStrategy = LINEAR
+    ranks: tuple[int, ...] = (0, 1, 2, 3)
+    capacity_factor: float = 0.0
+    dies: bool = True
+
+    def __str__(self) -> str:
+        end = "dies" if self.dies else "does not come"
+        return f"{end} {self.moment} {self.strategy} ranks {list(self.ranks)} f={self.capacity_factor}"
+
+
+SCENARIOS = [
+    *(Scenario("among the experts", strategy) for strategy in (LINEAR, HIERARCHICAL, WEIGHTS)),
+    *(Scenario("before backward", strategy, dies=False) for strategy in (HIERARCHICAL, WEIGHTS)),
+    *(Scenario("before the first forward", strategy, dies=False) for strategy in (LINEAR, WEIGHTS)),
+    Scenario("before the second forward", capacity_factor=1.0, dies=False),
+    Scenario("before backward", ranks=(0, 2)),
+    Scenario("before all_to_all", dies=False),
+    Scenario("before averaging", dies=False),
+    Scenario("before the norm", dies=False),
+]
+
+
+def goes_missing(rank: int, scenario: Scenario, *args) -> None:
+    if rank == LOST and scenario.dies:
+        os._exit(3)
+    if rank == LOST:
+        time.sleep(1000)
+
+
+def act(rank: int, scenario: Scenario) -> None:
+    """One step and a half, up to the moment."""
+    moment, timeout = scenario.moment, timedelta(seconds=TIMEOUT)
+    process_group = dist.new_group(list(scenario.ranks), timeout=timedelta(seconds=120))
+    if rank not in scenario.ranks:
+        return
+    replicated = moment in ("before averaging", "before the norm")
+    group = make_expert_groups(2, timeout) if replicated else ExpertGroup(process_group, timeout=timeout)
+    config = {"model_dim": 8, "hidden_dim": 16, "capacity_factor": scenario.capacity_factor}
+    layer = make_layer(group=group, strategy=LINEAR if replicated else scenario.strategy, **config)
+    x = torch.ones(5, 8).double().requires_grad_()
+    if moment == "before the first forward":
+        goes_missing(rank, scenario)
+    if moment == "among the experts":
+        layer.experts.register_forward_pre_hook(lambda *args: goes_missing(rank, scenario))
+    y, aux_loss = layer(x)
+    if moment == "before the second forward":
+        goes_missing(rank, scenario)
+        layer(x)
+    if moment == "before all_to_all":
+        goes_missing(rank, scenario)
+        all_to_all(torch.ones(4), group)
+    if moment == "before backward":
+        goes_missing(rank, scenario)
+    (y.sum() + aux_loss).backward()
+    if moment == "before averaging":
+        goes_missing(rank, scenario)
+    average_expert_gradients(layer)
+    goes_missing(rank, scenario)
+    clip_gradients(layer, 1.0)
+
+
+def run_rank(rank: int, scenario: Scenario, directory: Path) -> None:
+    torch.set_num_threads(1)
+    patient = timedelta(seconds=120)  # what ends the wait has to be the expert group's own timeout
+    dist.init_process_group("gloo", f"file://{directory}/store", rank=rank, world_size=4, timeout=patient)
+    dist.barrier()
+    start = time.monotonic()
+    try:
+        act(rank, scenario)
+    except RuntimeError as error:
+        (directory / f"{rank}").write_text(f"{time.monotonic() - start:.1f} {error}")
+
+
+class Outcome(NamedTuple):
+    messages: dict[int, str]  # by rank: its error, after the seconds until then
+    exit_codes: dict[int, int | None]  # None: still running
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[Scenario, Outcome]:
+    worlds = {}
+    for scenario in SCENARIOS:
+        directory = tmp_path_factory.mktemp("world")
+        arguments = (scenario, directory)
+        context = mp.start_processes(run_rank, arguments, 4, join=False, start_method="forkserver")
+        worlds[scenario] = (directory, context.processes)
+    deadline = time.monotonic() + TIMEOUT + 2 * SLACK
+    for _, processes in worlds.values():
+        for rank, process in enumerate(processes):
+            if rank != LOST:
+                process.join(max(0, deadline - time.monotonic()))
+    return {scenario: outcome_of(*world) for scenario, world in worlds.items()}
+
+
+def outcome_of(directory: Path, processes: list) -> Outcome:
+    exit_codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+    for process in processes:
+        process.kill()
+        process.join()
+    messages = {rank: (directory / f"{rank}").read_text() for rank in range(4) if (directory / f"{rank}").exists()}
+    return Outcome(messages, exit_codes)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_the_others_name_the_group_in_time_and_can_end(outcomes, scenario):
+    messages, exit_codes = outcomes[scenario]
+    members = [0, 2] if scenario.moment in ("before averaging", "before the norm") else scenario.ranks
+    groups = [list(scenario.ranks)] if members == scenario.ranks else [[0, 1], [2, 3]]
+    waiting = [3] if scenario.moment == "before the norm" else [rank for rank in members if rank != LOST]
+    for rank in waiting:
+        assert rank in messages, (messages, exit_codes)
+        seconds, message = messages[rank].split(" ", 1)
+        assert float(seconds) < TIMEOUT + SLACK
+        assert any(f"expert group of ranks {ranks}" in message for ranks in groups), message
+    assert all(exit_codes[rank] == 0 for rank in range(4) if rank != LOST), exit_codes
+
+
+# Wrong arguments: a ValueError on every rank, before any of them waits for another
+
+COLLECTIVES = (
+    *("allreduce", "alltoall", "alltoall_base", "allgather"),
+    *("_allgather_base", "_reduce_scatter_base", "broadcast", "barrier"),
+)
+CONFIG = {"model_dim": 8, "hidden_dim": 16}
+
+
+def recorded_collectives() -> list[str]:
+    """The names of all collectives from now on, new process groups among them."""
+    names = []
+    for owner, name in [
+        *((dist.ProcessGroup, name) for name in (*COLLECTIVES, "broadcast", "barrier")),
+        (dist, "new_group"),
+    ]:
+        original = getattr(owner, name)
+
+        def record(*args, original=original, name=name, **kwargs):
+            names.append(name)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, record)
+    return names
+
+
+class Wrong(nn.Module):
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        return self.change(rows)
+
+
+def wrong_layers(group: ExpertGroup) -> list[tuple[Callable, str]]:
+    def layer(num_experts: int, strategy=LINEAR, experts=None, **config) -> Callable:
+        config = MoEConfig(num_experts=num_experts, **{**CONFIG, **config})
+        return lambda: MoELayer(config, group, strategy=strategy, experts=experts)
+
+    odd = ParallelStrategy(1, 1, "2dh", 3)
+    return [
+        (layer(6), r"num_experts \(6\) .*size \(4\)"),
+        (layer(3), r"num_experts \(3\) .*size \(4\)"),
+        (layer(1, hidden_dim=10), r"hidden_dim \(10\) .* 4 ranks"),
+        (layer(2, model_dim=7), r"model_dim \(7\) .* 2 ranks"),
+        (layer(2, ParallelStrategy(3)), r"r \(3\).*num_experts \(2\).* 4: it must be one of 0, 1, 2$"),
+        (layer(4, ParallelStrategy(2)), r"r \(2\).*num_experts \(4\).* 4: it must be one of 0, 1$"),
+        (layer(4, odd), r"ranks_per_node \(3\) .*size \(4\)"),
+        (layer(4, ParallelStrategy(1, 1, "2dh")), r"ranks_per_node .*LOCAL_WORLD_SIZE"),
+        (layer(2, experts=Wrong(torch.clone)), r"num_experts \(2\) .*size \(4\)"),
+        (layer(4, ParallelStrategy(0), Wrong(torch.clone)), r"r \(0\)"),
+        (lambda: make_expert_groups(3), r"expert_parallel_size \(3\) .*ranks \(4\)"),
+        (lambda: make_expert_groups(0), r"expert_parallel_size \(0\) .*ranks \(4\)"),
+        *(
+            (lambda v=v: ParallelStrategy(**v), r"\(-?\w+\.?\w*\) must be")
+            for v in ({"r": -1}, {"r": True}, {"r": 1.0})
+        ),
+        (lambda: ParallelStrategy(pipeline_degree=0), r"pipeline_degree \(0\)"),
+        (lambda: ParallelStrategy(ranks_per_node=0), r"ranks_per_node \(0\)"),
+        (lambda: ParallelStrategy(all_to_all="3dh"), r"all_to_all \('3dh'\).*linear, 2dh"),
+    ]
+
+
+def wrong_calls(group: ExpertGroup) -> list[tuple[Callable, str]]:
+    layer, x = MoELayer(MoEConfig(num_experts=2, **CONFIG), group), torch.ones(5, 8)
+    changes = (
+        (lambda rows: rows[:, :3], r"\(2, 3\) for rows of shape \(2, 8\)"),
+        (lambda rows: rows.sum(0), r"\(8,\) for rows of shape \(2, 8\)"),
+        (lambda rows: rows[:-1], r"\(1, 8\) for rows of shape \(2, 8\)"),
+    )
+    own = [MoELayer(MoEConfig(num_experts=8, **CONFIG), group, experts=Wrong(change)) for change, _ in changes]
+    strategies = [
+        (ParallelStrategy(4), r"r \(4\).*num_experts \(2\).* 4: it must be one of 0, 1, 2$"),
+        (ParallelStrategy(1, 1, "2dh", 3), r"ranks_per_node \(3\) .*size \(4\)"),
+        (ParallelStrategy(1, 2, "2dh"), r"LOCAL_WORLD_SIZE"),
+    ]
+    return [
+        (lambda: layer(x.to("meta")), r"x is on meta, .* on cpu"),
+        (lambda: layer(torch.ones(5, 7)), r"7 channels.* 8"),
+        (lambda: layer(x, top_k=0), r"top_k \(0\)"),
+        (lambda: layer(x, capacity_factor=float("inf")), r"capacity_factor \(inf\)"),
+        (lambda: layer(x, capacity_factor=float("nan")), r"capacity_factor \(nan\)"),
+        (lambda: layer(x, router=1), r"router \(1\) .*routers \(1\)"),
+        (lambda: layer(x, router=-1), r"router \(-1\) .*routers \(1\)"),
+        *((lambda s=s: layer(x, strategy=s), message) for s, message in strategies),
+        *((lambda wrong=wrong: wrong(x), message) for wrong, (_, message) in zip(own, changes, strict=True)),
+    ]
+
+
+def wrong_arguments(rank: int) -> None:
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    group = ExpertGroup(dist.group.WORLD)
+    names = recorded_collectives()
+    for call, message in wrong_layers(group) + wrong_calls(group):
+        with pytest.raises(ValueError, match=message):
+            call()
+        assert names == [], message
+    layer = make_layer(group=group, capacity_factor=1.0, **CONFIG)
+    for strategy in (LINEAR, WEIGHTS):  # and what is right does enter them
+        layer(torch.ones(5, 8).double(), strategy=strategy)[0].sum().backward()
+    assert {"allreduce", "alltoall_base", "_allgather_base", "_reduce_scatter_base", "new_group"} <= set(names)
+
+
+def test_wrong_arguments_are_refused_before_any_collective(run_processes):
+    run_processes(wrong_arguments, 4, seconds=30)

@@ -1,0 +1,135 @@
+"""TRAIN.SHARD_TRUNK: the shared parameters sharded by FSDP2 give the run that DDP gives, and the same checkpoints."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from trainer_cases import QUICKSTART, make_trainer, train_steps
+
+from moe_core import expert_parameters
+from swinv2_moe.config import load_config
+from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.errors import UserError
+
+VARIANTS = [
+    "TRAIN.ACCUMULATION_STEPS 2 TRAIN.CLIP_GRAD 0.5",
+    "TRAIN.USE_CHECKPOINT True AMP_ENABLE True TRAIN.EMA_DECAY 0.5 MODEL.MOE.ROUTER cosine",
+    "TRAIN.OPTIMIZER.NAME sgd AMP_ENABLE True AMP_DTYPE float16 MODEL.TYPE swin_moe TRAIN.LAYER_DECAY 0.9",
+    "MODEL.MOE.NUM_EXPERTS 0",
+]
+
+
+def whole_state(trainer: Trainer) -> dict[str, Tensor]:
+    state = trainer.deployed.state_dict()
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+
+
+def local_bytes(tensors) -> int:
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+def check_sharded_equals_replicated(rank: int, variant: str) -> None:
+    """Validation comes first, in inference mode, and in between."""
+    replicated, sharded = (make_trainer(rank, 2, f"{variant} TRAIN.SHARD_TRUNK {shard}") for shard in (False, True))
+    outcomes = []
+    for trainer in (replicated, sharded):
+        accuracies = [trainer.validate()]
+        steps = train_steps(trainer, 2)
+        accuracies.append(trainer.validate())
+        steps += train_steps(trainer, 2)
+        outcomes.append((torch.tensor(steps), torch.tensor([accuracy[:3] for accuracy in accuracies])))
+    torch.testing.assert_close(outcomes[1], outcomes[0], rtol=1e-5, atol=1e-6, msg=lambda text: f"{variant}: {text}")
+    assert outcomes[0][1][0, 2] != outcomes[0][1][1, 2]
+    torch.testing.assert_close(whole_state(sharded), whole_state(replicated), rtol=1e-4, atol=1e-6)
+    assert sharded.scaler.state() == replicated.scaler.state()
+
+
+def sharded_equals_replicated(rank: int) -> None:
+    for variant in VARIANTS:
+        check_sharded_equals_replicated(rank, variant)
+
+
+def test_sharded_equals_replicated(run_processes):
+    run_processes(sharded_equals_replicated, 2)
+
+
+def every_shared_tensor_is_sharded(rank: int) -> None:
+    trainer = make_trainer(rank, 4, "TRAIN.SHARD_TRUNK True TRAIN.EMA_DECAY 0.9")
+    train_steps(trainer, 1)
+    trainer.validate()
+    for model in (trainer.model, trainer.ema.module):
+        experts = expert_parameters(model)
+        shared = [p for name, p in model.named_parameters() if name not in experts]
+        assert len(experts) == 8
+        assert all(isinstance(p, DTensor) for p in shared)
+        assert not any(isinstance(p, DTensor) for p in experts.values())
+        whole = sum(p.numel() * p.element_size() for p in shared)
+        assert local_bytes(shared) < 0.26 * whole + 512 * 4 * 4  # two heads' 512 weights are cut into 1, 1, 0 and 0
+        assert trainer.world.sum(torch.tensor(local_bytes(shared))) == whole
+    state = trainer.optimizer.state
+    for name, parameter in trainer.model.named_parameters():
+        assert local_bytes([state[parameter]["exp_avg"]]) == local_bytes([parameter]), name
+
+
+def test_a_rank_holds_its_share_of_the_trunk(run_processes):
+    run_processes(every_shared_tensor_is_sharded, 4)
+
+
+def goes_on_sharded(rank: int, source: Path, target: Path) -> None:
+    """The checkpoint of one process, resumed sharded on four: the same state; two more steps; saved."""
+    trainer = make_trainer(rank, 4, "TRAIN.SHARD_TRUNK True TRAIN.EMA_DECAY 0.5")
+    train_steps(trainer, 1)  # a state that is to be replaced
+    trainer.resume(source)
+    trainer.save(target / "again", is_best=False)
+    train_steps(trainer, 2)
+    trainer.save(target / "further", is_best=False)
+
+
+def test_checkpoints_of_one_process_and_of_four_that_shard(run_processes, tmp_path):
+    single = make_trainer(0, 1, "TRAIN.EMA_DECAY 0.5")
+    train_steps(single, 2)
+    single.save(tmp_path / "single", is_best=False)
+    run_processes(goes_on_sharded, 4, tmp_path / "single" / "last", tmp_path)
+    assert_same_files(tmp_path / "single" / "last", tmp_path / "again" / "last", rtol=0, atol=0)
+
+    back = make_trainer(0, 1, "TRAIN.EMA_DECAY 0.5")
+    back.resume(tmp_path / "further" / "last")
+    assert (back.step, back.scaler.updates) == (4, 4)
+    train_steps(single, 2)
+    back.save(tmp_path / "back", is_best=False)
+    single.save(tmp_path / "expected", is_best=False)
+    assert_same_files(tmp_path / "expected" / "last", tmp_path / "back" / "last", rtol=1e-3, atol=1e-5)
+
+
+def assert_same_files(expected: Path, found: Path, **tolerance) -> None:
+    files = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
+    assert files == sorted(path.relative_to(found) for path in found.rglob("*.safetensors"))
+    assert len(files) == 4 * (1 + 2 * 4)  # weights, their average and two moments: the trunk, two layers' experts
+    for file in files:
+        torch.testing.assert_close(load_file(found / file), load_file(expected / file), **tolerance)
+
+
+def a_number_that_is_not_finite(rank: int) -> None:
+    trainer = make_trainer(rank, 2, "TRAIN.SHARD_TRUNK True")
+    weight = trainer.model.layers[1].blocks[0].attn.proj.weight
+    if rank == 0:
+        weight.detach().to_local()[0, 0] = float("nan")
+    with pytest.raises(UserError, match=r"step 1: .* begins at the parameter layers\.1\.blocks\.0\.attn\.proj\.weight"):
+        train_steps(trainer, 1)
+
+
+def test_a_number_that_is_not_finite_is_named(run_processes):
+    run_processes(a_number_that_is_not_finite, 2)
+
+
+def test_one_process_has_nothing_to_shard():
+    trainer = make_trainer(0, 1, "TRAIN.SHARD_TRUNK True")
+    assert not any(isinstance(p, DTensor) for p in trainer.model.parameters())
+
+
+def test_not_with_compile():
+    with pytest.raises(UserError, match=r"TRAIN\.SHARD_TRUNK is True: it does not work with COMPILE"):
+        load_config(QUICKSTART, ["TRAIN.SHARD_TRUNK", "True", "COMPILE", "True"])
