@@ -4,6 +4,7 @@ their strategies have been found to be."""
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe_core.layer import MoELayer
 from moe_core.parallel import Tuner
@@ -35,7 +36,9 @@ def average_expert_gradients(model: nn.Module) -> None:
         group = layer.group
         for parameter in layer.experts.parameters():
             if parameter.grad is None:
-                continue
+                if group.num_replicas == 1 or not parameter.requires_grad:
+                    continue
+                parameter.grad = torch.zeros_like(parameter)  # another replica may have used it
             parameter.grad.div_(group.size * group.num_replicas)
             if group.num_replicas > 1:
                 pending.append((group, dist.all_reduce(parameter.grad, group=group.replicas, async_op=True)))
@@ -62,21 +65,36 @@ def _tuners(model: nn.Module) -> set[Tuner]:
 
 @torch.no_grad()
 def global_grad_norm(model: nn.Module) -> Tensor:
-    """The 2-norm of the whole model's gradient: shared parts once, a layer's experts from all ranks of its group."""
-    experts = expert_parameters(model)
-    shared = [p.grad for name, p in model.named_parameters() if name not in experts and p.grad is not None]
-    owned = {}  # by group
-    for layer in moe_layers(model).values():
-        gradients = [p.grad for p in layer.experts.parameters() if p.grad is not None]
-        owned.setdefault(layer.group.process_group, []).extend(gradients)
+    """The 2-norm of the whole model's gradient: shared parts once, or all their shards where they are DTensors (FSDP2),
+    a layer's experts from all ranks of its group."""
     device = next(model.parameters()).device
-    total = _squared_norm(shared, device)
-    for group, gradients in owned.items():
+    total = torch.zeros((), device=device)
+    expert_groups = {layer.group.process_group: layer.group for layer in moe_layers(model).values()}
+    for group, gradients in _gradients_by_group(model).items():
         part = _squared_norm(gradients, device)
         if group is not None and group.size() > 1:  # replicas have the same gradients: one group's count
-            dist.all_reduce(part, group=group)
+            if group in expert_groups:
+                expert_groups[group].all_reduce(part, group, "gradient norm")
+            else:
+                dist.all_reduce(part, group=group)
         total = total + part
     return total.sqrt()
+
+
+def _gradients_by_group(model: nn.Module) -> dict[dist.ProcessGroup | None, list[Tensor]]:
+    """This rank's gradients by the ranks that hold the rest; None: nobody does. The order is the same on all ranks, and
+    so are the groups, also where a gradient is missing."""
+    owners = {p: layer.group.process_group for layer in moe_layers(model).values() for p in layer.experts.parameters()}
+    found = {}
+    for parameter in model.parameters():
+        sharded = isinstance(parameter, DTensor)
+        group = parameter.device_mesh.get_group() if sharded else owners.get(parameter)
+        found.setdefault(group, []).extend([] if parameter.grad is None else [_local(parameter.grad)])
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
@@ -89,8 +107,9 @@ def _squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients so that their global norm is at most `max_norm` (0: leave them); returns the norm before."""
     norm = global_grad_norm(model)
-    if max_norm > 0:
-        parameters = [p for p in model.parameters() if p.grad is not None]
+    gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+    if max_norm > 0 and gradients:
         # a norm that is not finite leaves them: scaling by it would spread the NaN to every gradient
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.nan_to_num(0.0, 0.0))
+        factor = max_norm / (norm.nan_to_num(0.0, 0.0) + 1e-6)
+        torch._foreach_mul_(gradients, factor.clamp(max=1.0))
     return norm

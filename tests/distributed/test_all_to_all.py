@@ -5,6 +5,7 @@
 
 import itertools
 import os
+import re
 from collections import Counter
 
 import pytest
@@ -138,8 +139,8 @@ def with_local_world_size(value: str | None, group: ExpertGroup) -> int:
 
 
 def reads_torchruns_variables(rank: int) -> None:
-    world = ExpertGroup(dist.group.WORLD)
     for local, per_node in (("1", 1), ("2", 2), ("4", 4), ("8", 4)):
+        world = ExpertGroup(dist.group.WORLD)  # it asks once
         assert with_local_world_size(local, world) == per_node
         with world.count_traffic() as traffic:
             check(world, [[1, 2, 3, 4]] * 4, ("2dh", None))
@@ -147,13 +148,14 @@ def reads_torchruns_variables(rank: int) -> None:
         across = {r for r in range(4) if r % per_node == rank % per_node}
         assert set(traffic.messages) == (beside | across) - {rank}
     for local in (None, "", "0", "two"):
-        with pytest.raises(ValueError, match=rf"ranks_per_node .*LOCAL_WORLD_SIZE \('{local or ''}'\)"):
+        world = ExpertGroup(dist.group.WORLD)
+        with pytest.raises(ValueError, match=r"ranks_per_node .*LOCAL_WORLD_SIZE of .* is \[0, 0, 0, 0\]"):
             with_local_world_size(local, world)
     for call in (all_to_all, flexible_all_to_all):
-        with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE \('two'\)"):
+        with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE of .* is \[0, 0, 0, 0\]"):
             call(torch.ones(4, 4, 1), world, algorithm="2dh")
     with pytest.raises(ValueError, match=r"nodes \[0, 0, 0, 1\] \(LOCAL_WORLD_SIZE 3\)"):
-        with_local_world_size("3", world)
+        with_local_world_size("3", ExpertGroup(dist.group.WORLD))
     for ranks, local, per_node in (([0, 2], "2", 1), ([1, 3], "2", 1), ([0, 2], "4", 2), ([1, 2, 3], "4", 3)):
         process_group = dist.new_group(ranks)
         if rank in ranks:
@@ -171,7 +173,7 @@ def refuses_what_does_not_divide(world: ExpertGroup) -> None:
     with pytest.raises(ValueError, match=r"rows \(6\) .*size \(4\)"):
         all_to_all(torch.ones(6, 1), world)
     for send in ([1, 2, 3], [1, 1, 1, 1], [7, 0, 0, -1]):
-        with pytest.raises(ValueError, match=rf"send \({str(send)[:-1]}.*6"):
+        with pytest.raises(ValueError, match=rf"send \({re.escape(str(send))}\).* 6 rows"):
             all_to_all(torch.ones(6, 1), world, send)
     for back, what in ((False, "experts"), (True, "rows")):
         with pytest.raises(ValueError, match=rf"{what} \(6\) .*size \(4\)"):

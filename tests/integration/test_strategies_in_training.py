@@ -12,7 +12,7 @@ EXACT = "MODEL.MOE.CAPACITY_FACTOR 0.0 MODEL.MOE.EVAL_CAPACITY_FACTOR 0.0 MODEL.
 EXACT += (
     " MODEL.DROP_PATH_RATE 0.0 MODEL.MOE.AUX_LOSS gshard MODEL.MOE.AUX_LOSS_WEIGHT 0.1 MODEL.MOE.GLOBAL_BALANCE true"
 )
-STEPS = 60
+STEPS, TUNED_STEPS = 15, 60
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def run(tmp_path_factory, start_process, small):
     def start(ranks: int, keys: str, *resume: Path) -> tuple[Path, str]:
         output = tmp_path_factory.mktemp("run") / "run"
         opts = [*small, *EXACT.split(), "MODEL.MOE.NUM_EXPERTS", "2", "DATA.BATCH_SIZE", str(64 // ranks)]
-        opts += ["TRAIN.EPOCHS", "3", "TRAIN.MAX_STEPS", str(STEPS), *keys.split()]
+        opts += ["TRAIN.EPOCHS", "3", "TRAIN.MAX_STEPS", str(STEPS), *keys.split()]  # 22 steps an epoch
         resume = ["--resume", *resume] if resume else []
         done = start_process(ranks, *CFG, "--output", output, *resume, "--opts", *opts)
         assert done.status == 0, done.err
@@ -43,7 +43,7 @@ def single(run):
 
 @pytest.fixture(scope="module")
 def tuned(run):
-    return run(4, "MODEL.MOE.STRATEGY auto")
+    return run(4, f"MODEL.MOE.STRATEGY auto TRAIN.MAX_STEPS {TUNED_STEPS}")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_losses_are_those_of_one_process(run, single, keys):
     spread = run(4, keys)[0]
     expected, found = losses(single), losses(spread)
     assert len(expected) == STEPS
-    for (loss, aux_loss), (loss_here, aux_here) in zip(expected[:20], found[:20], strict=True):
+    for (loss, aux_loss), (loss_here, aux_here) in zip(expected, found, strict=True):
         assert loss_here == pytest.approx(loss, rel=1e-4)
         assert aux_here == pytest.approx(aux_loss, rel=1e-4)  # of the global batch, whatever the ranks
     same_files(single / "checkpoints" / "last", spread / "checkpoints" / "last")
@@ -76,7 +76,7 @@ def same_files(one: Path, other: Path) -> None:
 
 def test_the_tuner_decides_and_says_so(tuned, single):
     directory, out = tuned
-    for (loss, _), (loss_here, _) in zip(losses(single)[:20], losses(directory)[:20], strict=True):
+    for (loss, _), (loss_here, _) in zip(losses(single), losses(directory), strict=False):
         assert loss_here == pytest.approx(loss, rel=1e-4)  # while it tries
     decisions = json.loads((directory / "checkpoints" / "last" / "meta.json").read_text())["strategies"]
     assert decisions
@@ -86,7 +86,7 @@ def test_the_tuner_decides_and_says_so(tuned, single):
 
 
 def test_decisions_are_taken_over_on_resume(tuned, run):
-    directory, out = run(4, f"MODEL.MOE.STRATEGY auto TRAIN.MAX_STEPS {STEPS + 5} TRAIN.EPOCHS 4", tuned[0])
+    directory, out = run(4, f"MODEL.MOE.STRATEGY auto TRAIN.MAX_STEPS {TUNED_STEPS + 5} TRAIN.EPOCHS 4", tuned[0])
     before, after = (
         json.loads((root / "checkpoints" / "last" / "meta.json").read_text())["strategies"]
         for root in (tuned[0], directory)
