@@ -98,6 +98,7 @@ _C.TRAIN.LAYER_DECAY = 1.0
 _C.TRAIN.CLIP_GRAD = 3.0  # global norm over all ranks; 0: off
 _C.TRAIN.ACCUMULATION_STEPS = 1
 _C.TRAIN.USE_CHECKPOINT = False  # recompute activations in the backward pass
+_C.TRAIN.SHARD_TRUNK = False  # FSDP2 shards the shared parameters, their gradients and moments over the ranks
 _C.TRAIN.EMA_DECAY = 0.0  # 0: no averaged copy of the weights
 _C.TRAIN.MAX_STEPS = 0  # for trials: stop here, in mid-epoch (a resume goes on with the next epoch); 0: no limit
 _C.TRAIN.OPTIMIZER = CfgNode()

@@ -195,6 +195,8 @@ def _check_recipe(config: CfgNode) -> None:
         raise UserError(f"TRAIN.OPTIMIZER.BETAS is {train.OPTIMIZER.BETAS}, its entries must be from 0 to below 1")
     if config.MODEL.UPCYCLE and not (config.MODEL.PRETRAINED and config.MODEL.MOE.NUM_EXPERTS):
         raise UserError("MODEL.UPCYCLE is True: it needs dense weights (MODEL.PRETRAINED) and MODEL.MOE.NUM_EXPERTS")
+    if train.SHARD_TRUNK and config.COMPILE:
+        raise UserError("TRAIN.SHARD_TRUNK is True: it does not work with COMPILE (True), switch one of them off")
     if min(data.STD) <= 0:
         raise UserError(f"DATA.STD is {data.STD}, its entries must be above 0")
     if (aug.MIXUP or aug.CUTMIX) and data.BATCH_SIZE % 2:

@@ -21,6 +21,7 @@ from moe_core import (
     save_tensors,
 )
 from swinv2_moe.engine.distributed import World
+from swinv2_moe.engine.parallelize import placed_like, whole_tensors
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.weights import compare
 
@@ -34,7 +35,7 @@ def save_checkpoint(
     """Write `root/epoch-<meta["epoch"]>` and point `last` (and `best`) at it; older, unused ones go.
 
     `sections` maps a folder name ("" for the model itself, "ema", "optimizer/exp_avg") to tensors named like the
-    model's parameters. Every rank calls this.
+    model's parameters; sharded ones are gathered. Every rank calls this.
     """
     final = root / f"epoch-{meta['epoch']:04d}"
     temporary = root / f".{final.name}.tmp"
@@ -43,7 +44,7 @@ def save_checkpoint(
         temporary.mkdir(parents=True)
     world.barrier()
     for section, tensors in sections.items():
-        save_tensors(temporary / section, model, tensors, world.is_main)
+        save_tensors(temporary / section, model, whole_tensors(tensors, world.is_main), world.is_main)
     world.barrier()
     if world.is_main:
         (temporary / "meta.json").write_text(json.dumps({"format_version": FORMAT_VERSION, **meta}, indent=1))
@@ -166,7 +167,7 @@ def restore_optimizer(
     """Put back what `optimizer_sections` gave, after `updates` optimiser steps."""
     is_adam = isinstance(optimizer, torch.optim.AdamW)
     for name, parameter in model.named_parameters():
-        state = {kind.split("/")[1]: tensors[name].to(parameter.device) for kind, tensors in moments.items()}
+        state = {kind.split("/")[1]: placed_like(tensors[name], parameter) for kind, tensors in moments.items()}
         if is_adam and state:
             state["step"] = torch.tensor(float(updates), device=parameter.device)
         optimizer.state[parameter] = state

@@ -4,6 +4,7 @@ import torch
 from timm.optim import param_groups_layer_decay
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from yacs.config import CfgNode
 
 from swinv2_moe.models import SwinTransformerV2MoE
@@ -19,10 +20,18 @@ def build_optimizer(config: CfgNode, model: SwinTransformerV2MoE, learning_rate:
         no_weight_decay_list=model.no_weight_decay(),
         layer_decay=config.TRAIN.LAYER_DECAY,
     )
+    groups = [part for group in groups for part in _sharded_apart(group)]
     options = config.TRAIN.OPTIMIZER
     if options.NAME == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate, momentum=options.MOMENTUM, nesterov=options.MOMENTUM > 0)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=tuple(options.BETAS), eps=options.EPS, fused=True)
+
+
+def _sharded_apart(group: dict) -> list[dict]:
+    """A parameter group as one or two: the fused optimisers cannot mix sharded parameters and others."""
+    sharded = [p for p in group["params"] if isinstance(p, DTensor)]
+    whole = [p for p in group["params"] if not isinstance(p, DTensor)]
+    return [group | {"params": part} for part in (whole, sharded) if part]
 
 
 def scaled_learning_rate(config: CfgNode, per_512: float, world_size: int) -> float:
@@ -68,9 +77,11 @@ class LossScaler:
         """Whether a gradient that is not finite cannot be put down to the scale."""
         return not self.enabled or self.scale < self.SMALLEST
 
+    @torch.no_grad()
     def unscale(self, gradients: list[Tensor]) -> None:
         if self.enabled and gradients:
-            torch._foreach_mul_(gradients, 1 / self.scale)
+            local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]  # one list takes only one kind
+            torch._foreach_mul_(local, 1 / self.scale)
 
     def update(self, finite: bool) -> None:
         """Count a step: halve the scale after an overflow, double it after GROWTH_INTERVAL good steps."""

@@ -2,23 +2,19 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
-from timm.utils import ModelEmaV3
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from yacs.config import CfgNode
 
 from moe_core import (
     RoutingStats,
     average_expert_gradients,
     clip_gradients,
-    expert_parameters,
     load_strategy_decisions,
     moe_layers,
     strategy_decisions,
@@ -28,9 +24,10 @@ from swinv2_moe.engine import checkpoint, optim
 from swinv2_moe.engine.diagnose import explain_non_finite
 from swinv2_moe.engine.distributed import World, seed_everything
 from swinv2_moe.engine.evaluation import Accuracy, evaluate
+from swinv2_moe.engine.parallelize import averaged_copy, gradient_sync, load_whole, parallelize
 from swinv2_moe.engine.record import Recorder
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import SwinTransformerV2MoE, WithAuxLoss
+from swinv2_moe.models import SwinTransformerV2MoE
 
 
 class Trainer:
@@ -43,14 +40,14 @@ class Trainer:
     def __init__(self, config: CfgNode, world: World, data: Data, model: SwinTransformerV2MoE) -> None:
         self.config, self.world, self.data = config, world, data
         self.model = model.to(world.device)
-        self.wrapped = parallelize(self.model, world, config.COMPILE)
+        self.ema = averaged_copy(self.model, world, config.TRAIN.EMA_DECAY, config.TRAIN.SHARD_TRUNK)
+        self.wrapped = parallelize(self.model, world, config.COMPILE, config.TRAIN.SHARD_TRUNK)
         self.global_batch = config.DATA.BATCH_SIZE * config.TRAIN.ACCUMULATION_STEPS * world.size
         self.steps_per_epoch = _steps_per_epoch(config, data)
         rate = optim.scaled_learning_rate(config, config.TRAIN.BASE_LR, world.size)
         self.optimizer = optim.build_optimizer(config, self.model, rate)
         self.schedule = optim.build_schedule(config, self.optimizer, self.steps_per_epoch, world.size)
         self.scaler = optim.LossScaler(config.AMP_ENABLE and config.AMP_DTYPE == "float16")
-        self.ema = ModelEmaV3(self.model, decay=config.TRAIN.EMA_DECAY) if config.TRAIN.EMA_DECAY else None
         self.mixup = build_mixup(config, data.num_classes)
         self.autocast = build_autocast(config, world)
         self.unreadable = UnreadableImages(data.train_size + data.val_size, config.DATA.MAX_BAD_SHARE)
@@ -121,7 +118,7 @@ class Trainer:
         """One optimiser step over the accumulated batches: this rank's mean loss and aux loss, the global norm."""
         total = torch.zeros(2, device=self.world.device)
         for i, batch in enumerate(batches):
-            with nullcontext() if i == len(batches) - 1 or self.world.size == 1 else self.wrapped.no_sync():
+            with gradient_sync(self.wrapped, enabled=i == len(batches) - 1):
                 loss, aux_loss = self._loss(batch)
                 (loss * self.scaler.scale / len(batches)).backward()
             total += torch.stack([loss.detach(), aux_loss.detach()]) / len(batches)
@@ -240,8 +237,8 @@ class Trainer:
         moments = {kind: checkpoint.read_section(directory, kind, self.model, parameters) for kind in kinds}
         if self.ema:
             averaged = checkpoint.read_section(directory, "ema", self.model, self.model.state_dict())
-            self.ema.module.load_state_dict(averaged)
-        self.model.load_state_dict(weights)
+            load_whole(self.ema.module, averaged)
+        load_whole(self.model, weights)
         checkpoint.restore_optimizer(self.optimizer, self.model, moments, meta["loss_scaler"]["updates"])
         self.scaler.load(meta["loss_scaler"])
         load_strategy_decisions(self.model, meta.get("strategies", []))
@@ -250,18 +247,6 @@ class Trainer:
             self.step = self.epoch * self.steps_per_epoch
         self.best_top1, self.last_top1 = meta["best_top1"], meta["last_top1"]
         self.schedule.step_update(self.step)
-
-
-def parallelize(model: SwinTransformerV2MoE, world: World, compile: bool) -> torch.nn.Module:
-    """The model with its aux loss as second output, compiled if asked, its shared parameters replicated."""
-    wrapped = WithAuxLoss(model)
-    if compile:
-        wrapped.compile()
-    if world.size == 1:
-        return wrapped
-    # Experts are sharded, not replicated: their gradients are no business of DDP's.
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, list(expert_parameters(wrapped)))
-    return DistributedDataParallel(wrapped, process_group=world.group, broadcast_buffers=False)
 
 
 def build_mixup(config: CfgNode, num_classes: int) -> Mixup | None:

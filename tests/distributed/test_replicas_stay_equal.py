@@ -48,7 +48,7 @@ def train(trainer: Trainer, seed: int) -> tuple[list[tuple], set[int]]:
     for step in range(STEPS):
         for layer in layers:
             layer.strategy = rng.choice(STRATEGIES)
-        batches = random_batches(rng.choice((1, 1, 2, 3)), own)
+        batches = random_batches(rng.choice((1, 1, 1, 2)), own)
         target, where, now = rng.choice(targets), rng.randrange(4), rng.random() < 0.15
         handle = overflow(target) if now and where == rank else None
         _, _, norm = trainer._train_step(batches)
@@ -107,7 +107,7 @@ def check_fifty_steps(rank: int, seed: int, shard: bool) -> None:
 
 
 def fifty_steps(rank: int) -> None:
-    for seed, shard in [(0, False), (1, False), (2, True)]:
+    for seed, shard in [(0, False), (1, True)]:
         check_fifty_steps(rank, seed, shard)
 
 

@@ -101,7 +101,7 @@ def test_checkpoints_of_one_process_and_of_four_that_shard(run_processes, tmp_pa
     train_steps(single, 2)
     back.save(tmp_path / "back", is_best=False)
     single.save(tmp_path / "expected", is_best=False)
-    assert_same_files(tmp_path / "expected" / "last", tmp_path / "back" / "last", rtol=1e-3, atol=1e-5)
+    assert_same_files(tmp_path / "expected" / "last", tmp_path / "back" / "last", rtol=1e-2, atol=1e-4)
 
 
 def assert_same_files(expected: Path, found: Path, **tolerance) -> None:

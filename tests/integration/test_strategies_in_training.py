@@ -43,20 +43,17 @@ def single(run):
 
 @pytest.fixture(scope="module")
 def tuned(run):
-    return run(4, f"MODEL.MOE.STRATEGY auto TRAIN.MAX_STEPS {TUNED_STEPS}")
+    return run(2, f"MODEL.MOE.STRATEGY auto TRAIN.MAX_STEPS {TUNED_STEPS}")
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        "MODEL.MOE.STRATEGY fixed MODEL.MOE.R 2 MODEL.MOE.PIPELINE_DEGREE 2 MODEL.MOE.ALL_TO_ALL 2dh"
-        " MODEL.MOE.RANKS_PER_NODE 2",
-        "MODEL.MOE.EXPERT_PARALLEL_SIZE 2 MODEL.MOE.STRATEGY fixed MODEL.MOE.R 0",
-    ],
-    ids=["parts of experts", "replicas"],
-)
-def test_losses_are_those_of_one_process(run, single, keys):
-    spread = run(4, keys)[0]
+PARTS = "MODEL.MOE.STRATEGY fixed MODEL.MOE.R 2 MODEL.MOE.PIPELINE_DEGREE 2 MODEL.MOE.ALL_TO_ALL 2dh"
+PARTS += " MODEL.MOE.RANKS_PER_NODE 2"
+REPLICAS = "MODEL.MOE.EXPERT_PARALLEL_SIZE 1 MODEL.MOE.STRATEGY auto"
+
+
+@pytest.mark.parametrize(("ranks", "keys"), [(4, PARTS), (2, REPLICAS)], ids=["parts of experts", "replicas"])
+def test_losses_are_those_of_one_process(run, single, ranks, keys):
+    spread = run(ranks, keys)[0]
     expected, found = losses(single), losses(spread)
     assert len(expected) == STEPS
     for (loss, aux_loss), (loss_here, aux_here) in zip(expected, found, strict=True):
@@ -80,13 +77,13 @@ def test_the_tuner_decides_and_says_so(tuned, single):
         assert loss_here == pytest.approx(loss, rel=1e-4)  # while it tries
     decisions = json.loads((directory / "checkpoints" / "last" / "meta.json").read_text())["strategies"]
     assert decisions
-    assert all(decision["key"]["group_size"] == 4 for decision in decisions)
-    said = [line for line in out.splitlines() if " over 4 ranks, capacity up to " in line]
+    assert all(decision["key"]["group_size"] == 2 for decision in decisions)
+    said = [line for line in out.splitlines() if " over 2 ranks, capacity up to " in line]
     assert len(said) == len(decisions)
 
 
 def test_decisions_are_taken_over_on_resume(tuned, run):
-    directory, out = run(4, f"MODEL.MOE.STRATEGY auto TRAIN.MAX_STEPS {TUNED_STEPS + 5} TRAIN.EPOCHS 4", tuned[0])
+    directory, out = run(2, f"MODEL.MOE.STRATEGY auto TRAIN.MAX_STEPS {TUNED_STEPS + 5} TRAIN.EPOCHS 4", tuned[0])
     before, after = (
         json.loads((root / "checkpoints" / "last" / "meta.json").read_text())["strategies"]
         for root in (tuned[0], directory)

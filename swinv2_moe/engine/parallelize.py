@@ -1,0 +1,102 @@
+"""Shared parameters over the ranks: replicated (DDP) or sharded (FSDP2). Experts stay with their owners in both."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_core import expert_parameters
+from swinv2_moe.engine.distributed import World
+from swinv2_moe.models import SwinTransformerV2MoE, WithAuxLoss
+
+
+def parallelize(model: SwinTransformerV2MoE, world: World, compile: bool = False, shard: bool = False) -> nn.Module:
+    """The model with its aux loss as second output, compiled if asked, its shared parameters replicated or, if `shard`,
+    sharded (and not compiled)."""
+    wrapped = WithAuxLoss(model)
+    if world.size > 1 and shard:
+        shard_trunk(model, world)
+        return wrapped
+    if compile:
+        wrapped.compile()
+    if world.size == 1:
+        return wrapped
+    # Experts are sharded, not replicated: their gradients are no business of DDP's.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, list(expert_parameters(wrapped)))
+    return DistributedDataParallel(wrapped, process_group=world.group, broadcast_buffers=False)
+
+
+def shard_trunk(model: SwinTransformerV2MoE, world: World) -> None:
+    """Give each rank 1/W of every shared parameter, as a DTensor; a block is gathered while it is at work.
+
+    The gradient of the mean loss of all ranks comes back, to each rank its part.
+    """
+    mesh = DeviceMesh.from_group(world.group, world.device.type)
+    experts = set(expert_parameters(model).values())
+    blocks = [block for stage in model.layers for block in stage.blocks]
+    for module in (*blocks, model):
+        # Also the root's own parameters go back to shards after a forward pass without a backward one.
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=experts)
+    for module in (*blocks, model):
+        # Sets up what the gathered parameters live in: were the first pass in inference mode, training could not use it
+        module.unshard()
+        module.reshard()
+
+
+def averaged_copy(model: SwinTransformerV2MoE, world: World, decay: float, shard: bool) -> ModelEmaV3 | None:
+    """The moving average of the weights, sharded like them; None at a decay of 0. Comes before `parallelize`: a sharded
+    model cannot be copied."""
+    if not decay:
+        return None
+    if world.size == 1 or not shard:
+        return ModelEmaV3(model, decay=decay)
+    average = ModelEmaV3(model, decay=decay, foreach=False)  # a list cannot mix sharded tensors and others
+    shard_trunk(average.module, world)
+    return average
+
+
+@contextmanager
+def gradient_sync(wrapped: nn.Module, enabled: bool) -> Iterator[None]:
+    """A forward and a backward pass after which the ranks' shared gradients are averaged, or still to be."""
+    if isinstance(wrapped, DistributedDataParallel) and not enabled:
+        with wrapped.no_sync():
+            yield
+        return
+    if isinstance(wrapped, WithAuxLoss) and isinstance(wrapped.model, FSDPModule):
+        wrapped.model.set_requires_gradient_sync(enabled)
+    yield
+
+
+def whole_tensors(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Sharded tensors put together, one after the other; only a rank that is to `keep` them does, on the CPU.
+
+    Other tensors stay as they are. Every rank calls this.
+    """
+    whole = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            whole[name] = tensor
+            continue
+        gathered = tensor.full_tensor()
+        if keep:
+            whole[name] = gathered.cpu()
+    return whole
+
+
+def placed_like(tensor: Tensor, model_tensor: Tensor) -> Tensor:
+    """A whole tensor, which every rank has, on the device of the model's and sharded as that is."""
+    tensor = tensor.to(model_tensor.device)
+    if not isinstance(model_tensor, DTensor):
+        return tensor
+    return distribute_tensor(tensor, model_tensor.device_mesh, model_tensor.placements, src_data_rank=None)
+
+
+def load_whole(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """`model.load_state_dict` for whole tensors; of sharded parameters each rank takes its part."""
+    state = model.state_dict()
+    model.load_state_dict({name: placed_like(tensor, state[name]) for name, tensor in tensors.items()})
