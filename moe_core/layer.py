@@ -125,7 +125,9 @@ class MoELayer(nn.Module):
         self.last_routing = _statistics(routing, plan)
         tokens = tokens.to(expert_dtype(tokens))
         if self.group.size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
-            tokens = tokens.detach().requires_grad_()  # all ranks or none go back: an empty one's x may need no gradient
+            tokens = (
+                tokens.detach().requires_grad_()
+            )  # all ranks go back or none, also with an x that needs no gradient
         if strategy == "auto":
             y = self._through_experts_tuned(tokens, routing.gates, plan, capacity)
         else:

@@ -125,8 +125,8 @@ class ExpertGroup:
         """`given`, or what the group was given, or as torchrun's variables say.
 
         Raises:
-            ValueError: it does not divide the group; nothing is known; the group takes unequal parts of its nodes. Ranks
-                without a given value compare theirs first, so that all of them raise.
+            ValueError: it does not divide the group; nothing is known; the group takes unequal parts of its nodes.
+                Without a given value the ranks compare theirs first, so that all of them raise.
         """
         if given is not None:
             if self.size % given:
