@@ -6,7 +6,8 @@ sudo .venv/bin/python benchmarks/cluster.py pipeline tuner --rounds 5
 
 exchange: linear against 2DH: milliseconds, bytes and messages that cross nodes.
 pipeline: one layer, forward and backward, by pipeline degree; overlap is `(t(1) - t(d)) / min(exchange, work)`, where
-          work is the time of the same rows without a network, and exchange is t(1) - work.
+          work is the time of the same rows without a network, and exchange is t(1) - work. In brackets: the same where
+          t(d) cannot be less than the processor time of work and exchange together, all ranks', over the cores.
 tuner:    its choice and every fixed strategy in the same interleaved rounds, on three workloads.
 
 All ranks share the machine's cores, so only rates well below what these can push show a network; see docs/results.md.
@@ -17,6 +18,7 @@ All ranks share the machine's cores, so only rates well below what these can pus
 import argparse
 import itertools
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -56,6 +58,16 @@ def timed(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
     return 1e3 * slowest(time.perf_counter() - start)
+
+
+def cpu_milliseconds(function: Callable[[], object]) -> float:
+    """Of all threads of all ranks, over the cores of the machine: no schedule ends sooner."""
+    dist.barrier()
+    start = time.process_time()
+    function()
+    used = torch.tensor(time.process_time() - start, dtype=torch.float64)
+    dist.all_reduce(used)
+    return 1e3 * used.item() / os.cpu_count()
 
 
 def interleaved(alternatives: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -111,11 +123,12 @@ class Step:
 
 
 def pipeline(rank: int, world_size: int, per_node: int, hidden_dim: int, rounds: int) -> dict:
-    """Milliseconds of a step by degree, and of the same work on rows that stay."""
+    """Milliseconds of a step by degree, of the same work on rows that stay, and of the cores in a step at d = 1."""
     group, shape = ExpertGroup(dist.group.WORLD, ranks_per_node=per_node), PIPELINE | {"hidden_dim": hidden_dim}
     steps = {f"d={d}": Step(group, ParallelStrategy(1, d), **shape) for d in DEGREES}
     steps["work"] = Step(None, ParallelStrategy(), **shape | {"num_experts": shape["num_experts"] // world_size})
-    return interleaved(steps, rounds)
+    times = interleaved(steps, rounds)
+    return times | {"cores": [cpu_milliseconds(steps["d=1"]) for _ in range(rounds)]}
 
 
 def tuner(rank: int, world_size: int, per_node: int, workload: str, rounds: int) -> dict:
@@ -174,11 +187,14 @@ def _pipeline_line(nodes: int, per_node: int, rate: float, hidden_dim: int, time
     share = statistics.median(1 - work / one for work, one in zip(times["work"], times["d=1"], strict=True))
     cells = []
     for d in DEGREES:
-        hidden = [
-            (one - t) / min(work, one - work)
-            for t, one, work in zip(times[f"d={d}"], times["d=1"], times["work"], strict=True)
-        ]
-        overlap = "" if d == 1 else f", {100 * statistics.median(hidden):.0f}%"
+        hidden, allowed = (
+            statistics.median(
+                (one - t) / (one - max(work, one - work, cores))
+                for t, one, work, cores in zip(times[f"d={d}"], times["d=1"], times["work"], limit, strict=True)
+            )
+            for limit in ([0.0] * len(times["work"]), times["cores"])
+        )
+        overlap = "" if d == 1 else f", {100 * hidden:.0f}% ({100 * allowed:.0f}%)"
         cells.append(f"{median_and_spread(times[f'd={d}'], 0)} ms{overlap}")
     return f"| {nodes} x {per_node} | {rate:g} | {hidden_dim} | {100 * share:.0f}% | {' | '.join(cells)} |"
 

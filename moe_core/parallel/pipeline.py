@@ -1,8 +1,10 @@
 """From this rank's tokens to the experts of all ranks and back, in chunks that overlap with the experts' work.
 
-An expert's rows n on one rank are cut in `parts = Q * d` runs: Q for the ranks that compute the same part of its hidden
-dim (E < W), each in d chunks; run u begins at `floor(n * u / parts)`. Nothing is rounded up to a multiple of d, so the
-degree changes neither the capacity nor which tokens are dropped. Rows travel in the order (chunk, destination).
+An expert's rows n on one rank are cut in Q runs for the ranks that compute the same part of its hidden dim (E < W), and
+each in d chunks. Of `Q * U` units, U = 2 (d - 1), the first and the last chunk have one and the others two: the first
+one's way there and the last one's way back are what no work can hide. Unit u begins at row `floor(n * u / (Q * U))`.
+Nothing is rounded up to a multiple of d, so the degree changes neither the capacity nor which tokens are dropped. Rows
+travel in the order (chunk, destination).
 """
 
 # T tokens, W ranks, E experts, E_l experts of a rank, K top-k, N kept rows here, R rows received, M model dim
@@ -30,6 +32,7 @@ class Pipeline:
         self.rank, self.degree, self.copies = group.rank, strategy.pipeline_degree, strategy.r
         ranks_per_expert = max(group.size // num_experts, 1)
         self.sharers = ranks_per_expert // strategy.r  # Q
+        self.units = max(2 * (strategy.pipeline_degree - 1), 1)  # U
         counts = plan.offsets.diff(prepend=plan.offsets.new_zeros(1)).long()  # [E] kept rows
         by_rank = counts.view(-1, 1) if ranks_per_expert == 1 else counts.repeat_interleave(ranks_per_expert)
         by_rank = by_rank.reshape(group.size, -1)  # [W, E_l]
@@ -77,17 +80,18 @@ class Pipeline:
         choices = plan.choices[:num_rows]
         if chunks * copies * sharers == 1:
             return plan._replace(choices=choices)
-        parts = sharers * chunks
-        device = choices.device
-        bounds = counts.unsqueeze(1) * torch.arange(parts + 1, device=device) // parts  # [E, parts + 1]
+        device, units = choices.device, sharers * self.units
+        firsts = [q * self.units + self._first_unit(j) for q in range(sharers) for j in range(chunks)]
+        bounds = counts.unsqueeze(1) * torch.tensor([*firsts, units], device=device) // units  # [E, Q d + 1]
         sizes = bounds.diff(dim=1).view(-1, sharers, chunks).permute(2, 0, 1)  # [d, E, Q]
         sizes = sizes.unsqueeze(2).expand(-1, -1, copies, -1)  # [d, E, r, Q]
         starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view(sizes.shape)
         expert = torch.arange(len(counts), device=device).repeat_interleave(counts, output_size=num_rows)  # [N]
         place = torch.arange(num_rows, device=device) - (counts.cumsum(0) - counts)[expert]
-        run = (parts * (place + 1) - 1) // counts[expert].clamp(min=1)
-        start = starts[run % chunks, expert, :, run // chunks]  # [N, r]
-        rows = start + (place - bounds[expert, run]).unsqueeze(1)  # [N, r]
+        unit = (units * (place + 1) - 1) // counts[expert]
+        sharer, chunk = unit // self.units, (unit % self.units + 1) // 2
+        start = starts[chunk, expert, :, sharer]  # [N, r]
+        rows = start + (place - bounds[expert, sharer * chunks + chunk]).unsqueeze(1)  # [N, r]
         copied = choices.unsqueeze(1) * copies + torch.arange(copies, device=device)  # [N, r]
         new_choices = torch.empty_like(copied.flatten()).scatter_(0, rows.flatten(), copied.flatten())
         slots = choices.new_zeros(plan.slots.numel() * copies).scatter_(0, copied.flatten(), rows.flatten())
@@ -112,8 +116,12 @@ class Pipeline:
 
     def _run_sizes(self, counts: Tensor, sharer: Tensor | int, chunk: int) -> Tensor:
         """How many of `counts` rows are in this chunk for this sharer."""
-        parts, run = self.sharers * self.degree, sharer * self.degree + chunk
-        return counts * (run + 1) // parts - counts * run // parts
+        units = self.sharers * self.units
+        first, end = (sharer * self.units + self._first_unit(j) for j in (chunk, chunk + 1))
+        return counts * end // units - counts * first // units
+
+    def _first_unit(self, chunk: int) -> int:
+        return min(max(2 * chunk - 1, 0), self.units)
 
 
 class _Permute(torch.autograd.Function):
