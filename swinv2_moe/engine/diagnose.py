@@ -39,18 +39,15 @@ def explain_non_finite(step: int, wrapped: nn.Module, images: Tensor, world: Wor
     ]
     bad_images = not torch.isfinite(images).all()
     layer = first_non_finite_layer(wrapped, images)
-    found = (
-        "the input images"
-        if bad_images
-        else f"the parameter {_plain(bad_values[0])}"
-        if bad_values
-        else f"the output of layer {_plain(layer)}"
-        if layer
-        else f"the gradient of {_plain(bad_gradients[-1])}"  # the last in the network is the first in the backward pass
-        if bad_gradients
-        else None
-    )
-    found = next((reason for reason in world.gather(found) if reason), "the loss itself")
+    causes = [  # an earlier one explains the later ones, on whichever rank it is
+        "the input images" if bad_images else None,
+        f"the parameter {_plain(bad_values[0])}" if bad_values else None,
+        f"the output of layer {_plain(layer)}" if layer else None,
+        # the last gradient in the network is the first in the backward pass
+        f"the gradient of {_plain(bad_gradients[-1])}" if bad_gradients else None,
+    ]
+    everywhere = zip(*world.gather(causes), strict=True)
+    found = next((cause for ranks in everywhere for cause in ranks if cause), "the loss itself")
     return f"step {step}: the loss or its gradient is not finite (NaN or infinite); it begins at {found}"
 
 
