@@ -16,12 +16,11 @@ All ranks share the machine's cores, so only rates well below what these can pus
 # N nodes of g ranks, W = N g; T tokens of a rank, E experts, M model dim, H hidden dim
 
 import argparse
-import itertools
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -151,41 +150,44 @@ def tuner(rank: int, world_size: int, per_node: int, workload: str, rounds: int)
 # The command's side
 
 
-def report_exchange(layouts: list[tuple[int, int]], rates: list[float], rounds: int) -> list[dict]:
-    print("\n| nodes x ranks | Mbit/s | a rank sends | | ms (quartiles) | to linear | a node's bytes | messages |")
-    print("|---|---|---|---|---|---|---|---|")
-    records = []
+def clusters(layouts: list[tuple[int, int]], rates: list[float]) -> Iterator[tuple[Cluster, str]]:
+    """Each layout at each rate, with the first cells of its lines."""
     for nodes, per_node in layouts:
         with Cluster(nodes, per_node) as cluster:
             for rate in rates:
                 cluster.set_rate(rate)
-                found = cluster.run(exchange, per_node, rounds, timeout=600)[0]
-                records.append({"layout": [nodes, per_node], "rate": rate, "found": found})
-                for name, values in found.items():
-                    size, algorithm = name.split(", ")
-                    ratio = median_and_spread(ratios(values["ms"], found[f"{size}, linear"]["ms"]), 2)
-                    print(
-                        f"| {nodes} x {per_node} | {rate:g} | {size} | {algorithm} | {median_and_spread(values['ms'])}"
-                        f" | {ratio} | {values['bytes']:,} | {values['messages']} |"
-                    )
+                yield cluster, f"| {nodes} x {per_node} | {rate:g} |"
+
+
+def report_exchange(layouts: list[tuple[int, int]], rates: list[float], rounds: int) -> dict:
+    print("\n| nodes x ranks | Mbit/s | a rank sends | | ms (quartiles) | to linear | a node's bytes | messages |")
+    print("|---|---|---|---|---|---|---|---|")
+    records = {}
+    for cluster, where in clusters(layouts, rates):
+        found = records[where] = cluster.run(exchange, cluster.ranks_per_node, rounds, timeout=600)[0]
+        for name, values in found.items():
+            size, algorithm = name.split(", ")
+            ratio = median_and_spread(ratios(values["ms"], found[f"{size}, linear"]["ms"]), 2)
+            print(
+                f"{where} {size} | {algorithm} | {median_and_spread(values['ms'])} | {ratio} | {values['bytes']:,}"
+                f" | {values['messages']} |"
+            )
     return records
 
 
-def report_pipeline(layouts: list[tuple[int, int]], rates: list[float], rounds: int) -> list[dict]:
+def report_pipeline(layouts: list[tuple[int, int]], rates: list[float], rounds: int) -> dict:
     print("\n| nodes x ranks | Mbit/s | H | exchange's share at d = 1 |", " | ".join(f"d = {d}" for d in DEGREES), "|")
     print("|---|---|---|---|" + "---|" * len(DEGREES))
-    records = []
-    for nodes, per_node in layouts:
-        with Cluster(nodes, per_node) as cluster:
-            for rate, hidden_dim in itertools.product(rates, HIDDEN_DIMS):
-                cluster.set_rate(rate)
-                times = cluster.run(pipeline, per_node, hidden_dim, rounds, timeout=600)[0]
-                records.append({"layout": [nodes, per_node], "rate": rate, "hidden_dim": hidden_dim, "ms": times})
-                print(_pipeline_line(nodes, per_node, rate, hidden_dim, times))
+    records = {}
+    for cluster, where in clusters(layouts, rates):
+        for hidden_dim in HIDDEN_DIMS:
+            times = cluster.run(pipeline, cluster.ranks_per_node, hidden_dim, rounds, timeout=600)[0]
+            records[f"{where} {hidden_dim} |"] = times
+            print(f"{where} {hidden_dim} | {_pipeline_cells(times)}")
     return records
 
 
-def _pipeline_line(nodes: int, per_node: int, rate: float, hidden_dim: int, times: dict[str, list[float]]) -> str:
+def _pipeline_cells(times: dict[str, list[float]]) -> str:
     share = statistics.median(1 - work / one for work, one in zip(times["work"], times["d=1"], strict=True))
     cells = []
     for d in DEGREES:
@@ -198,31 +200,28 @@ def _pipeline_line(nodes: int, per_node: int, rate: float, hidden_dim: int, time
         )
         overlap = "" if d == 1 else f", {100 * hidden:.0f}% ({100 * allowed:.0f}%)"
         cells.append(f"{median_and_spread(times[f'd={d}'], 0)} ms{overlap}")
-    return f"| {nodes} x {per_node} | {rate:g} | {hidden_dim} | {100 * share:.0f}% | {' | '.join(cells)} |"
+    return f"{100 * share:.0f}% | {' | '.join(cells)} |"
 
 
-def report_tuner(layouts: list[tuple[int, int]], rates: list[float], rounds: int) -> list[dict]:
+def report_tuner(layouts: list[tuple[int, int]], rates: list[float], rounds: int) -> dict:
     print("\n| nodes x ranks | Mbit/s | workload | tuner's | to the best fixed | worst to it | explored | decided |")
     print("|---|---|---|---|---|---|---|---|")
-    records = []
-    for nodes, per_node in layouts:
-        with Cluster(nodes, per_node) as cluster:
-            for rate in rates:
-                cluster.set_rate(rate)
-                for workload in WORKLOADS:
-                    found = cluster.run(tuner, per_node, workload, rounds, timeout=600)[0]
-                    records.append({"layout": [nodes, per_node], "rate": rate, "workload": workload, "found": found})
-                    print(_tuner_line(nodes, per_node, rate, workload, found))
+    records = {}
+    for cluster, where in clusters(layouts, rates):
+        for workload in WORKLOADS:
+            found = cluster.run(tuner, cluster.ranks_per_node, workload, rounds, timeout=600)[0]
+            records[f"{where} {workload} |"] = found
+            print(f"{where} {workload} | {_tuner_cells(found)}")
     return records
 
 
-def _tuner_line(nodes: int, per_node: int, rate: float, workload: str, found: dict) -> str:
+def _tuner_cells(found: dict) -> str:
     medians = {name: statistics.median(times) for name, times in found["ms"].items()}
     tuned = medians.pop("tuner")
     best, worst = min(medians, key=medians.get), max(medians, key=medians.get)
     lost = sum(found["exploring_ms"]) / tuned - len(found["exploring_ms"])  # steps
     return (
-        f"| {nodes} x {per_node} | {rate:g} | {workload} | {median_and_spread(found['ms']['tuner'])} ms"
+        f"{median_and_spread(found['ms']['tuner'])} ms"
         f" | {tuned / medians[best]:.3f} ({best}) | {medians[worst] / tuned:.2f} ({worst})"
         f" | {len(found['exploring_ms'])} steps, {lost:.1f} lost: {lost / 10:.1f}% of 1,000"
         f" | {'; '.join(f'{key}: {value}' for key, value in found['decisions'].items())} |"
