@@ -23,7 +23,6 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_core.config import MoEConfig
@@ -260,8 +259,7 @@ class Tuner:
     def _record(self, trial: Trial) -> None:
         """Take in a finished trial; the ranks' mean, so that all of them go on alike."""
         seconds = torch.tensor(trial.seconds, dtype=torch.float64, device=self.group.device)
-        with self.group.named_errors("mean of trial times"):
-            dist.all_reduce(seconds, group=self.group.process_group)
+        self.group.all_reduce(seconds, self.group.process_group, "mean of trial times")
         seconds = seconds.item() / self.group.size
         search = self._searches[trial.key]
         search.under_way -= 1
@@ -273,7 +271,10 @@ class Tuner:
         if search.seconds:
             self.lost += max(seconds / search.median(search.best()) - 1, 0.0)
         if not search.queue and search.under_way == 0:
-            self._end_round(trial.key, search)
+            if search.seconds:
+                self._end_round(trial.key, search)
+            else:  # the budget ended the search after a warm-up
+                self._decide(trial.key, search)
 
     def _end_round(self, key: Key, search: _Search) -> None:
         best = search.median(search.best())

@@ -123,6 +123,26 @@ def respects_its_limits(rank: int) -> None:
         layers[0](x, strategy="fast")
 
 
+def without_budget(rank: int) -> None:
+    """Spent in the middle of the first warm-up: the prediction stays."""
+    group = tuned_group()
+    layers = [make_layer(seed, group=group, num_experts=4, strategy="auto", **SHAPE) for seed in (0, 1)]
+    x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    y, _ = layers[0](x)
+    group.tuner.lost = 1e9
+    layers[1](y)[0].sum().backward()
+    for _ in range(3):
+        step(layers, x)
+    (search,) = group.tuner._searches.values()
+    assert search.decided == next(iter(search.predicted))
+    assert search.seconds == {}
+    assert group.tuner.trials == 1
+
+
+def test_a_spent_budget_leaves_the_prediction(run_processes):
+    run_processes(without_budget, 2)
+
+
 def test_respects_its_limits(run_processes):
     run_processes(respects_its_limits, 4)
 
