@@ -72,7 +72,8 @@ class Pipeline:
         expert = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
         expert = expert.repeat_interleave(counts.flatten().to(rows.device), output_size=len(rows))
         order = expert.argsort(stable=True)
-        return _Permute.apply(experts(_Permute.apply(rows, order, None), offsets), order.argsort(), order)
+        inverse = order.argsort()
+        return _Permute.apply(experts(_Permute.apply(rows, order, inverse), offsets), inverse, order)
 
     def _arrange(self, plan: DispatchPlan, counts: Tensor, num_rows: int) -> DispatchPlan:
         """Rows in the order (chunk, expert, hidden part, sharer), each choice once for every hidden part."""
@@ -125,15 +126,14 @@ class Pipeline:
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order; `inverse` is made for the backward pass where it is not at hand."""
+    """Rows in another order; their gradients in the inverse one, without autograd's scatter."""
 
     @staticmethod
     def forward(ctx, rows, order, inverse):
-        ctx.save_for_backward(order, inverse)
+        ctx.save_for_backward(inverse)
         return rows.index_select(0, order)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        order, inverse = ctx.saved_tensors
-        return grad.index_select(0, order.argsort() if inverse is None else inverse), None, None
+        return grad.index_select(0, *ctx.saved_tensors), None, None
