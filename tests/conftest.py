@@ -1,7 +1,17 @@
 """Fixtures for every test."""
 
 import pytest
+import torch
 from gloo_processes import run_on_processes
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """The tensors of tests are tiny: a second thread only waits for the first."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from swinv2_moe.command import run_command
@@ -27,14 +26,6 @@ class Finished(NamedTuple):
     status: int
     out: str
     err: str
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

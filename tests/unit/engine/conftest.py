@@ -20,14 +20,6 @@ SMALL |= {"MODEL.MOE.NUM_EXPERTS": 4, "DATA.BATCH_SIZE": 256, "TRAIN.EPOCHS": 2,
 SMALL |= {"PRINT_FREQ": 1, "DEVICE": "cpu"}
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def _config(output: Path, keys: dict[str, object] | None = None) -> CfgNode:
     opts = [str(part) for pair in (SMALL | (keys or {})).items() for part in pair]
     return load_config(QUICKSTART, opts, output=str(output))
