@@ -4,8 +4,17 @@
 >>> y, aux_loss = MoELayer(config)(torch.randn(4, 196, 512))
 """
 
-from moe_core.checkpoint import count_experts, load_tensors, save_tensors
-from moe_core.config import MoEConfig
+from moe_core.checkpoint import (
+    count_experts,
+    damage,
+    expert_file,
+    load_tensors,
+    save_tensors,
+    sync_file,
+    tensors_by_file,
+    write_tensors,
+)
+from moe_core.config import ExpertShard, MoEConfig
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.training import (
     average_expert_gradients,
@@ -18,12 +27,15 @@ from moe_core.training import (
 )
 
 __all__ = [
+    "ExpertShard",
     "MoEConfig",
     "MoELayer",
     "RoutingStats",
     "average_expert_gradients",
     "clip_gradients",
     "count_experts",
+    "damage",
+    "expert_file",
     "expert_parameters",
     "global_grad_norm",
     "load_strategy_decisions",
@@ -31,4 +43,7 @@ __all__ = [
     "moe_layers",
     "save_tensors",
     "strategy_decisions",
+    "sync_file",
+    "tensors_by_file",
+    "write_tensors",
 ]

@@ -8,6 +8,9 @@ Each rank writes the experts it owns and reads those it needs, so a file says no
 
 # E experts on this rank
 
+import hashlib
+import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -18,24 +21,82 @@ from torch import Tensor, nn
 from moe_core.parallel.gather import join_parts
 from moe_core.training import moe_layers
 
+TRUNK = "model.safetensors"
 
-def save_tensors(directory: Path, model: nn.Module, tensors: dict[str, Tensor], is_main: bool = True) -> None:
-    """Write `tensors` (names of `model.state_dict()`, any subset) below `directory`; every rank calls this.
 
-    Expert tensors [E, ...] are written by the rank that owns them (of replicas by the first, of ranks that share an
-    expert by the one with its first part), the others by the main rank.
+def expert_file(layer: str, expert: int) -> str:
+    """The file of an expert, relative to the directory of `model.safetensors`."""
+    return f"experts/{layer or 'layer'}/{expert:04d}.safetensors"
+
+
+def tensors_by_file(
+    model: nn.Module, tensors: dict[str, Tensor], writes_trunk: bool = True, only: Collection[str] | None = None
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(file, its tensors) of all that this rank has to write of `tensors`, one file after the other.
+
+    Every rank runs through it to the end: an expert that several ranks share is joined when its turn comes, so no
+    more than one is in memory. It is for the rank with its first part to write; of replicas, for the first.
+
+    Args:
+        tensors: named as in `model.state_dict()`, any subset; expert tensors are [E, ...]. They come back as views.
+        writes_trunk: whether what is not an expert's is this rank's to write.
+        only: the expert files to go through; None: all.
     """
     trunk = dict(tensors)
     for layer_name, layer in moe_layers(model).items():
-        prefix = _prefix(layer_name)
+        prefix, shard = _prefix(layer_name), layer.shard
         owned = {name.removeprefix(prefix): trunk.pop(name) for name in tensors if name.startswith(prefix)}
-        owned = {name: join_parts(tensor, layer.shard, layer.group) for name, tensor in owned.items()}
-        if layer.group.replica == 0 and layer.shard.part == 0:
-            for e in range(layer.shard.num_experts if owned else 0):
-                expert = {name: tensor[e] for name, tensor in owned.items()}
-                _write(_expert_file(directory, layer_name, layer.shard.first_expert + e), expert)
-    if is_main:
-        _write(directory / "model.safetensors", trunk)
+        for e in range(shard.num_experts if owned else 0):
+            file = expert_file(layer_name, shard.first_expert + e)
+            if only is None or file in only:
+                parts = {name: tensor[e : e + 1] for name, tensor in owned.items()}
+                expert = {name: join_parts(part, shard, layer.group)[0] for name, part in parts.items()}
+                if layer.group.replica == 0 and shard.part == 0:
+                    yield file, expert
+    if writes_trunk:
+        yield TRUNK, trunk
+
+
+def save_tensors(directory: Path, model: nn.Module, tensors: dict[str, Tensor], is_main: bool = True) -> None:
+    """Write `tensors` below `directory`, as `load_tensors` reads them; every rank calls this.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    for file, content in tensors_by_file(model, tensors, is_main):
+        write_tensors(directory / file, content)
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write one safetensors file; `sync_file` makes it last.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+    except SafetensorError as error:  # what it makes of a full disk, for one
+        raise OSError(f"{file} cannot be written ({error})") from error
+
+
+def sync_file(file: Path) -> dict[str, int | str]:
+    """Wait until a file is on the disk; returns its record, `{"bytes": ..., "sha256": ...}`."""
+    with file.open("rb") as content:
+        os.fsync(content.fileno())
+        return {"bytes": os.fstat(content.fileno()).st_size, "sha256": _digest(content)}
+
+
+def damage(file: Path, record: dict[str, int | str]) -> str | None:
+    """What tells a file from the one that was recorded, in a phrase; None if nothing does."""
+    try:
+        with file.open("rb") as content:
+            size = os.fstat(content.fileno()).st_size
+            if size != record["bytes"]:
+                return f"has {size:,} bytes, {record['bytes']:,} were written"
+            return None if _digest(content) == record["sha256"] else "is damaged (its checksum differs)"
+    except OSError as error:
+        return "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
 
 
 def load_tensors(directory: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -49,12 +110,12 @@ def load_tensors(directory: Path, model: nn.Module) -> dict[str, Tensor]:
         ValueError: a file that is not safetensors, experts whose files hold different names, or a tensor that does not
             divide over the ranks of an expert; the file is named.
     """
-    tensors = _read(directory / "model.safetensors")
+    tensors = _read(directory / TRUNK)
     for layer_name, layer in moe_layers(model).items():
         if not (directory / "experts").is_dir():
             continue  # a dense model's: the comparison will tell
         shard = layer.shard
-        files = [_expert_file(directory, layer_name, shard.first_expert + e) for e in range(shard.num_experts)]
+        files = [directory / expert_file(layer_name, shard.first_expert + e) for e in range(shard.num_experts)]
         experts = [_read(file, shard.part, shard.num_parts) for file in files]
         for file, expert in zip(files, experts, strict=True):
             if {k: v.shape for k, v in expert.items()} != {k: v.shape for k, v in experts[0].items()}:
@@ -75,13 +136,11 @@ def _prefix(layer: str) -> str:
     return f"{layer}.experts." if layer else "experts."
 
 
-def _expert_file(directory: Path, layer: str, expert: int) -> Path:
-    return directory / "experts" / (layer or "layer") / f"{expert:04d}.safetensors"
-
-
-def _write(file: Path, tensors: dict[str, Tensor]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+def _digest(content) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    while size := content.readinto(buffer):
+        digest.update(buffer[:size])
+    return digest.hexdigest()
 
 
 def _read(file: Path, part: int = 0, num_parts: int = 1) -> dict[str, Tensor]:

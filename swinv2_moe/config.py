@@ -19,12 +19,18 @@ _C = CfgNode()
 _C.OUTPUT = "output"  # run directory; tools/train.py --output overrides it
 _C.SEED = 0
 _C.PRINT_FREQ = 10  # optimiser steps between two logged steps
-_C.SAVE_FREQ = 1  # epochs between two checkpoints; the last epoch is always saved
+_C.SAVE_FREQ = 1  # epochs between two checkpoints; the best and the last epoch are always saved
 _C.DEVICE = "auto"
 _C.TIMEOUT = 600  # seconds after which a rank gives up on ranks that do not answer
 _C.AMP_ENABLE = False
 _C.AMP_DTYPE = "bfloat16"
 _C.COMPILE = False  # torch.compile of the model; over several ranks its experts stay uncompiled, and it is untried
+
+_C.CHECKPOINT = CfgNode()
+_C.CHECKPOINT.STEPS = 0  # optimiser steps between two checkpoints inside an epoch; 0: after epochs only
+_C.CHECKPOINT.KEEP_LAST = 2  # besides the best
+_C.CHECKPOINT.EXPERTS = 0  # of each layer in one save, in turn (not in the best and the last epoch's); 0: all
+_C.CHECKPOINT.STAGING_MB = 4096  # memory per rank for saving while training goes on; beyond it, training waits
 
 _C.DATA = CfgNode()
 _C.DATA.DATASET = "digits"
@@ -32,6 +38,7 @@ _C.DATA.PATH = ""  # folder: holds train/ and val/ with a folder per class; list
 _C.DATA.TRAIN_LIST = ""  # list: one "path label" a line, or Swin's JSON map
 _C.DATA.VAL_LIST = ""
 _C.DATA.BATCH_SIZE = 128  # images per rank per forward pass
+_C.DATA.GLOBAL_BATCH_SIZE = 0  # images per step over all ranks, however many they are; 0: as BATCH_SIZE says
 _C.DATA.IMG_SIZE = 192
 _C.DATA.INTERPOLATION = "bicubic"
 _C.DATA.MEAN = [0.485, 0.456, 0.406]  # ImageNet's, as timm and torchvision use them
@@ -100,7 +107,8 @@ _C.TRAIN.ACCUMULATION_STEPS = 1
 _C.TRAIN.USE_CHECKPOINT = False  # recompute activations in the backward pass
 _C.TRAIN.SHARD_TRUNK = False  # FSDP2 shards the shared parameters, their gradients and moments over the ranks
 _C.TRAIN.EMA_DECAY = 0.0  # 0: no averaged copy of the weights
-_C.TRAIN.MAX_STEPS = 0  # for trials: stop here, in mid-epoch (a resume goes on with the next epoch); 0: no limit
+_C.TRAIN.MAX_STEPS = 0  # for trials: stop here, in mid-epoch; 0: no limit
+_C.TRAIN.SKIP_NON_FINITE = 0  # steps in a row with a loss or gradient not finite that are skipped; one more stops
 _C.TRAIN.OPTIMIZER = CfgNode()
 _C.TRAIN.OPTIMIZER.NAME = "adamw"
 _C.TRAIN.OPTIMIZER.EPS = 1e-8
@@ -152,6 +160,28 @@ def load_config(
         config.DATA.DATASET = "folder" if config.DATA.DATASET == "digits" else config.DATA.DATASET
     config.OUTPUT = output or config.OUTPUT
     _merge_opts(config, opts)
+    check_config(config)
+    config.freeze()
+    return config
+
+
+def resolve_batch_size(config: CfgNode, world_size: int) -> CfgNode:
+    """The configuration with DATA.BATCH_SIZE as DATA.GLOBAL_BATCH_SIZE, if given, makes it on so many ranks.
+
+    Raises:
+        UserError: it does not divide over them.
+    """
+    whole, accumulation = config.DATA.GLOBAL_BATCH_SIZE, config.TRAIN.ACCUMULATION_STEPS
+    if not whole:
+        return config
+    if whole % (world_size * accumulation):
+        raise UserError(
+            f"DATA.GLOBAL_BATCH_SIZE is {whole}, it must be divisible by the number of ranks ({world_size}) times"
+            f" TRAIN.ACCUMULATION_STEPS ({accumulation})"
+        )
+    config = config.clone()
+    config.defrost()
+    config.DATA.BATCH_SIZE = whole // (world_size * accumulation)
     check_config(config)
     config.freeze()
     return config

@@ -7,7 +7,9 @@ import torch.distributed as dist
 
 from swinv2_moe.config import load_config
 from swinv2_moe.data import build_data
+from swinv2_moe.engine.checkpoint import open_checkpoint
 from swinv2_moe.engine.distributed import World, expert_group, seed_everything
+from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.models import build_model
 
@@ -28,6 +30,18 @@ def make_trainer(rank: int, size: int, options: str = "") -> Trainer:
     data = build_data(config, rank, size)
     seed_everything(config.SEED)
     return Trainer(config, world, data, build_model(config, data.num_classes, expert_group(config, world)))
+
+
+def save(trainer: Trainer, root: Path, **how) -> Path:
+    """The trainer's state as a checkpoint in `root`; every rank calls this."""
+    saver = Saver(root, trainer.world, trainer.config)
+    trainer.save(saver, **how)
+    saver.close()
+    return root / f"step-{trainer.step:08d}"
+
+
+def resume(trainer: Trainer, directory: Path) -> None:
+    trainer.resume(open_checkpoint(directory, trainer.world))
 
 
 def train_steps(trainer: Trainer, count: int) -> list[tuple[float, float, float]]:

@@ -1,109 +1,264 @@
-"""Checkpoints of a run: `checkpoints/epoch-0007/`, with `last` and `best` pointing at the ones to use.
+"""Checkpoints on disk: what makes a directory one, how it is found and checked, and reading it into a model.
 
-A checkpoint is a directory of safetensors files and a `meta.json` (moe_core.checkpoint describes the tensors). It is
-written under another name, synced and renamed, so a directory named epoch-* is complete; `last` moves after that.
+    checkpoints/step-00001200/   meta.json   step, configuration, state of the training, every file with its checksum
+                                 model.safetensors, experts/...   the weights (moe_core.checkpoint)
+                                 ema/..., optimizer/<kind>/...    the same files of the averaged weights and the moments
+    checkpoints/latest, best     links to the ones to use
+
+A directory appears under its name when it is complete (swinv2_moe.engine.saver), and none is trusted before each of
+its files has the size and checksum that meta.json holds.
 """
 
+import hashlib
+import itertools
 import json
 import os
+import re
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from yacs.config import CfgNode
 
 from moe_core import (
     count_experts,
+    damage,
     expert_parameters,
     load_strategy_decisions,
     load_tensors,
     moe_layers,
     save_tensors,
+    sync_file,
 )
 from swinv2_moe.engine.distributed import World
-from swinv2_moe.engine.parallelize import placed_like, whole_tensors
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.weights import compare
 
 FORMAT_VERSION = 1
-_META_KEYS = ("epoch", "step", "steps_per_epoch", "best_top1", "last_top1", "loss_scaler")
+_META_TYPES = {"step": int, "training": dict | None, "config": str, "class_names": list, "experts": dict, "files": dict}
+_NO_CHECKSUM = "0" * 64
+_NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+_ALONE = World(0, 1, torch.device("cpu"))
 
 
-def save_checkpoint(
-    root: Path, world: World, model: nn.Module, sections: dict[str, dict[str, Tensor]], meta: dict, is_best: bool
-) -> None:
-    """Write `root/epoch-<meta["epoch"]>` and point `last` (and `best`) at it; older, unused ones go.
-
-    `sections` maps a folder name ("" for the model itself, "ema", "optimizer/exp_avg") to tensors named like the
-    model's parameters; sharded ones are gathered. Every rank calls this.
-    """
-    final = root / f"epoch-{meta['epoch']:04d}"
-    temporary = root / f".{final.name}.tmp"
-    if world.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    world.barrier()
-    for section, tensors in sections.items():
-        save_tensors(temporary / section, model, whole_tensors(tensors, world.is_main), world.is_main)
-    world.barrier()
-    if world.is_main:
-        (temporary / "meta.json").write_text(json.dumps({"format_version": FORMAT_VERSION, **meta}, indent=1))
-        _sync(temporary)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        _point(root / "last", final.name)
-        if is_best:
-            _point(root / "best", final.name)
-        _prune(root)
-    world.barrier()
+class DamagedError(UserError):
+    """A checkpoint that is not as it was written."""
 
 
-def find_checkpoint(resume: str, root: Path, key: str = "--resume") -> Path | None:
-    """The checkpoint that `--resume` means: "auto" is `root/last` if there is one; a path must be a checkpoint.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were found whole, and what was found wrong with newer ones."""
 
-    `key` is what messages call it.
+    directory: Path
+    meta: dict
+    skipped: tuple[str, ...] = ()
+
+    def has(self, section: str) -> bool:
+        """Whether it holds anything of a section ("ema", "optimizer/exp_avg")."""
+        return any(file.startswith(f"{section}/") for file in self.meta["files"])
+
+    def optimizer_sections(self) -> list[str]:
+        """Such as "optimizer/exp_avg"."""
+        parts = [file.split("/") for file in self.meta["files"] if file.startswith("optimizer/")]
+        return sorted({"/".join(part[:2]) for part in parts})
+
+    def expert_ages(self) -> str | None:
+        """How many steps older than the rest the experts of a partial save are; None if none is."""
+        ages = [self.meta["step"] - step for steps in self.meta["experts"].values() for step in steps]
+        old = [age for age in ages if age]
+        if not old:
+            return None
+        return f"{len(old)} of {len(ages)} experts are older than the rest, by up to {max(old)} steps (partial saves)"
+
+
+def checkpoints_below(root: Path) -> list[Path]:
+    """The complete checkpoints in `root`, the newest step first."""
+    found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=age_of, reverse=True)
+
+
+def age_of(directory: Path) -> tuple[int, int]:
+    """The step in a checkpoint's name, and which of that step it is: larger is newer."""
+    step, again = _NAME.fullmatch(directory.name).groups(default="0")
+    return int(step), int(again)
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or the first of path-1, path-2, ... that does not exist."""
+    return next(p for i in itertools.count() if not (p := path.with_name(path.name + f"-{i}" * (i > 0))).exists())
+
+
+def find_checkpoint(
+    resume: str, root: Path, world: World = _ALONE, key: str = "--resume", weights_only: bool = False
+) -> Checkpoint | None:
+    """The checkpoint that `--resume` means, every file of it checked. Every rank calls this; they share the work.
+
+    "auto" and a run directory mean the newest whole checkpoint by step ("auto" in `root`, where there may be none);
+    another directory is the checkpoint itself.
+
+    Args:
+        key: what messages call the option.
+        weights_only: leaves the optimiser's files unchecked.
 
     Raises:
-        UserError: the path holds no checkpoint.
+        UserError: there is none, or none that is whole; the damaged file is named.
     """
+    path = root if resume == "auto" else Path(resume)
+    if resume != "auto" and not world.agree((path / "checkpoints").is_dir() or bool(checkpoints_below(path))):
+        return open_checkpoint(path, world, key, weights_only)
+    path = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    skipped: list[str] = []
+    for directory in world.agree(checkpoints_below(path)):
+        try:
+            found = open_checkpoint(directory, world, key, weights_only)
+            if found.meta["step"] != age_of(directory)[0]:
+                raise DamagedError(f"checkpoint {directory} is one of step {found.meta['step']}")
+            return Checkpoint(directory, found.meta, tuple(skipped))
+        except DamagedError as error:
+            skipped.append(str(error))
+    if skipped:
+        raise UserError(f"{key} {resume}: no checkpoint in {path} is whole: {'; '.join(skipped)}")
     if resume == "auto":
-        return root / "last" if (root / "last" / "meta.json").is_file() else None
-    for directory in (Path(resume), Path(resume) / "checkpoints" / "last"):
-        if (directory / "meta.json").is_file():
-            return directory
+        return None
     raise UserError(f"{key} {resume}: holds no checkpoint (a directory with meta.json)")
 
 
-def read_meta(directory: Path) -> dict:
-    """The checkpoint's meta.json.
+def open_checkpoint(
+    path: Path, world: World = _ALONE, key: str = "checkpoint", weights_only: bool = False, verify: bool = True
+) -> Checkpoint:
+    """The checkpoint in the directory `path`. Arguments as in `find_checkpoint`; `verify` False trusts the files.
 
     Raises:
-        UserError: not readable, or of a newer format.
+        UserError: not a checkpoint, or of a newer format.
+        DamagedError: meta.json or a file that it lists is missing or not as it was written.
     """
+    meta, error = None, None
     try:
-        meta = json.loads((directory / "meta.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {directory}: meta.json cannot be read ({error})") from error
-    if not isinstance(meta, dict) or not isinstance(meta.get("format_version"), int):
-        raise UserError(f"checkpoint {directory}: meta.json is not that of a checkpoint, it has no format_version")
-    if meta["format_version"] > FORMAT_VERSION:
+        meta = read_meta(path, key)
+        files = list(_checked_files(meta, weights_only) if verify else ())
+        for file in files[world.rank :: world.size]:
+            if found := damage(path / file, meta["files"][file]):
+                raise DamagedError(f"checkpoint {path}: {file} {found}")
+    except UserError as problem:
+        error = problem
+    for problem in world.gather(error):
+        if problem is not None:
+            raise problem
+    return Checkpoint(path, meta)
+
+
+def read_meta(directory: Path, key: str = "checkpoint") -> dict:
+    """A checkpoint's meta.json.
+
+    Raises:
+        UserError: there is none, it is another program's or of a newer format.
+        DamagedError: it is not as it was written.
+    """
+    file = directory / "meta.json"
+    if directory.is_file():
+        raise UserError(f"{key} {directory}: is a file; a checkpoint is a directory with meta.json")
+    try:
+        text = file.read_bytes()
+        meta = json.loads(text)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{key} {directory}: holds no checkpoint (a directory with meta.json)") from error
+    except OSError as error:
+        raise UserError(f"checkpoint {directory}: meta.json cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise DamagedError(f"checkpoint {directory}: meta.json is damaged ({error})") from error
+    if not isinstance(meta, dict) or not isinstance(meta.get("checksum"), str):
+        raise DamagedError(f"checkpoint {directory}: meta.json is not that of a checkpoint, it has no checksum")
+    if hashlib.sha256(text.replace(meta["checksum"].encode(), _NO_CHECKSUM.encode())).hexdigest() != meta["checksum"]:
+        raise DamagedError(f"checkpoint {directory}: meta.json is damaged (its checksum differs)")
+    if meta.get("format_version") != FORMAT_VERSION:
         raise UserError(
-            f"checkpoint {directory} has format version {meta['format_version']}, this program knows {FORMAT_VERSION}"
+            f"checkpoint {directory} has format version {meta.get('format_version')}, this program knows"
+            f" {FORMAT_VERSION}"
         )
-    missing = [
-        key for key in ("epoch", "step", "steps_per_epoch", "best_top1", "last_top1", "loss_scaler") if key not in meta
-    ]
-    if missing:
-        raise UserError(f"checkpoint {directory}: meta.json lacks {', '.join(missing)}")
+    wrong = [name for name, kind in _META_TYPES.items() if name not in meta or not isinstance(meta[name], kind)]
+    if wrong:
+        raise UserError(f"checkpoint {directory}: meta.json lacks {', '.join(wrong)}")
     return meta
 
 
-def read_section(directory: Path, section: str, model: nn.Module, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+def write_meta(directory: Path, meta: dict) -> dict:
+    """Write meta.json with its own checksum, which replaces as many zeros; returns what it holds."""
+    meta = {"format_version": FORMAT_VERSION, "saved": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", **meta}
+    text = json.dumps(meta | {"checksum": _NO_CHECKSUM}, indent=1)
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    (directory / "meta.json").write_text(text.replace(_NO_CHECKSUM, checksum))
+    sync_file(directory / "meta.json")
+    return meta
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a directory whose files are on the disk its final name, at once."""
+    for directory in [path for path in temporary.rglob("*") if path.is_dir()] + [temporary]:
+        _sync_directory(directory)
+    temporary.rename(final)
+    _sync_directory(final.parent)
+
+
+def point(link: Path, target: str) -> None:
+    """Make `link` a symbolic link to `target`, at once."""
+    temporary = link.with_name(f".{link.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(link)
+    _sync_directory(link.parent)
+
+
+def write_weights(
+    directory: Path,
+    model: nn.Module,
+    tensors: dict[str, Tensor],
+    config: CfgNode,
+    class_names: list[str],
+    step: int = 0,
+) -> None:
+    """A checkpoint of weights alone, written by this one process.
+
+    Args:
+        model: tells which names are experts'; may be on the meta device.
+        tensors: all of `model.state_dict()`'s.
+
+    Raises:
+        UserError: `directory` exists or cannot be written; nothing is left behind.
+    """
+    if directory.exists():
+        raise UserError(f"{directory} already exists")
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        save_tensors(temporary, model, tensors)
+        files = {str(path.relative_to(temporary)): sync_file(path) for path in sorted(temporary.rglob("*.safetensors"))}
+        write_meta(temporary, describe(model, step, files, config, class_names))
+        publish(temporary, directory)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"{directory} cannot be written ({error})") from error
+
+
+def describe(
+    model: nn.Module, step: int, files: dict, config: CfgNode, class_names: list[str], training: dict | None = None
+) -> dict:
+    """What meta.json says of a checkpoint whose experts are all of this step."""
+    experts = {name: [step] * layer.config.num_experts for name, layer in moe_layers(model).items()}
+    values = {"step": step, "training": training, "class_names": class_names, "experts": experts, "files": files}
+    return values | {"config": config.dump()}
+
+
+def read_section(checkpoint: Checkpoint, section: str, model: nn.Module, expected: dict[str, Tensor]) -> dict:
     """A section's tensors for this rank, which are exactly the `expected` ones by name and shape.
 
     Raises:
         UserError: files missing or unreadable, or every key that is missing, unexpected or of another shape.
     """
+    directory = checkpoint.directory
     wrong_experts = _compare_expert_counts(directory / section, model)
     if wrong_experts:  # some files may be missing; the trunk's keys are still to be listed
         experts = expert_parameters(model)
@@ -119,58 +274,29 @@ def read_section(directory: Path, section: str, model: nn.Module, expected: dict
     return tensors
 
 
-def load_weights(directory: Path, model: nn.Module) -> None:
-    """A checkpoint's weights into the model: the averaged ones where it has them.
+def read_weights_of(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
+    """The weights to deploy, named as in the model: the averaged ones where there are any.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    return read_section(checkpoint, "ema" if checkpoint.has("ema") else "", model, model.state_dict())
+
+
+def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """`read_weights_of` a checkpoint into the model, and the strategies found with it.
 
     Raises:
         UserError: they do not fit; nothing is loaded then.
     """
-    load_strategy_decisions(model, read_meta(directory).get("strategies", []))
-    section = "ema" if (directory / "ema").is_dir() else ""
-    model.load_state_dict(read_section(directory, section, model, model.state_dict()))
+    model.load_state_dict(read_weights_of(checkpoint, model))
+    load_strategy_decisions(model, (checkpoint.meta["training"] or {}).get("strategies", []))
 
 
-def optimizer_kinds(directory: Path, optimizer: torch.optim.Optimizer, updates: int) -> list[str]:
-    """The optimiser sections a checkpoint holds after `updates` steps, such as "optimizer/exp_avg".
-
-    Raises:
-        UserError: they are another optimiser's.
-    """
-    if isinstance(optimizer, torch.optim.AdamW):
-        needed = ["exp_avg", "exp_avg_sq"]
-    else:
-        needed = ["momentum_buffer"] if optimizer.defaults["momentum"] else []
-    needed = needed if updates else []
-    found = sorted(path.name for path in (directory / "optimizer").glob("*"))
-    if found != needed:
-        raise UserError(
-            f"checkpoint {directory}: its optimiser state is {found}, TRAIN.OPTIMIZER.NAME"
-            f" {type(optimizer).__name__.lower()!r} needs {needed}; nothing was loaded"
-        )
-    return [f"optimizer/{name}" for name in found]
-
-
-def optimizer_sections(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """`{"optimizer/exp_avg": {parameter name: tensor}, ...}`; every parameter has had
-    the same number of updates, which meta.json holds."""
-    sections: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        for kind, tensor in optimizer.state.get(parameter, {}).items():
-            if kind != "step" and tensor is not None:
-                sections.setdefault(f"optimizer/{kind}", {})[name] = tensor
-    return sections
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, moments: dict[str, dict[str, Tensor]], updates: int
-) -> None:
-    """Put back what `optimizer_sections` gave, after `updates` optimiser steps."""
-    is_adam = isinstance(optimizer, torch.optim.AdamW)
-    for name, parameter in model.named_parameters():
-        state = {kind.split("/")[1]: placed_like(tensors[name], parameter) for kind, tensors in moments.items()}
-        if is_adam and state:
-            state["step"] = torch.tensor(float(updates), device=parameter.device)
-        optimizer.state[parameter] = state
+def _checked_files(meta: dict, weights_only: bool) -> Iterator[str]:
+    for file in sorted(meta["files"]):
+        if not (weights_only and file.startswith("optimizer/")):
+            yield file
 
 
 def _compare_expert_counts(section: Path, model: nn.Module) -> list[str]:
@@ -184,22 +310,7 @@ def _compare_expert_counts(section: Path, model: nn.Module) -> list[str]:
     ]
 
 
-def _sync(directory: Path) -> None:
-    for path in [*directory.rglob("*"), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
-def _point(link: Path, target: str) -> None:
-    temporary = link.with_name(f".{link.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    temporary.replace(link)
-
-
-def _prune(root: Path) -> None:
-    used = {os.readlink(root / name) for name in ("last", "best") if (root / name).is_symlink()}
-    for directory in root.glob("epoch-*"):
-        if directory.name not in used:
-            shutil.rmtree(directory)
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

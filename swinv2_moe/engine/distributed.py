@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from yacs.config import CfgNode
 
-from moe_core.parallel import ExpertGroup, make_expert_groups
+from moe_core.parallel import CollectiveError, ExpertGroup, make_expert_groups
 from swinv2_moe.errors import UserError
 
 
@@ -33,12 +33,14 @@ class World:
 
     def barrier(self) -> None:
         if self.group is not None:
-            dist.barrier(group=self.group)
+            with self.named_errors("barrier"):
+                dist.barrier(group=self.group)
 
     def sum(self, values: Tensor) -> Tensor:
         """The elementwise sum over all ranks."""
         if self.group is not None:
-            dist.all_reduce(values, group=self.group)
+            with self.named_errors("sum over all ranks"):
+                dist.all_reduce(values, group=self.group)
         return values
 
     def gather(self, value: object) -> list:
@@ -46,8 +48,27 @@ class World:
         if self.group is None:
             return [value]
         values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with self.named_errors("gathering from all ranks"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def agree(self, value: object) -> object:
+        """The main rank's `value` (picklable, small), on every rank."""
+        return self.gather(value if self.is_main else None)[0]
+
+    @contextmanager
+    def named_errors(self, operation: str) -> Iterator[None]:
+        """Gives a collective that fails or times out the name of the operation: a rank has died, or is stuck."""
+        try:
+            yield
+        except RuntimeError as error:
+            from_collective = isinstance(error, dist.DistError) or "gloo" in str(error)
+            if isinstance(error, CollectiveError) or not from_collective:
+                raise
+            raise CollectiveError(
+                f"{operation} failed on rank {self.rank} of {self.size}; has another one ended, or not come within"
+                f" TIMEOUT? ({error})"
+            ) from error
 
 
 @contextmanager

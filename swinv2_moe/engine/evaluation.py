@@ -1,5 +1,6 @@
 """Accuracy of a model on a loader, over all ranks."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,13 +21,24 @@ class Accuracy(NamedTuple):
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, loader, world: World, autocast) -> Accuracy:
+def evaluate(
+    model: nn.Module, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
+) -> Accuracy:
     """Every image counts once, whatever the number of ranks; targets of -1 (padding, unreadable images) do not count.
 
-    The model is in evaluation mode during the call and back in its own mode afterwards. Every rank calls this.
+    The model is in evaluation mode during the call, and every module back in its own mode afterwards, also when
+    `after_batch` raises. Every rank calls this.
     """
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
+    try:
+        return _evaluate(model, loader, world, autocast, after_batch)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _evaluate(model: nn.Module, loader, world: World, autocast, after_batch: Callable[[], None]) -> Accuracy:
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
     unreadable: list[str] = []
     for images, targets, bad in loader:
@@ -35,7 +47,7 @@ def evaluate(model: nn.Module, loader, world: World, autocast) -> Accuracy:
             logits = model(images)
         totals += _count(logits.float(), targets)
         unreadable += bad
-    model.train(was_training)
+        after_batch()
     top1, top5, loss, count = world.sum(totals).tolist()
     share = 1 / max(count, 1)
     return Accuracy(100 * top1 * share, 100 * top5 * share, loss * share, int(count), unreadable)

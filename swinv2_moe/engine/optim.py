@@ -1,12 +1,15 @@
 """Optimiser, learning-rate schedule and loss scale of a configuration."""
 
+from collections.abc import Collection
+
 import torch
 from timm.optim import param_groups_layer_decay
 from timm.scheduler import CosineLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from yacs.config import CfgNode
 
+from swinv2_moe.engine.parallelize import placed_like
 from swinv2_moe.models import SwinTransformerV2MoE
 
 _REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
@@ -101,3 +104,42 @@ class LossScaler:
         self.updates = state["updates"]
         if self.enabled:
             self.scale, self.good_steps = state["scale"], state["good_steps"]
+
+
+def optimizer_sections(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """`{"optimizer/exp_avg": {parameter name: tensor}, ...}`; every parameter has had the same number of updates, which
+    the loss scaler counts."""
+    sections: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        for kind, tensor in optimizer.state.get(parameter, {}).items():
+            if kind != "step" and tensor is not None:
+                sections.setdefault(f"optimizer/{kind}", {})[name] = tensor
+    return sections
+
+
+def check_optimizer_sections(optimizer: torch.optim.Optimizer, sections: Collection[str], updates: int) -> None:
+    """Whether these are the sections that this optimiser has after so many updates.
+
+    Raises:
+        ValueError: they are another optimiser's.
+    """
+    kinds = ["momentum_buffer"] if optimizer.defaults.get("momentum") else []
+    kinds = ["exp_avg", "exp_avg_sq"] if isinstance(optimizer, torch.optim.AdamW) else kinds
+    needed = [f"optimizer/{kind}" for kind in kinds] if updates else []
+    if sorted(sections) != needed:
+        raise ValueError(
+            f"it holds {', '.join(sorted(sections)) or 'no optimiser state'}, TRAIN.OPTIMIZER.NAME"
+            f" {type(optimizer).__name__.lower()!r} needs {', '.join(needed) or 'none'}"
+        )
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, moments: dict[str, dict[str, Tensor]], updates: int
+) -> None:
+    """Put back what `optimizer_sections` gave, after `updates` optimiser steps."""
+    is_adam = isinstance(optimizer, torch.optim.AdamW)
+    for name, parameter in model.named_parameters():
+        state = {kind.split("/")[1]: placed_like(tensors[name], parameter) for kind, tensors in moments.items()}
+        if is_adam and state:
+            state["step"] = torch.tensor(float(updates), device=parameter.device)
+        optimizer.state[parameter] = state

@@ -16,6 +16,7 @@ from yacs.config import CfgNode
 
 from moe_core import RoutingStats
 from swinv2_moe.engine.distributed import World
+from swinv2_moe.engine.saver import Cost
 
 
 class Recorder:
@@ -90,9 +91,16 @@ class Recorder:
                 self.writer.add_scalar(f"epoch/{key}", value, step)
         self.writer.flush()
 
-    def bar(self, description: str, total: int) -> "Bar":
+    def checkpoint(self, cost: Cost) -> None:
+        """What a save cost the main rank."""
+        if self.active:
+            self.writer.add_scalar("checkpoint/stall_seconds", cost.stall, cost.step)
+            self.writer.add_scalar("checkpoint/seconds", cost.seconds, cost.step)
+            self.writer.add_scalar("checkpoint/bytes", cost.bytes, cost.step)
+
+    def bar(self, description: str, total: int, done: int = 0) -> "Bar":
         """A progress bar for one epoch; invisible where there is no terminal."""
-        return Bar(self.console, description, total, visible=self.active and self.console.is_terminal)
+        return Bar(self.console, description, total, done, visible=self.active and self.console.is_terminal)
 
     def _write(self, values: dict) -> None:
         self.metrics.write(json.dumps(_plain(values)) + "\n")
@@ -117,7 +125,7 @@ class Recorder:
 class Bar:
     """A progress bar with free text at its end, as a context manager."""
 
-    def __init__(self, console: Console, description: str, total: int, visible: bool) -> None:
+    def __init__(self, console: Console, description: str, total: int, done: int, visible: bool) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -129,7 +137,7 @@ class Bar:
             transient=True,
             disable=not visible,
         )
-        self._task = self._progress.add_task(description, total=total, text="")
+        self._task = self._progress.add_task(description, total=total, completed=done, text="")
 
     def __enter__(self) -> "Bar":
         self._progress.start()

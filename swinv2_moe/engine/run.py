@@ -9,13 +9,18 @@ import torch
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
+from swinv2_moe.config import resolve_batch_size
 from swinv2_moe.data import UnreadableImages, build_data
 from swinv2_moe.engine import checkpoint, evaluation
+from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.engine.record import Recorder
+from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.trainer import Trainer, build_autocast
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import Complexity, SwinTransformerV2MoE, build_model, load_dense, measure_model
+
+_LAST_SAVE_SECONDS = 60  # for a save under way when the run fails; with all ranks well it takes a fraction
 
 
 def train(config: CfgNode, resume: str | None = None) -> dict:
@@ -29,24 +34,30 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
     started = time.perf_counter()
     root = Path(config.OUTPUT)
     with open_world(config.DEVICE, config.TIMEOUT) as world:
-        source = _starting_point(root, resume)
+        config = resolve_batch_size(config, world.size)
+        source = _starting_point(root, resume, world)
         data = build_data(config, world.rank, world.size)
         model = _build_model(config, data.num_classes, world)
         if source is None:
-            _load_pretrained(config, model)
+            _load_pretrained(config, model, world)
         trainer = Trainer(config, world, data, model)
         if source is not None:
             trainer.resume(source)
         size = measure_model(config, data.num_classes)
         world.barrier()  # every rank has looked at the run directory
-        with closing(Recorder(root, world, trainer.step)) as recorder, recorder.engine_log():
+        with closing(Recorder(root, world, trainer.step)) as recorder, recorder.engine_log(), trainer.stop:
             recorder.config(config)
             recorder.say(_headline(trainer, size, source))
-            trainer.fit(recorder, root / "checkpoints")
+            saver = Saver(root / "checkpoints", world, config, source, recorder.say, recorder.checkpoint)
+            try:
+                trainer.fit(recorder, saver)
+            finally:
+                saver.wait(_LAST_SAVE_SECONDS)
             summary = _summary(trainer, size, time.perf_counter() - started)
-            if trainer.images:  # a run that was finished before keeps its summary
-                recorder.summary(summary)
-            recorder.say(_closing_lines(trainer, root))
+            if trainer.finished:
+                if trainer.images:  # a run that was finished before keeps its summary
+                    recorder.summary(summary)
+                recorder.say(_closing_lines(trainer, root))
     return summary
 
 
@@ -57,7 +68,8 @@ def evaluate(config: CfgNode, resume: str | None = None) -> dict:
         UserError: nothing to evaluate, or input that cannot be used.
     """
     with open_world(config.DEVICE, config.TIMEOUT) as world:
-        source = checkpoint.find_checkpoint(resume, Path(config.OUTPUT) / "checkpoints") if resume else None
+        config, root = resolve_batch_size(config, world.size), Path(config.OUTPUT) / "checkpoints"
+        source = checkpoint.find_checkpoint(resume, root, world, weights_only=True) if resume else None
         if source is None and not config.MODEL.PRETRAINED:
             raise UserError("--eval needs weights: --resume with a checkpoint, or MODEL.PRETRAINED")
         data = build_data(config, world.rank, world.size)
@@ -65,7 +77,7 @@ def evaluate(config: CfgNode, resume: str | None = None) -> dict:
         if source is not None:
             checkpoint.load_weights(source, model)
         else:
-            _load_pretrained(config, model)
+            _load_pretrained(config, model, world)
         autocast = build_autocast(config, world)
         accuracy = evaluation.evaluate(model.to(world.device), data.val_loader, world, autocast)
         unreadable = UnreadableImages(data.val_size, config.DATA.MAX_BAD_SHARE)
@@ -80,9 +92,9 @@ def evaluate(config: CfgNode, resume: str | None = None) -> dict:
     return {"val_top1": accuracy.top1, "val_top5": accuracy.top5, "val_loss": accuracy.loss, "images": accuracy.images}
 
 
-def _starting_point(root: Path, resume: str | None) -> Path | None:
+def _starting_point(root: Path, resume: str | None, world: World) -> Checkpoint | None:
     """The checkpoint to go on from; None starts afresh, which an existing run in `root` forbids."""
-    source = checkpoint.find_checkpoint(resume, root / "checkpoints") if resume else None
+    source = checkpoint.find_checkpoint(resume, root / "checkpoints", world) if resume else None
     existing = next(path for path in (root, *root.parents) if path.exists())
     if not existing.is_dir():
         raise UserError(f"--output {root}: {existing} is a file, a run needs a directory")
@@ -100,25 +112,31 @@ def _build_model(config: CfgNode, num_classes: int, world: World) -> SwinTransfo
     return build_model(config, num_classes, expert_group(config, world))
 
 
-def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE) -> None:
-    if not config.MODEL.PRETRAINED:
+def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE, world: World) -> None:
+    source = config.MODEL.PRETRAINED
+    if not source:
         return
-    if Path(config.MODEL.PRETRAINED).is_dir():
-        checkpoint.load_weights(checkpoint.find_checkpoint(config.MODEL.PRETRAINED, Path(), "MODEL.PRETRAINED"), model)
+    if Path(source).is_dir():
+        found = checkpoint.find_checkpoint(source, Path(), world, "MODEL.PRETRAINED", weights_only=True)
+        checkpoint.load_weights(found, model)
     else:
-        load_dense(model, config.MODEL.PRETRAINED, upcycle=config.MODEL.UPCYCLE)
+        load_dense(model, source, upcycle=config.MODEL.UPCYCLE)
 
 
-def _headline(trainer: Trainer, size: Complexity, source: Path | None) -> str:
+def _headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> str:
     config, data, world = trainer.config, trainer.data, trainer.world
     layers = moe_layers(trainer.model)
     experts = f"{config.MODEL.MOE.NUM_EXPERTS} experts in {len(layers)} layers" if layers else "dense"
     where = f"{world.size} {'process' if world.size == 1 else 'processes'} on {_device_name(world)}"
-    start = f"; going on from {source} after epoch {trainer.epoch}" if source else ""
-    return (
+    lines = [
         f"{config.MODEL.TYPE} ({experts}): {size.parameters / 1e6:.2f}M parameters, {size.macs / 1e6:,.1f}M MACs/image;"
-        f" {data.train_size:,} + {data.val_size:,} images, {data.num_classes} classes; {where}{start}"
-    )
+        f" {data.train_size:,} + {data.val_size:,} images, {data.num_classes} classes; {where}"
+    ]
+    if source is not None:
+        lines += [f"passed over: {problem}" for problem in source.skipped]
+        lines.append(f"going on from {source.directory}, step {trainer.step} (epoch {trainer.epoch} done)")
+        lines += filter(None, [source.expert_ages()])
+    return "\n".join(lines)
 
 
 def _closing_lines(trainer: Trainer, root: Path) -> str:
@@ -147,4 +165,5 @@ def _summary(trainer: Trainer, size: Complexity, seconds: float) -> dict:
         "device": _device_name(trainer.world),
         "torch": torch.__version__,
         "unreadable_images": len(trainer.unreadable.paths),
+        "skipped_steps": trainer.skipped,
     }

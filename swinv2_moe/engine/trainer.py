@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +20,14 @@ from moe_core import (
 )
 from swinv2_moe.data import Batch, Data, UnreadableImages
 from swinv2_moe.engine import checkpoint, optim
+from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.diagnose import explain_non_finite
 from swinv2_moe.engine.distributed import World, seed_everything
 from swinv2_moe.engine.evaluation import Accuracy, evaluate
 from swinv2_moe.engine.parallelize import averaged_copy, gradient_sync, load_whole, parallelize
 from swinv2_moe.engine.record import Recorder
+from swinv2_moe.engine.saver import Saver
+from swinv2_moe.engine.stopping import Stopped, StopSignal
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerV2MoE
 
@@ -33,8 +35,8 @@ from swinv2_moe.models import SwinTransformerV2MoE
 class Trainer:
     """A run: `fit` trains from where it stands to the end, `save` and `resume` move its whole state to and from disk.
 
-    Random numbers are seeded anew from (SEED, epoch, rank) at every epoch, so a resumed run repeats what an
-    uninterrupted one would have done.
+    Random numbers are seeded anew from (SEED, step, rank) at every step, and the order of the images follows from
+    (SEED, epoch): a resumed run repeats what an uninterrupted one would have done, and no random state is ever saved.
     """
 
     def __init__(self, config: CfgNode, world: World, data: Data, model: SwinTransformerV2MoE) -> None:
@@ -51,7 +53,10 @@ class Trainer:
         self.mixup = build_mixup(config, data.num_classes)
         self.autocast = build_autocast(config, world)
         self.unreadable = UnreadableImages(data.train_size + data.val_size, config.DATA.MAX_BAD_SHARE)
-        self.epoch = self.step = 0  # done so far
+        self.stop, self.stopping = StopSignal(), False  # this rank's, and whether any rank has received one
+        self.epoch = self.epoch_step = self.step = 0  # epochs, steps of the epoch at hand and steps in all done so far
+        self.epoch_loss = 0.0  # the sum over the steps of this epoch
+        self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
         self.best_top1, self.last_top1 = -1.0, None
         self.seconds, self.images = 0.0, 0  # of training proper, in this process
 
@@ -67,66 +72,106 @@ class Trainer:
 
     # The run
 
-    def fit(self, recorder: Recorder, checkpoints: Path) -> None:
-        """Train the epochs that are left, each followed by a validation, a line and (SAVE_FREQ) a checkpoint.
+    def fit(self, recorder: Recorder, saver: Saver) -> None:
+        """Train what is left, validate and record each epoch, save as SAVE_FREQ and CHECKPOINT say.
+
+        When `stop` has received a signal, the state is saved between two steps and this returns.
 
         Raises:
-            UserError: a loss or gradient that is not finite, or too many unreadable images.
+            UserError: a loss or gradient that is not finite, or too many unreadable images; the last checkpoint could
+                not be written.
         """
-        while not self.finished:
-            started = time.perf_counter()
-            train_loss = self._train_epoch(recorder)
-            self.epoch += 1
-            accuracy = self.validate()
-            is_best = accuracy.top1 > self.best_top1
-            self.best_top1, self.last_top1 = max(self.best_top1, accuracy.top1), accuracy.top1
-            self._record_epoch(recorder, train_loss, accuracy, time.perf_counter() - started)
-            if is_best or self.finished or self.epoch % self.config.SAVE_FREQ == 0:
-                self.save(checkpoints, is_best)
+        try:
+            while not self.finished:
+                self._train_and_validate(recorder, saver)
+        except Stopped as stopped:
+            self.save(saver)
+            recorder.say(f"{stopped}: stopped after step {self.step}; --resume auto goes on from there")
+        saver.close()
 
     def validate(self) -> Accuracy:
         """Accuracy of the deployed weights on the validation set."""
-        accuracy = evaluate(self.deployed, self.data.val_loader, self.world, self.autocast)
+        accuracy = evaluate(self.deployed, self.data.val_loader, self.world, self.autocast, self._check_stop)
         self._count_unreadable(accuracy.unreadable)
         return accuracy
 
-    def _train_epoch(self, recorder: Recorder) -> float:
-        """One pass over the training set; returns the mean loss of its steps over all ranks."""
-        self.data.set_epoch(self.epoch)
-        seed_everything(self.config.SEED, self.epoch, self.world.rank)
+    def _train_and_validate(self, recorder: Recorder, saver: Saver) -> None:
+        """What is left of an epoch (or until MAX_STEPS)."""
+        started = time.perf_counter()
+        self._train_epoch(recorder, saver)
+        train_loss, accuracy = self._mean(self.epoch_loss) / self.epoch_step, self.validate()
+        epoch = self.epoch + 1
+        if self.epoch_step == self.steps_per_epoch:
+            self.epoch, self.epoch_step, self.epoch_loss = epoch, 0, 0.0
+        is_best = accuracy.top1 > self.best_top1
+        self.best_top1, self.last_top1 = max(self.best_top1, accuracy.top1), accuracy.top1
+        self._record_epoch(recorder, epoch, train_loss, accuracy, time.perf_counter() - started)
+        if is_best or self.finished or epoch % self.config.SAVE_FREQ == 0 or self._is_time_to_save():
+            self.save(saver, is_best, whole=is_best or self.finished)
+
+    def _train_epoch(self, recorder: Recorder, saver: Saver) -> None:
+        """The steps that are left of this epoch."""
+        accumulation = self.config.TRAIN.ACCUMULATION_STEPS
+        self.data.set_epoch(self.epoch, skip_steps=self.epoch_step * accumulation)
         self.wrapped.train()
-        losses, bad, started = [], [], time.perf_counter()
-        with recorder.bar(f"epoch {self.epoch + 1}/{self.config.TRAIN.EPOCHS}", self.steps_per_epoch) as bar:
-            for batches in _grouped(self.data.train_loader, self.config.TRAIN.ACCUMULATION_STEPS):
+        first, bad, started = self.step, [], time.perf_counter()
+        title = f"epoch {self.epoch + 1}/{self.config.TRAIN.EPOCHS}"
+        with recorder.bar(title, self.steps_per_epoch, self.epoch_step) as bar:
+            for batches in _grouped(self.data.train_loader, accumulation):
                 loss, aux_loss, norm = self._train_step(batches)
-                losses.append(loss)
                 bad += [path for batch in batches for path in batch.unreadable]
-                rate = len(losses) * self.global_batch / (time.perf_counter() - started)
+                rate = (self.step - first) * self.global_batch / (time.perf_counter() - started)
                 bar.advance(f"loss {loss:.3f}  val top-1 {self._last_accuracy}  {rate:,.0f} images/s")
+                if self.skipped_in_a_row:
+                    recorder.say(f"step {self.step}: loss or gradient not finite, skipped ({self.skipped} so far)")
                 if self.step % self.config.PRINT_FREQ == 0:
                     self._record_step(recorder, loss, aux_loss, norm, rate)
                     self._count_unreadable(bad)
                     bad = []
+                if self.stopping:
+                    raise Stopped(self._signal())
                 if self.finished:
                     break
+                if self._is_time_to_save() and self.epoch_step < self.steps_per_epoch:  # else after the validation
+                    self.save(saver, whole=False)
         self._count_unreadable(bad)
         self.seconds += time.perf_counter() - started
-        self.images += len(losses) * self.global_batch
-        return self._mean(sum(losses) / len(losses))
+        self.images += (self.step - first) * self.global_batch
+
+    def _is_time_to_save(self) -> bool:
+        every = self.config.CHECKPOINT.STEPS
+        return bool(every) and self.step % every == 0
+
+    def _check_stop(self) -> None:
+        """Raise Stopped on every rank if any of them has received a signal."""
+        if self.world.sum(torch.tensor(float(self.stop.received is not None), device=self.world.device)) > 0:
+            raise Stopped(self._signal())
+
+    def _signal(self) -> str:
+        """The signal that some rank has received."""
+        return next(filter(None, self.world.gather(self.stop.received)))
 
     def _train_step(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
         """One optimiser step over the accumulated batches: this rank's mean loss and aux loss, the global norm."""
+        seed_everything(self.config.SEED, self.step, self.world.rank)
         total = torch.zeros(2, device=self.world.device)
         for i, batch in enumerate(batches):
             with gradient_sync(self.wrapped, enabled=i == len(batches) - 1):
                 loss, aux_loss = self._loss(batch)
-                (loss * self.scaler.scale / len(batches)).backward()
+                with self.world.named_errors(f"the backward pass of step {self.step + 1}"):
+                    (loss * self.scaler.scale / len(batches)).backward()
             total += torch.stack([loss.detach(), aux_loss.detach()]) / len(batches)
         average_expert_gradients(self.model)
         self.scaler.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
-        norm = float(clip_gradients(self.model, self.config.TRAIN.CLIP_GRAD))  # the step's one wait for the device
-        self._update(norm, batches)
-        return *total.tolist(), norm
+        norm = clip_gradients(self.model, self.config.TRAIN.CLIP_GRAD)
+        flags = torch.tensor([0.0, self.stop.received is not None], device=self.world.device)
+        flags[0] = ~torch.isfinite(total[0])
+        bad_losses, stops = self.world.sum(flags).tolist()  # the step's one wait for the device
+        loss, aux_loss, norm = *total.tolist(), float(norm)
+        self._update(bad_losses == 0 and norm < float("inf"), batches)
+        self.stopping = stops > 0
+        self.epoch_loss += loss if bad_losses == 0 else 0.0
+        return loss, aux_loss, norm
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, targets = self._mixed(batch)
@@ -141,19 +186,26 @@ class Trainer:
         targets = batch.targets.to(self.world.device, non_blocking=True)
         return self.mixup(images, targets) if self.mixup else (images, targets)
 
-    def _update(self, norm: float, batches: Sequence[Batch]) -> None:
-        """Step the optimiser, unless the gradient (the same on all ranks) is not finite."""
-        finite = norm < float("inf")
+    def _update(self, finite: bool, batches: Sequence[Batch]) -> None:
+        """Step the optimiser, unless a loss or the gradient, of whichever rank, is not `finite`."""
         self.scaler.update(finite)
         if finite:
             self.optimizer.step()
+            self.skipped_in_a_row = 0
         elif self.scaler.exhausted:
-            raise UserError(explain_non_finite(self.step + 1, self.wrapped, self._mixed(batches[-1])[0], self.world))
+            if self.skipped_in_a_row == self.config.TRAIN.SKIP_NON_FINITE:
+                images = self._mixed(batches[-1])[0]
+                raise UserError(explain_non_finite(self.step + 1, self.wrapped, images, self.world))
+            self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
         self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        self.schedule.step_update(self.step)
+        self.step, self.epoch_step = self.step + 1, self.epoch_step + 1
+        self._update_schedule()
         if self.ema and finite:
             self.ema.update(self.model)
+
+    def _update_schedule(self) -> None:
+        """The learning rate follows epochs: on another number of ranks they may have another number of steps."""
+        self.schedule.step_update(self.epoch * self.steps_per_epoch + self.epoch_step)
 
     # Records
 
@@ -187,10 +239,12 @@ class Trainer:
         shares = self.world.sum(torch.stack([routing.dropped_share, routing.entropy.float()])) / self.world.size
         return RoutingStats(counts, *shares)
 
-    def _record_epoch(self, recorder: Recorder, train_loss: float, accuracy: Accuracy, seconds: float) -> None:
+    def _record_epoch(
+        self, recorder: Recorder, epoch: int, train_loss: float, accuracy: Accuracy, seconds: float
+    ) -> None:
         recorder.epoch(
             {
-                "epoch": self.epoch,
+                "epoch": epoch,
                 "train_loss": train_loss,
                 "val_loss": accuracy.loss,
                 "val_top1": accuracy.top1,
@@ -200,53 +254,69 @@ class Trainer:
             self.step,
         )
         recorder.say(
-            f"epoch {self.epoch}/{self.config.TRAIN.EPOCHS}  train loss {train_loss:.4f}  val loss {accuracy.loss:.4f}"
+            f"epoch {epoch}/{self.config.TRAIN.EPOCHS}  train loss {train_loss:.4f}  val loss {accuracy.loss:.4f}"
             f"  top-1 {accuracy.top1:.2f}%  best {self.best_top1:.2f}%  {seconds:.1f} s"
         )
 
     # State on disk
 
-    def save(self, checkpoints: Path, is_best: bool) -> None:
-        """Write the whole state as `checkpoints/epoch-<n>`; every rank calls this."""
-        sections = {"": self.model.state_dict()} | checkpoint.optimizer_sections(self.optimizer, self.model)
+    def save(self, saver: Saver, is_best: bool = False, whole: bool = True) -> None:
+        """Begin to write the whole state; every rank calls this. Arguments as in `Saver.save`."""
+        sections = {"": self.model.state_dict()} | optim.optimizer_sections(self.optimizer, self.model)
         if self.ema:
             sections["ema"] = self.ema.module.state_dict()
-        meta = {
+        training = {
             "epoch": self.epoch,
-            "step": self.step,
+            "epoch_step": self.epoch_step,
+            "epoch_loss": self._mean(self.epoch_loss),
             "steps_per_epoch": self.steps_per_epoch,
+            "global_batch": self.global_batch,
+            "world_size": self.world.size,
             "best_top1": self.best_top1,
             "last_top1": self.last_top1,
+            "skipped": self.skipped,
             "loss_scaler": self.scaler.state(),
             "strategies": strategy_decisions(self.model),
-            "class_names": self.data.class_names,
-            "config": self.config.dump(),
         }
-        checkpoint.save_checkpoint(checkpoints, self.world, self.model, sections, meta, is_best)
+        meta = checkpoint.describe(self.model, self.step, {}, self.config, self.data.class_names, training)
+        saver.save(self.model, sections, meta, is_best, whole)
 
-    def resume(self, directory: Path) -> None:
-        """Take over the state in `directory`; everything is read and compared before anything changes.
+    def resume(self, source: Checkpoint) -> None:
+        """Take over the state of a checkpoint; everything is read and compared before anything changes.
 
         Raises:
-            UserError: it does not fit this run.
+            UserError: it does not fit this run, or holds weights alone.
         """
-        meta = checkpoint.read_meta(directory)
+        training = source.meta["training"]
+        if training is None:
+            raise UserError(
+                f"checkpoint {source.directory} holds weights alone, no state of a training run to go on from; to start"
+                " from them: MODEL.PRETRAINED"
+            )
+        updates = training["loss_scaler"]["updates"]
         parameters = dict(self.model.named_parameters())
-        weights = checkpoint.read_section(directory, "", self.model, self.model.state_dict())
-        kinds = checkpoint.optimizer_kinds(directory, self.optimizer, meta["loss_scaler"]["updates"])
-        moments = {kind: checkpoint.read_section(directory, kind, self.model, parameters) for kind in kinds}
+        weights = checkpoint.read_section(source, "", self.model, self.model.state_dict())
+        kinds = source.optimizer_sections()
+        try:
+            optim.check_optimizer_sections(self.optimizer, kinds, updates)
+        except ValueError as error:
+            raise UserError(f"checkpoint {source.directory}: {error}; nothing was loaded") from error
+        moments = {kind: checkpoint.read_section(source, kind, self.model, parameters) for kind in kinds}
         if self.ema:
-            averaged = checkpoint.read_section(directory, "ema", self.model, self.model.state_dict())
-            load_whole(self.ema.module, averaged)
+            load_whole(self.ema.module, checkpoint.read_section(source, "ema", self.model, self.model.state_dict()))
         load_whole(self.model, weights)
-        checkpoint.restore_optimizer(self.optimizer, self.model, moments, meta["loss_scaler"]["updates"])
-        self.scaler.load(meta["loss_scaler"])
-        load_strategy_decisions(self.model, meta.get("strategies", []))
-        self.epoch, self.step = meta["epoch"], meta["step"]
-        if meta["steps_per_epoch"] != self.steps_per_epoch:  # another global batch: the schedule counts epochs
-            self.step = self.epoch * self.steps_per_epoch
-        self.best_top1, self.last_top1 = meta["best_top1"], meta["last_top1"]
-        self.schedule.step_update(self.step)
+        optim.restore_optimizer(self.optimizer, self.model, moments, updates)
+        self.scaler.load(training["loss_scaler"])
+        load_strategy_decisions(self.model, training["strategies"])
+        self.step, self.epoch = source.meta["step"], training["epoch"]
+        self.best_top1, self.last_top1 = training["best_top1"], training["last_top1"]
+        self.skipped = training["skipped"]
+        # Another global batch: the steps that the images seen so far would have been. (A few may be seen again.)
+        same_batch = training["global_batch"] == self.global_batch
+        seen = training["epoch_step"] * training["global_batch"] // self.global_batch
+        self.epoch_step = training["epoch_step"] if same_batch else min(seen, self.steps_per_epoch)
+        self.epoch_loss = training["epoch_loss"] * self.epoch_step / max(training["epoch_step"], 1)
+        self._update_schedule()
 
 
 def build_mixup(config: CfgNode, num_classes: int) -> Mixup | None:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from trainer_cases import QUICKSTART, make_trainer, train_steps
+from trainer_cases import QUICKSTART, make_trainer, resume, save, train_steps
 
 from moe_core import expert_parameters
 from swinv2_moe.config import load_config
@@ -82,26 +82,25 @@ def goes_on_sharded(rank: int, source: Path, target: Path) -> None:
     """The checkpoint of one process, resumed sharded on four: the same state; two more steps; saved."""
     trainer = make_trainer(rank, 4, "TRAIN.SHARD_TRUNK True TRAIN.EMA_DECAY 0.5")
     train_steps(trainer, 1)  # a state that is to be replaced
-    trainer.resume(source)
-    trainer.save(target / "again", is_best=False)
+    resume(trainer, source)
+    save(trainer, target / "again")
     train_steps(trainer, 2)
-    trainer.save(target / "further", is_best=False)
+    save(trainer, target / "further")
 
 
 def test_checkpoints_of_one_process_and_of_four_that_shard(run_processes, tmp_path):
     single = make_trainer(0, 1, "TRAIN.EMA_DECAY 0.5")
     train_steps(single, 2)
-    single.save(tmp_path / "single", is_best=False)
-    run_processes(goes_on_sharded, 4, tmp_path / "single" / "last", tmp_path)
-    assert_same_files(tmp_path / "single" / "last", tmp_path / "again" / "last", rtol=0, atol=0)
+    first = save(single, tmp_path / "single")
+    run_processes(goes_on_sharded, 4, first, tmp_path)
+    assert_same_files(first, tmp_path / "again" / "latest", rtol=0, atol=0)
 
     back = make_trainer(0, 1, "TRAIN.EMA_DECAY 0.5")
-    back.resume(tmp_path / "further" / "last")
+    resume(back, tmp_path / "further" / "latest")
     assert (back.step, back.scaler.updates) == (4, 4)
     train_steps(single, 2)
-    back.save(tmp_path / "back", is_best=False)
-    single.save(tmp_path / "expected", is_best=False)
-    assert_same_files(tmp_path / "expected" / "last", tmp_path / "back" / "last", rtol=1e-2, atol=1e-4)
+    expected, found = save(single, tmp_path / "expected"), save(back, tmp_path / "back")
+    assert_same_files(expected, found, rtol=1e-2, atol=1e-4)
 
 
 def assert_same_files(expected: Path, found: Path, **tolerance) -> None:

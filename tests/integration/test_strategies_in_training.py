@@ -59,7 +59,7 @@ def test_losses_are_those_of_one_process(run, single, ranks, keys):
     for (loss, aux_loss), (loss_here, aux_here) in zip(expected, found, strict=True):
         assert loss_here == pytest.approx(loss, rel=1e-4)
         assert aux_here == pytest.approx(aux_loss, rel=1e-4)  # of the global batch, whatever the ranks
-    same_files(single / "checkpoints" / "last", spread / "checkpoints" / "last")
+    same_files(single / "checkpoints" / "latest", spread / "checkpoints" / "latest")
 
 
 def same_files(one: Path, other: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_tuner_decides_and_says_so(tuned, single):
     directory, out = tuned
     for (loss, _), (loss_here, _) in zip(losses(single), losses(directory), strict=False):
         assert loss_here == pytest.approx(loss, rel=1e-4)  # while it tries
-    decisions = json.loads((directory / "checkpoints" / "last" / "meta.json").read_text())["strategies"]
+    decisions = json.loads((directory / "checkpoints" / "latest" / "meta.json").read_text())["training"]["strategies"]
     assert decisions
     assert all(decision["key"]["group_size"] == 2 for decision in decisions)
     said = [line for line in out.splitlines() if " over 2 ranks, capacity up to " in line]
@@ -85,7 +85,7 @@ def test_the_tuner_decides_and_says_so(tuned, single):
 def test_decisions_are_taken_over_on_resume(tuned, run):
     directory, out = run(2, f"MODEL.MOE.STRATEGY auto TRAIN.MAX_STEPS {TUNED_STEPS + 5} TRAIN.EPOCHS 4", tuned[0])
     before, after = (
-        json.loads((root / "checkpoints" / "last" / "meta.json").read_text())["strategies"]
+        json.loads((root / "checkpoints" / "latest" / "meta.json").read_text())["training"]["strategies"]
         for root in (tuned[0], directory)
     )
     assert all(decision in after for decision in before)

@@ -11,6 +11,7 @@ from yacs.config import CfgNode
 from swinv2_moe.config import load_config
 from swinv2_moe.data import build_data
 from swinv2_moe.engine.distributed import World, seed_everything
+from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.models import build_model
 
@@ -42,6 +43,19 @@ def make_trainer(tmp_path) -> Callable[..., Trainer]:
         return Trainer(config, World(0, 1, torch.device("cpu")), data, build_model(config, data.num_classes))
 
     return make
+
+
+@pytest.fixture
+def save() -> Callable[..., Path]:
+    """`save(trainer, root, is_best=..., whole=...)`: its state as a checkpoint in `root`; that checkpoint."""
+
+    def run(trainer: Trainer, root: Path, **how) -> Path:
+        saver = Saver(root, trainer.world, trainer.config)
+        trainer.save(saver, **how)
+        saver.close()
+        return root / f"step-{trainer.step:08d}"
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from swinv2_moe.engine.record import Recorder
+from swinv2_moe.engine.saver import Saver
 from swinv2_moe.errors import UserError
 
 LAYER = "layers.1.blocks.0.attn.proj"
@@ -64,11 +65,18 @@ def test_a_run_stops_and_keeps_its_last_checkpoint(make_trainer, tmp_path):
     recorder = Recorder(tmp_path / "run", trainer.world, step=0)
     original = trainer._record_epoch
     trainer._record_epoch = lambda *args: (original(*args), poison_parameter(trainer, float("nan")))
-    save = trainer.save
-    trainer.save = lambda *args: (poison_parameter(trainer, 0.0), save(*args), poison_parameter(trainer, float("nan")))
+    saver, save = Saver(tmp_path / "checkpoints", trainer.world, trainer.config), trainer.save
+
+    def heal_save_and_poison(*args, **how):
+        poison_parameter(trainer, 0.0)
+        save(*args, **how)
+        poison_parameter(trainer, float("nan"))
+
+    trainer.save = heal_save_and_poison
     with pytest.raises(UserError, match="step 6: "):
-        trainer.fit(recorder, tmp_path / "checkpoints")
-    assert (tmp_path / "checkpoints" / "last").resolve().name == "epoch-0001"
+        trainer.fit(recorder, saver)
+    saver.wait()
+    assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-00000005"
 
 
 def test_fp16_stops_once_the_scale_cannot_be_the_reason(make_trainer):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from swinv2_moe.engine import train
+from swinv2_moe.engine.checkpoint import open_checkpoint
 from swinv2_moe.engine.optim import LossScaler, build_optimizer, build_schedule, scaled_learning_rate
 
 PLAIN = {"MODEL.MOE.CAPACITY_FACTOR": 0.0, "MODEL.MOE.GATE_NOISE": 0.0, "MODEL.DROP_PATH_RATE": 0.0}
@@ -58,7 +59,7 @@ def test_accumulation_beyond_an_epoch(make_config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_average_is_what_is_validated_and_saved(make_trainer, tmp_path):
+def test_the_average_is_what_is_validated_and_saved(make_trainer, save, tmp_path):
     trainer = make_trainer({"TRAIN.EMA_DECAY": 0.5})
     for parameter in trainer.ema.module.parameters():
         parameter.data.zero_()
@@ -70,9 +71,9 @@ def test_the_average_is_what_is_validated_and_saved(make_trainer, tmp_path):
         for parameter in trainer.model.parameters():
             parameter.fill_(float("nan"))
     assert trainer.validate() == accuracy
-    trainer.save(tmp_path, is_best=True)
+    directory = save(trainer, tmp_path)
     twin = make_trainer({"TRAIN.EMA_DECAY": 0.5})
-    twin.resume(tmp_path / "last")
+    twin.resume(open_checkpoint(directory))
     assert twin.validate() == accuracy
 
 

@@ -77,14 +77,14 @@ def test_tensorboard(run):
     assert len(events.Histograms(f"{LAYERS[0]}/expert_load")) == 15
 
 
-def test_checkpoints_are_pruned_to_last_and_best(run, read_metrics):
+def test_checkpoints_are_pruned_to_the_last_two_and_best(run, read_metrics):
     root = run[0] / "checkpoints"
     accuracies = [line["val_top1"] for line in read_metrics(run[0])[1]]
-    best = 1 + accuracies.index(max(accuracies))
-    assert os.readlink(root / "last") == "epoch-0003"
-    assert os.readlink(root / "best") == f"epoch-{best:04d}"
-    assert {p.name for p in root.iterdir()} == {"last", "best", "epoch-0003", f"epoch-{best:04d}"}
-    files = {str(p.relative_to(root / "last")) for p in (root / "last").rglob("*") if p.is_file()}
+    best = f"step-{5 * (1 + accuracies.index(max(accuracies))):08d}"
+    assert os.readlink(root / "latest") == "step-00000015"
+    assert os.readlink(root / "best") == best
+    assert {p.name for p in root.iterdir()} == {"latest", "best", "step-00000010", "step-00000015", best}
+    files = {str(p.relative_to(root / "latest")) for p in (root / "latest").rglob("*") if p.is_file()}
     trunk = {"model.safetensors"} | {f"experts/{layer}/{e:04d}.safetensors" for layer in LAYERS for e in range(4)}
     sections = ("", "optimizer/exp_avg/", "optimizer/exp_avg_sq/")
     assert files == {"meta.json"} | {f"{section}{file}" for section in sections for file in trunk}
@@ -93,7 +93,7 @@ def test_checkpoints_are_pruned_to_last_and_best(run, read_metrics):
 def test_evaluation_repeats_the_accuracy(run, capsys):
     root, config, summary = run
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
-    for resume in (str(root), str(root / "checkpoints" / "last"), "auto"):
+    for resume in (str(root), str(root / "checkpoints" / "latest"), "auto"):
         assert evaluate(config, resume)["val_top1"] == pytest.approx(summary["val_top1"])
     assert "360 images: top-1" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
@@ -112,12 +112,12 @@ def test_a_run_is_not_overwritten(run):
 def test_resuming_a_finished_run_changes_no_result(run, read_metrics):
     root, config, summary = run
     metrics = (root / "metrics.jsonl").read_text()
-    weights = (root / "checkpoints" / "last" / "model.safetensors").stat().st_mtime_ns
+    weights = (root / "checkpoints" / "latest" / "model.safetensors").stat().st_mtime_ns
     again = train(config, "auto")
     kept = ("val_top1", "best_val_top1", "epochs", "steps", "parameters", "active_macs")
     assert {key: again[key] for key in kept} == {key: summary[key] for key in kept}
     assert (root / "metrics.jsonl").read_text() == metrics
-    assert (root / "checkpoints" / "last" / "model.safetensors").stat().st_mtime_ns == weights
+    assert (root / "checkpoints" / "latest" / "model.safetensors").stat().st_mtime_ns == weights
 
 
 def test_a_dense_run(tmp_path, make_config, read_metrics):
@@ -127,7 +127,7 @@ def test_a_dense_run(tmp_path, make_config, read_metrics):
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["aux_loss"] == 0 and "moe_layers" not in line for line in steps)
     assert summary["parameters"] < measure_model(make_config(tmp_path), 10).parameters
-    assert not (tmp_path / "run" / "checkpoints" / "last" / "experts").exists()
+    assert not (tmp_path / "run" / "checkpoints" / "latest" / "experts").exists()
 
 
 def test_validation_leaves_the_model_in_training(make_trainer):
