@@ -45,7 +45,8 @@ def resume(trainer: Trainer, directory: Path) -> None:
 
 
 def train_steps(trainer: Trainer, count: int) -> list[tuple[float, float, float]]:
-    """The loss and auxiliary loss (means over the ranks) and the gradient norm of so many steps."""
+    """The loss and auxiliary loss (means over the ranks) and the gradient norm of the next so many steps."""
+    trainer.data.set_epoch(trainer.epoch, skip_steps=trainer.epoch_step * trainer.config.TRAIN.ACCUMULATION_STEPS)
     size, found = trainer.config.TRAIN.ACCUMULATION_STEPS, []
     batches = [batch for batch, _ in zip(trainer.data.train_loader, range(count * size), strict=False)]
     trainer.wrapped.train()
