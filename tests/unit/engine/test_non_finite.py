@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from swinv2_moe.engine.checkpoint import open_checkpoint
 from swinv2_moe.engine.record import Recorder
 from swinv2_moe.engine.saver import Saver
 from swinv2_moe.errors import UserError
@@ -88,3 +89,48 @@ def test_fp16_stops_once_the_scale_cannot_be_the_reason(make_trainer):
     assert (trainer.scaler.scale, trainer.scaler.updates) == (2.0**-8, 0)
     with pytest.raises(UserError, match=rf"step 25: .* begins at the gradient of {LAYER}"):
         trainer._train_step([batch])
+
+
+def poison_steps(trainer, steps):
+    """Infinite gradients in these steps."""
+    weight = trainer.model.get_submodule(LAYER).weight
+    weight.register_hook(lambda gradient: gradient * float("inf") if trainer.step + 1 in steps else gradient)
+
+
+def test_steps_that_are_not_finite_are_skipped(make_trainer, tmp_path, capsys, read_metrics):
+    trainer = make_trainer({"TRAIN.SKIP_NON_FINITE": 2, "TRAIN.MAX_STEPS": 8})
+    poison_steps(trainer, {2, 3, 7})
+    recorder = Recorder(tmp_path / "run", trainer.world, step=0)
+    trainer.fit(recorder, Saver(tmp_path / "checkpoints", trainer.world, trainer.config))
+    recorder.close()
+    assert (trainer.step, trainer.skipped, trainer.scaler.updates) == (8, 3, 5)
+    said = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
+    assert said == [
+        f"step {step}: loss or gradient not finite, skipped ({n} so far)" for n, step in enumerate((2, 3, 7), 1)
+    ]
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+    assert all(line["loss"] is not None for line in read_metrics(tmp_path / "run")[0])
+    meta = open_checkpoint(tmp_path / "checkpoints" / "latest").meta
+    assert meta["training"]["skipped"] == 3
+
+
+def test_one_more_stops_the_run(make_trainer, tmp_path):
+    trainer = make_trainer({"TRAIN.SKIP_NON_FINITE": 2, "DATA.BATCH_SIZE": 64})
+    poison_steps(trainer, {2, 3, 4})
+    batch = next(iter(trainer.data.train_loader))
+    for _ in range(3):
+        before = [parameter.clone() for parameter in trainer.model.parameters()]
+        trainer._train_step([batch])
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    with pytest.raises(UserError, match="step 4: "):
+        trainer._train_step([batch])
+
+
+def test_a_loss_that_is_not_finite_with_a_gradient_that_is(make_trainer):
+    trainer = make_trainer({"DATA.BATCH_SIZE": 64})
+    loss = trainer._loss
+    trainer._loss = lambda batch: ((found := loss(batch))[0] + float("inf"), found[1])
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    with pytest.raises(UserError, match=r"step 1: .* begins at the loss itself"):
+        trainer._train_step([next(iter(trainer.data.train_loader))])
+    assert all(map(torch.equal, before, trainer.model.parameters()))

@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 
+from swinv2_moe.config import resolve_batch_size
 from swinv2_moe.engine import train
+from swinv2_moe.engine.checkpoint import open_checkpoint
 from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.errors import UserError
 
 EVERYTHING = {"TRAIN.EPOCHS": 4, "MODEL.DROP_PATH_RATE": 0.2, "MODEL.MOE.GATE_NOISE": 1.0, "TRAIN.EMA_DECAY": 0.9}
 EVERYTHING |= {"AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0, "AUG.REPROB": 0.25, "MODEL.MOE.HIDDEN_DROPOUT": 0.1}
@@ -24,6 +27,18 @@ def interrupt_at(monkeypatch, step):
     monkeypatch.setattr(Trainer, "_train_step", train_step)
 
 
+def steps_done_from_now_on(monkeypatch):
+    """Their numbers, as they are done."""
+    original, steps = Trainer._train_step, []
+
+    def train_step(self, batches):
+        steps.append(self.step + 1)
+        return original(self, batches)
+
+    monkeypatch.setattr(Trainer, "_train_step", train_step)
+    return steps
+
+
 def without_times(run, read_metrics):
     steps, epochs = read_metrics(run)
     return [{k: v for k, v in line.items() if k not in ("images_per_second", "seconds")} for line in steps + epochs]
@@ -35,8 +50,9 @@ def uninterrupted(tmp_path_factory, make_config):
     return root, train(make_config(root / "run", EVERYTHING))
 
 
-def test_an_interrupted_run_goes_on_exactly(uninterrupted, tmp_path, make_config, read_metrics, monkeypatch):
-    config = make_config(tmp_path / "run", EVERYTHING)
+@pytest.mark.parametrize("every", [0, 3])  # from the end of an epoch (step 10), from the middle of one (step 12)
+def test_an_interrupted_run_goes_on_exactly(every, uninterrupted, tmp_path, make_config, read_metrics, monkeypatch):
+    config = make_config(tmp_path / "run", EVERYTHING | {"CHECKPOINT.STEPS": every})
     with monkeypatch.context() as patch:
         interrupt_at(patch, 13)  # in the third epoch
         with pytest.raises(KeyboardInterrupt):
@@ -44,7 +60,9 @@ def test_an_interrupted_run_goes_on_exactly(uninterrupted, tmp_path, make_config
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "lo')  # what a power cut leaves
     torch.rand(7), torch.manual_seed(99)  # another state than the first run had
+    again = steps_done_from_now_on(monkeypatch)
     summary = train(config, "auto")
+    assert again == list(range(13 if every else 11, 21))
     whole, whole_summary = uninterrupted
     assert without_times(tmp_path / "run", read_metrics) == without_times(whole / "run", read_metrics)
     assert summary["val_top1"] == whole_summary["val_top1"]
@@ -89,3 +107,31 @@ def test_resume_from_another_run_leaves_that_one_alone(uninterrupted, tmp_path, 
     assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == before
     assert (summary["epochs"], summary["steps"]) == (5, 25)
     assert [line["step"] for line in read_metrics(tmp_path / "run")[0]] == [21, 22, 23, 24, 25]
+
+
+def test_epochs_of_another_length(tmp_path, make_config, make_trainer, save):
+    """Another global batch: the images seen count, steps go on counting, and the schedule follows the epochs."""
+    first = make_trainer({"DATA.BATCH_SIZE": 100, "TRAIN.EPOCHS": 4})  # 14 steps an epoch
+    first.epoch, first.epoch_step, first.step, first.epoch_loss = 2, 7, 35, 14.0
+    directory = save(first, tmp_path)
+    second = make_trainer({"DATA.BATCH_SIZE": 300, "TRAIN.EPOCHS": 4})  # 4 steps an epoch
+    second.resume(open_checkpoint(directory))
+    assert (second.epoch, second.epoch_step, second.step, second.epoch_loss) == (2, 2, 35, 4.0)
+    reference = make_trainer({"DATA.BATCH_SIZE": 300, "TRAIN.EPOCHS": 4})
+    reference.epoch, reference.epoch_step = 2, 2
+    reference._update_schedule()
+    rates = [[group["lr"] for group in trainer.optimizer.param_groups] for trainer in (second, reference)]
+    assert rates[0] == rates[1]
+    third = make_trainer({"DATA.BATCH_SIZE": 1437, "TRAIN.EPOCHS": 4, "AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0})
+    third.resume(open_checkpoint(directory))
+    assert (third.epoch, third.epoch_step, third.step) == (2, 0, 35)
+
+
+def test_a_global_batch_size_over_the_ranks(make_config, tmp_path):
+    config = make_config(tmp_path, {"DATA.GLOBAL_BATCH_SIZE": 96, "TRAIN.ACCUMULATION_STEPS": 2})
+    assert [resolve_batch_size(config, n).DATA.BATCH_SIZE for n in (1, 2, 4, 8)] == [48, 24, 12, 6]
+    with pytest.raises(UserError, match=r"DATA\.GLOBAL_BATCH_SIZE is 96, .* ranks \(5\) .*ACCUMULATION_STEPS \(2\)"):
+        resolve_batch_size(config, 5)
+    config = make_config(tmp_path, {"DATA.GLOBAL_BATCH_SIZE": 6, "AUG.MIXUP": 0.8})
+    with pytest.raises(UserError, match=r"DATA\.BATCH_SIZE is 3.*even"):
+        resolve_batch_size(config, 2)
