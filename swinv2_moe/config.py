@@ -56,6 +56,9 @@ _C.MODEL.DROP_PATH_RATE = 0.1
 _C.MODEL.LABEL_SMOOTHING = 0.1
 _C.MODEL.PRETRAINED = ""  # a checkpoint directory of this project, or a dense SwinV2 .safetensors/.pth
 _C.MODEL.UPCYCLE = False  # PRETRAINED is dense: copy each dense FFN into every expert of its block
+_C.MODEL.UPCYCLE_NOISE = 0.0  # std of noise on those copies, in units of the dense weights' own
+_C.MODEL.NEW_HEAD = False  # PRETRAINED has other classes: leave its head out
+_C.MODEL.CLASS_MAP = ""  # or take rows of its head: a file with the old class's number for each class, from 0
 
 _C.MODEL.SWINV2 = CfgNode()
 _C.MODEL.SWINV2.PATCH_SIZE = 4

@@ -43,6 +43,7 @@ _RANGES = {  # inclusive
     "MODEL.ATTN_DROP_RATE": (0, 0.999),
     "MODEL.DROP_PATH_RATE": (0, 0.999),
     "MODEL.LABEL_SMOOTHING": (0, 0.999),
+    "MODEL.UPCYCLE_NOISE": (0, _INFINITY),
     "MODEL.SWINV2.PATCH_SIZE": (1, _INFINITY),
     "MODEL.SWINV2.EMBED_DIM": (1, _INFINITY),
     "MODEL.SWINV2.WINDOW_SIZE": (1, _INFINITY),
@@ -201,6 +202,8 @@ def _check_recipe(config: CfgNode) -> None:
         raise UserError(f"TRAIN.OPTIMIZER.BETAS is {train.OPTIMIZER.BETAS}, its entries must be from 0 to below 1")
     if config.MODEL.UPCYCLE and not (config.MODEL.PRETRAINED and config.MODEL.MOE.NUM_EXPERTS):
         raise UserError("MODEL.UPCYCLE is True: it needs dense weights (MODEL.PRETRAINED) and MODEL.MOE.NUM_EXPERTS")
+    if config.MODEL.NEW_HEAD and config.MODEL.CLASS_MAP:
+        raise UserError(f"MODEL.NEW_HEAD is True: MODEL.CLASS_MAP ({config.MODEL.CLASS_MAP}) needs the old head")
     if train.SHARD_TRUNK and config.COMPILE:
         raise UserError("TRAIN.SHARD_TRUNK is True: it does not work with COMPILE (True), switch one of them off")
     if min(data.STD) <= 0:

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,6 +37,8 @@ from moe_core import (
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.weights import compare
+
+Fit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 FORMAT_VERSION = 1
 _META_TYPES = {"step": int, "training": dict | None, "config": str, "class_names": list, "experts": dict, "files": dict}
@@ -252,8 +254,13 @@ def describe(
     return values | {"config": config.dump()}
 
 
-def read_section(checkpoint: Checkpoint, section: str, model: nn.Module, expected: dict[str, Tensor]) -> dict:
+def read_section(
+    checkpoint: Checkpoint, section: str, model: nn.Module, expected: dict[str, Tensor], fit: Fit = lambda found: found
+) -> dict[str, Tensor]:
     """A section's tensors for this rank, which are exactly the `expected` ones by name and shape.
+
+    Args:
+        fit: what is done to the tensors that were found, before they are compared.
 
     Raises:
         UserError: files missing or unreadable, or every key that is missing, unexpected or of another shape.
@@ -267,6 +274,7 @@ def read_section(checkpoint: Checkpoint, section: str, model: nn.Module, expecte
         tensors = load_tensors(directory / section, nn.Module() if wrong_experts else model)
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"checkpoint {directory}: {error}; nothing was loaded") from error
+    tensors = fit(tensors)
     problems = "; ".join(filter(None, [*wrong_experts, compare(expected, tensors)]))
     if problems:
         what = f"its {section} state" if section else "it"
@@ -274,22 +282,33 @@ def read_section(checkpoint: Checkpoint, section: str, model: nn.Module, expecte
     return tensors
 
 
-def read_weights_of(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
-    """The weights to deploy, named as in the model: the averaged ones where there are any.
+def read_weights_of(checkpoint: Checkpoint, model: nn.Module, fit: Fit = lambda found: found) -> dict[str, Tensor]:
+    """The weights to deploy, named as in the model: the averaged ones where there are any. `fit` as in `read_section`.
 
     Raises:
         UserError: they do not fit.
     """
-    return read_section(checkpoint, "ema" if checkpoint.has("ema") else "", model, model.state_dict())
+    return read_section(checkpoint, "ema" if checkpoint.has("ema") else "", model, model.state_dict(), fit)
 
 
-def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+def read_dense(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The weights to deploy of a model without experts.
+
+    Raises:
+        UserError: it has experts.
+    """
+    if checkpoint.meta["experts"]:
+        raise UserError(f"checkpoint {checkpoint.directory} has experts, MODEL.UPCYCLE True needs dense weights")
+    return load_tensors(checkpoint.directory / ("ema" if checkpoint.has("ema") else ""), nn.Module())
+
+
+def load_weights(checkpoint: Checkpoint, model: nn.Module, fit: Fit = lambda found: found) -> None:
     """`read_weights_of` a checkpoint into the model, and the strategies found with it.
 
     Raises:
         UserError: they do not fit; nothing is loaded then.
     """
-    model.load_state_dict(read_weights_of(checkpoint, model))
+    model.load_state_dict(read_weights_of(checkpoint, model, fit))
     load_strategy_decisions(model, (checkpoint.meta["training"] or {}).get("strategies", []))
 
 

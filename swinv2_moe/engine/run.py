@@ -3,6 +3,7 @@
 import os
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.trainer import Trainer, build_autocast
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import Complexity, SwinTransformerV2MoE, build_model, load_dense, measure_model
+from swinv2_moe.models.heads import fit_head
 
 _LAST_SAVE_SECONDS = 60  # for a save under way when the run fails; with all ranks well it takes a fraction
 
@@ -116,11 +118,19 @@ def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE, world: World)
     source = config.MODEL.PRETRAINED
     if not source:
         return
-    if Path(source).is_dir():
-        found = checkpoint.find_checkpoint(source, Path(), world, "MODEL.PRETRAINED", weights_only=True)
-        checkpoint.load_weights(found, model)
-    else:
-        load_dense(model, source, upcycle=config.MODEL.UPCYCLE)
+    fit = partial(fit_head, expected=model.state_dict(), config=config)
+    try:
+        found = None
+        if Path(source).is_dir():
+            found = checkpoint.find_checkpoint(source, Path(), world, "MODEL.PRETRAINED", weights_only=True)
+        if found and not config.MODEL.UPCYCLE:
+            checkpoint.load_weights(found, model, fit)
+        else:
+            dense = checkpoint.read_dense(found) if found else source
+            load_dense(model, dense, config.MODEL.UPCYCLE, config.MODEL.UPCYCLE_NOISE, config.SEED, fit)
+    except UserError as error:
+        hint = " (other classes? MODEL.NEW_HEAD True starts a new head, MODEL.CLASS_MAP takes over some of its rows)"
+        raise UserError(f"{error}{hint if 'head.fc' in str(error) else ''}") from error
 
 
 def _headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> str:

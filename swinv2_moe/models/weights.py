@@ -1,6 +1,10 @@
 """Weights into a model: all of them or none, and dense SwinV2 weights into one with experts."""
 
+import hashlib
 import re
+import warnings
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,9 +12,11 @@ from safetensors.torch import load_file
 from timm.models.swin_transformer_v2 import checkpoint_filter_fn
 from torch import Tensor, nn
 
+from moe_core import ExpertShard, moe_layers
 from swinv2_moe.errors import UserError
 
 _DENSE_FFN = re.compile(r"(?P<block>layers\.\d+\.blocks\.\d+)\.mlp\.(?P<name>fc[12]\.(weight|bias))")
+_IN_EXPERTS = {"fc1.weight": "w1", "fc1.bias": "b1", "fc2.weight": "w2", "fc2.bias": "b2"}
 
 
 def load_strict(model: nn.Module, state: dict[str, Tensor], source: str) -> None:
@@ -38,11 +44,23 @@ def compare(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
     return "; ".join(f"{len(keys)} {what}: {', '.join(keys)}" for what, keys in parts if keys)
 
 
-def load_dense(model: nn.Module, source: str | Path | dict[str, Tensor], upcycle: bool = False) -> list[str]:
+def load_dense(
+    model: nn.Module,
+    source: str | Path | dict[str, Tensor],
+    upcycle: bool = False,
+    noise: float = 0.0,
+    seed: int = 0,
+    fit: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda found: found,
+) -> list[str]:
     """Dense SwinV2 weights (timm's naming or Microsoft's; a dict, .safetensors or .pth) into a model with experts.
 
     The trunk loads as it is. In MoE blocks the dense FFN goes into every expert if `upcycle`, otherwise it is left out
     and the experts keep their own values; routers keep theirs. (Sparse upcycling: arXiv 2212.05055.)
+
+    Args:
+        noise: std of what is added to each expert's two weights, in units of the dense weight's own std. It follows
+            from `seed`, the layer and the expert's number in it, so it is the same on any number of ranks.
+        fit: what is done to the weights, under timm's names, before they are compared with the model's.
 
     Returns:
         The model's keys that the dense weights do not cover.
@@ -52,47 +70,66 @@ def load_dense(model: nn.Module, source: str | Path | dict[str, Tensor], upcycle
     """
     name = "the given weights" if isinstance(source, dict) else f"weights {source}"
     dense = source if isinstance(source, dict) else read_weights(Path(source))
-    dense = checkpoint_filter_fn(dense, model)
+    dense = fit(checkpoint_filter_fn(dense, model))
     expected = model.state_dict()
-    moe_blocks = {key.split(".mlp.moe.")[0] for key in expected if ".mlp.moe." in key}
-    state, kept = dict(expected), []
+    layers, kept, ffns = moe_layers(model), [], {}
     for key in list(dense):
         match = _DENSE_FFN.fullmatch(key)
-        if match and match["block"] in moe_blocks:
+        layer = f"{match['block']}.mlp.moe" if match else ""
+        if layer in layers:
             tensor = dense.pop(key)
             if upcycle:
-                dense |= _to_experts(match["block"], match["name"], tensor, expected)
+                target = f"{layer}.experts.{_IN_EXPERTS[match['name']]}"
+                ffns[target] = tensor.t() if target.endswith("w2") else tensor  # w2 is stored transposed
+                dense[target] = _to_experts(ffns[target], layers[layer].shard)
     for key in expected:
         is_covered = key in dense or (upcycle and ".mlp.moe.experts." in key)  # else missing, which is reported
         if ".mlp.moe." in key and not is_covered:
             kept.append(key)
-            dense[key] = state[key]
+            dense[key] = expected[key]
     load_strict(model, dense, name)
+    for target, tensor in ffns.items():
+        if noise and target.endswith(("w1", "w2")):
+            shard = layers[target.rpartition(".experts.")[0]].shard
+            _add_noise(model.get_parameter(target), shard, noise * tensor.std().item(), f"{seed} {target}")
     return kept
 
 
-def _to_experts(block: str, name: str, tensor: Tensor, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One dense FFN tensor, in the experts' layout (w2 is stored transposed), repeated for every local expert."""
-    target = {"fc1.weight": "w1", "fc1.bias": "b1", "fc2.weight": "w2", "fc2.bias": "b2"}[name]
-    key = f"{block}.mlp.moe.experts.{target}"
-    if key not in expected:
-        return {key: tensor}  # reported as unexpected
-    tensor = tensor.t() if target == "w2" else tensor
-    return {key: tensor.expand(len(expected[key]), *tensor.shape).contiguous()}
+def _to_experts(tensor: Tensor, shard: ExpertShard) -> Tensor:
+    """The rank's part of a dense FFN's tensor (of its first dim), repeated for each of its experts without a copy."""
+    part = tensor.tensor_split(shard.num_parts)[shard.part]
+    return part.expand(shard.num_experts, *part.shape)
+
+
+@torch.no_grad()
+def _add_noise(weight: nn.Parameter, shard: ExpertShard, std: float, seed: str) -> None:
+    """Noise for weight [E, H, M], or [E, H/s, M] where s ranks share an expert: drawn for whole experts, one by one."""
+    shape = (weight.shape[1] * shard.num_parts, weight.shape[2])
+    for e, own in enumerate(weight):
+        digest = hashlib.sha256(f"{seed} {shard.first_expert + e}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+        noise = torch.randn(shape, generator=generator).tensor_split(shard.num_parts)[shard.part]
+        own.add_(noise.to(own), alpha=std)
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
     """A state dict from .safetensors or, read without running any code in it, .pth / .pt / .bin.
 
+    Tensors of a torch file stay in it until they are used (memory-mapped), but for the format of before torch 1.6.
+
     Raises:
         UserError: no such file, or not a file of weights.
     """
-    if not file.is_file():
-        raise UserError(f"weights {file}: no such file")
+    try:
+        file.open("rb").close()
+    except OSError as error:
+        raise UserError(f"weights {file}: {error.strerror.lower()}") from error
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a refusal says what is wrong
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"weights {file}: cannot be read as weights ({reason})") from error

@@ -1,6 +1,7 @@
 """tools/train.py on folders of JPEGs: training, resuming, evaluating, and every input that cannot work."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 
 from swinv2_moe.config import load_config
 from swinv2_moe.engine import train
+from swinv2_moe.engine.checkpoint import read_meta, write_meta
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenette_96.yaml"
 CFG = ("--cfg", str(CONFIG))
@@ -74,6 +76,12 @@ def outputs(tmp_path_factory, photographs, small):
     (root / "no_images" / "val" / "red").mkdir(parents=True)
     (root / "not.yaml").write_text("a: [1")
     save_file({"head.fc.weight": torch.zeros(2, 2), "surplus": torch.zeros(1)}, root / "weights.safetensors")
+    whole = root / "run" / "checkpoints" / "latest"
+    for name, change in {"newer": {"format_version": 9}, "weights": {"training": None}, "damaged": {}}.items():
+        shutil.copytree(whole, root / name)
+        write_meta(root / name, read_meta(whole) | change)
+    (root / "damaged" / "experts" / "layers.1.blocks.0.mlp.moe" / "0002.safetensors").unlink()
+    (root / "map.txt").write_text("0\n5\n")
     return root
 
 
@@ -94,6 +102,26 @@ BAD_INPUT = {
     "broken configuration": (["--cfg", "{root}/not.yaml"], ["not.yaml", "not valid YAML"]),
     "batch above the data": (["--opts", "DATA.BATCH_SIZE", "64"], ["DATA.BATCH_SIZE is 64", "48"]),
     "no checkpoint": (["--resume", "{root}/empty"], ["--resume", "empty", "holds no checkpoint"]),
+    "resume is a file": (["--resume", "{root}/a_file"], ["--resume", "a_file: is a file", "directory with meta.json"]),
+    "newer format": (["--resume", "{root}/newer"], ["newer has format version 9, this program knows 1"]),
+    "weights alone": (["--resume", "{root}/weights"], ["weights holds weights alone", "MODEL.PRETRAINED"]),
+    "damaged": (["--resume", "{root}/damaged"], ["damaged: experts/layers.1.blocks.0.mlp.moe/0002", "is missing"]),
+    "another number of experts": (
+        ["--resume", "{root}/run", "--opts", "MODEL.MOE.NUM_EXPERTS", "8"],
+        ["layers.1.blocks.0.mlp.moe.experts: 4 there, 8 in the model", "nothing was loaded"],
+    ),
+    "another optimiser": (
+        ["--resume", "{root}/run", "--opts", "TRAIN.OPTIMIZER.NAME", "sgd"],
+        ["holds optimizer/exp_avg, optimizer/exp_avg_sq", "'sgd' needs optimizer/momentum_buffer"],
+    ),
+    "other classes": (
+        ["--opts", "MODEL.PRETRAINED", "{root}/weights.safetensors"],
+        ["head.fc.weight ([2, 2] there", "MODEL.NEW_HEAD True", "MODEL.CLASS_MAP"],
+    ),
+    "class map": (
+        ["--opts", "MODEL.PRETRAINED", "{root}/run", "MODEL.CLASS_MAP", "{root}/map.txt"],
+        ["MODEL.CLASS_MAP", "map.txt: 2 lines up to class 5", "have 2"],
+    ),
     "another width": (
         ["--resume", "{root}/run", "--opts", "MODEL.SWINV2.EMBED_DIM", "32"],
         ["does not fit", "patch_embed.proj.weight", "layers.1.blocks.0.mlp.moe.experts.w1", "nothing was loaded"],
@@ -112,6 +140,10 @@ BAD_INPUT = {
         ["weights.safetensors", "missing: ", "surplus", "head.fc.weight ([2, 2] there", "nothing was loaded"],
     ),
     "no weights": (["--opts", "MODEL.PRETRAINED", "{root}/none.pth"], ["none.pth", "no such file"]),
+    "global batch": (
+        ["--opts", "DATA.GLOBAL_BATCH_SIZE", "15", "TRAIN.ACCUMULATION_STEPS", "2"],
+        ["SIZE is 15", "(2)"],
+    ),
     "pretrained is no checkpoint": (["--opts", "MODEL.PRETRAINED", "{root}/empty"], ["MODEL.PRETRAINED", "empty"]),
     "output is taken": (["--output", "{root}/run"], ["--output", "already holds a run"]),
     "output is a file": (["--output", "{root}/a_file"], ["--output", "a_file", "is a file"]),

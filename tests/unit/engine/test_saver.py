@@ -67,6 +67,27 @@ def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypa
     assert saver.staging.taken <= staging * 2**20
 
 
+def test_without_staging_nothing_is_copied(begin, monkeypatch):
+    trainer, saver, _ = begin({"CHECKPOINT.STAGING_MB": 0})
+    memory = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in trainer.model.parameters()]
+    memory += [
+        (t.data_ptr(), t.data_ptr() + t.nbytes) for state in trainer.optimizer.state.values() for t in state.values()
+    ]
+    written = []
+
+    def write(file, tensors):
+        for tensor in tensors.values():
+            assert tensor.is_contiguous()  # or it would be copied for writing
+            assert any(first <= tensor.data_ptr() < end for first, end in memory)
+        written.append(file)
+        write_tensors(file, tensors)
+
+    monkeypatch.setattr(saver_module, "write_tensors", write)
+    trainer.save(saver)
+    saver.close()
+    assert len(written) == 3 * (1 + 2 * 4)
+
+
 def test_staging_is_bounded_and_used_again():
     staging, tensors = Staging(limit=100), {"a": torch.ones(10), "b": torch.zeros(10)}
     first = staging.copy(tensors)

@@ -1,0 +1,51 @@
+"""The classifier of pretrained weights, for a model with other classes."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from yacs.config import CfgNode
+
+from swinv2_moe.errors import UserError
+
+_NAMES = ("head.fc.weight", "head.fc.bias")
+
+
+def fit_head(tensors: dict[str, Tensor], expected: dict[str, Tensor], config: CfgNode) -> dict[str, Tensor]:
+    """Pretrained `tensors` with the head that MODEL.NEW_HEAD and MODEL.CLASS_MAP ask for; without them, as they are.
+
+    Args:
+        expected: the model's own tensors, whose head is the new one.
+
+    Raises:
+        UserError: a class map that cannot be read or does not fit either side.
+    """
+    if config.MODEL.NEW_HEAD:
+        return tensors | {name: expected[name] for name in _NAMES}
+    if not config.MODEL.CLASS_MAP or not all(name in tensors for name in _NAMES):
+        return tensors
+    there, here = (len(side[_NAMES[1]]) for side in (tensors, expected))
+    rows = read_class_map(Path(config.MODEL.CLASS_MAP))
+    if len(rows) != here or max(rows, default=0) >= there:
+        raise UserError(
+            f"MODEL.CLASS_MAP {config.MODEL.CLASS_MAP}: {len(rows)} lines up to class {max(rows, default=0)}, the model"
+            f" has {here} classes and the pretrained weights have {there} (0 to {there - 1})"
+        )
+    return tensors | {name: tensors[name][torch.tensor(rows)] for name in _NAMES}
+
+
+def read_class_map(file: Path) -> list[int]:
+    """For each class of the model, a line with the number (from 0) of its class in the pretrained weights: the format
+    of Swin's map22kto1k.txt.
+
+    Raises:
+        UserError: not such a file.
+    """
+    try:
+        lines = file.read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"MODEL.CLASS_MAP {file}: cannot be read ({error})") from error
+    wrong = next((f"line {i}: {line!r}" for i, line in enumerate(lines, 1) if not line.isdecimal()), None)
+    if wrong:
+        raise UserError(f"MODEL.CLASS_MAP {file}: {wrong} is not the number of a class")
+    return [int(line) for line in lines]

@@ -1,0 +1,91 @@
+"""MODEL.PRETRAINED: weights of an earlier run as the start of another, with other classes or with experts."""
+
+import pytest
+import torch
+
+from swinv2_moe.engine.distributed import World
+from swinv2_moe.engine.run import _load_pretrained
+from swinv2_moe.errors import UserError
+
+HEAD = ("head.fc.weight", "head.fc.bias")
+
+
+@pytest.fixture
+def pretrained(make_trainer, save, tmp_path):
+    """`pretrained(keys)`: the weights of a trainer with 10 classes, and their checkpoint."""
+
+    def make(keys=None):
+        trainer = make_trainer({"SEED": 3} | (keys or {}))
+        with torch.no_grad():
+            trainer.model.head.fc.bias.copy_(torch.arange(10.0))
+        return trainer.model.state_dict(), save(trainer, tmp_path / "before")
+
+    return make
+
+
+@pytest.fixture
+def load(make_trainer):
+    """`load(source, keys)`: the model that starts from it, with as many classes as `classes` says."""
+
+    def run(source, keys=None, classes=10):
+        trainer = make_trainer({"MODEL.PRETRAINED": str(source)} | (keys or {}))
+        trainer.model.reset_classifier(classes)
+        own = {name: trainer.model.state_dict()[name].clone() for name in HEAD}
+        _load_pretrained(trainer.config, trainer.model, World(0, 1, torch.device("cpu")))
+        return trainer.model.state_dict(), own
+
+    return run
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_other_classes(as_file, pretrained, load, tmp_path):
+    before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0} if as_file else None)
+    dense = {"MODEL.MOE.NUM_EXPERTS": 0} if as_file else {}
+    source = source / "model.safetensors" if as_file else source
+    with pytest.raises(
+        UserError, match=r"head\.fc\.weight \(\[10, 64\] there, \[4, 64\].*MODEL\.NEW_HEAD True.*CLASS_MAP"
+    ):
+        load(source, dense, classes=4)
+    found, own = load(source, dense | {"MODEL.NEW_HEAD": True}, classes=4)
+    assert all(torch.equal(found[name], own[name] if name in HEAD else before[name]) for name in found)
+    (tmp_path / "map.txt").write_text("7\n1\n1\n0\n")
+    found, _ = load(source, dense | {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes=4)
+    assert found["head.fc.bias"].tolist() == [7.0, 1.0, 1.0, 0.0]
+    assert torch.equal(found["head.fc.weight"], before["head.fc.weight"][[7, 1, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("1 2 3", "3 lines up to class 3, the model has 4 classes"),
+        ("1 2 3 10", "4 lines up to class 10, .* have 10"),
+        ("1 2 x 4", "line 3: 'x' is not"),
+        ("1 2 -3 4", "line 3: '-3' is not"),
+        (None, r"cannot be read .*No such file"),
+    ],
+)
+def test_class_maps_that_do_not_fit(text, says, pretrained, load, tmp_path):
+    _, source = pretrained()
+    if text is not None:
+        (tmp_path / "map.txt").write_text(text)
+    with pytest.raises(UserError, match=rf"MODEL\.CLASS_MAP .*map\.txt: {says}"):
+        load(source, {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes=4)
+
+
+def test_a_dense_run_upcycled(pretrained, load):
+    before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0})
+    found, _ = load(source, {"MODEL.UPCYCLE": True})
+    for block in ("layers.1.blocks.0", "layers.2.blocks.0"):
+        for e in range(4):
+            assert torch.equal(found[f"{block}.mlp.moe.experts.w1"][e], before[f"{block}.mlp.fc1.weight"])
+            assert torch.equal(found[f"{block}.mlp.moe.experts.w2"][e], before[f"{block}.mlp.fc2.weight"].t())
+    noisy, _ = load(source, {"MODEL.UPCYCLE": True, "MODEL.UPCYCLE_NOISE": 0.1})
+    first, second = noisy["layers.1.blocks.0.mlp.moe.experts.w1"][:2]
+    std = float(before["layers.1.blocks.0.mlp.fc1.weight"].std())
+    assert float((first - second).std()) == pytest.approx(0.1 * 2**0.5 * std, rel=0.1)
+
+
+def test_experts_cannot_be_upcycled_again(pretrained, load):
+    _, source = pretrained()
+    with pytest.raises(UserError, match=r"has experts, MODEL\.UPCYCLE True needs dense weights"):
+        load(source, {"MODEL.UPCYCLE": True})
