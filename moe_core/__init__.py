@@ -25,6 +25,7 @@ from moe_core.training import (
     moe_layers,
     strategy_decisions,
 )
+from moe_core.tutel import count_tutel_experts, from_tutel, to_tutel
 
 __all__ = [
     "ExpertShard",
@@ -34,9 +35,11 @@ __all__ = [
     "average_expert_gradients",
     "clip_gradients",
     "count_experts",
+    "count_tutel_experts",
     "damage",
     "expert_file",
     "expert_parameters",
+    "from_tutel",
     "global_grad_norm",
     "load_strategy_decisions",
     "load_tensors",
@@ -45,5 +48,6 @@ __all__ = [
     "strategy_decisions",
     "sync_file",
     "tensors_by_file",
+    "to_tutel",
     "write_tensors",
 ]

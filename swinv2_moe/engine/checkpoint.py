@@ -234,6 +234,7 @@ def write_weights(
     if directory.exists():
         raise UserError(f"{directory} already exists")
     temporary = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     try:
         temporary.mkdir(parents=True)
         save_tensors(temporary, model, tensors)

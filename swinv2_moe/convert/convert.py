@@ -1,0 +1,202 @@
+"""Checkpoints of this project from files of weights, and the other way; all is checked before anything is written."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors import safe_open
+from torch import Tensor, nn
+from yacs.config import CfgNode
+
+from moe_core import moe_layers
+from swinv2_moe.config import default_config
+from swinv2_moe.config_checks import check_config
+from swinv2_moe.convert import layouts
+from swinv2_moe.convert.files import check_new, compact, find_sources, rank_file, read_states, write_files
+from swinv2_moe.engine.checkpoint import find_checkpoint, read_weights_of, write_weights
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import build_model, load_dense
+from swinv2_moe.models.weights import compare, read_weights
+
+IMPORTS = ("swin-moe", "tutel", "single", "dense")
+EXPORTS = ("swin-moe", "tutel", "single")
+# A single file's metadata: format (this), step, config (YAML), class_names (JSON)
+SINGLE_FORMAT = "swinv2-moe single file 1"
+_HEAD = "head.fc.weight"
+
+
+def import_weights(
+    kind: str,
+    source: Path,
+    output: Path,
+    config: CfgNode | None = None,
+    class_names: list[str] | None = None,
+    noise: float = 0.0,
+) -> None:
+    """Write the checkpoint directory `output` from a file of weights, or one of each rank.
+
+    Args:
+        kind: one of IMPORTS.
+        source: for swin-moe and tutel what `find_sources` takes.
+        config: the model; None: the one that a single file holds.
+        class_names: in the order of the classifier's outputs; None: those in the file, otherwise none.
+        noise: of upcycled experts (`load_dense`); its seed is config.SEED.
+
+    Raises:
+        UserError: whatever does not fit, named; nothing is written then.
+    """
+    check_new(output)
+    if not 0 <= noise < math.inf:
+        raise UserError(f"--noise is {noise}, it must be finite and not negative")
+    step = 0
+    if kind == "single":
+        tensors, own_config, own_names, step = _read_single(source)
+        config, class_names = config or own_config, class_names or own_names
+        model = _meta_model(config, _num_classes(tensors, config, class_names, source))
+    elif config is None:
+        raise UserError(f"import {kind}: needs --cfg")
+    elif kind == "dense":
+        num_classes = _num_classes(read_weights(source), config, class_names, source)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.SEED)  # of the routers
+            model = build_model(config, num_classes)
+        load_dense(model, source, upcycle=True, noise=noise, seed=config.SEED)
+        tensors = model.state_dict()
+    else:
+        layouts.check_layout(kind, config)
+        sources = find_sources(source)
+        states = layouts.with_own_names(kind, read_states(sources))
+        model = _meta_model(config, _num_classes(states[0], config, class_names, sources.path))
+        tensors = layouts.joined(states, model, sources)
+    write_weights(output, model, _fitting(tensors, model, source), config, class_names or [], step)
+
+
+def export_weights(kind: str, checkpoint: Path, output: Path, ranks: int | None = None, legacy: bool = True) -> None:
+    """Write the weights to deploy (the averaged ones where there are any) of a checkpoint or run as another's files.
+
+    Args:
+        kind: one of EXPORTS.
+        output: the file; of several ranks what `rank_file` makes of it, and X.master for swin-moe.
+        ranks: for how many ranks; None: one file with the whole model (for swin-moe X.global).
+        legacy: of swin-moe, Tutel's form of the released files; otherwise that of newer code.
+
+    Raises:
+        UserError: no whole checkpoint, ranks that do not divide, a file that exists; nothing is written then.
+    """
+    found = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
+    config = config_from_text(found.meta["config"], f"checkpoint {found.directory}")
+    with safe_open(found.directory / "model.safetensors", "pt") as trunk:
+        model = _meta_model(config, trunk.get_slice(_HEAD).get_shape()[0])
+    if kind == "single":
+        if ranks is not None or output.suffix != ".safetensors":
+            raise UserError(f"--output {output}: a single file is one .safetensors file, without --ranks")
+        check_new(output)
+        metadata = {"format": SINGLE_FORMAT, "step": str(found.meta["step"]), "config": config.dump()}
+        metadata["class_names"] = json.dumps(found.meta["class_names"])
+        write_files([(output, read_weights_of(found, model))], metadata)
+        return
+    layouts.check_layout(kind, config)
+    files, master = _targets(kind, output, ranks)
+    for file in [*files, *filter(None, [master])]:
+        check_new(file)
+    states = layouts.split(kind, read_weights_of(found, model), len(files), legacy and kind == "swin-moe")
+    has_output_bias = any(layer.config.output_bias for layer in moe_layers(model).values())
+    write_files(_contents(kind, states, files, master, has_output_bias))
+
+
+def config_from_text(text: str, source: str) -> CfgNode:
+    """The checked configuration that a checkpoint or single file holds as YAML.
+
+    Raises:
+        UserError: it is not one that this program knows.
+    """
+    config = default_config()
+    try:
+        config.merge_from_other_cfg(CfgNode(yaml.safe_load(text)))
+        check_config(config)
+    except (yaml.YAMLError, KeyError, ValueError, AttributeError, TypeError, UserError) as error:
+        raise UserError(f"{source}: its configuration cannot be used ({' '.join(str(error).split())})") from error
+    config.freeze()
+    return config
+
+
+def _targets(kind: str, output: Path, ranks: int | None) -> tuple[list[Path], Path | None]:
+    """The files that an export writes: of each rank, and of what they share."""
+    if kind == "swin-moe":
+        stem = output.with_name(output.name.removesuffix(".global"))
+        if ranks is None:
+            return [stem.with_name(f"{stem.name}.global")], None
+        return _rank_files(stem, ranks), stem.with_name(f"{stem.name}.master")
+    if ranks is None:
+        return [output], None
+    if output.suffix == ".safetensors" and "{rank}" not in output.name:
+        raise UserError(f"--output {output}: with --ranks the name of .safetensors files needs {{rank}} in it")
+    return _rank_files(output, ranks), None
+
+
+def _rank_files(path: Path, ranks: int) -> list[Path]:
+    if ranks < 1:
+        raise UserError(f"--ranks is {ranks}, it must be at least 1")
+    return [rank_file(path, rank) for rank in range(ranks)]
+
+
+def _contents(
+    kind: str, states: list[dict[str, Tensor]], files: list[Path], master: Path | None, has_output_bias: bool
+) -> Iterator[tuple[Path, dict]]:
+    """What goes into each file; a rank's experts are copied when its turn comes."""
+    for file, state in zip(files, states, strict=True):
+        if master:
+            state = {name: value for name, value in state.items() if layouts.is_rank_own(name, has_output_bias)}
+        yield file, {"model": compact(state)} if kind == "swin-moe" else compact(state)
+    if master:
+        rest = {name: value for name, value in states[0].items() if not layouts.is_rank_own(name, has_output_bias)}
+        yield master, {"model": compact(rest)}
+
+
+def _read_single(file: Path) -> tuple[dict[str, Tensor], CfgNode, list[str], int]:
+    """What `export single` wrote: tensors, configuration, class names, step."""
+    if file.suffix != ".safetensors":
+        raise UserError(f"{file}: a single file is a .safetensors file")
+    tensors = read_weights(file)
+    with safe_open(file, "pt") as content:
+        metadata = content.metadata() or {}
+    if metadata.get("format") != SINGLE_FORMAT:
+        raise UserError(f"{file}: its format is {metadata.get('format')!r}, not {SINGLE_FORMAT!r}")
+    try:
+        class_names, step = json.loads(metadata["class_names"]), int(metadata["step"])
+        config = config_from_text(metadata["config"], str(file))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{file}: its metadata cannot be used ({error})") from error
+    return tensors, config, class_names, step
+
+
+def _meta_model(config: CfgNode, num_classes: int) -> nn.Module:
+    with torch.device("meta"):
+        return build_model(config, num_classes)
+
+
+def _num_classes(state: dict[str, Tensor], config: CfgNode, class_names: list[str] | None, source: Path) -> int:
+    """The classes of the classifier in `state` (timm's name for it or Microsoft's)."""
+    head = state.get(_HEAD, state.get("head.weight"))
+    found = len(head) if head is not None and head.ndim else config.MODEL.NUM_CLASSES
+    if not found:
+        raise UserError(f"{source}: has no classifier ({_HEAD}), and MODEL.NUM_CLASSES is 0")
+    if config.MODEL.NUM_CLASSES not in (0, found):
+        raise UserError(f"{source}: has {found} classes, MODEL.NUM_CLASSES is {config.MODEL.NUM_CLASSES}")
+    if class_names and len(class_names) != found:
+        raise UserError(f"{source}: has {found} classes, the names are {len(class_names)}")
+    return found
+
+
+def _fitting(tensors: dict[str, Tensor], model: nn.Module, source: Path) -> dict[str, Tensor]:
+    """The tensors in the model's types, if they are exactly those of the model."""
+    expected = model.state_dict()
+    problems = compare(expected, tensors)
+    if integers := [name for name, value in tensors.items() if not value.is_floating_point()]:
+        problems = "; ".join(filter(None, [problems, f"{len(integers)} not of floating point: {', '.join(integers)}"]))
+    if problems:
+        raise UserError(f"{source} does not fit the model: {problems}; nothing was written")
+    return {name: tensors[name].to(expected[name].dtype) for name in expected}

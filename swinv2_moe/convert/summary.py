@@ -1,0 +1,85 @@
+"""What a checkpoint holds, and whether it is as it was written."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_core import damage
+from swinv2_moe.convert.convert import config_from_text
+from swinv2_moe.engine.checkpoint import checkpoints_below, read_meta
+from swinv2_moe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A checkpoint in figures; sizes in bytes."""
+
+    directory: str
+    step: int
+    epoch: int | None  # the finished ones; None: weights alone
+    saved: str
+    model: str
+    classes: int | None  # None: without names
+    sections: dict[str, tuple[int, int]]  # "weights", "ema", "optimizer/exp_avg": number of files, size
+    layers: dict[str, "Layer"]
+    damaged: dict[str, str]  # file: what is wrong with it
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The experts of one MoE layer, in the weights."""
+
+    experts: int
+    bytes: int
+    ages: list[int]  # of each expert's copy: steps that it is older than the checkpoint
+
+
+def summarize(path: Path) -> Summary:
+    """A checkpoint directory, or the newest one of a run; every file is read to compare its checksum.
+
+    Raises:
+        UserError: there is no checkpoint.
+        DamagedError: meta.json is not as it was written.
+    """
+    below = checkpoints_below(path / "checkpoints")
+    directory = below[0] if below else path
+    if not (directory / "meta.json").is_file():
+        raise UserError(f"checkpoint {path}: holds no checkpoint (a directory with meta.json)")
+    meta = read_meta(directory)
+    step, files = meta["step"], meta["files"]
+    damaged = {name: damage(directory / name, record) for name, record in sorted(files.items())}
+    return Summary(
+        str(directory),
+        step,
+        (meta["training"] or {}).get("epoch"),
+        meta["saved"],
+        _model(meta, directory),
+        len(meta["class_names"]) or None,
+        _sections(files),
+        {
+            name: Layer(len(steps), _size(files, f"experts/{name}/"), [step - own for own in steps])
+            for name, steps in meta["experts"].items()
+        },
+        {name: problem for name, problem in damaged.items() if problem},
+    )
+
+
+def _model(meta: dict, directory: Path) -> str:
+    config = config_from_text(meta["config"], f"checkpoint {directory}")
+    swin, moe = config.MODEL.SWINV2, config.MODEL.MOE
+    depths = "-".join(map(str, swin.DEPTHS))
+    experts = f"{moe.NUM_EXPERTS} experts, top-{moe.TOP_K}, {moe.ROUTER} router" if moe.NUM_EXPERTS else "dense"
+    return f"{config.MODEL.TYPE}, dim {swin.EMBED_DIM}, depths {depths}, {config.DATA.IMG_SIZE} px, {experts}"
+
+
+def _sections(files: dict[str, dict]) -> dict[str, tuple[int, int]]:
+    sections: dict[str, tuple[int, int]] = {}
+    for name, record in files.items():
+        parts = name.split("/")
+        section = {"ema": "ema", "optimizer": "/".join(parts[:2])}.get(parts[0], "weights")
+        count, size = sections.get(section, (0, 0))
+        sections[section] = (count + 1, size + record["bytes"])
+    return sections
+
+
+def _size(files: dict[str, dict], prefix: str) -> int:
+    return sum(record["bytes"] for name, record in files.items() if name.startswith(prefix))

@@ -1,0 +1,97 @@
+"""A released form of four MoE layers at 16 px, and the command that converts, run in this process."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from yacs.config import CfgNode
+
+from swinv2_moe.command import run_command
+from swinv2_moe.config import load_config
+from swinv2_moe.engine.checkpoint import load_weights, open_checkpoint, write_weights
+from swinv2_moe.models import build_model
+
+ROOT = Path(__file__).parents[3]
+CFG = str(ROOT / "configs" / "in22k" / "swin_moe_small_window12_192_8expert.yaml")
+CLASSES = 5
+SMALL = "MODEL.SWINV2.PATCH_SIZE 2 MODEL.SWINV2.EMBED_DIM 8 MODEL.SWINV2.DEPTHS [1,2,2] MODEL.SWINV2.NUM_HEADS [1,2,4]"
+SMALL += " MODEL.SWINV2.WINDOW_SIZE 4 MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0] MODEL.MOE.BLOCKS [[],[1],[0,1]]"
+SMALL += f" MODEL.MOE.NUM_EXPERTS 4 DATA.IMG_SIZE 16 MODEL.NUM_CLASSES {CLASSES} MODEL.MOE.EVAL_CAPACITY_FACTOR 0.0"
+
+
+class Finished(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def cfg() -> Callable[..., list[str]]:
+    """`cfg("KEY", "VALUE", ...)`: the arguments that describe the small model."""
+    return lambda *opts: ["--cfg", CFG, "--opts", *SMALL.split(), *map(str, opts)]
+
+
+@pytest.fixture(scope="session")
+def make_config() -> Callable[..., CfgNode]:
+    """`make_config("KEY", "VALUE", ...)`."""
+    return lambda *opts: load_config(CFG, [*SMALL.split(), *map(str, opts)])
+
+
+@pytest.fixture(scope="session")
+def load() -> Callable[[Path, CfgNode], nn.Module]:
+    """`load(directory, config)`: a model with a checkpoint's weights, strictly, in evaluation mode."""
+
+    def load_model(directory: Path, config: CfgNode) -> nn.Module:
+        model = build_model(config, config.MODEL.NUM_CLASSES)
+        load_weights(open_checkpoint(directory), model)
+        return model.eval()
+
+    return load_model
+
+
+@pytest.fixture
+def make_checkpoint(make_config, tmp_path) -> Callable[..., tuple[Path, nn.Module]]:
+    """`make_checkpoint("KEY", "VALUE", ...)`: the directory `ours` and its model; every parameter random, of step 7."""
+
+    def make(*opts: object) -> tuple[Path, nn.Module]:
+        config = make_config(*opts)
+        model = build_model(config, CLASSES)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        directory = tmp_path / "ours"
+        write_weights(directory, model, model.state_dict(), config, list("abcde"), step=7)
+        return directory, model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def images() -> torch.Tensor:
+    return torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def convert(monkeypatch, capsys) -> Callable[..., Finished]:
+    """`convert(*arguments)`: tools/convert_checkpoint.py in this process."""
+    spec = importlib.util.spec_from_file_location("convert_tool", ROOT / "tools" / "convert_checkpoint.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+
+    def run(*arguments: object) -> Finished:
+        monkeypatch.setattr(sys, "argv", ["tools/convert_checkpoint.py", *map(str, arguments)])
+        capsys.readouterr()
+        status = 0
+        try:
+            run_command(tool.main)
+        except SystemExit as stop:
+            status = stop.code
+        return Finished(status, *capsys.readouterr())
+
+    return run

@@ -1,0 +1,265 @@
+"""Whatever is wrong with what the user gives: one line that names it, exit status 2, nothing written."""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from released_files import make_released, write_released
+from safetensors.torch import save_file
+
+
+def assert_refused(finished, *fragments: str) -> None:
+    assert finished.status == 2
+    assert finished.err.count("\n") == 1
+    assert finished.err.startswith("error: ")
+    assert finished.out == ""
+    assert [fragment for fragment in fragments if fragment not in finished.err] == []
+
+
+@pytest.fixture
+def files(make_config, tmp_path) -> Path:
+    """x.pth.{rank0..7,master}: 4 experts, each on two ranks."""
+    return write_released(make_released(make_config(), 8, 5), tmp_path / "x.pth")
+
+
+def change(file: Path, key: str, value: object) -> None:
+    """Set a key of a file's state dict; remove it if the value is None."""
+    content = torch.load(file, weights_only=True)
+    if value is None:
+        del content["model"][key]
+    else:
+        content["model"][key] = value
+    torch.save(content, file)
+
+
+LAYER = "layers.1.blocks.1.mlp._moe_layer"
+SOURCES = {  # what happens to the files: what the line then says
+    "a rank is missing": (lambda x: os.remove(f"{x}.rank3"), ["missing x.pth.rank3"]),
+    "the last ranks are missing": (
+        lambda x: [os.remove(f"{x}.rank{r}") for r in (4, 5, 6, 7)],
+        ["those of 8 ranks, there are files of 4", "missing x.pth.rank4, x.pth.rank5, x.pth.rank6, x.pth.rank7"],
+    ),
+    "one too many": (lambda x: shutil.copy(f"{x}.rank0", f"{x}.rank8"), ["those of 8 ranks, there are files of 9"]),
+    "no master": (lambda x: os.remove(f"{x}.master"), ["x.pth.rank0: holds experts alone", "x.pth.master is missing"]),
+    "the master alone": (lambda x: [os.remove(f"{x}.rank{r}") for r in range(8)], ["missing x.pth.rank0"]),
+    "both forms": (lambda x: shutil.copy(f"{x}.master", f"{x}.global"), ["x.pth.global and x.pth.rank0"]),
+    "a directory": (lambda x: os.mkdir(x), ["x.pth: is a directory"]),
+    "a directory as a rank": (lambda x: (os.remove(f"{x}.rank1"), os.mkdir(f"{x}.rank1")), ["x.pth.rank1: is a dir"]),
+    "a bias that is not zero": (
+        lambda x: change(f"{x}.master", f"{LAYER}.experts.batched_fc2_bias", torch.ones(1, 1, 8)),
+        ["batched_fc2_bias", "layers.1.blocks.1.mlp.moe", "is not zero"],
+    ),
+    "another count": (
+        lambda x: change(f"{x}.master", f"{LAYER}._num_global_experts", torch.tensor(5)),
+        ["layers.1.blocks.1.mlp.moe: how many experts", "gates.0.wg.weight: 4, _num_global_experts: 5"],
+    ),
+    "a key less": (lambda x: change(f"{x}.master", "norm.bias", None), ["1 missing: norm.bias"]),
+    "a key more": (lambda x: change(f"{x}.master", "extra", torch.ones(1)), ["1 unexpected: extra"]),
+    "a key less on a rank": (
+        lambda x: change(f"{x}.rank2", f"{LAYER}.experts.batched_fc1_w", None),
+        ["x.pth.rank2", f"{LAYER}.experts.batched_fc1_w"],
+    ),
+    "another shape": (
+        lambda x: change(f"{x}.master", "norm.bias", torch.ones(3)),
+        ["norm.bias ([3] there, [32] in the model)"],
+    ),
+    "another shape on a rank": (
+        lambda x: change(f"{x}.rank2", f"{LAYER}.experts.batched_fc2_w", torch.ones(1, 31, 16)),
+        ["batched_fc2_w has shape [1, 31, 16] on rank 2, [1, 32, 16] on rank 0"],
+    ),
+    "integers": (
+        lambda x: change(f"{x}.master", "norm.bias", torch.ones(32, dtype=torch.int64)),
+        ["1 not of floating point: norm.bias"],
+    ),
+    "no tensors": (lambda x: torch.save([1], f"{x}.rank0"), ["x.pth.rank0: holds no state dict of tensors"]),
+    "cut off": (lambda x: os.truncate(f"{x}.rank5", 3000), ["x.pth.rank5: cannot be read as weights"]),
+    "nothing": (lambda x: [path.unlink() for path in x.parent.iterdir()], ["x.pth: no such file, and no x.pth.rank0"]),
+}
+
+
+@pytest.mark.parametrize("what", SOURCES)
+def test_released_files_with_a_fault(what, files, convert, cfg, tmp_path):
+    damage, fragments = SOURCES[what]
+    damage(files)
+    assert_refused(convert("import", "swin-moe", files, *cfg(), "--output", tmp_path / "new"), *fragments)
+    assert not [path for path in tmp_path.iterdir() if "new" in path.name]
+
+
+@pytest.mark.parametrize(
+    ("opts", "fragment"),
+    [
+        (["MODEL.MOE.NUM_EXPERTS", 8], "has 4 experts, MODEL.MOE.NUM_EXPERTS is 8"),
+        (["MODEL.MOE.NUM_EXPERTS", 0], "unexpected: layers.1.blocks.1.mlp.moe"),
+        (["MODEL.MOE.BLOCKS", "[[],[],[0,1]]"], "unexpected: layers.1.blocks.1.mlp.moe"),
+        (["MODEL.MOE.ROUTER", "cosine"], "missing: layers.1.blocks.1.mlp.moe.router.temperature"),
+        (["MODEL.SWINV2.EMBED_DIM", 16], "patch_embed.proj.weight ([8, 3, 2, 2] there, [16, 3, 2, 2] in the model)"),
+        (["MODEL.SWINV2.DEPTHS", "[1,2,3]"], "missing: layers.2.blocks.2"),
+        (["MODEL.NUM_CLASSES", 1000], "has 5 classes, MODEL.NUM_CLASSES is 1000"),
+        (["MODEL.TYPE", "swinv2_moe"], "MODEL.TYPE 'swin_moe', this model is 'swinv2_moe'"),
+    ],
+)
+def test_a_configuration_of_another_model(opts, fragment, files, convert, cfg, tmp_path):
+    assert_refused(convert("import", "swin-moe", files, *cfg(*opts), "--output", tmp_path / "new"), fragment)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_number_of_classes_may_be_left_to_the_files(files, convert, cfg, tmp_path):
+    arguments = [*cfg("MODEL.NUM_CLASSES", 0), "--output", tmp_path / "new"]
+    assert convert("import", "swin-moe", files, *arguments).status == 0
+    assert convert("export", "single", tmp_path / "new", "--output", tmp_path / "one.safetensors").status == 0
+
+
+def test_class_names(files, convert, cfg, tmp_path):
+    names = tmp_path / "names.txt"
+    arguments = [files, *cfg(), "--class-names", names, "--output", tmp_path / "new"]
+    assert_refused(convert("import", "swin-moe", *arguments), f"--class-names {names}: cannot be read")
+    names.write_text("a\nb\n")
+    assert_refused(convert("import", "swin-moe", *arguments), "has 5 classes, the names are 2")
+
+
+def test_arguments(files, convert, cfg, make_checkpoint, tmp_path):
+    new, ours = ["--output", tmp_path / "new"], make_checkpoint()[0]
+    assert_refused(convert("import", "swin-moe", files, *new), "import swin-moe: needs --cfg")
+    assert_refused(convert("import", "swin-moe", files, "--opts", "SEED", "1", *new), "--opts: needs --cfg")
+    assert_refused(convert("import", "tutel", files, *cfg(), "--noise", 0.1, *new), "--noise 0.1: is for dense")
+    for noise in ("nan", "-1", "inf"):
+        assert_refused(convert("import", "dense", files, *cfg(), "--noise", noise, *new), "--noise is")
+    for kind in ("swin-moe", "tutel"):
+        for ranks, fragment in ((3, "do not divide over 3 ranks"), (0, "--ranks is 0"), (1024, "by the 256 ranks")):
+            arguments = [ours, "--ranks", ranks, "--output", tmp_path / "new" / "y.pth"]
+            assert_refused(convert("export", kind, *arguments), "--ranks", fragment)
+    single = tmp_path / "new.safetensors"
+    assert_refused(convert("export", "single", ours, "--ranks", 2, "--output", single), "without --ranks")
+    assert_refused(convert("export", "single", ours, "--output", tmp_path / "new.pth"), "one .safetensors file")
+    assert_refused(convert("export", "tutel", ours, "--ranks", 2, "--output", single), "needs {rank} in it")
+    assert not list(tmp_path.glob("*new*"))
+
+
+def test_a_dense_model_has_no_ranks_and_v2_no_released_form(convert, make_checkpoint, tmp_path):
+    ours, _ = make_checkpoint("MODEL.MOE.NUM_EXPERTS", 0)
+    arguments = [ours, "--ranks", 2, "--output", tmp_path / "y.pth"]
+    assert_refused(convert("export", "swin-moe", *arguments), "--ranks 2: the model has no experts")
+    shutil.rmtree(ours)
+    make_checkpoint("MODEL.TYPE", "swinv2_moe")
+    assert_refused(convert("export", "swin-moe", *arguments), "this model is 'swinv2_moe'")
+
+
+def test_an_output_that_exists(files, convert, cfg, make_checkpoint, tmp_path):
+    ours, taken = make_checkpoint()[0], tmp_path / "taken"
+    taken.mkdir()
+    assert_refused(convert("import", "swin-moe", files, *cfg(), "--output", taken), f"--output {taken}: already exists")
+    exported = [ours, "--ranks", 8, "--output", tmp_path / "x.pth"]
+    assert_refused(convert("export", "swin-moe", *exported), f"--output {files}.rank0: already exists")
+    below = tmp_path / "x.pth.rank0" / "new"
+    assert_refused(convert("export", "tutel", ours, "--output", below), "x.pth.rank0 is not a directory")
+    assert list(taken.iterdir()) == []
+
+
+@pytest.mark.parametrize("source", ["gone", "directory", "file", "checkpoint with a damaged file"])
+def test_what_is_no_checkpoint(source, convert, make_checkpoint, tmp_path):
+    path, fragment = tmp_path / "c", "holds no checkpoint"
+    if source == "directory":
+        path.mkdir()
+    elif source == "file":
+        path.write_text("")
+        fragment = f"{path}"
+    elif source.startswith("checkpoint"):
+        path, fragment = make_checkpoint()[0], "experts/layers.1.blocks.1.mlp.moe/0002.safetensors"
+        os.truncate(path / fragment, 100)
+    assert_refused(convert("export", "tutel", path, "--output", tmp_path / "y.pt"), fragment)
+    assert not list(tmp_path.glob("*y.pt*"))
+
+
+def test_a_full_disk_leaves_nothing(convert, make_checkpoint, monkeypatch, tmp_path):
+    ours, saved, real = make_checkpoint()[0], [], torch.save
+
+    def save(content, file):
+        real(content, file)
+        saved.append(file)
+        if len(saved) == 3:
+            raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
+
+    monkeypatch.setattr(torch, "save", save)
+    arguments = [ours, "--ranks", 4, "--output", tmp_path / "sub" / "y.pth"]
+    assert_refused(convert("export", "swin-moe", *arguments), "y.pth.rank2: cannot be written", "file write failed")
+    assert list((tmp_path / "sub").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_no_permission(files, convert, cfg, tmp_path):
+    os.chmod(f"{files}.rank1", 0)
+    arguments = [files, *cfg(), "--output", tmp_path / "new"]
+    assert_refused(convert("import", "swin-moe", *arguments), "x.pth.rank1: permission denied")
+    os.chmod(tmp_path, 0o500)
+    try:
+        assert_refused(convert("import", "swin-moe", *arguments), "no permission to write into")
+    finally:
+        os.chmod(tmp_path, 0o700)
+
+
+def test_a_single_file_of_another_kind(convert, tmp_path):
+    for suffix, metadata, fragment in (
+        (".pth", None, "is a .safetensors file"),
+        (".safetensors", None, "its format is None"),
+        (".safetensors", {"format": "swinv2-moe single file 1"}, "its metadata cannot be used ('class_names')"),
+        (
+            ".safetensors",
+            {"format": "swinv2-moe single file 1", "step": "1", "class_names": "[]", "config": "MODEL: {NOPE: 1}"},
+            "its configuration cannot be used",
+        ),
+    ):
+        file = tmp_path / f"one{suffix}"
+        save_file({"norm.weight": torch.ones(1)}, file, metadata)
+        assert_refused(convert("import", "single", file, "--output", tmp_path / "new"), str(file), fragment)
+
+
+class RunsCommand:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+class RunsCode:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return exec, (f"open({str(self.marker)!r}, 'w')",)
+
+
+@pytest.mark.parametrize("evil", [RunsCommand, RunsCode])
+@pytest.mark.parametrize("saver", ["torch.save", "pickle"])
+@pytest.mark.parametrize(
+    ("kind", "name", "source"),
+    [
+        ("swin-moe", "x.pth.rank0", "x.pth"),
+        ("swin-moe", "x.pth.rank5", "x.pth"),
+        ("swin-moe", "x.pth.master", "x.pth"),
+        ("swin-moe", "y.pth.global", "y.pth"),
+        ("dense", "dense.pth", "dense.pth"),
+        ("dense", "dense.safetensors", "dense.safetensors"),
+        ("tutel", "tutel.pt", "tutel.pt"),
+        ("tutel", "tutel-1.ckpt", "tutel-{rank}.ckpt"),
+        ("tutel", "tutel.safetensors", "tutel.safetensors"),
+        ("single", "single.safetensors", "single.safetensors"),
+    ],
+)
+def test_a_planted_pickle_runs_nothing(evil, saver, kind, name, source, files, convert, cfg, tmp_path):
+    marker, file = tmp_path / "executed", tmp_path / name
+    torch.save({"model": {"norm.weight": torch.ones(1)}}, tmp_path / "tutel-0.ckpt")
+    content = {"model": {"norm.weight": evil(marker)}}
+    if saver == "pickle":
+        file.write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, file)
+    finished = convert("import", kind, tmp_path / source, *cfg(), "--output", tmp_path / "new")
+    assert_refused(finished, f"{file}: cannot be read as weights")
+    assert not marker.exists()
+    assert not (tmp_path / "new").exists()
+    pickle.loads(pickle.dumps(content))  # it would have
+    assert marker.exists()

@@ -1,0 +1,198 @@
+"""Tutel's files of whole models and of ranks, the single file, and dense weights grown into experts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from released_files import make_released, write_released
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from moe_core import moe_layers
+from moe_core.parallel import ExpertGroup
+from swinv2_moe.engine.checkpoint import open_checkpoint, write_meta, write_weights
+from swinv2_moe.models import build_model, load_dense
+
+
+def weights_of(directory):
+    return {
+        file.relative_to(directory): {name: tensor.tolist() for name, tensor in load_file(file).items()}
+        for file in sorted(directory.rglob("*.safetensors"))
+    }
+
+
+TYPES = (["MODEL.TYPE", "swin_moe"], ["MODEL.TYPE", "swinv2_moe", "MODEL.MOE.OUTPUT_BIAS", "true"])
+
+
+@pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])
+@pytest.mark.parametrize(
+    ("output", "source", "ranks"),
+    [
+        ("t.pt", "t.pt", None),
+        ("t.safetensors", "t.safetensors", None),
+        ("t.pth", "t.pth", 2),
+        ("{rank}-of-8.ckpt", "{rank}-of-8.ckpt", 8),
+        ("t-{rank}.safetensors", "t-{rank}.safetensors", 4),
+    ],
+)
+def test_tutel_there_and_back(opts, output, source, ranks, convert, cfg, make_checkpoint, tmp_path):
+    ours, model = make_checkpoint(*opts)
+    number = [] if ranks is None else ["--ranks", ranks]
+    assert convert("export", "tutel", ours, *number, "--output", tmp_path / output) == (0, "", "")
+    assert convert("import", "tutel", tmp_path / source, *cfg(*opts), "--output", tmp_path / "new") == (0, "", "")
+    assert weights_of(ours) == weights_of(tmp_path / "new")
+    if output == "t.pt":
+        theirs = torch.load(tmp_path / output, weights_only=True)
+        for name, layer in moe_layers(model).items():
+            assert torch.equal(theirs[f"{name}.experts.batched_fc1_w"], layer.experts.w1)
+            assert torch.equal(theirs[f"{name}.gates.0.wg.weight"], layer.router.weight)
+            assert theirs[f"{name}._num_global_experts"] == 4
+        assert torch.equal(theirs["head.fc.weight"], model.head.fc.weight)
+
+
+def test_half_precision_becomes_the_models(convert, cfg, make_checkpoint, load, make_config, tmp_path):
+    ours, model = make_checkpoint()
+    assert convert("export", "tutel", ours, "--output", tmp_path / "t.safetensors").status == 0
+    theirs = load_file(tmp_path / "t.safetensors")
+    half = {name: value.bfloat16() if value.is_floating_point() else value for name, value in theirs.items()}
+    torch.save(half, tmp_path / "half.pt")
+    assert convert("import", "tutel", tmp_path / "half.pt", *cfg(), "--output", tmp_path / "new").status == 0
+    state = load(tmp_path / "new", make_config()).state_dict()
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    assert all(torch.equal(value, model.state_dict()[name].bfloat16().float()) for name, value in state.items())
+
+
+@pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])
+def test_a_single_file_holds_all_that_a_checkpoint_needs(opts, convert, make_checkpoint, tmp_path):
+    ours, model = make_checkpoint(*opts)
+    file = tmp_path / "one.safetensors"
+    assert convert("export", "single", ours, "--output", file) == (0, "", "")
+    tensors, state = load_file(file), model.state_dict()
+    assert tensors.keys() == state.keys()
+    assert all(torch.equal(tensors[name], state[name]) for name in state)
+    with safe_open(file, "pt") as content:
+        metadata = content.metadata()
+    assert json.loads(metadata["class_names"]) == ["a", "b", "c", "d", "e"]
+    assert metadata["step"] == "7"
+    assert convert("import", "single", file, "--output", tmp_path / "new") == (0, "", "")
+    assert weights_of(ours) == weights_of(tmp_path / "new")
+    before, after = (open_checkpoint(directory).meta for directory in (ours, tmp_path / "new"))
+    assert [before[key] for key in ("config", "step", "class_names")] == [
+        after[key] for key in ("config", "step", "class_names")
+    ]
+
+
+def test_a_single_file_with_another_configuration(convert, cfg, make_checkpoint, tmp_path):
+    ours, _ = make_checkpoint()
+    file, names = tmp_path / "one.safetensors", tmp_path / "names.txt"
+    names.write_text("v\nw\nx\ny\nz\n")
+    assert convert("export", "single", ours, "--output", file).status == 0
+    arguments = [*cfg("MODEL.MOE.TOP_K", 2), "--class-names", names, "--output", tmp_path / "new"]
+    assert convert("import", "single", file, *arguments) == (0, "", "")
+    meta = open_checkpoint(tmp_path / "new").meta
+    assert "TOP_K: 2" in meta["config"]
+    assert meta["class_names"] == list("vwxyz")
+
+
+def test_averaged_weights_are_those_exported(convert, make_checkpoint, make_config, tmp_path):
+    """What a run with TRAIN.EMA_DECAY leaves: the averages below ema/ are the ones to deploy."""
+    ours, model = make_checkpoint()
+    averaged = {name: value + 1 for name, value in model.state_dict().items()}
+    write_weights(tmp_path / "other", model, averaged, make_config(), [])
+    (tmp_path / "other").rename(ours / "ema")
+    inner = json.loads((ours / "ema" / "meta.json").read_text())
+    meta = json.loads((ours / "meta.json").read_text())
+    meta["files"] |= {f"ema/{name}": record for name, record in inner["files"].items()}
+    del meta["checksum"]
+    write_meta(ours, meta)
+    assert convert("export", "single", ours, "--output", tmp_path / "one.safetensors") == (0, "", "")
+    exported = load_file(tmp_path / "one.safetensors")
+    assert all(torch.equal(exported[name], averaged[name]) for name in averaged)
+
+
+def dense_file(make_config, tmp_path, opts, suffix=".pth"):
+    torch.manual_seed(2)
+    dense = build_model(make_config(*opts, "MODEL.MOE.NUM_EXPERTS", 0), 5)
+    file = tmp_path / f"dense{suffix}"
+    if suffix == ".safetensors":
+        save_file(dense.state_dict(), file)
+    else:
+        torch.save({"model": dense.state_dict()}, file)
+    return file, dense
+
+
+@pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_every_upcycled_expert_is_the_dense_ffn(opts, suffix, convert, cfg, make_config, load, tmp_path):
+    file, dense = dense_file(make_config, tmp_path, opts, suffix)
+    assert convert("import", "dense", file, *cfg(*opts), "--output", tmp_path / "new") == (0, "", "")
+    model = load(tmp_path / "new", make_config(*opts))
+    assert len(moe_layers(model)) == 3
+    for name, layer in moe_layers(model).items():
+        ffn = dense.get_submodule(name.removesuffix(".moe"))
+        for e in range(4):
+            assert torch.equal(layer.experts.w1[e], ffn.fc1.weight)
+            assert torch.equal(layer.experts.b1[e], ffn.fc1.bias)
+            assert torch.equal(layer.experts.w2[e], ffn.fc2.weight.T)
+            assert layer.experts.b2 is None or torch.equal(layer.experts.b2[e], ffn.fc2.bias)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items() if ".mlp." not in name)
+
+
+def test_noise_is_relative_and_on_the_experts_two_weights_alone(convert, cfg, make_config, load, tmp_path):
+    file, dense = dense_file(make_config, tmp_path, TYPES[1])
+    models = []
+    for i in range(2):
+        output = tmp_path / f"new{i}"
+        assert convert("import", "dense", file, *cfg(*TYPES[1]), "--noise", 0.1, "--output", output).status == 0
+        models.append(load(output, make_config(*TYPES[1])))
+    for name, layer in moe_layers(models[0]).items():
+        ffn = dense.get_submodule(name.removesuffix(".moe"))
+        for ours, theirs in ((layer.experts.w1, ffn.fc1.weight), (layer.experts.w2, ffn.fc2.weight.T)):
+            noise = ((ours - theirs) / theirs.std()).detach()
+            assert noise.std(dim=(1, 2)).tolist() == pytest.approx([0.1] * 4, rel=0.2)
+            assert (noise[0] - noise[1]).std().item() == pytest.approx(0.1 * 2**0.5, rel=0.2)
+        for e in range(4):
+            assert torch.equal(layer.experts.b1[e], ffn.fc1.bias)
+            assert torch.equal(layer.experts.b2[e], ffn.fc2.bias)
+    first, second = (model.state_dict() for model in models)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+class Group(ExpertGroup):
+    """A rank's view of a group that is not there: enough to build its part of a model."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(None)
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])
+def test_ranks_upcycle_their_own_part_of_the_same_experts(ranks, opts, make_config, tmp_path):
+    file, _ = dense_file(make_config, tmp_path, opts)
+    whole = build_model(make_config(*opts), 5)
+    load_dense(whole, file, upcycle=True, noise=0.1, seed=3)
+    for rank in range(ranks):
+        part = build_model(make_config(*opts), 5, Group(rank, ranks))
+        load_dense(part, file, upcycle=True, noise=0.1, seed=3)
+        for name, layer in moe_layers(part).items():
+            shard, experts = layer.shard, whole.get_submodule(name).experts
+            for key, own in layer.experts.named_parameters():
+                expected = experts.get_parameter(key)[shard.first_expert : shard.first_expert + shard.num_experts]
+                assert torch.equal(own, expected.chunk(shard.num_parts, dim=1)[shard.part]), key
+
+
+def test_microsofts_names_of_dense_weights(convert, cfg, make_config, load, tmp_path):
+    """The released dense Swin: its own naming, with buffers, and the experts of a swin_moe model."""
+    dense = make_config("MODEL.MOE.NUM_EXPERTS", 0, "MODEL.MOE.BLOCKS", "[[],[],[]]")
+    stem = write_released(make_released(dense, 1, 5), tmp_path / "x.pth")
+    source = f"{stem}.master"
+    assert convert("import", "dense", source, *cfg(), "--output", tmp_path / "new") == (0, "", "")
+    arguments = [*cfg("MODEL.MOE.NUM_EXPERTS", 0), "--output", tmp_path / "dense"]
+    Path(source).rename(tmp_path / "y.pth.global")
+    assert convert("import", "swin-moe", tmp_path / "y.pth", *arguments) == (0, "", "")
+    model, plain = load(tmp_path / "new", make_config()), load(tmp_path / "dense", dense)
+    assert torch.equal(model.layers[1].blocks[1].mlp.moe.experts.w1[3], plain.layers[1].blocks[1].mlp.fc1.weight)
+    assert torch.equal(model.head.fc.weight, plain.head.fc.weight)
