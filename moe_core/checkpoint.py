@@ -10,14 +10,17 @@ Each rank writes the experts it owns and reads those it needs, so a file says no
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
+from moe_core.config import ExpertShard
 from moe_core.parallel.gather import join_parts
 from moe_core.training import moe_layers
 
@@ -99,24 +102,28 @@ def damage(file: Path, record: dict[str, int | str]) -> str | None:
         return "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
 
 
-def load_tensors(directory: Path, model: nn.Module) -> dict[str, Tensor]:
+def load_tensors(directory: Path, model: nn.Module, like: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Everything below `directory` that concerns this rank, on the CPU, named like `model.state_dict()`.
 
     What the files hold is returned as it is; comparing it with the model is the caller's part. Of an expert that
     several ranks share, only this rank's part is read.
+
+    Args:
+        like: tensors of the same names, of which some may be sharded (DTensors on their first dim, as FSDP2 makes
+            them): of those only this rank's rows are read, and come back sharded likewise.
 
     Raises:
         FileNotFoundError: no such file, named.
         ValueError: a file that is not safetensors, experts whose files hold different names, or a tensor that does not
             divide over the ranks of an expert; the file is named.
     """
-    tensors = _read(directory / TRUNK)
+    tensors = _read(directory / TRUNK, lambda name, content: _read_like(content, (like or {}).get(name)))
     for layer_name, layer in moe_layers(model).items():
         if not (directory / "experts").is_dir():
             continue  # a dense model's: the comparison will tell
         shard = layer.shard
         files = [directory / expert_file(layer_name, shard.first_expert + e) for e in range(shard.num_experts)]
-        experts = [_read(file, shard.part, shard.num_parts) for file in files]
+        experts = [_read(file, lambda name, content: _read_part(content, name, shard)) for file in files]  # noqa: B023
         for file, expert in zip(files, experts, strict=True):
             if {k: v.shape for k, v in expert.items()} != {k: v.shape for k, v in experts[0].items()}:
                 raise ValueError(f"{file} does not hold the same tensors as {files[0].name}")
@@ -143,21 +150,36 @@ def _digest(content) -> str:
     return digest.hexdigest()
 
 
-def _read(file: Path, part: int = 0, num_parts: int = 1) -> dict[str, Tensor]:
-    """The tensors of a file, of each the given part of its first dimension."""
+def _read(file: Path, read: Callable[[str, Any], Tensor]) -> dict[str, Tensor]:
+    """What `read` takes of each tensor of a file, given its name and what reads slices of it."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing")
     try:
         with safe_open(file, "pt") as content:
-            return {name: _part(content.get_slice(name), file, name, part, num_parts) for name in content.keys()}  # noqa: SIM118
+            return {name: read(name, content.get_slice(name)) for name in content.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{file} is not a readable safetensors file ({error})") from error
+    except ValueError as error:  # read's
+        raise ValueError(f"{file}: {error}") from error
 
 
-def _part(content, file: Path, name: str, part: int, num_parts: int) -> Tensor:
-    if num_parts == 1:
+def _read_part(content, name: str, shard: ExpertShard) -> Tensor:
+    """A shard's part of one expert's tensor."""
+    if shard.num_parts == 1:
         return content[...]
     length = content.get_shape()[0]
-    if length % num_parts:
-        raise ValueError(f"{file}: {name} has {length} entries, which do not divide over {num_parts} ranks")
-    return content[part * length // num_parts : (part + 1) * length // num_parts]
+    if length % shard.num_parts:
+        raise ValueError(f"{name} has {length} entries, which do not divide over {shard.num_parts} ranks")
+    return content[shard.part * length // shard.num_parts : (shard.part + 1) * length // shard.num_parts]
+
+
+def _read_like(content, like: Tensor | None) -> Tensor:
+    """The whole tensor, or this rank's rows of it where `like` has only those."""
+    shape = content.get_shape()
+    if not isinstance(like, DTensor) or list(like.shape) != shape or list(like.placements) != [Shard(0)]:
+        return content[...]
+    mesh = like.device_mesh
+    each = -(-shape[0] // mesh.size())  # as torch.chunk cuts, and so FSDP2
+    first = min(mesh.get_local_rank() * each, shape[0])
+    local = content[first : first + each].to(like.device)
+    return DTensor.from_local(local, mesh, like.placements, shape=like.shape, stride=like.stride())

@@ -272,7 +272,7 @@ def read_section(
         experts = expert_parameters(model)
         expected = {name: tensor for name, tensor in expected.items() if name not in experts}
     try:
-        tensors = load_tensors(directory / section, nn.Module() if wrong_experts else model)
+        tensors = load_tensors(directory / section, nn.Module() if wrong_experts else model, expected)
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"checkpoint {directory}: {error}; nothing was loaded") from error
     tensors = fit(tensors)

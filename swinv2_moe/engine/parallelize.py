@@ -89,14 +89,14 @@ def whole_tensors(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def placed_like(tensor: Tensor, model_tensor: Tensor) -> Tensor:
-    """A whole tensor, which every rank has, on the device of the model's and sharded as that is."""
+    """A tensor, whole on every rank or sharded already, on the device of the model's and sharded as that is."""
     tensor = tensor.to(model_tensor.device)
-    if not isinstance(model_tensor, DTensor):
+    if not isinstance(model_tensor, DTensor) or isinstance(tensor, DTensor):
         return tensor
     return distribute_tensor(tensor, model_tensor.device_mesh, model_tensor.placements, src_data_rank=None)
 
 
 def load_whole(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """`model.load_state_dict` for whole tensors; of sharded parameters each rank takes its part."""
+    """`model.load_state_dict` for what may be whole tensors where the model's are sharded: each rank takes its part."""
     state = model.state_dict()
     model.load_state_dict({name: placed_like(tensor, state[name]) for name, tensor in tensors.items()})

@@ -11,6 +11,7 @@ from trainer_cases import QUICKSTART, make_trainer, resume, save, train_steps
 
 from moe_core import expert_parameters
 from swinv2_moe.config import load_config
+from swinv2_moe.engine.checkpoint import open_checkpoint, read_section
 from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
 
@@ -82,6 +83,9 @@ def goes_on_sharded(rank: int, source: Path, target: Path) -> None:
     """The checkpoint of one process, resumed sharded on four: the same state; two more steps; saved."""
     trainer = make_trainer(rank, 4, "TRAIN.SHARD_TRUNK True TRAIN.EMA_DECAY 0.5")
     train_steps(trainer, 1)  # a state that is to be replaced
+    trunk = [n for n, t in trainer.model.state_dict().items() if isinstance(t, DTensor)]
+    read = read_section(open_checkpoint(source), "", trainer.model, trainer.model.state_dict())
+    assert local_bytes([read[name] for name in trunk]) < 0.3 * sum(read[name].nbytes for name in trunk)
     resume(trainer, source)
     save(trainer, target / "again")
     train_steps(trainer, 2)
