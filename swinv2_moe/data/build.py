@@ -1,5 +1,6 @@
 """`build_data(config, rank, world_size)`: the one entry from a configuration to loaders."""
 
+import signal
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,13 @@ def _loader(config: CfgNode, dataset: ImageDataset, sampler: Sampler[int]) -> Da
         sampler=sampler,
         num_workers=0 if config.DATA.DATASET == "digits" else config.DATA.NUM_WORKERS,  # digits lie in memory
         collate_fn=collate,
+        worker_init_fn=_ignore_stop_signals,
         pin_memory=config.DATA.PIN_MEMORY and config.DEVICE != "cpu" and torch.cuda.is_available(),
         generator=torch.Generator().manual_seed(config.SEED),  # or each epoch would draw from the global one
     )
+
+
+def _ignore_stop_signals(worker: int) -> None:
+    """Schedulers signal every process of a job; the run needs its workers until it has saved, and then ends them."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,9 @@
 """Samples and batches: reproducible augmentation, unreadable files, image modes."""
 
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +117,18 @@ def test_workers_run_one_thread_each_and_end_with_the_epoch(folder_config):
     batch = next(iter(data.train_loader))
     assert batch.images.unique().tolist() == [1.0]
     assert not data.train_loader.persistent_workers
+
+
+def test_workers_outlive_the_signals_that_make_a_run_save(folder_config):
+    """A scheduler signals every process of a job; torch's workers would end, and their run with an error."""
+    data = build_data(folder_config(DATA__NUM_WORKERS=2))
+    batches = iter(data.train_loader)
+    first = next(batches)  # the workers are at work
+    for worker in batches._workers:
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGUSR1)
+    assert 1 + len(list(batches)) == len(data.train_loader) > 2
+    assert first.images.shape == (4, 3, 16, 16)
 
 
 def test_batch_types(folder_config):
