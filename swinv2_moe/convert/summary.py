@@ -15,7 +15,7 @@ class Summary:
 
     directory: str
     step: int
-    epoch: int | None  # the finished ones; None: weights alone
+    epoch: float | None  # such as 2.5, in the middle of the third; None: weights alone
     saved: str
     model: str
     classes: int | None  # None: without names
@@ -50,7 +50,7 @@ def summarize(path: Path) -> Summary:
     return Summary(
         str(directory),
         step,
-        (meta["training"] or {}).get("epoch"),
+        _epoch(meta["training"]),
         meta["saved"],
         _model(meta, directory),
         len(meta["class_names"]) or None,
@@ -61,6 +61,10 @@ def summarize(path: Path) -> Summary:
         },
         {name: problem for name, problem in damaged.items() if problem},
     )
+
+
+def _epoch(training: dict | None) -> float | None:
+    return training and round(training["epoch"] + training["epoch_step"] / training["steps_per_epoch"], 3)
 
 
 def _model(meta: dict, directory: Path) -> str:

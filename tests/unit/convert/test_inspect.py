@@ -24,7 +24,7 @@ def run(make_checkpoint, tmp_path) -> Path:
             shutil.copy(ours / file, ours / section / file)
         meta["files"] |= {f"{section}/{file}": record for file, record in weights.items()}
     meta["experts"][LAYERS[1]] = [7, 3, 5, 3]
-    meta["training"] = {"epoch": 2}
+    meta["training"] = {"epoch": 2, "epoch_step": 3, "steps_per_epoch": 12}
     del meta["checksum"]
     write_meta(ours, meta)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -45,7 +45,7 @@ def test_as_json(run, convert):
         assert {key: said[key] for key in ("directory", "step", "epoch", "classes", "damaged")} == {
             "directory": str(directory),
             "step": 7,
-            "epoch": 2,
+            "epoch": 2.25,
             "classes": 5,
             "damaged": {},
         }
@@ -60,7 +60,7 @@ def test_as_json(run, convert):
 def test_as_a_table(run, convert):
     finished = convert("inspect", run)
     assert finished.status == 0
-    for text in ("step 7, epoch 2, saved 20", "swin_moe, dim 8", "4 experts, top-1", "5 named classes"):
+    for text in ("step 7, epoch 2.25, saved 20", "swin_moe, dim 8", "4 experts, top-1", "5 named classes"):
         assert text in finished.out
     assert "every file has its checksum" in finished.out
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in finished.out.splitlines() if line[2:].strip()}
