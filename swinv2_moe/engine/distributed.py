@@ -94,7 +94,11 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
         yield World(0, 1, place)
         return
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=limit, device_id=place if use_cuda else None)
+    backend, device_id = ("nccl", place) if use_cuda else ("gloo", None)
+    try:
+        dist.init_process_group(backend, timeout=limit, device_id=device_id)
+    except RuntimeError as error:
+        raise CollectiveError(f"rank {os.environ['RANK']} of {size} did not find the others ({error})") from error
     try:
         yield World(dist.get_rank(), size, place, dist.group.WORLD, limit)
     finally:

@@ -1,10 +1,12 @@
 """What a run leaves for people and programs: progress bar, TensorBoard, metrics.jsonl, summary.json, config.yaml."""
 
+import fcntl
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,51 @@ from yacs.config import CfgNode
 from moe_core import RoutingStats
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.saver import Cost
+from swinv2_moe.errors import UserError
+
+
+@contextmanager
+def only_run(directory: Path, world: World) -> Iterator[None]:
+    """Keeps other runs out of the directory until the end of the block: one that was started twice, or queued again,
+    would remove the other's checkpoints. Every rank calls this.
+
+    Raises:
+        UserError: another run is there.
+    """
+    problem, lock = None, None
+    if world.is_main:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / ".lock").open("w")
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # lockf: not passed on to the loaders' workers
+        except BlockingIOError:
+            problem = f"--output {directory}: another run is writing there"
+        except OSError:  # a file system without locks
+            pass
+    if problem := world.agree(problem):
+        raise UserError(problem)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _records(method: Callable) -> Callable:
+    """For a method of Recorder that writes: it does nothing on other ranks, and what a full disk, say, does not take is
+    lost; the run goes on."""
+
+    @wraps(method)
+    def guarded(self: "Recorder", *args) -> None:
+        try:
+            if self.active:
+                method(self, *args)
+        except OSError as error:
+            if not self.losing:
+                self.say(f"{self.directory} cannot be written, what is recorded from now on may be lost: {error}")
+            self.losing = True
+
+    return guarded
 
 
 class Recorder:
@@ -24,7 +71,7 @@ class Recorder:
 
     def __init__(self, directory: Path, world: World, step: int) -> None:
         """Go on after `step`: what an earlier run in this directory recorded beyond it is about to be repeated."""
-        self.directory, self.active = directory, world.is_main
+        self.directory, self.active, self.losing = directory, world.is_main, False
         self.console = Console(quiet=not self.active, highlight=False, soft_wrap=True)
         if self.active:
             directory.mkdir(parents=True, exist_ok=True)
@@ -32,10 +79,12 @@ class Recorder:
             self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
             self.metrics = (directory / "metrics.jsonl").open("a", buffering=1)
 
+    @_records
     def close(self) -> None:
-        if self.active:
-            self.writer.close()
+        try:
             self.metrics.close()
+        finally:
+            self.writer.close()
 
     def say(self, line: str) -> None:
         """One line for the person at the terminal."""
@@ -55,18 +104,17 @@ class Recorder:
             logger.removeHandler(handler)
             logger.setLevel(level)
 
+    @_records
     def config(self, config: CfgNode) -> None:
-        if self.active:
-            (self.directory / "config.yaml").write_text(config.dump())
+        (self.directory / "config.yaml").write_text(config.dump())
 
+    @_records
     def summary(self, values: dict) -> None:
-        if self.active:
-            (self.directory / "summary.json").write_text(json.dumps(_plain(values), indent=1) + "\n")
+        (self.directory / "summary.json").write_text(json.dumps(_plain(values), indent=1) + "\n")
 
+    @_records
     def step(self, values: dict, routing: dict[str, RoutingStats]) -> None:
         """A logging step: `values` has `step` and `epoch`; `routing` holds each MoE layer's statistics of this step."""
-        if not self.active:
-            return
         layers = {name: _load(stats) for name, stats in routing.items()}
         if layers:
             for key in ("dropped_share", "entropy", "load_max"):
@@ -81,22 +129,21 @@ class Recorder:
                 self.writer.add_scalar(f"{name}/{key}", layer[key], step)
             self._add_load(f"{name}/expert_load", layer["load"], step)
 
+    @_records
     def epoch(self, values: dict, step: int) -> None:
         """The end of an epoch: `values` has `epoch`, `train_loss`, `val_top1`, ..."""
-        if not self.active:
-            return
         self._write({"step": step} | values)
         for key, value in values.items():
             if key != "epoch":
                 self.writer.add_scalar(f"epoch/{key}", value, step)
         self.writer.flush()
 
+    @_records
     def checkpoint(self, cost: Cost) -> None:
         """What a save cost the main rank."""
-        if self.active:
-            self.writer.add_scalar("checkpoint/stall_seconds", cost.stall, cost.step)
-            self.writer.add_scalar("checkpoint/seconds", cost.seconds, cost.step)
-            self.writer.add_scalar("checkpoint/bytes", cost.bytes, cost.step)
+        self.writer.add_scalar("checkpoint/stall_seconds", cost.stall, cost.step)
+        self.writer.add_scalar("checkpoint/seconds", cost.seconds, cost.step)
+        self.writer.add_scalar("checkpoint/bytes", cost.bytes, cost.step)
 
     def bar(self, description: str, total: int, done: int = 0) -> "Bar":
         """A progress bar for one epoch; invisible where there is no terminal."""
@@ -173,8 +220,16 @@ def _plain(value: object) -> object:
 
 
 def _forget_after(metrics: Path, step: int) -> None:
-    """Drop the lines of steps that a resumed run is going to repeat, and one whose writing was cut off."""
+    """Drop the lines of steps that a resumed run is going to repeat, and those whose writing was cut off."""
     if metrics.is_file():
-        whole = [line for line in metrics.read_text().splitlines() if line.endswith("}")]
-        lines = [line for line in whole if json.loads(line)["step"] <= step]
-        metrics.write_text("".join(f"{line}\n" for line in lines))
+        lines = [line for line in metrics.read_text().splitlines() if _step(line) <= step]
+        kept = metrics.with_name(f".{metrics.name}.tmp")
+        kept.write_text("".join(f"{line}\n" for line in lines))
+        kept.replace(metrics)
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return math.inf

@@ -2,7 +2,7 @@
 
 import os
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from swinv2_moe.data import UnreadableImages, build_data
 from swinv2_moe.engine import checkpoint, evaluation
 from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
-from swinv2_moe.engine.record import Recorder
+from swinv2_moe.engine.record import Recorder, only_run
 from swinv2_moe.engine.saver import Saver
+from swinv2_moe.engine.stopping import StoppedElsewhere
 from swinv2_moe.engine.trainer import Trainer, build_autocast
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import Complexity, SwinTransformerV2MoE, build_model, load_dense, measure_model
@@ -32,10 +33,12 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
 
     Raises:
         UserError: input that cannot be used, or a loss that is not finite.
+        CollectiveError: another rank has ended, or is stuck.
+        StoppedElsewhere: see there.
     """
     started = time.perf_counter()
     root = Path(config.OUTPUT)
-    with open_world(config.DEVICE, config.TIMEOUT) as world:
+    with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"), ExitStack() as stack:
         config = resolve_batch_size(config, world.size)
         source = _starting_point(root, resume, world)
         data = build_data(config, world.rank, world.size)
@@ -47,19 +50,23 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
             trainer.resume(source)
         size = measure_model(config, data.num_classes)
         world.barrier()  # every rank has looked at the run directory
-        with closing(Recorder(root, world, trainer.step)) as recorder, recorder.engine_log(), trainer.stop:
-            recorder.config(config)
-            recorder.say(_headline(trainer, size, source))
-            saver = Saver(root / "checkpoints", world, config, source, recorder.say, recorder.checkpoint)
-            try:
-                trainer.fit(recorder, saver)
-            finally:
-                saver.wait(_LAST_SAVE_SECONDS)
-            summary = _summary(trainer, size, time.perf_counter() - started)
-            if trainer.finished:
-                if trainer.images:  # a run that was finished before keeps its summary
-                    recorder.summary(summary)
-                recorder.say(_closing_lines(trainer, root))
+        stack.enter_context(only_run(root, world))
+        recorder = stack.enter_context(closing(Recorder(root, world, trainer.step)))
+        stack.enter_context(recorder.engine_log())
+        stack.enter_context(trainer.stop)
+        recorder.config(config)
+        recorder.say(_headline(trainer, size, source))
+        saver = Saver(root / "checkpoints", world, config, source, recorder.say, recorder.checkpoint)
+        stack.callback(saver.wait, _LAST_SAVE_SECONDS)
+        was_finished = trainer.finished
+        trainer.fit(recorder, saver)
+        summary = _summary(trainer, size, time.perf_counter() - started)
+        if trainer.finished:
+            if not was_finished:  # else it keeps its summary
+                recorder.summary(summary)
+            recorder.say(_closing_lines(trainer, root))
+    if trainer.stop.came_from_elsewhere(trainer.stopped_by):
+        raise StoppedElsewhere
     return summary
 
 
@@ -69,7 +76,7 @@ def evaluate(config: CfgNode, resume: str | None = None) -> dict:
     Raises:
         UserError: nothing to evaluate, or input that cannot be used.
     """
-    with open_world(config.DEVICE, config.TIMEOUT) as world:
+    with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"):
         config, root = resolve_batch_size(config, world.size), Path(config.OUTPUT) / "checkpoints"
         source = checkpoint.find_checkpoint(resume, root, world, weights_only=True) if resume else None
         if source is None and not config.MODEL.PRETRAINED:

@@ -80,7 +80,8 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
         self.thread: threading.Thread | None = None
         self.error: str | None = None  # of the latest save
-        self.previous = source if source and source.directory.resolve().parent == root.resolve() else None
+        mine = source is not None and source.directory.resolve() in checkpoints_below(root.resolve())
+        self.previous = source if mine else None
         if world.is_main:
             self._tidy(source)
 
@@ -207,13 +208,21 @@ class Saver:
         final = free_name(self.root / _name(meta))
         publish(plan.temporary, final)
         self.previous = Checkpoint(final, meta)
-        point(self.root / "latest", final.name)
+        try:
+            self._point_and_prune(final, is_best)
+        except OSError as error:
+            self.say(f"{final.name} is saved, but what lies beside it could not be put in order: {error}")
+
+    def _point_and_prune(self, newest: Path, is_best: bool) -> None:
+        point(self.root / "latest", newest.name)
         if is_best:
-            point(self.root / "best", final.name)
+            point(self.root / "best", newest.name)
         used = {os.readlink(link) for link in (self.root / "latest", self.root / "best") if link.is_symlink()}
         for old in checkpoints_below(self.root)[self.keep_last :]:
             if old.name not in used:
-                shutil.rmtree(old, ignore_errors=True)
+                leftover = old.with_name(f".{old.name}.old.tmp")
+                old.rename(leftover)  # first: a name that it keeps must not stand for a half of it
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def _borrow(self, plan: Plan, meta: dict, files: dict) -> dict[str, list[int]]:
         """Link the experts that were not written to their copies in the checkpoint before; the step of each copy."""

@@ -54,7 +54,9 @@ class Trainer:
         self.autocast = build_autocast(config, world)
         self.unreadable = UnreadableImages(data.train_size + data.val_size, config.DATA.MAX_BAD_SHARE)
         self.stop, self.stopping = StopSignal(), False  # this rank's, and whether any rank has received one
+        self.stopped_by: str | None = None  # the signal that has ended the run
         self.epoch = self.epoch_step = self.step = 0  # epochs, steps of the epoch at hand and steps in all done so far
+        self.validated_step = 0  # the step of the last validation
         self.epoch_loss = 0.0  # the sum over the steps of this epoch
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
         self.best_top1, self.last_top1 = -1.0, None
@@ -66,9 +68,13 @@ class Trainer:
         return self.ema.module if self.ema else self.model
 
     @property
-    def finished(self) -> bool:
+    def steps_done(self) -> bool:
         limit = self.config.TRAIN.MAX_STEPS
         return self.epoch >= self.config.TRAIN.EPOCHS or bool(limit and self.step >= limit)
+
+    @property
+    def finished(self) -> bool:
+        return self.steps_done and self.validated_step == self.step
 
     # The run
 
@@ -85,9 +91,11 @@ class Trainer:
             while not self.finished:
                 self._train_and_validate(recorder, saver)
         except Stopped as stopped:
+            self.stopped_by = str(stopped)
             self.save(saver)
-            recorder.say(f"{stopped}: stopped after step {self.step}; --resume auto goes on from there")
         saver.close()
+        if self.stopped_by:
+            recorder.say(f"{self.stopped_by}: stopped after step {self.step}; --resume auto goes on from there")
 
     def validate(self) -> Accuracy:
         """Accuracy of the deployed weights on the validation set."""
@@ -98,9 +106,10 @@ class Trainer:
     def _train_and_validate(self, recorder: Recorder, saver: Saver) -> None:
         """What is left of an epoch (or until MAX_STEPS)."""
         started = time.perf_counter()
-        self._train_epoch(recorder, saver)
-        train_loss, accuracy = self._mean(self.epoch_loss) / self.epoch_step, self.validate()
-        epoch = self.epoch + 1
+        if not self.steps_done:
+            self._train_epoch(recorder, saver)
+        train_loss, accuracy = self._mean(self.epoch_loss) / max(self.epoch_step, 1), self.validate()
+        epoch, self.validated_step = self.epoch + 1, self.step
         if self.epoch_step == self.steps_per_epoch:
             self.epoch, self.epoch_step, self.epoch_loss = epoch, 0, 0.0
         is_best = accuracy.top1 > self.best_top1
@@ -130,7 +139,7 @@ class Trainer:
                     bad = []
                 if self.stopping:
                     raise Stopped(self._signal())
-                if self.finished:
+                if self.steps_done:
                     break
                 if self._is_time_to_save() and self.epoch_step < self.steps_per_epoch:  # else after the validation
                     self.save(saver, whole=False)
@@ -176,7 +185,7 @@ class Trainer:
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, targets = self._mixed(batch)
         smoothing = 0.0 if self.mixup else self.config.MODEL.LABEL_SMOOTHING  # mixup smooths its own targets
-        with self.autocast():
+        with self.autocast(), self.world.named_errors(f"the forward pass of step {self.step + 1}"):
             logits, aux_loss = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
         return loss + self.config.MODEL.MOE.AUX_LOSS_WEIGHT * aux_loss, aux_loss
@@ -269,6 +278,7 @@ class Trainer:
             "epoch": self.epoch,
             "epoch_step": self.epoch_step,
             "epoch_loss": self._mean(self.epoch_loss),
+            "validated_step": self.validated_step,
             "steps_per_epoch": self.steps_per_epoch,
             "global_batch": self.global_batch,
             "world_size": self.world.size,
@@ -310,6 +320,7 @@ class Trainer:
         load_strategy_decisions(self.model, training["strategies"])
         self.step, self.epoch = source.meta["step"], training["epoch"]
         self.best_top1, self.last_top1 = training["best_top1"], training["last_top1"]
+        self.validated_step = training["validated_step"]
         self.skipped = training["skipped"]
         # Another global batch: the steps that the images seen so far would have been. (A few may be seen again.)
         same_batch = training["global_batch"] == self.global_batch

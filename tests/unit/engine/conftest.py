@@ -1,6 +1,7 @@
 """Runs of a few seconds: the digits, a model of three blocks (two with experts), five steps of 256 images an epoch."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,6 +57,19 @@ def save() -> Callable[..., Path]:
         return root / f"step-{trainer.step:08d}"
 
     return run
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 8 MB: room for three checkpoints."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    mount = subprocess.run(command, capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small file system needs the right to mount: {mount.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import errno
 import shutil
-import subprocess
 import threading
 from pathlib import Path
 
@@ -186,19 +185,6 @@ def test_a_failed_save_is_said_and_harms_nothing(function, after, staging, begin
     assert find_checkpoint("auto", saver.root).meta["step"] == 3
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 8 MB: room for three checkpoints."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
-    mount = subprocess.run(command, capture_output=True, text=True)
-    if mount.returncode:
-        pytest.skip(f"a small file system needs the right to mount: {mount.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
 def test_a_full_disk_leaves_the_run_alive(small_disk, begin):
     trainer, saver, said = begin({}, small_disk / "checkpoints")
     trainer.save(saver)
@@ -290,3 +276,39 @@ def test_a_run_whose_last_save_fails_says_so(tmp_path, make_config, monkeypatch,
         train(config)
     assert "the checkpoint of step 4 was not saved, the newest is step-00000002" in capsys.readouterr().out
     assert train(config, "auto")["steps"] == 4
+
+
+def test_pruning_killed_half_way_leaves_no_half_a_checkpoint(begin, monkeypatch):
+    trainer, saver, _ = begin({"CHECKPOINT.KEEP_LAST": 1})
+    trainer.save(saver)
+    saver.close()
+    step(trainer)
+    monkeypatch.setattr(saver_module.shutil, "rmtree", lambda *args, **kwargs: None)  # killed before it
+    trainer.save(saver)
+    saver.close()
+    assert [path.name for path in checkpoints_below(saver.root)] == ["step-00000002"]
+    assert (saver.root / ".step-00000001.old.tmp").is_dir()
+    monkeypatch.undo()
+    Saver(saver.root, trainer.world, trainer.config, open_checkpoint(saver.root / "latest"))
+    assert {path.name for path in saver.root.iterdir()} == {"step-00000002", "latest"}
+
+
+def test_links_that_cannot_be_moved_are_said(begin, monkeypatch):
+    trainer, saver, said = begin()
+    fails_once(monkeypatch, "point")
+    trainer.save(saver)
+    saver.close()  # no error: it is saved
+    assert said[0].startswith("step-00000001 is saved, but what lies beside it could not be put in order: ")
+    assert find_checkpoint("auto", saver.root).meta["step"] == 1
+
+
+def test_going_on_from_a_checkpoint_of_another_name(begin):
+    trainer, saver, _ = begin()
+    trainer.save(saver)
+    saver.close()
+    aside = saver.root / "set-aside-step-00000001"
+    (saver.root / "step-00000001").rename(aside)
+    again = Saver(saver.root, trainer.world, trainer.config, open_checkpoint(aside))
+    trainer.save(again)
+    again.close()
+    assert find_checkpoint("auto", saver.root).directory.name == "step-00000001"
