@@ -4,16 +4,7 @@
 >>> y, aux_loss = MoELayer(config)(torch.randn(4, 196, 512))
 """
 
-from moe_core.checkpoint import (
-    count_experts,
-    damage,
-    expert_file,
-    load_tensors,
-    save_tensors,
-    sync_file,
-    tensors_by_file,
-    write_tensors,
-)
+from moe_core.checkpoint import count_experts, load_tensors, save_tensors
 from moe_core.config import ExpertShard, MoEConfig
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.training import (
@@ -25,7 +16,6 @@ from moe_core.training import (
     moe_layers,
     strategy_decisions,
 )
-from moe_core.tutel import count_tutel_experts, from_tutel, to_tutel
 
 __all__ = [
     "ExpertShard",
@@ -35,19 +25,11 @@ __all__ = [
     "average_expert_gradients",
     "clip_gradients",
     "count_experts",
-    "count_tutel_experts",
-    "damage",
-    "expert_file",
     "expert_parameters",
-    "from_tutel",
     "global_grad_norm",
     "load_strategy_decisions",
     "load_tensors",
     "moe_layers",
     "save_tensors",
     "strategy_decisions",
-    "sync_file",
-    "tensors_by_file",
-    "to_tutel",
-    "write_tensors",
 ]

@@ -12,7 +12,8 @@ import re
 from torch import Tensor, nn
 from yacs.config import CfgNode
 
-from moe_core import MoELayer, count_tutel_experts, from_tutel, moe_layers, to_tutel
+from moe_core import MoELayer, moe_layers
+from moe_core.tutel import count_tutel_experts, from_tutel, to_tutel
 from swinv2_moe.convert.files import Sources
 from swinv2_moe.errors import UserError
 

@@ -24,16 +24,8 @@ import torch
 from torch import Tensor, nn
 from yacs.config import CfgNode
 
-from moe_core import (
-    count_experts,
-    damage,
-    expert_parameters,
-    load_strategy_decisions,
-    load_tensors,
-    moe_layers,
-    save_tensors,
-    sync_file,
-)
+from moe_core import expert_parameters, load_strategy_decisions, moe_layers
+from moe_core.checkpoint import count_experts, damage, load_tensors, save_tensors, sync_file
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.weights import compare

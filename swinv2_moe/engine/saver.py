@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from yacs.config import CfgNode
 
-from moe_core import expert_file, moe_layers, sync_file, tensors_by_file, write_tensors
+from moe_core import moe_layers
+from moe_core.checkpoint import expert_file, sync_file, tensors_by_file, write_tensors
 from swinv2_moe.engine.checkpoint import (
     Checkpoint,
     age_of,

@@ -30,7 +30,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from moe_core import expert_file
+from moe_core.checkpoint import expert_file
 from swinv2_moe.command import run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.engine import saver, train

@@ -17,7 +17,8 @@ BASICS = [
     *("moe_core.parallel.groups", "moe_core.parallel.strategy"),
 ]
 PARTS = ["moe_core.router", "moe_core.dispatch", "moe_core.experts", "moe_core.parallel"]
-PUBLIC = ("moe_core", "moe_core.parallel", "moe_core.cost_model")  # what the other packages may import from
+# What the other packages may import from.
+PUBLIC = ("moe_core", "moe_core.parallel", "moe_core.cost_model", "moe_core.checkpoint", "moe_core.tutel")
 SHARED = ["moe_core", "swinv2_moe.errors", "swinv2_moe.config"]
 ALLOWED = {
     "moe_core": ["moe_core"],  # what stands on the layer: training, checkpoint, __init__

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_core import write_tensors
+from moe_core.checkpoint import write_tensors
 from swinv2_moe.engine import saver as saver_module
 from swinv2_moe.engine import train
 from swinv2_moe.engine.checkpoint import checkpoints_below, find_checkpoint, open_checkpoint, read_section, write_meta

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_core import MoEConfig, MoELayer, count_tutel_experts, from_tutel, to_tutel
+from moe_core import MoEConfig, MoELayer
+from moe_core.tutel import count_tutel_experts, from_tutel, to_tutel
 
 M, H = 12, 16
 
