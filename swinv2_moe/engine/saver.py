@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -301,12 +302,12 @@ class _Job:
 
     def finish(self) -> tuple[dict[str, dict], str | None]:
         """Write the copies and wait for the disk; the record of each file, and what went wrong."""
-        records = {}
+        records, files = {}, [*self.staged, *self.written] if self.error is None else []
         try:
-            for file, copies in self.staged.items() if self.error is None else ():
-                write_tensors(self.directory / file, copies)
-            for file in [*self.staged, *self.written] if self.error is None else ():
-                records[file] = sync_file(self.directory / file)
+            with ThreadPoolExecutor(
+                2, "checkpoint"
+            ) as pool:  # while one waits for the disk, the other computes a checksum
+                records = dict(zip(files, pool.map(self._finish_file, files), strict=True))
         except OSError as error:
             self.error = str(error)
         finally:
@@ -314,6 +315,11 @@ class _Job:
                 self.staging.give_back(copies)
         self.bytes = sum(record["bytes"] for record in records.values())
         return records, self.error
+
+    def _finish_file(self, file: str) -> dict:
+        if file in self.staged:
+            write_tensors(self.directory / file, self.staged[file])
+        return sync_file(self.directory / file)
 
 
 def _name(meta: dict) -> str:
