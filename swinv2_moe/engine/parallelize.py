@@ -29,16 +29,15 @@ def parallelize(model: SwinTransformerV2MoE, world: World, compile: bool = False
         return wrapped
     # Experts are sharded, not replicated: their gradients are no business of DDP's.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, list(expert_parameters(wrapped)))
-    replicated = DistributedDataParallel(wrapped, process_group=world.group, broadcast_buffers=False)
-    if world.size > 2 and not compile:
-        _settle_buckets(replicated, model)
-    return replicated
+    return DistributedDataParallel(wrapped, process_group=world.group, broadcast_buffers=False)
 
 
-def _settle_buckets(replicated: DistributedDataParallel, model: SwinTransformerV2MoE) -> None:
-    """A pass before the first step, without effect on the model. After its first backward pass DDP puts the gradients
+def settle_buckets(replicated: nn.Module, model: SwinTransformerV2MoE, world: World) -> None:
+    """Comes before the first step, and has no effect on the model. After its first backward pass DDP puts the gradients
     into other buckets, by the order in which they came; from three ranks on that changes how they are summed, so the
     first step after a resume would differ from the uninterrupted run's by a rounding error."""
+    if not isinstance(replicated, DistributedDataParallel) or world.size < 3:
+        return
     was_training, weight = model.training, model.patch_embed.proj.weight
     images = torch.zeros(2, weight.shape[1], *model.patch_embed.img_size, device=weight.device)
     model.eval()

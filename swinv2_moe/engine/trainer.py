@@ -24,7 +24,7 @@ from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.diagnose import explain_non_finite
 from swinv2_moe.engine.distributed import World, seed_everything
 from swinv2_moe.engine.evaluation import Accuracy, evaluate
-from swinv2_moe.engine.parallelize import averaged_copy, gradient_sync, load_whole, parallelize
+from swinv2_moe.engine.parallelize import averaged_copy, gradient_sync, load_whole, parallelize, settle_buckets
 from swinv2_moe.engine.record import Recorder
 from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.stopping import Stopped, StopSignal
@@ -87,6 +87,8 @@ class Trainer:
             UserError: a loss or gradient that is not finite, or too many unreadable images; the last checkpoint could
                 not be written.
         """
+        if not self.config.COMPILE:  # it would compile once more, for this pass alone
+            settle_buckets(self.wrapped, self.model, self.world)
         try:
             while not self.finished:
                 self._train_and_validate(recorder, saver)
