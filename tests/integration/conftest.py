@@ -1,18 +1,15 @@
 """Small runs through the command line: tools/train.py in this process, or as a process of its own."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from PIL import Image
-
-from swinv2_moe.command import run_command
+from tool_cases import Finished, command
 
 ROOT = Path(__file__).parents[2]
 # Three blocks at 16 px; no workers, since starting them costs more than the run.
@@ -20,12 +17,6 @@ SMALL = "MODEL.SWINV2.PATCH_SIZE 2 MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS
 SMALL += " MODEL.SWINV2.WINDOW_SIZE 4 MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0] MODEL.MOE.BLOCKS [[],[0],[0]]"
 SMALL += " MODEL.MOE.NUM_EXPERTS 4 DATA.IMG_SIZE 16 DATA.BATCH_SIZE 16 DATA.NUM_WORKERS 0 DEVICE cpu"
 SMALL += " TRAIN.EPOCHS 2 TRAIN.WARMUP_EPOCHS 1 PRINT_FREQ 1"
-
-
-class Finished(NamedTuple):
-    status: int
-    out: str
-    err: str
 
 
 @pytest.fixture(scope="session")
@@ -36,21 +27,7 @@ def small() -> list[str]:
 @pytest.fixture
 def train_command(monkeypatch, capsys) -> Callable[..., Finished]:
     """`train_command(*arguments)`: tools/train.py in this process."""
-    spec = importlib.util.spec_from_file_location("train_tool", ROOT / "tools" / "train.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-
-    def run(*arguments: str) -> Finished:
-        monkeypatch.setattr(sys, "argv", ["tools/train.py", *map(str, arguments)])
-        capsys.readouterr()
-        status = 0
-        try:
-            run_command(tool.main)
-        except SystemExit as stop:
-            status = stop.code
-        return Finished(status, *capsys.readouterr())
-
-    return run
+    return command("train", monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")

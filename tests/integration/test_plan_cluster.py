@@ -1,17 +1,15 @@
 """tools/plan_cluster.py in this process: table, figure, refusals; and its step times against published ones."""
 
-import importlib.util
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from tool_cases import command
 
 from moe_core import cost_model
 from swinv2_moe import planner
-from swinv2_moe.command import run_command
 from swinv2_moe.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -22,21 +20,8 @@ CLUSTER = ("--nodes", "2", "--gpus-per-node", "8")
 @pytest.fixture
 def plan(monkeypatch, capsys, tmp_path):
     """`plan(*arguments)` -> status, output, errors, the figure's path."""
-    spec = importlib.util.spec_from_file_location("plan_tool", ROOT / "tools" / "plan_cluster.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    figure = tmp_path / "plan.png"
-
-    def run(*arguments: str):
-        monkeypatch.setattr(sys, "argv", ["tools/plan_cluster.py", "--output", str(figure), *map(str, arguments)])
-        status = 0
-        try:
-            run_command(tool.main)
-        except SystemExit as stop:
-            status = stop.code
-        return status, *capsys.readouterr(), figure
-
-    return run
+    run, figure = command("plan_cluster", monkeypatch, capsys), tmp_path / "plan.png"
+    return lambda *arguments: (*run("--output", figure, *arguments), figure)
 
 
 def rows_of(out: str) -> dict[int, list[str]]:

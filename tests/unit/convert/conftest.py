@@ -1,17 +1,14 @@
 """A released form of four MoE layers at 16 px, and the command that converts, run in this process."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
+from tool_cases import Finished, command
 from torch import nn
 from yacs.config import CfgNode
 
-from swinv2_moe.command import run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.engine.checkpoint import load_weights, open_checkpoint, write_weights
 from swinv2_moe.models import build_model
@@ -22,12 +19,6 @@ CLASSES = 5
 SMALL = "MODEL.SWINV2.PATCH_SIZE 2 MODEL.SWINV2.EMBED_DIM 8 MODEL.SWINV2.DEPTHS [1,2,2] MODEL.SWINV2.NUM_HEADS [1,2,4]"
 SMALL += " MODEL.SWINV2.WINDOW_SIZE 4 MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0] MODEL.MOE.BLOCKS [[],[1],[0,1]]"
 SMALL += f" MODEL.MOE.NUM_EXPERTS 4 DATA.IMG_SIZE 16 MODEL.NUM_CLASSES {CLASSES} MODEL.MOE.EVAL_CAPACITY_FACTOR 0.0"
-
-
-class Finished(NamedTuple):
-    status: int
-    out: str
-    err: str
 
 
 @pytest.fixture(scope="session")
@@ -80,18 +71,4 @@ def images() -> torch.Tensor:
 @pytest.fixture
 def convert(monkeypatch, capsys) -> Callable[..., Finished]:
     """`convert(*arguments)`: tools/convert_checkpoint.py in this process."""
-    spec = importlib.util.spec_from_file_location("convert_tool", ROOT / "tools" / "convert_checkpoint.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-
-    def run(*arguments: object) -> Finished:
-        monkeypatch.setattr(sys, "argv", ["tools/convert_checkpoint.py", *map(str, arguments)])
-        capsys.readouterr()
-        status = 0
-        try:
-            run_command(tool.main)
-        except SystemExit as stop:
-            status = stop.code
-        return Finished(status, *capsys.readouterr())
-
-    return run
+    return command("convert_checkpoint", monkeypatch, capsys)
