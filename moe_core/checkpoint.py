@@ -91,13 +91,19 @@ def sync_file(file: Path) -> dict[str, int | str]:
 
 
 def damage(file: Path, record: dict[str, int | str]) -> str | None:
-    """What tells a file from the one that was recorded, in a phrase; None if nothing does."""
+    """What tells a file from the one that was recorded, in a phrase; None if nothing does.
+
+    Raises:
+        PermissionError: it may be whole, but must not be read.
+    """
     try:
         with file.open("rb") as content:
             size = os.fstat(content.fileno()).st_size
             if size != record["bytes"]:
                 return f"has {size:,} bytes, {record['bytes']:,} were written"
             return None if _digest(content) == record["sha256"] else "is damaged (its checksum differs)"
+    except PermissionError:
+        raise
     except OSError as error:
         return "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
 

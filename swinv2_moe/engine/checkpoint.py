@@ -139,6 +139,8 @@ def open_checkpoint(
                 raise DamagedError(f"checkpoint {path}: {file} {found}")
     except UserError as problem:
         error = problem
+    except PermissionError as problem:
+        error = UserError(f"checkpoint {path}: {problem.filename} cannot be read ({problem.strerror})")
     for problem in world.gather(error):
         if problem is not None:
             raise problem

@@ -1,7 +1,9 @@
 """Whatever happens to a file of a checkpoint is noticed before anything is loaded, and the one before it is taken."""
 
+import errno
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -107,3 +109,17 @@ def test_order_is_by_step_and_not_by_time(root, tmp_path):
         shutil.copytree(root / f"step-{step:08d}", tmp_path / f"step-{step:08d}")
     os.utime(tmp_path / "step-00000004", (1, 1))
     assert find_checkpoint("auto", tmp_path).directory.name == "step-00000004"
+
+
+def test_a_file_that_must_not_be_read_is_not_taken_for_damage(root, monkeypatch):
+    """It may be whole: going on from the one before would throw work away."""
+    real = Path.open
+
+    def refuse(path, *args):
+        if path == root / "step-00000004" / "model.safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UserError, match=r"0004/model\.safetensors cannot be read \(Permission denied\)"):
+        find_checkpoint("auto", root)
