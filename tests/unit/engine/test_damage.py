@@ -115,10 +115,10 @@ def test_a_file_that_must_not_be_read_is_not_taken_for_damage(root, monkeypatch)
     """It may be whole: going on from the one before would throw work away."""
     real = Path.open
 
-    def refuse(path, *args):
+    def refuse(path, *args, **kwargs):
         if path == root / "step-00000004" / "model.safetensors":
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return real(path, *args)
+        return real(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(UserError, match=r"0004/model\.safetensors cannot be read \(Permission denied\)"):
