@@ -57,8 +57,8 @@ def losses(top_k: int, dtype: torch.dtype, batch_size: int, steps: int) -> list[
 
 
 @pytest.mark.parametrize(("top_k", "dtype", "batch_size", "first", "last"), BASELINE)
-def test_first_three_losses_equal_the_baseline(top_k, dtype, batch_size, first, last):
-    assert losses(top_k, dtype, batch_size, steps=3) == pytest.approx(first, abs=5e-4)
+def test_first_two_losses_equal_the_baseline(top_k, dtype, batch_size, first, last):
+    assert losses(top_k, dtype, batch_size, steps=2) == pytest.approx(first[:2], abs=5e-4)
 
 
 @pytest.mark.slow
@@ -67,4 +67,4 @@ def test_first_three_losses_equal_the_baseline(top_k, dtype, batch_size, first, 
 def test_hundredth_loss_equals_the_baseline(top_k, dtype, batch_size, first, last):
     history = losses(top_k, dtype, batch_size, steps=100)
     print(f"losses of steps 0, 1, 2, 99: {[*history[:3], history[-1]]}")
-    assert history[-1] == pytest.approx(last, abs=5e-4)
+    assert [*history[:3], history[-1]] == pytest.approx([*first, last], abs=5e-4)
