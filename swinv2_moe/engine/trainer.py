@@ -175,9 +175,9 @@ class Trainer:
         average_expert_gradients(self.model)
         self.scaler.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
         norm = clip_gradients(self.model, self.config.TRAIN.CLIP_GRAD)
-        flags = torch.tensor([0.0, self.stop.received is not None], device=self.world.device)
-        flags[0] = ~torch.isfinite(total[0])
-        bad_losses, stops = self.world.sum(flags).tolist()  # the step's one wait for the device
+        signalled = torch.full_like(total[0], self.stop.received is not None)  # a fill; a copy would wait for the GPU
+        flags = torch.stack([(~torch.isfinite(total[0])).float(), signalled])
+        bad_losses, stops = self.world.sum(flags).tolist()  # the step's one wait for it
         loss, aux_loss, norm = *total.tolist(), float(norm)
         self._update(bad_losses == 0 and norm < float("inf"), batches)
         self.stopping = stops > 0
