@@ -168,6 +168,22 @@ def load_config(
     return config
 
 
+def config_from_text(text: str, source: str) -> CfgNode:
+    """The checked configuration that a checkpoint or single file holds as YAML.
+
+    Raises:
+        UserError: it is not one that this program knows.
+    """
+    config = default_config()
+    try:
+        config.merge_from_other_cfg(CfgNode(yaml.safe_load(text)))
+        check_config(config)
+    except (yaml.YAMLError, KeyError, ValueError, AttributeError, TypeError, UserError) as error:
+        raise UserError(f"{source}: its configuration cannot be used ({' '.join(str(error).split())})") from error
+    config.freeze()
+    return config
+
+
 def resolve_batch_size(config: CfgNode, world_size: int) -> CfgNode:
     """The configuration with DATA.BATCH_SIZE as DATA.GLOBAL_BATCH_SIZE, if given, makes it on so many ranks.
 

@@ -6,9 +6,9 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_core import MoEConfig, MoELayer
+from moe_core import MoEConfig, MoELayer, moe_layers
 from moe_core.kernels import reference
 from moe_core.parallel import ParallelStrategy
 
@@ -68,6 +68,17 @@ def assert_equal_to_plain(layer: MoELayer, x: Tensor, **call) -> None:
         gradients = all_gradients((y * weight).sum() + aux_loss, x, layer)
         outcomes.append({"y": y, "aux_loss": aux_loss, **gradients})
     torch.testing.assert_close(outcomes[0], outcomes[1], rtol=1e-10, atol=1e-10)
+
+
+def assert_experts_are_the_dense_ffns(model: nn.Module, dense: nn.Module) -> None:
+    """Every expert of `model`, to the bit, the feed-forward network of its block in `dense`."""
+    for name, layer in moe_layers(model).items():
+        ffn, experts = dense.get_submodule(name.removesuffix(".moe")), layer.experts
+        for e in range(len(experts.w1)):
+            assert torch.equal(experts.w1[e], ffn.fc1.weight)
+            assert torch.equal(experts.b1[e], ffn.fc1.bias)
+            assert torch.equal(experts.w2[e], ffn.fc2.weight.T)
+            assert experts.b2 is None or torch.equal(experts.b2[e], ffn.fc2.bias)
 
 
 def owned(whole: Tensor, layer: MoELayer, name: str) -> Tensor:

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import yaml
 from safetensors import safe_open
 from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.config import default_config
-from swinv2_moe.config_checks import check_config
+from swinv2_moe.config import config_from_text
 from swinv2_moe.convert import layouts
 from swinv2_moe.convert.files import check_new, compact, find_sources, rank_file, read_states, write_files
 from swinv2_moe.engine.checkpoint import find_checkpoint, read_weights_of, write_weights
@@ -105,22 +103,6 @@ def export_weights(kind: str, checkpoint: Path, output: Path, ranks: int | None 
     states = layouts.split(kind, read_weights_of(found, model), len(files), legacy and kind == "swin-moe")
     has_output_bias = any(layer.config.output_bias for layer in moe_layers(model).values())
     write_files(_contents(kind, states, files, master, has_output_bias))
-
-
-def config_from_text(text: str, source: str) -> CfgNode:
-    """The checked configuration that a checkpoint or single file holds as YAML.
-
-    Raises:
-        UserError: it is not one that this program knows.
-    """
-    config = default_config()
-    try:
-        config.merge_from_other_cfg(CfgNode(yaml.safe_load(text)))
-        check_config(config)
-    except (yaml.YAMLError, KeyError, ValueError, AttributeError, TypeError, UserError) as error:
-        raise UserError(f"{source}: its configuration cannot be used ({' '.join(str(error).split())})") from error
-    config.freeze()
-    return config
 
 
 def _targets(kind: str, output: Path, ranks: int | None) -> tuple[list[Path], Path | None]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_core.checkpoint import damage
-from swinv2_moe.convert.convert import config_from_text
+from swinv2_moe.config import config_from_text
 from swinv2_moe.engine.checkpoint import checkpoints_below, read_meta
 from swinv2_moe.errors import UserError
 

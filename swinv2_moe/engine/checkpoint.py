@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -72,10 +72,10 @@ class Checkpoint:
 def checkpoints_below(root: Path) -> list[Path]:
     """The complete checkpoints in `root`, the newest step first."""
     found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=age_of, reverse=True)
+    return sorted(found, key=order_of, reverse=True)
 
 
-def age_of(directory: Path) -> tuple[int, int]:
+def order_of(directory: Path) -> tuple[int, int]:
     """The step in a checkpoint's name, and which of that step it is: larger is newer."""
     step, again = _NAME.fullmatch(directory.name).groups(default="0")
     return int(step), int(again)
@@ -109,7 +109,7 @@ def find_checkpoint(
     for directory in world.agree(checkpoints_below(path)):
         try:
             found = open_checkpoint(directory, world, key, weights_only)
-            if found.meta["step"] != age_of(directory)[0]:
+            if found.meta["step"] != order_of(directory)[0]:
                 raise DamagedError(f"checkpoint {directory} is one of step {found.meta['step']}")
             return Checkpoint(directory, found.meta, tuple(skipped))
         except DamagedError as error:
@@ -122,9 +122,9 @@ def find_checkpoint(
 
 
 def open_checkpoint(
-    path: Path, world: World = _ALONE, key: str = "checkpoint", weights_only: bool = False, verify: bool = True
+    path: Path, world: World = _ALONE, key: str = "checkpoint", weights_only: bool = False
 ) -> Checkpoint:
-    """The checkpoint in the directory `path`. Arguments as in `find_checkpoint`; `verify` False trusts the files.
+    """The checkpoint in the directory `path`. Arguments as in `find_checkpoint`.
 
     Raises:
         UserError: not a checkpoint, or of a newer format.
@@ -133,8 +133,8 @@ def open_checkpoint(
     meta, error = None, None
     try:
         meta = read_meta(path, key)
-        files = list(_checked_files(meta, weights_only) if verify else ())
-        for file in files[world.rank :: world.size]:
+        files = [file for file in meta["files"] if not (weights_only and file.startswith("optimizer/"))]
+        for file in sorted(files)[world.rank :: world.size]:
             if found := damage(path / file, meta["files"][file]):
                 raise DamagedError(f"checkpoint {path}: {file} {found}")
     except UserError as problem:
@@ -233,7 +233,7 @@ def write_weights(
         temporary.mkdir(parents=True)
         save_tensors(temporary, model, tensors)
         files = {str(path.relative_to(temporary)): sync_file(path) for path in sorted(temporary.rglob("*.safetensors"))}
-        write_meta(temporary, describe(model, step, files, config, class_names))
+        write_meta(temporary, describe(model, step, config, class_names) | {"files": files})
         publish(temporary, directory)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -241,12 +241,16 @@ def write_weights(
 
 
 def describe(
-    model: nn.Module, step: int, files: dict, config: CfgNode, class_names: list[str], training: dict | None = None
+    model: nn.Module, step: int, config: CfgNode, class_names: list[str], training: dict | None = None
 ) -> dict:
-    """What meta.json says of a checkpoint whose experts are all of this step."""
-    experts = {name: [step] * layer.config.num_experts for name, layer in moe_layers(model).items()}
-    values = {"step": step, "training": training, "class_names": class_names, "experts": experts, "files": files}
-    return values | {"config": config.dump()}
+    """What meta.json says, besides its files, of a checkpoint whose experts are all of this step."""
+    return {
+        "step": step,
+        "training": training,
+        "class_names": class_names,
+        "experts": {name: [step] * layer.config.num_experts for name, layer in moe_layers(model).items()},
+        "config": config.dump(),
+    }
 
 
 def read_section(
@@ -305,12 +309,6 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module, fit: Fit = lambda fou
     """
     model.load_state_dict(read_weights_of(checkpoint, model, fit))
     load_strategy_decisions(model, (checkpoint.meta["training"] or {}).get("strategies", []))
-
-
-def _checked_files(meta: dict, weights_only: bool) -> Iterator[str]:
-    for file in sorted(meta["files"]):
-        if not (weights_only and file.startswith("optimizer/")):
-            yield file
 
 
 def _compare_expert_counts(section: Path, model: nn.Module) -> list[str]:

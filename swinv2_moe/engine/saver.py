@@ -26,9 +26,9 @@ from moe_core import moe_layers
 from moe_core.checkpoint import expert_file, sync_file, tensors_by_file, write_tensors
 from swinv2_moe.engine.checkpoint import (
     Checkpoint,
-    age_of,
     checkpoints_below,
     free_name,
+    order_of,
     point,
     publish,
     write_meta,
@@ -91,7 +91,7 @@ class Saver:
         """Write `root/step-<meta["step"]>`; every rank calls this, and may go on training when it returns.
 
         Args:
-            meta: what `swinv2_moe.engine.checkpoint.describe` gives, without files.
+            meta: what `swinv2_moe.engine.checkpoint.describe` gives.
             whole: False lets it hold CHECKPOINT.EXPERTS experts of each layer anew, those whose copies are oldest; the
                 others are links to the copies in the checkpoint before (arXiv 2408.04307, MoC-System, saves in turn).
         """
@@ -168,9 +168,9 @@ class Saver:
         for leftover in self.root.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         step = source.meta["step"] if source else 0
-        mine = age_of(self.previous.directory.resolve()) if self.previous else (step, 0)
+        mine = order_of(self.previous.directory.resolve()) if self.previous else (step, 0)
         for path in checkpoints_below(self.root):
-            if age_of(path) > mine:
+            if order_of(path) > mine:
                 aside = free_name(self.root / f"set-aside-{path.name}")
                 path.rename(aside)
                 self.say(f"this run goes on from step {step}: {path} is now {aside.name}")

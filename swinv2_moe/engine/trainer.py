@@ -290,7 +290,7 @@ class Trainer:
             "loss_scaler": self.scaler.state(),
             "strategies": strategy_decisions(self.model),
         }
-        meta = checkpoint.describe(self.model, self.step, {}, self.config, self.data.class_names, training)
+        meta = checkpoint.describe(self.model, self.step, self.config, self.data.class_names, training)
         saver.save(self.model, sections, meta, is_best, whole)
 
     def resume(self, source: Checkpoint) -> None:

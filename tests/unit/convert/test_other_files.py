@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from moe_cases import assert_experts_are_the_dense_ffns
 from released_files import make_released, write_released
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -129,13 +130,7 @@ def test_every_upcycled_expert_is_the_dense_ffn(opts, suffix, convert, cfg, make
     assert convert("import", "dense", file, *cfg(*opts), "--output", tmp_path / "new") == (0, "", "")
     model = load(tmp_path / "new", make_config(*opts))
     assert len(moe_layers(model)) == 3
-    for name, layer in moe_layers(model).items():
-        ffn = dense.get_submodule(name.removesuffix(".moe"))
-        for e in range(4):
-            assert torch.equal(layer.experts.w1[e], ffn.fc1.weight)
-            assert torch.equal(layer.experts.b1[e], ffn.fc1.bias)
-            assert torch.equal(layer.experts.w2[e], ffn.fc2.weight.T)
-            assert layer.experts.b2 is None or torch.equal(layer.experts.b2[e], ffn.fc2.bias)
+    assert_experts_are_the_dense_ffns(model, dense)
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items() if ".mlp." not in name)
 

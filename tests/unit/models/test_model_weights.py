@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from moe_cases import assert_experts_are_the_dense_ffns
 from safetensors.torch import save_file
 from timm.models.swin_transformer_v2 import SwinTransformerV2
 
@@ -53,18 +54,14 @@ def test_upcycling_puts_the_dense_ffn_into_every_expert(pre_norm, make_model):
     before = values(model)
     kept = load_dense(model, values(dense), upcycle=True)
     assert kept == [f"{layer}.router.weight" for layer in moe_layers(model)]
+    assert_experts_are_the_dense_ffns(model, dense)
     for name, layer in moe_layers(model).items():
-        ffn = dense.get_submodule(name.removesuffix(".moe"))
-        for e in range(4):
-            assert torch.equal(layer.experts.w1[e], ffn.fc1.weight)
-            assert torch.equal(layer.experts.b1[e], ffn.fc1.bias)
-            assert torch.equal(layer.experts.w2[e], ffn.fc2.weight.T)
-            assert pre_norm or torch.equal(layer.experts.b2[e], ffn.fc2.bias)
+        assert (layer.experts.b2 is None) == pre_norm
         assert torch.equal(layer.router.weight, before[f"{name}.router.weight"])
         assert layer.experts.w1.is_contiguous()
         with torch.no_grad():
             layer.experts.w1[0] += 1  # experts share no memory
-        assert torch.equal(layer.experts.w1[1], ffn.fc1.weight)
+        assert torch.equal(layer.experts.w1[1], dense.get_submodule(name.removesuffix(".moe")).fc1.weight)
     trunk = [key for key in dense.state_dict() if ".mlp." not in key]
     assert all(torch.equal(model.state_dict()[key], dense.state_dict()[key]) for key in trunk)
 
