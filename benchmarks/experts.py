@@ -9,12 +9,11 @@ again, it goes on where it was; --only names some of the experiments, so that se
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean, stdev
 
-ROOT = Path(__file__).parent.parent
+from swinv2_moe.command import run_command, run_tool, run_training
+
 REPEATED = ("dense", "8expert")
 ONCE = ("8expert_last2blocks", "16expert", "8expert_cosine", "8expert_top2", "8expert_capacity1", "8expert_dropless")
 COLUMNS = ("parameters (M)", "MACs (M)", "top-1", "5-shot", "20-NN", "dropped", "largest load", "entropy", "images/s")
@@ -32,6 +31,8 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=20, help="of the images for few-shot")
     parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="configuration keys for all")
     args = parser.parse_args()
+    if args.seeds < 1:
+        parser.error(f"--seeds is {args.seeds}, it must be at least 1")
     output = Path(args.output)
     seeds = range(args.seeds)
     for name, seed in [*((n, s) for s in seeds for n in REPEATED), *((n, 0) for n in ONCE)]:
@@ -42,32 +43,11 @@ def main() -> None:
 
 def measure(name: str, seed: int, directory: Path, args: argparse.Namespace) -> None:
     """Train (or go on), then the few-shot accuracy of the result."""
-    config, keys = f"configs/tiny_imagenet/{name}.yaml", ["SEED", str(seed), *args.opts]
-    run(
-        "tools/train.py",
-        "--cfg",
-        config,
-        "--data",
-        args.data,
-        "--output",
-        directory,
-        "--resume",
-        "auto",
-        "--opts",
-        *keys,
-    )
+    run_training(f"configs/tiny_imagenet/{name}.yaml", args.data, directory, ["SEED", seed, *args.opts])
     file = directory / "few_shot.json"
     if not file.exists():
         shots = ["--shots", 5, "--draws", args.draws, "--output", file]
-        run("tools/few_shot.py", "--resume", directory, "--data", args.transfer, *shots)
-
-
-def run(*command: object) -> None:
-    words = [str(word) for word in command]
-    print(f"\n$ python {' '.join(words)}", flush=True)
-    status = subprocess.run([sys.executable, str(ROOT / words[0]), *words[1:]], check=False).returncode
-    if status:
-        sys.exit(status)
+        run_tool("tools/few_shot.py", "--resume", directory, "--data", args.transfer, *shots)
 
 
 def table(output: Path, names: list[str]) -> str:
@@ -99,4 +79,4 @@ def _cell(values: list[float | None]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

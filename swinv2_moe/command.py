@@ -2,8 +2,11 @@
 
 import argparse
 import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from yacs.config import CfgNode
 
@@ -11,6 +14,8 @@ from moe_core.parallel import CollectiveError
 from swinv2_moe.config import load_config
 from swinv2_moe.engine.stopping import StoppedElsewhere
 from swinv2_moe.errors import UserError
+
+_ROOT = Path(__file__).parents[1]  # of the repository, which holds the commands
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,3 +48,19 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def run_tool(*command: object) -> None:
+    """Run another command of this repository ("tools/train.py", ...), printed first; its failure, which it has named,
+    ends this process too."""
+    words = [str(word) for word in command]
+    print(f"\n$ python {shlex.join(words)}", flush=True)
+    status = subprocess.run([sys.executable, str(_ROOT / words[0]), *words[1:]], check=False).returncode
+    if status:
+        sys.exit(status)
+
+
+def run_training(config: str, data: Path, output: Path, opts: list) -> None:
+    """Train, or go on with it, by a configuration of this repository; a run that has finished stays as it is."""
+    places = ["--data", data, "--output", output]
+    run_tool("tools/train.py", "--cfg", _ROOT / config, *places, "--resume", "auto", "--opts", *opts)

@@ -7,9 +7,6 @@ Each step is a command of its own, printed as it is run; started again, it goes 
 
 import argparse
 import json
-import shlex
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,10 +14,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from swinv2_moe.command import run_command
+from swinv2_moe.command import run_command, run_tool, run_training
 from swinv2_moe.data.unpack import image_folder
 
-ROOT = Path(__file__).parent.parent
 MODELS = {"MoE, 8 experts": "8expert", "dense": "dense"}
 PRETRAIN, FINETUNE = "configs/tiny_imagenet/{}.yaml", "configs/tiny_imagenet/finetune_96.yaml"
 SHOTS = "5"
@@ -43,46 +39,21 @@ def main() -> None:
         image_folder(Path(getattr(args, name)), output / "data" / name) for name in ("pretrain", "transfer")
     )
     started = time.perf_counter()
-    run(
+    run_tool(
         "data/make_shards.py", "--data", pretrain, "--dataset", "folder", "--output", output / "shards", "--shard-mb", 8
     )
-    run("data/stage.py", output / "shards", output / "staged")
+    run_tool("data/stage.py", output / "shards", output / "staged")
     shards = ["DATA.DATASET", "shards", "TRAIN.EPOCHS", args.epochs, "TRAIN.WARMUP_EPOCHS", 1]
     for name in MODELS.values():
-        train(PRETRAIN.format(name), output / "staged", output / "pretrained" / name, [*shards, *args.opts])
+        run_training(PRETRAIN.format(name), output / "staged", output / "pretrained" / name, [*shards, *args.opts])
     for name in MODELS.values():
         opts = ["MODEL.PRETRAINED", output / "pretrained" / name, "TRAIN.EPOCHS", args.finetune_epochs]
         opts += ["MODEL.MOE.NUM_EXPERTS", 0] if name == "dense" else []
-        train(FINETUNE, transfer, output / "finetuned" / name, [*opts, *args.opts])
+        run_training(FINETUNE, transfer, output / "finetuned" / name, [*opts, *args.opts])
     for name in MODELS.values():
         file, checkpoint = output / f"few_shot_{name}.json", output / "pretrained" / name
-        run("tools/few_shot.py", "--resume", checkpoint, "--data", transfer, "--shots", SHOTS, "--output", file)
+        run_tool("tools/few_shot.py", "--resume", checkpoint, "--data", transfer, "--shots", SHOTS, "--output", file)
     show(output, time.perf_counter() - started)
-
-
-def train(config: str, data: Path, output: Path, opts: list) -> None:
-    run(
-        "tools/train.py",
-        "--cfg",
-        ROOT / config,
-        "--data",
-        data,
-        "--output",
-        output,
-        "--resume",
-        "auto",
-        "--opts",
-        *opts,
-    )
-
-
-def run(*command: object) -> None:
-    """A command of this repository; its failure, which it has named, ends this one."""
-    words = [str(word) for word in command]
-    print(f"\n$ python {shlex.join(words)}", flush=True)
-    status = subprocess.run([sys.executable, str(ROOT / words[0]), *words[1:]], check=False).returncode
-    if status:
-        sys.exit(status)
 
 
 def show(output: Path, seconds: float) -> None:

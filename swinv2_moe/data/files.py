@@ -101,7 +101,7 @@ def _sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
-class Bar(Progress):
+class TransferBar(Progress):
     """A line in the terminal while it is entered: images, images/s, MB, MB/s and the time left.
 
     Args:

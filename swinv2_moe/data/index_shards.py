@@ -14,7 +14,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from swinv2_moe.data.files import Bar, only_process
+from swinv2_moe.data.files import TransferBar, only_process
 from swinv2_moe.data.images import decode
 from swinv2_moe.data.shard_jobs import Job, Tick, begin, finish, finish_job, run_jobs
 from swinv2_moe.data.shards import SPLITS
@@ -47,7 +47,7 @@ def index_shards(root: str, num_classes: int, check: bool, workers: int) -> dict
         plan = begin(root, asked, dict, "remove its index.json and plan.json")
         if not os.path.exists(os.path.join(root, "index.json")):
             work = partial(_index, root, num_classes, check)
-            run_jobs(root, jobs, work, workers, Bar("index", size, "bytes"))
+            run_jobs(root, jobs, work, workers, TransferBar("index", size, "bytes"))
         return finish(root, jobs, [str(label) for label in range(num_classes)] or None, plan)
 
 

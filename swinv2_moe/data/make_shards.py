@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from PIL import Image
 
-from swinv2_moe.data.files import Bar, make_directory, new_file, only_process
+from swinv2_moe.data.files import TransferBar, make_directory, new_file, only_process
 from swinv2_moe.data.images import decode, to_mode
 from swinv2_moe.data.shard_jobs import Job, Tick, begin, finish, finish_job, run_jobs
 from swinv2_moe.data.shards import SPLITS
@@ -67,7 +67,7 @@ def make_shards(sources: Sources, output: str, options: Options, workers: int) -
         if not os.path.exists(os.path.join(output, "index.json")):
             total = sum(len(writer.order) for writer in writers.values())
             work = lambda job, tick: writers[job.split].write(job, tick)  # noqa: E731
-            run_jobs(output, jobs, work, workers, Bar("shards", total, "images"), total)
+            run_jobs(output, jobs, work, workers, TransferBar("shards", total, "images"), total)
         return finish(output, jobs, sources.class_names, plan)
 
 

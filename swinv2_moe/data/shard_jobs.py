@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swinv2_moe.data.files import Bar, new_file, write_json
+from swinv2_moe.data.files import TransferBar, new_file, write_json
 from swinv2_moe.data.shards import FORMAT_VERSION, MEMBER, SPLITS, open_split, read_index
 from swinv2_moe.errors import UserError
 
@@ -72,7 +72,9 @@ def finish_job(path: str, size: int, sha256: str, rows: list[tuple[int, int, int
     return summary
 
 
-def run_jobs(root: str, jobs: list[Job], work: Work, workers: int, bar: Bar, num_images: int | None = None) -> None:
+def run_jobs(
+    root: str, jobs: list[Job], work: Work, workers: int, bar: TransferBar, num_images: int | None = None
+) -> None:
     """Do the jobs that are not finished yet, in forked processes.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
-from swinv2_moe.data.files import Bar, make_directory, new_file, only_process, write_json
+from swinv2_moe.data.files import TransferBar, make_directory, new_file, only_process, write_json
 from swinv2_moe.data.shards import SPLITS, read_index
 from swinv2_moe.errors import UserError
 
@@ -103,7 +103,10 @@ class _Copying:
 
     def run(self, files: list[_File], workers: int) -> list[int]:
         """The bytes that were copied of each file."""
-        with Bar("stage", sum(file.bytes for file in files), "bytes") as bar, ThreadPoolExecutor(workers) as pool:
+        with (
+            TransferBar("stage", sum(file.bytes for file in files), "bytes") as bar,
+            ThreadPoolExecutor(workers) as pool,
+        ):
             futures = [pool.submit(self._bring, file) for file in files]
             try:
                 waiting = set(futures)

@@ -27,7 +27,7 @@ SMALL = Options(shard_mb=0.02)  # of noise images: about 6 in a shard
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    monkeypatch.setattr(files.Bar, "start", lambda self: None)
+    monkeypatch.setattr(files.TransferBar, "start", lambda self: None)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ BROKEN = {
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
     """The images above, in files and in shards; in shards row i of the files is where the key begins with i."""
-    monkeypatch.setattr(files.Bar, "start", lambda self: None)
+    monkeypatch.setattr(files.TransferBar, "start", lambda self: None)
     contents = {name: image[0] for name, image in READABLE.items()} | BROKEN
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)

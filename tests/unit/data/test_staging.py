@@ -20,7 +20,7 @@ from swinv2_moe.errors import UserError
 
 @pytest.fixture
 def made(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(files.Bar, "start", lambda self: None)
+    monkeypatch.setattr(files.TransferBar, "start", lambda self: None)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
     source = ImageArrays("noise", pixels, np.arange(40) % 4)
     make_shards(Sources(source, source, list("abcd")), str(tmp_path / "shards"), Options(shard_mb=0.02), 1)
