@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 
 import torch
-from timing import machine, median_and_spread
 
 from swinv2_moe.config import load_config
 from swinv2_moe.data import build_data
 from swinv2_moe.engine.distributed import World, seed_everything
 from swinv2_moe.engine.saver import Cost, Saver
 from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.measure.rounds import machine, median_and_spread
 from swinv2_moe.models import build_model
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart_digits.yaml"

@@ -26,11 +26,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from netns import Cluster, node_bytes_sent, require
-from timing import machine, median_and_spread, ratios
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.cost_model import candidates
 from moe_core.parallel import ExpertGroup, ParallelStrategy, all_to_all
+from swinv2_moe.measure.rounds import machine, median_and_spread, ratios
 
 FLOATS = 2**20 // 4  # in one MiB
 SIZES = {"64 KiB": FLOATS // 16, "1 MiB": FLOATS, "4 MiB": 4 * FLOATS}  # floats that each rank sends, itself included

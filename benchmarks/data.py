@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from timing import machine, median_and_spread
 from torchvision.io import ImageReadMode, decode_jpeg
 from yacs.config import CfgNode
 
@@ -32,6 +31,7 @@ from swinv2_moe.data.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Source, Sources
 from swinv2_moe.data.transforms import build_transform
+from swinv2_moe.measure.rounds import machine, median_and_spread
 
 _TURN = 5  # images
 Decoder = Callable[[bytes], Image.Image]

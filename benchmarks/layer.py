@@ -14,11 +14,11 @@ import statistics
 
 import torch
 import torch.nn.functional as F
-from timing import interleaved, machine, median_and_spread, ratios
 from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.kernels import reference
+from swinv2_moe.measure.rounds import interleaved, machine, median_and_spread, ratios
 
 
 def arguments() -> argparse.Namespace:

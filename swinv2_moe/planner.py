@@ -19,9 +19,9 @@ from torch import nn
 from yacs.config import CfgNode
 
 from moe_core import MoEConfig, cost_model, expert_parameters, moe_layers
-from swinv2_moe.errors import UserError
 from swinv2_moe.models.build import build_model
 from swinv2_moe.models.complexity import count
+from swinv2_moe.plots import new_figure, save_png, tidy
 
 LARGEST = 4096
 ASSUMED_CLASSES = 1000  # where the configuration leaves the number to the data
@@ -224,9 +224,7 @@ def draw(plan: Sequence[Prediction], own: int, title: str, path: Path) -> None:
     Raises:
         UserError: a file that cannot be written.
     """
-    from matplotlib.figure import Figure  # half a second; not by pyplot: no display is needed
-
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    figure = new_figure(11, 7.5)
     bars, shares = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
     labels = [f"{row.gpus:,}\n{_short(row.strategy)}" for row in plan]
     _stack(bars, plan, labels)
@@ -239,13 +237,8 @@ def draw(plan: Sequence[Prediction], own: int, title: str, path: Path) -> None:
     shares.set_xlabel("GPUs; best r, pipeline degree and all-to-all (grey: your cluster)")
     for axes in (bars, shares):
         axes.axvspan(*_around([row.gpus for row in plan], own), color="0.9", zorder=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-    try:
-        figure.savefig(path, format="png", dpi=130)
-    except OSError as error:
-        raise UserError(f"--output {path} cannot be written ({error.strerror})") from error
+        tidy(axes)
+    save_png(figure, path)
 
 
 _COLOURS = {

@@ -18,7 +18,6 @@ N images, D features, W ranks, B images per rank and batch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -33,16 +32,13 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 from yacs.config import CfgNode
 
-from swinv2_moe.config import config_from_text, default_config, merge_opts
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import Source, Sources, load_sources
-from swinv2_moe.engine import checkpoint
-from swinv2_moe.engine.checkpoint import Checkpoint
-from swinv2_moe.engine.distributed import World, expert_group, open_world
+from swinv2_moe.engine.deployed import open_deployed
+from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.record import Bar
 from swinv2_moe.engine.trainer import build_autocast
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import SwinTransformerV2MoE, build_model
 
 CLASSIFIERS: dict[str, Callable[[], ClassifierMixin]] = {
     "ridge": partial(RidgeClassifier, alpha=2**10),
@@ -50,9 +46,6 @@ CLASSIFIERS: dict[str, Callable[[], ClassifierMixin]] = {
 }
 _TEMPERATURE = 0.07  # of the neighbours' votes
 _QUERIES = 128  # images whose neighbours are sought at a time: with ImageNet-22K's 14 million, 7 GB of similarities
-# What a checkpoint's configuration says of the machines and the data it was trained on
-_NOT_THE_MODELS = "MODEL.NUM_CLASSES 0 DATA.GLOBAL_BATCH_SIZE 0 MODEL.MOE.EXPERT_PARALLEL_SIZE 0"
-_NOT_THE_MODELS += " MODEL.MOE.STRATEGY off MODEL.MOE.RANKS_PER_NODE 0 MODEL.MOE.KERNELS auto"
 
 
 @dataclass(frozen=True)
@@ -92,10 +85,7 @@ def evaluate_few_shot(
 ) -> dict | None:
     """Few-shot and k-NN top-1, in percent, of the checkpoint or run `resume`. Every rank calls this.
 
-    Args:
-        data: DATA.PATH; None: the data that the checkpoint was trained on.
-        dataset: DATA.DATASET; None: a folder of images where `data` is given.
-        opts: KEY VALUE ... over the checkpoint's configuration. DEVICE and TIMEOUT are not the checkpoint's but these.
+    Arguments as in `open_deployed`.
 
     Returns:
         On the main rank what is worth keeping, ready for JSON; on the others None.
@@ -103,16 +93,11 @@ def evaluate_few_shot(
     Raises:
         UserError: input that cannot be used, a class with fewer images than shots, features that are not finite.
     """
-    place = default_config()
-    merge_opts(place, opts)
-    with open_world(place.DEVICE, place.TIMEOUT) as world, world.named_errors("a collective"):
-        source = checkpoint.find_checkpoint(resume, Path(resume), world, weights_only=True)
-        if source is None:
-            raise UserError(f"--resume {resume}: name a checkpoint or a run")
-        config = _configuration(source, data, dataset, opts)
+    with open_deployed(resume, data, dataset, opts) as deployed:
+        world, config = deployed.world, deployed.config
         sources = world.everywhere(lambda: load_sources(config))
         _check_counts(sources.train.targets, sources, protocol, "training images")
-        model = _load_model(source, config, world)
+        model = deployed.model(num_classes=0)
         unreadable = UnreadableImages(len(sources.train) + len(sources.val), config.DATA.MAX_BAD_SHARE)
         train = _extract(model, sources.train, "training images", config, world, unreadable)
         val = _extract(model, sources.val, "validation images", config, world, unreadable)
@@ -124,9 +109,10 @@ def evaluate_few_shot(
             f"none of the {len(sources.val)} validation images can be read; the first: {sources.val.name(0)}"
         )
     if not all(np.isfinite(found.features).all() for found in (train, val)):
-        raise UserError(f"checkpoint {source.directory}: its features are not finite")
+        raise UserError(f"checkpoint {deployed.source.directory}: its features are not finite")
     measured = measure(train, val, protocol, world.device)
-    return _facts(source, config, sources, world) | measured | {"unreadable_images": list(unreadable.paths)}
+    facts = deployed.facts() | {"classes": len(sources.class_names)}
+    return facts | measured | {"unreadable_images": list(unreadable.paths)}
 
 
 @torch.inference_mode()
@@ -214,14 +200,6 @@ def measure(train: Features, val: Features, protocol: Protocol, device: torch.de
     return sizes | {"classifier": protocol.classifier, "few_shot": few_shot, "knn": knn}
 
 
-def _configuration(source: Checkpoint, data: str | None, dataset: str | None, opts: Sequence[str]) -> CfgNode:
-    dataset = dataset or ("folder" if data else None)
-    chosen = [("DATA.PATH", data), ("DATA.DATASET", dataset)]
-    pairs = [part for key, value in chosen if value is not None for part in (key, value)]
-    name = f"checkpoint {source.directory}"
-    return config_from_text(source.meta["config"], name, [*_NOT_THE_MODELS.split(), *pairs, *opts])
-
-
 def _check_counts(targets: np.ndarray, sources: Sources, protocol: Protocol, what: str) -> None:
     counts = np.bincount(targets, minlength=len(sources.class_names))
     if len(counts) < 2:
@@ -231,17 +209,6 @@ def _check_counts(targets: np.ndarray, sources: Sources, protocol: Protocol, wha
         raise UserError(f"--shots {shots}: class {sources.class_names[fewest]!r} has {counts[fewest]} {what}")
     if len(targets) < protocol.neighbors:
         raise UserError(f"--knn {protocol.neighbors}: there are {len(targets)} {what}")
-
-
-def _load_model(source: Checkpoint, config: CfgNode, world: World) -> SwinTransformerV2MoE:
-    """The model without its classifier, whose classes are others."""
-    model = build_model(config, num_classes=0, group=expert_group(config, world))
-    checkpoint.load_weights(source, model, _without_head)
-    return model.to(world.device)
-
-
-def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith("head.fc.")}
 
 
 def _extract(
@@ -264,17 +231,3 @@ def _gather_rows(rows: Tensor, world: World) -> Tensor:
     with world.named_errors("gathering features"):
         dist.gather(rows, parts, dst=0, group=world.group)
     return torch.stack(parts, dim=1).flatten(0, 1).cpu() if world.is_main else rows[:0].cpu()
-
-
-def _facts(source: Checkpoint, config: CfgNode, sources: Sources, world: World) -> dict:
-    return {
-        "checkpoint": str(source.directory),
-        "step": source.meta["step"],
-        "passed_over": list(source.skipped),
-        "dataset": config.DATA.DATASET,
-        "data": config.DATA.PATH,
-        "image_size": config.DATA.IMG_SIZE,
-        "classes": len(sources.class_names),
-        "world_size": world.size,
-        "torch": torch.__version__,
-    }

@@ -20,6 +20,7 @@ PARTS = ["moe_core.router", "moe_core.dispatch", "moe_core.experts", "moe_core.p
 # What the other packages may import from.
 PUBLIC = ("moe_core", "moe_core.parallel", "moe_core.cost_model", "moe_core.checkpoint", "moe_core.tutel")
 SHARED = ["moe_core", "swinv2_moe.errors", "swinv2_moe.config"]
+MODELS_AND_DATA = [*SHARED, "swinv2_moe.models", "swinv2_moe.data"]
 ALLOWED = {
     "moe_core": ["moe_core"],  # what stands on the layer: training, checkpoint, __init__
     "moe_core.layer": BASICS + PARTS,
@@ -30,12 +31,15 @@ ALLOWED = {
     "moe_core.parallel.groups": ["moe_core.parallel.lane"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],
+    "swinv2_moe.plots": ["swinv2_moe.errors"],
     "swinv2_moe.config": ["swinv2_moe.errors", "swinv2_moe.config_checks"],
     "swinv2_moe.config_checks": ["swinv2_moe.errors"],
     "swinv2_moe.models": SHARED,
     "swinv2_moe.data": ["swinv2_moe.errors", "swinv2_moe.config"],
-    "swinv2_moe.engine": [*SHARED, "swinv2_moe.models", "swinv2_moe.data"],
-    "swinv2_moe.detection": [*SHARED, "swinv2_moe.models", "swinv2_moe.data", "swinv2_moe.engine"],
+    "swinv2_moe.engine": MODELS_AND_DATA,
+    "swinv2_moe.detection": [*MODELS_AND_DATA, "swinv2_moe.engine"],
+    "swinv2_moe.measure": [*MODELS_AND_DATA, "swinv2_moe.engine", "swinv2_moe.plots"],
+    "swinv2_moe.export": [*MODELS_AND_DATA, "swinv2_moe.engine"],
     "tools": ["moe_core", "swinv2_moe"],
 }
 

@@ -1,0 +1,88 @@
+"""A checkpoint as it is used after its training: its configuration, perhaps for other data, and its model."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from yacs.config import CfgNode
+
+from swinv2_moe.config import config_from_text, default_config, merge_opts
+from swinv2_moe.engine import checkpoint
+from swinv2_moe.engine.checkpoint import Checkpoint
+from swinv2_moe.engine.distributed import World, expert_group, open_world
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import SwinTransformerV2MoE, build_model
+
+# What a checkpoint's configuration says of the machines and the data it was trained on
+_NOT_THE_MODELS = "MODEL.NUM_CLASSES 0 DATA.GLOBAL_BATCH_SIZE 0 MODEL.MOE.EXPERT_PARALLEL_SIZE 0"
+_NOT_THE_MODELS += " MODEL.MOE.STRATEGY off MODEL.MOE.RANKS_PER_NODE 0 MODEL.MOE.KERNELS auto"
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A checkpoint, whole, among the processes that use it."""
+
+    world: World
+    source: Checkpoint
+    config: CfgNode
+
+    def model(self, num_classes: int) -> SwinTransformerV2MoE:
+        """Its model on this rank's device, in evaluation mode; with `num_classes` 0 the model without its classifier.
+
+        Raises:
+            UserError: the weights do not fit the configuration or so many classes.
+        """
+        model = build_model(self.config, num_classes, expert_group(self.config, self.world))
+        checkpoint.load_weights(self.source, model, _without_head if num_classes == 0 else lambda found: found)
+        return model.to(self.world.device).eval()
+
+    def facts(self) -> dict:
+        """What a result is worth nothing without, ready for JSON."""
+        return {
+            "checkpoint": str(self.source.directory),
+            "step": self.source.meta["step"],
+            "passed_over": list(self.source.skipped),
+            "dataset": self.config.DATA.DATASET,
+            "data": self.config.DATA.PATH,
+            "image_size": self.config.DATA.IMG_SIZE,
+            "world_size": self.world.size,
+            "torch": torch.__version__,
+        }
+
+
+@contextmanager
+def open_deployed(
+    resume: str, data: str | None = None, dataset: str | None = None, opts: Sequence[str] = ()
+) -> Iterator[Deployed]:
+    """The checkpoint `resume`, or the newest of a run, for the block's length. Every rank calls this.
+
+    Args:
+        data: DATA.PATH; None: the data that the checkpoint was trained on.
+        dataset: DATA.DATASET; None: a folder of images where `data` is given.
+        opts: KEY VALUE ... over the checkpoint's configuration. DEVICE and TIMEOUT are not the checkpoint's but these.
+
+    Raises:
+        UserError: there is none that is whole, or options that cannot be used.
+    """
+    place = default_config()
+    merge_opts(place, opts)
+    with open_world(place.DEVICE, place.TIMEOUT) as world, world.named_errors("a collective"):
+        source = checkpoint.find_checkpoint(resume, Path(resume), world, weights_only=True)
+        if source is None:
+            raise UserError(f"--resume {resume}: name a checkpoint or a run")
+        yield Deployed(world, source, _configuration(source, data, dataset, opts))
+
+
+def _configuration(source: Checkpoint, data: str | None, dataset: str | None, opts: Sequence[str]) -> CfgNode:
+    dataset = dataset or ("folder" if data else None)
+    chosen = [("DATA.PATH", data), ("DATA.DATASET", dataset)]
+    pairs = [part for key, value in chosen if value is not None for part in (key, value)]
+    name = f"checkpoint {source.directory}"
+    return config_from_text(source.meta["config"], name, [*_NOT_THE_MODELS.split(), *pairs, *opts])
+
+
+def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("head.fc.")}

@@ -1,0 +1,66 @@
+"""What the figures of all commands share. Without pyplot: no display is needed, and nothing global is changed."""
+
+import re
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swinv2_moe.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Readable on white and on black, and told apart by the colour-blind: Paul Tol's bright scheme, without its pale yellow
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#66ccee", "#bbbbbb")
+_INK = "#123456"  # a colour that no figure uses: text and axes in it take the page's own
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure of so many inches."""
+    from matplotlib.figure import Figure  # half a second
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def tidy(axes: "Axes") -> None:
+    """Two spines and a faint grid behind what is drawn."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def save_png(figure: "Figure", path: Path, option: str = "--output") -> None:
+    """Raises:
+    UserError: a file that cannot be written; the message begins with `option`.
+    """
+    try:
+        figure.savefig(path, format="png", dpi=130)
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot be written ({error.strerror})") from error
+
+
+def to_svg(figure: "Figure", label: str) -> str:
+    """An <svg> element for a page: as wide as there is room, its text and axes in the page's colour."""
+    import matplotlib
+
+    for axes in figure.axes:
+        _ink(axes)
+    file = StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):  # text stays text; the same ids again
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    return re.sub(r'width="[^"]*pt" height="[^"]*pt"', f'role="img" aria-label="{label}"', svg, count=1)
+
+
+def _ink(axes: "Axes") -> None:
+    axes.tick_params(which="both", color=_INK, labelcolor=_INK)
+    for spine in axes.spines.values():
+        spine.set_edgecolor(_INK)
+    legend = axes.get_legend()
+    texts: Sequence = [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+    for text in (*texts, *(legend.get_texts() if legend else ())):
+        text.set_color(_INK)
