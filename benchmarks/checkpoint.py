@@ -65,7 +65,7 @@ class Bench:
     def steps(self, count: int) -> float:
         started = time.perf_counter()
         for i in range(count):
-            self.trainer._train_step([self.batches[i % len(self.batches)]])
+            self.trainer.train_step([self.batches[i % len(self.batches)]])
         return time.perf_counter() - started
 
     def plain_window(self) -> float:

@@ -1,6 +1,7 @@
-"""What the commands in tools/ share: the configuration's arguments, and one line for a user's mistake."""
+"""What the commands in tools/ share: arguments, results as JSON, and one line for a user's mistake."""
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -26,6 +27,50 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", metavar="DIR", help="the run directory (OUTPUT)")
     parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """--resume, --data, --dataset, --output and --opts of what measures a checkpoint."""
+    parser.add_argument("--resume", required=True, metavar="DIR", help="a run (its newest checkpoint) or a checkpoint")
+    parser.add_argument("--data", metavar="DIR", help="the data set (DATA.PATH); default: the one of the training")
+    parser.add_argument("--dataset", metavar="KIND", help="DATA.DATASET; default: folder where --data is given")
+    parser.add_argument("--output", metavar="JSON", help="a file for the results")
+    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
+
+
+def check_output_file(file: str | Path | None) -> None:
+    """Before the work: raise UserError where --output is given and cannot be a file."""
+    if file and (not Path(file).parent.is_dir() or Path(file).is_dir()):
+        raise UserError(f"--output {file}: must be a file in a directory that exists")
+
+
+def write_results(file: str | None, found: dict) -> None:
+    """The results as JSON, where --output is given.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        if file:
+            Path(file).write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--output {file}: cannot be written ({error.strerror})") from error
+
+
+def output_directory(name: str) -> Path:
+    """--output as a directory, made where there is none.
+
+    Raises:
+        UserError: it cannot be made or written in.
+    """
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {name}: cannot be made a directory ({error.strerror})") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(f"--output {name}: permission denied to write in it")
+    return path
 
 
 def config_from(args: argparse.Namespace) -> CfgNode:

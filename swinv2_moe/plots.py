@@ -1,14 +1,14 @@
 """What the figures of all commands share. Without pyplot: no display is needed, and nothing global is changed."""
 
 import re
-from collections.abc import Sequence
+from html import escape
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swinv2_moe.errors import UserError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -19,7 +19,7 @@ _INK = "#123456"  # a colour that no figure uses: text and axes in it take the p
 
 def new_figure(width: float, height: float) -> "Figure":
     """An empty figure of so many inches."""
-    from matplotlib.figure import Figure  # half a second
+    from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -42,25 +42,28 @@ def save_png(figure: "Figure", path: Path, option: str = "--output") -> None:
 
 
 def to_svg(figure: "Figure", label: str) -> str:
-    """An <svg> element for a page: as wide as there is room, its text and axes in the page's colour."""
+    """An <svg> element for a page: as wide as there is room, its text and axes in the page's colour.
+
+    Args:
+        label: what a screen reader says, and different for each figure of a page, since it makes the ids.
+    """
     import matplotlib
+    from matplotlib.spines import Spine
+    from matplotlib.text import Text
 
     for axes in figure.axes:
-        _ink(axes)
+        axes.tick_params(which="both", color=_INK, labelcolor=_INK)
+    for part in figure.findobj(Text):
+        part.set_color(_INK)
+    for part in figure.findobj(Spine):
+        part.set_edgecolor(_INK)
     file = StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):  # text stays text; the same ids again
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):  # text stays text
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    return re.sub(r'width="[^"]*pt" height="[^"]*pt"', f'role="img" aria-label="{label}"', svg, count=1)
-
-
-def _ink(axes: "Axes") -> None:
-    axes.tick_params(which="both", color=_INK, labelcolor=_INK)
-    for spine in axes.spines.values():
-        spine.set_edgecolor(_INK)
-    legend = axes.get_legend()
-    texts: Sequence = [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
-    for text in (*texts, *(legend.get_texts() if legend else ())):
-        text.set_color(_INK)
+    referenced = set(re.findall(r"#([\w.-]+)", svg))
+    svg = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in referenced else "", svg)
+    attributes = f'role="img" aria-label="{escape(label, quote=True)}"'
+    return re.sub(r'width="[^"]*pt" height="[^"]*pt"', attributes, svg, count=1)

@@ -51,6 +51,6 @@ def train_steps(trainer: Trainer, count: int) -> list[tuple[float, float, float]
     batches = [batch for batch, _ in zip(trainer.data.train_loader, range(count * size), strict=False)]
     trainer.wrapped.train()
     for step in range(count):
-        loss, aux_loss, norm = trainer._train_step(batches[step * size : (step + 1) * size])
+        loss, aux_loss, norm = trainer.train_step(batches[step * size : (step + 1) * size])
         found.append((trainer._mean(loss), trainer._mean(aux_loss), norm))
     return found

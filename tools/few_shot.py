@@ -5,32 +5,24 @@ torchrun --nproc_per_node 8 tools/few_shot.py --resume output/mine --data DIR --
 """
 
 import argparse
-import json
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from swinv2_moe.command import run_command
+from swinv2_moe.command import add_checkpoint_arguments, check_output_file, run_command, write_results
 from swinv2_moe.engine.few_shot import CLASSIFIERS, Protocol, evaluate_few_shot
-from swinv2_moe.errors import UserError
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--resume", required=True, metavar="DIR", help="a run (its newest checkpoint) or a checkpoint")
-    parser.add_argument("--data", metavar="DIR", help="the data set (DATA.PATH); default: the one of the training")
-    parser.add_argument("--dataset", metavar="KIND", help="DATA.DATASET; default: folder where --data is given")
+    add_checkpoint_arguments(parser)
     parser.add_argument("--shots", nargs="+", type=int, default=[1, 5, 10], metavar="N", help="training images a class")
     parser.add_argument("--draws", type=int, default=5, help="of those images, for each N (default: 5)")
     parser.add_argument("--classifier", choices=CLASSIFIERS, default="ridge", help="default: ridge, as published")
     parser.add_argument("--knn", type=int, default=20, metavar="K", help="neighbours (default: 20)")
-    parser.add_argument("--output", metavar="JSON", help="a file for the results")
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
     args = parser.parse_args()
-    if args.output and (not Path(args.output).parent.is_dir() or Path(args.output).is_dir()):
-        raise UserError(f"--output {args.output}: must be a file in a directory that exists")
+    check_output_file(args.output)
     return args
 
 
@@ -60,11 +52,7 @@ def main() -> None:
     if found is None:  # the main rank has them
         return
     show(found)
-    if args.output:
-        try:
-            Path(args.output).write_text(json.dumps(found, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"--output {args.output}: cannot be written ({error.strerror})") from error
+    write_results(args.output, found)
 
 
 if __name__ == "__main__":

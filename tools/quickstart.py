@@ -55,7 +55,7 @@ def show(summaries: dict[str, dict], output: Path) -> None:
         f"""
 Checkpoint    {output}/moe/checkpoints/best
 TensorBoard   .venv/bin/tensorboard --logdir {output}
-Next          .venv/bin/python tools/train.py --cfg {config} --resume {output}/moe --eval
+Next          .venv/bin/python tools/evaluate.py --resume {output}/moe
               .venv/bin/torchrun --nproc_per_node 2 tools/train.py --cfg {config} --output {output}/two
               your own photographs: README.md, "Your images\"""",
         markup=False,

@@ -1,5 +1,5 @@
-"""Training and evaluation runs."""
+"""Training runs."""
 
-from swinv2_moe.engine.run import evaluate, train
+from swinv2_moe.engine.run import train
 
-__all__ = ["evaluate", "train"]
+__all__ = ["train"]

@@ -18,7 +18,7 @@ from swinv2_moe.models import SwinTransformerV2MoE, build_model
 
 # What a checkpoint's configuration says of the machines and the data it was trained on
 _NOT_THE_MODELS = "MODEL.NUM_CLASSES 0 DATA.GLOBAL_BATCH_SIZE 0 MODEL.MOE.EXPERT_PARALLEL_SIZE 0"
-_NOT_THE_MODELS += " MODEL.MOE.STRATEGY off MODEL.MOE.RANKS_PER_NODE 0 MODEL.MOE.KERNELS auto"
+_NOT_THE_MODELS += " MODEL.MOE.STRATEGY off MODEL.MOE.RANKS_PER_NODE 0 MODEL.MOE.KERNELS auto AUG.MIXUP 0 AUG.CUTMIX 0"
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,18 @@ class World:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """[N, ...] of every rank, i-th rows of all before the next ones -> [N * size, ...] on the main rank's CPU.
+
+        So what belongs to the images of a ValSampler comes in the order of the data set. The others get no rows.
+        """
+        if self.group is None:
+            return rows.cpu()
+        parts = [torch.empty_like(rows) for _ in range(self.size)] if self.is_main else None
+        with self.named_errors("gathering rows from all ranks"):
+            dist.gather(rows, parts, dst=0, group=self.group)
+        return torch.stack(parts, dim=1).flatten(0, 1).cpu() if self.is_main else rows[:0].cpu()
+
     def agree(self, value: object) -> object:
         """The main rank's `value` (picklable, small), on every rank."""
         return self.gather(value if self.is_main else None)[0]

@@ -22,14 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from sklearn.base import ClassifierMixin
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from torch import Tensor, nn
+from torch import nn
 from yacs.config import CfgNode
 
 from swinv2_moe.data import UnreadableImages, evaluation_loader
@@ -133,9 +132,9 @@ def extract_features(
         with autocast():
             maps = model.forward_features(images.to(world.device, non_blocking=True))
             pooled = model.forward_head(maps, pre_logits=True)  # [B, D]
-        labels = _gather_rows(labels.to(world.device), world)  # [B * W]
+        labels = world.gather_rows(labels.to(world.device))  # [B * W]
         counted = labels >= 0  # neither padding nor unreadable
-        features.append(_gather_rows(pooled.float(), world)[counted])
+        features.append(world.gather_rows(pooled.float())[counted])
         targets.append(labels[counted])
         unreadable += bad
         after_batch()
@@ -221,13 +220,3 @@ def _extract(
         features, paths = extract_features(model, loader, world, autocast, lambda: bar.advance(""))
     unreadable.add(paths)
     return features
-
-
-def _gather_rows(rows: Tensor, world: World) -> Tensor:
-    """[B, ...] of every rank, i-th rows of all before the next ones -> [B * W, ...] on the main rank's CPU."""
-    if world.group is None:
-        return rows.cpu()
-    parts = [torch.empty_like(rows) for _ in range(world.size)] if world.is_main else None
-    with world.named_errors("gathering features"):
-        dist.gather(rows, parts, dst=0, group=world.group)
-    return torch.stack(parts, dim=1).flatten(0, 1).cpu() if world.is_main else rows[:0].cpu()

@@ -14,14 +14,19 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 from yacs.config import CfgNode
 
-from moe_core import RoutingStats
+from moe_core import RoutingStats, moe_layers
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.events import EventLog
+from swinv2_moe.engine.routing import sample_choices
 from swinv2_moe.engine.saver import Cost
 from swinv2_moe.errors import UserError
+
+_PICTURES = 4  # validation images whose routing TensorBoard shows
 
 
 @contextmanager
@@ -113,6 +118,11 @@ class Recorder:
         (self.directory / "config.yaml").write_text(config.dump())
 
     @_records
+    def environment(self, values: dict, step: int) -> None:
+        """What this part of the run, from `step` on, runs on."""
+        self._write({"step": step, "environment": values})
+
+    @_records
     def summary(self, values: dict) -> None:
         (self.directory / "summary.json").write_text(json.dumps(_plain(values), indent=1) + "\n")
 
@@ -163,6 +173,25 @@ class Recorder:
         self.writer.add_scalar("checkpoint/stall_seconds", cost.stall, cost.step)
         self.writer.add_scalar("checkpoint/seconds", cost.seconds, cost.step)
         self.writer.add_scalar("checkpoint/bytes", cost.bytes, cost.step)
+
+    @contextmanager
+    def routing(self, model: nn.Module, loader: DataLoader, data: CfgNode, step: int) -> Iterator[None]:
+        """Around a validation of `model` on `loader`: four of its images, always the same, and beside each, layer by
+        layer, its patches in the colour of the expert that they chose, in TensorBoard's image tab.
+
+        The pass is the validation's own, with the capacity of evaluation; which choices that dropped is not shown.
+        Only the main rank's images; no rank does anything for it together with others. `data`: the configuration's.
+        """
+        if not self.active or not moe_layers(model):
+            yield
+            return
+        with sample_choices(model, len(loader.sampler), _PICTURES) as sample:
+            yield
+        self._picture("routing", sample.picture(data.MEAN, data.STD), step)
+
+    @_records
+    def _picture(self, tag: str, picture: np.ndarray, step: int) -> None:
+        self.writer.add_image(tag, picture, step, dataformats="HWC")
 
     def bar(self, description: str, total: int, done: int = 0) -> "Bar":
         """A progress bar for one epoch; invisible where there is no terminal."""

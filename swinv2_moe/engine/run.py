@@ -13,15 +13,16 @@ from yacs.config import CfgNode
 
 from moe_core import moe_layers
 from swinv2_moe.config import resolve_batch_size
-from swinv2_moe.data import Data, UnreadableImages, build_data
-from swinv2_moe.engine import checkpoint, evaluation, optim
+from swinv2_moe.data import Data, build_data
+from swinv2_moe.engine import checkpoint, optim
 from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.engine.environment import describe_environment
 from swinv2_moe.engine.events import Staging, load_mllogger, read_staging
 from swinv2_moe.engine.record import Recorder, only_run
 from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.stopping import StoppedElsewhere
-from swinv2_moe.engine.trainer import Trainer, build_autocast
+from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import Complexity, SwinTransformerV2MoE, build_model, load_dense, measure_model
 from swinv2_moe.models.heads import fit_head
@@ -64,6 +65,8 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
         saver = Saver(root / "checkpoints", world, config, source, recorder.say, recorder.checkpoint)
         stack.callback(saver.wait, _LAST_SAVE_SECONDS)
         was_finished = trainer.finished
+        if not was_finished:
+            recorder.environment(describe_environment(world), trainer.step)
         with _run_events(recorder, trainer, began, staging):
             trainer.fit(recorder, saver)
         summary = _summary(trainer, size, staging, time.perf_counter() - started)
@@ -76,47 +79,26 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
     return summary
 
 
-def evaluate(config: CfgNode, resume: str | None = None) -> dict:
-    """Accuracy on the validation set of the checkpoint that `resume` names (or of MODEL.PRETRAINED); writes nothing.
-
-    Raises:
-        UserError: nothing to evaluate, or input that cannot be used.
-    """
-    with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"):
-        config, root = resolve_batch_size(config, world.size), Path(config.OUTPUT) / "checkpoints"
-        source = checkpoint.find_checkpoint(resume, root, world, weights_only=True) if resume else None
-        if source is None and not config.MODEL.PRETRAINED:
-            raise UserError("--eval needs weights: --resume with a checkpoint, or MODEL.PRETRAINED")
-        data, _ = _load_data(config, world)
-        model = _build_model(config, data.num_classes, world)
-        if source is not None:
-            checkpoint.load_weights(source, model)
-        else:
-            _load_pretrained(config, model, world)
-        autocast = build_autocast(config, world)
-        accuracy = evaluation.evaluate(model.to(world.device), data.val_loader, world, autocast)
-        unreadable = UnreadableImages(data.val_size, config.DATA.MAX_BAD_SHARE)
-        unreadable.add(path for paths in world.gather(accuracy.unreadable) for path in paths)
-    if world.is_main:
-        print(
-            f"{accuracy.images:,} images: top-1 {accuracy.top1:.2f}%, top-5 {accuracy.top5:.2f}%,"
-            f" loss {accuracy.loss:.4f}"
-        )
-        if unreadable.summary():
-            print(unreadable.summary())
-    return {"val_top1": accuracy.top1, "val_top5": accuracy.top5, "val_loss": accuracy.loss, "images": accuracy.images}
-
-
 def _load_data(config: CfgNode, world: World) -> tuple[Data, Staging | None]:
-    """The data and the record of its staging; each machine may read its own disk.
+    """The data and the record of its staging.
 
     Raises:
-        UserError: on every rank, what one of them finds wrong, or otherwise than the first.
+        UserError: on every rank, what one of them finds wrong; what `check_same_data` raises.
     """
     data = world.everywhere(lambda: build_data(config, world.rank, world.size))
     staging = world.everywhere(lambda: read_staging(config.DATA.PATH))
-    names = hashlib.sha256("\n".join(data.class_names).encode()).hexdigest()
-    everyone = world.gather((data.train_size, data.val_size, names))
+    check_same_data(config, world, data.train_size, data.val_size, data.class_names)
+    return data, staging
+
+
+def check_same_data(config: CfgNode, world: World, train_size: int, val_size: int, class_names: list[str]) -> None:
+    """Each machine may read its own disk. Every rank calls this.
+
+    Raises:
+        UserError: on every rank, where one of them has found other data than the first.
+    """
+    names = hashlib.sha256("\n".join(class_names).encode()).hexdigest()
+    everyone = world.gather((train_size, val_size, names))
     for rank, found in enumerate(everyone):
         if found != everyone[0]:
             here, first = (f"{train:,} + {val:,}" for train, val, _ in (found, everyone[0]))
@@ -124,7 +106,6 @@ def _load_data(config: CfgNode, world: World) -> tuple[Data, Staging | None]:
                 f"DATA.PATH is {config.DATA.PATH!r}: rank {rank} finds {here} images there, rank 0 {first}; their"
                 " number and their classes must be the same"
             )
-    return data, staging
 
 
 def _starting_point(root: Path, resume: str | None, world: World) -> Checkpoint | None:

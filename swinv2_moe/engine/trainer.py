@@ -24,6 +24,7 @@ from swinv2_moe.engine import checkpoint, optim
 from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.diagnose import explain_non_finite
 from swinv2_moe.engine.distributed import World, seed_everything
+from swinv2_moe.engine.environment import peak_memory
 from swinv2_moe.engine.evaluation import Accuracy, evaluate
 from swinv2_moe.engine.parallelize import averaged_copy, gradient_sync, load_whole, parallelize, settle_buckets
 from swinv2_moe.engine.record import Recorder
@@ -121,7 +122,8 @@ class Trainer:
             with recorder.interval("epoch", epoch_num=epoch):
                 self._train_epoch(recorder, saver)
         train_loss = self._mean(self.epoch_loss) / max(self.epoch_step, 1)
-        with recorder.interval("eval", epoch_num=epoch):
+        pictures = recorder.routing(self.deployed, self.data.val_loader, self.config.DATA, self.step)
+        with pictures, recorder.interval("eval", epoch_num=epoch):
             accuracy = self.validate()
             recorder.event("eval_accuracy", accuracy.top1 / 100, epoch_num=epoch)
         self.validated_step = self.step
@@ -145,7 +147,7 @@ class Trainer:
         title = f"epoch {self.epoch + 1}/{self.config.TRAIN.EPOCHS}"
         with recorder.bar(title, self.steps_per_epoch, self.epoch_step) as bar:
             for batches in loader:
-                loss, aux_loss, norm = self._train_step(batches)
+                loss, aux_loss, norm = self.train_step(batches)
                 bad += [path for batch in batches for path in batch.unreadable]
                 rate = (self.step - first) * self.global_batch / (time.perf_counter() - started)
                 bar.advance(f"loss {loss:.3f}  val top-1 {self._last_accuracy}  {rate:,.0f} images/s")
@@ -179,13 +181,13 @@ class Trainer:
         """The signal that some rank has received."""
         return next(filter(None, self.world.gather(self.stop.received)))
 
-    def _train_step(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
+    def train_step(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
         """One optimiser step over the accumulated batches: this rank's mean loss and aux loss, the global norm."""
         seed_everything(self.config.SEED, self.step, self.world.rank)
         total = torch.zeros(2, device=self.world.device)
         for i, batch in enumerate(batches):
             with gradient_sync(self.wrapped, enabled=i == len(batches) - 1):
-                loss, aux_loss = self._loss(batch)
+                loss, aux_loss = self.loss(batch)
                 with self.world.named_errors(f"the backward pass of step {self.step + 1}"):
                     (loss * self.scaler.scale / len(batches)).backward()
             total += torch.stack([loss.detach(), aux_loss.detach()]) / len(batches)
@@ -201,7 +203,8 @@ class Trainer:
         self.epoch_loss += loss if bad_losses == 0 else 0.0
         return loss, aux_loss, norm
 
-    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss to minimise, with the weighted auxiliary loss in it, and that loss alone, unweighted: scalars."""
         images, targets = self._mixed(batch)
         smoothing = 0.0 if self.mixup else self.config.MODEL.LABEL_SMOOTHING  # mixup smooths its own targets
         with self.autocast(), self.world.named_errors(f"the forward pass of step {self.step + 1}"):
@@ -260,6 +263,7 @@ class Trainer:
         }
         values |= {"lr": max(group["lr"] for group in self.optimizer.param_groups), "grad_norm": norm}
         values |= {"images_per_second": rate, "data_wait": max(self.world.gather(data_wait))}
+        values |= {"memory_bytes": peak_memory(self.world.device)}
         values |= {"loss_scale": self.scaler.scale} if self.scaler.enabled else {}
         recorder.step(
             values, {name: self._global_routing(layer.last_routing) for name, layer in moe_layers(self.model).items()}

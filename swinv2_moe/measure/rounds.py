@@ -1,11 +1,28 @@
-"""Timing of alternatives against each other: interleaved rounds, medians and spreads."""
+"""Measuring alternatives against each other: interleaved rounds, spreads, peak memory, the peak of matrix products."""
 
+import ctypes
 import os
 import statistics
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
+
+from swinv2_moe.engine.distributed import World
+from swinv2_moe.errors import UserError
+
+PERCENTILES = (50, 90, 99)
+_PRODUCT_SIDE = {"cpu": 1024, "cuda": 8192}  # of the matrices whose product stands for the peak
+
+
+class Times(list[float]):
+    """Milliseconds of one alternative, one a round; `run` tells the rounds that it was timed in from all others."""
+
+    def __init__(self, milliseconds: Iterable[float], run: str) -> None:
+        super().__init__(milliseconds)
+        self.run = run
 
 
 def synchronize() -> None:
@@ -13,32 +30,83 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def interleaved(alternatives: dict[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+def interleaved(
+    alternatives: dict[str, Callable[[], object]], rounds: int, warmup: int = 2, world: World | None = None
+) -> dict[str, Times]:
     """Milliseconds of each alternative in each round; a round runs all of them: they share what the machine does.
 
-    Every other round runs them backwards: none is always the one after the most memory-hungry.
+    Every other round runs them backwards: none is always the one after the most memory-hungry. With a `world` every
+    rank calls this with the same alternatives; they begin each together, and the slowest rank's time counts.
     """
-    times = {name: [] for name in alternatives}
+    times: dict[str, list[float]] = {name: [] for name in alternatives}
     for r in range(-warmup, rounds):
         for name in reversed(alternatives) if r % 2 else alternatives:
+            if world is not None:
+                world.barrier()
             synchronize()
             start = time.perf_counter()
             alternatives[name]()
             synchronize()
             if r >= 0:
                 times[name].append(1e3 * (time.perf_counter() - start))
-    return times
+    run, everyone = uuid.uuid4().hex[:8], world.gather(times) if world is not None else [times]
+    return {name: Times(map(max, zip(*(found[name] for found in everyone), strict=True)), run) for name in times}
 
 
-def ratios(times: list[float], base: list[float]) -> list[float]:
-    """Round by round: what disturbs a round disturbs both."""
+def check_rounds(rounds: int, warmup: int) -> None:
+    """Raises:
+    UserError: --rounds or --warmup is too small.
+    """
+    for option, value, least in (("rounds", rounds, 1), ("warmup", warmup, 0)):
+        if value < least:
+            raise UserError(f"--{option} is {value}, it must be at least {least}")
+
+
+def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Round by round: what disturbs a round disturbs both.
+
+    Raises:
+        ValueError: the two are of different runs of `interleaved`, or of different numbers of rounds.
+    """
+    _common_run(times, base)
     return [t / b for t, b in zip(times, base, strict=True)]
 
 
-def median_and_spread(values: list[float], digits: int = 1) -> str:
+def summed(parts: Sequence[Times]) -> Times:
+    """What the parts took together, round by round. Raises what `ratios` raises."""
+    return Times(map(sum, zip(*parts, strict=True)), _common_run(*parts))
+
+
+def _common_run(*many: Sequence[float]) -> str | None:
+    """None for plain lists, whose common rounds are their maker's word."""
+    runs = [getattr(times, "run", None) for times in many]
+    if len(set(runs)) > 1:
+        raise ValueError(
+            f"times of different runs ({', '.join(map(str, runs))}) cannot be compared: measure them in one"
+        )
+    return runs[0]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median, the upper quartile; of one value, three times that."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def median_and_spread(values: Sequence[float], digits: int = 1) -> str:
     """`median (lower quartile - upper quartile)`."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    low, middle, high = quartiles(values)
     return f"{middle:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
+
+
+def percentiles(values: Sequence[float]) -> tuple[float, ...]:
+    """PERCENTILES of the values, interpolated between them."""
+    if len(values) == 1:
+        return (values[0],) * len(PERCENTILES)
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return tuple(cuts[percent - 1] for percent in PERCENTILES)
 
 
 def machine(device: str) -> str:
@@ -46,3 +114,38 @@ def machine(device: str) -> str:
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     load = "/".join(f"{value:.1f}" for value in os.getloadavg())
     return f"{name}; load {load} on {os.cpu_count()} cores; torch {torch.__version__}"
+
+
+def matrix_product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], object], int]:
+    """A product of square matrices, and its FLOPs: two for each multiply-add."""
+    side = _PRODUCT_SIDE[device.type]
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return lambda: a @ b, 2 * side**3
+
+
+def working_memory(work: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes that `work` needs at its highest point beyond what is in use before; None where no one counts them.
+
+    On a GPU torch's allocator counts; on Linux the kernel does (the process's largest resident set, reset before).
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # see proc_pid_clear_refs(5)
+    except OSError:
+        return None
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # what earlier passes freed must not serve this one unseen
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    work()
+    return max(_resident("VmHWM") - before, 0)
+
+
+def _resident(name: str) -> int:
+    """Bytes that /proc/self/status gives under this name."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

@@ -51,7 +51,7 @@ def train(trainer: Trainer, seed: int) -> tuple[list[tuple], set[int]]:
         batches = random_batches(rng.choice((1, 1, 1, 2)), own)
         target, where, now = rng.choice(targets), rng.randrange(4), rng.random() < 0.15
         handle = overflow(target) if now and where == rank else None
-        _, _, norm = trainer._train_step(batches)
+        _, _, norm = trainer.train_step(batches)
         if handle is not None:
             handle.remove()
         injected |= {step} if now else set()

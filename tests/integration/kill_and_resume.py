@@ -169,7 +169,7 @@ def steps(run: Path) -> list[tuple[int, float]]:
     file = run / "metrics.jsonl"
     texts = file.read_text().splitlines() if file.is_file() else []
     lines = [json.loads(text) for text in texts if text.endswith("}")]
-    return [(line["step"], line["loss"]) for line in lines if "train_loss" not in line]
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
 def uninterrupted(size: int, data: Path, output: Path, last: int, keys: str = "SAVE_FREQ 100") -> Path:

@@ -1,4 +1,4 @@
-"""tools/train.py on folders of JPEGs: training, resuming, evaluating, and every input that cannot work."""
+"""tools/train.py on folders of JPEGs: training, resuming, and every input that cannot work."""
 
 import json
 import shutil
@@ -48,15 +48,8 @@ def test_training_with_a_broken_file_then_more(make_photographs, start_process, 
     assert (more.status, more.err) == (0, "")
     assert "going on from" in more.out
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "train_loss" not in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert [line["epoch"] for line in lines if "train_loss" in line] == [1, 2]
-
-    before = snapshot(run)
-    summary = json.loads((run / "summary.json").read_text())
-    measured = train_command(*arguments[:6], "--resume", run, "--eval", *arguments[6:])
-    assert (measured.status, measured.err) == (0, "")
-    assert f"16 images: top-1 {summary['val_top1']:.2f}%" in measured.out
-    assert snapshot(run) == before
 
 
 def test_too_many_broken_files_stop_the_run(make_photographs, train_command, small, tmp_path):
@@ -130,11 +123,6 @@ BAD_INPUT = {
         ["--resume", "{root}/run", "--opts", "MODEL.MOE.NUM_EXPERTS", "0"],
         ["missing: layers.1.blocks.0.mlp.fc1.weight", "unexpected: layers.1.blocks.0.mlp.moe.router.weight"],
     ),
-    "eval of another width": (
-        ["--resume", "{root}/run", "--eval", "--opts", "MODEL.SWINV2.EMBED_DIM", "32"],
-        ["does not fit", "patch_embed.proj.weight"],
-    ),
-    "eval of nothing": (["--eval"], ["--eval needs weights"]),
     "weights that do not fit": (
         ["--opts", "MODEL.PRETRAINED", "{root}/weights.safetensors"],
         ["weights.safetensors", "missing: ", "surplus", "head.fc.weight ([2, 2] there", "nothing was loaded"],

@@ -78,6 +78,6 @@ def read_metrics() -> Callable[[Path], tuple[list[dict], list[dict]]]:
 
     def read(run: Path) -> tuple[list[dict], list[dict]]:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return [line for line in lines if "train_loss" not in line], [line for line in lines if "train_loss" in line]
+        return [line for line in lines if "loss" in line], [line for line in lines if "train_loss" in line]
 
     return read

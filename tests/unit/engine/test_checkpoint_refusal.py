@@ -14,7 +14,7 @@ def save(make_trainer, save, tmp_path):
 
     def run(keys=None):
         trainer = make_trainer((keys or {}) | {"DATA.BATCH_SIZE": 16})
-        trainer._train_step([next(iter(trainer.data.train_loader))])
+        trainer.train_step([next(iter(trainer.data.train_loader))])
         return save(trainer, tmp_path / "checkpoints", is_best=True)
 
     return run

@@ -41,8 +41,8 @@ def runs(tmp_path_factory, make_config):
     keys = {"EVENT_LOG": True, "SEED": 3, "DATA.PATH": root, "TRAIN.TARGET_TOP1": 0.1, "DATA.BATCH_SIZE": 512}
     config = make_config(root / "a", keys)
     with pytest.MonkeyPatch.context() as patch:
-        train_step = Trainer._train_step
-        patch.setattr(Trainer, "_train_step", lambda self, batches: train_step(self, stop_in_epoch(2, self, batches)))
+        train_step = Trainer.train_step
+        patch.setattr(Trainer, "train_step", lambda self, batches: train_step(self, stop_in_epoch(2, self, batches)))
         train(config)
     assert not (root / "a" / "summary.json").exists()
     other = make_config(root / "b", keys | {"TRAIN.MAX_STEPS": 1, "TRAIN.TARGET_TOP1": 100})

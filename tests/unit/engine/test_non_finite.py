@@ -49,11 +49,11 @@ def poison_images(trainer, value):
 def test_the_step_and_the_layer_are_named(poison, begins, value, clip, make_trainer, tmp_path):
     trainer = make_trainer({"TRAIN.CLIP_GRAD": clip, "DATA.BATCH_SIZE": 64})
     batch = next(iter(trainer.data.train_loader))
-    trainer._train_step([batch])
+    trainer.train_step([batch])
     poison(trainer, value)
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     with pytest.raises(UserError) as caught:
-        trainer._train_step([batch])
+        trainer.train_step([batch])
     message = str(caught.value)
     assert message.startswith("step 2: ")
     assert message.endswith(f"begins at {begins}")
@@ -85,10 +85,10 @@ def test_fp16_stops_once_the_scale_cannot_be_the_reason(make_trainer):
     poison_gradient(trainer, float("inf"))
     batch = next(iter(trainer.data.train_loader))
     for _ in range(24):  # from 2**16 down to 2**-8
-        trainer._train_step([batch])
+        trainer.train_step([batch])
     assert (trainer.scaler.scale, trainer.scaler.updates) == (2.0**-8, 0)
     with pytest.raises(UserError, match=rf"step 25: .* begins at the gradient of {LAYER}"):
-        trainer._train_step([batch])
+        trainer.train_step([batch])
 
 
 def poison_steps(trainer, steps):
@@ -120,17 +120,17 @@ def test_one_more_stops_the_run(make_trainer, tmp_path):
     batch = next(iter(trainer.data.train_loader))
     for _ in range(3):
         before = [parameter.clone() for parameter in trainer.model.parameters()]
-        trainer._train_step([batch])
+        trainer.train_step([batch])
     assert all(map(torch.equal, before, trainer.model.parameters()))
     with pytest.raises(UserError, match="step 4: "):
-        trainer._train_step([batch])
+        trainer.train_step([batch])
 
 
 def test_a_loss_that_is_not_finite_with_a_gradient_that_is(make_trainer):
     trainer = make_trainer({"DATA.BATCH_SIZE": 64})
-    loss = trainer._loss
-    trainer._loss = lambda batch: ((found := loss(batch))[0] + float("inf"), found[1])
+    loss = trainer.loss
+    trainer.loss = lambda batch: ((found := loss(batch))[0] + float("inf"), found[1])
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     with pytest.raises(UserError, match=r"step 1: .* begins at the loss itself"):
-        trainer._train_step([next(iter(trainer.data.train_loader))])
+        trainer.train_step([next(iter(trainer.data.train_loader))])
     assert all(map(torch.equal, before, trainer.model.parameters()))

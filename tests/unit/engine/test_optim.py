@@ -124,11 +124,11 @@ def test_a_step_after_an_overflow_changes_nothing(make_trainer):
     trainer.scaler.scale = 2.0**120
     before = [p.clone() for p in trainer.model.parameters()]
     batch = next(iter(trainer.data.train_loader))
-    trainer._train_step([batch])
+    trainer.train_step([batch])
     assert (trainer.step, trainer.scaler.scale, trainer.scaler.updates) == (1, 2.0**119, 0)
     assert all(p.equal(old) for p, old in zip(trainer.model.parameters(), before, strict=True))
     trainer.scaler.scale = 2.0**8
-    trainer._train_step([batch])
+    trainer.train_step([batch])
     assert trainer.scaler.updates == 1
     assert not all(p.equal(old) for p, old in zip(trainer.model.parameters(), before, strict=True))
 

@@ -17,25 +17,25 @@ EVERYTHING |= {"TRAIN.LAYER_DECAY": 0.9, "TRAIN.ACCUMULATION_STEPS": 2, "DATA.BA
 
 
 def interrupt_at(monkeypatch, step):
-    original = Trainer._train_step
+    original = Trainer.train_step
 
     def train_step(self, batches):
         if self.step + 1 == step:
             raise KeyboardInterrupt
         return original(self, batches)
 
-    monkeypatch.setattr(Trainer, "_train_step", train_step)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
 
 
 def steps_done_from_now_on(monkeypatch):
     """Their numbers, as they are done."""
-    original, steps = Trainer._train_step, []
+    original, steps = Trainer.train_step, []
 
     def train_step(self, batches):
         steps.append(self.step + 1)
         return original(self, batches)
 
-    monkeypatch.setattr(Trainer, "_train_step", train_step)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
     return steps
 
 

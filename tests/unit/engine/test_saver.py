@@ -21,7 +21,7 @@ LAYERS = [f"layers.{i}.blocks.0.mlp.moe" for i in (1, 2)]
 def step(trainer):
     trainer.data.set_epoch(trainer.epoch, skip_steps=trainer.epoch_step)
     trainer.wrapped.train()
-    trainer._train_step([next(iter(trainer.data.train_loader))])
+    trainer.train_step([next(iter(trainer.data.train_loader))])
 
 
 @pytest.fixture

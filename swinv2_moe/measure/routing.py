@@ -1,0 +1,420 @@
+"""What the experts of a checkpoint have specialised in: pictures of its routing, and mutual information in bits.
+
+Measured is what the expert that a token goes to tells of the token's class, position, colour and contrast, over a
+validation set, dropless: no expert is ever full. The estimates are the plug-in ones, too large where images are few
+(Paninski, Neural Computation 15, 2003). So beside the class stands what is left of it when images are given each
+other's classes; images and not tokens, since those of an image have its class together. Colour and contrast are cut
+into kinds: of themselves the experts tell as much or more.
+
+N images, B of a batch, S pixels a side, h x w tokens of an image, K choices of a token, A kinds of tokens, E experts
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from rich.console import Console
+from torch import Tensor, nn
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from moe_core import moe_layers
+from swinv2_moe.data import UnreadableImages, evaluation_loader
+from swinv2_moe.data.sources import ImageFiles, Source, load_sources
+from swinv2_moe.engine.deployed import Deployed, open_deployed
+from swinv2_moe.engine.record import Bar
+from swinv2_moe.engine.routing import columns, denormalise, expert_colours, montage, record_choices, spread
+from swinv2_moe.engine.trainer import build_autocast
+from swinv2_moe.errors import UserError
+from swinv2_moe.plots import new_figure, save_png, tidy
+
+if TYPE_CHECKING:  # importing matplotlib takes half a second
+    from matplotlib.figure import Figure
+
+_SHUFFLES = 10
+_LEVELS = 4  # of each of a patch's mean red, green and blue: 64 kinds of colour
+_CONTRASTS = (1, 2, 4, 8, 16, 32, 64)  # between kinds; the standard deviation of a patch's brightness, of 255
+_MOST_CLASSES = 60  # in a heat map
+_MOST_POINTS = 200  # along a curve
+_LEGEND_ENTRY = 0.8  # inches
+_DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Bits, of what occurred so many times (any shape)."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def mutual_information(counts: np.ndarray) -> float:
+    """Bits that one of two things tells of the other, from how often each pair occurred [A, E]: at least 0, at most
+    either's entropy."""
+    return max(0.0, entropy(counts.sum(0)) + entropy(counts.sum(1)) - entropy(counts))
+
+
+def class_table(by_image: np.ndarray, classes: np.ndarray, num_classes: int) -> np.ndarray:
+    """How often each image chose each expert [N, E] -> how often each class did [num_classes, E]; classes [N]."""
+    table = np.zeros((num_classes, by_image.shape[1]), np.int64)
+    np.add.at(table, classes, by_image)
+    return table
+
+
+def chance_information(by_image: np.ndarray, classes: np.ndarray, num_classes: int) -> float:
+    """Bits that expert and class seem to tell of each other where images are given each other's classes: the mean over
+    10 seeded shuffles. Arguments as in `class_table`."""
+    shuffles = [np.random.default_rng(seed).permutation(classes) for seed in range(_SHUFFLES)]
+    return float(np.mean([mutual_information(class_table(by_image, found, num_classes)) for found in shuffles]))
+
+
+@dataclass
+class LayerChoices:
+    """How often what chose each expert of a layer."""
+
+    num_experts: int
+    images: list[np.ndarray] = field(default_factory=list)  # of each batch int64 [B, E]
+    position: np.ndarray | int = 0  # int64 [h * w, E]
+    colour: np.ndarray | int = 0  # int64 [64, E]
+    contrast: np.ndarray | int = 0  # int64 [8, E]
+
+    def add(self, ids: Tensor, pixels: Tensor) -> None:
+        """The choices ids [B, h, w, K] of a batch with pixels [B, 3, S, S] in 0 to 1."""
+        batch, *grid, _ = ids.shape
+        self.images.append(self._table(torch.arange(batch, device=ids.device).view(-1, 1, 1), ids, batch))
+        positions = torch.arange(math.prod(grid), device=ids.device).view(grid)
+        self.position += self._table(positions, ids, positions.numel())
+        self.colour += self._table(_kind_of_colour(pixels, grid), ids, _LEVELS**3)
+        self.contrast += self._table(_kind_of_contrast(pixels, grid), ids, len(_CONTRASTS) + 1)
+
+    def _table(self, kinds: Tensor, ids: Tensor, num_kinds: int) -> np.ndarray:
+        """The kinds of tokens, integers [B, h, w] or what expands to that, and their choices -> counts [A, E]."""
+        pairs = (kinds[..., None] * self.num_experts + ids).flatten()
+        counts = torch.bincount(pairs, minlength=num_kinds * self.num_experts)
+        return counts.view(num_kinds, self.num_experts).cpu().numpy()
+
+    def summary(self, classes: np.ndarray, num_classes: int) -> dict:
+        """Load (1: an even share) and mutual information in bits, given the images' classes [N]; ready for JSON."""
+        by_image = np.concatenate(self.images)
+        load = by_image.sum(0)
+        return {
+            "experts_used": int((load > 0).sum()),
+            "load": (load / load.mean()).round(4).tolist(),
+            "bits": {
+                "expert": entropy(load),  # the most that it can tell of anything
+                "class": mutual_information(class_table(by_image, classes, num_classes)),
+                "class_by_chance": chance_information(by_image, classes, num_classes),
+                "position": mutual_information(self.position),
+                "colour": mutual_information(self.colour),
+                "contrast": mutual_information(self.contrast),
+            },
+        }
+
+
+def _kind_of_colour(pixels: Tensor, grid: Sequence[int]) -> Tensor:
+    red, green, blue = (F.adaptive_avg_pool2d(pixels, grid) * _LEVELS).long().clamp(max=_LEVELS - 1).unbind(1)
+    return (red * _LEVELS + green) * _LEVELS + blue
+
+
+def _kind_of_contrast(pixels: Tensor, grid: Sequence[int]) -> Tensor:
+    brightness = pixels.mean(1)  # [B, S, S]
+    mean, squares = (F.adaptive_avg_pool2d(x, grid) for x in (brightness, brightness**2))
+    return torch.bucketize(255 * (squares - mean**2).clamp(min=0).sqrt(), pixels.new_tensor(_CONTRASTS))
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Some images of a source."""
+
+    source: Source
+    indices: list[int]
+
+    @cached_property
+    def targets(self) -> np.ndarray:
+        return self.source.targets[self.indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def open(self, index: int) -> Image.Image:
+        return self.source.open(self.indices[index])
+
+    def read(self, index: int) -> bytes:
+        return self.source.read(self.indices[index])
+
+    def name(self, index: int) -> str:
+        return self.source.name(self.indices[index])
+
+
+def draw_routing(
+    resume: str,
+    output: Path,
+    images: Sequence[str] = (),
+    data: str | None = None,
+    dataset: str | None = None,
+    opts: Sequence[str] = (),
+    count: int = 8,
+    limit: int | None = None,
+) -> dict:
+    """Write routing.png, classes.png and, where `resume` is a run, load.png into the directory `output`.
+
+    Args:
+        images: files and folders of images, from which `count` are drawn evenly for routing.png; none: from the
+            validation images.
+        limit: so many validation images, drawn evenly, in place of all of them.
+
+    Others as in `open_deployed`.
+
+    Returns:
+        What is worth keeping, ready for JSON.
+
+    Raises:
+        UserError: several processes, a dense model, a run without metrics, other input that cannot be used.
+    """
+    _check(output, count, limit)
+    with open_deployed(resume, data, dataset, [*opts, *_DROPLESS]) as deployed:
+        if not deployed.config.MODEL.MOE.NUM_EXPERTS:
+            raise UserError(f"checkpoint {deployed.source.directory}: a dense model, it has no experts")
+        load = _load_of_run(Path(resume), deployed.source.directory)
+        sources = load_sources(deployed.config)
+        shown = _files(images) if images else sources.val
+        shown = _Drawn(shown, spread(len(shown), count))
+        labels = [Path(shown.name(i)).stem if images else sources.class_names[t] for i, t in enumerate(shown.targets)]
+        model = deployed.model(num_classes=0)
+        pictures = _paint_all(model, shown, deployed, must_be_readable=bool(images))
+        measured = _Drawn(sources.val, spread(len(sources.val), limit or len(sources.val)))
+        layers, classes, unreadable = _count(model, measured, deployed)
+    num_classes = len(sources.class_names)
+    found = {name: layer.summary(classes, num_classes) for name, layer in layers.items()}
+    tables = {name: class_table(np.concatenate(layer.images), classes, num_classes) for name, layer in layers.items()}
+    figures = {"routing.png": pictures_figure(pictures, labels, list(layers), deployed.config.MODEL.MOE.NUM_EXPERTS)}
+    figures["classes.png"] = classes_figure(tables, sources.class_names, found)
+    if load:
+        figures["load.png"] = load_figure(*load)
+    _save(figures, output)
+    facts = deployed.facts() | {
+        "images": len(classes),
+        "classes": num_classes,
+        "class_bits": entropy(np.bincount(classes)),
+    }
+    return facts | {"layers": found, "figures": list(figures), "unreadable_images": unreadable}
+
+
+def _check(output: Path, count: int, limit: int | None) -> None:
+    """Raise UserError for what can be seen to be wrong before anything is read."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: this is for one process, without torchrun")
+    for option, value in (("count", count), ("limit", limit)):
+        if value is not None and value < 1:
+            raise UserError(f"--{option} is {value}, it must be at least 1")
+    if not output.parent.is_dir() or (output.exists() and not output.is_dir()):
+        raise UserError(f"--output {output}: must be a directory, or a new one in a directory that exists")
+
+
+def _files(names: Sequence[str]) -> ImageFiles:
+    """The images that --images names, those of a folder in their order, also from folders in it."""
+    found = []
+    for path in map(Path, names):
+        if not path.exists():
+            raise UserError(f"--images {path}: no such file or directory")
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS) if path.is_dir() else [path]
+        if not inside:
+            raise UserError(f"--images {path}: holds no images ({' '.join(IMG_EXTENSIONS)} count)")
+        found += inside
+    return ImageFiles("", np.array([os.fsencode(path) for path in found]), np.zeros(len(found), np.int64))
+
+
+@torch.inference_mode()
+def _paint_all(model: nn.Module, source: Source, deployed: Deployed, must_be_readable: bool) -> list[np.ndarray]:
+    """The images, and these painted by each layer's choices: uint8 [N, s, s, 3] each."""
+    data, parts = deployed.config.DATA, []
+    with record_choices(model) as choices:
+        for images, _, unreadable in evaluation_loader(deployed.config, source):
+            if must_be_readable and unreadable:
+                raise UserError(f"--images {unreadable[0]}: cannot be read as an image")
+            _forward(model, images, deployed)
+            parts.append(columns(images, choices, data.MEAN, data.STD))
+    return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+
+@torch.inference_mode()
+def _count(
+    model: nn.Module, source: Source, deployed: Deployed
+) -> tuple[dict[str, LayerChoices], np.ndarray, list[str]]:
+    """Of the images that can be read the choices in each layer and the classes [N]; the paths of the others."""
+    config = deployed.config
+    layers = {_short(name): LayerChoices(layer.config.num_experts) for name, layer in moe_layers(model).items()}
+    unreadable = UnreadableImages(len(source), config.DATA.MAX_BAD_SHARE)
+    loader, console, classes = evaluation_loader(config, source), Console(), []
+    with (
+        record_choices(model) as choices,
+        Bar(console, "validation images", len(loader), 0, visible=console.is_terminal) as bar,
+    ):
+        for images, targets, bad in loader:
+            images, counted = _forward(model, images, deployed), targets >= 0
+            pixels = denormalise(images[counted], config.DATA.MEAN, config.DATA.STD)
+            for name, ids in choices.items():
+                layers[_short(name)].add(ids[counted], pixels)
+            classes.append(targets[counted].numpy())
+            unreadable.add(bad)
+            bar.advance("")
+    return layers, np.concatenate(classes), list(unreadable.paths)
+
+
+def _forward(model: nn.Module, images: Tensor, deployed: Deployed) -> Tensor:
+    """Run the model, for the choices; returns the images on its device."""
+    images = images.to(deployed.world.device, non_blocking=True)
+    with build_autocast(deployed.config, deployed.world)():
+        model(images)
+    return images
+
+
+def _short(layer: str) -> str:
+    return layer.removesuffix(".mlp.moe")
+
+
+def _load_of_run(resume: Path, checkpoint: Path) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
+    """`read_load` of the run that --resume names; None where it names a checkpoint."""
+    if not (resume / "checkpoints").is_dir():
+        return None
+    try:
+        return read_load(resume / "metrics.jsonl")
+    except UserError as error:
+        raise UserError(f"{error}; for the other figures: --resume {checkpoint}") from error
+
+
+def read_load(metrics: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """From a run's metrics.jsonl the logged steps, int64 [P], and in each layer the experts' shares of choices [P, E].
+
+    Raises:
+        UserError: it cannot be read, or says nothing of experts.
+    """
+    steps, shares = [], []
+    try:
+        lines = metrics.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"{metrics}: cannot be read ({error.strerror})") from error
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            load = {_short(name): np.array(layer["load"]) for name, layer in entry["moe_layers"].items()}
+            steps.append(int(entry["step"]))
+        except (ValueError, TypeError, KeyError):  # an epoch's line, or one whose writing was cut off
+            continue
+        shares.append({name: values / values.sum() for name, values in load.items()})
+    if not steps:
+        raise UserError(f"{metrics}: has no whole line with the load of experts")
+    return np.array(steps), {name: np.stack([point[name] for point in shares]) for name in shares[0]}
+
+
+def pictures_figure(
+    pictures: Sequence[np.ndarray], labels: Sequence[str], layers: Sequence[str], num_experts: int
+) -> "Figure":
+    """A row an image, a column a layer: `pictures` are the images and the same painted by each layer's choices, uint8
+    [N, s, s, 3] each."""
+    picture, side = montage(pictures), pictures[0].shape[1]
+    height, width = picture.shape[:2]
+    names = [_shorten(label) for label in labels]
+    inches = 1.5 * len(pictures) + 0.1 * max(map(len, names)) + 0.3
+    figure = new_figure(inches, 1.5 * len(labels) + 0.8 + 0.2 * _legend_rows(num_experts, inches))
+    axes = figure.add_subplot()
+    axes.imshow(picture)
+    axes.set_xticks(np.linspace(side / 2, width - side / 2, len(pictures)), ["", *layers])
+    axes.set_yticks(np.linspace(side / 2, height - side / 2, len(names)), names)
+    axes.tick_params(length=0, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
+    axes.set_anchor("SE")  # room that is left over is the labels'
+    _expert_legend(figure, num_experts)
+    return figure
+
+
+def classes_figure(tables: dict[str, np.ndarray], class_names: Sequence[str], found: dict[str, dict]) -> "Figure":
+    """For each layer a heat map of how much likelier than otherwise a class makes an expert, from counts [C, E]."""
+    cols = min(len(tables), 4)
+    rows = -(-len(tables) // cols)
+    shown = min(len(class_names), _MOST_CLASSES)
+    figure = new_figure(3.4 * cols + 1, (0.15 * shown + 1.2) * rows)
+    panels = figure.subplots(rows, cols, squeeze=False)
+    for axes in panels.flat[len(tables) :]:
+        axes.set_visible(False)
+    for axes, (layer, table) in zip(panels.flat, tables.items(), strict=False):
+        lift, order = preferences(table, shown)
+        with np.errstate(divide="ignore"):
+            image = axes.imshow(np.log2(lift[order]), cmap="RdBu_r", vmin=-2, vmax=2, aspect="auto")
+        axes.set_yticks(range(len(order)), [_shorten(class_names[i]) for i in order], fontsize=6)
+        axes.set_xticks(range(0, table.shape[1], -(-table.shape[1] // 8)))
+        axes.set_xlabel("expert")
+        bits = found[layer]["bits"]
+        axes.set_title(f"{layer}\n{bits['class']:.3f} bits ({bits['class_by_chance']:.3f} by chance)", fontsize=9)
+    bar = figure.colorbar(image, ax=panels[0], aspect=30, extend="both", label="P(expert | class) / P(expert)")
+    bar.set_ticks(range(-2, 3), labels=["1/4", "1/2", "1", "2", "4"])
+    return figure
+
+
+def preferences(table: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """From how often each class chose each expert [C, E]: P(expert | class) / P(expert) [C, E], 1 where there is
+    nothing to say; and the up to `most` classes that tell most about the expert, by the expert they prefer."""
+    expected = np.outer(table.sum(1), table.sum(0)) / table.sum()
+    lift = np.divide(table, expected, out=np.ones(table.shape), where=expected > 0)
+    told = (table * np.log2(np.where(table > 0, lift, 1))).sum(1)  # a class's part of the mutual information
+    chosen = np.argsort(-told, kind="stable")[:most]
+    favourite, strength = lift.argmax(1), lift.max(1)
+    return lift, chosen[np.lexsort((-strength[chosen], favourite[chosen]))]
+
+
+def load_figure(steps: np.ndarray, shares: dict[str, np.ndarray]) -> "Figure":
+    """Each layer's share of the choices for each expert [P, E] over the steps [P], as stacked areas."""
+    cols = min(len(shares), 3)
+    rows = -(-len(shares) // cols)
+    parts = np.array_split(np.arange(len(steps)), min(len(steps), _MOST_POINTS))
+    num_experts = next(iter(shares.values())).shape[1]
+    figure = new_figure(4.2 * cols, 2.6 * rows + 0.5 + 0.2 * _legend_rows(num_experts, 4.2 * cols))
+    panels = figure.subplots(rows, cols, squeeze=False, sharex=True, sharey=True)
+    for axes in panels.flat[len(shares) :]:
+        axes.set_visible(False)
+    colours = _tints(num_experts)
+    for axes, (layer, values) in zip(panels.flat, shares.items(), strict=False):
+        means = [values[part].mean(0) for part in parts]
+        axes.stackplot([steps[part].mean() for part in parts], np.transpose(means), colors=colours, linewidth=0)
+        axes.set(title=layer, xlabel="step", ylim=(0, 1))
+        axes.margins(x=0)
+        tidy(axes)
+    panels[0, 0].set_ylabel("share of the tokens")
+    _expert_legend(figure, num_experts)
+    return figure
+
+
+def _tints(num_experts: int) -> np.ndarray:
+    """RGB of 0 to 1 [E, 3]: the experts' colours as they are on a medium grey."""
+    return (expert_colours(num_experts) / 255 + 0.5) / 2
+
+
+def _legend_rows(num_experts: int, inches: float) -> int:
+    return math.ceil(num_experts / int(inches / _LEGEND_ENTRY))
+
+
+def _expert_legend(figure: "Figure", num_experts: int) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=str(expert)) for expert, colour in enumerate(_tints(num_experts))]
+    cols = math.ceil(num_experts / _legend_rows(num_experts, figure.get_figwidth()))
+    figure.legend(handles=handles, title="expert", ncols=cols, loc="outside lower center", frameon=False)
+
+
+def _shorten(label: str) -> str:
+    return label if len(label) <= 18 else f"{label[:17]}…"
+
+
+def _save(figures: "dict[str, Figure]", output: Path) -> None:
+    try:
+        output.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be made ({error.strerror})") from error
+    for name, figure in figures.items():
+        save_png(figure, output / name)

@@ -1,0 +1,160 @@
+"""tools/show_routing.py on a run of one step, with folders of JPEGs: figures, table, and inputs that cannot work."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+from tool_cases import command
+
+from swinv2_moe.config import load_config
+from swinv2_moe.engine import train
+
+LAYERS = ["layers.1.blocks.0", "layers.2.blocks.0"]
+
+
+@pytest.fixture
+def show_routing(monkeypatch, capsys):
+    """`show_routing(*arguments)`: tools/show_routing.py in this process."""
+    return command("show_routing", monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def photographs(make_photographs):
+    return make_photographs()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, photographs, small):
+    """Runs of one step, moe and dense."""
+    root = tmp_path_factory.mktemp("show_routing")
+    for name, experts in (("moe", "4"), ("dense", "0")):
+        keys = ["TRAIN.MAX_STEPS", "1", "DATA.DATASET", "folder", "MODEL.MOE.NUM_EXPERTS", experts]
+        train(load_config(None, [*small, *keys], data=str(photographs), output=str(root / name)))
+    return root
+
+
+def test_figures_table_and_file(show_routing, runs, tmp_path):
+    finished = show_routing("--resume", runs / "moe", "--output", tmp_path / "new")
+    assert (finished.status, finished.err) == (0, "")
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [
+        "classes.png",
+        "load.png",
+        "routing.json",
+        "routing.png",
+    ]
+    assert Image.open(tmp_path / "new" / "routing.png").size[1] > 8 * 128  # eight images
+    found = json.loads((tmp_path / "new" / "routing.json").read_text())
+    assert (found["step"], found["images"], found["classes"], found["class_bits"]) == (1, 16, 2, 1)
+    assert list(found["layers"]) == LAYERS
+    rows = [line.split() for line in finished.out.splitlines()]
+    for layer, values in found["layers"].items():
+        bits = values["bits"]
+        assert sum(values["load"]) == pytest.approx(4, abs=1e-3)
+        assert bits["colour"] > 0.9 * bits["class"] > 0.1  # red and blue
+        assert bits["class"] > 2 * bits["class_by_chance"]
+        numbers = [f"{bits[name]:.3f}" for name in ("class", "class_by_chance", "position", "colour", "contrast")]
+        assert [layer, f"{values['experts_used']}/4", f"{max(values['load']):.2f}", *numbers] in rows
+    assert "dropless, 16 validation images at 16 px, 2 classes" in finished.out
+
+
+def test_images_of_ones_own(show_routing, runs, photographs, tmp_path):
+    """Folders and files; what else lies in a folder does not matter, the numbers are the validation images'."""
+    own = tmp_path / "own" / "deeper"
+    own.mkdir(parents=True)
+    (own / "notes.txt").write_text("holiday")
+    for i, mode in enumerate(("L", "RGBA", "P")):
+        Image.fromarray(np.full((30, 90), 80 * i, np.uint8)).convert(mode).save(own / f"{i}.PNG")
+    arguments = ("--resume", runs / "moe", "--output", tmp_path)
+    show_routing(*arguments)
+    expected = json.loads((tmp_path / "routing.json").read_text())
+    finished = show_routing(*arguments, "--images", tmp_path / "own", own / "0.PNG", "--count", "9")
+    assert (finished.status, finished.err) == (0, "")
+    assert Image.open(tmp_path / "routing.png").size[1] < 8 * 128  # four images
+    assert json.loads((tmp_path / "routing.json").read_text()) == expected
+
+
+def test_a_checkpoint_on_its_own_and_other_data(show_routing, runs, tmp_path):
+    shutil.copytree(runs / "moe" / "checkpoints" / "latest", tmp_path / "weights")
+    arguments = ("--dataset", "digits", "--limit", "40", "--count", "1", "--output", tmp_path / "out")
+    finished = show_routing("--resume", tmp_path / "weights", *arguments)
+    assert (finished.status, finished.err) == (0, "")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["classes.png", "routing.json", "routing.png"]
+    assert "40 validation images" in finished.out
+    assert "10 classes" in finished.out
+    assert "no load.png: --resume names a checkpoint, not a run" in finished.out
+
+
+def test_validation_images_that_cannot_be_read(show_routing, runs, make_photographs, tmp_path):
+    """Also where a whole batch cannot be."""
+    data = make_photographs()
+    for i in range(2):
+        (data / "val" / "red" / f"0{i}.jpg").write_bytes(b"not a picture")
+    arguments = ("--resume", runs / "moe", "--data", data, "--output", tmp_path / "out", "--opts")
+    finished = show_routing(*arguments, "DATA.MAX_BAD_SHARE", "0.2", "DATA.BATCH_SIZE", "2")
+    assert (finished.status, finished.err) == (0, "")
+    assert "14 validation images" in finished.out
+    assert "2 images could not be read; the first: " in finished.out
+    shutil.rmtree(tmp_path / "out")
+    finished = show_routing(*arguments, "DATA.MAX_BAD_SHARE", "0.1")
+    assert "2 of 16 images could not be read" in finished.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, runs):
+    root = tmp_path_factory.mktemp("places")
+    (root / "empty").mkdir()
+    (root / "broken.jpg").write_bytes(b"not a picture")
+    for name in ("no_metrics", "half", "cut"):
+        shutil.copytree(runs / "moe", root / name, symlinks=True)
+    (root / "no_metrics" / "metrics.jsonl").unlink()
+    (root / "half" / "metrics.jsonl").write_text('{"step": 1, "moe_lay')
+    for file in (root / "cut" / "checkpoints").glob("step-*/model.safetensors"):
+        file.write_bytes(file.read_bytes()[:1000])
+    return root
+
+
+# arguments after the good ones ({root} is `places`), and what the one line must name
+BAD_INPUT = {
+    "run without metrics": (
+        ["--resume", "{root}/no_metrics"],
+        ["no_metrics/metrics.jsonl: cannot be read (No such", "--resume", "step-00000001"],
+    ),
+    "half-written metrics": (["--resume", "{root}/half"], ["half/metrics.jsonl", "no whole line"]),
+    "half-written checkpoint": (["--resume", "{root}/cut"], ["no checkpoint in", "is whole", "model.safetensors"]),
+    "no checkpoint": (["--resume", "{root}/empty"], ["--resume", "empty", "holds no checkpoint"]),
+    "auto": (["--resume", "auto"], ["--resume auto", "name a checkpoint or a run"]),
+    "dense": (["--resume", "{runs}/dense"], ["dense/checkpoints", "a dense model, it has no experts"]),
+    "no images": (["--images", "{root}/empty"], ["--images", "empty: holds no images"]),
+    "no such image": (["--images", "{root}/nowhere"], ["--images", "nowhere: no such file"]),
+    "no image": (["--images", "{root}/broken.jpg"], ["--images", "broken.jpg: cannot be read as an image"]),
+    "no data": (["--data", "{root}/nowhere"], ["DATA.PATH", "nowhere"]),
+    "data without images": (["--data", "{root}/empty"], ["DATA.PATH", "empty", "no train/"]),
+    "no such kind of data": (["--dataset", "foldr"], ["DATA.DATASET is 'foldr'", "did you mean folder?"]),
+    "no count": (["--count", "0"], ["--count is 0, it must be at least 1"]),
+    "no limit": (["--limit", "0"], ["--limit is 0"]),
+    "output in no directory": (["--output", "{root}/none/out"], ["--output", "none/out"]),
+    "output is a file": (["--output", "{root}/broken.jpg"], ["--output", "broken.jpg: must be a directory"]),
+    "unknown key": (["--opts", "DATA.IMGSIZE", "16"], ["--opts unknown key DATA.IMGSIZE", "did you mean"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line(case, show_routing, runs, places, tmp_path):
+    arguments, texts = BAD_INPUT[case]
+    arguments = [a.format(root=places, runs=runs) for a in arguments]
+    finished = show_routing("--resume", runs / "moe", "--output", tmp_path / "out", *arguments)
+    assert (finished.status, finished.out) == (2, "")
+    lines = finished.err.splitlines()
+    assert len(lines) == 1, finished.err
+    assert [text for text in texts if text not in lines[0]] == [], lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_under_torchrun(show_routing, runs, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    finished = show_routing("--resume", runs / "moe", "--output", tmp_path / "out")
+    assert (finished.status, finished.out) == (2, "")
+    assert finished.err == "error: WORLD_SIZE is 2: this is for one process, without torchrun\n"

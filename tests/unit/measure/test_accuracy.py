@@ -1,0 +1,126 @@
+"""Calibration by its definition, accuracy per class, what is compared before anything runs, the figure."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from swinv2_moe.engine.checkpoint import Checkpoint
+from swinv2_moe.engine.evaluation import Predictions
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.accuracy import (
+    RoutingOptions,
+    calibration_error,
+    compare_classes,
+    draw_sweep,
+    measure,
+    reliability,
+)
+
+# Also the bins' own edges, which belong to the bin below
+confidences = st.one_of(st.integers(1, 15).map(lambda m: m / 15), st.floats(1e-6, 1))
+answers = st.lists(st.tuples(confidences, st.booleans()), min_size=1, max_size=60)
+
+
+def as_arrays(pairs: list[tuple[float, bool]]) -> tuple[np.ndarray, np.ndarray]:
+    confidence, hits = zip(*pairs, strict=True)
+    return np.array(confidence), np.array(hits)
+
+
+@given(answers)
+@settings(max_examples=200, deadline=None)
+def test_the_calibration_error_is_equation_3(pairs):
+    expected = 0.0
+    for m in range(1, 16):
+        inside = [(confidence, hit) for confidence, hit in pairs if (m - 1) / 15 < confidence <= m / 15]
+        if inside:
+            accuracy = sum(hit for _, hit in inside) / len(inside)
+            mean = sum(confidence for confidence, _ in inside) / len(inside)
+            expected += len(inside) / len(pairs) * abs(accuracy - mean)
+    assert calibration_error(*as_arrays(pairs)) == pytest.approx(expected, abs=1e-12)
+
+
+@given(answers)
+@settings(max_examples=100, deadline=None)
+def test_finer_bins_hide_less(pairs):
+    """Each of 5 bins is three of 15; one bin is what is left without any."""
+    confidence, hits = as_arrays(pairs)
+    fine, coarse, one = (calibration_error(confidence, hits, bins) for bins in (15, 5, 1))
+    assert 1 >= fine >= coarse - 1e-12 >= one - 2e-12
+    assert one == pytest.approx(abs(hits.mean() - confidence.mean()), abs=1e-12)
+
+
+@given(answers)
+@settings(max_examples=100, deadline=None)
+def test_the_bins_add_up_to_the_error(pairs):
+    confidence, hits = as_arrays(pairs)
+    bins = reliability(confidence, hits)
+    assert sum(one["images"] for one in bins) == len(hits)
+    filled = [one for one in bins if one["images"]]
+    assert all(one["up_to"] - 100 / 15 <= one["confidence"] + 1e-9 <= one["up_to"] + 2e-9 for one in filled)
+    error = sum(one["images"] * abs(one["top1"] - one["confidence"]) for one in filled) / len(hits)
+    assert error == pytest.approx(100 * calibration_error(confidence, hits), abs=1e-9)
+
+
+def test_the_calibration_error_by_hand():
+    """Of two images at 0.9 one is right, 0.4 too sure; of two at 0.6 both are, 0.4 too unsure."""
+    confidence, hits = np.array([0.9, 0.9, 0.6, 0.6]), np.array([True, False, True, True])
+    assert calibration_error(confidence, hits) == pytest.approx(0.4)
+    assert calibration_error(np.array([0.75] * 4), np.array([True, True, True, False])) == pytest.approx(0)
+
+
+def test_overall_and_by_class():
+    targets, predicted = np.array([0, 0, 0, 2, 2, 5]), np.array([0, 1, 0, 2, 1, 0])
+    ranks, confidence = np.array([0, 4, 0, 0, 1, 5]), np.full(6, 0.5)
+    found = measure(Predictions(targets, predicted, ranks, confidence, np.arange(6.0)), list("abcdef"))
+    assert (found["images"], found["loss"], found["confidence"], found["ece"]) == (6, 2.5, 50, 0)
+    assert (found["top1"], found["top5"]) == (50, pytest.approx(100 * 5 / 6))
+    expected = {"a": (3, pytest.approx(200 / 3)), "b": (0, None), "c": (2, 50), "d": (0, None), "e": (0, None)}
+    assert {one["name"]: (one["images"], one["top1"]) for one in found["per_class"]} == expected | {"f": (1, 0)}
+
+
+def test_class_names(tmp_path):
+    source = Checkpoint(tmp_path / "run", {"class_names": ["a", "b", "c"]})
+    assert compare_classes(source, ["a", "b", "c"], "images") is None
+    line = compare_classes(source, ["a", "c", "b"], "images")
+    assert line == "2 of 3 classes have other names: class 1 is 'b' in the checkpoint, 'c' in the data"
+    with pytest.raises(UserError, match=r"run has 3 classes, the data \(images\) has 1,000$"):
+        compare_classes(source, ["a"] * 1000, "images")
+    assert compare_classes(Checkpoint(tmp_path, {"class_names": []}), ["a"] * 1000, "images") is None
+
+
+def test_options_as_keys():
+    assert RoutingOptions().opts() == []
+    keys = ["MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0", "MODEL.MOE.TOP_K", "2"]
+    assert RoutingOptions(0.0, 2, (1.0,)).opts() == keys
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"capacity_factor": float("nan")}, "--capacity-factor is nan"),
+        ({"sweep": (1.0, float("inf"))}, "--sweep is inf"),
+    ],
+)
+def test_factors_that_cannot_be(wrong, text):
+    with pytest.raises(UserError, match=f"{text}, it must be finite"):
+        RoutingOptions(**wrong)
+
+
+def test_the_figure(tmp_path):
+    """Also of two factors that give the same point."""
+    points = ((0.5, 60.0, 0.4, 20), (1.0, 80.0, 0.05, 5), (1.25, 80.0, 0.01, 5), (0, 81.0, 0, 0))
+    rows = [
+        {"capacity_factor": factor, "top1": top1, "dropped_share": dropped}
+        | {"images_per_second": {"median": 100 + speed, "quartiles": [99 + speed, 102 + speed]}}
+        for factor, top1, dropped, speed in points
+    ]
+    found = {"checkpoint": "run/step-1", "num_experts": 8, "top_k": 1, "capacity_factor": 1.25}
+    found |= {"machine": "CPU", "rounds": 9}
+    draw_sweep(found | {"sweep": rows}, tmp_path / "sweep.png")
+    with Image.open(tmp_path / "sweep.png") as image:
+        assert min(image.size) > 400
+        assert len(image.convert("L").getcolors()) > 50  # something is drawn
+    with pytest.raises(UserError, match=r"--output .*: cannot be written"):
+        draw_sweep(found | {"sweep": rows}, tmp_path / "none" / "sweep.png")

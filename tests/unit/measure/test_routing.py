@@ -1,0 +1,170 @@
+"""Mutual information of experts with what they could specialise in, and the figures made of it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from PIL import Image
+from sklearn.metrics import mutual_info_score
+
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.routing import (
+    LayerChoices,
+    chance_information,
+    class_table,
+    classes_figure,
+    entropy,
+    load_figure,
+    mutual_information,
+    pictures_figure,
+    preferences,
+    read_load,
+)
+from swinv2_moe.plots import save_png
+
+tables = arrays(np.int64, st.tuples(st.integers(1, 6), st.integers(1, 6)), elements=st.integers(0, 1000)).filter(np.any)
+
+
+@given(tables)
+def test_information_is_at_most_either_entropy(table):
+    found = mutual_information(table)
+    assert 0 <= found <= min(entropy(table.sum(0)), entropy(table.sum(1))) + 1e-12
+    expected = mutual_info_score(None, None, contingency=table) / np.log(2)
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+@given(tables, st.randoms(use_true_random=False))
+def test_names_and_order_do_not_matter(table, random):
+    rows, cols = list(range(table.shape[0])), list(range(table.shape[1]))
+    random.shuffle(rows)
+    random.shuffle(cols)
+    found = mutual_information(table)
+    assert mutual_information(table[rows][:, cols]) == pytest.approx(found, abs=1e-9)
+    assert mutual_information(table.T) == pytest.approx(found, abs=1e-9)
+
+
+@given(tables)
+def test_coarser_kinds_tell_less(table):
+    merged = np.concatenate([table[:1] + table[-1:], table[1:-1]]) if len(table) > 1 else table
+    assert mutual_information(merged) <= mutual_information(table) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("table", "bits"),
+    [
+        (np.eye(8, dtype=int) * 5, 3),  # an expert for each class
+        (np.ones((3, 8), int), 0),  # no matter which class
+        (np.outer([1, 2, 5], [4, 0, 3]), 0),
+        ([[2, 0], [0, 1], [0, 1]], 1),  # two classes share an expert
+        ([[3, 1], [1, 3]], 2 - entropy(np.array([3, 1, 1, 3]))),
+    ],
+)
+def test_known_information(table, bits):
+    assert mutual_information(np.asarray(table)) == pytest.approx(bits, abs=1e-12)
+
+
+def test_chance_shuffles_images_and_not_tokens():
+    """An expert for each of four classes: all of 2 bits. With one image a class, shuffled classes tell as much: it says
+    nothing of specialisation. With a hundred they tell next to nothing."""
+    for images_a_class, low, high in ((1, 2, 2), (100, 0, 0.1)):
+        classes = np.repeat(np.arange(4), images_a_class)
+        by_image = 64 * np.eye(4, dtype=np.int64)[classes]
+        assert class_table(by_image, classes, 4).tolist() == (64 * images_a_class * np.eye(4, dtype=int)).tolist()
+        assert mutual_information(class_table(by_image, classes, 4)) == 2
+        assert low <= chance_information(by_image, classes, 4) <= high
+
+
+def test_of_routing_at_random_only_chance_is_left():
+    """Each image has experts of its own: of few images a class that looks like specialisation."""
+    rng = np.random.default_rng(0)
+    by_image = rng.multinomial(16, rng.dirichlet(0.3 * np.ones(8), 2000))
+    classes = np.arange(2000) % 100
+    found, chance = mutual_information(class_table(by_image, classes, 100)), chance_information(by_image, classes, 100)
+    assert found == pytest.approx(chance, rel=0.2)
+    assert chance > 3 * 99 * 7 / (2 * 2000 * 16 * np.log(2))  # about what shuffled tokens would leave
+
+
+@pytest.fixture
+def choices():
+    """Two batches (of 2 images and of 1) of a layer with 3 experts and 2 x 2 tokens of 4 x 4 pixels, K = 2."""
+    layer = LayerChoices(3)
+    first = torch.tensor([[[[0, 1], [1, 2]], [[0, 1], [0, 1]]], [[[2, 0], [2, 0]], [[2, 0], [2, 0]]]])
+    black, white = torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8)
+    layer.add(first, torch.cat([black, white]))
+    striped = white * (torch.arange(8) % 2)  # black and white columns
+    layer.add(torch.zeros(1, 2, 2, 2, dtype=torch.int64), striped)
+    return layer
+
+
+def test_what_a_layer_counts(choices):
+    assert np.concatenate(choices.images).tolist() == [[3, 4, 1], [4, 0, 4], [8, 0, 0]]
+    assert choices.position.tolist() == [[4, 1, 1], [3, 1, 2], [4, 1, 1], [4, 1, 1]]  # row by row
+    assert {i: row.tolist() for i, row in enumerate(choices.colour) if row.any()} == {
+        0: [3, 4, 1],  # black
+        2 * (16 + 4 + 1): [8, 0, 0],  # between
+        63: [4, 0, 4],
+    }
+    assert {i: row.tolist() for i, row in enumerate(choices.contrast) if row.any()} == {0: [7, 4, 5], 7: [8, 0, 0]}
+
+
+def test_the_summary_of_a_layer(choices):
+    found = json.loads(json.dumps(choices.summary(np.array([0, 0, 1]), 3)))
+    assert found["experts_used"] == 3
+    assert found["load"] == [1.875, 0.5, 0.625]
+    bits = found["bits"]
+    assert bits["expert"] == pytest.approx(entropy(np.array([15, 4, 5])))
+    assert bits["class"] == pytest.approx(mutual_information(np.array([[7, 4, 5], [8, 0, 0], [0, 0, 0]])))
+    assert all(0 <= value <= bits["expert"] for value in bits.values())
+
+
+def test_preferences():
+    table = np.array([[0, 50, 50, 0], [90, 5, 5, 0], [40, 30, 30, 0], [0, 0, 0, 0], [70, 15, 15, 0]])
+    lift, order = preferences(table, 3)
+    assert lift[:3, 0] == pytest.approx([0, 1.8, 0.8])  # half of all tokens go to expert 0
+    assert (lift[:, 3] == 1).all()  # an expert without tokens
+    assert (lift[3] == 1).all()  # a class without images
+    assert order.tolist() == [1, 4, 0]  # by preferred expert, the strongest first; class 2 tells least
+    assert sorted(preferences(table, 9)[1]) == [0, 1, 2, 3, 4]
+
+
+STEP = {"step": 1, "moe_layers": {"layers.0.blocks.1.mlp.moe": {"load": [0.5, 1.5], "load_max": 1.5}}}
+
+
+@pytest.mark.parametrize("rest", ['{"step": 3, "moe_la', '{"step": 3, "lo{"step": 4, "loss": 1.0}', "[]", "\x00", ""])
+def test_load_of_a_run_that_is_being_written(rest, tmp_path):
+    lines = [STEP, {"step": 1, "train_loss": 1.0}, STEP | {"step": 2}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + rest)
+    steps, shares = read_load(tmp_path / "metrics.jsonl")
+    assert steps.tolist() == [1, 2]
+    assert {name: values.tolist() for name, values in shares.items()} == {"layers.0.blocks.1": [[0.25, 0.75]] * 2}
+
+
+@pytest.mark.parametrize("content", [b"", b'{"step": 1, "moe', b"\xff\xfe", b'{"step": 1, "train_loss": 2.0}\n'])
+def test_metrics_without_load(content, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: has no whole line with the load of experts"):
+        read_load(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(("num_classes", "experts", "layers"), [(10, 8, 1), (3000, 64, 6)])
+def test_figures(num_classes, experts, layers, tmp_path):
+    """As many classes and layers as there are, the PNGs are of a size that can be looked at."""
+    rng = np.random.default_rng(0)
+    names = [f"layers.2.blocks.{i}" for i in range(layers)]
+    tables = {name: rng.integers(0, 9, (num_classes, experts)) for name in names}
+    bits = {name: {"bits": {"class": 0.5, "class_by_chance": 0.1}} for name in names}
+    pictures = [rng.integers(0, 256, (2, 128, 128, 3), dtype=np.uint8)] * (1 + layers)
+    shares = {name: rng.dirichlet(np.ones(experts), 1000) for name in names}
+    figures = {
+        "routing": pictures_figure(pictures, ["a", "a name that is longer than the room"], names, experts),
+        "classes": classes_figure(tables, ["class " * 9] * num_classes, bits),
+        "load": load_figure(np.arange(1000), shares),
+        "load of one step": load_figure(np.arange(1), {name: values[:1] for name, values in shares.items()}),
+    }
+    for name, figure in figures.items():
+        save_png(figure, tmp_path / "figure.png")
+        assert max(Image.open(tmp_path / "figure.png").size) < 3000, name
