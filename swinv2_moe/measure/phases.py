@@ -1,0 +1,375 @@
+"""The phases of a training step, each as work that can be repeated alone, with what it computes and moves counted.
+
+All get what one real batch gives them, and go forward and backward:
+
+- data: a batch read, decoded and augmented by this process; a run's DATA.NUM_WORKERS share that work.
+- trunk: the model with nothing in the place of its MoE layers, and the loss.
+- router: logits, choice, auxiliary loss and the plan of rows; the layer at width 1 behind the real router and tokens.
+- dispatch: tokens to rows, and rows back to tokens.
+- experts: their products and activations.
+- exchange: as many bytes as a step sends, in all-to-alls of equal parts, then the all-reduce of the shared gradients. A
+  step hides part of it behind the backward pass.
+- optimiser: the gradients' norm and clipping, and the update.
+- checkpoint: a whole save, until it is on the disk; training stands still for a part of it only.
+
+What is counted, on one rank:
+
+- FLOPs: torch's FlopCounterMode (products, convolutions, attention), and formulas for dispatch and optimiser.
+- Memory: every operator reads the tensors it is given and writes those it makes, once; a view moves nothing. Where
+  results stay in a cache from one operator to the next less is moved, and a phase may exceed its roof.
+- Exchange: bytes sent to other ranks; an all-reduce of n bytes is 2 n (W - 1) / W.
+- Disk: bytes that reading a batch's images took (from a cache or not), and those of the checkpoint's files.
+
+T tokens, M model dim, W ranks
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_core import MoELayer, average_expert_gradients, clip_gradients, expert_parameters, moe_layers
+from moe_core.parallel import all_to_all
+from swinv2_moe.data import Batch, Data
+from swinv2_moe.engine.saver import Cost, Saver
+from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.models.swinv2_moe import MoEMlp
+
+_MOVES = ("moe_core::dispatch_rows", "moe_core::combine_rows")
+_COMBINE_FLOPS = 5  # of a row's element: weighted and added; backward weighted, and multiplied and added for the gate
+# FLOPs and bytes of a parameter in fp32. AdamW: decay 1, moments 3 and 4, denominator 3, update 3; it reads parameter,
+# gradient and both moments, and writes all but the gradient. SGD with Nesterov's momentum: 2 each for decay, momentum,
+# look-ahead and update; one moment less. Then the norm's square and sum, and clipping's product.
+_UPDATE = {"adamw": (14, 28), "sgd": (8, 20)}
+_NORM, _CLIPPING = (2, 4), (1, 8)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a phase does on one rank, counted."""
+
+    flops: float = 0.0
+    memory: float = 0.0  # bytes, as the two below
+    exchange: float = 0.0
+    disk: float = 0.0
+
+
+class Task(NamedTuple):
+    """Work that `run` does, once a call."""
+
+    run: Callable[[], object]
+    work: Work
+
+
+class MemoryTraffic(TorchDispatchMode):
+    """Counts in `bytes` what the operators inside have to read and write, as the module's head says."""
+
+    _WITHOUT_READING = ("aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func._schema.name.startswith(("aten::empty", "aten::new_empty")):  # nothing is written yet
+            self.bytes += self._moved(func, args, kwargs or {}, out)
+        return out
+
+    def _moved(self, func, args: tuple, kwargs: dict, out: object) -> int:
+        given = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        arguments = func._schema.arguments
+        values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        changed = [values.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
+        changed = {id(t): t for t in tree_leaves(changed) if isinstance(t, Tensor)}
+        storages = {_storage(t) for t in given.values()}
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _storage(t) not in storages]
+        if not made and not changed:
+            return 0  # a view
+        read = [t for key, t in given.items() if not (key in changed and func._schema.name in self._WITHOUT_READING)]
+        return sum(_size(t) for t in (*read, *made, *changed.values()))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes; what an expanded tensor repeats is there once."""
+    lengths = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * math.prod(length for length, stride in lengths if stride)
+
+
+def counted(run: Callable[[], object]) -> Task:
+    """With FLOPs and memory as `run` shows them now."""
+    with FlopCounterMode(display=False) as flops, MemoryTraffic() as traffic:
+        run()
+    return Task(run, Work(float(flops.get_total_flops()), float(traffic.bytes)))
+
+
+def _not_a_leaf(tensor: Tensor) -> Tensor:
+    """FlopCounterMode's hooks on modules fail under autograd.grad where a leaf goes into one (torch 2.11)."""
+    return tensor.view_as(tensor)
+
+
+# What one batch gives to the MoE layers
+
+
+@dataclass
+class Call:
+    """What one MoE layer was given in a forward pass."""
+
+    layer: MoELayer
+    x: Tensor  # [..., M]
+    options: dict
+    chunks: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # rows and offsets, as the experts got them
+
+
+class _Moves(TorchDispatchMode):
+    """Keeps the calls of the operators that move rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable, tuple]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in _MOVES:
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+Moves = list[tuple[Callable, tuple]]  # operators and their arguments
+
+
+def watch(trainer: Trainer, images: Tensor) -> tuple[list[Call], Moves]:
+    """One forward pass: what each MoE layer was given, and the operators that moved its rows with their arguments."""
+    calls: list[Call] = []
+
+    def layer_begins(layer: MoELayer, args: tuple, options: dict) -> None:
+        calls.append(Call(layer, args[0].detach(), options))
+
+    def experts_begin(experts: nn.Module, args: tuple) -> None:
+        rows, offsets = args
+        calls[-1].chunks.append((rows[: int(offsets[-1])].detach().clone(), offsets))  # none past the experts' rows
+
+    hooks = []
+    for layer in moe_layers(trainer.model).values():
+        hooks.append(layer.register_forward_pre_hook(layer_begins, with_kwargs=True))
+        hooks.append(layer.experts.register_forward_pre_hook(experts_begin))
+    with _Moves() as moves, trainer.autocast():
+        trainer.model.forward_with_aux(images)
+    for hook in hooks:
+        hook.remove()
+    return calls, moves.calls
+
+
+@contextmanager
+def without_experts(model: nn.Module) -> Iterator[None]:
+    """The model with nothing in the place of its MoE layers."""
+    children = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
+    places = [place for place in children if isinstance(place[2], MoEMlp)]
+    for parent, name, _ in places:
+        setattr(parent, name, nn.Identity())
+    try:
+        yield
+    finally:
+        for parent, name, child in places:
+            setattr(parent, name, child)
+
+
+# The phases
+
+
+def data(batches: Iterator[Batch]) -> Task:
+    """The loader's next batch."""
+    found = []
+    read = bytes_read(lambda: found.append(next(batches)))
+    return Task(lambda: next(batches), Work(memory=float(found[0].images.nbytes), disk=float(read)))
+
+
+def endless(images: Data) -> Iterator[Batch]:
+    """The training set's batches, epoch after epoch."""
+    for epoch in itertools.count():
+        images.set_epoch(epoch)
+        yield from images.train_loader
+
+
+def bytes_read(work: Callable[[], object]) -> int:
+    """Bytes that this process's reads return meanwhile, as Linux counts them; 0 on other systems."""
+
+    def so_far() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])  # rchar
+
+    if not Path("/proc/self/io").exists():
+        work()
+        return 0
+    own = -so_far() + so_far()  # of asking
+    before = so_far()
+    work()
+    return max(so_far() - before - own, 0)
+
+
+def trunk(trainer: Trainer, batch: Batch) -> Task:
+    """Forward, cross-entropy, backward."""
+    model, smoothing = trainer.model, trainer.config.MODEL.LABEL_SMOOTHING
+    with without_experts(model):
+        parameters = list(model.parameters())
+
+    def run() -> None:
+        with without_experts(model), trainer.autocast():
+            logits = model(batch.images)
+        loss = F.cross_entropy(logits.float(), batch.targets, label_smoothing=smoothing)
+        torch.autograd.grad(loss, parameters)
+
+    return counted(run)
+
+
+class _Behind(nn.Module):
+    """A router that sees the given tokens [T, M] instead of its input."""
+
+    def __init__(self, router: nn.Module, tokens: Tensor) -> None:
+        super().__init__()
+        self.router, self.tokens = router, tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.router(_not_a_leaf(self.tokens).to(x.dtype))
+
+
+class _Unchanged(nn.Module):
+    """Experts that do nothing."""
+
+    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        return rows
+
+
+def router(trainer: Trainer, calls: Sequence[Call]) -> Task:
+    """Everything of the layers that the width of a token is not in, and the logits."""
+    weight, prepared = trainer.config.MODEL.MOE.AUX_LOSS_WEIGHT, []
+    for call in calls:
+        tokens = call.x.reshape(-1, call.layer.config.model_dim).detach().requires_grad_()
+        narrow = replace(call.layer.config, model_dim=1, hidden_dim=1)
+        alone = MoELayer(narrow, router=_Behind(call.layer.router, tokens), experts=_Unchanged())
+        x = tokens.new_zeros(len(tokens), 1).requires_grad_()
+        prepared.append((alone, x, call.options, [tokens, *call.layer.router.parameters()]))
+
+    def run() -> None:
+        for alone, x, options, wanted in prepared:
+            with trainer.autocast():
+                y, aux_loss = alone(_not_a_leaf(x), **options)
+            torch.autograd.grad(y.sum() + weight * aux_loss, wanted)
+
+    return counted(run)
+
+
+def dispatch(moves: Moves) -> Task:
+    """The operators with their arguments once more, forward and backward."""
+    prepared = []
+    for operator, args in moves:
+        args = [a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args]
+        wanted = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+        prepared.append((operator, args, wanted, torch.ones_like(operator(*args))))
+
+    def run() -> None:
+        for operator, args, wanted, grad in prepared:
+            torch.autograd.grad(operator(*args), wanted, grad)
+
+    combined = sum(args[0].numel() for operator, args in moves if operator._schema.name == _MOVES[1])
+    return Task(run, replace(counted(run).work, flops=float(_COMBINE_FLOPS * combined)))
+
+
+def experts(trainer: Trainer, calls: Sequence[Call]) -> Task:
+    """The experts' rows through their networks, forward and backward."""
+    prepared = []
+    for call in calls:
+        for rows, offsets in call.chunks:
+            rows.requires_grad_()
+            prepared.append((call.layer.experts, rows, offsets, torch.ones_like(rows)))
+
+    def run() -> None:
+        for network, rows, offsets, grad in prepared:
+            with trainer.autocast():
+                out = network(_not_a_leaf(rows), offsets)
+            torch.autograd.grad(out, [rows, *network.parameters()], grad)
+
+    return counted(run)
+
+
+def exchange(trainer: Trainer, calls: Sequence[Call], batch: Batch) -> Task:
+    """What a step of several ranks sends."""
+    model, world = trainer.model, trainer.world
+    own = sum(p.numel() for p in expert_parameters(model).values())
+    shared = torch.zeros(sum(p.numel() for p in model.parameters()) - own, device=world.device)
+    sent = _reduced(shared, world.size)
+    if not calls:
+        return Task(lambda: world.sum(shared), Work(exchange=sent))
+    group, rows = calls[0].layer.group, calls[0].chunks[0][0]
+    with group.count_traffic() as traffic:
+        trainer.train_step([batch])
+    elements, ways = sum(traffic.elements.values()), 4 * len(calls)  # there and back, forward and backward
+    message = rows.new_zeros(group.size, elements // ways // max(group.size - 1, 1))
+    replicated = torch.zeros(own if group.num_replicas > 1 else 0, device=world.device)
+    sent += elements * rows.element_size() + _reduced(replicated, group.num_replicas)
+
+    def run() -> None:
+        for _ in range(ways):
+            all_to_all(message, group)
+        world.sum(shared)
+        if len(replicated):
+            group.all_reduce(replicated, group.replicas, "expert gradients")
+
+    return Task(run, Work(exchange=sent))
+
+
+def _reduced(gradients: Tensor, ranks: int) -> float:
+    return 2 * gradients.nbytes * (ranks - 1) / ranks
+
+
+def optimiser(trainer: Trainer, batch: Batch) -> Task:
+    """Norm, clipping and update with the gradients of the batch."""
+    loss, _ = trainer.loss(batch)
+    loss.backward()
+    average_expert_gradients(trainer.model)
+    gradients = {p: p.grad for p in trainer.model.parameters() if p.grad is not None}
+    trainer.optimizer.zero_grad(set_to_none=True)
+    clip, name = trainer.config.TRAIN.CLIP_GRAD, trainer.config.TRAIN.OPTIMIZER.NAME
+    parts = [_UPDATE[name], _NORM, *([_CLIPPING] if clip else [])]
+    flops, moved = (sum(p.numel() for p in gradients) * sum(each) for each in zip(*parts, strict=True))
+
+    def run() -> None:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        clip_gradients(trainer.model, clip)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=True)
+
+    return Task(run, Work(float(flops), float(moved)))
+
+
+@contextmanager
+def checkpoint(trainer: Trainer, directory: Path) -> Iterator[tuple[Task, list[Cost]]]:
+    """Saves into `directory`, and what each has cost this rank; the work is that of the first one, done already.
+
+    Raises:
+        UserError: the last one failed.
+    """
+    costs: list[Cost] = []
+    saver = Saver(directory, trainer.world, trainer.config, say=lambda text: None, report=costs.append)
+
+    def run() -> None:
+        trainer.save(saver)
+        saver.wait()
+
+    run()
+    saver.close()
+    yield Task(run, Work(memory=2.0 * costs[0].bytes, disk=float(costs[0].bytes))), costs  # copied, then written
+    saver.close()

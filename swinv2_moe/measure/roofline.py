@@ -1,0 +1,342 @@
+"""How far each phase of a training step is from what this machine can do: a roofline (doi 10.1145/1498765.1498785).
+
+swinv2_moe.measure.phases says what the phases are and how their work is counted. Peaks are measured: the product of two
+large matrices in the step's dtype, a copy of more memory than a cache holds, an all-to-all of large messages, reading
+and writing a file in the output directory. A phase's roof is the time that its scarcest resource would take at its
+peak; both come from the same interleaved rounds. These time a whole step, too, to tell what the phases leave of it.
+"""
+
+import math
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from yacs.config import CfgNode
+
+from moe_core import moe_layers
+from moe_core.parallel import ExpertGroup, all_to_all
+from swinv2_moe.config import load_config, resolve_batch_size
+from swinv2_moe.data import Batch, build_data
+from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure import phases
+from swinv2_moe.measure.phases import Task, Work
+from swinv2_moe.measure.rounds import Times, interleaved, machine, matrix_product, ratios, summed
+from swinv2_moe.models import build_model
+from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PHASES = ("data", "trunk", "router", "dispatch", "experts", "exchange", "optimiser", "checkpoint")
+OF_THE_STEP = PHASES[1:-1]
+
+_SAVES = 3
+_FILE = 128 * 2**20  # bytes of the file that is written and read
+_COPY = 256 * 2**20  # bytes that are copied
+_MESSAGES = {"cpu": 2**22, "cuda": 2**26}  # bytes that a rank has in the all-to-all
+
+
+@dataclass(frozen=True)
+class Peak:
+    """So many FLOPs or bytes in each of these times."""
+
+    what: str
+    amount: float
+    times: Times
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s or bytes/s, the median."""
+        return 1e3 * self.amount / statistics.median(self.times)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What it does and took, beside the peaks of the resources that it uses."""
+
+    work: Work
+    times: Times
+    peaks: dict[str, Peak]  # by Work's names
+
+    def shares(self) -> dict[str, float]:
+        """For each resource the time that it would take at its peak over the phase's own; medians of the rounds.
+
+        Raises:
+            ValueError: a peak was timed in other rounds.
+        """
+        work = {name: amount for name, amount in asdict(self.work).items() if amount and name in self.peaks}
+        return {
+            name: statistics.median(ratios(self.peaks[name].times, self.times)) * amount / self.peaks[name].amount
+            for name, amount in work.items()
+        }
+
+    def bound(self) -> tuple[str, float]:
+        """The resource that would take longest, and the share of the roof that it sets."""
+        return max(self.shares().items(), key=lambda pair: pair[1])
+
+    def rate(self, resource: str) -> float:
+        """FLOP/s or bytes/s, the median."""
+        return 1e3 * getattr(self.work, resource) / statistics.median(self.times)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    title: str
+    machine: str
+    phases: dict[str, Phase]  # those that there are: a dense model has no router, one rank no exchange
+    peaks: dict[str, Peak]  # "written" is the disk's for the checkpoint, "disk" the one for reading
+    step: Times  # of the whole step
+    stall: float  # seconds that training stands still for the last checkpoint
+    warmup: int
+
+    def accounted(self) -> list[float]:
+        """A step's phases together over the whole step, in each round."""
+        return ratios(summed([phase.times for name, phase in self.phases.items() if name in OF_THE_STEP]), self.step)
+
+    def share_of_step(self, name: str) -> float | None:
+        """The median; of data too, though other processes do that meanwhile. None for a checkpoint."""
+        return None if name == "checkpoint" else statistics.median(ratios(self.phases[name].times, self.step))
+
+    def record(self) -> dict:
+        """Everything, ready for JSON; times in ms, one a round."""
+        found = {}
+        for name, phase in self.phases.items():
+            bound, share = phase.bound()
+            found[name] = asdict(phase.work) | {"run": phase.times.run, "ms": phase.times, "bound_by": bound}
+            found[name] |= {"share_of_roof": share, "share_of_step": self.share_of_step(name)}
+        peaks = {
+            name: {"what": peak.what, "per_second": peak.rate, "run": peak.times.run, "ms": peak.times}
+            for name, peak in self.peaks.items()
+        }
+        step = {"run": self.step.run, "ms": self.step, "accounted": self.accounted()}
+        facts = {"title": self.title, "machine": self.machine, "warmup": self.warmup, "step": step}
+        return facts | {"phases": found, "peaks": peaks, "checkpoint_stall_seconds": self.stall}
+
+
+def configuration(file: str | Path, opts: Sequence[str], data: str | None, batch_size: int | None) -> CfgNode:
+    """The checked configuration of a step that can be taken apart; the data are read by this process, and the learning
+    rate is 0, so that every round works on the same weights.
+
+    Raises:
+        UserError: what `load_config` raises; a key whose step has other phases.
+    """
+    keys = ["DATA.NUM_WORKERS", "0"]
+    for rate in ("BASE_LR", "WARMUP_LR", "MIN_LR"):
+        keys += [f"TRAIN.{rate}", "0"]
+    if batch_size is not None:
+        if batch_size < 1:
+            raise UserError(f"--batch-size is {batch_size}, it must be at least 1")
+        keys += ["DATA.BATCH_SIZE", str(batch_size), "DATA.GLOBAL_BATCH_SIZE", "0"]
+    config = load_config(file, [*opts, *keys], data=data)
+    values = {"COMPILE": config.COMPILE, "MODEL.MOE.FREEZE": config.MODEL.MOE.FREEZE}
+    values |= {f"TRAIN.{name}": config.TRAIN[name] for name in ("SHARD_TRUNK", "USE_CHECKPOINT")}
+    for name, value in values.items():
+        if value:
+            raise UserError(f"{name} is True: the phases of such a step cannot be timed one by one; set it to false")
+    return config
+
+
+def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline | None:
+    """Of a step of `config`, with checkpoints and files below `output`, which do not stay. Every rank calls this.
+
+    Returns:
+        On the main rank its own work beside the slowest rank's times; on the others None.
+
+    Raises:
+        UserError: data that cannot be used, a strategy or a disk that is unfit.
+    """
+    with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"):
+        trainer, before = _trainer(resolve_batch_size(config, world.size), world), machine(world.device.type)
+        with scratch(output, world) as directory:
+            probes = _probes(trainer, directory / f"file-{world.rank}")
+            tasks, step = _tasks(trainer)
+            runs = {name: task.run for name, task in tasks.items()} | {"step": step}
+            runs |= {f"peak {name}": probe.run for name, probe in probes.items() if name != "written"}
+            times = interleaved(runs, rounds, warmup, world)
+            with phases.checkpoint(trainer, directory / "checkpoints") as (tasks["checkpoint"], costs):
+                runs = {"checkpoint": tasks["checkpoint"].run, "peak written": probes["written"].run}
+                times |= interleaved(runs, _SAVES, 0, world)
+    if not world.is_main:
+        return None
+    peaks = {name: Peak(probe.what, probe.amount, times[f"peak {name}"]) for name, probe in probes.items()}
+    resources = {name: peak for name, peak in peaks.items() if name != "written"}
+    found = {}
+    for name in (name for name in PHASES if name in tasks):
+        own = {"disk": peaks["written"]} if name == "checkpoint" else resources
+        found[name] = Phase(tasks[name].work, times[name], own)
+    return Roofline(_title(trainer), before, found, peaks, times["step"], costs[-1].stall, warmup)
+
+
+def _trainer(config: CfgNode, world: World) -> Trainer:
+    images = world.everywhere(lambda: build_data(config, world.rank, world.size))
+    seed_everything(config.SEED)
+    model = build_model(config, images.num_classes, expert_group(config, world))
+    for layer in moe_layers(model).values():
+        apart = layer.strategy != "auto" and layer.strategy.r > 0 and layer.shard.num_parts == 1
+        if layer.group.size > 1 and not apart:
+            raise UserError(
+                f"MODEL.MOE.STRATEGY is {config.MODEL.MOE.STRATEGY!r} and R {config.MODEL.MOE.R} for"
+                f" {config.MODEL.MOE.NUM_EXPERTS} experts on {layer.group.size} ranks: the exchange is told apart only"
+                " where whole experts stay and rows travel (off, or fixed with R 1; no more ranks than experts)"
+            )
+    trainer = Trainer(config, world, images, model)
+    trainer.wrapped.train()
+    return trainer
+
+
+def _title(trainer: Trainer) -> str:
+    config, ranks = trainer.config, trainer.world.size
+    where = "one rank" if ranks == 1 else f"each of {ranks} ranks"
+    return (
+        f"{config.MODEL.TYPE}, {config.MODEL.MOE.NUM_EXPERTS} experts, {config.DATA.IMG_SIZE} px, {_dtype(trainer)}:"
+        f" {config.DATA.BATCH_SIZE} images of {config.DATA.PATH or config.DATA.DATASET} a step on {where}"
+    )
+
+
+def _dtype(trainer: Trainer) -> str:
+    return trainer.config.AMP_DTYPE if trainer.config.AMP_ENABLE else "float32"
+
+
+def _tasks(trainer: Trainer) -> tuple[dict[str, Task], Callable[[], object]]:
+    """The phases of one batch but for the checkpoint, and the whole step."""
+    batches, device = phases.endless(trainer.data), trainer.world.device
+    images, targets, _ = next(batches)
+    batch = Batch(images.to(device), targets.to(device), [])
+    trainer.train_step([batch])  # moments, and DDP's buckets, begin with the first step
+    calls, moves = phases.watch(trainer, batch.images)
+    tasks = {"data": phases.data(batches), "trunk": phases.trunk(trainer, batch)}
+    if calls:
+        tasks |= {"router": phases.router(trainer, calls), "dispatch": phases.dispatch(moves)}
+        tasks["experts"] = phases.experts(trainer, calls)
+    if trainer.world.size > 1:
+        tasks["exchange"] = phases.exchange(trainer, calls, batch)
+    tasks["optimiser"] = phases.optimiser(trainer, batch)
+    return tasks, lambda: trainer.train_step([batch])
+
+
+class Probe(NamedTuple):
+    """Work at the machine's limit: so many FLOPs or bytes a call."""
+
+    what: str
+    amount: float
+    run: Callable[[], object]
+
+
+def _probes(trainer: Trainer, file: Path) -> dict[str, Probe]:
+    world, dtype = trainer.world, _dtype(trainer)
+    product, flops = matrix_product(getattr(torch, dtype), world.device)
+    source = torch.ones(_COPY // 4, device=world.device)
+    target = torch.zeros_like(source)
+    write_file(file, _FILE)
+    where = f"{_FILE >> 20} MiB in {file.parent.parent}"
+    probes = {
+        "flops": Probe(f"matrix product, {dtype}", flops, product),
+        "memory": Probe(f"copy of {_COPY >> 20} MiB", 2 * _COPY, lambda: target.copy_(source)),  # read and written
+        "disk": Probe(f"reading {where}", _FILE, partial(read_file, file)),
+        "written": Probe(f"writing {where}, with fsync", _FILE, partial(write_file, file, _FILE)),
+    }
+    if world.size > 1:
+        group, size = ExpertGroup(world.group, timeout=world.timeout), _MESSAGES[world.device.type]
+        message = torch.zeros(world.size, size // 4 // world.size, device=world.device)
+        sent = message.nbytes * (world.size - 1) / world.size
+        what = f"all-to-all of {size >> 20} MiB a rank"
+        probes["exchange"] = Probe(what, sent, lambda: all_to_all(message, group))
+    return probes
+
+
+@contextmanager
+def scratch(output: Path, world: World) -> Iterator[Path]:
+    """A new directory in `output`, the same on all ranks, for the block's length."""
+    directory = Path(world.agree(tempfile.mkdtemp(prefix=".roofline-", dir=output) if world.is_main else None))
+    try:
+        yield directory
+    finally:
+        if world.is_main:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def write_file(path: Path, size: int) -> None:
+    """Until it is on the disk. Raises UserError where it cannot be."""
+    block = os.urandom(2**20)  # a file system may squeeze zeros
+    try:
+        with path.open("wb", buffering=0) as file:
+            for _ in range(size // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"--output {path.parent}: cannot be written ({error.strerror})") from error
+
+
+def read_file(path: Path) -> None:
+    """From the disk: the system is asked to forget what it has of the file in memory (Linux does so)."""
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while file.read(2**20):
+            pass
+
+
+def draw(found: Roofline, path: Path) -> None:
+    """A PNG: the phases with FLOPs under the roof, and each phase's share of the step and of its roof.
+
+    Raises:
+        UserError: a file that cannot be written.
+    """
+    figure = new_figure(12, 5.2)
+    roof, bars = figure.subplots(1, 2, width_ratios=[1.25, 1])
+    _draw_roof(roof, found)
+    _draw_shares(bars, found)
+    figure.suptitle(found.title, fontsize=10)
+    save_png(figure, path)
+
+
+def _draw_roof(axes: "Axes", found: Roofline) -> None:
+    peak, bandwidth = found.peaks["flops"].rate, found.peaks["memory"].rate
+    points = {name: phase for name, phase in found.phases.items() if phase.work.flops}
+    intensities = [phase.work.flops / phase.work.memory for phase in points.values()]
+    low, high = min(*intensities, peak / bandwidth) / 3, max(*intensities, peak / bandwidth) * 10
+    corners = [low, peak / bandwidth, high]
+    axes.plot(corners, [min(peak, bandwidth * x) / 1e9 for x in corners], color="0.3", label="roof")
+    axes.annotate(f"{peak / 1e9:,.0f} GFLOP/s", (high, peak / 1e9), (0, 4), textcoords="offset points", ha="right")
+    middle = math.sqrt(low * peak / bandwidth)
+    axes.annotate(f"{bandwidth / 1e9:,.1f} GB/s", (middle, bandwidth * middle / 1e9), (-8, 6), ha="right",
+                  textcoords="offset points")  # fmt: skip
+    for name, intensity in zip(points, intensities, strict=True):
+        place = (intensity, points[name].rate("flops") / 1e9)
+        axes.plot(*place, "o", color=_colour(name))
+        axes.annotate(name, place, (6, -4), textcoords="offset points", color=_colour(name))
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of memory", ylabel="GFLOP/s")
+    tidy(axes)
+
+
+def _draw_shares(axes: "Axes", found: Roofline) -> None:
+    names = list(found.phases)[::-1]
+    for offset, label, colour, values in (
+        (0.2, "of the step's time", COLOURS[0], [found.share_of_step(name) for name in names]),
+        (-0.2, "of its roof", COLOURS[5], [found.phases[name].bound()[1] for name in names]),
+    ):
+        percent = [100 * (value or 0) for value in values]
+        drawn = axes.barh([i + offset for i in range(len(names))], percent, 0.38, color=colour, label=label)
+        texts = ["" if value is None else f"{value:.1%}" for value in values]
+        axes.bar_label(drawn, texts, padding=3, fontsize=8)
+    axes.set_yticks(range(len(names)), [f"{name}\n({found.phases[name].bound()[0]})" for name in names], fontsize=8)
+    axes.set_xlabel("%; in brackets what bounds it")
+    axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
+    tidy(axes)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))  # above, where no bar is
+
+
+def _colour(name: str) -> str:
+    return COLOURS[("trunk", "router", "dispatch", "experts", "optimiser").index(name)]

@@ -1,0 +1,395 @@
+"""Images/s of a model with experts beside its dense twin, the same trunk with plain FFNs.
+
+Every combination of mode, batch size, dtype, capacity factor and compilation is one run of interleaved rounds, in which
+both models and a large matrix product of the same dtype take turns; no other times are ever set against each other.
+
+- Training: the Trainer's own step (forward, both losses, backward, clipping, update, and under torchrun the exchange of
+  rows and gradients), without mixup, accumulation or averaged weights. The learning rate is 0: as much work, but every
+  round does it on the same weights.
+- bfloat16: autocast, as in training and evaluation; the weights stay fp32.
+- Images/s: of all ranks together; a round takes as long as its slowest rank.
+- MFU (model FLOPs utilisation, arXiv 2204.02311, appendix B): two FLOPs for each MAC of the batch (models.complexity;
+  none dropped), three times as many in training, over what the matrix product reached in the same round on each rank.
+- Peak memory: what one untimed pass needs beyond what lies there before it, on the rank that needs most.
+
+The images lie on the device and are noise, on which fresh routers of a deep model spread the tokens about as evenly as
+balanced, trained ones do on photographs; the share that was dropped and the largest load are in every row.
+
+B images of a rank and pass, W ranks
+"""
+
+import csv
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from yacs.config import CfgNode
+
+from moe_core import moe_layers
+from swinv2_moe.config import load_config
+from swinv2_moe.data import Batch, Data
+from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.engine.trainer import Trainer, build_autocast
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.rounds import (
+    PERCENTILES,
+    Times,
+    check_rounds,
+    interleaved,
+    machine,
+    matrix_product,
+    percentiles,
+    quartiles,
+    ratios,
+    working_memory,
+)
+from swinv2_moe.models import Complexity, SwinTransformerV2MoE, build_model, measure_model
+from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PASSES = {"inference": 1, "training": 3}  # a backward pass has two products for each one of the forward pass
+DTYPES = ("float32", "bfloat16")
+SWITCH = ("off", "on")
+ASSUMED_CLASSES = 1000  # where the configuration leaves the number to the data
+
+# Neither data nor weights are loaded, and a training step is one batch whose update changes nothing.
+_SPEED_ALONE = "DATA.DATASET digits DATA.GLOBAL_BATCH_SIZE 0 MODEL.UPCYCLE False AUG.MIXUP 0 AUG.CUTMIX 0"
+_SPEED_ALONE += " TRAIN.EMA_DECAY 0 TRAIN.ACCUMULATION_STEPS 1 TRAIN.BASE_LR 0 TRAIN.WARMUP_LR 0 TRAIN.MIN_LR 0"
+_DENSE = ["MODEL.MOE.NUM_EXPERTS", "0", "MODEL.MOE.FREEZE", "False"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured: all combinations of the first five; without capacity factors, the configuration's.
+
+    Raises:
+        UserError: a value that none of them can take.
+    """
+
+    mode: tuple[str, ...] = ("inference",)
+    batch_sizes: tuple[int, ...] = (1, 8)  # images of a rank
+    dtypes: tuple[str, ...] = ("float32",)
+    capacity_factors: tuple[float, ...] = ()
+    compile: tuple[str, ...] = ("off",)
+    rounds: int = 10
+    warmup: int = 2
+
+    def __post_init__(self) -> None:
+        for option, values, allowed in (
+            ("mode", self.mode, PASSES),
+            ("dtypes", self.dtypes, DTYPES),
+            ("compile", self.compile, SWITCH),
+        ):
+            for value in values:
+                if value not in allowed:
+                    raise UserError(f"--{option} is {value!r}, allowed: {', '.join(allowed)}")
+        if min(self.batch_sizes) < 1:
+            raise UserError(f"--batch-sizes is {min(self.batch_sizes)}, it must be at least 1")
+        check_rounds(self.rounds, self.warmup)
+
+
+class Combination(NamedTuple):
+    mode: str
+    batch_size: int  # images of a rank
+    dtype: str
+    capacity_factor: float
+    compile: str
+
+    def __str__(self) -> str:
+        compiled = ", compiled" if self.compile == "on" else ""
+        return f"{self.mode}, batch {self.batch_size}, {self.dtype}, f = {self.capacity_factor:g}{compiled}"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two models in one run of rounds."""
+
+    times: Times  # ms of a pass
+    size: Complexity
+    first_call: float  # seconds; compilation happens in it
+    peak_memory: int | None  # bytes; None: this system does not tell
+    held: int  # bytes of the parameters and, in training, of the optimiser's state, on the main rank
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination: both models and the matrix product in the same rounds."""
+
+    combination: Combination
+    ranks: int
+    machine: str
+    moe: Side
+    dense: Side
+    product: Times  # ms of the matrix product, which each rank computes
+    product_flops: int
+    dropped: float  # of all choices of an expert in the last pass, the share that found it full
+    largest_load: float  # of an expert in any layer and rank, in units of an even share
+
+    def images_per_second(self, side: Side) -> list[float]:
+        """Of all ranks together, in each round."""
+        return [1e3 * self.combination.batch_size * self.ranks / t for t in side.times]
+
+    def ratio(self) -> list[float]:
+        """Images/s with experts over the dense model's, in each round.
+
+        Raises:
+            ValueError: the two were not timed in the same rounds.
+        """
+        return ratios(self.dense.times, self.moe.times)
+
+    def mfu(self, side: Side) -> list[float]:
+        """The share of the measured peak, in each round. Raises what `ratio` raises."""
+        flops = 2 * side.size.macs * PASSES[self.combination.mode] * self.combination.batch_size
+        return [ratio * flops / self.product_flops for ratio in ratios(self.product, side.times)]
+
+
+Plan = list[tuple[Combination, CfgNode, CfgNode]]  # with the configurations of the two models
+
+
+def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Plan:
+    """Every combination, with the configurations of the model with experts and of the dense one.
+
+    Raises:
+        UserError: what `load_config` raises; a configuration without experts.
+    """
+
+    def load(*more: object) -> CfgNode:
+        return load_config(file, [*opts, *_SPEED_ALONE.split(), *map(str, more)])
+
+    moe = load().MODEL.MOE
+    if not moe.NUM_EXPERTS:
+        raise UserError(
+            f"{file}: MODEL.MOE.NUM_EXPERTS is 0, a model with experts is to be measured beside its dense one"
+        )
+    found = []
+    choices = (options.mode, options.batch_sizes, options.dtypes, options.capacity_factors or (None,), options.compile)
+    for mode, batch, dtype, factor, compile in itertools.product(*choices):
+        if factor is None:
+            factor = moe.CAPACITY_FACTOR if mode == "training" else moe.EVAL_CAPACITY_FACTOR
+        keys = ["DATA.BATCH_SIZE", batch, "COMPILE", compile == "on", "AMP_ENABLE", dtype != "float32"]
+        keys += ["AMP_DTYPE", "bfloat16", "MODEL.MOE.CAPACITY_FACTOR", factor, "MODEL.MOE.EVAL_CAPACITY_FACTOR", factor]
+        found.append((Combination(mode, batch, dtype, factor, compile), load(*keys), load(*keys, *_DENSE)))
+    return found
+
+
+def measure(plan: Plan, rounds: int, warmup: int) -> Iterator[Row]:
+    """The main rank gets each row as soon as it is measured, the other ranks none; every rank goes through all.
+
+    Raises:
+        UserError: experts or a strategy that do not fit the ranks; a GPU whose memory is too small.
+    """
+    config = plan[0][1]
+    with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"):
+        if world.size > 1 and config.MODEL.MOE.STRATEGY == "auto":
+            raise UserError("MODEL.MOE.STRATEGY is 'auto': its trials would be timed too; name the strategy to measure")
+        sizes = [measure_model(own, _classes(own)) for own in plan[0][1:]]
+        for combination, *configs in plan:
+            try:
+                row = _measure(combination, configs, sizes, rounds, warmup, world)
+            except torch.OutOfMemoryError as error:
+                raise UserError(f"{combination}: does not fit into the GPU's memory") from error
+            if world.is_main:
+                yield row
+
+
+class _Subject(NamedTuple):
+    model: SwinTransformerV2MoE
+    run: Callable[[], object]  # one pass, or one step
+    optimizer: torch.optim.Optimizer | None
+
+
+def _measure(
+    combination: Combination,
+    configs: Sequence[CfgNode],
+    sizes: Sequence[Complexity],
+    rounds: int,
+    warmup: int,
+    world: World,
+) -> Row:
+    """`configs` and `sizes` are those of the model with experts and of the dense one."""
+    gc.collect()  # models of the combination before, which DDP holds in a circle
+    torch.compiler.reset()  # or they would count towards dynamo's limit of recompilations
+    before = machine(world.device.type)
+    prepare = _training if combination.mode == "training" else _inference
+    subjects = [prepare(config, world) for config in configs]
+    first = [_seconds(subject.run) for subject in subjects]
+    peaks = [_largest(world.gather(working_memory(subject.run, world.device))) for subject in subjects]
+    product, flops = matrix_product(getattr(torch, combination.dtype), world.device)
+    alternatives = {"moe": subjects[0].run, "dense": subjects[1].run, "product": product}
+    times = interleaved(alternatives, rounds, warmup, world)
+    timed = (times["moe"], times["dense"])
+    sides = map(Side, timed, sizes, first, peaks, map(_held, subjects))
+    routing = world.gather(_routing(subjects[0].model))
+    dropped, load = statistics.mean(share for share, _ in routing), max(load for _, load in routing)
+    return Row(combination, world.size, before, *sides, times["product"], flops, dropped, load)
+
+
+def _inference(config: CfgNode, world: World) -> _Subject:
+    """The forward pass of the evaluation."""
+    model, images = _model(config, world).eval(), _batch(config, world).images
+    autocast = build_autocast(config, world)
+    if config.COMPILE:
+        model.compile()
+
+    @torch.inference_mode()
+    def run() -> None:
+        with autocast():
+            model(images)
+
+    return _Subject(model, run, None)
+
+
+def _training(config: CfgNode, world: World) -> _Subject:
+    """The Trainer's step on one batch, again and again."""
+    batch = _batch(config, world)
+    data = Data([batch], [], _classes(config), [], config.DATA.BATCH_SIZE * world.size, 0)
+    trainer = Trainer(config, world, data, _model(config, world))
+    trainer.wrapped.train()
+    return _Subject(trainer.model, lambda: trainer.train_step([batch]), trainer.optimizer)
+
+
+def _model(config: CfgNode, world: World) -> SwinTransformerV2MoE:
+    seed_everything(config.SEED)
+    return build_model(config, _classes(config), expert_group(config, world)).to(world.device)
+
+
+def _batch(config: CfgNode, world: World) -> Batch:
+    seed_everything(config.SEED, world.rank)
+    size, channels = config.DATA.IMG_SIZE, config.MODEL.SWINV2.IN_CHANS
+    images = torch.randn(config.DATA.BATCH_SIZE, channels, size, size, device=world.device)
+    return Batch(images, torch.randint(_classes(config), (len(images),), device=world.device), [])
+
+
+def _classes(config: CfgNode) -> int:
+    return config.MODEL.NUM_CLASSES or ASSUMED_CLASSES
+
+
+def headline(plan: Plan, ranks: int) -> str:
+    """What is measured, on how many ranks."""
+    config = plan[0][1]
+    layers, experts = sum(map(len, config.MODEL.MOE.BLOCKS)), config.MODEL.MOE.NUM_EXPERTS
+    return (
+        f"{config.MODEL.TYPE}, {config.DATA.IMG_SIZE} px: {experts} experts in {layers} layers, beside dense;"
+        f" {ranks} {'process' if ranks == 1 else 'processes'}"
+    )
+
+
+def protocol(row: Row, warmup: int) -> str:
+    """How the figures came about, for the head of a table."""
+    rounds, (experts, dense) = len(row.product), (row.moe.size, row.dense.size)
+    return (
+        f"{experts.parameters / 1e6:,.1f}M parameters and {experts.macs / 1e6:,.0f}M MACs/image, beside"
+        f" {dense.parameters / 1e6:,.1f}M and {dense.macs / 1e6:,.0f}M\n{row.machine}\nmedians (quartiles) of {rounds}"
+        f" rounds after {warmup} to warm up; percentiles are of these {rounds} passes, MFU is of the measured peak;"
+        " fresh weights and noise: 'dropped' and 'largest load' tell how evenly they route"
+    )
+
+
+def _largest(values: Sequence[int | None]) -> int | None:
+    return None if None in values else max(values)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _held(subject: _Subject) -> int:
+    states = subject.optimizer.state.values() if subject.optimizer else ()
+    tensors = [*subject.model.parameters(), *(value for state in states for value in state.values())]
+    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _routing(model: SwinTransformerV2MoE) -> tuple[float, float]:
+    """Of this rank's last pass: the dropped share, the mean over the layers; the largest load of an expert."""
+    stats = [layer.last_routing for layer in moe_layers(model).values()]
+    loads = [float(found.counts.max() / found.counts.float().mean()) for found in stats]
+    return statistics.mean(float(found.dropped_share) for found in stats), max(loads)
+
+
+def record(row: Row) -> dict[str, object]:
+    """A row as flat columns: every figure, and every round's milliseconds."""
+    columns = {"run": row.product.run, **row.combination._asdict(), "ranks": row.ranks, "rounds": len(row.product)}
+
+    def add(name: str, values: Sequence[float]) -> None:
+        columns.update(zip((f"{name}_q1", name, f"{name}_q3"), quartiles(values), strict=True))
+
+    add("moe_over_dense", row.ratio())
+    for name in ("moe", "dense"):
+        side: Side = getattr(row, name)
+        add(f"{name}_images_per_second", row.images_per_second(side))
+        add(f"{name}_mfu", row.mfu(side))
+        columns |= {f"{name}_p{p}_ms": v for p, v in zip(PERCENTILES, percentiles(side.times), strict=True)}
+        columns |= {f"{name}_parameters": side.size.parameters, f"{name}_macs": side.size.macs}
+        columns |= {f"{name}_peak_bytes": side.peak_memory, f"{name}_held_bytes": side.held}
+        columns |= {f"{name}_first_call_s": side.first_call, f"{name}_ms": " ".join(f"{t:.3f}" for t in side.times)}
+    columns |= {"product_flops": row.product_flops, "product_ms": " ".join(f"{t:.3f}" for t in row.product)}
+    return columns | {"dropped": row.dropped, "largest_load": row.largest_load, "machine": row.machine}
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Raises:
+    UserError: the file cannot be written.
+    """
+    records = [record(row) for row in rows]
+    try:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, records[0].keys())
+            writer.writeheader()
+            writer.writerows(records)
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot be written ({error.strerror})") from error
+
+
+def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+    """A PNG: images/s of both models for every row with quartiles, the ratio above them; a panel for each mode.
+
+    Raises:
+        UserError: a file that cannot be written.
+    """
+    modes = [[row for row in rows if row.combination.mode == mode] for mode in PASSES]
+    modes = [found for found in modes if found]
+    figure = new_figure(max(6.0, 1.1 * len(rows) + 2), 4.6)
+    panels = figure.subplots(1, len(modes), width_ratios=[len(found) for found in modes], squeeze=False)[0]
+    for axes, found in zip(panels, modes, strict=True):
+        _bars(axes, found)
+        axes.set_title(found[0].combination.mode, fontsize=10)
+    panels[0].set_ylabel("images/s; in bold: experts / dense")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    save_png(figure, path)
+
+
+def _bars(axes: "Axes", rows: Sequence[Row]) -> None:
+    tops = [0.0] * len(rows)
+    for offset, name, label, colour in ((-0.2, "moe", "experts", COLOURS[0]), (0.2, "dense", "dense", COLOURS[5])):
+        spreads = [quartiles(row.images_per_second(getattr(row, name))) for row in rows]
+        middles = [middle for _, middle, _ in spreads]
+        errors = [[middle - low for low, middle, _ in spreads], [high - middle for _, middle, high in spreads]]
+        places = [i + offset for i in range(len(rows))]
+        bars = axes.bar(places, middles, 0.38, yerr=errors, color=colour, label=label, error_kw={"linewidth": 1})
+        axes.bar_label(bars, [f"{middle:.3g}" for middle in middles], label_type="center", fontsize=7)
+        tops = [max(top, high) for top, (*_, high) in zip(tops, spreads, strict=True)]
+    for i, (row, top) in enumerate(zip(rows, tops, strict=True)):
+        ratio = f"{statistics.median(row.ratio()):.2f}"
+        axes.annotate(ratio, (i, top), (0, 3), textcoords="offset points", ha="center", fontsize=9, weight="bold")
+    axes.set_xticks(range(len(rows)), [_label(row.combination) for row in rows], fontsize=8)
+    axes.set_xlim(-0.6, len(rows) - 0.4)
+    axes.set_ylim(0, 1.1 * max(tops))
+    tidy(axes)
+
+
+def _label(combination: Combination) -> str:
+    compiled = "\ncompiled" if combination.compile == "on" else ""
+    return f"batch {combination.batch_size}\n{combination.dtype}\nf = {combination.capacity_factor:g}{compiled}"

@@ -1,0 +1,273 @@
+"""What the phases of a step compute and move, against formulas; and what bounds a phase."""
+
+import os
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from trainer_cases import make_trainer
+
+from moe_core import expert_parameters, moe_layers
+from moe_core.cost_model import LayerShape, volume
+from moe_core.parallel import ParallelStrategy
+from swinv2_moe.data import Batch
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure import phases, roofline
+from swinv2_moe.measure.phases import MemoryTraffic, Work, bytes_read, counted, without_experts
+from swinv2_moe.measure.roofline import Peak, Phase, Roofline
+from swinv2_moe.measure.rounds import Times
+from swinv2_moe.models.swinv2_moe import MoEMlp
+
+FLOAT, LONG, INT = 4, 8, 4  # bytes
+
+
+def traffic(work) -> int:
+    with MemoryTraffic() as found:
+        work()
+    return found.bytes
+
+
+# Memory
+
+
+@given(st.integers(1, 300), st.integers(1, 5))
+def test_an_operator_reads_what_it_is_given_and_writes_what_it_makes(rows, columns):
+    a, b = torch.zeros(rows, columns), torch.zeros(rows, columns)
+    size = FLOAT * rows * columns
+    assert traffic(lambda: a + b) == 3 * size
+    assert traffic(lambda: a + a) == 2 * size  # one tensor is read once
+    assert traffic(lambda: a.add_(b)) == 3 * size
+    assert traffic(lambda: a.copy_(b)) == 2 * size
+    assert traffic(lambda: a.fill_(1.0)) == size
+    assert traffic(lambda: torch._foreach_mul_([a, b], 2.0)) == 4 * size
+    assert traffic(lambda: a.view(-1)[1:].unsqueeze(0).detach()) == 0
+    assert traffic(lambda: torch.empty_like(a)) == 0
+    assert traffic(lambda: a.t().contiguous().view(-1)) == (0 if 1 in (rows, columns) else 2 * size)
+    assert traffic(lambda: a[:1].expand(rows, columns) + b) == 2 * size + FLOAT * columns
+
+
+def test_a_linear_layer_forward_and_backward():
+    batch, width, out = 7, 5, 3
+    layer, x, grad = torch.nn.Linear(width, out), torch.zeros(batch, width, requires_grad=True), torch.zeros(batch, out)
+    task = counted(lambda: torch.autograd.grad(layer(x.view_as(x)), [x, *layer.parameters()], grad))
+    inputs, weights, outputs, bias = batch * width, width * out, batch * out, out
+    forward = inputs + weights + bias + outputs
+    backward = (outputs + weights + inputs) + (outputs + inputs + weights) + (outputs + bias)
+    assert task.work == Work(flops=3 * 2 * batch * width * out, memory=FLOAT * (forward + backward))
+
+
+def test_bytes_read(tmp_path):
+    if not Path("/proc/self/io").exists():
+        pytest.skip("only Linux tells")
+    (tmp_path / "file").write_bytes(os.urandom(123_456))
+    assert bytes_read(lambda: (tmp_path / "file").read_bytes()) == pytest.approx(123_456, abs=10)
+    assert bytes_read(lambda: None) < 10
+
+
+# Phases, on three blocks, two of them with 4 experts, dropless
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    trainer = make_trainer(0, 1)
+    trainer.wrapped.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def batch(trainer):
+    images, targets, _ = next(phases.endless(trainer.data))
+    return Batch(images, targets, [])
+
+
+@pytest.fixture(scope="module")
+def watched(trainer, batch):
+    return phases.watch(trainer, batch.images)
+
+
+def shapes(calls):
+    """(tokens T, model dim M, hidden dim H, experts E) of each call."""
+    return [(call.x.numel() // c.model_dim, c.model_dim, c.hidden_dim, c.num_experts)
+            for call in calls for c in [call.layer.config]]  # fmt: skip
+
+
+def test_what_a_forward_pass_gives_to_the_layers(trainer, batch, watched):
+    calls, moves = watched
+    assert [call.layer for call in calls] == list(moe_layers(trainer.model).values())
+    assert shapes(calls) == [
+        (32 * 16, 32, 128, 4),
+        (32 * 4, 64, 256, 4),
+    ]  # 8 px of 16, 2 px patches, merged once, twice
+    assert [operator._schema.name.split("::")[1] for operator, _ in moves] == 2 * ["dispatch_rows", "combine_rows"]
+    assert [(len(rows), int(offsets[-1])) for call in calls for rows, offsets in call.chunks] == [
+        (512, 512),
+        (128, 128),
+    ]
+    assert not any(layer._forward_pre_hooks for layer in moe_layers(trainer.model).values())
+
+
+def test_the_trunk_is_the_model_without_its_moe_layers(trainer, batch):
+    before = trainer.model.state_dict()
+    with without_experts(trainer.model):
+        assert not any(isinstance(module, MoEMlp) for module in trainer.model.modules())
+        trunk = sum(p.numel() for p in trainer.model.parameters())
+    assert trainer.model.state_dict().keys() == before.keys()
+    layers = sum(p.numel() for layer in moe_layers(trainer.model).values() for p in layer.parameters())
+    assert trunk + layers == sum(p.numel() for p in trainer.model.parameters())
+
+
+def test_flops_of_the_phases_are_those_of_the_step(trainer, batch, watched):
+    calls, moves = watched
+    work = {"trunk": phases.trunk(trainer, batch).work, "router": phases.router(trainer, calls).work}
+    work["experts"] = phases.experts(trainer, calls).work
+    assert work["router"].flops == sum(3 * 2 * t * m * e for t, m, _, e in shapes(calls))
+    assert work["experts"].flops == sum(3 * 2 * 2 * t * m * h for t, m, h, _ in shapes(calls))
+    with FlopCounterMode(display=False) as step:
+        trainer.train_step([batch])
+    assert sum(found.flops for found in work.values()) == step.get_total_flops()
+    assert phases.dispatch(moves).work.flops == sum(5 * t * m for t, m, *_ in shapes(calls))
+
+
+def test_memory_of_dispatch_and_experts(trainer, watched):
+    calls, moves = watched
+    expected = 0
+    for t, m, *_ in shapes(calls):
+        rows, places = FLOAT * t * m, LONG * t  # dropless, one expert a token: rows are tokens
+        forward = (2 * rows + 2 * places) + (2 * rows + FLOAT * t + 2 * places)
+        expected += forward + (3 * rows + 2 * FLOAT * t + 2 * places) + (2 * rows + places)
+    assert phases.dispatch(moves).work.memory == expected
+    expected = 0
+    for t, m, h, e in shapes(calls):
+        rows, hidden, weight, offsets = FLOAT * t * m, FLOAT * t * h, FLOAT * e * m * h, INT * e
+        b1, b2 = FLOAT * e * h, FLOAT * e * m
+        expected += (rows + weight + b1 + offsets + hidden) + 2 * hidden + (hidden + weight + b2 + offsets + rows)
+        expected += 2 * (rows + weight + offsets + hidden) + 3 * hidden  # gradients of both products' inputs; of gelu
+        expected += 2 * (rows + hidden + 2 * weight + offsets) + (rows + offsets + b2) + (hidden + offsets + b1)
+    assert phases.experts(trainer, calls).work.memory == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_optimiser_counts_by_parameter(trainer, batch):
+    count = sum(p.numel() for p in trainer.model.parameters())
+    task = phases.optimiser(trainer, batch)
+    assert task.work == Work(flops=(14 + 2 + 1) * count, memory=(28 + 4 + 8) * count)  # AdamW, norm, clipping
+    task.run()
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_phases_leave_the_model_as_it_was(trainer, batch, watched):
+    """At a learning rate of 0 so does the optimiser; no gradient and no hook stays behind."""
+    trainer.schedule.base_values = [0.0] * len(trainer.optimizer.param_groups)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    calls, moves = watched
+    for task in (
+        phases.trunk(trainer, batch),
+        phases.router(trainer, calls),
+        phases.dispatch(moves),
+        phases.experts(trainer, calls),
+        phases.optimiser(trainer, batch),
+    ):
+        task.run()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_a_checkpoint_is_what_lies_on_the_disk(trainer, tmp_path):
+    with phases.checkpoint(trainer, tmp_path / "checkpoints") as (task, costs):
+        task.run()
+    assert len(costs) == 2
+    (latest,) = {p.resolve() for p in (tmp_path / "checkpoints").glob("latest")}
+    assert task.work.disk == sum(p.stat().st_size for p in latest.rglob("*.safetensors"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="the last checkpoint was not saved"):
+        phases.checkpoint(trainer, tmp_path / "file" / "checkpoints").__enter__()
+
+
+def exchange_on_two_ranks(rank: int) -> None:
+    trainer = make_trainer(rank, 2)
+    trainer.wrapped.train()
+    images, targets, _ = next(phases.endless(trainer.data))
+    batch = Batch(images, targets, [])
+    calls, moves = phases.watch(trainer, batch.images)
+    task = phases.exchange(trainer, calls, batch)
+    own = sum(p.numel() for p in expert_parameters(trainer.model).values())
+    shared = FLOAT * (sum(p.numel() for p in trainer.model.parameters()) - own)  # all-reduced by two: n (2 - 1)
+    layers = list(moe_layers(trainer.model).values())
+    tokens = [call.x.numel() // call.layer.config.model_dim for call in calls]
+    even = [LayerShape.of(layer.config, n, FLOAT) for layer, n in zip(layers, tokens, strict=True)]
+    even = sum(2 * 2 * FLOAT * volume(shape, 2, ParallelStrategy()).there.elements for shape in even)
+    everyone = trainer.world.gather(task.work.exchange - shared)
+    assert 0.3 * even < statistics.mean(everyone) < 1.7 * even  # fresh routers are not quite even
+    with layers[0].group.count_traffic() as found:
+        task.run()
+    again = FLOAT * sum(found.elements.values())
+    assert again == pytest.approx(task.work.exchange - shared, rel=1e-3)
+    for other in (phases.trunk(trainer, batch), phases.router(trainer, calls), phases.dispatch(moves)):
+        other.run()
+    phases.experts(trainer, calls).run()
+    phases.optimiser(trainer, batch).run()
+    trainer.train_step([batch])  # DDP still goes
+    replicas = make_trainer(rank, 2, "MODEL.MOE.EXPERT_PARALLEL_SIZE 1")
+    calls, _ = phases.watch(replicas, batch.images)
+    task = phases.exchange(replicas, calls, batch)  # no rows, all gradients
+    assert task.work.exchange == FLOAT * sum(p.numel() for p in replicas.model.parameters())
+    task.run()
+    dist.barrier()
+
+
+def test_exchange_of_two_ranks(run_processes):
+    run_processes(exchange_on_two_ranks, 2)
+
+
+# The roof
+
+
+def peaks(run: str = "r") -> dict[str, Peak]:
+    """1e9 FLOPs in 1 ms; 1e6 bytes in 1 ms, in every second round in 2 ms."""
+    return {"flops": Peak("product", 1e9, Times([1, 1, 1], run)), "memory": Peak("copy", 1e6, Times([1, 2, 1], run))}
+
+
+def test_a_phase_is_bounded_by_what_takes_longest():
+    assert peaks()["flops"].rate == 1e12
+    compute = Phase(Work(flops=5e9, memory=1e6), Times([10, 10, 10], "r"), peaks())
+    assert compute.shares() == {"flops": 0.5, "memory": 0.1}
+    assert compute.bound() == ("flops", 0.5)
+    memory = Phase(Work(flops=1e9, memory=3e6), Times([10, 20, 10], "r"), peaks())
+    assert memory.bound() == ("memory", pytest.approx(0.3))
+    assert memory.rate("memory") == 3e8
+
+
+def test_a_peak_of_another_run_is_no_roof():
+    with pytest.raises(ValueError, match="different runs"):
+        Phase(Work(flops=1.0), Times([1, 1, 1], "r"), peaks("s")).bound()
+
+
+def test_what_the_phases_leave_of_a_step(tmp_path):
+    work = Work(flops=1e9, memory=1e6)
+    found = {
+        "data": Phase(Work(memory=1e6), Times([50, 50, 50], "r"), peaks()),
+        "trunk": Phase(work, Times([60, 60, 50], "r"), peaks()),
+        "optimiser": Phase(work, Times([30, 20, 30], "r"), peaks()),
+        "checkpoint": Phase(Work(disk=1e6), Times([500], "s"), {"disk": Peak("writing", 1e6, Times([100], "s"))}),
+    }
+    whole = Roofline("a title", "a machine", found, peaks(), Times([100, 100, 80], "r"), 0.1, 2)
+    assert whole.accounted() == [0.9, 0.8, 1.0]
+    assert whole.share_of_step("trunk") == 0.6
+    assert whole.share_of_step("checkpoint") is None
+    assert whole.record()["phases"]["checkpoint"]["share_of_roof"] == pytest.approx(0.2)
+    roofline.draw(whole, tmp_path / "r.png")
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+
+
+def test_the_file_that_measures_the_disk(tmp_path):
+    roofline.write_file(tmp_path / "file", 3 * 2**20)
+    assert (tmp_path / "file").stat().st_size == 3 * 2**20
+    roofline.read_file(tmp_path / "file")
+    with pytest.raises(UserError, match=r"--output .*none: cannot be written"):
+        roofline.write_file(tmp_path / "none" / "file", 2**20)
