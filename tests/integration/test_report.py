@@ -1,0 +1,176 @@
+"""tools/report.py on runs of two epochs: what stands on its page, how a browser shows it, and what it refuses."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from tool_cases import command
+
+from swinv2_moe.config import load_config
+from swinv2_moe.engine import train
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PANELS = ["Loss", "Accuracy", "Learning rate", "Gradient norm", "Throughput", "Waiting for data", "Memory"]
+EXPERT_PANELS = ["Auxiliary loss", "Dropped tokens", "Routing entropy"]
+LAYERS = ["stage 2, block 1", "stage 3, block 1"]
+# Both pages as frames, each of a width of its own; what they look like ends up in the document
+PROBE = """<body><script>
+const frames = %s.map(([page, width]) => { const frame = document.createElement("iframe");
+  Object.assign(frame, {srcdoc: page, width, height: 900}); document.body.append(frame); return frame })
+addEventListener("load", () => { const result = frames.map(frame => { const page = frame.contentDocument
+  const inside = element => element.closest("svg") || element.closest(".wide, pre") && !element.matches(".wide, pre")
+  return {
+    width: frame.contentWindow.innerWidth, scroll: page.documentElement.scrollWidth,
+    outside: [...page.querySelectorAll("body *")].filter(e => !inside(e) &&
+      e.getBoundingClientRect().right > frame.contentWindow.innerWidth + 1).map(e => e.outerHTML.slice(0, 80)),
+    panels: [...page.querySelectorAll("figure")].map(figure => { const drawn = figure.querySelector("svg, img")
+      const box = drawn.getBoundingClientRect()
+      return {title: figure.querySelector("h3").textContent, width: box.width, height: box.height,
+              paths: drawn.querySelectorAll("path").length, pixels: drawn.naturalWidth || 0} }),
+    images: [...page.images].map(image => image.naturalWidth),
+    page: getComputedStyle(page.body).backgroundColor, text: getComputedStyle(page.body).color,
+    ticks: [...new Set([...page.querySelectorAll("svg text")].map(t => getComputedStyle(t).fill))],
+  } })
+  document.body.innerHTML = ""; document.body.append(JSON.stringify(result)) })
+</script></body>"""
+
+
+@pytest.fixture
+def report(monkeypatch, capsys):
+    """`report(*arguments)`: tools/report.py in this process."""
+    return command("report", monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def photographs(make_photographs):
+    return make_photographs()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, photographs, small):
+    """The same run with experts and without."""
+    root = tmp_path_factory.mktemp("report")
+    for name, experts in (("experts", "4"), ("dense", "0")):
+        keys = [*small, "DATA.DATASET", "folder", "MODEL.MOE.NUM_EXPERTS", experts]
+        train(load_config(None, keys, data=str(photographs), output=str(root / name)))
+    return root
+
+
+@pytest.fixture(scope="module")
+def pages(runs, tmp_path_factory):
+    """The page of one run and that of two, as tools/report.py writes them."""
+    with pytest.MonkeyPatch.context() as patch:
+        written = []
+        for options in ([], ["--compare", runs / "dense"]):
+            file = tmp_path_factory.mktemp("pages") / "page.html"
+            run = command("report", patch, _NoCapture())
+            assert run(runs / "experts", "--output", file, *options).status == 0
+            written.append(file.read_text())
+    return written
+
+
+class _NoCapture:
+    """In capsys's place, which no module's fixture can have."""
+
+    def readouterr(self) -> tuple[str, str]:
+        return "", ""
+
+
+def titles(page: str) -> list[str]:
+    return [html.unescape(title) for title in re.findall(r"<figure><h3>(.*?)</h3>", page)]
+
+
+def test_what_one_page_shows(pages):
+    page = pages[0]
+    assert set(titles(page)) == {
+        *(PANELS + EXPERT_PANELS + LAYERS + ["images"]),
+        *(f"Expert load, {layer}" for layer in LAYERS),
+    }
+    assert page.count('class="card sample"') == 8
+    assert len(re.findall(r"[✓✗] (red|blue)</h3>", page)) == 8
+    for word in ("finished", "TRAIN.WARMUP_EPOCHS", "commit", "torch", "images/s, training"):
+        assert word in page
+
+
+def test_a_page_needs_nothing_else(pages):
+    for page in pages:
+        addresses = re.findall(r'(?:src|href)="([^"]*)"', page)
+        assert addresses
+        assert all(address.startswith(("data:", "#")) for address in addresses)
+        assert "<script" not in page
+        assert len(page) < 2e6
+        found = re.findall(r' id="([^"]+)"', page)
+        assert len(found) == len(set(found))
+
+
+def test_two_runs_side_by_side(pages):
+    page = pages[1]
+    assert "experts beside dense" in page
+    assert {*PANELS, *EXPERT_PANELS} < set(titles(page))  # shared
+    assert re.search(r"<td>MODEL.MOE.NUM_EXPERTS</td>.*<td>4</td><td>0</td>", page)
+    assert page.count('class="card sample"') == 16
+
+
+def test_without_the_images_or_a_checkpoint_the_rest_is_there(report, runs, tmp_path):
+    gone = tmp_path / "run"
+    shutil.copytree(runs / "experts", gone, symlinks=True)
+    assert report(gone, "--opts", "DATA.PATH", tmp_path / "nowhere").status == 0  # into the run directory
+    assert "No predictions: DATA.PATH" in html.unescape((gone / "report.html").read_text())
+    shutil.rmtree(gone / "checkpoints")
+    (gone / "summary.json").unlink()
+    assert report(gone).status == 0
+    page = html.unescape((gone / "report.html").read_text())
+    assert "No predictions: --resume" in page
+    assert "not finished, last logged at step" in page
+    assert "Loss" in titles(page)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{runs}"], ["holds no run", "metrics.jsonl"]),
+        (["{runs}/nowhere"], ["nowhere", "not a run directory"]),
+        (["{runs}/experts", "--compare", "{runs}/nowhere"], ["nowhere", "not a run directory"]),
+        (["{runs}/experts", "--output", "{runs}/nowhere/page.html"], ["--output", "page.html", "cannot be written"]),
+        (["{runs}/experts", "--data", "{runs}/nowhere"], ["--data", "nowhere", "not a directory"]),
+        (["{runs}/experts", "--opts", "MODEL.MOE.TYPO", "1"], ["MODEL.MOE.TYPO"]),
+    ],
+)
+def test_bad_input_gets_one_line(report, runs, arguments, words):
+    finished = report(*(argument.format(runs=runs) for argument in arguments))
+    assert (finished.status, finished.out, finished.err.count("\n")) == (2, "", 1)
+    assert all(word in finished.err for word in words)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium to look at the page with")
+@pytest.mark.parametrize(("scheme", "page", "text"), [(0, "20, 23, 26", "228, 232, 236"), (1, "246, 247, 248", None)])
+def test_a_browser_shows_every_panel_and_nothing_overflows(pages, tmp_path, scheme, page, text):
+    """At a phone's and a desk's width, in dark (0) and light (1)."""
+    file = tmp_path / "probe.html"
+    frames = [[pages[0], 390], [pages[1], 390], [pages[0], 1280], [pages[1], 1280]]
+    file.write_text(PROBE % json.dumps(frames).replace("</", "<\\/"))
+    words = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--blink-settings=preferredColorScheme={scheme}"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    done = subprocess.run(
+        [BROWSER, *words, profile, "--virtual-time-budget=20000", "--dump-dom", file.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    looks = json.loads(html.unescape(re.search(r"<body>(\[.*\])</body>", done.stdout, re.DOTALL)[1]))
+    for look, (source, width) in zip(looks, frames, strict=True):
+        assert look["width"] == width
+        assert look["scroll"] <= width
+        assert look["outside"] == []
+        assert [panel["title"] for panel in look["panels"]] == titles(source)
+        for panel in look["panels"]:
+            assert panel["width"] > 250
+            assert panel["height"] > 50
+            assert panel["paths"] > 5 or panel["pixels"] >= 128
+        assert all(pixels >= 128 for pixels in look["images"])
+        assert look["page"] == f"rgb({page})"
+        assert look["ticks"] == [look["text"]]  # figures take the page's ink
+        assert text is None or look["text"] == f"rgb({text})"

@@ -1,0 +1,80 @@
+"""A run directory read back, whole, half-written or not one; its curves thinned."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swinv2_moe.config import default_config
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.curves import place, thin
+from swinv2_moe.measure.run_record import read_run
+
+STEP = {"step": 10, "epoch": 1, "loss": 2.0, "moe_layers": {"layers.1.blocks.0.mlp.moe": {"load": [1.0, 1.0]}}}
+EPOCH = {"step": 20, "epoch": 1, "val_top1": 50.0}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    (tmp_path / "config.yaml").write_text(default_config().dump())
+    lines = [{"step": 0, "environment": {"torch": "2"}}, STEP, EPOCH, STEP | {"step": 30, "loss": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def test_what_a_run_has_left(directory):
+    run = read_run(directory)
+    assert (run.summary, run.damaged_lines, run.environments) == (None, 0, [{"torch": "2"}])
+    assert run.layers == ["layers.1.blocks.0.mlp.moe"]
+    assert run.curve(lambda step: step["loss"]) == ([10], [2.0])  # a loss that is not finite is left out
+    assert run.epoch_curve("val_top1") == ([20], [50.0])
+
+
+def test_lines_that_a_killed_run_left(directory):
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "lo')
+    run = read_run(directory)
+    assert (run.damaged_lines, len(run.steps)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("metrics.jsonl", None, ["holds no run", "metrics.jsonl"]),
+        ("metrics.jsonl", "", ["no logged step", "0 lines"]),
+        ("metrics.jsonl", json.dumps(EPOCH), ["no logged step", "1 lines"]),
+        ("metrics.jsonl", b"\xff\xfe", ["metrics.jsonl", "cannot be read"]),
+        ("config.yaml", None, ["holds no config.yaml"]),
+        ("config.yaml", "DATA: 3", ["config.yaml", "cannot be used"]),
+        ("summary.json", '{"val', ["summary.json", "damaged"]),
+    ],
+)
+def test_half_written_runs_are_refused(directory, file, content, words):
+    if content is None:
+        (directory / file).unlink()
+    else:
+        (directory / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as error:
+        read_run(directory)
+    assert all(word in str(error.value) for word in [str(directory), *words])
+
+
+def test_a_file_is_not_a_run(directory):
+    with pytest.raises(UserError, match=r"config\.yaml: is not a run directory"):
+        read_run(directory / "config.yaml")
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=2000))
+def test_a_thinned_curve_keeps_its_mean_and_order(values):
+    x, y = thin(range(len(values)), values)
+    assert len(x) == len(y) == min(len(values), 400)
+    assert np.all(np.diff(x) > 0)
+    if len(values) % 400 == 0 or len(values) < 400:  # as many in each group
+        assert np.isclose(y.mean(), np.mean(values), atol=1e-6)
+
+
+def test_layers_are_counted_from_one():
+    assert place("layers.2.blocks.3.mlp.moe") == "stage 3, block 4"
+    assert place("other") == "other"
