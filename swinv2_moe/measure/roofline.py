@@ -311,10 +311,11 @@ def _draw_roof(axes: "Axes", found: Roofline) -> None:
     middle = math.sqrt(low * peak / bandwidth)
     axes.annotate(f"{bandwidth / 1e9:,.1f} GB/s", (middle, bandwidth * middle / 1e9), (-8, 6), ha="right",
                   textcoords="offset points")  # fmt: skip
-    for name, intensity in zip(points, intensities, strict=True):
+    for i, (intensity, name) in enumerate(sorted(zip(intensities, points, strict=True))):
         place = (intensity, points[name].rate("flops") / 1e9)
         axes.plot(*place, "o", color=_colour(name))
-        axes.annotate(name, place, (6, -4), textcoords="offset points", color=_colour(name))
+        offset = (0, -14 if i % 2 else 7)  # neighbours may be close
+        axes.annotate(name, place, offset, textcoords="offset points", ha="center", color=_colour(name))
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of memory", ylabel="GFLOP/s")
     tidy(axes)
 
