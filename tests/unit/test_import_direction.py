@@ -18,7 +18,7 @@ BASICS = [
 ]
 PARTS = ["moe_core.router", "moe_core.dispatch", "moe_core.experts", "moe_core.parallel"]
 # What the other packages may import from.
-PUBLIC = ("moe_core", "moe_core.parallel", "moe_core.cost_model", "moe_core.checkpoint", "moe_core.tutel")
+PUBLIC = ("moe_core", *(f"moe_core.{part}" for part in ("parallel", "cost_model", "checkpoint", "export", "tutel")))
 SHARED = ["moe_core", "swinv2_moe.errors", "swinv2_moe.config"]
 MODELS_AND_DATA = [*SHARED, "swinv2_moe.models", "swinv2_moe.data"]
 ALLOWED = {

@@ -1,0 +1,30 @@
+"""What is in a picture? python examples/classify.py EXPORTED_DIR PICTURE; needs onnxruntime, numpy and pillow alone."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from PIL import Image
+
+
+def prepare(picture: Image.Image, spec: dict) -> np.ndarray:
+    """The picture resized, its middle cut out and normalised as in training: float32 [channels, side, side]."""
+    how, side = spec["preprocessing"], spec["input"]["shape"][-1]
+    short = how["resize"]  # None: the whole picture, squashed into a square
+    size = [short * length // min(picture.size) if short else side for length in picture.size]
+    left, top = (round((length - side) / 2) for length in size)
+    picture = picture.convert(how["mode"]).resize(size, Image.Resampling[how["interpolation"].upper()])
+    pixels = np.asarray(picture.crop((left, top, left + side, top + side)), np.float32).reshape(side, side, -1) / 255
+    return ((pixels - np.float32(how["mean"])) / np.float32(how["std"])).transpose(2, 0, 1)
+
+
+if __name__ == "__main__":
+    directory, file = Path(sys.argv[1]), sys.argv[2]
+    spec = json.loads((directory / "model.json").read_text())
+    images = np.stack([prepare(Image.open(file), spec)] * (spec["input"]["shape"][0] or 1))  # as many as it takes
+    logits = onnxruntime.InferenceSession(directory / "model.onnx").run(None, {spec["input"]["name"]: images})[0][0]
+    odds = np.exp(logits - logits.max())
+    for best in odds.argsort()[:-6:-1]:
+        print(f"{odds[best] / odds.sum():6.1%}  {spec['class_names'][best]}")

@@ -1,0 +1,5 @@
+"""Trained models as programs that run without this project."""
+
+from swinv2_moe.export.export import Choices, export_model
+
+__all__ = ["Choices", "export_model"]

@@ -1,0 +1,230 @@
+"""From a checkpoint to a directory of programs that run without this project.
+
+    model.onnx, model.pt2   the programs
+    model.json              what it takes to use them, and how they compare with the model
+
+The directory appears when each program, read back from its file, has been found to agree with the model.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from yacs.config import CfgNode
+
+from moe_core.checkpoint import sync_file
+from swinv2_moe.data.sources import load_sources
+from swinv2_moe.engine.checkpoint import Checkpoint, publish
+from swinv2_moe.engine.deployed import Deployed, open_deployed
+from swinv2_moe.errors import UserError
+from swinv2_moe.export import programs
+from swinv2_moe.export.comparison import Batches, compare, random_batches, validation_batches
+
+# For the difference between logits, as a share of the largest one, of 99 in 100 images. It was 2e-7, 0.03 and 0.03 (8
+# experts, Tiny-ImageNet); rounding that sends a token to another expert changes more, so that a few may exceed it.
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "int8": 0.2}
+_COMPARED_BATCH = 8  # where the program takes any
+
+Timer = Callable[[dict[str, Callable[[], object]]], dict[str, Sequence[float]]]  # milliseconds of each, round by round
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is exported.
+
+    Raises:
+        UserError: a choice that is not supported.
+    """
+
+    formats: tuple[str, ...] = ("onnx",)
+    dtype: str = "float32"
+    batch_size: int = 1  # 0: any number of images at a time, for a model that has no capacity
+    capacity_factor: float | None = None  # 0: dropless; None: as the checkpoint is evaluated
+    images: int = 64  # at least so many, on which programs and model are compared
+
+    def __post_init__(self) -> None:
+        supported = "; ".join(f"{kind} takes {', '.join(dtypes)}" for kind, dtypes in programs.DTYPES.items())
+        for kind in self.formats:
+            if kind not in programs.DTYPES:
+                raise UserError(f"--format is {kind!r}, allowed: {', '.join(programs.DTYPES)}")
+            if self.dtype not in programs.DTYPES[kind]:
+                raise UserError(f"--dtype is {self.dtype!r}, not supported with --format {kind}: {supported}")
+        for option, value, least in (("batch-size", self.batch_size, 0), ("images", self.images, 1)):
+            if value < least:
+                raise UserError(f"--{option} is {value}, it must be at least {least}")
+
+    @property
+    def compared_batch(self) -> int:
+        """Images at a time in the comparison."""
+        return self.batch_size or _COMPARED_BATCH
+
+
+def export_model(
+    resume: str,
+    output: Path,
+    choices: Choices = Choices(),
+    data: str | None = None,
+    dataset: str | None = None,
+    opts: Sequence[str] = (),
+    timer: Timer | None = None,
+) -> dict:
+    """Write the programs of the checkpoint or run `resume` to the new directory `output`; or nothing, if that fails.
+
+    A torch program is for the device that DEVICE means; ONNX is compared on the CPU. The comparison takes validation
+    images or, where the data of the training is not here and no other is named, random ones.
+
+    Args:
+        data, dataset, opts: as in `open_deployed`.
+        timer: times the model beside each program on one batch; None: nobody does.
+
+    Returns:
+        What model.json holds.
+
+    Raises:
+        UserError: several processes, a package that is missing, input or output that cannot be used, a program that
+            differs from the model by more than TOLERANCES.
+    """
+    if output.exists() or output.is_symlink():
+        raise UserError(f"--output {output}: already exists")
+    for kind in choices.formats:
+        programs.check_packages(kind)
+    if choices.capacity_factor is not None:
+        opts = [*opts, "MODEL.MOE.EVAL_CAPACITY_FACTOR", str(choices.capacity_factor)]
+    with open_deployed(resume, data, dataset, opts) as deployed:
+        if deployed.world.size > 1:
+            raise UserError(f"one process exports, here are {deployed.world.size}: start it without torchrun")
+        class_names = _class_names(deployed.source)
+        model = deployed.model(len(class_names))
+        _check_capacity(deployed.config, choices)
+        batches, what = _batches(deployed.config, class_names, choices, is_chosen=bool(data or dataset))
+        found = _facts(deployed, class_names, choices) | {"compared_on": what, "programs": {}}
+        with _new_directory(output) as directory:
+            for kind in dict.fromkeys(choices.formats):
+                device = torch.device("cpu") if kind == "onnx" else deployed.world.device
+                images = next(batches())[0][: choices.batch_size or 2].to(device)
+                programs.write_program(
+                    kind, model.to(device), images, choices.dtype, choices.batch_size == 0, directory
+                )
+                found["programs"][kind] = _examine(kind, model, device, choices.dtype, batches, timer, directory)
+            (directory / "model.json").write_text(json.dumps(found, indent=1) + "\n")
+            sync_file(directory / "model.json")
+    return found
+
+
+def _examine(
+    kind: str,
+    model: nn.Module,
+    device: torch.device,
+    dtype: str,
+    batches: Batches,
+    timer: Timer | None,
+    directory: Path,
+) -> dict:
+    """What model.json says of a program, which is read back from its file."""
+    program = programs.load_program(kind, directory)
+    comparison = compare(model, program, batches, device)
+    difference, allowed = comparison.p99_abs_difference, TOLERANCES[dtype] * comparison.max_abs_logit
+    if not difference <= allowed:  # nor if it is NaN
+        raise UserError(
+            f"the {kind} program's logits differ from the model's by {difference:.3g}; with --dtype {dtype},"
+            f" {allowed:.3g} is allowed ({TOLERANCES[dtype]:g} of the largest): nothing is written"
+        )
+    files = {part.name: sync_file(part) for part in programs.parts_of(directory / programs.FILES[kind])}
+    found = {"file": programs.FILES[kind], "files": files, "device": device.type, **asdict(comparison)}
+    if timer is not None:
+        images = next(batches())[0].to(device)
+        with torch.inference_mode():
+            times = timer({"model": lambda: model(images), "program": lambda: program(images)})
+        found["milliseconds"] = {name: list(rounds) for name, rounds in times.items()}
+    return found
+
+
+def _class_names(source: Checkpoint) -> list[str]:
+    """In the order of the logits; numbers where the checkpoint does not know their names."""
+    try:
+        with safe_open(source.directory / "model.safetensors", "pt") as trunk:
+            count = trunk.get_slice("head.fc.bias").get_shape()[0]
+    except SafetensorError as error:
+        raise UserError(f"checkpoint {source.directory}: has no classifier ({error})") from error
+    return source.meta["class_names"] or [str(number) for number in range(count)]
+
+
+def _check_capacity(config: CfgNode, choices: Choices) -> None:
+    moe = config.MODEL.MOE
+    if choices.capacity_factor is not None and not moe.NUM_EXPERTS:
+        raise UserError(f"--capacity-factor {choices.capacity_factor:g}: the model is dense, it has no experts")
+    if choices.batch_size == 0 and moe.NUM_EXPERTS and moe.EVAL_CAPACITY_FACTOR:
+        raise UserError(
+            f"--batch-size 0 (any) needs --capacity-factor 0 (dropless): at {moe.EVAL_CAPACITY_FACTOR:g}, the rows of"
+            " an expert follow from the number of images"
+        )
+
+
+def _batches(config: CfgNode, class_names: list[str], choices: Choices, is_chosen: bool) -> tuple[Batches, str]:
+    """What programs are compared on, and what to call it; data that was not chosen may be missing."""
+    try:
+        sources = load_sources(config)
+        if len(sources.class_names) != len(class_names):
+            raise UserError(
+                f"DATA.PATH is {config.DATA.PATH!r}: it has {len(sources.class_names)} classes, the checkpoint knows"
+                f" {len(class_names)}"
+            )
+    except UserError:
+        if is_chosen:
+            raise
+        return random_batches(config, choices.images, choices.compared_batch), "random images"
+    return validation_batches(config, sources.val, choices.images, choices.compared_batch), "validation images"
+
+
+def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict:
+    """What a program that uses the logits has to know, and where they come from."""
+    config, batch = deployed.config, choices.batch_size or None
+    shape = [batch, config.MODEL.SWINV2.IN_CHANS, config.DATA.IMG_SIZE, config.DATA.IMG_SIZE]
+    return {
+        "input": {"name": programs.INPUT, "dtype": "float32", "shape": shape},
+        "output": {"name": programs.OUTPUT, "dtype": "float32", "shape": [batch, len(class_names)]},
+        "preprocessing": preprocessing(config),
+        "class_names": class_names,
+        "dtype": choices.dtype,
+        "num_experts": config.MODEL.MOE.NUM_EXPERTS,
+        "capacity_factor": config.MODEL.MOE.EVAL_CAPACITY_FACTOR,
+        **deployed.facts(),
+    }
+
+
+def preprocessing(config: CfgNode) -> dict:
+    """How a picture becomes the model's input, which is square: what `build_transform` does in evaluation.
+
+    `mode` is Pillow's. `resize` is what the short side is resized to, before the middle is cut out; None: the whole
+    picture is squashed into the square. Then values from 0 to 1 are normalised by `mean` and `std`.
+    """
+    data = config.DATA
+    return {
+        "mode": "L" if config.MODEL.SWINV2.IN_CHANS == 1 else "RGB",
+        "resize": math.floor(data.IMG_SIZE / config.TEST.CROP_RATIO) if config.TEST.CROP else None,
+        "interpolation": "bilinear" if data.INTERPOLATION == "random" else data.INTERPOLATION,
+        "mean": data.MEAN,
+        "std": data.STD,
+    }
+
+
+@contextmanager
+def _new_directory(output: Path) -> Iterator[Path]:
+    """A directory that gets its name at the end of the block; of a block that raises, nothing stays."""
+    temporary = output.with_name(f".{output.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+        temporary.mkdir(parents=True)
+        yield temporary
+        publish(temporary, output)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written ({error})") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

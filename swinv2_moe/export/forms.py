@@ -1,0 +1,68 @@
+"""A model as exporters can take it: standard operations, and constants where the weights alone decide.
+
+B images, W windows of an image, N tokens of a window, h heads, D channels of a head
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from moe_core.export import StandardMoE
+from swinv2_moe.models import SwinTransformerV2MoE
+from swinv2_moe.models.attention import FusedWindowAttention
+from swinv2_moe.models.swinv2_moe import MoEMlp
+
+
+class StandardForm(nn.Module):
+    """A copy of the model that computes in `dtype`: float32 images [B, C, S, S] -> float32 logits [B, classes].
+
+    Routers stay in float32, and so do the probabilities that they decide by.
+
+    Args:
+        batched_experts: as `batched` of StandardMoE.
+    """
+
+    def __init__(
+        self, model: SwinTransformerV2MoE, dtype: torch.dtype = torch.float32, batched_experts: bool = False
+    ) -> None:
+        super().__init__()
+        instead = {}  # what deepcopy takes for a copy of a module
+        for module in model.modules():
+            if isinstance(module, MoEMlp):
+                instead[id(module)] = StandardMoE(module.moe, module.eval_capacity_factor, batched_experts)
+            elif isinstance(module, FusedWindowAttention):
+                instead[id(module)] = _Attention(module)
+        self.model, self.dtype = copy.deepcopy(model, instead).eval().requires_grad_(False), dtype
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if tensor.is_floating_point() and ".router." not in name:
+                tensor.data = tensor.data.to(dtype)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images.to(self.dtype)).float()
+
+
+class _Attention(nn.Module):
+    """FusedWindowAttention written out, with its position bias, which no image changes, as a constant."""
+
+    bias: Tensor  # [h, N, N]
+
+    @torch.no_grad()
+    def __init__(self, attention: FusedWindowAttention) -> None:
+        super().__init__()
+        self.register_buffer("bias", attention.position_bias().contiguous())
+        self.attention = copy.deepcopy(attention)
+        for name in ("cpb_mlp", "relative_coords_table", "relative_position_index"):
+            delattr(self.attention, name)  # or they would be in the file, unused
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x [B*W, N, h*D], mask [W, N, N] or None -> like x."""
+        windows, tokens, _ = x.shape
+        qkv = self.attention.project(x).view(windows, tokens, 3, self.attention.num_heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [B*W, h, N, D]
+        q, k, scale = self.attention.scaled(q, k)
+        scores = (q * scale) @ k.transpose(-2, -1) + self.bias  # [B*W, h, N, N]
+        if mask is not None:
+            scores = (scores.unflatten(0, (-1, len(mask))) + mask.unsqueeze(1)).flatten(0, 1)
+        x = (scores.softmax(-1) @ v).transpose(1, 2).reshape(windows, tokens, -1)
+        return self.attention.proj(x)

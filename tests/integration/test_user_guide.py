@@ -1,0 +1,75 @@
+"""Every command of docs/user-guide.md, one after the other, on small photographs."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "user-guide.md").read_text(), re.DOTALL | re.MULTILINE)
+TRAINING = "tools/train.py "
+CUT = "TRAIN.MAX_STEPS 2 TRAIN.EPOCHS 1 TRAIN.WARMUP_EPOCHS 0 DATA.BATCH_SIZE 8 DATA.NUM_WORKERS 0 PRINT_FREQ 1"
+
+
+def commands(block: str) -> str:
+    """The block as it stands, but trainings stop after two steps."""
+    lines = block.replace("\\\n", " ").splitlines()
+    cut = [f"{line}{'' if '--opts' in line else ' --opts'} {CUT}" if TRAINING in line else line for line in lines]
+    return "\n".join(cut)
+
+
+def make_images(root: Path, classes: tuple[str, ...]) -> None:
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 16), ("val", 6)):
+        for number, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 80, (90, 120, 3), dtype=np.uint8)
+                pixels[..., number % 3] += 150
+                Image.fromarray(pixels).save(root / split / name / f"{i:03d}.jpg")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A checkout's look: its folders, linked, and the guide's images."""
+    root = tmp_path_factory.mktemp("guide")
+    for name in ("tools", "configs", "examples"):
+        (root / name).symlink_to(ROOT / name)
+    make_images(root / "my_images", ("cat", "dog"))
+    make_images(root / "more_images", ("apple", "pear", "plum"))
+    return root
+
+
+def test_the_guide_names_every_command():
+    text = "".join(BLOCKS)
+    absent = {"quickstart", "workflow", "convert_checkpoint", "plan_cluster", "detect"}  # elsewhere, or part of others
+    assert {tool.stem for tool in (ROOT / "tools").glob("*.py")} - absent <= set(re.findall(r"tools/(\w+)\.py", text))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_command_of_the_guide(place):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    assert len(BLOCKS) > 10
+    for block in BLOCKS:
+        script = commands(block)
+        done = subprocess.run(
+            [shutil.which("bash"), "-euo", "pipefail", "-c", script],
+            cwd=place,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    for made in ("mine/report.html", "mine_beside_dense.html", "mine_routing/routing.png", "accuracy.json"):
+        assert (place / "output" / made).is_file()
+    for made in ("capacity.png", "speed/throughput.png", "roofline/roofline.png", "deployed/model.onnx"):
+        assert (place / "output" / made).is_file()

@@ -1,0 +1,91 @@
+"""A checkpoint as programs that run without this project, ONNX or torch.export's, compared with the model.
+
+python tools/export.py --resume output/mine --output output/mine/exported
+python tools/export.py --resume output/mine --output exported --format onnx --dtype int8 --images 1000
+python tools/export.py --resume output/mine --output exported --format onnx torch --capacity-factor 0
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
+
+from swinv2_moe.command import run_command
+from swinv2_moe.export import Choices, export_model
+from swinv2_moe.export.programs import DTYPES
+from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
+
+ROUNDS = 20
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--resume", required=True, metavar="DIR", help="a run (its newest checkpoint) or a checkpoint")
+    parser.add_argument("--output", required=True, metavar="DIR", help="a directory that is not there yet")
+    parser.add_argument(
+        "--format", nargs="+", default=["onnx"], metavar="FORMAT", help=f"of {', '.join(DTYPES)} (default: onnx)"
+    )
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or, for onnx, int8 (default: float32)")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="images at a time (default: 1); 0: any")
+    parser.add_argument("--capacity-factor", type=float, metavar="F", help="0: dropless; default: the evaluation's")
+    parser.add_argument("--data", metavar="DIR", help="images to compare on (DATA.PATH); default: the training's")
+    parser.add_argument("--dataset", metavar="KIND", help="DATA.DATASET; default: folder where --data is given")
+    parser.add_argument("--images", type=int, default=64, metavar="N", help="of them (default: 64)")
+    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
+    return parser.parse_args()
+
+
+ROWS = {
+    "MB": lambda program: f"{sum(part['bytes'] for part in program['files'].values()) / 1e6:.1f}",
+    "largest difference": lambda program: f"{program['max_abs_difference']:.2g}",
+    "of 99 in 100 images": lambda program: f"{program['p99_abs_difference']:.2g}",
+    "largest logit": lambda program: f"{program['max_abs_logit']:.1f}",
+    "same top-1": lambda program: f"{program['same_top1']:.2f}%",
+    "top-1": lambda program: percent(program["program_top1"]),
+    "top-1 of the model": lambda program: percent(program["model_top1"]),
+    "ms": lambda program: median_and_spread(program["milliseconds"]["program"], 2),
+    "ms of the model": lambda program: median_and_spread(program["milliseconds"]["model"], 2),
+    "relative to it": lambda program: median_and_spread(
+        ratios(*map(program["milliseconds"].get, ("program", "model"))), 3
+    ),
+}
+
+
+def show(found: dict, output: Path) -> None:
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    for problem in found["passed_over"]:
+        console.print(f"passed over: {problem}")
+    experts, programs = "dense", found["programs"].values()
+    if found["num_experts"]:
+        experts = f"{found['num_experts']} experts, capacity factor {found['capacity_factor']:g}"
+    console.print(f"{found['checkpoint']}, step {found['step']}, {experts}; {found['dtype']}")
+    batch, _, size, _ = found["input"]["shape"]
+    files = (Column(program["file"], justify="right") for program in programs)
+    table = Table(f"{batch or 'any'} x {size} px", *files, box=SIMPLE_HEAD)
+    for name, cell in ROWS.items():
+        table.add_row(name, *map(cell, programs))
+    console.print(table)
+    images = next(iter(programs))["images"]
+    console.print(f"compared on {images} {found['compared_on']}; {output}/model.json says how to use them")
+
+
+def relative(program: list[float], model: list[float]) -> list[float]:
+    return ratios(program, model)
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}%"
+
+
+def main() -> None:
+    args = parse()
+    choices = Choices(tuple(args.format), args.dtype, args.batch_size, args.capacity_factor, args.images)
+    output, timer = Path(args.output), partial(interleaved, rounds=ROUNDS)
+    show(export_model(args.resume, output, choices, args.data, args.dataset, args.opts, timer), output)
+
+
+if __name__ == "__main__":
+    run_command(main)
