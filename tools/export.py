@@ -64,12 +64,14 @@ def show(found: dict, output: Path) -> None:
     console.print(f"{found['checkpoint']}, step {found['step']}, {experts}; {found['dtype']}")
     batch, _, size, _ = found["input"]["shape"]
     files = (Column(program["file"], justify="right") for program in programs)
-    table = Table(f"{batch or 'any'} x {size} px", *files, box=SIMPLE_HEAD)
+    table = Table(f"{batch or 'any number'} x {size} px", *files, box=SIMPLE_HEAD)
     for name, cell in ROWS.items():
         table.add_row(name, *map(cell, programs))
     console.print(table)
-    images = next(iter(programs))["images"]
-    console.print(f"compared on {images} {found['compared_on']}; {output}/model.json says how to use them")
+    one = next(iter(programs))
+    console.print(
+        f"{one['images']} {found['compared_on']}, timed in batches of {one['timed_batch']}: {output}/model.json"
+    )
 
 
 def relative(program: list[float], model: list[float]) -> list[float]:

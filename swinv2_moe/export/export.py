@@ -142,7 +142,7 @@ def _examine(
         images = next(batches())[0].to(device)
         with torch.inference_mode():
             times = timer({"model": lambda: model(images), "program": lambda: program(images)})
-        found["milliseconds"] = {name: list(rounds) for name, rounds in times.items()}
+        found |= {"timed_batch": len(images), "milliseconds": {name: list(rounds) for name, rounds in times.items()}}
     return found
 
 

@@ -8,6 +8,7 @@
 Routers stay in float32. B images, C channels, S their side
 """
 
+import io
 import logging
 import re
 import shutil
@@ -104,10 +105,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _write_torch(exported: torch.export.ExportedProgram, file: Path) -> None:
-    try:
-        torch.export.save(exported, file)
-    except RuntimeError as error:  # what it makes of a full disk
-        raise OSError(f"{file} cannot be written ({error})") from error
+    archive = io.BytesIO()  # on a full disk torch's own writer would abort the process
+    torch.export.save(exported, archive)
+    file.write_bytes(archive.getbuffer())
 
 
 def _load_torch(file: Path) -> Program:
