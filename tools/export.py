@@ -48,9 +48,7 @@ ROWS = {
     "top-1 of the model": lambda program: percent(program["model_top1"]),
     "ms": lambda program: median_and_spread(program["milliseconds"]["program"], 2),
     "ms of the model": lambda program: median_and_spread(program["milliseconds"]["model"], 2),
-    "relative to it": lambda program: median_and_spread(
-        ratios(*map(program["milliseconds"].get, ("program", "model"))), 3
-    ),
+    "relative to it": lambda program: median_and_spread(relative(**program["milliseconds"]), 3),
 }
 
 
@@ -69,9 +67,8 @@ def show(found: dict, output: Path) -> None:
         table.add_row(name, *map(cell, programs))
     console.print(table)
     one = next(iter(programs))
-    console.print(
-        f"{one['images']} {found['compared_on']}, timed in batches of {one['timed_batch']}: {output}/model.json"
-    )
+    compared = f"{one['images']} {found['compared_on']}, timed in batches of {one['timed_batch']}"
+    console.print(f"{compared}: {output}/model.json")
 
 
 def relative(program: list[float], model: list[float]) -> list[float]:
