@@ -1,10 +1,13 @@
 """What the figures of all commands share. Without pyplot: no display is needed, and nothing global is changed."""
 
 import re
+from collections.abc import Sequence
 from html import escape
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from swinv2_moe.errors import UserError
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:  # importing matplotlib takes half a second
 
 # Readable on white and on black, and told apart by the colour-blind: Paul Tol's bright scheme, without its pale yellow
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#66ccee", "#bbbbbb")
+_POINTS = 400  # of a curve: more cannot be told apart
 _INK = "#123456"  # a colour that no figure uses: text and axes in it take the page's own
 
 
@@ -29,6 +33,16 @@ def tidy(axes: "Axes") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
+
+
+def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """A curve of at most 400 points: the means of consecutive ones, as many of them for each."""
+    x, y = np.asarray(steps, float), np.asarray(values, float)
+    if len(x) <= _POINTS:
+        return x, y
+    groups = np.arange(len(x)) * _POINTS // len(x)
+    sizes = np.bincount(groups)
+    return np.bincount(groups, x) / sizes, np.bincount(groups, y) / sizes
 
 
 def save_png(figure: "Figure", path: Path, option: str = "--output") -> None:

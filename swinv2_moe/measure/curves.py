@@ -6,9 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from swinv2_moe.measure.run_record import RunRecord
-from swinv2_moe.plots import COLOURS, new_figure, tidy, to_svg
+from swinv2_moe.plots import COLOURS, new_figure, thin, tidy, to_svg
 
-_POINTS = 400  # of a curve: more cannot be told apart at a report's width
 _WIDTH, _HEIGHT = 4.6, 2.7  # inches
 
 Points = tuple[list[int], list[float]]  # steps and values
@@ -91,20 +90,10 @@ def _draw(figure: Figure, runs: Sequence[RunRecord]) -> Panel | None:
     return Panel(figure.title, figure.note, to_svg(canvas, figure.title))
 
 
-def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """A curve of at most 400 points: the means of consecutive ones, as many of them for each."""
-    x, y = np.asarray(steps, float), np.asarray(values, float)
-    if len(x) <= _POINTS:
-        return x, y
-    groups = np.arange(len(x)) * _POINTS // len(x)
-    sizes = np.bincount(groups)
-    return np.bincount(groups, x) / sizes, np.bincount(groups, y) / sizes
-
-
 def _loads(run: RunRecord, suffix: str) -> Iterator[Panel]:
     """Each MoE layer's load over the steps, an expert a row."""
     for layer in run.layers:
-        steps, loads = run.curve(lambda step, layer=layer: step.get("moe_layers", {}).get(layer, {}).get("load"))
+        steps, loads = run.load(layer)
         rows = [thin(steps, expert)[1] for expert in zip(*loads, strict=True)]
         canvas = new_figure(_WIDTH, 1.9)
         axes = canvas.subplots()

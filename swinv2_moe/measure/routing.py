@@ -9,7 +9,6 @@ into kinds: of themselves the experts tell as much or more.
 N images, B of a batch, S pixels a side, h x w tokens of an image, K choices of a token, A kinds of tokens, E experts
 """
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -31,10 +30,12 @@ from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import ImageFiles, Source, load_sources
 from swinv2_moe.engine.deployed import Deployed, open_deployed
 from swinv2_moe.engine.record import Bar
-from swinv2_moe.engine.routing import columns, denormalise, expert_colours, montage, record_choices, spread
+from swinv2_moe.engine.routing import columns, denormalise, record_choices, spread
 from swinv2_moe.engine.trainer import build_autocast
 from swinv2_moe.errors import UserError
-from swinv2_moe.plots import new_figure, save_png, tidy
+from swinv2_moe.measure.routing_figures import classes_figure, load_figure, pictures_figure
+from swinv2_moe.measure.run_record import read_run
+from swinv2_moe.plots import save_png
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.figure import Figure
@@ -42,9 +43,6 @@ if TYPE_CHECKING:  # importing matplotlib takes half a second
 _SHUFFLES = 10
 _LEVELS = 4  # of each of a patch's mean red, green and blue: 64 kinds of colour
 _CONTRASTS = (1, 2, 4, 8, 16, 32, 64)  # between kinds; the standard deviation of a patch's brightness, of 255
-_MOST_CLASSES = 60  # in a heat map
-_MOST_POINTS = 200  # along a curve
-_LEGEND_ENTRY = 0.8  # inches
 _DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
 
 
@@ -181,7 +179,7 @@ def draw_routing(
     with open_deployed(resume, data, dataset, [*opts, *_DROPLESS]) as deployed:
         if not deployed.config.MODEL.MOE.NUM_EXPERTS:
             raise UserError(f"checkpoint {deployed.source.directory}: a dense model, it has no experts")
-        load = _load_of_run(Path(resume), deployed.source.directory)
+        run = read_run(Path(resume)) if (Path(resume) / "checkpoints").is_dir() else None
         sources = load_sources(deployed.config)
         shown = _files(images) if images else sources.val
         shown = _Drawn(shown, spread(len(shown), count))
@@ -195,8 +193,8 @@ def draw_routing(
     tables = {name: class_table(np.concatenate(layer.images), classes, num_classes) for name, layer in layers.items()}
     figures = {"routing.png": pictures_figure(pictures, labels, list(layers), deployed.config.MODEL.MOE.NUM_EXPERTS)}
     figures["classes.png"] = classes_figure(tables, sources.class_names, found)
-    if load:
-        figures["load.png"] = load_figure(*load)
+    if run and run.layers:
+        figures["load.png"] = load_figure(run)
     _save(figures, output)
     facts = deployed.facts() | {
         "images": len(classes),
@@ -277,138 +275,6 @@ def _forward(model: nn.Module, images: Tensor, deployed: Deployed) -> Tensor:
 
 def _short(layer: str) -> str:
     return layer.removesuffix(".mlp.moe")
-
-
-def _load_of_run(resume: Path, checkpoint: Path) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
-    """`read_load` of the run that --resume names; None where it names a checkpoint."""
-    if not (resume / "checkpoints").is_dir():
-        return None
-    try:
-        return read_load(resume / "metrics.jsonl")
-    except UserError as error:
-        raise UserError(f"{error}; for the other figures: --resume {checkpoint}") from error
-
-
-def read_load(metrics: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """From a run's metrics.jsonl the logged steps, int64 [P], and in each layer the experts' shares of choices [P, E].
-
-    Raises:
-        UserError: it cannot be read, or says nothing of experts.
-    """
-    steps, shares = [], []
-    try:
-        lines = metrics.read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise UserError(f"{metrics}: cannot be read ({error.strerror})") from error
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            load = {_short(name): np.array(layer["load"]) for name, layer in entry["moe_layers"].items()}
-            steps.append(int(entry["step"]))
-        except (ValueError, TypeError, KeyError):  # an epoch's line, or one whose writing was cut off
-            continue
-        shares.append({name: values / values.sum() for name, values in load.items()})
-    if not steps:
-        raise UserError(f"{metrics}: has no whole line with the load of experts")
-    return np.array(steps), {name: np.stack([point[name] for point in shares]) for name in shares[0]}
-
-
-def pictures_figure(
-    pictures: Sequence[np.ndarray], labels: Sequence[str], layers: Sequence[str], num_experts: int
-) -> "Figure":
-    """A row an image, a column a layer: `pictures` are the images and the same painted by each layer's choices, uint8
-    [N, s, s, 3] each."""
-    picture, side = montage(pictures), pictures[0].shape[1]
-    height, width = picture.shape[:2]
-    names = [_shorten(label) for label in labels]
-    inches = 1.5 * len(pictures) + 0.1 * max(map(len, names)) + 0.3
-    figure = new_figure(inches, 1.5 * len(labels) + 0.8 + 0.2 * _legend_rows(num_experts, inches))
-    axes = figure.add_subplot()
-    axes.imshow(picture)
-    axes.set_xticks(np.linspace(side / 2, width - side / 2, len(pictures)), ["", *layers])
-    axes.set_yticks(np.linspace(side / 2, height - side / 2, len(names)), names)
-    axes.tick_params(length=0, labeltop=True, labelbottom=False)
-    axes.spines[:].set_visible(False)
-    axes.set_anchor("SE")  # room that is left over is the labels'
-    _expert_legend(figure, num_experts)
-    return figure
-
-
-def classes_figure(tables: dict[str, np.ndarray], class_names: Sequence[str], found: dict[str, dict]) -> "Figure":
-    """For each layer a heat map of how much likelier than otherwise a class makes an expert, from counts [C, E]."""
-    cols = min(len(tables), 4)
-    rows = -(-len(tables) // cols)
-    shown = min(len(class_names), _MOST_CLASSES)
-    figure = new_figure(3.4 * cols + 1, (0.15 * shown + 1.2) * rows)
-    panels = figure.subplots(rows, cols, squeeze=False)
-    for axes in panels.flat[len(tables) :]:
-        axes.set_visible(False)
-    for axes, (layer, table) in zip(panels.flat, tables.items(), strict=False):
-        lift, order = preferences(table, shown)
-        with np.errstate(divide="ignore"):
-            image = axes.imshow(np.log2(lift[order]), cmap="RdBu_r", vmin=-2, vmax=2, aspect="auto")
-        axes.set_yticks(range(len(order)), [_shorten(class_names[i]) for i in order], fontsize=6)
-        axes.set_xticks(range(0, table.shape[1], -(-table.shape[1] // 8)))
-        axes.set_xlabel("expert")
-        bits = found[layer]["bits"]
-        axes.set_title(f"{layer}\n{bits['class']:.3f} bits ({bits['class_by_chance']:.3f} by chance)", fontsize=9)
-    bar = figure.colorbar(image, ax=panels[0], aspect=30, extend="both", label="P(expert | class) / P(expert)")
-    bar.set_ticks(range(-2, 3), labels=["1/4", "1/2", "1", "2", "4"])
-    return figure
-
-
-def preferences(table: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """From how often each class chose each expert [C, E]: P(expert | class) / P(expert) [C, E], 1 where there is
-    nothing to say; and the up to `most` classes that tell most about the expert, by the expert they prefer."""
-    expected = np.outer(table.sum(1), table.sum(0)) / table.sum()
-    lift = np.divide(table, expected, out=np.ones(table.shape), where=expected > 0)
-    told = (table * np.log2(np.where(table > 0, lift, 1))).sum(1)  # a class's part of the mutual information
-    chosen = np.argsort(-told, kind="stable")[:most]
-    favourite, strength = lift.argmax(1), lift.max(1)
-    return lift, chosen[np.lexsort((-strength[chosen], favourite[chosen]))]
-
-
-def load_figure(steps: np.ndarray, shares: dict[str, np.ndarray]) -> "Figure":
-    """Each layer's share of the choices for each expert [P, E] over the steps [P], as stacked areas."""
-    cols = min(len(shares), 3)
-    rows = -(-len(shares) // cols)
-    parts = np.array_split(np.arange(len(steps)), min(len(steps), _MOST_POINTS))
-    num_experts = next(iter(shares.values())).shape[1]
-    figure = new_figure(4.2 * cols, 2.6 * rows + 0.5 + 0.2 * _legend_rows(num_experts, 4.2 * cols))
-    panels = figure.subplots(rows, cols, squeeze=False, sharex=True, sharey=True)
-    for axes in panels.flat[len(shares) :]:
-        axes.set_visible(False)
-    colours = _tints(num_experts)
-    for axes, (layer, values) in zip(panels.flat, shares.items(), strict=False):
-        means = [values[part].mean(0) for part in parts]
-        axes.stackplot([steps[part].mean() for part in parts], np.transpose(means), colors=colours, linewidth=0)
-        axes.set(title=layer, xlabel="step", ylim=(0, 1))
-        axes.margins(x=0)
-        tidy(axes)
-    panels[0, 0].set_ylabel("share of the tokens")
-    _expert_legend(figure, num_experts)
-    return figure
-
-
-def _tints(num_experts: int) -> np.ndarray:
-    """RGB of 0 to 1 [E, 3]: the experts' colours as they are on a medium grey."""
-    return (expert_colours(num_experts) / 255 + 0.5) / 2
-
-
-def _legend_rows(num_experts: int, inches: float) -> int:
-    return math.ceil(num_experts / int(inches / _LEGEND_ENTRY))
-
-
-def _expert_legend(figure: "Figure", num_experts: int) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=colour, label=str(expert)) for expert, colour in enumerate(_tints(num_experts))]
-    cols = math.ceil(num_experts / _legend_rows(num_experts, figure.get_figwidth()))
-    figure.legend(handles=handles, title="expert", ncols=cols, loc="outside lower center", frameon=False)
-
-
-def _shorten(label: str) -> str:
-    return label if len(label) <= 18 else f"{label[:17]}…"
 
 
 def _save(figures: "dict[str, Figure]", output: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from yacs.config import CfgNode
 
@@ -35,9 +36,13 @@ class RunRecord:
         """The MoE layers' names, from the input to the output; none for a dense model."""
         return list(self.steps[-1].get("moe_layers", {}))
 
-    def curve(self, value: Callable[[dict], float | None]) -> tuple[list[int], list[float]]:
+    def curve(self, value: Callable[[dict], Any]) -> tuple[list[int], list]:
         """Steps and `value` of each logged step that has one."""
         return _curve(self.steps, value)
+
+    def load(self, layer: str) -> tuple[list[int], list[list[float]]]:
+        """Steps and each expert's load in an MoE layer; 1 is an even share of the tokens."""
+        return self.curve(lambda step: step.get("moe_layers", {}).get(layer, {}).get("load"))
 
     def epoch_curve(self, key: str) -> tuple[list[int], list[float]]:
         """Steps at the ends of epochs and what the epochs say for `key`."""
@@ -95,6 +100,6 @@ def _parse(line: str) -> dict | None:
     return entry if isinstance(entry, dict) else None
 
 
-def _curve(entries: list[dict], value: Callable[[dict], float | None]) -> tuple[list[int], list[float]]:
+def _curve(entries: list[dict], value: Callable[[dict], Any]) -> tuple[list[int], list]:
     found = [(entry["step"], y) for entry in entries if (y := value(entry)) is not None]
     return [step for step, _ in found], [y for _, y in found]

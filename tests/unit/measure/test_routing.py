@@ -11,19 +11,15 @@ from hypothesis.extra.numpy import arrays
 from PIL import Image
 from sklearn.metrics import mutual_info_score
 
-from swinv2_moe.errors import UserError
 from swinv2_moe.measure.routing import (
     LayerChoices,
     chance_information,
     class_table,
-    classes_figure,
     entropy,
-    load_figure,
     mutual_information,
-    pictures_figure,
-    preferences,
-    read_load,
 )
+from swinv2_moe.measure.routing_figures import classes_figure, load_figure, pictures_figure, preferences
+from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.plots import save_png
 
 tables = arrays(np.int64, st.tuples(st.integers(1, 6), st.integers(1, 6)), elements=st.integers(0, 1000)).filter(np.any)
@@ -131,25 +127,6 @@ def test_preferences():
     assert sorted(preferences(table, 9)[1]) == [0, 1, 2, 3, 4]
 
 
-STEP = {"step": 1, "moe_layers": {"layers.0.blocks.1.mlp.moe": {"load": [0.5, 1.5], "load_max": 1.5}}}
-
-
-@pytest.mark.parametrize("rest", ['{"step": 3, "moe_la', '{"step": 3, "lo{"step": 4, "loss": 1.0}', "[]", "\x00", ""])
-def test_load_of_a_run_that_is_being_written(rest, tmp_path):
-    lines = [STEP, {"step": 1, "train_loss": 1.0}, STEP | {"step": 2}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + rest)
-    steps, shares = read_load(tmp_path / "metrics.jsonl")
-    assert steps.tolist() == [1, 2]
-    assert {name: values.tolist() for name, values in shares.items()} == {"layers.0.blocks.1": [[0.25, 0.75]] * 2}
-
-
-@pytest.mark.parametrize("content", [b"", b'{"step": 1, "moe', b"\xff\xfe", b'{"step": 1, "train_loss": 2.0}\n'])
-def test_metrics_without_load(content, tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: has no whole line with the load of experts"):
-        read_load(tmp_path / "metrics.jsonl")
-
-
 @pytest.mark.parametrize(("num_classes", "experts", "layers"), [(10, 8, 1), (3000, 64, 6)])
 def test_figures(num_classes, experts, layers, tmp_path):
     """As many classes and layers as there are, the PNGs are of a size that can be looked at."""
@@ -158,12 +135,15 @@ def test_figures(num_classes, experts, layers, tmp_path):
     tables = {name: rng.integers(0, 9, (num_classes, experts)) for name in names}
     bits = {name: {"bits": {"class": 0.5, "class_by_chance": 0.1}} for name in names}
     pictures = [rng.integers(0, 256, (2, 128, 128, 3), dtype=np.uint8)] * (1 + layers)
-    shares = {name: rng.dirichlet(np.ones(experts), 1000) for name in names}
+    loads = [
+        {f"{name}.mlp.moe": {"load": list(rng.dirichlet(np.ones(experts)))} for name in names} for _ in range(1000)
+    ]
+    steps = [{"step": i, "loss": 1.0, "moe_layers": load} for i, load in enumerate(loads)]
     figures = {
         "routing": pictures_figure(pictures, ["a", "a name that is longer than the room"], names, experts),
         "classes": classes_figure(tables, ["class " * 9] * num_classes, bits),
-        "load": load_figure(np.arange(1000), shares),
-        "load of one step": load_figure(np.arange(1), {name: values[:1] for name, values in shares.items()}),
+        "load": load_figure(RunRecord(tmp_path, None, steps, [], [], None, 0)),
+        "load of one step": load_figure(RunRecord(tmp_path, None, steps[:1], [], [], None, 0)),
     }
     for name, figure in figures.items():
         save_png(figure, tmp_path / "figure.png")

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from swinv2_moe.config import default_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure.curves import place, thin
+from swinv2_moe.measure.curves import place
 from swinv2_moe.measure.run_record import read_run
+from swinv2_moe.plots import thin
 
 STEP = {"step": 10, "epoch": 1, "loss": 2.0, "moe_layers": {"layers.1.blocks.0.mlp.moe": {"load": [1.0, 1.0]}}}
 EPOCH = {"step": 20, "epoch": 1, "val_top1": 50.0}
@@ -30,6 +31,7 @@ def test_what_a_run_has_left(directory):
     assert run.layers == ["layers.1.blocks.0.mlp.moe"]
     assert run.curve(lambda step: step["loss"]) == ([10], [2.0])  # a loss that is not finite is left out
     assert run.epoch_curve("val_top1") == ([20], [50.0])
+    assert run.load(run.layers[0]) == ([10, 30], [[1.0, 1.0]] * 2)
 
 
 def test_lines_that_a_killed_run_left(directory):
