@@ -92,21 +92,36 @@ class MoELayer(nn.Module):
         capacity_factor: float | None = None,
         strategy: ParallelStrategy | str | None = None,
         router: int = 0,
+        mask: Tensor | None = None,
+        num_tokens: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x [..., M] -> y like x, and the auxiliary loss (a scalar of at least fp32, unweighted).
 
-        Every argument replaces the configured one for this call alone; a `capacity_factor` of 0 means 0. `router` is
-        the number of one of several.
+        `top_k`, `capacity_factor` and `strategy` replace the configured ones for this call alone; a `capacity_factor`
+        of 0 means 0. `router` is the number of one of several.
+
+        Args:
+            mask: bool [...]; the layer does as if the tokens where it is False were not there: no capacity, no part in
+                the loss or in the statistics, 0 for y.
+            num_tokens: how many are True, where the caller knows; otherwise they are counted, which waits for the
+                device.
 
         Raises:
-            ValueError: x of another width or device, top_k below 1, capacity_factor not finite, a strategy that does
-                not fit the group, a router that is not there, an experts module that returns another shape.
+            ValueError: x of another width or device, a mask of another shape, top_k below 1, capacity_factor not
+                finite, a strategy that does not fit the group, a router that is not there, an experts module that
+                returns another shape.
             RuntimeError: a rank of the group has ended or did not come within the group's timeout.
         """
         # torch.compile leaves a layer over several ranks alone: traced, its collectives got a wrong gradient (torch
         # 2.11), and every new number of rows would be compiled anew.
         forward = self._forward if self.group.size == 1 else self._forward_uncompiled
-        return forward(x, top_k, capacity_factor, strategy, router)
+        if mask is None:
+            return forward(x, top_k, capacity_factor, strategy, router)
+        if mask.shape != x.shape[:-1]:
+            raise ValueError(f"mask has shape {list(mask.shape)}, the tokens of x {list(x.shape[:-1])}")
+        tokens, present = x.reshape(-1, x.shape[-1]), _positions(mask.flatten(), num_tokens)
+        y, aux_loss = forward(tokens.index_select(0, present), top_k, capacity_factor, strategy, router)
+        return torch.zeros_like(tokens).index_copy(0, present, y).view_as(x), aux_loss
 
     @torch.compiler.disable
     def _forward_uncompiled(self, *args) -> tuple[Tensor, Tensor]:
@@ -232,6 +247,13 @@ class MoELayer(nn.Module):
                 value = parameter.to(group.device, copy=True)
                 dist.broadcast(value, group_src=0, group=group.replicas)
                 parameter.copy_(value)
+
+
+def _positions(mask: Tensor, count: int | None) -> Tensor:
+    """Where `mask` [T] is True, in order: [count]."""
+    if count is None:
+        return mask.nonzero().squeeze(1)
+    return mask.nonzero_static(size=count).squeeze(1)
 
 
 def _apply(experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, offsets: Tensor) -> Tensor:

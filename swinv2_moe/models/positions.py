@@ -46,8 +46,10 @@ def check_windows(model: SwinTransformerV2, trained: Sequence[int] | None, sourc
     Raises:
         UserError: the model would measure positions otherwise than its weights have learned to.
     """
+    if trained is None:
+        return
     here = position_windows(model)
-    if trained is not None and list(trained) != here:
+    if list(trained) != here:
         raise UserError(
             f"{source}: its position biases know windows of {list(trained)}, the model would use them for {here};"
             f" MODEL.SWINV2.PRETRAINED_WINDOW_SIZES {str(list(trained)).replace(' ', '')} says so"

@@ -37,8 +37,9 @@ class MoEMlp(nn.Module):
         self.aux_loss: Tensor | None = None
         self.train(self.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y, aux_loss = self.moe(x, capacity_factor=None if self.training else self.eval_capacity_factor)
+    def forward(self, x: Tensor, **mask) -> Tensor:
+        """`mask` and `num_tokens`, if any, are MoELayer's."""
+        y, aux_loss = self.moe(x, capacity_factor=None if self.training else self.eval_capacity_factor, **mask)
         self.aux_loss = None if self.frozen else aux_loss
         return y
 
