@@ -10,12 +10,13 @@ LOG    := $(VENV)/install.log
 $(shell test -x $(PY) || rm -f $(VENV)/.installed-*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train workflow test lint clean compiler
+.PHONY: help setup train workflow detection test lint clean compiler
 
 help:
 	@echo "make train   train SwinV2-MoE and its dense twin on scikit-learn's digits, into output/quickstart"
 	@echo "make workflow PRETRAIN=DIR TRANSFER=DIR   shards, staging, pretraining, fine-tuning and few-shot, experts beside dense"
-	@echo "make test    lint, then the whole test suite"
+	@echo "make detection   mmdetection's installation (mmcv is compiled once), then Mask R-CNN on generated shapes"
+	@echo "make test    lint, then the whole test suite, detection included"
 	@echo "make lint    ruff alone"
 	@echo "make setup   the environment alone, in $(VENV)"
 	@echo "make clean   remove $(VENV), caches and build leftovers; output/ and data/ stay"
@@ -35,7 +36,11 @@ TRANSFER ?= $(IMAGES)/imagenette224_small/imagenette224_small.tar
 workflow: $(VENV)/.installed-run
 	$(PY) tools/workflow.py --pretrain $(PRETRAIN) --transfer $(TRANSFER) --output output/workflow
 
-test: lint
+detection: $(VENV)/.installed-detection
+	@test -f data/shapes/annotations/instances_val.json || $(PY) data/make_shapes.py data/shapes
+	$(PY) tools/detect.py train configs/detection/shapes/mask_rcnn.py --work-dir output/detection --resume auto
+
+test: lint $(VENV)/.installed-detection
 	$(PY) -m pytest
 
 lint: $(VENV)/.installed-test
@@ -58,6 +63,12 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | compiler
 	@$(PY) -m pip install --no-input --progress-bar off -c constraints.txt -e '.$(EXTRAS-$*)' >$(LOG) 2>&1 || \
 	  { tail -n 20 $(LOG); echo "The installation failed; its whole log: $(LOG)" >&2; exit 1; }
 	@touch $(VENV)/.installed-run $@  # what serves the tests serves a run too
+
+# mmcv's wheel for this torch is kept in the cache directory of the user, for the next environment.
+$(VENV)/.installed-detection: pyproject.toml constraints.txt | $(VENV)/.installed-run
+	@echo "Installing swinv2-moe[detection] into $(VENV)."
+	@$(PY) -m swinv2_moe.detection.install $(VENV)/detection.log
+	@touch $@
 
 # --clear: whatever stands there has no pip that runs, so nothing in it is worth keeping.
 define make-venv

@@ -1,0 +1,1 @@
+"""COCO detection with mmdetection. Importing this imports none of it; `registry` does, for configurations."""

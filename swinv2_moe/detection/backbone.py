@@ -1,0 +1,130 @@
+"""The backbone `SwinV2MoE`: this project's trunk, at any image size, for mmdetection's necks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from mmdet.registry import MODELS
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from moe_core import moe_layers
+from moe_core.parallel import ExpertGroup, make_expert_groups
+from swinv2_moe.detection.weights import load_pretrained, own_experts
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import SwinTransformerMoE, SwinTransformerV2MoE, take_aux_loss
+from swinv2_moe.models.padding import Size, mask_blocks, stage_maps
+
+_FORMS = {"swinv2_moe": SwinTransformerV2MoE, "swin_moe": SwinTransformerMoE}
+
+
+@MODELS.register_module()
+class SwinV2MoE(BaseModule):
+    """The maps of chosen stages, each through a LayerNorm of its own, as Swin Transformer's detection code has them.
+
+    Padding, to patches, windows and merged pairs, and around images smaller than their batch's canvas if the detector
+    says how large they are (`images_of`), is left out of attention and routing: models/padding.py.
+
+    Args:
+        model: "swinv2_moe", or "swin_moe" for the released, pre-norm form.
+        out_indices: the stages whose maps come out; the last one must be among them.
+        patch_size: in pixels; map i has stride `patch_size * 2**i` and `embed_dim * 2**i` channels.
+        aux_loss_weight: of the MoE layers' auxiliary loss among the detector's losses.
+        expert_parallel: the experts are spread over all processes, instead of all of them in each.
+        with_cp: activations are recomputed in the backward pass.
+        pretrained: a run of this project, one of its checkpoints or a file of weights; read before training.
+        trunk: what SwinTransformerV2MoE takes: embed_dim, depths, num_heads, window_size, num_experts, moe_blocks, moe,
+            eval_capacity_factor, freeze_moe, drop_path_rate, pretrained_window_sizes (by which positions are measured),
+            ...
+
+    Raises:
+        UserError: values that do not fit each other or the number of processes.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str = "swinv2_moe",
+        out_indices: Sequence[int] = (0, 1, 2, 3),
+        patch_size: int = 4,
+        aux_loss_weight: float = 0.01,
+        expert_parallel: bool = False,
+        with_cp: bool = False,
+        pretrained: str | None = None,
+        init_cfg: dict | None = None,
+        **trunk,
+    ) -> None:
+        super().__init__(init_cfg)
+        self.out_indices, self.aux_loss_weight = tuple(out_indices), aux_loss_weight
+        self.with_cp, self.pretrained = with_cp, pretrained
+        if model not in _FORMS:
+            raise UserError(f"backbone.model ({model!r}) must be one of {', '.join(_FORMS)}")
+        group = _expert_group() if expert_parallel and trunk.get("num_experts") else None
+        try:
+            self.trunk = mask_blocks(
+                _FORMS[model](
+                    img_size=32 * patch_size,  # sets nothing that stays: windows and masks follow each batch
+                    patch_size=patch_size,
+                    num_classes=0,
+                    always_partition=True,
+                    dynamic_img_size=True,
+                    expert_group=group,
+                    **trunk,
+                )
+            )
+        except ValueError as error:
+            raise UserError(f"backbone: {error}") from error
+        last = len(self.trunk.layers) - 1
+        if not self.out_indices or self.out_indices[-1] != last or min(self.out_indices) < 0:
+            raise UserError(f"backbone.out_indices ({list(out_indices)}) must end with the last stage ({last})")
+        self.trunk.norm = nn.Identity()  # each output has its own
+        self.norms = nn.ModuleList(nn.LayerNorm(self.trunk.feature_info[i]["num_chs"]) for i in self.out_indices)
+        self._image_sizes: list[Size] | None = None
+        self._register_load_state_dict_pre_hook(self._take_own_experts)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """images [B, 3, H, W] -> of each of `out_indices` a map [B, C, H / stride, W / stride], rounded up."""
+        norms = dict(zip(self.out_indices, self.norms, strict=True))
+        maps = []
+        for i, (x, presence) in enumerate(stage_maps(self.trunk, images, self._image_sizes, self.with_cp)):
+            if i in norms:
+                maps.append(presence.keep(norms[i](x)).permute(0, 3, 1, 2).contiguous())
+        return tuple(maps)
+
+    @contextmanager
+    def images_of(self, sizes: Sequence[Size] | None) -> Iterator[None]:
+        """Until the end of the block, the images of a batch have these sizes (pixels, from the top left corner).
+
+        mmdetection hands a backbone the batch alone, so the detector says here what it knows of it.
+        """
+        self._image_sizes = None if sizes is None else [tuple(size) for size in sizes]
+        try:
+            yield
+        finally:
+            self._image_sizes = None
+
+    def aux_loss(self) -> Tensor | None:
+        """Of the forward pass just done, weighted; None where no experts are trained."""
+        loss = take_aux_loss(self.trunk)
+        if not any(layer.experts.w1.requires_grad for layer in moe_layers(self.trunk).values()):
+            return None
+        return self.aux_loss_weight * loss
+
+    def init_weights(self) -> None:
+        """Nothing but `pretrained`: the trunk has initialised itself, and mmengine's method would do it again.
+
+        Raises:
+            UserError: weights that cannot be read or do not fit.
+        """
+        if self.pretrained:
+            load_pretrained(self.trunk, self.pretrained)
+        self._is_init = True
+
+    def _take_own_experts(self, state: dict[str, Tensor], prefix: str, *_) -> None:
+        """mmengine's files hold whole models."""
+        state.update(own_experts(state, self, prefix))
+
+
+def _expert_group() -> ExpertGroup | None:
+    """All processes."""
+    return make_expert_groups(dist.get_world_size()) if dist.is_initialized() else None

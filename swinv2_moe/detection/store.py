@@ -1,0 +1,107 @@
+"""Saving a detector's training in the per-expert store, while it goes on."""
+
+import json
+from pathlib import Path
+
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+
+from moe_core import moe_layers
+from swinv2_moe.config import default_config
+from swinv2_moe.detection.runner import sharded_experts
+from swinv2_moe.engine.checkpoint import point
+from swinv2_moe.engine.distributed import World
+from swinv2_moe.engine.optim import optimizer_sections
+from swinv2_moe.engine.saver import Saver
+
+
+@HOOKS.register_module()
+class ExpertStoreHook(Hook):
+    """`<work_dir>/checkpoints/step-<iteration>`, `latest` and `best`, as docs/checkpoints.md describes them.
+
+    With the experts spread over the ranks each writes its own; otherwise the main rank writes alone.
+
+    Args:
+        interval: epochs between checkpoints, or iterations.
+        by_epoch: which of the two.
+        keep_last: how many of the newest stay, besides `best`.
+        save_best: the metric by which `best` is; larger is better. None: no `best`.
+    """
+
+    priority = "VERY_LOW"
+
+    def __init__(
+        self, interval: int = 1, by_epoch: bool = True, keep_last: int = 1, save_best: str | None = None
+    ) -> None:
+        self.interval, self.by_epoch, self.keep_last, self.save_best = interval, by_epoch, keep_last, save_best
+        self.saver: Saver | None = None
+
+    def before_train(self, runner: Runner) -> None:
+        config = default_config()
+        config.defrost()
+        config.CHECKPOINT.KEEP_LAST = self.keep_last
+        world = runner.world
+        if not sharded_experts(runner.detector):  # all have everything: the main rank writes as one process would
+            world = World(world.rank, 1, world.device)
+        if world.is_main or world.size > 1:
+            root = Path(runner.work_dir) / "checkpoints"
+            root.mkdir(parents=True, exist_ok=True)
+            self.saver = Saver(root, world, config, runner.source, runner.logger.info)
+            self.config = runner.cfg.pretty_text  # once: formatting it takes a second
+
+    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch=None, outputs=None) -> None:
+        due = self.every_n_train_iters(runner, self.interval) or self.is_last_train_iter(runner)
+        if not self.by_epoch and due:
+            self._save(runner, runner.epoch, runner.iter + 1)
+
+    def after_train_epoch(self, runner: Runner) -> None:
+        if self.by_epoch and (self.every_n_epochs(runner, self.interval) or self.is_last_train_epoch(runner)):
+            self._save(runner, runner.epoch + 1, runner.iter)
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """`best` is pointed at the newest checkpoint: saving comes before validation, so that this cannot lose it."""
+        score = (metrics or {}).get(self.save_best)
+        if score is None or self.saver is None or not self.saver.world.is_main:
+            return
+        self.saver.wait()
+        root, newest = self.saver.root, self.saver.previous
+        record = root / "best.json"
+        best = json.loads(record.read_text())["score"] if record.is_file() and (root / "best").is_symlink() else None
+        if newest is not None and (best is None or score > best):
+            point(root / "best", newest.directory.name)
+            record.write_text(
+                json.dumps({"score": score, "metric": self.save_best, "checkpoint": newest.directory.name})
+            )
+
+    def after_train(self, runner: Runner) -> None:
+        if self.saver is not None:
+            self.saver.close()
+
+    def _save(self, runner: Runner, epoch: int, iteration: int) -> None:
+        if self.saver is None:
+            return
+        model, wrapper = runner.detector, runner.optim_wrapper
+        sections = {"": model.state_dict(), **optimizer_sections(wrapper.optimizer, model)}
+        training = {
+            "epoch": epoch,
+            "iter": iteration,
+            "loss_scaler": wrapper.scaler.state(),
+            "param_groups": [_plain(group) for group in wrapper.param_groups],
+            "param_schedulers": [_plain(scheduler.state_dict()) for scheduler in runner.param_schedulers or []],
+        }
+        layers = moe_layers(model)
+        meta = {
+            "step": iteration,
+            "training": training,
+            "config": self.config,
+            "class_names": list((runner.train_dataloader.dataset.metainfo or {}).get("classes", [])),
+            "experts": {name: [iteration] * layer.config.num_experts for name, layer in layers.items()},
+        }
+        self.saver.save(model, sections, meta)
+
+
+def _plain(values: dict) -> dict:
+    """What of them JSON takes and gives back as it is."""
+    kinds = int | float | str | list | None
+    return {key: value for key, value in values.items() if key != "params" and isinstance(value, kinds)}

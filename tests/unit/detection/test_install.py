@@ -1,0 +1,106 @@
+"""mmcv's wheel: compiled once a machine, never half, never twice at a time."""
+
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from swinv2_moe.detection import install
+from swinv2_moe.detection.install import InstallError, compiled_wheel, pinned, wheel_directory
+
+WHEEL = "onedl_mmcv-{}-cp311-cp311-linux_x86_64.whl".format(pinned("onedl-mmcv").split("==")[1])
+
+
+class Pip:
+    """In place of pip: remembers what it was asked, and "compiles" in a moment."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.calls: list[list[str]] = []
+        self.environment: dict[str, str] = {}
+        self.fails = fails
+
+    def __call__(self, log: Path, *arguments: object, environment: dict[str, str] | None = None) -> None:
+        self.calls.append(list(map(str, arguments)))
+        if arguments[0] != "wheel":
+            return
+        self.environment = environment
+        if self.fails:
+            raise InstallError("pip wheel failed")
+        time.sleep(0.05)
+        target = Path(self.calls[-1][self.calls[-1].index("--wheel-dir") + 1])
+        (target / WHEEL).write_text("a wheel")
+
+    @property
+    def compilations(self) -> int:
+        return sum(call[0] == "wheel" for call in self.calls)
+
+
+@pytest.fixture
+def pip(monkeypatch, tmp_path) -> Pip:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pip = Pip()
+    monkeypatch.setattr(install, "_pip", pip)
+    return pip
+
+
+def test_directory_names_torch_and_python(pip, tmp_path):
+    name = wheel_directory().relative_to(tmp_path / "cache/swinv2-moe/wheels").name
+    assert re.fullmatch(r"torch\d+\.\d+\.\d+(\+\w+)?-cp3\d+(-sm\d+)?", name)
+
+
+def test_compiled_once_against_this_environment(pip, tmp_path):
+    wheel = compiled_wheel(tmp_path / "log")
+    assert (wheel.parent, wheel.name) == (wheel_directory(), WHEEL)
+    assert compiled_wheel(tmp_path / "log") == wheel
+    assert pip.compilations == 1
+    compilation = next(call for call in pip.calls if call[0] == "wheel")
+    assert {"--no-build-isolation", "--no-cache-dir", "--no-deps"} <= set(compilation)
+    assert compilation[-1] == pinned("onedl-mmcv")
+    assert pip.environment["CFLAGS"] == "-O1 -g0"
+    assert int(pip.environment["MAX_JOBS"]) >= 1
+
+
+def test_what_a_killed_compilation_left_is_no_wheel(pip, tmp_path):
+    leftover = wheel_directory() / "unfinished-killed"
+    leftover.mkdir(parents=True)
+    (leftover / WHEEL).write_text("half a whe")
+    assert compiled_wheel(tmp_path / "log").read_text() == "a wheel"
+    assert not leftover.exists()
+
+
+def test_another_version_is_compiled_anew(pip, tmp_path):
+    wheel_directory().mkdir(parents=True)
+    (wheel_directory() / "onedl_mmcv-0.0.1-cp311-cp311-linux_x86_64.whl").write_text("an old one")
+    assert compiled_wheel(tmp_path / "log").name == WHEEL
+
+
+def test_two_at_once_compile_once(pip, tmp_path):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(compiled_wheel(tmp_path / "log"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [wheel_directory() / WHEEL] * 2
+    assert pip.compilations == 1
+
+
+def test_a_failure_leaves_nothing_and_names_the_log(pip, tmp_path, monkeypatch):
+    pip.fails = True
+    monkeypatch.setattr(install.sys, "argv", ["install", str(tmp_path / "log")])
+    with pytest.raises(SystemExit) as raised:
+        install.main()
+    assert str(raised.value) == f"Detection was not installed: pip wheel failed. The log: {tmp_path / 'log'}"
+    assert [path.name for path in wheel_directory().iterdir()] == [".lock"]
+
+
+def test_a_wheel_that_does_not_work_is_named(pip, tmp_path, monkeypatch):
+    monkeypatch.setattr(install, "_CHECK", "raise ImportError(\"No module named 'mmcv._ext'\")")
+    with pytest.raises(InstallError, match=r"No module named 'mmcv._ext' \(remove .*\.whl to compile it anew\)"):
+        install.install(tmp_path / "log")
+    monkeypatch.setattr(install, "_CHECK", 'raise ImportError("libGL.so.1: cannot open shared object file")')
+    with pytest.raises(InstallError, match=r"libGL\.so\.1.*apt install libgl1 libglib2\.0-0"):
+        install.install(tmp_path / "log")
+    assert "libGL.so.1" in (tmp_path / "log").read_text()

@@ -1,0 +1,110 @@
+"""A backbone's weights from what this project trains."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
+
+from mmdet.registry import MODELS
+from safetensors.torch import save_file
+
+from swinv2_moe.config import default_config, merge_opts
+from swinv2_moe.detection import registry  # noqa: F401
+from swinv2_moe.engine.checkpoint import write_weights
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import build_model
+
+TRAINED = "DATA.IMG_SIZE 64 MODEL.SWINV2.EMBED_DIM 8 MODEL.SWINV2.DEPTHS [1,1,2,1] MODEL.SWINV2.NUM_HEADS [1,1,2,2]"
+TRAINED += " MODEL.SWINV2.WINDOW_SIZE 4 MODEL.SWINV2.PATCH_SIZE 4 MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0,0]"
+TRAINED += " MODEL.MOE.NUM_EXPERTS 2 MODEL.MOE.BLOCKS [[],[],[1],[0]]"
+TINY = {"embed_dim": 8, "depths": (1, 1, 2, 1), "num_heads": (1, 1, 2, 2), "window_size": 4, "num_experts": 2}
+TINY |= {"moe_blocks": ((), (), (1,), (0,)), "pretrained_window_sizes": (0, 0, 0, 2)}
+
+
+def trained(options: str = ""):
+    config = default_config()
+    merge_opts(config, f"{TRAINED} {options}".split())
+    torch.manual_seed(7)
+    return config, build_model(config, 5)
+
+
+def write_run(directory: Path, options: str = "") -> tuple[str, torch.nn.Module]:
+    config, model = trained(options)
+    write_weights(directory / "checkpoints" / "step-00000003", model, model.state_dict(), config, list("abcde"), step=3)
+    return str(directory), model
+
+
+def backbone(pretrained: str, **kwargs):
+    torch.manual_seed(1)
+    found = MODELS.build({"type": "SwinV2MoE", "pretrained": pretrained, **TINY, **kwargs})
+    found.init_weights()
+    return found
+
+
+def assert_trunk_is(found, model) -> None:
+    expected = {n: t for n, t in model.state_dict().items() if not n.startswith(("norm.", "head."))}
+    assert found.trunk.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.trunk.state_dict().items())
+
+
+def test_from_a_run_a_checkpoint_and_a_file(tmp_path):
+    run, model = write_run(tmp_path / "run")
+    save_file(model.state_dict(), tmp_path / "single.safetensors")
+    for source in (run, f"{run}/checkpoints/step-00000003", str(tmp_path / "single.safetensors")):
+        assert_trunk_is(backbone(source), model)
+
+
+def test_a_dense_file(tmp_path):
+    _, model = trained("MODEL.MOE.NUM_EXPERTS 0")
+    torch.save({"model": model.state_dict()}, tmp_path / "dense.pth")
+    assert_trunk_is(backbone(str(tmp_path / "dense.pth"), num_experts=0), model)
+
+
+def test_features_are_those_of_the_trained_model(tmp_path):
+    """At the size of pretraining, whose last window was 2 x 2: positions are measured by that."""
+    run, model = write_run(tmp_path / "run", "MODEL.MOE.EVAL_CAPACITY_FACTOR 0.0")
+    found = backbone(run, eval_capacity_factor=0.0, out_indices=(3,)).eval()
+    images = torch.randn(2, 3, 64, 64)
+    wanted = model.eval().forward_intermediates(images, intermediates_only=True)[-1]
+    shown = found.norms[0](wanted.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    torch.testing.assert_close(found(images)[0], shown, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"embed_dim": 16}, "embed_dim is 8 there, 16 in the backbone"),
+        ({"depths": (1, 1, 3, 1)}, r"depths is \[1, 1, 2, 1\] there, \[1, 1, 3, 1\] in the backbone"),
+        ({"num_experts": 4}, "num_experts is 2 there, 4 in the backbone"),
+        ({"num_experts": 0}, "num_experts is 2 there, 0 in the backbone"),
+        ({"model": "swin_moe"}, "model is swinv2_moe there, swin_moe in the backbone"),
+        ({"moe_blocks": ((), (), (0,), (0,))}, r"MoE layers is \['2.1', '3.0'\] there, \['2.0', '3.0'\]"),
+    ],
+)
+def test_another_model_is_one_line(tmp_path, kwargs, message):
+    run, model = write_run(tmp_path / "run")
+    save_file(model.state_dict(), tmp_path / "single.safetensors")
+    for source in (run, str(tmp_path / "single.safetensors")):
+        with pytest.raises(UserError, match=message) as raised:
+            backbone(source, **kwargs)
+        assert str(raised.value).startswith(f"backbone.pretrained {source}: of another model: ")
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 400
+
+
+def test_other_windows_are_one_line(tmp_path):
+    run, _ = write_run(tmp_path / "run")
+    with pytest.raises(UserError, match=r"windows of \[4, 4, 4, 2\].*pretrained_window_sizes=\[4, 4, 4, 2\]"):
+        backbone(run, pretrained_window_sizes=(0, 0, 0, 0))
+
+
+@pytest.mark.parametrize("content", [None, b"no weights"])
+def test_no_weights_is_one_line(tmp_path, content):
+    file = tmp_path / "weights.pth"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=r"weights\.pth") as raised:
+        backbone(str(file))
+    assert "\n" not in str(raised.value)
