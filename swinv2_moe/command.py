@@ -29,12 +29,13 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
 
 
-def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """--resume, --data, --dataset, --output and --opts of what measures a checkpoint."""
+def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
+    """--resume, --data, --dataset, --output and --opts of what uses a checkpoint; `output`: what `add_argument` takes
+    for an --output that is not a file for the results."""
     parser.add_argument("--resume", required=True, metavar="DIR", help="a run (its newest checkpoint) or a checkpoint")
     parser.add_argument("--data", metavar="DIR", help="the data set (DATA.PATH); default: the one of the training")
-    parser.add_argument("--dataset", metavar="KIND", help="DATA.DATASET; default: folder where --data is given")
-    parser.add_argument("--output", metavar="JSON", help="a file for the results")
+    parser.add_argument("--dataset", metavar="KIND", help="DATA.DATASET; default: as --data looks, or the training's")
+    parser.add_argument("--output", **{"metavar": "JSON", "help": "a file for the results"} | output)
     parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
 
 

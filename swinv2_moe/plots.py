@@ -49,6 +49,7 @@ def save_png(figure: "Figure", path: Path, option: str = "--output") -> None:
     """Raises:
     UserError: a file that cannot be written; the message begins with `option`.
     """
+    _take_literally(figure)
     try:
         figure.savefig(path, format="png", dpi=130)
     except OSError as error:
@@ -71,6 +72,7 @@ def to_svg(figure: "Figure", label: str) -> str:
         part.set_color(_INK)
     for part in figure.findobj(Spine):
         part.set_edgecolor(_INK)
+    _take_literally(figure)
     file = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):  # text stays text
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
@@ -81,3 +83,13 @@ def to_svg(figure: "Figure", label: str) -> str:
     svg = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in referenced else "", svg)
     attributes = f'role="img" aria-label="{escape(label, quote=True)}"'
     return re.sub(r'width="[^"]*pt" height="[^"]*pt"', attributes, svg, count=1)
+
+
+def _take_literally(figure: "Figure") -> None:
+    """A $ in a name begins no formula. The powers of ten at a logarithmic axis are formulas."""
+    from matplotlib.text import Text
+
+    axes = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) if axis.get_scale() == "log"]
+    powers = {label for axis in axes for label in axis.get_ticklabels(which="both")}
+    for text in figure.findobj(Text):
+        text.set_parse_math(text in powers)

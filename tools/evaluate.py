@@ -52,8 +52,7 @@ def show(found: dict) -> None:
     console.print(f"{found['checkpoint']}, step {found['step']}, {experts}, {found['image_size']} px")
     if found["other_class_names"]:
         console.print(found["other_class_names"])
-    percent = [f"{found[key]:.2f}%" for key in ("top1", "top5", "confidence", "ece")]
-    row = [f"{found['images']:,}", *percent, f"{found['loss']:.4f}"]
+    row = [f"{found['images']:,}", *percent(found, "top1", "top5", "confidence", "ece"), f"{found['loss']:.4f}"]
     console.print(table_of(["images", "top-1", "top-5", "confidence", "ECE", "loss"], [row]))
     console.print(table_of(["class", "images", "top-1"], class_rows(found["per_class"])))
     if "sweep" in found:
@@ -81,9 +80,12 @@ def class_rows(classes: list[dict]) -> list[list[str]]:
 
 
 def sweep_row(one: dict) -> list[str]:
-    percent = [f"{one[key]:.2f}%" for key in ("top1", "top5")]
     speeds = [spread(one["images_per_second"], digits=0), spread(one["speed_ratio"], digits=3)]
-    return [f"{one['capacity_factor']:g}", f"{one['dropped_share']:.2%}", *percent, *speeds]
+    return [f"{one['capacity_factor']:g}", f"{one['dropped_share']:.2%}", *percent(one, "top1", "top5"), *speeds]
+
+
+def percent(found: dict, *keys: str) -> list[str]:
+    return ["-" if found[key] is None else f"{found[key]:.2f}%" for key in keys]
 
 
 def spread(one: dict, digits: int) -> str:

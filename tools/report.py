@@ -11,7 +11,7 @@ from swinv2_moe.command import run_command
 from swinv2_moe.config import config_from_text
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.report import render
-from swinv2_moe.measure.run_record import read_run
+from swinv2_moe.measure.run_record import read_runs
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--data", metavar="DIR", help="where the images of the predictions lie, if they have moved")
     parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
     args = parser.parse_args()
-    runs = [read_run(Path(path)) for path in (args.run, args.compare) if path]
+    runs = read_runs([Path(path) for path in (args.run, args.compare) if path])
     if args.data and not Path(args.data).is_dir():
         raise UserError(f"--data {args.data}: is not a directory")
     for run in runs:  # what is wrong with them later may be the checkpoint's fault, and only costs the predictions

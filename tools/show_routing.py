@@ -13,20 +13,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from swinv2_moe.command import run_command, write_results
+from swinv2_moe.command import add_checkpoint_arguments, run_command, write_results
 from swinv2_moe.measure.routing import draw_routing
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--resume", required=True, metavar="DIR", help="a run (its newest checkpoint) or a checkpoint")
+    add_checkpoint_arguments(parser, default="routing", metavar="DIR", help="a directory (default: routing)")
     parser.add_argument("--images", nargs="+", default=[], metavar="PATH", help="for the pictures: images, folders")
-    parser.add_argument("--data", metavar="DIR", help="the data set (DATA.PATH); default: the one of the training")
-    parser.add_argument("--dataset", metavar="KIND", help="DATA.DATASET; default: folder where --data is given")
     parser.add_argument("--count", type=int, default=8, help="images in the picture, drawn evenly (default: 8)")
     parser.add_argument("--limit", type=int, help="validation images to measure on, drawn evenly (default: all)")
-    parser.add_argument("--output", default="routing", metavar="DIR", help="a directory (default: routing)")
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
     return parser.parse_args()
 
 

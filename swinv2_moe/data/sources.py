@@ -57,7 +57,7 @@ class ImageFiles:
             return file.read()
 
     def name(self, index: int) -> str:
-        return self._path(index).encode(errors="surrogateescape").decode(errors="replace")  # printable
+        return _printable(self._path(index))
 
     def _path(self, index: int) -> str:
         return os.path.join(self.root, os.fsdecode(self.paths[index]))
@@ -159,7 +159,7 @@ def _folders(root: str, hint: str) -> Sources:
             f"DATA.PATH is {root!r}: train/ has {len(classes)} class folders and val/ {len(val_classes)}, they must be"
             f" the same ({'; '.join(parts)})"
         )
-    return Sources(*(_scan(folder, classes) for folder in folders), classes)
+    return Sources(*(_scan(folder, classes) for folder in folders), [_printable(name) for name in classes])
 
 
 def _classes(folder: str) -> list[str]:
@@ -202,6 +202,11 @@ def _lists(config: CfgNode, root: str) -> Sources:
             )
     val = ImageFiles(*read_list("DATA.VAL_LIST", data.VAL_LIST, root, limit))
     return Sources(train, val, [str(label) for label in range(limit)])
+
+
+def _printable(path: str) -> str:
+    """Bytes that are not UTF-8 as \\xff: names that differ still do."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _some(names: list, count: int = 3) -> str:

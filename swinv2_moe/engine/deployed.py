@@ -39,6 +39,28 @@ class Deployed:
         checkpoint.load_weights(self.source, model, _without_head if num_classes == 0 else lambda found: found)
         return model.to(self.world.device).eval()
 
+    def compare_classes(self, class_names: Sequence[str]) -> str | None:
+        """A line where the checkpoint has other names for the classes of the data; imported weights may have none.
+
+        Raises:
+            UserError: the data has another number of classes.
+        """
+        own, data = self.source.meta["class_names"] or class_names, self.config.DATA
+        if len(own) != len(class_names):
+            where = data.DATASET if data.DATASET in ("digits", "list") else data.PATH
+            raise UserError(
+                f"checkpoint {self.source.directory} has {len(own):,} classes, the data ({where}) has"
+                f" {len(class_names):,}"
+            )
+        other = [i for i, (here, there) in enumerate(zip(own, class_names, strict=True)) if here != there]
+        if not other:
+            return None
+        first = other[0]
+        return (
+            f"{len(other):,} of {len(own):,} classes have other names: class {first} is {own[first]!r} in the"
+            f" checkpoint, {class_names[first]!r} in the data"
+        )
+
     def facts(self) -> dict:
         """What a result is worth nothing without, ready for JSON."""
         return {
@@ -61,7 +83,7 @@ def open_deployed(
 
     Args:
         data: DATA.PATH; None: the data that the checkpoint was trained on.
-        dataset: DATA.DATASET; None: a folder of images where `data` is given.
+        dataset: DATA.DATASET; None: shards or a folder of images where `data` looks like that, else the training's.
         opts: KEY VALUE ... over the checkpoint's configuration. DEVICE and TIMEOUT are not the checkpoint's but these.
 
     Raises:
@@ -77,11 +99,19 @@ def open_deployed(
 
 
 def _configuration(source: Checkpoint, data: str | None, dataset: str | None, opts: Sequence[str]) -> CfgNode:
-    dataset = dataset or ("folder" if data else None)
+    name = f"checkpoint {source.directory}"
+    if data and not dataset:
+        dataset = _kind(Path(data).expanduser(), config_from_text(source.meta["config"], name).DATA.DATASET)
     chosen = [("DATA.PATH", data), ("DATA.DATASET", dataset)]
     pairs = [part for key, value in chosen if value is not None for part in (key, value)]
-    name = f"checkpoint {source.directory}"
     return config_from_text(source.meta["config"], name, [*_NOT_THE_MODELS.split(), *pairs, *opts])
+
+
+def _kind(data: Path, trained_on: str) -> str:
+    """DATA.DATASET for what lies in the directory `data`: perhaps that of the training, moved."""
+    if (data / "index.json").is_file():
+        return "shards"
+    return "folder" if (data / "train").is_dir() or trained_on == "digits" else trained_on
 
 
 def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

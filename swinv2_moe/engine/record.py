@@ -5,7 +5,7 @@ import fcntl
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import wraps
 from pathlib import Path
@@ -118,9 +118,10 @@ class Recorder:
         (self.directory / "config.yaml").write_text(config.dump())
 
     @_records
-    def environment(self, values: dict, step: int) -> None:
-        """What this part of the run, from `step` on, runs on."""
-        self._write({"step": step, "environment": values})
+    def begin(self, environment: dict, step: int) -> None:
+        """A part of the run begins after `step`, and what it runs on; an earlier one's summary is not the run's now."""
+        (self.directory / "summary.json").unlink(missing_ok=True)
+        self._write({"step": step, "environment": environment})
 
     @_records
     def summary(self, values: dict) -> None:
@@ -131,7 +132,8 @@ class Recorder:
         """A logging step: `values` has `step` and `epoch`; `routing` holds each MoE layer's statistics of this step."""
         layers = {name: _load(stats) for name, stats in routing.items()}
         if layers:
-            for key in ("dropped_share", "entropy", "load_max"):
+            values["moe/dropped_share"] = dropped_share(routing.values())
+            for key in ("entropy", "load_max"):
                 values[f"moe/{key}"] = float(np.mean([layer[key] for layer in layers.values()]))
         self._write(values | ({"moe_layers": layers} if layers else {}))
         step = values["step"]
@@ -245,6 +247,13 @@ class Bar:
         self._progress.update(self._task, advance=1, text=text)
 
 
+def dropped_share(stats: Iterable[RoutingStats]) -> float:
+    """Of all choices in one or more layers together, those that found their expert full; 0 where none was made."""
+    counts, shares = zip(*((one.counts.sum(), one.dropped_share) for one in stats), strict=True)
+    choices = torch.stack(counts).double()
+    return float(choices @ torch.stack(shares).double() / choices.sum().clamp(min=1))
+
+
 def _load(stats: RoutingStats) -> dict:
     """A layer's routing as plain numbers; load is relative to an even share, 1 for every expert."""
     counts = stats.counts.double()
@@ -270,7 +279,7 @@ def _plain(value: object) -> object:
 def _forget_after(metrics: Path, step: int) -> None:
     """Drop the lines of steps that a resumed run is going to repeat, and those whose writing was cut off."""
     if metrics.is_file():
-        lines = [line for line in metrics.read_text().splitlines() if _step(line) <= step]
+        lines = [line for line in metrics.read_text(errors="replace").splitlines() if _step(line) <= step]
         kept = metrics.with_name(f".{metrics.name}.tmp")
         kept.write_text("".join(f"{line}\n" for line in lines))
         kept.replace(metrics)
@@ -278,6 +287,7 @@ def _forget_after(metrics: Path, step: int) -> None:
 
 def _step(line: str) -> float:
     try:
-        return json.loads(line)["step"]
+        step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
         return math.inf
+    return step if isinstance(step, int) else math.inf

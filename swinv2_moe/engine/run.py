@@ -66,7 +66,7 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
         stack.callback(saver.wait, _LAST_SAVE_SECONDS)
         was_finished = trainer.finished
         if not was_finished:
-            recorder.environment(describe_environment(world), trainer.step)
+            recorder.begin(describe_environment(world), trainer.step)
         with _run_events(recorder, trainer, began, staging):
             trainer.fit(recorder, saver)
         summary = _summary(trainer, size, staging, time.perf_counter() - started)

@@ -122,7 +122,8 @@ def evaluate_checkpoint(
 
 
 def measure(found: Predictions, class_names: Sequence[str]) -> dict:
-    """Accuracy, mean confidence and calibration in percent and the mean cross-entropy; of a class without images None.
+    """Accuracy, mean confidence and calibration in percent and the mean cross-entropy. None: the accuracy of a class
+    without images, and top-5 where there are no more than five classes.
 
     Args:
         found: of at least one image.
@@ -134,7 +135,7 @@ def measure(found: Predictions, class_names: Sequence[str]) -> dict:
     return {
         "images": len(hits),
         "top1": 100 * float(hits.mean()),
-        "top5": 100 * float((found.ranks < 5).mean()),
+        "top5": 100 * float((found.ranks < 5).mean()) if len(class_names) > 5 else None,
         "loss": float(found.losses.mean()),
         "confidence": 100 * float(found.confidence.mean()),
         "ece": 100 * calibration_error(found.confidence, hits),
@@ -173,27 +174,6 @@ def reliability(confidence: np.ndarray, hits: np.ndarray, bins: int = BINS) -> l
 def _bin_of(confidence: np.ndarray, bins: int) -> np.ndarray:
     """m for a confidence above m / bins and up to (m + 1) / bins."""
     return np.digitize(confidence, np.arange(1, bins) / bins, right=True)
-
-
-def compare_classes(source: Checkpoint, class_names: Sequence[str], data: str) -> str | None:
-    """A line where the checkpoint has other names for them; one of imported weights may have none.
-
-    Raises:
-        UserError: another number of classes.
-    """
-    own = source.meta["class_names"] or class_names
-    if len(own) != len(class_names):
-        raise UserError(
-            f"checkpoint {source.directory} has {len(own):,} classes, the data ({data}) has {len(class_names):,}"
-        )
-    other = [i for i, (here, there) in enumerate(zip(own, class_names, strict=True)) if here != there]
-    if not other:
-        return None
-    first = other[0]
-    return (
-        f"{len(other):,} of {len(own):,} classes have other names: class {first} is {own[first]!r} in the checkpoint,"
-        f" {class_names[first]!r} in the data"
-    )
 
 
 def draw_sweep(found: dict, path: Path) -> None:
@@ -263,9 +243,7 @@ class _Subject:
         world, config = deployed.world, resolve_batch_size(deployed.config, deployed.world.size)
         sources = world.everywhere(lambda: load_sources(config))
         check_same_data(config, world, len(sources.train), len(sources.val), sources.class_names)
-        kind = config.DATA.DATASET
-        where = kind if kind in ("digits", "list") else config.DATA.PATH
-        renamed = compare_classes(deployed.source, sources.class_names, where)
+        renamed = deployed.compare_classes(sources.class_names)
         return cls(
             world,
             deployed.model(len(sources.class_names)),

@@ -38,8 +38,12 @@ def _epoch(key: str) -> Callable[[RunRecord], Points]:
     return lambda run: run.epoch_curve(key)
 
 
+def _top5(run: RunRecord) -> Points:
+    return run.epoch_curve("val_top5") if run.has_top5 else ([], [])
+
+
 def _aux_loss(run: RunRecord) -> Points:
-    return run.curve(lambda step: step["aux_loss"] if "moe_layers" in step else None)
+    return run.curve(lambda step: step.get("aux_loss") if "moe_layers" in step else None)
 
 
 _FIGURES = (
@@ -49,7 +53,7 @@ _FIGURES = (
         {"training": _step("loss"), "validation": _epoch("val_loss")},
         from_zero=False,
     ),
-    Figure("Accuracy", "% of the validation images", {"top-1": _epoch("val_top1"), "top-5": _epoch("val_top5")}),
+    Figure("Accuracy", "% of the validation images", {"top-1": _epoch("val_top1"), "top-5": _top5}),
     Figure("Learning rate", "the largest of all parameter groups", {"": _step("lr")}),
     Figure("Gradient norm", "over all parameters and ranks, before clipping", {"": _step("grad_norm")}),
     Figure("Auxiliary loss", "load balancing, before its weight", {"": _aux_loss}),
@@ -77,15 +81,16 @@ def _draw(figure: Figure, runs: Sequence[RunRecord]) -> Panel | None:
     for i, label, points in lines:
         number = list(figure.curves).index(label)
         x, y = thin(*points)
-        style, name = {"color": COLOURS[number]}, label
+        style = {"color": COLOURS[number]}
         if len(runs) > 1:  # colours tell the runs, dashes the curves
-            style, name = {"color": COLOURS[i], "dashes": (4, 2) if number else ()}, f"{runs[i].name} {label}".strip()
-        axes.plot(x, y, linewidth=1.6, marker="o" if len(x) == 1 else "", label=name, **style)
+            style = {"color": COLOURS[i], "dashes": (4, 2) if number else ()}
+        axes.plot(x, y, linewidth=1.6, marker="o" if len(x) == 1 else "", **style)
     if figure.from_zero:
         axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
-    if len(lines) > 1:
-        axes.legend(frameon=False, fontsize=8)
+    if len(lines) > 1:  # handles too: of its own accord, a legend leaves out a name that begins with _
+        names = [f"{runs[i].name} {label}".strip() if len(runs) > 1 else label for i, label, _ in lines]
+        axes.legend(axes.lines, names, frameon=False, fontsize=8)
     tidy(axes)
     return Panel(figure.title, figure.note, to_svg(canvas, figure.title))
 

@@ -5,6 +5,7 @@ import io
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ class Prediction(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What the run's newest checkpoint says of some images; `problem`: why it says nothing."""
+    """What the run's newest checkpoint says of some images; `problem`: why it says nothing, or what may mislead."""
 
     predictions: Sequence[Prediction] = ()
     routing: Sequence[tuple[str, str]] = ()  # a title and a data URL: the images, then one for each MoE layer
@@ -92,6 +93,7 @@ def take_samples(run: RunRecord, data: str | None = None, opts: Sequence[str] = 
 def _predict(deployed: Deployed) -> Samples:
     config = deployed.config
     sources = load_sources(config)
+    renamed = deployed.compare_classes(sources.class_names)
     model = deployed.model(len(sources.class_names))
     dataset = ImageDataset(sources.val, config, is_train=False)
     chosen = [dataset[i] for i in np.linspace(0, len(dataset) - 1, min(_IMAGES, len(dataset))).astype(int)]
@@ -103,20 +105,25 @@ def _predict(deployed: Deployed) -> Samples:
         logits = model(images.to(deployed.world.device))
     pictures = columns(images, {name: ids.cpu() for name, ids in choices.items()}, config.DATA.MEAN, config.DATA.STD)
     titles = ["images", *(place(name) for name in choices)]
+    known = deployed.source.meta["class_names"] or sources.class_names
     return Samples(
-        _predictions(chosen, pictures[0], logits.float().softmax(1).cpu(), sources.class_names),
+        _predictions(chosen, pictures[0], logits.float().softmax(1).cpu(), sources.class_names, known),
         [(title, _data_url(_row(p))) for title, p in zip(titles, pictures, strict=True)] if choices else [],
+        renamed or "",
     )
 
 
-def _predictions(samples: list[Sample], photos: np.ndarray, probs: Tensor, names: list[str]) -> list[Prediction]:
+def _predictions(
+    samples: list[Sample], photos: np.ndarray, probs: Tensor, names: list[str], known: list[str]
+) -> list[Prediction]:
+    """`names`: the data's of the classes; `known`: the checkpoint's."""
     best = probs.topk(min(_GUESSES, probs.shape[1]))
     return [
         Prediction(
             _data_url(photo),
             names[sample.target],
             int(ids[0]) == sample.target,
-            [(names[i], p) for i, p in zip(ids.tolist(), values.tolist(), strict=True)],
+            [(known[i], p) for i, p in zip(ids.tolist(), values.tolist(), strict=True)],
         )
         for sample, photo, values, ids in zip(samples, photos, *best, strict=True)
     ]
@@ -153,19 +160,20 @@ def _facts(run: RunRecord) -> dict[str, str]:
     if run.epochs:
         facts["top-1, last"] = f"{run.epochs[-1]['val_top1']:.2f}%"
         facts["top-1, best"] = f"{max(epoch['val_top1'] for epoch in run.epochs):.2f}%"
-        facts["top-5, last"] = f"{run.epochs[-1]['val_top5']:.2f}%"
+        if run.has_top5:
+            facts["top-5, last"] = f"{run.epochs[-1]['val_top5']:.2f}%"
     facts["loss, last logged"] = "not finite" if last["loss"] is None else f"{last['loss']:.3f}"
     if summary:
         facts["parameters"] = f"{summary['parameters'] / 1e6:.2f}M"
         facts["MACs an image"] = f"{summary['active_macs'] / 1e6:,.1f}M"
     facts["epochs, steps"] = f"{len(run.epochs):,}, {last['step']:,}"
-    rate = summary.get("images_per_second") or last["images_per_second"]
-    facts["images/s, training"] = f"{rate:,.0f}"
+    facts["images/s, training"] = f"{median(step['images_per_second'] for step in run.steps):,.0f}"
     if run.layers:
         facts["dropped tokens"] = f"{last['moe/dropped_share']:.2%}"
         facts["largest expert load"] = f"{last['moe/load_max']:.2f} × even"
+    if run.epochs:  # the summary's time is that of the run's last part
+        facts["training and validation"] = _duration(sum(epoch["seconds"] for epoch in run.epochs))
     if summary:
-        facts["time"] = _duration(summary["seconds"])
         facts["processes, device"] = f"{summary['world_size']}, {summary['device']}"
     return facts
 

@@ -49,7 +49,7 @@ _DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
 def entropy(counts: np.ndarray) -> float:
     """Bits, of what occurred so many times (any shape)."""
     shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log2(shares)).sum())
+    return float((shares * np.log2(1 / shares)).sum())
 
 
 def mutual_information(counts: np.ndarray) -> float:
@@ -284,3 +284,5 @@ def _save(figures: "dict[str, Figure]", output: Path) -> None:
         raise UserError(f"--output {output}: cannot be made ({error.strerror})") from error
     for name, figure in figures.items():
         save_png(figure, output / name)
+    if "load.png" not in figures:  # perhaps there is one, of another checkpoint
+        (output / "load.png").unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """What a run directory holds, read back: configuration, logged steps, epochs, environment, summary."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,15 @@ from yacs.config import CfgNode
 
 from swinv2_moe.config import config_from_text
 from swinv2_moe.errors import UserError
+
+_NUMBER = int | float
+_LINES = {  # of metrics.jsonl: what a reader may rely on, by the key that tells the kind
+    "environment": {"environment": dict},
+    "loss": {"epoch": int, "images_per_second": _NUMBER},
+    "moe_layers": {"moe_layers": dict, "moe/dropped_share": _NUMBER, "moe/load_max": _NUMBER},
+    "val_top1": {"epoch": int, "val_top1": _NUMBER, "val_top5": _NUMBER, "seconds": _NUMBER},
+}
+_SUMMARY = {"parameters": _NUMBER, "active_macs": _NUMBER, "world_size": int, "device": str}
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,7 @@ class RunRecord:
     """
 
     directory: Path
+    name: str
     config: CfgNode
     steps: list[dict]
     epochs: list[dict]
@@ -28,13 +38,14 @@ class RunRecord:
     damaged_lines: int  # of metrics.jsonl: a run that was killed may have left one
 
     @property
-    def name(self) -> str:
-        return self.directory.resolve().name
-
-    @property
     def layers(self) -> list[str]:
         """The MoE layers' names, from the input to the output; none for a dense model."""
         return list(self.steps[-1].get("moe_layers", {}))
+
+    @property
+    def has_top5(self) -> bool:
+        """With no more than five classes it is always 100%, and says nothing."""
+        return any(epoch["val_top5"] < 100 for epoch in self.epochs)
 
     def curve(self, value: Callable[[dict], Any]) -> tuple[list[int], list]:
         """Steps and `value` of each logged step that has one."""
@@ -49,6 +60,15 @@ class RunRecord:
         return _curve(self.epochs, lambda epoch: epoch.get(key))
 
 
+def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
+    """As `read_run`; of runs with one name each has as much of its path for a name as tells them apart."""
+    paths = [directory.resolve().parts for directory in directories]
+    depths = range(1, max(map(len, paths)))
+    depth = next((n for n in depths if len({path[-n:] for path in paths}) == len(paths)), 1)
+    runs = map(read_run, directories)
+    return [replace(run, name="/".join(path[-depth:])) for run, path in zip(runs, paths, strict=True)]
+
+
 def read_run(directory: Path) -> RunRecord:
     """The run in `directory`.
 
@@ -58,13 +78,16 @@ def read_run(directory: Path) -> RunRecord:
     if not directory.is_dir():
         raise UserError(f"{directory}: is not a run directory")
     lines = _read(directory / "metrics.jsonl", f"{directory}: holds no run (no metrics.jsonl)").splitlines()
-    entries = [entry for entry in map(_parse, lines) if entry is not None and "step" in entry]
+    entries = [entry for entry in map(_parse, lines) if _is_whole(entry)]
     steps = [entry for entry in entries if "loss" in entry]
     if not steps:
         raise UserError(f"{directory}: metrics.jsonl has no logged step (of {len(lines)} lines); has the run begun?")
     text = _read(directory / "config.yaml", f"{directory}: holds no config.yaml")
+    if not text.strip():  # else it would mean the defaults
+        raise UserError(f"{directory / 'config.yaml'}: is empty")
     return RunRecord(
         directory,
+        directory.resolve().name,
         config_from_text(text, str(directory / "config.yaml")),
         steps,
         [entry for entry in entries if "val_top1" in entry],
@@ -78,26 +101,43 @@ def _read_summary(file: Path) -> dict | None:
     if not file.exists():
         return None
     summary = _parse(_read(file, missing=f"{file}: has just vanished"))
-    if summary is None:
-        raise UserError(f"{file}: is damaged, it does not hold a JSON object")
+    if not _fits(summary, _SUMMARY):
+        raise UserError(f"{file}: is damaged, it does not hold what a run's summary holds")
     return summary
 
 
 def _read(file: Path, missing: str) -> str:
     try:
-        return file.read_text()
+        return file.read_text(errors="replace")
     except FileNotFoundError as error:
         raise UserError(missing) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise UserError(f"{file}: cannot be read ({error})") from error
 
 
-def _parse(line: str) -> dict | None:
+def _parse(text: str) -> Any:
     try:
-        entry = json.loads(line)
+        return json.loads(text)
     except ValueError:
         return None
-    return entry if isinstance(entry, dict) else None
+
+
+def _fits(entry: Any, types: dict) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in types.items())
+
+
+def _is_whole(entry: Any) -> bool:
+    """Whether a line of metrics.jsonl is as `swinv2_moe.engine.record` writes them."""
+    if not _fits(entry, {"step": int}):
+        return False
+    kinds = [types for key, types in _LINES.items() if key in entry]
+    numbers = [value for key, value in entry.items() if key not in ("environment", "moe_layers")]
+    return (
+        bool(kinds)
+        and all(_fits(entry, types) for types in kinds)
+        and all(isinstance(value, _NUMBER | None) for value in numbers)
+        and all(_fits(layer, {"load": list}) for layer in entry.get("moe_layers", {}).values())
+    )
 
 
 def _curve(entries: list[dict], value: Callable[[dict], Any]) -> tuple[list[int], list]:

@@ -93,6 +93,7 @@ def test_what_one_page_shows(pages):
     assert len(re.findall(r"[✓✗] (red|blue)</h3>", page)) == 8
     for word in ("finished", "TRAIN.WARMUP_EPOCHS", "commit", "torch", "images/s, training"):
         assert word in page
+    assert "top-5" not in page  # of two classes
 
 
 def test_a_page_needs_nothing_else(pages):
@@ -126,6 +127,18 @@ def test_without_the_images_or_a_checkpoint_the_rest_is_there(report, runs, tmp_
     assert "No predictions: --resume" in page
     assert "not finished, last logged at step" in page
     assert "Loss" in titles(page)
+
+
+def test_data_with_other_class_names(report, runs, make_photographs, tmp_path):
+    """What the checkpoint guesses has the checkpoint's names, the images have their own."""
+    data = make_photographs()
+    for split in ("train", "val"):
+        (data / split / "blue").rename(data / split / "azure")
+    assert report(runs / "experts", "--data", data, "--output", tmp_path / "page.html").status == 0
+    page = html.unescape((tmp_path / "page.html").read_text())
+    assert "1 of 2 classes have other names: class 0 is 'blue' in the checkpoint, 'azure' in the data" in page
+    assert set(re.findall(r"[✓✗] (\w+)</h3>", page)) == {"azure", "red"}
+    assert set(re.findall(r'<div class="guess">(\w+)', page)) == {"blue", "red"}
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ def test_images_of_ones_own(show_routing, runs, photographs, tmp_path):
 
 def test_a_checkpoint_on_its_own_and_other_data(show_routing, runs, tmp_path):
     shutil.copytree(runs / "moe" / "checkpoints" / "latest", tmp_path / "weights")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "load.png").touch()  # of a run that was shown before
     arguments = ("--dataset", "digits", "--limit", "40", "--count", "1", "--output", tmp_path / "out")
     finished = show_routing("--resume", tmp_path / "weights", *arguments)
     assert (finished.status, finished.err) == (0, "")

@@ -117,6 +117,17 @@ def test_folder_paths_may_have_spaces_and_any_script(make_config, make_folder):
     assert data.class_names == ["two words", "čeština", "日本"]
 
 
+def test_a_class_folder_of_another_encoding(make_config, make_folder):
+    """Its name can be printed, and is not that of another."""
+    root = make_folder()
+    for split in ("train", "val"):
+        for name in (b"\xe9t\xe9", b"\xe8t\xe9"):  # Latin-1
+            shutil.copytree(root / split / "cat", os.fsdecode(os.path.join(os.fsencode(root / split), name)))
+    data = build_data(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
+    assert data.class_names == ["cat", "dog", "\\xe8t\\xe9", "\\xe9t\\xe9"]
+    assert (data.val_size, sum(len(batch.unreadable) for batch in data.val_loader)) == (16, 0)
+
+
 def test_a_missing_path_and_a_file_for_a_path(folder_config, tmp_path):
     folder_config.DATA.PATH = str(tmp_path / "nowhere")
     assert refusal(folder_config) == f"DATA.PATH is '{tmp_path}/nowhere': no such directory"

@@ -6,13 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.evaluation import Predictions
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.accuracy import (
     RoutingOptions,
     calibration_error,
-    compare_classes,
     draw_sweep,
     measure,
     reliability,
@@ -80,14 +78,9 @@ def test_overall_and_by_class():
     assert {one["name"]: (one["images"], one["top1"]) for one in found["per_class"]} == expected | {"f": (1, 0)}
 
 
-def test_class_names(tmp_path):
-    source = Checkpoint(tmp_path / "run", {"class_names": ["a", "b", "c"]})
-    assert compare_classes(source, ["a", "b", "c"], "images") is None
-    line = compare_classes(source, ["a", "c", "b"], "images")
-    assert line == "2 of 3 classes have other names: class 1 is 'b' in the checkpoint, 'c' in the data"
-    with pytest.raises(UserError, match=r"run has 3 classes, the data \(images\) has 1,000$"):
-        compare_classes(source, ["a"] * 1000, "images")
-    assert compare_classes(Checkpoint(tmp_path, {"class_names": []}), ["a"] * 1000, "images") is None
+def test_top5_of_five_classes_says_nothing():
+    found = measure(Predictions(*np.zeros((3, 2), int), np.full(2, 0.5), np.zeros(2)), list("abcde"))
+    assert (found["top1"], found["top5"]) == (100, None)
 
 
 def test_options_as_keys():

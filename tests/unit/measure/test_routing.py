@@ -33,6 +33,10 @@ def test_information_is_at_most_either_entropy(table):
     assert found == pytest.approx(expected, abs=1e-9)
 
 
+def test_of_one_thing_there_is_nothing_to_tell():
+    assert f"{entropy(np.array([7, 0])):.2f}" == "0.00"
+
+
 @given(tables, st.randoms(use_true_random=False))
 def test_names_and_order_do_not_matter(table, random):
     rows, cols = list(range(table.shape[0])), list(range(table.shape[1]))
@@ -140,10 +144,10 @@ def test_figures(num_classes, experts, layers, tmp_path):
     ]
     steps = [{"step": i, "loss": 1.0, "moe_layers": load} for i, load in enumerate(loads)]
     figures = {
-        "routing": pictures_figure(pictures, ["a", "a name that is longer than the room"], names, experts),
-        "classes": classes_figure(tables, ["class " * 9] * num_classes, bits),
-        "load": load_figure(RunRecord(tmp_path, None, steps, [], [], None, 0)),
-        "load of one step": load_figure(RunRecord(tmp_path, None, steps[:1], [], [], None, 0)),
+        "routing": pictures_figure(pictures, ["cat $x_$", "a name that is longer than the room"], names, experts),
+        "classes": classes_figure(tables, ["$x_$", *["class " * 9] * (num_classes - 1)], bits),
+        "load": load_figure(RunRecord(tmp_path, "run", None, steps, [], [], None, 0)),
+        "load of one step": load_figure(RunRecord(tmp_path, "run", None, steps[:1], [], [], None, 0)),
     }
     for name, figure in figures.items():
         save_png(figure, tmp_path / "figure.png")

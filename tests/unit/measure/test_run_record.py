@@ -1,6 +1,8 @@
 """A run directory read back, whole, half-written or not one; its curves thinned."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +12,12 @@ from hypothesis import strategies as st
 from swinv2_moe.config import default_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.curves import place
-from swinv2_moe.measure.run_record import read_run
+from swinv2_moe.measure.run_record import read_run, read_runs
 from swinv2_moe.plots import thin
 
-STEP = {"step": 10, "epoch": 1, "loss": 2.0, "moe_layers": {"layers.1.blocks.0.mlp.moe": {"load": [1.0, 1.0]}}}
-EPOCH = {"step": 20, "epoch": 1, "val_top1": 50.0}
+STEP = {"step": 10, "epoch": 1, "loss": 2.0, "images_per_second": 9.0, "moe/dropped_share": 0.0, "moe/load_max": 1.0}
+STEP |= {"moe_layers": {"layers.1.blocks.0.mlp.moe": {"load": [1.0, 1.0]}}}
+EPOCH = {"step": 20, "epoch": 1, "val_top1": 50.0, "val_top5": 90, "seconds": 5.0}
 
 
 @pytest.fixture
@@ -34,11 +37,31 @@ def test_what_a_run_has_left(directory):
     assert run.load(run.layers[0]) == ([10, 30], [[1.0, 1.0]] * 2)
 
 
-def test_lines_that_a_killed_run_left(directory):
-    with (directory / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 40, "lo')
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 40, "lo',
+        b'{"step": 40, "loss\xff\x00',
+        {"step": 40, "loss": 1.0},
+        {"step": 40, "val_top1": 1.0},
+        {"step": 40, "lr": 1.0},
+        {"step": 40, "environment": 3},
+        STEP | {"step": "x"},
+        STEP | {"loss": "a"},
+        STEP | {"lr": "a"},
+        STEP | {"images_per_second": None},
+        STEP | {"moe_layers": 3},
+        STEP | {"moe_layers": {"layers.1.blocks.0.mlp.moe": [1.0, 1.0]}},
+        EPOCH | {"val_top5": None},
+        3,
+    ],
+)
+def test_a_line_that_is_not_as_it_was_written(directory, line):
+    text = line if isinstance(line, (str, bytes)) else json.dumps(line)
+    with (directory / "metrics.jsonl").open("ab") as file:
+        file.write(text if isinstance(text, bytes) else text.encode())
     run = read_run(directory)
-    assert (run.damaged_lines, len(run.steps)) == (1, 2)
+    assert (run.damaged_lines, len(run.steps), len(run.epochs), len(run.environments)) == (1, 2, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +70,12 @@ def test_lines_that_a_killed_run_left(directory):
         ("metrics.jsonl", None, ["holds no run", "metrics.jsonl"]),
         ("metrics.jsonl", "", ["no logged step", "0 lines"]),
         ("metrics.jsonl", json.dumps(EPOCH), ["no logged step", "1 lines"]),
-        ("metrics.jsonl", b"\xff\xfe", ["metrics.jsonl", "cannot be read"]),
+        ("metrics.jsonl", b"\xff\xfe", ["no logged step", "1 lines"]),
         ("config.yaml", None, ["holds no config.yaml"]),
+        ("config.yaml", "\n", ["config.yaml: is empty"]),
         ("config.yaml", "DATA: 3", ["config.yaml", "cannot be used"]),
         ("summary.json", '{"val', ["summary.json", "damaged"]),
+        ("summary.json", '{"val_top1": 3}', ["summary.json", "damaged"]),
     ],
 )
 def test_half_written_runs_are_refused(directory, file, content, words):
@@ -61,6 +86,27 @@ def test_half_written_runs_are_refused(directory, file, content, words):
     with pytest.raises(UserError) as error:
         read_run(directory)
     assert all(word in str(error.value) for word in [str(directory), *words])
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a/x/run"], ["run"]),
+        (["a/x/run", "b/_old"], ["run", "_old"]),
+        (["a/x/run", "b/x/run"], ["a/x/run", "b/x/run"]),
+        (["b/_old", "b/_old"], ["_old", "_old"]),
+    ],
+)
+def test_runs_of_one_name_are_told_apart(directory, paths, names):
+    for path in set(paths):
+        shutil.copytree(directory, directory / path, ignore=shutil.ignore_patterns("a", "b"))
+    assert [run.name for run in read_runs([directory / path for path in paths])] == names
+
+
+@pytest.mark.parametrize(("shares", "says"), [([100, 100], False), ([100, 99.9], True), ([], False)])
+def test_top5_of_five_classes_says_nothing(directory, shares, says):
+    run = replace(read_run(directory), epochs=[EPOCH | {"val_top5": share} for share in shares])
+    assert run.has_top5 == says
 
 
 def test_a_file_is_not_a_run(directory):

@@ -1,0 +1,71 @@
+"""The page of runs without a checkpoint: what is reckoned from all of a run's parts, and names as they are."""
+
+import html
+import json
+import re
+
+import pytest
+
+from swinv2_moe.config import default_config
+from swinv2_moe.measure.report import render
+from swinv2_moe.measure.run_record import read_runs
+
+SUMMARY = {
+    "parameters": 1e6,
+    "active_macs": 1e6,
+    "world_size": 2,
+    "device": "cpu",
+    "seconds": 9,
+    "images_per_second": 9,
+}
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """`make_run(name, top5)`: a run of two parts, of which the second was quick."""
+
+    def make(name, top5=90.0):
+        directory = tmp_path / name
+        directory.mkdir(parents=True)
+        (directory / "config.yaml").write_text(default_config().dump())
+        rates = {1: 100, 2: 120, 3: 110, 4: 1000}
+        lines = [{"step": i, "epoch": 1, "loss": 1.0, "images_per_second": rate} for i, rate in rates.items()]
+        scores = {"val_top1": 50.0, "val_top5": top5, "val_loss": 1.0}
+        lines += [{"step": 2 * i, "epoch": i, "seconds": 3500.0 - 3000 * i} | scores for i in (0, 1)]
+        (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (directory / "summary.json").write_text(json.dumps(SUMMARY))
+        return directory
+
+    return make
+
+
+def page_of(*directories) -> str:
+    return html.unescape(render(read_runs(directories)))
+
+
+def tiles(page: str) -> dict[str, str]:
+    return dict(re.findall(r'<span class="soft small">(.*?)</span><b>(.*?)</b>', page))
+
+
+def test_figures_are_the_whole_runs(make_run):
+    found = tiles(page_of(make_run("run")))
+    assert found["training and validation"] == "1 h 6 min"  # 3,500 + 500 s; the summary knows of 9
+    assert found["images/s, training"] == "115"
+    assert found["top-5, last"] == "90.00%"
+
+
+def test_top5_of_few_classes_is_left_out(make_run):
+    page = page_of(make_run("run", top5=100.0))
+    assert "top-1, last" in tiles(page)
+    assert "top-5" not in page
+
+
+@pytest.mark.parametrize(
+    ("places", "names"),
+    [(("_old", "cat $x_$"), ("_old", "cat $x_$")), (("a/run", "b/run"), ("a/run", "b/run"))],
+)
+def test_every_run_stands_in_the_legends(make_run, places, names):
+    page = page_of(*map(make_run, places))
+    for name in names:
+        assert f">{name} training<" in page  # of the losses
+        assert f">{name}<" in page
