@@ -15,13 +15,19 @@ def prepare(picture: Image.Image, spec: dict) -> np.ndarray:
     short = how["resize"]  # None: the whole picture, squashed into a square
     size = [short * length // min(picture.size) if short else side for length in picture.size]
     left, top = (round((length - side) / 2) for length in size)
+    if picture.mode.startswith("I"):  # 16 bits a channel
+        picture = Image.fromarray((np.asarray(picture) // 256).clip(0, 255).astype(np.uint8))
     picture = picture.convert(how["mode"]).resize(size, Image.Resampling[how["interpolation"].upper()])
     pixels = np.asarray(picture.crop((left, top, left + side, top + side)), np.float32).reshape(side, side, -1) / 255
     return ((pixels - np.float32(how["mean"])) / np.float32(how["std"])).transpose(2, 0, 1)
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     directory, file = Path(sys.argv[1]), sys.argv[2]
+    if not (directory / "model.onnx").is_file():
+        sys.exit(f"{directory}: no model.onnx, which tools/export.py --format onnx writes")
     spec = json.loads((directory / "model.json").read_text())
     images = np.stack([prepare(Image.open(file), spec)] * (spec["input"]["shape"][0] or 1))  # as many as it takes
     logits = onnxruntime.InferenceSession(directory / "model.onnx").run(None, {spec["input"]["name"]: images})[0][0]

@@ -3,6 +3,8 @@
 python tools/evaluate.py --resume output/mine
 python tools/evaluate.py --resume output/mine --capacity-factor 0 --top-k 2 --output accuracy.json
 torchrun --nproc_per_node 8 tools/evaluate.py --resume output/mine --data DIR --sweep 0.5 0.75 1 1.25 2 0
+
+Nothing is compiled here, whatever COMPILE says.
 """
 
 import argparse

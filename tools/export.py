@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from swinv2_moe.command import run_command
+from swinv2_moe.command import add_checkpoint_arguments, run_command
 from swinv2_moe.export import Choices, export_model
 from swinv2_moe.export.programs import DTYPES
 from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
@@ -23,18 +23,14 @@ ROUNDS = 20
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--resume", required=True, metavar="DIR", help="a run (its newest checkpoint) or a checkpoint")
-    parser.add_argument("--output", required=True, metavar="DIR", help="a directory that is not there yet")
+    add_checkpoint_arguments(parser, required=True, metavar="DIR", help="a directory that is not there yet")
     parser.add_argument(
         "--format", nargs="+", default=["onnx"], metavar="FORMAT", help=f"of {', '.join(DTYPES)} (default: onnx)"
     )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or, for onnx, int8 (default: float32)")
     parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="images at a time (default: 1); 0: any")
     parser.add_argument("--capacity-factor", type=float, metavar="F", help="0: dropless; default: the evaluation's")
-    parser.add_argument("--data", metavar="DIR", help="images to compare on (DATA.PATH); default: the training's")
-    parser.add_argument("--dataset", metavar="KIND", help="DATA.DATASET; default: folder where --data is given")
-    parser.add_argument("--images", type=int, default=64, metavar="N", help="of them (default: 64)")
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
+    parser.add_argument("--images", type=int, default=64, metavar="N", help="validation images to compare on (64)")
     return parser.parse_args()
 
 
@@ -48,7 +44,9 @@ ROWS = {
     "top-1 of the model": lambda program: percent(program["model_top1"]),
     "ms": lambda program: median_and_spread(program["milliseconds"]["program"], 2),
     "ms of the model": lambda program: median_and_spread(program["milliseconds"]["model"], 2),
-    "relative to it": lambda program: median_and_spread(relative(**program["milliseconds"]), 3),
+    "relative to it": lambda program: median_and_spread(
+        ratios(*map(program["milliseconds"].get, ("program", "model"))), 3
+    ),
 }
 
 
@@ -56,6 +54,10 @@ def show(found: dict, output: Path) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False)
     for problem in found["passed_over"]:
         console.print(f"passed over: {problem}")
+    if found["without_data"]:
+        console.print(f"compared on random images: {found['without_data']}")
+    if found["other_class_names"]:
+        console.print(found["other_class_names"])
     experts, programs = "dense", found["programs"].values()
     if found["num_experts"]:
         experts = f"{found['num_experts']} experts, capacity factor {found['capacity_factor']:g}"
@@ -69,10 +71,6 @@ def show(found: dict, output: Path) -> None:
     one = next(iter(programs))
     compared = f"{one['images']} {found['compared_on']}, timed in batches of {one['timed_batch']}"
     console.print(f"{compared}: {output}/model.json")
-
-
-def relative(program: list[float], model: list[float]) -> list[float]:
-    return ratios(program, model)
 
 
 def percent(value: float | None) -> str:

@@ -54,7 +54,8 @@ def table_of(found: Roofline) -> Table:
 def show(found: Roofline) -> None:
     console = Console(width=500, highlight=False, markup=False)  # wide: a line of the table is a line
     console.print(
-        f"{found.title}\n{found.machine}; medians of {len(found.step)} rounds after {found.warmup} to warm up"
+        f"{found.title}, without mixup, accumulation or averaged weights\n"
+        f"{found.machine}; medians of {len(found.step)} rounds after {found.warmup} to warm up"
     )
     for peak in found.peaks.values():
         unit = "FLOP/s" if peak is found.peaks["flops"] else "B/s"

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 
 from swinv2_moe.command import output_directory, run_command
 from swinv2_moe.measure import throughput
-from swinv2_moe.measure.rounds import PERCENTILES, median_and_spread, percentiles
+from swinv2_moe.measure.rounds import latencies, median_and_spread
 from swinv2_moe.measure.throughput import DTYPES, PASSES, SWITCH, Options, Row, Side
 
 DEFAULT = Options()
@@ -61,7 +61,6 @@ SPEED = (
 )
 COST = (
     {
-        f"ms p{'/p'.join(map(str, PERCENTILES))}": lambda row, side: _latency(side),
         "peak MiB": lambda row, side: "-" if side.peak_memory is None else f"{side.peak_memory / 2**20:,.1f}",
         "held MiB": lambda row, side: f"{side.held / 2**20:,.1f}",
     },
@@ -79,7 +78,7 @@ def _share(values: Sequence[float]) -> str:
 
 
 def _latency(side: Side) -> str:
-    return " / ".join(f"{value:,.1f}" for value in percentiles(side.times))
+    return " / ".join(f"{value:,.1f}" for value in latencies(side.times).values())
 
 
 def main() -> None:
@@ -99,6 +98,7 @@ def main() -> None:
     if rows:  # the main rank's
         throughput.draw(rows, title, output / "throughput.png")
         both, one = COST
+        both = {f"ms {'/'.join(latencies(rows[0].product))}": lambda row, side: _latency(side)} | both
         both = both | (COMPILATION if "on" in args.compile else {})
         console.print(table_of(rows, *SPEED), table_of(rows, both, one), f"{output}/throughput.csv, throughput.png")
 

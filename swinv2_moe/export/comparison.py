@@ -15,12 +15,14 @@ from swinv2_moe.data.datasets import IGNORE, ImageDataset, collate
 from swinv2_moe.data.sources import Source
 from swinv2_moe.export.programs import Program
 
-Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # images [B, C, S, S], targets [B]; IGNORE: without a label
+# Images [B, C, S, S] and targets [b]: the first b <= B images count, the others fill the batch. IGNORE: without a label
+Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Logits of both, over `images`; an image's difference is the largest of its logits'."""
+    """Over `images`, logits of both less their mean over the classes, which no probability depends on; an image's
+    difference is the largest of its logits'."""
 
     images: int
     max_abs_difference: float
@@ -32,42 +34,41 @@ class Comparison:
 
 
 def validation_batches(config: CfgNode, source: Source, count: int, batch_size: int) -> Batches:
-    """At least `count` images in whole batches, spread evenly over the set; an unreadable one is blank."""
-    dataset = ImageDataset(source, config, is_train=False)
-    indices = np.linspace(0, len(source) - 1, _whole(count, batch_size)).round().astype(int)
+    """`count` images or, if it has fewer, all of the set, spread evenly over it; an unreadable one is blank."""
+    dataset, count = ImageDataset(source, config, is_train=False), min(count, len(source))
+    indices = np.linspace(0, len(source) - 1, count).round().astype(int)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for chosen in indices.reshape(-1, batch_size).tolist():
-            batch = collate(dataset.__getitems__(chosen))
-            yield batch.images, batch.targets
+        for start in range(0, count, batch_size):
+            chosen = indices[start : start + batch_size]
+            batch = collate(dataset.__getitems__(np.resize(chosen, batch_size).tolist()))
+            yield batch.images, batch.targets[: len(chosen)]
 
     return batches
 
 
 def random_batches(config: CfgNode, count: int, batch_size: int) -> Batches:
-    """As many images of normal noise, of the mean and deviation of normalised ones; the same at every call."""
+    """`count` images of normal noise, of the mean and deviation of normalised ones; the same at every call."""
     shape = (batch_size, config.MODEL.SWINV2.IN_CHANS, config.DATA.IMG_SIZE, config.DATA.IMG_SIZE)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(config.SEED)
-        for _ in range(_whole(count, batch_size) // batch_size):
-            yield torch.randn(shape, generator=generator), torch.full((batch_size,), IGNORE)
+        for start in range(0, count, batch_size):
+            yield torch.randn(shape, generator=generator), torch.full((min(batch_size, count - start),), IGNORE)
 
     return batches
-
-
-def _whole(count: int, batch_size: int) -> int:
-    return -(-count // batch_size) * batch_size
 
 
 @torch.inference_mode()
 def compare(model: nn.Module, program: Program, batches: Batches, device: torch.device) -> Comparison:
     """Both on every batch. The model is in evaluation mode and on `device`, where the program expects its images."""
-    rows = []  # [B, 5] of each batch: difference, largest logit, both predictions, target
+    rows = []  # [b, 5] of each batch: difference, largest logit, both predictions, target
     for images, targets in batches():
         images = images.to(device)
-        wanted, found = (logits.float().cpu() for logits in (model(images), program(images)))
-        columns = ((found - wanted).abs().amax(1), wanted.abs().amax(1), wanted.argmax(1), found.argmax(1), targets)
+        logits = [run(images)[: len(targets)].float().cpu() for run in (model, program)]
+        wanted, found = (each - each.mean(1, keepdim=True) for each in logits)
+        predictions = (each.argmax(1) for each in logits)
+        columns = ((found - wanted).abs().amax(1), wanted.abs().amax(1), *predictions, targets)
         rows.append(torch.stack([column.double() for column in columns], dim=1))
     difference, logit, wanted, found, target = torch.cat(rows).T
     labelled = target != IGNORE

@@ -52,6 +52,13 @@ _COMBINE_FLOPS = 5  # of a row's element: weighted and added; backward weighted,
 # look-ahead and update; one moment less. Then the norm's square and sum, and clipping's product.
 _UPDATE = {"adamw": (14, 28), "sgd": (8, 20)}
 _NORM, _CLIPPING = (2, 4), (1, 8)
+# Operators and the argument of which they use the shape or the place, and not what is in it
+_UNREAD = {
+    "moe_core::grouped_weight_grad": "weight",
+    **{f"aten::{name}_": "self" for name in ("copy", "fill", "zero", "normal", "uniform", "bernoulli")},
+    **{f"aten::{name}_like": "self" for name in ("zeros", "ones", "full", "rand", "randn")},
+    **{f"aten::new_{name}": "self" for name in ("zeros", "ones", "full")},
+}
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,6 @@ class Task(NamedTuple):
 class MemoryTraffic(TorchDispatchMode):
     """Counts in `bytes` what the operators inside have to read and write, as the module's head says."""
 
-    _WITHOUT_READING = ("aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_")
-
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
@@ -96,8 +101,8 @@ class MemoryTraffic(TorchDispatchMode):
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _storage(t) not in storages]
         if not made and not changed:
             return 0  # a view
-        read = [t for key, t in given.items() if not (key in changed and func._schema.name in self._WITHOUT_READING)]
-        return sum(_size(t) for t in (*read, *made, *changed.values()))
+        given.pop(id(values.get(_UNREAD.get(func._schema.name))), None)
+        return sum(_size(t) for t in (*given.values(), *made, *changed.values()))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -3,7 +3,8 @@
 swinv2_moe.measure.phases says what the phases are and how their work is counted. Peaks are measured: the product of two
 large matrices in the step's dtype, a copy of more memory than a cache holds, an all-to-all of large messages, reading
 and writing a file in the output directory. A phase's roof is the time that its scarcest resource would take at its
-peak; both come from the same interleaved rounds. These time a whole step, too, to tell what the phases leave of it.
+peak; both come from the same interleaved rounds. These time a whole step, too, to tell what the phases leave of it: of
+one batch, without mixup or averaged weights, with a learning rate of 0.
 """
 
 import math
@@ -30,7 +31,16 @@ from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases
 from swinv2_moe.measure.phases import Task, Work
-from swinv2_moe.measure.rounds import Times, interleaved, machine, matrix_product, ratios, summed
+from swinv2_moe.measure.rounds import (
+    REPEATABLE,
+    Times,
+    check_opts,
+    interleaved,
+    machine,
+    matrix_product,
+    ratios,
+    summed,
+)
 from swinv2_moe.models import build_model
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 
@@ -124,20 +134,18 @@ class Roofline:
 
 
 def configuration(file: str | Path, opts: Sequence[str], data: str | None, batch_size: int | None) -> CfgNode:
-    """The checked configuration of a step that can be taken apart; the data are read by this process, and the learning
-    rate is 0, so that every round works on the same weights.
+    """The checked configuration of a step that can be taken apart and repeated, whose data this process reads.
 
     Raises:
-        UserError: what `load_config` raises; a key whose step has other phases.
+        UserError: what `load_config` raises; a key whose step has other phases, an `opts` that is not measured.
     """
-    keys = ["DATA.NUM_WORKERS", "0"]
-    for rate in ("BASE_LR", "WARMUP_LR", "MIN_LR"):
-        keys += [f"TRAIN.{rate}", "0"]
+    keys = ["DATA.NUM_WORKERS", "0", *REPEATABLE.split()]
     if batch_size is not None:
         if batch_size < 1:
             raise UserError(f"--batch-size is {batch_size}, it must be at least 1")
         keys += ["DATA.BATCH_SIZE", str(batch_size), "DATA.GLOBAL_BATCH_SIZE", "0"]
     config = load_config(file, [*opts, *keys], data=data)
+    check_opts(opts, config, dict.fromkeys(("DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"), "--batch-size decides"))
     values = {"COMPILE": config.COMPILE, "MODEL.MOE.FREEZE": config.MODEL.MOE.FREEZE}
     values |= {f"TRAIN.{name}": config.TRAIN[name] for name in ("SHARD_TRUNK", "USE_CHECKPOINT")}
     for name, value in values.items():

@@ -9,12 +9,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
+from yacs.config import CfgNode
 
+from swinv2_moe.config import default_config, flatten, merge_opts
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.errors import UserError
 
-PERCENTILES = (50, 90, 99)
-_PRODUCT_SIDE = {"cpu": 1024, "cuda": 8192}  # of the matrices whose product stands for the peak
+# A training step that can be repeated: one batch, and an update that changes nothing.
+REPEATABLE = "AUG.MIXUP 0 AUG.CUTMIX 0 TRAIN.ACCUMULATION_STEPS 1 TRAIN.EMA_DECAY 0 TRAIN.BASE_LR 0"
+REPEATABLE += " TRAIN.WARMUP_LR 0 TRAIN.MIN_LR 0"
+_PRODUCT_SIDE = {"cpu": 2048, "cuda": 8192}  # of the matrices whose product stands for the peak
 
 
 class Times(list[float]):
@@ -62,6 +66,24 @@ def check_rounds(rounds: int, warmup: int) -> None:
             raise UserError(f"--{option} is {value}, it must be at least {least}")
 
 
+def check_opts(opts: Sequence[str], config: CfgNode, why: dict[str, str]) -> None:
+    """Whether `config`, which is measured, is what --opts asks for.
+
+    Args:
+        why: for some keys, what decides on them.
+
+    Raises:
+        UserError: a key of `opts` has another value in `config`; an unknown key, a value of the wrong type.
+    """
+    asked = default_config()
+    merge_opts(asked, opts)
+    wanted, measured = flatten(asked), flatten(config)
+    for key in opts[::2]:
+        if wanted[key] != measured[key]:
+            reason = why.get(key, f"what is measured has {measured[key]!r}")
+            raise UserError(f"--opts {key} is {wanted[key]!r}, but {reason}")
+
+
 def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
     """Round by round: what disturbs a round disturbs both.
 
@@ -101,12 +123,13 @@ def median_and_spread(values: Sequence[float], digits: int = 1) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
 
 
-def percentiles(values: Sequence[float]) -> tuple[float, ...]:
-    """PERCENTILES of the values, interpolated between them."""
+def latencies(values: Sequence[float]) -> dict[str, float]:
+    """p50, p90 and p99, interpolated between the values; of fewer than 100 the largest in the place of p99."""
     if len(values) == 1:
-        return (values[0],) * len(PERCENTILES)
+        return dict.fromkeys(("p50", "p90", "max"), values[0])
     cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return tuple(cuts[percent - 1] for percent in PERCENTILES)
+    last = {"p99": cuts[98]} if len(values) >= 100 else {"max": max(values)}
+    return {"p50": cuts[49], "p90": cuts[89]} | last
 
 
 def machine(device: str) -> str:

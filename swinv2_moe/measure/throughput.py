@@ -36,16 +36,18 @@ from moe_core import moe_layers
 from swinv2_moe.config import load_config
 from swinv2_moe.data import Batch, Data
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.engine.record import dropped_share
 from swinv2_moe.engine.trainer import Trainer, build_autocast
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.rounds import (
-    PERCENTILES,
+    REPEATABLE,
     Times,
+    check_opts,
     check_rounds,
     interleaved,
+    latencies,
     machine,
     matrix_product,
-    percentiles,
     quartiles,
     ratios,
     working_memory,
@@ -61,9 +63,7 @@ DTYPES = ("float32", "bfloat16")
 SWITCH = ("off", "on")
 ASSUMED_CLASSES = 1000  # where the configuration leaves the number to the data
 
-# Neither data nor weights are loaded, and a training step is one batch whose update changes nothing.
-_SPEED_ALONE = "DATA.DATASET digits DATA.GLOBAL_BATCH_SIZE 0 MODEL.UPCYCLE False AUG.MIXUP 0 AUG.CUTMIX 0"
-_SPEED_ALONE += " TRAIN.EMA_DECAY 0 TRAIN.ACCUMULATION_STEPS 1 TRAIN.BASE_LR 0 TRAIN.WARMUP_LR 0 TRAIN.MIN_LR 0"
+_SPEED_ALONE = f"DATA.DATASET digits DATA.GLOBAL_BATCH_SIZE 0 MODEL.UPCYCLE False {REPEATABLE}"  # nothing is loaded
 _DENSE = ["MODEL.MOE.NUM_EXPERTS", "0", "MODEL.MOE.FREEZE", "False"]
 
 
@@ -152,6 +152,15 @@ class Row:
         return [ratio * flops / self.product_flops for ratio in ratios(self.product, side.times)]
 
 
+_CAPACITY_FACTOR = {"inference": "MODEL.MOE.EVAL_CAPACITY_FACTOR", "training": "MODEL.MOE.CAPACITY_FACTOR"}
+_DECIDED_BY = {
+    "DATA.DATASET": "the images are noise",
+    "COMPILE": "--compile decides",
+    **dict.fromkeys(("DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"), "--batch-sizes decides"),
+    **dict.fromkeys(("AMP_ENABLE", "AMP_DTYPE"), "--dtypes decides"),
+    **dict.fromkeys(_CAPACITY_FACTOR.values(), "--capacity-factors decides"),
+}
+
 Plan = list[tuple[Combination, CfgNode, CfgNode]]  # with the configurations of the two models
 
 
@@ -159,7 +168,7 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
     """Every combination, with the configurations of the model with experts and of the dense one.
 
     Raises:
-        UserError: what `load_config` raises; a configuration without experts.
+        UserError: what `load_config` raises; a configuration without experts, an `opts` that is not measured.
     """
 
     def load(*more: object) -> CfgNode:
@@ -172,12 +181,14 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
         )
     found = []
     choices = (options.mode, options.batch_sizes, options.dtypes, options.capacity_factors or (None,), options.compile)
-    for mode, batch, dtype, factor, compile in itertools.product(*choices):
+    for mode, batch, dtype, factor, compile in itertools.product(*map(dict.fromkeys, choices)):
         if factor is None:
             factor = moe.CAPACITY_FACTOR if mode == "training" else moe.EVAL_CAPACITY_FACTOR
         keys = ["DATA.BATCH_SIZE", batch, "COMPILE", compile == "on", "AMP_ENABLE", dtype != "float32"]
-        keys += ["AMP_DTYPE", "bfloat16", "MODEL.MOE.CAPACITY_FACTOR", factor, "MODEL.MOE.EVAL_CAPACITY_FACTOR", factor]
-        found.append((Combination(mode, batch, dtype, factor, compile), load(*keys), load(*keys, *_DENSE)))
+        keys += ["AMP_DTYPE", "bfloat16", _CAPACITY_FACTOR[mode], factor]
+        config = load(*keys)
+        check_opts(opts, config, _DECIDED_BY)
+        found.append((Combination(mode, batch, dtype, factor, compile), config, load(*keys, *_DENSE)))
     return found
 
 
@@ -222,7 +233,8 @@ def _measure(
     prepare = _training if combination.mode == "training" else _inference
     subjects = [prepare(config, world) for config in configs]
     first = [_seconds(subject.run) for subject in subjects]
-    peaks = [_largest(world.gather(working_memory(subject.run, world.device))) for subject in subjects]
+    memory = [world.gather(working_memory(subject.run, world.device)) for subject in subjects]
+    peaks = [None if None in found else max(found) for found in memory]
     product, flops = matrix_product(getattr(torch, combination.dtype), world.device)
     alternatives = {"moe": subjects[0].run, "dense": subjects[1].run, "product": product}
     times = interleaved(alternatives, rounds, warmup, world)
@@ -294,10 +306,6 @@ def protocol(row: Row, warmup: int) -> str:
     )
 
 
-def _largest(values: Sequence[int | None]) -> int | None:
-    return None if None in values else max(values)
-
-
 def _seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
@@ -312,10 +320,9 @@ def _held(subject: _Subject) -> int:
 
 
 def _routing(model: SwinTransformerV2MoE) -> tuple[float, float]:
-    """Of this rank's last pass: the dropped share, the mean over the layers; the largest load of an expert."""
+    """Of this rank's last pass: the dropped share of all choices; the largest load of an expert in any layer."""
     stats = [layer.last_routing for layer in moe_layers(model).values()]
-    loads = [float(found.counts.max() / found.counts.float().mean()) for found in stats]
-    return statistics.mean(float(found.dropped_share) for found in stats), max(loads)
+    return dropped_share(stats), max(float(found.counts.max() / found.counts.float().mean()) for found in stats)
 
 
 def record(row: Row) -> dict[str, object]:
@@ -330,7 +337,7 @@ def record(row: Row) -> dict[str, object]:
         side: Side = getattr(row, name)
         add(f"{name}_images_per_second", row.images_per_second(side))
         add(f"{name}_mfu", row.mfu(side))
-        columns |= {f"{name}_p{p}_ms": v for p, v in zip(PERCENTILES, percentiles(side.times), strict=True)}
+        columns |= {f"{name}_{which}_ms": value for which, value in latencies(side.times).items()}
         columns |= {f"{name}_parameters": side.size.parameters, f"{name}_macs": side.size.macs}
         columns |= {f"{name}_peak_bytes": side.peak_memory, f"{name}_held_bytes": side.held}
         columns |= {f"{name}_first_call_s": side.first_call, f"{name}_ms": " ".join(f"{t:.3f}" for t in side.times)}

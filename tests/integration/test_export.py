@@ -30,7 +30,8 @@ MODELS = {
     " MODEL.MOE.EVAL_CAPACITY_FACTOR 0.75",
     "released": "MODEL.TYPE swin_moe MODEL.MOE.OUTPUT_BIAS false MODEL.MOE.NUM_EXPERTS 2"
     " MODEL.MOE.EVAL_CAPACITY_FACTOR 0",
-    "dense": "MODEL.MOE.NUM_EXPERTS 0 MODEL.SWINV2.IN_CHANS 1 DATA.MEAN [0.5] DATA.STD [0.5] TEST.CROP false",
+    "dense": "MODEL.MOE.NUM_EXPERTS 0 MODEL.SWINV2.IN_CHANS 1 DATA.MEAN [0.5] DATA.STD [0.5] TEST.CROP false"
+    " DATA.DATASET folder DATA.PATH gone",
 }
 
 
@@ -54,10 +55,10 @@ def checkpoints(tmp_path_factory, small):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, checkpoints):
-    """The model with experts in both formats, in batches of 3, and what the command has printed."""
+    """The model with experts in both formats, in batches of 3, the last with 2 images; what the command has printed."""
     output = tmp_path_factory.mktemp("exported") / "experts"
     arguments = ["--resume", checkpoints / "experts", "--output", output, "--format", "onnx", "torch"]
-    done = run_alone("tools/export.py", *arguments, "--batch-size", "3", "--images", "30", "--opts", "DEVICE", "cpu")
+    done = run_alone("tools/export.py", *arguments, "--batch-size", "3", "--images", "29", "--opts", "DEVICE", "cpu")
     assert (done.returncode, done.stderr) == (0, "")
     return output, done.stdout
 
@@ -95,10 +96,14 @@ def test_what_is_printed_and_written(exported):
     assert spec["output"] == {"name": "logits", "dtype": "float32", "shape": [3, 10]}
     assert (spec["class_names"], spec["step"], spec["dtype"]) == (CLASSES, 7, "float32")
     assert (spec["num_experts"], spec["capacity_factor"]) == (4, 0.75)
-    assert spec["compared_on"] == "validation images"
+    assert (spec["compared_on"], spec["without_data"]) == ("validation images", None)
+    assert spec["other_class_names"] == (
+        "10 of 10 classes have other names: class 0 is 'digit 0' in the checkpoint, '0' in the data"
+    )
+    assert spec["other_class_names"] in printed.splitlines()
     rows = [line.split() for line in printed.splitlines()]
     for program in spec["programs"].values():
-        assert program["images"] == 30
+        assert program["images"] == 29
         assert program["max_abs_difference"] < 1e-4 * program["max_abs_logit"]
         assert program["same_top1"] == 100
         assert program["program_top1"] == program["model_top1"]
@@ -161,11 +166,14 @@ def test_smaller_weights(export, checkpoints, tmp_path, dtype, kind):
 
 def test_bfloat16_for_torch_and_a_dense_model_of_grey_images_without_data(export, checkpoints, tmp_path):
     arguments = ["--resume", checkpoints / "dense", "--output", tmp_path / "half", "--dtype", "bfloat16"]
-    missing = ["--opts", "DATA.DATASET", "folder", "DATA.PATH", tmp_path / "none", "DEVICE", "cpu"]
-    finished = export(*arguments, "--format", "torch", "--batch-size", "0", "--images", "16", *missing)
+    chosen = ["--format", "torch", "--batch-size", "0", "--images", "13", "--opts", "DEVICE", "cpu"]
+    finished = export(*arguments, *chosen)
     assert (finished.status, finished.err) == (0, "")
     assert ", dense; bfloat16\n" in finished.out
-    assert "\n16 random images, timed in batches of 8: " in finished.out
+    assert finished.out.startswith("compared on random images: DATA.PATH is 'gone': no such directory\n")
+    assert "\n13 random images, timed in batches of 8: " in finished.out
+    (tmp_path / "ordinary").mkdir()
+    assert (tmp_path / "half").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
     program = torch.export.load(tmp_path / "half" / "model.pt2")
     assert {tensor.dtype for tensor in program.state_dict.values() if tensor.is_floating_point()} == {torch.bfloat16}
 
@@ -213,6 +221,31 @@ def test_the_example_prepares_pictures_as_the_evaluation_does(size, keys, monkey
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
+def test_the_example_takes_pictures_of_16_bits(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from classify import prepare
+
+    pixels = np.random.default_rng(0).integers(0, 2**16, (24, 24), dtype=np.uint16)
+    Image.fromarray(pixels).save(tmp_path / "deep.png")
+    Image.fromarray((pixels // 256).astype(np.uint8)).save(tmp_path / "plain.png")
+    how = {"mode": "RGB", "resize": None, "interpolation": "bicubic", "mean": [0.5] * 3, "std": [0.5] * 3}
+    spec = {"preprocessing": how, "input": {"shape": [1, 3, 16, 16]}}
+    deep, plain = (prepare(Image.open(tmp_path / f"{name}.png"), spec) for name in ("deep", "plain"))
+    assert deep.std() > 0.1
+    np.testing.assert_array_equal(deep, plain)
+
+
+def test_the_example_says_what_it_needs(tmp_path):
+    done = run_alone("examples/classify.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "python examples/classify.py EXPORTED_DIR PICTURE" in done.stderr
+    done = run_alone("examples/classify.py", tmp_path, "picture.png")
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"{tmp_path}: no model.onnx, which tools/export.py --format onnx writes\n",
+    )
+
+
 # Bad input
 
 # arguments after the good ones ({root}: checkpoints, {tmp}: an empty directory), and what the one line must name
@@ -230,6 +263,7 @@ BAD_INPUT = {
     "another model": (["--opts", "MODEL.SWINV2.EMBED_DIM", "32"], ["does not fit", "patch_embed.proj.weight"]),
     "other classes": (["--data", "{data}"], ["DATA.PATH", "2 classes", "10"]),
     "no data": (["--data", "{tmp}/none"], ["DATA.PATH", "none"]),
+    "no data by opts": (["--opts", "DATA.DATASET", "folder", "DATA.PATH", "{tmp}/none"], ["DATA.PATH", "none"]),
     "existing output": (["--output", "{root}"], ["--output", "already exists"]),
     "output in a file": (["--output", "{root}/experts/meta.json/exported"], ["--output", "cannot be written"]),
 }
@@ -257,8 +291,27 @@ def assert_one_line(finished, texts: list[str]) -> None:
 
 def test_a_program_that_differs_is_not_kept(export, checkpoints, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules["swinv2_moe.export.export"].TOLERANCES, "float32", 1e-12)
+    (tmp_path / ".exported.tmp").mkdir()  # somebody's
     finished = export("--resume", checkpoints / "dense", "--output", tmp_path / "exported", "--format", "torch")
     assert_one_line(finished, ["the torch program's logits differ from the model's by", "nothing is written"])
+    assert [path.name for path in tmp_path.iterdir()] == [".exported.tmp"]
+
+
+def test_only_what_cannot_be_written_is_laid_to_the_output(export, checkpoints, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    def broken(*args):
+        raise OSError("a picture is gone")
+
+    arguments = ["--resume", checkpoints / "dense", "--output", tmp_path / "exported", "--format", "torch"]
+    monkeypatch.setattr("swinv2_moe.export.programs.write_program", full)
+    assert_one_line(export(*arguments), ["--output", "exported: cannot be written ([Errno 28] No space left"])
+    monkeypatch.setattr("swinv2_moe.export.programs.write_program", lambda *args: None)
+    monkeypatch.setattr("swinv2_moe.export.programs.load_program", lambda *args: None)
+    monkeypatch.setattr(sys.modules["swinv2_moe.export.export"], "compare", broken)
+    with pytest.raises(OSError, match=r"^a picture is gone$"):
+        export(*arguments)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,6 +11,7 @@ import pytest
 from tool_cases import ROOT, command
 
 from swinv2_moe.measure import roofline as roofline_module
+from swinv2_moe.measure import rounds
 
 CFG = ("--cfg", ROOT / "configs" / "quickstart_digits.yaml")
 QUICK = ("--rounds", "3", "--warmup", "1")
@@ -18,13 +19,15 @@ QUICK = ("--rounds", "3", "--warmup", "1")
 
 @pytest.fixture
 def throughput(monkeypatch, capsys):
-    """`throughput(*arguments)`: tools/throughput.py in this process."""
+    """`throughput(*arguments)`: tools/throughput.py in this process, with a small matrix product."""
+    monkeypatch.setitem(rounds._PRODUCT_SIDE, "cpu", 512)
     return command("throughput", monkeypatch, capsys)
 
 
 @pytest.fixture
 def roofline(monkeypatch, capsys):
     """`roofline(*arguments)`: tools/roofline.py in this process, with small files, copies and few saves."""
+    monkeypatch.setitem(rounds._PRODUCT_SIDE, "cpu", 512)
     monkeypatch.setattr(roofline_module, "_FILE", 2**21)
     monkeypatch.setattr(roofline_module, "_COPY", 2**22)
     monkeypatch.setattr(roofline_module, "_SAVES", 1)
@@ -33,7 +36,9 @@ def roofline(monkeypatch, capsys):
 
 @pytest.fixture(scope="session")
 def tiny(small) -> list[str]:
-    return ["--opts", *small]
+    """Without DATA.BATCH_SIZE, on which both commands have an option."""
+    pairs = zip(small[::2], small[1::2], strict=True)
+    return ["--opts", *(word for pair in pairs if pair[0] != "DATA.BATCH_SIZE" for word in pair)]
 
 
 def rows_of(file: Path) -> list[dict[str, str]]:
@@ -61,6 +66,7 @@ def test_throughput_of_one_process(throughput, tiny, tmp_path):
     assert "3 rounds after 1 to warm up" in finished.out
     assert "threads; load" in finished.out
     cells = [line.split("|")[1].strip() for line in finished.out.splitlines() if line.startswith("| training")]
+    assert "| ms p50/p90/max, experts |" in finished.out
     assert cells == 2 * ["training, batch 2, float32, f = 1.25", "training, batch 2, bfloat16, f = 1.25"]
 
 
@@ -86,7 +92,7 @@ def test_throughput_of_two_ranks(tiny, tmp_path):
 
 
 def test_roofline(roofline, tiny, tmp_path):
-    finished = roofline(*CFG, "--output", tmp_path, *QUICK, *tiny)
+    finished = roofline(*CFG, "--output", tmp_path, "--batch-size", "16", *QUICK, *tiny)
     assert (finished.status, finished.err) == (0, "")
     found = json.loads((tmp_path / "roofline.json").read_text())
     assert list(found["phases"]) == [name for name in roofline_module.PHASES if name != "exchange"]
@@ -97,6 +103,7 @@ def test_roofline(roofline, tiny, tmp_path):
     lines = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in finished.out.splitlines() if "|" in line}
     assert [cell.strip() for cell in lines["exchange"]] == ["-"] * 10
     assert set(roofline_module.PHASES) < set(lines)
+    assert ", without mixup, accumulation or averaged weights\n" in finished.out
     assert "of which its phases, alone, make" in finished.out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["roofline.json", "roofline.png"]
     assert (tmp_path / "roofline.png").stat().st_size > 10_000
@@ -117,8 +124,9 @@ BAD = {
     "batch": (["--batch-sizes", "0"], "--batch-sizes is 0, it must be at least 1"),
     "rounds": (["--rounds", "0"], "--rounds is 0, it must be at least 1"),
     "mode": (["--mode", "eval"], "--mode is 'eval', allowed: inference, training"),
-    "factor": (["--capacity-factors", "nan"], "MODEL.MOE.CAPACITY_FACTOR"),
+    "factor": (["--capacity-factors", "nan"], "MODEL.MOE.EVAL_CAPACITY_FACTOR"),
     "dense": (["--opts", "MODEL.MOE.NUM_EXPERTS", "0"], "MODEL.MOE.NUM_EXPERTS is 0"),
+    "ignored": (["--opts", "COMPILE", "true"], "--opts COMPILE is True, but --compile decides"),
     "no such file": (["--cfg", "none.yaml"], "none.yaml: cannot be read"),
     "unknown key": (["--opts", "MODEL.MOE.EXPERTS", "4"], "unknown key MODEL.MOE.EXPERTS"),
     "a file in the way": (["--output", "{file}/under"], "cannot be made a directory"),
@@ -146,6 +154,7 @@ BAD_ROOFLINE = {
     "batch": (["--batch-size", "0"], "--batch-size is 0, it must be at least 1"),
     "no data": (["--cfg", "{root}/configs/imagenette_96.yaml"], "DATA.PATH (or --data) must name its directory"),
     "compiled": (["--opts", "COMPILE", "true"], "COMPILE is True: the phases of such a step"),
+    "accumulated": (["--opts", "TRAIN.ACCUMULATION_STEPS", "4"], "ACCUMULATION_STEPS is 4, but what is measured has 1"),
     "recomputed": (["--opts", "TRAIN.USE_CHECKPOINT", "true"], "TRAIN.USE_CHECKPOINT is True"),
     "a file in the way": (["--output", "{file}/under"], "cannot be made a directory"),
 }

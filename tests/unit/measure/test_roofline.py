@@ -23,6 +23,7 @@ from swinv2_moe.measure.roofline import Peak, Phase, Roofline
 from swinv2_moe.measure.rounds import Times
 from swinv2_moe.models.swinv2_moe import MoEMlp
 
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
 FLOAT, LONG, INT = 4, 8, 4  # bytes
 
 
@@ -47,6 +48,10 @@ def test_an_operator_reads_what_it_is_given_and_writes_what_it_makes(rows, colum
     assert traffic(lambda: torch._foreach_mul_([a, b], 2.0)) == 4 * size
     assert traffic(lambda: a.view(-1)[1:].unsqueeze(0).detach()) == 0
     assert traffic(lambda: torch.empty_like(a)) == 0
+    shaped = (torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like)
+    shaped += (lambda t: torch.full_like(t, 2.0), lambda t: t.new_zeros(t.shape), lambda t: t.new_ones(t.shape))
+    assert [traffic(lambda make=make: make(a)) for make in shaped] == [size] * len(shaped)
+    assert traffic(lambda: a.bernoulli_(0.5)) == size
     assert traffic(lambda: a.t().contiguous().view(-1)) == (0 if 1 in (rows, columns) else 2 * size)
     assert traffic(lambda: a[:1].expand(rows, columns) + b) == 2 * size + FLOAT * columns
 
@@ -147,7 +152,7 @@ def test_memory_of_dispatch_and_experts(trainer, watched):
         b1, b2 = FLOAT * e * h, FLOAT * e * m
         expected += (rows + weight + b1 + offsets + hidden) + 2 * hidden + (hidden + weight + b2 + offsets + rows)
         expected += 2 * (rows + weight + offsets + hidden) + 3 * hidden  # gradients of both products' inputs; of gelu
-        expected += 2 * (rows + hidden + 2 * weight + offsets) + (rows + offsets + b2) + (hidden + offsets + b1)
+        expected += 2 * (rows + hidden + weight + offsets) + (rows + offsets + b2) + (hidden + offsets + b1)
     assert phases.experts(trainer, calls).work.memory == pytest.approx(expected, rel=1e-9)
 
 
@@ -263,6 +268,49 @@ def test_what_the_phases_leave_of_a_step(tmp_path):
     assert whole.record()["phases"]["checkpoint"]["share_of_roof"] == pytest.approx(0.2)
     roofline.draw(whole, tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 10_000
+
+
+def test_a_figure_shows_the_shares(monkeypatch):
+    work, figures = Work(flops=1e9, memory=1e6), []
+    found = {
+        "trunk": Phase(work, Times([4, 4, 4], "r"), peaks()),
+        "checkpoint": Phase(Work(disk=1e6), Times([500], "s"), {"disk": Peak("writing", 1e6, Times([100], "s"))}),
+    }
+    whole = Roofline("16 images of /data/$x_$", "a machine", found, peaks(), Times([8, 8, 8], "r"), 0.1, 2)
+    monkeypatch.setattr(roofline, "save_png", lambda figure, path: figures.append(figure))
+    roofline.draw(whole, Path("r.png"))
+    roof, bars = figures[0].axes
+    assert [bar.get_width() for bar in bars.patches] == pytest.approx([0, 50, 20, 25])  # from below: step, then roof
+    assert [text.get_text() for text in bars.texts] == ["", "50.0%", "20.0%", "25.0%"]
+    assert [label.get_text() for label in bars.get_yticklabels()] == ["checkpoint\n(disk)", "trunk\n(flops)"]
+    (point,) = [line for line in roof.lines if line.get_marker() == "o"]
+    assert point.get_xydata().tolist() == [[1000, 250]]  # FLOP a byte, GFLOP/s
+
+
+# What is measured
+
+
+def test_a_step_is_one_batch_whatever_the_training_does(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        f"BASE: [{QUICKSTART}]\nTRAIN: {{ACCUMULATION_STEPS: 4, EMA_DECAY: 0.9}}\nAUG: {{MIXUP: 0.5}}\n"
+    )
+    config = roofline.configuration(tmp_path / "mine.yaml", ["AUG.CUTMIX", "0"], None, None)
+    assert (config.TRAIN.ACCUMULATION_STEPS, config.TRAIN.EMA_DECAY, config.AUG.MIXUP) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("opts", "message"),
+    [
+        ("TRAIN.ACCUMULATION_STEPS 4", "--opts TRAIN.ACCUMULATION_STEPS is 4, but what is measured has 1"),
+        ("TRAIN.EMA_DECAY 0.9", "--opts TRAIN.EMA_DECAY is 0.9, but what is measured has 0.0"),
+        ("PRINT_FREQ 5 AUG.MIXUP 0.5", "--opts AUG.MIXUP is 0.5, but what is measured has 0.0"),
+        ("DATA.BATCH_SIZE 8", "--opts DATA.BATCH_SIZE is 8, but --batch-size decides"),
+    ],
+)
+def test_opts_that_would_be_ignored(opts, message):
+    with pytest.raises(UserError) as error:
+        roofline.configuration(QUICKSTART, opts.split(), None, 4)
+    assert str(error.value) == message
 
 
 def test_the_file_that_measures_the_disk(tmp_path):

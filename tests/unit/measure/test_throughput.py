@@ -5,6 +5,7 @@ import itertools
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from moe_core import RoutingStats
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import throughput
 from swinv2_moe.measure.rounds import (
-    PERCENTILES,
     Times,
     interleaved,
+    latencies,
     matrix_product,
-    percentiles,
     ratios,
     summed,
     working_memory,
@@ -74,9 +75,11 @@ def test_ratios_and_sums_go_round_by_round():
         ratios(a, Times([1], "r"))
 
 
-@given(st.lists(st.floats(0.1, 1e4), min_size=1, max_size=30))
+@given(st.lists(st.floats(0.1, 1e4), min_size=1, max_size=120))
 def test_percentiles_are_numpys(values):
-    assert percentiles(values) == pytest.approx(tuple(np.percentile(values, PERCENTILES)))
+    """A 99th percentile of fewer than 100 values would be little else than the largest."""
+    last = {"p99": np.percentile(values, 99)} if len(values) >= 100 else {"max": max(values)}
+    assert latencies(values) == pytest.approx({"p50": np.median(values), "p90": np.percentile(values, 90)} | last)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
@@ -91,8 +94,8 @@ def test_working_memory_is_what_a_pass_needs_at_once(size):
 
 def test_matrix_product_counts_its_flops():
     product, flops = matrix_product(torch.bfloat16, CPU)
-    assert product().shape == (1024, 1024)
-    assert (product().dtype, flops) == (torch.bfloat16, 2 * 1024**3)
+    assert product().shape == (2048, 2048)
+    assert (product().dtype, flops) == (torch.bfloat16, 2 * 2048**3)
 
 
 # Options and combinations
@@ -124,7 +127,8 @@ def test_every_combination_once():
         for config, num_experts in ((moe, 8), (dense, 0)):
             moe_keys = config.MODEL.MOE
             assert num_experts == moe_keys.NUM_EXPERTS
-            assert {moe_keys.CAPACITY_FACTOR, moe_keys.EVAL_CAPACITY_FACTOR} == {combination.capacity_factor}
+            used = "CAPACITY_FACTOR" if combination.mode == "training" else "EVAL_CAPACITY_FACTOR"
+            assert moe_keys[used] == combination.capacity_factor
             assert combination.batch_size == config.DATA.BATCH_SIZE
             assert (combination.dtype == "bfloat16") == config.AMP_ENABLE
             assert (combination.compile == "on") == config.COMPILE
@@ -135,6 +139,39 @@ def test_without_factors_each_mode_has_the_configured_one():
     opts = ["MODEL.MOE.CAPACITY_FACTOR", "1.5", "MODEL.MOE.EVAL_CAPACITY_FACTOR", "2.0"]
     found = combinations(QUICKSTART, opts, Options(("inference", "training"), (1,)))
     assert [combination.capacity_factor for combination, *_ in found] == [2.0, 1.5]
+
+
+def test_what_is_named_twice_is_measured_once():
+    options = Options(("inference", "inference"), (2, 2), ("float32",) * 2, (0.0, 0.0), ("off", "off"))
+    assert len(combinations(QUICKSTART, [], options)) == 1
+
+
+@pytest.mark.parametrize(
+    ("opts", "message"),
+    [
+        ("AMP_ENABLE true", "--opts AMP_ENABLE is True, but --dtypes decides"),
+        ("AMP_DTYPE float16", "--opts AMP_DTYPE is 'float16', but --dtypes decides"),
+        ("COMPILE true", "--opts COMPILE is True, but --compile decides"),
+        ("DATA.BATCH_SIZE 64", "--opts DATA.BATCH_SIZE is 64, but --batch-sizes decides"),
+        ("DATA.GLOBAL_BATCH_SIZE 64", "--opts DATA.GLOBAL_BATCH_SIZE is 64, but --batch-sizes decides"),
+        (
+            "MODEL.MOE.EVAL_CAPACITY_FACTOR 2",
+            "--opts MODEL.MOE.EVAL_CAPACITY_FACTOR is 2.0, but --capacity-factors decides",
+        ),
+        ("TRAIN.ACCUMULATION_STEPS 4", "--opts TRAIN.ACCUMULATION_STEPS is 4, but what is measured has 1"),
+        ("DATA.DATASET cifar10", "--opts DATA.DATASET is 'cifar10', but the images are noise"),
+    ],
+)
+def test_opts_that_would_be_ignored(opts, message):
+    with pytest.raises(UserError) as error:
+        combinations(QUICKSTART, opts.split(), Options(capacity_factors=(1.25,)))
+    assert str(error.value) == message
+
+
+def test_opts_may_say_what_is_measured_anyway():
+    opts = ["COMPILE", "true", "AMP_ENABLE", "true", "DATA.BATCH_SIZE", "8", "AUG.MIXUP", "0", "MODEL.MOE.TOP_K", "2"]
+    ((_, config, _),) = combinations(QUICKSTART, opts, Options(("training",), (8,), ("bfloat16",), (), ("on",)))
+    assert config.MODEL.MOE.TOP_K == 2
 
 
 def test_a_configuration_that_names_no_data_and_mixes_images_is_measured_too():
@@ -161,6 +198,14 @@ def test_a_rows_arithmetic():
     assert training.mfu(training.dense) == pytest.approx([4.8, 1.2])
 
 
+def test_dropped_is_the_share_of_all_choices(monkeypatch):
+    stats = [RoutingStats(torch.tensor(counts), torch.tensor(share), torch.tensor(0.0))
+             for counts, share in (([60, 20], 0.25), ([6, 14], 0.75))]  # fmt: skip
+    layers = {str(i): SimpleNamespace(last_routing=found) for i, found in enumerate(stats)}
+    monkeypatch.setattr(throughput, "moe_layers", lambda model: layers)
+    assert throughput._routing(None) == (0.35, 1.5)  # of 100 choices 20 and 15; 60 where 40 are even
+
+
 def test_no_ratio_of_two_runs_reaches_a_table(tmp_path):
     found = row(side(20, 40, run="a"), side(10, 40, run="b"))
     for make in (found.ratio, lambda: found.mfu(found.dense), lambda: throughput.record(found)):
@@ -179,7 +224,7 @@ def test_the_file_holds_every_round(tmp_path):
     assert first["dense_ms"] == "10.500 40.000"
     assert (first["run"], first["mode"], first["rounds"], first["ranks"]) == ("a", "inference", "2", "1")
     assert float(first["moe_over_dense"]) == statistics.median([10.5 / 20, 1])
-    assert (float(first["moe_p50_ms"]), float(first["moe_p99_ms"])) == pytest.approx((30, 39.8))
+    assert (float(first["moe_p50_ms"]), float(first["moe_max_ms"])) == pytest.approx((30, 40))
     assert (first["moe_peak_bytes"], second["moe_peak_bytes"]) == (str(2**20), "")
     with pytest.raises(UserError, match=r"--output .*none/t.csv: cannot be written"):
         throughput.write_csv(rows, tmp_path / "none" / "t.csv")
@@ -194,3 +239,17 @@ def test_figure(count, tmp_path):
         assert image.format == "PNG"
         assert image.width >= 130 * (6 if count == 1 else count)
         assert len(image.convert("RGB").getcolors(2**24)) > 20  # drawn on
+
+
+def test_a_figure_shows_medians_and_ratios(monkeypatch):
+    figures = []
+    monkeypatch.setattr(throughput, "save_png", lambda figure, path: figures.append(figure))
+    rows = [row(side(20, 40, 80), side(10, 20, 80)), row(side(4, 4), side(2, 2), "training")]
+    throughput.draw(rows, "a model", Path("t.png"))
+    inference, training = figures[0].axes
+    assert [bar.get_height() for bar in inference.patches] == pytest.approx([200, 400])  # of 8 images: experts, dense
+    assert [bar.get_height() for bar in training.patches] == pytest.approx([2000, 4000])
+    bold = [text.get_text() for axes in (inference, training) for text in axes.texts if text.get_weight() == "bold"]
+    assert bold == ["0.50", "0.50"]
+    labels = [label.get_text() for label in inference.get_xticklabels()]
+    assert labels == ["batch 8\nfloat32\nf = 1.25"]
