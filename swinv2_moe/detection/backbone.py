@@ -59,6 +59,7 @@ class SwinV2MoE(BaseModule):
         self.with_cp, self.pretrained = with_cp, pretrained
         if model not in _FORMS:
             raise UserError(f"backbone.model ({model!r}) must be one of {', '.join(_FORMS)}")
+        _check_stages(**trunk)
         group = _expert_group() if expert_parallel and trunk.get("num_experts") else None
         try:
             self.trunk = mask_blocks(
@@ -123,6 +124,25 @@ class SwinV2MoE(BaseModule):
     def _take_own_experts(self, state: dict[str, Tensor], prefix: str, *_) -> None:
         """mmengine's files hold whole models."""
         state.update(own_experts(state, self, prefix))
+
+
+def _check_stages(
+    embed_dim: int = 96,
+    depths: Sequence[int] = (2, 2, 6, 2),
+    num_heads: Sequence[int] = (3, 6, 12, 24),
+    **others,
+) -> None:
+    """timm's defaults; it checks none of this."""
+    for name, value in (("depths", depths), ("num_heads", num_heads)):
+        if not isinstance(value, Sequence):
+            raise UserError(f"backbone.{name} ({value!r}) must have a number for each stage")
+    if len(depths) != len(num_heads):
+        raise UserError(f"backbone.num_heads ({num_heads!r}) must have a number for each of the stages {depths!r}")
+    for stage, heads in enumerate(num_heads):
+        if embed_dim * 2**stage % heads:
+            raise UserError(
+                f"backbone.num_heads ({heads}) must divide the {embed_dim * 2**stage} channels of its stage"
+            )
 
 
 def _expert_group() -> ExpertGroup | None:

@@ -1,0 +1,214 @@
+"""A COCO annotation file, checked before anything is learnt from it. Needs nothing of mmdetection.
+
+N annotations, I images
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from swinv2_moe.errors import UserError
+
+OUTSIDE = 1.0  # pixels that a box may reach over its image's edge: COCO's own are rounded to hundredths
+# COCO 2017 has 2 boxes without height among 860,001 (annotations 918 and 2206849), which mmdetection leaves out.
+NO_AREA_SHARE = 1e-4
+_TABLES = ("images", "annotations", "categories")
+_KEYS = {
+    "images": {"id": int, "file_name": str, "width": int, "height": int},
+    "annotations": {"id": int, "image_id": int, "category_id": int, "bbox": list, "area": (int, float), "iscrowd": int},
+    "categories": {"id": int, "name": str},
+}
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """What a checked file holds."""
+
+    file: str
+    image_files: list[str]  # relative to the directory of the images
+    image_sizes: np.ndarray  # [I, 2] width and height
+    boxes: int
+    crowd_boxes: int  # regions of many objects: neither learnt from nor counted as errors
+    thin_boxes: int  # less than a pixel wide or high: left out
+    images_without_boxes: int  # left out of training, part of evaluation
+    class_names: list[str]
+
+    def __str__(self) -> str:
+        text = f"{self.file}: {len(self.image_files):,} images ({self.images_without_boxes:,} without objects),"
+        text += f" {self.boxes:,} objects ({self.crowd_boxes:,} crowds, {self.thin_boxes:,} thinner than a pixel),"
+        return f"{text} {len(self.class_names):,} classes"
+
+
+def check_annotations(
+    file: str | Path, images: str | Path, class_names: Sequence[str] | None = None, masks: bool = True
+) -> Annotations:
+    """Read an annotation file of COCO's instance format and compare it with itself, the images and the model's classes.
+
+    Args:
+        file: as instances_train2017.json; https://cocodataset.org/#format-data names its keys.
+        images: the directory that its file names are relative to.
+        class_names: the classes that the model knows, in its order; None: those of the file.
+        masks: every object must have its segmentation.
+
+    Raises:
+        UserError: a file or an image that is missing, empty or (the file) not JSON of this form; ids that come twice or
+            that nothing has; boxes outside their images, without area (more than 1 in 10,000), or no boxes at all;
+            classes that the file lacks or has in another order. The message names the file, the first annotation (or
+            image) and its value, and how many there are.
+    """
+    file = str(file)
+    tables = _read(file)
+    for table, keys in _KEYS.items():
+        _check_keys(file, table, tables[table], keys)
+        _check_unique(file, table, np.array([row["id"] for row in tables[table]], np.int64))
+    _check_classes(file, tables["categories"], class_names)
+    rows = tables["annotations"]
+    sizes = np.array([[row["width"], row["height"]] for row in tables["images"]], np.int64).reshape(-1, 2)
+    _check(file, "image {id} ({file_name!r})", tables["images"], (sizes < 1).any(1), "{width} x {height} px")
+    image_of = _known(file, rows, "image_id", tables["images"])
+    _known(file, rows, "category_id", tables["categories"])
+    thin = _check_boxes(file, rows, sizes[image_of])
+    if masks:
+        _check(file, _NAME, rows, [not row.get("segmentation") for row in rows], "no segmentation, which a mask needs")
+    names = [row["file_name"] for row in tables["images"]]
+    _check_files(file, Path(images), names)
+    return Annotations(
+        file=file,
+        image_files=names,
+        image_sizes=sizes,
+        boxes=len(rows),
+        crowd_boxes=sum(bool(row["iscrowd"]) for row in rows),
+        thin_boxes=thin,
+        images_without_boxes=len(names) - len(np.unique(image_of)),
+        class_names=[row["name"] for row in tables["categories"]],
+    )
+
+
+_NAME = "annotation {id} (image {image_id})"
+
+
+def _read(file: str) -> dict[str, list[dict]]:
+    try:
+        content = json.loads(Path(file).read_bytes())
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+    except ValueError as error:  # also what is not UTF-8
+        raise UserError(f"{file}: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: not a COCO annotation file, whose JSON is an object, not a {type(content).__name__}")
+    for table in _TABLES:
+        if not isinstance(content.get(table), list):
+            raise UserError(f'{file}: not a COCO annotation file, it has no list "{table}"')
+        if not content[table]:
+            raise UserError(f'{file}: the list "{table}" is empty')
+    return content
+
+
+def _check_keys(file: str, table: str, rows: list, keys: dict[str, type | tuple[type, ...]]) -> None:
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise UserError(f'{file}: entry {number} of "{table}" is {_short(row)}, not an object')
+        for key, kind in keys.items():
+            if not isinstance(row.get(key), kind):
+                value = f'"{key}" is {_short(row[key])}' if key in row else f'has no "{key}"'
+                raise UserError(f'{file}: entry {number} of "{table}" (id {row.get("id")}): {value}')
+
+
+def _check_unique(file: str, table: str, ids: np.ndarray) -> None:
+    values, counts = np.unique(ids, return_counts=True)
+    if len(values) < len(ids):
+        twice = values[counts > 1]
+        raise UserError(f'{file}: the id {twice[0]} comes more than once in "{table}"{_such(len(twice))}')
+
+
+def _check_classes(file: str, categories: list[dict], class_names: Sequence[str] | None) -> None:
+    """mmdetection numbers classes in the file's order and passes over names that it does not find."""
+    names = [row["name"] for row in categories]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{file}: the category {twice!r} comes more than once")
+    if class_names is None:
+        return
+    if missing := [name for name in class_names if name not in names]:
+        raise UserError(f"{file}: no category {missing[0]!r}, which the model is to know{_such(len(missing))}")
+    for known, found in zip(class_names, [name for name in names if name in class_names], strict=True):
+        if known != found:
+            raise UserError(f"{file}: its categories come in another order than the model's: {found!r}, not {known!r}")
+
+
+def _known(file: str, rows: list[dict], key: str, owners: list[dict]) -> np.ndarray:
+    """Where in `owners` each row's `key` is, int64 [N]."""
+    ids = np.array([owner["id"] for owner in owners], np.int64)
+    wanted = np.array([row[key] for row in rows], np.int64)
+    order = np.argsort(ids)
+    place = order[np.searchsorted(ids, wanted, sorter=order).clip(max=len(ids) - 1)]
+    kind = key.removesuffix("_id")
+    _check(file, "annotation {id}", rows, ids[place] != wanted, f"there is no {kind} {{{key}}}")
+    return place
+
+
+def _check_boxes(file: str, rows: list[dict], sizes: np.ndarray) -> int:
+    """`sizes` [N, 2] of the boxes' images; the number of boxes that are too thin to learn from."""
+    wrong = [len(row["bbox"]) != 4 or not all(isinstance(x, int | float) for x in row["bbox"]) for row in rows]
+    _check(file, _NAME, rows, wrong, "the box {bbox} is not four numbers")
+    boxes = np.array([row["bbox"] for row in rows], np.float64)
+    _check(file, _NAME, rows, ~np.isfinite(boxes).all(1), "the box {bbox} is not finite")
+    corner, extent = boxes[:, :2], boxes[:, 2:]
+    _check(file, _NAME, rows, (extent < 0).any(1), "the box {bbox} has a negative width or height")
+    outside = (corner < -OUTSIDE).any(1) | (corner + extent > sizes + OUTSIDE).any(1)
+    if outside.any():
+        width, height = sizes[outside.argmax()]
+        what = f"the box {{bbox}} reaches outside its image of {width} x {height} px"
+        _check(file, _NAME, rows, outside, what)
+    no_area = (extent == 0).any(1)
+    if no_area.sum() > NO_AREA_SHARE * len(rows):
+        _check(file, _NAME, rows, no_area, "the box {bbox} has no area")
+    return int((extent < 1).any(1).sum())
+
+
+def _check(file: str, name: str, rows: list[dict], wrong: Iterable[bool], what: str) -> None:
+    """Raise UserError for the first row that is wrong; `name` and `what` are filled in from it."""
+    wrong = np.asarray(wrong, bool)
+    if wrong.any():
+        row = {key: _short(value) if key == "bbox" else value for key, value in rows[wrong.argmax()].items()}
+        raise UserError(f"{file}: {name.format_map(row)}: {what.format_map(row)}{_such(int(wrong.sum()))}")
+
+
+def _check_files(file: str, directory: Path, names: list[str]) -> None:
+    sizes = file_sizes(directory, names)
+    for problem, wrong in (("missing", None), ("empty", 0)):
+        if found := [name for name in names if sizes.get(name) == wrong]:
+            share = f"{len(found):,} of its {len(names):,} images are {problem}"
+            raise UserError(f"{file}: {share} in {directory}, the first: {found[0]}")
+
+
+def file_sizes(directory: Path, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of each file below `directory` that there is; one listing for each folder, not one call for each file.
+
+    Raises:
+        UserError: a folder that cannot be read.
+    """
+    folders = {os.path.dirname(name) for name in names}
+    return dict(chain.from_iterable(_listing(directory, folder) for folder in folders))
+
+
+def _listing(directory: Path, folder: str) -> list[tuple[str, int]]:
+    try:
+        with os.scandir(directory / folder) as entries:
+            return [(os.path.join(folder, entry.name), entry.stat().st_size) for entry in entries if entry.is_file()]
+    except OSError as error:
+        raise UserError(f"{directory / folder}: cannot be read ({error.strerror})") from error
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _such(count: int) -> str:
+    return f" ({count:,} such)" if count > 1 else ""

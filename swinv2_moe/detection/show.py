@@ -1,0 +1,185 @@
+"""What a detector finds in images, beside the experts that their patches go to.
+
+H x W pixels, h x w tokens, E experts
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from mmdet.utils import get_test_pipeline_cfg
+from mmengine.config import Config
+from mmengine.dataset import Compose
+from PIL import Image
+from torch import nn
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from moe_core import moe_layers
+from swinv2_moe.data.images import decode, to_mode
+from swinv2_moe.detection.run import build_detector
+from swinv2_moe.engine.routing import expert_colours, record_choices
+from swinv2_moe.errors import UserError
+from swinv2_moe.plots import new_figure, save_png
+
+if TYPE_CHECKING:  # importing matplotlib takes half a second
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH = 6.0  # inches of the photograph with its boxes
+
+
+@dataclass
+class Detections:
+    """One image's, the best first."""
+
+    boxes: np.ndarray  # [N, 4] left, top, right, bottom in pixels
+    masks: np.ndarray  # bool [N, H, W]; [0, H, W] of a detector without masks
+    labels: np.ndarray  # int64 [N]
+    scores: np.ndarray  # [N]
+
+
+def show(
+    config: Config, checkpoint: str, images: Sequence[str], output: Path, threshold: float = 0.3
+) -> Iterator[tuple[Path, int]]:
+    """Draw images (files, or folders of them) one after the other: `output`/<name>.png and how many objects it shows.
+
+    Raises:
+        UserError: no images, one that cannot be read, a checkpoint that does not fit, nowhere to write.
+    """
+    files = image_files(images)
+    detector = build_detector(config, checkpoint)
+    meta = config.test_dataloader.dataset.get("metainfo") or detector.dataset_meta
+    pipeline = Compose(_pipeline(config))
+    for file, name in zip(files, _names(files), strict=True):
+        photo = _read(file)
+        found, experts = _look(detector, pipeline, photo, threshold)
+        save_png(draw(photo, found, experts, meta), output / name)
+        yield output / name, len(found.scores)
+
+
+def image_files(names: Sequence[str]) -> list[Path]:
+    """Raises:
+    UserError: no such file; a folder without images.
+    """
+    files = []
+    for path in map(Path, names):
+        if path.is_dir():
+            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMG_EXTENSIONS)
+            if not inside:
+                raise UserError(f"{path}: a folder without images ({' '.join(IMG_EXTENSIONS)})")
+            files += inside
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise UserError(f"{path}: no such file")
+    return files
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """A PNG's name for each file; of files of one name the later ones get a number."""
+    seen: dict[str, int] = {}
+    for file in files:
+        seen[file.stem] = seen.get(file.stem, 0) + 1
+        yield f"{file.stem}.png" if seen[file.stem] == 1 else f"{file.stem}_{seen[file.stem]}.png"
+
+
+def _read(file: Path) -> np.ndarray:
+    """uint8 [H, W, 3], RGB."""
+    try:
+        return np.asarray(to_mode(decode(file.read_bytes()), "RGB"))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{file}: not an image that can be read ({error})") from error
+
+
+def _pipeline(config: Config) -> list[dict]:
+    """The test's steps, from pixels that are there and without annotations."""
+    steps = [step for step in get_test_pipeline_cfg(config) if step.type != "LoadAnnotations"]
+    return [{"type": "mmdet.LoadImageFromNDArray"}, *steps[1:]]
+
+
+@torch.inference_mode()
+def _look(
+    detector: nn.Module, pipeline: Compose, photo: np.ndarray, threshold: float
+) -> tuple[Detections, dict[str, np.ndarray]]:
+    """What is in the photograph, and each MoE layer's first choices, int64 [h, w]."""
+    data = pipeline({"img": photo[..., ::-1], "img_id": 0})
+    data = {"inputs": [data["inputs"]], "data_samples": [data["data_samples"]]}
+    instances = detector.test_step(data)[0].pred_instances
+    instances = instances[instances.scores >= threshold].cpu().numpy()
+    masks = instances.masks if "masks" in instances else np.zeros((0, *photo.shape[:2]), bool)
+    found = Detections(instances.bboxes, masks, instances.labels, instances.scores)
+    if not moe_layers(detector):
+        return found, {}
+    pixels = detector.data_preprocessor(data)["inputs"]
+    height, width = data["data_samples"][0].img_shape
+    with record_choices(detector) as choices:  # of the image alone: padding has no experts
+        detector.backbone(pixels[..., :height, :width])
+    return found, {name: ids[0, ..., 0].cpu().numpy() for name, ids in choices.items()}
+
+
+def draw(photo: np.ndarray, found: Detections, experts: dict[str, np.ndarray], meta: dict) -> "Figure":
+    """The photograph (uint8 [H, W, 3]) with what was found, and beside it, once for each MoE layer, its patches in the
+    colours of their experts ([h, w] by layer name)."""
+    height, width = photo.shape[:2]
+    columns = 0 if not experts else -(-len(experts) // 2) if len(experts) > 1 else 1
+    rows = 2 if len(experts) > 1 else 1
+    scale = _WIDTH / width
+    figure = new_figure(_WIDTH + columns * (_WIDTH / rows), scale * height + 0.5)
+    grid = figure.add_gridspec(rows, 1 + columns, width_ratios=[rows, *[1] * columns] if columns else [1])
+    _draw_objects(figure.add_subplot(grid[:, 0]), photo, found, meta)
+    for number, (name, ids) in enumerate(experts.items()):
+        axes = figure.add_subplot(grid[number // columns, 1 + number % columns])
+        _draw_experts(axes, photo, ids, name)
+    return figure
+
+
+def _draw_objects(axes: "Axes", photo: np.ndarray, found: Detections, meta: dict) -> None:
+    from matplotlib.patches import Rectangle
+
+    colours = np.asarray(meta["palette"])[found.labels] / 255 if len(found.labels) else []
+    picture = photo / 255
+    for mask, colour in zip(found.masks, colours, strict=False):
+        picture[mask] = (picture[mask] + colour) / 2
+    _picture(axes, picture, f"{len(found.scores)} objects")
+    for box, label, score, colour in zip(found.boxes, found.labels, found.scores, colours, strict=True):
+        left, top, right, bottom = box
+        axes.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor=colour, linewidth=1.5))
+        text = f"{meta['classes'][label]} {score:.2f}"
+        dark = colour @ [0.299, 0.587, 0.114] < 0.6  # Rec. 601
+        axes.text(
+            left,
+            top,
+            text,
+            fontsize=7,
+            color="white" if dark else "black",
+            verticalalignment="bottom",
+            bbox={"facecolor": colour, "edgecolor": "none", "pad": 1},
+            clip_on=True,
+        )
+
+
+def _draw_experts(axes: "Axes", photo: np.ndarray, ids: np.ndarray, name: str) -> None:
+    from matplotlib.colors import ListedColormap
+
+    height, width = photo.shape[:2]
+    colours = expert_colours(int(ids.max()) + 1) / 255
+    grey = photo @ np.array([0.299, 0.587, 0.114]) / 255
+    _picture(axes, grey, name.removeprefix("backbone.trunk.").removesuffix(".mlp.moe"))
+    axes.imshow(
+        ids,
+        cmap=ListedColormap(colours),
+        vmin=0,
+        vmax=len(colours) - 1,
+        alpha=0.5,
+        interpolation="nearest",
+        extent=(-0.5, width - 0.5, height - 0.5, -0.5),
+    )
+
+
+def _picture(axes: "Axes", picture: np.ndarray, title: str) -> None:
+    axes.imshow(picture, cmap="gray", vmin=0, vmax=1)
+    axes.set_title(title, fontsize=9)
+    axes.set_axis_off()

@@ -1,0 +1,151 @@
+"""tools/detect.py on generated shapes: train, test and show; what it learns; mmdetection's own test script agrees."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tool_cases import ROOT, command
+
+from swinv2_moe.detection.shapes import Options, make_shapes
+
+pytestmark = pytest.mark.skipif(not find_spec("mmdet"), reason="the detection extra is not installed (make detection)")
+
+CONFIGS = ROOT / "configs/detection/shapes"
+SMALL = ["train_dataloader.batch_size=2", "train_cfg.max_epochs=1", "train_cfg.val_interval=1"]
+
+
+@pytest.fixture
+def detect(monkeypatch, capsys, tmp_path: Path):
+    """tools/detect.py in this process and an empty directory with a few small images in data/shapes."""
+    make_shapes(tmp_path / "data/shapes", Options(train=4, val=2, min_size=64, max_size=96))
+    monkeypatch.chdir(tmp_path)
+    return command("detect", monkeypatch, capsys)
+
+
+def test_train_test_and_show(detect, tmp_path: Path) -> None:
+    config = CONFIGS / "mask_rcnn.py"
+    trained = detect("train", config, "--work-dir", "run", "--opts", *SMALL)
+    assert trained.status == 0, trained.err
+    assert "instances_train.json: 4 images (0 without objects)" in trained.out
+    assert (tmp_path / "run/checkpoints/latest/model.safetensors").is_file()
+
+    tested = detect("test", config, "run", "--output", "ap.json")
+    assert tested.status == 0, tested.err
+    metrics = json.loads((tmp_path / "ap.json").read_text())
+    assert {"coco/bbox_mAP", "coco/bbox_mAP_50", "coco/segm_mAP"} <= set(metrics)
+    assert table(tested.out) == table(trained.out)  # the checkpoint is what was validated
+
+    on_train = detect("test", config, "run", "--split", "train")
+    assert "instances_train.json" in on_train.out
+
+    shown = detect("show", config, "run", "data/shapes/val", "--output", "pictures", "--threshold", "0")
+    assert shown.status == 0, shown.err
+    pictures = sorted((tmp_path / "pictures").iterdir())
+    assert [picture.name for picture in pictures] == ["000000.png", "000001.png"]
+    pixels = np.asarray(Image.open(pictures[0]).convert("RGB"))
+    assert min(pixels.shape[:2]) > 300
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 1000
+
+
+def table(out: str) -> list[str]:
+    rows = [line.split() for line in out.splitlines()]
+    return [row for row in rows if row and row[0] in ("boxes", "masks")]
+
+
+def damage_box(tmp_path: Path) -> None:
+    file = tmp_path / "data/shapes/annotations/instances_train.json"
+    content = json.loads(file.read_text())
+    content["annotations"][1]["bbox"][0] = 500
+    file.write_text(json.dumps(content))
+
+
+def remove_image(tmp_path: Path) -> None:
+    (tmp_path / "data/shapes/val/000001.png").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "arguments", "words"),
+    [
+        (damage_box, [], ["instances_train.json", "annotation 2 (image 1)", "[500,", "outside its image"]),
+        (remove_image, [], ["1 of its 2 images are missing", "000001.png"]),
+        (None, ["--opts", "train_dataloader.dataset.ann_file=none.json"], ["none.json", "No such file"]),
+        (None, ["--pretrained", "nowhere"], ["nowhere"]),
+        (None, ["--resume", "nowhere"], ["nowhere"]),
+        (None, ["--opts", "model.backbone.num_heads=7"], ["num_heads"]),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_before_the_first_step(detect, tmp_path, damage, arguments, words) -> None:
+    if damage:
+        damage(tmp_path)
+    done = detect("train", CONFIGS / "mask_rcnn.py", "--work-dir", "run", *arguments)
+    assert done.status == 2
+    line = done.err.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert [word for word in words if word not in line] == []
+    assert "Epoch(train)" not in done.out + done.err
+
+
+def test_no_such_config_checkpoint_or_image(detect, tmp_path: Path) -> None:
+    config = CONFIGS / "mask_rcnn.py"
+    for arguments, word in (
+        (("train", "none.py"), "none.py"),
+        (("test", config, "nowhere"), "nowhere"),
+        (("test", config, "nowhere", "--output", "no/ap.json"), "no/ap.json"),
+        (("show", config, "nowhere", "none.png"), "none.png"),
+        (("show", config, "nowhere", tmp_path / "data"), "without images"),
+    ):
+        done = detect(*arguments)
+        assert done.status == 2
+        assert word in done.err.splitlines()[-1]
+
+
+def run(directory: Path, *words: object) -> str:
+    """A command in a process of its own; its output."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    words = [sys.executable, *map(str, words)]
+    done = subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory) -> Path:
+    """A directory with the data set of the configurations, 40 and 10 images, in data/shapes."""
+    directory = tmp_path_factory.mktemp("shapes")
+    run(ROOT, "data/make_shapes.py", directory / "data/shapes")
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["mask_rcnn", "cascade_mask_rcnn", "htc"])
+def test_learns_shapes_in_five_epochs(shapes: Path, name: str) -> None:
+    """And mmdetection's own test script, on the same checkpoint, prints the same AP."""
+    config, work = CONFIGS / f"{name}.py", shapes / name
+    run(shapes, ROOT / "tools/detect.py", "train", config, "--work-dir", work)
+    run(shapes, ROOT / "tools/detect.py", "test", config, work, "--output", work / "ap.json")
+    metrics = json.loads((work / "ap.json").read_text())
+    assert metrics["coco/bbox_mAP"] >= 0.8
+    packaged = Path(find_spec("mmdet").origin).parent / ".mim/tools/test.py"
+    run(shapes, packaged, config, work / "checkpoints/latest", "--work-dir", work / "theirs")
+    (theirs,) = (work / "theirs").glob("*/*.json")
+    assert {key: value for key, value in json.loads(theirs.read_text()).items() if key in metrics} == metrics
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_processes(shapes: Path) -> None:
+    """torchrun with gloo: trains, and tests to the AP that one process finds."""
+    config, work = CONFIGS / "mask_rcnn.py", shapes / "two"
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", 2, ROOT / "tools/detect.py")
+    run(shapes, *torchrun, "train", config, "--work-dir", work, "--opts", *SMALL)
+    run(shapes, *torchrun, "test", config, work, "--output", work / "two.json")
+    run(shapes, ROOT / "tools/detect.py", "test", config, work, "--output", work / "one.json")
+    one, two = (json.loads((work / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert one == two

@@ -1,0 +1,161 @@
+"""swinv2_moe.detection.annotations: what is wrong with a file is named, and COCO's own quirks are not wrong."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swinv2_moe.detection.annotations import check_annotations, file_sizes
+from swinv2_moe.errors import UserError
+
+
+def box(number: int, image: int = 1, category: int = 7, bbox=(10.0, 20.0, 30.0, 40.0), **keys) -> dict:
+    row = {"id": number, "image_id": image, "category_id": category, "bbox": list(bbox), "area": 1.0, "iscrowd": 0}
+    return row | {"segmentation": [[10, 20, 40, 20, 40, 60]]} | keys
+
+
+@pytest.fixture
+def content() -> dict:
+    """Three images of 100 x 80 px, the last without objects, one in a folder; a crowd; two classes."""
+    names = ("a.jpg", "inside/b.jpg", "c.jpg")
+    return {
+        "images": [{"id": n + 1, "file_name": name, "width": 100, "height": 80} for n, name in enumerate(names)],
+        "annotations": [box(5), box(6, image=2, category=3), box(7, image=2, iscrowd=1, segmentation={"counts": "x"})],
+        "categories": [{"id": 7, "name": "cat"}, {"id": 3, "name": "dog"}],
+    }
+
+
+@pytest.fixture
+def check(tmp_path: Path):
+    """Write the content and its images, and check them."""
+
+    def run(content: object, **options):
+        for image in content["images"] if isinstance(content, dict) else []:
+            if isinstance(image, dict) and isinstance(image.get("file_name"), str):
+                file = tmp_path / "images" / image["file_name"]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(b"pixels")
+        (tmp_path / "a.json").write_text(json.dumps(content))
+        return check_annotations(tmp_path / "a.json", tmp_path / "images", **options)
+
+    return run
+
+
+def test_counts_what_there_is(check, content) -> None:
+    found = check(content)
+    assert found.image_files == ["a.jpg", "inside/b.jpg", "c.jpg"]
+    assert found.image_sizes.tolist() == [[100, 80]] * 3
+    assert (found.boxes, found.crowd_boxes, found.thin_boxes, found.images_without_boxes) == (3, 1, 0, 1)
+    assert found.class_names == ["cat", "dog"]
+    assert str(found).endswith("3 images (1 without objects), 3 objects (1 crowds, 0 thinner than a pixel), 2 classes")
+
+
+def test_accepts_what_coco_has(check, content) -> None:
+    content["annotations"] = [box(n) for n in range(1, 20_001)]
+    content["annotations"][0] = box(1, bbox=(296.65, 38.33, 1.03, 0.0))  # annotation 918 of COCO 2017: 2 in 860,001
+    content["annotations"][1] = box(2, bbox=(-0.3, 0.0, 100.9, 80.4))  # rounded over the edge
+    assert check(content | {"images": [image | {"width": 400} for image in content["images"]]}).thin_boxes == 1
+
+
+# What is changed in the file, and what the one line must say
+DAMAGE = {
+    "right of the image": (
+        lambda c: c["annotations"].append(box(8, bbox=(90, 0, 11.5, 5))),
+        *("annotation 8 (image 1)", "[90, 0, 11.5, 5]", "100 x 80 px"),
+    ),
+    "below the image": (lambda c: c["annotations"].append(box(8, bbox=(0, 70, 5, 11.5))), "annotation 8", "outside"),
+    "left of the image": (lambda c: c["annotations"].append(box(8, bbox=(-1.5, 0, 5, 5))), "annotation 8", "-1.5"),
+    "no area": (lambda c: c["annotations"].append(box(8, bbox=(1, 2, 0, 5))), "annotation 8", "[1, 2, 0, 5]", "area"),
+    "negative extent": (lambda c: c["annotations"].append(box(8, bbox=(9, 2, -3, 5))), "annotation 8", "negative"),
+    "three numbers": (lambda c: c["annotations"].append(box(8, bbox=(9, 2, 3))), "annotation 8", "[9, 2, 3]"),
+    "a text as number": (lambda c: c["annotations"].append(box(8, bbox=(9, 2, "3", 4))), "annotation 8", "'3'"),
+    "a null as number": (lambda c: c["annotations"].append(box(8, bbox=(9, 2, None, 4))), "annotation 8", "None"),
+    "NaN": (lambda c: c["annotations"].append(box(8, bbox=(9, float("nan"), 3, 4))), "annotation 8", "nan"),
+    "unknown category": (lambda c: c["annotations"].append(box(8, category=99)), "annotation 8", "no category 99"),
+    "unknown image": (lambda c: c["annotations"].append(box(8, image=44)), "annotation 8", "no image 44"),
+    "annotation id twice": (lambda c: c["annotations"].append(box(5)), "id 5", '"annotations"'),
+    "image id twice": (lambda c: c["images"].append(c["images"][0]), "id 1", '"images"'),
+    "category id twice": (lambda c: c["categories"].append({"id": 3, "name": "cow"}), "id 3", '"categories"'),
+    "category name twice": (lambda c: c["categories"].append({"id": 4, "name": "dog"}), "'dog'", "more than once"),
+    "no mask": (lambda c: c["annotations"].append(box(8, segmentation=[])), "annotation 8", "no segmentation"),
+    "image without height": (lambda c: c["images"][1].update(height=0), "image 2", "inside/b.jpg", "100 x 0 px"),
+    "key left out": (lambda c: c["annotations"][1].pop("iscrowd"), 'entry 1 of "annotations" (id 6)', '"iscrowd"'),
+    "key of another kind": (lambda c: c["images"][0].update(width="100"), "\"width\" is '100'"),
+    "entry of another kind": (lambda c: c["images"].insert(0, "a.jpg"), 'entry 0 of "images"', "'a.jpg'"),
+    "list left out": (lambda c: c.pop("annotations"), 'no list "annotations"'),
+    "no objects at all": (lambda c: c.update(annotations=[]), '"annotations" is empty'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named_in_one_line(check, content, name: str) -> None:
+    change, *words = DAMAGE[name]
+    change(content)
+    with pytest.raises(UserError) as caught:
+        check(content)
+    message = str(caught.value)
+    assert "a.json" in message
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+def test_counts_the_others_like_the_first(check, content) -> None:
+    content["annotations"] += [box(n, category=99) for n in range(100, 103)]
+    with pytest.raises(UserError, match=r"annotation 100.*no category 99 \(3 such\)"):
+        check(content)
+
+
+def test_boxes_alone_need_no_masks(check, content) -> None:
+    del content["annotations"][0]["segmentation"]
+    assert check(content, masks=False).boxes == 3
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b'{"images": [}', b"\xff\xfe", b"[1, 2]", b"null"])
+def test_what_is_not_such_a_file(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(text)
+    with pytest.raises(UserError, match=r"a\.json: not (JSON|a COCO annotation file)"):
+        check_annotations(tmp_path / "a.json", tmp_path)
+
+
+def test_missing_file_and_missing_folder(tmp_path: Path, check, content) -> None:
+    with pytest.raises(UserError, match=r"none\.json: cannot be read \(No such file"):
+        check_annotations(tmp_path / "none.json", tmp_path)
+    check(content)
+    with pytest.raises(UserError, match="nowhere: cannot be read"):
+        check_annotations(tmp_path / "a.json", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"), [(os.unlink, "missing"), (lambda file: Path(file).write_bytes(b""), "empty")]
+)
+def test_images_missing_or_empty(tmp_path: Path, check, content, damage, word: str) -> None:
+    check(content)
+    damage(tmp_path / "images/inside/b.jpg")
+    with pytest.raises(UserError, match=f"1 of its 3 images are {word} in .*, the first: inside/b.jpg"):
+        check_annotations(tmp_path / "a.json", tmp_path / "images")
+
+
+def test_classes_must_be_the_models_in_its_order(check, content) -> None:
+    assert check(content, class_names=("cat", "dog")).boxes == 3
+    assert check(content, class_names=("dog",)).boxes == 3  # the file may have more
+    with pytest.raises(UserError, match=r"no category 'cow', which the model is to know \(2 such\)"):
+        check(content, class_names=("cat", "cow", "hen"))
+    with pytest.raises(UserError, match="another order than the model's: 'cat', not 'dog'"):
+        check(content, class_names=("dog", "cat"))
+
+
+def test_is_quick_on_as_many_images_as_coco_has(tmp_path: Path, monkeypatch) -> None:
+    """One listing of each folder: no call for each of 118,287 images."""
+    for folder in ("", "inside"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for number in range(50):
+            (tmp_path / folder / f"{number}.jpg").write_bytes(b"x" * (number + 1))
+    listings = []
+    real = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listings.append(path) or real(path))
+    names = [f"{folder}{number}.jpg" for folder in ("", "inside/") for number in range(50)]
+    assert file_sizes(tmp_path, names) == dict(zip(names, [*range(1, 51)] * 2, strict=True))
+    assert len(listings) == 2
+    assert np.mean([Path(path).is_dir() for path in listings]) == 1

@@ -1,0 +1,108 @@
+"""Detection on data in COCO's format with mmdetection: train, test, show what is found and where it is routed, export.
+
+    python tools/detect.py train configs/detection/shapes/mask_rcnn.py --work-dir output/shapes
+    python tools/detect.py test configs/detection/shapes/mask_rcnn.py output/shapes --output ap.json
+    python tools/detect.py show configs/detection/shapes/mask_rcnn.py output/shapes data/shapes/val --output pictures
+    python tools/detect.py export configs/detection/shapes/mask_rcnn.py output/shapes shapes.pth
+    torchrun --nproc_per_node 8 tools/detect.py train configs/detection/cascade_mask_rcnn/base_moe_frozen.py \\
+        --pretrained output/swin_moe_base_window12_192_32expert
+
+Needs the detection extra, which make detection installs. Annotations and images are checked first (data/README.md).
+"""
+
+import argparse
+import os
+
+from rich.console import Console
+
+from swinv2_moe.command import check_output_file, output_directory, run_command, write_results
+
+IS_MAIN = os.environ.get("RANK", "0") == "0"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="train a detector, or go on with it")
+    test = commands.add_parser("test", help="average precision of boxes and masks")
+    show = commands.add_parser("show", help="pictures of images with boxes, masks and routing")
+    export = commands.add_parser("export", help="all weights as one .pth, for mmdetection's own tools")
+    for command in (train, test, show, export):
+        command.add_argument("config", metavar="CONFIG", help="below configs/detection, or your own")
+        command.add_argument("--opts", nargs="+", default=[], metavar="KEY=VALUE", help="any keys of the configuration")
+    for command in (test, show, export):
+        command.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint directory, or a .pth")
+    train.add_argument("--work-dir", metavar="DIR", help="the run (default: output/<name of the config>)")
+    train.add_argument("--pretrained", metavar="RUN", help="the backbone's weights: a run of tools/train.py, or a file")
+    train.add_argument("--resume", metavar="auto|RUN", help="auto: the newest whole checkpoint of the work directory")
+    test.add_argument("--split", choices=["train", "test"], default="test", help="whose images (default: test)")
+    test.add_argument("--output", metavar="JSON", help="a file for the results")
+    show.add_argument("images", nargs="+", metavar="IMAGE", help="images, or folders of them")
+    show.add_argument("--output", default="detections", metavar="DIR", help="for the pictures (default: detections)")
+    show.add_argument("--threshold", type=float, default=0.3, metavar="SCORE", help="lowest shown (default: 0.3)")
+    export.add_argument("file", metavar="FILE.pth")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    if args.command == "test":
+        check_output_file(args.output)
+    from swinv2_moe.detection import run  # not above: --help needs no mmdetection, and its absence is one line here
+
+    pretrained = [f"model.backbone.pretrained={args.pretrained}"] if getattr(args, "pretrained", None) else []
+    config = run.load_config(args.config, [*args.opts, *pretrained], getattr(args, "work_dir", None))
+    {"train": train, "test": test, "show": show, "export": export}[args.command](args, config)
+
+
+def train(args: argparse.Namespace, config) -> None:
+    from swinv2_moe.detection import run
+
+    check(config, "train", "val")
+    if IS_MAIN:
+        counts = run.count_parameters(config)
+        print("{all:,} parameters, {trained:,} of them trained ({trained_experts:,} of experts)".format(**counts))
+    report(run.train(config, args.resume), None)
+
+
+def test(args: argparse.Namespace, config) -> None:
+    from swinv2_moe.detection import evaluation, run
+
+    if args.split == "train":
+        evaluation.test_on_train_images(config)
+    check(config, "test")
+    report(run.test(config, args.checkpoint), args.output)
+
+
+def check(config, *splits: str) -> None:
+    """On the main rank: the others wait for it where the process group is made."""
+    from swinv2_moe.detection import evaluation
+
+    for annotations in evaluation.check_datasets(config, splits) if IS_MAIN else ():
+        print(annotations, flush=True)
+
+
+def report(metrics: dict, output: str | None) -> None:
+    from swinv2_moe.detection import evaluation
+
+    if IS_MAIN:
+        Console(highlight=False, soft_wrap=True).print(evaluation.table_of(metrics))
+        write_results(output, metrics)
+
+
+def show(args: argparse.Namespace, config) -> None:
+    from swinv2_moe.detection.show import show
+
+    for file, objects in show(config, args.checkpoint, args.images, output_directory(args.output), args.threshold):
+        print(f"{file}: {objects} objects")
+
+
+def export(args: argparse.Namespace, config) -> None:
+    from swinv2_moe.detection import run
+
+    run.export_pth(config, args.checkpoint, args.file)
+    print(f"{args.file}: for mmdetection's tools, with {args.config}")
+
+
+if __name__ == "__main__":
+    run_command(main)
