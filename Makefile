@@ -10,12 +10,13 @@ LOG    := $(VENV)/install.log
 $(shell test -x $(PY) || rm -f $(VENV)/.installed-*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train workflow detection test lint clean compiler
+.PHONY: help setup train workflow detection bench bench-gpu test lint clean compiler
 
 help:
 	@echo "make train   train SwinV2-MoE and its dense twin on scikit-learn's digits, into output/quickstart"
 	@echo "make workflow PRETRAIN=DIR TRANSFER=DIR   shards, staging, pretraining, fine-tuning and few-shot, experts beside dense"
 	@echo "make detection   mmdetection's installation (mmcv is compiled once), then Mask R-CNN on generated shapes"
+	@echo "make bench   the MoE layer, its parts and the network beside dense ones, into benchmarks/results; make bench-gpu on a GPU"
 	@echo "make test    lint, then the whole test suite, detection included"
 	@echo "make lint    ruff alone"
 	@echo "make setup   the environment alone, in $(VENV)"
@@ -39,6 +40,19 @@ workflow: $(VENV)/.installed-run
 detection: $(VENV)/.installed-detection
 	@test -f data/shapes/annotations/instances_val.json || $(PY) data/make_shapes.py data/shapes
 	$(PY) tools/detect.py train configs/detection/shapes/mask_rcnn.py --work-dir output/detection --resume auto
+
+bench: $(VENV)/.installed-run
+	$(PY) benchmarks/layer.py --device cpu --rounds 3
+	$(PY) benchmarks/pieces.py --device cpu
+	$(PY) benchmarks/memory.py --device cpu
+	$(PY) benchmarks/alltoall.py
+	$(PY) benchmarks/model.py --device cpu
+
+bench-gpu: $(VENV)/.installed-run
+	$(PY) benchmarks/layer.py --device cuda
+	$(PY) benchmarks/pieces.py --device cuda
+	$(PY) benchmarks/memory.py --device cuda --measure 4096 8192 16384 32768
+	$(PY) benchmarks/model.py --device cuda
 
 test: lint $(VENV)/.installed-detection
 	$(PY) -m pytest

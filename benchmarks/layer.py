@@ -1,121 +1,174 @@
-"""One MoE layer against a dense feed-forward network of equal active FLOPs, and against simpler ways to run experts.
+"""One MoE layer against a dense feed-forward network of equal active FLOPs, and against its peers (peers.py).
 
-    python benchmarks/layer.py --threads 2        (about two minutes on two cores)
+    python benchmarks/layer.py                     (about 8 minutes on two cores)
+    python benchmarks/layer.py --shapes 4608x512x8 --dtypes float32 --rounds 15
+    python benchmarks/layer.py --device cuda       (the shapes of SwinV2-B's stages 3 and 4)
 
-Peers: a loop over experts with `index_select` and `index_add`, and `F.grouped_mm` on sorted rows with separate bias,
-gather and scatter. All share weights, and every output is checked against the plain reference before anything is timed.
-Rounds are interleaved; a ratio is the median over rounds of the time over the dense one's. f = 0: nothing drops.
+A shape is TxMxE[xK]: tokens, model dim, experts, top-k (1); hidden dim is 4 M, for the dense network K times that.
+bfloat16: autocast over fp32 weights, for the peers too; every ratio is to the dense network in float32 on a CPU, and in
+the same dtype on a GPU. Each output, and each gradient of the input, is first compared with the reference in fp64: what
+is wrong is named and not timed. f = 0: nothing drops. A step frees its gradients first, as zero_grad does.
 """
 
-# T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
+# T tokens, E experts, K top-k, M model dim, H hidden dim
 
 import argparse
-import statistics
+import gc
+import shlex
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from peers import BUILT_IN, libraries, routed
+from results_file import Table, publish
 from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.kernels import reference
-from swinv2_moe.measure.rounds import interleaved, machine, median_and_spread, ratios
+from swinv2_moe.measure.rounds import Times, interleaved, median_and_spread, ratios
+
+SHAPES = {
+    "cpu": ("4608x512x8", "4608x512x32", "1152x1024x8", "1152x1024x32", "4608x512x8x2", "1152x1024x8x2"),
+    # SwinV2-B at 192 px: 144 tokens of 512 channels in stage 3, 36 of 1024 in stage 4, of 32, 128 and 512 images
+    "cuda": tuple(f"{i * t}x{m}x{e}" for t, m in ((144, 512), (36, 1024)) for i in (32, 128, 512) for e in (8, 32, 64)),
+}
+FLOOR = {"cpu": "dense, float32", "cuda": "dense"}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # of the largest value
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"tokens": 4608, "model-dim": 512, "hidden-dim": 2048, "experts": 8, "top-k": 1}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", choices=SHAPES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK]")
+    parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    parser.add_argument("--no-peers", action="store_true", help="the layer and the dense network alone")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/")
+    args = parser.parse_args()
+    args.shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes or SHAPES[args.device]]
+    return args
 
 
-class Dense(nn.Sequential):
-    """K times as wide as one expert: the FLOPs that a token meets in the MoE layer."""
+class Case:
+    """One shape in one dtype: the layer, the dense network and the peers, on the same weights and input."""
 
-    def __init__(self, model_dim: int, hidden_dim: int) -> None:
-        super().__init__(nn.Linear(model_dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, model_dim))
+    def __init__(self, shape: tuple[int, ...], dtype: str, device: str, peers: bool) -> None:
+        tokens, model_dim, num_experts, *rest = shape
+        self.top_k, self.dtype, self.device = rest[0] if rest else 1, dtype, torch.device(device)
+        torch.manual_seed(0)
+        config = MoEConfig(model_dim, 4 * model_dim, num_experts, top_k=self.top_k, capacity_factor=0.0)
+        self.layer = MoELayer(config).to(device)
+        hidden = self.top_k * config.hidden_dim  # the FLOPs that a token meets in the MoE layer
+        dense = nn.Sequential(nn.Linear(model_dim, hidden), nn.GELU(), nn.Linear(hidden, model_dim)).to(device)
+        self.x = torch.randn(tokens, model_dim, device=device).requires_grad_()
+        self.grad = torch.randn_like(self.x)
+        self.modules = [self.layer, dense]
+        self.alternatives: dict[str, Callable[[Tensor], Tensor]] = {"moe_core": lambda x: self.layer(x)[0]}
+        self.left_out: dict[str, str] = {}
+        if peers:
+            self.alternatives |= {name: partial(peer, self.layer) for name, peer in BUILT_IN.items()}
+            found, self.left_out = libraries(self.layer, self.device)
+            self.alternatives |= {name: peer for name, (peer, _) in found.items()}
+            self.modules += [module for _, module in found.values()]
+        self._leave_out_what_is_wrong()
+        if dtype == "bfloat16":
+            self.alternatives = {name: self._under_autocast(run) for name, run in self.alternatives.items()}
+            self.alternatives["dense, bfloat16" if device == "cpu" else "dense"] = self._under_autocast(dense)
+        if dtype == "float32" or device == "cpu":
+            self.alternatives[FLOOR[device] if device == "cpu" else "dense"] = dense
+
+    def _under_autocast(self, run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def autocast(x: Tensor) -> Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                return run(x)
+
+        return autocast
+
+    def _leave_out_what_is_wrong(self) -> None:
+        """By the output and the gradient of x for every token, against plain products in fp64 on the same routing."""
+        wanted = self._reference()
+        for name, run in list(self.alternatives.items()):
+            run = self._under_autocast(run) if self.dtype == "bfloat16" else run
+            try:
+                y = run(self.x).to(self.x.dtype)
+                found = (y.detach(), *torch.autograd.grad(y, self.x, self.grad))
+                error = max(_difference(a, b) for a, b in zip(found, wanted, strict=True))
+            except Exception as problem:  # a library's; the layer's own ends the run below
+                error, reason = float("inf"), f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
+            else:
+                reason = f"wrong: an error of {error:.1e} of the largest value"
+            if not error < TOLERANCE[self.dtype]:
+                if name == "moe_core":
+                    raise SystemExit(f"moe_core: {reason}")
+                del self.alternatives[name]
+                self.left_out[name] = reason
+        gc.collect()
+
+    def _reference(self) -> tuple[Tensor, Tensor]:
+        """y, and the gradient of x through gates and experts [T, M]; an expert's tokens at a time, in fp64."""
+        e, x = self.layer.experts, self.x.detach().double().requires_grad_()
+        _, ids = routed(self.layer, self.x.detach())
+        probs = F.linear(x, self.layer.router.weight.double()).softmax(-1).gather(1, ids)
+        gates = probs / probs.sum(1, keepdim=True) if self.top_k > 1 else probs
+        y = torch.zeros_like(x)
+        for i in range(self.layer.config.num_experts):
+            token, k = (ids == i).nonzero(as_tuple=True)
+            w1, b1, w2, b2 = (t[i].detach().double() for t in (e.w1, e.b1, e.w2, e.b2))
+            out = F.gelu(x[token] @ w1.t() + b1) @ w2 + b2
+            y = y.index_add(0, token, out * gates[token, k].unsqueeze(1))
+        return y.detach(), *torch.autograd.grad(y, x, self.grad.double())
+
+    def step(self, run: Callable[[Tensor], Tensor]) -> None:
+        self.x.grad = None
+        for module in self.modules:
+            module.zero_grad()
+        y = run(self.x)
+        y.backward(self.grad.to(y.dtype))
+
+    def times(self, rounds: int) -> tuple[dict[str, Times], dict[str, Times]]:
+        """Milliseconds of the forward pass in evaluation, without gradients; of forward and backward in training."""
+        x = self.x.detach()
+        for module in self.modules:
+            module.eval()
+        with torch.no_grad():
+            forward = interleaved({name: partial(run, x) for name, run in self.alternatives.items()}, rounds)
+        for module in self.modules:
+            module.train()
+        steps = {name: partial(self.step, run) for name, run in self.alternatives.items()}
+        return forward, interleaved(steps, rounds)
 
 
-def routed(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Gates and experts of every token [T, K]; the router alone, as the peers use it."""
-    gates, ids = layer.router(x.float()).softmax(-1).topk(layer.config.top_k)
-    return (gates / gates.sum(1, keepdim=True) if layer.config.top_k > 1 else gates), ids
-
-
-def by_loop(layer: MoELayer, x: Tensor) -> Tensor:
-    gates, ids = routed(layer, x)
-    e = layer.experts
-    y = torch.zeros_like(x)
-    for i in range(layer.config.num_experts):
-        token, k = (ids == i).nonzero(as_tuple=True)
-        out = F.gelu(F.linear(x[token], e.w1[i], e.b1[i])) @ e.w2[i] + e.b2[i]
-        y = y.index_add(0, token, out * gates[token, k].unsqueeze(1).to(x.dtype))
-    return y
-
-
-def by_grouped_mm(layer: MoELayer, x: Tensor) -> Tensor:
-    gates, ids = routed(layer, x)
-    e, top_k = layer.experts, layer.config.top_k
-    expert, choices = ids.flatten().sort(stable=True)
-    offsets = torch.bincount(expert, minlength=layer.config.num_experts).cumsum(0).int()
-    rows = x[choices // top_k]  # [N, M]
-    hidden = F.gelu(F.grouped_mm(rows, e.w1.transpose(1, 2), offs=offsets) + e.b1[expert])
-    out = (F.grouped_mm(hidden, e.w2, offs=offsets) + e.b2[expert]) * gates.flatten()[choices].unsqueeze(1).to(x.dtype)
-    return torch.zeros_like(x).index_add(0, choices // top_k, out)
-
-
-def check(outputs: dict[str, Tensor], layer: MoELayer, x: Tensor) -> None:
-    """Every alternative but the dense one against the specification, on 64 tokens in fp64."""
-    gates, ids = (t[:64] for t in routed(layer, x))
-    e = layer.experts
-    weights = (w.double() for w in (gates, e.w1, e.b1, e.w2, e.b2))
-    gates, w1, b1, w2, b2 = weights
-    expected = reference.moe_ffn(x[:64].double(), ids, gates, w1, b1, w2, b2, F.gelu)
-    tolerance = 2e-2 if x.dtype == torch.bfloat16 else 1e-5
-    for name, y in outputs.items():
-        error = (y[:64] - expected).abs().max().item() / expected.abs().max().item()
-        if not error < tolerance:
-            raise SystemExit(f"{name}: relative error {error:.1e} against the reference, {tolerance:.0e} allowed")
+def _difference(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b).abs().max() / b.abs().max()).item()
 
 
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    options = {"device": args.device, "dtype": getattr(torch, args.dtype)}
-    config = MoEConfig(args.model_dim, args.hidden_dim, args.experts, top_k=args.top_k, capacity_factor=0.0)
-    layer, dense = MoELayer(config).to(**options), Dense(args.model_dim, args.top_k * args.hidden_dim).to(**options)
-    layer.router.float()
-    x = torch.randn(args.tokens, args.model_dim, **options).requires_grad_()
-    grad = torch.randn_like(x)
-    forwards = {
-        "dense FFN": lambda: dense(x),
-        "moe_core": lambda: layer(x)[0],
-        "grouped_mm": lambda: by_grouped_mm(layer, x),
-        "loop": lambda: by_loop(layer, x),
-    }
-    with torch.no_grad():
-        check({name: forward() for name, forward in forwards.items() if name != "dense FFN"}, layer, x)
-
-    def step(forward) -> None:
-        x.grad = None
-        layer.zero_grad()
-        dense.zero_grad()
-        forward().backward(grad)
-
-    print(f"{machine(args.device)}\n{vars(args)}")
-    with torch.no_grad():
-        forward_ms = interleaved(forwards, args.rounds)
-    step_ms = interleaved({name: lambda f=forward: step(f) for name, forward in forwards.items()}, args.rounds)
-    print("| | forward, ms (quartiles) | forward + backward, ms | ratio to dense |\n|---|---|---|---|")
-    for name, times in step_ms.items():
-        ratio = median_and_spread(ratios(times, step_ms["dense FFN"]), 3)
-        print(f"| {name} | {median_and_spread(forward_ms[name])} | {median_and_spread(times)} | {ratio} |")
-    print(f"best of {args.rounds}: " + ", ".join(f"{name} {min(times):.1f} ms" for name, times in step_ms.items()))
-    print(f"tokens/s through moe_core: {1e3 * args.tokens / statistics.median(step_ms['moe_core']):.0f}")
+    rows, data, left_out, floor = [], [], {}, FLOOR[args.device]
+    for shape in args.shapes:
+        for dtype in args.dtypes:
+            case = Case(shape, dtype, args.device, not args.no_peers)
+            left_out |= case.left_out
+            forward, step = case.times(args.rounds)
+            label = f"{'x'.join(map(str, shape))}, {dtype}"
+            for name in case.alternatives:
+                cells = []
+                for times in (forward, step):
+                    ratio = ratios(times[name], times[floor])
+                    cells += [median_and_spread(times[name]), median_and_spread(ratio, 2)]
+                    data.append({"shape": shape, "dtype": dtype, "name": name, "ms": times[name], "ratio": ratio})
+                rows.append([label, name, *cells])
+                print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+            del case
+            gc.collect()
+    columns = ["TxMxE(xK), dtype", "", "forward, ms", "to dense", "forward + backward, ms", "to dense"]
+    notes = [f"{name} is not measured. {reason}" for name, reason in left_out.items()]
+    command = shlex.join(["python", "benchmarks/layer.py", *sys.argv[1:]])
+    publish(Table("One MoE layer", command, columns, rows, notes, data), args.device, args.output)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core.config import ExpertShard, MoEConfig
-from moe_core.kernels import grouped_linear
+from moe_core.kernels import empty, expert_ffn
 from moe_core.precision import expert_dtype
 
 _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
@@ -36,7 +36,8 @@ class Experts(nn.Module):
     def __init__(self, config: MoEConfig, shard: ExpertShard | None = None, device=None) -> None:
         super().__init__()
         self.config, self.shard = config, shard or config.shard(0, 1)
-        self.activation, self.dropout = _ACTIVATIONS[config.activation], config.hidden_dropout
+        self._copies: tuple[list, ExpertWeights] | None = None  # of the parameters in evaluation's dtype, and of which
+        self.activation = _ACTIVATIONS[config.activation]
         experts, hidden = self.shard.num_experts, config.hidden_dim // self.shard.num_parts
         has_b1, has_b2 = config.bias, config.bias and config.output_bias
         self.w1 = self._new(True, experts, hidden, config.model_dim, device=device)
@@ -46,7 +47,10 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def _new(self, present: bool, *shape: int, device) -> nn.Parameter | None:
-        return nn.Parameter(torch.empty(shape, device=device)) if present else None
+        if not present:
+            return None
+        device = torch.get_default_device() if device is None else torch.device(device)
+        return nn.Parameter(empty(shape, torch.get_default_dtype(), device, reuse=False))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -65,19 +69,43 @@ class Experts(nn.Module):
                         tensor[e].copy_(whole.chunk(self.shard.num_parts)[self.shard.part])
 
     def weights(self, dtype: torch.dtype, gather: Callable[[Tensor], Tensor] | None = None) -> ExpertWeights:
-        """The parameters in `dtype`; `gather` joins each with those of the ranks that share it."""
+        """What to compute with in `dtype`; `gather` joins each parameter with those of the ranks that share it.
+
+        The parameters themselves, which the kernel casts, or in evaluation copies in `dtype` that last. A copy is made
+        anew when its parameter has changed: by an optimiser, copy_, load_state_dict or a move. A write through `.data`
+        or NumPy leaves no trace; after one, `train()` drops the copies.
+        """
         parameters = (self.w1, self.b1, self.w2, self.b2)
         if gather is not None:
             return ExpertWeights(*(None if p is None else gather(p) for p in parameters))
-        return ExpertWeights(*(None if p is None else p.to(dtype) for p in parameters))
+        learning = self.training or (
+            torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters)
+        )
+        traced = torch.compiler.is_compiling() or self.w1.is_meta or self.w1.is_inference()
+        if dtype == self.w1.dtype or learning or traced:
+            return ExpertWeights(*parameters)
+        versions = [(dtype, p.data_ptr(), p._version) for p in parameters if p is not None]
+        if self._copies is None or self._copies[0] != versions:
+            with torch.inference_mode(False), torch.no_grad():
+                copies = ExpertWeights(
+                    *(None if p is None else empty(p.shape, dtype, p.device, reuse=False).copy_(p) for p in parameters)
+                )
+            self._copies = (versions, copies)
+        return self._copies[1]
+
+    def train(self, mode: bool = True) -> "Experts":
+        self._copies = None
+        return super().train(mode)
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_copies": None}
 
     def forward(self, rows: Tensor, offsets: Tensor, weights: ExpertWeights | None = None) -> Tensor:
         """rows [N, M] grouped by expert, offsets [E] where each expert's rows end -> [N, M]."""
         dtype = expert_dtype(rows)
         w1, b1, w2, b2 = weights or self.weights(dtype)
-        hidden = self.activation(grouped_linear(rows.to(dtype), w1, b1, offsets))  # [N, H]
-        hidden = F.dropout(hidden, self.dropout, self.training)
-        return grouped_linear(hidden, w2.transpose(1, 2), b2, offsets)
+        dropout = self.config.hidden_dropout if self.training else 0.0
+        return expert_ffn(rows.to(dtype), w1, b1, w2, b2, offsets, self.config.activation, dropout)
 
 
 def _initial(shape: tuple[int, ...], std: float | None, fan_in: int, generator: torch.Generator) -> Tensor:

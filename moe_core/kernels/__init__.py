@@ -2,7 +2,8 @@
 
 from moe_core.kernels import routing
 from moe_core.kernels.backend import choose
-from moe_core.kernels.grouped import grouped_linear
+from moe_core.kernels.buffers import empty
+from moe_core.kernels.ffn import expert_ffn
 from moe_core.kernels.rows import combine_rows, dispatch_rows
 
-__all__ = ["choose", "combine_rows", "dispatch_rows", "grouped_linear", "routing"]
+__all__ = ["choose", "combine_rows", "dispatch_rows", "empty", "expert_ffn", "routing"]

@@ -17,6 +17,12 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
     return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weight.shape[1])])
 
 
+def expert_ffn(rows: Tensor, w1, b1, w2, b2, offsets: Tensor, activation=F.gelu, kept=None) -> Tensor:
+    """rows [N, M], w1 and w2 [E, H, M], b1 [E, H], b2 [E, M] -> [N, M]; `kept` [N, H]: dropout's factors."""
+    hidden = activation(grouped_linear(rows, w1, b1, offsets))
+    return grouped_linear(hidden if kept is None else hidden * kept, w2.transpose(1, 2), b2, offsets)
+
+
 def moe_ffn(
     x: Tensor, expert_ids: Tensor, gates: Tensor, w1, b1, w2, b2, activation, capacity=None, priority=None
 ) -> Tensor:

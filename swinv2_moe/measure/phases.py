@@ -54,7 +54,6 @@ _UPDATE = {"adamw": (14, 28), "sgd": (8, 20)}
 _NORM, _CLIPPING = (2, 4), (1, 8)
 # Operators and the argument of which they use the shape or the place, and not what is in it
 _UNREAD = {
-    "moe_core::grouped_weight_grad": "weight",
     **{f"aten::{name}_": "self" for name in ("copy", "fill", "zero", "normal", "uniform", "bernoulli")},
     **{f"aten::{name}_like": "self" for name in ("zeros", "ones", "full", "rand", "randn")},
     **{f"aten::new_{name}": "self" for name in ("zeros", "ones", "full")},

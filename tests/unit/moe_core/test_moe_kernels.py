@@ -1,6 +1,6 @@
 """Each custom op against plain torch: outputs, gradients, fake kernels, and the GPU kernels where they run on a CPU."""
 
-# T tokens, E experts, K top-k, N rows, I input features, O output features, M model dim
+# T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
 
 import pytest
 import torch
@@ -8,16 +8,17 @@ from moe_cases import make_layer
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core.dispatch import make_plan
-from moe_core.kernels import combine_rows, dispatch_rows, grouped_linear, reference
-from moe_core.kernels.grouped import (
-    _aligned,
-    group_sum_by_grouped_mm,
-    grouped_linear_by_grouped_mm,
-    grouped_weight_grad_by_grouped_mm,
-)
+from moe_core.kernels import combine_rows, dispatch_rows, expert_ffn, grouped, reference
+from moe_core.kernels.grouped import _aligned, group_sum, grouped_linear, grouped_weight_grad
 
 OPS = torch.ops.moe_core
-LAYOUTS = ["plain", "transposed"]
+DTYPES = {  # of rows and of weights; the last pair as under autocast
+    "fp64": (torch.float64, torch.float64),
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "mixed": (torch.bfloat16, torch.float32),
+}
+TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest value
 # Where the rows of each expert end: empty experts at the start, in the middle and at the end.
 ENDS = {"even": [4, 8, 12], "empty": [0, 7, 7, 12, 12], "one": [12], "none": [0, 0]}
 
@@ -26,13 +27,40 @@ def random(*shape: int, dtype=torch.float64, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def linear_inputs(ends, num_rows=12, in_features=5, out_features=7, layout="plain", dtype=torch.float64):
-    """rows, weight [E, O, I] in the wanted layout, bias, offsets."""
-    weight = random(len(ends), out_features, in_features, dtype=dtype, seed=1)
-    if layout == "transposed":
-        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    bias = random(len(ends), out_features, dtype=dtype, seed=2)
-    return random(num_rows, in_features, dtype=dtype), weight, bias, torch.tensor(ends, dtype=torch.int32)
+def ffn_inputs(
+    ends, num_rows=12, dtype=torch.float64, weight_dtype=torch.float64, model_dim=5, hidden_dim=7, with_bias=True
+):
+    """rows [N, M], the weights w1, b1, w2, b2, offsets, and a gradient of the output [N, M]."""
+    matrix = (len(ends), hidden_dim, model_dim)
+    shapes = [matrix, matrix[:2], matrix, (len(ends), model_dim)]
+    weights = [random(*shape, dtype=weight_dtype, seed=1 + i) for i, shape in enumerate(shapes)]
+    if not with_bias:
+        weights[1] = weights[3] = None
+    rows, grad = (random(num_rows, model_dim, dtype=dtype, seed=seed) for seed in (0, 9))
+    return rows, weights, torch.tensor(ends, dtype=torch.int32), grad
+
+
+def double(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.double()
+
+
+def outcome(function, rows, weights, offsets, grad=None, num_used=None) -> tuple[torch.Tensor, ...]:
+    """The output and, for a gradient of its first `num_used` rows, the gradients of all that is there."""
+    rows, *weights = (None if t is None else t.detach().requires_grad_() for t in (rows, *weights))
+    out = function(rows, *weights, offsets)
+    if grad is None:
+        return (out,)
+    inputs = [t for t in (rows, *weights) if t is not None]
+    used = slice(offsets[-1] if num_used is None else num_used)
+    return out, *torch.autograd.grad(out[used], inputs, grad[used], materialize_grads=True)
+
+
+def assert_close(found, expected, num_used: int, dtype: torch.dtype) -> None:
+    """Output, gradient of the rows, gradients of weights; of the first two the used rows alone count."""
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        a, b = (a[:num_used], b[:num_used]) if i < 2 else (a, b)
+        largest = b.abs().max().item() if b.numel() else 0.0
+        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=TOLERANCES[dtype] * max(largest, 1e-30))
 
 
 def plan_inputs(top_k: int, capacity: int | None):
@@ -42,34 +70,93 @@ def plan_inputs(top_k: int, capacity: int | None):
     return plan.choices, plan.slots, plan.kept
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("num_rows", [12, 15])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_grouped_linear_equals_reference(with_bias, num_rows, ends, layout):
-    rows, weight, bias, offsets = linear_inputs(ends, num_rows, layout=layout)
-    inputs = [t.requires_grad_() for t in ((rows, weight, bias) if with_bias else (rows, weight))]
-    outcomes = []
-    for function in (grouped_linear, reference.grouped_linear):
-        out = function(rows, weight, bias if with_bias else None, offsets)[: ends[-1]]
-        gradients = torch.autograd.grad(out.sin().sum(), inputs, materialize_grads=True)
-        outcomes.append((out, *gradients))
-    torch.testing.assert_close(*outcomes)
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+def test_expert_ffn_equals_reference(dtypes, with_bias, num_rows, ends):
+    rows, weights, offsets, grad = ffn_inputs(ends, num_rows, *dtypes, with_bias=with_bias)
+    out, *gradients = outcome(expert_ffn, rows, weights, offsets, grad)
+    assert (out.dtype, [g.dtype for g in gradients]) == (
+        rows.dtype,
+        [t.dtype for t in (rows, *weights) if t is not None],
+    )
+    expected = outcome(reference.expert_ffn, rows.double(), [double(w) for w in weights], offsets, grad.double())
+    assert_close((out, *gradients), expected, ends[-1], rows.dtype)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
-def test_weight_gradient_has_the_layout_of_the_weight(ends, layout):
-    rows, weight, _, offsets = linear_inputs(ends, layout=layout)
-    grad = OPS.grouped_weight_grad(random(12, 7), rows, weight, offsets)
-    assert grad.stride() == weight.stride()
+@pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
+def test_gradcheck_expert_ffn(activation):
+    rows, weights, offsets, _ = ffn_inputs([2, 2, 5], 5, model_dim=3, hidden_dim=2)
+    inputs = [t.requires_grad_() for t in (rows, *weights)]
+    assert torch.autograd.gradcheck(lambda *inputs: expert_ffn(*inputs, offsets, activation), inputs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradcheck_grouped_linear(layout):
-    rows, weight, bias, offsets = linear_inputs([2, 2, 5], 5, 3, 2, layout)
-    inputs = [t.requires_grad_() for t in (rows, weight, bias)]
-    assert torch.autograd.gradcheck(lambda *inputs: grouped_linear(*inputs, offsets), inputs)
+@pytest.mark.parametrize("sizes", [[37, 0, 70, 3], [16, 16, 16, 16], [1, 1, 1, 1], [0, 0, 0, 90]], ids=str)
+@pytest.mark.parametrize("spare", [0, 40])
+def test_expert_ffn_in_half_precision_computes_on_tiles_of_rows(spare, sizes):
+    """Groups are rounded up into the next ones' rows and past the last one, where NaN may lie."""
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    rows, weights, offsets, grad = ffn_inputs(ends, ends[-1] + spare, torch.bfloat16, torch.float32, 24, 32)
+    rows[ends[-1] :], grad[ends[-1] :] = float("nan"), float("nan")
+    found = outcome(expert_ffn, rows, weights, offsets, grad)
+    assert all(t.isfinite().all() for t in found)
+    expected = outcome(reference.expert_ffn, rows.double(), [w.double() for w in weights], offsets, grad.double())
+    assert_close(found, expected, ends[-1], torch.bfloat16)
+
+
+def test_expert_ffn_takes_an_expanded_gradient_and_other_strides():
+    rows, weights, offsets, _ = ffn_inputs([4, 12], 12)
+    expected = outcome(expert_ffn, rows, weights, offsets, torch.ones_like(rows))
+    grad = torch.ones(1, 1, dtype=rows.dtype).expand_as(rows)
+    transposed = [w.transpose(0, 1).contiguous().transpose(0, 1) for w in weights]
+    torch.testing.assert_close(outcome(expert_ffn, rows.t().contiguous().t(), transposed, offsets, grad), expected)
+
+
+def test_expert_ffn_gives_no_gradient_where_none_is_wanted():
+    rows, weights, offsets, grad = ffn_inputs([4, 12], 12)
+    expected = outcome(expert_ffn, rows, weights, offsets, grad)
+    for wanted in range(5):
+        inputs = [t.detach().requires_grad_(i == wanted) for i, t in enumerate((rows, *weights))]
+        expert_ffn(*inputs, offsets).backward(grad)
+        torch.testing.assert_close(inputs[wanted].grad, expected[1 + wanted])
+        assert all(t.grad is None for i, t in enumerate(inputs) if i != wanted)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_dropout_zeroes_its_share_and_keeps_the_mean(share, dtypes):
+    """Seen through experts that pass every activation on: w1 = w2 = 1, no bias, relu of ones."""
+    rows = torch.eye(64).repeat(10, 1).to(dtypes[0]).requires_grad_()
+    w = torch.eye(64).expand(2, 64, 64).contiguous().to(dtypes[1])
+    torch.manual_seed(0)
+    out = expert_ffn(rows, w, None, w, None, torch.tensor([300, 640], dtype=torch.int32), "relu", share)
+    kept = out[rows.detach().bool()]
+    scale = 1 / (1 - round(share * 65536) / 65536)
+    assert set(kept.tolist()) == {0.0, torch.tensor(scale, dtype=dtypes[0]).item()}
+    assert abs((kept == 0).float().mean().item() - share) < 4 * (share * (1 - share) / 640) ** 0.5
+    out.sum().backward()  # the gradient of x_ii is the factor that y_ii got
+    torch.testing.assert_close(rows.grad[rows.detach().bool()], kept)
+
+
+def test_gradcheck_dropout():
+    rows, weights, offsets, _ = ffn_inputs([2, 2, 5], 5, model_dim=3, hidden_dim=4)
+    noise = OPS.dropout_noise(rows, weights[0])
+    inputs = [t.requires_grad_() for t in (rows, *weights)]
+    assert torch.autograd.gradcheck(lambda *i: OPS.expert_ffn(*i, offsets, noise, "gelu", 0.4, True)[0], inputs)
+
+
+def test_dropout_noise_is_even_and_follows_the_seed():
+    rows, w1 = torch.empty(1000, 2), torch.empty(1, 32, 2)
+    draws = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        draws.append(OPS.dropout_noise(rows, w1))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    lanes = draws[0].view(-1, 4).double()  # of one number of the generator
+    assert (lanes.mean(0).abs() < 1000).all()
+    assert ((lanes < 0).double().mean(0) - 0.5).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("capacity", [None, 2, 0])
@@ -110,14 +197,26 @@ def test_opcheck_rows(op, top_k, capacity):
     torch.library.opcheck(getattr(OPS, op).default, arguments[op])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", ["grouped_linear", "grouped_weight_grad", "group_sum"])
-def test_opcheck_grouped(op, layout):
-    rows, weight, bias, offsets = linear_inputs([0, 7, 12], layout=layout)
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("op", ["expert_ffn", "expert_ffn_backward"])
+def test_opcheck_ffn(op, dtypes):
+    rows, weights, offsets, grad = ffn_inputs([0, 7, 12], 12, *dtypes)
+    noise = OPS.dropout_noise(rows, weights[0])
+    hidden = OPS.expert_ffn(rows, *weights, offsets, noise, "gelu", 0.5, True)[1]
     arguments = {
-        "grouped_linear": (rows.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), offsets),
-        "grouped_weight_grad": (random(12, 7), rows.detach(), weight.detach(), offsets),
-        "group_sum": (rows.detach(), offsets),
+        "expert_ffn": (
+            rows.requires_grad_(),
+            *(w.requires_grad_() for w in weights),
+            offsets,
+            noise,
+            "gelu",
+            0.5,
+            True,
+        ),
+        "expert_ffn_backward": (
+            *(grad, rows.detach(), hidden, *(w.detach() for w in weights), offsets, noise, "gelu", 0.5),
+            [True, False, True, True, False],
+        ),
     }
     torch.library.opcheck(getattr(OPS, op).default, arguments[op])
 
@@ -128,28 +227,31 @@ SIZES = {"aligned": (24, 16), "odd": (5, 7), "odd-out": (16, 7), "odd-in": (5, 1
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("ends", "num_rows"), [([4, 8, 12], 12), ([0, 7, 7, 12, 12], 15), ([3], 5), ([0, 0], 0)])
-def test_grouped_mm_path_equals_reference(ends, num_rows, layout, sizes, dtype):
-    rows, weight, bias, offsets = linear_inputs(ends, num_rows, *sizes, layout, dtype)
-    grad = random(num_rows, sizes[1], dtype=dtype, seed=3)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_grouped_mm_path_equals_reference(with_bias, ends, num_rows, sizes, dtype):
+    rows, weights, offsets, grad = ffn_inputs(ends, num_rows, dtype, torch.float32, *sizes, with_bias=with_bias)
     rows[ends[-1] :], grad[ends[-1] :] = float("nan"), float("nan")  # belongs to nobody
-    tolerance = {"rtol": 2e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    inputs = [t.float().requires_grad_() for t in (rows, weight, bias)]
-    expected = reference.grouped_linear(*inputs, offsets)[: ends[-1]]
-    expected_grads = torch.autograd.grad(expected, inputs, grad.float()[: ends[-1]])
+    expected = outcome(
+        reference.expert_ffn, rows.double(), [double(w) for w in weights], offsets, grad.double(), ends[-1]
+    )
+    out, hidden = grouped.forward(rows, *weights, offsets, None, "gelu", 0.0, True)
+    assert (out.shape, out.dtype, out.is_contiguous()) == (rows.shape, dtype, True)
+    needs = [t is not None for t in (rows, *weights)]
+    gradients = grouped.backward(grad, rows, hidden, *weights, offsets, None, "gelu", 0.0, needs)
+    assert_close((out, *(g for g in gradients if g is not None)), expected, ends[-1], dtype)
 
-    for b in (bias, None):
-        out = grouped_linear_by_grouped_mm(rows, weight, b, offsets)
-        assert (out.shape, out.dtype, out.is_contiguous()) == ((num_rows, sizes[1]), dtype, True)
-        plain = reference.grouped_linear(inputs[0], inputs[1], None if b is None else inputs[2], offsets)
-        torch.testing.assert_close(out.float()[: ends[-1]], plain[: ends[-1]], **tolerance)
-    grad_rows = grouped_linear_by_grouped_mm(grad, weight.transpose(1, 2), None, offsets)
-    grad_weight = grouped_weight_grad_by_grouped_mm(grad, rows, weight, offsets)
-    assert (grad_weight if layout == "plain" else grad_weight.transpose(1, 2)).is_contiguous()
-    got = (grad_rows[: ends[-1]], grad_weight, group_sum_by_grouped_mm(grad, offsets))
-    expected_grads = (expected_grads[0][: ends[-1]], *expected_grads[1:])
-    torch.testing.assert_close([g.float() for g in got], list(expected_grads), **tolerance)
+
+def test_grouped_mm_path_drops_alike_in_both_directions():
+    rows, weights, offsets, grad = ffn_inputs([4, 12], 12, torch.float32, torch.float32, 24, 16)
+    noise = torch.randint(-32768, 32768, (12 * 16,), dtype=torch.int16)
+    out, hidden = grouped.forward(rows, *weights, offsets, noise, "gelu", 0.25, True)
+    found = (out, *grouped.backward(grad, rows, hidden, *weights, offsets, noise, "gelu", 0.25, [True] * 5))
+    kept = (noise >= 16384 - 32768).view(12, 16) / 0.75
+    inputs = [t.double().requires_grad_() for t in (rows, *weights)]
+    expected = reference.expert_ffn(*inputs, offsets, kept=kept.double())
+    expected = (expected, *torch.autograd.grad(expected, inputs, grad.double()))
+    assert_close(found, expected, 12, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -164,14 +266,14 @@ def test_grouped_mm_path_equals_reference(ends, num_rows, layout, sizes, dtype):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_mm_path_takes_any_strides(dtype, view):
-    rows, weight, bias, offsets = linear_inputs([4, 12], 12, 24, 16, dtype=dtype)
-    rows, grad = view(rows), view(random(12, 16, dtype=dtype))
+    weight, bias, offsets = random(2, 16, 24, dtype=dtype), random(2, 16, dtype=dtype), torch.tensor([4, 12]).int()
+    rows, grad = view(random(12, 24, dtype=dtype)), view(random(12, 16, dtype=dtype))
     assert _aligned(rows).data_ptr() % 16 == 0  # a GPU insists on it, a CPU does not
     plain = [t.clone(memory_format=torch.contiguous_format) for t in (rows, grad)]
     for function, inputs in (
-        (grouped_linear_by_grouped_mm, lambda r, g: (r, weight, bias, offsets)),
-        (grouped_weight_grad_by_grouped_mm, lambda r, g: (g, r, weight, offsets)),
-        (group_sum_by_grouped_mm, lambda r, g: (g, offsets)),
+        (grouped_linear, lambda r, g: (r, weight, bias, offsets)),
+        (grouped_weight_grad, lambda r, g: (g, r, offsets)),
+        (group_sum, lambda r, g: (g, offsets)),
     ):
         torch.testing.assert_close(function(*inputs(rows, grad)), function(*inputs(*plain)))
 

@@ -1,0 +1,62 @@
+"""The whole network, SwinV2-MoE beside its dense twin: images/s in inference and in training.
+
+    python benchmarks/model.py                     (about 4 minutes on two cores)
+
+The measuring is tools/throughput.py's (swinv2_moe.measure.throughput); this runs its two modes and keeps the rows.
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+from results_file import Table, publish
+
+from swinv2_moe.command import run_command
+from swinv2_moe.measure.rounds import median_and_spread
+from swinv2_moe.measure.throughput import Options, combinations, headline, measure
+
+CONFIG = Path(__file__).parent.parent / "configs/in22k"
+CONFIGS = {  # the V2 form of the published recipes
+    "cpu": CONFIG / "swin_moe_small_window12_192_8expert.yaml",
+    "cuda": CONFIG / "swin_moe_base_window12_192_32expert.yaml",
+}
+BATCHES = {"cpu": {"inference": [1, 8], "training": [8]}, "cuda": {"inference": [1, 128], "training": [128]}}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=CONFIGS, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cfg", type=Path)
+    parser.add_argument("--modes", nargs="+", choices=["inference", "training"], default=["inference", "training"])
+    parser.add_argument("--batch-sizes", nargs="+", type=int, help="of both modes")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--opts", nargs="+", default=["MODEL.TYPE", "swinv2_moe"], metavar="KEY VALUE")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    table, data, title = [], [], ""
+    for mode in args.modes:
+        batches = args.batch_sizes or BATCHES[args.device][mode]
+        options = Options((mode,), tuple(batches), tuple(args.dtypes), rounds=args.rounds)
+        opts = [*args.opts, "DEVICE", args.device]
+        plan = combinations(args.cfg or CONFIGS[args.device], opts, options)
+        title = headline(plan, 1)
+        for row in measure(plan, options.rounds, options.warmup):
+            speeds = [median_and_spread(row.images_per_second(side), 2) for side in (row.moe, row.dense)]
+            table.append([str(row.combination), *speeds, median_and_spread(row.ratio(), 3)])
+            times = {"moe_ms": list(row.moe.times), "dense_ms": list(row.dense.times)}
+            data.append(row.combination._asdict() | times | {"dropped": row.dropped, "largest_load": row.largest_load})
+            print(" | ".join(table[-1]), file=sys.stderr, flush=True)
+    columns = ["", "images/s, experts", "dense", "experts / dense"]
+    command = shlex.join(["python", "benchmarks/model.py", *sys.argv[1:]])
+    publish(Table("The whole network", command, columns, table, [title], data), args.device, args.output)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,188 @@
+"""Other ways to run the same layer on the same weights, to be measured beside it.
+
+Three are written here: GShard's einsums (as in fairseq), a loop over the experts, and F.grouped_mm on sorted rows with
+everything else unfused (as in torchtitan). The others are libraries, each imported if it is there; `unavailable` says
+why one is not measured. All are dropless and in fp32 gate like MoELayer.
+"""
+
+# T tokens, E experts, K top-k, C capacity, N rows, M model dim, H hidden dim
+
+import importlib
+import os
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_core import MoELayer
+
+Peer = Callable[[Tensor], Tensor]
+
+
+def routed(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Gates and experts of every token [T, K]."""
+    with torch.autocast(x.device.type, enabled=False):
+        gates, ids = layer.router(x.float()).softmax(-1).topk(layer.config.top_k)
+    return (gates / gates.sum(1, keepdim=True) if layer.config.top_k > 1 else gates), ids
+
+
+def by_einsum(layer: MoELayer, x: Tensor) -> Tensor:
+    """GShard (arXiv 2006.16668, algorithm 1): one-hot tensors [T, E, C] move the tokens; C is the largest load."""
+    gates, ids = routed(layer, x)
+    chosen = F.one_hot(ids, layer.config.num_experts).transpose(0, 1)  # [K, T, E]
+    place = (chosen.flatten(0, 1).cumsum(0).view_as(chosen) - 1) * chosen
+    capacity = int(place.max()) + 1
+    combine = torch.zeros(len(x), layer.config.num_experts, capacity, device=x.device)
+    for k in range(layer.config.top_k):
+        slot = F.one_hot(place[k].sum(1), capacity).float()
+        combine = combine + torch.einsum("t,te,tc->tec", gates[:, k], chosen[k].float(), slot)
+    e = layer.experts
+    rows = torch.einsum("tec,tm->ecm", (combine > 0).to(x.dtype), x)
+    hidden = F.gelu(torch.einsum("ecm,ehm->ech", rows, e.w1) + e.b1.unsqueeze(1))
+    out = torch.einsum("ech,ehm->ecm", hidden, e.w2) + e.b2.unsqueeze(1)
+    return torch.einsum("tec,ecm->tm", combine.to(x.dtype), out.to(x.dtype))
+
+
+def by_loop(layer: MoELayer, x: Tensor) -> Tensor:
+    """Each expert's tokens found, computed and added in turn."""
+    gates, ids = routed(layer, x)
+    y = torch.zeros_like(x)
+    # unbind: the gradient of a weight taken by its index would be made anew, zeros and all, for each expert
+    for i, (w1, b1, w2, b2) in enumerate(zip(*(p.unbind() for p in layer.experts.parameters()), strict=True)):
+        token, k = (ids == i).nonzero(as_tuple=True)
+        out = F.linear(F.gelu(F.linear(x[token], w1, b1)), w2.t(), b2)
+        y = y.index_add(0, token, (out * gates[token, k].unsqueeze(1)).to(x.dtype))
+    return y
+
+
+def by_grouped_mm(layer: MoELayer, x: Tensor) -> Tensor:
+    gates, ids = routed(layer, x)
+    e, top_k = layer.experts, layer.config.top_k
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    expert, choices = ids.flatten().sort(stable=True)
+    offsets = torch.bincount(expert, minlength=layer.config.num_experts).cumsum(0).int()
+    rows = x[choices // top_k].to(dtype)  # [N, M]
+    hidden = F.gelu(F.grouped_mm(rows, e.w1.to(dtype).transpose(1, 2), offs=offsets) + e.b1.to(dtype)[expert])
+    out = F.grouped_mm(hidden, e.w2.to(dtype), offs=offsets) + e.b2.to(dtype)[expert]
+    return torch.zeros_like(x).index_add(0, choices // top_k, (out * gates.flatten()[choices].unsqueeze(1)).to(x.dtype))
+
+
+def tutel(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
+    config = layer.config
+    os.environ.setdefault("LOCAL_SIZE", "1")
+    moe = importlib.import_module("tutel.moe")
+    model = moe.moe_layer(
+        gate_type={"type": "top", "k": config.top_k, "capacity_factor": 0, "fp32_gate": True},
+        experts={
+            "type": "ffn",
+            "count_per_node": config.num_experts,
+            "hidden_size_per_expert": config.hidden_dim,
+            "activation_fn": F.gelu,
+        },
+        model_dim=config.model_dim,
+        scan_expert_func=None,
+    ).to(device)
+    e, own = layer.experts, model.experts
+    _fill(model.gates[0].wg.weight, layer.router.weight)
+    for parameter, value in (
+        (own.batched_fc1_w, e.w1),
+        (own.batched_fc2_w, e.w2),
+        (own.batched_fc1_bias, e.b1),
+        (own.batched_fc2_bias, e.b2),
+    ):
+        _fill(parameter, value)
+    return model, model
+
+
+def deepspeed(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
+    config, e = layer.config, layer.experts
+    sharded_moe = importlib.import_module("deepspeed.moe.sharded_moe")
+    experts_module = importlib.import_module("deepspeed.moe.experts")
+    comm = importlib.import_module("deepspeed.comm")
+    if not comm.is_initialized():
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513", "RANK": "0", "WORLD_SIZE": "1"}.items():
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("LOCAL_RANK", "0")
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # would be compiled, for many ranks
+        comm.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
+    gate = sharded_moe.TopKGate(
+        config.model_dim, config.num_experts, config.top_k, min_capacity=0, drop_tokens=False, use_rts=False
+    )
+    ffn = nn.Sequential(
+        nn.Linear(config.model_dim, config.hidden_dim), nn.GELU(), nn.Linear(config.hidden_dim, config.model_dim)
+    )
+    group = torch.distributed.group.WORLD
+    experts = experts_module.Experts(ffn, config.num_experts)
+    model = sharded_moe.MOELayer(gate, experts, "ep_size_1", 1, config.num_experts).to(device)
+    model._set_ep_group(group)
+    _fill(gate.wg.weight, layer.router.weight)
+    for i, ffn in enumerate(experts.deepspeed_experts):
+        for parameter, value in zip(ffn.parameters(), (e.w1[i], e.b1[i], e.w2[i].t(), e.b2[i]), strict=True):
+            _fill(parameter, value)
+    return lambda x: model(x, None), model  # None: no token is masked
+
+
+def megablocks(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
+    config, e = layer.config, layer.experts
+    if device.type != "cuda":
+        raise RuntimeError("its kernels take a CUDA device")
+    arguments = importlib.import_module("megablocks.layers.arguments").Arguments(
+        hidden_size=config.model_dim,
+        ffn_hidden_size=config.hidden_dim,
+        moe_num_experts=config.num_experts,
+        moe_top_k=config.top_k,
+        mlp_impl="grouped",
+        bias=False,
+        fp16=False,
+        bf16=True,
+        device=device,
+    )
+    model = importlib.import_module("megablocks.layers.dmoe").dMoE(arguments)
+    _fill(model.router.layer.weight, layer.router.weight)
+    _fill(model.experts.mlp.w1, e.w1.flatten(0, 1))
+    _fill(model.experts.mlp.w2, e.w2.flatten(0, 1))
+    return lambda x: model(x.unsqueeze(1))[0].squeeze(1), model
+
+
+def scattermoe(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
+    config, e = layer.config, layer.experts
+    if device.type != "cuda":
+        raise RuntimeError("its kernels take a CUDA device")
+    module = importlib.import_module("scattermoe.mlp")
+    model = module.MLP(config.model_dim, config.hidden_dim, config.num_experts, config.top_k, activation=nn.GELU())
+    model = model.to(device)
+    _fill(model.experts.weight, e.w1)
+    _fill(model.output_experts.weight, e.w2.transpose(1, 2))
+    return lambda x: model(x, *routed(layer, x)), model
+
+
+def fairscale(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
+    importlib.import_module("fairscale.nn")
+    raise RuntimeError("its one gate takes two experts and drops tokens above 2 T / E: another function")
+
+
+BUILT_IN = {"einsum (GShard)": by_einsum, "loop": by_loop, "grouped_mm": by_grouped_mm}
+LIBRARIES = {
+    "Tutel": tutel,
+    "DeepSpeed": deepspeed,
+    "fairscale": fairscale,
+    "MegaBlocks": megablocks,
+    "ScatterMoE": scattermoe,
+}
+
+
+def libraries(layer: MoELayer, device: torch.device) -> tuple[dict[str, tuple[Peer, nn.Module]], dict[str, str]]:
+    """The libraries' layers with `layer`'s weights; and why the others are not among them."""
+    found, unavailable = {}, {}
+    for name, adapter in LIBRARIES.items():
+        try:
+            found[name] = adapter(layer, device)
+        except Exception as error:  # whatever a library fails with, the table goes on without it
+            unavailable[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return found, unavailable
+
+
+@torch.no_grad()
+def _fill(parameter: Tensor, value: Tensor) -> None:
+    parameter.copy_(value.view_as(parameter) if value.is_contiguous() else value)

@@ -1,0 +1,83 @@
+"""Tables printed, and kept as benchmarks/results/<device>-<date>.json with a .md beside it that shows the same."""
+
+import datetime
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+DIRECTORY = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one script measured; `data` is every number behind the cells."""
+
+    title: str
+    command: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    data: object = None
+
+    def markdown(self) -> str:
+        lines = [f"## {self.title}", "", f"`{self.command}`", ""]
+        lines += [f"| {' | '.join(self.columns)} |", "|" + " --- |" * len(self.columns)]
+        lines += [f"| {' | '.join(row)} |" for row in self.rows]
+        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes)]).rstrip() + "\n"
+
+
+def publish(table: Table, device: str, output: Path | None = None) -> None:
+    """Print the table, and put it in the file of this device and day, in the place of an earlier one of its title."""
+    print(table.markdown(), flush=True)
+    path = output or DIRECTORY / f"{_slug(device_name(device))}-{datetime.date.today()}.json"
+    found = json.loads(path.read_text()) if path.exists() else {"tables": {}}
+    found["tables"][table.title] = vars(table) | {"environment": environment(device)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.with_suffix(".md").write_text(_document(found["tables"]))
+
+
+def environment(device: str) -> dict[str, str | int]:
+    """Device, threads, versions and commit, for the head of a record."""
+    found = {"device": device_name(device), "threads": torch.get_num_threads(), "commit": _commit()}
+    return found | {"python": platform.python_version(), "torch": torch.__version__, "date": f"{datetime.date.today()}"}
+
+
+def device_name(device: str) -> str:
+    """The GPU's name; or the processor's with its cores, and AMX where it has that."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return f"{platform.processor() or platform.machine()} CPU"
+    model = re.search(r"model name\s*: (.*)", info)
+    amx = " AMX" if "amx_bf16" in info else ""
+    return f"{model[1].strip() if model else platform.machine()} x{info.count('processor	')}{amx}"
+
+
+def _document(tables: dict[str, dict]) -> str:
+    parts = ["Written by the scripts of benchmarks/; medians (quartiles) of interleaved rounds.\n"]
+    for found in tables.values():
+        fields = {name: found[name] for name in ("title", "command", "columns", "rows", "notes")}
+        head = ", ".join(f"{key} {value}" for key, value in found["environment"].items())
+        parts.append(f"{Table(**fields).markdown()}\n{head}\n")
+    return "\n".join(parts)
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(DIRECTORY.parent), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower().replace("(r)", "")).strip("-")
