@@ -3,8 +3,9 @@
 H x W pixels, h x w tokens, E experts
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.figure import Figure
 
 _WIDTH = 6.0  # inches of the photograph with its boxes
+_LUMINANCE = np.array([0.299, 0.587, 0.114])  # Rec. 601
 
 
 @dataclass
@@ -78,12 +80,14 @@ def image_files(names: Sequence[str]) -> list[Path]:
     return files
 
 
-def _names(files: Sequence[Path]) -> list[str]:
-    """A PNG's name for each file; of files of one name the later ones get a number."""
-    seen: dict[str, int] = {}
+def _names(files: Iterable[Path]) -> Iterator[str]:
+    """A PNG's name for each file, none twice: of files of one name the later ones get a number."""
+    used = set()
     for file in files:
-        seen[file.stem] = seen.get(file.stem, 0) + 1
-        yield f"{file.stem}.png" if seen[file.stem] == 1 else f"{file.stem}_{seen[file.stem]}.png"
+        endings = chain([""], (f"_{number}" for number in count(2)))
+        name = next(name for name in (f"{file.stem}{ending}.png" for ending in endings) if name not in used)
+        used.add(name)
+        yield name
 
 
 def _read(file: Path) -> np.ndarray:
@@ -122,24 +126,29 @@ def _look(
 
 def draw(photo: np.ndarray, found: Detections, experts: dict[str, np.ndarray], meta: dict) -> "Figure":
     """The photograph (uint8 [H, W, 3]) with what was found, and beside it, once for each MoE layer, its patches in the
-    colours of their experts ([h, w] by layer name)."""
+    colours of their experts ([h, w] by layer name). `meta` has the names and colours of the classes."""
+    from matplotlib.patches import Patch
+
     height, width = photo.shape[:2]
-    columns = 0 if not experts else -(-len(experts) // 2) if len(experts) > 1 else 1
-    rows = 2 if len(experts) > 1 else 1
-    scale = _WIDTH / width
-    figure = new_figure(_WIDTH + columns * (_WIDTH / rows), scale * height + 0.5)
-    grid = figure.add_gridspec(rows, 1 + columns, width_ratios=[rows, *[1] * columns] if columns else [1])
+    rows = min(len(experts), 2) or 1
+    columns = -(-len(experts) // rows)
+    figure = new_figure(_WIDTH * (1 + columns / rows), _WIDTH * height / width + 0.3 + 0.4 * bool(experts))
+    grid = figure.add_gridspec(rows, 1 + columns, width_ratios=[rows] + [1] * columns)
     _draw_objects(figure.add_subplot(grid[:, 0]), photo, found, meta)
     for number, (name, ids) in enumerate(experts.items()):
         axes = figure.add_subplot(grid[number // columns, 1 + number % columns])
-        _draw_experts(axes, photo, ids, name)
+        _draw_experts(axes, photo, ids, name.removeprefix("backbone.trunk.").removesuffix(".mlp.moe"))
+    if experts:
+        colours = expert_colours(1 + max(int(ids.max()) for ids in experts.values())) / 255
+        patches = [Patch(color=colour, label=str(expert)) for expert, colour in enumerate(colours)]
+        figure.legend(handles=patches, title="expert, in each layer its own", loc="outside lower right", ncols=16)
     return figure
 
 
 def _draw_objects(axes: "Axes", photo: np.ndarray, found: Detections, meta: dict) -> None:
     from matplotlib.patches import Rectangle
 
-    colours = np.asarray(meta["palette"])[found.labels] / 255 if len(found.labels) else []
+    colours = np.asarray(meta["palette"])[found.labels].reshape(-1, 3) / 255
     picture = photo / 255
     for mask, colour in zip(found.masks, colours, strict=False):
         picture[mask] = (picture[mask] + colour) / 2
@@ -147,15 +156,13 @@ def _draw_objects(axes: "Axes", photo: np.ndarray, found: Detections, meta: dict
     for box, label, score, colour in zip(found.boxes, found.labels, found.scores, colours, strict=True):
         left, top, right, bottom = box
         axes.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor=colour, linewidth=1.5))
-        text = f"{meta['classes'][label]} {score:.2f}"
-        dark = colour @ [0.299, 0.587, 0.114] < 0.6  # Rec. 601
         axes.text(
             left,
             top,
-            text,
-            fontsize=7,
-            color="white" if dark else "black",
-            verticalalignment="bottom",
+            f"{meta['classes'][label]} {score:.2f}",
+            fontsize=8,
+            color="white" if colour @ _LUMINANCE < 0.6 else "black",
+            verticalalignment="bottom" if top > 0.05 * len(photo) else "top",  # within the picture
             bbox={"facecolor": colour, "edgecolor": "none", "pad": 1},
             clip_on=True,
         )
@@ -166,17 +173,10 @@ def _draw_experts(axes: "Axes", photo: np.ndarray, ids: np.ndarray, name: str) -
 
     height, width = photo.shape[:2]
     colours = expert_colours(int(ids.max()) + 1) / 255
-    grey = photo @ np.array([0.299, 0.587, 0.114]) / 255
-    _picture(axes, grey, name.removeprefix("backbone.trunk.").removesuffix(".mlp.moe"))
-    axes.imshow(
-        ids,
-        cmap=ListedColormap(colours),
-        vmin=0,
-        vmax=len(colours) - 1,
-        alpha=0.5,
-        interpolation="nearest",
-        extent=(-0.5, width - 0.5, height - 0.5, -0.5),
-    )
+    _picture(axes, photo @ _LUMINANCE / 255, name)
+    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+    limits = {"vmin": -0.5, "vmax": len(colours) - 0.5}
+    axes.imshow(ids, cmap=ListedColormap(colours), alpha=0.5, interpolation="nearest", extent=extent, **limits)
 
 
 def _picture(axes: "Axes", picture: np.ndarray, title: str) -> None:

@@ -1,0 +1,77 @@
+"""swinv2_moe.detection.show: boxes, masks and experts are drawn where they are; no image is overwritten by another."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+pytest.importorskip("mmdet")
+
+from swinv2_moe.detection.show import Detections, _names, _read, draw, image_files
+from swinv2_moe.engine.routing import expert_colours
+from swinv2_moe.errors import UserError
+
+META = {"classes": ("cat", "dog"), "palette": [(255, 0, 0), (0, 0, 255)]}
+NOTHING = Detections(np.zeros((0, 4)), np.zeros((0, 60, 80), bool), np.zeros(0, np.int64), np.zeros(0))
+
+
+def one_dog() -> Detections:
+    mask = np.zeros((1, 60, 80), bool)
+    mask[0, 20:40, 30:60] = True
+    return Detections(np.array([[28.0, 18, 62, 42]]), mask, np.array([1]), np.array([0.87]))
+
+
+def panels(figure) -> list:
+    return [axes for axes in figure.axes if axes.images]
+
+
+def test_draws_the_object_where_it_is() -> None:
+    photo = np.full((60, 80, 3), 100, np.uint8)
+    (axes,) = panels(draw(photo, one_dog(), {}, META))
+    pixels = np.asarray(axes.images[0].get_array())
+    assert pixels.shape == (60, 80, 3)
+    np.testing.assert_allclose(pixels[30, 45], (np.array([100, 100, 100]) / 255 + [0, 0, 1]) / 2)
+    np.testing.assert_allclose(pixels[5, 5], 100 / 255)
+    (box,) = axes.patches
+    assert (box.get_xy(), box.get_width(), box.get_height()) == ((28, 18), 34, 24)
+    assert [text.get_text() for text in axes.texts] == ["dog 0.87"]
+    assert (photo == 100).all()
+
+
+def test_draws_experts_in_their_colours_over_the_whole_image() -> None:
+    photo = np.zeros((60, 80, 3), np.uint8)
+    ids = {"backbone.trunk.layers.2.blocks.1.mlp.moe": np.array([[0, 2], [1, 2]]), "b": np.array([[3]])}
+    figure = draw(photo, NOTHING, ids, META)
+    objects, first, second = panels(figure)
+    assert [axes.get_title() for axes in (objects, first, second)] == ["0 objects", "layers.2.blocks.1", "b"]
+    tint = first.images[1]
+    assert tint.get_extent() == [-0.5, 79.5, 59.5, -0.5]
+    np.testing.assert_allclose(tint.to_rgba(ids[next(iter(ids))])[..., :3], expert_colours(4)[[[0, 2], [1, 2]]] / 255)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 3, 10])
+def test_any_number_of_layers_fits(layers: int) -> None:
+    experts = {f"{i}": np.zeros((3, 4), int) for i in range(layers)}
+    figure = draw(np.zeros((60, 80, 3), np.uint8), NOTHING, experts, META)
+    assert len(panels(figure)) == 1 + layers
+
+
+def test_files_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("b.jpg", "a.PNG", "notes.txt"):
+        (tmp_path / "in" / name).write_bytes(b"")
+    (tmp_path / "b.png").write_bytes(b"")
+    files = image_files([str(tmp_path / "b.png"), str(tmp_path / "in")])
+    assert [file.name for file in files] == ["b.png", "a.PNG", "b.jpg"]
+    assert list(_names([*files, Path("b_2.gif")])) == ["b.png", "a.png", "b_2.png", "b_2_2.png"]
+
+
+def test_grey_and_broken_images(tmp_path: Path) -> None:
+    Image.new("L", (5, 4), 7).save(tmp_path / "grey.png")
+    assert _read(tmp_path / "grey.png").tolist() == [[[7, 7, 7]] * 5] * 4
+    (tmp_path / "broken.png").write_bytes((tmp_path / "grey.png").read_bytes()[:30])
+    with pytest.raises(UserError, match=r"broken\.png: not an image that can be read"):
+        _read(tmp_path / "broken.png")
