@@ -54,8 +54,9 @@ bench-gpu: $(VENV)/.installed-run
 	$(PY) benchmarks/memory.py --device cuda --measure 4096 8192 16384 32768
 	$(PY) benchmarks/model.py --device cuda
 
+# By file: what a module's tests share is made once. A thread for each process: their tensors are tiny.
 test: lint $(VENV)/.installed-detection
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .

@@ -6,6 +6,7 @@
 
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
 from moe_core.config import ExpertShard, MoEConfig
+from moe_core.derived import Derived
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.training import (
     average_expert_gradients,
@@ -18,6 +19,7 @@ from moe_core.training import (
 )
 
 __all__ = [
+    "Derived",
     "ExpertShard",
     "MoEConfig",
     "MoELayer",

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core.config import ExpertShard, MoEConfig
+from moe_core.derived import Derived
 from moe_core.kernels import empty, expert_ffn
 from moe_core.precision import expert_dtype
 
@@ -36,7 +37,7 @@ class Experts(nn.Module):
     def __init__(self, config: MoEConfig, shard: ExpertShard | None = None, device=None) -> None:
         super().__init__()
         self.config, self.shard = config, shard or config.shard(0, 1)
-        self._copies: tuple[list, ExpertWeights] | None = None  # of the parameters in evaluation's dtype, and of which
+        self._copies: Derived[ExpertWeights] = Derived()  # of the parameters, in evaluation's dtype
         self.activation = _ACTIVATIONS[config.activation]
         experts, hidden = self.shard.num_experts, config.hidden_dim // self.shard.num_parts
         has_b1, has_b2 = config.bias, config.bias and config.output_bias
@@ -71,34 +72,24 @@ class Experts(nn.Module):
     def weights(self, dtype: torch.dtype, gather: Callable[[Tensor], Tensor] | None = None) -> ExpertWeights:
         """What to compute with in `dtype`; `gather` joins each parameter with those of the ranks that share it.
 
-        The parameters themselves, which the kernel casts, or in evaluation copies in `dtype` that last. A copy is made
-        anew when its parameter has changed: by an optimiser, copy_, load_state_dict or a move. A write through `.data`
-        or NumPy leaves no trace; after one, `train()` drops the copies.
+        The parameters themselves, which the kernel casts, or in evaluation copies in `dtype` that last.
         """
         parameters = (self.w1, self.b1, self.w2, self.b2)
         if gather is not None:
             return ExpertWeights(*(None if p is None else gather(p) for p in parameters))
-        learning = self.training or (
-            torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters)
-        )
-        traced = torch.compiler.is_compiling() or self.w1.is_meta or self.w1.is_inference()
-        if dtype == self.w1.dtype or learning or traced:
+        if dtype == self.w1.dtype:
             return ExpertWeights(*parameters)
-        versions = [(dtype, p.data_ptr(), p._version) for p in parameters if p is not None]
-        if self._copies is None or self._copies[0] != versions:
-            with torch.inference_mode(False), torch.no_grad():
-                copies = ExpertWeights(
-                    *(None if p is None else empty(p.shape, dtype, p.device, reuse=False).copy_(p) for p in parameters)
-                )
-            self._copies = (versions, copies)
-        return self._copies[1]
+
+        def copies() -> ExpertWeights:
+            return ExpertWeights(
+                *(None if p is None else empty(p.shape, dtype, p.device, reuse=False).copy_(p) for p in parameters)
+            )
+
+        return self._copies.get(self, self.parameters(), dtype, copies) or ExpertWeights(*parameters)
 
     def train(self, mode: bool = True) -> "Experts":
-        self._copies = None
+        self._copies.clear()
         return super().train(mode)
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_copies": None}
 
     def forward(self, rows: Tensor, offsets: Tensor, weights: ExpertWeights | None = None) -> Tensor:
         """rows [N, M] grouped by expert, offsets [E] where each expert's rows end -> [N, M]."""

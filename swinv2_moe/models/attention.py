@@ -9,12 +9,19 @@ import torch.nn.functional as F
 from timm.models.swin_transformer_v2 import WindowAttention
 from torch import Tensor, nn
 
+from moe_core import Derived
+
 
 class FusedWindowAttention(WindowAttention):
     """timm's SwinV2 attention (cosine similarity, log-spaced position bias) as one fused kernel.
 
-    Same parameters, same output within rounding. Source: Swin Transformer V2, arXiv 2111.09883, section 3.
+    Same parameters, same output within rounding. Source: Swin Transformer V2, arXiv 2111.09883, section 3. In
+    evaluation the position network runs once.
     """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._bias: Derived[Tensor] = Derived()
 
     @classmethod
     def like(cls, attn: WindowAttention) -> "FusedWindowAttention":
@@ -36,7 +43,7 @@ class FusedWindowAttention(WindowAttention):
         windows, tokens, _ = x.shape
         q, k, v = self.project(x).view(windows, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # [B*W, h, N, D]
         q, k, scale = self.scaled(q, k)
-        bias = self.position_bias().unsqueeze(0).to(q.dtype)  # [1, h, N, N]
+        bias = self._position_bias(q.dtype).unsqueeze(0)  # [1, h, N, N]
         if mask is not None:
             # one mask per window of an image: fold the windows into the heads, images stay the batch
             bias = (bias + mask.unsqueeze(1).to(q.dtype)).flatten(0, 1)  # [W*h, N, N]
@@ -55,6 +62,20 @@ class FusedWindowAttention(WindowAttention):
         """Queries and keys of unit length, the learned temperature of each head on the queries."""
         temperature = self.logit_scale.clamp(max=math.log(1 / 0.01)).exp()  # [h, 1, 1]
         return (F.normalize(q, dim=-1) * temperature).to(q.dtype), F.normalize(k, dim=-1).to(q.dtype), 1.0
+
+    def train(self, mode: bool = True) -> "FusedWindowAttention":
+        self._bias.clear()
+        return super().train(mode)
+
+    def _position_bias(self, dtype: torch.dtype) -> Tensor:
+        """[h, N, N], that of the last pass where nothing has changed."""
+
+        def compute() -> Tensor:
+            return self.position_bias().to(dtype).contiguous()
+
+        sources = (self.relative_coords_table, self.relative_position_index, *self.cpb_mlp.parameters())
+        kept = self._bias.get(self, sources, dtype, compute)
+        return compute() if kept is None else kept
 
     def position_bias(self) -> Tensor:
         """[h, N, N]."""

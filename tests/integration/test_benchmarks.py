@@ -22,7 +22,9 @@ def run(script: str, output: Path, *more: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("script", ARGUMENTS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=() if name == "layer" else pytest.mark.slow) for name in ARGUMENTS]
+)
 def test_a_benchmark_prints_its_table_and_keeps_it_with_versions_and_commit(script, tmp_path):
     output = tmp_path / "found.json"
     done = run(script, output)
@@ -37,6 +39,7 @@ def test_a_benchmark_prints_its_table_and_keeps_it_with_versions_and_commit(scri
         assert " | ".join(table["rows"][0]) in text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_tables_of_several_scripts_share_a_file(tmp_path):
     output = tmp_path / "found.json"

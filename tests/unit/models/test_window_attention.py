@@ -87,3 +87,27 @@ def test_the_released_form_by_hand(randomize):
                 out.append(scores.softmax(-1) @ v[:, part])
             expected[window] = F.linear(torch.cat(out, 1), p["proj.weight"], p["proj.bias"])
         torch.testing.assert_close(attn(x, bias), expected, rtol=1e-6, atol=1e-6)  # the coordinates are kept in fp32
+
+
+@pytest.mark.parametrize("kind", [FusedWindowAttention, DotProductWindowAttention])
+def test_evaluation_keeps_the_position_bias_while_nothing_changes(kind, randomize, monkeypatch):
+    attn, x = randomize(kind(12, (4, 4), 3)).eval(), torch.randn(4, 16, 12)
+    wanted = attn(x)  # with gradients: nothing is kept
+    runs = []
+    monkeypatch.setattr(attn.cpb_mlp, "forward", lambda t, run=attn.cpb_mlp.forward: runs.append(1) or run(t))
+    with torch.inference_mode():
+        torch.testing.assert_close(attn(x), wanted, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(attn(x), wanted, rtol=1e-4, atol=1e-5)
+        assert len(runs) == 1
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attn(x).dtype == torch.bfloat16
+        assert len(runs) == 2
+        attn.cpb_mlp[2].weight.mul_(2)
+        changed = attn(x)
+        assert torch.equal(attn(x), changed)
+    assert len(runs) == 3
+    assert (changed - wanted).abs().max() > 1e-3
+    attn.train()(x)
+    attn(x)
+    assert len(runs) == 5

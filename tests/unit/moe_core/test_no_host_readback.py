@@ -52,6 +52,7 @@ def test_compiled_without_a_break_equals_eager(config):
 
 
 @pytest.mark.skipif(not has_python_header, reason="torch.compile's CPU kernels need Python.h (python3-dev)")
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_compiled_by_inductor_equals_eager():
     torch.compiler.reset()
