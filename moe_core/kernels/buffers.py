@@ -36,8 +36,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, reuse:
     return torch.frombuffer(view, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
-def release() -> None:
-    """Give all free buffers back to the system."""
+def release_buffers() -> None:
+    """Give the memory that waits for the next large tensors of its size back to the system."""
     _free.clear()
 
 

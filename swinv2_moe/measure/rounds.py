@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from yacs.config import CfgNode
 
+from moe_core import release_buffers
 from swinv2_moe.config import default_config, flatten, merge_opts
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.errors import UserError
@@ -160,8 +161,9 @@ def working_memory(work: Callable[[], object], device: torch.device) -> int | No
         Path("/proc/self/clear_refs").write_text("5")  # see proc_pid_clear_refs(5)
     except OSError:
         return None
+    release_buffers()  # what earlier passes freed must not serve this one unseen
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)  # what earlier passes freed must not serve this one unseen
+        libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
     work()

@@ -122,7 +122,7 @@ def test_memory_of_large_results_serves_the_next_ones():
     if buffers._AVAILABLE:
         assert buffers.empty(shape, torch.bfloat16, device).data_ptr() != place  # half the size
         assert buffers.empty(shape, torch.float32, device).data_ptr() == place
-    buffers.release()
+    buffers.release_buffers()
     assert not buffers._free
 
 
