@@ -34,6 +34,7 @@ def tiny_config(
     """configs/detection/shapes/<detector>.py on `data`, with a tiny backbone; `backbone` and `keys` (with __ for dots)
     over it."""
     config = copy.deepcopy(_config(detector))
+    config.train_dataloader.dataset = config.train_dataloader.dataset.dataset  # an epoch is one pass
     for part, split in (("train_dataloader", "train"), ("val_dataloader", "val"), ("test_dataloader", "val")):
         config[part].dataset.data_root = f"{data}/"
         config[part].batch_size = 2

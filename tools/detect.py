@@ -33,7 +33,7 @@ def parse() -> argparse.Namespace:
     for command in (test, show, export):
         command.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint directory, or a .pth")
     train.add_argument("--work-dir", metavar="DIR", help="the run (default: output/<name of the config>)")
-    train.add_argument("--pretrained", metavar="RUN", help="the backbone's weights: a run of tools/train.py, or a file")
+    train.add_argument("--pretrained", metavar="RUN", help="the backbone's weights: any run of this project, or a file")
     train.add_argument("--resume", metavar="auto|RUN", help="auto: the newest whole checkpoint of the work directory")
     test.add_argument("--split", choices=["train", "test"], default="test", help="whose images (default: test)")
     test.add_argument("--output", metavar="JSON", help="a file for the results")

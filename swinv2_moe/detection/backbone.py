@@ -32,7 +32,7 @@ class SwinV2MoE(BaseModule):
         aux_loss_weight: of the MoE layers' auxiliary loss among the detector's losses.
         expert_parallel: the experts are spread over all processes, instead of all of them in each.
         with_cp: activations are recomputed in the backward pass.
-        pretrained: a run of this project, one of its checkpoints or a file of weights; read before training.
+        pretrained: a run of this project (a detector's, too), a checkpoint of one, or a file of weights.
         trunk: what SwinTransformerV2MoE takes: embed_dim, depths, num_heads, window_size, num_experts, moe_blocks, moe,
             eval_capacity_factor, freeze_moe, drop_path_rate, pretrained_window_sizes (by which positions are measured),
             ...

@@ -14,6 +14,7 @@ from swinv2_moe.engine.checkpoint import point
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.optim import optimizer_sections
 from swinv2_moe.engine.saver import Saver
+from swinv2_moe.models.positions import position_windows
 
 
 @HOOKS.register_module()
@@ -95,6 +96,7 @@ class ExpertStoreHook(Hook):
             "step": iteration,
             "training": training,
             "config": self.config,
+            "backbone_windows": position_windows(model.backbone.trunk),
             "class_names": list((runner.train_dataloader.dataset.metainfo or {}).get("classes", [])),
             "experts": {name: [iteration] * layer.config.num_experts for name, layer in layers.items()},
         }

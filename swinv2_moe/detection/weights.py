@@ -12,12 +12,14 @@ from swinv2_moe.models.positions import position_windows
 from swinv2_moe.models.weights import read_weights
 
 _KEY = "backbone.pretrained"
+_OF_DETECTOR = "backbone.trunk."  # what a trunk's names begin with in a detector
 
 
 def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
     """The weights of a run (its newest whole checkpoint), of a checkpoint, or of a file, into a trunk without head.
 
-    Files are those of `convert_checkpoint.py export single`, or dense weights for a dense trunk.
+    A run is one of tools/train.py or tools/detect.py. A file is one of `convert_checkpoint.py export single`, or has
+    dense weights for a dense trunk.
 
     Raises:
         UserError: what cannot be read or is another model's, with both values; nothing is loaded then.
@@ -27,14 +29,25 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
         return
     found = checkpoint.find_checkpoint(source, Path(), key=_KEY, weights_only=True)
     section = found.directory / ("ema" if found.has("ema") else "")
-    _check_facts(trunk, source, _facts(load_tensors(section, nn.Module()), count_experts(section)))
-    windows = found.meta.get("windows")
+    tensors, experts = load_tensors(section, nn.Module()), count_experts(section)
+    prefix = _OF_DETECTOR if any(name.startswith(_OF_DETECTOR) for name in tensors) else ""
+    _check_facts(trunk, source, _facts(_below(prefix, tensors), _below(prefix, experts)))
+    windows = found.meta.get("backbone_windows" if prefix else "windows")
     if windows not in (None, position_windows(trunk)):
         raise UserError(
             f"{_KEY} {source}: its positions are measured by windows of {windows}, the backbone's by"
             f" {position_windows(trunk)}; backbone.pretrained_window_sizes={windows} measures them likewise"
         )
-    checkpoint.load_weights(found, trunk, _without_head)
+    checkpoint.load_weights(found, _in_detector(trunk) if prefix else trunk, _without_head)
+
+
+def _below(prefix: str, values: dict) -> dict:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+
+def _in_detector(trunk: SwinTransformerV2MoE) -> nn.Module:
+    """The trunk under the names that it has in a detector."""
+    return nn.ModuleDict({"backbone": nn.ModuleDict({"trunk": trunk})})
 
 
 def _load_file(trunk: SwinTransformerV2MoE, file: Path) -> None:
@@ -98,4 +111,6 @@ def _check_facts(trunk: SwinTransformerV2MoE, source: str, there: dict) -> None:
 
 
 def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(("norm.", "head."))}
+    """A classifier's, or a detector's, trunk."""
+    of_detector = {name: tensor for name, tensor in tensors.items() if name.startswith(_OF_DETECTOR)}
+    return of_detector or {n: tensor for n, tensor in tensors.items() if not n.startswith(("norm.", "head."))}

@@ -17,7 +17,7 @@ from swinv2_moe.detection.shapes import Options, make_shapes
 pytestmark = pytest.mark.skipif(not find_spec("mmdet"), reason="the detection extra is not installed (make detection)")
 
 CONFIGS = ROOT / "configs/detection/shapes"
-SMALL = ["train_dataloader.batch_size=2", "train_cfg.max_epochs=1", "train_cfg.val_interval=1"]
+SMALL = ["train_dataloader.dataset.times=1", "train_cfg.max_epochs=1", "train_cfg.val_interval=1"]
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def remove_image(tmp_path: Path) -> None:
     [
         (damage_box, [], ["instances_train.json", "annotation 2 (image 1)", "[500,", "outside its image"]),
         (remove_image, [], ["1 of its 2 images are missing", "000001.png"]),
-        (None, ["--opts", "train_dataloader.dataset.ann_file=none.json"], ["none.json", "No such file"]),
+        (None, ["--opts", "train_dataloader.dataset.dataset.ann_file=none.json"], ["none.json", "No such file"]),
         (None, ["--pretrained", "nowhere"], ["nowhere"]),
         (None, ["--resume", "nowhere"], ["nowhere"]),
         (None, ["--opts", "model.backbone.num_heads=7"], ["num_heads"]),

@@ -14,7 +14,7 @@ nano = dict(
     neck=dict(in_channels=[32, 64, 128, 256], out_channels=64),
     rpn_head=dict(in_channels=64, feat_channels=64),
     roi_extractor=dict(out_channels=64),
-    bbox_head=dict(in_channels=64, fc_out_channels=256),
+    bbox_head=dict(in_channels=64, fc_out_channels=256, reg_class_agnostic=True),
     mask_head=dict(in_channels=64, conv_out_channels=64),
     rpn_proposal=dict(nms_pre=500, max_per_img=100),  # there are few objects; RoIAlign is what takes the time
     rois=dict(num=64),

@@ -14,9 +14,10 @@ _base_ = [
 
 nano = _base_.nano
 model = dict(
-    backbone=nano.backbone,
+    backbone=dict(nano.backbone, model="swin_moe"),
     neck=nano.neck,
-    rpn_head=nano.rpn_head,
+    # photographs of 640 px are halved, and so are the anchors
+    rpn_head=dict(nano.rpn_head, anchor_generator=dict(scales=[4])),
     roi_head=dict(
         bbox_roi_extractor=nano.roi_extractor,
         bbox_head=nano.bbox_head,
@@ -31,7 +32,6 @@ train_pipeline = [
     dict(type="LoadImageFromFile"),
     dict(type="LoadAnnotations", with_bbox=True, with_mask=True),
     dict(type="Resize", scale=(320, 320), keep_ratio=True),
-    dict(type="RandomFlip", prob=0.5),
     dict(type="PackDetInputs"),
 ]
 test_pipeline = [
@@ -65,9 +65,9 @@ test_dataloader = val_dataloader
 val_evaluator = dict(type="FasterCocoMetric", ann_file=data_root + "annotations/instances_val.json")
 test_evaluator = val_evaluator
 
-train_cfg = dict(type="EpochBasedTrainLoop", max_epochs=40, val_interval=40)
+train_cfg = dict(type="EpochBasedTrainLoop", max_epochs=28, val_interval=28)
 param_scheduler = [
     dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=100),
-    dict(type="CosineAnnealingLR", eta_min=0, by_epoch=True, begin=0, end=40, convert_to_iter_based=True),
+    dict(type="CosineAnnealingLR", eta_min=0, by_epoch=True, begin=0, end=28, convert_to_iter_based=True),
 ]
 optim_wrapper = dict(optimizer=dict(lr=1e-3), clip_grad=dict(max_norm=35.0))

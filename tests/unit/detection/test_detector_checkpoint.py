@@ -125,6 +125,17 @@ def test_another_models_checkpoint_is_one_line(data, trained, tmp_path):
         run.test(tiny_config(data, tmp_path / "other"), str(tmp_path / "nothing.pth"))
 
 
+def test_another_detector_starts_from_its_backbone(data, trained, tmp_path):
+    pretrained = {"model__backbone__pretrained": str(trained)}
+    new = run.build_detector(tiny_config(data, tmp_path / "new", **pretrained))
+    new.init_weights()
+    of_trunk = {n: t for n, t in weights(data, trained).items() if n.startswith("backbone.trunk.")}
+    assert_equal({n: t for n, t in new.state_dict().items() if n.startswith("backbone.trunk.")}, of_trunk)
+    wider = tiny_config(data, tmp_path / "wide", **pretrained, model__backbone__num_experts=4)
+    with pytest.raises(UserError, match="num_experts is 2 there, 4 in the backbone"):
+        run.build_detector(wider).init_weights()
+
+
 def test_a_damaged_checkpoint_is_passed_over(data, trained, tmp_path):
     shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints", symlinks=True)
     victim = next((tmp_path / "checkpoints/step-00000004/experts").rglob("*.safetensors"))
