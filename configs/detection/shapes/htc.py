@@ -3,8 +3,8 @@
 #   python data/make_shapes.py data/shapes
 #   python tools/detect.py train configs/detection/shapes/htc.py --work-dir output/shapes/htc
 #
-# Hardware: 2 CPU cores, about 2 minutes.
-# Measured: not yet.
+# Hardware: one CPU core, 17 minutes.
+# Measured: box AP 92.2, mask AP 94.1 after 5 epochs of 4 passes.
 _base_ = ["../_base_/htc.py", "../_base_/nano.py", "../_base_/shapes.py"]
 
 nano = _base_.nano
