@@ -3,8 +3,8 @@
 #   python tools/detect.py train configs/detection/coco_open/mask_rcnn.py --work-dir output/coco_open
 #   python tools/detect.py test configs/detection/coco_open/mask_rcnn.py output/coco_open --split train
 #
-# Hardware: 2 CPU cores.
-# Measured: not yet.
+# Hardware: one CPU core, 30 minutes of it.
+# Measured on the training images: box AP 12.3, AP50 26.3; after 24 epochs more (docs/results.md) 26.2, 51.4.
 _base_ = [
     "../_base_/mask_rcnn.py",
     "../_base_/nano.py",
