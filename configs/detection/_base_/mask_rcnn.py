@@ -1,19 +1,8 @@
 # Mask R-CNN (arXiv 1703.06870) on SwinV2-S, dense.
-_base_ = "mmdet::_base_/models/mask-rcnn_r50_fpn.py"
+_base_ = ["mmdet::_base_/models/mask-rcnn_r50_fpn.py", "./small.py"]
 
 model = dict(
     type="MoEMaskRCNN",
-    backbone=dict(
-        _delete_=True,
-        type="SwinV2MoE",
-        model="swin_moe",  # the form that was trained and released; swinv2_moe: the real Swin V2
-        embed_dim=96,
-        depths=(2, 2, 18, 2),
-        num_heads=(3, 6, 12, 24),
-        window_size=12,
-        pretrained_window_sizes=(12, 12, 12, 6),  # pretrained at 192 px, where the last stage has 6 x 6 tokens
-        num_experts=0,
-        drop_path_rate=0.2,
-    ),
-    neck=dict(in_channels=[96, 192, 384, 768]),
+    backbone=_base_.small.backbone,
+    neck=_base_.small.neck,
 )

@@ -3,6 +3,11 @@ _base_ = "./runtime.py"
 
 data_root = "data/shapes/"
 metainfo = dict(classes=("circle", "square", "triangle"), palette=[(220, 20, 60), (30, 144, 255), (50, 205, 50)])
+load = [
+    dict(type="LoadImageFromFile"),
+    dict(type="LoadAnnotations", with_bbox=True, with_mask=True),
+    dict(type="Resize", scale=(256, 256), keep_ratio=True),
+]
 train_dataloader = dict(
     batch_size=1,
     num_workers=0,
@@ -17,9 +22,7 @@ train_dataloader = dict(
             data_prefix=dict(img="train/"),
             metainfo=metainfo,
             pipeline=[
-                dict(type="LoadImageFromFile"),
-                dict(type="LoadAnnotations", with_bbox=True, with_mask=True),
-                dict(type="Resize", scale=(256, 256), keep_ratio=True),
+                *load,
                 dict(type="RandomFlip", prob=0.5),
                 dict(type="PackDetInputs"),
             ],
@@ -38,9 +41,7 @@ val_dataloader = dict(
         metainfo=metainfo,
         test_mode=True,
         pipeline=[
-            dict(type="LoadImageFromFile"),
-            dict(type="LoadAnnotations", with_bbox=True, with_mask=True),
-            dict(type="Resize", scale=(256, 256), keep_ratio=True),
+            *load,
             dict(type="PackDetInputs", meta_keys=("img_id", "img_path", "ori_shape", "img_shape", "scale_factor")),
         ],
     ),
