@@ -1,8 +1,8 @@
 """The experts' feed-forward networks, forward and backward, as one torch.library op.
 
-`out = dropout(act(rows_e w1[e]^T + b1[e])) w2[e] + b2[e]` for each expert e's rows. `ffn_loop` does it on a CPU. On a
-GPU in bf16 `grouped` does, by F.grouped_mm, which reads nothing back to the host; for other dtypes that is itself a
-loop which does (torch 2.11), so the loop here runs there, too.
+`out = dropout(act(rows_e w1[e]^T + b1[e])) w2[e] + b2[e]` for each expert e's rows. On a CPU `ffn_x86` does it where
+the instructions are there, `ffn_loop` elsewhere. On a GPU in bf16 `grouped` does, by F.grouped_mm, which reads nothing
+back to the host; for other dtypes that is itself a loop which does (torch 2.11), so the loop here runs there, too.
 
 The backward pass gets the hidden layer as it was before the activation, and computes the activation once more.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moe_core.kernels import ffn_loop, grouped
+from moe_core.kernels import ffn_loop, ffn_x86, grouped
 
 
 def expert_ffn(
@@ -48,13 +48,15 @@ def expert_ffn(
 # 1. Ops
 
 
-def _kernel(rows: Tensor):
-    return grouped if rows.is_cuda and rows.dtype == torch.bfloat16 else ffn_loop
+def _kernel(rows: Tensor, w1: Tensor):
+    if rows.is_cuda and rows.dtype == torch.bfloat16:
+        return grouped
+    return ffn_x86 if ffn_x86.takes(rows, w1) else ffn_loop
 
 
 def _hidden_size(rows: Tensor, w1: Tensor):
     """Of the hidden layer as the kernel keeps it: a number or a symbol."""
-    return _kernel(rows).hidden_rows(rows.shape[0], w1.shape[0], rows.dtype) * w1.shape[1]
+    return _kernel(rows, w1).hidden_rows(rows.shape[0], w1.shape[0], rows.dtype) * w1.shape[1]
 
 
 @torch.library.custom_op("moe_core::expert_ffn", mutates_args=())
@@ -71,7 +73,7 @@ def _expert_ffn(
     keep_hidden: bool,
 ) -> tuple[Tensor, Tensor]:
     """out [N, M] and the hidden layer before the activation, in the kernel's own order, if it is kept."""
-    return _kernel(rows).forward(rows, w1, b1, w2, b2, offsets, noise, activation, dropout, keep_hidden)
+    return _kernel(rows, w1).forward(rows, w1, b1, w2, b2, offsets, noise, activation, dropout, keep_hidden)
 
 
 @torch.library.custom_op("moe_core::expert_ffn_backward", mutates_args=())
@@ -91,7 +93,7 @@ def _expert_ffn_backward(
 ) -> list[Tensor]:
     """Gradients of rows, w1, b1, w2 and b2; empty ones where `needs` is False."""
     arguments = (grad.contiguous(), rows, hidden, w1, b1, w2, b2, offsets, noise, activation, dropout, needs)
-    return [rows.new_empty(0) if g is None else g for g in _kernel(rows).backward(*arguments)]
+    return [rows.new_empty(0) if g is None else g for g in _kernel(rows, w1).backward(*arguments)]
 
 
 @torch.library.custom_op("moe_core::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))

@@ -1,0 +1,330 @@
+// The experts' networks on an x86 CPU. ffn_x86.py calls this and says what is computed.
+//
+// E experts, N rows, n rows of one expert, M model dim, H hidden dim
+
+#include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "product_x86.hpp"
+
+namespace {
+
+constexpr long kRowStep = 1024;  // rows of an expert that are packed at once
+
+// Hidden units whose weights are packed at once: 512 KiB in fp32, to stay in the L2 cache.
+inline long hidden_step(long model_dim) { return std::max(32L, (128L << 10) / model_dim / 32 * 32); }
+
+// 1. The work, divided
+
+struct Dropout {
+  const int16_t* noise;  // as the hidden layer [N, H], or null
+  long least;            // noise that keeps a number
+  float scale;
+
+  __m512 operator()(__m512 v, long place, __mmask16 mask) const {
+    if (!noise) return v;
+    const __m256i drawn = _mm256_maskz_loadu_epi16(mask, noise + place);
+    return _mm512_maskz_mul_ps(_mm256_cmpge_epi16_mask(drawn, _mm256_set1_epi16(least)), v, _mm512_set1_ps(scale));
+  }
+};
+
+template <class T, class W>
+struct Network {
+  const T* rows;
+  const W *w1, *w2;
+  const float *b1, *b2;  // or null
+  const int32_t* ends;
+  long num_experts, model_dim, hidden_dim;
+  Dropout dropout;
+  long threads;
+
+  long step() const { return std::min(hidden_step(model_dim), hidden_dim); }
+};
+
+// `part` of `parts` of expert e's hidden units, for its rows [start, end). Its share of [n, M] begins at row `sums` of
+// the partial sums.
+struct Item {
+  long e, start, end, part, parts, sums;
+};
+
+// One item for each expert, or several, so that all threads have work to the end; the largest first.
+struct Items {
+  std::vector<Item> all;
+  std::unique_ptr<std::atomic<long>[]> unfinished;  // parts of each expert
+  long partial_rows = 0, most_rows = 0;
+
+  template <class T, class W>
+  explicit Items(const Network<T, W>& net) : unfinished(new std::atomic<long>[net.num_experts]) {
+    const long total = net.ends[net.num_experts - 1], steps = (net.hidden_dim + net.step() - 1) / net.step();
+    for (long e = 0; e < net.num_experts; e++) {
+      const long start = e ? net.ends[e - 1] : 0, end = net.ends[e], n = end - start;
+      const long parts = n ? std::clamp((n * 4 * net.threads + total / 2) / total, 1L, steps) : 0;
+      unfinished[e] = parts;
+      most_rows = std::max(most_rows, n);
+      for (long part = 0; part < parts; part++, partial_rows += n)
+        all.push_back({e, start, end, part, parts, partial_rows});
+    }
+    std::stable_sort(all.begin(), all.end(), [](const Item& a, const Item& b) {
+      return (a.end - a.start) * b.parts > (b.end - b.start) * a.parts;
+    });
+  }
+
+  // When all parts of an expert are there: their sum in the order of the parts, and the bias.
+  template <class T>
+  void finish(const Item& item, const float* sums, const float* bias, T* out, long model_dim) {
+    if (--unfinished[item.e]) return;
+    const long n = item.end - item.start;
+    sums += (item.sums - item.part * n) * model_dim;
+    for (long i = 0; i < n; i++) {
+      for (long j = 0; j < model_dim; j += 16) {
+        const __mmask16 mask = first(model_dim - j);
+        __m512 sum = bias ? load(bias + j, mask) : _mm512_setzero_ps();
+        for (long part = 0; part < item.parts; part++)
+          sum = _mm512_add_ps(sum, load(sums + (part * n + i) * model_dim + j, mask));
+        store(out + (item.start + i) * model_dim + j, mask, sum);
+      }
+    }
+  }
+};
+
+// Takes pieces of memory; from no memory, it counts them.
+struct Arena {
+  char* base;
+  long used = 0;
+
+  template <class T>
+  T* take(long count) {
+    T* start = base ? reinterpret_cast<T*>(base + used) : nullptr;
+    used += (count * static_cast<long>(sizeof(T)) + 63) / 64 * 64;
+    return start;
+  }
+};
+
+template <class T>
+struct ForwardSpace {
+  int32_t *x, *w1, *w2, *packed_h;
+  T* h;
+
+  ForwardSpace(Arena& arena, long n, long step, long M)
+      : x(arena.take<int32_t>(Packed<T, kA>::words(n, M))), w1(arena.take<int32_t>(Packed<T, kB>::words(step, M))),
+        w2(arena.take<int32_t>(Packed<T, kB>::words(M, step))),
+        packed_h(arena.take<int32_t>(Packed<T, kA>::words(n, step))), h(arena.take<T>(n * step)) {}
+  static long row_step(long) { return kRowStep; }
+};
+
+template <class T, class W>
+struct BackwardSpace {
+  int32_t *dy, *wide_dy, *x, *w, *packed_h;
+  T *h, *dz;
+
+  BackwardSpace(Arena& arena, long n, long step, long M)
+      : dy(arena.take<int32_t>(Packed<T, kA>::words(n, M))), wide_dy(arena.take<int32_t>(Packed<T, kB>::words(M, n))),
+        x(arena.take<int32_t>(Packed<T, kB>::words(M, n))),
+        w(arena.take<int32_t>(std::max(Packed<T, kB>::words(step, M), Packed<T, kB>::words(M, step)))),
+        packed_h(arena.take<int32_t>(std::max(Packed<T, kA>::words(step, n), Packed<T, kA>::words(n, step)))),
+        h(arena.take<T>(n * step)), dz(arena.take<T>(n * step)) {}
+  // gradients in bf16 are rounded once, not after every 1024 rows
+  static long row_step(long n) { return std::is_same<W, bf16>::value ? std::max(n, 1L) : kRowStep; }
+};
+
+// The memory of a call: partial sums, then each thread's own space.
+template <class Space, class T, class W>
+long space_of(const Network<T, W>& net) {
+  const Items items(net);
+  Arena sums{nullptr}, own{nullptr};
+  sums.take<float>(items.partial_rows * net.model_dim);
+  Space(own, std::min(items.most_rows, Space::row_step(items.most_rows)), net.step(), net.model_dim);
+  return sums.used + own.used * net.threads;
+}
+
+// run(items, item, space, sums) for every item, on all threads.
+template <class Space, class T, class W, class Run>
+void for_each_item(const Network<T, W>& net, char* memory, Run run) {
+  Items items(net);
+  Arena shared{memory};
+  float* sums = shared.take<float>(items.partial_rows * net.model_dim);
+#pragma omp parallel num_threads(net.threads)
+  {
+    const long n = std::min(items.most_rows, Space::row_step(items.most_rows));
+    Arena counted{nullptr};
+    Space(counted, n, net.step(), net.model_dim);
+    Arena own{memory + shared.used + counted.used * omp_get_thread_num()};
+    const Space space(own, n, net.step(), net.model_dim);
+    Tiling<T> tiling;
+#pragma omp for schedule(dynamic, 1) nowait
+    for (size_t i = 0; i < items.all.size(); i++) run(items, items.all[i], space, sums);
+    _mm_sfence();
+  }
+}
+
+template <class Act, class T, class W>
+void forward(const Network<T, W>& net, char* memory, T* out, T* hidden) {
+  using Space = ForwardSpace<T>;
+  const long M = net.model_dim, H = net.hidden_dim, step = net.step();
+  for_each_item<Space>(net, memory, [&](Items& items, const Item& item, const Space& space, float* sums) {
+    const long begin = item.part * H / item.parts, end = (item.part + 1) * H / item.parts;
+    for (long start = item.start; start < item.end; start += kRowStep) {
+      const long n = std::min(kRowStep, item.end - start);
+      float* sum = sums + (item.sums + start - item.start) * M;
+      const auto x = Packed<T, kA>(space.x, n, M).template pack<kAlongK>(net.rows + start * M, M);
+      for (long unit = begin; unit < end; unit += step) {
+        const long units = std::min(step, end - unit), weight = (item.e * H + unit) * M, next = weight + units * M;
+        const float* bias = net.b1 ? net.b1 + item.e * H + unit : nullptr;
+        const auto w1 = Packed<T, kB>(space.w1, units, M).template pack<kAlongK>(net.w1 + weight, M);
+        const auto nothing = [](long, long) {};
+        product(x, w1, Ahead(net.w2 + weight, units * M), nothing, [&](long i, long j, __mmask16 mask, __m512 v) {
+          if (bias) v = _mm512_add_ps(v, load(bias + j, mask));
+          const long place = (start + i) * H + unit + j;
+          if (hidden) store(hidden + place, mask, v);
+          store(space.h + i * units + j, mask, net.dropout(Act::of(v).value, place, mask));
+        });
+        const auto h = Packed<T, kA>(space.packed_h, n, units).template pack<kAlongK>(space.h, units);
+        const auto w2 = Packed<T, kB>(space.w2, M, units).template pack<kAcrossK>(net.w2 + weight, M);
+        const Ahead ahead = unit + units < end ? Ahead(net.w1 + next, units * M) : Ahead();
+        product_into(h, w2, ahead, sum, M, unit > begin, false);
+      }
+    }
+    items.finish(item, sums, net.b2 ? net.b2 + item.e * M : nullptr, out, M);
+  });
+}
+
+template <class T, class W>
+struct Gradients {  // each may be null: not needed
+  T* rows;
+  W *w1, *w2;
+  float *b1, *b2;
+};
+
+template <class Act, class T, class W>
+void backward(const Network<T, W>& net, char* memory, const T* grad, const T* hidden, const Gradients<T, W>& to) {
+  using Space = BackwardSpace<T, W>;
+  const long M = net.model_dim, H = net.hidden_dim, step = net.step();
+  for_each_item<Space>(net, memory, [&](Items& items, const Item& item, const Space& space, float* sums) {
+    const long begin = item.part * H / item.parts, end = (item.part + 1) * H / item.parts;
+    const long row_step = Space::row_step(item.end - item.start);
+    for (long start = item.start; start < item.end; start += row_step) {
+      const long n = std::min(row_step, item.end - start);
+      const bool add = start > item.start;
+      float* sum = sums + (item.sums + start - item.start) * M;
+      const auto dy = Packed<T, kA>(space.dy, n, M).template pack<kAlongK>(grad + start * M, M);
+      const Packed<T, kB> wide_dy(space.wide_dy, M, n), x(space.x, M, n);
+      if (to.w2) wide_dy.template pack<kAcrossK>(grad + start * M, M);
+      if (to.w1) x.template pack<kAcrossK>(net.rows + start * M, M);
+      if (to.b2 && item.part == 0) sum_rows(grad + start * M, n, M, to.b2 + item.e * M, add);
+      for (long unit = begin; unit < end; unit += step) {
+        const long units = std::min(step, end - unit), weight = (item.e * H + unit) * M, next = weight + units * M;
+        const auto w2 = Packed<T, kB>(space.w, units, M).template pack<kAlongK>(net.w2 + weight, M);
+        const auto soon = [&](long i, long j) {
+          __builtin_prefetch(hidden + (start + i) * H + unit + j);
+          __builtin_prefetch(hidden + (start + i) * H + unit + j + 16);
+        };
+        const Ahead w1_ahead = to.rows ? Ahead(net.w1 + weight, units * M) : Ahead();
+        product(dy, w2, w1_ahead, soon, [&](long i, long j, __mmask16 mask, __m512 v) {
+          const long place = (start + i) * H + unit + j;
+          const Activated a = Act::of(load(hidden + place, mask));
+          store(space.h + i * units + j, mask, net.dropout(a.value, place, mask));
+          store(space.dz + i * units + j, mask, _mm512_mul_ps(net.dropout(v, place, mask), a.slope));
+        });
+        if (to.w2) {
+          const auto h = Packed<T, kA>(space.packed_h, units, n).template pack<kAcrossK>(space.h, units);
+          product_into(h, wide_dy, Ahead(), to.w2 + weight, M, add, true);
+        }
+        if (to.w1) {
+          const auto dz = Packed<T, kA>(space.packed_h, units, n).template pack<kAcrossK>(space.dz, units);
+          product_into(dz, x, Ahead(), to.w1 + weight, M, add, true);
+        }
+        if (to.b1) sum_rows(space.dz, n, units, to.b1 + item.e * H + unit, add);
+        if (to.rows) {
+          const auto dz = Packed<T, kA>(space.packed_h, n, units).template pack<kAlongK>(space.dz, units);
+          const auto w1 = Packed<T, kB>(space.w, M, units).template pack<kAcrossK>(net.w1 + weight, M);
+          const Ahead ahead = unit + units < end ? Ahead(net.w2 + next, units * M) : Ahead();
+          product_into(dz, w1, ahead, sum, M, unit > begin, false);
+        }
+      }
+    }
+    if (to.rows) items.finish(item, sums, nullptr, to.rows, M);
+  });
+}
+
+// 2. What Python calls
+
+struct Problem {
+  const void *rows, *w1, *w2;
+  const float *b1, *b2;
+  const int32_t* ends;
+  const int16_t* noise;
+  long num_experts, model_dim, hidden_dim, threads, rows_bf16, weights_bf16, activation, least;
+  float scale;
+};
+
+// run(network) in the types of the problem; there are no fp32 rows with bf16 weights.
+template <class Run>
+auto typed(const Problem& p, Run run) {
+  const auto network = [&](auto row, auto weight) {
+    using T = decltype(row);
+    using W = decltype(weight);
+    return Network<T, W>{static_cast<const T*>(p.rows), static_cast<const W*>(p.w1), static_cast<const W*>(p.w2),
+                         p.b1, p.b2, p.ends, p.num_experts, p.model_dim, p.hidden_dim,
+                         Dropout{p.noise, p.least, p.scale}, p.threads};
+  };
+  if (!p.rows_bf16) return run(network(float(), float()));
+  return p.weights_bf16 ? run(network(bf16(), bf16())) : run(network(bf16(), float()));
+}
+
+template <class Run>
+void activated(const Problem& p, Run run) {
+  if (p.activation == 0) run(Gelu());
+  if (p.activation == 1) run(Relu());
+  if (p.activation == 2) run(Silu());
+}
+
+}  // namespace
+
+extern "C" {
+
+// Linux gives a process AMX's registers when it asks. 0: it did.
+int request_tiles() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */); }
+
+// Bytes of memory that a call works in.
+long forward_space(const Problem* p) {
+  return typed(*p, [](const auto& net) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
+    return space_of<ForwardSpace<T>>(net);
+  });
+}
+
+long backward_space(const Problem* p) {
+  return typed(*p, [](const auto& net) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
+    using W = std::remove_const_t<std::remove_pointer_t<decltype(net.w1)>>;
+    return space_of<BackwardSpace<T, W>>(net);
+  });
+}
+
+void experts_forward(const Problem* p, char* memory, void* out, void* hidden) {
+  typed(*p, [&](const auto& net) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
+    activated(*p, [&](auto act) {
+      forward<decltype(act)>(net, memory, static_cast<T*>(out), static_cast<T*>(hidden));
+    });
+  });
+}
+
+void experts_backward(const Problem* p, char* memory, const void* grad, const void* hidden, void* grad_rows,
+                      void* grad_w1, void* grad_w2, float* grad_b1, float* grad_b2) {
+  typed(*p, [&](const auto& net) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
+    using W = std::remove_const_t<std::remove_pointer_t<decltype(net.w1)>>;
+    const Gradients<T, W> to = {static_cast<T*>(grad_rows), static_cast<W*>(grad_w1), static_cast<W*>(grad_w2), grad_b1,
+                                grad_b2};
+    activated(*p, [&](auto act) {
+      backward<decltype(act)>(net, memory, static_cast<const T*>(grad), static_cast<const T*>(hidden), to);
+    });
+  });
+}
+}
