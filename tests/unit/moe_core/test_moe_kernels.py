@@ -8,7 +8,7 @@ from moe_cases import make_layer
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core.dispatch import make_plan
-from moe_core.kernels import combine_rows, dispatch_rows, expert_ffn, grouped, reference
+from moe_core.kernels import combine_rows, dispatch_rows, expert_ffn, ffn_x86, grouped, reference
 from moe_core.kernels.grouped import _aligned, group_sum, grouped_linear, grouped_weight_grad
 
 OPS = torch.ops.moe_core
@@ -21,6 +21,13 @@ DTYPES = {  # of rows and of weights; the last pair as under autocast
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest value
 # Where the rows of each expert end: empty experts at the start, in the middle and at the end.
 ENDS = {"even": [4, 8, 12], "empty": [0, 7, 7, 12, 12], "one": [12], "none": [0, 0]}
+
+
+@pytest.fixture(params=["this CPU's", "loop"])
+def kernel(request, monkeypatch):
+    """The experts' kernel that is chosen on this CPU, and the one for any other."""
+    if request.param == "loop":
+        monkeypatch.setattr(ffn_x86, "takes", lambda rows, weight: False)
 
 
 def random(*shape: int, dtype=torch.float64, seed: int = 0) -> torch.Tensor:
@@ -70,6 +77,7 @@ def plan_inputs(top_k: int, capacity: int | None):
     return plan.choices, plan.slots, plan.kept
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("num_rows", [12, 15])
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -92,6 +100,7 @@ def test_gradcheck_expert_ffn(activation):
     assert torch.autograd.gradcheck(lambda *inputs: expert_ffn(*inputs, offsets, activation), inputs)
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("sizes", [[37, 0, 70, 3], [16, 16, 16, 16], [1, 1, 1, 1], [0, 0, 0, 90]], ids=str)
 @pytest.mark.parametrize("spare", [0, 40])
 def test_expert_ffn_in_half_precision_computes_on_tiles_of_rows(spare, sizes):
@@ -105,6 +114,7 @@ def test_expert_ffn_in_half_precision_computes_on_tiles_of_rows(spare, sizes):
     assert_close(found, expected, ends[-1], torch.bfloat16)
 
 
+@pytest.mark.usefixtures("kernel")
 def test_expert_ffn_takes_an_expanded_gradient_and_other_strides():
     rows, weights, offsets, _ = ffn_inputs([4, 12], 12)
     expected = outcome(expert_ffn, rows, weights, offsets, torch.ones_like(rows))
@@ -113,6 +123,7 @@ def test_expert_ffn_takes_an_expanded_gradient_and_other_strides():
     torch.testing.assert_close(outcome(expert_ffn, rows.t().contiguous().t(), transposed, offsets, grad), expected)
 
 
+@pytest.mark.usefixtures("kernel")
 def test_expert_ffn_gives_no_gradient_where_none_is_wanted():
     rows, weights, offsets, grad = ffn_inputs([4, 12], 12)
     expected = outcome(expert_ffn, rows, weights, offsets, grad)
@@ -123,6 +134,7 @@ def test_expert_ffn_gives_no_gradient_where_none_is_wanted():
         assert all(t.grad is None for i, t in enumerate(inputs) if i != wanted)
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_dropout_zeroes_its_share_and_keeps_the_mean(share, dtypes):
@@ -197,6 +209,7 @@ def test_opcheck_rows(op, top_k, capacity):
     torch.library.opcheck(getattr(OPS, op).default, arguments[op])
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("op", ["expert_ffn", "expert_ffn_backward"])
 def test_opcheck_ffn(op, dtypes):

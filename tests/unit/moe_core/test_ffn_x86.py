@@ -1,0 +1,200 @@
+"""The experts' kernel in C++: its edges of blocks and tiles, its division of the work, and its compilation."""
+
+# N rows, M model dim, H hidden dim
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_core.kernels import expert_ffn, ffn_loop, ffn_x86, reference
+
+OPS = torch.ops.moe_core
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 2e-2}  # of the largest value
+
+
+def inputs(sizes: list[int], model_dim: int, hidden_dim: int, dtypes, seed: int = 0):
+    """rows, weights, offsets and a gradient of the output; as large as they are in a network."""
+    dtype, weight_dtype = dtypes
+    if not ffn_x86.takes(torch.empty(0, dtype=dtype), torch.empty(0, dtype=weight_dtype)):
+        pytest.skip("this CPU or compiler lacks the instructions")
+    generator = torch.Generator().manual_seed(seed)
+    experts, num_rows = len(sizes), sum(sizes)
+    rows, grad = (torch.randn(num_rows, model_dim, generator=generator).to(dtype) for _ in range(2))
+    weights = [
+        (torch.randn(*shape, generator=generator) / scale**0.5).to(weight_dtype)
+        for shape, scale in (
+            ((experts, hidden_dim, model_dim), model_dim),
+            ((experts, hidden_dim), 1),
+            ((experts, hidden_dim, model_dim), hidden_dim),
+            ((experts, model_dim), 1),
+        )
+    ]
+    return rows, weights, torch.tensor(sizes).cumsum(0).int(), grad
+
+
+def outcome(function, rows, weights, offsets, grad) -> list[torch.Tensor]:
+    leaves = [t.detach().requires_grad_() for t in (rows, *weights)]
+    out = function(*leaves, offsets)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def assert_equals_reference(rows, weights, offsets, grad) -> None:
+    found = outcome(expert_ffn, rows, weights, offsets, grad)
+    expected = outcome(reference.expert_ffn, rows.double(), [w.double() for w in weights], offsets, grad.double())
+    for a, b in zip(found, expected, strict=True):
+        largest = b.abs().max().item() if b.numel() else 0.0
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=TOLERANCES[rows.dtype] * max(largest, 1e-30))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 70), min_size=1, max_size=5),
+    model_dim=st.integers(1, 80),
+    hidden_dim=st.integers(1, 100),
+    dtypes=st.sampled_from(DTYPES),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_sizes_equal_the_reference(sizes, model_dim, hidden_dim, dtypes):
+    """Blocks of 16 x 16, panels of 14, pairs of tiles, and what is left over of each."""
+    assert_equals_reference(*inputs(sizes, model_dim, hidden_dim, dtypes))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "model_dim", "hidden_dim"),
+    [([2300, 40], 52, 300), ([90], 40, 9000), ([3, 0, 1], 1100, 4400)],
+    ids=["rows in several steps", "hidden units in several steps", "wide"],
+)
+def test_what_one_step_does_not_hold(sizes, model_dim, hidden_dim, dtypes):
+    assert_equals_reference(*inputs(sizes, model_dim, hidden_dim, dtypes))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
+def test_activations_and_their_slopes_in_fp32(activation):
+    """Seen through one hidden unit: a relative error, since what is far below zero is tiny. exp(-100) is, too."""
+    z = torch.cat([torch.linspace(-8, 8, 4001), torch.tensor([0.0, -0.0, 100, -100, 1e4, -1e4])])
+    rows, weights, offsets, _ = inputs([len(z)], 1, 1, DTYPES[0])
+    rows = z.unsqueeze(1).requires_grad_()
+    one = torch.ones_like(weights[0])
+    out = expert_ffn(rows, one, None, one, None, offsets, activation)
+    exact = z.double().unsqueeze(1).requires_grad_()
+    functions = {
+        "gelu": lambda z: z * torch.erfc(-z / 2**0.5) / 2,
+        "relu": torch.relu,
+        "silu": lambda z: z * z.sigmoid(),
+    }
+    function = functions[activation]
+    torch.testing.assert_close(out.double(), function(exact), rtol=3e-6, atol=1e-30)
+    found, expected = (torch.autograd.grad(y.sum(), x)[0].double() for y, x in ((out, rows), (function(exact), exact)))
+    assert (found - expected).abs().max() < 1e-6  # a slope has a zero, so no relative error
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(value):
+    for dtypes in DTYPES:
+        rows, weights, offsets, _ = inputs([5, 20], 24, 40, dtypes)
+        rows[7, 3] = value
+        out = expert_ffn(rows, *weights, offsets)
+        assert not out[7].isfinite().any()
+        assert out[:7].isfinite().all()
+        assert out[8:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_dropout_is_the_loop_s(dtypes, monkeypatch):
+    """The same noise in each kernel's own order of the hidden layer gives the same output and gradients."""
+    rows, weights, offsets, grad = inputs([33, 0, 47], 40, 64, dtypes)
+    noise = OPS.dropout_noise(rows, weights[0])
+    out, hidden = OPS.expert_ffn(rows, *weights, offsets, noise, "gelu", 0.3, True)
+    arguments = (rows, hidden, *weights, offsets, noise, "gelu", 0.3, [True] * 5)
+    found = [out, *OPS.expert_ffn_backward(grad, *arguments)]
+    for_loop = torch.zeros(ffn_loop.hidden_rows(len(rows), 3, dtypes[0]) * 64, dtype=torch.int16)
+    groups = ffn_loop._Groups(rows, offsets, weights[0])
+    for group in groups:
+        own = noise.view(-1, 64)[group.start : group.end]
+        group.block(for_loop)[:, : len(own)] = own.t()
+    loop = (rows, *weights, offsets, for_loop, "gelu", 0.3)
+    out, hidden = ffn_loop.forward(*loop, True)
+    expected = [out, *ffn_loop.backward(grad, rows, hidden, *weights, offsets, for_loop, "gelu", 0.3, [True] * 5)]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCES[dtypes[0]] * b.abs().max().item())
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_threads_divide_the_work_and_repeat_it_to_the_bit(dtypes):
+    """More threads than experts divide an expert's hidden units; their sums have a fixed order."""
+    case = inputs([300, 2], 40, 20_000, dtypes)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert_equals_reference(*case)
+            first, again = (outcome(expert_ffn, *case) for _ in range(2))
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_other_dtypes_and_devices_are_left_to_others():
+    def takes(rows: torch.dtype, weight: torch.dtype, device: str = "cpu") -> bool:
+        return ffn_x86.takes(torch.empty(1, dtype=rows, device=device), torch.empty(1, dtype=weight, device=device))
+
+    assert not takes(torch.float64, torch.float64)
+    assert not takes(torch.float16, torch.float32)
+    assert not takes(torch.float32, torch.bfloat16)
+    assert not takes(torch.float32, torch.float32, "meta")
+
+
+def test_a_cpu_without_the_instructions_is_left_to_the_loop(monkeypatch):
+    monkeypatch.setattr(ffn_x86, "_cpu_flags", lambda: frozenset({"avx2"}))
+    for dtype, weight_dtype in DTYPES:
+        assert not ffn_x86.takes(torch.empty(1, dtype=dtype), torch.empty(1, dtype=weight_dtype))
+
+
+COMPUTE = """
+import logging, sys, torch
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+from moe_core.kernels import expert_ffn
+w, rows = torch.ones(2, 8, 4), torch.ones(6, 4)
+print("out", float(expert_ffn(rows, w, None, w, None, torch.tensor([3, 6], dtype=torch.int32), "relu").sum()))
+"""
+
+
+def run(processes: int = 1, **environment) -> list[str]:
+    """What processes print that compute with experts, all at once; all succeed."""
+    started = [
+        subprocess.Popen([sys.executable, "-c", COMPUTE], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
+    printed = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0] * processes
+    assert all("out 768.0" in text for text in printed)
+    return printed
+
+
+def test_processes_compile_it_once_among_them(tmp_path):
+    inputs([1], 1, 1, DTYPES[0])
+    (tmp_path / "moe_core").mkdir()
+    printed = run(2, XDG_CACHE_HOME=str(tmp_path), PATH="/usr/bin:/bin")
+    assert sum("compiling" in text for text in printed) == 1
+    assert len(list((tmp_path / "moe_core").glob("*.so"))) == 1
+    assert "compiling" not in run(XDG_CACHE_HOME=str(tmp_path), PATH="/usr/bin:/bin")[0]
+
+
+def test_without_a_compiler_experts_run_in_torch_and_one_line_says_so(tmp_path):
+    inputs([1], 1, 1, DTYPES[0])
+    (printed,) = run(XDG_CACHE_HOME=str(tmp_path), CXX="no-such-compiler")
+    assert printed.count("C++ does not compile") == 1
+    assert "no-such-compiler" in printed
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+    (tmp_path / "moe_core").write_text("a file, where a directory should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = ffn_x86._cache_directory()
+    assert directory.is_dir()
+    assert tmp_path not in directory.parents
