@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_core.config import ExpertShard, MoEConfig
 from moe_core.derived import Derived
-from moe_core.kernels import empty, expert_ffn
+from moe_core.kernels import empty, expert_ffn, pack_weights
 from moe_core.precision import expert_dtype
 
 _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
@@ -72,7 +72,8 @@ class Experts(nn.Module):
     def weights(self, dtype: torch.dtype, gather: Callable[[Tensor], Tensor] | None = None) -> ExpertWeights:
         """What to compute with in `dtype`; `gather` joins each parameter with those of the ranks that share it.
 
-        The parameters themselves, which the kernel casts, or in evaluation copies in `dtype` that last.
+        The parameters themselves, which the kernel casts, or in evaluation copies in `dtype` that last: without
+        gradients they may be in an order that only the kernel can read.
         """
         parameters = (self.w1, self.b1, self.w2, self.b2)
         if gather is not None:
@@ -80,12 +81,18 @@ class Experts(nn.Module):
         if dtype == self.w1.dtype:
             return ExpertWeights(*parameters)
 
-        def copies() -> ExpertWeights:
-            return ExpertWeights(
-                *(None if p is None else empty(p.shape, dtype, p.device, reuse=False).copy_(p) for p in parameters)
-            )
+        forward_alone = not torch.is_grad_enabled()
 
-        return self._copies.get(self, self.parameters(), dtype, copies) or ExpertWeights(*parameters)
+        def cast(p: Tensor | None) -> Tensor | None:
+            return None if p is None else empty(p.shape, dtype, p.device, reuse=False).copy_(p)
+
+        def copies() -> ExpertWeights:
+            packed = pack_weights(self.w1, self.w2, dtype) if forward_alone else None
+            w1, w2 = packed or (cast(self.w1), cast(self.w2))
+            return ExpertWeights(w1, cast(self.b1), w2, cast(self.b2))
+
+        key = (dtype, forward_alone)
+        return self._copies.get(self, self.parameters(), key, copies) or ExpertWeights(*parameters)
 
     def train(self, mode: bool = True) -> "Experts":
         self._copies.clear()

@@ -137,7 +137,8 @@ class _Batched(nn.Module):
 
     def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
         """rows [E * C, M] -> the same."""
-        w1, b1, w2, b2 = self.experts.weights(rows.dtype)
+        e = self.experts
+        w1, b1, w2, b2 = (None if p is None else p.to(rows.dtype) for p in (e.w1, e.b1, e.w2, e.b2))
         hidden = self.experts.activation(_product(rows.unflatten(0, (len(sizes), -1)), w1.transpose(1, 2), b1))
         return _product(hidden, w2, b2).flatten(0, 1)
 

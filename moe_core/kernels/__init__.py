@@ -4,6 +4,16 @@ from moe_core.kernels import routing
 from moe_core.kernels.backend import choose
 from moe_core.kernels.buffers import empty, release_buffers
 from moe_core.kernels.ffn import expert_ffn
+from moe_core.kernels.ffn_x86 import pack_weights
 from moe_core.kernels.rows import combine_rows, dispatch_rows
 
-__all__ = ["choose", "combine_rows", "dispatch_rows", "empty", "expert_ffn", "release_buffers", "routing"]
+__all__ = [
+    "choose",
+    "combine_rows",
+    "dispatch_rows",
+    "empty",
+    "expert_ffn",
+    "pack_weights",
+    "release_buffers",
+    "routing",
+]

@@ -30,7 +30,8 @@ def expert_ffn(
 
     Args:
         rows: [N, M], expert 0's rows first. Their dtype is the one that is computed in.
-        w1, w2: [E, H, M]. Weights and biases may have another dtype, which their gradients then have, too.
+        w1, w2: [E, H, M]. Weights and biases may have another dtype, which their gradients then have, too. Without
+            gradients they may be `ffn_x86.pack_weights`'s.
         b1, b2: [E, H] and [E, M], or None.
         offsets: [E] int32, where each expert's rows end.
         activation: "gelu", "relu" or "silu".

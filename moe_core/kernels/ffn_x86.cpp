@@ -33,6 +33,12 @@ struct Dropout {
   }
 };
 
+// `part` of `parts` of expert e's hidden units, for its rows [start, end). Its share of [n, M] begins at row `sums` of
+// the partial sums.
+struct Item {
+  long e, start, end, part, parts, sums;
+};
+
 template <class T, class W>
 struct Network {
   const T* rows;
@@ -42,14 +48,33 @@ struct Network {
   long num_experts, model_dim, hidden_dim;
   Dropout dropout;
   long threads;
+  bool packed;  // w1 and w2, by pack_weights
 
   long step() const { return std::min(hidden_step(model_dim), hidden_dim); }
+  long hidden_begin(const Item& item) const { return item.part * hidden_dim / item.parts / 32 * 32; }
+  long hidden_end(const Item& item) const {
+    return item.part + 1 == item.parts ? hidden_dim : (item.part + 1) * hidden_dim / item.parts / 32 * 32;
+  }
 };
 
-// `part` of `parts` of expert e's hidden units, for its rows [start, end). Its share of [n, M] begins at row `sums` of
-// the partial sums.
-struct Item {
-  long e, start, end, part, parts, sums;
+// An expert's whole weights [H, M], packed; a step takes a part of each, in panels or in blocks.
+template <class T>
+struct PackedExpert {
+  Packed<T, kB> w1, w2;
+
+  template <class W>
+  PackedExpert(const W* all_w1, const W* all_w2, long e, long H, long M)
+      : w1(at(all_w1, e * H * M), H, M), w2(at(all_w2, e * H * M), M, H) {}
+  template <class W>
+  static int32_t* at(const W* all, long place) {
+    return reinterpret_cast<int32_t*>(const_cast<W*>(all + place));
+  }
+  Packed<T, kB> part_of_w1(long unit, long units) const {
+    return Packed<T, kB>(w1.data + unit / 16 * w1.blocks * 256, units, w1.depth);
+  }
+  Packed<T, kB> part_of_w2(long unit, long units) const {
+    return Packed<T, kB>(w2.data + unit / Shape<T>::depth * 256, w2.extent, units, w2.blocks);
+  }
 };
 
 // One item for each expert, or several, so that all threads have work to the end; the largest first.
@@ -167,7 +192,7 @@ void forward(const Network<T, W>& net, char* memory, T* out, T* hidden) {
   using Space = ForwardSpace<T>;
   const long M = net.model_dim, H = net.hidden_dim, step = net.step();
   for_each_item<Space>(net, memory, [&](Items& items, const Item& item, const Space& space, float* sums) {
-    const long begin = item.part * H / item.parts, end = (item.part + 1) * H / item.parts;
+    const long begin = net.hidden_begin(item), end = net.hidden_end(item);
     for (long start = item.start; start < item.end; start += kRowStep) {
       const long n = std::min(kRowStep, item.end - start);
       float* sum = sums + (item.sums + start - item.start) * M;
@@ -175,17 +200,21 @@ void forward(const Network<T, W>& net, char* memory, T* out, T* hidden) {
       for (long unit = begin; unit < end; unit += step) {
         const long units = std::min(step, end - unit), weight = (item.e * H + unit) * M, next = weight + units * M;
         const float* bias = net.b1 ? net.b1 + item.e * H + unit : nullptr;
-        const auto w1 = Packed<T, kB>(space.w1, units, M).template pack<kAlongK>(net.w1 + weight, M);
+        const PackedExpert<T> expert(net.w1, net.w2, item.e, H, M);
+        const auto w1 = net.packed ? expert.part_of_w1(unit, units)
+                                   : Packed<T, kB>(space.w1, units, M).template pack<kAlongK>(net.w1 + weight, M);
+        const Ahead w2_ahead = net.packed ? Ahead() : Ahead(net.w2 + weight, units * M);
         const auto nothing = [](long, long) {};
-        product(x, w1, Ahead(net.w2 + weight, units * M), nothing, [&](long i, long j, __mmask16 mask, __m512 v) {
+        product(x, w1, w2_ahead, nothing, [&](long i, long j, __mmask16 mask, __m512 v) {
           if (bias) v = _mm512_add_ps(v, load(bias + j, mask));
           const long place = (start + i) * H + unit + j;
           if (hidden) store(hidden + place, mask, v);
           store(space.h + i * units + j, mask, net.dropout(Act::of(v).value, place, mask));
         });
         const auto h = Packed<T, kA>(space.packed_h, n, units).template pack<kAlongK>(space.h, units);
-        const auto w2 = Packed<T, kB>(space.w2, M, units).template pack<kAcrossK>(net.w2 + weight, M);
-        const Ahead ahead = unit + units < end ? Ahead(net.w1 + next, units * M) : Ahead();
+        const auto w2 = net.packed ? expert.part_of_w2(unit, units)
+                                   : Packed<T, kB>(space.w2, M, units).template pack<kAcrossK>(net.w2 + weight, M);
+        const Ahead ahead = unit + units < end && !net.packed ? Ahead(net.w1 + next, units * M) : Ahead();
         product_into(h, w2, ahead, sum, M, unit > begin, false);
       }
     }
@@ -205,7 +234,7 @@ void backward(const Network<T, W>& net, char* memory, const T* grad, const T* hi
   using Space = BackwardSpace<T, W>;
   const long M = net.model_dim, H = net.hidden_dim, step = net.step();
   for_each_item<Space>(net, memory, [&](Items& items, const Item& item, const Space& space, float* sums) {
-    const long begin = item.part * H / item.parts, end = (item.part + 1) * H / item.parts;
+    const long begin = net.hidden_begin(item), end = net.hidden_end(item);
     const long row_step = Space::row_step(item.end - item.start);
     for (long start = item.start; start < item.end; start += row_step) {
       const long n = std::min(row_step, item.end - start);
@@ -258,7 +287,7 @@ struct Problem {
   const float *b1, *b2;
   const int32_t* ends;
   const int16_t* noise;
-  long num_experts, model_dim, hidden_dim, threads, rows_bf16, weights_bf16, activation, least;
+  long num_experts, model_dim, hidden_dim, threads, rows_bf16, weights_bf16, packed, activation, least;
   float scale;
 };
 
@@ -270,7 +299,7 @@ auto typed(const Problem& p, Run run) {
     using W = decltype(weight);
     return Network<T, W>{static_cast<const T*>(p.rows), static_cast<const W*>(p.w1), static_cast<const W*>(p.w2),
                          p.b1, p.b2, p.ends, p.num_experts, p.model_dim, p.hidden_dim,
-                         Dropout{p.noise, p.least, p.scale}, p.threads};
+                         Dropout{p.noise, p.least, p.scale}, p.threads, p.packed != 0};
   };
   if (!p.rows_bf16) return run(network(float(), float()));
   return p.weights_bf16 ? run(network(bf16(), bf16())) : run(network(bf16(), float()));
@@ -304,6 +333,16 @@ long backward_space(const Problem* p) {
     using W = std::remove_const_t<std::remove_pointer_t<decltype(net.w1)>>;
     return space_of<BackwardSpace<T, W>>(net);
   });
+}
+
+// fp32 weights [E, H, M], H and M multiples of 32, to as many numbers in bf16, in the order of products.
+void pack_weights(const float* w1, const float* w2, bf16* to_w1, bf16* to_w2, long E, long H, long M, long threads) {
+#pragma omp parallel for num_threads(threads)
+  for (long e = 0; e < E; e++) {
+    const PackedExpert<bf16> packed(to_w1, to_w2, e, H, M);
+    packed.w1.pack<kAlongK>(w1 + e * H * M, M);
+    packed.w2.pack<kAcrossK>(w2 + e * H * M, M);
+  }
 }
 
 void experts_forward(const Problem* p, char* memory, void* out, void* hidden) {

@@ -28,16 +28,31 @@ _SOURCES = [Path(__file__).with_name(name) for name in ("ffn_x86.cpp", "product_
 _AVX512, _AMX = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, {"avx512_bf16", "amx_tile", "amx_bf16"}
 _INSTRUCTIONS = [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")]
 _FLAGS = ["-std=c++17", "-O2", *_INSTRUCTIONS, "-mamx-tile", "-mamx-bf16", "-fopenmp", "-fPIC", "-shared"]
+_PACKED = torch.int16  # the dtype of packed bf16 weights, which nothing else can take for numbers
 _log = logging.getLogger("moe_core")
 
 
 def takes(rows: Tensor, weight: Tensor) -> bool:
     """Whether this kernel computes on these dtypes, here."""
-    if rows.device.type != "cpu" or weight.dtype not in (rows.dtype, torch.float32):
+    if rows.device.type != "cpu" or weight.dtype not in (rows.dtype, torch.float32, _PACKED):
         return False
     if rows.dtype == torch.float32:
         return _cpu_flags() >= _AVX512 and _library() is not None
     return rows.dtype == torch.bfloat16 and _cpu_flags() >= _AVX512 | _AMX and _tiles()
+
+
+def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """fp32 weights [E, H, M] in bf16, in the order in which `forward` reads them, in tensors of int16 of that shape.
+
+    None where rows of `dtype` are not for this kernel, or the shape leaves blocks that are not full.
+    """
+    packable = w1.dtype == torch.float32 and w1.shape[1] % 32 == w1.shape[2] % 32 == 0
+    if dtype != torch.bfloat16 or not packable or not takes(w1.new_empty(0, dtype=dtype), w1):
+        return None
+    new = tuple(empty(w.shape, _PACKED, w.device, reuse=False) for w in (w1, w2))
+    weights = [w1.contiguous(), w2.contiguous()]
+    _library().pack_weights(*map(_pointer, (*weights, *new)), *map(c_long, (*w1.shape, torch.get_num_threads())))
+    return new
 
 
 def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
@@ -78,7 +93,7 @@ class _Problem(ctypes.Structure):  # as in ffn_x86.cpp
     _fields_ = (
         [(name, c_void_p) for name in ("rows", "w1", "w2", "b1", "b2", "ends", "noise")]
         + [(name, c_long) for name in ("num_experts", "model_dim", "hidden_dim", "threads")]
-        + [(name, c_long) for name in ("rows_bf16", "weights_bf16", "activation", "least")]
+        + [(name, c_long) for name in ("rows_bf16", "weights_bf16", "packed", "activation", "least")]
         + [("scale", c_float)]
     )
 
@@ -92,12 +107,13 @@ class _Call:
         biases = (None if b is None else b.float().contiguous() for b in (b1, b2))
         tensors = [rows.contiguous(), w1.contiguous(), w2.contiguous(), *biases, offsets.int().contiguous(), noise]
         dropped = 0 if noise is None else min(round(dropout * 65536), 65535)
-        bf16 = [t.dtype == torch.bfloat16 for t in (rows, w1)]
-        numbers = (*w1.shape, torch.get_num_threads(), *bf16, ACTIVATIONS.index(activation), dropped - 32768)
-        num_experts, hidden_dim, model_dim, *others = numbers
+        num_experts, hidden_dim, model_dim = w1.shape
         self.tensors = tensors
         self.problem = _Problem(
-            *map(_pointer, tensors), num_experts, model_dim, hidden_dim, *others, 65536 / (65536 - dropped)
+            *map(_pointer, tensors),
+            *(num_experts, model_dim, hidden_dim, torch.get_num_threads()),
+            *(rows.dtype == torch.bfloat16, w1.dtype != torch.float32, w1.dtype == _PACKED),
+            *(ACTIVATIONS.index(activation), dropped - 32768, 65536 / (65536 - dropped)),
         )
 
     def run(self, direction: str, *tensors: Tensor | None) -> None:

@@ -1,8 +1,8 @@
 // Products of matrices on an x86 CPU with AVX-512, and in bf16 with AMX.
 //
-// Both operands are packed into blocks of 16 x 16 words of 32 bits that lie one after the other. So the loops read memory
-// in order, whatever its layout was, and fp32 becomes bf16 on the way. A word is one fp32 number, or two bf16 numbers
-// that follow each other along the contracted dimension k.
+// Both operands are packed into blocks of 16 x 16 words of 32 bits that lie one after the other. So the loops read
+// memory in order, whatever its layout was, and fp32 becomes bf16 on the way. A word is one fp32 number, or two bf16
+// numbers that follow each other along the contracted dimension k.
 
 #pragma once
 
@@ -165,16 +165,16 @@ struct Packed {
   static constexpr long height = side == kA ? Shape<T>::a_height : 16;
   static constexpr bool balanced = height != 16;  // panels of nearly equal height
   int32_t* data;
-  long extent, depth, panels, blocks;
+  long extent, depth, panels, blocks, stride;  // stride: blocks from one panel to the next
 
-  Packed(int32_t* data, long extent, long depth)
+  Packed(int32_t* data, long extent, long depth, long stride = 0)
       : data(data), extent(extent), depth(depth), panels((extent + height - 1) / height),
-        blocks((depth + Shape<T>::depth - 1) / Shape<T>::depth) {}
+        blocks((depth + Shape<T>::depth - 1) / Shape<T>::depth), stride(stride ? stride : blocks) {}
   static long words(long extent, long depth) {
     const Packed p(nullptr, extent, depth);
     return p.panels * p.blocks * 256;
   }
-  const int32_t* panel(long p) const { return data + p * blocks * 256; }
+  const int32_t* panel(long p) const { return data + p * stride * 256; }
   long start(long p) const { return balanced ? p * extent / panels : p * height; }
   long end(long p) const { return balanced ? (p + 1) * extent / panels : std::min((p + 1) * height, extent); }
 
@@ -195,20 +195,20 @@ struct Packed {
     for (int i = 0; i < 16; i++) _mm512_store_si512(to + 16 * i, v[i]);
   }
 
-  // source: [extent, depth] if contiguous along k, else [depth, extent]; rows `stride` apart.
+  // source: [extent, depth] if contiguous along k, else [depth, extent]; its rows `row` apart.
   template <Contiguous contiguous, class S>
-  const Packed& pack(const S* source, long stride) const {
+  const Packed& pack(const S* source, long row) const {
     const long outer = contiguous == kAlongK ? panels : blocks, inner = contiguous == kAlongK ? blocks : panels;
     for (long o = 0; o < outer; o++) {  // in the order of the source
       for (long i = 0; i < inner; i++) {
         const long p = contiguous == kAlongK ? o : i, k = (contiguous == kAlongK ? i : o) * Shape<T>::depth;
         const long count = end(p) - start(p), left = depth - k;
-        int32_t* to = data + (p * blocks + k / Shape<T>::depth) * 256;
-        const S* from = source + (contiguous == kAlongK ? start(p) * stride + k : k * stride + start(p));
+        int32_t* to = data + (p * stride + k / Shape<T>::depth) * 256;
+        const S* from = source + (contiguous == kAlongK ? start(p) * row + k : k * row + start(p));
         if (count == 16 && left >= Shape<T>::depth)
-          block<contiguous>(to, from, stride, 16, Shape<T>::depth);  // constants: without masks
+          block<contiguous>(to, from, row, 16, Shape<T>::depth);  // constants: without masks
         else
-          block<contiguous>(to, from, stride, count, left);
+          block<contiguous>(to, from, row, count, left);
       }
     }
     return *this;

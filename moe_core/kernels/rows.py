@@ -45,16 +45,14 @@ def _dispatch_rows(
 
 @torch.library.custom_op("moe_core::sum_rows", mutates_args=())
 def _sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None, kernels: str = "auto") -> Tensor:
-    if choose(kernels, rows.device.type) == "triton":
-        return _triton().sum_rows(rows, slots, kept, gates)
-    return _sum_rows_by_torch(rows, slots, kept, gates)
+    return _sum(rows, slots, kept, gates, kernels)
 
 
 @torch.library.custom_op("moe_core::combine_rows", mutates_args=())
 def _combine_rows(
     rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None, kernels: str = "auto"
 ) -> Tensor:
-    return torch.ops.moe_core.sum_rows(rows, slots, kept, gates, kernels)
+    return _sum(rows, slots, kept, gates, kernels)
 
 
 @torch.library.custom_op("moe_core::combine_rows_backward", mutates_args=())
@@ -72,6 +70,12 @@ def _combine_rows_backward(
     if choose(kernels, rows.device.type) == "triton":
         return _triton().combine_rows_backward(grad, rows, gates, choices, slots, kept)
     return _combine_rows_backward_by_torch(grad, rows, gates, choices, slots, kept)
+
+
+def _sum(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None, kernels: str) -> Tensor:
+    if choose(kernels, rows.device.type) == "triton":
+        return _triton().sum_rows(rows, slots, kept, gates)
+    return _sum_rows_by_torch(rows, slots, kept, gates)
 
 
 def _triton():
