@@ -1,44 +1,26 @@
 """The experts' networks on an x86 CPU, in C++: fp32 with AVX-512, bf16 with AMX.
 
-It is compiled with $CXX (g++) when it is first needed, once a machine, into the user's cache directory. Where that
-fails or the CPU lacks the instructions, `takes` is False and ffn_loop runs.
+Where the CPU lacks the instructions or the compiler is missing, `takes` is False and ffn_loop runs.
 """
 
 # E experts, N rows, M model dim, H hidden dim
 
 import ctypes
-import fcntl
-import functools
-import hashlib
-import logging
-import os
-import platform
-import subprocess
-import tempfile
 from ctypes import c_float, c_long, c_void_p
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moe_core.kernels.buffers import empty
+from moe_core.kernels.library_x86 import library, pointer, usable
 
 ACTIVATIONS = ("gelu", "relu", "silu")  # in the order of ffn_x86.cpp
-_SOURCES = [Path(__file__).with_name(name) for name in ("ffn_x86.cpp", "product_x86.hpp")]
-_AVX512, _AMX = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, {"avx512_bf16", "amx_tile", "amx_bf16"}
-_INSTRUCTIONS = [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")]
-_FLAGS = ["-std=c++17", "-O2", *_INSTRUCTIONS, "-mamx-tile", "-mamx-bf16", "-fopenmp", "-fPIC", "-shared"]
 _PACKED = torch.int16  # the dtype of packed bf16 weights, which nothing else can take for numbers
-_log = logging.getLogger("moe_core")
 
 
 def takes(rows: Tensor, weight: Tensor) -> bool:
     """Whether this kernel computes on these dtypes, here."""
-    if rows.device.type != "cpu" or weight.dtype not in (rows.dtype, torch.float32, _PACKED):
-        return False
-    if rows.dtype == torch.float32:
-        return _cpu_flags() >= _AVX512 and _library() is not None
-    return rows.dtype == torch.bfloat16 and _cpu_flags() >= _AVX512 | _AMX and _tiles()
+    return rows.device.type == "cpu" and weight.dtype in (rows.dtype, torch.float32, _PACKED) and usable(rows.dtype)
 
 
 def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -51,7 +33,7 @@ def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
         return None
     new = tuple(empty(w.shape, _PACKED, w.device, reuse=False) for w in (w1, w2))
     weights = [w1.contiguous(), w2.contiguous()]
-    _library().pack_weights(*map(_pointer, (*weights, *new)), *map(c_long, (*w1.shape, torch.get_num_threads())))
+    library().pack_weights(*map(pointer, (*weights, *new)), *map(c_long, (*w1.shape, torch.get_num_threads())))
     return new
 
 
@@ -110,7 +92,7 @@ class _Call:
         num_experts, hidden_dim, model_dim = w1.shape
         self.tensors = tensors
         self.problem = _Problem(
-            *map(_pointer, tensors),
+            *map(pointer, tensors),
             *(num_experts, model_dim, hidden_dim, torch.get_num_threads()),
             *(rows.dtype == torch.bfloat16, w1.dtype != torch.float32, w1.dtype == _PACKED),
             *(ACTIVATIONS.index(activation), dropped - 32768, 65536 / (65536 - dropped)),
@@ -119,71 +101,6 @@ class _Call:
     def run(self, direction: str, *tensors: Tensor | None) -> None:
         if not self.end:
             return
-        library, problem = _library(), ctypes.byref(self.problem)
-        memory = empty((getattr(library, f"{direction}_space")(problem),), torch.uint8, torch.device("cpu"))
-        getattr(library, f"experts_{direction}")(problem, _pointer(memory), *map(_pointer, tensors))
-
-
-def _pointer(tensor: Tensor | None) -> c_void_p:
-    return c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-# The library
-
-
-@functools.cache
-def _cpu_flags() -> frozenset[str]:
-    """The CPU's instructions, in Linux's names."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.split(":")[1].split() for line in lines if line.startswith("flags")), ()))
-
-
-@functools.cache
-def _tiles() -> bool:
-    """Whether the library is there and the system lets this process use AMX."""
-    return _library() is not None and _library().request_tiles() == 0
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", None) or str(error)
-        _log.warning("moe_core kernels: experts run in torch, since C++ does not compile: %s", reason.splitlines()[0])
-        return None
-    for direction in ("forward", "backward"):
-        getattr(library, f"{direction}_space").restype = c_long
-        getattr(library, f"experts_{direction}").restype = None
-    return library
-
-
-def _compiled() -> Path:
-    """The library for these sources, compiler and flags; of several processes one compiles it."""
-    compiler = [os.environ.get("CXX", "g++"), *_FLAGS]
-    version = subprocess.run([compiler[0], "--version"], check=True, capture_output=True, text=True).stdout
-    key = "\n".join([platform.machine(), version, *compiler, *(source.read_text() for source in _SOURCES)])
-    directory = _cache_directory()
-    library = directory / f"ffn_x86-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    with (directory / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            _log.info("moe_core kernels: compiling %s, once (about 10 s)", library)
-            unfinished = library.with_suffix(".unfinished")
-            command = [*compiler, "-o", str(unfinished), str(_SOURCES[0])]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            unfinished.replace(library)
-    return library
-
-
-def _cache_directory() -> Path:
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_core"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / ".lock").touch()
-    except OSError:  # a container's user may have no home
-        return Path(tempfile.mkdtemp(prefix="moe_core-"))
-    return directory
+        problem = ctypes.byref(self.problem)
+        memory = empty((getattr(library(), f"{direction}_space")(problem),), torch.uint8, torch.device("cpu"))
+        getattr(library(), f"experts_{direction}")(problem, pointer(memory), *map(pointer, tensors))

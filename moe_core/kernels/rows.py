@@ -13,6 +13,7 @@ run. They give the same values, but for rounding: Triton's add up a token's rows
 import torch
 from torch import Tensor
 
+from moe_core.kernels import rows_x86
 from moe_core.kernels.backend import choose
 
 
@@ -69,12 +70,16 @@ def _combine_rows_backward(
     choices = choices[: rows.shape[0]]
     if choose(kernels, rows.device.type) == "triton":
         return _triton().combine_rows_backward(grad, rows, gates, choices, slots, kept)
+    if kernels == "auto" and rows_x86.differentiates(grad, rows, gates):
+        return rows_x86.combine_rows_backward(grad, rows, gates, choices, slots, kept)
     return _combine_rows_backward_by_torch(grad, rows, gates, choices, slots, kept)
 
 
 def _sum(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None, kernels: str) -> Tensor:
     if choose(kernels, rows.device.type) == "triton":
         return _triton().sum_rows(rows, slots, kept, gates)
+    if kernels == "auto" and rows_x86.sums(rows, gates):
+        return rows_x86.sum_rows(rows, slots, kept, gates)
     return _sum_rows_by_torch(rows, slots, kept, gates)
 
 

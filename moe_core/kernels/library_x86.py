@@ -1,0 +1,90 @@
+"""The C++ kernels for x86 CPUs, compiled with $CXX (g++) when first needed: once, into the user's cache directory."""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from ctypes import c_long, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_SOURCES = [Path(__file__).with_name(name) for name in ("ffn_x86.cpp", "rows_x86.cpp", "product_x86.hpp")]
+_AVX512, _AMX = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, {"avx512_bf16", "amx_tile", "amx_bf16"}
+_INSTRUCTIONS = [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")]
+_FLAGS = ["-std=c++17", "-O2", *_INSTRUCTIONS, "-mamx-tile", "-mamx-bf16", "-fopenmp", "-fPIC", "-shared"]
+_log = logging.getLogger("moe_core")
+
+
+def usable(dtype: torch.dtype) -> bool:
+    """Whether this CPU has the instructions for fp32 or bf16, and the library compiles."""
+    if dtype == torch.float32:
+        return _cpu_flags() >= _AVX512 and library() is not None
+    return dtype == torch.bfloat16 and _cpu_flags() >= _AVX512 | _AMX and _tiles()
+
+
+def pointer(tensor: Tensor | None) -> c_void_p:
+    return c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    """The CPU's instructions, in Linux's names."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":")[1].split() for line in lines if line.startswith("flags")), ()))
+
+
+@functools.cache
+def _tiles() -> bool:
+    """Whether the library is there and the system lets this process use AMX."""
+    return library() is not None and library().request_tiles() == 0
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """None where it does not compile; one line of the log then says why."""
+    try:
+        library = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or str(error)
+        _log.warning("moe_core kernels: torch on this CPU, since C++ does not compile: %s", reason.splitlines()[0])
+        return None
+    library.forward_space.restype = library.backward_space.restype = c_long
+    return library
+
+
+def _compiled() -> Path:
+    """The library for these sources, compiler and flags; of several processes one compiles it."""
+    compiler = [os.environ.get("CXX", "g++"), *_FLAGS]
+    version = subprocess.run([compiler[0], "--version"], check=True, capture_output=True, text=True).stdout
+    key = "\n".join([platform.machine(), version, *compiler, *(source.read_text() for source in _SOURCES)])
+    directory = _cache_directory()
+    library = directory / f"x86-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    with (directory / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _log.info("moe_core kernels: compiling %s, once (about 10 s)", library)
+            unfinished = library.with_suffix(".unfinished")
+            command = [*compiler, "-o", str(unfinished), *map(str, _SOURCES[:2])]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            unfinished.replace(library)
+    return library
+
+
+def _cache_directory() -> Path:
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_core"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ".lock").touch()
+    except OSError:  # a container's user may have no home
+        return Path(tempfile.mkdtemp(prefix="moe_core-"))
+    return directory
