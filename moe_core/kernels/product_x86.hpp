@@ -233,9 +233,16 @@ struct Ahead {
   }
 };
 
-// [rows, 32] of C in fp32, from a panel of A and two of B.
+// Where a tile of C goes: its rows lie `stride` apart; or it is added to what is there.
+struct Target {
+  float* c;
+  long stride;
+  bool add;
+};
+
+// [rows, 32] of C, from a panel of A and two of B.
 template <int rows>
-void tile_of(float* c, const int32_t* a, const int32_t* b0, const int32_t* b1, long depth, Ahead ahead) {
+void tile_of(Target to, const int32_t* a, const int32_t* b0, const int32_t* b1, long depth, Ahead ahead) {
   __m512 left[rows], right[rows];
 #pragma GCC unroll 14
   for (int i = 0; i < rows; i++) left[i] = right[i] = _mm512_setzero_ps();
@@ -255,29 +262,42 @@ void tile_of(float* c, const int32_t* a, const int32_t* b0, const int32_t* b1, l
   }
 #pragma GCC unroll 14
   for (int i = 0; i < rows; i++) {
-    _mm512_store_ps(c + 32 * i, left[i]);
-    _mm512_store_ps(c + 32 * i + 16, right[i]);
+    float* c = to.c + i * to.stride;
+    _mm512_storeu_ps(c, to.add ? _mm512_add_ps(left[i], _mm512_loadu_ps(c)) : left[i]);
+    _mm512_storeu_ps(c + 16, to.add ? _mm512_add_ps(right[i], _mm512_loadu_ps(c + 16)) : right[i]);
   }
 }
 
 using Packs = const int32_t*;
-using TileOf = void (*)(float*, Packs, Packs, Packs, long, Ahead);
+using TileOf = void (*)(Target, Packs, Packs, Packs, long, Ahead);
 constexpr TileOf kTiles[] = {nullptr,     tile_of<1>, tile_of<2>,  tile_of<3>,  tile_of<4>,
                              tile_of<5>,  tile_of<6>, tile_of<7>,  tile_of<8>,  tile_of<9>,
                              tile_of<10>, tile_of<11>, tile_of<12>, tile_of<13>, tile_of<14>};
 
-void tile(float* c, const Packed<float, kA>& a, long panel, Packs b0, Packs b1, long rows, Ahead ahead) {
-  kTiles[rows](c, a.panel(panel), b0, b1, a.depth, ahead);
+void tile(Target to, const Packed<float, kA>& a, long panel, Packs b0, Packs b1, long rows, Ahead ahead) {
+  kTiles[rows](to, a.panel(panel), b0, b1, a.depth, ahead);
 }
 
-// [32, 32] of C, from one or two panels of A.
-void tile(float* c, const Packed<bf16, kA>& a, long panel, Packs b0, Packs b1, long rows, Ahead ahead) {
+// [16 or 32, 32] of C, from one or two panels of A.
+void tile(Target to, const Packed<bf16, kA>& a, long panel, Packs b0, Packs b1, long rows, Ahead ahead) {
   const bool both = rows > 16;
   Packs a0 = a.panel(panel), a1 = a.panel(panel + both);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  const long bytes = to.stride * 4;
+  float* below = to.c + 16 * to.stride;
+  if (to.add) {
+    _tile_loadd(0, to.c, bytes);
+    _tile_loadd(1, to.c + 16, bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+  }
+  if (to.add && both) {
+    _tile_loadd(2, below, bytes);
+    _tile_loadd(3, below + 16, bytes);
+  } else {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
   for (long k = 0; k < a.blocks; k++) {
     const Ahead now = ahead.take(4);  // more would keep the tiles waiting
     for (long line = 0; line < now.lines; line++) _mm_prefetch(now.next + 64 * line, _MM_HINT_T1);
@@ -292,11 +312,11 @@ void tile(float* c, const Packed<bf16, kA>& a, long panel, Packs b0, Packs b1, l
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-  _tile_stored(0, c, 128);
-  _tile_stored(1, c + 16, 128);
+  _tile_stored(0, to.c, bytes);
+  _tile_stored(1, to.c + 16, bytes);
   if (both) {
-    _tile_stored(2, c + 16 * 32, 128);
-    _tile_stored(3, c + 16 * 32 + 16, 128);
+    _tile_stored(2, below, bytes);
+    _tile_stored(3, below + 16, bytes);
   }
 }
 
@@ -321,9 +341,10 @@ struct Tiling {
   }
 };
 
-// `soon(i, j)` announces and `use(i, j, mask, v)` takes C [i, j : j + 16]. The smaller operand is read again and again.
+// `soon(i, j)` announces C [i, j : j + 32], and `use(i, j, mask, v)` takes it by 16 numbers, or `into` a whole tile. The
+// smaller operand is read again and again.
 template <class T, class Soon, class Use>
-void product(const Packed<T, kA>& a, const Packed<T, kB>& b, Ahead ahead, Soon soon, Use use) {
+void product(const Packed<T, kA>& a, const Packed<T, kB>& b, Ahead ahead, Soon soon, Use use, Target into = {}) {
   constexpr long step = Shape<T>::a_panels;
   const long a_steps = (a.panels + step - 1) / step, b_steps = (b.panels + 1) / 2;
   const bool a_outer = a.extent > b.extent;
@@ -335,7 +356,11 @@ void product(const Packed<T, kA>& a, const Packed<T, kB>& b, Ahead ahead, Soon s
       const bool both = pb + 1 < b.panels;
       const long i0 = a.start(pa), rows = a.end(std::min(pa + step, a.panels) - 1) - i0, j0 = pb * 16;
       for (long i = 0; i < rows; i++) soon(i0 + i, j0);
-      tile(c, a, pa, b.panel(pb), b.panel(pb + both), rows, ahead.take(share));
+      const bool whole = b.extent - j0 >= 32 && (step == 1 || rows % 16 == 0);  // AMX writes 16 rows
+      const bool direct = into.c && whole;
+      const Target to = direct ? Target{into.c + i0 * into.stride + j0, into.stride, into.add} : Target{c, 32, false};
+      tile(to, a, pa, b.panel(pb), b.panel(pb + both), rows, ahead.take(share));
+      if (direct) continue;
       const __mmask16 left = first(b.extent - j0), right = both ? first(b.extent - j0 - 16) : 0;
       for (long i = 0; i < rows; i++) {
         use(i0 + i, j0, left, _mm512_load_ps(c + 32 * i));
@@ -351,18 +376,22 @@ template <class T, class C>
 void product_into(const Packed<T, kA>& a, const Packed<T, kB>& b, Ahead ahead, C* c, long stride, bool add, bool last) {
   const bool aligned = reinterpret_cast<uintptr_t>(c) % 64 == 0 && stride % 16 == 0;
   const bool past_caches = last && !add && aligned && std::is_same<C, float>::value;
+  Target into = {};
+  if constexpr (std::is_same<C, float>::value)
+    if (!past_caches) into = {c, stride, add};
   const auto soon = [&](long i, long j) {
     if (past_caches) return;
     __builtin_prefetch(c + i * stride + j, 1);
     __builtin_prefetch(c + i * stride + j + 16, 1);
   };
-  product(a, b, ahead, soon, [&](long i, long j, __mmask16 mask, __m512 v) {
+  const auto use = [&](long i, long j, __mmask16 mask, __m512 v) {
     C* place = c + i * stride + j;
     if (past_caches && mask == 0xffff)
       _mm512_stream_ps(reinterpret_cast<float*>(place), v);
     else
       store(place, mask, add ? _mm512_add_ps(v, load(place, mask)) : v);
-  });
+  };
+  product(a, b, ahead, soon, use, into);
 }
 
 // to [columns] = the sum over the rows of `from` [rows, columns], and what is there.
