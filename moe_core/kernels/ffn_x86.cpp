@@ -180,7 +180,7 @@ void for_each_item(const Network<T, W>& net, char* memory, Run run) {
     Space(counted, n, net.step(), net.model_dim);
     Arena own{memory + shared.used + counted.used * omp_get_thread_num()};
     const Space space(own, n, net.step(), net.model_dim);
-    Tiling<T> tiling;
+    const Mode<T> mode;
 #pragma omp for schedule(dynamic, 1) nowait
     for (size_t i = 0; i < items.all.size(); i++) run(items, items.all[i], space, sums);
     _mm_sfence();

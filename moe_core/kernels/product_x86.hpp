@@ -320,12 +320,15 @@ void tile(Target to, const Packed<bf16, kA>& a, long panel, Packs b0, Packs b1, 
   }
 }
 
-// AMX: what the tiles of this thread look like.
+// How this thread computes: AMX wants to know what tiles look like, and numbers below 1e-38, of which the slopes of an
+// activation have many, are 0, since each of them would take as long as a hundred others.
 template <class T>
-struct Tiling {
-  static constexpr bool needed = std::is_same<T, bf16>::value;
-  Tiling() {
-    if (!needed) return;
+struct Mode {
+  static constexpr bool tiles = std::is_same<T, bf16>::value;
+  const unsigned before = _mm_getcsr();
+  Mode() {
+    _mm_setcsr(before | 0x8040);  // flush results to zero, take operands as zero
+    if (!tiles) return;
     struct {
       uint8_t palette, start_row, reserved[14];
       uint16_t row_bytes[16];
@@ -336,12 +339,13 @@ struct Tiling {
     std::fill_n(config.rows, 8, 16);
     _tile_loadconfig(&config);
   }
-  ~Tiling() {
-    if (needed) _tile_release();
+  ~Mode() {
+    if (tiles) _tile_release();
+    _mm_setcsr(before);
   }
 };
 
-// `soon(i, j)` announces C [i, j : j + 32], and `use(i, j, mask, v)` takes it by 16 numbers, or `into` a whole tile. The
+// `soon(i, j)` announces C [i, j : j + 32]; `use(i, j, mask, v)` takes it by 16 numbers, or `into` a whole tile. The
 // smaller operand is read again and again.
 template <class T, class Soon, class Use>
 void product(const Packed<T, kA>& a, const Packed<T, kB>& b, Ahead ahead, Soon soon, Use use, Target into = {}) {
