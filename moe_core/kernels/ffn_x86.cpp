@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr long kRowStep = 1024;  // rows of an expert that are packed at once
+constexpr long kRowStep = 4096;  // rows of an expert that are packed at once; each further step packs its weights again
 
 // Hidden units whose weights are packed at once: 512 KiB in fp32, to stay in the L2 cache.
 inline long hidden_step(long model_dim) { return std::max(32L, (128L << 10) / model_dim / 32 * 32); }
@@ -153,7 +153,7 @@ struct BackwardSpace {
         w(arena.take<int32_t>(std::max(Packed<T, kB>::words(step, M), Packed<T, kB>::words(M, step)))),
         packed_h(arena.take<int32_t>(std::max(Packed<T, kA>::words(step, n), Packed<T, kA>::words(n, step)))),
         h(arena.take<T>(n * step)), dz(arena.take<T>(n * step)) {}
-  // gradients in bf16 are rounded once, not after every 1024 rows
+  // gradients in bf16 are rounded once, not after every step
   static long row_step(long n) { return std::is_same<W, bf16>::value ? std::max(n, 1L) : kRowStep; }
 };
 
