@@ -85,10 +85,10 @@ struct Items {
 
   template <class T, class W>
   explicit Items(const Network<T, W>& net) : unfinished(new std::atomic<long>[net.num_experts]) {
-    const long total = net.ends[net.num_experts - 1], steps = (net.hidden_dim + net.step() - 1) / net.step();
+    const long total = net.ends[net.num_experts - 1], most_parts = net.hidden_dim / net.step();  // none without units
     for (long e = 0; e < net.num_experts; e++) {
       const long start = e ? net.ends[e - 1] : 0, end = net.ends[e], n = end - start;
-      const long parts = n ? std::clamp((n * 4 * net.threads + total / 2) / total, 1L, steps) : 0;
+      const long parts = n ? std::clamp((n * 4 * net.threads + total / 2) / total, 1L, most_parts) : 0;
       unfinished[e] = parts;
       most_rows = std::max(most_rows, n);
       for (long part = 0; part < parts; part++, partial_rows += n)
