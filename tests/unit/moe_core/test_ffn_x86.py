@@ -126,14 +126,14 @@ def test_dropout_is_the_loop_s(dtypes, monkeypatch):
         torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCES[dtypes[0]] * b.abs().max().item())
 
 
-@pytest.mark.parametrize(("model_dim", "hidden_dim"), [(40, 20_000), (4096, 40), (4096, 100)])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize(("model_dim", "hidden_dim"), [(40, 9000), (2112, 40)])
+@pytest.mark.parametrize("dtypes", DTYPES[:2], ids=str)
 def test_threads_divide_the_work_and_repeat_it_to_the_bit(dtypes, model_dim, hidden_dim):
     """More threads than experts divide an expert's hidden units, by 32; their sums have a fixed order."""
     case = inputs([30, 2], model_dim, hidden_dim, dtypes)
     before = torch.get_num_threads()
     try:
-        for threads in (1, 2, 5):
+        for threads in (1, 5):
             torch.set_num_threads(threads)
             assert_equals_reference(*case)
             first, again = (outcome(expert_ffn, *case) for _ in range(2))
