@@ -130,15 +130,21 @@ struct Arena {
   }
 };
 
+// Room for fp32 numbers: `place`, if it is for such.
+inline float* or_new(Arena&, float* place, long) { return place; }
+inline float* or_new(Arena& arena, bf16*, long count) { return arena.take<float>(count); }
+
 template <class T>
 struct ForwardSpace {
   int32_t *x, *w1, *w2, *packed_h;
   T* h;
+  float* so_far;
 
   ForwardSpace(Arena& arena, long n, long step, long M)
       : x(arena.take<int32_t>(Packed<T, kA>::words(n, M))), w1(arena.take<int32_t>(Packed<T, kB>::words(step, M))),
         w2(arena.take<int32_t>(Packed<T, kB>::words(M, step))),
-        packed_h(arena.take<int32_t>(Packed<T, kA>::words(n, step))), h(arena.take<T>(n * step)) {}
+        packed_h(arena.take<int32_t>(Packed<T, kA>::words(n, step))), h(arena.take<T>(n * step)),
+        so_far(or_new(arena, h, n * step)) {}
   static long row_step(long) { return kRowStep; }
 };
 
@@ -146,13 +152,14 @@ template <class T, class W>
 struct BackwardSpace {
   int32_t *dy, *wide_dy, *x, *w, *packed_h;
   T *h, *dz;
+  float* so_far;
 
   BackwardSpace(Arena& arena, long n, long step, long M)
       : dy(arena.take<int32_t>(Packed<T, kA>::words(n, M))), wide_dy(arena.take<int32_t>(Packed<T, kB>::words(M, n))),
         x(arena.take<int32_t>(Packed<T, kB>::words(M, n))),
         w(arena.take<int32_t>(std::max(Packed<T, kB>::words(step, M), Packed<T, kB>::words(M, step)))),
         packed_h(arena.take<int32_t>(std::max(Packed<T, kA>::words(step, n), Packed<T, kA>::words(n, step)))),
-        h(arena.take<T>(n * step)), dz(arena.take<T>(n * step)) {}
+        h(arena.take<T>(n * step)), dz(arena.take<T>(n * step)), so_far(or_new(arena, dz, n * step)) {}
   // gradients in bf16 are rounded once, not after every step
   static long row_step(long n) { return std::is_same<W, bf16>::value ? std::max(n, 1L) : kRowStep; }
 };
@@ -205,7 +212,7 @@ void forward(const Network<T, W>& net, char* memory, T* out, T* hidden) {
                                    : Packed<T, kB>(space.w1, units, M).template pack<kAlongK>(net.w1 + weight, M);
         const Ahead w2_ahead = net.packed ? Ahead() : Ahead(net.w2 + weight, units * M);
         const auto nothing = [](long, long) {};
-        product(x, w1, w2_ahead, nothing, [&](long i, long j, __mmask16 mask, __m512 v) {
+        long_product(x, w1, w2_ahead, space.so_far, nothing, [&](long i, long j, __mmask16 mask, __m512 v) {
           if (bias) v = _mm512_add_ps(v, load(bias + j, mask));
           const long place = (start + i) * H + unit + j;
           if (hidden) store(hidden + place, mask, v);
@@ -253,7 +260,7 @@ void backward(const Network<T, W>& net, char* memory, const T* grad, const T* hi
           __builtin_prefetch(hidden + (start + i) * H + unit + j + 16);
         };
         const Ahead w1_ahead = to.rows ? Ahead(net.w1 + weight, units * M) : Ahead();
-        product(dy, w2, w1_ahead, soon, [&](long i, long j, __mmask16 mask, __m512 v) {
+        long_product(dy, w2, w1_ahead, space.so_far, soon, [&](long i, long j, __mmask16 mask, __m512 v) {
           const long place = (start + i) * H + unit + j;
           const Activated a = Act::of(load(hidden + place, mask));
           store(space.h + i * units + j, mask, net.dropout(a.value, place, mask));

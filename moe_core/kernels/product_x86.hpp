@@ -124,11 +124,11 @@ template <class T>
 struct Shape;
 template <>
 struct Shape<float> {
-  static constexpr long depth = 16, a_height = 14, a_panels = 1;
+  static constexpr long depth = 16, a_height = 14, a_panels = 1, stretch = 192;
 };
 template <>
 struct Shape<bf16> {
-  static constexpr long depth = 32, a_height = 16, a_panels = 2;
+  static constexpr long depth = 32, a_height = 16, a_panels = 2, stretch = 1024;
 };
 
 // 16 words along k, from row `p`, of which `count` numbers are there.
@@ -173,6 +173,10 @@ struct Packed {
   static long words(long extent, long depth) {
     const Packed p(nullptr, extent, depth);
     return p.panels * p.blocks * 256;
+  }
+  // What belongs to [k0, k0 + count) of the contracted dimension; k0 is a multiple of a block's depth.
+  Packed along_k(long k0, long count) const {
+    return Packed(data + k0 / Shape<T>::depth * 256, extent, count, stride);
   }
   const int32_t* panel(long p) const { return data + p * stride * 256; }
   long start(long p) const { return balanced ? p * extent / panels : p * height; }
@@ -396,6 +400,20 @@ void product_into(const Packed<T, kA>& a, const Packed<T, kB>& b, Ahead ahead, C
       store(place, mask, add ? _mm512_add_ps(v, load(place, mask)) : v);
   };
   product(a, b, ahead, soon, use, into);
+}
+
+// `product` in stretches of k so short that panels stay in the L1 cache. `so_far`: room for [a.extent, b.extent].
+template <class T, class Soon, class Use>
+void long_product(const Packed<T, kA>& a, const Packed<T, kB>& b, Ahead ahead, float* so_far, Soon soon, Use use) {
+  constexpr long step = Shape<T>::stretch;
+  long k0 = 0;
+  for (; a.depth - k0 > step * 3 / 2; k0 += step)
+    product_into(a.along_k(k0, step), b.along_k(k0, step), k0 ? Ahead() : ahead, so_far, b.extent, k0 > 0, false);
+  const auto last_a = a.along_k(k0, a.depth - k0);
+  const auto last_b = b.along_k(k0, b.depth - k0);
+  product(last_a, last_b, k0 ? Ahead() : ahead, soon, [&](long i, long j, __mmask16 mask, __m512 v) {
+    use(i, j, mask, k0 ? _mm512_add_ps(v, load(so_far + i * b.extent + j, mask)) : v);
+  });
 }
 
 // to [columns] = the sum over the rows of `from` [rows, columns], and what is there.
