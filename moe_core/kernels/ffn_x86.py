@@ -20,7 +20,8 @@ _PACKED = torch.int16  # the dtype of packed bf16 weights, which nothing else ca
 
 def takes(rows: Tensor, weight: Tensor) -> bool:
     """Whether this kernel computes on these dtypes, here."""
-    return rows.device.type == "cpu" and weight.dtype in (rows.dtype, torch.float32, _PACKED) and usable(rows.dtype)
+    dtypes = (torch.float32,) if rows.dtype == torch.float32 else (rows.dtype, torch.float32, _PACKED)
+    return rows.device.type == "cpu" and weight.dtype in dtypes and usable(rows.dtype)
 
 
 def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -45,7 +46,7 @@ def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
 def forward(
     rows: Tensor, w1, b1, w2, b2, offsets: Tensor, noise, activation: str, dropout: float, keep_hidden: bool
 ) -> tuple[Tensor, Tensor]:
-    """out [N, M] and, if it is kept, the hidden layer [N H] before the activation."""
+    """out [N, M] and, if it is kept, the hidden layer [N * H] before the activation."""
     problem = _Call(rows, w1, b1, w2, b2, offsets, noise, activation, dropout)
     out = empty(rows.shape, rows.dtype, rows.device)
     hidden = empty((len(rows) * w1.shape[1] if keep_hidden else 0,), rows.dtype, rows.device)

@@ -87,6 +87,12 @@ struct Silu {
   }
 };
 
+// The even and the odd quarters of a and b.
+inline void quarters(__m512i a, __m512i b, __m512i& even, __m512i& odd) {
+  even = _mm512_shuffle_i32x4(a, b, 0x88);
+  odd = _mm512_shuffle_i32x4(a, b, 0xdd);
+}
+
 __attribute__((always_inline)) inline void transpose(__m512i v[16]) {
   __m512i t[16];
 #pragma GCC unroll 16
@@ -103,17 +109,10 @@ __attribute__((always_inline)) inline void transpose(__m512i v[16]) {
   }
 #pragma GCC unroll 16
   for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 4; i++) {
-    v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    v[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    v[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    quarters(v[i], v[i + 4], t[i], t[i + 4]);
+    quarters(v[i + 8], v[i + 12], t[i + 8], t[i + 12]);
+    quarters(t[i], t[i + 8], v[i], v[i + 8]);
+    quarters(t[i + 4], t[i + 12], v[i + 4], v[i + 12]);
   }
 }
 

@@ -4,8 +4,9 @@ A choice is the flat index `t * K + k` of token t's k-th expert. `choices` [N] n
 [T, K] the row of each choice, `kept` [T, K] the choices that were not dropped (None: all). A gather in both directions
 is deterministic and needs no atomics on a GPU, where autograd would scatter.
 
-Each op decides by its tensors' device and `kernels` (`backend.choose`) whether Triton's kernels or the torch ones here
-run. They give the same values, but for rounding: Triton's add up a token's rows in fp32 and round once.
+Each op decides by its tensors' device and `kernels` (`backend.choose`) whether Triton's kernels, C++ (`rows_x86`, where
+`kernels` is "auto") or the torch ones here run. They give the same values, but for rounding: all but torch's add up a
+token's rows in fp32 and round once.
 """
 
 # T tokens, K top-k, N rows, M model dim

@@ -172,6 +172,7 @@ def test_other_dtypes_and_devices_are_left_to_others():
     assert not takes(torch.float64, torch.float64)
     assert not takes(torch.float16, torch.float32)
     assert not takes(torch.float32, torch.bfloat16)
+    assert not takes(torch.float32, torch.int16)  # packed bf16
     assert not takes(torch.float32, torch.float32, "meta")
 
 
