@@ -4,7 +4,7 @@
     python benchmarks/memory.py --measure 4096 8192 16384 32768    (a GPU, or 24 GB and ten minutes)
 
 counted:  what the backward pass needs, by shapes: rows, hidden layer and the experts' output of each row, the router's
-          tokens; rows in the dtype of the experts.
+          tokens; rows in the dtype of the experts. In bf16 on a GPU the tokens, the hidden layer and the cast weights.
 saved:    what the forward pass did save, by autograd's hooks; storages once, parameters not.
 peak:     what forward and backward needed at their highest point, gradients included, weights not.
 
@@ -43,11 +43,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def counted(tokens: int, config: MoEConfig, dtype: torch.dtype) -> int:
+def counted(tokens: int, config: MoEConfig, dtype: torch.dtype, device: str) -> int:
     """Bytes for the backward pass; indices and the router's few numbers of a token left out."""
-    rows = tokens * config.top_k
-    of_rows = rows * (2 * config.model_dim + config.hidden_dim) * dtype.itemsize
-    return of_rows + tokens * config.model_dim * 4  # the router's input in fp32
+    rows, of_router = tokens * config.top_k, tokens * config.model_dim * 4  # the router's input in fp32
+    if device == "cuda" and dtype == torch.bfloat16:  # moe_core.kernels.fused_ffn
+        weights = 2 * config.num_experts * config.model_dim * config.hidden_dim
+        return (tokens * config.model_dim + rows * config.hidden_dim + weights) * dtype.itemsize + of_router
+    return rows * (2 * config.model_dim + config.hidden_dim) * dtype.itemsize + of_router
 
 
 def saved(layer: MoELayer, x: torch.Tensor, dtype: torch.dtype) -> int:
@@ -85,7 +87,7 @@ def main() -> None:
     for dtype_name in args.dtypes:
         dtype = getattr(torch, dtype_name)
         for tokens, published in PUBLISHED.items():
-            found = {"tokens": tokens, "dtype": dtype_name, "counted": counted(tokens, config, dtype)}
+            found = {"tokens": tokens, "dtype": dtype_name, "counted": counted(tokens, config, dtype, args.device)}
             if tokens in args.measure:
                 x = torch.randn(tokens, args.size, device=args.device).requires_grad_()
                 found["saved"] = saved(layer, x, dtype)

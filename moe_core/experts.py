@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from moe_core.config import ExpertShard, MoEConfig
 from moe_core.derived import Derived
-from moe_core.kernels import empty, expert_ffn, pack_weights
+from moe_core.dispatch import DispatchPlan
+from moe_core.kernels import empty, expert_ffn, moe_ffn, pack_weights
 from moe_core.precision import expert_dtype
 
 _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
@@ -104,6 +105,15 @@ class Experts(nn.Module):
         w1, b1, w2, b2 = weights or self.weights(dtype)
         dropout = self.config.hidden_dropout if self.training else 0.0
         return expert_ffn(rows.to(dtype), w1, b1, w2, b2, offsets, self.config.activation, dropout)
+
+    def between_tokens(
+        self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, weights: ExpertWeights | None = None
+    ) -> Tensor:
+        """tokens [T, M], gates [T, K] -> [T, M]: dispatch, forward and combine as one op (`kernels.fused_ffn`)."""
+        w1, b1, w2, b2 = weights or self.weights(tokens.dtype)
+        dropout = self.config.hidden_dropout if self.training else 0.0
+        where = (plan.choices, plan.offsets, plan.slots, plan.kept)
+        return moe_ffn(tokens, gates, w1, b1, w2, b2, *where, self.config.activation, dropout)
 
 
 def _initial(shape: tuple[int, ...], std: float | None, fan_in: int, generator: torch.Generator) -> Tensor:

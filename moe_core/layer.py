@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moe_core.config import MoEConfig, expert_capacity
 from moe_core.dispatch import DispatchPlan, combine, dispatch, make_plan
 from moe_core.experts import Experts
+from moe_core.kernels import fused_ffn
 from moe_core.parallel import ExpertGroup, ParallelStrategy
 from moe_core.parallel.gather import strategy_weights
 from moe_core.parallel.pipeline import Pipeline
@@ -152,10 +153,13 @@ class MoELayer(nn.Module):
     def _through_experts(self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, strategy: ParallelStrategy) -> Tensor:
         """tokens [T, M] -> the experts' answers, weighted by `gates` [T, K] and summed [T, M]."""
         experts, kernels = self.experts, self.config.kernels
+        stay = self.group.size == 1 or strategy.r == 0  # no row leaves this rank
         if isinstance(experts, Experts):
             weights = strategy_weights(experts, self.config.num_experts, self.group, strategy.r, tokens.dtype)
+            if stay and fused_ffn.takes(tokens, kernels):
+                return experts.between_tokens(tokens, gates, plan, weights)
             experts = partial(experts, weights=weights)
-        if self.group.size == 1 or strategy.r == 0:
+        if stay:
             rows = _apply(experts, dispatch(tokens, plan, kernels), plan.offsets)
             return combine(rows, gates, plan, kernels)
         pipeline = Pipeline(plan, self.config.num_experts, self.group, strategy)

@@ -11,12 +11,14 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_cases import make_layer
+from triton_cases import compile_launches
 
 from moe_core import MoEConfig
 from moe_core.dispatch import make_plan
@@ -289,44 +291,19 @@ class TestKernels:
 def test_under_the_interpreter():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "TestKernels"]
+    files = [__file__, str(Path(__file__).with_name("test_triton_ffn.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", "TestKernels"]
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=270)
     assert outcome.returncode == 0, outcome.stdout[-5000:] + outcome.stderr[-2000:]
-
-
-def compile_for(target, function, arguments, num_warps) -> str:
-    """The assembly of one launch, all of whose pointers and widths are multiples of 16 where they can be."""
-    from triton.compiler import ASTSource, compile
-
-    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
-    signature, constants, hints = {}, {}, {}
-    for i, (parameter, value) in enumerate(zip(function.params, arguments, strict=True)):
-        signature[parameter.name] = "i32"
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name], hints[(i,)] = "*" + types[value.dtype], [["tt.divisibility", 16]]
-    return compile(ASTSource(function, signature, constants, hints), target, {"num_warps": num_warps}).asm["ptx"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles, which the interpreter does not")
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
-    jit = pytest.importorskip("triton.runtime.jit")
-    from triton.backends.compiler import GPUTarget
-
+    pytest.importorskip("triton")
     from moe_core.kernels import triton_routing, triton_rows
 
-    compiled = {}
-
-    def launcher(function, grid):
-        def launch(*arguments, num_warps=4):
-            target = GPUTarget("cuda", architecture, 32)
-            compiled[function.fn.__name__] = compile_for(target, function, arguments, num_warps)
-
-        return launch
-
-    monkeypatch.setattr(jit.JITFunction, "__getitem__", launcher, raising=False)
+    compiled = compile_launches(monkeypatch, architecture)
     plan = make_plan(torch.arange(40).view(20, 2) % 8, 8, 3)
     tokens, gates = torch.zeros(20, 64, dtype=torch.bfloat16), torch.zeros(20, 2)
     rows = triton_rows.dispatch_rows(tokens, plan.choices, 2)
@@ -339,7 +316,7 @@ def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
         gates, ids, probs, sums = triton_routing.route(logits, clean, 2, True, loss, 0.1)
         triton_routing.route_backward(logits, clean, ids, probs, (gates, None, sums), True, loss, 0.1)
     assert len(compiled) == 7
-    assert not any(re.search(r"\b(atom|red)\.", assembly) for assembly in compiled.values())  # nothing atomic
+    assert not any(re.search(r"\b(atom|red)\.", kernel.asm["ptx"]) for kernel in compiled.values())  # nothing atomic
 
 
 # Which kernels run

@@ -1,0 +1,57 @@
+"""What tests of Triton's kernels share: a mended interpreter, and compilation without a GPU."""
+
+import torch
+
+
+def mend_interpreter() -> None:
+    """Triton 3.6's cannot loop up to a number that a kernel has read, under numpy 2.4.
+
+    numpy no longer makes an int of an array of one element that has a dimension (its 1.25 had announced it).
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor, scope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+def compile_launches(monkeypatch, architecture: int) -> dict:
+    """From here on a launch compiles its kernel for this architecture of NVIDIA's, and the result is in the dict."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    compiled, target = {}, GPUTarget("cuda", architecture, 32)
+
+    def launcher(function, grid):
+        def launch(*arguments, num_warps=4, num_stages=3, **named):
+            named |= dict(zip(function.arg_names, arguments, strict=False))
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            compiled[function.fn.__name__] = _compile(target, function, named, options)
+
+        return launch
+
+    monkeypatch.setattr(JITFunction, "__getitem__", launcher, raising=False)
+    return compiled
+
+
+def _compile(target, function, arguments: dict, options: dict):
+    """One launch's kernel, all of whose pointers are multiples of 16."""
+    from triton.compiler import ASTSource, compile
+
+    types = {
+        torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
+        torch.int16: "i16", torch.uint8: "u8",
+    }  # fmt: skip
+    signature, constants, hints = {}, {}, {}
+    for i, parameter in enumerate(function.params):
+        value = arguments[parameter.name]
+        signature[parameter.name] = "i32"
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name], hints[(i,)] = "*" + types[value.dtype], [["tt.divisibility", 16]]
+    return compile(ASTSource(function, signature, constants, hints), target, options)

@@ -1,0 +1,244 @@
+"""Triton's kernels for the experts between tokens and tokens, against plain torch: values, gradients, what they keep.
+
+Where they run is as in test_triton_kernels.py, whose `test_under_the_interpreter` starts this file, too.
+"""
+
+# T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
+
+import os
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_cases import make_layer
+from torch.utils.flop_counter import FlopCounterMode
+from triton_cases import compile_launches, mend_interpreter
+
+from moe_core.dispatch import make_plan
+from moe_core.kernels import fused_ffn, moe_ffn, reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+OPS = torch.ops.moe_core
+ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+# T, E, K, capacity, M, H: one block; several, and odd widths; most dropped; all dropped; one expert; no token
+SIZES = [
+    (7, 4, 1, None, 24, 40), (150, 3, 1, 40, 70, 130), (40, 6, 2, 3, 24, 40), (9, 4, 2, 0, 6, 10),
+    (70, 1, 1, None, 16, 16), (0, 4, 2, None, 8, 8), (20, 8, 8, None, 24, 40),
+]  # fmt: skip
+PRODUCTS = ("hidden_kernel", "model_kernel", "hidden_grad_kernel", "weight_grad_kernel")
+TOLERANCES = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of the largest value
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # numpy has no bf16
+
+if INTERPRETED:
+    mend_interpreter()
+
+
+def random(*shape: int, dtype=torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+class Case:
+    """Inputs of one call: a plan of T tokens over E experts, and what it is differentiated in."""
+
+    def __init__(
+        self, num_tokens, num_experts, top_k, capacity=None, model_dim=24, hidden_dim=40, bias=True, dtype=torch.float32
+    ) -> None:
+        scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+        self.ids = scores.topk(top_k).indices
+        plan = make_plan(self.ids, num_experts, capacity)
+        self.plan, self.capacity = (plan.choices, plan.offsets, plan.slots, plan.kept), capacity
+        matrix = (num_experts, hidden_dim, model_dim)
+        tokens = random(num_tokens, model_dim, dtype=dtype)
+        gates = random(num_tokens, top_k, dtype=torch.float32, seed=1).sigmoid()
+        weights = [random(*shape, dtype=torch.float32, seed=2 + i) for i, shape in enumerate((matrix, matrix))]
+        biases = [random(num_experts, n, dtype=torch.float32, seed=4 + n) if bias else None for n in matrix[1:]]
+        self.inputs = [tokens, gates, weights[0] / model_dim**0.5, biases[0], weights[1] / hidden_dim**0.5, biases[1]]
+        self.grad = random(num_tokens, model_dim, dtype=torch.float32, seed=9)
+
+    def outcome(self, function, inputs) -> list[torch.Tensor]:
+        """The output, and the gradients of all inputs that are there."""
+        inputs = [None if t is None else t.detach().requires_grad_() for t in inputs]
+        y = function(*inputs)
+        there = [t for t in inputs if t is not None]
+        return [y, *torch.autograd.grad(y, there, self.grad.to(y.dtype), materialize_grads=True)]
+
+    def reference(self, activation="gelu", kept=None) -> list[torch.Tensor]:
+        """In fp64, expert by expert; `kept` [N, H]: dropout's factors."""
+
+        def forward(tokens, gates, w1, b1, w2, b2):
+            choices, offsets, slots, used = self.plan
+            rows = reference.expert_ffn(
+                tokens[choices // slots.shape[1]], w1, b1, w2, b2, offsets, ACTIVATIONS[activation], kept
+            )
+            gates = gates if used is None else gates * used
+            return (rows[slots] * gates.unsqueeze(2)).sum(1) if len(rows) else tokens * 0 + gates.sum() * 0
+
+        return self.outcome(forward, [None if t is None else t.double() for t in self.inputs])
+
+
+def assert_close(found, expected, dtype) -> None:
+    for a, b in zip(found, expected, strict=True):
+        largest = b.abs().max().item() if b.numel() else 0.0
+        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=TOLERANCES[dtype] * max(largest, 1e-30))
+
+
+class TestKernels:
+    __test__ = INTERPRETED or torch.cuda.is_available()
+
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, HALF])
+    def test_values_and_gradients_equal_the_reference(self, dtype, sizes):
+        case = Case(*sizes, dtype=dtype)
+        found = case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs)
+        assert [t.dtype for t in found] == [torch.float32, dtype, *5 * [torch.float32]]
+        assert_close(found, case.reference(), dtype)
+
+    @pytest.mark.parametrize("activation", ["relu", "silu"])
+    def test_other_activations_without_bias(self, activation):
+        case = Case(33, 4, 2, 10, bias=False)
+        found = case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan, activation), case.inputs)
+        assert_close(found, case.reference(activation), torch.float32)
+
+    @given(st.data())
+    @settings(deadline=None, max_examples=8)
+    def test_any_sizes(self, data):
+        num_experts, num_tokens = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 140))
+        top_k, capacity = data.draw(st.integers(1, num_experts)), data.draw(st.none() | st.integers(0, 80))
+        widths = [data.draw(st.integers(1, 140)) for _ in range(2)]
+        case = Case(num_tokens, num_experts, top_k, capacity, *widths, bias=data.draw(st.booleans()))
+        found = case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs)
+        assert_close(found, case.reference(), torch.float32)
+
+    def test_dropout_is_the_same_in_both_directions(self):
+        case, share = Case(33, 4, 2), 0.25
+        noise = OPS.fused_dropout_noise(case.plan[0], case.inputs[2])
+        assert abs((noise.double() < -16384).double().mean() - share) < 0.05
+        kept = (noise >= -16384) / 0.75
+
+        def forward(*inputs):
+            return OPS.moe_ffn(*inputs, None, None, *case.plan, noise, "gelu", share, True)[0]
+
+        assert_close(case.outcome(forward, case.inputs), case.reference(kept=kept.double()), torch.float32)
+
+    def test_dropout_follows_the_seed(self):
+        case, outcomes = Case(33, 4, 2), []
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            outcomes.append(moe_ffn(*case.inputs, *case.plan, "gelu", 0.5))
+        assert torch.equal(outcomes[0], outcomes[1])
+        assert not torch.equal(outcomes[0], outcomes[2])
+
+    def test_gradients_only_where_they_are_wanted(self):
+        case = Case(40, 4, 2, 9)
+        expected = case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs)
+        for wanted in range(6):
+            inputs = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(case.inputs)]
+            moe_ffn(*inputs, *case.plan).backward(case.grad)
+            torch.testing.assert_close(inputs[wanted].grad, expected[1 + wanted])
+            assert all(t.grad is None for i, t in enumerate(inputs) if i != wanted)
+
+    def test_any_strides(self):
+        case = Case(40, 4, 2, 9)
+        case.grad = torch.ones(1, 1, device=DEVICE).expand_as(case.grad)
+        turned = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in case.inputs]
+        assert_close(
+            case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), turned), case.reference(), torch.float32
+        )
+
+    def test_tokens_of_dropped_choices_may_hold_anything(self):
+        case = Case(40, 4, 1, 5)
+        dropped = ~case.plan[3][:, 0]
+        assert dropped.any()
+        expected = case.reference()
+        case.inputs[0][dropped], case.grad[dropped] = float("nan"), float("nan")
+        found = case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs)
+        assert found[0][dropped].eq(0).all()
+        for i in (0, 1, 2):  # of each token
+            found[i], expected[i] = found[i][~dropped], expected[i][~dropped]
+        assert_close(found, expected, torch.float32)
+
+    def test_runs_repeat_bit_by_bit(self):
+        case = Case(150, 3, 2, 90)
+        runs = [case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs) for _ in range(2)]
+        assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+    @pytest.mark.parametrize("capacity", [None, 2])
+    def test_opcheck(self, capacity):
+        case = Case(7, 4, 2, capacity)
+        noise = OPS.fused_dropout_noise(case.plan[0], case.inputs[2])
+        inputs = [t.requires_grad_() for t in case.inputs]
+        rest = (None, None, *case.plan, noise, "gelu", 0.5)
+        torch.library.opcheck(OPS.moe_ffn.default, (*inputs, *rest, True))
+        hidden = OPS.moe_ffn(*inputs, *rest, True)[1]
+        inputs = [t.detach() for t in inputs]
+        needs = [True, False, True, True, False, True]
+        torch.library.opcheck(OPS.moe_ffn_backward.default, (case.grad, hidden, *inputs, *rest, needs))
+
+    def test_the_backward_pass_keeps_tokens_and_one_hidden_layer(self):
+        layer = make_layer(dtype=torch.float32, top_k=2, capacity_factor=0.0, kernels="triton").to(DEVICE)
+        x, saved = torch.randn(50, 6, device=DEVICE).requires_grad_(), {}
+
+        def pack(tensor):
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            layer(x)
+        of_rows = [t.shape for t in saved.values() if t.is_floating_point() and t.shape[0] == 100]
+        assert of_rows == [(100, 10)]
+
+    def test_flops_are_counted(self):
+        layer = make_layer(top_k=2, capacity_factor=0.0, dtype=torch.float32, kernels="triton").to(DEVICE)
+        x = random(13, 6, dtype=torch.float32).requires_grad_()
+        with FlopCounterMode(display=False) as counter:
+            layer(x)[0].sum().backward()
+        router, experts = 2 * 13 * 6 * 4, 2 * 2 * 13 * 2 * 6 * 10
+        assert counter.get_total_flops() == 3 * (router + experts)
+
+    def test_layer_takes_them_for_the_dtypes_they_are_for(self):
+        for kernels, dtype, taken in (
+            ("triton", torch.float32, True),
+            ("triton", HALF, True),
+            ("triton", torch.float64, False),
+            ("torch", HALF, False),
+            ("auto", torch.float32, False),
+            ("auto", HALF, not INTERPRETED),
+        ):
+            assert fused_ffn.takes(torch.empty(1, dtype=dtype, device=DEVICE), kernels) == taken
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles, which the interpreter does not")
+@pytest.mark.parametrize("top_k", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("architecture", "shared_memory", "dtype"),
+    [
+        (90, 232448, torch.bfloat16),
+        pytest.param(90, 0, torch.float32, marks=pytest.mark.slow),
+        pytest.param(80, 166912, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(89, 101376, torch.float16, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_compile_without_a_gpu(architecture, shared_memory, dtype, top_k, monkeypatch):
+    """For an H100, an A100 and an RTX 4090, within the shared memory of a program there."""
+    pytest.importorskip("triton")
+    from moe_core.kernels import triton_ffn
+
+    compiled, tiles = compile_launches(monkeypatch, architecture), triton_ffn.tiles
+    monkeypatch.setattr(triton_ffn, "tiles", lambda rows, width, _: tiles(rows, width, shared_memory))
+    monkeypatch.setattr(triton_ffn, "sum_rows", lambda rows, slots, *others: rows[slots].sum(1))
+    plan = make_plan(torch.arange(2048 * top_k).view(2048, top_k) % 4, 4, 500)
+    plan = (plan.choices, plan.offsets, plan.slots, plan.kept)
+    tokens, gates, w = torch.zeros(2048, 512, dtype=dtype), torch.zeros(2048, top_k), torch.zeros(4, 2048, 512)
+    weights = (w.to(dtype), torch.zeros(4, 2048), w.to(dtype), torch.zeros(4, 512))
+    y, hidden = triton_ffn.forward(tokens, gates, *weights, *plan, None, "gelu", 0.0, True)
+    triton_ffn.backward(y, tokens, gates, hidden, *weights, *plan, None, "gelu", 0.0, torch.float32, 6 * [True])
+    assert len(compiled) == 7
+    for name, kernel in compiled.items():
+        assert kernel.metadata.shared <= (shared_memory or 101376), name
+        assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"]), name
+        on_tensor_cores = re.search(r"wgmma\.mma_async|mma\.sync", kernel.asm["ptx"]) is not None
+        assert on_tensor_cores == (name in PRODUCTS and dtype != torch.float32), name
