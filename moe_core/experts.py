@@ -16,6 +16,7 @@ from moe_core.dispatch import DispatchPlan
 from moe_core.kernels import empty, expert_ffn, moe_ffn, pack_weights
 from moe_core.precision import expert_dtype
 
+_MOST_COPIED = 1 << 28  # bytes of weights that evaluation may hold twice in one dtype
 _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
@@ -74,18 +75,19 @@ class Experts(nn.Module):
         """What to compute with in `dtype`; `gather` joins each parameter with those of the ranks that share it.
 
         The parameters themselves, which the kernel casts, or in evaluation copies in `dtype` that last: without
-        gradients they may be in an order that only the kernel can read.
+        gradients they may be in an order that only the kernel can read. Then there are copies in the parameters' own
+        dtype, too, if they are not large.
         """
         parameters = (self.w1, self.b1, self.w2, self.b2)
         if gather is not None:
             return ExpertWeights(*(None if p is None else gather(p) for p in parameters))
-        if dtype == self.w1.dtype:
+        cast_needed, forward_alone = dtype != self.w1.dtype, not torch.is_grad_enabled()
+        worth_copying = cast_needed or (forward_alone and self.w1.nbytes + self.w2.nbytes < _MOST_COPIED)
+        if not worth_copying:
             return ExpertWeights(*parameters)
 
-        forward_alone = not torch.is_grad_enabled()
-
         def cast(p: Tensor | None) -> Tensor | None:
-            return None if p is None else empty(p.shape, dtype, p.device, reuse=False).copy_(p)
+            return p if p is None or not cast_needed else empty(p.shape, dtype, p.device, reuse=False).copy_(p)
 
         def copies() -> ExpertWeights:
             packed = pack_weights(self.w1, self.w2, dtype) if forward_alone else None

@@ -342,14 +342,22 @@ long backward_space(const Problem* p) {
   });
 }
 
-// fp32 weights [E, H, M], H and M multiples of 32, to as many numbers in bf16, in the order of products.
-void pack_weights(const float* w1, const float* w2, bf16* to_w1, bf16* to_w2, long E, long H, long M, long threads) {
+// fp32 weights [E, H, M], H and M multiples of 32, to as many numbers in fp32 or bf16, in the order of products.
+void pack_weights(const float* w1, const float* w2, void* to_w1, void* to_w2, long E, long H, long M, long to_bf16,
+                  long threads) {
+  const auto pack = [&](auto* to_w1, auto* to_w2) {
+    using T = std::remove_pointer_t<decltype(to_w1)>;
 #pragma omp parallel for num_threads(threads)
-  for (long e = 0; e < E; e++) {
-    const PackedExpert<bf16> packed(to_w1, to_w2, e, H, M);
-    packed.w1.pack<kAlongK>(w1 + e * H * M, M);
-    packed.w2.pack<kAcrossK>(w2 + e * H * M, M);
-  }
+    for (long e = 0; e < E; e++) {
+      const PackedExpert<T> packed(to_w1, to_w2, e, H, M);
+      packed.w1.template pack<kAlongK>(w1 + e * H * M, M);
+      packed.w2.template pack<kAcrossK>(w2 + e * H * M, M);
+    }
+  };
+  if (to_bf16)
+    pack(static_cast<bf16*>(to_w1), static_cast<bf16*>(to_w2));
+  else
+    pack(static_cast<float*>(to_w1), static_cast<float*>(to_w2));
 }
 
 void experts_forward(const Problem* p, char* memory, void* out, void* hidden) {

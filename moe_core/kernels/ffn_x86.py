@@ -15,26 +15,27 @@ from moe_core.kernels.buffers import empty
 from moe_core.kernels.library_x86 import library, pointer, usable
 
 ACTIVATIONS = ("gelu", "relu", "silu")  # in the order of ffn_x86.cpp
-_PACKED = torch.int16  # the dtype of packed bf16 weights, which nothing else can take for numbers
+_PACKED = {torch.float32: torch.int32, torch.bfloat16: torch.int16}  # dtypes of packed weights: not taken for numbers
 
 
 def takes(rows: Tensor, weight: Tensor) -> bool:
     """Whether this kernel computes on these dtypes, here."""
-    dtypes = (torch.float32,) if rows.dtype == torch.float32 else (rows.dtype, torch.float32, _PACKED)
+    dtypes = (torch.float32, rows.dtype, _PACKED.get(rows.dtype))
     return rows.device.type == "cpu" and weight.dtype in dtypes and usable(rows.dtype)
 
 
 def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """fp32 weights [E, H, M] in bf16, in the order in which `forward` reads them, in tensors of int16 of that shape.
+    """fp32 weights [E, H, M] in `dtype`, in the order in which `forward` reads them, in integers of that shape.
 
     None where rows of `dtype` are not for this kernel, or the shape leaves blocks that are not full.
     """
     packable = w1.dtype == torch.float32 and w1.shape[1] % 32 == w1.shape[2] % 32 == 0
-    if dtype != torch.bfloat16 or not packable or not takes(w1.new_empty(0, dtype=dtype), w1):
+    if not packable or not takes(w1.new_empty(0, dtype=dtype), w1):
         return None
-    new = tuple(empty(w.shape, _PACKED, w.device, reuse=False) for w in (w1, w2))
+    new = tuple(empty(w.shape, _PACKED[dtype], w.device, reuse=False) for w in (w1, w2))
     weights = [w1.contiguous(), w2.contiguous()]
-    library().pack_weights(*map(pointer, (*weights, *new)), *map(c_long, (*w1.shape, torch.get_num_threads())))
+    sizes = (*w1.shape, dtype == torch.bfloat16, torch.get_num_threads())
+    library().pack_weights(*map(pointer, (*weights, *new)), *map(c_long, sizes))
     return new
 
 
@@ -95,7 +96,7 @@ class _Call:
         self.problem = _Problem(
             *map(pointer, tensors),
             *(num_experts, model_dim, hidden_dim, torch.get_num_threads()),
-            *(rows.dtype == torch.bfloat16, w1.dtype != torch.float32, w1.dtype == _PACKED),
+            *(rows.dtype == torch.bfloat16, w1.dtype != torch.float32, w1.dtype in _PACKED.values()),
             *(ACTIVATIONS.index(activation), dropped - 32768, 65536 / (65536 - dropped)),
         )
 
