@@ -51,6 +51,7 @@ bench: $(VENV)/.installed-run
 bench-gpu: $(VENV)/.installed-run
 	$(PY) benchmarks/layer.py --device cuda
 	$(PY) benchmarks/pieces.py --device cuda
+	$(PY) benchmarks/tiles.py
 	$(PY) benchmarks/memory.py --device cuda --measure 4096 8192 16384 32768
 	$(PY) benchmarks/model.py --device cuda
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.dispatch import combine, dispatch, make_plan
+from moe_core.kernels import fused_ffn
 from moe_core.router import route
 from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
 
@@ -54,7 +55,7 @@ def pieces(layer: MoELayer, x: Tensor, dtype: torch.dtype) -> dict[str, tuple[Ca
         plan = make_plan(ids, config.num_experts, None)
     rows, gates = leaf(dispatch(tokens, plan)), leaf(routing.gates)
     weights = list(layer.experts.parameters())
-    return {
+    parts = {
         "router": (partial(router, x), [x, layer.router.weight]),
         "plan": (lambda: make_plan(ids, config.num_experts, None).choices, []),
         "dispatch": (lambda: dispatch(tokens, plan), [tokens]),
@@ -62,6 +63,12 @@ def pieces(layer: MoELayer, x: Tensor, dtype: torch.dtype) -> dict[str, tuple[Ca
         "combine": (lambda: combine(rows, gates, plan), [rows, gates]),
         "the whole layer": (lambda: layer(x)[0], [x, *layer.parameters()]),
     }
+    if fused_ffn.takes(tokens, config.kernels):  # what the layer does in place of the three before
+        parts["dispatch to combine as one"] = (
+            lambda: layer.experts.between_tokens(tokens, gates, plan),
+            [tokens, gates, *weights],
+        )
+    return parts
 
 
 def main() -> None:

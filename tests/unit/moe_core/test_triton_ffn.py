@@ -5,8 +5,10 @@ Where they run is as in test_triton_kernels.py, whose `test_under_the_interprete
 
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
 
+import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,6 +200,20 @@ class TestKernels:
             layer(x)[0].sum().backward()
         router, experts = 2 * 13 * 6 * 4, 2 * 2 * 13 * 2 * 6 * 10
         assert counter.get_total_flops() == 3 * (router + experts)
+
+    @pytest.mark.slow  # TRITON_INTERPRET=1 pytest -m slow <this file>
+    def test_the_benchmark_of_tiles_runs(self, tmp_path, monkeypatch):
+        monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+        import tiles
+
+        monkeypatch.setattr(tiles, "SMALL", tiles.SMALL[:1])
+        monkeypatch.setattr(tiles, "LARGE", tiles.LARGE[:1])
+        output = tmp_path / "found.json"
+        where = ["--device", DEVICE, "--dtype", str(HALF).removeprefix("torch.")]
+        tiles.main([*where, "--shapes", "70x16x4x2", "--rounds", "1", "--output", str(output)])
+        (table,) = json.loads(output.read_text())["tables"].values()
+        names = [row[1].split()[0] for row in table["rows"]]
+        assert names == ["in", "small", "large", "F.grouped_mm"]
 
     def test_layer_takes_them_for_the_dtypes_they_are_for(self):
         for kernels, dtype, taken in (
