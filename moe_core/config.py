@@ -31,6 +31,7 @@ class MoEConfig:
     gate_noise: float = 0.0  # std of the noise on the logits in training, in units of 1 / num_experts
     normalize_gates: bool = True  # gate values of a token sum to 1; only for top_k > 1
     batch_prioritized: bool = False  # when an expert is full, keep the tokens the router is surest of
+    round_to: int = 0  # in training each expert's rows are a multiple of it (moe_core.rounding), say 128; 0: off
     aux_loss: str = "gshard"
     global_balance: bool = False  # the loss of the tokens of all data-parallel ranks, not of each rank's own
     activation: str = "gelu"
@@ -59,6 +60,8 @@ class MoEConfig:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0 and below 1")
         if not math.isfinite(self.capacity_factor):
             raise ValueError(f"capacity_factor ({self.capacity_factor}) must be finite; 0 is dropless")
+        if self.round_to < 0:
+            raise ValueError(f"round_to ({self.round_to}) must not be negative; 0 is off")
         if self.gate_noise < 0:
             raise ValueError(f"gate_noise ({self.gate_noise}) must not be negative")
         if self.aux_loss == "load_importance_tutel" and self.gate_noise == 0:

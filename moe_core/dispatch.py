@@ -30,25 +30,32 @@ class DispatchPlan(NamedTuple):
 
 
 def make_plan(
-    expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None = None, kernels: str = "auto"
+    expert_ids: Tensor,
+    num_experts: int,
+    capacity: int | Tensor | None,
+    priority: Tensor | None = None,
+    kernels: str = "auto",
+    num_rows: int | None = None,
 ) -> DispatchPlan:
     """Give every choice its row.
 
     A token's place in its expert counts tokens in order, or by descending `priority` [T] (batch-prioritised routing,
-    arXiv 2106.05974); k-th choices come after all choices before k. From place `capacity` on, choices are dropped.
+    arXiv 2106.05974), or for each k by a priority of its own [T, K]; k-th choices come after all choices before k. From
+    place `capacity` on, choices are dropped.
 
     Args:
         expert_ids: [T, K].
-        capacity: most choices kept per expert; None keeps all.
+        capacity: most choices kept per expert, one number or one for each [E]; None keeps all.
+        num_rows: with a capacity for each, N: no less than what is kept, of which only the device knows.
         kernels: see kernels.backend.choose; both give the same plan, number for number.
     """
     if choose(kernels, expert_ids.device.type) == "triton":
-        return DispatchPlan(*routing.make_plan(expert_ids, num_experts, capacity, priority))
+        return DispatchPlan(*routing.make_plan(expert_ids, num_experts, capacity, priority, num_rows))
     num_tokens, top_k = expert_ids.shape
     device = expert_ids.device
     order = torch.arange(num_tokens, device=device)
     if priority is not None:
-        order = priority.argsort(descending=True, stable=True)
+        order = priority.t().argsort(descending=True, stable=True)  # [T] or [K, T]
     choices = (order * top_k + torch.arange(top_k, device=device).unsqueeze(1)).flatten()  # [K*T], by precedence
     experts, by_expert = expert_ids.flatten()[choices].sort(stable=True)
     choices = choices[by_expert]
@@ -58,18 +65,26 @@ def make_plan(
     if capacity is None:
         slots = torch.empty_like(choices).scatter_(0, choices, rows).view(num_tokens, top_k)
         return DispatchPlan(choices, ends.int(), slots, None, counts)
-    return _drop_over_capacity(choices, experts, rows, ends, counts, capacity, top_k)
+    if num_rows is None:
+        num_rows = min(num_tokens * top_k, num_experts * capacity)
+    return _drop_over_capacity(choices, experts, rows, ends, counts, capacity, top_k, num_rows)
 
 
 def _drop_over_capacity(
-    choices: Tensor, experts: Tensor, rows: Tensor, ends: Tensor, counts: Tensor, capacity: int, top_k: int
+    choices: Tensor,
+    experts: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    counts: Tensor,
+    capacity: int | Tensor,
+    top_k: int,
+    num_rows: int,
 ) -> DispatchPlan:
     """Close the gaps that dropped choices leave between the experts' rows."""
-    num_rows = min(rows.shape[0], counts.shape[0] * capacity)
     kept_counts = counts.clamp(max=capacity)
     kept_ends = kept_counts.cumsum(0)
     place = rows - (ends - counts)[experts]
-    kept = place < capacity
+    kept = place < (capacity[experts] if isinstance(capacity, Tensor) else capacity)
     row = torch.where(kept, (kept_ends - kept_counts)[experts] + place, num_rows)  # num_rows: the bin for dropped ones
     kept_choices = choices.new_zeros(num_rows + 1).scatter_(0, row, choices)[:num_rows]
     slots = torch.empty_like(choices).scatter_(0, choices, torch.where(kept, row, 0)).view(-1, top_k)

@@ -20,14 +20,15 @@ from moe_core.parallel.gather import strategy_weights
 from moe_core.parallel.pipeline import Pipeline
 from moe_core.parallel.tuner import Tuner
 from moe_core.precision import expert_dtype, without_autocast
+from moe_core.rounding import round_to_tiles
 from moe_core.router import Routing, make_router, perturb_input, route
 
 
 class RoutingStats(NamedTuple):
     """What a forward pass did with the tokens of this rank, for logs; detached, on the device."""
 
-    counts: Tensor  # [E] choices per expert, before any drop
-    dropped_share: Tensor  # scalar: share of all choices that found their expert full
+    counts: Tensor  # [E] choices per expert, before any drop and without those that fill tiles (round_to)
+    dropped_share: Tensor  # scalar: share of these choices that found their expert full, or rounded down
     entropy: Tensor  # scalar: mean entropy of the router's probabilities, in nats
 
 
@@ -137,15 +138,18 @@ class MoELayer(nn.Module):
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
         routing = self._route(tokens, top_k, router)
         capacity = self._capacity(tokens, top_k, capacity_factor)
-        plan = self._plan(routing, capacity)
-        self.last_routing = _statistics(routing, plan)
+        if self.training and config.round_to:
+            routing, plan = round_to_tiles(routing, config, capacity)
+        else:
+            plan = self._plan(routing, capacity)
+        self.last_routing = _statistics(routing, plan, top_k)
         tokens = tokens.to(expert_dtype(tokens))
         if self.group.size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
             tokens = (
                 tokens.detach().requires_grad_()
             )  # all ranks go back or none, also with an x that needs no gradient
         if strategy == "auto":
-            y = self._through_experts_tuned(tokens, routing.gates, plan, capacity)
+            y = self._through_experts_tuned(tokens, routing.gates, plan, top_k, capacity)
         else:
             y = self._through_experts(tokens, routing.gates, plan, strategy)
         return y.to(x.dtype).view_as(x), routing.aux_loss
@@ -167,13 +171,18 @@ class MoELayer(nn.Module):
         rows = pipeline.run(rows, partial(_apply, experts))
         return combine(rows, gates.repeat_interleave(strategy.r, 1), pipeline.plan, kernels)
 
-    def _through_experts_tuned(self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, capacity: int | None) -> Tensor:
+    def _through_experts_tuned(
+        self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, top_k: int, capacity: int | None
+    ) -> Tensor:
         """The same with the strategy that the group's tuner has found for this capacity, or tries now."""
         if self.group.size == 1:
             return self._through_experts(tokens, gates, plan, ParallelStrategy())
-        needed = self.group.max(int(plan.counts.max()), tokens.device) if capacity is None else capacity
+        needed = capacity
+        if capacity is None:
+            rows = plan.offsets.diff(prepend=plan.offsets.new_zeros(1))  # [E]
+            needed = self.group.max(int(rows.max()), tokens.device)
         tuner, built_in = Tuner.of(self.group), isinstance(self.experts, Experts)
-        key = tuner.key(self.config, gates.shape[1], tokens.element_size(), built_in, needed)
+        key = tuner.key(self.config, top_k, tokens.element_size(), built_in, needed)
         explore = self.training and torch.is_grad_enabled() and tokens.requires_grad
         strategy, trial = tuner.choose(self, key, explore)
         if trial is None:
@@ -268,8 +277,8 @@ def _apply(experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, offsets: T
 
 
 @torch.no_grad()
-def _statistics(routing: Routing, plan: DispatchPlan) -> RoutingStats:
-    kept = plan.offsets[-1]
-    chosen = max(plan.slots.numel(), 1)
+def _statistics(routing: Routing, plan: DispatchPlan, top_k: int) -> RoutingStats:
+    chosen = plan.slots.shape[0] * top_k
+    kept = plan.offsets[-1] if plan.slots.shape[1] == top_k else plan.kept[:, :top_k].sum()  # of the first K choices
     entropy = torch.special.entr(routing.probs).sum() / max(routing.probs.shape[0], 1)
-    return RoutingStats(plan.counts, (plan.slots.numel() - kept) / chosen, entropy)
+    return RoutingStats(plan.counts, (chosen - kept) / max(chosen, 1), entropy)

@@ -87,6 +87,7 @@ _C.MODEL.MOE.BLOCKS = [[], [], [], []]  # per stage, the blocks (from 0) whose F
 _C.MODEL.MOE.TOP_K = 1
 _C.MODEL.MOE.CAPACITY_FACTOR = 1.25  # > 0: limit; 0: dropless; < 0: dropless up to the limit of its absolute value
 _C.MODEL.MOE.EVAL_CAPACITY_FACTOR = 1.25
+_C.MODEL.MOE.ROUND_TO = 0  # in training each expert's rows are a multiple of it, as GPU kernels like (128); 0: off
 _C.MODEL.MOE.ROUTER = "linear"
 _C.MODEL.MOE.GATE_NOISE = 1.0
 _C.MODEL.MOE.NORMALIZE_GATES = False

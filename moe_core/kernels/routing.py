@@ -32,11 +32,20 @@ def route(
 
 
 def make_plan(
-    expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None = None
+    expert_ids: Tensor,
+    num_experts: int,
+    capacity: int | Tensor | None,
+    priority: Tensor | None = None,
+    num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """dispatch.make_plan's choices, offsets, slots, kept and counts for the same arguments, number for number."""
+    limits = capacity
+    if num_rows is None:
+        num_rows = expert_ids.numel() if capacity is None else min(expert_ids.numel(), num_experts * capacity)
+    if capacity is not None and not isinstance(capacity, Tensor):
+        limits = expert_ids.new_full((num_experts,), capacity)
     choices, offsets, slots, kept, counts = torch.ops.moe_core.triton_make_plan(
-        expert_ids, num_experts, capacity, priority
+        expert_ids, num_experts, limits, priority, num_rows
     )
     return choices, offsets, slots, None if capacity is None else kept, counts
 
@@ -75,12 +84,13 @@ def _route_backward(
 
 @torch.library.custom_op("moe_core::triton_make_plan", mutates_args=())
 def _make_plan(
-    expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None
+    expert_ids: Tensor, num_experts: int, limits: Tensor | None, priority: Tensor | None, num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`kept` is empty where there is no capacity."""
+    """`limits`: each expert's capacity [E]; `kept` is empty where there is none."""
     from moe_core.kernels import triton_routing
 
-    choices, offsets, slots, kept, counts = triton_routing.make_plan(expert_ids, num_experts, capacity, priority)
+    found = triton_routing.make_plan(expert_ids, num_experts, limits, priority, num_rows)
+    choices, offsets, slots, kept, counts = found
     return choices, offsets, slots, expert_ids.new_empty(0, dtype=torch.bool) if kept is None else kept, counts
 
 
@@ -97,12 +107,9 @@ def _(noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, normalize, lo
 
 
 @_make_plan.register_fake
-def _(expert_ids, num_experts, capacity, priority):
+def _(expert_ids, num_experts, limits, priority, num_rows):
     num_tokens, top_k = expert_ids.shape
-    num_rows = num_tokens * top_k
-    kept = expert_ids.new_empty(0 if capacity is None else (num_tokens, top_k), dtype=torch.bool)
-    if capacity is not None:
-        num_rows = torch.sym_min(num_rows, num_experts * capacity)  # not min: it would compile one side of it alone
+    kept = expert_ids.new_empty(0 if limits is None else (num_tokens, top_k), dtype=torch.bool)
     offsets, counts = expert_ids.new_empty(num_experts, dtype=torch.int32), expert_ids.new_empty(num_experts)
     return expert_ids.new_empty(num_rows), offsets, expert_ids.new_empty(num_tokens, top_k), kept, counts
 

@@ -63,6 +63,7 @@ def _moe_fields(moe: CfgNode) -> dict:
     return {
         "top_k": moe.TOP_K,
         "capacity_factor": moe.CAPACITY_FACTOR,
+        "round_to": moe.ROUND_TO,
         "router": moe.ROUTER,
         "gate_noise": moe.GATE_NOISE,
         "normalize_gates": moe.NORMALIZE_GATES,

@@ -23,7 +23,8 @@ SHARED = ["moe_core", "swinv2_moe.errors", "swinv2_moe.config"]
 MODELS_AND_DATA = [*SHARED, "swinv2_moe.models", "swinv2_moe.data"]
 ALLOWED = {
     "moe_core": ["moe_core"],  # what stands on the layer: training, checkpoint, __init__
-    "moe_core.layer": BASICS + PARTS,
+    "moe_core.layer": [*BASICS, *PARTS, "moe_core.rounding"],
+    "moe_core.rounding": [*BASICS, "moe_core.router", "moe_core.dispatch"],
     **dict.fromkeys(PARTS, BASICS),
     "moe_core.parallel": [*BASICS, "moe_core.dispatch", "moe_core.experts", "moe_core.cost_model"],
     "moe_core.cost_model": BASICS,

@@ -13,6 +13,7 @@ CASES = [
     {"capacity_factor": 0.0},
     {"capacity_factor": 1.25, "top_k": 2},
     {"capacity_factor": -1.0, "top_k": 2, "batch_prioritized": True, "aux_loss": "load_importance"},
+    {"capacity_factor": 0.0, "top_k": 2, "round_to": 2},
     {"capacity_factor": 0.5, "router": "cosine", "batch_prioritized": True, "activation": "relu"},
 ]
 has_python_header = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()

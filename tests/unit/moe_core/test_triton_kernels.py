@@ -209,13 +209,16 @@ class TestKernels:
         num_experts = data.draw(st.integers(1, 9))
         top_k = data.draw(st.integers(1, min(num_experts, 3)))
         num_tokens = data.draw(st.sampled_from([0, 1, 7, 127, 128, 129, 300]))
-        capacity = data.draw(st.none() | st.integers(0, 60))
         generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
         ids = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices.to(DEVICE)
-        priority = torch.randint(5, (num_tokens,), generator=generator).to(DEVICE)  # with ties
-        priority = data.draw(st.sampled_from([None, priority]))
-        got = routing.make_plan(ids, num_experts, capacity, priority)
-        expected = make_plan(ids, num_experts, capacity, priority, "torch")
+        capacity, num_rows = data.draw(st.none() | st.integers(0, 60)), None
+        if data.draw(st.booleans()):  # one for each expert
+            capacity = torch.randint(60, (num_experts,), generator=generator).to(DEVICE)
+            num_rows = min(ids.numel(), int(capacity.sum())) + data.draw(st.sampled_from([0, 3]))
+        priority = torch.randint(5, (num_tokens, top_k), generator=generator).to(DEVICE)  # with ties
+        priority = data.draw(st.sampled_from([None, priority[:, 0], priority]))
+        got = routing.make_plan(ids, num_experts, capacity, priority, num_rows)
+        expected = make_plan(ids, num_experts, capacity, priority, "torch", num_rows)
         for ours, theirs in zip(got, expected, strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or (torch.equal(ours, theirs) and ours.dtype == theirs.dtype)
@@ -247,7 +250,7 @@ class TestKernels:
         for op, inputs in (
             (OPS.dispatch_rows, (tokens.requires_grad_(), choices, slots, kept, "triton")),
             (OPS.combine_rows, (rows.requires_grad_(), gates.requires_grad_(), choices, slots, kept, "triton")),
-            (OPS.triton_make_plan, (ids, 8, capacity, priority)),
+            (OPS.triton_make_plan, (ids, 8, None if capacity is None else ids.new_full((8,), capacity), priority, 14)),
             (OPS.triton_route, (noisy.requires_grad_(), logits.requires_grad_(), 2, *loss)),
             (OPS.triton_route, (noisy, None, 2, True, "gshard", 0.0)),
             (OPS.triton_route_backward, (noisy.detach(), None, ids, probs, grad_gates, None, sums, *loss)),
@@ -260,6 +263,7 @@ class TestKernels:
         [
             {"capacity_factor": 0.0},
             {"capacity_factor": 1.0, "top_k": 2, "batch_prioritized": True, "aux_loss": "load_importance"},
+            {"capacity_factor": 0.0, "top_k": 2, "round_to": 2},
         ],
         ids=str,
     )
@@ -309,8 +313,8 @@ def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
     rows = triton_rows.dispatch_rows(tokens, plan.choices, 2)
     grad = triton_rows.sum_rows(rows, plan.slots, plan.kept, gates)
     triton_rows.combine_rows_backward(grad, rows, gates, plan.choices, plan.slots, plan.kept)
-    for capacity, priority in ((None, None), (3, torch.zeros(20))):
-        triton_routing.make_plan(plan.slots, 24, capacity, priority)
+    for limits, priority in ((None, None), (torch.full((24,), 3), torch.zeros(20))):
+        triton_routing.make_plan(plan.slots, 24, limits, priority, 40)
     logits = torch.zeros(20, 100)
     for clean, loss in ((None, "gshard"), (logits, "load_importance")):
         gates, ids, probs, sums = triton_routing.route(logits, clean, 2, True, loss, 0.1)
