@@ -212,7 +212,9 @@ def measure(plan: Plan, rounds: int, warmup: int) -> Iterator[Row]:
                 yield row
 
 
-class _Subject(NamedTuple):
+class Subject(NamedTuple):
+    """A model and what is timed of it."""
+
     model: SwinTransformerV2MoE
     run: Callable[[], object]  # one pass, or one step
     optimizer: torch.optim.Optimizer | None
@@ -230,8 +232,7 @@ def _measure(
     gc.collect()  # models of the combination before, which DDP holds in a circle
     torch.compiler.reset()  # or they would count towards dynamo's limit of recompilations
     before = machine(world.device.type)
-    prepare = _training if combination.mode == "training" else _inference
-    subjects = [prepare(config, world) for config in configs]
+    subjects = [prepare(combination.mode, config, world) for config in configs]
     first = [_seconds(subject.run) for subject in subjects]
     memory = [world.gather(working_memory(subject.run, world.device)) for subject in subjects]
     peaks = [None if None in found else max(found) for found in memory]
@@ -245,7 +246,12 @@ def _measure(
     return Row(combination, world.size, before, *sides, times["product"], flops, dropped, load)
 
 
-def _inference(config: CfgNode, world: World) -> _Subject:
+def prepare(mode: str, config: CfgNode, world: World) -> Subject:
+    """The model of one of the configurations of `combinations`, and its pass or step."""
+    return _training(config, world) if mode == "training" else _inference(config, world)
+
+
+def _inference(config: CfgNode, world: World) -> Subject:
     """The forward pass of the evaluation."""
     model, images = _model(config, world).eval(), _batch(config, world).images
     autocast = build_autocast(config, world)
@@ -257,16 +263,16 @@ def _inference(config: CfgNode, world: World) -> _Subject:
         with autocast():
             model(images)
 
-    return _Subject(model, run, None)
+    return Subject(model, run, None)
 
 
-def _training(config: CfgNode, world: World) -> _Subject:
+def _training(config: CfgNode, world: World) -> Subject:
     """The Trainer's step on one batch, again and again."""
     batch = _batch(config, world)
     data = Data([batch], [], _classes(config), [], config.DATA.BATCH_SIZE * world.size, 0)
     trainer = Trainer(config, world, data, _model(config, world))
     trainer.wrapped.train()
-    return _Subject(trainer.model, lambda: trainer.train_step([batch]), trainer.optimizer)
+    return Subject(trainer.model, lambda: trainer.train_step([batch]), trainer.optimizer)
 
 
 def _model(config: CfgNode, world: World) -> SwinTransformerV2MoE:
@@ -312,7 +318,7 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _held(subject: _Subject) -> int:
+def _held(subject: Subject) -> int:
     states = subject.optimizer.state.values() if subject.optimizer else ()
     tensors = [*subject.model.parameters(), *(value for state in states for value in state.values())]
     tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, torch.Tensor)]

@@ -1,0 +1,161 @@
+"""Where the time of a training step and of an inference pass goes, in SwinV2-MoE and its dense twin.
+
+    python benchmarks/shares.py                    (about 2 minutes on two cores)
+
+On a GPU the time of every kernel, under the operator that launched it; what is left of the pass, timed without the
+profiler, is when the device waits. On a CPU the time of every operator without the ones it calls; the rest is Python.
+"""
+
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+from model import BATCHES, CONFIGS, make_parser
+from results_file import Table, publish
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import moe_core.layer
+from moe_core import MoELayer
+from swinv2_moe.command import run_command
+from swinv2_moe.engine.distributed import World, open_world
+from swinv2_moe.measure.rounds import interleaved, synchronize
+from swinv2_moe.measure.throughput import Options, combinations, headline, prepare
+
+# Kinds, by an operator's name. Of operators that call each other the outermost with a kind decides.
+EXPERTS, EXPERTS_REST, PRODUCTS = "experts: products", "experts: besides", "other matrix products"
+ROUTING, REST, IDLE, PASS = "routing and plan", "element-wise and sums", "no kernel, no operator", "the pass"
+KINDS = {
+    EXPERTS: r"moe_core::expert_ffn(_backward)?",
+    EXPERTS_REST: r"moe_core::dropout_noise",  # and what the experts' operator calls besides products
+    PRODUCTS: r"aten::(linear|matmul|mm|addmm|bmm|baddbmm|_grouped_mm|conv\w*)",
+    "attention": r"aten::_?scaled_dot_product_\w+|swinv2_moe::\w+",
+    ROUTING: ROUTING,
+    "dispatch and combine": r"moe_core::(dispatch|combine|sum)_rows(_backward)?",
+    "normalisation": r"aten::(native_)?layer_norm(_backward)?",
+    "optimiser": r"Optimizer\..*",
+    "copies": r"aten::(copy_|to|_to_copy|clone|contiguous|cat|roll)",
+    REST: "",
+}
+
+Shares = dict[str, dict[str, float]]  # kind -> kernel or operator -> ms of a pass
+
+
+@contextmanager
+def routing_is_named() -> Iterator[None]:
+    """What an MoE layer computes in torch's own operators to route and plan appears under one name."""
+    with ExitStack() as stack:
+        for owner, name in ((MoELayer, "_route"), (MoELayer, "_plan"), (moe_core.layer, "round_to_tiles")):
+            stack.enter_context(mock.patch.object(owner, name, record_function(ROUTING)(getattr(owner, name))))
+        yield
+
+
+def profiled(run: Callable[[], object], passes: int, device: torch.device) -> tuple[Shares, float]:
+    """The shares of a pass, and the milliseconds that it took under the profiler."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with routing_is_named(), profile(activities=activities, acc_events=True) as found:
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(passes):
+            run()
+        synchronize()
+        milliseconds = 1e3 * (time.perf_counter() - start) / passes
+    return shares(found.events(), passes, device.type), milliseconds
+
+
+def shares(events: Iterable[FunctionEvent], passes: int, device_type: str) -> Shares:
+    """Milliseconds of a pass for each kind; an operator's backward pass is of the operator's kind."""
+    found: Shares = {kind: defaultdict(float) for kind in KINDS}
+    on_device = 0.0  # ms of all kernels
+    kinds: dict[int, str | None] = {}
+    differentiated: dict[int, str | None] = {}  # the kind by the number that an operator shares with its backward pass
+    for event in sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end)):  # parents first
+        own = _kind(event, kinds.get(id(event.cpu_parent)), differentiated)
+        kinds[id(event)] = own
+        if event.is_user_annotation:
+            continue
+        if event.device_type != torch.autograd.DeviceType.CPU:
+            on_device += event.time_range.elapsed_us() / 1e3 / passes
+            continue
+        if device_type == "cuda":
+            times = [(kernel.name, kernel.duration) for kernel in event.kernels]
+        else:  # what else is recorded is autograd's and Python's work
+            is_operator = "::" in event.name and not event.name.startswith(("autograd::", "torch::"))
+            times = [(event.name, event.self_cpu_time_total)] if is_operator else []
+        for name, microseconds in times:
+            found[own or REST][name] += microseconds / 1e3 / passes
+    if on_device:
+        found[REST]["kernels of no operator"] = on_device - sum(sum(times.values()) for times in found.values())
+    return found
+
+
+def _kind(event: FunctionEvent, parent: str | None, differentiated: dict[int, str | None]) -> str | None:
+    """None: not known yet; what it calls may tell."""
+    named = next((kind for kind, names in KINDS.items() if re.fullmatch(names, event.name)), None)
+    own = parent or named
+    if parent in (EXPERTS, EXPERTS_REST):
+        own = EXPERTS if named in (EXPERTS, PRODUCTS) else EXPERTS_REST
+    if event.name.startswith("autograd::"):  # it encloses the backward pass of the operator of this number
+        return own or differentiated.get(event.sequence_nr)
+    if event.sequence_nr >= 0 and event.scope == 0:  # RecordScope::FUNCTION
+        differentiated[event.sequence_nr] = own  # of operators with one number the last is the differentiable one
+    return own
+
+
+def measure(mode: str, configs: list, rounds: int, passes: int, world: World) -> dict[str, tuple[Shares, float]]:
+    """For the model with experts and the dense one, the shares of a pass and its milliseconds."""
+    subjects = {name: prepare(mode, config, world) for name, config in zip(("experts", "dense"), configs, strict=True)}
+    runs = {name: subject.run for name, subject in subjects.items()}
+    times = interleaved(runs, rounds)
+    found = {}
+    for name, run in runs.items():
+        parts, milliseconds = profiled(run, passes, world.device)
+        # the profiler slows a host that launches kernels; where the host computes, both have to be of the same passes
+        found[name] = parts, statistics.median(times[name]) if world.device.type == "cuda" else milliseconds
+    return found
+
+
+def rows(found: dict[str, tuple[Shares, float]]) -> Iterator[list[str]]:
+    """A row for each kind: both models' milliseconds and their share of the pass, and the difference."""
+    columns = []
+    for parts, whole in found.values():
+        column = {kind: sum(times.values()) for kind, times in parts.items()}
+        columns.append(column | {IDLE: whole - sum(column.values()), PASS: whole})
+    experts, dense = columns
+    for kind in experts:
+        cells = [text for c in columns for text in (f"{c[kind]:.2f}", f"{c[kind] / c[PASS]:.1%}")]
+        yield [kind, *cells, f"{experts[kind] - dense[kind]:+.2f}"]
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--passes", type=int, default=3, help="under the profiler")
+    parser.set_defaults(dtypes=["bfloat16"])
+    args = parser.parse_args()
+    table, data, title = [], [], ""
+    for mode in args.modes:
+        batches = args.batch_sizes or BATCHES[args.device][mode]
+        options = Options((mode,), tuple(batches), tuple(args.dtypes), rounds=args.rounds)
+        plan = combinations(args.cfg or CONFIGS[args.device], [*args.opts, "DEVICE", args.device], options)
+        title = headline(plan, 1)
+        for combination, *configs in plan:
+            with open_world(args.device, configs[0].TIMEOUT) as world:
+                found = measure(mode, configs, args.rounds, args.passes, world)
+            table += [[str(combination), *row] for row in rows(found)]
+            data.append(combination._asdict() | found)
+            print(f"{combination}: done", file=sys.stderr, flush=True)
+    columns = ["", "kind", "experts, ms", "of the pass", "dense, ms", "of the pass", "experts - dense, ms"]
+    command = shlex.join(["python", "benchmarks/shares.py", *sys.argv[1:]])
+    notes = [title, "a kernel that computes products and activation in one is under its products"]
+    publish(Table("Where a pass's time goes", command, columns, table, notes, data), args.device, args.output)
+
+
+if __name__ == "__main__":
+    run_command(main)
