@@ -33,8 +33,8 @@ from swinv2_moe.measure.throughput import Options, combinations, headline, prepa
 EXPERTS, EXPERTS_REST, PRODUCTS = "experts: products", "experts: besides", "other matrix products"
 ROUTING, REST, IDLE, PASS = "routing and plan", "element-wise and sums", "no kernel, no operator", "the pass"
 KINDS = {
-    EXPERTS: r"moe_core::expert_ffn(_backward)?",
-    EXPERTS_REST: r"moe_core::dropout_noise",  # and what the experts' operator calls besides products
+    EXPERTS: r"moe_core::(expert|moe)_ffn(_backward)?",
+    EXPERTS_REST: r"moe_core::(fused_)?dropout_noise",  # and what the experts' operator calls besides products
     PRODUCTS: r"aten::(linear|matmul|mm|addmm|bmm|baddbmm|_grouped_mm|conv\w*)",
     "attention": r"aten::_?scaled_dot_product_\w+|swinv2_moe::\w+",
     ROUTING: ROUTING,
