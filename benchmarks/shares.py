@@ -3,7 +3,8 @@
     python benchmarks/shares.py                    (about 2 minutes on two cores)
 
 On a GPU the time of every kernel, under the operator that launched it; what is left of the pass, timed without the
-profiler, is when the device waits. On a CPU the time of every operator without the ones it calls; the rest is Python.
+profiler, is when the device waits. On a CPU the time of every operator and autograd node without those it calls; the
+rest is Python.
 """
 
 import re
@@ -79,16 +80,14 @@ def shares(events: Iterable[FunctionEvent], passes: int, device_type: str) -> Sh
     for event in sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end)):  # parents first
         own = _kind(event, kinds.get(id(event.cpu_parent)), differentiated)
         kinds[id(event)] = own
-        if event.is_user_annotation:
+        if event.is_user_annotation and device_type == "cuda":  # it may have a copy of its kernels' time
             continue
         if event.device_type != torch.autograd.DeviceType.CPU:
             on_device += event.time_range.elapsed_us() / 1e3 / passes
             continue
+        times = [(event.name, event.self_cpu_time_total)]
         if device_type == "cuda":
             times = [(kernel.name, kernel.duration) for kernel in event.kernels]
-        else:  # what else is recorded is autograd's and Python's work
-            is_operator = "::" in event.name and not event.name.startswith(("autograd::", "torch::"))
-            times = [(event.name, event.self_cpu_time_total)] if is_operator else []
         for name, microseconds in times:
             found[own or REST][name] += microseconds / 1e3 / passes
     if on_device:
