@@ -40,7 +40,7 @@ class MoEConfig:
     input_jitter: float = 0.0  # the router sees x * U(1 - j, 1 + j) in training
     input_dropout: float = 0.0  # of the router's input, in training
     hidden_dropout: float = 0.0  # after the activation, in training
-    kernels: str = "auto"  # "triton" and "torch" force one; "auto": Triton on a CUDA device where it works
+    kernels: str = "auto"  # "triton" and "torch" force one; "auto": Triton on CUDA, C++ on x86, where they work
     init_std: float | None = None  # of the expert weights (truncated normal); None: as nn.Linear
 
     def __post_init__(self) -> None:

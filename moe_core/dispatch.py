@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_core.kernels import choose, combine_rows, dispatch_rows, routing
+from moe_core.kernels import combine_rows, dispatch_rows, routing
 
 
 class DispatchPlan(NamedTuple):
@@ -47,10 +47,10 @@ def make_plan(
         expert_ids: [T, K].
         capacity: most choices kept per expert, one number or one for each [E]; None keeps all.
         num_rows: with a capacity for each, N: no less than what is kept, of which only the device knows.
-        kernels: see kernels.backend.choose; both give the same plan, number for number.
+        kernels: see kernels.routing.choose; all give the same plan, number for number.
     """
-    if choose(kernels, expert_ids.device.type) == "triton":
-        return DispatchPlan(*routing.make_plan(expert_ids, num_experts, capacity, priority, num_rows))
+    if (chosen := routing.choose(kernels, expert_ids.device.type)) != "torch":
+        return DispatchPlan(*routing.make_plan(expert_ids, num_experts, capacity, priority, num_rows, chosen))
     num_tokens, top_k = expert_ids.shape
     device = expert_ids.device
     order = torch.arange(num_tokens, device=device)

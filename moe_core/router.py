@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core.config import MoEConfig
-from moe_core.kernels import choose, routing
+from moe_core.kernels import routing
 from moe_core.losses import auxiliary_loss, expert_sums
 
 
@@ -91,15 +91,15 @@ def route(
 
     In training the logits get `gate_noise * N(0, 1) / E`; the choice, the gate values and the loss's probabilities are
     those of the noisy logits. `reduce` sums over ranks for a loss of all their tokens (`losses.auxiliary_loss`);
-    `kernels` is `backend.choose`'s. Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
+    `kernels`: see kernels.routing.choose. Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
     """
     noise_std = config.gate_noise / config.num_experts if training else 0.0
     noisy = logits + noise_std * torch.randn_like(logits) if noise_std else logits
     # Tutel's loss needs its noise scale also in evaluation, where no noise is drawn
     loss_noise = config.gate_noise / config.num_experts if config.aux_loss == "load_importance_tutel" else noise_std
-    implementation = routing.route if choose(kernels, logits.device.type) == "triton" else _route_by_torch
-    normalize = config.normalize_gates and top_k > 1
-    gates, ids, probs, sums = implementation(logits, noisy, top_k, normalize, config.aux_loss, loss_noise)
+    arguments = (logits, noisy, top_k, config.normalize_gates and top_k > 1, config.aux_loss, loss_noise)
+    chosen = routing.choose(kernels, logits.device.type, logits.dtype)
+    gates, ids, probs, sums = _route_by_torch(*arguments) if chosen == "torch" else routing.route(*arguments, chosen)
     return Routing(ids, gates, auxiliary_loss(config.aux_loss, sums, logits.shape[0], reduce), probs)
 
 

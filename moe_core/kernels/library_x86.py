@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("ffn_x86.cpp", "rows_x86.cpp", "product_x86.hpp")]
+_NAMES = ("ffn_x86.cpp", "rows_x86.cpp", "routing_x86.cpp", "product_x86.hpp")
+_SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 _AVX512, _AMX = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, {"avx512_bf16", "amx_tile", "amx_bf16"}
 _INSTRUCTIONS = [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")]
 _FLAGS = ["-std=c++17", "-O2", *_INSTRUCTIONS, "-mamx-tile", "-mamx-bf16", "-fopenmp", "-fPIC", "-shared"]
@@ -58,7 +59,8 @@ def library() -> ctypes.CDLL | None:
         reason = getattr(error, "stderr", None) or str(error)
         _log.warning("moe_core kernels: torch on this CPU, since C++ does not compile: %s", reason.splitlines()[0])
         return None
-    library.forward_space.restype = library.backward_space.restype = c_long
+    for function in (library.forward_space, library.backward_space, library.make_plan):
+        function.restype = c_long
     return library
 
 
@@ -74,7 +76,7 @@ def _compiled() -> Path:
         if not library.exists():
             _log.info("moe_core kernels: compiling %s, once (about 10 s)", library)
             unfinished = library.with_suffix(".unfinished")
-            command = [*compiler, "-o", str(unfinished), *map(str, _SOURCES[:2])]
+            command = [*compiler, "-o", str(unfinished), *map(str, _SOURCES[:-1])]
             subprocess.run(command, check=True, capture_output=True, text=True)
             unfinished.replace(library)
     return library

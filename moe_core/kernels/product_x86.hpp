@@ -33,7 +33,7 @@ inline void store(bf16* p, __mmask16 mask, __m512 v) {
 }
 
 inline __m512 exp_of_negative(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
+  x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // in this order NaN stays
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -51,21 +51,30 @@ struct Activated {
   __m512 value, slope;
 };
 
-// Relative error 5e-7: erfc(a / sqrt 2) exp(a^2 / 2) / 2 as a polynomial in 1 / (1 + 0.3 a), fitted to 2e-7.
-struct Gelu {
-  static Activated of(__m512 z) {
+// The standard normal distribution below z and sqrt(2 pi) times its density. Relative error of the smaller tail 5e-7:
+// erfc(a / sqrt 2) exp(a^2 / 2) / 2 as a polynomial in 1 / (1 + 0.3 a), fitted to 2e-7.
+struct Normal {
+  __m512 below, density;
+
+  explicit Normal(__m512 z) {
     const __m512 one = _mm512_set1_ps(1.0f), a = _mm512_abs_ps(z);
-    const __m512 density = exp_of_negative(_mm512_mul_ps(_mm512_mul_ps(a, a), _mm512_set1_ps(-0.5f)));
+    density = exp_of_negative(_mm512_mul_ps(_mm512_mul_ps(a, a), _mm512_set1_ps(-0.5f)));
     const __m512 t = reciprocal(_mm512_fmadd_ps(a, _mm512_set1_ps(0.3f), one));
     __m512 tail = _mm512_set1_ps(0.0351786502f);
     for (float c : {-0.155142009f, 0.202815726f, -0.0504435711f, 0.126858339f, 0.100425489f, 0.120672747f,
                     0.119634531f})
       tail = _mm512_fmadd_ps(tail, t, _mm512_set1_ps(c));
-    tail = _mm512_mul_ps(_mm512_mul_ps(tail, t), density);  // of the normal distribution beyond a
+    tail = _mm512_mul_ps(_mm512_mul_ps(tail, t), density);  // beyond a
     const __mmask16 positive = _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_GT_OQ);
-    const __m512 below = _mm512_mask_sub_ps(tail, positive, one, tail);
-    const __m512 slope = _mm512_fmadd_ps(_mm512_mul_ps(z, density), _mm512_set1_ps(0.398942280f), below);
-    return {_mm512_mul_ps(z, below), slope};
+    below = _mm512_mask_sub_ps(tail, positive, one, tail);
+  }
+};
+
+struct Gelu {
+  static Activated of(__m512 z) {
+    const Normal normal(z);
+    const __m512 slope = _mm512_fmadd_ps(_mm512_mul_ps(z, normal.density), _mm512_set1_ps(0.398942280f), normal.below);
+    return {_mm512_mul_ps(z, normal.below), slope};
   }
 };
 

@@ -1,4 +1,4 @@
-"""Routing and the dispatch plan by Triton, as torch.library ops; their torch form is router.py's and dispatch.py's own.
+"""Routing and the dispatch plan, by Triton or C++, as torch.library ops; router.py and dispatch.py have the torch form.
 
 Only running an op imports Triton: the ops, their fake kernels and their gradients are known everywhere.
 """
@@ -8,9 +8,28 @@ Only running an op imports Triton: the ops, their fake kernels and their gradien
 import torch
 from torch import Tensor
 
+from moe_core.kernels import backend, routing_x86
+from moe_core.kernels.library_x86 import usable
+
+
+@torch.compiler.assume_constant_result  # it may compile, which torch.compile cannot trace
+def choose(kernels: str, device_type: str, dtype: torch.dtype = torch.float32) -> str:
+    """Whose kernels route logits of this dtype or plan: "triton", "x86" (C++, where "auto" finds it) or "torch".
+
+    `kernels` and what it raises: see backend.choose.
+    """
+    x86 = kernels == "auto" and device_type == "cpu" and dtype == torch.float32 and usable(dtype)
+    return "x86" if x86 else backend.choose(kernels, device_type)
+
 
 def route(
-    logits: Tensor, noisy: Tensor, top_k: int, normalize: bool, loss: str, noise_std: float
+    logits: Tensor,
+    noisy: Tensor,
+    top_k: int,
+    normalize: bool,
+    loss: str,
+    noise_std: float,
+    kernels: str = "triton",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Softmax, top-K, gate values and the loss's sums in one pass over the logits; differentiable in both logits.
 
@@ -20,6 +39,7 @@ def route(
         normalize: gate values of a token sum to 1.
         loss: the auxiliary loss, by its name in the configuration.
         noise_std: of that loss.
+        kernels: "triton" or "x86".
 
     Returns:
         gates [T, K], ids [T, K] int64, probs [T, E], sums [2, E] as losses.expert_sums gives them. Equal logits go to
@@ -28,7 +48,7 @@ def route(
     same = noisy is logits or not loss.startswith("load_importance")  # only these losses look at the clean logits
     dtype = torch.promote_types(noisy.dtype, torch.float32)
     clean = None if same else logits.to(dtype)
-    return torch.ops.moe_core.triton_route(noisy.to(dtype), clean, top_k, normalize, loss, noise_std)
+    return torch.ops.moe_core.route(noisy.to(dtype), clean, top_k, normalize, loss, noise_std, kernels)
 
 
 def make_plan(
@@ -37,6 +57,7 @@ def make_plan(
     capacity: int | Tensor | None,
     priority: Tensor | None = None,
     num_rows: int | None = None,
+    kernels: str = "triton",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """dispatch.make_plan's choices, offsets, slots, kept and counts for the same arguments, number for number."""
     limits = capacity
@@ -44,22 +65,20 @@ def make_plan(
         num_rows = expert_ids.numel() if capacity is None else min(expert_ids.numel(), num_experts * capacity)
     if capacity is not None and not isinstance(capacity, Tensor):
         limits = expert_ids.new_full((num_experts,), capacity)
-    choices, offsets, slots, kept, counts = torch.ops.moe_core.triton_make_plan(
-        expert_ids, num_experts, limits, priority, num_rows
+    choices, offsets, slots, kept, counts = torch.ops.moe_core.make_plan(
+        expert_ids, num_experts, limits, priority, num_rows, kernels
     )
     return choices, offsets, slots, None if capacity is None else kept, counts
 
 
-@torch.library.custom_op("moe_core::triton_route", mutates_args=())
+@torch.library.custom_op("moe_core::route", mutates_args=())
 def _route(
-    noisy: Tensor, clean: Tensor | None, top_k: int, normalize: bool, loss: str, noise_std: float
+    noisy: Tensor, clean: Tensor | None, top_k: int, normalize: bool, loss: str, noise_std: float, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from moe_core.kernels import triton_routing
-
-    return triton_routing.route(noisy, clean, top_k, normalize, loss, noise_std)
+    return _module(kernels).route(noisy, clean, top_k, normalize, loss, noise_std)
 
 
-@torch.library.custom_op("moe_core::triton_route_backward", mutates_args=())
+@torch.library.custom_op("moe_core::route_backward", mutates_args=())
 def _route_backward(
     noisy: Tensor,
     clean: Tensor | None,
@@ -71,43 +90,49 @@ def _route_backward(
     normalize: bool,
     loss: str,
     noise_std: float,
+    kernels: str,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of noisy and of clean, the latter empty where clean is None."""
-    from moe_core.kernels import triton_routing
-
     if grad_sums is None:
         loss = "none"
     grads = (grad_gates, grad_probs, grad_sums)
-    grad_noisy, grad_clean = triton_routing.route_backward(noisy, clean, ids, probs, grads, normalize, loss, noise_std)
+    differentiate = _module(kernels).route_backward
+    grad_noisy, grad_clean = differentiate(noisy, clean, ids, probs, grads, normalize, loss, noise_std)
     return grad_noisy, noisy.new_empty(0) if grad_clean is None else grad_clean
 
 
-@torch.library.custom_op("moe_core::triton_make_plan", mutates_args=())
+@torch.library.custom_op("moe_core::make_plan", mutates_args=())
 def _make_plan(
-    expert_ids: Tensor, num_experts: int, limits: Tensor | None, priority: Tensor | None, num_rows: int
+    expert_ids: Tensor, num_experts: int, limits: Tensor | None, priority: Tensor | None, num_rows: int, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`limits`: each expert's capacity [E]; `kept` is empty where there is none."""
-    from moe_core.kernels import triton_routing
-
-    found = triton_routing.make_plan(expert_ids, num_experts, limits, priority, num_rows)
+    found = _module(kernels).make_plan(expert_ids, num_experts, limits, priority, num_rows)
     choices, offsets, slots, kept, counts = found
     return choices, offsets, slots, expert_ids.new_empty(0, dtype=torch.bool) if kept is None else kept, counts
 
 
+def _module(kernels: str):
+    if kernels == "x86":
+        return routing_x86
+    from moe_core.kernels import triton_routing
+
+    return triton_routing
+
+
 @_route.register_fake
-def _(noisy, clean, top_k, normalize, loss, noise_std):
+def _(noisy, clean, top_k, normalize, loss, noise_std, kernels):
     num_tokens, num_experts = noisy.shape
     gates, ids = noisy.new_empty(num_tokens, top_k), noisy.new_empty(num_tokens, top_k, dtype=torch.int64)
     return gates, ids, noisy.new_empty(num_tokens, num_experts), noisy.new_empty(2, num_experts)
 
 
 @_route_backward.register_fake
-def _(noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, normalize, loss, noise_std):
+def _(noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, normalize, loss, noise_std, kernels):
     return noisy.new_empty(noisy.shape), noisy.new_empty(0 if clean is None else clean.shape)
 
 
 @_make_plan.register_fake
-def _(expert_ids, num_experts, limits, priority, num_rows):
+def _(expert_ids, num_experts, limits, priority, num_rows, kernels):
     num_tokens, top_k = expert_ids.shape
     kept = expert_ids.new_empty(0 if limits is None else (num_tokens, top_k), dtype=torch.bool)
     offsets, counts = expert_ids.new_empty(num_experts, dtype=torch.int32), expert_ids.new_empty(num_experts)
@@ -115,7 +140,7 @@ def _(expert_ids, num_experts, limits, priority, num_rows):
 
 
 def _save_route(ctx, inputs, output) -> None:
-    noisy, clean, _, ctx.normalize, ctx.loss, ctx.noise_std = inputs
+    noisy, clean, _, *ctx.settings = inputs
     _, ids, probs, _ = output
     ctx.save_for_backward(noisy, clean, ids, probs)
     ctx.mark_non_differentiable(ids)
@@ -124,10 +149,10 @@ def _save_route(ctx, inputs, output) -> None:
 
 def _route_backward_formula(ctx, grad_gates, grad_ids, grad_probs, grad_sums):
     noisy, clean, ids, probs = ctx.saved_tensors
-    grad_noisy, grad_clean = torch.ops.moe_core.triton_route_backward(
-        noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, ctx.normalize, ctx.loss, ctx.noise_std
+    grad_noisy, grad_clean = torch.ops.moe_core.route_backward(
+        noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, *ctx.settings
     )
-    return grad_noisy, None if clean is None else grad_clean, None, None, None, None
+    return grad_noisy, None if clean is None else grad_clean, *5 * (None,)
 
 
-torch.library.register_autograd("moe_core::triton_route", _route_backward_formula, setup_context=_save_route)
+torch.library.register_autograd("moe_core::route", _route_backward_formula, setup_context=_save_route)

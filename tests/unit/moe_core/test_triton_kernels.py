@@ -245,16 +245,17 @@ class TestKernels:
         logits, noisy = random(7, 8), random(7, 8, seed=1)
         _, ids, probs, sums = routing.route(logits, noisy, 2, True, "load_importance", 0.2)
         priority = probs.amax(1)
-        loss = (True, "load_importance", 0.2)
+        loss = (True, "load_importance", 0.2, "triton")
         grad_gates = torch.ones_like(gates)
+        limits = None if capacity is None else ids.new_full((8,), capacity)
         for op, inputs in (
             (OPS.dispatch_rows, (tokens.requires_grad_(), choices, slots, kept, "triton")),
             (OPS.combine_rows, (rows.requires_grad_(), gates.requires_grad_(), choices, slots, kept, "triton")),
-            (OPS.triton_make_plan, (ids, 8, None if capacity is None else ids.new_full((8,), capacity), priority, 14)),
-            (OPS.triton_route, (noisy.requires_grad_(), logits.requires_grad_(), 2, *loss)),
-            (OPS.triton_route, (noisy, None, 2, True, "gshard", 0.0)),
-            (OPS.triton_route_backward, (noisy.detach(), None, ids, probs, grad_gates, None, sums, *loss)),
-            (OPS.triton_route_backward, (noisy.detach(), logits.detach(), ids, probs, None, probs, None, *loss)),
+            (OPS.make_plan, (ids, 8, limits, priority, 14, "triton")),
+            (OPS.route, (noisy.requires_grad_(), logits.requires_grad_(), 2, *loss)),
+            (OPS.route, (noisy, None, 2, True, "gshard", 0.0, "triton")),
+            (OPS.route_backward, (noisy.detach(), None, ids, probs, grad_gates, None, sums, *loss)),
+            (OPS.route_backward, (noisy.detach(), logits.detach(), ids, probs, None, probs, None, *loss)),
         ):
             torch.library.opcheck(op.default, inputs)
 
