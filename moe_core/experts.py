@@ -95,7 +95,8 @@ class Experts(nn.Module):
             return ExpertWeights(w1, cast(self.b1), w2, cast(self.b2))
 
         key = (dtype, forward_alone)
-        return self._copies.get(self, self.parameters(), key, copies) or ExpertWeights(*parameters)
+        sources = [p for p in parameters if p is not None]
+        return self._copies.get(self, sources, key, copies) or ExpertWeights(*parameters)
 
     def train(self, mode: bool = True) -> "Experts":
         self._copies.clear()

@@ -81,7 +81,12 @@ class MoELayer(nn.Module):
         self.experts = Experts(config, self.shard, device) if experts is None else experts
         self._check_strategy(strategy)
         self._equalise_replicas()
-        self.last_routing: RoutingStats | None = None
+        self._last: tuple[Tensor, DispatchPlan, int] | None = None
+
+    @property
+    def last_routing(self) -> RoutingStats | None:
+        """Of the last forward pass; worked out now, since most passes are not asked. None before the first."""
+        return None if self._last is None else _statistics(*self._last)
 
     def extra_repr(self) -> str:
         return f"{self.config}, {self.shard.num_experts} experts here, group of {self.group.size}, {self.strategy}"
@@ -142,7 +147,7 @@ class MoELayer(nn.Module):
             routing, plan = round_to_tiles(routing, config, capacity)
         else:
             plan = self._plan(routing, capacity)
-        self.last_routing = _statistics(routing, plan, top_k)
+        self._last = (routing.probs.detach(), plan, top_k)
         tokens = tokens.to(expert_dtype(tokens))
         if self.group.size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
             tokens = (
@@ -277,8 +282,8 @@ def _apply(experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, offsets: T
 
 
 @torch.no_grad()
-def _statistics(routing: Routing, plan: DispatchPlan, top_k: int) -> RoutingStats:
+def _statistics(probs: Tensor, plan: DispatchPlan, top_k: int) -> RoutingStats:
     chosen = plan.slots.shape[0] * top_k
     kept = plan.offsets[-1] if plan.slots.shape[1] == top_k else plan.kept[:, :top_k].sum()  # of the first K choices
-    entropy = torch.special.entr(routing.probs).sum() / max(routing.probs.shape[0], 1)
+    entropy = torch.special.entr(probs).sum() / max(probs.shape[0], 1)
     return RoutingStats(plan.counts, (chosen - kept) / max(chosen, 1), entropy)

@@ -43,7 +43,7 @@ def auxiliary_loss(
         sums, num_tokens = totals[:-1].view_as(sums), totals[-1]  # the number stays on the device
     if kind == "gshard":
         return gshard_loss(sums, num_tokens)
-    return (squared_variation(sums[0]) + squared_variation(sums[1])) / 2
+    return squared_variation(sums).mean()
 
 
 def gshard_sums(probs: Tensor, top1_ids: Tensor) -> Tensor:
@@ -60,18 +60,19 @@ def gshard_loss(sums: Tensor, num_tokens: int | Tensor) -> Tensor:
     number of experts, as Switch Transformer (arXiv 2101.03961, equation 4) does.
     """
     at_least_one = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1)
-    return sums.shape[1] * (sums[0] * sums[1]).sum() / at_least_one**2
+    return sums.shape[1] * sums[0].dot(sums[1]) / at_least_one**2
 
 
 def squared_variation(per_expert: Tensor) -> Tensor:
-    """Squared coefficient of variation `unbiased var / (mean^2 + 1e-10)` of a value per expert [E]; 0 at E = 1.
+    """Squared coefficient of variation `unbiased var / (mean^2 + 1e-10)` of a value per expert [..., E]; 0 at E = 1.
 
     Of the summed probabilities it is the importance loss, arXiv 1701.06538, equations 6 and 7; of the expected load the
     load loss, appendix A there.
     """
-    if per_expert.numel() == 1:
-        return per_expert.sum() * 0
-    return per_expert.var() / (per_expert.mean() ** 2 + 1e-10)
+    if per_expert.shape[-1] == 1:
+        return per_expert.sum(-1) * 0
+    variance, mean = torch.var_mean(per_expert, -1)
+    return variance / (mean**2 + 1e-10)
 
 
 def expected_load(clean: Tensor, threshold: Tensor, noise_std: float) -> Tensor:

@@ -63,7 +63,9 @@ class CosineRouter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         projected = F.linear(x, self.projector.weight.to(x.dtype), self.projector.bias.to(x.dtype))
-        cosine = F.normalize(projected, dim=1) @ F.normalize(self.sim_matrix.to(x.dtype), dim=0)
+        # Divided by the length afterwards, where a token has E numbers; 1e-12 is F.normalize's
+        length = projected.norm(dim=1, keepdim=True).clamp(min=1e-12)
+        cosine = projected @ F.normalize(self.sim_matrix.to(x.dtype), dim=0) / length
         return cosine * self.temperature.to(x.dtype).clamp(max=self.MAX_TEMPERATURE).exp()
 
 

@@ -52,8 +52,9 @@ def forward(
     out = empty(rows.shape, rows.dtype, rows.device)
     hidden = empty((len(rows) * w1.shape[1] if keep_hidden else 0,), rows.dtype, rows.device)
     problem.run("forward", out, hidden if keep_hidden else None)
-    out[problem.end :] = 0
-    hidden[problem.end * w1.shape[1] :] = 0
+    if problem.end < len(rows):
+        out[problem.end :] = 0
+        hidden[problem.end * w1.shape[1] :] = 0
     return out, hidden
 
 

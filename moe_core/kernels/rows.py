@@ -42,7 +42,8 @@ def _dispatch_rows(
 ) -> Tensor:
     if choose(kernels, tokens.device.type) == "triton":
         return _triton().dispatch_rows(tokens, choices, slots.shape[1])
-    return tokens.index_select(0, choices // slots.shape[1])
+    top_k = slots.shape[1]
+    return tokens.index_select(0, choices if top_k == 1 else choices // top_k)
 
 
 @torch.library.custom_op("moe_core::sum_rows", mutates_args=())
