@@ -237,6 +237,7 @@ void for_groups(long T, long E, long memory_size, long threads, Use use, Done do
   const long useful = std::clamp(T * E >> 14, 1L, threads);  // few numbers: waking threads would take longer
 #pragma omp parallel num_threads(useful)
   {
+    const Mode<float> mode;
     std::vector<float> memory(memory_size);
 #pragma omp for schedule(static)
     for (long start = 0; start < T; start += kBlock) {
