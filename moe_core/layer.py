@@ -81,7 +81,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(config, self.shard, device) if experts is None else experts
         self._check_strategy(strategy)
         self._equalise_replicas()
-        self._last: tuple[Tensor, DispatchPlan, int] | None = None
+        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     @property
     def last_routing(self) -> RoutingStats | None:
@@ -147,7 +147,8 @@ class MoELayer(nn.Module):
             routing, plan = round_to_tiles(routing, config, capacity)
         else:
             plan = self._plan(routing, capacity)
-        self._last = (routing.probs.detach(), plan, top_k)
+        kept = None if plan.kept is None else plan.kept[:, :top_k]  # not the choices that fill tiles
+        self._last = (routing.probs.detach(), plan.counts, kept)
         tokens = tokens.to(expert_dtype(tokens))
         if self.group.size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
             tokens = (
@@ -282,8 +283,7 @@ def _apply(experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, offsets: T
 
 
 @torch.no_grad()
-def _statistics(probs: Tensor, plan: DispatchPlan, top_k: int) -> RoutingStats:
-    chosen = plan.slots.shape[0] * top_k
-    kept = plan.offsets[-1] if plan.slots.shape[1] == top_k else plan.kept[:, :top_k].sum()  # of the first K choices
-    entropy = torch.special.entr(probs).sum() / max(probs.shape[0], 1)
-    return RoutingStats(plan.counts, (chosen - kept) / max(chosen, 1), entropy)
+def _statistics(probs: Tensor, counts: Tensor, kept: Tensor | None) -> RoutingStats:
+    """probs [T, E], counts [E] and kept [T, K], None where nothing can drop."""
+    dropped_share = counts.new_zeros((), dtype=torch.float32) if kept is None else (~kept).sum() / max(kept.numel(), 1)
+    return RoutingStats(counts, dropped_share, torch.special.entr(probs).sum() / max(probs.shape[0], 1))

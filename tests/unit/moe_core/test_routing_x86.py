@@ -155,9 +155,9 @@ def test_router_gives_the_same_routing(aux_loss):
 # The plan
 
 
-def assert_same_plan(ids, num_experts, capacity, priority) -> None:
-    got = routing.make_plan(ids, num_experts, capacity, priority, "x86")
-    expected = make_plan(ids, num_experts, capacity, priority, "torch")
+def assert_same_plan(ids, num_experts, capacity, priority, num_rows: int | None = None) -> None:
+    got = routing.make_plan(ids, num_experts, capacity, priority, num_rows, "x86")
+    expected = make_plan(ids, num_experts, capacity, priority, "torch", num_rows)
     for ours, theirs in zip(got, expected, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or (torch.equal(ours, theirs) and ours.dtype == theirs.dtype)
@@ -176,6 +176,20 @@ def test_plan_equals_torch(data):
     assert_same_plan(ids, num_experts, capacity, data.draw(st.sampled_from([None, priority])))
 
 
+@given(st.data())
+@settings(deadline=None, max_examples=100)
+def test_plan_with_a_capacity_for_each_expert_and_a_priority_for_each_choice(data):
+    num_experts = data.draw(st.integers(1, 9))
+    top_k = data.draw(st.integers(1, min(num_experts, 3)))
+    num_tokens = data.draw(st.integers(0, 70))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    ids = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices
+    limits = torch.randint(30, (num_experts,), generator=generator)
+    priority = torch.randint(5, (num_tokens, top_k), generator=generator)
+    kept = torch.minimum(ids.flatten().bincount(minlength=num_experts), limits).sum()
+    assert_same_plan(ids, num_experts, limits, priority, int(kept) + data.draw(st.integers(0, 9)))
+
+
 def test_plan_of_many_experts():
     ids = random(40, 1024).topk(8).indices
     for capacity in (None, 1):
@@ -188,6 +202,11 @@ def test_an_expert_that_does_not_exist(expert):
         make_plan(torch.tensor([[0], [expert]]), 4, None)
 
 
+def test_fewer_rows_than_choices_that_are_kept():
+    with pytest.raises(ValueError, match=r"num_rows \(1\) at least"):
+        make_plan(torch.tensor([[0], [1]]), 4, torch.tensor([1, 1, 1, 1]), num_rows=1)
+
+
 # As ops, and which of them run
 
 
@@ -196,8 +215,9 @@ def test_opcheck(capacity):
     logits, noisy = random(7, 8), random(7, 8, seed=1)
     gates, ids, probs, sums = by_x86(logits, noisy, 2, True, "load_importance", 0.2)
     loss = (True, "load_importance", 0.2, "x86")
+    limits = None if capacity is None else ids.new_full((8,), capacity)
     for op, inputs in (
-        (OPS.make_plan, (ids, 8, capacity, probs.amax(1), "x86")),
+        (OPS.make_plan, (ids, 8, limits, probs.amax(1), 14, "x86")),
         (OPS.route, (noisy.requires_grad_(), logits.requires_grad_(), 2, *loss)),
         (OPS.route, (noisy, None, 2, True, "gshard", 0.0, "x86")),
         (OPS.route_backward, (noisy.detach(), None, ids, probs, gates, None, sums, *loss)),
