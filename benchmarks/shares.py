@@ -34,7 +34,8 @@ from swinv2_moe.measure.throughput import Options, combinations, headline, prepa
 EXPERTS, EXPERTS_REST, PRODUCTS = "experts: products", "experts: besides", "other matrix products"
 ROUTING, REST, IDLE, PASS = "routing and plan", "element-wise and sums", "no kernel, no operator", "the pass"
 KINDS = {
-    EXPERTS: r"moe_core::(expert|moe)_ffn(_backward)?",
+    # autograd calls an operator as GeneratedBackwardFor_ its name
+    EXPERTS: r"(moe_core::|GeneratedBackwardFor_moe_core_)(expert|moe)_ffn(_backward|_default)?",
     EXPERTS_REST: r"moe_core::(fused_)?dropout_noise",  # and what the experts' operator calls besides products
     PRODUCTS: r"aten::(linear|matmul|mm|addmm|bmm|baddbmm|_grouped_mm|conv\w*)",
     "attention": r"aten::_?scaled_dot_product_\w+|swinv2_moe::\w+",
