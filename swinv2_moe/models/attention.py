@@ -1,4 +1,5 @@
-"""Window attention on scaled_dot_product_attention, with timm's parameters and results."""
+"""Window attention with timm's parameters and results, by one kernel: `window_attention`'s on a GPU in half precision,
+scaled_dot_product_attention's elsewhere."""
 
 # B images, W windows of an image, N tokens of a window, h heads, D channels of a head
 
@@ -10,6 +11,7 @@ from timm.models.swin_transformer_v2 import WindowAttention
 from torch import Tensor, nn
 
 from moe_core import Derived
+from swinv2_moe.models import window_attention
 
 
 class FusedWindowAttention(WindowAttention):
@@ -18,6 +20,8 @@ class FusedWindowAttention(WindowAttention):
     Same parameters, same output within rounding. Source: Swin Transformer V2, arXiv 2111.09883, section 3. In
     evaluation the position network runs once.
     """
+
+    cosine = True  # queries and keys are normalised
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -41,17 +45,28 @@ class FusedWindowAttention(WindowAttention):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x [B*W, N, h*D], mask [W, N, N] or None -> like x."""
         windows, tokens, _ = x.shape
-        q, k, v = self.project(x).view(windows, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # [B*W, h, N, D]
+        qkv = self.project(x).view(windows, tokens, 3, self.num_heads, -1)
+        dropout = self.attn_drop.p if self.training else 0.0
+        x = self._fused(qkv, mask) if not dropout and window_attention.runs(qkv) else self._sdpa(qkv, mask, dropout)
+        return self.proj_drop(self.proj(x))
+
+    def _fused(self, qkv: Tensor, mask: Tensor | None) -> Tensor:
+        """qkv [B*W, N, 3, h, D] -> [B*W, N, h*D]."""
+        bias = self._position_bias(qkv.dtype)
+        mask = None if mask is None else mask.to(qkv.dtype)
+        return window_attention.window_attention(qkv, bias, mask, self.temperature().flatten().float(), self.cosine)
+
+    def _sdpa(self, qkv: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        windows, tokens, _, _, _ = qkv.shape
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [B*W, h, N, D]
         q, k, scale = self.scaled(q, k)
         bias = self._position_bias(q.dtype).unsqueeze(0)  # [1, h, N, N]
         if mask is not None:
             # one mask per window of an image: fold the windows into the heads, images stay the batch
             bias = (bias + mask.unsqueeze(1).to(q.dtype)).flatten(0, 1)  # [W*h, N, N]
             q, k, v = (t.reshape(-1, len(bias), *t.shape[2:]) for t in (q, k, v))  # [B, W*h, N, D]
-        dropout = self.attn_drop.p if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=bias, dropout_p=dropout, scale=scale)
-        x = x.reshape(windows, self.num_heads, tokens, -1).transpose(1, 2).reshape(windows, tokens, -1)
-        return self.proj_drop(self.proj(x))
+        return x.reshape(windows, self.num_heads, tokens, -1).transpose(1, 2).reshape(windows, tokens, -1)
 
     def project(self, x: Tensor) -> Tensor:
         """x [..., h*D] -> queries, keys and values [..., 3*h*D]."""
@@ -60,8 +75,11 @@ class FusedWindowAttention(WindowAttention):
 
     def scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
         """Queries and keys of unit length, the learned temperature of each head on the queries."""
-        temperature = self.logit_scale.clamp(max=math.log(1 / 0.01)).exp()  # [h, 1, 1]
-        return (F.normalize(q, dim=-1) * temperature).to(q.dtype), F.normalize(k, dim=-1).to(q.dtype), 1.0
+        return (F.normalize(q, dim=-1) * self.temperature()).to(q.dtype), F.normalize(k, dim=-1).to(q.dtype), 1.0
+
+    def temperature(self) -> Tensor:
+        """[h, 1, 1], by which scores are multiplied."""
+        return self.logit_scale.clamp(max=math.log(1 / 0.01)).exp()
 
     def train(self, mode: bool = True) -> "FusedWindowAttention":
         self._bias.clear()
@@ -92,6 +110,8 @@ class DotProductWindowAttention(FusedWindowAttention):
     """The attention of the released Swin-MoE models: dot products over sqrt(D), a bias on q, k and v, and the position
     network's output as it is."""
 
+    cosine = False
+
     def __init__(self, dim: int, *args, qkv_bias: bool = True, device=None, dtype=None, **kwargs) -> None:
         super().__init__(dim, *args, qkv_bias=False, device=device, dtype=dtype, **kwargs)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
@@ -105,6 +125,10 @@ class DotProductWindowAttention(FusedWindowAttention):
 
     def scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
         return q, k, q.shape[-1] ** -0.5
+
+    def temperature(self) -> Tensor:
+        scale = (self.dim // self.num_heads) ** -0.5
+        return torch.full((self.num_heads, 1, 1), scale, dtype=torch.float32, device=self.proj.weight.device)
 
     def position_bias(self) -> Tensor:
         return self.raw_position_bias()
