@@ -1,15 +1,16 @@
 """Triton kernels of `window_attention`, which has the op.
 
-1. A program takes one block of a window's queries (or keys), one head and a split of the windows, one after the other:
-   its part of the position bias, and of that bias's gradient, stays in registers meanwhile.
-2. Blocks are of 64 tokens, the last one of the power of two (>= 16) that holds the rest: 144 tokens are 64 + 64 + 16.
+1. A program takes a block of a window's queries (or keys), one head and a split of the windows, one after the other:
+   its part of the position bias stays in the L1 cache meanwhile, and of that bias's gradient in registers.
+2. Blocks end with a smaller one, of the power of two (>= 16) that holds the rest: 144 tokens are 64 + 64 + 16.
 3. Backward, the first kernel goes by blocks of queries: the gradients of queries, position bias and scales. The second
    goes by blocks of keys. Both compute the probabilities again from the log-sum-exp of the forward pass.
 4. Each split writes the gradient of the bias into a buffer of its own, and the buffers are summed: nothing is atomic,
    so runs repeat bit by bit.
 
-Products take tiles in the dtype of qkv and add up in fp32; all else is fp32. Source: FlashAttention-2, arXiv
-2307.08691, algorithms 1 and 2.
+Products take tiles in the dtype of qkv and add up in fp32; all else is fp32. Loops over windows do not hoist what is
+the same for each window (`disable_licm`): registers are what is short. Source: FlashAttention-2, arXiv 2307.08691,
+algorithms 1 and 2.
 """
 
 # B images, W masks of an image's windows, N tokens of a window, h heads, D channels of a head; qkv [B*W, N, 3, h, D]
@@ -19,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 64  # rows of one WGMMA
-_WARPS = 4
-_PROGRAMS = 1024  # enough for two on each multiprocessor of a large GPU, several times over
+_OWN = 64  # tokens of a program's own block: the rows of a WGMMA, Hopper's product of four warps
+_OPTIONS = {"num_warps": 4, "num_stages": 1}  # prefetched, the bias would come from the L2 cache at each window
+_PROGRAMS = 1024  # two on each multiprocessor of a large GPU, four times over
 _LOG2E = tl.constexpr(1.4426950408889634)
 _EPS = tl.constexpr(1e-12)  # F.normalize's
 
@@ -58,17 +59,6 @@ def _pairs(table, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, N: tl.co
 
 
 @triton.jit
-def _bias_blocks(
-    bias, left, LEFT: tl.constexpr, RIGHT: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
-):
-    """A tuple of [len(left), block]."""
-    tiles = ()
-    for j in tl.static_range((N + BLOCK - 1) // BLOCK):
-        tiles = tiles + (_pairs(bias, left, _tokens(j, N, BLOCK, TAIL), LEFT, RIGHT, N),)
-    return tiles
-
-
-@triton.jit
 def _unit(vectors, COSINE: tl.constexpr):
     """Rows of unit length if they are to be, and what they were multiplied by."""
     wide = vectors.to(tl.float32)
@@ -80,22 +70,23 @@ def _unit(vectors, COSINE: tl.constexpr):
 
 
 @triton.jit
-def _through_unit(grad, unit, inverse, COSINE: tl.constexpr):
-    """The gradient of rows, from that of `_unit` of them."""
+def _through_unit(grad, along, unit, inverse, COSINE: tl.constexpr):
+    """The gradient of rows from that of `_unit` of them and its product with them, row by row."""
     if COSINE:
-        along = tl.where(inverse < 1 / _EPS, tl.sum(grad * unit, 1), 0.0)  # a shorter row is divided by a constant
+        along = tl.where(inverse < 1 / _EPS, along, 0.0)  # a shorter row is divided by a constant
         return (grad - along[:, None] * unit) * inverse[:, None]
     else:
         return grad
 
 
 @triton.jit
-def _scores(left, right, log2_scale, bias, mask, left_tokens, right_tokens, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+def _scores(left, right, scale, bias, mask, left_tokens, right_tokens, LEFT: tl.constexpr, RIGHT: tl.constexpr,
             N: tl.constexpr):  # fmt: skip
-    """[len(left), len(right)], in units of log 2."""
+    """[len(left), len(right)], in units of log 2: what exp2 takes."""
+    added = _pairs(bias, left_tokens, right_tokens, LEFT, RIGHT, N).to(tl.float32)
     if mask is not None:
-        bias = bias.to(tl.float32) + _pairs(mask, left_tokens, right_tokens, LEFT, RIGHT, N)
-    return tl.dot(left, tl.trans(right), input_precision="ieee") * log2_scale + bias.to(tl.float32) * _LOG2E
+        added += _pairs(mask, left_tokens, right_tokens, LEFT, RIGHT, N)
+    return tl.dot(left, tl.trans(right), input_precision="ieee") * (scale * _LOG2E) + added * _LOG2E
 
 
 @triton.jit
@@ -119,15 +110,15 @@ def _window(step, num_windows, num_masks):
 @triton.jit
 def _forward_rows(
     qkv, bias, mask, scale, out, lse, num_windows, num_masks, N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+    COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, OWN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, ROWS)
-    log2_scale = tl.load(scale + head) * _LOG2E
-    biases = _bias_blocks(bias + head * N * N, rows, N, 1, N, BLOCK, TAIL)
+    rows = tl.program_id(0) * OWN + tl.arange(0, ROWS)
+    of_scale = tl.load(scale + head)
+    of_head = bias + head * (N * N)
     WIDTH: tl.constexpr = HEADS * D
     first, last = _split(num_windows)
-    for step in tl.range(first, last):
+    for step in tl.range(first, last, disable_licm=True):
         window, number = _window(step, num_windows, num_masks)
         start = qkv + window * (N * 3 * WIDTH) + head * D
         of_mask = None if mask is None else mask + number * (N * N)
@@ -139,7 +130,7 @@ def _forward_rows(
             keys = _tokens(j, N, BLOCK, TAIL)
             k, _ = _unit(_vectors(start + WIDTH, 3 * WIDTH, keys, N, D), COSINE)
             v = _vectors(start + 2 * WIDTH, 3 * WIDTH, keys, N, D)
-            scores = _scores(q, k, log2_scale, biases[j], of_mask, rows, keys, N, 1, N)
+            scores = _scores(q, k, of_scale, of_head, of_mask, rows, keys, N, 1, N)
             new_top = tl.maximum(top, tl.max(scores, 1))
             p = tl.exp2(scores - new_top[:, None])
             fade = tl.exp2(top - new_top)
@@ -153,12 +144,16 @@ def _forward_rows(
 @triton.jit(do_not_specialize=["num_windows", "num_masks"])
 def _forward_kernel(
     qkv, bias, mask, scale, out, lse, num_windows, num_masks, N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, OWN: tl.constexpr, OWN_TAIL: tl.constexpr,
 ):  # fmt: skip
-    if TAIL == BLOCK or tl.program_id(0) < N // BLOCK:
-        _forward_rows(qkv, bias, mask, scale, out, lse, num_windows, num_masks, N, HEADS, D, COSINE, BLOCK, TAIL, BLOCK)
+    if OWN_TAIL == OWN or tl.program_id(0) < N // OWN:
+        _forward_rows(
+            qkv, bias, mask, scale, out, lse, num_windows, num_masks, N, HEADS, D, COSINE, BLOCK, TAIL, OWN, OWN
+        )
     else:
-        _forward_rows(qkv, bias, mask, scale, out, lse, num_windows, num_masks, N, HEADS, D, COSINE, BLOCK, TAIL, TAIL)
+        _forward_rows(
+            qkv, bias, mask, scale, out, lse, num_windows, num_masks, N, HEADS, D, COSINE, BLOCK, TAIL, OWN, OWN_TAIL
+        )
 
 
 # 3. Backward
@@ -168,20 +163,20 @@ def _forward_kernel(
 def _backward_queries(
     qkv, bias, mask, scale, out, lse, grad, delta, grad_qkv, grad_bias, grad_scale, num_windows, num_masks,
     N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
-    TAIL: tl.constexpr, ROWS: tl.constexpr,
+    TAIL: tl.constexpr, OWN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries and, of this split, of the position bias and the scale; delta for the other kernel."""
     head = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, ROWS)
+    rows = tl.program_id(0) * OWN + tl.arange(0, ROWS)
     of_scale = tl.load(scale + head)
-    biases = _bias_blocks(bias + head * N * N, rows, N, 1, N, BLOCK, TAIL)
+    of_head = bias + head * (N * N)
     WIDTH: tl.constexpr = HEADS * D
     grad_biases = ()
     for j in tl.static_range((N + BLOCK - 1) // BLOCK):
-        grad_biases = grad_biases + (tl.zeros_like(biases[j]).to(tl.float32),)
-    along = tl.zeros([ROWS], dtype=tl.float32)
+        grad_biases = grad_biases + (tl.zeros([ROWS, BLOCK if j < N // BLOCK else TAIL], dtype=tl.float32),)
+    scale_grads = tl.zeros([ROWS], dtype=tl.float32)
     first, last = _split(num_windows)
-    for step in tl.range(first, last):
+    for step in tl.range(first, last, disable_licm=True):
         window, number = _window(step, num_windows, num_masks)
         start, start_out = window * (N * 3 * WIDTH) + head * D, window * (N * WIDTH) + head * D
         of_rows = (window * HEADS + head) * N + rows
@@ -198,53 +193,55 @@ def _backward_queries(
             keys = _tokens(j, N, BLOCK, TAIL)
             k, _ = _unit(_vectors(qkv + start + WIDTH, 3 * WIDTH, keys, N, D), COSINE)
             v = _vectors(qkv + start + 2 * WIDTH, 3 * WIDTH, keys, N, D)
-            scores = _scores(q, k, of_scale * _LOG2E, biases[j], of_mask, rows, keys, N, 1, N)
+            scores = _scores(q, k, of_scale, of_head, of_mask, rows, keys, N, 1, N)
             p = tl.exp2(scores - log2_sum[:, None])
             grad_scores = p * (tl.dot(grads, tl.trans(v), input_precision="ieee") - deltas[:, None])
             added = added + (grad_biases[j] + grad_scores,)
             total = tl.dot(grad_scores.to(k.dtype), k, total, input_precision="ieee")
         grad_biases = added
-        along += tl.sum(total * q, 1)
-        _store(grad_qkv + start, 3 * WIDTH, rows, _through_unit(total * of_scale, q, inverse, COSINE), N, D)
+        along = tl.sum(total * q, 1)
+        scale_grads += along
+        _store(grad_qkv + start, 3 * WIDTH, rows, _through_unit(total, along, q, inverse, COSINE) * of_scale, N, D)
     split = tl.program_id(2)
     for j in tl.static_range((N + BLOCK - 1) // BLOCK):
         keys = _tokens(j, N, BLOCK, TAIL)
         pointers = grad_bias + (split * HEADS + head) * N * N + rows[:, None] * N + keys[None, :]
         tl.store(pointers, grad_biases[j], mask=(rows < N)[:, None] & (keys < N)[None, :])
-    tl.store(grad_scale + (split * tl.num_programs(0) + tl.program_id(0)) * HEADS + head, tl.sum(along, 0))
+    tl.store(grad_scale + (split * tl.num_programs(0) + tl.program_id(0)) * HEADS + head, tl.sum(scale_grads, 0))
 
 
 @triton.jit(do_not_specialize=["num_windows", "num_masks"])
 def _backward_queries_kernel(
     qkv, bias, mask, scale, out, lse, grad, delta, grad_qkv, grad_bias, grad_scale, num_windows, num_masks,
     N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
-    TAIL: tl.constexpr,
+    TAIL: tl.constexpr, OWN: tl.constexpr, OWN_TAIL: tl.constexpr,
 ):  # fmt: skip
-    if TAIL == BLOCK or tl.program_id(0) < N // BLOCK:
+    if OWN_TAIL == OWN or tl.program_id(0) < N // OWN:
         _backward_queries(
             qkv, bias, mask, scale, out, lse, grad, delta, grad_qkv, grad_bias, grad_scale, num_windows, num_masks,
-            N, HEADS, D, COSINE, BLOCK, TAIL, BLOCK,
+            N, HEADS, D, COSINE, BLOCK, TAIL, OWN, OWN,
         )  # fmt: skip
     else:
         _backward_queries(
             qkv, bias, mask, scale, out, lse, grad, delta, grad_qkv, grad_bias, grad_scale, num_windows, num_masks,
-            N, HEADS, D, COSINE, BLOCK, TAIL, TAIL,
+            N, HEADS, D, COSINE, BLOCK, TAIL, OWN, OWN_TAIL,
         )  # fmt: skip
 
 
 @triton.jit
 def _backward_keys(
     qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks, N: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, KEYS: tl.constexpr,
+    D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, OWN: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the keys and values; tiles are [keys, rows], so that probabilities are a product's left side."""
     head = tl.program_id(1)
-    keys = tl.program_id(0) * BLOCK + tl.arange(0, KEYS)
+    keys = tl.program_id(0) * OWN + tl.arange(0, KEYS)
     of_scale = tl.load(scale + head)
-    biases = _bias_blocks(bias + head * N * N, keys, 1, N, N, BLOCK, TAIL)
+    of_head = bias + head * (N * N)
     WIDTH: tl.constexpr = HEADS * D
     first, last = _split(num_windows)
-    for step in tl.range(first, last):
+    for step in tl.range(first, last, disable_licm=True):
         window, number = _window(step, num_windows, num_masks)
         start = window * (N * 3 * WIDTH) + head * D
         of_mask = None if mask is None else mask + number * (N * N)
@@ -259,30 +256,31 @@ def _backward_keys(
             grads = _vectors(grad + window * (N * WIDTH) + head * D, WIDTH, rows, N, D)
             log2_sum = tl.load(lse + of_rows, mask=rows < N, other=0.0) * _LOG2E
             deltas = tl.load(delta + of_rows, mask=rows < N, other=0.0)
-            scores = _scores(k, q, of_scale * _LOG2E, biases[i], of_mask, keys, rows, 1, N, N)
+            scores = _scores(k, q, of_scale, of_head, of_mask, keys, rows, 1, N, N)
             p = tl.exp2(scores - log2_sum[None, :])
             grad_v = tl.dot(p.to(grads.dtype), grads, grad_v, input_precision="ieee")
             grad_scores = p * (tl.dot(v, tl.trans(grads), input_precision="ieee") - deltas[None, :])
             grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
-        grad_k = _through_unit(grad_k * of_scale, k, inverse, COSINE)
-        _store(grad_qkv + start + WIDTH, 3 * WIDTH, keys, grad_k, N, D)
+        grad_k = _through_unit(grad_k, tl.sum(grad_k * k, 1), k, inverse, COSINE)
+        _store(grad_qkv + start + WIDTH, 3 * WIDTH, keys, grad_k * of_scale, N, D)
         _store(grad_qkv + start + 2 * WIDTH, 3 * WIDTH, keys, grad_v, N, D)
 
 
 @triton.jit(do_not_specialize=["num_windows", "num_masks"])
 def _backward_keys_kernel(
     qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks, N: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, OWN: tl.constexpr,
+    OWN_TAIL: tl.constexpr,
 ):  # fmt: skip
-    if TAIL == BLOCK or tl.program_id(0) < N // BLOCK:
+    if OWN_TAIL == OWN or tl.program_id(0) < N // OWN:
         _backward_keys(
             qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks,
-            N, HEADS, D, COSINE, BLOCK, TAIL, BLOCK,
+            N, HEADS, D, COSINE, BLOCK, TAIL, OWN, OWN,
         )  # fmt: skip
     else:
         _backward_keys(
             qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks,
-            N, HEADS, D, COSINE, BLOCK, TAIL, TAIL,
+            N, HEADS, D, COSINE, BLOCK, TAIL, OWN, OWN_TAIL,
         )  # fmt: skip
 
 
@@ -298,7 +296,9 @@ def forward(qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosin
     if windows:
         grid, sizes = _launch(qkv, mask, cosine)
         with torch.cuda.device_of(qkv):  # Triton launches on the current device
-            _forward_kernel[grid](qkv, *others, out, lse, *sizes, num_warps=_WARPS)
+            _forward_kernel[grid](
+                qkv, *others, out, lse, *sizes, *_blocks(tokens, 64), *_blocks(tokens, _OWN), **_OPTIONS
+            )
     return out, lse
 
 
@@ -307,15 +307,20 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of qkv, of the bias and of the scale, the last two in fp32."""
     grad, qkv, *others = _contiguous(grad, qkv, bias, mask, scale)
-    (blocks, heads, splits), sizes = grid, _ = _launch(qkv, mask, cosine)
+    tokens = qkv.shape[1]
+    grid, sizes = _launch(qkv, mask, cosine)
+    blocks, heads, splits = grid
     grad_qkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
     grad_bias = bias.new_empty(splits, *bias.shape, dtype=torch.float32)
     grad_scale = bias.new_empty(splits * blocks, heads, dtype=torch.float32)
     if len(qkv):
+        own, of_queries = _blocks(tokens, _OWN), _blocks(tokens, 32)
+        # narrower for many tokens: registers hold the whole rows of the bias's gradient and four tiles besides
+        of_keys = _blocks(tokens, 32 if tokens <= 192 else 16)
+        results = (delta, grad_qkv, grad_bias, grad_scale)
         with torch.cuda.device_of(qkv):
-            results = (delta, grad_qkv, grad_bias, grad_scale)
-            _backward_queries_kernel[grid](qkv, *others, out, lse, grad, *results, *sizes, num_warps=_WARPS)
-            _backward_keys_kernel[grid](qkv, *others, lse, grad, delta, grad_qkv, *sizes, num_warps=_WARPS)
+            _backward_queries_kernel[grid](qkv, *others, out, lse, grad, *results, *sizes, *of_keys, *own, **_OPTIONS)
+            _backward_keys_kernel[grid](qkv, *others, lse, grad, delta, grad_qkv, *sizes, *of_queries, *own, **_OPTIONS)
     return grad_qkv, grad_bias.sum(0), grad_scale.sum(0)
 
 
@@ -323,16 +328,23 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.contiguous() for t in tensors]
 
 
-def _launch(qkv: Tensor, mask: Tensor | None, cosine: bool) -> tuple[tuple[int, int, int], tuple]:
-    """A grid of blocks, heads and splits, and the sizes that every kernel takes.
+def _blocks(tokens: int, widest: int) -> tuple[int, int]:
+    """Tokens of each block and of the last one."""
+    block = min(widest, _padded(tokens))
+    return block, _padded(tokens % block) if tokens % block else block
 
-    Splits follow from sizes alone, so that sums are the same on any GPU; of eight windows or more, beside which the
-    buffers of the bias's gradient are small.
+
+def _padded(tokens: int) -> int:
+    return max(16, triton.next_power_of_2(tokens))  # a product takes 16 at least
+
+
+def _launch(qkv: Tensor, mask: Tensor | None, cosine: bool) -> tuple[tuple[int, int, int], tuple]:
+    """The grid (own blocks, heads, splits), and the sizes that every kernel takes.
+
+    Splits follow from sizes alone, so that sums are the same on any GPU. They are of eight windows or more, beside
+    which the buffers of the bias's gradient are small.
     """
     windows, tokens, _, heads, channels = qkv.shape
-    block = min(_BLOCK, max(16, triton.next_power_of_2(tokens)))
-    tail = max(16, triton.next_power_of_2(tokens % block)) if tokens % block else block
-    blocks = triton.cdiv(tokens, block)
-    splits = max(1, min(triton.cdiv(_PROGRAMS, blocks * heads), windows // 8)) if windows else 0
-    num_masks = 1 if mask is None else len(mask)
-    return (blocks, heads, splits), (windows, num_masks, tokens, heads, channels, cosine, block, tail)
+    blocks = triton.cdiv(tokens, _blocks(tokens, _OWN)[0])
+    splits = min(triton.cdiv(_PROGRAMS, blocks * heads), max(windows // 8, 1), windows)
+    return (blocks, heads, splits), (windows, 1 if mask is None else len(mask), tokens, heads, channels, cosine)

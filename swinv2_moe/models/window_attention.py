@@ -123,9 +123,8 @@ def _save(ctx, inputs, output) -> None:
 def _backward(ctx, grad, _):
     if grad is None:
         return 5 * (None,)
-    qkv, bias, _, scale, _, _ = ctx.saved_tensors
-    grads = torch.ops.swinv2_moe.window_attention_backward(grad, *ctx.saved_tensors, ctx.cosine)
-    grad_qkv, grad_bias, grad_scale = grads
+    _, bias, _, scale, _, _ = saved = ctx.saved_tensors
+    grad_qkv, grad_bias, grad_scale = torch.ops.swinv2_moe.window_attention_backward(grad, *saved, ctx.cosine)
     return grad_qkv, grad_bias.to(bias.dtype), None, grad_scale.to(scale.dtype), None
 
 
