@@ -295,10 +295,10 @@ def forward(qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosin
     lse = qkv.new_empty(windows, heads, tokens, dtype=torch.float32)
     if windows:
         grid, sizes = _launch(qkv, mask, cosine)
+        # narrower where the bias's rows do not begin at 16 bytes and it is loaded number by number
+        own, of_keys = _blocks(tokens, _OWN), _blocks(tokens, 32 if tokens % 8 else 64)
         with torch.cuda.device_of(qkv):  # Triton launches on the current device
-            _forward_kernel[grid](
-                qkv, *others, out, lse, *sizes, *_blocks(tokens, 64), *_blocks(tokens, _OWN), **_OPTIONS
-            )
+            _forward_kernel[grid](qkv, *others, out, lse, *sizes, *of_keys, *own, **_OPTIONS)
     return out, lse
 
 
@@ -315,8 +315,8 @@ def backward(
     grad_scale = bias.new_empty(splits * blocks, heads, dtype=torch.float32)
     if len(qkv):
         own, of_queries = _blocks(tokens, _OWN), _blocks(tokens, 32)
-        # narrower for many tokens: registers hold the whole rows of the bias's gradient and four tiles besides
-        of_keys = _blocks(tokens, 32 if tokens <= 192 else 16)
+        # narrower for many tokens, since registers hold whole rows of the bias's gradient besides
+        of_keys = _blocks(tokens, 32 if tokens <= 64 else 16)
         results = (delta, grad_qkv, grad_bias, grad_scale)
         with torch.cuda.device_of(qkv):
             _backward_queries_kernel[grid](qkv, *others, out, lse, grad, *results, *sizes, *of_keys, *own, **_OPTIONS)
