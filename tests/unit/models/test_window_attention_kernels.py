@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from timm.models.swin_transformer_v2 import WindowAttention
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from triton_cases import compile_launches, mend_interpreter
 
 from swinv2_moe.models import window_attention as module
 from swinv2_moe.models.attention import DotProductWindowAttention, FusedWindowAttention
@@ -31,16 +32,7 @@ FLOPS_OF_49 = 2 * 2 * 49 * 49 * 32  # both products of a window and head
 SIZES = [(1, 2, 5, 2, 64), (1, 2, 49, 1, 32), (1, 1, 144, 1, 16), (8, 2, 16, 1, 16)]
 
 if INTERPRETED:
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def with_bounds_of_loops(tensor, scope) -> None:
-        """A loop's bound is an array of one number in Triton 3.6, which NumPy 2.4 does not take for an integer."""
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = with_bounds_of_loops
+    mend_interpreter()
 
 
 def random(*shape: int, dtype=torch.float64, seed: int = 0) -> Tensor:
@@ -175,29 +167,10 @@ def test_under_the_interpreter():
 
 def compile_for(architecture: int, monkeypatch, sizes, masked: bool) -> dict[str, str]:
     """The assembly of each kernel of a forward and backward pass in bf16, compiled without a GPU."""
-    jit = pytest.importorskip("triton.runtime.jit")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
+    pytest.importorskip("triton")
     from swinv2_moe.models import triton_window_attention as kernels
 
-    types, compiled = {torch.float32: "fp32", torch.bfloat16: "bf16"}, {}
-
-    def launcher(function, grid):
-        def launch(*arguments, **options):
-            signature, constants, hints = {}, {}, {}
-            for i, (parameter, value) in enumerate(zip(function.params, arguments, strict=True)):
-                signature[parameter.name] = "i32"
-                if parameter.is_constexpr or value is None:
-                    signature[parameter.name], constants[parameter.name] = "constexpr", value
-                elif isinstance(value, Tensor):
-                    signature[parameter.name], hints[(i,)] = "*" + types[value.dtype], [["tt.divisibility", 16]]
-            source = ASTSource(function, signature, constants, hints)
-            compiled[function.fn.__name__] = compile(source, GPUTarget("cuda", architecture, 32), options).asm["ptx"]
-
-        return launch
-
-    monkeypatch.setattr(jit.JITFunction, "__getitem__", launcher, raising=False)
+    compiled = compile_launches(monkeypatch, architecture)
     images, windows, tokens, heads, channels = sizes
     qkv = torch.zeros(images * windows, tokens, 3, heads, channels, dtype=torch.bfloat16)
     bias = torch.zeros(heads, tokens, tokens, dtype=torch.bfloat16)
@@ -205,7 +178,7 @@ def compile_for(architecture: int, monkeypatch, sizes, masked: bool) -> dict[str
     inputs = (qkv, bias, mask, torch.zeros(heads))
     out, lse = kernels.forward(*inputs, True)
     kernels.backward(out, *inputs, out, lse, True)
-    return compiled
+    return {name: kernel.asm["ptx"] for name, kernel in compiled.items()}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles, which the interpreter does not")
