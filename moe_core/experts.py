@@ -82,7 +82,8 @@ class Experts(nn.Module):
         if gather is not None:
             return ExpertWeights(*(None if p is None else gather(p) for p in parameters))
         cast_needed, forward_alone = dtype != self.w1.dtype, not torch.is_grad_enabled()
-        worth_copying = cast_needed or (forward_alone and self.w1.nbytes + self.w2.nbytes < _MOST_COPIED)
+        packing = forward_alone and self.config.kernels != "torch"
+        worth_copying = cast_needed or (packing and self.w1.nbytes + self.w2.nbytes < _MOST_COPIED)
         if not worth_copying:
             return ExpertWeights(*parameters)
 
@@ -90,7 +91,7 @@ class Experts(nn.Module):
             return p if p is None or not cast_needed else empty(p.shape, dtype, p.device, reuse=False).copy_(p)
 
         def copies() -> ExpertWeights:
-            packed = pack_weights(self.w1, self.w2, dtype) if forward_alone else None
+            packed = pack_weights(self.w1, self.w2, dtype) if packing else None
             w1, w2 = packed or (cast(self.w1), cast(self.w2))
             return ExpertWeights(w1, cast(self.b1), w2, cast(self.b2))
 
@@ -107,7 +108,8 @@ class Experts(nn.Module):
         dtype = expert_dtype(rows)
         w1, b1, w2, b2 = weights or self.weights(dtype)
         dropout = self.config.hidden_dropout if self.training else 0.0
-        return expert_ffn(rows.to(dtype), w1, b1, w2, b2, offsets, self.config.activation, dropout)
+        config = self.config
+        return expert_ffn(rows.to(dtype), w1, b1, w2, b2, offsets, config.activation, dropout, config.kernels)
 
     def between_tokens(
         self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, weights: ExpertWeights | None = None

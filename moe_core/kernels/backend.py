@@ -1,4 +1,4 @@
-"""Which kernels run, Triton's or plain torch; one line in the log, named "moe_core", says so."""
+"""Which kernels run, Triton's, C++ or plain torch; one line in the log, named "moe_core", says so."""
 
 import functools
 import logging
@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moe_core.kernels import library_x86
+
 KERNELS = ("auto", "triton", "torch")
 _log = logging.getLogger("moe_core")
 
@@ -16,7 +18,8 @@ _log = logging.getLogger("moe_core")
 def choose(kernels: str, device_type: str) -> str:
     """Whose kernels work on tensors on a device of this type: "triton" or "torch".
 
-    `kernels`: "auto" takes Triton on a CUDA device where it works and torch elsewhere; "triton" and "torch" force one.
+    `kernels`: "auto" takes Triton on a CUDA device where it works and torch elsewhere (where operations then look for
+    C++ themselves, by library_x86); "triton" and "torch" force one.
     Under TRITON_INTERPRET=1 Triton's interpreter runs the kernels, on a CPU too; "auto" does not choose it there.
 
     Raises:
@@ -43,7 +46,8 @@ def on_its_device(launcher: Callable) -> Callable:
 @functools.cache
 def _choose(kernels: str, device_type: str) -> str:
     if kernels == "torch" or (kernels == "auto" and device_type != "cuda"):
-        _say(f"torch on {device_type}")
+        compiled = library_x86.description() if kernels == "auto" and device_type == "cpu" else ""
+        _say(f"{compiled and f'{compiled} and '}torch on {device_type}")
         return "torch"
     obstacle = _obstacle(device_type)
     if obstacle is None:

@@ -30,6 +30,12 @@ def usable(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and _cpu_flags() >= _AVX512 | _AMX and _tiles()
 
 
+def description() -> str:
+    """For the log; empty where nothing is usable."""
+    usable_here = [name for name, dtype in (("AVX-512", torch.float32), ("AMX", torch.bfloat16)) if usable(dtype)]
+    return f"C++ ({', '.join(usable_here)})" if usable_here else ""
+
+
 def pointer(tensor: Tensor | None) -> c_void_p:
     return c_void_p(None if tensor is None else tensor.data_ptr())
 

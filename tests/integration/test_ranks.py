@@ -59,8 +59,15 @@ def test_the_loss_curve_does_not_depend_on_the_ranks(ranks, runs):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_only_the_first_rank_speaks(ranks, runs):
-    lines = [line for line in runs[ranks][1].splitlines() if line.strip()]
-    starts = ("swinv2_moe \\(", "moe_core kernels: torch on cpu", "epoch 1/2", r"[\d,]+ images/s in training", "final")
+    compiling = "moe_core kernels: compiling"  # on a machine that has not done so before
+    lines = [line for line in runs[ranks][1].splitlines() if line.strip() and not line.startswith(compiling)]
+    starts = (
+        "swinv2_moe \\(",
+        "moe_core kernels: .*torch on cpu",
+        "epoch 1/2",
+        r"[\d,]+ images/s in training",
+        "final",
+    )
     assert len(lines) == len(starts), lines
     assert all(re.match(start, line) for line, start in zip(lines, starts, strict=True)), lines
     assert f"{ranks} processes on cpu" in lines[0]

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_core.kernels import expert_ffn, ffn_loop, ffn_x86, library_x86, reference
+from moe_core import MoEConfig, MoELayer
+from moe_core.kernels import expert_ffn, ffn_loop, ffn_x86, library_x86, reference, routing_x86, rows_x86
 
 OPS = torch.ops.moe_core
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
@@ -110,9 +111,9 @@ def test_what_is_not_finite_stays_so(value):
 def test_dropout_is_the_loop_s(dtypes, monkeypatch):
     """The same noise in each kernel's own order of the hidden layer gives the same output and gradients."""
     rows, weights, offsets, grad = inputs([33, 0, 47], 40, 64, dtypes)
-    noise = OPS.dropout_noise(rows, weights[0])
-    out, hidden = OPS.expert_ffn(rows, *weights, offsets, noise, "gelu", 0.3, True)
-    arguments = (rows, hidden, *weights, offsets, noise, "gelu", 0.3, [True] * 5)
+    noise = OPS.dropout_noise(rows, weights[0], "auto")
+    out, hidden = OPS.expert_ffn(rows, *weights, offsets, noise, "gelu", 0.3, True, "auto")
+    arguments = (rows, hidden, *weights, offsets, noise, "gelu", 0.3, [True] * 5, "auto")
     found = [out, *OPS.expert_ffn_backward(grad, *arguments)]
     for_loop = torch.zeros(ffn_loop.hidden_rows(len(rows), 3, dtypes[0]) * 64, dtype=torch.int16)
     groups = ffn_loop._Groups(rows, offsets, weights[0])
@@ -157,6 +158,19 @@ def test_packed_weights_give_what_the_weights_do(model_dim, hidden_dim, dtypes):
             assert torch.equal(found, expert_ffn(rows, w1, b1, w2, b2, offsets))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_leaves_cpp_out(dtype, monkeypatch):
+    inputs([1], 32, 32, (dtype, torch.float32))  # skips where there is no C++
+    for module in (ffn_x86, rows_x86, routing_x86):
+        monkeypatch.setattr(module, "library", lambda: pytest.fail("C++"))
+    layer = MoELayer(MoEConfig(32, 32, 2, hidden_dropout=0.5, kernels="torch"))
+    x = torch.randn(5, 32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        layer(x)[0].sum().backward()
+        with torch.no_grad():
+            layer.eval()(x)
 
 
 def test_what_is_not_packed():

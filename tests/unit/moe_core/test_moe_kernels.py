@@ -153,9 +153,9 @@ def test_dropout_zeroes_its_share_and_keeps_the_mean(share, dtypes):
 
 def test_gradcheck_dropout():
     rows, weights, offsets, _ = ffn_inputs([2, 2, 5], 5, model_dim=3, hidden_dim=4)
-    noise = OPS.dropout_noise(rows, weights[0])
+    noise = OPS.dropout_noise(rows, weights[0], "auto")
     inputs = [t.requires_grad_() for t in (rows, *weights)]
-    assert torch.autograd.gradcheck(lambda *i: OPS.expert_ffn(*i, offsets, noise, "gelu", 0.4, True)[0], inputs)
+    assert torch.autograd.gradcheck(lambda *i: OPS.expert_ffn(*i, offsets, noise, "gelu", 0.4, True, "auto")[0], inputs)
 
 
 def test_dropout_noise_is_even_and_follows_the_seed():
@@ -163,7 +163,7 @@ def test_dropout_noise_is_even_and_follows_the_seed():
     draws = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        draws.append(OPS.dropout_noise(rows, w1))
+        draws.append(OPS.dropout_noise(rows, w1, "auto"))
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
     lanes = draws[0].view(-1, 4).double()  # of one number of the generator
@@ -214,8 +214,8 @@ def test_opcheck_rows(op, top_k, capacity):
 @pytest.mark.parametrize("op", ["expert_ffn", "expert_ffn_backward"])
 def test_opcheck_ffn(op, dtypes):
     rows, weights, offsets, grad = ffn_inputs([0, 7, 12], 12, *dtypes)
-    noise = OPS.dropout_noise(rows, weights[0])
-    hidden = OPS.expert_ffn(rows, *weights, offsets, noise, "gelu", 0.5, True)[1]
+    noise = OPS.dropout_noise(rows, weights[0], "auto")
+    hidden = OPS.expert_ffn(rows, *weights, offsets, noise, "gelu", 0.5, True, "auto")[1]
     arguments = {
         "expert_ffn": (
             rows.requires_grad_(),
@@ -225,10 +225,12 @@ def test_opcheck_ffn(op, dtypes):
             "gelu",
             0.5,
             True,
+            "auto",
         ),
         "expert_ffn_backward": (
             *(grad, rows.detach(), hidden, *(w.detach() for w in weights), offsets, noise, "gelu", 0.5),
             [True, False, True, True, False],
+            "auto",
         ),
     }
     torch.library.opcheck(getattr(OPS, op).default, arguments[op])

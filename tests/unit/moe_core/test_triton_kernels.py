@@ -22,7 +22,7 @@ from triton_cases import compile_launches
 
 from moe_core import MoEConfig
 from moe_core.dispatch import make_plan
-from moe_core.kernels import backend, combine_rows, dispatch_rows, routing
+from moe_core.kernels import backend, combine_rows, dispatch_rows, library_x86, routing
 from moe_core.router import _route_by_torch, route
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -327,12 +327,22 @@ def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
 # Which kernels run
 
 
-def test_the_log_names_torch_once(caplog):
+@pytest.mark.parametrize(
+    ("kernels", "usable", "named"),
+    [
+        ("torch", [torch.float32, torch.bfloat16], "torch"),
+        ("auto", [], "torch"),
+        ("auto", [torch.float32], "C++ (AVX-512) and torch"),
+        ("auto", [torch.float32, torch.bfloat16], "C++ (AVX-512, AMX) and torch"),
+    ],
+)
+def test_the_log_names_what_runs_on_a_cpu_once(kernels, usable, named, caplog, monkeypatch):
+    monkeypatch.setattr(library_x86, "usable", lambda dtype: dtype in usable)
     caplog.set_level(logging.INFO, "moe_core")
-    layer = make_layer()
+    layer = make_layer(kernels=kernels)
     for _ in range(2):
         layer(torch.zeros(3, 6, dtype=torch.float64))
-    assert caplog.messages == ["moe_core kernels: torch on cpu"]
+    assert caplog.messages == [f"moe_core kernels: {named} on cpu"]
 
 
 def test_auto_says_why_it_is_not_triton(caplog, monkeypatch):
