@@ -46,7 +46,7 @@ bench: $(VENV)/.installed-run
 	$(PY) benchmarks/pieces.py --device cpu
 	$(PY) benchmarks/memory.py --device cpu
 	$(PY) benchmarks/alltoall.py
-	$(PY) benchmarks/model.py --device cpu
+	$(PY) benchmarks/model.py --device cpu --rounds 3
 
 bench-gpu: $(VENV)/.installed-run
 	$(PY) benchmarks/layer.py --device cuda
