@@ -3,7 +3,7 @@
 # E experts on this rank, N rows, M model dim, H hidden dim of this rank's experts (a part, where ranks share one)
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from moe_core.config import ExpertShard, MoEConfig
 from moe_core.derived import Derived
-from moe_core.dispatch import DispatchPlan
 from moe_core.kernels import empty, expert_ffn, moe_ffn, pack_weights
 from moe_core.precision import expert_dtype
 
@@ -112,13 +111,12 @@ class Experts(nn.Module):
         return expert_ffn(rows.to(dtype), w1, b1, w2, b2, offsets, config.activation, dropout, config.kernels)
 
     def between_tokens(
-        self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, weights: ExpertWeights | None = None
+        self, tokens: Tensor, gates: Tensor, plan: Sequence[Tensor | None], weights: ExpertWeights | None = None
     ) -> Tensor:
-        """tokens [T, M], gates [T, K] -> [T, M]: dispatch, forward and combine as one op (`kernels.fused_ffn`)."""
+        """tokens [T, M], gates [T, K], a DispatchPlan -> [T, M]: dispatch, forward and combine in one op."""
         w1, b1, w2, b2 = weights or self.weights(tokens.dtype)
         dropout = self.config.hidden_dropout if self.training else 0.0
-        where = (plan.choices, plan.offsets, plan.slots, plan.kept)
-        return moe_ffn(tokens, gates, w1, b1, w2, b2, *where, self.config.activation, dropout)
+        return moe_ffn(tokens, gates, w1, b1, w2, b2, *plan[:4], self.config.activation, dropout)
 
 
 def _initial(shape: tuple[int, ...], std: float | None, fan_in: int, generator: torch.Generator) -> Tensor:
