@@ -55,6 +55,7 @@ bench-gpu: $(VENV)/.installed-run
 	$(PY) benchmarks/memory.py --device cuda --measure 4096 8192 16384 32768
 	$(PY) benchmarks/model.py --device cuda
 	$(PY) benchmarks/shares.py --device cuda
+	$(PY) benchmarks/trunk.py --device cuda
 
 # By file: what a module's tests share is made once. A thread for each process: their tensors are tiny.
 test: lint $(VENV)/.installed-detection

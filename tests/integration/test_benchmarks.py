@@ -19,6 +19,7 @@ ARGUMENTS = {
     "alltoall": "--ranks 2 --ranks-per-node 1 --rounds 1",
     "model": f"{NETWORK} {SMALLER}",
     "shares": f"{NETWORK} --passes 1 {SMALLER}",
+    "trunk": f"{NETWORK} {SMALLER}",
 }
 
 

@@ -106,7 +106,7 @@ class TestKernels:
         assert_close(found, case.reference(activation), torch.float32)
 
     @given(st.data())
-    @settings(deadline=None, max_examples=8)
+    @settings(deadline=None, max_examples=5)
     def test_any_sizes(self, data):
         num_experts, num_tokens = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 140))
         top_k, capacity = data.draw(st.integers(1, num_experts)), data.draw(st.none() | st.integers(0, 80))
@@ -168,9 +168,8 @@ class TestKernels:
         runs = [case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs) for _ in range(2)]
         assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
-    @pytest.mark.parametrize("capacity", [None, 2])
-    def test_opcheck(self, capacity):
-        case = Case(7, 4, 2, capacity)
+    def test_opcheck(self):
+        case = Case(7, 4, 2, 2)
         noise = OPS.fused_dropout_noise(case.plan[0], case.inputs[2])
         inputs = [t.requires_grad_() for t in case.inputs]
         rest = (None, None, *case.plan, noise, "gelu", 0.5)

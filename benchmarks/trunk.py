@@ -1,0 +1,77 @@
+"""The dense SwinV2 of this project beside timm's eager one: images/s in inference and in training.
+
+    python benchmarks/trunk.py                     (about 3 minutes on two cores)
+
+One model, with its own attention and with timm's forward pass of it, in interleaved rounds; both compute the same,
+which is compared first. All else of the trunk is timm's.
+"""
+
+import shlex
+import sys
+from unittest import mock
+
+import torch
+from model import BATCHES, CONFIGS, make_parser
+from results_file import Table, publish
+from timm.models.swin_transformer_v2 import WindowAttention
+
+from swinv2_moe.command import run_command
+from swinv2_moe.engine.distributed import open_world
+from swinv2_moe.measure.rounds import Times, interleaved, median_and_spread, ratios
+from swinv2_moe.measure.throughput import Options, Subject, combinations, prepare
+from swinv2_moe.models.attention import FusedWindowAttention
+
+TOLERANCE = 1e-4  # in fp32, of the largest value
+
+
+def eager():
+    """A context in which attention is computed by timm."""
+    return mock.patch.object(FusedWindowAttention, "forward", WindowAttention.forward)
+
+
+@torch.no_grad()
+def check(subject: Subject, config) -> None:
+    device = next(subject.model.parameters()).device
+    images = torch.randn(2, config.MODEL.SWINV2.IN_CHANS, *2 * [config.DATA.IMG_SIZE], device=device)
+    training = subject.model.training
+    subject.model.eval()
+    ours = subject.model(images)
+    with eager():
+        theirs = subject.model(images)
+    subject.model.train(training)
+    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    if not error < TOLERANCE:
+        raise SystemExit(f"the two differ by {error:.1e} of the largest value")
+
+
+def main() -> None:
+    args = make_parser(__doc__).parse_args()
+    table, data = [], []
+    for mode in args.modes:
+        batches = args.batch_sizes or BATCHES[args.device][mode]
+        options = Options((mode,), tuple(batches), tuple(args.dtypes), rounds=args.rounds)
+        opts = [*args.opts, "DEVICE", args.device]
+        for combination, _, config in combinations(args.cfg or CONFIGS[args.device], opts, options):
+            with open_world(args.device, config.TIMEOUT) as world:
+                subject = prepare(mode, config, world)
+                check(subject, config)
+
+                def by_timm(subject: Subject = subject) -> None:
+                    with eager():
+                        subject.run()
+
+                times = interleaved({"ours": subject.run, "timm": by_timm}, args.rounds)
+            name = f"{mode}, batch {combination.batch_size}, {combination.dtype}"
+            speeds = {k: Times((1e3 * combination.batch_size / ms for ms in t), t.run) for k, t in times.items()}
+            speedup = ratios(speeds["ours"], speeds["timm"])
+            cells = [median_and_spread(speeds["ours"], 2), median_and_spread(speeds["timm"], 2)]
+            table.append([name, *cells, median_and_spread(speedup, 3)])
+            data.append({"name": name, **{k: list(t) for k, t in times.items()}})
+            print(" | ".join(table[-1]), file=sys.stderr, flush=True)
+    columns = ["", "images/s", "timm", "to timm"]
+    command = shlex.join(["python", "benchmarks/trunk.py", *sys.argv[1:]])
+    publish(Table("The dense network beside timm's", command, columns, table, (), data), args.device, args.output)
+
+
+if __name__ == "__main__":
+    run_command(main)
