@@ -14,7 +14,8 @@
 
 namespace {
 
-constexpr long kRowStep = 4096;  // rows of an expert that are packed at once; each further step packs its weights again
+// Rows of an expert that are worked on at once: each further step packs its weights again, where they are not.
+inline long row_step(bool packed_weights) { return packed_weights ? 512 : 4096; }
 
 // Hidden units whose weights are packed at once: 512 KiB in fp32, to stay in the L2 cache.
 inline long hidden_step(long model_dim) { return std::max(32L, (128L << 10) / model_dim / 32 * 32); }
@@ -145,7 +146,10 @@ struct ForwardSpace {
         w2(arena.take<int32_t>(Packed<T, kB>::words(M, step))),
         packed_h(arena.take<int32_t>(Packed<T, kA>::words(n, step))), h(arena.take<T>(n * step)),
         so_far(or_new(arena, h, n * step)) {}
-  static long row_step(long) { return kRowStep; }
+  template <class Net>
+  static long row_step(const Net& net, long) {
+    return ::row_step(net.packed);
+  }
 };
 
 template <class T, class W>
@@ -161,7 +165,9 @@ struct BackwardSpace {
         packed_h(arena.take<int32_t>(std::max(Packed<T, kA>::words(step, n), Packed<T, kA>::words(n, step)))),
         h(arena.take<T>(n * step)), dz(arena.take<T>(n * step)), so_far(or_new(arena, dz, n * step)) {}
   // gradients in bf16 are rounded once, not after every step
-  static long row_step(long n) { return std::is_same<W, bf16>::value ? std::max(n, 1L) : kRowStep; }
+  static long row_step(const Network<T, W>&, long n) {
+    return std::is_same<W, bf16>::value ? std::max(n, 1L) : ::row_step(false);
+  }
 };
 
 // The memory of a call: partial sums, then each thread's own space.
@@ -170,7 +176,7 @@ long space_of(const Network<T, W>& net) {
   const Items items(net);
   Arena sums{nullptr}, own{nullptr};
   sums.take<float>(items.partial_rows * net.model_dim);
-  Space(own, std::min(items.most_rows, Space::row_step(items.most_rows)), net.step(), net.model_dim);
+  Space(own, std::min(items.most_rows, Space::row_step(net, items.most_rows)), net.step(), net.model_dim);
   return sums.used + own.used * net.threads;
 }
 
@@ -182,7 +188,7 @@ void for_each_item(const Network<T, W>& net, char* memory, Run run) {
   float* sums = shared.take<float>(items.partial_rows * net.model_dim);
 #pragma omp parallel num_threads(net.threads)
   {
-    const long n = std::min(items.most_rows, Space::row_step(items.most_rows));
+    const long n = std::min(items.most_rows, Space::row_step(net, items.most_rows));
     Arena counted{nullptr};
     Space(counted, n, net.step(), net.model_dim);
     Arena own{memory + shared.used + counted.used * omp_get_thread_num()};
@@ -199,9 +205,9 @@ void forward(const Network<T, W>& net, char* memory, T* out, T* hidden) {
   using Space = ForwardSpace<T>;
   const long M = net.model_dim, H = net.hidden_dim, step = net.step();
   for_each_item<Space>(net, memory, [&](Items& items, const Item& item, const Space& space, float* sums) {
-    const long begin = net.hidden_begin(item), end = net.hidden_end(item);
-    for (long start = item.start; start < item.end; start += kRowStep) {
-      const long n = std::min(kRowStep, item.end - start);
+    const long begin = net.hidden_begin(item), end = net.hidden_end(item), row_step = Space::row_step(net, 0);
+    for (long start = item.start; start < item.end; start += row_step) {
+      const long n = std::min(row_step, item.end - start);
       float* sum = sums + (item.sums + start - item.start) * M;
       const auto x = Packed<T, kA>(space.x, n, M).template pack<kAlongK>(net.rows + start * M, M);
       for (long unit = begin; unit < end; unit += step) {
@@ -242,7 +248,7 @@ void backward(const Network<T, W>& net, char* memory, const T* grad, const T* hi
   const long M = net.model_dim, H = net.hidden_dim, step = net.step();
   for_each_item<Space>(net, memory, [&](Items& items, const Item& item, const Space& space, float* sums) {
     const long begin = net.hidden_begin(item), end = net.hidden_end(item);
-    const long row_step = Space::row_step(item.end - item.start);
+    const long row_step = Space::row_step(net, item.end - item.start);
     for (long start = item.start; start < item.end; start += row_step) {
       const long n = std::min(row_step, item.end - start);
       const bool add = start > item.start;
