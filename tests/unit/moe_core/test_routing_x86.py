@@ -163,29 +163,30 @@ def assert_same_plan(ids, num_experts, capacity, priority, num_rows: int | None 
         assert ours is None or (torch.equal(ours, theirs) and ours.dtype == theirs.dtype)
 
 
+def draw_ids(data) -> tuple[torch.Tensor, int, torch.Generator]:
+    """Expert ids [T, K], the number of experts, and what draws the rest."""
+    num_experts = data.draw(st.integers(1, 9))
+    top_k = data.draw(st.integers(1, min(num_experts, 3)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    scores = torch.rand(data.draw(st.integers(0, 70)), num_experts, generator=generator)
+    return scores.topk(top_k).indices, num_experts, generator
+
+
 @given(st.data())
 @settings(deadline=None, max_examples=150)
 def test_plan_equals_torch(data):
-    num_experts = data.draw(st.integers(1, 9))
-    top_k = data.draw(st.integers(1, min(num_experts, 3)))
-    num_tokens = data.draw(st.integers(0, 70))
+    ids, num_experts, generator = draw_ids(data)
     capacity = data.draw(st.none() | st.integers(0, 30))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    ids = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices
-    priority = torch.randint(5, (num_tokens,), generator=generator)  # with ties
+    priority = torch.randint(5, (len(ids),), generator=generator)  # with ties
     assert_same_plan(ids, num_experts, capacity, data.draw(st.sampled_from([None, priority])))
 
 
 @given(st.data())
 @settings(deadline=None, max_examples=100)
 def test_plan_with_a_capacity_for_each_expert_and_a_priority_for_each_choice(data):
-    num_experts = data.draw(st.integers(1, 9))
-    top_k = data.draw(st.integers(1, min(num_experts, 3)))
-    num_tokens = data.draw(st.integers(0, 70))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    ids = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices
+    ids, num_experts, generator = draw_ids(data)
     limits = torch.randint(30, (num_experts,), generator=generator)
-    priority = torch.randint(5, (num_tokens, top_k), generator=generator)
+    priority = torch.randint(5, ids.shape, generator=generator)
     kept = torch.minimum(ids.flatten().bincount(minlength=num_experts), limits).sum()
     assert_same_plan(ids, num_experts, limits, priority, int(kept) + data.draw(st.integers(0, 9)))
 
