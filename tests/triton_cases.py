@@ -1,6 +1,20 @@
-"""What tests of Triton's kernels share: a mended interpreter, and compilation without a GPU."""
+"""What tests of GPU code share: CUDA graphs, a mended Triton interpreter, and compilation without a GPU."""
+
+from collections.abc import Callable
 
 import torch
+
+
+def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of `step`, after three steps to warm up, and what each replay writes its result to."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result
 
 
 def mend_interpreter() -> None:

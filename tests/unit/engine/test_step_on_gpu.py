@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from trainer_cases import QUICKSTART, SMALL
+from triton_cases import captured
 
 from swinv2_moe.config import load_config
 from swinv2_moe.models import build_model
@@ -48,21 +49,14 @@ def test_a_step_reads_nothing_back():
 
 
 def test_a_step_is_one_cuda_graph():
-    eager, captured = Step(), Step()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            captured()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = captured()
+    eager, replayed = Step(), Step()
+    graph, loss = captured(replayed)
     for _ in range(3):
         eager()
     for _ in range(4):
         graph.replay()
         expected = eager()
         torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
-    parameters = zip(captured.model.parameters(), eager.model.parameters(), strict=True)
+    parameters = zip(replayed.model.parameters(), eager.model.parameters(), strict=True)
     for found, wanted in parameters:
         torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)

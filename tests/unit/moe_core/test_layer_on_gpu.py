@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from moe_cases import make_layer, plain_forward
+from triton_cases import captured
 
 from moe_core.dispatch import make_plan
 from moe_core.kernels import backend, combine_rows, dispatch_rows, routing
@@ -88,14 +89,7 @@ def test_a_step_replays_from_a_cuda_graph(routing, kernels):
         (y.sum() + aux_loss).backward()
         return y
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
+    graph, y = captured(step)
     x.copy_(torch.randn_like(x))
     graph.replay()
     replayed = [y.clone(), *(p.grad.clone() for p in layer.parameters())]
