@@ -45,6 +45,7 @@ STORE_PORT = 29500  # every cluster has its own: ports belong to a namespace
 CLONE_NEWNET = 0x40000000
 LEAST_BURST = 128 * 1024  # bytes; one that cannot take TCP's 64 KB packets whole makes tbf cut them up: 3 times slower
 BURST_SECONDS = 2e-4  # timers fire late by some tens of microseconds: a smaller bucket would lose rate to that
+LATE_SECONDS = 1  # the others fail because of the first, and a killed one's sockets close before its pipe does
 MOST_QUEUED = 64 * 2**20  # bytes; nothing is dropped, as in a lossless fabric; with 2 MiB a third of the rate was lost
 
 # One server imports torch once and forks a clean child for every rank of every run: 16 ranks start in half a second.
@@ -233,19 +234,21 @@ def _remove(namespace: str) -> None:
 
 def _collect(pipes: list[Connection], deadline: float) -> list:
     """What each rank sent, in the order of ranks; the failure that came first, if one did."""
-    results, waiting = {}, {pipe: rank for rank, pipe in enumerate(pipes)}
+    results, failures, waiting = {}, [], {pipe: rank for rank, pipe in enumerate(pipes)}
     while waiting:
         ready = wait(list(waiting), max(0, deadline - time.monotonic()))
         if not ready:
-            raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(pipes)} still run: out of time")
-        failures = []
+            break
         for pipe in ready:
             rank = waiting.pop(pipe)
             moment, error, results[rank] = _receive(pipe)
             if error is not None:
                 failures.append((moment, f"rank {rank} of {len(pipes)} failed: {error}"))
-        if failures:  # the others often fail because of the first
-            raise RuntimeError(min(failures)[1])
+                deadline = min(deadline, time.monotonic() + LATE_SECONDS)
+    if failures:
+        raise RuntimeError(min(failures)[1])
+    if waiting:
+        raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(pipes)} still run: out of time")
     return [results[rank] for rank in range(len(pipes))]
 
 
