@@ -1,18 +1,28 @@
-"""Run a function on several gloo processes; `tests/conftest.py` makes it the fixture `run_processes`."""
+"""Functions and commands on several gloo processes; conftest files make them fixtures."""
 
 import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# One server imports torch once and forks a clean child for every rank: a fraction of spawn's start-up time, and none of
-# the trouble of forking this process, whose threads do not survive it.
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "moe_core"])
+ROOT = Path(__file__).parents[1]
+DEADLINE = 60  # seconds for processes to end; they take a few
+# One server imports all this once and forks a clean child for every rank: a fraction of spawn's start-up time, and none
+# of the trouble of forking this process, whose threads do not survive it.
+multiprocessing.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.utils.tensorboard", "torchvision", "sklearn.datasets", "swinv2_moe.engine"]
+)
 
 
 def run_on_processes(function: Callable, num_processes: int, store: Path, *args, seconds: float) -> None:
@@ -43,3 +53,85 @@ def _run_rank(rank: int, function: Callable, num_processes: int, store: Path, ar
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_processes, timeout=timeout)
     function(rank, *args)
     dist.destroy_process_group()
+
+
+class Outcome(NamedTuple):
+    """How a rank ended: its exit status (-9 for SIGKILL; None if it did not end in time) and what it printed."""
+
+    status: int | None
+    out: str
+    err: str
+
+
+class Processes:
+    """`function()` in each of `size` processes with torchrun's variables, started at once.
+
+    Args:
+        logs: a directory; what the processes print is kept in a new one below it.
+    """
+
+    def __init__(self, size: int, logs: Path, function: Callable[[], None]) -> None:
+        self.logs = Path(tempfile.mkdtemp(prefix="logs-", dir=logs))
+        context, arguments = multiprocessing.get_context("forkserver"), (size, free_port(), self.logs, function)
+        self.processes = [
+            context.Process(target=_run_as_rank, args=(rank, *arguments), daemon=True) for rank in range(size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def signal(self, number: int, ranks: list[int] | None = None) -> None:
+        for rank in range(len(self.processes)) if ranks is None else ranks:
+            if self.processes[rank].exitcode is None:
+                os.kill(self.processes[rank].pid, number)
+
+    def wait(self, seconds: float = DEADLINE) -> list[Outcome]:
+        """How the ranks ended; those that did not in so many seconds are killed."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0, deadline - time.monotonic()))
+        status = [process.exitcode for process in self.processes]
+        self.kill()
+        return [Outcome(code, *map(self._read, (f"{rank}.out", f"{rank}.err"))) for rank, code in enumerate(status)]
+
+    def _read(self, log: str) -> str:
+        """ "" if the rank was killed before it could open it."""
+        return (self.logs / log).read_text() if (self.logs / log).exists() else ""
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = DEADLINE) -> None:
+        """Until `condition()` holds.
+
+        Raises:
+            TimeoutError: it does not in so many seconds, or a rank ended before it did.
+        """
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline or any(process.exitcode is not None for process in self.processes):
+                raise TimeoutError([outcome[::2] for outcome in self.wait(0)])
+            time.sleep(0.002)
+
+
+def _run_as_rank(rank: int, size: int, port: int, logs: Path, function: Callable[[], None]) -> None:
+    for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+        os.dup2(os.open(logs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    function()
+
+
+def run_script(script: str, arguments: list[str]) -> None:
+    """A script of the repository as `python script arguments...` runs it, from the repository's root."""
+    os.chdir(ROOT)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

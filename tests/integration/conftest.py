@@ -1,17 +1,15 @@
-"""Small runs through the command line: tools/train.py in this process, or as a process of its own."""
+"""Small runs through the command line: tools/train.py in this process, or on ranks of their own."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gloo_processes import Outcome, Processes, run_script
 from PIL import Image
 from tool_cases import Finished, command
 
-ROOT = Path(__file__).parents[2]
 # Three blocks at 16 px; no workers, since starting them costs more than the run.
 SMALL = "MODEL.SWINV2.PATCH_SIZE 2 MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.SWINV2.NUM_HEADS [2,2,4]"
 SMALL += " MODEL.SWINV2.WINDOW_SIZE 4 MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0] MODEL.MOE.BLOCKS [[],[0],[0]]"
@@ -31,20 +29,15 @@ def train_command(monkeypatch, capsys) -> Callable[..., Finished]:
 
 
 @pytest.fixture(scope="session")
-def start_process() -> Callable[..., Finished]:
-    """`start_process(ranks, *arguments)`: tools/train.py as a process; under torchrun if `ranks` is above 1."""
+def start_ranks(tmp_path_factory) -> Callable[..., list[Outcome]]:
+    """`start_ranks(size, "tools/train.py", *arguments)`: a script on so many ranks, and how each of them ended.
 
-    def run(ranks: int, *arguments: str) -> Finished:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-        done = subprocess.run(
-            [sys.executable, *launcher, "tools/train.py", *map(str, arguments)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        return Finished(done.returncode, done.stdout, done.stderr)
+    Without data workers: processes that die with their parent can have no children.
+    """
+
+    def run(size: int, script: str, *arguments: object) -> list[Outcome]:
+        words = list(map(str, arguments))
+        return Processes(size, tmp_path_factory.mktemp("printed"), partial(run_script, script, words)).wait(280)
 
     return run
 

@@ -9,12 +9,10 @@ counted; exit status 1 if any count that has to be 0 is not. The other tests of 
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -26,9 +24,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from PIL import Image
 from sklearn.datasets import load_digits
+
+sys.path.append(str(Path(__file__).parents[1]))  # as a script
+from gloo_processes import Outcome, Processes
 
 from moe_core.checkpoint import expert_file
 from swinv2_moe.command import run_command
@@ -36,11 +36,6 @@ from swinv2_moe.config import load_config
 from swinv2_moe.engine import saver, train
 from swinv2_moe.engine.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_meta
 from swinv2_moe.errors import UserError
-
-# What children are forked from has all of it imported: a rank starts in a fraction of a second.
-multiprocessing.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.utils.tensorboard", "torchvision", "sklearn.datasets", "swinv2_moe.engine"]
-)
 
 ROOT = Path(__file__).parents[2]
 # Three blocks (two with experts), nothing that depends on how tokens lie on ranks; with a large EPS Adam's steps are
@@ -58,19 +53,10 @@ TOLERANCE = {"the same ranks": 0.0, "other ranks": 1e-5, "partial saves": 1e-3}
 # While files are written, renamed, recorded; while older checkpoints are removed; at start-up or in whatever step.
 MOMENTS = ("in a save", "in a save", "after a save", "in a save", "any")
 KILLS = ("of all ranks", "of one of several ranks", "during a save")
-DEADLINE = 60  # seconds for ranks to end; they take a few
 
 
-class Outcome(NamedTuple):
-    """How a rank ended: its exit status (-9 for SIGKILL; None if it did not end in time) and what it printed."""
-
-    status: int | None
-    out: str
-    err: str
-
-
-class Ranks:
-    """The processes of one training run, forked from a server that has imported everything.
+class Ranks(Processes):
+    """The processes of one training run.
 
     Args:
         prepare: is called in every process first; to slow something down there, say.
@@ -85,71 +71,19 @@ class Ranks:
         resume: str | None = "auto",
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        self.output, self.logs = output, Path(tempfile.mkdtemp(prefix="logs-", dir=output.parent))
-        context, port = multiprocessing.get_context("forkserver"), free_port()
-        arguments = (size, port, self.logs, data, output, keys, resume, prepare)
-        self.processes = [
-            context.Process(target=_run_rank, args=(rank, *arguments), daemon=True) for rank in range(size)
-        ]
-        for process in self.processes:
-            process.start()
-
-    def signal(self, number: int, ranks: list[int] | None = None) -> None:
-        for rank in range(len(self.processes)) if ranks is None else ranks:
-            if self.processes[rank].exitcode is None:
-                os.kill(self.processes[rank].pid, number)
-
-    def wait(self, seconds: float = DEADLINE) -> list[Outcome]:
-        """How the ranks ended; those that did not in so many seconds are killed."""
-        deadline = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0, deadline - time.monotonic()))
-        status = [process.exitcode for process in self.processes]
-        self.kill()
-        return [Outcome(code, *map(self._read, (f"{rank}.out", f"{rank}.err"))) for rank, code in enumerate(status)]
-
-    def _read(self, log: str) -> str:
-        """ "" if the rank was killed before it could open it."""
-        return (self.logs / log).read_text() if (self.logs / log).exists() else ""
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    def wait_for(self, condition: Callable[[], object], seconds: float = DEADLINE) -> None:
-        """Until `condition()` holds.
-
-        Raises:
-            TimeoutError: it does not in so many seconds, or a rank ended before it did.
-        """
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > deadline or any(process.exitcode is not None for process in self.processes):
-                raise TimeoutError([outcome[::2] for outcome in self.wait(0)])
-            time.sleep(0.002)
+        self.output = output
+        super().__init__(size, output.parent, partial(_train, data, output, keys, resume, prepare))
 
     def done(self) -> int:
         """The last step in metrics.jsonl."""
         return max((step for step, _ in steps(self.output)), default=0)
 
 
-def _run_rank(rank: int, size: int, port: int, logs: Path, data, output, keys, resume, prepare) -> None:
-    for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
-        os.dup2(os.open(logs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def _train(data: Path, output: Path, keys: str, resume: str | None, prepare: Callable[[], None] | None) -> None:
     if prepare is not None:
         prepare()
     config = load_config(ROOT / "configs/quickstart_digits.yaml", f"{SMALL} {keys}".split(), str(data), str(output))
     run_command(lambda: train(config, resume))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def write_digits(root: Path) -> Path:

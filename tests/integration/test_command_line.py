@@ -33,11 +33,11 @@ def assert_one_line(finished, *texts):
     assert [text for text in texts if text not in lines[0]] == [], lines[0]
 
 
-def test_training_with_a_broken_file_then_more(make_photographs, start_process, train_command, small, tmp_path):
+def test_training_with_a_broken_file_then_more(make_photographs, start_ranks, train_command, small, tmp_path):
     data, run = make_photographs(broken=1), tmp_path / "run"
     arguments = [*CFG, "--data", data, "--output", run, "--opts", *small, "DATA.MAX_BAD_SHARE", "0.05", "SEED", "3"]
     stopped = [*arguments, "TRAIN.MAX_STEPS", "3"]  # three steps of 16 are the first epoch
-    first = start_process(1, *stopped)
+    (first,) = start_ranks(1, "tools/train.py", *stopped)
     assert (first.status, first.err) == (0, "")
     assert "1 of 64 images could not be read; the first: " in first.out
     assert "red/00.jpg" in first.out.replace("\\", "/")
@@ -152,9 +152,9 @@ def test_bad_input_is_one_line_and_touches_nothing(case, photographs, outputs, t
     assert snapshot(outputs) == before
 
 
-def test_bad_input_in_a_process_of_its_own(outputs, start_process):
+def test_bad_input_in_a_process_of_its_own(outputs, start_ranks):
     before = snapshot(outputs)
-    finished = start_process(1, *CFG, "--data", outputs / "nowhere", "--output", outputs / "new")
+    (finished,) = start_ranks(1, "tools/train.py", *CFG, "--data", outputs / "nowhere", "--output", outputs / "new")
     assert_one_line(finished, "DATA.PATH", "nowhere")
     assert finished.out == ""
     assert snapshot(outputs) == before

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-from kill_and_resume import ROOT, SMALL, free_port, steps, uninterrupted, write_digits
+from gloo_processes import free_port
+from kill_and_resume import ROOT, SMALL, steps, uninterrupted, write_digits
 
 from swinv2_moe.engine.checkpoint import checkpoints_below, open_checkpoint
 

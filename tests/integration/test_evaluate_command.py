@@ -1,16 +1,14 @@
 """tools/evaluate.py on folders of JPEGs: its tables and files, three ranks as one, every input that cannot work."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tool_cases import ROOT, command
+from tool_cases import command
 
 from moe_core.checkpoint import sync_file
 from swinv2_moe.config import load_config
@@ -126,23 +124,13 @@ def test_sweep(evaluate, runs, tmp_path):
         assert image.format == "PNG"
 
 
-def test_three_ranks_count_what_one_does(evaluate, runs, tmp_path):
+def test_three_ranks_count_what_one_does(evaluate, start_ranks, runs, tmp_path):
     """Dropless, so that nothing depends on who shares a batch; the sweep times all ranks together."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
     arguments = ["--resume", runs / "run", "--capacity-factor", "0", "--opts", "DATA.BATCH_SIZE", "3", "--output"]
-    arguments = [str(argument) for argument in arguments]
     numbers(evaluate(*arguments, tmp_path / "1.json"))
-    sweep = [str(tmp_path / "3.json"), "--sweep", "0.5"]
-    done = subprocess.run(
-        [*launcher, "tools/evaluate.py", *arguments, *sweep],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("6 experts, K = 1, capacity factor 0") == 1
+    ended = start_ranks(3, "tools/evaluate.py", *arguments, tmp_path / "3.json", "--sweep", 0.5)
+    assert [outcome.status for outcome in ended] == [0, 0, 0], ended
+    assert [outcome.out.count("6 experts, K = 1, capacity factor 0") for outcome in ended] == [1, 0, 0]
     one, three = (json.loads((tmp_path / f"{ranks}.json").read_text()) for ranks in (1, 3))
     assert three["world_size"] == 3
     assert three["per_class"] == one["per_class"]

@@ -326,11 +326,12 @@ def test_a_missing_package_is_named(export, checkpoints, tmp_path, monkeypatch):
     assert_one_line(finished, ["needs the export extra", "pip install -e '.[export]'", "No module named 'onnxscript'"])
 
 
-def test_several_ranks_are_refused(checkpoints, tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+def test_several_ranks_are_refused(checkpoints, start_ranks, tmp_path):
     arguments = ["--resume", checkpoints / "experts", "--output", tmp_path / "exported", "--opts", "DEVICE", "cpu"]
-    done = run_alone(*launcher, "tools/export.py", *arguments)
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert lines == ["error: one process exports, here are 2: start it without torchrun"]
+    ended = start_ranks(2, "tools/export.py", *arguments)
+    assert [outcome.status for outcome in ended] == [2, 2]
+    assert [outcome.err for outcome in ended] == [
+        "error: one process exports, here are 2: start it without torchrun\n",
+        "",
+    ]
     assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ QUICKSTART = "configs/quickstart_digits.yaml"
 # Dropless, no noise, no dropout, no auxiliary loss: what is left does not depend on how tokens lie on ranks.
 EXACT = "MODEL.MOE.CAPACITY_FACTOR 0.0 MODEL.MOE.EVAL_CAPACITY_FACTOR 0.0 MODEL.MOE.GATE_NOISE 0.0 DEVICE cpu"
 EXACT += " MODEL.DROP_PATH_RATE 0.0 MODEL.MOE.AUX_LOSS_WEIGHT 0.0 PRINT_FREQ 1 TRAIN.EPOCHS 2 TRAIN.WARMUP_EPOCHS 1"
-EXACT += " TRAIN.MAX_STEPS 20"
+EXACT += " TRAIN.MAX_STEPS 20 DATA.NUM_WORKERS 0"
 LAYERS = ["layers.1.blocks.1.mlp.moe", "layers.2.blocks.1.mlp.moe"]
 
 
@@ -29,14 +29,15 @@ def in_the_repository(monkeypatch, request):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, start_process):
-    """{ranks: (run directory, what it printed)} for 1, 2 and 4 processes at a global batch of 64."""
+def runs(tmp_path_factory, start_ranks):
+    """{ranks: (run directory, what the first printed)} for 1, 2 and 4 processes at a global batch of 64."""
     root, found = tmp_path_factory.mktemp("ranks"), {}
     for ranks in (1, 2, 4):
-        opts = [*EXACT.split(), "DATA.BATCH_SIZE", str(64 // ranks)]
-        done = start_process(ranks, "--cfg", QUICKSTART, "--output", root / str(ranks), "--opts", *opts)
-        assert done.status == 0, done.err
-        found[ranks] = (root / str(ranks), done.out)
+        run = ["--cfg", QUICKSTART, "--output", root / str(ranks)]
+        ended = start_ranks(ranks, "tools/train.py", *run, "--opts", *EXACT.split(), "DATA.BATCH_SIZE", 64 // ranks)
+        assert [outcome.status for outcome in ended] == [0] * ranks, ended
+        assert not any(outcome.out for outcome in ended[1:])
+        found[ranks] = (root / str(ranks), ended[0].out)
     return found
 
 
@@ -126,11 +127,10 @@ def test_ranks_share_the_experts_out(request):
             assert all(torch.equal(part[name], tensor) for part in parts), name
 
 
-def test_experts_that_do_not_divide_over_the_ranks(start_process, tmp_path):
+def test_experts_that_do_not_divide_over_the_ranks(start_ranks, tmp_path):
     opts = ["MODEL.MOE.NUM_EXPERTS", "3", "DEVICE", "cpu"]
-    finished = start_process(2, "--cfg", QUICKSTART, "--output", tmp_path / "run", "--opts", *opts)
-    assert finished.status != 0
-    errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
-    assert errors == ["error: MODEL: num_experts (3) must be divisible by the expert-parallel size (2)"]
-    assert "UserError" not in finished.err
+    ended = start_ranks(2, "tools/train.py", "--cfg", QUICKSTART, "--output", tmp_path / "run", "--opts", *opts)
+    assert [outcome.status for outcome in ended] == [2, 2]
+    assert ended[0].err == "error: MODEL: num_experts (3) must be divisible by the expert-parallel size (2)\n"
+    assert ended[1].err == ""
     assert os.listdir(tmp_path) == []

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from kill_and_resume import ROOT, SMALL, Outcome, Ranks, saves_under_way, slow_disk, steps, uninterrupted, write_digits
+from gloo_processes import Outcome
+from kill_and_resume import ROOT, SMALL, Ranks, saves_under_way, slow_disk, steps, uninterrupted, write_digits
 
 from swinv2_moe.engine import evaluation
 from swinv2_moe.engine.checkpoint import checkpoints_below, open_checkpoint

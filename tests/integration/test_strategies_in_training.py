@@ -16,7 +16,7 @@ STEPS, TUNED_STEPS = 15, 60
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, start_process, small):
+def run(tmp_path_factory, start_ranks, small):
     """`run(ranks, "KEY value ...", resume=run)` -> run directory, what it printed; 64 images a step, two experts."""
 
     def start(ranks: int, keys: str, *resume: Path) -> tuple[Path, str]:
@@ -24,9 +24,9 @@ def run(tmp_path_factory, start_process, small):
         opts = [*small, *EXACT.split(), "MODEL.MOE.NUM_EXPERTS", "2", "DATA.BATCH_SIZE", str(64 // ranks)]
         opts += ["TRAIN.EPOCHS", "3", "TRAIN.MAX_STEPS", str(STEPS), *keys.split()]  # 22 steps an epoch
         resume = ["--resume", *resume] if resume else []
-        done = start_process(ranks, *CFG, "--output", output, *resume, "--opts", *opts)
-        assert done.status == 0, done.err
-        return output, done.out
+        ended = start_ranks(ranks, "tools/train.py", *CFG, "--output", output, *resume, "--opts", *opts)
+        assert [outcome.status for outcome in ended] == [0] * ranks, ended
+        return output, ended[0].out
 
     return start
 

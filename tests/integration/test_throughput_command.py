@@ -2,9 +2,6 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -70,25 +67,17 @@ def test_throughput_of_one_process(throughput, tiny, tmp_path):
     assert cells == 2 * ["training, batch 2, float32, f = 1.25", "training, batch 2, bfloat16, f = 1.25"]
 
 
-def test_throughput_of_two_ranks(tiny, tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "tools/throughput.py")
+def test_throughput_of_two_ranks(start_ranks, tiny, tmp_path):
     chosen = ("--mode", "inference", "training", "--batch-sizes", "2", "--rounds", "2", "--warmup", "0")
-    done = subprocess.run(
-        [sys.executable, *launcher, *map(str, CFG), "--output", tmp_path, *chosen, *tiny],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
+    ended = start_ranks(2, "tools/throughput.py", *CFG, "--output", tmp_path, *chosen, *tiny)
+    assert [outcome.status for outcome in ended] == [0, 0], ended
     rows = rows_of(tmp_path / "throughput.csv")
     assert [(r["mode"], r["ranks"]) for r in rows] == [("inference", "2"), ("training", "2")]
     for r in rows:
         fastest = 4 / min(map(float, r["moe_ms"].split())) * 1e3  # two images of each rank
         assert float(r["moe_images_per_second_q3"]) <= fastest
         assert int(r["moe_held_bytes"]) < 0.8 * (3 if r["mode"] == "training" else 1) * 4 * int(r["moe_parameters"])
-    assert done.stdout.count("2 processes") == 1  # the main rank alone speaks
+    assert [outcome.out.count("2 processes") for outcome in ended] == [1, 0]  # the main rank alone speaks
 
 
 def test_roofline(roofline, tiny, tmp_path):
