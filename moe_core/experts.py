@@ -84,6 +84,7 @@ class Experts(nn.Module):
         packing = forward_alone and self.config.kernels != "torch"
         worth_copying = cast_needed or (packing and self.w1.nbytes + self.w2.nbytes < _MOST_COPIED)
         if not worth_copying:
+            self._copies.clear()  # a fused optimiser may follow, see Derived
             return ExpertWeights(*parameters)
 
         def cast(p: Tensor | None) -> Tensor | None:

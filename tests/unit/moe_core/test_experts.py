@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from moe_core import MoEConfig
+from moe_core import Derived, MoEConfig
 from moe_core.experts import Experts
 from moe_core.kernels import buffers, ffn_loop, ffn_x86
 
@@ -33,10 +33,14 @@ def expected(experts: Experts) -> torch.Tensor:
     return evaluated(fresh)
 
 
-def step(experts: Experts) -> None:
-    optimizer = torch.optim.AdamW(experts.parameters(), lr=0.1)
+def step(experts: Experts, fused: bool = False) -> None:
+    optimizer = torch.optim.AdamW(experts.parameters(), lr=0.1, fused=fused)
     experts(ROWS, OFFSETS).square().sum().backward()
     optimizer.step()
+
+
+def fused_step(experts: Experts) -> None:
+    step(experts, fused=True)
 
 
 def load(experts: Experts) -> None:
@@ -65,7 +69,10 @@ def write_data(experts: Experts) -> None:
     experts.train().eval()
 
 
-@pytest.mark.parametrize("change", [step, load, assign, write_in_place, write_state, replace_data, write_data])
+CHANGES = [step, fused_step, load, assign, write_in_place, write_state, replace_data, write_data]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_evaluation_follows_every_change_of_the_parameters(change):
     experts = make_experts()
     before = evaluated(experts)
@@ -75,11 +82,45 @@ def test_evaluation_follows_every_change_of_the_parameters(change):
     assert torch.equal(after, expected(experts))
 
 
+def test_evaluation_follows_parameters_that_lie_where_others_lay():
+    """As functional_call's do, which are gone after the call; here by one buffer for all."""
+    experts = make_experts()
+    buffers_of = {name: bytearray(p.nbytes) for name, p in experts.named_parameters()}
+    results = []
+    for seed in range(2):
+        wanted = make_experts(seed)
+        parameters = {n: torch.frombuffer(b, dtype=torch.float32) for n, b in buffers_of.items()}
+        parameters = {n: parameters[n].view_as(p).copy_(p.detach()) for n, p in wanted.named_parameters()}
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            results.append(torch.func.functional_call(experts, parameters, (ROWS, OFFSETS)))
+        assert torch.equal(results[-1], evaluated(wanted))
+    assert not torch.equal(*results)
+
+
 def test_copies_last_while_nothing_changes():
     experts = make_experts()
     with torch.no_grad():
         assert experts.weights(torch.bfloat16).w1 is experts.weights(torch.bfloat16).w1
         assert experts.weights(torch.float32).w1 is experts.w1
+
+
+def test_another_thread_s_dtype_is_not_taken_for_one_s_own():
+    derived, module = Derived(), torch.nn.Linear(1, 1).eval().requires_grad_(False)
+
+    class Interrupted(str):
+        """While this key is compared, another thread computes with its own."""
+
+        def __eq__(self, other: object) -> bool:
+            if not isinstance(other, Interrupted):
+                return False
+            assert derived.get(module, module.parameters(), "bf16", lambda: "copies in bf16") == "copies in bf16"
+            return True
+
+        __hash__ = str.__hash__
+
+    for _ in range(2):
+        key = Interrupted("fp32")
+        assert derived.get(module, module.parameters(), key, lambda: "copies in fp32") == "copies in fp32"
 
 
 def test_a_pass_that_learns_takes_the_parameters():
@@ -106,7 +147,7 @@ def test_copies_are_not_copied(duplicate):
     before = evaluated(experts)
     other = duplicate(experts)
     assert other._copies is not experts._copies
-    assert other._copies._value is None
+    assert other._copies._kept is None
     assert torch.equal(evaluated(other), before)
 
 
