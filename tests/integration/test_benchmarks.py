@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.autograd import DeviceType
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,38 @@ def test_what_is_wrong_is_named_and_not_timed(tmp_path, monkeypatch):
     assert "grouped_mm" in case.alternatives
     assert "loop" not in case.alternatives
     assert case.left_out["loop"].startswith("wrong: an error of")
+
+
+def test_a_step_leaves_no_gradients_for_the_next_alternative_to_free(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import layer
+
+    case = layer.Case((64, 16, 4), "float32", "cpu", True)
+    for run in case.alternatives.values():
+        learned = []
+        handles = [
+            parameter.register_post_accumulate_grad_hook(learned.append)
+            for module in case.modules
+            for parameter in module.parameters()
+        ]
+        case.step(run)
+        assert learned
+        assert all(parameter.grad is None for parameter in (case.x, *learned))
+        for handle in handles:
+            handle.remove()
+
+
+def test_parts_are_timed_without_drawing_their_gradients(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import pieces
+
+    shapes, randn_like = [], torch.randn_like
+    monkeypatch.setattr(torch, "randn_like", lambda t: shapes.append((t.shape, t.dtype)) or randn_like(t))
+    output = ("--output", str(tmp_path / "found.json"))
+    command = ["pieces.py", "--device", "cpu", *ARGUMENTS["pieces"].split(), "--dtypes", "float32", *output]
+    monkeypatch.setattr(sys, "argv", command)
+    pieces.main()
+    assert len(shapes) == len(set(shapes)) > 1  # before the rounds that count
 
 
 @pytest.mark.slow
