@@ -65,8 +65,9 @@ def make_plan(
         num_rows = expert_ids.numel() if capacity is None else min(expert_ids.numel(), num_experts * capacity)
     if capacity is not None and not isinstance(capacity, Tensor):
         limits = expert_ids.new_full((num_experts,), capacity)
+    limits = None if limits is None else limits.long()  # the kernels know no other integers
     choices, offsets, slots, kept, counts = torch.ops.moe_core.make_plan(
-        expert_ids, num_experts, limits, priority, num_rows, kernels
+        expert_ids.long(), num_experts, limits, priority, num_rows, kernels
     )
     return choices, offsets, slots, None if capacity is None else kept, counts
 

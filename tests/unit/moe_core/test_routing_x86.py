@@ -203,6 +203,13 @@ def test_an_expert_that_does_not_exist(expert):
         make_plan(torch.tensor([[0], [expert]]), 4, None)
 
 
+def test_ids_and_capacities_in_32_bits():
+    ids, capacity = torch.randint(4, (30, 2)), torch.tensor([3, 0, 9, 2])
+    expected = make_plan(ids, 4, capacity, kernels="torch", num_rows=20)
+    found = make_plan(ids.int(), 4, capacity.int(), num_rows=20)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_fewer_rows_than_choices_that_are_kept():
     with pytest.raises(ValueError, match=r"num_rows \(1\) at least"):
         make_plan(torch.tensor([[0], [1]]), 4, torch.tensor([1, 1, 1, 1]), num_rows=1)
