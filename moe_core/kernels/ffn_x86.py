@@ -29,7 +29,7 @@ def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
 
     None where rows of `dtype` are not for this kernel, or the shape leaves blocks that are not full.
     """
-    packable = w1.dtype == torch.float32 and w1.shape[1] % 32 == w1.shape[2] % 32 == 0
+    packable = w1.dtype == w2.dtype == torch.float32 and w1.shape[1] % 32 == w1.shape[2] % 32 == 0
     if not packable or not takes(w1.new_empty(0, dtype=dtype), w1):
         return None
     new = tuple(empty(w.shape, _PACKED[dtype], w.device, reuse=False) for w in (w1, w2))
@@ -87,6 +87,8 @@ class _Call:
     """One call's arguments, and what keeps their memory alive."""
 
     def __init__(self, rows: Tensor, w1, b1, w2, b2, offsets: Tensor, noise, activation: str, dropout: float) -> None:
+        if (w1.shape, w1.dtype) != (w2.shape, w2.dtype):  # or C++ would read past one of them
+            raise ValueError(f"w1 is {list(w1.shape)} in {w1.dtype}, w2 {list(w2.shape)} in {w2.dtype}")
         ends = offsets.tolist()
         self.end, self.unused = ends[-1], [e for e, end in enumerate(ends) if end == (ends[e - 1] if e else 0)]
         biases = (None if b is None else b.float().contiguous() for b in (b1, b2))

@@ -89,10 +89,10 @@ def _compiled() -> Path:
 
 
 def _cache_directory() -> Path:
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_core"
     try:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_core"
         directory.mkdir(parents=True, exist_ok=True)
         (directory / ".lock").touch()
-    except OSError:  # a container's user may have no home
+    except (OSError, RuntimeError):  # a container's user may have no home, which Path.home reports as the latter
         return Path(tempfile.mkdtemp(prefix="moe_core-"))
     return directory

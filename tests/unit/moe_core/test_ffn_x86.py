@@ -4,6 +4,7 @@
 
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -180,6 +181,15 @@ def test_what_is_not_packed():
     assert ffn_x86.pack_weights(w1[:, :48].contiguous(), w2[:, :48].contiguous(), torch.bfloat16) is None
 
 
+def test_weights_of_two_dtypes_or_shapes_are_refused():
+    """Read as those of the first, the second's memory would end too early."""
+    rows, (w1, b1, w2, b2), offsets, _ = inputs([4], 32, 32, DTYPES[0])
+    assert ffn_x86.pack_weights(w1, w2.bfloat16(), rows.dtype) is None
+    for other in (w2.bfloat16(), w2[:, :16]):
+        with pytest.raises(ValueError, match=r"w1 is .* w2 "):
+            expert_ffn(rows, w1, b1, other, b2, offsets)
+
+
 def test_other_dtypes_and_devices_are_left_to_others():
     def takes(rows: torch.dtype, weight: torch.dtype, device: str = "cpu") -> bool:
         return ffn_x86.takes(torch.empty(1, dtype=rows, device=device), torch.empty(1, dtype=weight, device=device))
@@ -240,3 +250,10 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     directory = library_x86._cache_directory()
     assert directory.is_dir()
     assert tmp_path not in directory.parents
+
+
+def test_a_user_without_a_home_gets_a_directory(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+    assert library_x86._cache_directory().is_dir()
