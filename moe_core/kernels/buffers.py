@@ -11,6 +11,7 @@ import mmap
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -62,8 +63,9 @@ def _give_back(buffer: mmap.mmap) -> None:
 
 def _drop(before: int) -> None:
     for buffers in list(_free.values()):
-        while buffers and buffers[0][0] < before:
-            buffers.pop(0)
+        with suppress(IndexError):  # none is left; another thread may have taken it
+            while buffers[0][0] < before:
+                buffers.pop(0)
 
 
 def _rounded(size: int) -> int:

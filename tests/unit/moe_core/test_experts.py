@@ -167,6 +167,15 @@ def test_memory_of_large_results_serves_the_next_ones():
     assert not buffers._free
 
 
+def test_a_thread_may_take_the_memory_that_another_drops(monkeypatch):
+    class TakenMeanwhile(list):
+        def __bool__(self) -> bool:
+            return True  # there was one a moment ago
+
+    monkeypatch.setitem(buffers._free, 1, TakenMeanwhile())
+    buffers._drop(1)
+
+
 def test_weight_gradients_are_the_op_s_own_memory(monkeypatch):
     """A copy of them would cost as much as they do: autograd takes them over."""
     experts = make_experts().train()
