@@ -23,6 +23,7 @@ from torch import Tensor
 from moe_core import MoEConfig, MoELayer
 from moe_core.dispatch import combine, dispatch, make_plan
 from moe_core.kernels import fused_ffn
+from moe_core.precision import without_autocast
 from moe_core.router import route
 from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
 
@@ -46,7 +47,8 @@ def pieces(layer: MoELayer, x: Tensor, dtype: torch.dtype) -> dict[str, tuple[Ca
     config, tokens = layer.config, leaf(x.to(dtype))
 
     def router(x: Tensor) -> Tensor:
-        routing = route(layer.router(x), config, config.top_k, training=True)
+        with without_autocast(x):  # as in the layer
+            routing = route(layer.router(x), config, config.top_k, training=True)
         return routing.gates.sum() + routing.aux_loss
 
     with torch.no_grad():
