@@ -86,7 +86,7 @@ def _gathered_product(
     k = tl.arange(0, BLOCK_K)
     token = tl.load(choices + n) // TOP_K
     a = source + token[:, None] * M + k[None, :]
-    b = w + (expert * H + tl.minimum(columns, H - 1))[None, :] * M + k[:, None]
+    b = w + (expert * H + columns % H)[None, :] * M + k[:, None]
     return _product(a, b, M, 1, BLOCK_N, BLOCK_H, BLOCK_K)
 
 
@@ -160,7 +160,8 @@ def model_kernel(
         n, columns = start + tl.arange(0, BLOCK_N), tl.program_id(0) % tiles_of_block * BLOCK_M + tl.arange(0, BLOCK_M)
         k, row = tl.arange(0, BLOCK_K), tl.minimum(n, end - 1)
         a = h + row[:, None] * H + k[None, :]
-        b = w + expert * H * M + k[:, None] * M + tl.minimum(columns, M - 1)[None, :]
+        # a remainder keeps columns out of bounds inside: of a minimum Triton does not know that 16 bytes lie together
+        b = w + expert * H * M + k[:, None] * M + (columns % M)[None, :]
         value = _product(a, b, H, M, BLOCK_N, BLOCK_M, BLOCK_K)
         if bias is not None:
             value += tl.load(bias + expert * M + columns, mask=columns < M, other=0.0).to(tl.float32)[None, :]

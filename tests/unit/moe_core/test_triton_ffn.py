@@ -249,13 +249,14 @@ def test_kernels_compile_without_a_gpu(architecture, shared_memory, dtype, top_k
     monkeypatch.setattr(triton_ffn, "sum_rows", lambda rows, slots, *others: rows[slots].sum(1))
     plan = make_plan(torch.arange(2048 * top_k).view(2048, top_k) % 4, 4, 500)
     plan = (plan.choices, plan.offsets, plan.slots, plan.kept)
-    tokens, gates, w = torch.zeros(2048, 512, dtype=dtype), torch.zeros(2048, top_k), torch.zeros(4, 2048, 512)
-    weights = (w.to(dtype), torch.zeros(4, 2048), w.to(dtype), torch.zeros(4, 512))
+    tokens, gates, w = torch.zeros(2048, 384, dtype=dtype), torch.zeros(2048, top_k), torch.zeros(4, 2048, 384)
+    weights = (w.to(dtype), torch.zeros(4, 2048), w.to(dtype), torch.zeros(4, 384))  # 384: one tile and half of one
     y, hidden = triton_ffn.forward(tokens, gates, *weights, *plan, None, "gelu", 0.0, True)
     triton_ffn.backward(y, tokens, gates, hidden, *weights, *plan, None, "gelu", 0.0, torch.float32, 6 * [True])
     assert len(compiled) == 7
     for name, kernel in compiled.items():
         assert kernel.metadata.shared <= (shared_memory or 101376), name
         assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"]), name
+        assert "ld.global.b16" not in kernel.asm["ptx"], name  # halves, one by one
         on_tensor_cores = re.search(r"wgmma\.mma_async|mma\.sync", kernel.asm["ptx"]) is not None
         assert on_tensor_cores == (name in PRODUCTS and dtype != torch.float32), name
