@@ -114,7 +114,7 @@ def _dropout_noise(rows: Tensor, w1: Tensor, kernels: str) -> Tensor:
 
 @_expert_ffn.register_fake
 def _(rows, w1, b1, w2, b2, offsets, noise, activation, dropout, keep_hidden, kernels):
-    return torch.empty_like(rows), rows.new_empty(_hidden_size(rows, w1, kernels) if keep_hidden else 0)
+    return rows.new_empty(rows.shape), rows.new_empty(_hidden_size(rows, w1, kernels) if keep_hidden else 0)
 
 
 @_expert_ffn_backward.register_fake

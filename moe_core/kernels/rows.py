@@ -149,7 +149,7 @@ def _(rows, gates, choices, slots, kept, kernels="auto"):
 
 @_combine_rows_backward.register_fake
 def _(grad, rows, gates, choices, slots, kept, kernels="auto"):
-    return torch.empty_like(rows), torch.empty_like(gates)
+    return rows.new_empty(rows.shape), gates.new_empty(gates.shape)  # dense, whatever their strides are
 
 
 def _save_dispatch(ctx, inputs, output) -> None:

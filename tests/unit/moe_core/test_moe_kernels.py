@@ -209,6 +209,19 @@ def test_opcheck_rows(op, top_k, capacity):
     torch.library.opcheck(getattr(OPS, op).default, arguments[op])
 
 
+def test_fake_kernels_give_the_strides_of_real_ones():
+    """What torch.compile plans with, also for transposed rows, which an experts module may return."""
+    choices, slots, kept = plan_inputs(2, 2)
+    rows, gates, tokens = random(3, len(choices)).t(), random(2, 7).t(), random(7, 3)
+    of_experts, weights, offsets, _ = ffn_inputs([0, 7, 12])
+    for op, inputs in (
+        (OPS.combine_rows_backward, (tokens, rows, gates, choices, slots, kept)),
+        (OPS.expert_ffn, (of_experts.t().contiguous().t(), *weights, offsets, None, "gelu", 0.0, False, "auto")),
+    ):
+        real, fake = op(*inputs), op(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs))
+        assert [x.stride() for x in fake] == [x.stride() for x in real]
+
+
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("op", ["expert_ffn", "expert_ffn_backward"])
