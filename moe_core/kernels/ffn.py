@@ -2,8 +2,8 @@
 
 `out = dropout(act(rows_e w1[e]^T + b1[e])) w2[e] + b2[e]` for each expert e's rows. On a CPU `ffn_x86` does it where
 the instructions are there and `kernels` is not "torch", `ffn_loop` elsewhere. On a GPU in bf16 `grouped` does, by
-F.grouped_mm, which reads nothing back to the host; for other dtypes that is itself a loop which does (torch 2.11), so
-the loop here runs there, too.
+F.grouped_mm, which reads nothing back to the host on an H100 or B200; for other dtypes that is itself a loop which does
+(torch 2.11), so the loop here runs there, too.
 
 The backward pass gets the hidden layer as it was before the activation, and computes the activation once more.
 """

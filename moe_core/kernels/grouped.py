@@ -1,6 +1,7 @@
 """The experts' networks by torch.nn.functional.grouped_mm, for GPUs in bf16; runs wherever that does.
 
-Wrapped: it takes neither a bias nor strides that are not multiples of 16 bytes, and does not sum.
+Wrapped: it takes neither a bias nor strides that are not multiples of 16 bytes, and does not sum. Its kernels are for
+compute capability 9.0 and 10.0; on other GPUs it is a loop that reads the offsets back to the host (torch 2.11).
 """
 
 # E experts, N rows, I input features, O output features, M model dim, H hidden dim
@@ -86,14 +87,21 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
 
 def grouped_weight_grad(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """`grad_e^T @ rows_e` for every expert: [N, O], [N, I], [E] -> [E, O, I]."""
-    out = F.grouped_mm(_aligned(grad).t(), _aligned(rows), offs=offsets)
+    out = _contracted(_aligned(grad), _aligned(rows), offsets)
     return out[:, : grad.shape[1], : rows.shape[1]].contiguous()
 
 
 def group_sum(rows: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, O] -> [E, O]: the sum over every expert's rows, by a product with ones: in fp32 and a fixed order."""
     ones = rows.new_ones(len(rows), _ALIGNMENT // rows.element_size())
-    return F.grouped_mm(_aligned(rows).t(), ones, offs=offsets)[:, : rows.shape[1], 0].contiguous()
+    return _contracted(_aligned(rows), ones, offsets)[:, : rows.shape[1], 0].contiguous()
+
+
+def _contracted(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """`a_e^T @ b_e` for every expert: [N, O], [N, I] -> [E, O, I]."""
+    out = F.grouped_mm(a.t(), b, offs=offsets)
+    # On a B200 a product over no rows is what its registers held before (NVIDIA/cutlass issue 2674).
+    return out.masked_fill_((offsets.diff(prepend=offsets.new_zeros(1)) == 0).view(-1, 1, 1), 0)
 
 
 def _aligned(x: Tensor, pad_rows: bool = False) -> Tensor:

@@ -270,6 +270,21 @@ def test_grouped_mm_path_equals_reference(with_bias, ends, num_rows, sizes, dtyp
     assert_close((out, *(g for g in gradients if g is not None)), expected, ends[-1], dtype)
 
 
+def test_grouped_mm_may_leave_anything_for_an_expert_without_rows(monkeypatch):
+    """As on a B200, NVIDIA/cutlass issue 2674: a product over no rows is not 0."""
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def on_a_b200(a, b, offs):
+        out, used = grouped_mm(a, b, offs=offs), offs.diff(prepend=offs.new_zeros(1)) > 0
+        return out if b.dim() == 3 else out.masked_fill(~used.view(-1, 1, 1), float("nan"))
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", on_a_b200)
+    rows, offsets = random(12, 24, dtype=torch.float32), torch.tensor(ENDS["empty"]).int()
+    for found in (grouped_weight_grad(rows, rows, offsets), group_sum(rows, offsets)):
+        assert found[[0, 2, 4]].eq(0).all()
+        assert found[[1, 3]].ne(0).all()
+
+
 def test_grouped_mm_path_drops_alike_in_both_directions():
     rows, weights, offsets, grad = ffn_inputs([4, 12], 12, torch.float32, torch.float32, 24, 16)
     noise = torch.randint(-32768, 32768, (12 * 16,), dtype=torch.int16)
