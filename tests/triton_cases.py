@@ -7,6 +7,7 @@ import torch
 
 def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """A graph of `step`, after three steps to warm up, and what each replay writes its result to."""
+    torch.cuda.synchronize()  # the stream below does not wait for what made the step's inputs
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
             step()
