@@ -304,4 +304,4 @@ def test_bf16_on_a_gpu_is_near_timm_in_fp32(side, masked, randomize, monkeypatch
     assert used
     for name, ours, theirs in zip(["y", "x", *dict(attn.named_parameters())], *results, strict=True):
         distance = (ours.float() - theirs).norm() / theirs.norm()
-        assert distance < 0.05, (name, distance)
+        assert distance < 0.1, (name, distance)  # 0.045 by scaled_dot_product_attention, of cpb_mlp's bias

@@ -56,9 +56,15 @@ def test_auto_takes_triton_and_says_so(caplog):
     assert line.endswith(" on cuda")
 
 
+def skip_if_torch_reads_back(kernels: str) -> None:
+    if kernels == "torch" and torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
+        pytest.skip("F.grouped_mm is a loop here, which reads the offsets back to the host")
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_a_step_reads_nothing_back(routing, kernels):
+    skip_if_torch_reads_back(kernels)
     layer = make_layer(dtype=torch.float32, kernels=kernels, **routing, **SHAPES[0]).cuda()
     x = torch.randn(200, 64, device="cuda").requires_grad_()
 
@@ -79,6 +85,7 @@ def test_a_step_reads_nothing_back(routing, kernels):
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_a_step_replays_from_a_cuda_graph(routing, kernels):
+    skip_if_torch_reads_back(kernels)
     layer = make_layer(dtype=torch.float32, kernels=kernels, **{**routing, "gate_noise": 0.0}, **SHAPES[0]).cuda()
     x = torch.randn(200, 64, device="cuda")
 
