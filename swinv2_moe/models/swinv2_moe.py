@@ -108,6 +108,10 @@ class SwinTransformerV2MoE(SwinTransformerV2):
                     block.mlp = MoEMlp(moe_layer, capacity, freeze_moe)
         self.init_weights(needs_reset=False)
 
+    def _init_weights(self, m: nn.Module, needs_reset: bool = True) -> None:
+        if not (isinstance(m, nn.Linear) and m.weight.is_meta):  # there it changes nothing, in half of the time
+            super()._init_weights(m, needs_reset)
+
     def adapt_block(self, block: SwinTransformerV2Block) -> None:
         """Replace what this model does otherwise than timm's."""
         block.attn = self.attention.like(block.attn)
