@@ -1,8 +1,13 @@
 """What tests of GPU code share: CUDA graphs, a mended Triton interpreter, and compilation without a GPU."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read when Triton is imported: for a whole process
 
 
 def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -18,7 +23,15 @@ def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, to
     return graph, result
 
 
-def mend_interpreter() -> None:
+def run_interpreted(file: str) -> None:
+    """The tests of a file's TestKernels, in a process with Triton's interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", "TestKernels"]
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=270)
+    assert outcome.returncode == 0, outcome.stdout[-5000:] + outcome.stderr[-2000:]
+
+
+def _mend_interpreter() -> None:
     """Triton 3.6's cannot loop up to a number that a kernel has read, under numpy 2.4.
 
     numpy no longer makes an int of an array of one element that has a dimension (its 1.25 had announced it).
@@ -32,6 +45,10 @@ def mend_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_and_mend
+
+
+if INTERPRETED:
+    _mend_interpreter()
 
 
 def compile_launches(monkeypatch, architecture: int) -> dict:

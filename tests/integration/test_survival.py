@@ -14,12 +14,12 @@ TIMEOUT = 5
 
 def test_killed_at_any_moment(tmp_path):
     test = KillTest(tmp_path, ranks=2)
-    for number in range(5):
+    for number in range(3):
         test.run(number)
     print(test.summary())
     assert test.failures() == {}
-    assert test.counts["kills during a save"] >= 3
-    assert test.counts["losses compared"] >= 5 * 4
+    assert test.counts["kills during a save"] >= 1
+    assert test.counts["losses compared"] >= 3 * 4
 
 
 @pytest.mark.slow

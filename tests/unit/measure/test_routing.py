@@ -131,7 +131,7 @@ def test_preferences():
     assert sorted(preferences(table, 9)[1]) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("num_classes", "experts", "layers"), [(10, 8, 1), (3000, 64, 6)])
+@pytest.mark.parametrize(("num_classes", "experts", "layers"), [(10, 8, 1), (1000, 64, 3)])
 def test_figures(num_classes, experts, layers, tmp_path):
     """As many classes and layers as there are, the PNGs are of a size that can be looked at."""
     rng = np.random.default_rng(0)

@@ -18,21 +18,17 @@ import torch.nn.functional as F
 from timm.models.swin_transformer_v2 import WindowAttention
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from triton_cases import compile_launches, mend_interpreter
+from triton_cases import INTERPRETED, compile_launches, run_interpreted
 
 from swinv2_moe.models import window_attention as module
 from swinv2_moe.models.attention import DotProductWindowAttention, FusedWindowAttention
 from swinv2_moe.models.window_attention import window_attention
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPS = torch.ops.swinv2_moe
 FLOPS_OF_49 = 2 * 2 * 49 * 49 * 32  # both products of a window and head
 # B, W, N, h, D: a window smaller than a tile; a block that is not full; full and rest; more windows than a split has
 SIZES = [(1, 2, 5, 2, 64), (1, 2, 49, 1, 32), (1, 1, 144, 1, 16), (8, 2, 16, 1, 16)]
-
-if INTERPRETED:
-    mend_interpreter()
 
 
 def random(*shape: int, dtype=torch.float64, seed: int = 0) -> Tensor:
@@ -159,10 +155,7 @@ class TestKernels:
 @pytest.mark.timeout(280)
 def test_under_the_interpreter():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "TestKernels"]
-    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=270)
-    assert outcome.returncode == 0, outcome.stdout[-5000:] + outcome.stderr[-2000:]
+    run_interpreted(__file__)
 
 
 def compile_for(architecture: int, monkeypatch, sizes, masked: bool) -> dict[str, str]:

@@ -1,12 +1,11 @@
 """Triton's kernels for the experts between tokens and tokens, against plain torch: values, gradients, what they keep.
 
-Where they run is as in test_triton_kernels.py, whose `test_under_the_interpreter` starts this file, too.
+They run on a GPU, and under the interpreter in a process that `test_under_the_interpreter` starts.
 """
 
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -17,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_cases import make_layer
 from torch.utils.flop_counter import FlopCounterMode
-from triton_cases import compile_launches, mend_interpreter
+from triton_cases import INTERPRETED, compile_launches, run_interpreted
 
 from moe_core.dispatch import make_plan
 from moe_core.kernels import fused_ffn, moe_ffn, reference
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPS = torch.ops.moe_core
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
@@ -34,9 +32,6 @@ SIZES = [
 PRODUCTS = ("hidden_kernel", "model_kernel", "hidden_grad_kernel", "weight_grad_kernel")
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of the largest value
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # numpy has no bf16
-
-if INTERPRETED:
-    mend_interpreter()
 
 
 def random(*shape: int, dtype=torch.float64, seed: int = 0) -> torch.Tensor:
@@ -226,6 +221,13 @@ class TestKernels:
             ("auto", HALF, not INTERPRETED),
         ):
             assert fused_ffn.takes(torch.empty(1, dtype=dtype, device=DEVICE), kernels) == taken
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.timeout(280)
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    run_interpreted(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles, which the interpreter does not")

@@ -7,25 +7,22 @@ interpreter; a variable that counts when Triton is first imported, so `test_unde
 # T tokens, E experts, K top-k, N rows, M model dim
 
 import logging
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_cases import make_layer
-from triton_cases import compile_launches
+from triton_cases import INTERPRETED, compile_launches, run_interpreted
 
 from moe_core import MoEConfig
 from moe_core.dispatch import make_plan
 from moe_core.kernels import backend, combine_rows, dispatch_rows, library_x86, routing
 from moe_core.router import _route_by_torch, route
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROUTES = (routing.route, _route_by_torch)
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPS = torch.ops.moe_core
@@ -238,16 +235,15 @@ class TestKernels:
 
         assert all(torch.equal(*pair) for pair in zip(run(), run(), strict=True))
 
-    @pytest.mark.parametrize("capacity", [None, 2])
-    def test_opcheck(self, capacity):
-        choices, slots, kept = plan_for(7, 2, capacity)
+    def test_opcheck(self):
+        choices, slots, kept = plan_for(7, 2, 2)
         tokens, gates, rows = random(7, 3), random(7, 2), random(len(choices), 3)
         logits, noisy = random(7, 8), random(7, 8, seed=1)
         _, ids, probs, sums = routing.route(logits, noisy, 2, True, "load_importance", 0.2)
         priority = probs.amax(1)
         loss = (True, "load_importance", 0.2, "triton")
         grad_gates = torch.ones_like(gates)
-        limits = None if capacity is None else ids.new_full((8,), capacity)
+        limits = ids.new_full((8,), 2)
         for op, inputs in (
             (OPS.dispatch_rows, (tokens.requires_grad_(), choices, slots, kept, "triton")),
             (OPS.combine_rows, (rows.requires_grad_(), gates.requires_grad_(), choices, slots, kept, "triton")),
@@ -260,16 +256,16 @@ class TestKernels:
             torch.library.opcheck(op.default, inputs)
 
     @pytest.mark.parametrize(
-        "config",
+        ("config", "compiled"),
         [
-            {"capacity_factor": 0.0},
-            {"capacity_factor": 1.0, "top_k": 2, "batch_prioritized": True, "aux_loss": "load_importance"},
-            {"capacity_factor": 0.0, "top_k": 2, "round_to": 2},
+            ({"capacity_factor": 0.0}, False),
+            ({"capacity_factor": 1.0, "top_k": 2, "batch_prioritized": True, "aux_loss": "load_importance"}, False),
+            ({"capacity_factor": 0.0, "top_k": 2, "round_to": 2}, False),
+            ({"capacity_factor": 1.0, "top_k": 2, "round_to": 2, "aux_loss": "load_importance"}, True),
         ],
         ids=str,
     )
-    @pytest.mark.parametrize("compiled", [False, True])
-    def test_layer_equals_torch(self, compiled, config):
+    def test_layer_equals_torch(self, config, compiled):
         torch.compiler.reset()
         x = random(13, 6).requires_grad_()
         outcomes = []
@@ -295,11 +291,7 @@ class TestKernels:
 @pytest.mark.timeout(280)
 def test_under_the_interpreter():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    files = [__file__, str(Path(__file__).with_name("test_triton_ffn.py"))]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", "TestKernels"]
-    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=270)
-    assert outcome.returncode == 0, outcome.stdout[-5000:] + outcome.stderr[-2000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles, which the interpreter does not")
