@@ -57,9 +57,10 @@ bench-gpu: $(VENV)/.installed-run
 	$(PY) benchmarks/shares.py --device cuda
 	$(PY) benchmarks/trunk.py --device cuda
 
-# By file: what a module's tests share is made once. A thread for each process: their tensors are tiny.
+# By file: what a module's tests share is made once. In their order: distributed and integration first, which take longest.
+# A thread for each process: their tensors are tiny.
 test: lint $(VENV)/.installed-detection
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .

@@ -5,11 +5,11 @@ import functools
 import itertools
 from pathlib import Path
 
-import mmengine.config.config
+import yapf.yapflib.yapf_api
 from mmengine.config import Config
 
 # mmengine formats the configuration again and again, which takes longer than the training here.
-mmengine.config.config.FormatCode = lambda text, **_: (text, True)
+yapf.yapflib.yapf_api.FormatCode = lambda text, **_: (text, True)
 
 ROOT = Path(__file__).parents[1]
 _names = itertools.count()

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tool_cases import ROOT, command
+from tool_cases import command
+
+pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
+
+from detection_cases import ROOT
 
 from swinv2_moe.detection.shapes import Options, make_shapes
-
-pytestmark = pytest.mark.skipif(not find_spec("mmdet"), reason="the detection extra is not installed (make detection)")
 
 CONFIGS = ROOT / "configs/detection/shapes"
 SMALL = ["train_dataloader.dataset.times=1", "train_cfg.max_epochs=1", "train_cfg.val_interval=1"]
