@@ -19,10 +19,10 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).parents[1]
 DEADLINE = 60  # seconds for processes to end; they take a few
 # One server imports all this once and forks a clean child for every rank: a fraction of spawn's start-up time, and none
-# of the trouble of forking this process, whose threads do not survive it.
-multiprocessing.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.utils.tensorboard", "torchvision", "sklearn.datasets", "swinv2_moe.engine"]
-)
+# of the trouble of forking this process, whose threads do not survive it. The modules of tests need the last two.
+_PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.utils.tensorboard", "torchvision"]
+_PRELOADED += ["sklearn.datasets", "swinv2_moe.engine", "hypothesis", "pytest"]
+multiprocessing.set_forkserver_preload(_PRELOADED)
 
 
 def run_on_processes(function: Callable, num_processes: int, store: Path, *args, seconds: float) -> None:

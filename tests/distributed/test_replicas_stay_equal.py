@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -106,10 +107,6 @@ def check_fifty_steps(rank: int, seed: int, shard: bool) -> None:
         assert_equal_on(dist.group.WORLD, bits(trainer, shared), 4)
 
 
-def fifty_steps(rank: int) -> None:
-    for seed, shard in [(0, False), (1, True)]:
-        check_fifty_steps(rank, seed, shard)
-
-
-def test_replicas_stay_equal(run_processes):
-    run_processes(fifty_steps, 4)
+@pytest.mark.parametrize(("seed", "shard"), [(0, False), pytest.param(1, True, marks=pytest.mark.slow)])
+def test_replicas_stay_equal(seed, shard, run_processes):
+    run_processes(check_fifty_steps, 4, seed, shard)
