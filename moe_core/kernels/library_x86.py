@@ -1,5 +1,6 @@
 """The C++ kernels for x86 CPUs, compiled with $CXX (g++) when first needed: once, into the user's cache directory."""
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -7,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import subprocess
 import tempfile
 from ctypes import c_long, c_void_p
@@ -72,8 +74,9 @@ def library() -> ctypes.CDLL | None:
 
 def _compiled() -> Path:
     """The library for these sources, compiler and flags; of several processes one compiles it."""
-    compiler = [os.environ.get("CXX", "g++"), *_FLAGS]
-    version = subprocess.run([compiler[0], "--version"], check=True, capture_output=True, text=True).stdout
+    program = shlex.split(os.environ.get("CXX") or "g++")
+    version = subprocess.run([*program, "--version"], check=True, capture_output=True, text=True).stdout
+    compiler = [*program, *_FLAGS]
     key = "\n".join([platform.machine(), version, *compiler, *(source.read_text() for source in _SOURCES)])
     directory = _cache_directory()
     library = directory / f"x86-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
@@ -89,10 +92,17 @@ def _compiled() -> Path:
 
 
 def _cache_directory() -> Path:
-    try:
-        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_core"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / ".lock").touch()
-    except (OSError, RuntimeError):  # a container's user may have no home, which Path.home reports as the latter
-        return Path(tempfile.mkdtemp(prefix="moe_core-"))
+    """In the user's; where that cannot be written, a temporary one that all of the user's processes share."""
+    with contextlib.suppress(OSError, RuntimeError):  # a container's user may have no home: Path.home raises the latter
+        return _writable(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_core")
+    directory = Path(tempfile.gettempdir(), f"moe_core-{os.getuid()}")
+    with contextlib.suppress(OSError):
+        if _writable(directory).lstat().st_uid == os.getuid():  # else somebody else's library would be run
+            return directory
+    return Path(tempfile.mkdtemp(prefix="moe_core-"))
+
+
+def _writable(directory: Path) -> Path:
+    directory.mkdir(0o700, parents=True, exist_ok=True)
+    (directory / ".lock").touch()
     return directory

@@ -2,8 +2,11 @@
 
 # N rows, M model dim, H hidden dim
 
+import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -236,12 +239,16 @@ cp {library} "$2"
 """
 
 
-def test_processes_compile_it_once_among_them(tmp_path):
-    inputs([1], 1, 1, DTYPES[0])
-    compiler = tmp_path / "compiler"
+def fake_compiler(directory: Path) -> Path:
+    compiler = directory / "compiler"
     compiler.write_text(COMPILER.format(library=library_x86._compiled()))
     compiler.chmod(0o755)
-    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "CXX": str(compiler)}
+    return compiler
+
+
+def test_processes_compile_it_once_among_them(tmp_path):
+    inputs([1], 1, 1, DTYPES[0])
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "CXX": str(fake_compiler(tmp_path))}
     printed = run(2, **environment)
     assert sum("compiling" in text for text in printed) == 1
     assert len(list((tmp_path / "moe_core").glob("*.so"))) == 1
@@ -255,16 +262,39 @@ def test_without_a_compiler_experts_run_in_torch_and_one_line_says_so(tmp_path):
     assert "no-such-compiler" in printed
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
+
+
+def test_where_a_cache_cannot_be_written_processes_share_a_temporary_one(temporary, tmp_path, monkeypatch):
     (tmp_path / "moe_core").write_text("a file, where a directory should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    directory = library_x86._cache_directory()
-    assert directory.is_dir()
-    assert tmp_path not in directory.parents
+    first, second = library_x86._cache_directory(), library_x86._cache_directory()
+    assert first == second
+    assert first.parent == temporary
+    assert first.stat().st_mode & 0o077 == 0
 
 
-def test_a_user_without_a_home_gets_a_directory(monkeypatch):
+def test_a_user_without_a_home_gets_a_directory(temporary, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
-    assert library_x86._cache_directory().is_dir()
+    assert library_x86._cache_directory().parent == temporary
+
+
+def test_a_temporary_directory_of_somebody_else_is_not_trusted(temporary, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    (temporary / f"moe_core-{os.getuid() + 1}").mkdir()
+    monkeypatch.setattr(os, "getuid", Mock(return_value=os.getuid() + 1))
+    assert library_x86._cache_directory().name != f"moe_core-{os.getuid()}"
+
+
+def test_a_compiler_may_have_arguments(tmp_path):
+    inputs([1], 1, 1, DTYPES[0])
+    compiler = fake_compiler(tmp_path)
+    (printed,) = run(XDG_CACHE_HOME=str(tmp_path), PATH="/usr/bin:/bin", CXX=f"env {compiler}")
+    assert "does not compile" not in printed
