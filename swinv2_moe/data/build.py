@@ -1,6 +1,7 @@
 """`build_data(config, rank, world_size)`: the one entry from a configuration to loaders."""
 
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from yacs.config import CfgNode
 
-from swinv2_moe.data.datasets import ImageDataset, collate
+from swinv2_moe.data.datasets import Batch, ImageDataset, collate
 from swinv2_moe.data.samplers import Order, TrainSampler, ValSampler, shard_order
 from swinv2_moe.data.shards import ShardedImages
 from swinv2_moe.data.sources import Source, load_sources
@@ -90,19 +91,26 @@ def _shard_order(config: CfgNode, source: Source) -> Order | None:
 
 def _loader(config: CfgNode, dataset: ImageDataset, sampler: Sampler[int]) -> DataLoader:
     """Workers are started for each epoch, so that they get the dataset with its epoch; torch gives each one thread."""
-    return DataLoader(
+    return _Loader(
         dataset,
         batch_size=config.DATA.BATCH_SIZE,
         sampler=sampler,
         num_workers=0 if config.DATA.DATASET == "digits" else config.DATA.NUM_WORKERS,  # digits lie in memory
         collate_fn=collate,
-        worker_init_fn=_ignore_stop_signals,
         pin_memory=config.DATA.PIN_MEMORY and config.DEVICE != "cpu" and torch.cuda.is_available(),
         generator=torch.Generator().manual_seed(config.SEED),  # or each epoch would draw from the global one
     )
 
 
-def _ignore_stop_signals(worker: int) -> None:
-    """Schedulers signal every process of a job; the run needs its workers until it has saved, and then ends them."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+class _Loader(DataLoader):
+    """Its workers hear no signal that makes a run save.
+
+    Schedulers signal every process of a job; the run needs its workers until it has saved, and then ends them.
+    """
+
+    def __iter__(self) -> Iterator[Batch]:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
+        try:
+            return super().__iter__()  # from their first moment on: processes inherit the mask
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -123,12 +123,17 @@ def test_workers_outlive_the_signals_that_make_a_run_save(folder_config):
     """A scheduler signals every process of a job; torch's workers would end, and their run with an error."""
     data = build_data(folder_config(DATA__NUM_WORKERS=2))
     batches = iter(data.train_loader)
-    first = next(batches)  # the workers are at work
-    for worker in batches._workers:
-        os.kill(worker.pid, signal.SIGTERM)
-        os.kill(worker.pid, signal.SIGUSR1)
+
+    def signal_workers():
+        for worker in batches._workers:
+            os.kill(worker.pid, signal.SIGTERM)
+            os.kill(worker.pid, signal.SIGUSR1)
+
+    signal_workers()  # which have hardly begun
+    assert next(batches).images.shape == (4, 3, 16, 16)
+    signal_workers()
     assert 1 + len(list(batches)) == len(data.train_loader) > 2
-    assert first.images.shape == (4, 3, 16, 16)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
 def test_batch_types(folder_config):
