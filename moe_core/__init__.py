@@ -7,6 +7,7 @@
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
 from moe_core.config import ExpertShard, MoEConfig
 from moe_core.derived import Derived
+from moe_core.files import open_regular
 from moe_core.kernels import release_buffers
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.training import (
@@ -33,6 +34,7 @@ __all__ = [
     "load_strategy_decisions",
     "load_tensors",
     "moe_layers",
+    "open_regular",
     "release_buffers",
     "save_tensors",
     "strategy_decisions",

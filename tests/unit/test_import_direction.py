@@ -14,12 +14,13 @@ ENGINE_ROOM = {"torch", "triton", "safetensors"}  # all that moe_core needs besi
 # A module belongs to the longest prefix here that names it, and may import what that one lists, and itself.
 BASICS = [
     *("moe_core.config", "moe_core.precision", "moe_core.derived", "moe_core.losses", "moe_core.kernels"),
+    "moe_core.files",
     *("moe_core.parallel.groups", "moe_core.parallel.strategy"),
 ]
 PARTS = ["moe_core.router", "moe_core.dispatch", "moe_core.experts", "moe_core.parallel"]
 # What the other packages may import from.
 PUBLIC = ("moe_core", *(f"moe_core.{part}" for part in ("parallel", "cost_model", "checkpoint", "export", "tutel")))
-SHARED = ["moe_core", "swinv2_moe.errors", "swinv2_moe.config"]
+SHARED = ["moe_core", "swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config"]
 MODELS_AND_DATA = [*SHARED, "swinv2_moe.models", "swinv2_moe.data"]
 ALLOWED = {
     "moe_core": ["moe_core"],  # what stands on the layer: training, checkpoint, __init__
@@ -33,10 +34,11 @@ ALLOWED = {
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],
     "swinv2_moe.plots": ["swinv2_moe.errors"],
-    "swinv2_moe.config": ["swinv2_moe.errors", "swinv2_moe.config_checks"],
+    "swinv2_moe.files": ["moe_core"],
+    "swinv2_moe.config": ["swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config_checks"],
     "swinv2_moe.config_checks": ["swinv2_moe.errors"],
     "swinv2_moe.models": SHARED,
-    "swinv2_moe.data": ["swinv2_moe.errors", "swinv2_moe.config"],
+    "swinv2_moe.data": ["swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config"],
     "swinv2_moe.engine": MODELS_AND_DATA,
     "swinv2_moe.detection": [*MODELS_AND_DATA, "swinv2_moe.engine", "swinv2_moe.plots"],
     "swinv2_moe.measure": [*MODELS_AND_DATA, "swinv2_moe.engine", "swinv2_moe.plots"],
