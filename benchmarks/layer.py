@@ -27,7 +27,7 @@ from peers import BUILT_IN, libraries, routed
 from results_file import Table, publish
 from torch import Tensor, nn
 
-from moe_core import MoEConfig, MoELayer
+from moe_core import MoEConfig, MoELayer, prepared
 from swinv2_moe.measure.rounds import Times, interleaved, median_and_spread, ratios
 
 SHAPES = {
@@ -134,7 +134,7 @@ class Case:
         x = self.x.detach()
         for module in self.modules:
             module.eval()
-        with torch.no_grad():
+        with prepared(self.layer), torch.no_grad():
             forward = interleaved({name: partial(run, x) for name, run in self.alternatives.items()}, rounds)
         for module in self.modules:
             module.train()

@@ -67,7 +67,7 @@ def pieces(layer: MoELayer, x: Tensor, dtype: torch.dtype) -> dict[str, tuple[Ca
     }
     if fused_ffn.takes(tokens, config.kernels):  # what the layer does in place of the three before
         parts["dispatch to combine as one"] = (
-            lambda: layer.experts.between_tokens(tokens, gates, plan),
+            lambda: layer.experts(tokens, plan.offsets, gates=gates, plan=plan),
             [tokens, gates, *weights],
         )
     return parts

@@ -28,7 +28,7 @@ from moe_core import MoELayer
 from swinv2_moe.command import run_command
 from swinv2_moe.engine.distributed import World, open_world
 from swinv2_moe.measure.rounds import interleaved, synchronize
-from swinv2_moe.measure.throughput import Options, combinations, headline, prepare
+from swinv2_moe.measure.throughput import Options, combinations, headline, prepare, prepared_for_inference
 
 # Kinds, by an operator's name. Of operators that call each other the outermost with a kind decides.
 EXPERTS, EXPERTS_REST, PRODUCTS = "experts: products", "experts: besides", "other matrix products"
@@ -113,12 +113,13 @@ def measure(mode: str, configs: list, rounds: int, passes: int, world: World) ->
     """For the model with experts and the dense one, the shares of a pass and its milliseconds."""
     subjects = {name: prepare(mode, config, world) for name, config in zip(("experts", "dense"), configs, strict=True)}
     runs = {name: subject.run for name, subject in subjects.items()}
-    times = interleaved(runs, rounds)
     found = {}
-    for name, run in runs.items():
-        parts, milliseconds = profiled(run, passes, world.device)
-        # the profiler slows a host that launches kernels; where the host computes, both have to be of the same passes
-        found[name] = parts, statistics.median(times[name]) if world.device.type == "cuda" else milliseconds
+    with prepared_for_inference(subjects.values()):
+        times = interleaved(runs, rounds)
+        for name, run in runs.items():
+            parts, milliseconds = profiled(run, passes, world.device)
+            # the profiler slows a host that launches kernels; where the host computes, both are of the same passes
+            found[name] = parts, statistics.median(times[name]) if world.device.type == "cuda" else milliseconds
     return found
 
 

@@ -70,7 +70,7 @@ def main(command: Sequence[str] | None = None) -> None:
 
         def between(tiles: tuple[Tile | None, Tile | None], layer=layer, x=x, gates=gates, plan=plan) -> Tensor:
             triton_ffn.tiles = lambda *sizes: tuple(new or old for new, old in zip(tiles, in_use(*sizes), strict=True))
-            return layer.experts.between_tokens(x, gates, plan)
+            return layer.experts(x, plan.offsets, gates=gates, plan=plan)
 
         def apart(layer=layer, x=x, gates=gates, plan=plan) -> Tensor:
             return combine(layer.experts(dispatch(x, plan), plan.offsets), gates, plan)

@@ -18,7 +18,7 @@ from timm.models.swin_transformer_v2 import WindowAttention
 from swinv2_moe.command import run_command
 from swinv2_moe.engine.distributed import open_world
 from swinv2_moe.measure.rounds import Times, interleaved, median_and_spread, ratios
-from swinv2_moe.measure.throughput import Options, Subject, combinations, prepare
+from swinv2_moe.measure.throughput import Options, Subject, combinations, prepare, prepared_for_inference
 from swinv2_moe.models.attention import FusedWindowAttention
 
 TOLERANCE = 1e-4  # in fp32, of the largest value
@@ -60,7 +60,8 @@ def main() -> None:
                     with eager():
                         subject.run()
 
-                times = interleaved({"ours": subject.run, "timm": by_timm}, args.rounds)
+                with prepared_for_inference([subject]):
+                    times = interleaved({"ours": subject.run, "timm": by_timm}, args.rounds)
             name = f"{mode}, batch {combination.batch_size}, {combination.dtype}"
             speeds = {k: Times((1e3 * combination.batch_size / ms for ms in t), t.run) for k, t in times.items()}
             speedup = ratios(speeds["ours"], speeds["timm"])

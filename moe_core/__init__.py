@@ -6,10 +6,10 @@
 
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
 from moe_core.config import ExpertShard, MoEConfig
-from moe_core.derived import Derived
 from moe_core.files import open_regular
 from moe_core.kernels import release_buffers
 from moe_core.layer import MoELayer, RoutingStats
+from moe_core.prepared import PreparedValue, prepared
 from moe_core.training import (
     average_expert_gradients,
     clip_gradients,
@@ -21,10 +21,10 @@ from moe_core.training import (
 )
 
 __all__ = [
-    "Derived",
     "ExpertShard",
     "MoEConfig",
     "MoELayer",
+    "PreparedValue",
     "RoutingStats",
     "average_expert_gradients",
     "clip_gradients",
@@ -35,6 +35,7 @@ __all__ = [
     "load_tensors",
     "moe_layers",
     "open_regular",
+    "prepared",
     "release_buffers",
     "save_tensors",
     "strategy_decisions",

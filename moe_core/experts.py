@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core.config import ExpertShard, MoEConfig
-from moe_core.derived import Derived
 from moe_core.kernels import empty, expert_ffn, moe_ffn, pack_weights
 from moe_core.precision import expert_dtype
+from moe_core.prepared import PreparedValue
 
-_MOST_COPIED = 1 << 28  # bytes of weights that evaluation may hold twice in one dtype
+_MOST_COPIED = 1 << 28  # bytes of weights that `prepared` may hold twice in one dtype
 _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
@@ -38,7 +38,7 @@ class Experts(nn.Module):
     def __init__(self, config: MoEConfig, shard: ExpertShard | None = None, device=None) -> None:
         super().__init__()
         self.config, self.shard = config, shard or config.shard(0, 1)
-        self._copies: Derived[ExpertWeights] = Derived()  # of the parameters, in evaluation's dtype
+        self._copies: PreparedValue[ExpertWeights] = PreparedValue()  # of the parameters, as a kernel reads them
         self.activation = _ACTIVATIONS[config.activation]
         experts, hidden = self.shard.num_experts, config.hidden_dim // self.shard.num_parts
         has_b1, has_b2 = config.bias, config.bias and config.output_bias
@@ -71,53 +71,63 @@ class Experts(nn.Module):
                         tensor[e].copy_(whole.chunk(self.shard.num_parts)[self.shard.part])
 
     def weights(self, dtype: torch.dtype, gather: Callable[[Tensor], Tensor] | None = None) -> ExpertWeights:
-        """What to compute with in `dtype`; `gather` joins each parameter with those of the ranks that share it.
+        """What to compute with in `dtype`. Read it within the module's call, after its hooks.
 
-        The parameters themselves, which the kernel casts, or in evaluation copies in `dtype` that last: without
-        gradients they may be in an order that only the kernel can read. Then there are copies in the parameters' own
-        dtype, too, if they are not large.
+        These are the parameters, which the kernel casts; within `prepared`, copies of them (`_copy`). `gather` joins
+        each parameter with those of the ranks that share it.
         """
-        parameters = (self.w1, self.b1, self.w2, self.b2)
+        parameters = ExpertWeights(self.w1, self.b1, self.w2, self.b2)
         if gather is not None:
             return ExpertWeights(*(None if p is None else gather(p) for p in parameters))
-        cast_needed, forward_alone = dtype != self.w1.dtype, not torch.is_grad_enabled()
-        packing = forward_alone and self.config.kernels != "torch"
-        worth_copying = cast_needed or (packing and self.w1.nbytes + self.w2.nbytes < _MOST_COPIED)
-        if not worth_copying:
-            self._copies.clear()  # a fused optimiser may follow, see Derived
-            return ExpertWeights(*parameters)
-
-        def cast(p: Tensor | None) -> Tensor | None:
-            return p if p is None or not cast_needed else empty(p.shape, dtype, p.device, reuse=False).copy_(p)
-
-        def copies() -> ExpertWeights:
-            packed = pack_weights(self.w1, self.w2, dtype) if packing else None
-            w1, w2 = packed or (cast(self.w1), cast(self.w2))
-            return ExpertWeights(w1, cast(self.b1), w2, cast(self.b2))
-
-        key = (dtype, forward_alone)
+        w1, w2 = parameters.w1, parameters.w2
+        forward_only = not torch.is_grad_enabled()
+        packing = forward_only and self.config.kernels != "torch"
+        if dtype == w1.dtype and not (packing and w1.nbytes + w2.nbytes < _MOST_COPIED):
+            return parameters
         sources = [p for p in parameters if p is not None]
-        return self._copies.get(self, sources, key, copies) or ExpertWeights(*parameters)
+        key = (dtype, forward_only, w1.device)
+        copies = self._copies.get(sources, key, lambda: _copy(parameters, dtype, packing))
+        return copies or parameters
 
-    def train(self, mode: bool = True) -> "Experts":
-        self._copies.clear()
-        return super().train(mode)
-
-    def forward(self, rows: Tensor, offsets: Tensor, weights: ExpertWeights | None = None) -> Tensor:
-        """rows [N, M] grouped by expert, offsets [E] where each expert's rows end -> [N, M]."""
-        dtype = expert_dtype(rows)
-        w1, b1, w2, b2 = weights or self.weights(dtype)
-        dropout = self.config.hidden_dropout if self.training else 0.0
-        config = self.config
-        return expert_ffn(rows.to(dtype), w1, b1, w2, b2, offsets, config.activation, dropout, config.kernels)
-
-    def between_tokens(
-        self, tokens: Tensor, gates: Tensor, plan: Sequence[Tensor | None], weights: ExpertWeights | None = None
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        weights: Callable[[], ExpertWeights] | None = None,
+        gates: Tensor | None = None,
+        plan: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """tokens [T, M], gates [T, K], a DispatchPlan -> [T, M]: dispatch, forward and combine in one op."""
-        w1, b1, w2, b2 = weights or self.weights(tokens.dtype)
-        dropout = self.config.hidden_dropout if self.training else 0.0
-        return moe_ffn(tokens, gates, w1, b1, w2, b2, *plan[:4], self.config.activation, dropout)
+        """Each row through its expert.
+
+        Args:
+            x: rows [N, M] grouped by expert; with `gates` and `plan`, tokens [T, M].
+            offsets: [E], where each expert's rows end.
+            weights: reads what to compute with; called here, so that hooks of this module have run. None: `weights()`.
+            gates, plan: gate values [T, K] and a DispatchPlan. Dispatch and combine are then parts of the same op.
+
+        Returns:
+            Like x.
+        """
+        dtype = x.dtype if plan is not None else expert_dtype(x)
+        w1, b1, w2, b2 = self.weights(dtype) if weights is None else weights()
+        config = self.config
+        dropout = config.hidden_dropout if self.training else 0.0
+        if plan is not None:
+            return moe_ffn(x, gates, w1, b1, w2, b2, *plan[:4], config.activation, dropout)
+        return expert_ffn(x.to(dtype), w1, b1, w2, b2, offsets, config.activation, dropout, config.kernels)
+
+
+def _copy(weights: ExpertWeights, dtype: torch.dtype, pack: bool) -> ExpertWeights:
+    """Copies in `dtype`; with `pack`, w1 and w2 in the order that a kernel without gradients reads, if there is one."""
+
+    def cast(weight: Tensor | None) -> Tensor | None:
+        if weight is None or weight.dtype == dtype:
+            return weight
+        return empty(weight.shape, dtype, weight.device, reuse=False).copy_(weight)
+
+    packed = pack_weights(weights.w1, weights.w2, dtype) if pack else None
+    w1, w2 = packed or (cast(weights.w1), cast(weights.w2))
+    return ExpertWeights(w1, cast(weights.b1), w2, cast(weights.b2))
 
 
 def _initial(shape: tuple[int, ...], std: float | None, fan_in: int, generator: torch.Generator) -> Tensor:

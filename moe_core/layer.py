@@ -2,6 +2,7 @@
 
 # T tokens, E experts, K top-k, N kept rows, M model dim
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_core.config import MoEConfig, expert_capacity
 from moe_core.dispatch import DispatchPlan, combine, dispatch, make_plan
-from moe_core.experts import Experts
+from moe_core.experts import Experts, ExpertWeights
 from moe_core.kernels import fused_ffn
 from moe_core.parallel import ExpertGroup, ParallelStrategy
 from moe_core.parallel.gather import strategy_weights
@@ -165,9 +166,9 @@ class MoELayer(nn.Module):
         experts, kernels = self.experts, self.config.kernels
         stay = self.group.size == 1 or strategy.r == 0  # no row leaves this rank
         if isinstance(experts, Experts):
-            weights = strategy_weights(experts, self.config.num_experts, self.group, strategy.r, tokens.dtype)
+            weights = self._shared_weights(strategy, tokens.dtype)
             if stay and fused_ffn.takes(tokens, kernels):
-                return experts.between_tokens(tokens, gates, plan, weights)
+                return experts(tokens, plan.offsets, weights=weights, gates=gates, plan=plan)
             experts = partial(experts, weights=weights)
         if stay:
             rows = _apply(experts, dispatch(tokens, plan, kernels), plan.offsets)
@@ -176,6 +177,16 @@ class MoELayer(nn.Module):
         rows = dispatch(tokens, pipeline.plan, kernels)  # [r * N, M]
         rows = pipeline.run(rows, partial(_apply, experts))
         return combine(rows, gates.repeat_interleave(strategy.r, 1), pipeline.plan, kernels)
+
+    def _shared_weights(self, strategy: ParallelStrategy, dtype: torch.dtype) -> Callable[[], ExpertWeights] | None:
+        """Reads the experts' weights from the ranks that share them; once, however many chunks are computed with them.
+
+        Called within the experts' own call. None: this rank's own are all that is needed.
+        """
+        if self.group.size == 1:
+            return None
+        read = partial(strategy_weights, self.experts, self.config.num_experts, self.group, strategy.r, dtype)
+        return functools.cache(read)
 
     def _through_experts_tuned(
         self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, top_k: int, capacity: int | None

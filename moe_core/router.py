@@ -52,7 +52,7 @@ class CosineRouter(nn.Module):
     def __init__(self, config: MoEConfig, device=None) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.empty(1, device=device))
-        self.projector = nn.Linear(config.model_dim, self.PROJECTED_DIM, device=device)
+        self.projector = _WideLinear(config.model_dim, self.PROJECTED_DIM, device=device)
         self.sim_matrix = nn.Parameter(torch.empty(self.PROJECTED_DIM, config.num_experts, device=device))
         self.reset_parameters()
 
@@ -62,11 +62,18 @@ class CosineRouter(nn.Module):
         nn.init.normal_(self.sim_matrix, std=0.01)
 
     def forward(self, x: Tensor) -> Tensor:
-        projected = F.linear(x, self.projector.weight.to(x.dtype), self.projector.bias.to(x.dtype))
+        projected = self.projector(x)
         # Divided by the length afterwards, where a token has E numbers; 1e-12 is F.normalize's
         length = projected.norm(dim=1, keepdim=True).clamp(min=1e-12)
         cosine = projected @ F.normalize(self.sim_matrix.to(x.dtype), dim=0) / length
         return cosine * self.temperature.to(x.dtype).clamp(max=self.MAX_TEMPERATURE).exp()
+
+
+class _WideLinear(nn.Linear):
+    """nn.Linear in the dtype of its input, whatever that of its parameters is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
 def make_router(config: MoEConfig, device=None) -> nn.Module:
@@ -110,7 +117,24 @@ def _route_by_torch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """gates and ids [T, K], probs [T, E], the loss's sums [2, E]; `kernels.routing.route` is held to it."""
     probs = noisy.softmax(-1)
-    # max: several times cheaper than a topk of one
-    gates, ids = probs.max(-1, keepdim=True) if top_k == 1 else probs.topk(top_k)
-    sums = expert_sums(loss, logits, noisy, probs, ids, noise_std)
-    return gates / gates.sum(-1, keepdim=True) if normalize else gates, ids, probs, sums
+    ids = _largest(noisy.detach(), top_k)
+    gates = probs.gather(1, ids)
+    if normalize:
+        gates = gates / gates.sum(-1, keepdim=True)
+    return gates, ids, probs, expert_sums(loss, logits, noisy, probs, ids, noise_std)
+
+
+def _largest(logits: Tensor, top_k: int) -> Tensor:
+    """Indices [T, K] of the largest logits [T, E], in falling order; NaN counts as infinity.
+
+    Of equal logits the lowest index comes first. `torch.topk` does not promise that, `Tensor.max` does. By logits, not
+    probabilities: rounding makes some of these equal.
+    """
+    # -inf marks the experts that are chosen already, so that no logit may have that value.
+    remaining = logits.nan_to_num(nan=math.inf, posinf=math.inf, neginf=torch.finfo(logits.dtype).min)
+    ids = []
+    for k in range(top_k):
+        if k > 0:
+            remaining = remaining.scatter(1, ids[-1], -math.inf)
+        ids.append(remaining.max(1, keepdim=True).indices)
+    return torch.cat(ids, 1)

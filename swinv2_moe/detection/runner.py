@@ -9,16 +9,17 @@ from mmengine.device import get_device
 from mmengine.dist import broadcast
 from mmengine.model import is_model_wrapper
 from mmengine.registry import RUNNERS
-from mmengine.runner import Runner
+from mmengine.runner import BaseLoop, Runner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_core import expert_parameters, moe_layers
+from moe_core import expert_parameters, moe_layers, prepared
 from swinv2_moe.engine import checkpoint
 from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.optim import restore_optimizer
 from swinv2_moe.errors import UserError
+from swinv2_moe.models import frozen_moe
 
 
 @RUNNERS.register_module()
@@ -54,6 +55,15 @@ class MoERunner(Runner):
             "find_unused_parameters": self.cfg.get("find_unused_parameters", False),
         }
         return super().wrap_model(wrapper, model)
+
+    def build_train_loop(self, loop) -> BaseLoop:
+        return run_prepared(super().build_train_loop(loop), frozen_moe(self.model))
+
+    def build_val_loop(self, loop) -> BaseLoop:
+        return run_prepared(super().build_val_loop(loop), self.model)
+
+    def build_test_loop(self, loop) -> BaseLoop:
+        return run_prepared(super().build_test_loop(loop), self.model)
 
     def _init_model_weights(self) -> None:
         self.detector.init_weights()
@@ -117,6 +127,18 @@ class MoERunner(Runner):
         if sharded_experts(self.detector):
             raise UserError("a .pth would hold this rank's experts alone: with expert_parallel use ExpertStoreHook")
         super().save_checkpoint(*args, **kwargs)
+
+
+def run_prepared(loop: BaseLoop, model: nn.Module) -> BaseLoop:
+    """The loop, which from now on runs within `moe_core.prepared(model)`."""
+    run = loop.run
+
+    def run_within() -> object:
+        with prepared(model):
+            return run()
+
+    loop.run = run_within
+    return loop
 
 
 def sharded_experts(model: nn.Module) -> dict[str, nn.Parameter]:

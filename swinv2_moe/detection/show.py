@@ -18,7 +18,7 @@ from PIL import Image
 from torch import nn
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from moe_core import moe_layers
+from moe_core import moe_layers, prepared
 from swinv2_moe.data.images import decode, to_mode
 from swinv2_moe.detection.run import build_detector
 from swinv2_moe.engine.routing import expert_colours, record_choices
@@ -55,11 +55,12 @@ def show(
     detector = build_detector(config, checkpoint)
     meta = config.test_dataloader.dataset.get("metainfo") or detector.dataset_meta
     pipeline = Compose(_pipeline(config))
-    for file, name in zip(files, _names(files), strict=True):
-        photo = _read(file)
-        found, experts = _look(detector, pipeline, photo, threshold)
-        save_png(draw(photo, found, experts, meta), output / name)
-        yield output / name, len(found.scores)
+    with prepared(detector):
+        for file, name in zip(files, _names(files), strict=True):
+            photo = _read(file)
+            found, experts = _look(detector, pipeline, photo, threshold)
+            save_png(draw(photo, found, experts, meta), output / name)
+            yield output / name, len(found.scores)
 
 
 def image_files(names: Sequence[str]) -> list[Path]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_core import prepared
 from swinv2_moe.data import IGNORE, Batch
 from swinv2_moe.engine.distributed import World
 
@@ -86,7 +87,8 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        yield
+        with prepared(model):
+            yield
     finally:
         for module, mode in modes.items():
             module.training = mode

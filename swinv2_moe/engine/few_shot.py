@@ -31,6 +31,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 from yacs.config import CfgNode
 
+from moe_core import prepared
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.engine.deployed import open_deployed
@@ -128,16 +129,17 @@ def extract_features(
     """
     model.eval()
     features, targets, unreadable = [], [], []
-    for images, labels, bad in loader:
-        with autocast():
-            maps = model.forward_features(images.to(world.device, non_blocking=True))
-            pooled = model.forward_head(maps, pre_logits=True)  # [B, D]
-        labels = world.gather_rows(labels.to(world.device))  # [B * W]
-        counted = labels >= 0  # neither padding nor unreadable
-        features.append(world.gather_rows(pooled.float())[counted])
-        targets.append(labels[counted])
-        unreadable += bad
-        after_batch()
+    with prepared(model):
+        for images, labels, bad in loader:
+            with autocast():
+                maps = model.forward_features(images.to(world.device, non_blocking=True))
+                pooled = model.forward_head(maps, pre_logits=True)  # [B, D]
+            labels = world.gather_rows(labels.to(world.device))  # [B * W]
+            counted = labels >= 0  # neither padding nor unreadable
+            features.append(world.gather_rows(pooled.float())[counted])
+            targets.append(labels[counted])
+            unreadable += bad
+            after_batch()
     paths = [path for paths in world.gather(unreadable) for path in paths]
     return Features(torch.cat(features).numpy(), torch.cat(targets).numpy()), paths
 

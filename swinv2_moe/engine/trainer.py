@@ -16,6 +16,7 @@ from moe_core import (
     clip_gradients,
     load_strategy_decisions,
     moe_layers,
+    prepared,
     strategy_decisions,
 )
 from swinv2_moe.config import config_from_text
@@ -32,7 +33,7 @@ from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.stopping import Stopped, StopSignal
 from swinv2_moe.engine.timing import Batches, TimeToTarget
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import SwinTransformerV2MoE
+from swinv2_moe.models import SwinTransformerV2MoE, frozen_moe
 
 
 class Trainer:
@@ -100,8 +101,9 @@ class Trainer:
         if not self.config.COMPILE:  # it would compile once more, for this pass alone
             settle_buckets(self.wrapped, self.model, self.world)
         try:
-            while not self.finished:
-                self._train_and_validate(recorder, saver)
+            with prepared(frozen_moe(self.model)):
+                while not self.finished:
+                    self._train_and_validate(recorder, saver)
         except Stopped as stopped:
             self.stopped_by = str(stopped)
             self.save(saver)

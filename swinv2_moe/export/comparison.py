@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from yacs.config import CfgNode
 
+from moe_core import prepared
 from swinv2_moe.data.datasets import IGNORE, ImageDataset, collate
 from swinv2_moe.data.sources import Source
 from swinv2_moe.export.programs import Program
@@ -63,13 +64,14 @@ def random_batches(config: CfgNode, count: int, batch_size: int) -> Batches:
 def compare(model: nn.Module, program: Program, batches: Batches, device: torch.device) -> Comparison:
     """Both on every batch. The model is in evaluation mode and on `device`, where the program expects its images."""
     rows = []  # [b, 5] of each batch: difference, largest logit, both predictions, target
-    for images, targets in batches():
-        images = images.to(device)
-        logits = [run(images)[: len(targets)].float().cpu() for run in (model, program)]
-        wanted, found = (each - each.mean(1, keepdim=True) for each in logits)
-        predictions = (each.argmax(1) for each in logits)
-        columns = ((found - wanted).abs().amax(1), wanted.abs().amax(1), *predictions, targets)
-        rows.append(torch.stack([column.double() for column in columns], dim=1))
+    with prepared(model):
+        for images, targets in batches():
+            images = images.to(device)
+            logits = [run(images)[: len(targets)].float().cpu() for run in (model, program)]
+            wanted, found = (each - each.mean(1, keepdim=True) for each in logits)
+            predictions = (each.argmax(1) for each in logits)
+            columns = ((found - wanted).abs().amax(1), wanted.abs().amax(1), *predictions, targets)
+            rows.append(torch.stack([column.double() for column in columns], dim=1))
     difference, logit, wanted, found, target = torch.cat(rows).T
     labelled = target != IGNORE
     return Comparison(

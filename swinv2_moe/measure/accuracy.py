@@ -27,7 +27,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
-from moe_core import moe_layers
+from moe_core import moe_layers, prepared
 from swinv2_moe.config import resolve_batch_size
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import load_sources
@@ -292,7 +292,7 @@ class _Subject:
                 self.model(images)
             bar.advance("")
 
-        with self._bar("timing", len(factors) * (WARMUP + ROUNDS)) as bar:
+        with prepared(self.model), self._bar("timing", len(factors) * (WARMUP + ROUNDS)) as bar:
             passes = {str(factor): partial(forward, factor) for factor in factors}
             times = interleaved(passes, ROUNDS, WARMUP, self.world)
         count, found = sum(self.world.gather(len(images))), {}

@@ -162,14 +162,16 @@ def watch(trainer: Trainer, images: Tensor) -> tuple[list[Call], Moves]:
     def layer_begins(layer: MoELayer, args: tuple, options: dict) -> None:
         calls.append(Call(layer, args[0].detach(), options))
 
-    def experts_begin(experts: nn.Module, args: tuple) -> None:
+    def experts_begin(experts: nn.Module, args: tuple, options: dict) -> None:
         rows, offsets = args
+        if options.get("plan") is not None:  # they are tokens, and dispatch is a part of the experts' op
+            rows = rows.index_select(0, options["plan"].choices // options["gates"].shape[1])
         calls[-1].chunks.append((rows[: int(offsets[-1])].detach().clone(), offsets))  # none past the experts' rows
 
     hooks = []
     for layer in moe_layers(trainer.model).values():
         hooks.append(layer.register_forward_pre_hook(layer_begins, with_kwargs=True))
-        hooks.append(layer.experts.register_forward_pre_hook(experts_begin))
+        hooks.append(layer.experts.register_forward_pre_hook(experts_begin, with_kwargs=True))
     with _Moves() as moves, trainer.autocast():
         trainer.model.forward_with_aux(images)
     for hook in hooks:

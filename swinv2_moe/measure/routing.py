@@ -25,7 +25,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from moe_core import moe_layers
+from moe_core import moe_layers, prepared
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import ImageFiles, Source, load_sources
 from swinv2_moe.engine.deployed import Deployed, open_deployed
@@ -232,7 +232,7 @@ def _files(names: Sequence[str]) -> ImageFiles:
 def _paint_all(model: nn.Module, source: Source, deployed: Deployed, must_be_readable: bool) -> list[np.ndarray]:
     """The images, and these painted by each layer's choices: uint8 [N, s, s, 3] each."""
     data, parts = deployed.config.DATA, []
-    with record_choices(model) as choices:
+    with prepared(model), record_choices(model) as choices:
         for images, _, unreadable in evaluation_loader(deployed.config, source):
             if must_be_readable and unreadable:
                 raise UserError(f"--images {unreadable[0]}: cannot be read as an image")
@@ -251,6 +251,7 @@ def _count(
     unreadable = UnreadableImages(len(source), config.DATA.MAX_BAD_SHARE)
     loader, console, classes = evaluation_loader(config, source), Console(), []
     with (
+        prepared(model),
         record_choices(model) as choices,
         Bar(console, "validation images", len(loader), 0, visible=console.is_terminal) as bar,
     ):

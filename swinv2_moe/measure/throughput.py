@@ -23,7 +23,8 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,7 +33,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from yacs.config import CfgNode
 
-from moe_core import moe_layers
+from moe_core import moe_layers, prepared
 from swinv2_moe.config import load_config
 from swinv2_moe.data import Batch, Data
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
@@ -233,17 +234,28 @@ def _measure(
     torch.compiler.reset()  # or they would count towards dynamo's limit of recompilations
     before = machine(world.device.type)
     subjects = [prepare(combination.mode, config, world) for config in configs]
-    first = [_seconds(subject.run) for subject in subjects]
-    memory = [world.gather(working_memory(subject.run, world.device)) for subject in subjects]
-    peaks = [None if None in found else max(found) for found in memory]
     product, flops = matrix_product(getattr(torch, combination.dtype), world.device)
     alternatives = {"moe": subjects[0].run, "dense": subjects[1].run, "product": product}
-    times = interleaved(alternatives, rounds, warmup, world)
+    with prepared_for_inference(subjects):
+        first = [_seconds(subject.run) for subject in subjects]
+        memory = [world.gather(working_memory(subject.run, world.device)) for subject in subjects]
+        times = interleaved(alternatives, rounds, warmup, world)
+    peaks = [None if None in found else max(found) for found in memory]
     timed = (times["moe"], times["dense"])
     sides = map(Side, timed, sizes, first, peaks, map(_held, subjects))
     routing = world.gather(_routing(subjects[0].model))
     dropped, load = statistics.mean(share for share, _ in routing), max(load for _, load in routing)
     return Row(combination, world.size, before, *sides, times["product"], flops, dropped, load)
+
+
+@contextmanager
+def prepared_for_inference(subjects: Iterable[Subject]) -> Iterator[None]:
+    """`moe_core.prepared` for the subjects whose weights do not change: those without an optimiser."""
+    with ExitStack() as contexts:
+        for subject in subjects:
+            if subject.optimizer is None:
+                contexts.enter_context(prepared(subject.model))
+        yield
 
 
 def prepare(mode: str, config: CfgNode, world: World) -> Subject:

@@ -10,22 +10,22 @@ import torch.nn.functional as F
 from timm.models.swin_transformer_v2 import WindowAttention
 from torch import Tensor, nn
 
-from moe_core import Derived
+from moe_core import PreparedValue
 from swinv2_moe.models import window_attention
 
 
 class FusedWindowAttention(WindowAttention):
     """timm's SwinV2 attention (cosine similarity, log-spaced position bias) as one fused kernel.
 
-    Same parameters, same output within rounding. Source: Swin Transformer V2, arXiv 2111.09883, section 3. In
-    evaluation the position network runs once.
+    Same parameters, same output within rounding. Source: Swin Transformer V2, arXiv 2111.09883, section 3. Within
+    `moe_core.prepared` the position network runs once.
     """
 
     cosine = True  # queries and keys are normalised
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._bias: Derived[Tensor] = Derived()
+        self._bias: PreparedValue[Tensor] = PreparedValue()
 
     @classmethod
     def like(cls, attn: WindowAttention) -> "FusedWindowAttention":
@@ -81,18 +81,14 @@ class FusedWindowAttention(WindowAttention):
         """[h, 1, 1], by which scores are multiplied."""
         return self.logit_scale.clamp(max=math.log(1 / 0.01)).exp()
 
-    def train(self, mode: bool = True) -> "FusedWindowAttention":
-        self._bias.clear()
-        return super().train(mode)
-
     def _position_bias(self, dtype: torch.dtype) -> Tensor:
-        """[h, N, N], that of the last pass where nothing has changed."""
+        """[h, N, N]."""
 
         def compute() -> Tensor:
             return self.position_bias().to(dtype).contiguous()
 
-        sources = (self.relative_coords_table, self.relative_position_index, *self.cpb_mlp.parameters())
-        kept = self._bias.get(self, sources, dtype, compute)
+        device = self.relative_coords_table.device
+        kept = self._bias.get(self.cpb_mlp.parameters(), (dtype, device), compute)
         return compute() if kept is None else kept
 
     def position_bias(self) -> Tensor:

@@ -50,6 +50,11 @@ class MoEMlp(nn.Module):
         return self.__dict__ | {"aux_loss": None}  # part of a graph, which neither copy nor pickle can take
 
 
+def frozen_moe(model: nn.Module) -> nn.ModuleList:
+    """The MoE layers that are not trained: their weights do not change during training, either."""
+    return nn.ModuleList(layer for layer in model.modules() if isinstance(layer, MoEMlp) and layer.frozen)
+
+
 def take_aux_loss(model: nn.Module) -> Tensor:
     """The sum of the auxiliary losses that the forward pass just done has left behind; 0 for a dense model."""
     layers = [module for module in model.modules() if isinstance(module, MoEMlp)]

@@ -12,6 +12,7 @@ from moe_cases import make_layer, owned
 from test_strategies import CLOSE, SHAPE, check, expected_of, tokens_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from moe_core import MoEConfig, MoELayer, average_expert_gradients, expert_parameters
@@ -121,9 +122,16 @@ def leading_dims(layer, x):
     return layer, x.detach().view(len(x), 1, 1, 8).requires_grad_()
 
 
+def pruned(layer, x):
+    """With all of w1 left. It is computed anew in a hook of the experts' call, within the graph of this pass."""
+    if not prune.is_pruned(layer.experts):
+        prune.identity(layer.experts, "w1")
+    return layer, x
+
+
 VARIANTS = {
     "frozen": [inputs_without_gradient, frozen_experts, frozen_experts_and_input, frozen_router, one_weight_trained],
-    "called otherwise": [in_eval_mode, without_grad, in_inference_mode, checkpointed, leading_dims],
+    "called otherwise": [in_eval_mode, without_grad, in_inference_mode, checkpointed, leading_dims, pruned],
 }
 
 

@@ -13,7 +13,7 @@ ENGINE_ROOM = {"torch", "triton", "safetensors"}  # all that moe_core needs besi
 
 # A module belongs to the longest prefix here that names it, and may import what that one lists, and itself.
 BASICS = [
-    *("moe_core.config", "moe_core.precision", "moe_core.derived", "moe_core.losses", "moe_core.kernels"),
+    *("moe_core.config", "moe_core.precision", "moe_core.prepared", "moe_core.losses", "moe_core.kernels"),
     "moe_core.files",
     *("moe_core.parallel.groups", "moe_core.parallel.strategy"),
 ]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block, WindowAttention
 
+from moe_core import prepared
 from swinv2_moe.models.attention import DotProductWindowAttention, FusedWindowAttention
 
 
@@ -90,24 +91,25 @@ def test_the_released_form_by_hand(randomize):
 
 
 @pytest.mark.parametrize("kind", [FusedWindowAttention, DotProductWindowAttention])
-def test_evaluation_keeps_the_position_bias_while_nothing_changes(kind, randomize, monkeypatch):
+def test_the_position_bias_is_kept_within_prepared_alone(kind, randomize, monkeypatch):
     attn, x = randomize(kind(12, (4, 4), 3)).eval(), torch.randn(4, 16, 12)
-    wanted = attn(x)  # with gradients: nothing is kept
     runs = []
     monkeypatch.setattr(attn.cpb_mlp, "forward", lambda t, run=attn.cpb_mlp.forward: runs.append(1) or run(t))
-    with torch.inference_mode():
-        torch.testing.assert_close(attn(x), wanted, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
+        wanted = attn(x)
+        attn(x)
+    assert len(runs) == 2
+    with prepared(attn), torch.inference_mode():
         torch.testing.assert_close(attn(x), wanted, rtol=1e-4, atol=1e-5)
-        assert len(runs) == 1
+        torch.testing.assert_close(attn(x), wanted, rtol=1e-4, atol=1e-5)
+        assert len(runs) == 3
         with torch.autocast("cpu", torch.bfloat16):
             assert attn(x).dtype == torch.bfloat16
-        assert len(runs) == 2
-        attn.cpb_mlp[2].weight.mul_(2)
+        assert len(runs) == 4
+    attn.cpb_mlp[2].weight.data.mul_(2)
+    with prepared(attn), torch.no_grad():
         changed = attn(x)
-        assert torch.equal(attn(x), changed)
-    assert len(runs) == 3
     assert (changed - wanted).abs().max() > 1e-3
-    attn.train()(x)
-    attn(x)
-    assert len(runs) == 5
+    with prepared(attn):
+        attn(x).sum().backward()
+    assert attn.cpb_mlp[2].weight.grad is not None

@@ -1,13 +1,15 @@
-"""The experts' copies in evaluation's dtype, which must never be older than the parameters, and their memory."""
+"""What the experts compute with: never weights of before, and kept copies only within `prepared`; and their memory."""
 
 import copy
 import gc
 import pickle
+import weakref
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
-from moe_core import Derived, MoEConfig
+from moe_core import MoEConfig, MoELayer, prepared
 from moe_core.experts import Experts
 from moe_core.kernels import buffers, ffn_loop, ffn_x86
 
@@ -65,11 +67,31 @@ def replace_data(experts: Experts) -> None:
 
 
 def write_data(experts: Experts) -> None:
-    experts.w1.data.mul_(2)  # no trace of it; a change of mode drops the copies
-    experts.train().eval()
+    experts.w1.data.mul_(2)  # leaves no trace, neither in versions nor in addresses
 
 
-CHANGES = [step, fused_step, load, assign, write_in_place, write_state, replace_data, write_data]
+def fused_step_in_evaluation(experts: Experts) -> None:
+    """Its gradients are of an earlier pass, so that no pass with gradients comes between two evaluations."""
+    fused_optimizer(experts).step()
+
+
+def fused_optimizer(experts: Experts) -> torch.optim.Optimizer:
+    for parameter in experts.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return torch.optim.AdamW(experts.parameters(), lr=0.1, fused=True)
+
+
+CHANGES = [
+    step,
+    fused_step,
+    fused_step_in_evaluation,
+    load,
+    assign,
+    write_in_place,
+    write_state,
+    replace_data,
+    write_data,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -78,6 +100,18 @@ def test_evaluation_follows_every_change_of_the_parameters(change):
     before = evaluated(experts)
     change(experts)
     after = evaluated(experts)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, expected(experts))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_evaluation_follows_a_change_between_two_prepared_contexts(change):
+    experts = make_experts()
+    with prepared(experts):
+        before = evaluated(experts)
+    change(experts)
+    with prepared(experts):
+        after = evaluated(experts)
     assert not torch.equal(after, before)
     assert torch.equal(after, expected(experts))
 
@@ -97,58 +131,119 @@ def test_evaluation_follows_parameters_that_lie_where_others_lay():
     assert not torch.equal(*results)
 
 
-def test_copies_last_while_nothing_changes():
+def test_copies_last_within_the_context_and_not_beyond():
     experts = make_experts()
     with torch.no_grad():
-        assert experts.weights(torch.bfloat16).w1 is experts.weights(torch.bfloat16).w1
-        assert experts.weights(torch.float32).w1 is experts.w1
+        assert experts.weights(torch.bfloat16).w1 is experts.w1  # cast by the kernel
+        with prepared(experts):
+            copy_ = experts.weights(torch.bfloat16).w1
+            assert copy_ is not experts.w1
+            assert experts.weights(torch.bfloat16).w1 is copy_
+            with prepared(experts):
+                assert experts.weights(torch.bfloat16).w1 is copy_
+            assert experts.weights(torch.bfloat16).w1 is copy_
+        assert experts.weights(torch.bfloat16).w1 is experts.w1
+        reference = weakref.ref(copy_)
+        del copy_
+        gc.collect()
+        assert reference() is None
 
 
-def test_another_thread_s_dtype_is_not_taken_for_one_s_own():
-    derived, module = Derived(), torch.nn.Linear(1, 1).eval().requires_grad_(False)
+def test_an_error_ends_the_context():
+    experts = make_experts()
+    with pytest.raises(RuntimeError, match="mine"), prepared(experts):
+        raise RuntimeError("mine")
+    with torch.no_grad():
+        assert experts.weights(torch.bfloat16).w1 is experts.w1
 
-    class Interrupted(str):
-        """While this key is compared, another thread computes with its own."""
 
-        def __eq__(self, other: object) -> bool:
-            if not isinstance(other, Interrupted):
-                return False
-            assert derived.get(module, module.parameters(), "bf16", lambda: "copies in bf16") == "copies in bf16"
-            return True
-
-        __hash__ = str.__hash__
-
-    for _ in range(2):
-        key = Interrupted("fp32")
-        assert derived.get(module, module.parameters(), key, lambda: "copies in fp32") == "copies in fp32"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prepared_experts_compute_the_same(dtype):
+    torch.manual_seed(0)
+    experts = Experts(MoEConfig(64, 96, 2)).eval()
+    rows = torch.randn(9, 64, dtype=dtype)
+    with torch.no_grad():
+        plain = experts(rows, OFFSETS)
+        with prepared(experts):
+            torch.testing.assert_close(experts(rows, OFFSETS), plain)
 
 
 def test_a_pass_that_learns_takes_the_parameters():
     experts = make_experts()
-    assert experts.weights(torch.bfloat16).w1 is experts.w1  # gradients are on
-    with torch.no_grad():
-        assert experts.train().weights(torch.bfloat16).w1 is experts.w1
+    with prepared(experts):
+        assert experts.weights(torch.bfloat16).w1 is experts.w1  # gradients are on
+        experts(ROWS, OFFSETS).sum().backward()
+    assert all(parameter.grad is not None for parameter in experts.parameters())
 
 
 def test_frozen_experts_compute_with_copies_also_where_the_rows_learn():
     experts = make_experts().requires_grad_(False)
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        experts(ROWS, OFFSETS)
     rows = ROWS.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        experts(rows, OFFSETS).sum().backward()
-    assert experts.weights(torch.bfloat16).w1.dtype == torch.bfloat16
+    with prepared(experts):
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            experts(ROWS, OFFSETS)
+        with torch.autocast("cpu", torch.bfloat16):
+            experts(rows, OFFSETS).sum().backward()
+        assert experts.weights(torch.bfloat16).w1.dtype == torch.bfloat16
     assert rows.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda experts: pickle.loads(pickle.dumps(experts))])
 def test_copies_are_not_copied(duplicate):
     experts = make_experts()
-    before = evaluated(experts)
-    other = duplicate(experts)
-    assert other._copies is not experts._copies
-    assert other._copies._kept is None
+    with prepared(experts):
+        before = evaluated(experts)
+        other = duplicate(experts)
+        with torch.no_grad():
+            assert other.weights(torch.bfloat16).w1 is other.w1
     assert torch.equal(evaluated(other), before)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_traced_layer_computes_with_its_weights(warm):
+    torch.manual_seed(0)
+    layer = MoELayer(MoEConfig(64, 96, 2)).eval()
+    x = torch.randn(9, 64)
+    with torch.no_grad(), prepared(layer):
+        if warm:
+            layer(x)
+        traced = torch.jit.trace(layer, x, check_trace=False)
+        with prepared(MoELayer(MoEConfig(64, 96, 2))):  # nothing of it may be another's
+            expected_y = layer(x)[0]
+        torch.testing.assert_close(traced(x)[0], expected_y)
+        layer.experts.w1.zero_()
+    torch.testing.assert_close(traced(x)[0], layer(x)[0])  # the trace reads the parameters themselves
+
+
+def losses(layer: MoELayer, prune_: bool, steps: int = 3) -> list[float]:
+    if prune_:
+        prune.identity(layer.experts, "w1")
+        prune.identity(layer.experts, "b2")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for _ in range(steps):
+        loss = layer(x)[0].square().mean()
+        found.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return found
+
+
+def test_hooks_of_the_experts_run_before_their_weights_are_read():
+    """Pruning nothing changes nothing. It computes `w1` from `w1_orig` in a forward pre-hook."""
+    plain, pruned = (MoELayer(MoEConfig(8, 16, 2, capacity_factor=0.0)) for _ in range(2))
+    pruned.load_state_dict(plain.state_dict())
+    assert losses(pruned, True) == losses(plain, False)
+
+
+def test_hooks_of_the_cosine_router_s_projector_run():
+    plain, pruned = (MoELayer(MoEConfig(8, 16, 2, router="cosine", capacity_factor=0.0)) for _ in range(2))
+    pruned.load_state_dict(plain.state_dict())
+    prune.identity(pruned.router.projector, "weight")
+    assert losses(pruned, False) == losses(plain, False)
 
 
 def test_memory_of_large_results_serves_the_next_ones():
