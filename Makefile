@@ -57,7 +57,7 @@ bench-gpu: $(VENV)/.installed-run
 	$(PY) benchmarks/shares.py --device cuda
 	$(PY) benchmarks/trunk.py --device cuda
 
-# By file: what a module's tests share is made once. In their order: distributed and integration first, which take longest.
+# By file: what a module's tests share is made once. The order is random; its seed is printed, and --randomly-seed=N repeats it.
 # A thread for each process: their tensors are tiny.
 test: lint $(VENV)/.installed-detection
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

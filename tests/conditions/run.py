@@ -1,0 +1,89 @@
+"""The test suite where it is hardest: each file alone, other orders, other CPUs. Not a test itself.
+
+    python tests/conditions/run.py alone            (each test file in a process of its own: about 25 minutes)
+    python tests/conditions/run.py order 1 2        (the whole suite in the random orders of these seeds)
+    python tests/conditions/run.py torch            (kernels="torch" in place of "auto")
+    python tests/conditions/run.py no-avx512        (without these instructions; as root, for a mount namespace)
+    python tests/conditions/run.py one-core
+
+What follows `--` goes to pytest. Exits with 1 if anything failed.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PYTEST = [sys.executable, "-m", "pytest", "-q"]
+PARALLEL = ["--numprocesses", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
+NO_TESTS = 5  # pytest's exit code where all are deselected
+
+
+def run(title: str, command: list[str], **variables: str) -> bool:
+    """Run pytest, print how it ended; whether nothing failed."""
+    started = time.monotonic()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    passed = done.returncode in (0, NO_TESTS)
+    seconds = time.monotonic() - started
+    last_line = (done.stdout.strip().splitlines() or ["no output"])[-1]
+    print(f"{'ok' if passed else 'FAILED'}  {title}: {last_line} ({seconds:.0f} s)", flush=True)
+    if not passed:
+        print(done.stdout[-20_000:], done.stderr[-5_000:], flush=True)
+    return passed
+
+
+def alone(options: list[str]) -> bool:
+    results = [
+        run(str(file.relative_to(ROOT)), [*PYTEST, "-p", "no:randomly", str(file), *options])
+        for file in sorted(ROOT.glob("tests/**/test_*.py"))
+    ]
+    print(f"{sum(results)} of {len(results)} files pass alone")
+    return all(results)
+
+
+def without_avx512(options: list[str]) -> bool:
+    """The kernel's list of the CPU's instructions is covered by one without AVX-512, for this run alone."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines(keepends=True)
+    with tempfile.NamedTemporaryFile("w", suffix="-cpuinfo") as listed:
+        for line in lines:
+            words = line.split(" ")
+            listed.write(" ".join(word for word in words if not word.strip().startswith(("avx512", "amx"))))
+        listed.flush()
+        covered = f'mount --bind {listed.name} /proc/cpuinfo && exec "$@"'
+        command = ["unshare", "--mount", "sh", "-c", covered, "sh", *PYTEST, *PARALLEL, *options]
+        return run("without AVX-512", command, ATEN_CPU_CAPABILITY="avx2")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("condition", choices=["alone", "order", "torch", "no-avx512", "one-core"])
+    parser.add_argument("seeds", nargs="*", type=int)
+    own, options = sys.argv[1:], []
+    if "--" in own:
+        place = own.index("--")
+        own, options = own[:place], own[place + 1 :]
+    args = parser.parse_args(own)
+    whole = [*PYTEST, *PARALLEL, *options]
+    if args.condition == "alone":
+        passed = alone(options)
+    elif args.condition == "order":
+        results = [run(f"seed {seed}", [*whole, f"--randomly-seed={seed}"]) for seed in args.seeds]
+        passed = all(results)
+    elif args.condition == "torch":
+        paths = os.pathsep.join([str(HERE / "torch_kernels"), str(ROOT)])
+        passed = run('kernels="torch"', whole, PYTHONPATH=paths)
+    elif args.condition == "no-avx512":
+        passed = without_avx512(options)
+    else:
+        passed = run("one core", ["taskset", "-c", "0", *whole])
+    sys.exit(not passed)
+
+
+if __name__ == "__main__":
+    main()
