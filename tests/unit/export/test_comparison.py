@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from swinv2_moe.config import load_config
 from swinv2_moe.data.datasets import IGNORE
@@ -55,19 +56,30 @@ def batches_of(*logits: list[list[float]], targets: list[int]):
     )
 
 
+class Brighter(nn.Module):
+    """A model whose logits are its images, plus a number."""
+
+    def __init__(self, added: float = 0.0) -> None:
+        super().__init__()
+        self.added = added
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images + self.added
+
+
 def test_a_comparison_leaves_padding_out():
     batches = batches_of(
         [[1.0, 2.0, 6.0], [4.0, 0.0, -1.0]], [[0.0, 3.0, 0.0], [0.0, 3.0, 0.0]], targets=[2, 0, 1, IGNORE]
     )
     noise = torch.tensor([[0.5, -0.5, 0.0], [0.0, 0.0, 0.0], [7.0, 0.0, -7.0]])
-    found = compare(lambda images: images, lambda images: images + noise, batches, CPU)
+    found = compare(Brighter(), lambda images: images + noise, batches, CPU)
     assert found == Comparison(4, 0.5, 0.5, 3.0, 100, 100, 100)  # [1, 2, 6] and [4, 0, -1] reach 3 from their means
 
 
 def test_a_comparison_does_not_see_what_all_classes_have_in_common():
     batches = batches_of([[1.0, 2.0, 6.0]], targets=[2])
-    plain = compare(lambda images: images, lambda images: images * 1.5, batches, CPU)
-    moved = compare(lambda images: images + 300, lambda images: images * 1.5 + 7, batches, CPU)
+    plain = compare(Brighter(), lambda images: images * 1.5, batches, CPU)
+    moved = compare(Brighter(300), lambda images: images * 1.5 + 7, batches, CPU)
     assert moved == plain == Comparison(1, 1.5, 1.5, 3.0, 100, 100, 100)
 
 
