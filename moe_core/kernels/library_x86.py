@@ -1,8 +1,6 @@
 """The C++ kernels for x86 CPUs, compiled with $CXX (g++) when first needed: once, into the user's cache directory."""
 
-import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import logging
@@ -10,12 +8,13 @@ import os
 import platform
 import shlex
 import subprocess
-import tempfile
 from ctypes import c_long, c_void_p
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from moe_core.kernels.build_cache import compiled_library
 
 _NAMES = ("ffn_x86.cpp", "rows_x86.cpp", "routing_x86.cpp", "product_x86.hpp")
 _SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
@@ -61,11 +60,15 @@ def _tiles() -> bool:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """None where it does not compile; one line of the log then says why."""
+    path = None
     try:
-        library = ctypes.CDLL(str(_compiled()))
+        path = _compiled()
+        library = ctypes.CDLL(str(path))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
         _log.warning("moe_core kernels: torch on this CPU, since C++ does not compile: %s", reason.splitlines()[0])
+        if path is not None:
+            path.unlink(missing_ok=True)  # the next process compiles it anew
         return None
     for function in (library.forward_space, library.backward_space, library.make_plan):
         function.restype = c_long
@@ -73,36 +76,16 @@ def library() -> ctypes.CDLL | None:
 
 
 def _compiled() -> Path:
-    """The library for these sources, compiler and flags; of several processes one compiles it."""
+    """The library for these sources, compiler and flags."""
     program = shlex.split(os.environ.get("CXX") or "g++")
     version = subprocess.run([*program, "--version"], check=True, capture_output=True, text=True).stdout
     compiler = [*program, *_FLAGS]
     key = "\n".join([platform.machine(), version, *compiler, *(source.read_text() for source in _SOURCES)])
-    directory = _cache_directory()
-    library = directory / f"x86-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    with (directory / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            _log.info("moe_core kernels: compiling %s, once (about 10 s)", library)
-            unfinished = library.with_suffix(".unfinished")
-            command = [*compiler, "-o", str(unfinished), *map(str, _SOURCES[:-1])]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            unfinished.replace(library)
-    return library
+    name = f"x86-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
+    def compile_to(library: Path) -> None:
+        _log.info("moe_core kernels: compiling %s, once (about 10 s)", library.with_name(name))
+        command = [*compiler, "-o", str(library), *map(str, _SOURCES[:-1])]
+        subprocess.run(command, check=True, capture_output=True, text=True)
 
-def _cache_directory() -> Path:
-    """In the user's; where that cannot be written, a temporary one that all of the user's processes share."""
-    with contextlib.suppress(OSError, RuntimeError):  # a container's user may have no home: Path.home raises the latter
-        return _writable(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_core")
-    directory = Path(tempfile.gettempdir(), f"moe_core-{os.getuid()}")
-    with contextlib.suppress(OSError):
-        if _writable(directory).lstat().st_uid == os.getuid():  # else somebody else's library would be run
-            return directory
-    return Path(tempfile.mkdtemp(prefix="moe_core-"))
-
-
-def _writable(directory: Path) -> Path:
-    directory.mkdir(0o700, parents=True, exist_ok=True)
-    (directory / ".lock").touch()
-    return directory
+    return compiled_library(name, compile_to)

@@ -2,12 +2,9 @@
 
 # N rows, M model dim, H hidden dim
 
-import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -260,37 +257,6 @@ def test_without_a_compiler_experts_run_in_torch_and_one_line_says_so(tmp_path):
     (printed,) = run(XDG_CACHE_HOME=str(tmp_path), CXX="no-such-compiler")
     assert printed.count("C++ does not compile") == 1
     assert "no-such-compiler" in printed
-
-
-@pytest.fixture
-def temporary(tmp_path, monkeypatch):
-    directory = tmp_path / "temporary"
-    directory.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    return directory
-
-
-def test_where_a_cache_cannot_be_written_processes_share_a_temporary_one(temporary, tmp_path, monkeypatch):
-    (tmp_path / "moe_core").write_text("a file, where a directory should be")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first, second = library_x86._cache_directory(), library_x86._cache_directory()
-    assert first == second
-    assert first.parent == temporary
-    assert first.stat().st_mode & 0o077 == 0
-
-
-def test_a_user_without_a_home_gets_a_directory(temporary, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
-    assert library_x86._cache_directory().parent == temporary
-
-
-def test_a_temporary_directory_of_somebody_else_is_not_trusted(temporary, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    (temporary / f"moe_core-{os.getuid() + 1}").mkdir()
-    monkeypatch.setattr(os, "getuid", Mock(return_value=os.getuid() + 1))
-    assert library_x86._cache_directory().name != f"moe_core-{os.getuid()}"
 
 
 def test_a_compiler_may_have_arguments(tmp_path):

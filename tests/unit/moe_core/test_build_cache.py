@@ -1,0 +1,175 @@
+"""Compiled libraries are loaded only as they were written, by the user who wrote them."""
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from moe_core.kernels import library_x86
+from moe_core.kernels.build_cache import cache_directory, compiled_library
+
+NAME = "x86-test.so"
+CONTENT = os.urandom(10_000)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "moe_core"
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch) -> Path:
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
+
+
+def compiled() -> int:
+    """How often the library had to be compiled; afterwards it is as it should be."""
+    calls = []
+
+    def compile_to(path: Path) -> None:
+        calls.append(path)
+        path.write_bytes(CONTENT)
+
+    assert compiled_library(NAME, compile_to).read_bytes() == CONTENT
+    return len(calls)
+
+
+def test_a_library_is_compiled_once(home):
+    assert [compiled(), compiled()] == [1, 0]
+    assert home.stat().st_mode & 0o077 == 0
+    assert {path.name for path in home.iterdir()} == {".lock", NAME, f"{NAME}.sha256"}
+
+
+DAMAGES = {
+    "truncated": lambda library, checksum: os.truncate(library, 4096),
+    "empty": lambda library, checksum: os.truncate(library, 0),
+    "a bit": lambda library, checksum: library.write_bytes(bytes([CONTENT[0] ^ 1]) + CONTENT[1:]),
+    "no checksum": lambda library, checksum: checksum.unlink(),
+    "an empty checksum": lambda library, checksum: checksum.write_text(""),
+    "no library": lambda library, checksum: library.unlink(),
+    "a link": lambda library, checksum: library.rename(library.with_suffix(".x")) and library.symlink_to("x86-test.x"),
+    "others can write": lambda library, checksum: library.chmod(0o777),
+    "others can write the checksum": lambda library, checksum: checksum.chmod(0o666),
+    "a pipe": lambda library, checksum: library.unlink() or os.mkfifo(library),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.timeout(20)
+def test_a_library_that_is_not_as_written_is_compiled_again(damage, home):
+    compiled()
+    DAMAGES[damage](home / NAME, home / f"{NAME}.sha256")
+    assert [compiled(), compiled()] == [1, 0]
+
+
+def test_a_compiler_that_was_killed_leaves_nothing_to_load(home):
+    def killed(path: Path) -> None:
+        path.write_bytes(CONTENT[:100])
+        raise subprocess.CalledProcessError(-9, "compiler")
+
+    with pytest.raises(subprocess.CalledProcessError):
+        compiled_library(NAME, killed)
+    assert not (home / NAME).exists()
+    assert compiled() == 1
+
+
+def test_a_directory_that_others_can_write_in_is_not_used(home, temporary):
+    home.mkdir(mode=0o700)
+    home.chmod(0o777)
+    (home / NAME).write_bytes(b"a stranger's")
+    assert compiled() == 1
+    assert (temporary / f"moe_core-{os.getuid()}" / NAME).exists()
+    assert (home / NAME).read_bytes() == b"a stranger's"
+
+
+def test_the_directory_of_another_user_is_not_used(home, temporary, monkeypatch):
+    home.mkdir(mode=0o700)
+    theirs, owner = os.lstat(home), Mock()
+    owner.st_mode, owner.st_uid = theirs.st_mode, os.getuid() + 1
+    lstat = Path.lstat
+    monkeypatch.setattr(Path, "lstat", lambda path: owner if path == home else lstat(path))
+    assert cache_directory().parent == temporary
+
+
+def test_a_link_in_the_place_of_the_temporary_directory_is_not_followed(temporary, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (temporary / f"moe_core-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    directory = cache_directory()
+    assert stat.S_ISDIR(directory.lstat().st_mode)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_where_a_cache_cannot_be_written_processes_share_a_temporary_one(temporary, tmp_path, monkeypatch):
+    (tmp_path / "moe_core").write_text("a file, where a directory should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, second = cache_directory(), cache_directory()
+    assert first == second
+    assert first.parent == temporary
+    assert first.stat().st_mode & 0o077 == 0
+
+
+def test_a_user_without_a_home_gets_a_directory(temporary, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+    assert cache_directory().parent == temporary
+
+
+def test_a_temporary_directory_of_another_user_is_not_used(temporary, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    other = os.getuid() + 1
+    (temporary / f"moe_core-{other}").mkdir()
+    monkeypatch.setattr(os, "getuid", Mock(return_value=other))
+    assert cache_directory().name != f"moe_core-{other}"
+
+
+def test_a_library_that_does_not_load_is_compiled_anew_by_the_next_process(home, monkeypatch, caplog):
+    monkeypatch.setattr(library_x86, "_compiled", lambda: compiled_library(NAME, lambda path: path.write_bytes(b"")))
+    with caplog.at_level(logging.WARNING, "moe_core"):
+        assert library_x86.library.__wrapped__() is None
+    assert len(caplog.records) == 1
+    assert compiled() == 1
+
+
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exit
+while [ "$1" != -o ]; do shift; done
+cp {library} "$2"
+"""
+LOAD = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+from moe_core.kernels.library_x86 import library
+print("loaded", library() is not None)
+"""
+
+
+@pytest.mark.skipif(library_x86.library() is None, reason="no compiler here")
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_truncated_library_ends_no_process(size, tmp_path):
+    """Loading it as it is would be a bus error, or no C++ for ever."""
+    good = library_x86._compiled()
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\nwhile [ "$1" != -o ]; do shift; done\ncp {good} "$2"\n'
+    )
+    compiler.chmod(0o755)
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "CXX": str(compiler)}
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "compiling" in done.stdout
+        assert "loaded True" in done.stdout
+        (library,) = (tmp_path / "moe_core").glob("*.so")
+        os.truncate(library, size)
