@@ -30,7 +30,7 @@ ALLOWED = {
     "moe_core.parallel": [*BASICS, "moe_core.dispatch", "moe_core.experts", "moe_core.cost_model"],
     "moe_core.cost_model": BASICS,
     **dict.fromkeys(BASICS, ()),
-    "moe_core.parallel.groups": ["moe_core.parallel.lane"],
+    "moe_core.parallel.groups": ["moe_core.parallel.lane", "moe_core.parallel.part"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],
     "swinv2_moe.plots": ["swinv2_moe.errors"],
