@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from moe_core import MoEConfig, MoELayer, average_expert_gradients, expert_parameters
+from moe_core import MoEConfig, MoELayer, WithoutExperts, average_expert_gradients
 from moe_core.parallel import ExpertGroup, ParallelStrategy, make_expert_groups, valid_r
 
 FEW = ([0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 41], [1, 1, 1, 1], [3, 0, 1, 12])  # tokens of every rank
@@ -257,8 +257,8 @@ def many_random_steps(rank: int, num_steps: int) -> None:
     shared, num_experts = make_expert_groups(4, ranks_per_node=2), (4, 2, 8, 1)
     model = Stack([shared, shared, dist.group.WORLD, shared], num_experts)
     single = Stack([None] * 4, num_experts)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, expert_parameters(model))
-    parallel = DistributedDataParallel(model, bucket_cap_mb=0.0001)  # a bucket of its own for each router
+    one_router_a_bucket = 0.0001  # MB
+    parallel = DistributedDataParallel(WithoutExperts(model), bucket_cap_mb=one_router_a_bucket)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (model, single)]
     choose = random.Random(0)
     for _ in range(num_steps):
