@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from cluster import SIZES, interleaved
 from results_file import Table, publish
 
-from moe_core.parallel import ExpertGroup, all_to_all
+from moe_core.parallel import all_to_all, make_expert_groups
 from swinv2_moe.measure.rounds import median_and_spread, ratios
 
 ALGORITHMS = ("linear", "2dh")
@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, device: str) -> None:
     """On every rank; the first one writes."""
-    group = ExpertGroup(dist.group.WORLD, ranks_per_node=args.ranks_per_node)
+    group = make_expert_groups(dist.get_world_size(), ranks_per_node=args.ranks_per_node)
     table, data = [], []
     for size, floats in SIZES.items():
         rows = torch.arange(floats, dtype=torch.float32, device=device).view(group.size, -1) + group.rank

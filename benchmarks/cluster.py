@@ -29,7 +29,7 @@ from netns import Cluster, node_bytes_sent, require
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.cost_model import candidates
-from moe_core.parallel import ExpertGroup, ParallelStrategy, all_to_all
+from moe_core.parallel import ParallelStrategy, all_to_all, make_expert_groups
 from swinv2_moe.measure.rounds import machine, median_and_spread, ratios
 
 FLOATS = 2**20 // 4  # in one MiB
@@ -85,7 +85,7 @@ def interleaved(alternatives: dict[str, Callable[[], object]], rounds: int) -> d
 
 def exchange(rank: int, world_size: int, per_node: int, rounds: int) -> dict:
     """For every size and algorithm: times, bytes that this node sent to others, messages of this rank to them."""
-    group = ExpertGroup(dist.group.WORLD, ranks_per_node=per_node)
+    group = make_expert_groups(world_size, ranks_per_node=per_node)
     found = {}
     for size, floats in SIZES.items():
         rows = torch.arange(floats, dtype=torch.float32).view(world_size, -1) + rank
@@ -123,7 +123,8 @@ class Step:
 
 def pipeline(rank: int, world_size: int, per_node: int, hidden_dim: int, rounds: int) -> dict:
     """Milliseconds of a step by degree, of the same work on rows that stay, and of the cores in a step at d = 1."""
-    group, shape = ExpertGroup(dist.group.WORLD, ranks_per_node=per_node), PIPELINE | {"hidden_dim": hidden_dim}
+    group = make_expert_groups(world_size, ranks_per_node=per_node)
+    shape = PIPELINE | {"hidden_dim": hidden_dim}
     steps = {f"d={d}": Step(group, ParallelStrategy(1, d), **shape) for d in DEGREES}
     steps["work"] = Step(None, ParallelStrategy(), **shape | {"num_experts": shape["num_experts"] // world_size})
     times = interleaved(steps, rounds)
@@ -132,10 +133,10 @@ def pipeline(rank: int, world_size: int, per_node: int, hidden_dim: int, rounds:
 
 def tuner(rank: int, world_size: int, per_node: int, workload: str, rounds: int) -> dict:
     """What the tuner's steps took until it had decided, and then it beside every fixed strategy."""
-    group = ExpertGroup(dist.group.WORLD, ranks_per_node=per_node)
+    group = make_expert_groups(world_size, ranks_per_node=per_node)
     dims, factors = WORKLOADS[workload]
     for _ in range(2):  # what any run pays at its start is not the tuner's cost
-        Step(ExpertGroup(dist.group.WORLD), ParallelStrategy(), factors=factors, **dims)()
+        Step(make_expert_groups(world_size), ParallelStrategy(), factors=factors, **dims)()
     tuned = Step(group, "auto", factors=factors, **dims)
     first = []
     while len(group.tuner.decisions() if group.tuner else ()) < len(factors) and len(first) < 200:

@@ -11,6 +11,7 @@ from moe_core.kernels import release_buffers
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.prepared import PreparedValue, prepared
 from moe_core.training import (
+    WithoutExperts,
     average_expert_gradients,
     clip_gradients,
     expert_parameters,
@@ -26,6 +27,7 @@ __all__ = [
     "MoELayer",
     "PreparedValue",
     "RoutingStats",
+    "WithoutExperts",
     "average_expert_gradients",
     "clip_gradients",
     "count_experts",

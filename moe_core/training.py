@@ -16,12 +16,33 @@ def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that belong to this rank's experts, by name: to be left out of DistributedDataParallel."""
+    """Parameters that belong to this rank's experts, by name."""
     return {
         f"{layer_name}.experts.{name}" if layer_name else f"experts.{name}": parameter
         for layer_name, layer in moe_layers(model).items()
         for name, parameter in layer.experts.named_parameters()
     }
+
+
+class WithoutExperts(nn.Module):
+    """A model as DistributedDataParallel is to see it: `DistributedDataParallel(WithoutExperts(model))`.
+
+    It calls the model, and its parameters are the shared ones alone: each rank has other experts. It has no buffers, so
+    each rank keeps its own. The model is not a submodule: names and state dicts are for the model itself to give.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        experts = set(expert_parameters(model).values())
+        self.shared = nn.ParameterList(p for p in model.parameters() if p not in experts)
+        object.__setattr__(self, "model", model)  # not registered
+
+    def forward(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> "WithoutExperts":
+        self.model.train(mode)
+        return super().train(mode)
 
 
 @torch.no_grad()

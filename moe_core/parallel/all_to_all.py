@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_core.parallel.groups import ExpertGroup
@@ -42,10 +41,10 @@ class Algorithm:
         if name == "2dh":
             self.per_node = group.ranks_per_node(ranks_per_node)
             self.nodes = group.size // self.per_node
-            self.inside = group.block(self.per_node, "2dh inside a node")
-            self.between = group.stride(self.per_node, "2dh between nodes")
+            self.inside = group.inside_node(self.per_node)
+            self.between = group.between_nodes(self.per_node)
         else:
-            self.whole = group.whole("linear all-to-all")
+            self.whole = group.all_ranks()
 
     def start(self, rows: Tensor, splits: Splits, back: bool = False):
         """Begin to send rows [sum(send), M]; returns what will be [sum(receive), M] and a function that waits for it.
@@ -75,15 +74,16 @@ class Algorithm:
 
     def _equal_counts(self, counts: Tensor, received: Tensor, middle: Tensor | None = None) -> None:
         if middle is None:
-            dist.all_to_all_single(received, counts, group=self.whole)
+            self.whole.all_to_all(received, counts)
             return
         by_local = counts.view(self.nodes, self.per_node, -1).transpose(0, 1).contiguous()  # [g, N, E_l]
-        _all_to_all(middle, by_local, None, None, self.inside)
-        _all_to_all(received, middle.transpose(0, 1).contiguous(), None, None, self.between)  # [N, g, E_l]
+        self.inside.all_to_all(middle, by_local)
+        by_node = middle.transpose(0, 1).contiguous()  # [N, g, E_l]
+        self.between.all_to_all(received.view(by_node.shape), by_node)
 
     def _linear(self, rows: Tensor, out: Tensor, splits: Splits, back: bool) -> None:
         send, receive = (splits.receive, splits.send) if back else (splits.send, splits.receive)
-        _all_to_all(out, rows, receive, send, self.whole)
+        self.whole.all_to_all(out, rows, receive, send)
 
     def _hierarchical(self, rows: Tensor, out: Tensor, splits: Splits, back: bool) -> None:
         send = splits.send.reshape(self.nodes, self.per_node)  # [N, g]
@@ -91,16 +91,16 @@ class Algorithm:
         middle = splits.middle
         between = rows.new_empty(int(middle.sum()), *rows.shape[1:])
         if back:
-            _all_to_all(between, rows, middle.sum(0), receive.sum(1), self.between)
+            self.between.all_to_all(between, rows, middle.sum(0), receive.sum(1))
             between = _transpose_blocks(between, middle.T)  # [N, g] -> [g, N]
             inside = rows.new_empty(len(out), *rows.shape[1:])
-            _all_to_all(inside, between, send.sum(0), middle.sum(1), self.inside)
+            self.inside.all_to_all(inside, between, send.sum(0), middle.sum(1))
             out.copy_(_transpose_blocks(inside, send.T))
         else:
             rows = _transpose_blocks(rows, send)  # [N, g] -> [g, N]
-            _all_to_all(between, rows, middle.sum(1), send.sum(0), self.inside)
+            self.inside.all_to_all(between, rows, middle.sum(1), send.sum(0))
             between = _transpose_blocks(between, middle)
-            _all_to_all(out, between, receive.sum(1), middle.sum(0), self.between)
+            self.between.all_to_all(out, between, receive.sum(1), middle.sum(0))
 
     def _count(self, splits: Splits, width: int, back: bool) -> None:
         if self.group.traffic is None:
@@ -120,15 +120,6 @@ class Algorithm:
         for rank, rows in sent.items():
             if rank != here:
                 self.group.traffic.add(rank, rows * width)
-
-
-def _all_to_all(out: Tensor, rows: Tensor, receive, send, process_group: dist.ProcessGroup | None) -> None:
-    if process_group is None:  # a group of one
-        out.view(rows.shape).copy_(rows)
-    elif send is None:
-        dist.all_to_all_single(out.view(rows.shape), rows, group=process_group)
-    else:
-        dist.all_to_all_single(out, rows, receive.tolist(), send.tolist(), group=process_group)
 
 
 def _transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:

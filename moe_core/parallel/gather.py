@@ -3,13 +3,13 @@
 # W ranks, E experts, M model dim
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from moe_core.config import ExpertShard
 from moe_core.experts import Experts, ExpertWeights
 from moe_core.parallel.groups import ExpertGroup
+from moe_core.parallel.part import Part
 
 
 def strategy_weights(
@@ -25,7 +25,7 @@ def strategy_weights(
     if joined == 1:
         weights = experts.weights(dtype)
     else:
-        owners, first = group.block(joined, "expert weights"), num_experts if r == 0 else 1
+        owners, first = group.owners(joined), num_experts if r == 0 else 1
 
         def gather(own: Tensor) -> Tensor:
             return _Gather.apply(own, group, owners, dtype).view(first, -1, *own.shape[2:])
@@ -43,7 +43,7 @@ def join_parts(own: Tensor, shard: ExpertShard, group: ExpertGroup) -> Tensor:
     """This rank's part [1, n, ...] of an expert that several ranks share -> the whole, on each of them; else `own`."""
     if shard.num_parts == 1:
         return own
-    return _gather(own, group, group.block(shard.num_parts, "expert weights")).view(1, -1, *own.shape[2:])
+    return _gather(own, group, group.owners(shard.num_parts)).view(1, -1, *own.shape[2:])
 
 
 class _Gather(torch.autograd.Function):
@@ -58,23 +58,19 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        own = grad.new_empty(grad.shape[0] // ctx.owners.size(), *grad.shape[1:], dtype=ctx.dtype)
         with ctx.group.named_errors("reduce-scatter of expert gradients"):
-            dist.reduce_scatter_tensor(own, grad.to(ctx.dtype).contiguous(), group=ctx.owners)
+            own = ctx.owners.reduce_scatter(grad.to(ctx.dtype))
         _count(ctx.group, ctx.owners, own.numel())
         return own, None, None, None
 
 
-def _gather(own: Tensor, group: ExpertGroup, owners: dist.ProcessGroup) -> Tensor:
-    whole = own.new_empty(owners.size() * own.shape[0], *own.shape[1:])
+def _gather(own: Tensor, group: ExpertGroup, owners: Part) -> Tensor:
     with group.named_errors("all-gather of expert weights"):
-        dist.all_gather_into_tensor(whole, own.contiguous(), group=owners)
-    return whole
+        return owners.gather(own)
 
 
-def _count(group: ExpertGroup, owners: dist.ProcessGroup, elements: int) -> None:
+def _count(group: ExpertGroup, owners: Part, elements: int) -> None:
     if group.traffic is not None:
-        first = group.rank // owners.size() * owners.size()
-        for rank in range(first, first + owners.size()):
+        for rank in owners.members:
             if rank != group.rank:
                 group.traffic.add(rank, elements)

@@ -1,19 +1,19 @@
-"""The ranks that share a layer's experts, and the smaller groups that its strategies need."""
+"""The ranks that share a layer's experts, and the parts of them that its strategies exchange among."""
 
 # W ranks of the group, g ranks per node, N nodes
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_core.parallel.lane import Lane
+from moe_core.parallel.part import Part
 
 
 class CollectiveError(RuntimeError):
@@ -32,17 +32,40 @@ class Traffic:
         self.messages[rank] += 1
 
 
+@dataclass(frozen=True)
+class StrategyGroups:
+    """Process groups of this rank, beside the expert group's own.
+
+    Attributes:
+        exchange: all ranks of the expert group once more. This one and `nodes` are for work on the lane.
+        nodes: by ranks per node: the ranks of this rank's node, and the ranks with its place in each node.
+        owners: by size: so many consecutive ranks, which gather each other's weights.
+    """
+
+    exchange: dist.ProcessGroup
+    nodes: Mapping[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]
+    owners: Mapping[int, dist.ProcessGroup]
+
+
 class ExpertGroup:
     """A process group over which experts are spread, and optionally the group of this rank's replicas.
 
-    Layers that are given the same ExpertGroup share the process groups that their strategies need; those are made when
-    first used. Copies of a model (an averaged one, say) share it: a process group cannot be copied.
+    `make_expert_groups` makes one, with all process groups that strategies use; every rank of the world calls it. An
+    ExpertGroup of your own process group needs the members of that alone, and makes no other. Its results are the same,
+    and everything it sends goes over that process group, in the order of the calls:
+
+    - Exchanges do not overlap with work.
+    - A 2DH exchange and the weights of an expert that several ranks share go through all-to-alls over all its ranks.
+
+    Layers that are given the same ExpertGroup share what their strategies set up. Copies of a model (an averaged one,
+    say) share it: a process group cannot be copied. Operations wait for other ranks as long as their process group's
+    timeout says.
 
     Args:
         process_group: None is a group of one, which needs no torch.distributed.
         replicas: the ranks that own the same experts as this one, in other expert groups; None: there are none.
-        timeout: of the process groups made here; None: torch's default.
         ranks_per_node: consecutive ranks of the group that share a node; None: as torchrun says.
+        strategy_groups: what `make_expert_groups` made for the strategies; None: they share `process_group`.
 
     Raises:
         ValueError: ranks_per_node does not divide the group; this process is not a member of the group.
@@ -52,23 +75,25 @@ class ExpertGroup:
         self,
         process_group: dist.ProcessGroup | None = None,
         replicas: dist.ProcessGroup | None = None,
-        timeout: timedelta | None = None,
         ranks_per_node: int | None = None,
+        strategy_groups: StrategyGroups | None = None,
     ) -> None:
         for group, name in ((process_group, "expert-parallel"), (replicas, "replica")):
             if group is not None and group == dist.GroupMember.NON_GROUP_MEMBER:
                 raise ValueError(f"this process is not in the {name} group that it was given")
-        self.process_group, self.replicas, self.timeout = process_group, replicas, timeout
+        self.process_group, self.replicas = process_group, replicas
         self.size = 1 if process_group is None else process_group.size()
         self.rank = 0 if process_group is None else process_group.rank()
         self.num_replicas = 1 if replicas is None else replicas.size()
         self.replica = 0 if replicas is None else replicas.rank()
-        self._given_ranks_per_node = None if ranks_per_node is None else self.ranks_per_node(ranks_per_node)
+        if ranks_per_node is not None:
+            check_ranks_per_node(ranks_per_node, self.size)
+        self._given_ranks_per_node = ranks_per_node
         self._found_local_world_sizes: list[int] | None = None
-        self.lane = Lane()
+        self._strategy_groups = strategy_groups or StrategyGroups(process_group, {}, {})
+        self.lane = Lane(concurrent=strategy_groups is not None)
         self.traffic: Traffic | None = None
         self.tuner = None  # set by moe_core.parallel.tuner, which shares its findings between the group's layers
-        self._made: dict[tuple, dist.ProcessGroup] = {}
 
     @classmethod
     def of(cls, group: "dist.ProcessGroup | ExpertGroup | None") -> "ExpertGroup":
@@ -91,15 +116,9 @@ class ExpertGroup:
     def all_reduce(
         self, values: Tensor, process_group: dist.ProcessGroup, what: str, op: dist.ReduceOp = dist.ReduceOp.SUM
     ) -> None:
-        """In place, over the group's own or its replicas' process group, with this group's timeout."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        if self.timeout is not None:  # dist.all_reduce knows the process group's alone
-            options.timeout = self.timeout
+        """In place, over the group's own or its replicas' process group."""
         with self.named_errors(what):
-            work = process_group.allreduce([values], options)
-            if work is not None:
-                work.wait()
+            dist.all_reduce(values, op, group=process_group)
 
     def sum(self, values: Tensor) -> Tensor:
         """The differentiable sum of `values` over the group and its replicas: over all data-parallel ranks."""
@@ -108,18 +127,33 @@ class ExpertGroup:
                 values = _AllReduce.apply(values, self, process_group)
         return values
 
-    def whole(self, purpose: str) -> dist.ProcessGroup:
-        """The same ranks once more, for the one purpose."""
-        return self._make((purpose,), range(self.size))
+    # The parts that the group is cut into. The first three are for work on the lane, the last for work beside it.
 
-    def block(self, size: int, purpose: str) -> dist.ProcessGroup | None:
-        """This rank and those beside it, `size` consecutive ranks; None for a block of one."""
+    def all_ranks(self) -> Part:
+        return Part(range(self.size), self._strategy_groups.exchange)
+
+    def inside_node(self, ranks_per_node: int) -> Part:
+        """The ranks of this rank's node."""
+        group = self._node_groups(ranks_per_node)[0]
+        return Part(self._block(ranks_per_node), group)
+
+    def between_nodes(self, ranks_per_node: int) -> Part:
+        """The rank of each node that has this one's place in it."""
+        group = self._node_groups(ranks_per_node)[1]
+        return Part(range(self.rank % ranks_per_node, self.size, ranks_per_node), group)
+
+    def owners(self, size: int) -> Part:
+        """This rank and those beside it, `size` in all, that gather each other's weights."""
+        group = self._strategy_groups.owners.get(size, self.process_group)
+        return Part(self._block(size), group)
+
+    def _node_groups(self, ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        exchange = self._strategy_groups.exchange
+        return self._strategy_groups.nodes.get(ranks_per_node, (exchange, exchange))
+
+    def _block(self, size: int) -> range:
         first = self.rank // size * size
-        return self._make((purpose, size), range(first, first + size))
-
-    def stride(self, step: int, purpose: str) -> dist.ProcessGroup | None:
-        """The ranks `step` apart from each other that this one belongs to; None for one rank."""
-        return self._make((purpose, -step), range(self.rank % step, self.size, step))
+        return range(first, first + size)
 
     def ranks_per_node(self, given: int | None = None) -> int:
         """`given`, or what the group was given, or as torchrun's variables say.
@@ -129,30 +163,19 @@ class ExpertGroup:
                 Without a given value the ranks compare theirs first, so that all of them raise.
         """
         if given is not None:
-            if self.size % given:
-                raise ValueError(f"ranks_per_node ({given}) must divide the expert-parallel size ({self.size})")
-            return given
+            return check_ranks_per_node(given, self.size)
         if self.size == 1 or self._given_ranks_per_node:
             return self._given_ranks_per_node or 1
         found = self._local_world_sizes()
         if found[0] == 0 or len(set(found)) > 1:
             raise ValueError(f"ranks_per_node must be given: LOCAL_WORLD_SIZE of the {self} is {found}")
-        local = found[0]
-        nodes = [rank // local for rank in self._global_ranks()]
-        here = nodes.count(nodes[0])
-        if nodes != [node for node in dict.fromkeys(nodes) for _ in range(here)]:
-            raise ValueError(
-                f"the expert group's ranks lie on nodes {nodes} (LOCAL_WORLD_SIZE {local}): each node must hold"
-                " equally many, side by side; or give ranks_per_node"
-            )
-        return here
+        return ranks_on_each_node(self._global_ranks(), found[0])
 
     def _local_world_sizes(self) -> list[int]:
         """What torchrun told each rank of the group, 0 for nothing; asked once."""
         if self._found_local_world_sizes is None:
-            local = os.environ.get("LOCAL_WORLD_SIZE", "")
             sizes = torch.zeros(self.size, dtype=torch.long, device=self.device)
-            sizes[self.rank] = int(local) if local.isdigit() else 0
+            sizes[self.rank] = local_world_size()
             self.all_reduce(sizes, self.process_group, "comparison of nodes")
             self._found_local_world_sizes = sizes.tolist()
         return self._found_local_world_sizes
@@ -177,39 +200,10 @@ class ExpertGroup:
                 f" not come in time? ({error})"
             ) from error
 
-    def _make(self, key: tuple, members: range) -> dist.ProcessGroup | None:
-        if len(members) == 1:
-            return None
-        if key not in self._made:
-            ranks = self._global_ranks()
-            with self._equal_history(), self.named_errors(f"making a process group ({key[0]})"):
-                self._made[key] = dist.new_group(
-                    [ranks[member] for member in members],
-                    timeout=self.timeout,
-                    use_local_synchronization=True,  # ranks outside of this group know nothing of it
-                    group_desc=f"moe_core {key[0]}",
-                )
-        return self._made[key]
-
-    @contextmanager
-    def _equal_history(self) -> Iterator[None]:
-        """torch (2.11) names a group after its ranks and the number of groups its process is in. Where that number
-        differs between ranks, say because one of them has another group, they would wait for each other forever."""
-        names = dist.distributed_c10d._world.pg_names
-        missing = self.max(len(names), self.device) - len(names)
-        strangers = [object() for _ in range(missing)]
-        names.update(dict.fromkeys(strangers, ""))
-        try:
-            yield
-        finally:
-            for stranger in strangers:
-                del names[stranger]
-
     @property
     def device(self) -> torch.device:
         """Where the group's collectives take their tensors."""
-        on_gpu = "nccl" in dist.get_backend(self.process_group)
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        return device_of(self.process_group)
 
     def _global_ranks(self) -> list[int]:
         return [0] if self.process_group is None else dist.get_process_group_ranks(self.process_group)
@@ -230,24 +224,31 @@ class _AllReduce(torch.autograd.Function):
         return _AllReduce.apply(grad, ctx.group, ctx.process_group), None, None
 
 
-def make_expert_groups(
-    expert_parallel_size: int, timeout: timedelta | None = None, ranks_per_node: int | None = None
-) -> ExpertGroup:
-    """Cut the world (the default group) into expert groups of consecutive ranks; ranks that own the same experts are
-    replicas. Every rank of the world calls this.
+def check_ranks_per_node(given: int, size: int) -> int:
+    if size % given:
+        raise ValueError(f"ranks_per_node ({given}) must divide the expert-parallel size ({size})")
+    return given
 
-    Args:
-        timeout: of all process groups made for experts.
-        ranks_per_node: in one expert group; None: as torchrun says.
 
-    Raises:
-        ValueError: the size does not divide the world's; ranks_per_node does not divide the size.
-    """
-    ranks = list(range(dist.get_world_size()))
-    size = expert_parallel_size
-    if size < 1 or len(ranks) % size:
-        raise ValueError(f"expert_parallel_size ({size}) must divide the number of ranks ({len(ranks)})")
-    groups = [ranks[i : i + size] for i in range(0, len(ranks), size)]
-    experts, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
-    replicas, _ = dist.new_subgroups_by_enumeration([list(same) for same in zip(*groups, strict=True)], timeout=timeout)
-    return ExpertGroup(experts, replicas if len(groups) > 1 else None, timeout, ranks_per_node)
+def ranks_on_each_node(ranks: Sequence[int], local_world_size: int) -> int:
+    """How many of an expert group's `ranks` lie on each node, where so many ranks of the world do."""
+    nodes = [rank // local_world_size for rank in ranks]
+    here = nodes.count(nodes[0])
+    if nodes != [node for node in dict.fromkeys(nodes) for _ in range(here)]:
+        raise ValueError(
+            f"the expert group's ranks lie on nodes {nodes} (LOCAL_WORLD_SIZE {local_world_size}): each node must hold"
+            " equally many, side by side; or give ranks_per_node"
+        )
+    return here
+
+
+def local_world_size() -> int:
+    """The ranks of this node as torchrun says; 0: it says nothing."""
+    value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(value) if value.isdigit() else 0
+
+
+def device_of(process_group: dist.ProcessGroup) -> torch.device:
+    if "nccl" in dist.get_backend(process_group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

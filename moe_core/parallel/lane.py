@@ -12,11 +12,14 @@ from torch import Tensor
 class Lane:
     """Runs what it is given in that order, one after the other; every rank of a group must give the same.
 
-    Whatever process groups its work uses must be used nowhere else: two threads on one process group would meet their
-    peers in an order that differs from rank to rank.
+    Args:
+        concurrent: whether work runs beside the caller's. The process groups that it uses must then be used nowhere
+            else: two threads on one process group would meet their peers in an order that differs from rank to rank.
+            Otherwise work runs when it is submitted, on the caller's own thread and stream.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, concurrent: bool) -> None:
+        self._concurrent = concurrent
         self._queue: SimpleQueue | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -26,6 +29,8 @@ class Lane:
         On a GPU only the caller's current stream waits. The tensors, inputs and outputs alike, are made by the caller.
         """
         tensors = tuple(tensor.detach() for tensor in tensors)
+        if not self._concurrent:
+            return _run_now(function, tensors, *args)
         if tensors[0].is_cuda:
             return self._submit_to_stream(function, tensors, *args)
         if self._queue is None:
@@ -48,6 +53,16 @@ class Lane:
         for tensor in tensors:
             tensor.record_stream(stream)  # the allocator must not hand its memory on before the stream is through
         return lambda: torch.cuda.current_stream(device).wait_event(done)
+
+
+def _run_now(function: Callable[..., None], tensors: tuple[Tensor, ...], *args) -> Callable[[], None]:
+    future: Future = Future()
+    try:
+        with torch.no_grad():
+            future.set_result(function(*tensors, *args))
+    except Exception as error:  # raised where the caller waits, as it is with a thread
+        future.set_exception(error)
+    return future.result
 
 
 def _serve(queue: SimpleQueue) -> None:

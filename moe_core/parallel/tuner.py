@@ -237,7 +237,7 @@ class Tuner:
             strategy = search.queue.pop(0)
             if self.lost + search.loss(strategy) <= BUDGET * max(len(self._open), 1):
                 setup = (strategy.r, strategy.all_to_all, key.element_size)
-                is_warm_up = setup not in self._warm  # process groups and buffers are made by the first call
+                is_warm_up = setup not in self._warm  # communicators and buffers are made by the first call
                 if is_warm_up:
                     self._warm.add(setup)
                     search.queue.insert(0, strategy)

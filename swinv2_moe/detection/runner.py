@@ -1,6 +1,8 @@
 """mmengine's runner over checkpoints of the per-expert store, and over several processes on any device."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,7 +13,6 @@ from mmengine.model import is_model_wrapper
 from mmengine.registry import RUNNERS
 from mmengine.runner import BaseLoop, Runner
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from moe_core import expert_parameters, moe_layers, prepared
 from swinv2_moe.engine import checkpoint
@@ -47,14 +48,15 @@ class MoERunner(Runner):
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
         if not self.distributed or model_wrapper_cfg is not None:
             return super().wrap_model(model_wrapper_cfg, model)
-        # gradients of experts that this rank alone has are no business of DDP's
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sharded_experts(model)))
         wrapper = {
             "device_ids": [int(os.environ["LOCAL_RANK"])] if torch.cuda.is_available() else None,
-            "broadcast_buffers": False,
+            "init_sync": False,  # _init_model_weights does that
             "find_unused_parameters": self.cfg.get("find_unused_parameters", False),
         }
-        return super().wrap_model(wrapper, model)
+        with _without_gradients(sharded_experts(model)):  # so that DistributedDataParallel does not average theirs
+            wrapped = super().wrap_model(wrapper, model)
+        wrapped.broadcast_buffers = False  # as an argument it warns from torch 2.15 on
+        return wrapped
 
     def build_train_loop(self, loop) -> BaseLoop:
         return run_prepared(super().build_train_loop(loop), frozen_moe(self.model))
@@ -139,6 +141,19 @@ def run_prepared(loop: BaseLoop, model: nn.Module) -> BaseLoop:
 
     loop.run = run_within
     return loop
+
+
+@contextmanager
+def _without_gradients(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Parameters that are trained seem not to be within the block."""
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_()
 
 
 def sharded_experts(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -28,29 +28,24 @@ def first_non_finite_layer(model: nn.Module, images: Tensor) -> str | None:
     return culprits[0] if culprits else None
 
 
-def explain_non_finite(step: int, wrapped: nn.Module, images: Tensor, world: World) -> str:
+def explain_non_finite(step: int, model: nn.Module, images: Tensor, world: World) -> str:
     """One line that names the step and what stopped being finite, on whichever rank; every rank calls this.
 
     `images` is the step's batch; the gradients of the step are still in place.
     """
-    bad_values = [name for name, p in wrapped.named_parameters() if not torch.isfinite(p).all()]
+    bad_values = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
     bad_gradients = [
-        n for n, p in wrapped.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
+        name for name, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
     ]
     bad_images = not torch.isfinite(images).all()
-    layer = first_non_finite_layer(wrapped, images)
+    layer = first_non_finite_layer(model, images)
     causes = [  # an earlier one explains the later ones, on whichever rank it is
         "the input images" if bad_images else None,
-        f"the parameter {_plain(bad_values[0])}" if bad_values else None,
-        f"the output of layer {_plain(layer)}" if layer else None,
+        f"the parameter {bad_values[0]}" if bad_values else None,
+        f"the output of layer {layer}" if layer else None,
         # the last gradient in the network is the first in the backward pass
-        f"the gradient of {_plain(bad_gradients[-1])}" if bad_gradients else None,
+        f"the gradient of {bad_gradients[-1]}" if bad_gradients else None,
     ]
     everywhere = zip(*world.gather(causes), strict=True)
     found = next((cause for ranks in everywhere for cause in ranks if cause), "the loss itself")
     return f"step {step}: the loss or its gradient is not finite (NaN or infinite); it begins at {found}"
-
-
-def _plain(name: str) -> str:
-    """A name without what the wrappers put in front."""
-    return name.removeprefix("module.").replace("_orig_mod.", "").removeprefix("model.")

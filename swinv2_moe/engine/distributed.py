@@ -36,8 +36,9 @@ class World:
 
     def barrier(self) -> None:
         if self.group is not None:
+            device_ids = [self.device.index] if self.device.type == "cuda" else None
             with self.named_errors("barrier"):
-                dist.barrier(group=self.group)
+                dist.barrier(group=self.group, device_ids=device_ids)
 
     def sum(self, values: Tensor) -> Tensor:
         """The elementwise sum over all ranks."""
@@ -123,9 +124,9 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
         yield World(0, 1, place)
         return
     limit = timedelta(seconds=timeout)
-    backend, device_id = ("nccl", place) if use_cuda else ("gloo", None)
     try:
-        dist.init_process_group(backend, timeout=limit, device_id=device_id)
+        # No device_id: NCCL would set up a communicator for every process group at once, also for those never used.
+        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=limit)
     except RuntimeError as error:
         raise CollectiveError(f"rank {os.environ['RANK']} of {size} did not find the others ({error})") from error
     try:

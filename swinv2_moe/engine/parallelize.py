@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_core import expert_parameters
+from moe_core import WithoutExperts, expert_parameters
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.models import SwinTransformerV2MoE, WithAuxLoss
 
@@ -27,9 +27,7 @@ def parallelize(model: SwinTransformerV2MoE, world: World, compile: bool = False
         wrapped.compile()
     if world.size == 1:
         return wrapped
-    # Experts are sharded, not replicated: their gradients are no business of DDP's.
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, list(expert_parameters(wrapped)))
-    return DistributedDataParallel(wrapped, process_group=world.group, broadcast_buffers=False)
+    return DistributedDataParallel(WithoutExperts(wrapped), process_group=world.group)
 
 
 def settle_buckets(replicated: nn.Module, model: SwinTransformerV2MoE, world: World) -> None:

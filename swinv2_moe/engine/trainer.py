@@ -228,7 +228,7 @@ class Trainer:
         elif self.scaler.exhausted:
             if self.skipped_in_a_row == self.config.TRAIN.SKIP_NON_FINITE:
                 images = self._mixed(batches[-1])[0]
-                raise UserError(explain_non_finite(self.step + 1, self.wrapped, images, self.world))
+                raise UserError(explain_non_finite(self.step + 1, self.model, images, self.world))
             self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
         self.optimizer.zero_grad(set_to_none=True)
         self.step, self.epoch_step = self.step + 1, self.epoch_step + 1

@@ -254,7 +254,7 @@ def _probes(trainer: Trainer, file: Path) -> dict[str, Probe]:
         "written": Probe(f"writing {where}, with fsync", _FILE, partial(write_file, file, _FILE)),
     }
     if world.size > 1:
-        group, size = ExpertGroup(world.group, timeout=world.timeout), _MESSAGES[world.device.type]
+        group, size = ExpertGroup(world.group), _MESSAGES[world.device.type]
         message = torch.zeros(world.size, size // 4 // world.size, device=world.device)
         sent = message.nbytes * (world.size - 1) / world.size
         what = f"all-to-all of {size >> 20} MiB a rank"

@@ -17,7 +17,14 @@ from moe_cases import make_layer
 from torch import Tensor, nn
 
 from moe_core import MoELayer
-from moe_core.parallel import ExpertGroup, ParallelStrategy, all_to_all, flexible_all_to_all, valid_r
+from moe_core.parallel import (
+    ExpertGroup,
+    ParallelStrategy,
+    all_to_all,
+    flexible_all_to_all,
+    make_expert_groups,
+    valid_r,
+)
 
 UNSORTED_SPLITS = ([0, 1, 5, 2, 0, 0, 7, 3], [4, 0, 0, 0, 1, 9, 0, 2])  # rows by (source - destination) mod W
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.uint8)
@@ -93,8 +100,9 @@ def subgroups(world_size: int) -> list[list[int]]:
 
 
 def equals_enumeration(rank: int, world_size: int, random_tables: list) -> None:
-    world = ExpertGroup(dist.group.WORLD)
-    check_group(world)
+    world = make_expert_groups(world_size, ranks_per_node=2)
+    for group in (world, ExpertGroup(dist.group.WORLD)):
+        check_group(group)
     for i, table in enumerate(random_tables):
         for way in ways(world_size)[i % 2 :: 2]:
             check(world, table, way, shape=(1 + i % 2,))
@@ -235,7 +243,10 @@ def formula(strategy: ParallelStrategy, layer: MoELayer, num_tokens: int, exchan
 
 
 def sends_what_the_formula_says(rank: int, world_size: int) -> None:
-    group, num_tokens = ExpertGroup(dist.group.WORLD), 48  # divisible by W * s * d, so that all splits are equal
+    group, num_tokens = (
+        make_expert_groups(world_size, ranks_per_node=2),
+        48,
+    )  # divisible by W * s * d, so that all splits are equal
     shapes = (None, None, 2, 1)  # ranks per node; None: linear
     for num_experts in (2 * world_size, world_size // 2, 1):
         config = make_layer(model_dim=8, hidden_dim=16, num_experts=num_experts, capacity_factor=0.0).config
@@ -259,7 +270,8 @@ def test_each_strategy_sends_what_its_formula_says(run_processes):
 
 def fewer_messages_leave_a_node(rank: int) -> None:
     """2DH, 8 ranks as 2 x 4: g - 1 + N - 1 messages instead of W - 1, and N - 1 to other nodes instead of (N - 1) g."""
-    group, g = ExpertGroup(dist.group.WORLD), 4
+    g = 4
+    group = make_expert_groups(8, ranks_per_node=g)
     counts = {}
     for way in (("linear", None), ("2dh", g)):
         with group.count_traffic() as traffic:

@@ -27,17 +27,22 @@ WEIGHTS = ParallelStrategy(0)
 
 
 class Scenario(NamedTuple):
-    """Where rank 2 goes missing, what the group does then, and which ranks share it."""
+    """Where rank 2 goes missing, what the group does then, and which ranks share it.
+
+    `alone`: the group is one of a process group alone, without what make_expert_groups adds.
+    """
 
     moment: str
     strategy: ParallelStrategy = LINEAR
     ranks: tuple[int, ...] = (0, 1, 2, 3)
+    alone: bool = False
     capacity_factor: float = 0.0
     dies: bool = True
 
     def __str__(self) -> str:
         end = "dies" if self.dies else "does not come"
-        return f"{end} {self.moment} {self.strategy} ranks {list(self.ranks)} f={self.capacity_factor}"
+        group = f"ranks {list(self.ranks)}{' alone' if self.alone else ''}"
+        return f"{end} {self.moment} {self.strategy} {group} f={self.capacity_factor}"
 
 
 SCENARIOS = [
@@ -45,7 +50,10 @@ SCENARIOS = [
     *(Scenario("before backward", strategy, dies=False) for strategy in (HIERARCHICAL, WEIGHTS)),
     *(Scenario("before the first forward", strategy, dies=False) for strategy in (LINEAR, WEIGHTS)),
     Scenario("before the second forward", capacity_factor=1.0, dies=False),
-    Scenario("before backward", ranks=(0, 2)),
+    Scenario("before backward", ranks=(0, 2), alone=True),
+    *(Scenario("among the experts", strategy, alone=True) for strategy in (HIERARCHICAL, WEIGHTS)),
+    Scenario("before the first forward", alone=True, dies=False),
+    Scenario("before the groups are made", dies=False),
     Scenario("before all_to_all", dies=False),
     Scenario("before averaging", dies=False),
     Scenario("before the norm", dies=False),
@@ -62,11 +70,16 @@ def goes_missing(rank: int, scenario: Scenario, *args) -> None:
 def act(rank: int, scenario: Scenario) -> None:
     """One step and a half, up to the moment."""
     moment, timeout = scenario.moment, timedelta(seconds=TIMEOUT)
-    process_group = dist.new_group(list(scenario.ranks), timeout=timedelta(seconds=120))
-    if rank not in scenario.ranks:
-        return
     replicated = moment in ("before averaging", "before the norm")
-    group = make_expert_groups(2, timeout) if replicated else ExpertGroup(process_group, timeout=timeout)
+    if scenario.alone:
+        process_group = dist.new_group(list(scenario.ranks), timeout=timeout)
+        if rank not in scenario.ranks:
+            return
+        group = ExpertGroup(process_group)
+    else:
+        if moment == "before the groups are made":
+            goes_missing(rank, scenario)
+        group = make_expert_groups(2 if replicated else 4, timeout, ranks_per_node=2)
     config = {"model_dim": 8, "hidden_dim": 16, "capacity_factor": scenario.capacity_factor}
     layer = make_layer(group=group, strategy=LINEAR if replicated else scenario.strategy, **config)
     x = torch.ones(5, 8).double().requires_grad_()
@@ -93,7 +106,7 @@ def act(rank: int, scenario: Scenario) -> None:
 
 def run_rank(rank: int, scenario: Scenario, directory: Path) -> None:
     torch.set_num_threads(1)
-    patient = timedelta(seconds=120)  # what ends the wait has to be the expert group's own timeout
+    patient = timedelta(seconds=120)  # what ends the wait has to be the timeout of the expert group's process groups
     dist.init_process_group("gloo", f"file://{directory}/store", rank=rank, world_size=4, timeout=patient)
     dist.barrier()
     start = time.monotonic()
@@ -138,20 +151,23 @@ def test_the_others_name_the_group_in_time_and_can_end(outcomes, scenario):
     messages, exit_codes = outcomes[scenario]
     members = [0, 2] if scenario.moment in ("before averaging", "before the norm") else scenario.ranks
     groups = [list(scenario.ranks)] if members == scenario.ranks else [[0, 1], [2, 3]]
+    named = [f"expert group of ranks {ranks}" for ranks in groups]
+    if scenario.moment == "before the groups are made":
+        named = ["making the process groups of experts failed on rank"]
     waiting = [3] if scenario.moment == "before the norm" else [rank for rank in members if rank != LOST]
     for rank in waiting:
         assert rank in messages, (messages, exit_codes)
         seconds, message = messages[rank].split(" ", 1)
         assert float(seconds) < TIMEOUT + SLACK
-        assert any(f"expert group of ranks {ranks}" in message for ranks in groups), message
+        assert any(name in message for name in named), message
     assert all(exit_codes[rank] == 0 for rank in range(4) if rank != LOST), exit_codes
 
 
 # Wrong arguments: a ValueError on every rank, before any of them waits for another
 
 COLLECTIVES = (
-    *("allreduce", "alltoall", "alltoall_base", "allgather"),
-    *("_allgather_base", "_reduce_scatter_base", "broadcast", "barrier"),
+    *("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_object"),
+    *("broadcast", "barrier", "new_group", "new_subgroups_by_enumeration"),
 )
 CONFIG = {"model_dim": 8, "hidden_dim": 16}
 
@@ -159,17 +175,14 @@ CONFIG = {"model_dim": 8, "hidden_dim": 16}
 def recorded_collectives() -> list[str]:
     """The names of all collectives from now on, new process groups among them."""
     names = []
-    for owner, name in [
-        *((dist.ProcessGroup, name) for name in (*COLLECTIVES, "broadcast", "barrier")),
-        (dist, "new_group"),
-    ]:
-        original = getattr(owner, name)
+    for name in COLLECTIVES:
+        original = getattr(dist, name)
 
         def record(*args, original=original, name=name, **kwargs):
             names.append(name)
             return original(*args, **kwargs)
 
-        setattr(owner, name, record)
+        setattr(dist, name, record)
     return names
 
 
@@ -239,7 +252,7 @@ def wrong_calls(group: ExpertGroup) -> list[tuple[Callable, str]]:
 
 def wrong_arguments(rank: int) -> None:
     os.environ.pop("LOCAL_WORLD_SIZE", None)
-    group = ExpertGroup(dist.group.WORLD)
+    group = make_expert_groups(4)
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE"):
         group.ranks_per_node()  # here alone ranks compare what they know first, once
     names = recorded_collectives()
@@ -250,7 +263,7 @@ def wrong_arguments(rank: int) -> None:
     layer = make_layer(group=group, capacity_factor=1.0, **CONFIG)
     for strategy in (LINEAR, WEIGHTS):  # and what is right does enter them
         layer(torch.ones(5, 8).double(), strategy=strategy)[0].sum().backward()
-    assert {"allreduce", "alltoall_base", "_allgather_base", "_reduce_scatter_base", "new_group"} <= set(names)
+    assert {"all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"} <= set(names)
 
 
 def test_wrong_arguments_are_refused_before_any_collective(run_processes):

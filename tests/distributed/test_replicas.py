@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_core import (
     MoELayer,
+    WithoutExperts,
     average_expert_gradients,
     clip_gradients,
     expert_parameters,
@@ -82,9 +83,7 @@ def check_training(rank: int, world_size: int, size: int, num_experts: int) -> N
 
 
 def wrap(model: nn.Module, **options) -> nn.Module:
-    ignored = expert_parameters(model)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    return DistributedDataParallel(model, **options)
+    return DistributedDataParallel(WithoutExperts(model), **options)
 
 
 def part_of(whole: Tensor, model: nn.Module, name: str) -> Tensor:

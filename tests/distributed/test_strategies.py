@@ -12,7 +12,7 @@ from moe_cases import all_gradients, make_layer, owned, plain_forward
 from torch import Tensor
 
 from moe_core import MoELayer, average_expert_gradients
-from moe_core.parallel import ExpertGroup, ParallelStrategy, valid_r
+from moe_core.parallel import ExpertGroup, ParallelStrategy, make_expert_groups, valid_r
 
 SHAPE = {"model_dim": 8, "hidden_dim": 16}  # divides over up to 8 ranks of one expert
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -65,7 +65,16 @@ def check(layer: MoELayer, expected: tuple, num_tokens: int, **call) -> None:
 
 
 def equal_one_process(rank: int, world_size: int, num_experts: int, pairs: bool) -> None:
-    group, counts = ExpertGroup(dist.group.WORLD), [6] * world_size
+    check_strategies(make_expert_groups(world_size, ranks_per_node=min(2, world_size // 2)), num_experts, pairs)
+
+
+def equal_one_process_over_one_process_group(rank: int, world_size: int, num_experts: int) -> None:
+    check_strategies(ExpertGroup(dist.group.WORLD), num_experts, pairs=True)
+
+
+def check_strategies(group: ExpertGroup, num_experts: int, pairs: bool) -> None:
+    rank, world_size = group.rank, group.size
+    counts = [6] * world_size
     layer, single = (make_layer(group=g, num_experts=num_experts, **SHAPE) for g in (group, None))
     for name, parameter in layer.named_parameters():
         assert torch.equal(parameter, owned(single.get_parameter(name), layer, name))
@@ -88,3 +97,44 @@ def test_every_strategy_with_one_of_the_routings(run_processes, world_size, num_
 @pytest.mark.parametrize(("world_size", "num_experts"), CASES)
 def test_every_strategy_with_every_routing(run_processes, world_size, num_experts):
     run_processes(equal_one_process, world_size, world_size, num_experts, False)
+
+
+@pytest.mark.parametrize(("world_size", "num_experts"), [(4, 1), (4, 2), (4, 8), (8, 2)])
+def test_every_strategy_over_one_process_group(run_processes, world_size, num_experts):
+    run_processes(equal_one_process_over_one_process_group, world_size, world_size, num_experts)
+
+
+# Process groups
+
+
+def recorded_process_groups() -> list[str]:
+    """The names of functions that make process groups, whenever one of them is called from now on."""
+    names = []
+    for name in ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"):
+        original = getattr(dist, name)
+
+        def record(*args, original=original, name=name, **kwargs):
+            names.append(name)
+            return original(*args, **kwargs)
+
+        setattr(dist, name, record)
+    return names
+
+
+def makes_no_process_group(rank: int) -> None:
+    made = make_expert_groups(2, ranks_per_node=1)
+    process_group = dist.new_group([0, 1])
+    names = recorded_process_groups()
+    groups = [made, ExpertGroup(process_group)] if rank < 2 else [made]
+    for group, num_experts in itertools.product(groups, (1, 4)):
+        layer = make_layer(group=group, num_experts=num_experts, **SHAPE)
+        for strategy in strategies(num_experts, 2):
+            layer(tokens_of(rank, 3)[0], strategy=strategy)[0].sum().backward()
+    assert names == []
+    make_expert_groups(2)
+    assert set(names) == {"new_subgroups_by_enumeration"}
+
+
+def test_process_groups_are_made_by_make_expert_groups_alone(run_processes):
+    """It is called by all ranks; what is made later would need them all too."""
+    run_processes(makes_no_process_group, 4)

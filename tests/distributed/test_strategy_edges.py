@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from moe_core import MoEConfig, MoELayer, average_expert_gradients, expert_parameters
-from moe_core.parallel import ExpertGroup, ParallelStrategy, valid_r
+from moe_core import MoEConfig, MoELayer, WithoutExperts, average_expert_gradients
+from moe_core.parallel import ExpertGroup, ParallelStrategy, make_expert_groups, valid_r
 
 FEW = ([0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 41], [1, 1, 1, 1], [3, 0, 1, 12])  # tokens of every rank
 MIXED = [5, 0, 1, 9]
@@ -40,7 +40,7 @@ def layers_of(group: ExpertGroup, num_experts: int = 2, **config) -> tuple[MoELa
 
 def few_tokens(rank: int, share: int) -> None:
     """One in `share` of all combinations, another one for every strategy."""
-    group = ExpertGroup(dist.group.WORLD)
+    group = make_expert_groups(4, ranks_per_node=2)
     for num_experts in EXPERTS:
         layer, single = layers_of(group, num_experts)
         calls = [{**call, "top_k": min(call["top_k"], num_experts)} for call in ROUTINGS]
@@ -136,7 +136,7 @@ VARIANTS = {
 
 
 def like_data_parallel(rank: int, variants: list) -> None:
-    group = ExpertGroup(dist.group.WORLD)
+    group = make_expert_groups(4, ranks_per_node=2)
     for variant, num_experts in itertools.product(variants, (4, 2)):
         check_variant(variant, num_experts, group)
 
@@ -163,7 +163,7 @@ def test_frozen_checkpointed_and_other_calls(run_processes, variants):
 
 
 def some_ranks_inputs_need_no_gradient(rank: int) -> None:
-    group = ExpertGroup(dist.group.WORLD)
+    group = make_expert_groups(4, ranks_per_node=2)
     layer, single = layers_of(group, 4)
     x, _ = tokens_of(rank, MIXED[rank])
     for strategy in strategies(4, (1, 2)):
@@ -177,7 +177,7 @@ def test_ranks_whose_empty_input_needs_no_gradient(run_processes):
 
 
 def autocast(rank: int) -> None:
-    group = ExpertGroup(dist.group.WORLD)
+    group = make_expert_groups(4, ranks_per_node=2)
     seen = []
 
     class Seeing(nn.Module):
@@ -218,7 +218,7 @@ def test_rows_travel_in_autocasts_dtype(run_processes):
 
 def several_graphs(rank: int) -> None:
     """Two forwards, then their backwards in either order or as one; and gradients that add up over all of them."""
-    group = ExpertGroup(dist.group.WORLD)
+    group = make_expert_groups(4, ranks_per_node=2)
     for num_experts in (4, 2):
         layer, _ = layers_of(group, num_experts)
         inputs = [tokens_of(rank, num_tokens[rank])[0] for num_tokens in (MIXED, MIXED[::-1])]
@@ -262,11 +262,11 @@ class Stack(nn.Module):
 
 def many_random_steps(rank: int, num_steps: int) -> None:
     """Layers in one DistributedDataParallel model, strategies from a seed that all ranks share, two losses a step."""
-    shared, num_experts = ExpertGroup(dist.group.WORLD), (4, 2, 8, 1)
+    shared, num_experts = make_expert_groups(4, ranks_per_node=2), (4, 2, 8, 1)
     model = Stack([shared, shared, dist.group.WORLD, shared], num_experts)
     single = Stack([None] * 4, num_experts)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, expert_parameters(model))
-    parallel = DistributedDataParallel(model, bucket_cap_mb=0.0001)  # a bucket of its own for each router
+    one_router_a_bucket = 0.0001  # MB
+    parallel = DistributedDataParallel(WithoutExperts(model), bucket_cap_mb=one_router_a_bucket)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (model, single)]
     choose = random.Random(0)
     for _ in range(num_steps):
@@ -343,7 +343,7 @@ class Doubling(nn.Module):
 
 
 def nothing_sticks(rank: int) -> None:
-    group = ExpertGroup(dist.group.WORLD)
+    group = make_expert_groups(4, ranks_per_node=2)
     routers = [nn.Linear(8, 4, bias=False).double() for _ in range(2)]
     config = MoEConfig(num_experts=4, top_k=1, capacity_factor=0.5, **SHAPE)
     layer = MoELayer(config, group, router=routers).double()
@@ -368,7 +368,7 @@ def nothing_sticks(rank: int) -> None:
 
 
 def degrees_agree(rank: int) -> None:
-    group = ExpertGroup(dist.group.WORLD)
+    group = make_expert_groups(4, ranks_per_node=2)
     choose, dropped = random.Random(1), 0
     for _ in range(10):
         num_experts, top_k = choose.choice((4, 8)), choose.choice((1, 2, 3))

@@ -13,14 +13,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_core.cost_model import PROFILES
-from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
+from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner, make_expert_groups
 from moe_core.parallel import tuner as tuner_module
 
 SHAPE = {"model_dim": 8, "hidden_dim": 16}
 
 
 def tuned_group(ranks_per_node: int = 2, degrees=(1, 2)) -> ExpertGroup:
-    group = ExpertGroup(dist.group.WORLD, ranks_per_node=ranks_per_node)
+    group = make_expert_groups(dist.get_world_size(), ranks_per_node=ranks_per_node)
     group.tuner = Tuner(group, PROFILES["a100-hdr"], degrees)
     return group
 
@@ -165,7 +165,7 @@ def test_spends_no_more_than_its_budget(run_processes):
 
 
 def calibrates(rank: int) -> None:
-    group = ExpertGroup(dist.group.WORLD)  # no node shape: 2dh is left out
+    group = make_expert_groups(2)  # no node shape: 2dh is left out
     layer = make_layer(group=group, num_experts=4, strategy="auto", **SHAPE)
     started = time.perf_counter()
     for _ in range(30):

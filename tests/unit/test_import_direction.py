@@ -31,7 +31,7 @@ ALLOWED = {
     "moe_core.cost_model": BASICS,
     **dict.fromkeys(BASICS, ()),
     "moe_core.kernels": ["moe_core.files"],
-    "moe_core.parallel.groups": ["moe_core.parallel.lane"],
+    "moe_core.parallel.groups": ["moe_core.parallel.lane", "moe_core.parallel.part"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],
     "swinv2_moe.plots": ["swinv2_moe.errors"],

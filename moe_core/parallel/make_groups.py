@@ -1,0 +1,116 @@
+"""Expert groups over the world, and all process groups that their strategies use.
+
+The members of a process group could make it when they first need it, without the other ranks. But torch gives it a name
+that depends on how many process groups a rank has made before, and with NCCL it may split the world's communicator,
+which all ranks have to do together. So every rank makes every process group here, in the same order.
+"""
+
+# W ranks of an expert group, g ranks per node
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moe_core.parallel.groups import (
+    CollectiveError,
+    ExpertGroup,
+    StrategyGroups,
+    check_ranks_per_node,
+    device_of,
+    local_world_size,
+    ranks_on_each_node,
+)
+
+
+def make_expert_groups(
+    expert_parallel_size: int, timeout: timedelta | None = None, ranks_per_node: int | None = None
+) -> ExpertGroup:
+    """Cut the world (the default group) into expert groups of consecutive ranks; ranks that own the same experts are
+    replicas. Every rank of the world calls this, and it is the only one that has to.
+
+    Args:
+        timeout: of all process groups made for experts; None: torch's default.
+        ranks_per_node: in one expert group; None: as torchrun says.
+
+    Raises:
+        ValueError: the size does not divide the world's; ranks_per_node does not divide the size.
+        CollectiveError: a rank has ended or did not come within the timeout.
+    """
+    num_ranks, size = dist.get_world_size(), expert_parallel_size
+    if size < 1 or num_ranks % size:
+        raise ValueError(f"expert_parallel_size ({size}) must divide the number of ranks ({num_ranks})")
+    if ranks_per_node is not None:
+        check_ranks_per_node(ranks_per_node, size)
+    groups = [list(range(first, first + size)) for first in range(0, num_ranks, size)]
+    try:
+        return _make(groups, timeout, ranks_per_node)
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"making the process groups of experts failed on rank {dist.get_rank()} of {num_ranks}; has another one"
+            f" ended, or not come in time? ({error})"
+        ) from error
+
+
+def _make(groups: list[list[int]], timeout: timedelta | None, ranks_per_node: int | None) -> ExpertGroup:
+    experts = _subgroup(groups, timeout, "experts")
+    replicas = None
+    if len(groups) > 1:
+        same_experts = [list(ranks) for ranks in zip(*groups, strict=True)]
+        replicas = _subgroup(same_experts, timeout, "replicas")
+    if len(groups[0]) == 1:
+        return ExpertGroup(experts, replicas, ranks_per_node)
+    per_node = ranks_per_node or _common_ranks_per_node(groups, experts, replicas)
+    return ExpertGroup(experts, replicas, ranks_per_node, _make_strategy_groups(groups, timeout, per_node))
+
+
+def _make_strategy_groups(
+    groups: list[list[int]], timeout: timedelta | None, ranks_per_node: int | None
+) -> StrategyGroups:
+    """`ranks_per_node`: of 2DH; None: unknown."""
+    size = len(groups[0])
+    exchange = _subgroup(groups, timeout, "exchange")
+    nodes = {}
+    if ranks_per_node is not None and 1 < ranks_per_node < size:
+        inside = _subgroup(_blocks(groups, ranks_per_node), timeout, "exchange inside a node")
+        between = _subgroup(_strides(groups, ranks_per_node), timeout, "exchange between nodes")
+        nodes[ranks_per_node] = (inside, between)
+    owners = {}
+    for block_size in range(2, size):
+        if size % block_size == 0:
+            owners[block_size] = _subgroup(_blocks(groups, block_size), timeout, "expert weights")
+    return StrategyGroups(exchange, nodes, owners)
+
+
+def _subgroup(partition: Sequence[list[int]], timeout: timedelta | None, purpose: str) -> dist.ProcessGroup:
+    """This rank's one of the process groups into which `partition` cuts the world."""
+    own, _ = dist.new_subgroups_by_enumeration(partition, timeout=timeout, group_desc=f"moe_core {purpose}")
+    return own
+
+
+def _blocks(groups: list[list[int]], size: int) -> list[list[int]]:
+    return [group[first : first + size] for group in groups for first in range(0, len(group), size)]
+
+
+def _strides(groups: list[list[int]], step: int) -> list[list[int]]:
+    return [group[first::step] for group in groups for first in range(step)]
+
+
+def _common_ranks_per_node(
+    groups: list[list[int]], experts: dist.ProcessGroup, replicas: dist.ProcessGroup | None
+) -> int | None:
+    """How many ranks of an expert group share a node, where torchrun says so and all expert groups are alike."""
+    here = local_world_size()
+    bounds = torch.tensor([here, -here], device=device_of(experts))
+    for process_group in (experts, replicas):  # one after the other: over the world
+        if process_group is not None:
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=process_group)
+    largest, smallest = bounds[0].item(), -bounds[1].item()
+    if smallest == 0 or smallest != largest:
+        return None
+    try:
+        shapes = {ranks_on_each_node(ranks, largest) for ranks in groups}
+    except ValueError:  # raised again when 2DH is asked for
+        return None
+    return shapes.pop() if len(shapes) == 1 else None
