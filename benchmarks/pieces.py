@@ -65,7 +65,7 @@ def pieces(layer: MoELayer, x: Tensor, dtype: torch.dtype) -> dict[str, tuple[Ca
         "combine": (lambda: combine(rows, gates, plan), [rows, gates]),
         "the whole layer": (lambda: layer(x)[0], [x, *layer.parameters()]),
     }
-    if fused_ffn.takes(tokens, config.kernels):  # what the layer does in place of the three before
+    if fused_ffn.supports(tokens, config.activation, config.kernels):  # in place of the three before
         parts["dispatch to combine as one"] = (
             lambda: layer.experts(tokens, plan.offsets, gates=gates, plan=plan),
             [tokens, gates, *weights],

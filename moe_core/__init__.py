@@ -9,7 +9,9 @@ from moe_core.config import ExpertShard, MoEConfig
 from moe_core.files import open_regular
 from moe_core.kernels import release_buffers
 from moe_core.layer import MoELayer, RoutingStats
+from moe_core.losses import AuxiliaryLoss, RoutingScores
 from moe_core.prepared import PreparedValue, prepared
+from moe_core.registry import register_activation, register_loss, register_router
 from moe_core.training import (
     WithoutExperts,
     average_expert_gradients,
@@ -22,10 +24,12 @@ from moe_core.training import (
 )
 
 __all__ = [
+    "AuxiliaryLoss",
     "ExpertShard",
     "MoEConfig",
     "MoELayer",
     "PreparedValue",
+    "RoutingScores",
     "RoutingStats",
     "WithoutExperts",
     "average_expert_gradients",
@@ -38,6 +42,9 @@ __all__ = [
     "moe_layers",
     "open_regular",
     "prepared",
+    "register_activation",
+    "register_loss",
+    "register_router",
     "release_buffers",
     "save_tensors",
     "strategy_decisions",

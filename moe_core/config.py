@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-ROUTERS = ("linear", "cosine")
-AUX_LOSSES = ("gshard", "load_importance", "load_importance_tutel", "none")
+from moe_core.registry import ACTIVATIONS, LOSSES, ROUTERS
+
 KERNELS = ("auto", "triton", "torch")
-ACTIVATIONS = ("gelu", "relu", "silu")
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class MoEConfig:
     num_experts: int
     top_k: int = 1
     capacity_factor: float = 1.25
-    router: str = "linear"
+    router: str = "linear"  # as registered: see moe_core.registry
     gate_noise: float = 0.0  # std of the noise on the logits in training, in units of 1 / num_experts
     normalize_gates: bool = True  # gate values of a token sum to 1; only for top_k > 1
     batch_prioritized: bool = False  # when an expert is full, keep the tokens the router is surest of
@@ -47,14 +46,10 @@ class MoEConfig:
         for name in ("model_dim", "hidden_dim", "num_experts", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
-        for name, allowed in (
-            ("router", ROUTERS),
-            ("aux_loss", AUX_LOSSES),
-            ("activation", ACTIVATIONS),
-            ("kernels", KERNELS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(allowed)}")
+        for registry in (ROUTERS, LOSSES, ACTIVATIONS):
+            registry.check(getattr(self, registry.kind))
+        if self.kernels not in KERNELS:
+            raise ValueError(f"kernels ({self.kernels!r}) must be one of {', '.join(KERNELS)}")
         for name in ("input_jitter", "input_dropout", "hidden_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0 and below 1")

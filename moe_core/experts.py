@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core.config import ExpertShard, MoEConfig
 from moe_core.kernels import empty, expert_ffn, moe_ffn, pack_weights
 from moe_core.precision import expert_dtype
 from moe_core.prepared import PreparedValue
+from moe_core.registry import ACTIVATIONS
 
 _MOST_COPIED = 1 << 28  # bytes of weights that `prepared` may hold twice in one dtype
-_ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
 class ExpertWeights(NamedTuple):
@@ -39,7 +38,7 @@ class Experts(nn.Module):
         super().__init__()
         self.config, self.shard = config, shard or config.shard(0, 1)
         self._copies: PreparedValue[ExpertWeights] = PreparedValue()  # of the parameters, as a kernel reads them
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         experts, hidden = self.shard.num_experts, config.hidden_dim // self.shard.num_parts
         has_b1, has_b2 = config.bias, config.bias and config.output_bias
         self.w1 = self._new(True, experts, hidden, config.model_dim, device=device)
@@ -86,7 +85,8 @@ class Experts(nn.Module):
             return parameters
         sources = [p for p in parameters if p is not None]
         key = (dtype, forward_only, w1.device)
-        copies = self._copies.get(sources, key, lambda: _copy(parameters, dtype, packing))
+        pack_for = self.config.activation if packing else None
+        copies = self._copies.get(sources, key, lambda: _copy(parameters, dtype, pack_for))
         return copies or parameters
 
     def forward(
@@ -117,15 +117,19 @@ class Experts(nn.Module):
         return expert_ffn(x.to(dtype), w1, b1, w2, b2, offsets, config.activation, dropout, config.kernels)
 
 
-def _copy(weights: ExpertWeights, dtype: torch.dtype, pack: bool) -> ExpertWeights:
-    """Copies in `dtype`; with `pack`, w1 and w2 in the order that a kernel without gradients reads, if there is one."""
+def _copy(weights: ExpertWeights, dtype: torch.dtype, pack_for: str | None) -> ExpertWeights:
+    """Copies in `dtype`; w1 and w2 in the order of a kernel without gradients, if there is one for `pack_for`.
+
+    Args:
+        pack_for: the activation; None: no kernel reads another order.
+    """
 
     def cast(weight: Tensor | None) -> Tensor | None:
         if weight is None or weight.dtype == dtype:
             return weight
         return empty(weight.shape, dtype, weight.device, reuse=False).copy_(weight)
 
-    packed = pack_weights(weights.w1, weights.w2, dtype) if pack else None
+    packed = pack_weights(weights.w1, weights.w2, dtype, pack_for) if pack_for else None
     w1, w2 = packed or (cast(weights.w1), cast(weights.w2))
     return ExpertWeights(w1, cast(weights.b1), w2, cast(weights.b2))
 

@@ -167,7 +167,7 @@ class MoELayer(nn.Module):
         stay = self.group.size == 1 or strategy.r == 0  # no row leaves this rank
         if isinstance(experts, Experts):
             weights = self._shared_weights(strategy, tokens.dtype)
-            if stay and fused_ffn.takes(tokens, kernels):
+            if stay and fused_ffn.supports(tokens, self.config.activation, kernels):
                 return experts(tokens, plan.offsets, weights=weights, gates=gates, plan=plan)
             experts = partial(experts, weights=weights)
         if stay:

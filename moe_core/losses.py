@@ -9,41 +9,116 @@
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_core.registry import LOSSES, register_loss
 
-def expert_sums(kind: str, clean: Tensor, noisy: Tensor, probs: Tensor, ids: Tensor, noise_std: float) -> Tensor:
-    """The two sums per expert [2, E] of the named loss; probs = softmax(noisy), logits and probs [T, E], ids [T, K]."""
-    if kind == "none":
-        return probs.new_zeros(2, probs.shape[1])
-    if kind == "gshard":
-        return gshard_sums(probs, ids[:, 0])
-    threshold = noisy.gather(1, ids[:, -1:]).squeeze(1)
-    clean_probs = clean.softmax(-1)
-    # Tutel's public code compares the probability with a logit here (its issue 240); kept under its own name for
-    # runs that have to repeat the recipe of the released checkpoints.
-    compared = clean_probs if kind == "load_importance_tutel" else clean
-    return torch.stack([clean_probs.sum(0), expected_load(compared, threshold, noise_std)])
+
+class RoutingScores(NamedTuple):
+    """What a loss sees of the tokens of this rank."""
+
+    logits: Tensor  # [T, E] without noise
+    noisy: Tensor  # [T, E] those that the choice was made by
+    probs: Tensor  # [T, E] softmax of `noisy`
+    expert_ids: Tensor  # [T, K] int64
+    noise_std: float
+
+
+class AuxiliaryLoss:
+    """A loss of sums over tokens, so that it can be that of this rank's tokens or of all ranks'."""
+
+    def sums(self, scores: RoutingScores) -> Tensor:
+        """One or more sums over this rank's tokens for each expert: [n, E], differentiable."""
+        raise NotImplementedError
+
+    def value(self, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
+        """The loss, a scalar, from the sums over so many tokens (a scalar tensor where they are of several ranks)."""
+        raise NotImplementedError
+
+
+@register_loss("gshard")
+class GShardLoss(AuxiliaryLoss):
+    """GShard, arXiv 2006.16668, section 2.2."""
+
+    def sums(self, scores: RoutingScores) -> Tensor:
+        return gshard_sums(scores.probs, scores.expert_ids[:, 0])
+
+    def value(self, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
+        return gshard_loss(sums, num_tokens)
+
+
+@register_loss("load_importance")
+class LoadImportanceLoss(AuxiliaryLoss):
+    """The mean of the importance loss and the load loss, arXiv 1701.06538, equations 6 and 7 and appendix A."""
+
+    def sums(self, scores: RoutingScores) -> Tensor:
+        clean_probs = scores.logits.softmax(-1)
+        return torch.stack([clean_probs.sum(0), self.load(scores, clean_probs)])
+
+    def value(self, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
+        return squared_variation(sums).mean()
+
+    def load(self, scores: RoutingScores, clean_probs: Tensor) -> Tensor:
+        return expected_load(scores.logits, _threshold(scores), scores.noise_std)
+
+
+@register_loss("load_importance_tutel")
+class TutelLoadImportanceLoss(LoadImportanceLoss):
+    """As Tutel's public code has it, which compares the probability with a logit (its issue 240). For runs that have to
+    repeat the recipe of the released checkpoints."""
+
+    def load(self, scores: RoutingScores, clean_probs: Tensor) -> Tensor:
+        return expected_load(clean_probs, _threshold(scores), scores.noise_std)
+
+
+@register_loss("none")
+class NoLoss(AuxiliaryLoss):
+    def sums(self, scores: RoutingScores) -> Tensor:
+        return scores.probs.new_zeros(2, scores.probs.shape[1])
+
+    def value(self, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
+        return sums.new_zeros(())
+
+
+def _threshold(scores: RoutingScores) -> Tensor:
+    """The k-th largest noisy logit of each token [T]."""
+    return scores.noisy.gather(1, scores.expert_ids[:, -1:]).squeeze(1)
+
+
+def expert_sums(kind: str, scores: RoutingScores) -> Tensor:
+    """The sums per expert [n, E] of the named loss.
+
+    Raises:
+        ValueError: a registered loss returned another shape.
+    """
+    sums = LOSSES[kind]().sums(scores)
+    num_experts = scores.probs.shape[1]
+    if sums.ndim != 2 or sums.shape[1] != num_experts:
+        raise ValueError(f"aux_loss {kind!r} returned sums of shape {list(sums.shape)}, not [n, {num_experts}]")
+    return sums
 
 
 def auxiliary_loss(
     kind: str, sums: Tensor, num_tokens: int, reduce: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """The named loss, a scalar, from `expert_sums` [2, E] over `num_tokens` tokens.
+    """The named loss, a scalar, from `expert_sums` [n, E] over `num_tokens` tokens.
 
-    `reduce`, a differentiable sum over ranks, is called once (for "none" not at all), with all the sums and the number
-    of tokens in one tensor [2E + 1]; the loss is then that of all ranks' tokens.
+    `reduce`, a differentiable sum over ranks, is called once (for "none" not at all), with all the sums and
+    the number of tokens in one tensor [n E + 1]; the loss is then that of all ranks' tokens.
+
+    Raises:
+        ValueError: a registered loss returned another shape.
     """
-    if kind == "none":
-        return sums.new_zeros(())
-    if reduce is not None:
+    if reduce is not None and kind != "none":
         totals = reduce(torch.cat([sums.flatten(), sums.new_full((1,), num_tokens)]))
         sums, num_tokens = totals[:-1].view_as(sums), totals[-1]  # the number stays on the device
-    if kind == "gshard":
-        return gshard_loss(sums, num_tokens)
-    return squared_variation(sums).mean()
+    loss = LOSSES[kind]().value(sums, num_tokens)
+    if loss.ndim != 0:
+        raise ValueError(f"aux_loss {kind!r} returned shape {list(loss.shape)}, not a scalar")
+    return loss
 
 
 def gshard_sums(probs: Tensor, top1_ids: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from moe_core.config import MoEConfig
 from moe_core.kernels import routing
-from moe_core.losses import auxiliary_loss, expert_sums
+from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
+from moe_core.registry import ROUTERS, register_router
 
 
 class Routing(NamedTuple):
@@ -24,6 +25,7 @@ class Routing(NamedTuple):
     probs: Tensor  # [T, E] softmax of the (noisy) logits
 
 
+@register_router("linear")
 class LinearRouter(nn.Module):
     """`logits = x W^T` without bias, weight [E, M], computed in at least fp32."""
 
@@ -39,6 +41,7 @@ class LinearRouter(nn.Module):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+@register_router("cosine")
 class CosineRouter(nn.Module):
     """Cosine similarity of a projected token with one direction per expert, over a learned temperature.
 
@@ -78,7 +81,7 @@ class _WideLinear(nn.Linear):
 
 def make_router(config: MoEConfig, device=None) -> nn.Module:
     """The router named by `config.router`: a module from tokens [T, M] to logits [T, E]."""
-    return {"linear": LinearRouter, "cosine": CosineRouter}[config.router](config, device)
+    return ROUTERS[config.router](config, device)
 
 
 def perturb_input(x: Tensor, config: MoEConfig, training: bool) -> Tensor:
@@ -102,26 +105,34 @@ def route(
     those of the noisy logits. `reduce` sums over ranks for a loss of all their tokens (`losses.auxiliary_loss`);
     `kernels`: see kernels.routing.choose. Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
     """
+    if logits.ndim != 2 or logits.shape[1] != config.num_experts:
+        raise ValueError(f"the router returned logits of shape {list(logits.shape)}, not [T, {config.num_experts}]")
     noise_std = config.gate_noise / config.num_experts if training else 0.0
     noisy = logits + noise_std * torch.randn_like(logits) if noise_std else logits
     # Tutel's loss needs its noise scale also in evaluation, where no noise is drawn
     loss_noise = config.gate_noise / config.num_experts if config.aux_loss == "load_importance_tutel" else noise_std
-    arguments = (logits, noisy, top_k, config.normalize_gates and top_k > 1, config.aux_loss, loss_noise)
+    arguments = (logits, noisy, top_k, config.normalize_gates and top_k > 1)
     chosen = routing.choose(kernels, logits.device.type, logits.dtype)
-    gates, ids, probs, sums = _route_by_torch(*arguments) if chosen == "torch" else routing.route(*arguments, chosen)
+    if chosen == "torch":
+        gates, ids, probs, sums = _route_by_torch(*arguments, config.aux_loss, loss_noise)
+    elif config.aux_loss in routing.LOSSES:
+        gates, ids, probs, sums = routing.route(*arguments, config.aux_loss, loss_noise, chosen)
+    else:
+        gates, ids, probs, _ = routing.route(*arguments, "none", loss_noise, chosen)
+        sums = expert_sums(config.aux_loss, RoutingScores(logits, noisy, probs, ids, loss_noise))
     return Routing(ids, gates, auxiliary_loss(config.aux_loss, sums, logits.shape[0], reduce), probs)
 
 
 def _route_by_torch(
     logits: Tensor, noisy: Tensor, top_k: int, normalize: bool, loss: str, noise_std: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gates and ids [T, K], probs [T, E], the loss's sums [2, E]; `kernels.routing.route` is held to it."""
+    """gates and ids [T, K], probs [T, E], the loss's sums [n, E]; `kernels.routing.route` is held to it."""
     probs = noisy.softmax(-1)
     ids = _largest(noisy.detach(), top_k)
     gates = probs.gather(1, ids)
     if normalize:
         gates = gates / gates.sum(-1, keepdim=True)
-    return gates, ids, probs, expert_sums(loss, logits, noisy, probs, ids, noise_std)
+    return gates, ids, probs, expert_sums(loss, RoutingScores(logits, noisy, probs, ids, noise_std))
 
 
 def _largest(logits: Tensor, top_k: int) -> Tensor:

@@ -36,14 +36,14 @@ def expert_ffn(
             gradients they may be `ffn_x86.pack_weights`'s.
         b1, b2: [E, H] and [E, M], or None.
         offsets: [E] int32, where each expert's rows end.
-        activation: "gelu", "relu" or "silu".
+        activation: a name of moe_core.registry.ACTIVATIONS.
         dropout: the share of the activations that become 0, to the nearest 1/65536.
         kernels: "torch" leaves C++ out.
 
     Returns:
         [N, M]; rows past offsets[-1] hold nothing meaningful.
     """
-    noise = torch.ops.moe_core.dropout_noise(rows, w1, kernels) if dropout else None
+    noise = torch.ops.moe_core.dropout_noise(rows, w1, activation, kernels) if dropout else None
     differentiable = any(t is not None and t.requires_grad for t in (rows, w1, b1, w2, b2))
     keep_hidden = differentiable and torch.is_grad_enabled()
     arguments = (rows, w1, b1, w2, b2, offsets, noise, activation, dropout, keep_hidden, kernels)
@@ -53,15 +53,15 @@ def expert_ffn(
 # 1. Ops
 
 
-def _kernel(rows: Tensor, w1: Tensor, kernels: str):
+def _kernel(rows: Tensor, w1: Tensor, activation: str, kernels: str):
     if rows.is_cuda and rows.dtype == torch.bfloat16:
         return grouped
-    return ffn_x86 if kernels != "torch" and ffn_x86.takes(rows, w1) else ffn_loop
+    return ffn_x86 if kernels != "torch" and ffn_x86.supports(rows, w1, activation) else ffn_loop
 
 
-def _hidden_size(rows: Tensor, w1: Tensor, kernels: str):
+def _hidden_size(rows: Tensor, w1: Tensor, activation: str, kernels: str):
     """Of the hidden layer as the kernel keeps it: a number or a symbol."""
-    return _kernel(rows, w1, kernels).hidden_rows(rows.shape[0], w1.shape[0], rows.dtype) * w1.shape[1]
+    return _kernel(rows, w1, activation, kernels).hidden_rows(rows.shape[0], w1.shape[0], rows.dtype) * w1.shape[1]
 
 
 @torch.library.custom_op("moe_core::expert_ffn", mutates_args=())
@@ -79,7 +79,7 @@ def _expert_ffn(
     kernels: str,
 ) -> tuple[Tensor, Tensor]:
     """out [N, M] and the hidden layer before the activation, in the kernel's own order, if it is kept."""
-    kernel = _kernel(rows, w1, kernels)
+    kernel = _kernel(rows, w1, activation, kernels)
     return kernel.forward(rows, w1, b1, w2, b2, offsets, noise, activation, dropout, keep_hidden)
 
 
@@ -101,20 +101,20 @@ def _expert_ffn_backward(
 ) -> list[Tensor]:
     """Gradients of rows, w1, b1, w2 and b2; empty ones where `needs` is False."""
     arguments = (grad.contiguous(), rows, hidden, w1, b1, w2, b2, offsets, noise, activation, dropout, needs)
-    return [rows.new_empty(0) if g is None else g for g in _kernel(rows, w1, kernels).backward(*arguments)]
+    return [rows.new_empty(0) if g is None else g for g in _kernel(rows, w1, activation, kernels).backward(*arguments)]
 
 
 @torch.library.custom_op("moe_core::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def _dropout_noise(rows: Tensor, w1: Tensor, kernels: str) -> Tensor:
+def _dropout_noise(rows: Tensor, w1: Tensor, activation: str, kernels: str) -> Tensor:
     """int16, one for each number in the hidden layer; four from a draw of the generator, which is slow on a CPU."""
-    size = _hidden_size(rows, w1, kernels)
+    size = _hidden_size(rows, w1, activation, kernels)
     numbers = torch.empty(-(-size // 4), dtype=torch.int64, device=rows.device).random_(-(2**63), None)
     return numbers.view(torch.int16)[:size]
 
 
 @_expert_ffn.register_fake
 def _(rows, w1, b1, w2, b2, offsets, noise, activation, dropout, keep_hidden, kernels):
-    return rows.new_empty(rows.shape), rows.new_empty(_hidden_size(rows, w1, kernels) if keep_hidden else 0)
+    return rows.new_empty(rows.shape), rows.new_empty(_hidden_size(rows, w1, activation, kernels) if keep_hidden else 0)
 
 
 @_expert_ffn_backward.register_fake
@@ -124,8 +124,8 @@ def _(grad, rows, hidden, w1, b1, w2, b2, offsets, noise, activation, dropout, n
 
 
 @_dropout_noise.register_fake
-def _(rows, w1, kernels):
-    return rows.new_empty(_hidden_size(rows, w1, kernels), dtype=torch.int16)
+def _(rows, w1, activation, kernels):
+    return rows.new_empty(_hidden_size(rows, w1, activation, kernels), dtype=torch.int16)
 
 
 @register_flop_formula(torch.ops.moe_core.expert_ffn)

@@ -18,20 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_core.activations import activate, activation_grad
 from moe_core.kernels.buffers import empty
 
 _FEW_ROWS = 64  # of an expert: below it writing a weight's fp32 gradient takes longer than its product in fp32
-_aten = torch.ops.aten
-ACTIVATIONS = {
-    "gelu": lambda z, out: _aten.gelu.out(z, out=out),
-    "relu": lambda z, out: torch.clamp_min(z, 0, out=out),
-    "silu": lambda z, out: _aten.silu.out(z, out=out),
-}
-ACTIVATION_GRADS = {  # written over the gradient of the activation
-    "gelu": lambda grad, z: _aten.gelu_backward.grad_input(grad, z, grad_input=grad),
-    "relu": lambda grad, z: _aten.threshold_backward.grad_input(grad, z, 0, grad_input=grad),
-    "silu": lambda grad, z: _aten.silu_backward.grad_input(grad, z, grad_input=grad),
-}
 
 
 def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
@@ -58,7 +48,7 @@ def forward(
         h = group.block(h_buffer, 0)
         z = group.block(hidden) if keep_hidden else h
         _product(cast(w1[e]), x.t(), z, None if b1 is None else b1[e].unsqueeze(1))
-        ACTIVATIONS[activation](z, h)
+        activate(activation, z, h)
         drop(h, group)
         _product(h.t(), cast(w2[e]), group.window_of(out), None if b2 is None else b2[e], drop.scale)
     if keep_hidden:
@@ -93,7 +83,7 @@ def backward(
         x, dy = groups.window(rows, group), groups.window(grad, group)
         if grad_w2 is not None:
             h = group.block(h_buffer, 0)
-            ACTIVATIONS[activation](z, h)
+            activate(activation, z, h)
             drop(h, group)
             cast.product(group.without_others(h), dy, grad_w2[e], drop.scale)
         if grad_b2 is not None:
@@ -101,7 +91,7 @@ def backward(
         dz = group.block(dz_buffer, 0)
         _product(cast(w2[e]), dy.t(), dz, scale=drop.scale)
         drop(dz, group)
-        group.without_others(ACTIVATION_GRADS[activation](dz, z))
+        group.without_others(activation_grad(activation, dz, z))
         if grad_b1 is not None:
             torch.sum(dz, 1, dtype=grad_b1[e].dtype, out=grad_b1[e])
         if grad_w1 is not None:

@@ -1,6 +1,6 @@
 """The experts' networks on an x86 CPU, in C++: fp32 with AVX-512, bf16 with AMX.
 
-Where the CPU lacks the instructions or the compiler is missing, `takes` is False and ffn_loop runs.
+Where the CPU lacks the instructions or the compiler is missing, `supports` is False and ffn_loop runs.
 """
 
 # E experts, N rows, M model dim, H hidden dim
@@ -18,19 +18,19 @@ ACTIVATIONS = ("gelu", "relu", "silu")  # in the order of ffn_x86.cpp
 _PACKED = {torch.float32: torch.int32, torch.bfloat16: torch.int16}  # dtypes of packed weights: not taken for numbers
 
 
-def takes(rows: Tensor, weight: Tensor) -> bool:
-    """Whether this kernel computes on these dtypes, here."""
+def supports(rows: Tensor, weight: Tensor, activation: str = "gelu") -> bool:
+    """Whether this kernel computes on these dtypes with this activation, here."""
     dtypes = (torch.float32, rows.dtype, _PACKED.get(rows.dtype))
-    return rows.device.type == "cpu" and weight.dtype in dtypes and usable(rows.dtype)
+    return activation in ACTIVATIONS and rows.device.type == "cpu" and weight.dtype in dtypes and usable(rows.dtype)
 
 
-def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype, activation: str = "gelu") -> tuple[Tensor, Tensor] | None:
     """fp32 weights [E, H, M] in `dtype`, in the order in which `forward` reads them, in integers of that shape.
 
-    None where rows of `dtype` are not for this kernel, or the shape leaves blocks that are not full.
+    None where rows of `dtype` or the activation are not for this kernel, or the shape leaves blocks that are not full.
     """
     packable = w1.dtype == w2.dtype == torch.float32 and w1.shape[1] % 32 == w1.shape[2] % 32 == 0
-    if not packable or not takes(w1.new_empty(0, dtype=dtype), w1):
+    if not packable or not supports(w1.new_empty(0, dtype=dtype), w1, activation):
         return None
     new = tuple(empty(w.shape, _PACKED[dtype], w.device, reuse=False) for w in (w1, w2))
     weights = [w1.contiguous(), w2.contiguous()]

@@ -12,14 +12,18 @@ from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.kernels.backend import choose
 
+ACTIVATIONS = ("gelu", "relu", "silu")  # those of triton_ffn_kernels, which only runs where Triton is
 
-def takes(tokens: Tensor, kernels: str) -> bool:
+
+def supports(tokens: Tensor, activation: str, kernels: str) -> bool:
     """Whether these kernels compute on tokens of this dtype, there: halves; fp32 if they are asked for by name.
 
     In fp32 their products do without tensor cores, to be exact.
     """
-    wanted = (torch.bfloat16, torch.float16, *([torch.float32] if kernels == "triton" else []))
-    return tokens.dtype in wanted and choose(kernels, tokens.device.type) == "triton"
+    dtypes = (torch.bfloat16, torch.float16, *([torch.float32] if kernels == "triton" else []))
+    if tokens.dtype not in dtypes or activation not in ACTIVATIONS:
+        return False
+    return choose(kernels, tokens.device.type) == "triton"
 
 
 def moe_ffn(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_core.kernels.ffn_loop import ACTIVATION_GRADS, ACTIVATIONS
+from moe_core.activations import activate, activation_grad
 
 _ALIGNMENT = 16  # bytes: F.grouped_mm takes no row stride that is not a multiple of it
 
@@ -28,7 +28,7 @@ def forward(
         return rows.new_empty(rows.shape), rows.new_empty(0)
     w1, b1, w2, b2 = (None if t is None else t.to(rows.dtype) for t in (w1, b1, w2, b2))
     z = grouped_linear(rows, w1, b1, offsets)  # [N, H]
-    h = _dropped(ACTIVATIONS[activation](z, torch.empty_like(z)), noise, dropout)
+    h = _dropped(activate(activation, z, torch.empty_like(z)), noise, dropout)
     out = grouped_linear(h, w2.transpose(1, 2), b2, offsets)
     return out, z.flatten() if keep_hidden else z.new_empty(0)
 
@@ -54,10 +54,10 @@ def backward(
     dtype, z = rows.dtype, hidden.view(len(rows), -1)
     grad_w2 = None
     if needs_w2:
-        h = _dropped(ACTIVATIONS[activation](z, torch.empty_like(z)), noise, dropout)
+        h = _dropped(activate(activation, z, torch.empty_like(z)), noise, dropout)
         grad_w2 = grouped_weight_grad(h, grad, offsets).to(w2.dtype)
     dz = _dropped(grouped_linear(grad, w2.to(dtype), None, offsets), noise, dropout)
-    dz = ACTIVATION_GRADS[activation](dz, z)
+    dz = activation_grad(activation, dz, z)
     return [
         grouped_linear(dz, w1.to(dtype).transpose(1, 2), None, offsets) if needs_rows else None,
         grouped_weight_grad(dz, rows, offsets).to(w1.dtype) if needs_w1 else None,

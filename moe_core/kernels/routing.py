@@ -11,6 +11,8 @@ from torch import Tensor
 from moe_core.kernels import backend, routing_x86
 from moe_core.kernels.library_x86 import usable
 
+LOSSES = ("none", "gshard", "load_importance", "load_importance_tutel")  # that the kernels compute
+
 
 @torch.compiler.assume_constant_result  # it may compile, which torch.compile cannot trace
 def choose(kernels: str, device_type: str, dtype: torch.dtype = torch.float32) -> str:
@@ -37,7 +39,7 @@ def route(
         logits: [T, E]; halves are computed in fp32.
         noisy: [T, E], what the choice is made by; `logits` itself where there is no noise.
         normalize: gate values of a token sum to 1.
-        loss: the auxiliary loss, by its name in the configuration.
+        loss: one of LOSSES.
         noise_std: of that loss.
         kernels: "triton" or "x86".
 

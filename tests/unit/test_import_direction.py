@@ -14,7 +14,7 @@ ENGINE_ROOM = {"torch", "triton", "safetensors"}  # all that moe_core needs besi
 # A module belongs to the longest prefix here that names it, and may import what that one lists, and itself.
 BASICS = [
     *("moe_core.config", "moe_core.precision", "moe_core.prepared", "moe_core.losses", "moe_core.kernels"),
-    "moe_core.files",
+    *("moe_core.files", "moe_core.registry", "moe_core.activations"),
     *("moe_core.parallel.groups", "moe_core.parallel.strategy"),
 ]
 PARTS = ["moe_core.router", "moe_core.dispatch", "moe_core.experts", "moe_core.parallel"]
@@ -30,7 +30,8 @@ ALLOWED = {
     "moe_core.parallel": [*BASICS, "moe_core.dispatch", "moe_core.experts", "moe_core.cost_model"],
     "moe_core.cost_model": BASICS,
     **dict.fromkeys(BASICS, ()),
-    "moe_core.kernels": ["moe_core.files"],
+    **{f"moe_core.{name}": ["moe_core.registry"] for name in ("config", "losses", "activations")},
+    "moe_core.kernels": ["moe_core.files", "moe_core.activations"],
     "moe_core.parallel.groups": ["moe_core.parallel.lane", "moe_core.parallel.part"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],

@@ -22,7 +22,7 @@ TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 2e-2}  # of the largest value
 def inputs(sizes: list[int], model_dim: int, hidden_dim: int, dtypes, seed: int = 0):
     """rows, weights, offsets and a gradient of the output; as large as they are in a network."""
     dtype, weight_dtype = dtypes
-    if not ffn_x86.takes(torch.empty(0, dtype=dtype), torch.empty(0, dtype=weight_dtype)):
+    if not ffn_x86.supports(torch.empty(0, dtype=dtype), torch.empty(0, dtype=weight_dtype)):
         pytest.skip("this CPU or compiler lacks the instructions")
     generator = torch.Generator().manual_seed(seed)
     experts, num_rows = len(sizes), sum(sizes)
@@ -112,7 +112,7 @@ def test_what_is_not_finite_stays_so(value):
 def test_dropout_is_the_loop_s(dtypes, monkeypatch):
     """The same noise in each kernel's own order of the hidden layer gives the same output and gradients."""
     rows, weights, offsets, grad = inputs([33, 0, 47], 40, 64, dtypes)
-    noise = OPS.dropout_noise(rows, weights[0], "auto")
+    noise = OPS.dropout_noise(rows, weights[0], "gelu", "auto")
     out, hidden = OPS.expert_ffn(rows, *weights, offsets, noise, "gelu", 0.3, True, "auto")
     arguments = (rows, hidden, *weights, offsets, noise, "gelu", 0.3, [True] * 5, "auto")
     found = [out, *OPS.expert_ffn_backward(grad, *arguments)]
@@ -192,7 +192,7 @@ def test_weights_of_two_dtypes_or_shapes_are_refused():
 
 def test_other_dtypes_and_devices_are_left_to_others():
     def takes(rows: torch.dtype, weight: torch.dtype, device: str = "cpu") -> bool:
-        return ffn_x86.takes(torch.empty(1, dtype=rows, device=device), torch.empty(1, dtype=weight, device=device))
+        return ffn_x86.supports(torch.empty(1, dtype=rows, device=device), torch.empty(1, dtype=weight, device=device))
 
     assert not takes(torch.float64, torch.float64)
     assert not takes(torch.float16, torch.float32)
@@ -204,7 +204,7 @@ def test_other_dtypes_and_devices_are_left_to_others():
 def test_a_cpu_without_the_instructions_is_left_to_the_loop(monkeypatch):
     monkeypatch.setattr(library_x86, "_cpu_flags", lambda: frozenset({"avx2"}))
     for dtype, weight_dtype in DTYPES:
-        assert not ffn_x86.takes(torch.empty(1, dtype=dtype), torch.empty(1, dtype=weight_dtype))
+        assert not ffn_x86.supports(torch.empty(1, dtype=dtype), torch.empty(1, dtype=weight_dtype))
 
 
 COMPUTE = """

@@ -27,7 +27,7 @@ ENDS = {"even": [4, 8, 12], "empty": [0, 7, 7, 12, 12], "one": [12], "none": [0,
 def kernel(request, monkeypatch):
     """The experts' kernel that is chosen on this CPU, and the one for any other."""
     if request.param == "loop":
-        monkeypatch.setattr(ffn_x86, "takes", lambda rows, weight: False)
+        monkeypatch.setattr(ffn_x86, "supports", lambda rows, weight, activation: False)
 
 
 def random(*shape: int, dtype=torch.float64, seed: int = 0) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_dropout_zeroes_its_share_and_keeps_the_mean(share, dtypes):
 
 def test_gradcheck_dropout():
     rows, weights, offsets, _ = ffn_inputs([2, 2, 5], 5, model_dim=3, hidden_dim=4)
-    noise = OPS.dropout_noise(rows, weights[0], "auto")
+    noise = OPS.dropout_noise(rows, weights[0], "gelu", "auto")
     inputs = [t.requires_grad_() for t in (rows, *weights)]
     assert torch.autograd.gradcheck(lambda *i: OPS.expert_ffn(*i, offsets, noise, "gelu", 0.4, True, "auto")[0], inputs)
 
@@ -163,7 +163,7 @@ def test_dropout_noise_is_even_and_follows_the_seed():
     draws = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        draws.append(OPS.dropout_noise(rows, w1, "auto"))
+        draws.append(OPS.dropout_noise(rows, w1, "gelu", "auto"))
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
     lanes = draws[0].view(-1, 4).double()  # of one number of the generator
@@ -227,7 +227,7 @@ def test_fake_kernels_give_the_strides_of_real_ones():
 @pytest.mark.parametrize("op", ["expert_ffn", "expert_ffn_backward"])
 def test_opcheck_ffn(op, dtypes):
     rows, weights, offsets, grad = ffn_inputs([0, 7, 12], 12, *dtypes)
-    noise = OPS.dropout_noise(rows, weights[0], "auto")
+    noise = OPS.dropout_noise(rows, weights[0], "gelu", "auto")
     hidden = OPS.expert_ffn(rows, *weights, offsets, noise, "gelu", 0.5, True, "auto")[1]
     arguments = {
         "expert_ffn": (

@@ -10,6 +10,7 @@ from moe_cases import make_layer
 
 from moe_core import MoEConfig
 from moe_core.losses import (
+    RoutingScores,
     auxiliary_loss,
     expected_load,
     expert_sums,
@@ -70,7 +71,7 @@ def test_load_loss_equals_its_formula(top_k, std):
     assert squared_variation(expected_load(clean, threshold, std)).item() == pytest.approx(expected, rel=1e-12)
     ids = noisy.topk(top_k).indices
     both = auxiliary_loss(
-        "load_importance", expert_sums("load_importance", clean, noisy, noisy.softmax(1), ids, std), 17
+        "load_importance", expert_sums("load_importance", RoutingScores(clean, noisy, noisy.softmax(1), ids, std)), 17
     )
     importance = squared_variation(clean.softmax(1).sum(0)).item()
     assert both.item() == pytest.approx((importance + expected) / 2, rel=1e-12)
@@ -81,7 +82,7 @@ def test_tutel_variant_compares_probabilities_with_a_logit():
     probs = clean.softmax(1)
     expected = plain_load_loss(probs.tolist(), noisy.amax(1).tolist(), 0.5)
     ids = noisy.topk(1).indices
-    sums = expert_sums("load_importance_tutel", clean, noisy, noisy.softmax(1), ids, 0.5)
+    sums = expert_sums("load_importance_tutel", RoutingScores(clean, noisy, noisy.softmax(1), ids, 0.5))
     loss = auxiliary_loss("load_importance_tutel", sums, 3)
     assert loss.item() == pytest.approx((squared_variation(probs.sum(0)).item() + expected) / 2, rel=1e-12)
 
@@ -135,7 +136,7 @@ def test_reduced_sums_give_the_loss_of_all_tokens(kind):
 
     def sums(part: slice) -> torch.Tensor:
         probs = noisy[part].softmax(1)
-        return expert_sums(kind, clean[part], noisy[part], probs, probs.topk(2).indices, 1.0)
+        return expert_sums(kind, RoutingScores(clean[part], noisy[part], probs, probs.topk(2).indices, 1.0))
 
     messages = []
 

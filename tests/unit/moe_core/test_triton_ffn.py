@@ -220,7 +220,7 @@ class TestKernels:
             ("auto", torch.float32, False),
             ("auto", HALF, not INTERPRETED),
         ):
-            assert fused_ffn.takes(torch.empty(1, dtype=dtype, device=DEVICE), kernels) == taken
+            assert fused_ffn.supports(torch.empty(1, dtype=dtype, device=DEVICE), "gelu", kernels) == taken
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")

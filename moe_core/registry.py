@@ -1,0 +1,100 @@
+"""Named alternatives that a configuration chooses from: routers, losses, activations.
+
+A new one is a file of its own, inside this package or outside of it:
+
+>>> from moe_core import register_activation
+>>> @register_activation("squared_relu")
+... def squared_relu(x):
+...     return x.relu().square()
+
+From then on `MoEConfig(activation="squared_relu")` is valid.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Registry(Mapping[str, Any]):
+    """Alternatives of one kind by name, in the order of their registration.
+
+    Args:
+        kind: what messages call one of them, as the field of MoEConfig that names it.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._values: dict[str, Any] = {}
+
+    def register(self, name: str) -> Callable[[Value], Value]:
+        """A decorator that adds a class or function under `name`.
+
+        Raises:
+            ValueError: the name is taken, or not a text.
+        """
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{self.kind} is registered as {name!r}, which is not a name")
+        if name in self._values:
+            value = self._values[name]
+            place = f"{value.__module__}.{value.__qualname__}"
+            raise ValueError(f"{self.kind} {name!r} is registered already: {place}")
+
+        def add(value: Value) -> Value:
+            self._values[name] = value
+            return value
+
+        return add
+
+    def check(self, name: str) -> None:
+        """Raises ValueError, which names the nearest one, where `name` is not registered."""
+        if name not in self._values:
+            nearest = difflib.get_close_matches(str(name), self._values, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(f"{self.kind} ({name!r}) must be one of {', '.join(self._values)}{hint}")
+
+    def __getitem__(self, name: str) -> Any:
+        self.check(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+
+ROUTERS = Registry("router")
+LOSSES = Registry("aux_loss")
+ACTIVATIONS = Registry("activation")
+
+
+def register_router(name: str) -> Callable[[Value], Value]:
+    """Register a router: a module class, constructed with (config, device), that maps tokens [T, M] to logits [T, E].
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    return ROUTERS.register(name)
+
+
+def register_loss(name: str) -> Callable[[Value], Value]:
+    """Register an auxiliary loss: a subclass of `moe_core.AuxiliaryLoss`, constructed without arguments.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    return LOSSES.register(name)
+
+
+def register_activation(name: str) -> Callable[[Value], Value]:
+    """Register an activation of the experts: a function of a tensor, element by element, in differentiable operations.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    return ACTIVATIONS.register(name)
