@@ -139,6 +139,16 @@ def check_classifier(directory: Path, training: dict) -> None:
         raise UserError(f"checkpoint {directory}: is of the training of a detector; tools/detect.py goes on from it")
 
 
+def check_detector(directory: Path, training: dict, num_groups: int, num_schedulers: int) -> None:
+    """Raise UserError where the state of a training is not that of a detector with so many parameter groups and
+    schedulers."""
+    if _training_form(training) is not _DETECTOR_TRAINING:
+        raise UserError(f"checkpoint {directory}: is not of the training of a detector")
+    for name, count in (("param_groups", num_groups), ("param_schedulers", num_schedulers)):
+        if len(training[name]) != count:
+            raise UserError(f"checkpoint {directory}: has {len(training[name])} {name}, this training has {count}")
+
+
 def _check_checksum(directory: Path, text: bytes, meta: object) -> None:
     """Raise DamagedError unless the text has the checksum that stands in it."""
     checksum = meta.get("checksum") if isinstance(meta, dict) else None

@@ -5,7 +5,8 @@ import tarfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,24 +25,46 @@ _MAX_READ = 64 << 20  # bytes of a zip's directory, and of a record that holds n
 def read_weights(file: Path) -> dict[str, Tensor]:
     """A state dict from .safetensors or, read without running any code in it, .pth / .pt / .bin.
 
-    Tensors of a torch file stay in it until they are used (memory-mapped), but for the format of before torch 1.6. Each
-    is compared with its record's size and checksum. No tensor takes more memory than its data has bytes.
+    Raises:
+        UserError: as `read_torch_file`.
+    """
+    if file.suffix != ".safetensors":
+        return unwrapped(read_torch_file(file))
+    with _opened(file):
+        try:
+            return load_file(file)
+        except (SafetensorError, MemoryError) as error:  # MemoryError: a file larger than the address space
+            raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
+
+
+def read_torch_file(file: Path, allowed: Sequence[object] = ()) -> dict:
+    """What torch.save wrote: a state dict, or a dictionary with one below "model" or "state_dict".
+
+    Tensors stay in the file until they are used (memory-mapped), but for the format of before torch 1.6. Those of the
+    state dict are compared with their records' sizes and checksums. None takes more memory than its data has bytes.
+
+    Args:
+        allowed: classes and functions, beyond torch's own list, that the file's pickle may use.
 
     Raises:
-        UserError: no such file, or not an undamaged file of dense tensors.
+        UserError: no such file, or not an undamaged file with dense tensors.
     """
+    with _opened(file) as content:
+        return _read_torch_file(file, content, allowed)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    """A file of weights; what the block finds wrong with it (ValueError) becomes a UserError that names it."""
     if file.is_dir():
         raise UserError(f"weights {file}: is a directory")
     try:
         with open_regular(file) as content:
-            state = load_file(file) if file.suffix == ".safetensors" else _read_torch_file(file, content)
+            yield content
     except OSError as error:
         raise UserError(f"weights {file}: {(error.strerror or str(error)).lower()}") from error
     except ValueError as error:
         raise UserError(f"weights {file}: {error}") from error
-    except (SafetensorError, MemoryError) as error:  # MemoryError: a file larger than the address space
-        raise UserError(f"weights {file}: cannot be read as weights ({_first_line(error)})") from error
-    return state
 
 
 def unwrapped(content: object) -> object:
@@ -52,7 +75,7 @@ def unwrapped(content: object) -> object:
     return content
 
 
-def _read_torch_file(file: Path, content: BinaryIO) -> dict[str, Tensor]:
+def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -> dict:
     """Raises ValueError: says what is wrong, without the file's name."""
     is_zip = content.read(len(_ZIP)) == _ZIP
     content.seek(0)
@@ -60,7 +83,9 @@ def _read_torch_file(file: Path, content: BinaryIO) -> dict[str, Tensor]:
     if not is_zip and tarfile.is_tarfile(content):  # torch would unpack it
         raise ValueError("cannot be read as weights (a tar file, which torch wrote before 0.1.10)")
     content.seek(0)
-    state = _load(file, content, is_zip)
+    with torch.serialization.safe_globals(list(allowed)):
+        found = _load(file if is_zip else content, is_zip)
+    state = unwrapped(found)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError("holds no state dict of tensors")
     for name, tensor in state.items():
@@ -70,15 +95,14 @@ def _read_torch_file(file: Path, content: BinaryIO) -> dict[str, Tensor]:
     _check_total(state.values(), file.stat().st_size)
     if records is not None:
         _check_records(state, records)
-    return state
+    return found
 
 
-def _load(file: Path, content: BinaryIO, is_zip: bool) -> object:
+def _load(source: Path | BinaryIO, is_zip: bool) -> object:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a refusal says what is wrong
-            source = file if is_zip else content
-            return unwrapped(torch.load(source, map_location="cpu", weights_only=True, mmap=is_zip))
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # whatever torch makes of a damaged file
         reason = _first_line(error).partition(". This is an internal")[0]
         if isinstance(error, pickle.UnpicklingError):
