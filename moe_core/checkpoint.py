@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from moe_core.config import ExpertShard
+from moe_core.files import open_regular
 from moe_core.parallel.gather import join_parts
 from moe_core.training import moe_layers
 
@@ -97,7 +98,7 @@ def damage(file: Path, record: dict[str, int | str]) -> str | None:
         PermissionError: it may be whole, but must not be read.
     """
     try:
-        with file.open("rb") as content:
+        with open_regular(file) as content:
             size = os.fstat(content.fileno()).st_size
             if size != record["bytes"]:
                 return f"has {size:,} bytes, {record['bytes']:,} were written"
@@ -131,7 +132,7 @@ def load_tensors(directory: Path, model: nn.Module, like: dict[str, Tensor] | No
         files = [directory / expert_file(layer_name, shard.first_expert + e) for e in range(shard.num_experts)]
         experts = [_read(file, lambda name, content: _read_part(content, name, shard)) for file in files]  # noqa: B023
         for file, expert in zip(files, experts, strict=True):
-            if {k: v.shape for k, v in expert.items()} != {k: v.shape for k, v in experts[0].items()}:
+            if _forms(expert) != _forms(experts[0]):
                 raise ValueError(f"{file} does not hold the same tensors as {files[0].name}")
         for name in experts[0]:
             tensors[f"{_prefix(layer_name)}{name}"] = torch.stack([expert[name] for expert in experts])
@@ -142,6 +143,10 @@ def count_experts(directory: Path) -> dict[str, int]:
     """How many expert files each layer has below `directory`."""
     layers = sorted((directory / "experts").glob("*")) if (directory / "experts").is_dir() else []
     return {layer.name: len(list(layer.glob("*.safetensors"))) for layer in layers}
+
+
+def _forms(tensors: dict[str, Tensor]) -> dict[str, tuple]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _prefix(layer: str) -> str:
@@ -158,12 +163,16 @@ def _digest(content) -> str:
 
 def _read(file: Path, read: Callable[[str, Any], Tensor]) -> dict[str, Tensor]:
     """What `read` takes of each tensor of a file, given its name and what reads slices of it."""
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing")
+    try:
+        open_regular(file).close()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{file} is missing") from error
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror})") from error
     try:
         with safe_open(file, "pt") as content:
             return {name: read(name, content.get_slice(name)) for name in content.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+    except (SafetensorError, MemoryError) as error:
         raise ValueError(f"{file} is not a readable safetensors file ({error})") from error
     except ValueError as error:  # read's
         raise ValueError(f"{file}: {error}") from error
@@ -173,7 +182,7 @@ def _read_part(content, name: str, shard: ExpertShard) -> Tensor:
     """A shard's part of one expert's tensor."""
     if shard.num_parts == 1:
         return content[...]
-    length = content.get_shape()[0]
+    length = content.get_shape()[0] if content.get_shape() else 1
     if length % shard.num_parts:
         raise ValueError(f"{name} has {length} entries, which do not divide over {shard.num_parts} ranks")
     return content[shard.part * length // shard.num_parts : (shard.part + 1) * length // shard.num_parts]

@@ -14,10 +14,13 @@ from moe_core import moe_layers
 from swinv2_moe.config import config_from_text
 from swinv2_moe.convert import layouts
 from swinv2_moe.convert.files import check_new, compact, find_sources, rank_file, read_states, write_files
-from swinv2_moe.engine.checkpoint import find_checkpoint, read_weights_of, write_weights
+from swinv2_moe.engine.checkpoint import count_classes, find_checkpoint, read_weights_of, write_weights
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import parse_json
+from swinv2_moe.forms import COUNT, TEXT, list_of
 from swinv2_moe.models import build_model, load_dense
-from swinv2_moe.models.weights import compare, read_weights
+from swinv2_moe.models.weight_files import read_weights
+from swinv2_moe.models.weights import check_finite, compare
 
 IMPORTS = ("swin-moe", "tutel", "single", "dense")
 EXPORTS = ("swin-moe", "tutel", "single")
@@ -86,8 +89,7 @@ def export_weights(kind: str, checkpoint: Path, output: Path, ranks: int | None 
     """
     found = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
     config = config_from_text(found.meta["config"], f"checkpoint {found.directory}")
-    with safe_open(found.directory / "model.safetensors", "pt") as trunk:
-        model = _meta_model(config, trunk.get_slice(_HEAD).get_shape()[0])
+    model = _meta_model(config, count_classes(found))
     if kind == "single":
         if ranks is not None or output.suffix != ".safetensors":
             raise UserError(f"--output {output}: a single file is one .safetensors file, without --ranks")
@@ -148,7 +150,9 @@ def _read_single(file: Path) -> tuple[dict[str, Tensor], CfgNode, list[str], int
     if metadata.get("format") != SINGLE_FORMAT:
         raise UserError(f"{file}: its format is {metadata.get('format')!r}, not {SINGLE_FORMAT!r}")
     try:
-        class_names, step = json.loads(metadata["class_names"]), int(metadata["step"])
+        class_names, step = parse_json(metadata["class_names"]), parse_json(metadata["step"])
+        list_of(TEXT)(class_names, "class_names")
+        COUNT(step, "step")
         config = config_from_text(metadata["config"], str(file))
     except (KeyError, ValueError) as error:
         raise UserError(f"{file}: its metadata cannot be used ({error})") from error
@@ -177,8 +181,7 @@ def _fitting(tensors: dict[str, Tensor], model: nn.Module, source: Path) -> dict
     """The tensors in the model's types, if they are exactly those of the model."""
     expected = model.state_dict()
     problems = compare(expected, tensors)
-    if integers := [name for name, value in tensors.items() if not value.is_floating_point()]:
-        problems = "; ".join(filter(None, [problems, f"{len(integers)} not of floating point: {', '.join(integers)}"]))
     if problems:
         raise UserError(f"{source} does not fit the model: {problems}; nothing was written")
+    check_finite(tensors, str(source))
     return {name: tensors[name].to(expected[name].dtype) for name in expected}

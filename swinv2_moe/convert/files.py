@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swinv2_moe.errors import UserError
-from swinv2_moe.models.weights import read_weights
+from swinv2_moe.models.weight_files import read_weights
 
 _MEMBER = re.compile(r"(?P<stem>.+)\.(rank\d+|master|global)")
 
@@ -40,7 +40,7 @@ def find_sources(path: Path) -> Sources:
     match = _MEMBER.fullmatch(path.name)
     if path.is_dir():
         raise UserError(f"{path}: is a directory; name one of the files in it")
-    if path.name.endswith(".global") or (match is None and path.is_file()):
+    if path.name.endswith(".global") or (match is None and path.exists()):  # or not a file, which will be said
         return Sources(path, [path])
     stem = path.with_name(match["stem"]) if match else path
     whole, master = stem.with_name(f"{stem.name}.global"), stem.with_name(f"{stem.name}.master")
@@ -51,7 +51,7 @@ def find_sources(path: Path) -> Sources:
         return Sources(whole, [whole])
     if not ranks and not master.is_file():
         raise UserError(f"{path}: no such file, and no {rank_file(stem, 0).name} or {whole.name} beside it")
-    missing = sorted({*range(max(ranks, default=0) + 1)} - ranks)
+    missing = [rank for rank in range(max(len(ranks), 1)) if rank not in ranks]
     if missing:
         raise UserError(f"{path}: missing {', '.join(rank_file(stem, rank).name for rank in missing)}")
     return Sources(stem, [rank_file(stem, rank) for rank in sorted(ranks)], master if master.is_file() else None)

@@ -16,8 +16,8 @@ from moe_core import MoELayer, moe_layers
 from moe_core.tutel import count_tutel_experts, from_tutel, to_tutel
 from swinv2_moe.convert.files import Sources
 from swinv2_moe.errors import UserError
+from swinv2_moe.models.weights import RECOMPUTED
 
-_RECOMPUTED = ("relative_coords_table", "relative_position_index", "attn_mask")
 _FC1 = "experts.batched_fc1_w"
 
 
@@ -42,9 +42,7 @@ def own_name(name: str) -> str:
 def with_own_names(kind: str, states: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """The same states with Tutel's names in the MoE layers and this project's elsewhere, without recomputed buffers."""
     rename = own_name if kind == "swin-moe" else str
-    return [
-        {rename(name): value for name, value in state.items() if not name.endswith(_RECOMPUTED)} for state in states
-    ]
+    return [{rename(name): value for name, value in state.items() if not name.endswith(RECOMPUTED)} for state in states]
 
 
 def joined(states: list[dict[str, Tensor]], model: nn.Module, sources: Sources) -> dict[str, Tensor]:

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_core.checkpoint import damage
 from swinv2_moe.config import config_from_text
-from swinv2_moe.engine.checkpoint import checkpoints_below, read_meta
+from swinv2_moe.engine.checkpoint import checkpoints_below, damage_of, read_meta
 from swinv2_moe.errors import UserError
 
 
@@ -46,7 +45,7 @@ def summarize(path: Path) -> Summary:
         raise UserError(f"checkpoint {path}: holds no checkpoint (a directory with meta.json)")
     meta = read_meta(directory)
     step, files = meta["step"], meta["files"]
-    damaged = {name: damage(directory / name, record) for name, record in sorted(files.items())}
+    damaged = {name: damage_of(directory, name, record) for name, record in sorted(files.items())}
     return Summary(
         str(directory),
         step,
@@ -64,7 +63,11 @@ def summarize(path: Path) -> Summary:
 
 
 def _epoch(training: dict | None) -> float | None:
-    return training and round(training["epoch"] + training["epoch_step"] / training["steps_per_epoch"], 3)
+    if training is None:
+        return None
+    if "iter" in training:  # a detector's
+        return training["epoch"]
+    return round(training["epoch"] + training["epoch_step"] / training["steps_per_epoch"], 3)
 
 
 def _model(meta: dict, directory: Path) -> str:

@@ -12,10 +12,11 @@ from swinv2_moe.detection import registry  # before mmengine: it says in one lin
 from mmdet.registry import MODELS
 from mmengine.config import Config, DictAction
 from mmengine.registry import init_default_scope
-from mmengine.runner import load_checkpoint, save_checkpoint
+from mmengine.runner import save_checkpoint
 from torch import nn
 
 from moe_core import expert_parameters
+from swinv2_moe.detection.pth import load_pth, read_pth
 from swinv2_moe.engine import checkpoint
 from swinv2_moe.engine.distributed import open_world
 from swinv2_moe.errors import UserError
@@ -105,10 +106,7 @@ def build_detector(config: Config, source: str | None = None) -> nn.Module:
         found = checkpoint.find_checkpoint(source, Path(), key="checkpoint", weights_only=True)
         model.load_state_dict(checkpoint.read_weights_of(found, model))
     else:
-        try:
-            load_checkpoint(model, source, "cpu", strict=True)
-        except Exception as error:
-            raise UserError(f"checkpoint {source} cannot be used: {' '.join(str(error).split())}") from error
+        load_pth(model, read_pth(source), source)
     return model.eval()
 
 

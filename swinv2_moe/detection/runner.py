@@ -15,9 +15,11 @@ from mmengine.runner import BaseLoop, Runner
 from torch import nn
 
 from moe_core import expert_parameters, moe_layers, prepared
+from swinv2_moe.detection.pth import load_pth, read_pth
 from swinv2_moe.engine import checkpoint
 from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.distributed import World
+from swinv2_moe.engine.meta import check_detector
 from swinv2_moe.engine.optim import restore_optimizer
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import frozen_moe
@@ -105,7 +107,8 @@ class MoERunner(Runner):
         training = found.meta["training"]
         if training is None:
             raise UserError(f"checkpoint {found.directory} holds weights alone, no training to resume")
-        wrapper = self.optim_wrapper
+        wrapper, schedulers = self.optim_wrapper, self.param_schedulers or []
+        check_detector(found.directory, training, len(wrapper.param_groups), len(schedulers))
         parameters = {name: p for name, p in self.detector.named_parameters() if p.requires_grad}
         sections = found.optimizer_sections()
         moments = {kind: checkpoint.read_section(found, kind, self.detector, parameters) for kind in sections}
@@ -113,17 +116,27 @@ class MoERunner(Runner):
         for group, values in zip(wrapper.param_groups, training["param_groups"], strict=True):
             group.update(values)
         wrapper.scaler.load(training["loss_scaler"])
-        for scheduler, state in zip(self.param_schedulers or [], training["param_schedulers"], strict=True):
+        for scheduler, state in zip(schedulers, training["param_schedulers"], strict=True):
             scheduler.load_state_dict(state)
         self.train_loop._epoch, self.train_loop._iter = training["epoch"], training["iter"]
         self.source = found
 
-    def load_checkpoint(self, filename: str, map_location="cpu", strict: bool = True, **kwargs) -> dict:
+    def load_checkpoint(self, filename: str, *args, **kwargs) -> dict:
         """A .pth of mmengine's; weights that do not fit are an error, where mmengine only warns."""
+        content = read_pth(filename)
+        self.call_hook("after_load_checkpoint", checkpoint=content)
+        load_pth(self.detector, content, filename)
+        self._has_loaded = True
+        self.logger.info(f"weights of {filename}")
+        return content
+
+    def resume(self, filename: str, *args, **kwargs) -> None:
+        """Go on from a .pth of mmengine's."""
         try:
-            return super().load_checkpoint(filename, map_location, strict, **kwargs)
-        except Exception as error:
-            raise UserError(f"checkpoint {filename} cannot be used: {' '.join(str(error).split())}") from error
+            super().resume(filename, *args, **kwargs)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(f"checkpoint {filename}: its training cannot be resumed ({reason})") from error
 
     def save_checkpoint(self, *args, **kwargs) -> None:
         if sharded_experts(self.detector):

@@ -14,7 +14,12 @@ from swinv2_moe.engine.checkpoint import point
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.optim import optimizer_sections
 from swinv2_moe.engine.saver import Saver
+from swinv2_moe.files import read_json
+from swinv2_moe.forms import NUMBER, record
 from swinv2_moe.models.positions import position_windows
+
+_RECORD = record({"score": NUMBER})
+_MAX_RECORD = 1 << 20  # bytes
 
 
 @HOOKS.register_module()
@@ -67,13 +72,13 @@ class ExpertStoreHook(Hook):
             return
         self.saver.wait()
         root, newest = self.saver.root, self.saver.previous
-        record = root / "best.json"
-        best = json.loads(record.read_text())["score"] if record.is_file() and (root / "best").is_symlink() else None
+        file = root / "best.json"
+        best = None
+        if (root / "best").is_symlink():
+            best = _best_score(file, runner)
         if newest is not None and (best is None or score > best):
             point(root / "best", newest.directory.name)
-            record.write_text(
-                json.dumps({"score": score, "metric": self.save_best, "checkpoint": newest.directory.name})
-            )
+            file.write_text(json.dumps({"score": score, "metric": self.save_best, "checkpoint": newest.directory.name}))
 
     def after_train(self, runner: Runner) -> None:
         if self.saver is not None:
@@ -101,6 +106,19 @@ class ExpertStoreHook(Hook):
             "experts": {name: [iteration] * layer.config.num_experts for name, layer in layers.items()},
         }
         self.saver.save(model, sections, meta)
+
+
+def _best_score(file: Path, runner: Runner) -> float | None:
+    """The score of the best checkpoint so far; None where best.json is missing, or damaged, which is logged."""
+    try:
+        content = read_json(file, _MAX_RECORD)
+        _RECORD(content, "")
+        return content["score"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        runner.logger.warning(f"{file} cannot be read, the next checkpoint becomes the best one: {error}")
+        return None
 
 
 def _plain(values: dict) -> dict:

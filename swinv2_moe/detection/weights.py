@@ -4,12 +4,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from moe_core import count_experts, load_tensors, moe_layers
+from moe_core import count_experts, moe_layers
 from swinv2_moe.engine import checkpoint
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerV2MoE, load_dense, load_strict
 from swinv2_moe.models.positions import position_windows
-from swinv2_moe.models.weights import read_weights
+from swinv2_moe.models.weight_files import read_weights
 
 _KEY = "backbone.pretrained"
 _OF_DETECTOR = "backbone.trunk."  # what a trunk's names begin with in a detector
@@ -28,8 +28,9 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
         _load_file(trunk, Path(source))
         return
     found = checkpoint.find_checkpoint(source, Path(), key=_KEY, weights_only=True)
-    section = found.directory / ("ema" if found.has("ema") else "")
-    tensors, experts = load_tensors(section, nn.Module()), count_experts(section)
+    section = "ema" if found.has("ema") else ""
+    tensors = checkpoint.read_tensors(found, section, nn.Module())
+    experts = count_experts(found.directory / section)
     prefix = _OF_DETECTOR if any(name.startswith(_OF_DETECTOR) for name in tensors) else ""
     _check_facts(trunk, source, _facts(_below(prefix, tensors), _below(prefix, experts)))
     windows = found.meta.get("backbone_windows" if prefix else "windows")

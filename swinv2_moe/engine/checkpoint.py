@@ -9,39 +9,31 @@ A directory appears under its name when it is complete (swinv2_moe.engine.saver)
 its files has the size and checksum that meta.json holds.
 """
 
-import hashlib
 import itertools
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import expert_parameters, load_strategy_decisions, moe_layers
-from moe_core.checkpoint import count_experts, damage, load_tensors, save_tensors, sync_file
+from moe_core.checkpoint import TRUNK, count_experts, damage, load_tensors, save_tensors, sync_file
 from swinv2_moe.engine.distributed import World
+from swinv2_moe.engine.meta import DamagedError, read_meta, write_meta
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.positions import check_windows, position_windows
-from swinv2_moe.models.weights import compare
+from swinv2_moe.models.weights import check_finite, compare
 
 Fit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
-FORMAT_VERSION = 1
-_META_TYPES = {"step": int, "training": dict | None, "config": str, "class_names": list, "experts": dict, "files": dict}
-_NO_CHECKSUM = "0" * 64
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 _ALONE = World(0, 1, torch.device("cpu"))
-
-
-class DamagedError(UserError):
-    """A checkpoint that is not as it was written."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +126,11 @@ def open_checkpoint(
     meta, error = None, None
     try:
         meta = read_meta(path, key)
+        if world.is_main:
+            _check_listing(path, meta["files"])
         files = [file for file in meta["files"] if not (weights_only and file.startswith("optimizer/"))]
         for file in sorted(files)[world.rank :: world.size]:
-            if found := damage(path / file, meta["files"][file]):
+            if found := damage_of(path, file, meta["files"][file]):
                 raise DamagedError(f"checkpoint {path}: {file} {found}")
     except UserError as problem:
         error = problem
@@ -148,48 +142,30 @@ def open_checkpoint(
     return Checkpoint(path, meta)
 
 
-def read_meta(directory: Path, key: str = "checkpoint") -> dict:
-    """A checkpoint's meta.json.
+def damage_of(directory: Path, file: str, record: dict[str, int | str]) -> str | None:
+    """What is wrong with a checkpoint's file, in a phrase; None if nothing is. `record` is that of meta.json.
 
     Raises:
-        UserError: there is none, it is another program's or of a newer format.
-        DamagedError: it is not as it was written.
+        PermissionError: it may be whole, but must not be read.
     """
-    file = directory / "meta.json"
-    if directory.is_file():
-        raise UserError(f"{key} {directory}: is a file; a checkpoint is a directory with meta.json")
-    try:
-        text = file.read_bytes()
-        meta = json.loads(text)
-    except FileNotFoundError as error:
-        raise DamagedError(f"{key} {directory}: holds no checkpoint (a directory with meta.json)") from error
-    except OSError as error:
-        raise UserError(f"checkpoint {directory}: meta.json cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise DamagedError(f"checkpoint {directory}: meta.json is damaged ({error})") from error
-    if not isinstance(meta, dict) or not isinstance(meta.get("checksum"), str):
-        raise DamagedError(f"checkpoint {directory}: meta.json is not that of a checkpoint, it has no checksum")
-    if hashlib.sha256(text.replace(meta["checksum"].encode(), _NO_CHECKSUM.encode())).hexdigest() != meta["checksum"]:
-        raise DamagedError(f"checkpoint {directory}: meta.json is damaged (its checksum differs)")
-    if meta.get("format_version") != FORMAT_VERSION:
-        raise UserError(
-            f"checkpoint {directory} has format version {meta.get('format_version')}, this program knows"
-            f" {FORMAT_VERSION}"
-        )
-    wrong = [name for name, kind in _META_TYPES.items() if name not in meta or not isinstance(meta[name], kind)]
-    if wrong:
-        raise UserError(f"checkpoint {directory}: meta.json lacks {', '.join(wrong)}")
-    return meta
+    if _leads_outside(directory, directory / file):
+        return "is a link that leads out of the checkpoint"
+    return damage(directory / file, record)
 
 
-def write_meta(directory: Path, meta: dict) -> dict:
-    """Write meta.json with its own checksum, which replaces as many zeros; returns what it holds."""
-    meta = {"format_version": FORMAT_VERSION, "saved": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", **meta}
-    text = json.dumps(meta | {"checksum": _NO_CHECKSUM}, indent=1)
-    checksum = hashlib.sha256(text.encode()).hexdigest()
-    (directory / "meta.json").write_text(text.replace(_NO_CHECKSUM, checksum))
-    sync_file(directory / "meta.json")
-    return meta
+def _leads_outside(directory: Path, path: Path) -> bool:
+    """Whether links take `path`, in the directory, to another place; one that leads nowhere does not."""
+    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory))
+
+
+def _check_listing(directory: Path, files: Collection[str]) -> None:
+    """Raise DamagedError where there is something that could be read without a checksum."""
+    for path in directory.rglob("*"):
+        name = str(path.relative_to(directory))
+        if path.is_symlink() and _leads_outside(directory, path):
+            raise DamagedError(f"checkpoint {directory}: {name!r} is a link that leads out of the checkpoint")
+        if "/" in name and path.suffix == ".safetensors" and name not in files:
+            raise DamagedError(f"checkpoint {directory}: meta.json does not list {name!r}")
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -273,16 +249,26 @@ def read_section(
     if wrong_experts:  # some files may be missing; the trunk's keys are still to be listed
         experts = expert_parameters(model)
         expected = {name: tensor for name, tensor in expected.items() if name not in experts}
-    try:
-        tensors = load_tensors(directory / section, nn.Module() if wrong_experts else model, expected)
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(f"checkpoint {directory}: {error}; nothing was loaded") from error
-    tensors = fit(tensors)
+    tensors = fit(read_tensors(checkpoint, section, nn.Module() if wrong_experts else model, expected))
     problems = "; ".join(filter(None, [*wrong_experts, compare(expected, tensors)]))
     if problems:
         what = f"its {section} state" if section else "it"
         raise UserError(f"checkpoint {directory}: {what} does not fit the model: {problems}; nothing was loaded")
     return tensors
+
+
+def read_tensors(
+    checkpoint: Checkpoint, section: str, model: nn.Module, like: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """A section's tensors as they are in its files; `model` and `like` as in `moe_core.load_tensors`.
+
+    Raises:
+        UserError: files missing or unreadable.
+    """
+    try:
+        return load_tensors(checkpoint.directory / section, model, like)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"checkpoint {checkpoint.directory}: {error}; nothing was loaded") from error
 
 
 def read_weights_of(checkpoint: Checkpoint, model: nn.Module, fit: Fit = lambda found: found) -> dict[str, Tensor]:
@@ -303,17 +289,52 @@ def read_dense(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
     check_windows(model, checkpoint.meta.get("windows"), f"checkpoint {checkpoint.directory}")
     if checkpoint.meta["experts"]:
         raise UserError(f"checkpoint {checkpoint.directory} has experts, MODEL.UPCYCLE True needs dense weights")
-    return load_tensors(checkpoint.directory / ("ema" if checkpoint.has("ema") else ""), nn.Module())
+    return read_tensors(checkpoint, "ema" if checkpoint.has("ema") else "", nn.Module())
 
 
-def load_weights(checkpoint: Checkpoint, model: nn.Module, fit: Fit = lambda found: found) -> None:
+def load_weights(checkpoint: Checkpoint, model: nn.Module, fit: Fit = lambda found: found, finite: bool = True) -> None:
     """`read_weights_of` a checkpoint into the model, and the strategies found with it.
+
+    Args:
+        finite: whether NaN and infinity are refused.
 
     Raises:
         UserError: they do not fit; nothing is loaded then.
     """
-    model.load_state_dict(read_weights_of(checkpoint, model, fit))
-    load_strategy_decisions(model, (checkpoint.meta["training"] or {}).get("strategies", []))
+    tensors = read_weights_of(checkpoint, model, fit)
+    if finite:
+        check_finite(tensors, f"checkpoint {checkpoint.directory}")
+    load_strategies(checkpoint, model)
+    model.load_state_dict(tensors)
+
+
+def load_strategies(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """The strategies that a training has found, if any, into the model's layers.
+
+    Raises:
+        UserError: they are not such ones.
+    """
+    decisions = (checkpoint.meta["training"] or {}).get("strategies", [])
+    try:
+        load_strategy_decisions(model, decisions)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"checkpoint {checkpoint.directory}: its strategies cannot be used ({error})") from error
+
+
+def count_classes(checkpoint: Checkpoint) -> int:
+    """How many outputs the classifier has.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        with safe_open(checkpoint.directory / TRUNK, "pt") as trunk:
+            shape = trunk.get_slice("head.fc.weight").get_shape()
+    except SafetensorError as error:
+        raise UserError(f"checkpoint {checkpoint.directory}: has no classifier ({error})") from error
+    if len(shape) != 2:
+        raise UserError(f"checkpoint {checkpoint.directory}: its classifier (head.fc.weight) has shape {shape}")
+    return shape[0]
 
 
 def _compare_expert_counts(section: Path, model: nn.Module) -> list[str]:

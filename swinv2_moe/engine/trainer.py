@@ -14,7 +14,6 @@ from moe_core import (
     RoutingStats,
     average_expert_gradients,
     clip_gradients,
-    load_strategy_decisions,
     moe_layers,
     prepared,
     strategy_decisions,
@@ -27,6 +26,7 @@ from swinv2_moe.engine.diagnose import explain_non_finite
 from swinv2_moe.engine.distributed import World, seed_everything
 from swinv2_moe.engine.environment import peak_memory
 from swinv2_moe.engine.evaluation import Accuracy, evaluate
+from swinv2_moe.engine.meta import check_classifier
 from swinv2_moe.engine.parallelize import averaged_copy, gradient_sync, load_whole, parallelize, settle_buckets
 from swinv2_moe.engine.record import Recorder
 from swinv2_moe.engine.saver import Saver
@@ -332,6 +332,7 @@ class Trainer:
                 f"checkpoint {source.directory} holds weights alone, no state of a training run to go on from; to start"
                 " from them: MODEL.PRETRAINED"
             )
+        check_classifier(source.directory, training)
         updates = training["loss_scaler"]["updates"]
         parameters = optim.trained_parameters(self.model)
         weights = checkpoint.read_section(source, "", self.model, self.model.state_dict())
@@ -347,12 +348,12 @@ class Trainer:
                 " change on its way; MODEL.PRETRAINED starts another from its weights"
             )
         moments = {kind: checkpoint.read_section(source, kind, self.model, parameters) for kind in kinds}
+        checkpoint.load_strategies(source, self.model)
         if self.ema:
             load_whole(self.ema.module, checkpoint.read_section(source, "ema", self.model, self.model.state_dict()))
         load_whole(self.model, weights)
         optim.restore_optimizer(self.optimizer, self.model, moments, updates)
         self.scaler.load(training["loss_scaler"])
-        load_strategy_decisions(self.model, training["strategies"])
         self.step, self.epoch = source.meta["step"], training["epoch"]
         self.best_top1, self.last_top1 = training["best_top1"], training["last_top1"]
         self.validated_step = training["validated_step"]
@@ -360,9 +361,8 @@ class Trainer:
         if "time_to_target" in training:  # earlier versions lack it
             self.to_target.load(training["time_to_target"])
         # Another global batch: the steps that the images seen so far would have been. (A few may be seen again.)
-        same_batch = training["global_batch"] == self.global_batch
         seen = training["epoch_step"] * training["global_batch"] // self.global_batch
-        self.epoch_step = training["epoch_step"] if same_batch else min(seen, self.steps_per_epoch)
+        self.epoch_step = min(seen, self.steps_per_epoch)
         self.epoch_loss = training["epoch_loss"] * self.epoch_step / max(training["epoch_step"], 1)
         self._update_schedule()
 

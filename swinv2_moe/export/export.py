@@ -15,13 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from yacs.config import CfgNode
 
 from moe_core.checkpoint import sync_file
 from swinv2_moe.data.sources import load_sources
-from swinv2_moe.engine.checkpoint import Checkpoint, publish
+from swinv2_moe.engine.checkpoint import Checkpoint, count_classes, publish
 from swinv2_moe.engine.deployed import Deployed, open_deployed
 from swinv2_moe.errors import UserError
 from swinv2_moe.export import programs
@@ -167,12 +166,7 @@ def check_agreement(kind: str, dtype: str, found: Comparison) -> None:
 
 def _class_names(source: Checkpoint) -> list[str]:
     """In the order of the logits; numbers where the checkpoint does not know their names."""
-    try:
-        with safe_open(source.directory / "model.safetensors", "pt") as trunk:
-            count = trunk.get_slice("head.fc.bias").get_shape()[0]
-    except SafetensorError as error:
-        raise UserError(f"checkpoint {source.directory}: has no classifier ({error})") from error
-    return source.meta["class_names"] or [str(number) for number in range(count)]
+    return source.meta["class_names"] or [str(number) for number in range(count_classes(source))]
 
 
 def _check_capacity(config: CfgNode, choices: Choices) -> None:

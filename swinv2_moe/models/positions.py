@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swinv2_moe.errors import UserError
 
+_LARGEST_STEP = 1.1  # log2(8 + 1) / log2(8) = 1.06, of a window of two tokens
 _TABLE = "layers.{}.blocks.0.attn.relative_coords_table"  # [1, 2w-1, 2w-1, 2], in Microsoft's and older timm files
 
 
@@ -33,11 +34,16 @@ def windows_of_tables(state: dict[str, Tensor], stages: int) -> list[int] | None
 
 def _window_of(table: Tensor) -> int:
     """0 where the table does not tell."""
-    middle = table.shape[1] // 2
+    size = table.shape[1] if table.ndim == 4 else 0
+    if table.shape != (1, size, size, 2) or size % 2 == 0:
+        return 0
+    middle = size // 2
     if middle == 0:  # a window of one token
         return 1
     next_token = float(table[0, middle, middle + 1, 1])  # log2(8 / (w - 1) + 1) / log2(8)
-    return round(8 / (8**next_token - 1)) + 1 if next_token > 0 else 0
+    if not 1e-6 < next_token <= _LARGEST_STEP:
+        return 0
+    return round(8 / (8**next_token - 1)) + 1
 
 
 def check_windows(model: SwinTransformerV2, trained: Sequence[int] | None, source: str) -> None:

@@ -2,21 +2,23 @@
 
 import hashlib
 import re
-import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from timm.models.swin_transformer_v2 import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from moe_core import ExpertShard, moe_layers
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.positions import check_windows, windows_of_tables
+from swinv2_moe.models.weight_files import read_weights, unwrapped
 
 _DENSE_FFN = re.compile(r"(?P<block>layers\.\d+\.blocks\.\d+)\.mlp\.(?P<name>fc[12]\.(weight|bias))")
+_EMBEDDING = "patch_embed.proj.weight"
+# Buffers that every program recomputes; other files may hold them.
+RECOMPUTED = ("relative_coords_table", "relative_position_index", "attn_mask")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _IN_EXPERTS = {"fc1.weight": "w1", "fc1.bias": "b1", "fc2.weight": "w2", "fc2.bias": "b2"}
 
 
@@ -24,25 +26,54 @@ def load_strict(model: nn.Module, state: dict[str, Tensor], source: str) -> None
     """Load `state` if it fits the model exactly; otherwise change nothing.
 
     Raises:
-        UserError: names `source` and every missing key, unexpected key and key of another shape.
+        UserError: names `source` and every missing key, unexpected key, key of another shape and key that holds no
+            floating-point numbers; or the first value that is NaN or infinite.
     """
+    _check_fit(model, state, source)
+    check_finite(state, source)
+    model.load_state_dict(state)
+
+
+def _check_fit(model: nn.Module, state: dict[str, Tensor], source: str) -> None:
     problems = compare(model.state_dict(), state)
     if problems:
         raise UserError(f"{source} does not fit the model: {problems}; nothing was loaded")
-    model.load_state_dict(state)
 
 
 def compare(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
     """What keeps `found` from taking the place of `expected`, in one line; empty if nothing does."""
+    common = {key: found[key] for key in expected if key in found}
     missing = [key for key in expected if key not in found]
-    unexpected = [key for key in found if key not in expected]
+    unexpected = [_printable(key) for key in found if key not in expected]
     reshaped = [
-        f"{key} ({list(found[key].shape)} there, {list(tensor.shape)} in the model)"
-        for key, tensor in expected.items()
-        if key in found and found[key].shape != tensor.shape
+        f"{key} ({list(tensor.shape)} there, {list(expected[key].shape)} in the model)"
+        for key, tensor in common.items()
+        if tensor.shape != expected[key].shape
     ]
-    parts = (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
+    other_kind = [
+        key for key, tensor in common.items() if expected[key].is_floating_point() and tensor.dtype not in _FLOATS
+    ]
+    parts = (
+        ("missing", missing),
+        ("unexpected", unexpected),
+        ("of another shape", reshaped),
+        ("not of floating point", other_kind),
+    )
     return "; ".join(f"{len(keys)} {what}: {', '.join(keys)}" for what, keys in parts if keys)
+
+
+def check_finite(tensors: dict[str, Tensor], source: str) -> None:
+    """Raise UserError where a value is NaN or infinite, or is so in single precision; names the first such tensor."""
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0 or tensor.dtype not in _FLOATS:
+            continue
+        extremes = torch.stack(tensor.detach().aminmax()).float()  # either is NaN where any value is
+        if not extremes.isfinite().all():
+            raise UserError(f"{source}: {_printable(name)} holds values that are NaN or infinite")
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() else repr(name)
 
 
 def load_dense(
@@ -70,8 +101,9 @@ def load_dense(
         UserError: a file that cannot be read, weights that do not fit; nothing is loaded then.
     """
     name = "the given weights" if isinstance(source, dict) else f"weights {source}"
-    dense = source if isinstance(source, dict) else read_weights(Path(source))
+    dense = unwrapped(source) if isinstance(source, dict) else read_weights(Path(source))
     check_windows(model, windows_of_tables(dense, len(model.layers)), name)
+    _check_values(dense, name)
     dense = fit(checkpoint_filter_fn(dense, model))
     expected = model.state_dict()
     layers, kept, ffns = moe_layers(model), [], {}
@@ -89,12 +121,24 @@ def load_dense(
         if ".mlp.moe." in key and not is_covered:
             kept.append(key)
             dense[key] = expected[key]
-    load_strict(model, dense, name)
+    _check_fit(model, dense, name)
+    model.load_state_dict(dense)
     for target, tensor in ffns.items():
         if noise and target.endswith(("w1", "w2")):
             shard = layers[target.rpartition(".experts.")[0]].shard
             _add_noise(model.get_parameter(target), shard, noise * tensor.std().item(), f"{seed} {target}")
     return kept
+
+
+def _check_values(dense: dict[str, Tensor], source: str) -> None:
+    """Raise UserError where timm's filter could not work with the weights, or would hide what is wrong with them."""
+    used = {name: tensor for name, tensor in dense.items() if not name.endswith(RECOMPUTED)}
+    for name, tensor in used.items():
+        if tensor.dtype not in _FLOATS:
+            raise UserError(f"{source}: {_printable(name)} is of {tensor.dtype}, not of floating point")
+        if _EMBEDDING in name and tensor.ndim != 4:
+            raise UserError(f"{source}: {_printable(name)} has shape {list(tensor.shape)}, it must have 4 dimensions")
+    check_finite(used, source)
 
 
 def _to_experts(tensor: Tensor, shard: ExpertShard) -> Tensor:
@@ -112,31 +156,3 @@ def _add_noise(weight: nn.Parameter, shard: ExpertShard, std: float, seed: str) 
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
         noise = torch.randn(shape, generator=generator).tensor_split(shard.num_parts)[shard.part]
         own.add_(noise.to(own), alpha=std)
-
-
-def read_weights(file: Path) -> dict[str, Tensor]:
-    """A state dict from .safetensors or, read without running any code in it, .pth / .pt / .bin.
-
-    Tensors of a torch file stay in it until they are used (memory-mapped), but for the format of before torch 1.6.
-
-    Raises:
-        UserError: no such file, or not a file of weights.
-    """
-    try:
-        file.open("rb").close()
-    except OSError as error:
-        raise UserError(f"weights {file}: {error.strerror.lower()}") from error
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a refusal says what is wrong
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"weights {file}: cannot be read as weights ({reason})") from error
-    for key in ("model", "state_dict"):
-        content = content.get(key, content) if isinstance(content, dict) else content
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise UserError(f"weights {file}: holds no state dict of tensors")
-    return content

@@ -278,6 +278,12 @@ def _data_record(edit: Callable[[bytes], bytes]) -> Callable[[str, bytes], bytes
     return change
 
 
+def _first_records(count: int, new: bytes) -> Callable[[str, bytes], bytes]:
+    """The first data records replaced: compressing all of them would take minutes."""
+    names = tuple(f"/data/{number}" for number in range(count))
+    return lambda record, content: new if record.endswith(names) else content
+
+
 def _with_nan(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.clone()
     tensor.view(-1)[0] = float("nan")
@@ -292,7 +298,7 @@ def pth_changes() -> list[Change]:
         rewrite_zip(_data_record(lambda content: content[: len(content) // 2]), "records of half the length"),
         rewrite_zip(_data_record(lambda content: b""), "records of no length"),
         rewrite_zip(_data_record(lambda content: content + b"\0" * 64), "records that are too long"),
-        rewrite_zip(_data_record(lambda content: b"\0" * (1 << 29)), "a zip bomb", zipfile.ZIP_DEFLATED),
+        rewrite_zip(_first_records(3, b"\0" * (1 << 29)), "a zip bomb", zipfile.ZIP_DEFLATED),
         rewrite_zip(lambda record, content: None if "/data/" in record else content, "no records"),
         rewrite_zip(lambda record, content: None if record.endswith("data.pkl") else content, "no pickle"),
         rewrite_zip(lambda record, content: pickle.dumps(Runs()) if record.endswith(".pkl") else content, "a program"),

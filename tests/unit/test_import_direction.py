@@ -20,7 +20,7 @@ BASICS = [
 PARTS = ["moe_core.router", "moe_core.dispatch", "moe_core.experts", "moe_core.parallel"]
 # What the other packages may import from.
 PUBLIC = ("moe_core", *(f"moe_core.{part}" for part in ("parallel", "cost_model", "checkpoint", "export", "tutel")))
-SHARED = ["moe_core", "swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config"]
+SHARED = ["moe_core", "swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.forms", "swinv2_moe.config"]
 MODELS_AND_DATA = [*SHARED, "swinv2_moe.models", "swinv2_moe.data"]
 ALLOWED = {
     "moe_core": ["moe_core"],  # what stands on the layer: training, checkpoint, __init__
@@ -37,6 +37,7 @@ ALLOWED = {
     "swinv2_moe.errors": [],
     "swinv2_moe.plots": ["swinv2_moe.errors"],
     "swinv2_moe.files": ["moe_core"],
+    "swinv2_moe.forms": ["swinv2_moe.files"],
     "swinv2_moe.config": ["swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config_checks"],
     "swinv2_moe.config_checks": ["swinv2_moe.errors"],
     "swinv2_moe.models": SHARED,

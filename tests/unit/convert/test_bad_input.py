@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from released_files import make_released, write_released
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from moe_core.checkpoint import sync_file
+from swinv2_moe.engine.checkpoint import read_meta, write_meta
 
 
 def assert_refused(finished, *fragments: str) -> None:
@@ -74,6 +77,16 @@ SOURCES = {  # what happens to the files: what the line then says
         lambda x: change(f"{x}.master", "norm.bias", torch.ones(32, dtype=torch.int64)),
         ["1 not of floating point: norm.bias"],
     ),
+    "NaN": (
+        lambda x: change(f"{x}.master", "norm.bias", torch.full((32,), torch.nan)),
+        ["norm.bias holds values that are NaN or infinite"],
+    ),
+    "NaN in an expert": (
+        lambda x: change(f"{x}.rank2", f"{LAYER}.experts.batched_fc1_w", torch.full((1, 32, 16), torch.inf)),
+        ["layers.1.blocks.1.mlp.moe.experts.w1 holds values that are NaN or infinite"],
+    ),
+    "a huge rank": (lambda x: shutil.copy(f"{x}.rank0", f"{x}.rank99999999999"), ["missing x.pth.rank8"]),
+    "a named pipe": (lambda x: (os.remove(f"{x}.rank1"), os.mkfifo(f"{x}.rank1")), ["x.pth.rank1: not a regular file"]),
     "no tensors": (lambda x: torch.save([1], f"{x}.rank0"), ["x.pth.rank0: holds no state dict of tensors"]),
     "cut off": (lambda x: os.truncate(f"{x}.rank5", 3000), ["x.pth.rank5: cannot be read as weights"]),
     "nothing": (lambda x: [path.unlink() for path in x.parent.iterdir()], ["x.pth: no such file, and no x.pth.rank0"]),
@@ -214,6 +227,42 @@ def test_a_single_file_of_another_kind(convert, tmp_path):
         file = tmp_path / f"one{suffix}"
         save_file({"norm.weight": torch.ones(1)}, file, metadata)
         assert_refused(convert("import", "single", file, "--output", tmp_path / "new"), str(file), fragment)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("class_names", "[" * 100_000, "nested too deeply"),
+        ("class_names", '"ab"', "class_names is 'ab', it must be a list"),
+        ("class_names", "[1, 2]", "class_names/0 is 1, it must be text"),
+        ("step", "9" * 5000, "its metadata cannot be used"),
+        ("step", "-1", "step is -1, it must be a whole number"),
+        ("step", "1.5", "step is 1.5"),
+        ("step", "9" * 30, "step is 999"),
+    ],
+)
+def test_the_metadata_of_a_single_file(key, value, reason, convert, tmp_path):
+    metadata = {"format": "swinv2-moe single file 1", "step": "1", "class_names": "[]", "config": "{}"}
+    file = tmp_path / "one.safetensors"
+    save_file({"norm.weight": torch.ones(1)}, file, metadata | {key: value})
+    assert_refused(convert("import", "single", file, "--output", tmp_path / "new"), str(file), reason)
+
+
+def test_a_named_pipe_in_the_place_of_weights(convert, cfg, tmp_path):
+    file = tmp_path / "pipe.pth"
+    os.mkfifo(file)
+    for kind in ("swin-moe", "dense"):
+        arguments = ["import", kind, file, *cfg(), "--output", tmp_path / "new"]
+        assert_refused(convert(*arguments), f"{file}: not a regular file")
+
+
+def test_a_checkpoint_without_a_classifier_is_not_exported(convert, make_checkpoint, tmp_path):
+    ours, _ = make_checkpoint()
+    file = ours / "model.safetensors"
+    save_file({name: value for name, value in load_file(file).items() if not name.startswith("head.")}, file)
+    meta = read_meta(ours)
+    write_meta(ours, meta | {"files": meta["files"] | {file.name: sync_file(file)}})
+    assert_refused(convert("export", "single", ours, "--output", tmp_path / "y.safetensors"), "has no classifier")
 
 
 class RunsCommand:

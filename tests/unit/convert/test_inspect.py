@@ -24,7 +24,9 @@ def run(make_checkpoint, tmp_path) -> Path:
             shutil.copy(ours / file, ours / section / file)
         meta["files"] |= {f"{section}/{file}": record for file, record in weights.items()}
     meta["experts"][LAYERS[1]] = [7, 3, 5, 3]
-    meta["training"] = {"epoch": 2, "epoch_step": 3, "steps_per_epoch": 12}
+    meta["training"] = {"epoch": 2, "epoch_step": 3, "epoch_loss": 4.5, "validated_step": 6, "steps_per_epoch": 12}
+    meta["training"] |= {"global_batch": 8, "best_top1": 50.0, "last_top1": None, "skipped": 0, "strategies": []}
+    meta["training"] |= {"loss_scaler": {"scale": 1.0, "good_steps": 0, "updates": 7}}
     del meta["checksum"]
     write_meta(ours, meta)
     checkpoints = tmp_path / "run" / "checkpoints"

@@ -1,10 +1,12 @@
 """A detector's training in the per-expert store and in mmengine's own files: resumed, tested, exported."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,3 +171,51 @@ def test_mmdets_own_test_script_gives_the_same(data, trained, tmp_path):
         record = next((tmp_path / f"theirs{source.suffix}").glob("*/*.json"))
         theirs = json.loads(record.read_text())
         assert {name: theirs[name] for name in ours} == pytest.approx(ours, abs=1e-3)
+
+
+class Runs:
+    """A pickle that makes a directory, if anything runs it."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("resume", [None, "a file"])
+def test_a_pth_runs_nothing(resume, data, tmp_path):
+    """mmengine reads again, and then runs it, what torch refuses to."""
+    file, marker = tmp_path / "evil.pth", tmp_path / "ran"
+    torch.save({"state_dict": {}, "meta": Runs(marker)}, file)
+    config = tiny_config(data, tmp_path / "run")
+    with pytest.raises(UserError, match=r"evil\.pth: cannot be read as weights"):
+        run.train(config, str(file)) if resume else run.build_detector(config, str(file))
+    assert not marker.exists()
+
+
+def test_the_configuration_in_a_pth_is_not_run(data, tmp_path):
+    """It is Python, which mmengine runs when it resumes."""
+    config = tiny_config(data, tmp_path / "run")
+    detector, marker = run.build_detector(config), tmp_path / "ran"
+    meta = {"epoch": 0, "iter": 0, "config": f"import os\nos.mkdir({str(marker)!r})"}
+    torch.save({"state_dict": detector.state_dict(), "meta": meta}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"w\.pth: its training cannot be resumed"):
+        run.train(tiny_config(data, tmp_path / "run"), str(tmp_path / "w.pth"))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("content", ["", "null", '{"score": "high"}', '{"score": NaN}', "[" * 100_000])
+def test_a_damaged_record_of_the_best(content, tmp_path):
+    from swinv2_moe.detection.store import _best_score
+
+    warnings = []
+    runner = SimpleNamespace(logger=SimpleNamespace(warning=warnings.append))
+    file = tmp_path / "best.json"
+    assert _best_score(file, runner) is None
+    assert warnings == []
+    file.write_text(content)
+    assert _best_score(file, runner) is None
+    assert len(warnings) == 1
+    file.write_text('{"score": 0.5}')
+    assert _best_score(file, runner) == 0.5

@@ -1,8 +1,18 @@
 """A checkpoint that does not fit is refused with every key named, and nothing changes."""
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from swinv2_moe.engine.checkpoint import find_checkpoint, open_checkpoint, read_meta, write_meta
+from moe_core.checkpoint import sync_file
+from swinv2_moe.engine.checkpoint import (
+    count_classes,
+    find_checkpoint,
+    load_weights,
+    open_checkpoint,
+    read_meta,
+    write_meta,
+)
 from swinv2_moe.errors import UserError
 
 LAYERS = [f"layers.{i}.blocks.0.mlp.moe" for i in (1, 2)]
@@ -119,8 +129,8 @@ def test_damaged_and_missing_files_are_named(file, save, make_trainer):
     ("change", "says"),
     [
         ({"format_version": 2}, "has format version 2, this program knows 1"),
-        ({"format_version": None}, "has format version None, this program knows 1"),
-        ({"step": None}, "meta.json lacks step"),
+        ({"format_version": None}, "has format version null, this program knows 1"),
+        ({"step": None}, "meta.json: step is null, it must be a whole number"),
         ({"training": None}, "holds weights alone, no state of a training run to go on from"),
     ],
 )
@@ -135,6 +145,57 @@ def test_meta_of_another_program(text, save, make_trainer):
     directory = save()
     (directory / "meta.json").write_text(text)
     assert "meta.json" in refusal(make_trainer(), directory)
+
+
+def rewrite_trunk(directory, change):
+    """The tensors of model.safetensors changed, under the right checksum."""
+    file = directory / "model.safetensors"
+    save_file(change(load_file(file)), file)
+    meta = read_meta(directory)
+    write_meta(directory, meta | {"files": meta["files"] | {file.name: sync_file(file)}})
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.complex64, torch.bool])
+def test_numbers_that_are_not_floating_point(kind, save, make_trainer):
+    directory = save()
+    rewrite_trunk(directory, lambda tensors: tensors | {"norm.weight": tensors["norm.weight"].to(kind)})
+    assert "1 not of floating point: norm.weight" in refusal(make_trainer(), directory)
+
+
+def test_weights_to_start_from_are_finite(save, make_trainer):
+    directory, trainer = save(), make_trainer()
+    rewrite_trunk(directory, lambda tensors: tensors | {"norm.weight": torch.full((64,), float("nan"))})
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    with pytest.raises(UserError, match=r"norm\.weight holds values that are NaN or infinite"):
+        load_weights(open_checkpoint(directory, weights_only=True), trainer.model)
+    assert all(tensor.equal(before[name]) for name, tensor in trainer.model.state_dict().items())
+
+
+def test_a_detectors_training(save, make_trainer):
+    directory = save()
+    meta = read_meta(directory)
+    training = {"epoch": 1, "iter": 1, "param_groups": [], "param_schedulers": []}
+    training["loss_scaler"] = meta["training"]["loss_scaler"]
+    write_meta(directory, meta | {"training": training})
+    assert "is of the training of a detector" in refusal(make_trainer(), directory)
+
+
+def test_a_checkpoint_without_a_classifier(save):
+    directory = save()
+    rewrite_trunk(directory, lambda tensors: {n: t for n, t in tensors.items() if not n.startswith("head.")})
+    with pytest.raises(UserError, match="has no classifier") as caught:
+        count_classes(open_checkpoint(directory))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_position_in_an_epoch_that_has_become_shorter(save, make_trainer):
+    """It would not end: no step is left, and the epoch is not complete."""
+    directory = save()
+    meta = read_meta(directory)
+    write_meta(directory, meta | {"training": meta["training"] | {"epoch_step": 10_000}})
+    trainer = make_trainer({"DATA.BATCH_SIZE": 16})
+    trainer.resume(open_checkpoint(directory))
+    assert trainer.epoch_step == trainer.steps_per_epoch
 
 
 def test_a_path_without_a_checkpoint(tmp_path):

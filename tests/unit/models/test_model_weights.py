@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import re
+import zipfile
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 from moe_core import moe_layers
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import load_dense, load_strict
+from swinv2_moe.models.weights import read_weights
 
 
 def values(model):
@@ -175,3 +178,187 @@ def test_missing_and_wrong_content(make_model, tmp_path):
         torch.save(content, tmp_path / "w.pth")
         with pytest.raises(UserError, match="holds no state dict of tensors"):
             load_dense(make_model(), tmp_path / "w.pth")
+
+
+def rewrite(file, change, compression=zipfile.ZIP_STORED):
+    """Each record of a torch file's zip changed, with the checksum of what it then holds."""
+    with zipfile.ZipFile(file) as source:
+        records = {name: source.read(name) for name in source.namelist()}
+    with zipfile.ZipFile(file, "w", compression) as target:
+        for name, content in records.items():
+            target.writestr(name, change(content) if "/data/" in name else content)
+
+
+def assert_refused(make_model, file, reason):
+    """Loading names the file and the reason in one line, and changes nothing."""
+    model = make_model(4)
+    before = values(model)
+    with pytest.raises(UserError, match=reason) as caught:
+        load_dense(model, file, upcycle=True)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert_unchanged(model, before)
+
+
+@pytest.fixture
+def dense_file(make_model, tmp_path):
+    file = tmp_path / "dense.pth"
+    torch.save(make_model().state_dict(), file)
+    return file
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA])
+def test_compressed_records_are_refused(compression, dense_file, make_model):
+    rewrite(dense_file, lambda content: content, compression)
+    assert_refused(make_model, dense_file, "data.pkl' is compressed")
+
+
+def test_a_zip_bomb_is_refused_before_it_is_unpacked(dense_file, make_model):
+    rewrite(dense_file, lambda content: bytes(1 << 20), zipfile.ZIP_DEFLATED)
+    assert_refused(make_model, dense_file, "is compressed")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda content: content[: len(content) // 2], lambda content: b"", lambda content: content[:-1]]
+)
+def test_records_shorter_than_their_tensors(change, dense_file, make_model):
+    rewrite(dense_file, change)
+    assert_refused(make_model, dense_file, "no record has that size|is damaged|larger than its data")
+
+
+@pytest.mark.parametrize("record", ["data/5", "data.pkl"])
+def test_a_flipped_bit(record, dense_file, make_model):
+    """The zip knows a checksum of every record, also of what says which tensor lies where."""
+    with zipfile.ZipFile(dense_file) as archive:
+        info = archive.getinfo(f"dense/{record}")
+        wanted = archive.read(info)
+    content = bytearray(dense_file.read_bytes())
+    start = content.index(wanted)
+    content[start + len(wanted) // 2] ^= 4
+    dense_file.write_bytes(content)
+    assert_refused(make_model, dense_file, "is damaged|Bad CRC-32")
+
+
+def test_a_file_without_checksums(make_model, tmp_path):
+    """torch.serialization.set_crc32_options(False) leaves them at 0."""
+    state = make_model().state_dict()
+    computes = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, tmp_path / "w.pth")
+    finally:
+        torch.serialization.set_crc32_options(computes)
+    found = read_weights(tmp_path / "w.pth")
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_before_and_after_torch_1_6(is_zip, make_model, tmp_path):
+    state = make_model().state_dict()
+    torch.save(state, tmp_path / "w.pth", _use_new_zipfile_serialization=is_zip)
+    found = read_weights(tmp_path / "w.pth")
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_tensors_that_share_their_data(tmp_path):
+    both = torch.arange(6.0).view(2, 3)
+    torch.save({"all": both, "row": both[1], "columns": both.t()}, tmp_path / "w.pth")
+    found = read_weights(tmp_path / "w.pth")
+    assert torch.equal(found["row"], both[1])
+    assert torch.equal(found["columns"], both.t())
+
+
+NOT_DENSE = {  # what takes the place of a weight: what the line says of it
+    "expanded": (lambda weight: torch.zeros(1).expand(1 << 31), "takes 8,589,934,592 bytes, its data has 4"),
+    "sparse": (lambda weight: weight.to_sparse(), "is no dense tensor"),
+    "without data": (lambda weight: torch.empty(weight.shape, device="meta"), "has no data"),
+    "quantized": (lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8), "is quantized"),
+}
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("what", NOT_DENSE)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_not_dense(what, is_zip, make_model, tmp_path):
+    """None of them takes the memory that its shape promises."""
+    change, reason = NOT_DENSE[what]
+    state, file = make_model().state_dict(), tmp_path / "w.pth"
+    torch.save(state | {"norm.weight": change(state["norm.weight"])}, file, _use_new_zipfile_serialization=is_zip)
+    assert_refused(make_model, file, rf"'norm\.weight' .*{re.escape(reason)}")
+
+
+def test_one_large_tensor_under_many_names(tmp_path):
+    whole = torch.zeros(1 << 16)
+    torch.save({f"weight{i}": whole for i in range(100)}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"its tensors take 26,214,400 bytes, the file has"):
+        read_weights(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("key", ["norm.weight", "layers.1.blocks.1.mlp.fc1.weight", "patch_embed.proj.weight"])
+@pytest.mark.parametrize("kind", [torch.int32, torch.complex64, torch.bool])
+def test_numbers_that_are_not_floating_point(kind, key, suffix, make_model, tmp_path):
+    state, file = make_model().state_dict(), tmp_path / f"w{suffix}"
+    state[key] = state[key].to(kind)
+    save_file(state, file) if suffix == ".safetensors" else torch.save(state, file)
+    assert_refused(make_model, file, rf"{re.escape(key)} is of {kind}, not of floating point")
+
+
+@pytest.mark.parametrize("key", ["norm.weight", "layers.1.blocks.1.mlp.fc1.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite(value, key, make_model, tmp_path):
+    state = values(make_model())
+    state[key].view(-1)[3] = value
+    torch.save(state, tmp_path / "w.pth")
+    assert_refused(make_model, tmp_path / "w.pth", rf"{re.escape(key)} holds values that are NaN or infinite")
+
+
+def test_what_would_be_infinite_in_single_precision(make_model):
+    state = {name: tensor.double() for name, tensor in make_model().state_dict().items()}
+    model = make_model()
+    load_strict(model, state, "w")
+    state["norm.weight"][0] = 1e300
+    with pytest.raises(UserError, match=r"norm\.weight holds values"):
+        load_strict(model, state, "w")
+
+
+@pytest.mark.parametrize("table", [torch.zeros(3), torch.full((1, 7, 7, 2), float("nan")), torch.zeros(1, 7, 7, 1)])
+def test_coordinates_that_tell_no_window(table, make_model):
+    state = values(make_model())
+    tables = {f"layers.{i}.blocks.0.attn.relative_coords_table": table for i in range(3)}
+    model = make_model()
+    load_dense(model, state | tables)
+    assert_unchanged(model, state)
+
+
+def test_a_patch_embedding_of_another_form(make_model):
+    state = make_model().state_dict() | {"patch_embed.proj.weight": torch.zeros(3)}
+    with pytest.raises(UserError, match=r"patch_embed\.proj\.weight has shape \[3\]"):
+        load_dense(make_model(), state)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_what_is_not_a_regular_file(suffix, make_model, tmp_path):
+    file = tmp_path / f"w{suffix}"
+    os.mkfifo(file)
+    assert_refused(make_model, file, "not a regular file")
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    assert_refused(make_model, file, "not a regular file")
+    file.unlink()
+    file.mkdir()
+    assert_refused(make_model, file, "is a directory")
+
+
+def test_names_that_are_no_text(make_model, tmp_path):
+    torch.save({0: torch.zeros(1)}, tmp_path / "w.pth")
+    assert_refused(make_model, tmp_path / "w.pth", "0 has a name that is no text")
+    torch.save(make_model().state_dict() | {"a\nb\0": torch.zeros(1)}, tmp_path / "w.pth")
+    assert_refused(make_model, tmp_path / "w.pth", r"unexpected: 'a\\nb\\x00'")
+
+
+def test_a_refused_pickle_gives_no_advice_to_run_it(make_model, tmp_path):
+    torch.save({"model": Malicious(tmp_path / "pwned")}, tmp_path / "evil.pth")
+    with pytest.raises(UserError) as caught:
+        read_weights(tmp_path / "evil.pth")
+    assert "weights_only" not in str(caught.value)

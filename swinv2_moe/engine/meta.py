@@ -1,0 +1,186 @@
+"""A checkpoint's meta.json: what it holds, and reading and writing it.
+
+`read_meta` compares its checksum and checks the form of everything in it, so that later code may rely on both.
+"""
+
+import hashlib
+import json
+import re
+from datetime import datetime, timezone
+from pathlib import Path
+
+from moe_core.checkpoint import TRUNK, expert_file, sync_file
+from swinv2_moe.errors import UserError
+from swinv2_moe.files import parse_json, read_bounded
+from swinv2_moe.forms import (
+    COUNT,
+    NUMBER,
+    OBJECT,
+    POSITIVE_COUNT,
+    POSITIVE_NUMBER,
+    RELATIVE_PATH,
+    TEXT,
+    Form,
+    form,
+    is_text,
+    list_of,
+    object_of,
+    or_null,
+    record,
+    shown,
+)
+
+FORMAT_VERSION = 1
+_NO_CHECKSUM = "0" * 64
+_MAX_BYTES = 64 << 20  # some 400,000 files
+_MAX_CONFIG = 1 << 20  # characters
+
+
+def _is_sha256(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _is_config(value: object) -> bool:
+    return is_text(value) and len(value) <= _MAX_CONFIG
+
+
+_SHA256 = form("a SHA-256 in hexadecimal", _is_sha256)
+_CONFIG = form(f"text of at most {_MAX_CONFIG:,} characters", _is_config)
+_LOSS_SCALER = record({"scale": POSITIVE_NUMBER, "good_steps": COUNT, "updates": COUNT})
+_WINDOWS = or_null(list_of(POSITIVE_COUNT))
+_TIME_TO_TARGET = record({"seconds": NUMBER, "validations": list_of(list_of(NUMBER, length=4))})
+
+_CLASSIFIER_TRAINING = record(
+    {
+        "epoch": COUNT,
+        "epoch_step": COUNT,
+        "epoch_loss": NUMBER,
+        "validated_step": COUNT,
+        "steps_per_epoch": POSITIVE_COUNT,
+        "global_batch": POSITIVE_COUNT,
+        "best_top1": NUMBER,
+        "last_top1": or_null(NUMBER),
+        "skipped": COUNT,
+        "loss_scaler": _LOSS_SCALER,
+        "strategies": list_of(record({"key": OBJECT, "strategy": OBJECT})),
+    },
+    optional={"time_to_target": _TIME_TO_TARGET},  # earlier versions lack it
+)
+_DETECTOR_TRAINING = record(
+    {
+        "epoch": COUNT,
+        "iter": COUNT,
+        "loss_scaler": _LOSS_SCALER,
+        "param_groups": list_of(OBJECT),
+        "param_schedulers": list_of(OBJECT),
+    }
+)
+_META = record(
+    {
+        "saved": TEXT,
+        "step": COUNT,
+        "training": or_null(OBJECT),
+        "config": _CONFIG,
+        "class_names": list_of(TEXT),
+        "experts": object_of(RELATIVE_PATH, list_of(COUNT)),
+        "files": object_of(RELATIVE_PATH, record({"bytes": COUNT, "sha256": _SHA256})),
+    },
+    optional={"windows": _WINDOWS, "backbone_windows": _WINDOWS},
+)
+
+
+class DamagedError(UserError):
+    """A checkpoint that is not as it was written."""
+
+
+def read_meta(directory: Path, key: str = "checkpoint") -> dict:
+    """A checkpoint's meta.json.
+
+    Raises:
+        UserError: there is none, it must not be read, or it is of a newer format.
+        DamagedError: it is not as it was written, or another program's.
+    """
+    if directory.is_file():
+        raise UserError(f"{key} {directory}: is a file; a checkpoint is a directory with meta.json")
+    try:
+        text = read_bounded(directory / "meta.json", _MAX_BYTES)
+        meta = parse_json(text)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedError(f"{key} {directory}: holds no checkpoint (a directory with meta.json)") from error
+    except PermissionError as error:
+        raise UserError(f"checkpoint {directory}: meta.json cannot be read ({error.strerror})") from error
+    except OSError as error:
+        raise DamagedError(f"checkpoint {directory}: meta.json cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise DamagedError(f"checkpoint {directory}: meta.json is damaged ({error})") from error
+    _check_checksum(directory, text, meta)
+    if meta.get("format_version") != FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {directory} has format version {shown(meta.get('format_version'))}, this program"
+            f" knows {FORMAT_VERSION}"
+        )
+    _check_form(directory, meta)
+    return meta
+
+
+def write_meta(directory: Path, meta: dict) -> dict:
+    """Write meta.json with its own checksum, which replaces as many zeros; returns what it holds."""
+    meta = {"format_version": FORMAT_VERSION, "saved": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", **meta}
+    text = json.dumps(meta | {"checksum": _NO_CHECKSUM}, indent=1)
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    (directory / "meta.json").write_text(text.replace(_NO_CHECKSUM, checksum))
+    sync_file(directory / "meta.json")
+    return meta
+
+
+def check_classifier(directory: Path, training: dict) -> None:
+    """Raise UserError where the state of a training, of a checkpoint in `directory`, is a detector's."""
+    if _training_form(training) is _DETECTOR_TRAINING:
+        raise UserError(f"checkpoint {directory}: is of the training of a detector; tools/detect.py goes on from it")
+
+
+def check_detector(directory: Path, training: dict, num_groups: int, num_schedulers: int) -> None:
+    """Raise UserError where the state of a training is not that of a detector with so many parameter groups and
+    schedulers."""
+    if _training_form(training) is not _DETECTOR_TRAINING:
+        raise UserError(f"checkpoint {directory}: is not of the training of a detector")
+    for name, count in (("param_groups", num_groups), ("param_schedulers", num_schedulers)):
+        if len(training[name]) != count:
+            raise UserError(f"checkpoint {directory}: has {len(training[name])} {name}, this training has {count}")
+
+
+def _check_checksum(directory: Path, text: bytes, meta: object) -> None:
+    """Raise DamagedError unless the text has the checksum that stands in it."""
+    checksum = meta.get("checksum") if isinstance(meta, dict) else None
+    if not isinstance(checksum, str):
+        raise DamagedError(f"checkpoint {directory}: meta.json is not that of a checkpoint, it has no checksum")
+    if _is_sha256(checksum):
+        text = text.replace(checksum.encode(), _NO_CHECKSUM.encode())
+    if hashlib.sha256(text).hexdigest() != checksum:
+        raise DamagedError(f"checkpoint {directory}: meta.json is damaged (its checksum differs)")
+
+
+def _check_form(directory: Path, meta: dict) -> None:
+    """Raise DamagedError unless everything in meta.json has its form and the files of the model are listed."""
+    try:
+        _META(meta, "")
+        training = meta["training"]
+        if training is not None:
+            _training_form(training)(training, "training")
+        _check_files(meta["files"], meta["experts"])
+    except ValueError as error:
+        raise DamagedError(f"checkpoint {directory}: meta.json: {error}") from error
+
+
+def _training_form(training: dict) -> Form:
+    return _DETECTOR_TRAINING if "iter" in training else _CLASSIFIER_TRAINING
+
+
+def _check_files(files: dict[str, dict], experts: dict[str, list[int]]) -> None:
+    """Raise ValueError where a file of the weights is not listed: it would be read without a checksum."""
+    needed = [TRUNK]
+    for layer, steps in experts.items():
+        needed += [expert_file(layer, expert) for expert in range(len(steps))]
+    for file in needed:
+        if file not in files:
+            raise ValueError(f"files does not list {file}")

@@ -1,0 +1,120 @@
+"""Forms of JSON values: what a file has to hold, checked once where it is read.
+
+POINT = record({"x": NUMBER, "y": NUMBER})
+list_of(POINT)(value, "points")  # ValueError: points/3/x is 'a', it must be a finite number
+"""
+
+import math
+from collections.abc import Callable
+
+from swinv2_moe.files import check_plain_name
+
+Form = Callable[[object, str], None]  # takes a value and the name of its place; raises ValueError
+
+_LARGEST = 2**53  # the largest integer that every JSON reader takes exactly
+_SHOWN = 40  # characters of a wrong value in a message
+
+
+def form(what: str, accepts: Callable[[object], bool]) -> Form:
+    """Values that `accepts` is true of; `what` they are, for messages."""
+
+    def check(value: object, place: str) -> None:
+        if not accepts(value):
+            raise ValueError(f"{place} is {shown(value)}, it must be {what}")
+
+    return check
+
+
+def list_of(item: Form, length: int | None = None) -> Form:
+    """Lists, of any or one length, whose items have all the same form."""
+
+    def check(value: object, place: str) -> None:
+        LIST(value, place)
+        if length is not None and len(value) != length:
+            raise ValueError(f"{place} has {len(value)} items, it must have {length}")
+        for i, inner in enumerate(value):
+            item(inner, f"{place}/{i}")
+
+    return check
+
+
+def object_of(name: Form, item: Form) -> Form:
+    """Objects with any names of one form, and values of another."""
+
+    def check(value: object, place: str) -> None:
+        OBJECT(value, place)
+        for key, inner in value.items():
+            name(key, f"a name in {place}")
+            item(inner, f"{place}/{key}")
+
+    return check
+
+
+def record(required: dict[str, Form], optional: dict[str, Form] | None = None) -> Form:
+    """Objects with these names, of which `optional` ones may be missing; others are not looked at."""
+
+    def check(value: object, place: str) -> None:
+        OBJECT(value, place)
+        for name, inner in (required | (optional or {})).items():
+            where = f"{place}/{name}" if place else name
+            if name in value:
+                inner(value[name], where)
+            elif name in required:
+                raise ValueError(f"{where} is missing")
+
+    return check
+
+
+def or_null(inner: Form) -> Form:
+    def check(value: object, place: str) -> None:
+        if value is not None:
+            inner(value, place)
+
+    return check
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _is_number(value: object) -> bool:
+    if type(value) is int:
+        return abs(value) <= _LARGEST
+    return type(value) is float and math.isfinite(value)
+
+
+def is_text(value: object) -> bool:
+    """Whether it is text that can be written: JSON may hold halves of surrogate pairs."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_relative_path(value: object) -> bool:
+    try:
+        return is_text(value) and value.isprintable() and all(map(check_plain_name, value.split("/")))
+    except ValueError:
+        return False
+
+
+def shown(value: object) -> str:
+    """A value for a message: short, in one line."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, str) and len(value) > _SHOWN:
+        return f"{value[:_SHOWN]!r}..."
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]}..."
+
+
+TEXT = form("text", is_text)
+COUNT = form(f"a whole number from 0 to {_LARGEST}", _is_count)
+POSITIVE_COUNT = form(f"a whole number from 1 to {_LARGEST}", lambda value: _is_count(value) and value > 0)
+NUMBER = form("a finite number", _is_number)
+POSITIVE_NUMBER = form("a positive number", lambda value: _is_number(value) and value > 0)
+LIST = form("a list", lambda value: isinstance(value, list))
+OBJECT = form("an object", lambda value: isinstance(value, dict))
+RELATIVE_PATH = form("the name of a file below this directory", _is_relative_path)

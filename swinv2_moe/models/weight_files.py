@@ -1,0 +1,203 @@
+"""Reading files of weights that nobody has checked: .safetensors, and torch's without running code in them."""
+
+import pickle
+import tarfile
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from moe_core import open_regular
+from swinv2_moe.errors import UserError
+
+_ZIP = b"PK\x03\x04"  # how torch tells its zip files from the format of before torch 1.6
+_MAX_READ = 64 << 20  # bytes of a zip's directory, and of a record that holds no tensor
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """A state dict from .safetensors or, read without running any code in it, .pth / .pt / .bin.
+
+    Raises:
+        UserError: as `read_torch_file`.
+    """
+    if file.suffix != ".safetensors":
+        return unwrapped(read_torch_file(file))
+    with _opened(file):
+        try:
+            return load_file(file)
+        except (SafetensorError, MemoryError) as error:  # MemoryError: a file larger than the address space
+            raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
+
+
+def read_torch_file(file: Path, allowed: Sequence[object] = ()) -> dict:
+    """What torch.save wrote: a state dict, or a dictionary with one below "model" or "state_dict".
+
+    Tensors stay in the file until they are used (memory-mapped), but for the format of before torch 1.6. Those of the
+    state dict are compared with their records' sizes and checksums. None takes more memory than its data has bytes.
+
+    Args:
+        allowed: classes and functions, beyond torch's own list, that the file's pickle may use.
+
+    Raises:
+        UserError: no such file, or not an undamaged file with dense tensors.
+    """
+    with _opened(file) as content:
+        return _read_torch_file(file, content, allowed)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    """A file of weights; what the block finds wrong with it (ValueError) becomes a UserError that names it."""
+    if file.is_dir():
+        raise UserError(f"weights {file}: is a directory")
+    try:
+        with open_regular(file) as content:
+            yield content
+    except OSError as error:
+        raise UserError(f"weights {file}: {(error.strerror or str(error)).lower()}") from error
+    except ValueError as error:
+        raise UserError(f"weights {file}: {error}") from error
+
+
+def unwrapped(content: object) -> object:
+    """The state dict in what a training program saved: that below "model" or "state_dict", or all of it."""
+    for key in ("model", "state_dict"):
+        if isinstance(content, dict):
+            content = content.get(key, content)
+    return content
+
+
+def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -> dict:
+    """Raises ValueError: says what is wrong, without the file's name."""
+    is_zip = content.read(len(_ZIP)) == _ZIP
+    content.seek(0)
+    records = _check_zip(content) if is_zip else None
+    if not is_zip and tarfile.is_tarfile(content):  # torch would unpack it
+        raise ValueError("cannot be read as weights (a tar file, which torch wrote before 0.1.10)")
+    content.seek(0)
+    with torch.serialization.safe_globals(list(allowed)):
+        found = _load(file if is_zip else content, is_zip)
+    state = unwrapped(found)
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError("holds no state dict of tensors")
+    for name, tensor in state.items():
+        problem = _why_unusable(tensor) if isinstance(name, str) else "has a name that is no text"
+        if problem:
+            raise ValueError(f"{name!r} {problem}")
+    _check_total(state.values(), file.stat().st_size)
+    if records is not None:
+        _check_records(state, records)
+    return found
+
+
+def _load(source: Path | BinaryIO, is_zip: bool) -> object:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a refusal says what is wrong
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_zip)
+    except Exception as error:  # whatever torch makes of a damaged file
+        reason = _first_line(error).partition(". This is an internal")[0]
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "no pickle, or one that holds more than tensors"
+        elif "resize storage" in reason:
+            reason = "a tensor is larger than its data"
+        raise ValueError(f"cannot be read as weights ({reason})") from error
+
+
+def _check_zip(content: BinaryIO) -> set[tuple[int, int]]:
+    """(size, CRC-32) of each record of a torch file. The checksums are 0 where torch was told to compute none.
+
+    Raises:
+        ValueError: it is damaged in what does not hold tensors, or its records cannot be mapped into memory.
+    """
+    try:
+        with zipfile.ZipFile(_BoundedReads(content)) as archive:
+            records = archive.infolist()
+            has_checksums = any(record.CRC for record in records)
+            for record in records:
+                _check_record(record)
+                if has_checksums and not _holds_tensor(record):
+                    archive.read(record)  # compares the checksum
+    except ValueError:
+        raise
+    except Exception as error:  # whatever zipfile makes of a damaged file
+        raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
+    return {(record.file_size, record.CRC) for record in records}
+
+
+def _check_record(record: zipfile.ZipInfo) -> None:
+    name, size = record.filename, record.file_size
+    if record.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"record {name!r} is compressed, which torch.save never does; load it and save it anew")
+    if not _holds_tensor(record) and size > _MAX_READ:
+        raise ValueError(f"record {name!r} has {size:,} bytes, at most {_MAX_READ:,} are read")
+
+
+def _holds_tensor(record: zipfile.ZipInfo) -> bool:
+    return "/data/" in record.filename
+
+
+class _BoundedReads:
+    """A file for `zipfile`, which reads a directory at once, however large the file says that it is."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.seek, self.tell, self.seekable, self._read = file.seek, file.tell, file.seekable, file.read
+
+    def read(self, size: int = -1) -> bytes:
+        if size > _MAX_READ:
+            raise zipfile.BadZipFile(f"its directory has {size:,} bytes, at most {_MAX_READ:,} are read")
+        return self._read(size)
+
+
+def _why_unusable(tensor: Tensor) -> str | None:
+    """A phrase; None if the tensor is a dense one in memory, and no larger than its data."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return f"is a {type(tensor).__name__}, not a plain tensor"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return f"is no dense tensor ({tensor.layout})"
+    if tensor.is_quantized:
+        return f"is quantized ({tensor.dtype})"
+    if tensor.device.type != "cpu":
+        return f"has no data (it is on the device {tensor.device.type!r})"
+    available = tensor.untyped_storage().nbytes()
+    if tensor.nbytes > available:
+        return f"of shape {list(tensor.shape)} takes {tensor.nbytes:,} bytes, its data has {available:,}"
+    return None
+
+
+def _check_total(tensors: Iterable[Tensor], file_size: int) -> None:
+    """Raise ValueError where tensors share their data so often that copies of them would fill the memory."""
+    total = sum(tensor.nbytes for tensor in tensors)
+    if total > 2 * file_size:
+        raise ValueError(f"its tensors take {total:,} bytes, the file has {file_size:,}")
+
+
+def _check_records(state: dict[str, Tensor], records: set[tuple[int, int]]) -> None:
+    """Raise ValueError unless the data of each tensor is that of a whole record."""
+    has_checksums = any(checksum for _, checksum in records)
+    sizes = {size for size, _ in records}
+    checked = set()
+    for name, tensor in state.items():
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if size == 0 or (place, size) in checked:
+            continue
+        checked.add((place, size))
+        if size not in sizes:
+            raise ValueError(f"{name!r} is damaged: its data takes {size:,} bytes, no record has that size")
+        content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        checksum = zlib.crc32(content) if has_checksums else 0
+        if (size, checksum) not in records:
+            raise ValueError(f"{name!r} is damaged (its checksum differs)")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
