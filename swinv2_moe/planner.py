@@ -99,17 +99,17 @@ def _layers(model: nn.Module, image: torch.Tensor) -> tuple[tuple[MoEConfig, int
 
 def _saved_elements(model: nn.Module, images: torch.Tensor) -> int:
     """Elements that autograd keeps of one forward pass, parameters aside, each once."""
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    own = {p.untyped_storage() for p in model.parameters()}
     saved = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor  # held, so that no other storage takes its address
+        saved[tensor.untyped_storage()] = tensor
         return tensor
 
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(images)
-    return sum(t.untyped_storage().nbytes() // t.element_size() for key, t in saved.items() if key not in own)
+    return sum(t.untyped_storage().nbytes() // t.element_size() for storage, t in saved.items() if storage not in own)
 
 
 def scales(gpus_per_node: int, gpus: int) -> list[int]:

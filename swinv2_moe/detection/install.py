@@ -4,7 +4,8 @@
 
 mmcv comes as source alone. Compiled in isolation, as pip does by default, it finds no torch and becomes a wheel without
 operators; and pip keeps that wheel for any torch. So it is compiled here, against this environment, into a directory
-named after the versions of torch and Python, and pip never sees the source.
+named after the versions of torch and Python, and pip never sees the source. Its setup asks for C++17, where the headers
+of torch 2.15 need C++20: compilers that take the one for the other do it.
 """
 
 import fcntl
@@ -13,10 +14,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
+_COMPILER = """#!/bin/sh
+for argument; do
+    shift
+    [ "$argument" = -std=c++17 ] && argument=-std=c++20
+    set -- "$@" "$argument"
+done
+exec {command} "$@"
+"""
 _CHECK = """
 import torch
 from mmcv.ops import nms
@@ -60,7 +71,7 @@ def compiled_wheel(log: Path) -> Path:
             for leftover in directory.glob("unfinished-*"):  # of a compilation that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix="unfinished-", dir=directory) as unfinished:
-                _pip(log, "install", "--constraint", _ROOT / "constraints.txt", "ninja", "setuptools", "packaging")
+                _pip_install(log, "ninja", "setuptools", "packaging")
                 _compile(log, requirement, unfinished)
                 for wheel in Path(unfinished).glob(pattern):
                     wheel.rename(directory / wheel.name)  # a name there is a whole wheel's
@@ -70,9 +81,13 @@ def compiled_wheel(log: Path) -> Path:
 def _compile(log: Path, requirement: str, target: str) -> None:
     environment = {
         "CFLAGS": "-O1 -g0",  # half the time of setup.py's own
-        "MAX_JOBS": str(os.cpu_count()),
+        "CXX": _for_cxx20(os.environ.get("CXX", "c++"), Path(target) / "c++"),
+        "MAX_JOBS": os.environ.get("MAX_JOBS", str(os.cpu_count())),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # ninja is there
     }
+    nvcc = _nvcc()
+    if nvcc is not None:
+        environment["PYTORCH_NVCC"] = _for_cxx20(nvcc, Path(target) / "nvcc")
     options = [
         "--no-build-isolation",
         "--no-deps",
@@ -83,6 +98,42 @@ def _compile(log: Path, requirement: str, target: str) -> None:
         target,
     ]
     _pip(log, "wheel", *options, requirement, environment=environment)
+
+
+def _for_cxx20(command: str, file: Path) -> str:
+    """A program that runs the compiler `command`, for C++20 in place of C++17."""
+    file.write_text(_COMPILER.format(command=command))
+    file.chmod(0o755)
+    return str(file)
+
+
+def _nvcc() -> str | None:
+    """The compiler that torch would take for CUDA; None: mmcv is compiled without."""
+    import torch
+
+    if not torch.cuda.is_available() and os.environ.get("FORCE_CUDA") != "1":
+        return None
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return os.environ.get("PYTORCH_NVCC", f"{CUDA_HOME}/bin/nvcc")
+
+
+@contextmanager
+def _constraints() -> Iterator[Path]:
+    """A file of the versions in constraints.txt, but of torch and torchvision those that are here: mmcv is compiled for
+    this torch."""
+    here = {package: version(package) for package in ("torch", "torchvision")}
+    pins = (_ROOT / "constraints.txt").read_text().splitlines()
+    pins = [pin for pin in pins if pin.split("==")[0] not in here]
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "constraints.txt"
+        file.write_text("\n".join([*pins, *(f"{package}=={number}" for package, number in here.items())]))
+        yield file
+
+
+def _pip_install(log: Path, *requirements: object) -> None:
+    with _constraints() as constraints:
+        _pip(log, "install", "--constraint", constraints, *requirements)
 
 
 def _pip(log: Path, *arguments: object, environment: dict[str, str] | None = None) -> None:
@@ -106,7 +157,7 @@ def install(log: Path) -> None:
     log.write_text("")
     wheel = compiled_wheel(log)
     _pip(log, "install", "--no-deps", "--force-reinstall", wheel)  # it may be there for another torch
-    _pip(log, "install", "--constraint", _ROOT / "constraints.txt", "--editable", f"{_ROOT}[detection]")
+    _pip_install(log, "--editable", f"{_ROOT}[detection]")
     done = subprocess.run([sys.executable, "-c", _CHECK], capture_output=True, text=True, check=False)
     if done.returncode:
         log.write_text(log.read_text() + done.stderr)

@@ -35,7 +35,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core import MoELayer, average_expert_gradients, clip_gradients, expert_parameters, moe_layers
@@ -86,26 +85,38 @@ class MemoryTraffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not func._schema.name.startswith(("aten::empty", "aten::new_empty")):  # nothing is written yet
+        if not _operator_name(func).startswith(("aten::empty", "aten::new_empty")):  # nothing is written yet
             self.bytes += self._moved(func, args, kwargs or {}, out)
         return out
 
     def _moved(self, func, args: tuple, kwargs: dict, out: object) -> int:
-        given = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        arguments = func._schema.arguments
+        given = {id(t): t for t in _tensors_in((args, kwargs))}
+        arguments = func._schema.arguments  # nothing public says which of them are written
         values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
         changed = [values.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
-        changed = {id(t): t for t in tree_leaves(changed) if isinstance(t, Tensor)}
-        storages = {_storage(t) for t in given.values()}
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _storage(t) not in storages]
+        changed = {id(t): t for t in _tensors_in(changed)}
+        storages = {t.untyped_storage() for t in given.values()}
+        made = [t for t in _tensors_in(out) if t.untyped_storage() not in storages]
         if not made and not changed:
             return 0  # a view
-        given.pop(id(values.get(_UNREAD.get(func._schema.name))), None)
+        given.pop(id(values.get(_UNREAD.get(_operator_name(func)))), None)
         return sum(_size(t) for t in (*given.values(), *made, *changed.values()))
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _operator_name(func: Callable) -> str:
+    """Without the overload: aten::add."""
+    return func.name().partition(".")[0]
+
+
+def _tensors_in(values: object) -> Iterator[Tensor]:
+    """Those in tuples, lists and dictionaries, however deep."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from _tensors_in(list(values.values()))
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors_in(value)
 
 
 def _size(tensor: Tensor) -> int:
@@ -147,7 +158,7 @@ class _Moves(TorchDispatchMode):
         self.calls: list[tuple[Callable, tuple]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name in _MOVES:
+        if _operator_name(func) in _MOVES:
             self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
 
@@ -289,7 +300,7 @@ def dispatch(moves: Moves) -> Task:
         for operator, args, wanted, grad in prepared:
             torch.autograd.grad(operator(*args), wanted, grad)
 
-    combined = sum(args[0].numel() for operator, args in moves if operator._schema.name == _MOVES[1])
+    combined = sum(args[0].numel() for operator, args in moves if _operator_name(operator) == _MOVES[1])
     return Task(run, replace(counted(run).work, flops=float(_COMBINE_FLOPS * combined)))
 
 

@@ -1,8 +1,10 @@
 """mmcv's wheel: compiled once a machine, never half, never twice at a time."""
 
 import re
+import subprocess
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,13 @@ class Pip:
     def __init__(self, fails: bool = False) -> None:
         self.calls: list[list[str]] = []
         self.environment: dict[str, str] = {}
+        self.constraints: list[str] = []  # of the last installation
         self.fails = fails
 
     def __call__(self, log: Path, *arguments: object, environment: dict[str, str] | None = None) -> None:
         self.calls.append(list(map(str, arguments)))
+        if "--constraint" in arguments:
+            self.constraints = Path(arguments[arguments.index("--constraint") + 1]).read_text().splitlines()
         if arguments[0] != "wheel":
             return
         self.environment = environment
@@ -60,6 +65,32 @@ def test_compiled_once_against_this_environment(pip, tmp_path):
     assert compilation[-1] == pinned("onedl-mmcv")
     assert pip.environment["CFLAGS"] == "-O1 -g0"
     assert int(pip.environment["MAX_JOBS"]) >= 1
+
+
+def test_installs_the_pinned_versions_with_the_torch_that_is_here(pip, tmp_path):
+    """Another torch could not load what is compiled."""
+    compiled_wheel(tmp_path / "log")
+    assert pinned("ninja") in pip.constraints
+    for package in ("torch", "torchvision"):
+        assert [pin for pin in pip.constraints if re.match(rf"{package}\b", pin)] == [f"{package}=={version(package)}"]
+
+
+def test_compilers_take_cxx20(tmp_path):
+    """The headers of torch 2.15 need it, and mmcv's setup asks for C++17 alone."""
+    compiler = install._for_cxx20("printf '<%s>'", tmp_path / "c++")
+    done = subprocess.run(
+        [compiler, "-O1", "-std=c++17", "-DX=a b", "x.cpp"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "<-O1><-std=c++20><-DX=a b><x.cpp>"
+
+
+def test_the_compiler_of_the_environment_is_used(pip, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "ccache g++")
+    written = []
+    monkeypatch.setattr(install, "_for_cxx20", lambda command, file: written.append(command) or str(file))
+    compiled_wheel(tmp_path / "log")
+    assert written[0] == "ccache g++"
+    assert pip.environment["CXX"].endswith("/c++")
 
 
 def test_what_a_killed_compilation_left_is_no_wheel(pip, tmp_path):

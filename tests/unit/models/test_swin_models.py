@@ -199,7 +199,7 @@ def test_compiled_without_a_graph_break(pre_norm, make_model, images):
     moe = {"aux_loss": "load_importance", "capacity_factor": 0.75}
     model = make_model(4, pre_norm=pre_norm, moe=moe, **shallow)
     eager = loss_and_gradients(model, images)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(WithAuxLoss(model), backend="aot_eager", fullgraph=True)
     model.zero_grad(set_to_none=True)
     logits, aux_loss = compiled(images)
@@ -208,7 +208,7 @@ def test_compiled_without_a_graph_break(pre_norm, make_model, images):
     torch.testing.assert_close(aux_loss, eager[1])
     for expected, parameter in zip(eager[2:], model.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-5)
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def test_evaluation_uses_its_own_capacity(make_model, images):
