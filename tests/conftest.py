@@ -1,8 +1,24 @@
 """Fixtures for every test."""
 
+import os
+
 import pytest
 import torch
 from gloo_processes import run_on_processes
+
+# Of a launcher that started pytest (torchrun, srun), and of a terminal or CI system that wants colours or other widths.
+_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+_TERMINAL = {"FORCE_COLOR", "PYTHON_COLORS", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def plain_environment():
+    """Runs see one process and no terminal, wherever the tests run."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name in _LAUNCHER | _TERMINAL or name.startswith("TORCHELASTIC_"):
+                patch.delenv(name)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -18,10 +18,13 @@ from torch import nn
 from moe_core import expert_parameters
 from swinv2_moe.detection.pth import load_pth, read_pth
 from swinv2_moe.engine import checkpoint
-from swinv2_moe.engine.distributed import open_world
+from swinv2_moe.engine.agreement import check_same_start
+from swinv2_moe.engine.distributed import World, open_world
+from swinv2_moe.engine.run_lock import only_run
 from swinv2_moe.errors import UserError
 
 MoERunner = registry.runner.MoERunner
+_PLACES_OF_DATA = ("data_root", "ann_file", "data_prefix")  # may be another on each machine's own disk
 
 
 def load_config(file: str, options: Sequence[str] = (), work_dir: str | None = None) -> Config:
@@ -61,13 +64,14 @@ def train(config: Config, resume: str | None = None) -> dict[str, float]:
         resume: "auto" (the newest whole checkpoint of `work_dir`, or a fresh start), a run or a checkpoint.
 
     Raises:
-        UserError: input that cannot be used.
+        UserError: input that cannot be used, or another training in `work_dir`.
         CollectiveError: another rank has ended, or is stuck.
     """
     config.resume = resume is not None
     if resume not in (None, "auto"):
         config.load_from = resume
-    with _runner(config) as runner:
+    with _world(config) as world, only_run(Path(config.work_dir), world, "--work-dir"):
+        runner = MoERunner.from_cfg(config)
         runner.train()
         scalars = runner.message_hub.log_scalars
         return {name.removeprefix("val/"): scalars[name].current() for name in scalars if name.startswith("val/coco")}
@@ -80,16 +84,30 @@ def test(config: Config, source: str) -> dict[str, float]:
         UserError, CollectiveError: as `train`.
     """
     config.load_from, config.resume = source, False
-    with _runner(config) as runner:
-        return runner.test()
+    with _world(config):
+        return MoERunner.from_cfg(config).test()
 
 
 @contextmanager
-def _runner(config: Config) -> Iterator[MoERunner]:
-    """For the length of the block, among the processes that torchrun started, if it did."""
+def _world(config: Config) -> Iterator[World]:
+    """The processes that torchrun started, if it did, for the length of the block; all have the same configuration."""
     with open_world() as world, world.named_errors("a collective"):
+        check_same_start(dict(_values(config.to_dict())), world)
         config.launcher = "none" if world.size == 1 else "pytorch"
-        yield MoERunner.from_cfg(config)
+        yield world
+
+
+def _values(part: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """What a configuration holds, by names like "model.neck.in_channels[0]", without the places of data."""
+    if isinstance(part, dict):
+        for key, value in part.items():
+            if key not in _PLACES_OF_DATA:
+                yield from _values(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(part, (list, tuple)):
+        for i, value in enumerate(part):
+            yield from _values(value, f"{name}[{i}]")
+    else:
+        yield name, part
 
 
 def build_detector(config: Config, source: str | None = None) -> nn.Module:

@@ -1,6 +1,6 @@
 """A checkpoint as it is used after its training: its configuration, perhaps for other data, and its model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from yacs.config import CfgNode
 
 from swinv2_moe.config import config_from_text, default_config, merge_opts
 from swinv2_moe.engine import checkpoint
+from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.distributed import World, expert_group, open_world
 from swinv2_moe.errors import UserError
@@ -78,7 +79,11 @@ class Deployed:
 
 @contextmanager
 def open_deployed(
-    resume: str, data: str | None = None, dataset: str | None = None, opts: Sequence[str] = ()
+    resume: str,
+    data: str | None = None,
+    dataset: str | None = None,
+    opts: Sequence[str] = (),
+    options: Mapping[str, object] | None = None,
 ) -> Iterator[Deployed]:
     """The checkpoint `resume`, or the newest of a run, for the block's length. Every rank calls this.
 
@@ -86,13 +91,16 @@ def open_deployed(
         data: DATA.PATH; None: the data that the checkpoint was trained on.
         dataset: DATA.DATASET; None: shards or a folder of images where `data` looks like that, else the training's.
         opts: KEY VALUE ... over the checkpoint's configuration. DEVICE and TIMEOUT are not the checkpoint's but these.
+        options: what else the ranks must have in common.
 
     Raises:
-        UserError: there is none that is whole, or options that cannot be used.
+        UserError: there is none that is whole, options that cannot be used, ranks with different ones.
     """
     place = default_config()
     merge_opts(place, opts)
     with open_world(place.DEVICE, place.TIMEOUT) as world, world.named_errors("a collective"):
+        keys = dict(zip(opts[::2], opts[1::2], strict=True))
+        check_same_start({"--resume": resume, "--dataset": dataset} | keys | dict(options or {}), world)
         source = checkpoint.find_checkpoint(resume, Path(resume), world, weights_only=True)
         if source is None:
             raise UserError(f"--resume {resume}: name a checkpoint or a run")

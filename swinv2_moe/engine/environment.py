@@ -22,16 +22,20 @@ def describe_environment(world: World) -> dict:
     return {
         "started": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": _commit(),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else _processor(),
         "cuda": torch.version.cuda if on_gpu else None,
         "processes": world.size,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
-        "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **code_versions(),
     }
+
+
+def code_versions() -> dict[str, str | None]:
+    """The commit of this code and the versions of what it stands on; None where one is unknown."""
+    packages = {name: _version(name) for name in _PACKAGES}
+    return {"commit": _commit(), "python": platform.python_version()} | packages
 
 
 def peak_memory(device: torch.device) -> int:

@@ -16,7 +16,7 @@ N images, D features, W ranks, B images per rank and batch
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from yacs.config import CfgNode
 from moe_core import prepared
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import Source, Sources, load_sources
+from swinv2_moe.engine.agreement import check_same_data
 from swinv2_moe.engine.deployed import open_deployed
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.record import Bar
@@ -93,9 +94,10 @@ def evaluate_few_shot(
     Raises:
         UserError: input that cannot be used, a class with fewer images than shots, features that are not finite.
     """
-    with open_deployed(resume, data, dataset, opts) as deployed:
+    with open_deployed(resume, data, dataset, opts, asdict(protocol)) as deployed:
         world, config = deployed.world, deployed.config
         sources = world.everywhere(lambda: load_sources(config))
+        check_same_data(config.DATA.PATH, world, *sources)
         _check_counts(sources.train.targets, sources, protocol, "training images")
         model = deployed.model(num_classes=0)
         unreadable = UnreadableImages(len(sources.train) + len(sources.val), config.DATA.MAX_BAD_SHARE)

@@ -1,7 +1,6 @@
 """What a run leaves for people and programs: progress bar, TensorBoard, metrics.jsonl, events.log, summary.json,
 config.yaml."""
 
-import fcntl
 import json
 import logging
 import math
@@ -24,36 +23,8 @@ from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.events import EventLog
 from swinv2_moe.engine.routing import sample_choices
 from swinv2_moe.engine.saver import Cost
-from swinv2_moe.errors import UserError
 
 _PICTURES = 4  # validation images whose routing TensorBoard shows
-
-
-@contextmanager
-def only_run(directory: Path, world: World) -> Iterator[None]:
-    """Keeps other runs out of the directory until the end of the block: one that was started twice, or queued again,
-    would remove the other's checkpoints. Every rank calls this.
-
-    Raises:
-        UserError: another run is there.
-    """
-    problem, lock = None, None
-    if world.is_main:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / ".lock").open("w")
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # lockf: not passed on to the loaders' workers
-        except BlockingIOError:
-            problem = f"--output {directory}: another run is writing there"
-        except OSError:  # a file system without locks
-            pass
-    if problem := world.agree(problem):
-        raise UserError(problem)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.close()
 
 
 def _records(method: Callable) -> Callable:

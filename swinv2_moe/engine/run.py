@@ -1,7 +1,5 @@
 """A run from its configuration to its summary."""
 
-import hashlib
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -12,14 +10,16 @@ import torch
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.config import resolve_batch_size
+from swinv2_moe.config import flatten, resolve_batch_size
 from swinv2_moe.data import Data, build_data
 from swinv2_moe.engine import checkpoint, optim
+from swinv2_moe.engine.agreement import check_same_data, check_same_start, differing_versions
 from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.engine.environment import describe_environment
 from swinv2_moe.engine.events import Staging, load_mllogger, read_staging
-from swinv2_moe.engine.record import Recorder, only_run
+from swinv2_moe.engine.record import Recorder
+from swinv2_moe.engine.run_lock import only_run
 from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.stopping import StoppedElsewhere
 from swinv2_moe.engine.trainer import Trainer
@@ -33,7 +33,10 @@ _LAST_SAVE_SECONDS = 60  # for a save under way when the run fails; with all ran
 def train(config: CfgNode, resume: str | None = None) -> dict:
     """Train (or go on training) what `config` describes in the run directory `config.OUTPUT`; returns the summary.
 
-    Everything that can be wrong with the input is found before the run directory is touched.
+    Everything that can be wrong with the input is found before anything but a lock is written to the run directory.
+
+    Args:
+        resume: what to go on from: "auto", a run or a checkpoint. None starts afresh.
 
     Raises:
         UserError: input that cannot be used, or a loss that is not finite.
@@ -42,10 +45,12 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
     """
     began, started = time.time(), time.perf_counter()
     root = Path(config.OUTPUT)
-    if config.EVENT_LOG:
-        load_mllogger()
     with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"), ExitStack() as stack:
+        check_same_start(flatten(config) | {"--resume": resume}, world)
+        if config.EVENT_LOG:
+            world.everywhere(load_mllogger)
         config = resolve_batch_size(config, world.size)
+        stack.enter_context(only_run(root, world))  # before looking at what another run may be writing
         source = _starting_point(root, resume, world)
         data, staging = _load_data(config, world)
         model = _build_model(config, data.num_classes, world)
@@ -55,13 +60,14 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
         if source is not None:
             trainer.resume(source)
         size = measure_model(config, data.num_classes)
-        world.barrier()  # every rank has looked at the run directory
-        stack.enter_context(only_run(root, world))
+        versions = differing_versions(world)
         recorder = stack.enter_context(closing(Recorder(root, world, trainer.step, config.EVENT_LOG)))
         stack.enter_context(recorder.engine_log())
         stack.enter_context(trainer.stop)
         recorder.config(config)
         recorder.say(_headline(trainer, size, source))
+        for warning in versions:
+            recorder.say(f"warning: {warning}")
         saver = Saver(root / "checkpoints", world, config, source, recorder.say, recorder.checkpoint)
         stack.callback(saver.wait, _LAST_SAVE_SECONDS)
         was_finished = trainer.finished
@@ -87,40 +93,20 @@ def _load_data(config: CfgNode, world: World) -> tuple[Data, Staging | None]:
     """
     data = world.everywhere(lambda: build_data(config, world.rank, world.size))
     staging = world.everywhere(lambda: read_staging(config.DATA.PATH))
-    check_same_data(config, world, data.train_size, data.val_size, data.class_names)
+    train_images, val_images = data.train_loader.dataset.source, data.val_loader.dataset.source
+    check_same_data(config.DATA.PATH, world, train_images, val_images, data.class_names)
     return data, staging
-
-
-def check_same_data(config: CfgNode, world: World, train_size: int, val_size: int, class_names: list[str]) -> None:
-    """Each machine may read its own disk. Every rank calls this.
-
-    Raises:
-        UserError: on every rank, where one of them has found other data than the first.
-    """
-    names = hashlib.sha256("\n".join(class_names).encode()).hexdigest()
-    everyone = world.gather((train_size, val_size, names))
-    for rank, found in enumerate(everyone):
-        if found != everyone[0]:
-            here, first = (f"{train:,} + {val:,}" for train, val, _ in (found, everyone[0]))
-            raise UserError(
-                f"DATA.PATH is {config.DATA.PATH!r}: rank {rank} finds {here} images there, rank 0 {first}; their"
-                " number and their classes must be the same"
-            )
 
 
 def _starting_point(root: Path, resume: str | None, world: World) -> Checkpoint | None:
     """The checkpoint to go on from; None starts afresh, which an existing run in `root` forbids."""
-    source = checkpoint.find_checkpoint(resume, root / "checkpoints", world) if resume else None
-    existing = next(path for path in (root, *root.parents) if path.exists())
-    if not existing.is_dir():
-        raise UserError(f"--output {root}: {existing} is a file, a run needs a directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output {root}: permission denied to write in {existing}")
-    if resume is None and (root / "metrics.jsonl").exists():
+    if resume is not None:
+        return checkpoint.find_checkpoint(resume, root / "checkpoints", world)
+    if world.agree((root / "metrics.jsonl").exists()):
         raise UserError(
             f"--output {root}: already holds a run; --resume auto continues it, another directory starts anew"
         )
-    return source
+    return None
 
 
 def _build_model(config: CfgNode, num_classes: int, world: World) -> SwinTransformerV2MoE:

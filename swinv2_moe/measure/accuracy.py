@@ -16,7 +16,7 @@ N images, C classes
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -31,12 +31,12 @@ from moe_core import moe_layers, prepared
 from swinv2_moe.config import resolve_batch_size
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import load_sources
+from swinv2_moe.engine.agreement import check_same_data
 from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.deployed import Deployed, open_deployed
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.evaluation import Predictions, predict
 from swinv2_moe.engine.record import Bar
-from swinv2_moe.engine.run import check_same_data
 from swinv2_moe.engine.trainer import build_autocast
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.rounds import interleaved, machine, quartiles, ratios
@@ -97,7 +97,7 @@ def evaluate_checkpoint(
     Raises:
         UserError: input that cannot be used, other classes in the data, outputs that are not finite.
     """
-    with open_deployed(resume, data, dataset, [*opts, *routing.opts()]) as deployed:
+    with open_deployed(resume, data, dataset, [*opts, *routing.opts()], asdict(routing)) as deployed:
         moe, world = deployed.config.MODEL.MOE, deployed.world
         routing.check_experts(deployed.source, moe.NUM_EXPERTS)
         subject = _Subject.of(deployed)
@@ -242,7 +242,7 @@ class _Subject:
     def of(cls, deployed: Deployed) -> "_Subject":
         world, config = deployed.world, resolve_batch_size(deployed.config, deployed.world.size)
         sources = world.everywhere(lambda: load_sources(config))
-        check_same_data(config, world, len(sources.train), len(sources.val), sources.class_names)
+        check_same_data(config.DATA.PATH, world, *sources)
         renamed = deployed.compare_classes(sources.class_names)
         return cls(
             world,

@@ -24,8 +24,9 @@ from yacs.config import CfgNode
 
 from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup, all_to_all
-from swinv2_moe.config import load_config, resolve_batch_size
+from swinv2_moe.config import flatten, load_config, resolve_batch_size
 from swinv2_moe.data import Batch, build_data
+from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
@@ -164,6 +165,8 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
         UserError: data that cannot be used, a strategy or a disk that is unfit.
     """
     with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"):
+        options = {"--output": str(output), "--rounds": rounds, "--warmup": warmup}
+        check_same_start(flatten(config) | options, world)
         trainer, before = _trainer(resolve_batch_size(config, world.size), world), machine(world.device.type)
         with scratch(output, world) as directory:
             probes = _probes(trainer, directory / f"file-{world.rank}")

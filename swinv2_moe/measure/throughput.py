@@ -34,8 +34,9 @@ from torch.distributed.tensor import DTensor
 from yacs.config import CfgNode
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.config import load_config
+from swinv2_moe.config import flatten, load_config
 from swinv2_moe.data import Batch, Data
+from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.engine.record import dropped_share
 from swinv2_moe.engine.trainer import Trainer, build_autocast
@@ -201,6 +202,8 @@ def measure(plan: Plan, rounds: int, warmup: int) -> Iterator[Row]:
     """
     config = plan[0][1]
     with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"):
+        measured = {"combinations": [str(one) for one, *_ in plan], "--rounds": rounds, "--warmup": warmup}
+        check_same_start(flatten(config) | measured, world)
         if world.size > 1 and config.MODEL.MOE.STRATEGY == "auto":
             raise UserError("MODEL.MOE.STRATEGY is 'auto': its trials would be timed too; name the strategy to measure")
         sizes = [measure_model(own, _classes(own)) for own in plan[0][1:]]

@@ -141,20 +141,22 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_one_line_and_touches_nothing(case, photographs, outputs, train_command, small):
+def test_bad_input_is_one_line_and_touches_nothing(case, photographs, outputs, train_command, small, tmp_path):
     arguments, texts = BAD_INPUT[case]
     arguments = [argument.format(root=outputs) for argument in arguments]
     cut = arguments.index("--opts") if "--opts" in arguments else len(arguments)
     before = snapshot(outputs)
-    good = [*CFG, "--data", photographs, "--output", outputs / "new"]
+    good = [*CFG, "--data", photographs, "--output", tmp_path / "some" / "new"]
     finished = train_command(*good, *arguments[:cut], "--opts", *small, *arguments[cut + 1 :])
     assert_one_line(finished, *texts)
     assert snapshot(outputs) == before
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_input_in_a_process_of_its_own(outputs, start_ranks):
+def test_bad_input_in_a_process_of_its_own(outputs, start_ranks, tmp_path):
     before = snapshot(outputs)
-    (finished,) = start_ranks(1, "tools/train.py", *CFG, "--data", outputs / "nowhere", "--output", outputs / "new")
+    (finished,) = start_ranks(1, "tools/train.py", *CFG, "--data", outputs / "nowhere", "--output", tmp_path / "new")
     assert_one_line(finished, "DATA.PATH", "nowhere")
     assert finished.out == ""
     assert snapshot(outputs) == before
+    assert list(tmp_path.iterdir()) == []

@@ -39,10 +39,11 @@ def steps_done_from_now_on(monkeypatch):
     return steps
 
 
-def without_times(run, read_metrics):
+def without_measurements(run, read_metrics):
+    """The lines of a run without what its machine did: times, and the peak memory of this process."""
     steps, epochs = read_metrics(run)
-    times = ("images_per_second", "data_wait", "seconds")
-    return [{k: v for k, v in line.items() if k not in times} for line in steps + epochs]
+    measured = ("images_per_second", "data_wait", "seconds", "memory_bytes")
+    return [{k: v for k, v in line.items() if k not in measured} for line in steps + epochs]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,8 @@ def test_an_interrupted_run_goes_on_exactly(every, uninterrupted, tmp_path, make
     summary = train(config, "auto")
     assert again == list(range(13 if every else 11, 21))
     whole, whole_summary = uninterrupted
-    assert without_times(tmp_path / "run", read_metrics) == without_times(whole / "run", read_metrics)
+    found, expected = (without_measurements(root / "run", read_metrics) for root in (tmp_path, whole))
+    assert found == expected
     assert summary["val_top1"] == whole_summary["val_top1"]
     assert summary["best_val_top1"] == whole_summary["best_val_top1"]
     last = "checkpoints/latest"
