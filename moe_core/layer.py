@@ -92,6 +92,10 @@ class MoELayer(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.config}, {self.shard.num_experts} experts here, group of {self.group.size}, {self.strategy}"
 
+    def __prepare_scriptable__(self) -> "MoELayer":
+        """torch.jit.script asks every module for what it is to compile."""
+        raise NotImplementedError("torch.jit.script cannot compile a MoELayer: use torch.compile or torch.export")
+
     def forward(
         self,
         x: Tensor,

@@ -7,6 +7,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from timm.models import register_notrace_module
 from timm.models.swin_transformer_v2 import WindowAttention
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from moe_core import PreparedValue
 from swinv2_moe.models import window_attention
 
 
+@register_notrace_module  # reason: the kernel depends on the input
 class FusedWindowAttention(WindowAttention):
     """timm's SwinV2 attention (cosine similarity, log-spaced position bias) as one fused kernel.
 
@@ -47,8 +49,17 @@ class FusedWindowAttention(WindowAttention):
         windows, tokens, _ = x.shape
         qkv = self.project(x).view(windows, tokens, 3, self.num_heads, -1)
         dropout = self.attn_drop.p if self.training else 0.0
-        x = self._fused(qkv, mask) if not dropout and window_attention.runs(qkv) else self._sdpa(qkv, mask, dropout)
+        if torch.jit.is_scripting():  # TorchScript compiles this branch alone
+            x = self._sdpa(qkv, mask, dropout)
+        else:
+            x = self._fastest(qkv, mask, dropout)
         return self.proj_drop(self.proj(x))
+
+    def _fastest(self, qkv: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        """qkv [B*W, N, 3, h, D] -> [B*W, N, h*D]."""
+        if not dropout and window_attention.runs(qkv):
+            return self._fused(qkv, mask)
+        return self._sdpa(qkv, mask, dropout)
 
     def _fused(self, qkv: Tensor, mask: Tensor | None) -> Tensor:
         """qkv [B*W, N, 3, h, D] -> [B*W, N, h*D]."""
@@ -57,14 +68,16 @@ class FusedWindowAttention(WindowAttention):
         return window_attention.window_attention(qkv, bias, mask, self.temperature().flatten().float(), self.cosine)
 
     def _sdpa(self, qkv: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        windows, tokens, _, _, _ = qkv.shape
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [B*W, h, N, D]
+        """The same. TorchScript compiles it, and a trace of it runs with another number of windows."""
+        windows, tokens, _, _, channels = qkv.shape
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B*W, h, N, D]
         q, k, scale = self.scaled(q, k)
         bias = self._position_bias(q.dtype).unsqueeze(0)  # [1, h, N, N]
         if mask is not None:
             # one mask per window of an image: fold the windows into the heads, images stay the batch
             bias = (bias + mask.unsqueeze(1).to(q.dtype)).flatten(0, 1)  # [W*h, N, N]
-            q, k, v = (t.reshape(-1, len(bias), *t.shape[2:]) for t in (q, k, v))  # [B, W*h, N, D]
+            folded = [-1, bias.shape[0], tokens, channels]  # [B, W*h, N, D]
+            q, k, v = q.reshape(folded), k.reshape(folded), v.reshape(folded)
         x = F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=bias, dropout_p=dropout, scale=scale)
         return x.reshape(windows, self.num_heads, tokens, -1).transpose(1, 2).reshape(windows, tokens, -1)
 
@@ -83,6 +96,13 @@ class FusedWindowAttention(WindowAttention):
 
     def _position_bias(self, dtype: torch.dtype) -> Tensor:
         """[h, N, N]."""
+        if torch.jit.is_scripting():
+            return self.position_bias().to(dtype)
+        else:
+            return self._kept_position_bias(dtype)
+
+    def _kept_position_bias(self, dtype: torch.dtype) -> Tensor:
+        """The same, computed once within `moe_core.prepared`."""
 
         def compute() -> Tensor:
             return self.position_bias().to(dtype).contiguous()
@@ -120,7 +140,7 @@ class DotProductWindowAttention(FusedWindowAttention):
         return self.qkv(x)
 
     def scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
-        return q, k, q.shape[-1] ** -0.5
+        return q, k, (self.dim // self.num_heads) ** -0.5
 
     def temperature(self) -> Tensor:
         scale = (self.dim // self.num_heads) ** -0.5

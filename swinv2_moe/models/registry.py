@@ -12,12 +12,13 @@ _SMALL = {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24),
 _BASE = _SMALL | {"embed_dim": 128, "num_heads": (4, 8, 16, 32)}
 
 
-def _cfg(size: int, classes: int) -> dict:
+def _cfg(size: int, classes: int, pool: int) -> dict:
+    """Images of `size` px, the last stage's maps of `pool` tokens a side."""
     return {
         "url": "",
         "num_classes": classes,
         "input_size": (3, size, size),
-        "pool_size": None,
+        "pool_size": (pool, pool),
         "crop_pct": 0.875,
         "interpolation": "bicubic",
         "fixed_input_size": True,
@@ -30,12 +31,12 @@ def _cfg(size: int, classes: int) -> dict:
 
 default_cfgs = generate_default_cfgs(
     {
-        "swinv2_moe_nano_window4_16.untrained": _cfg(16, 10),
-        "swinv2_moe_tiny_window8_256.untrained": _cfg(256, 1000),
-        "swinv2_moe_small_window12_192.untrained": _cfg(192, 21841),
-        "swinv2_moe_base_window12_192.untrained": _cfg(192, 21841),
-        "swin_moe_small_window12_192.untrained": _cfg(192, 21841),
-        "swin_moe_base_window12_192.untrained": _cfg(192, 21841),
+        "swinv2_moe_nano_window4_16.untrained": _cfg(16, 10, 2),
+        "swinv2_moe_tiny_window8_256.untrained": _cfg(256, 1000, 8),
+        "swinv2_moe_small_window12_192.untrained": _cfg(192, 21841, 6),
+        "swinv2_moe_base_window12_192.untrained": _cfg(192, 21841, 6),
+        "swin_moe_small_window12_192.untrained": _cfg(192, 21841, 6),
+        "swin_moe_base_window12_192.untrained": _cfg(192, 21841, 6),
     }
 )
 

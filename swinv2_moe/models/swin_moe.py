@@ -28,9 +28,9 @@ class PreNormBlock(SwinTransformerV2Block):
 class PreNormMerging(swin_transformer_v2.PatchMerging):
     """V1's patch merging (norm, then reduction) under V2's type, which timm's `set_input_size` asks for."""
 
-    def __init__(self, dim: int, out_dim: int, device=None) -> None:
-        super().__init__(dim, out_dim, device=device)
-        self.norm = nn.LayerNorm(4 * dim, device=device)
+    def __init__(self, dim: int, out_dim: int, device=None, dtype=None) -> None:
+        super().__init__(dim, out_dim, device=device, dtype=dtype)
+        self.norm = nn.LayerNorm(4 * dim, device=device, dtype=dtype)
 
     forward = swin_transformer.PatchMerging.forward
 
@@ -40,11 +40,11 @@ class SwinTransformerMoE(SwinTransformerV2MoE):
 
     attention = DotProductWindowAttention
 
-    def __init__(self, *, moe: dict | None = None, device=None, **kwargs) -> None:
-        super().__init__(moe={"output_bias": False} | (moe or {}), device=device, **kwargs)
+    def __init__(self, *, moe: dict | None = None, device=None, dtype=None, **kwargs) -> None:
+        super().__init__(moe={"output_bias": False} | (moe or {}), device=device, dtype=dtype, **kwargs)
         for stage in self.layers:
             if not isinstance(stage.downsample, nn.Identity):
-                stage.downsample = PreNormMerging(stage.downsample.dim, stage.downsample.out_dim, device)
+                stage.downsample = PreNormMerging(stage.downsample.dim, stage.downsample.out_dim, device, dtype)
         self.init_weights(needs_reset=False)
 
     def adapt_block(self, block: SwinTransformerV2Block) -> None:
@@ -53,7 +53,12 @@ class SwinTransformerMoE(SwinTransformerV2MoE):
         block.__class__ = PreNormBlock
         fc1 = block.mlp.fc1
         block.mlp = Mlp(
-            fc1.in_features, fc1.out_features, drop=block.mlp.drop1.p, bias=(True, False), device=fc1.weight.device
+            fc1.in_features,
+            fc1.out_features,
+            drop=block.mlp.drop1.p,
+            bias=(True, False),
+            device=fc1.weight.device,
+            dtype=fc1.weight.dtype,
         )
 
     def init_weights(self, needs_reset: bool = True) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from timm.models import register_notrace_module
 from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Block
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ PUBLISHED_MOE = {
 }
 
 
+@register_notrace_module  # reason: routing depends on the input
 class MoEMlp(nn.Module):
     """An MoE layer in the place of a block's FFN: a tensor in, a tensor out.
 
@@ -77,6 +79,7 @@ class SwinTransformerV2MoE(SwinTransformerV2):
         expert_group: the ranks over which the experts are spread; None: all here.
         expert_strategy: how they use each other; "auto" finds out while training.
         mlp_ratio: hidden dim of the dense FFN and of each expert, in units of the block's channels.
+        device, dtype: of every parameter; None: torch's defaults.
 
     Raises:
         ValueError: moe_blocks that name a stage or block which is not there; what MoEConfig and MoELayer raise.
@@ -95,9 +98,10 @@ class SwinTransformerV2MoE(SwinTransformerV2):
         expert_group: ExpertGroup | dist.ProcessGroup | None = None,
         expert_strategy: ParallelStrategy | str = ParallelStrategy(),  # noqa: B008 - frozen
         device=None,
+        dtype=None,
         **kwargs,
     ) -> None:
-        super().__init__(device=device, **kwargs)
+        super().__init__(device=device, dtype=dtype, **kwargs)
         expert_group = ExpertGroup.of(expert_group)  # one for all layers: they share what it sets up
         if num_experts:
             _check_moe_blocks(moe_blocks, [len(stage.blocks) for stage in self.layers])
@@ -110,7 +114,7 @@ class SwinTransformerV2MoE(SwinTransformerV2):
                     )
                     capacity = config.capacity_factor if eval_capacity_factor is None else eval_capacity_factor
                     moe_layer = MoELayer(config, expert_group, strategy=expert_strategy, device=device)
-                    block.mlp = MoEMlp(moe_layer, capacity, freeze_moe)
+                    block.mlp = MoEMlp(moe_layer.to(dtype), capacity, freeze_moe)
         self.init_weights(needs_reset=False)
 
     def _init_weights(self, m: nn.Module, needs_reset: bool = True) -> None:

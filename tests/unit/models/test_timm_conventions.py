@@ -1,0 +1,108 @@
+"""What timm's own tests ask of every registered model; `tests/integration/timm_conventions.py` runs these tests."""
+
+import io
+
+import pytest
+import timm
+import torch
+from timm.models import create_feature_extractor
+
+from moe_core import MoEConfig, MoELayer
+from swinv2_moe.models import take_aux_loss
+
+NAMES = timm.list_models(["swinv2_moe_*", "swin_moe_*"])
+FORMS = ("swinv2_moe_nano_window4_16", "swin_moe_small_window12_192")
+SMALL = {"img_size": 32, "patch_size": 2, "embed_dim": 16, "depths": (2, 2), "num_heads": (1, 2), "window_size": 4}
+SMALL |= {"moe_blocks": ((), (1,)), "num_classes": 5, "pretrained_window_sizes": (0, 0), "num_experts": 4}
+
+
+@pytest.fixture(params=FORMS)
+def make(request, randomize):
+    """`make(**kwargs)`: a small model of one of the two forms, with weights that are nowhere zero."""
+
+    def make(**kwargs):
+        return randomize(timm.create_model(request.param, **SMALL | kwargs))
+
+    return make
+
+
+@pytest.fixture
+def images():
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pool_size_is_that_of_the_last_map(name):
+    model = timm.create_model(name, device="meta").eval()
+    config = model.default_cfg
+    features = model.forward_features(torch.empty(1, *config["input_size"], device="meta"))
+    assert features.shape == (1, *config["pool_size"], model.num_features)
+
+
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_fx_graph_gives_the_same_logits(num_experts, make, images):
+    model = make(num_experts=num_experts).eval()
+    with torch.inference_mode():
+        expected = model(images)
+        (found,) = create_feature_extractor(model, ["head.fc"])(images).values()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_fx_graph_gives_every_parameter_a_gradient(num_experts, make, images):
+    graph = create_feature_extractor(make(num_experts=num_experts).train(), ["head.fc"])
+    (logits,) = graph(images).values()
+    (logits.mean() + take_aux_loss(graph)).backward()
+    assert [name for name, p in graph.named_parameters() if p.grad is None] == []
+
+
+def test_torchscript_of_a_dense_model(make, images):
+    """Also for another size than the first: the model's windows follow, those of what was compiled stay."""
+    model = make(num_experts=0).eval()
+    for side in (32, 48):
+        model.set_input_size((side, side))
+        file = io.BytesIO()
+        torch.jit.save(torch.jit.script(model), file)
+        file.seek(0)
+        batch = images if side == 32 else torch.randn(2, 3, side, side)
+        with torch.no_grad():
+            torch.testing.assert_close(torch.jit.load(file)(batch), model(batch))
+
+
+def test_torchscript_trace_of_a_dense_model_takes_other_sizes(make, images):
+    model = make(num_experts=0, strict_img_size=False).eval()
+    traced = torch.jit.trace(model, images, check_trace=False)
+    wider = torch.randn(3, 3, 32, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(wider), model(wider))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_torchscript_of_experts_is_refused_in_one_line(whole, make):
+    module = make() if whole else MoELayer(MoEConfig(8, 16, 4))
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.script cannot compile a MoELayer: use") as raised:
+        torch.jit.script(module)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", FORMS)
+def test_dtype_and_device_of_creation_are_those_of_every_parameter(dtype, device, name):
+    model = timm.create_model(name, device=device, dtype=dtype, **SMALL)
+    for tensor in model.parameters():
+        assert (tensor.dtype, tensor.device.type) == (dtype, device)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_init_weights_after_to_empty(name, images):
+    """Every parameter and buffer gets a value, those of the experts and the router too."""
+    model = timm.create_model(name, device="meta", **SMALL).to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+    model.init_weights()
+    for module in model.modules():
+        getattr(module, "init_non_persistent_buffers", lambda: None)()  # as timm does: attention's masks
+    assert all(p.isfinite().all() for p in [*model.parameters(), *model.buffers()])
+    assert model(images).isfinite().all()
