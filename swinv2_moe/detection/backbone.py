@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 
 import torch.distributed as dist
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule
+from timm.models.swin_transformer_v2 import SwinTransformerV2
 from torch import Tensor, nn
 
 from moe_core import moe_layers
@@ -15,6 +17,16 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerMoE, SwinTransformerV2MoE, take_aux_loss
 from swinv2_moe.models.padding import Size, mask_blocks, stage_maps
 
+# What the backbone sets itself, and what collects the others.
+_SET_HERE = {
+    "img_size",
+    "num_classes",
+    "always_partition",
+    "dynamic_img_size",
+    "strict_img_size",
+    "expert_group",
+    "kwargs",
+}
 _FORMS = {"swinv2_moe": SwinTransformerV2MoE, "swin_moe": SwinTransformerMoE}
 
 
@@ -33,12 +45,14 @@ class SwinV2MoE(BaseModule):
         expert_parallel: the experts are spread over all processes, instead of all of them in each.
         with_cp: activations are recomputed in the backward pass.
         pretrained: a run of this project (a detector's, too), a checkpoint of one, or a file of weights.
+        init_cfg: None; mmengine's other backbones take weights here, this one takes them as `pretrained`.
         trunk: what SwinTransformerV2MoE takes: embed_dim, depths, num_heads, window_size, num_experts, moe_blocks, moe,
             eval_capacity_factor, freeze_moe, drop_path_rate, pretrained_window_sizes (by which positions are measured),
             ...
 
     Raises:
-        UserError: values that do not fit each other or the number of processes.
+        UserError: an argument that does not exist, values that do not fit each other or the number of processes; of the
+            wrong type, also a TypeError, as mmdetection's backbones raise it.
     """
 
     def __init__(
@@ -54,7 +68,11 @@ class SwinV2MoE(BaseModule):
         init_cfg: dict | None = None,
         **trunk,
     ) -> None:
-        super().__init__(init_cfg)
+        _check_weights(pretrained, init_cfg)
+        _check_names(trunk)
+        super().__init__()
+        if not isinstance(out_indices, Sequence):
+            raise UserError(f"backbone.out_indices ({out_indices!r}) must be a list of stages")
         self.out_indices, self.aux_loss_weight = tuple(out_indices), aux_loss_weight
         self.with_cp, self.pretrained = with_cp, pretrained
         if model not in _FORMS:
@@ -73,7 +91,7 @@ class SwinV2MoE(BaseModule):
                     **trunk,
                 )
             )
-        except ValueError as error:
+        except (ValueError, AssertionError) as error:  # timm asserts what it checks
             raise UserError(f"backbone: {error}") from error
         last = len(self.trunk.layers) - 1
         if not self.out_indices or self.out_indices[-1] != last or min(self.out_indices) < 0:
@@ -126,16 +144,44 @@ class SwinV2MoE(BaseModule):
         state.update(own_experts(state, self, prefix))
 
 
+class _WrongArgument(UserError, TypeError):
+    """An argument of the wrong type or name: one line for the user, a TypeError for mmdetection."""
+
+
+def _check_weights(pretrained: str | None, init_cfg: dict | None) -> None:
+    if pretrained is not None and not isinstance(pretrained, str):
+        raise _WrongArgument(f"backbone.pretrained ({pretrained!r}) must be a path or None")
+    if init_cfg is not None:
+        raise UserError(f"backbone.init_cfg ({init_cfg!r}) must be None; backbone.pretrained names the weights")
+
+
+def _check_names(trunk: dict) -> None:
+    parameters = [name for cls in (SwinTransformerV2, SwinTransformerV2MoE) for name in signature(cls).parameters]
+    known = sorted(set(parameters) - _SET_HERE)
+    for name, value in trunk.items():
+        if name not in known:
+            raise _WrongArgument(
+                f"backbone.{name} ({value!r}) is not an argument of SwinV2MoE, whose trunk takes {', '.join(known)}"
+            )
+
+
 def _check_stages(
     embed_dim: int = 96,
     depths: Sequence[int] = (2, 2, 6, 2),
     num_heads: Sequence[int] = (3, 6, 12, 24),
+    pretrained_window_sizes: Sequence[int] = (0, 0, 0, 0),
     **others,
 ) -> None:
     """timm's defaults; it checks none of this."""
-    for name, value in (("depths", depths), ("num_heads", num_heads)):
+    sequences = {"depths": depths, "num_heads": num_heads, "pretrained_window_sizes": pretrained_window_sizes}
+    for name, value in sequences.items():
         if not isinstance(value, Sequence):
             raise UserError(f"backbone.{name} ({value!r}) must have a number for each stage")
+    if len(pretrained_window_sizes) < len(depths):
+        raise UserError(
+            f"backbone.pretrained_window_sizes ({pretrained_window_sizes!r}) must have a number for each of the stages"
+            f" {depths!r}"
+        )
     if len(depths) != len(num_heads):
         raise UserError(f"backbone.num_heads ({num_heads!r}) must have a number for each of the stages {depths!r}")
     for stage, heads in enumerate(num_heads):

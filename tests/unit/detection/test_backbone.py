@@ -113,10 +113,30 @@ def test_dense():
     [
         ({"model": "swin"}, r"backbone.model \('swin'\) must be one of swinv2_moe, swin_moe"),
         ({"out_indices": (0, 1)}, r"backbone.out_indices \(\[0, 1\]\) must end with the last stage \(3\)"),
+        ({"out_indices": 3}, r"backbone.out_indices \(3\) must be a list"),
         ({"moe_blocks": ((7,),)}, "block 7 of stage 0, which has 1 blocks"),
+        ({"pretrained_window_sizes": (0,)}, r"backbone.pretrained_window_sizes \(\(0,\)\) must have a number for each"),
+        ({"window_size": (7, 7, 7)}, r"4 stage window sizes, got \(7, 7, 7\)"),
+        ({"init_cfg": {"type": "Pretrained"}}, r"backbone.init_cfg \(\{'type': 'Pretrained'\}\) must be None"),
     ],
 )
 def test_one_line_for_bad_values(kwargs, message):
     with pytest.raises(UserError, match=message) as raised:
         make(**kwargs)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"pretrained": 123}, r"backbone.pretrained \(123\) must be a path or None"),
+        ({"frozen_stages": 4}, r"backbone.frozen_stages \(4\) is not an argument of SwinV2MoE"),
+        ({"img_size": 224}, r"backbone.img_size \(224\) is not an argument of SwinV2MoE"),
+    ],
+)
+def test_wrong_arguments_are_type_errors_too(kwargs, message):
+    """mmdetection's tests of a backbone expect a TypeError at construction."""
+    with pytest.raises(UserError, match=message) as raised:
+        make(**kwargs)
+    assert isinstance(raised.value, TypeError)
     assert "\n" not in str(raised.value)
