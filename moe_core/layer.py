@@ -119,18 +119,17 @@ class MoELayer(nn.Module):
                 device.
 
         Raises:
-            ValueError: x of another width or device, a mask of another shape, top_k below 1, capacity_factor not
-                finite, a strategy that does not fit the group, a router that is not there, an experts module that
-                returns another shape.
+            ValueError: x that is no floating-point tensor, is 0-d or of another width or device, a mask of another
+                shape or of floating-point values, top_k below 1, capacity_factor not finite, a strategy that does not
+                fit the group, a router that is not there, an experts module that returns another shape.
             RuntimeError: a rank of the group has ended or did not come within the group's timeout.
         """
+        _check_tensors(x, mask)
         # torch.compile leaves a layer over several ranks alone: traced, its collectives got a wrong gradient (torch
         # 2.11), and every new number of rows would be compiled anew.
         forward = self._forward if self.group.size == 1 else self._forward_uncompiled
         if mask is None:
             return forward(x, top_k, capacity_factor, strategy, router)
-        if mask.shape != x.shape[:-1]:
-            raise ValueError(f"mask has shape {list(mask.shape)}, the tokens of x {list(x.shape[:-1])}")
         tokens, present = x.reshape(-1, x.shape[-1]), _positions(mask.flatten(), num_tokens)
         y, aux_loss = forward(tokens.index_select(0, present), top_k, capacity_factor, strategy, router)
         return torch.zeros_like(tokens).index_copy(0, present, y).view_as(x), aux_loss
@@ -281,6 +280,23 @@ class MoELayer(nn.Module):
                 value = parameter.to(group.device, copy=True)
                 dist.broadcast(value, group_src=0, group=group.replicas)
                 parameter.copy_(value)
+
+
+def _check_tensors(x: Tensor, mask: Tensor | None) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a tensor, not {type(x).__name__}")
+    if x.dim() == 0:
+        raise ValueError("x is 0-d, its last dim must be the layer's model_dim")
+    if not x.is_floating_point():
+        raise ValueError(f"x has dtype {x.dtype}, it must be floating-point")
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"mask must be a tensor, not {type(mask).__name__}")
+    if mask.is_floating_point():  # may be one to add to scores, where 0 keeps
+        raise ValueError(f"mask has dtype {mask.dtype}, it must be bool")
+    if mask.shape != x.shape[:-1]:
+        raise ValueError(f"mask has shape {list(mask.shape)}, the tokens of x {list(x.shape[:-1])}")
 
 
 def _positions(mask: Tensor, count: int | None) -> Tensor:

@@ -128,6 +128,12 @@ def test_config_errors_name_the_value_and_what_is_allowed(change, message):
     ("x", "call", "message"),
     [
         (torch.zeros(3, 5), {}, "5.*6"),
+        (torch.tensor(1.0), {}, "x is 0-d.*model_dim"),
+        (torch.tensor(1.0), {"mask": torch.tensor(True)}, "x is 0-d.*model_dim"),
+        (torch.zeros(3, 6, dtype=torch.int64), {}, "x has dtype torch.int64.*floating-point"),
+        ([[0.0] * 6], {}, "x must be a tensor, not list"),
+        (torch.zeros(3, 6), {"mask": [True] * 3}, "mask must be a tensor, not list"),
+        (torch.zeros(3, 6), {"mask": torch.ones(3)}, "mask has dtype torch.float32.*bool"),
         (torch.zeros(3, 6), {"top_k": 0}, "top_k.*0.*1"),
         (torch.zeros(3, 6), {"capacity_factor": math.inf}, "capacity_factor.*inf.*finite"),
         (torch.zeros(3, 6), {"capacity_factor": math.nan}, "capacity_factor.*nan.*finite"),
