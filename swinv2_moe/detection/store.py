@@ -1,6 +1,7 @@
 """Saving a detector's training in the per-expert store, while it goes on."""
 
 import json
+import math
 from pathlib import Path
 
 from mmengine.hooks import Hook
@@ -14,7 +15,10 @@ from swinv2_moe.engine.checkpoint import point
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.optim import optimizer_sections
 from swinv2_moe.engine.saver import Saver
+from swinv2_moe.files import read_json
 from swinv2_moe.models.positions import position_windows
+
+_MAX_RECORD_BYTES = 4096  # of best.json
 
 
 @HOOKS.register_module()
@@ -68,7 +72,7 @@ class ExpertStoreHook(Hook):
         self.saver.wait()
         root, newest = self.saver.root, self.saver.previous
         record = root / "best.json"
-        best = json.loads(record.read_text())["score"] if record.is_file() and (root / "best").is_symlink() else None
+        best = _read_score(record) if (root / "best").is_symlink() else None
         if newest is not None and (best is None or score > best):
             point(root / "best", newest.directory.name)
             record.write_text(
@@ -101,6 +105,15 @@ class ExpertStoreHook(Hook):
             "experts": {name: [iteration] * layer.config.num_experts for name, layer in layers.items()},
         }
         self.saver.save(model, sections, meta)
+
+
+def _read_score(record: Path) -> float | None:
+    """The score in best.json; None where there is none or no number, for the next one to replace."""
+    try:
+        score = float(read_json(record, _MAX_RECORD_BYTES)["score"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+    return score if math.isfinite(score) else None
 
 
 def _plain(values: dict) -> dict:
