@@ -26,7 +26,7 @@ from yacs.config import CfgNode
 
 from swinv2_moe.config import default_config
 from swinv2_moe.data.datasets import ImageDataset, preserved_random_states, seed_random_states
-from swinv2_moe.data.images import decode, to_mode
+from swinv2_moe.data.images import FORMATS, decode, to_mode
 from swinv2_moe.data.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Source, Sources
@@ -41,7 +41,7 @@ def decoders(size: int) -> dict[str, Decoder]:
     """JPEG bytes -> RGB, as a Pillow image, which timm's augmentations take."""
 
     def draft(content: bytes) -> Image.Image:
-        image = Image.open(io.BytesIO(content))
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
         image.draft("RGB", (size, size))
         return image.convert("RGB")
 
@@ -58,11 +58,16 @@ def decoders(size: int) -> dict[str, Decoder]:
     return found | {"simplejpeg": lambda content: Image.fromarray(simplejpeg.decode_jpeg(content, "RGB"))}
 
 
+def is_plain(path: Path) -> bool:
+    """Whether a file holds a JPEG that is RGB or grey."""
+    return Image.open(path, formats=FORMATS).mode in ("RGB", "L")
+
+
 def sample(directory: str, count: int) -> ImageFiles:
     """So many of the JPEGs below a directory, at random; those that are neither RGB nor grey are passed over."""
     paths = sorted(path for path in Path(directory).rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
     random.Random(0).shuffle(paths)
-    kept = [os.fsencode(path.relative_to(directory)) for path in paths[:count] if Image.open(path).mode in ("RGB", "L")]
+    kept = [os.fsencode(path.relative_to(directory)) for path in paths[:count] if is_plain(path)]
     if not kept:
         raise SystemExit(f"{directory}: no JPEGs")
     return ImageFiles(directory, np.array(kept), np.zeros(len(kept), np.int64))

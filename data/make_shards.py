@@ -14,6 +14,7 @@ import time
 
 from swinv2_moe.command import run_command
 from swinv2_moe.config import load_config
+from swinv2_moe.data.images import MAX_PIXELS
 from swinv2_moe.data.index_shards import index_shards
 from swinv2_moe.data.make_shards import Options, make_shards
 from swinv2_moe.data.shards import SPLITS
@@ -34,10 +35,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the order of the images (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="decode every image and leave out broken ones")
+    limit = "of an image that is decoded; larger ones are left out (default: %(default)s)"
+    parser.add_argument("--max-pixels", type=int, default=MAX_PIXELS, metavar="N", help=limit)
     args = parser.parse_args()
     if bool(args.index) == bool(args.output):
         parser.error("give either --output (and --data) or --index")
-    limits = {"workers": 1, "num_classes": 0, "short_side": 0, "seed": 0, "shard_mb": 1e-3}
+    limits = {"workers": 1, "num_classes": 0, "short_side": 0, "seed": 0, "shard_mb": 1e-3, "max_pixels": 1}
     for name, least in limits.items():
         if not least <= getattr(args, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, it must be at least {least}")
@@ -48,14 +51,14 @@ def make(args: argparse.Namespace) -> dict:
     keys = {"DATA.DATASET": args.dataset, "DATA.TRAIN_LIST": args.train_list, "DATA.VAL_LIST": args.val_list}
     keys["MODEL.NUM_CLASSES"] = str(args.num_classes)
     config = load_config(opts=[text for pair in keys.items() for text in pair], data=args.data)
-    options = Options(args.seed, args.shard_mb, args.short_side, args.check)
+    options = Options(args.seed, args.shard_mb, args.short_side, args.check, args.max_pixels)
     return make_shards(load_sources(config), args.output, options, args.workers)
 
 
 def main() -> None:
     args, started = arguments(), time.monotonic()
     if args.index:
-        index = index_shards(args.index, args.num_classes, args.check, args.workers)
+        index = index_shards(args.index, args.num_classes, args.check, args.workers, args.max_pixels)
     else:
         index = make(args)
     print(f"{args.index or args.output}: {len(index['class_names']):,} classes, {time.monotonic() - started:.0f} s")
@@ -64,7 +67,7 @@ def main() -> None:
         images, size, left_out = (sum(shard[key] for shard in shards) for key in ("images", "bytes", "left_out"))
         print(f"{split}: {images:,} images in {len(shards):,} shards, {size / 1e6:,.1f} MB")
         if left_out:
-            first = next(shard["first_left_out"] for shard in shards if shard["left_out"])
+            first = next(shard.get("first_left_out") for shard in shards if shard["left_out"])
             print(f"{split}: {left_out:,} images missing, empty or broken, left out; the first: {first}")
 
 

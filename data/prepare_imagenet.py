@@ -6,6 +6,7 @@ torchvision does the work: it checks the archives' MD5 sums and skips a split wh
 """
 
 import argparse
+import pickle
 import sys
 
 from torchvision.datasets import ImageNet
@@ -18,7 +19,7 @@ def main() -> int:
     try:
         for split in ("train", "val"):
             print(f"{split}: {len(ImageNet(directory, split))} images in 1,000 classes")
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
         print(f"{directory}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

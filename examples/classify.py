@@ -8,6 +8,9 @@ import numpy as np
 import onnxruntime
 from PIL import Image
 
+FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")  # for others, such as EPS, Pillow may start programs
+MAX_PIXELS = 120_000_000
+
 
 def prepare(picture: Image.Image, spec: dict) -> np.ndarray:
     """The picture resized, its middle cut out and normalised as in training: float32 [channels, side, side]."""
@@ -22,6 +25,18 @@ def prepare(picture: Image.Image, spec: dict) -> np.ndarray:
     return ((pixels - np.float32(how["mean"])) / np.float32(how["std"])).transpose(2, 0, 1)
 
 
+def read(file: str) -> Image.Image:
+    """The picture, decoded if its header says that it is not too large."""
+    try:
+        picture = Image.open(file, formats=FORMATS)
+        if picture.width * picture.height > MAX_PIXELS:
+            sys.exit(f"{file}: {picture.width} x {picture.height} pixels, the limit is {MAX_PIXELS}")
+        picture.load()
+    except Exception as error:  # a broken file: Pillow raises OSError, SyntaxError, ValueError and more
+        sys.exit(f"{file}: not a picture that can be read ({error})")
+    return picture
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
@@ -29,7 +44,7 @@ if __name__ == "__main__":
     if not (directory / "model.onnx").is_file():
         sys.exit(f"{directory}: no model.onnx, which tools/export.py --format onnx writes")
     spec = json.loads((directory / "model.json").read_text())
-    images = np.stack([prepare(Image.open(file), spec)] * (spec["input"]["shape"][0] or 1))  # as many as it takes
+    images = np.stack([prepare(read(file), spec)] * (spec["input"]["shape"][0] or 1))  # as many as it takes
     logits = onnxruntime.InferenceSession(directory / "model.onnx").run(None, {spec["input"]["name"]: images})[0][0]
     odds = np.exp(logits - logits.max())
     for best in odds.argsort()[:-6:-1]:

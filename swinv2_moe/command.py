@@ -14,7 +14,7 @@ from yacs.config import CfgNode
 from moe_core.parallel import CollectiveError
 from swinv2_moe.config import load_config
 from swinv2_moe.engine.stopping import StoppedElsewhere
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, one_line
 
 _ROOT = Path(__file__).parents[1]  # of the repository, which holds the commands
 
@@ -85,10 +85,10 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)
     except CollectiveError as error:  # each rank knows its own part of it; NCCL's own words are many lines
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(1)
     except StoppedElsewhere:
         sys.exit(os.EX_TEMPFAIL)

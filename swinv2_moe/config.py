@@ -6,14 +6,17 @@ and what is allowed. A YAML file may name others to start from: `BASE: [recipe.y
 
 import ast
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
 from yacs.config import CfgNode
 
 from swinv2_moe.config_checks import check_config, flatten
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, one_line, short
+from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
+
+_MAX_FILES = 32  # that BASE may name, one by one and together
 
 _C = CfgNode()
 _C.OUTPUT = "output"  # run directory; tools/train.py --output overrides it
@@ -48,6 +51,7 @@ _C.DATA.MEAN = [0.485, 0.456, 0.406]  # ImageNet's, as timm and torchvision use 
 _C.DATA.STD = [0.229, 0.224, 0.225]
 _C.DATA.NUM_WORKERS = 2
 _C.DATA.PIN_MEMORY = True
+_C.DATA.MAX_PIXELS = 120_000_000  # of an image, more than any but a few cameras take; larger ones count as unreadable
 _C.DATA.MAX_BAD_SHARE = 0.01  # the run stops once more than this share of the images could not be read
 
 _C.MODEL = CfgNode()
@@ -163,7 +167,7 @@ def load_config(
     """
     config = default_config()
     if file is not None:
-        _merge_file(config, Path(file), seen=())
+        _lay_over(config, _Files().values(Path(file)))
     if data is not None:
         config.DATA.PATH = data
         config.DATA.DATASET = "folder" if config.DATA.DATASET == "digits" else config.DATA.DATASET
@@ -182,10 +186,13 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
     """
     config = default_config()
     try:
-        config.merge_from_other_cfg(CfgNode(yaml.safe_load(text)))
+        content = parse_yaml(text) or {}
+        if not isinstance(content, dict):
+            raise ValueError(f"expected KEY: VALUE lines, found {type(content).__name__}")
+        _lay_over(config, _checked(content))
         check_config(config)
-    except (yaml.YAMLError, KeyError, ValueError, AttributeError, TypeError, UserError) as error:
-        raise UserError(f"{source}: its configuration cannot be used ({' '.join(str(error).split())})") from error
+    except (ValueError, UserError) as error:
+        raise UserError(f"{source}: its configuration cannot be used ({one_line(str(error))})") from error
     merge_opts(config, opts)
     check_config(config)
     config.freeze()
@@ -205,7 +212,7 @@ def merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
         content: dict = {key: text}
         for group in reversed(groups):
             content = {group: content}
-        _merge_dict(config, content, prefix="", source="--opts ")
+        _lay_over(config, _checked(content, source="--opts "))
 
 
 def resolve_batch_size(config: CfgNode, world_size: int) -> CfgNode:
@@ -230,69 +237,122 @@ def resolve_batch_size(config: CfgNode, world_size: int) -> CfgNode:
     return config
 
 
-def _merge_file(config: CfgNode, file: Path, seen: tuple[Path, ...]) -> None:
-    if file.resolve() in seen:
-        raise UserError(f"config {file}: BASE names itself in a circle")
+class _Files:
+    """Configuration files and what they set; each is read once, however many others name it in BASE."""
+
+    def __init__(self):
+        self._values: dict[str, dict[str, object]] = {}  # by path
+        self._open: list[str] = []  # the file that is read, and those that it is a BASE of
+
+    def values(self, file: Path) -> dict[str, object]:
+        """`{"TRAIN.BASE_LR": 1e-3, ...}`: what the file's BASE files set, one after the other, then what it sets."""
+        path = os.path.realpath(file)
+        if path in self._open:
+            raise UserError(f"config {file}: BASE names itself in a circle")
+        if path in self._values:
+            return self._values[path]
+        if len(self._values) + len(self._open) > _MAX_FILES:
+            raise UserError(f"config {file}: BASE names more than {_MAX_FILES} files in all")
+        content = _read(file)
+        bases = content.pop("BASE", [])
+        _check_bases(file, bases)
+        values = {}
+        self._open.append(path)
+        for base in bases:
+            values |= self.values(file.parent / base)
+        self._open.pop()
+        self._values[path] = values | _checked(content, source=f"config {file}: ")
+        return self._values[path]
+
+
+def _read(file: Path) -> dict:
     try:
-        content = yaml.safe_load(file.read_text())
+        content = parse_yaml(read_bounded(file, MAX_YAML_CHARS).decode()) or {}
     except OSError as error:
         raise UserError(f"config {file}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"config {file}: not valid YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(content or {}, dict):
+    except ValueError as error:  # also what is not UTF-8
+        raise UserError(f"config {file}: not valid YAML ({error})") from error
+    if not isinstance(content, dict):
         raise UserError(f"config {file}: expected KEY: VALUE lines, found {type(content).__name__}")
-    content = content or {}
-    bases = content.pop("BASE", [])
-    if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
-        raise UserError(f"config {file}: BASE is {bases!r}, it must be a list of files")
-    for base in bases:
-        _merge_file(config, file.parent / base, (*seen, file.resolve()))
-    _merge_dict(config, content, prefix="", source=f"config {file}: ")
+    return content
 
 
-def _merge_dict(config: CfgNode, content: dict, prefix: str, source: str) -> None:
+def _check_bases(file: Path, bases: object) -> None:
+    if not (isinstance(bases, list) and all(isinstance(base, str) and "\0" not in base for base in bases)):
+        raise UserError(f"config {file}: BASE is {short(bases)}, it must be a list of files")
+    if len(bases) > _MAX_FILES:
+        raise UserError(f"config {file}: BASE has {len(bases):,} entries, at most {_MAX_FILES} are allowed")
+
+
+def _checked(content: dict, group: CfgNode = _C, prefix: str = "", source: str = "") -> dict[str, object]:
+    """`{"TRAIN.BASE_LR": 1e-3, ...}` of nested `content`, each value in the type of its default.
+
+    Args:
+        group: the defaults; `prefix` is its name with a dot.
+        source: what messages begin with.
+    """
+    values = {}
     for key, value in content.items():
-        name = f"{prefix}{key}"
-        if key not in config:
-            raise UserError(f"{source}unknown key {name} (value {value!r}){_nearest(name)}")
-        if isinstance(config[key], CfgNode):
-            if not isinstance(value, dict):
-                raise UserError(
-                    f"{source}{name} is a group of keys ({', '.join(config[key])}), not a value ({value!r})"
-                )
-            _merge_dict(config[key], value, f"{name}.", source)
+        name = prefix + (key if isinstance(key, str) else short(key))
+        if key not in group:
+            raise UserError(f"{source}unknown key {one_line(name[:200])} (value {_shown(value)}){_nearest(name)}")
+        if not isinstance(group[key], CfgNode):
+            values[name] = _coerce(name, value, group[key], source)
+        elif isinstance(value, dict):
+            values |= _checked(value, group[key], f"{name}.", source)
         else:
-            config[key] = _coerce(name, value, _lookup(_C, name), source)
+            keys = ", ".join(group[key])
+            raise UserError(f"{source}{name} is a group of keys ({keys}), not a value ({_shown(value)})")
+    return values
+
+
+def _lay_over(config: CfgNode, values: dict[str, object]) -> None:
+    for name, value in values.items():
+        *groups, key = name.split(".")
+        _lookup(config, groups)[key] = value
 
 
 def _coerce(name: str, value: object, default: object, source: str) -> object:
     """The value in the default's type: '1e-3' and 1 become floats, tuples become lists; nothing else is converted."""
     if isinstance(value, str) and not isinstance(default, str):
-        try:
-            value = ast.literal_eval(value)
-        except (ValueError, SyntaxError, TypeError):
-            if value.lower() in ("true", "false"):
-                value = value.lower() == "true"
+        value = _parse_value(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise UserError(f"{source}{name} is {_shown(value)}, it must fit into 64 bits")
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(default, list) and isinstance(value, (list, tuple)):
-        like = default[0] if default else None
-        return [v if like is None else _coerce(f"{name}[{i}]", v, like, source) for i, v in enumerate(value)]
+        like = default[0] if default else 0  # lists that are empty by default hold block numbers
+        return [_coerce(f"{name}[{i}]", v, like, source) for i, v in enumerate(value)]
     if type(value) is not type(default):
         raise UserError(
-            f"{source}{name} is {value!r} ({type(value).__name__}), it must be of type {type(default).__name__}"
+            f"{source}{name} is {_shown(value)} ({type(value).__name__}), it must be of type {type(default).__name__}"
             f" like its default {default!r}"
         )
     return value
 
 
-def _lookup(config: CfgNode, name: str) -> object:
-    for key in name.split("."):
+def _parse_value(text: str) -> object:
+    """The Python literal in `text`, or `text`."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # the last two where it nests too deeply
+        return text
+
+
+def _shown(value: object) -> str:
+    return short(value, 200)
+
+
+def _lookup(config: CfgNode, keys: Sequence[str]) -> object:
+    for key in keys:
         config = config[key]
     return config
 
 
 def _nearest(name: str) -> str:
+    name = name[:200]
     known = list(flatten(_C))
     leaf = {key.rsplit(".", 1)[-1]: key for key in known}
     groups = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}

@@ -36,8 +36,9 @@ _RANGES = {  # inclusive
     "DATA.SHARD_STREAMS": (1, _INFINITY),
     "DATA.BATCH_SIZE": (1, _INFINITY),
     "DATA.GLOBAL_BATCH_SIZE": (0, _INFINITY),
-    "DATA.IMG_SIZE": (1, _INFINITY),
+    "DATA.IMG_SIZE": (1, 2**16),
     "DATA.NUM_WORKERS": (0, _INFINITY),
+    "DATA.MAX_PIXELS": (1, 178_956_970),  # Pillow opens none with more
     "DATA.MAX_BAD_SHARE": (0, 1),
     "MODEL.NUM_CLASSES": (0, _INFINITY),
     "MODEL.DROP_RATE": (0, 0.999),

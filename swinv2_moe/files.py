@@ -3,10 +3,21 @@
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from moe_core import open_regular
+from swinv2_moe.errors import short
+
+MAX_YAML_CHARS = 1 << 16
+MAX_YAML_SIZE = 1 << 17  # characters of a document with its aliases written out, and _VALUE_SIZE for each value
+MAX_YAML_DEPTH = 32
+_VALUE_SIZE = 16
+_MAX_NAME = 255  # bytes, of every usual file system
+_NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f/]")
 
 
 def read_bounded(path: str | Path, max_bytes: int) -> bytes:
@@ -16,7 +27,10 @@ def read_bounded(path: str | Path, max_bytes: int) -> bytes:
         OSError: it cannot be read, is not a regular file, or is larger; `strerror` says which.
     """
     with open_regular(path) as file:
-        content = file.read(max_bytes + 1)
+        expected = min(os.fstat(file.fileno()).st_size, max_bytes)
+        content = file.read(expected + 1)  # read() sets aside as much memory as it is asked for
+        if len(content) > expected:  # it grows, it is too large, or like those of /proc it has no size
+            content += file.read(max_bytes + 1 - len(content))
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
     return content
@@ -44,12 +58,77 @@ def read_json(path: str | Path, max_bytes: int) -> Any:
     return parse_json(read_bounded(path, max_bytes))
 
 
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML document of plain values.
+
+    Raises:
+        ValueError: it is not one, or it is too long, nested too deeply, or too large with its aliases written out; the
+            message is one line.
+    """
+    try:
+        _check_yaml_size(text)
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except Exception as error:  # PyYAML raises AttributeError, KeyError and others for `!!bool x` and the like
+        raise ValueError("a value is not what its tag says") from error
+
+
+def _check_yaml_size(text: str) -> None:
+    if len(text) > MAX_YAML_CHARS:
+        raise ValueError(f"longer than {MAX_YAML_CHARS:,} characters")
+    sizes: dict[str | None, int] = {}  # of each anchor's value
+    values: list[tuple[str | None, int]] = [(None, 0)]  # those that are being read: anchor, size so far
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        anchor, size = values.pop()
+        if isinstance(event, yaml.CollectionStartEvent):
+            sizes[event.anchor] = MAX_YAML_SIZE + 1  # until its end: an alias of it within it goes on forever
+            values.append((anchor, size))
+            anchor, size = event.anchor, _VALUE_SIZE
+        elif isinstance(event, yaml.CollectionEndEvent):
+            sizes[anchor], inner = size, size
+            anchor, size = values.pop()
+            size += inner
+        elif isinstance(event, yaml.ScalarEvent):
+            sizes[event.anchor] = _VALUE_SIZE + len(event.value)
+            size += sizes[event.anchor]
+        elif isinstance(event, yaml.AliasEvent):
+            size += sizes.get(event.anchor, 0)
+        values.append((anchor, size))
+        if size > MAX_YAML_SIZE:
+            raise ValueError("too large with its aliases written out")
+        if len(values) > MAX_YAML_DEPTH:
+            raise ValueError(f"nested more than {MAX_YAML_DEPTH} levels deep")
+
+
 def check_plain_name(name: object) -> str:
-    """`name` if it is the name of a file within one directory: no separator, no NUL, not "." or "..".
+    """`name` if it is the name of a file within one directory: no separator, no control character, not "." or "..".
 
     Raises:
         ValueError: it is not; the message has its value.
     """
-    if not isinstance(name, str) or name in ("", ".", "..") or os.sep in name or "\0" in name:
-        raise ValueError(f"{name!r} is not a plain file name")
+    if not isinstance(name, str) or name in ("", ".", "..") or not _is_encodable(name) or _NOT_IN_NAMES.search(name):
+        raise ValueError(f"{short(name)} is not a plain file name")
     return name
+
+
+def _is_encodable(name: str) -> bool:
+    try:
+        return len(os.fsencode(name)) <= _MAX_NAME
+    except UnicodeEncodeError:
+        return False
+
+
+def check_inner_path(path: object) -> str:
+    """`path` if it names a file below whatever directory it is joined to: relative, plain names between separators.
+
+    Raises:
+        ValueError: it does not; the message has its value.
+    """
+    try:
+        *folders, name = path.split(os.sep)
+        for part in (name, *(folder for folder in folders if folder != ".")):
+            check_plain_name(part)
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"{short(path)} does not name a file below its directory") from error
+    return path

@@ -22,6 +22,9 @@ from swinv2_moe.config import load_config
 from swinv2_moe.convert import EXPORTS, IMPORTS, Summary, export_weights, import_weights, summarize
 from swinv2_moe.engine.checkpoint import DamagedError
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import read_bounded
+
+_MAX_NAMES_BYTES = 1 << 26
 
 
 def parse() -> argparse.Namespace:
@@ -85,7 +88,7 @@ def ages_in_words(ages: list[int]) -> str:
 
 def class_names(file: str | None) -> list[str] | None:
     try:
-        return None if file is None else Path(file).read_text().splitlines()
+        return None if file is None else read_bounded(file, _MAX_NAMES_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--class-names {file}: cannot be read ({error})") from error
 

@@ -6,7 +6,6 @@ Each step is a command of its own, printed as it is run; started again, it goes 
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -16,10 +15,13 @@ from rich.table import Column, Table
 
 from swinv2_moe.command import run_command, run_tool, run_training
 from swinv2_moe.data.unpack import image_folder
+from swinv2_moe.errors import UserError
+from swinv2_moe.files import read_json
 
 MODELS = {"MoE, 8 experts": "8expert", "dense": "dense"}
 PRETRAIN, FINETUNE = "configs/tiny_imagenet/{}.yaml", "configs/tiny_imagenet/finetune_96.yaml"
 SHOTS = "5"
+MAX_BYTES = 1 << 26  # of a file with results
 
 
 def main() -> None:
@@ -53,7 +55,11 @@ def main() -> None:
     for name in MODELS.values():
         file, checkpoint = output / f"few_shot_{name}.json", output / "pretrained" / name
         run_tool("tools/few_shot.py", "--resume", checkpoint, "--data", transfer, "--shots", SHOTS, "--output", file)
-    show(output, time.perf_counter() - started)
+    try:
+        show(output, time.perf_counter() - started)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"{output}: the results are not as the steps wrote them ({problem})") from error
 
 
 def show(output: Path, seconds: float) -> None:
@@ -61,7 +67,7 @@ def show(output: Path, seconds: float) -> None:
     columns = []
     for name in MODELS.values():
         files = (f"pretrained/{name}/summary.json", f"finetuned/{name}/summary.json", f"few_shot_{name}.json")
-        before, after, few = (json.loads((output / file).read_text()) for file in files)
+        before, after, few = (read_json(output / file, MAX_BYTES) for file in files)
         columns.append(
             {
                 "parameters": f"{before['parameters'] / 1e6:.2f}M",
@@ -76,7 +82,7 @@ def show(output: Path, seconds: float) -> None:
     table = Table("", *(Column(label, justify="right") for label in MODELS), box=SIMPLE_HEAD)
     for row in columns[0]:
         table.add_row(row, *(column[row] for column in columns))
-    staging = json.loads((output / "staged" / "staging.json").read_text())
+    staging = read_json(output / "staged" / "staging.json", MAX_BYTES)
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     staged = f"Staged {staging['bytes'] / 1e6:.1f} MB in {staging['seconds']:.1f} s, {seconds:,.0f} s in all."

@@ -1,6 +1,5 @@
 """Which class of one data set is which class of another, by name: the lines of MODEL.CLASS_MAP's file."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,10 +7,12 @@ from pathlib import Path
 from timm.data import ImageNetInfo
 from torchvision.datasets.folder import find_classes
 
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, short
+from swinv2_moe.files import parse_json, read_bounded
 
 IMAGENETS = ("imagenet-1k", "imagenet-12k", "imagenet-21k-goog", "imagenet-21k-miil", "imagenet-22k", "imagenet-22k-ms")
 NO_CLASS = -1
+_MAX_BYTES = 1 << 26  # of a file that holds names
 
 
 def class_names(source: str) -> list[str]:
@@ -29,9 +30,7 @@ def class_names(source: str) -> list[str]:
     path = Path(source)
     try:
         names = _names_in(path)
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError("names are strings")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{source}: no class names can be read ({error}); known lists: {', '.join(IMAGENETS)}"
         ) from error
@@ -39,7 +38,7 @@ def class_names(source: str) -> list[str]:
         raise UserError(f"{source}: no class names in it")
     name, count = Counter(names).most_common(1)[0]
     if count > 1:
-        raise UserError(f"{source}: the class {name!r} comes {'twice' if count == 2 else f'{count} times'}")
+        raise UserError(f"{source}: the class {short(name)} comes {'twice' if count == 2 else f'{count} times'}")
     return names
 
 
@@ -48,11 +47,19 @@ def _names_in(path: Path) -> list[str]:
         path = path / "checkpoints" / "latest"
     for file in ("meta.json", "index.json"):
         if (path / file).is_file():
-            return list(json.loads((path / file).read_text())["class_names"])
+            return _recorded(parse_json(read_bounded(path / file, _MAX_BYTES)))
     if path.is_dir():
         is_root = (path / "train").is_dir() and (path / "val").is_dir()
         return find_classes(str(path / "train" if is_root else path))[0]
-    return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    lines = read_bounded(path, _MAX_BYTES).decode().splitlines()
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _recorded(content: object) -> list[str]:
+    names = content.get("class_names") if isinstance(content, dict) else None
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"class_names is {short(names)}, it must be a list of strings")
+    return names
 
 
 def map_classes(pretrained: Sequence[str], classes: Sequence[str]) -> list[int]:

@@ -1,15 +1,56 @@
-"""From the bytes of an image file to pixels."""
+"""From the bytes of an image file to pixels. Nothing is decoded before the header is checked."""
 
 import io
+import os
 
 import numpy as np
-from PIL import Image
+from PIL import Image, TiffImagePlugin
+from PIL.TiffImagePlugin import TILELENGTH, TILEWIDTH
+
+from swinv2_moe.config import default_config
+from swinv2_moe.files import read_bounded
+
+# Pillow's names. Others can do more than hold pixels: for EPS Pillow starts Ghostscript.
+FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
+MAX_PIXELS = default_config().DATA.MAX_PIXELS  # where no configuration says
+MAX_FILE_BYTES = 1 << 30  # of an image file
 
 
-def decode(content: bytes) -> Image.Image:
-    """The image (of an animation the first frame) in whatever mode it has; raises whatever Pillow raises."""
-    with Image.open(io.BytesIO(content)) as image:
-        image.load()
+def read_file(path: str | os.PathLike) -> bytes:
+    """The content of an image file.
+
+    Raises:
+        OSError: it cannot be read, is no regular file or has more than MAX_FILE_BYTES.
+    """
+    return read_bounded(path, MAX_FILE_BYTES)
+
+
+def decode(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The image (of an animation the first frame) in whatever mode it has.
+
+    Raises:
+        ValueError: not one of FORMATS, broken, or of more than `max_pixels` pixels.
+    """
+    try:
+        with _open(content, max_pixels) as image:
+            image.load()
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and more on broken files
+        raise ValueError(str(error)) from error
+    return image
+
+
+def _open(content: bytes, max_pixels: int) -> Image.Image:
+    """The image, of which only the header has been read."""
+    try:
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+    except Image.UnidentifiedImageError as error:  # its message names the file object
+        raise ValueError(f"none of the formats {' '.join(FORMATS)}") from error
+    sizes = [image.size]
+    if isinstance(image, TiffImagePlugin.TiffImageFile):  # a tile is decoded whole, and may be larger than the image
+        sizes.append(tuple(image.tag_v2.get(tag, 0) for tag in (TILEWIDTH, TILELENGTH)))
+    for width, height in sizes:
+        if width * height > max_pixels:
+            raise ValueError(f"{width:,} x {height:,} pixels, the limit is {max_pixels:,}")
     return image
 
 

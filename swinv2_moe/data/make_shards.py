@@ -14,11 +14,11 @@ import numpy as np
 from PIL import Image
 
 from swinv2_moe.data.files import TransferBar, make_directory, new_file, only_process
-from swinv2_moe.data.images import decode, to_mode
+from swinv2_moe.data.images import MAX_PIXELS, decode, to_mode
 from swinv2_moe.data.shard_jobs import Job, Tick, begin, finish, finish_job, run_jobs
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.data.sources import Source, Sources
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, short
 
 _QUALITY = 90  # of JPEGs that are made smaller
 _BLOCK = 512  # tars are made of these
@@ -34,12 +34,14 @@ class Options:
         shard_mb: size of a shard in 10^6 bytes, about; all but the last of a split hold the same number of images.
         short_side: pixels that an image's shorter side may have; larger ones are made smaller, to JPEG; 0: any.
         check: leave out images that cannot be decoded.
+        max_pixels: of an image, where it is decoded; larger ones count as broken.
     """
 
     seed: int = 0
     shard_mb: float = 256
     short_side: int = 0
     check: bool = False
+    max_pixels: int = MAX_PIXELS
 
 
 def make_shards(sources: Sources, output: str, options: Options, workers: int) -> dict:
@@ -61,7 +63,7 @@ def make_shards(sources: Sources, output: str, options: Options, workers: int) -
         jobs = []
         for split, writer in writers.items():
             make_directory(os.path.join(output, split))
-            writer.images_per_shard = plan[f"{split}_images_per_shard"]
+            writer.images_per_shard = _images_per_shard(output, split, plan)
             count = -(-len(writer.order) // writer.images_per_shard)
             jobs += [Job(split, f"{number:06d}.tar", number) for number in range(count)]
         if not os.path.exists(os.path.join(output, "index.json")):
@@ -92,6 +94,13 @@ def _new_plan(output: str, writers: "dict[str, _Writer]") -> dict:
             f"--output {output}: is not empty and holds no shards that were begun; found: {sorted(others)[0]}"
         )
     return {f"{split}_images_per_shard": writer.estimate() for split, writer in writers.items()}
+
+
+def _images_per_shard(output: str, split: str, plan: dict) -> int:
+    count = plan.get(f"{split}_images_per_shard")
+    if type(count) is not int or count < 1:
+        raise UserError(f"{output}: its plan has {split}_images_per_shard {short(count)}, it must be at least 1")
+    return count
 
 
 class _Writer:
@@ -149,8 +158,8 @@ class _Writer:
             raise UserError(f"{self.source.name(row)}: cannot be read ({error.strerror})") from error
         if content and (self.options.check or self.options.short_side):
             try:
-                image = decode(content)
-            except Exception:  # as in read_image
+                image = decode(content, self.options.max_pixels)
+            except ValueError:
                 return None
             if 0 < self.options.short_side < min(image.size):
                 return _smaller(image, self.options.short_side)

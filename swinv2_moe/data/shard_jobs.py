@@ -4,7 +4,6 @@ SHARDS/plan.json                        what was asked for; gone when index.json
 SHARDS/train/000000.tar.members.json    rows and checksum of a finished shard, until the indexes have them
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -15,10 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from swinv2_moe.data.files import TransferBar, new_file, write_json
-from swinv2_moe.data.shards import FORMAT_VERSION, MEMBER, SPLITS, open_split, read_index
-from swinv2_moe.errors import UserError
+from swinv2_moe.data.images import MAX_PIXELS
+from swinv2_moe.data.shards import FORMAT_VERSION, MEMBER, SPLITS, check_shard, open_split, read_index
+from swinv2_moe.errors import UserError, short
+from swinv2_moe.files import read_json
 
 MAX_LEFT_OUT = 0.01  # the share of images that may be left out
+_MAX_NUMBER = 2**31 - 1  # size and label of an image
+_MAX_JSON_BYTES = 1 << 30  # of a plan or sidecar: 30 million rows
 
 
 class Job(NamedTuple):
@@ -45,16 +48,18 @@ def begin(root: str, asked: dict, more: Callable[[], dict], otherwise: str) -> d
     """
     file = os.path.join(root, "plan.json")
     if os.path.exists(os.path.join(root, "index.json")):
-        plan = read_index(root, "SHARDS")["made"]
+        plan = read_index(root, "SHARDS").get("made", {})
     elif os.path.exists(file):
         plan = _read_json(file)
     else:
         plan = asked | more()
         write_json(file, plan)
+    plan = {"max_pixels": MAX_PIXELS} | plan  # of before there was a choice
     for key, value in asked.items():
         if plan.get(key) != value:
             raise UserError(
-                f"{root} was begun with {key} {plan.get(key)!r}, not {value!r}: go on as it was begun, or {otherwise}"
+                f"{root} was begun with {key} {short(plan.get(key))}, not {value!r}: go on as it was begun, or"
+                f" {otherwise}"
             )
     return plan
 
@@ -210,25 +215,25 @@ def _read_sidecars(root: str, jobs: list[Job]) -> tuple[np.ndarray, list[dict]]:
     """The rows of a split, MEMBER [N], and the records of its shards."""
     rows, shards = [], []
     for job in jobs:
-        record = _read_json(_sidecar(job.path(root)))
-        part = np.zeros(len(record["rows"]), MEMBER)
-        if len(part):
-            part["offset"], part["size"], part["label"] = np.array(record.pop("rows"), np.int64).T
+        record, table = _read_sidecar(job.path(root))
+        part = np.zeros(len(table), MEMBER)
+        part["offset"], part["size"], part["label"] = table.T
         part["shard"] = job.number
         rows.append(part)
-        shards.append({"name": job.name} | {key: value for key, value in record.items() if key != "rows"})
+        shards.append(record)
     return np.concatenate(rows), shards
 
 
 def _class_names(root: str, labels: np.ndarray) -> list[str]:
-    counts = np.bincount(labels)
-    if not counts.all():
-        gap = int(np.flatnonzero(counts == 0)[0])
+    used = np.unique(labels)  # not a count for each label: one may be as large as any number
+    num_classes = int(used[-1]) + 1 if len(used) else 0
+    if len(used) < num_classes:
+        gap = int(np.flatnonzero(used != np.arange(len(used)))[0])
         raise UserError(
-            f"{root}: the labels of train reach {len(counts) - 1} but {(counts == 0).sum()} below have no image, the"
-            f" first is {gap}; labels count from 0, --num-classes allows gaps"
+            f"{root}: the labels of train reach {num_classes - 1} but {num_classes - len(used)} below have no image,"
+            f" the first is {gap}; labels count from 0, --num-classes allows gaps"
         )
-    return [str(label) for label in range(len(counts))]
+    return [str(label) for label in range(num_classes)]
 
 
 def _sidecar(path: str) -> str:
@@ -237,16 +242,32 @@ def _sidecar(path: str) -> str:
 
 def _read_json(path: str) -> dict:
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        content = read_json(path, _MAX_JSON_BYTES)
+        if not isinstance(content, dict):
+            raise ValueError(f"it is {short(content)}")
+        return content
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error}); remove it") from error
 
 
+def _read_sidecar(path: str) -> tuple[dict, np.ndarray]:
+    """The record of the shard at `path` for index.json, and offset, size and label of its n images, int64 [n, 3]."""
+    sidecar = _sidecar(path)
+    content = _read_json(sidecar)
+    rows, record = content.pop("rows", None), {"name": os.path.basename(path)} | content
+    try:
+        check_shard("the shard", record)
+        table = np.array(rows, np.int64).reshape(record["images"], 3)
+        if table.min(initial=0) < 0 or table[:, 1:].max(initial=0) > _MAX_NUMBER:
+            raise ValueError("rows out of range")
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        raise UserError(f"{sidecar}: is not what was written here ({error}); remove it") from error
+    return record, table
+
+
 def _finished(path: str) -> dict | None:
-    """The summary of a shard that is whole."""
+    """The record of a shard that is whole."""
     if not (os.path.exists(_sidecar(path)) and os.path.exists(path)):
         return None
-    summary = _read_json(_sidecar(path))
-    del summary["rows"]
-    return summary if os.path.getsize(path) == summary["bytes"] else None
+    record, _ = _read_sidecar(path)
+    return record if os.path.getsize(path) == record["bytes"] else None

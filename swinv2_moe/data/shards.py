@@ -9,21 +9,26 @@
 N images, S shards
 """
 
-import json
+import errno
 import os
+import re
+import stat
 import tarfile
-from collections import OrderedDict
-from typing import NamedTuple
+from collections import Counter, OrderedDict
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from swinv2_moe.data.images import decode
-from swinv2_moe.errors import UserError
+from swinv2_moe.data.images import MAX_FILE_BYTES, MAX_PIXELS, decode
+from swinv2_moe.errors import UserError, one_line, short
+from swinv2_moe.files import check_plain_name, open_regular, read_json
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
 MEMBER = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("label", "<i4")])  # bytes of the image alone
+MAX_INDEX_BYTES = 1 << 26  # of index.json: a million shards
+_MAX_BYTES = 1 << 50  # of a shard
 _MAX_OPEN = 256  # files of a split; the customary limit of a process is 1024
 
 
@@ -32,18 +37,22 @@ class ShardedImages:
 
     Args:
         split: "train" or "val".
-        shards: the records of index.json: "name", "images", "bytes", "sha256".
+        shards: the checked records of index.json: "name", "images", "bytes", "sha256".
+        max_pixels: of an image.
+
+    Raises:
+        UserError: members.npy cannot be used.
     """
 
-    def __init__(self, root: str, split: str, shards: list[dict]):
-        self.root, self.split, self.shards = root, split, shards
+    def __init__(self, root: str, split: str, shards: list[dict], max_pixels: int = MAX_PIXELS):
+        self.root, self.split, self.shards, self.max_pixels = root, split, shards, max_pixels
         self.counts = np.array([shard["images"] for shard in shards], np.int64)  # [S]
-        self.members = np.asarray(np.load(os.path.join(root, split, "members.npy"), mmap_mode="r"))  # MEMBER [N]
+        self.members = _read_members(os.path.join(root, split, "members.npy"), int(self.counts.sum()))  # MEMBER [N]
         self._files: OrderedDict[int, int] = OrderedDict()  # shard -> descriptor, the longest unused first
 
     def __reduce__(self):
         """A copy in another process opens its own files."""
-        return ShardedImages, (self.root, self.split, self.shards)
+        return ShardedImages, (self.root, self.split, self.shards, self.max_pixels)
 
     def __del__(self):
         for file in getattr(self, "_files", {}).values():
@@ -57,10 +66,12 @@ class ShardedImages:
         return len(self.members)
 
     def open(self, index: int) -> Image.Image:
-        return decode(self.read(index))
+        return decode(self.read(index), self.max_pixels)
 
     def read(self, index: int) -> bytes:
         shard, offset, size, _ = self.members[index].item()
+        if size > MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"larger than {MAX_FILE_BYTES:,} bytes", self.name(index))
         return os.pread(self._file(shard), size, offset)  # moves no position: a forked worker may share the descriptor
 
     def name(self, index: int) -> str:
@@ -89,14 +100,14 @@ class Shards(NamedTuple):
     class_names: list[str]
 
 
-def load_shards(root: str) -> Shards:
+def load_shards(root: str, max_pixels: int = MAX_PIXELS) -> Shards:
     """The finished shards in `root` (DATA.PATH); looks at the size of each and at every row of the indexes.
 
     Raises:
         UserError: no index, a damaged or newer one, a shard that is missing or of another size, a label out of range.
     """
     index = read_index(root, "DATA.PATH")
-    return Shards(*(open_split(root, split, index) for split in SPLITS), index["class_names"])
+    return Shards(*(open_split(root, split, index, max_pixels) for split in SPLITS), index["class_names"])
 
 
 def read_index(root: str, key: str) -> dict:
@@ -110,8 +121,7 @@ def read_index(root: str, key: str) -> dict:
     """
     path = os.path.join(root, "index.json")
     try:
-        with open(path, encoding="utf-8") as file:
-            index = json.load(file)
+        index = read_json(path, MAX_INDEX_BYTES)
     except FileNotFoundError as error:
         raise UserError(f"{key} is {root!r}: it has no index.json; {_why_no_index(root)}") from error
     except OSError as error:
@@ -119,24 +129,68 @@ def read_index(root: str, key: str) -> dict:
     except ValueError as error:
         raise UserError(f"{path}: is damaged ({error})") from error
     version = index.get("format_version") if isinstance(index, dict) else None
-    if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format version {version!r}, this program knows {FORMAT_VERSION}")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise UserError(f"{path}: format version {short(version)}, this program knows {FORMAT_VERSION}")
     try:
-        wrong = [name for split in SPLITS for name in _wrong(index[split]["shards"], index[split]["members"])]
-        names = index["class_names"]
-        wrong += [] if names and isinstance(names, list) and all(isinstance(n, str) for n in names) else ["class_names"]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: is not as data/make_shards.py writes it ({type(error).__name__}: {error})") from error
-    if wrong:
-        raise UserError(f"{path}: is not as data/make_shards.py writes it (no {wrong[0]}, or not of its type)")
+        _check_index(index)
+    except KeyError as error:
+        raise UserError(f"{path}: is not as data/make_shards.py writes it (KeyError: {error})") from error
+    except ValueError as error:
+        raise UserError(f"{path}: is not as data/make_shards.py writes it ({error})") from error
     return index
 
 
-def _wrong(shards: list[dict], members: dict) -> list[str]:
-    """The keys of records that are missing, or of another type than they should be."""
-    types = {"name": str, "bytes": int, "sha256": str}
-    wanted = [(members, types), *((shard, types | {"images": int}) for shard in shards)]
-    return [key for record, keys in wanted for key, kind in keys.items() if not isinstance(record.get(key), kind)]
+def _check_index(index: dict) -> None:
+    """Raise ValueError or KeyError unless an index holds what this module and its users take from it."""
+    for split in SPLITS:
+        _check_type(split, index[split], dict)
+        _check_record(f"{split}: members", index[split]["members"])
+        name = index[split]["members"]["name"]
+        if name != "members.npy":
+            raise ValueError(f"{split}: members has the name {name!r}")
+        _check_shards(split, index[split]["shards"])
+    names = index["class_names"]
+    if not (names and isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError("no class_names, or not of its type")
+    _check_type("made", index.get("made", {}), dict)
+
+
+def _check_shards(split: str, shards: object) -> None:
+    _check_type(f"{split}: shards", shards, list)
+    for number, shard in enumerate(shards):
+        check_shard(f"{split}: shard {number}", shard)
+    names = Counter(shard["name"] for shard in shards)
+    for name, count in names.most_common(1):
+        if count > 1:
+            raise ValueError(f"{split}: {count} shards have the name {name!r}")
+
+
+def check_shard(where: str, record: object) -> None:
+    """Raise ValueError unless `record`, which messages call `where`, is one of a shard."""
+    _check_record(where, record, images=int, left_out=int)
+    if not record["name"].endswith(".tar"):
+        raise ValueError(f"{where} has the name {short(record['name'])}, which does not end in .tar")
+    for key, limit in (("images", record["bytes"] // tarfile.BLOCKSIZE), ("left_out", _MAX_BYTES)):
+        if not 0 <= record[key] <= limit:
+            raise ValueError(f"{where} ({record['name']}) has {key} {short(record[key])}")
+
+
+def _check_record(where: str, record: object, **more: type) -> None:
+    """Raise ValueError unless `record` names a file with its size and checksum; `more`: what else it has."""
+    _check_type(where, record, dict)
+    for key, kind in {"name": str, "bytes": int, "sha256": str, **more}.items():
+        if type(record.get(key)) is not kind:
+            raise ValueError(f"no {key}, or not of its type")
+    check_plain_name(record["name"])
+    if not 0 <= record["bytes"] <= _MAX_BYTES:
+        raise ValueError(f"{where} ({record['name']}) has {short(record['bytes'])} bytes")
+    if not re.fullmatch("[0-9a-f]{64}", record["sha256"]):
+        raise ValueError(f"{where} ({record['name']}) has the checksum {short(record['sha256'])}")
+
+
+def _check_type(where: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{where} is {short(value)}")
 
 
 def _why_no_index(root: str) -> str:
@@ -151,32 +205,59 @@ def _list(folder: str) -> list[str]:
     return os.listdir(folder) if os.path.isdir(folder) else []
 
 
-def open_split(root: str, split: str, index: dict) -> ShardedImages:
+def open_split(root: str, split: str, index: dict, max_pixels: int = MAX_PIXELS) -> ShardedImages:
     """The checked images of one split."""
-    members = os.path.join(root, split, "members.npy")
-    try:
-        images = ShardedImages(root, split, index[split]["shards"])
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{members}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    expected = int(images.counts.sum())
-    if images.members.dtype != MEMBER or images.members.shape != (expected,):
-        raise UserError(f"{members}: has {len(images.members)} rows, index.json records {expected} images")
+    images = ShardedImages(root, split, index[split]["shards"], max_pixels)
     stop = 0
     for number, shard in enumerate(images.shards):
         _check_size(os.path.join(root, split, shard["name"]), shard["bytes"])
         start, stop = stop, stop + shard["images"]
         if problem := row_problem(images.members[start:stop], number, shard["bytes"], len(index["class_names"])):
+            members = os.path.join(root, split, "members.npy")
             raise UserError(f"{members}: {problem} ({split}/{shard['name']})")
     return images
 
 
+def _read_members(path: str, count: int) -> np.ndarray:
+    """The rows of the index at `path`, MEMBER [count], as a memory map."""
+    try:
+        with open_regular(path) as file:
+            shape, dtype = _read_header(file)
+            if dtype != MEMBER:
+                raise ValueError(f"rows of type {dtype}")
+            if shape == (count,):
+                return np.asarray(np.memmap(file, MEMBER, "r", file.tell(), shape))
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", None) or one_line(str(error))
+        raise UserError(f"{path}: cannot be read ({problem})") from error
+    rows = shape[0] if len(shape) == 1 else shape
+    raise UserError(f"{path}: has {short(rows)} rows, index.json records {count} images")
+
+
+def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and type of the array in a .npy file, which is left at its first row.
+
+    Raises:
+        ValueError: no .npy, or one of another version than these rows are saved in.
+    """
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("not a .npy of version 1.0")
+    try:
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    except Exception as error:  # numpy evaluates the header: RecursionError, TypeError, ... besides its own ValueError
+        raise ValueError(f"a damaged header: {error}") from error
+    return shape, dtype
+
+
 def _check_size(path: str, recorded: int) -> None:
     try:
-        size = os.stat(path).st_size
+        status = os.stat(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}), index.json lists it") from error
-    if size != recorded:
-        raise UserError(f"{path}: has {size:,} bytes, index.json records {recorded:,}")
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path}: is not a regular file, index.json lists it")
+    if status.st_size != recorded:
+        raise UserError(f"{path}: has {status.st_size:,} bytes, index.json records {recorded:,}")
 
 
 def row_problem(rows: np.ndarray, shard: int, size: int, num_classes: int) -> str | None:
@@ -185,7 +266,7 @@ def row_problem(rows: np.ndarray, shard: int, size: int, num_classes: int) -> st
         return None
     if (rows["shard"] != shard).any():
         return f"rows of shard {rows['shard'][rows['shard'] != shard][0]} where those of shard {shard} should be"
-    if (rows["offset"] + rows["size"]).max() > size:
+    if rows["offset"].max() > size or (rows["offset"] + rows["size"]).max() > size:  # the sum of larger ones wraps
         return "rows that point beyond the end of their shard"
     bad = (rows["label"] < 0) | (rows["label"] >= num_classes)
     return f"label {rows['label'][bad][0]} is out of range, with {num_classes} classes" if bad.any() else None

@@ -15,10 +15,10 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 from yacs.config import CfgNode
 
-from swinv2_moe.data.images import decode
+from swinv2_moe.data.images import MAX_PIXELS, decode, read_file
 from swinv2_moe.data.lists import read_list
 from swinv2_moe.data.shards import load_shards
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, one_line
 
 _SPLITS = ("train", "val")
 
@@ -31,7 +31,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def open(self, index: int) -> Image.Image:
-        """The image in whatever mode it has, perhaps not decoded yet; raises whatever Pillow raises."""
+        """The image in whatever mode it has; raises if it cannot be read, or is larger than the source allows."""
 
     def read(self, index: int) -> bytes:
         """The image as a file holds it."""
@@ -45,16 +45,16 @@ class ImageFiles:
     root: str
     paths: np.ndarray  # [N] bytes, relative to root. An array: a list would be copied, page by page, into each worker
     targets: np.ndarray
+    max_pixels: int = MAX_PIXELS  # of an image
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def open(self, index: int) -> Image.Image:
-        return decode(self.read(index))
+        return decode(self.read(index), self.max_pixels)
 
     def read(self, index: int) -> bytes:
-        with open(self._path(index), "rb") as file:
-            return file.read()
+        return read_file(self._path(index))
 
     def name(self, index: int) -> str:
         return _printable(self._path(index))
@@ -105,10 +105,11 @@ def load_sources(config: CfgNode) -> Sources:
     if name == "list":
         return _lists(config, root)
     if name == "shards":
-        return Sources(*load_shards(root))
+        return Sources(*load_shards(root, config.DATA.MAX_PIXELS))
     if name in ("cifar10", "cifar100"):
         return _cifar(CIFAR10 if name == "cifar10" else CIFAR100, root)
-    return _folders(root, hint=" (data/README.md says how to unpack ImageNet)" if name == "imagenet" else "")
+    hint = " (data/README.md says how to unpack ImageNet)" if name == "imagenet" else ""
+    return _folders(root, hint, config.DATA.MAX_PIXELS)
 
 
 def check_directory(key: str, path: str) -> None:
@@ -145,7 +146,7 @@ def _cifar(dataset: type[CIFAR10], root: str) -> Sources:
     return Sources(*sources, list(train.classes))
 
 
-def _folders(root: str, hint: str) -> Sources:
+def _folders(root: str, hint: str, max_pixels: int) -> Sources:
     missing = [split for split in _SPLITS if not os.path.isdir(os.path.join(root, split))]
     if missing:
         names = " and no ".join(f"{split}/" for split in missing)
@@ -159,7 +160,7 @@ def _folders(root: str, hint: str) -> Sources:
             f"DATA.PATH is {root!r}: train/ has {len(classes)} class folders and val/ {len(val_classes)}, they must be"
             f" the same ({'; '.join(parts)})"
         )
-    return Sources(*(_scan(folder, classes) for folder in folders), [_printable(name) for name in classes])
+    return Sources(*(_scan(folder, classes, max_pixels) for folder in folders), [_printable(name) for name in classes])
 
 
 def _classes(folder: str) -> list[str]:
@@ -173,7 +174,7 @@ def _classes(folder: str) -> list[str]:
         raise UserError(f"{folder} has no class folder in it, only: {_found(folder)}{hint}") from error
 
 
-def _scan(folder: str, classes: list[str]) -> ImageFiles:
+def _scan(folder: str, classes: list[str], max_pixels: int) -> ImageFiles:
     start = len(os.path.join(folder, ""))
     paths = []  # an array for each class: millions of strings in a list would take gigabytes
     for name in classes:
@@ -185,12 +186,12 @@ def _scan(folder: str, classes: list[str]) -> ImageFiles:
     if not counts.all():
         empty = [name for name, count in zip(classes, counts, strict=True) if not count]
         raise UserError(f"{folder}: {len(empty)} of {len(classes)} class folders hold no image: {_some(empty)}")
-    return ImageFiles(folder, np.concatenate(paths), np.repeat(np.arange(len(classes)), counts))
+    return ImageFiles(folder, np.concatenate(paths), np.repeat(np.arange(len(classes)), counts), max_pixels)
 
 
 def _lists(config: CfgNode, root: str) -> Sources:
     data, limit = config.DATA, config.MODEL.NUM_CLASSES
-    train = ImageFiles(*read_list("DATA.TRAIN_LIST", data.TRAIN_LIST, root, limit))
+    train = ImageFiles(*read_list("DATA.TRAIN_LIST", data.TRAIN_LIST, root, limit), data.MAX_PIXELS)
     if not limit:
         labels = np.unique(train.targets)
         limit = int(labels[-1]) + 1
@@ -200,7 +201,7 @@ def _lists(config: CfgNode, root: str) -> Sources:
                 f"DATA.TRAIN_LIST is {data.TRAIN_LIST!r}: its labels reach {limit - 1} but {limit - len(labels)} below"
                 f" have no image ({_some(gap.tolist())}); labels count from 0, MODEL.NUM_CLASSES (0) would allow gaps"
             )
-    val = ImageFiles(*read_list("DATA.VAL_LIST", data.VAL_LIST, root, limit))
+    val = ImageFiles(*read_list("DATA.VAL_LIST", data.VAL_LIST, root, limit), data.MAX_PIXELS)
     return Sources(train, val, [str(label) for label in range(limit)])
 
 
@@ -210,7 +211,9 @@ def _printable(path: str) -> str:
 
 
 def _some(names: list, count: int = 3) -> str:
-    return ", ".join(map(str, names[:count])) + (f", ... ({len(names)} in all)" if len(names) > count else "")
+    return ", ".join(one_line(str(name)) for name in names[:count]) + (
+        f", ... ({len(names)} in all)" if len(names) > count else ""
+    )
 
 
 def _found(folder: str) -> str:

@@ -10,8 +10,9 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from swinv2_moe.data.files import TransferBar, make_directory, new_file, only_process, write_json
-from swinv2_moe.data.shards import SPLITS, read_index
+from swinv2_moe.data.shards import MAX_INDEX_BYTES, SPLITS, read_index
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import open_regular, read_bounded
 
 _CHUNK = 4 << 20  # bytes at a time
 
@@ -78,8 +79,10 @@ def _refuse_other_shards(source: str, target: str) -> None:
 
 
 def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+    try:
+        return read_bounded(path, MAX_INDEX_BYTES)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _check_space(target: str, files: list[_File]) -> None:
@@ -127,6 +130,8 @@ class _Copying:
         with new_file(target) as copy:
             for chunk in self._chunks(source):
                 copy.write(chunk)
+                if copy.bytes > file.bytes:
+                    break
             if (copy.bytes, copy.sha256) != (file.bytes, file.sha256):
                 raise UserError(f"{source}: is damaged, it has not the size and the checksum that index.json records")
         return file.bytes
@@ -140,7 +145,7 @@ class _Copying:
     def _chunks(self, path: str) -> Iterator[memoryview]:
         buffer = memoryview(bytearray(_CHUNK))
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open_regular(path) as file:
                 while size := file.readinto(buffer):
                     yield buffer[:size]
                     with self.lock:

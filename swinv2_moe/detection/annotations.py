@@ -3,7 +3,6 @@
 N annotations, I images
 """
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from swinv2_moe.errors import UserError
+from swinv2_moe.data.images import MAX_PIXELS
+from swinv2_moe.errors import UserError, short
+from swinv2_moe.files import check_inner_path, read_json
 
+MAX_BYTES = 1 << 33  # of an annotation file: COCO's have 0.5 GB, the largest public ones 6
 OUTSIDE = 1.0  # pixels that a box may reach over its image's edge: COCO's own are rounded to hundredths
 # COCO 2017 has 2 boxes without height among 860,001 (annotations 918 and 2206849), which mmdetection leaves out.
 NO_AREA_SHARE = 1e-4
+_MAX_NUMBER = 2**53  # of either sign: beyond, floats leave integers out
+_MAX_OUTLINE = 2**24  # pixels
 _TABLES = ("images", "annotations", "categories")
 _KEYS = {
     "images": {"id": int, "file_name": str, "width": int, "height": int},
@@ -57,7 +61,8 @@ def check_annotations(
 
     Raises:
         UserError: a file or an image that is missing, empty or (the file) not JSON of this form; ids that come twice or
-            that nothing has; boxes outside their images, without area (more than 1 in 10,000), or no boxes at all;
+            that nothing has; an image whose name leads out of `images`, or with more than MAX_PIXELS; boxes outside
+            their images, without area (more than 1 in 10,000), or no boxes at all; masks that do not fit their images;
             classes that the file lacks or has in another order. The message names the file, the first annotation (or
             image) and its value, and how many there are.
     """
@@ -69,13 +74,17 @@ def check_annotations(
     _check_classes(file, tables["categories"], class_names)
     rows = tables["annotations"]
     sizes = np.array([[row["width"], row["height"]] for row in tables["images"]], np.int64).reshape(-1, 2)
-    _check(file, "image {id} ({file_name!r})", tables["images"], (sizes < 1).any(1), "{width} x {height} px")
+    _check(file, _IMAGE, tables["images"], (sizes < 1).any(1), "{width} x {height} px")
+    is_too_large = sizes.astype(float).prod(1) > MAX_PIXELS
+    _check(file, _IMAGE, tables["images"], is_too_large, f"{{width}} x {{height}} px, the limit is {MAX_PIXELS:,}")
     image_of = _known(file, rows, "image_id", tables["images"])
     _known(file, rows, "category_id", tables["categories"])
     thin = _check_boxes(file, rows, sizes[image_of])
     if masks:
         _check(file, _NAME, rows, [not row.get("segmentation") for row in rows], "no segmentation, which a mask needs")
+        _check_masks(file, rows, sizes[image_of])
     names = [row["file_name"] for row in tables["images"]]
+    _check_names(file, tables["images"])
     _check_files(file, Path(images), names)
     return Annotations(
         file=file,
@@ -90,11 +99,12 @@ def check_annotations(
 
 
 _NAME = "annotation {id} (image {image_id})"
+_IMAGE = "image {id} ({file_name})"
 
 
 def _read(file: str) -> dict[str, list[dict]]:
     try:
-        content = json.loads(Path(file).read_bytes())
+        content = read_json(file, MAX_BYTES)
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # also what is not UTF-8
@@ -112,11 +122,12 @@ def _read(file: str) -> dict[str, list[dict]]:
 def _check_keys(file: str, table: str, rows: list, keys: dict[str, type | tuple[type, ...]]) -> None:
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise UserError(f'{file}: entry {number} of "{table}" is {_short(row)}, not an object')
+            raise UserError(f'{file}: entry {number} of "{table}" is {short(row)}, not an object')
         for key, kind in keys.items():
-            if not isinstance(row.get(key), kind):
-                value = f'"{key}" is {_short(row[key])}' if key in row else f'has no "{key}"'
-                raise UserError(f'{file}: entry {number} of "{table}" (id {row.get("id")}): {value}')
+            value = row.get(key)
+            if not isinstance(value, kind) or (isinstance(value, int) and abs(value) > _MAX_NUMBER):
+                problem = f'"{key}" is {short(value)}' if key in row else f'has no "{key}"'
+                raise UserError(f'{file}: entry {number} of "{table}" (id {short(row.get("id"))}): {problem}')
 
 
 def _check_unique(file: str, table: str, ids: np.ndarray) -> None:
@@ -131,7 +142,7 @@ def _check_classes(file: str, categories: list[dict], class_names: Sequence[str]
     names = [row["name"] for row in categories]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{file}: the category {twice!r} comes more than once")
+        raise UserError(f"{file}: the category {short(twice)} comes more than once")
     if class_names is None:
         return
     if missing := [name for name in class_names if name not in names]:
@@ -154,7 +165,7 @@ def _known(file: str, rows: list[dict], key: str, owners: list[dict]) -> np.ndar
 
 def _check_boxes(file: str, rows: list[dict], sizes: np.ndarray) -> int:
     """`sizes` [N, 2] of the boxes' images; the number of boxes that are too thin to learn from."""
-    wrong = [len(row["bbox"]) != 4 or not all(isinstance(x, int | float) for x in row["bbox"]) for row in rows]
+    wrong = [len(row["bbox"]) != 4 or not all(map(_is_number, row["bbox"])) for row in rows]
     _check(file, _NAME, rows, wrong, "the box {bbox} is not four numbers")
     boxes = np.array([row["bbox"] for row in rows], np.float64)
     _check(file, _NAME, rows, ~np.isfinite(boxes).all(1), "the box {bbox} is not finite")
@@ -171,12 +182,55 @@ def _check_boxes(file: str, rows: list[dict], sizes: np.ndarray) -> int:
     return int((extent < 1).any(1).sum())
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _MAX_NUMBER)
+
+
+def _check_masks(file: str, rows: list[dict], sizes: np.ndarray) -> None:
+    """pycocotools takes as much memory for a mask as its size or its outline asks for. `sizes` as above."""
+    wrong = [not _is_drawable(row["segmentation"], *size) for row, size in zip(rows, sizes.tolist(), strict=True)]
+    if any(wrong):
+        width, height = sizes[wrong.index(True)]
+        _check(file, _NAME, rows, wrong, f"its segmentation does not fit an image of {width} x {height} px")
+
+
+def _is_drawable(segmentation: object, width: int, height: int) -> bool:
+    """Whether a mask has its image's size or, of polygons, none has an outline of more than _MAX_OUTLINE pixels."""
+    if isinstance(segmentation, dict):
+        return segmentation.get("size", [height, width]) == [height, width]
+    try:
+        return all(_bound(polygon) <= _MAX_OUTLINE or _outline(polygon) <= _MAX_OUTLINE for polygon in segmentation)
+    except (TypeError, ValueError, OverflowError):  # no polygons, or not of numbers
+        return False
+
+
+def _bound(polygon: list) -> float:
+    """At least the outline and each number, from one pass: there are millions of them."""
+    return 2 * sum(map(abs, polygon))
+
+
+def _outline(polygon: list) -> float:
+    """Pixels of the outline, or the largest number if that is larger."""
+    points = np.array(polygon, np.float64).reshape(-1, 2)
+    steps = np.abs(np.diff(points, axis=0, append=points[:1])).max(1)
+    return np.maximum(steps.sum(), np.abs(points).max())
+
+
 def _check(file: str, name: str, rows: list[dict], wrong: Iterable[bool], what: str) -> None:
     """Raise UserError for the first row that is wrong; `name` and `what` are filled in from it."""
     wrong = np.asarray(wrong, bool)
     if wrong.any():
-        row = {key: _short(value) if key == "bbox" else value for key, value in rows[wrong.argmax()].items()}
+        row = {key: short(value) for key, value in rows[wrong.argmax()].items()}
         raise UserError(f"{file}: {name.format_map(row)}: {what.format_map(row)}{_such(int(wrong.sum()))}")
+
+
+def _check_names(file: str, images: list[dict]) -> None:
+    """Folders below the directory of the images are common; what lies elsewhere is none of them."""
+    for image in images:
+        try:
+            check_inner_path(image["file_name"])
+        except ValueError as error:
+            raise UserError(f"{file}: image {image['id']}: {error}") from error
 
 
 def _check_files(file: str, directory: Path, names: list[str]) -> None:
@@ -203,11 +257,6 @@ def _listing(directory: Path, folder: str) -> list[tuple[str, int]]:
             return [(os.path.join(folder, entry.name), entry.stat().st_size) for entry in entries if entry.is_file()]
     except OSError as error:
         raise UserError(f"{directory / folder}: cannot be read ({error.strerror})") from error
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _such(count: int) -> str:

@@ -1,7 +1,9 @@
 """COCO 2017 as it is downloaded, laid out as the configurations expect it. Needs nothing of mmdetection."""
 
+import lzma
 import os
 import zipfile
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,11 +12,14 @@ from pathlib import Path
 
 from rich.progress import track
 
-from swinv2_moe.data.images import decode
+from swinv2_moe.data.images import decode, read_file
 from swinv2_moe.detection.annotations import Annotations, check_annotations
 from swinv2_moe.engine.routing import spread
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.files import check_inner_path
 
+# What zipfile and the decompressors raise; RuntimeError: encrypted, or compressed in a way that is not known
+_DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError)
 _SITE = "http://images.cocodataset.org"
 
 
@@ -99,15 +104,23 @@ def unpack(archive: Path, target: Path, folder: str) -> None:
     try:
         with zipfile.ZipFile(archive) as content:
             files = [member for member in content.infolist() if not member.is_dir()]
-            if strange := [member.filename for member in files if not member.filename.startswith(f"{folder}/")]:
+            if strange := [member.filename for member in files if not _is_in(folder, member.filename)]:
                 raise UserError(f"{archive}: holds {strange[0]!r}, which is not in {folder}/")
             todo = [member for member in files if not _is_there(target, member)]
             for member in track(todo, f"unpacking {archive.name}", disable=not todo):
                 _extract(content, member, target)
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise UserError(f"{archive}: a broken archive ({error})") from error
+    except _DAMAGE as error:
+        raise UserError(f"{archive}: a broken archive ({one_line(str(error))})") from error
     except OSError as error:
-        raise UserError(f"{archive}: cannot be unpacked into {target} ({error.strerror})") from error
+        problem = error.strerror or one_line(str(error))  # bz2's has none
+        raise UserError(f"{archive}: cannot be unpacked into {target} ({problem})") from error
+
+
+def _is_in(folder: str, name: str) -> bool:
+    try:
+        return check_inner_path(name).startswith(f"{folder}/")
+    except ValueError:
+        return False
 
 
 def _is_there(target: Path, member: zipfile.ZipInfo) -> bool:
@@ -145,8 +158,8 @@ def check_split(file: Path, images: Path, decode_count: int | None) -> Annotatio
 def _problem(found: Annotations, images: Path, row: int) -> str | None:
     name, size = found.image_files[row], tuple(found.image_sizes[row])
     try:
-        image = decode((images / name).read_bytes())
-    except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises
+        image = decode(read_file(images / name))
+    except (OSError, ValueError) as error:
         return f"{name} ({error})"
     if image.size != size:
         return f"{name} ({image.width} x {image.height} px, its annotations say {size[0]} x {size[1]})"

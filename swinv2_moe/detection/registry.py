@@ -1,6 +1,12 @@
 """Registers everything here that a detection config can name; `custom_imports` of the configs imports it."""
 
+import os
+
+from swinv2_moe.data.images import MAX_PIXELS
 from swinv2_moe.errors import UserError
+
+# OpenCV, by which mmcv decodes images, allows a thousand million pixels. It reads this where it is first imported.
+os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
 
 try:
     import mmcv.ops

@@ -14,12 +14,11 @@ import torch
 from mmdet.utils import get_test_pipeline_cfg
 from mmengine.config import Config
 from mmengine.dataset import Compose
-from PIL import Image
 from torch import nn
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.data.images import decode, to_mode
+from swinv2_moe.data.images import decode, read_file, to_mode
 from swinv2_moe.detection.run import build_detector
 from swinv2_moe.engine.routing import expert_colours, record_choices
 from swinv2_moe.errors import UserError
@@ -94,8 +93,8 @@ def _names(files: Iterable[Path]) -> Iterator[str]:
 def _read(file: Path) -> np.ndarray:
     """uint8 [H, W, 3], RGB."""
     try:
-        return np.asarray(to_mode(decode(file.read_bytes()), "RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return np.asarray(to_mode(decode(read_file(file)), "RGB"))
+    except (OSError, ValueError) as error:
         raise UserError(f"{file}: not an image that can be read ({error})") from error
 
 

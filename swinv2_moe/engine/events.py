@@ -6,15 +6,16 @@ eval_accuracy is top-1 from 0 to 1. Each part of a run that was interrupted begi
 A common format is all it is, never an MLPerf result: no run here follows that benchmark's rules or was reviewed.
 """
 
-import json
 import logging
 import math
 import re
 from pathlib import Path
 from typing import NamedTuple
 
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, short
+from swinv2_moe.files import read_json
 
+_MAX_STAGING_BYTES = 4096  # of staging.json
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -89,10 +90,10 @@ def read_staging(data_path: str) -> Staging | None:
         return None
     path = Path(data_path).expanduser() / "staging.json"
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path, _MAX_STAGING_BYTES)
         staging = Staging(float(found["started"]), float(found["seconds"]), int(found["bytes"]))
         if not all(math.isfinite(number) and number >= 0 for number in staging):
-            raise ValueError(str(found))
+            raise ValueError(short(found))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:

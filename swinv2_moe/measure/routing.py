@@ -181,7 +181,7 @@ def draw_routing(
             raise UserError(f"checkpoint {deployed.source.directory}: a dense model, it has no experts")
         run = read_run(Path(resume)) if (Path(resume) / "checkpoints").is_dir() else None
         sources = load_sources(deployed.config)
-        shown = _files(images) if images else sources.val
+        shown = _files(images, deployed.config.DATA.MAX_PIXELS) if images else sources.val
         shown = _Drawn(shown, spread(len(shown), count))
         labels = [Path(shown.name(i)).stem if images else sources.class_names[t] for i, t in enumerate(shown.targets)]
         model = deployed.model(num_classes=0)
@@ -215,7 +215,7 @@ def _check(output: Path, count: int, limit: int | None) -> None:
         raise UserError(f"--output {output}: must be a directory, or a new one in a directory that exists")
 
 
-def _files(names: Sequence[str]) -> ImageFiles:
+def _files(names: Sequence[str], max_pixels: int) -> ImageFiles:
     """The images that --images names, those of a folder in their order, also from folders in it."""
     found = []
     for path in map(Path, names):
@@ -225,7 +225,8 @@ def _files(names: Sequence[str]) -> ImageFiles:
         if not inside:
             raise UserError(f"--images {path}: holds no images ({' '.join(IMG_EXTENSIONS)} count)")
         found += inside
-    return ImageFiles("", np.array([os.fsencode(path) for path in found]), np.zeros(len(found), np.int64))
+    paths = np.array([os.fsencode(path) for path in found])
+    return ImageFiles("", paths, np.zeros(len(found), np.int64), max_pixels)
 
 
 @torch.inference_mode()

@@ -1,6 +1,5 @@
 """What a run directory holds, read back: configuration, logged steps, epochs, environment, summary."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +9,11 @@ from yacs.config import CfgNode
 
 from swinv2_moe.config import config_from_text
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import parse_json, read_bounded
 
+_MAX_BYTES = 1 << 32  # of metrics.jsonl
 _NUMBER = int | float
+_LIMIT = 2**63  # beyond any number that a run logs
 _LINES = {  # of metrics.jsonl: what a reader may rely on, by the key that tells the kind
     "environment": {"environment": dict},
     "loss": {"epoch": int, "images_per_second": _NUMBER},
@@ -108,7 +110,7 @@ def _read_summary(file: Path) -> dict | None:
 
 def _read(file: Path, missing: str) -> str:
     try:
-        return file.read_text(errors="replace")
+        return read_bounded(file, _MAX_BYTES).decode(errors="replace")
     except FileNotFoundError as error:
         raise UserError(missing) from error
     except OSError as error:
@@ -117,13 +119,18 @@ def _read(file: Path, missing: str) -> str:
 
 def _parse(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None
 
 
 def _fits(entry: Any, types: dict) -> bool:
-    return isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in types.items())
+    return isinstance(entry, dict) and all(_is_a(entry.get(key), kind) for key, kind in types.items())
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type and, if it is a number, finite and of a sensible size."""
+    return isinstance(value, kind) and (not isinstance(value, _NUMBER) or -_LIMIT < value < _LIMIT)
 
 
 def _is_whole(entry: Any) -> bool:
@@ -135,9 +142,13 @@ def _is_whole(entry: Any) -> bool:
     return (
         bool(kinds)
         and all(_fits(entry, types) for types in kinds)
-        and all(isinstance(value, _NUMBER | None) for value in numbers)
-        and all(_fits(layer, {"load": list}) for layer in entry.get("moe_layers", {}).values())
+        and all(_is_a(value, _NUMBER | None) for value in numbers)
+        and all(_is_load(layer) for layer in entry.get("moe_layers", {}).values())
     )
+
+
+def _is_load(layer: Any) -> bool:
+    return _fits(layer, {"load": list}) and all(_is_a(load, _NUMBER) for load in layer["load"])
 
 
 def _curve(entries: list[dict], value: Callable[[dict], Any]) -> tuple[list[int], list]:

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 from yacs.config import CfgNode
 
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, short
+from swinv2_moe.files import read_bounded
 
+_MAX_BYTES = 1 << 26  # of a class map
+_MAX_DIGITS = 9
 _NAMES = ("head.fc.weight", "head.fc.bias")
 
 
@@ -46,12 +49,10 @@ def read_class_map(file: Path) -> list[int]:
         UserError: not such a file.
     """
     try:
-        lines = file.read_text().split()
+        lines = read_bounded(file, _MAX_BYTES).decode().split()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"MODEL.CLASS_MAP {file}: cannot be read ({error})") from error
-    wrong = next(
-        (f"line {i}: {line!r}" for i, line in enumerate(lines, 1) if not line.isdecimal() and line != "-1"), None
-    )
-    if wrong:
-        raise UserError(f"MODEL.CLASS_MAP {file}: {wrong} is not the number of a class")
+    for number, line in enumerate(lines, start=1):
+        if line != "-1" and not (line.isdecimal() and len(line) <= _MAX_DIGITS):
+            raise UserError(f"MODEL.CLASS_MAP {file}: line {number}: {short(line)} is not the number of a class")
     return [int(line) for line in lines]

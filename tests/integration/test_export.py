@@ -235,6 +235,25 @@ def test_the_example_takes_pictures_of_16_bits(monkeypatch, tmp_path):
     np.testing.assert_array_equal(deep, plain)
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_the_example_reads_pictures_alone_and_none_that_is_too_large(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from classify import read
+
+    Image.new("L", (30, 20), 7).save(tmp_path / "good.png")
+    assert read(str(tmp_path / "good.png")).getpixel((0, 0)) == 7
+    (tmp_path / "eps.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n")
+    Image.new("L", (13_000, 13_000)).save(tmp_path / "large.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:30])
+    for name, says in (
+        ("eps", "not a picture"),
+        ("large", "13000 x 13000 pixels, the limit is"),
+        ("cut", "not a picture"),
+    ):
+        with pytest.raises(SystemExit, match=rf"{name}\.png: {says}"):
+            read(str(tmp_path / f"{name}.png"))
+
+
 def test_the_example_says_what_it_needs(tmp_path):
     done = run_alone("examples/classify.py")
     assert (done.returncode, done.stdout) == (1, "")

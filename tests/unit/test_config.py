@@ -1,13 +1,17 @@
 """The configuration is strict: what cannot work stops in one line that names the key, its value and what is allowed."""
 
+import os
+import re
 import subprocess
 import sys
 
 import pytest
 import yaml
 
-from swinv2_moe.config import default_config, flatten, load_config
+from swinv2_moe import config as config_module
+from swinv2_moe.config import config_from_text, default_config, flatten, load_config
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import read_bounded
 
 
 def write(path, content):
@@ -108,10 +112,23 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
         (["DATA.STD", "[1, 1, 0]"], ["DATA.STD", "0"]),
         (["MODEL.UPCYCLE", "True"], ["MODEL.UPCYCLE", "True", "MODEL.PRETRAINED"]),
         (["DATA.IMG_SIZE"], ["--opts", "pairs", "'DATA.IMG_SIZE'"]),
+        # what no literal is made of
+        (["DATA.IMG_SIZE", "-" * 60_000 + "1"], ["DATA.IMG_SIZE", "'---", "int"]),
+        (["DATA.IMG_SIZE", "(" * 60_000], ["DATA.IMG_SIZE", "'(((", "int"]),
+        (["DATA.IMG_SIZE", "1" + "+1" * 20_000], ["DATA.IMG_SIZE", "'1+1", "int"]),
+        (["DATA.IMG_SIZE", "9" * 5000], ["DATA.IMG_SIZE", "'999", "int"]),
+        (["PRINT_FREQ", "9" * 400], ["PRINT_FREQ", "999", "64 bits"]),
+        (["TRAIN.BASE_LR", "0x" + "f" * 20_000], ["TRAIN.BASE_LR", "64 bits"]),
+        (["MODEL.MOE.BLOCKS", f"[[{10**400}], [], [], []]"], ["MODEL.MOE.BLOCKS[0][0]", "64 bits"]),
+        (["MODEL.MOE.BLOCKS", "[['a'], [], [], []]"], ["MODEL.MOE.BLOCKS[0][0]", "'a'", "int"]),
+        # limits against sizes that would take forever
+        (["DATA.IMG_SIZE", str(10**15)], ["DATA.IMG_SIZE", str(10**15), "between 1 and 65536"]),
+        (["DATA.MAX_PIXELS", "178956971"], ["DATA.MAX_PIXELS", "178956971", "between 1 and 178956970"]),
     ],
 )
 def test_a_value_that_cannot_work_is_named(opts, names):
     message = fails(*opts)
+    assert len(message) < 1000
     assert [name for name in names if name not in message] == [], message
 
 
@@ -184,7 +201,48 @@ def test_base_in_a_circle(base, tmp_path):
     assert "BASE names itself in a circle" in fails(file=file)
 
 
-@pytest.mark.parametrize("base", ["a.yaml", None, [1], {"a": 1}])
+def test_files_that_share_a_base_give_what_they_gave_one_after_the_other(tmp_path):
+    write(tmp_path / "recipe.yaml", {"SEED": 1, "PRINT_FREQ": 1})
+    write(tmp_path / "a.yaml", {"BASE": ["recipe.yaml"], "SEED": 2, "SAVE_FREQ": 2})
+    write(tmp_path / "b.yaml", {"BASE": ["recipe.yaml", "recipe.yaml"], "PRINT_FREQ": 3})
+    config = load_config(write(tmp_path / "c.yaml", {"BASE": ["a.yaml", "b.yaml"], "TRAIN": {"EPOCHS": 12}}))
+    assert (config.SEED, config.PRINT_FREQ, config.SAVE_FREQ, config.TRAIN.EPOCHS) == (1, 3, 2, 12)
+
+
+@pytest.mark.timeout(20)
+def test_a_base_that_is_named_twice_at_each_level_is_read_once(tmp_path, monkeypatch):
+    reads = []
+    monkeypatch.setattr(
+        config_module, "read_bounded", lambda file, limit: reads.append(file) or read_bounded(file, limit)
+    )
+    write(tmp_path / "0.yaml", {"SEED": 7})
+    for level in range(1, 25):
+        write(tmp_path / f"{level}.yaml", {"BASE": [f"{level - 1}.yaml"] * 2})
+    assert load_config(tmp_path / "24.yaml").SEED == 7
+    assert len(reads) == 25
+
+
+def test_the_number_of_base_files_is_bounded(tmp_path):
+    write(tmp_path / "0.yaml", {})
+    for level in range(1, 40):
+        write(tmp_path / f"{level}.yaml", {"BASE": [f"{level - 1}.yaml"]})
+    assert load_config(tmp_path / "31.yaml").SEED == 0
+    assert "BASE names more than 32 files in all" in fails(file=tmp_path / "39.yaml")
+    many = write(tmp_path / "many.yaml", {"BASE": ["0.yaml"] * 33})
+    assert "BASE has 33 entries, at most 32 are allowed" in fails(file=many)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("content", [{"BASE": ["/dev/zero"]}, {"BASE": ["pipe"]}, {"BASE": ["large.yaml"]}])
+def test_a_base_that_is_no_ordinary_file(content, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with open(tmp_path / "large.yaml", "wb") as file:
+        file.truncate(1 << 40)
+    message = fails(file=write(tmp_path / "c.yaml", content))
+    assert re.search(r"cannot be read \((not a regular file|larger than 65,536 bytes)\)", message)
+
+
+@pytest.mark.parametrize("base", ["a.yaml", None, [1], {"a": 1}, ["a\0b"]])
 def test_base_must_be_a_list_of_files(base, tmp_path):
     write(tmp_path / "a.yaml", {"SEED": 1})
     message = fails(file=write(tmp_path / "c.yaml", {"BASE": base}))
@@ -205,6 +263,16 @@ def test_base_must_be_a_list_of_files(base, tmp_path):
         ("DATA:\n", "group of keys"),
         ("BASE: [missing.yaml]", "missing.yaml: cannot be read"),
         ("1: 2", "unknown key 1"),
+        ("[1, 2]: 3", "not valid YAML"),
+        ("? [a]\n: 1", "not valid YAML"),
+        ('"a\\nb": 1', "unknown key a b"),
+        ("SEED: " + "9" * 5000, "not valid YAML"),
+        ("SEED: 0x" + "f" * 20_000, "SEED is int that is too large to print, it must fit into 64 bits"),
+        ("SEED: !!int ''", "not valid YAML (a value is not what its tag says)"),
+        ("SEED: " + "[" * 2000, "nested more than 32 levels deep"),
+        ("a: &a [*a]", "too large with its aliases written out"),
+        ("X: " + "y" * 30_000, "unknown key X"),
+        ("SEED: " + "y" * 30_000, "of type int"),
     ],
 )
 def test_a_file_that_is_no_configuration(content, says, tmp_path):
@@ -216,6 +284,28 @@ def test_a_file_that_is_no_configuration(content, says, tmp_path):
     message = fails(file=file)
     assert says in message
     assert str(tmp_path) in message
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("SEED: 0x" + "f" * 20_000, "64 bits"),
+        ("SEED: " + "9" * 5000, "digits"),
+        ("[" * 5000, "nested"),
+        ("SEED: '" + "-" * 20_000 + "1'", "of type int"),
+        ("a: &a [*a]", "too large"),
+        ("SEED: !!bool x", "not what its tag says"),
+        ("[1, 2]", "expected KEY: VALUE lines, found list"),
+        ("DATA: {MAX_PIXELS: -5}", "DATA.MAX_PIXELS is -5"),
+        ("MODEL: {SWINV2: {DEPTHS: [a, b, c, d]}}", "MODEL.SWINV2.DEPTHS[0] is 'a'"),
+    ],
+)
+def test_a_configuration_of_a_checkpoint_that_cannot_be_used(text, says):
+    with pytest.raises(UserError, match="somewhere: its configuration cannot be used") as caught:
+        config_from_text(text, "somewhere")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_an_empty_file_is_the_defaults_and_a_directory_is_not_one(tmp_path):

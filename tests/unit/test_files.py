@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_core import open_regular
-from swinv2_moe.files import check_plain_name, parse_json, read_bounded, read_json
+from swinv2_moe.files import check_inner_path, check_plain_name, parse_json, parse_yaml, read_bounded, read_json
 
 
 @pytest.mark.timeout(20)
@@ -30,6 +30,16 @@ def test_a_large_file_is_refused_before_it_is_read_whole(tmp_path: Path) -> None
         read_bounded(tmp_path / "large", 1000)
 
 
+def test_a_file_of_unknown_size_is_read_to_its_end() -> None:
+    assert read_bounded("/proc/self/stat", 1 << 16).endswith(b"\n")  # its size is given as 0
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_what_names_no_file_is_an_os_error(name: str) -> None:
+    with pytest.raises(OSError, match="not a file name"):
+        open_regular(name)
+
+
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"1" * 5000, b"\xff\xfe\xff", b"", b"{"])
 def test_what_is_not_usable_json_is_a_value_error(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "file.json").write_bytes(text)
@@ -41,7 +51,9 @@ def test_json_is_read() -> None:
     assert parse_json(b'{"a": [1]}') == {"a": [1]}
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", "/a", "a\0b", None, 3, ["a"]])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../a", "a/b", "/a", "a\0b", "a\nb", "\ud800", "é" * 128, None, 3, ["a"]]
+)
 def test_names_that_lead_elsewhere_are_refused(name: object) -> None:
     with pytest.raises(ValueError, match="is not a plain file name"):
         check_plain_name(name)
@@ -50,3 +62,66 @@ def test_names_that_lead_elsewhere_are_refused(name: object) -> None:
 def test_plain_names_pass() -> None:
     assert check_plain_name("shard-000001.tar") == "shard-000001.tar"
     assert check_plain_name("..a") == "..a"
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/a", ".", "a/.", "..", "../a", "a/../../b", "a/..", "a//b", "a/", "a/b\0", "a\n/b", None, 3]
+)
+def test_paths_that_leave_their_directory_are_refused(path: object) -> None:
+    with pytest.raises(ValueError, match="does not name a file below its directory"):
+        check_inner_path(path)
+
+
+@pytest.mark.parametrize("path", ["a.jpg", "train/a.jpg", "./a.jpg", "a..b/..c"])
+def test_paths_below_their_directory_pass(path: str) -> None:
+    assert check_inner_path(path) == path
+
+
+def alias_bomb(levels: int) -> str:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)]
+    return "\n".join(lines)
+
+
+def merge_bomb(levels: int) -> str:
+    lines = ["a0: &a0 {k: 1}"]
+    lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, levels)]
+    return "\n".join(lines)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (alias_bomb(9), "too large with its aliases written out"),
+        (merge_bomb(9), "too large with its aliases written out"),
+        ("a: &a [*a]", "too large with its aliases written out"),
+        ("a: &a " + "x" * 60_000 + "\nb: [*a, *a, *a]", "too large with its aliases written out"),
+        ("[" + "1," * 30_000 + "]", "too large"),
+        ("[" * 60_000, "nested more than 32 levels deep"),
+        ("- " * 30_000, "nested more than 32 levels deep"),
+        ("x" * 70_000, "longer than 65,536 characters"),
+        ("a: " + "9" * 5000, "digits"),
+        ("a: !!bool x", "not what its tag says"),
+        ("a: !!timestamp x", "not what its tag says"),
+        ("a: 2001-13-45", "month"),
+        ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("a: *b", "undefined alias"),
+        ("a: \0", "special characters are not allowed"),
+        ("a: [1", "expected"),
+    ],
+)
+def test_yaml_that_cannot_be_used_is_a_value_error_of_one_line(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        parse_yaml(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_with_its_aliases_is_read() -> None:
+    assert parse_yaml("a: &x [1, 2]\nb: *x\nc: {<<: {d: 3}, e: *x}") == {
+        "a": [1, 2],
+        "b": [1, 2],
+        "c": {"d": 3, "e": [1, 2]},
+    }
+    assert parse_yaml("") is None
+    assert parse_yaml(alias_bomb(3))["a2"][0][0] == ["x"] * 9

@@ -36,7 +36,7 @@ ALLOWED = {
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],
     "swinv2_moe.plots": ["swinv2_moe.errors"],
-    "swinv2_moe.files": ["moe_core"],
+    "swinv2_moe.files": ["moe_core", "swinv2_moe.errors"],
     "swinv2_moe.forms": ["swinv2_moe.files"],
     "swinv2_moe.config": ["swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config_checks"],
     "swinv2_moe.config_checks": ["swinv2_moe.errors"],

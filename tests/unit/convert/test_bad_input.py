@@ -129,6 +129,9 @@ def test_class_names(files, convert, cfg, tmp_path):
     names = tmp_path / "names.txt"
     arguments = [files, *cfg(), "--class-names", names, "--output", tmp_path / "new"]
     assert_refused(convert("import", "swin-moe", *arguments), f"--class-names {names}: cannot be read")
+    os.mkfifo(names)
+    assert_refused(convert("import", "swin-moe", *arguments), f"--class-names {names}: cannot be read")
+    names.unlink()
     names.write_text("a\nb\n")
     assert_refused(convert("import", "swin-moe", *arguments), "has 5 classes, the names are 2")
 

@@ -12,7 +12,7 @@ import torch
 from sklearn.datasets import load_digits
 from torchvision.datasets import CIFAR10, ImageFolder
 
-from swinv2_moe.data import build_data
+from swinv2_moe.data import build_data, lists
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 
@@ -277,6 +277,15 @@ def test_swins_json_map(list_config, tmp_path):
         ('[["train/cat/0.png", 0]]\n]', r"train\.txt:2: not valid JSON \(Extra data\)"),
         ('[["train/cat/0.png", 0]', r"train\.txt:1: not valid JSON \(.*\)"),
         ('[{"path": "train/cat/0.png", "label": 0}]', r"train\.txt: entry 0: expected \[path, label\], found"),
+        ("train/cat/0.png 0\n" + "x" * 9000 + " 1\n", r"train\.txt:2: a line of more than 8,192 characters"),
+        ("train/cat/\0.png 0\n", r"train\.txt: 'train/cat/\\x00\.png' is not the name of a file"),
+        ('[["train/cat/\\u0000.png", 0]]', r"train\.txt: 'train/cat/\\x00\.png' is not the name of a file"),
+        ('[["train/cat/\\ud800.png", 0]]', r"train\.txt: 'train/cat/\\ud800\.png' is not the name of a file"),
+        ('[["", 0]]', r"train\.txt: '' is not the name of a file"),
+        ('[["a", ' + "[" * 100_000, r"train\.txt: not valid JSON \(nested too deeply\)"),
+        ('[["a", ' + "1" * 5000 + "]]", r"train\.txt: not valid JSON \(Exceeds the limit"),
+        ('[["a", [[0]]]]', r"train\.txt: entry 0: label '\[\[0\]\]' is not an integer"),
+        ('[["a", 0], null]', r"train\.txt: entry 1: expected \[path, label\], found None"),
         ("\x00\x01\x02\xff binary\nrubbish", r"train\.txt:1: label 'binary' is not an integer"),
         (
             "cat/0.png 0\ndog/0.png 1\n",
@@ -309,6 +318,22 @@ def test_a_list_file_that_is_not_there(list_config, tmp_path):
     assert refusal(config) == f"DATA.TRAIN_LIST is '{tmp_path}/images': a directory, it must be a file"
     config.DATA.PATH = str(tmp_path / "gone")
     assert refusal(config) == f"DATA.PATH is '{tmp_path}/gone': no such directory"
+
+
+@pytest.mark.timeout(20)
+def test_a_list_that_is_a_pipe_or_a_device(list_config, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/dev/zero"):
+        message = refusal(list_config(DATA__TRAIN_LIST=path))
+        assert message == f"DATA.TRAIN_LIST is {path!r}: cannot be read (not a regular file)"
+
+
+def test_a_list_with_one_path_that_would_make_all_of_them_long(list_config, monkeypatch):
+    monkeypatch.setattr(lists, "_SMALL", 1000)
+    lines = [f"train/{name}/{i}.png {label}\n" for label, name in enumerate(("cat", "dog")) for i in range(4)] * 100
+    assert len(load_sources(list_config("".join(lines))).train) == 800
+    long = "./" * 2000 + lines[0]
+    assert "has a path of 4,015 bytes, among many that are far shorter" in refusal(list_config("".join([*lines, long])))
 
 
 # CIFAR

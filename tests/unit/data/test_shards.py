@@ -1,6 +1,7 @@
 """Shards: made of any source, read by webdataset and by us, resumed, and refused in one line when damaged."""
 
 import errno
+import gc
 import json
 import os
 import pickle
@@ -245,6 +246,7 @@ def test_the_loader_reads_every_image_once_with_any_number_of_workers_and_goes_o
 
 
 def open_tars() -> int:
+    gc.collect()  # loaders of earlier tests
     links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     return sum(os.path.realpath(link).endswith(".tar") for link in links)
 

@@ -85,6 +85,39 @@ DAMAGE = {
     "key of another kind": (lambda c: c["images"][0].update(width="100"), "\"width\" is '100'"),
     "entry of another kind": (lambda c: c["images"].insert(0, "a.jpg"), 'entry 0 of "images"', "'a.jpg'"),
     "list left out": (lambda c: c.pop("annotations"), 'no list "annotations"'),
+    "null record": (lambda c: c["annotations"].insert(1, None), 'entry 1 of "annotations" is None'),
+    "endless id": (lambda c: c["images"][0].update(id=10**4000), "\"id\" is 1000"),
+    "endless image_id": (lambda c: c["annotations"][0].update(image_id=10**30), '"image_id" is 1000'),
+    "endless width": (lambda c: c["images"][0].update(width=10**30), '"width" is 1000'),
+    "endless box": (
+        lambda c: c["annotations"].append(box(8, bbox=(9, 2, 10**400, 4))),
+        *("annotation 8", "is not four numbers"),
+    ),
+    "more pixels than are decoded": (
+        lambda c: c["images"][0].update(width=13_000, height=13_000),
+        *("image 1 ('a.jpg')", "13000 x 13000 px, the limit is 120,000,000"),
+    ),
+    "mask of another size": (
+        lambda c: c["annotations"].append(box(8, segmentation={"size": [10**5, 10**5], "counts": "x"})),
+        *("annotation 8", "its segmentation does not fit an image of 100 x 80 px"),
+    ),
+    "outline of gigabytes": (
+        lambda c: c["annotations"].append(box(8, segmentation=[[0, 0, 10**8, 0, 10**8, 10**8]])),
+        *("annotation 8", "its segmentation does not fit"),
+    ),
+    "outline there and back": (
+        lambda c: c["annotations"].append(box(8, segmentation=[[0, 0, 99, 79] * 200_000])),
+        *("annotation 8", "its segmentation does not fit"),
+    ),
+    "outline to NaN": (
+        lambda c: c["annotations"].append(box(8, segmentation=[[0, 0, 1, 0, 1, float("nan")]])),
+        *("annotation 8", "its segmentation does not fit"),
+    ),
+    "polygon of texts": (
+        lambda c: c["annotations"].append(box(8, segmentation=[["0", "1"]])),
+        *("annotation 8", "does not fit"),
+    ),
+    "polygon that is none": (lambda c: c["annotations"].append(box(8, segmentation=7)), "annotation 8", "does not fit"),
     "no objects at all": (lambda c: c.update(annotations=[]), '"annotations" is empty'),
 }  # fmt: skip
 
@@ -98,7 +131,40 @@ def test_damage_is_named_in_one_line(check, content, name: str) -> None:
     message = str(caught.value)
     assert "a.json" in message
     assert "\n" not in message
+    assert len(message) < 1000
     assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../../b.jpg",
+        "a/../../b.jpg",
+        "/etc/b.jpg",
+        "b\0.jpg",
+        "b\n.jpg",
+        "\ud800",
+        "x/" * 5000,
+        "é" * 200,
+    ],
+)
+def test_a_name_that_leads_out_of_the_images_is_refused(tmp_path: Path, check, content, name: str) -> None:
+    check(content)
+    content["images"][1]["file_name"] = name
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"image 2: .* does not name a file below its directory") as caught:
+        check_annotations(tmp_path / "a.json", tmp_path / "images")
+    assert repr(name)[:80] in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_names_of_this_directory(check, content) -> None:
+    content["images"][0]["file_name"] = "./a.jpg"
+    assert check(content).image_files[0] == "./a.jpg"
 
 
 def test_counts_the_others_like_the_first(check, content) -> None:
@@ -110,6 +176,30 @@ def test_counts_the_others_like_the_first(check, content) -> None:
 def test_boxes_alone_need_no_masks(check, content) -> None:
     del content["annotations"][0]["segmentation"]
     assert check(content, masks=False).boxes == 3
+
+
+def test_polygons_may_have_any_number_of_points_that_are_drawn(check, content) -> None:
+    angles = np.linspace(0, 2 * np.pi, 20_000)
+    outline = (50 + 30 * np.stack([np.cos(angles), np.sin(angles)], axis=1)).ravel().tolist()
+    content["annotations"].append(box(8, segmentation=[outline, [], [-3, -2, 120, -2, 120, 90]]))
+    content["annotations"].append(box(9, segmentation=[[1e7, 1e7, 1e7, 1e7, 1e7, 1e7]]))  # far away, but a point
+    assert check(content).boxes == 5
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"1" * 5000, b'{"images": ' + b"[" * 100_000])
+def test_json_that_no_parser_takes(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(text)
+    with pytest.raises(UserError, match=r"a\.json: not JSON \((nested too deeply|Exceeds the limit)"):
+        check_annotations(tmp_path / "a.json", tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_or_a_device_is_no_annotation_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(UserError, match=r"cannot be read \(not a regular file\)"):
+            check_annotations(path, tmp_path)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b'{"images": [}', b"\xff\xfe", b"[1, 2]", b"null"])

@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tool_cases import command
 
 from swinv2_moe.detection.coco import check_split, lay_out, splits, unpack
@@ -123,6 +124,58 @@ def test_an_archive_of_something_else(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds '\.\./outside\.png', which is not in train2017/"):
         unpack(tmp_path / "train2017.zip", tmp_path / "coco", "train2017")
     assert not (tmp_path / "outside.png").exists()
+
+
+@pytest.mark.parametrize("name", ["train2017/../../outside.png", "/train2017/x.png", "train2017/a\nb.png"])
+def test_a_member_that_leads_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    with zipfile.ZipFile(tmp_path / "train2017.zip", "w") as archive:
+        archive.writestr("train2017/a.png", b"x")
+        archive.writestr(name, b"x")
+    with pytest.raises(UserError, match="which is not in train2017/") as caught:
+        unpack(tmp_path / "train2017.zip", tmp_path / "in" / "coco", "train2017")
+    assert repr(name) in str(caught.value)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["train2017.zip"]
+
+
+def test_members_in_subfolders(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "train2017.zip", "w") as archive:
+        archive.writestr("train2017/part/a.png", b"x")
+    unpack(tmp_path / "train2017.zip", tmp_path / "coco", "train2017")
+    assert (tmp_path / "coco/train2017/part/a.png").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("change", ["encrypted", "unknown compression", "deflated rubbish"])
+def test_members_that_zipfile_cannot_read(tmp_path: Path, change: str) -> None:
+    archive = tmp_path / "train2017.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("train2017/a.png", b"abc" * 100)
+    content = bytearray(archive.read_bytes())
+    directory = content.index(b"PK\x01\x02")
+    if change == "encrypted":
+        content[6] |= 1
+        content[directory + 8] |= 1
+    elif change == "unknown compression":
+        content[8] = content[directory + 10] = 77
+    else:
+        start = 30 + len("train2017/a.png")
+        content[start : start + 4] = b"\xff" * 4
+    archive.write_bytes(content)
+    with pytest.raises(UserError, match=r"train2017\.zip: a broken archive \("):
+        unpack(archive, tmp_path / "coco", "train2017")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_pictures_that_are_none(coco: Path, tmp_path: Path) -> None:
+    target = tmp_path / "coco"
+    shutil.copytree(coco, target)
+    file = target / "train2017/000001.png"
+    Image.new("L", (13_000, 13_000)).save(file)
+    with pytest.raises(UserError, match=r"000001\.png \(13,000 x 13,000 pixels, the limit is 120,000,000\)"):
+        check_split(*next(splits(target)), None)
+    file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n")
+    with pytest.raises(UserError, match=r"000001\.png \(none of the formats JPEG "):
+        check_split(*next(splits(target)), None)
 
 
 def test_the_command_counts(coco: Path, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -1,6 +1,7 @@
 """What a run says of its time: the event log, the time to a target accuracy, the wait for data."""
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -166,11 +167,19 @@ def test_a_full_disk_costs_events_and_not_the_run(small_disk, capsys):
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "null", "\0", '{"started": 1, "seconds": 2}', '{"started": 1, "seconds": -2, "bytes": 3}']
-    + ['{"started": NaN, "seconds": 2, "bytes": 3}', '{"started": 1, "seconds": 2, "bytes": Infinity}'],
+    + ['{"started": NaN, "seconds": 2, "bytes": 3}', '{"started": 1, "seconds": 2, "bytes": Infinity}']
+    + ["[" * 100_000, "1" * 5000, " " * 5000 + json.dumps(STAGED)],
 )
 def test_a_staging_record_that_cannot_be_read(text, tmp_path):
     (tmp_path / "staging.json").write_text(text)
     with pytest.raises(UserError, match=r"staging.json is not what data/stage.py writes"):
+        read_staging(str(tmp_path))
+
+
+@pytest.mark.timeout(20)
+def test_a_staging_record_that_is_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "staging.json")
+    with pytest.raises(UserError, match="not a regular file"):
         read_staging(str(tmp_path))
 
 

@@ -1,5 +1,7 @@
 """MODEL.PRETRAINED: weights of an earlier run as the start of another, with other classes or with experts."""
 
+import os
+
 import pytest
 import torch
 import trainer_cases
@@ -67,11 +69,15 @@ def test_other_classes(as_file, pretrained, load, tmp_path):
         ("1 2 x 4", "line 3: 'x' is not"),
         ("1 2 -3 4", "line 3: '-3' is not"),
         (None, r"cannot be read .*No such file"),
+        ("1 2 3 " + "4" * 5000, r"line 4: '444\d+\.\.\. is not"),
+        ("pipe", r"cannot be read .*not a regular file"),
     ],
 )
 def test_class_maps_that_do_not_fit(text, says, pretrained, load, tmp_path):
     _, source = pretrained()
-    if text is not None:
+    if text == "pipe":
+        os.mkfifo(tmp_path / "map.txt")
+    elif text is not None:
         (tmp_path / "map.txt").write_text(text)
     with pytest.raises(UserError, match=rf"MODEL\.CLASS_MAP .*map\.txt: {says}"):
         load(source, {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes=4)

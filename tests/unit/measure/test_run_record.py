@@ -1,6 +1,7 @@
 """A run directory read back, whole, half-written or not one; its curves thinned."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -54,6 +55,14 @@ def test_what_a_run_has_left(directory):
         STEP | {"moe_layers": {"layers.1.blocks.0.mlp.moe": [1.0, 1.0]}},
         EPOCH | {"val_top5": None},
         3,
+        "[" * 100_000,
+        '{"step": ' + "1" * 5000 + "}",
+        STEP | {"step": 10**300},
+        STEP | {"loss": 10**400},
+        STEP | {"loss": float("inf")},
+        STEP | {"moe_layers": {"layers.1.blocks.0.mlp.moe": {"load": ["a", None]}}},
+        STEP | {"moe_layers": {"layers.1.blocks.0.mlp.moe": None}},
+        EPOCH | {"seconds": float("nan")},
     ],
 )
 def test_a_line_that_is_not_as_it_was_written(directory, line):
@@ -76,6 +85,13 @@ def test_a_line_that_is_not_as_it_was_written(directory, line):
         ("config.yaml", "DATA: 3", ["config.yaml", "cannot be used"]),
         ("summary.json", '{"val', ["summary.json", "damaged"]),
         ("summary.json", '{"val_top1": 3}', ["summary.json", "damaged"]),
+        ("summary.json", "[" * 100_000, ["summary.json", "damaged"]),
+        (
+            "summary.json",
+            json.dumps({"parameters": 10**400, "active_macs": 1, "world_size": 1, "device": "cpu"}),
+            ["summary.json", "damaged"],
+        ),
+        ("config.yaml", "a: &a [*a]", ["config.yaml", "cannot be used"]),
     ],
 )
 def test_half_written_runs_are_refused(directory, file, content, words):
@@ -107,6 +123,19 @@ def test_runs_of_one_name_are_told_apart(directory, paths, names):
 def test_top5_of_five_classes_says_nothing(directory, shares, says):
     run = replace(read_run(directory), epochs=[EPOCH | {"val_top5": share} for share in shares])
     assert run.has_top5 == says
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("file", ["metrics.jsonl", "config.yaml", "summary.json"])
+def test_a_pipe_or_a_device_in_the_place_of_a_file(directory, file):
+    (directory / file).unlink(missing_ok=True)
+    os.mkfifo(directory / file)
+    with pytest.raises(UserError, match="not a regular file"):
+        read_run(directory)
+    (directory / file).unlink()
+    (directory / file).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="not a regular file"):
+        read_run(directory)
 
 
 def test_a_file_is_not_a_run(directory):
