@@ -20,6 +20,7 @@ from swinv2_moe.engine.environment import describe_environment
 from swinv2_moe.engine.events import Staging, load_mllogger, read_staging
 from swinv2_moe.engine.record import Recorder
 from swinv2_moe.engine.run_lock import only_run
+from swinv2_moe.engine.run_warnings import start_warnings
 from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.stopping import StoppedElsewhere
 from swinv2_moe.engine.trainer import Trainer
@@ -60,13 +61,13 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
         if source is not None:
             trainer.resume(source)
         size = measure_model(config, data.num_classes)
-        versions = differing_versions(world)
+        warnings = _warnings(trainer)
         recorder = stack.enter_context(closing(Recorder(root, world, trainer.step, config.EVENT_LOG)))
         stack.enter_context(recorder.engine_log())
         stack.enter_context(trainer.stop)
         recorder.config(config)
         recorder.say(_headline(trainer, size, source))
-        for warning in versions:
+        for warning in warnings:
             recorder.say(f"warning: {warning}")
         saver = Saver(root / "checkpoints", world, config, source, recorder.say, recorder.checkpoint)
         stack.callback(saver.wait, _LAST_SAVE_SECONDS)
@@ -107,6 +108,13 @@ def _starting_point(root: Path, resume: str | None, world: World) -> Checkpoint 
             f"--output {root}: already holds a run; --resume auto continues it, another directory starts anew"
         )
     return None
+
+
+def _warnings(trainer: Trainer) -> list[str]:
+    """Every rank calls this."""
+    config, world = trainer.config, trainer.world
+    rate = optim.scaled_learning_rate(config, config.TRAIN.BASE_LR, world.size)
+    return start_warnings(config, trainer.data, rate) + differing_versions(world)
 
 
 def _build_model(config: CfgNode, num_classes: int, world: World) -> SwinTransformerV2MoE:

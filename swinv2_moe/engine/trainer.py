@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from timm.data import Mixup
 from torch import Tensor
 from yacs.config import CfgNode
 
@@ -27,8 +26,10 @@ from swinv2_moe.engine.distributed import World, seed_everything
 from swinv2_moe.engine.environment import peak_memory
 from swinv2_moe.engine.evaluation import Accuracy, evaluate
 from swinv2_moe.engine.meta import check_classifier
+from swinv2_moe.engine.mixup import build_mixup
 from swinv2_moe.engine.parallelize import averaged_copy, gradient_sync, load_whole, parallelize, settle_buckets
 from swinv2_moe.engine.record import Recorder
+from swinv2_moe.engine.run_warnings import LossWatch
 from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.stopping import Stopped, StopSignal
 from swinv2_moe.engine.timing import Batches, TimeToTarget
@@ -66,6 +67,7 @@ class Trainer:
         self.best_top1, self.last_top1 = -1.0, None
         self.seconds, self.waited, self.images = 0.0, 0.0, 0  # of training proper, in this process
         self.to_target = TimeToTarget(config.TRAIN.TARGET_TOP1)
+        self.loss_watch = LossWatch()
 
     @property
     def deployed(self) -> SwinTransformerV2MoE:
@@ -155,6 +157,8 @@ class Trainer:
                 bar.advance(f"loss {loss:.3f}  val top-1 {self._last_accuracy}  {rate:,.0f} images/s")
                 if self.skipped_in_a_row:
                     recorder.say(f"step {self.step}: loss or gradient not finite, skipped ({self.skipped} so far)")
+                if warning := self.loss_watch.add(loss):
+                    recorder.say(f"warning: step {self.step}: {warning}")
                 if self.step % self.config.PRINT_FREQ == 0:
                     self._record_step(recorder, loss, aux_loss, norm, rate, loader.wait_share())
                     self._count_unreadable(bad)
@@ -313,6 +317,7 @@ class Trainer:
             "best_top1": self.best_top1,
             "last_top1": self.last_top1,
             "time_to_target": self.to_target.state(),
+            "loss_watch": self.loss_watch.state(),
             "skipped": self.skipped,
             "loss_scaler": self.scaler.state(),
             "strategies": strategy_decisions(self.model),
@@ -360,27 +365,13 @@ class Trainer:
         self.skipped = training["skipped"]
         if "time_to_target" in training:  # earlier versions lack it
             self.to_target.load(training["time_to_target"])
+        if "loss_watch" in training:
+            self.loss_watch.load(training["loss_watch"])
         # Another global batch: the steps that the images seen so far would have been. (A few may be seen again.)
         seen = training["epoch_step"] * training["global_batch"] // self.global_batch
         self.epoch_step = min(seen, self.steps_per_epoch)
         self.epoch_loss = training["epoch_loss"] * self.epoch_step / max(training["epoch_step"], 1)
         self._update_schedule()
-
-
-def build_mixup(config: CfgNode, num_classes: int) -> Mixup | None:
-    """timm's mixup and cutmix, or None where both are off."""
-    aug = config.AUG
-    if aug.MIXUP_PROB == 0 or (aug.MIXUP == 0 and aug.CUTMIX == 0):
-        return None
-    return Mixup(
-        mixup_alpha=aug.MIXUP,
-        cutmix_alpha=aug.CUTMIX,
-        prob=aug.MIXUP_PROB,
-        switch_prob=aug.MIXUP_SWITCH_PROB,
-        mode=aug.MIXUP_MODE,
-        label_smoothing=config.MODEL.LABEL_SMOOTHING,
-        num_classes=num_classes,
-    )
 
 
 def build_autocast(config: CfgNode, world: World) -> partial:
