@@ -111,6 +111,7 @@ def shown(value: object) -> str:
 
 
 TEXT = form("text", is_text)
+FLAG = form("true or false", lambda value: isinstance(value, bool))
 COUNT = form(f"a whole number from 0 to {_LARGEST}", _is_count)
 POSITIVE_COUNT = form(f"a whole number from 1 to {_LARGEST}", lambda value: _is_count(value) and value > 0)
 NUMBER = form("a finite number", _is_number)

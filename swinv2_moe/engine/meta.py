@@ -14,6 +14,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.files import parse_json, read_bounded
 from swinv2_moe.forms import (
     COUNT,
+    FLAG,
     NUMBER,
     OBJECT,
     POSITIVE_COUNT,
@@ -48,6 +49,7 @@ _SHA256 = form("a SHA-256 in hexadecimal", _is_sha256)
 _CONFIG = form(f"text of at most {_MAX_CONFIG:,} characters", _is_config)
 _LOSS_SCALER = record({"scale": POSITIVE_NUMBER, "good_steps": COUNT, "updates": COUNT})
 _WINDOWS = or_null(list_of(POSITIVE_COUNT))
+_LOSS_WATCH = record({"start": list_of(NUMBER), "has_warned": FLAG})
 _TIME_TO_TARGET = record({"seconds": NUMBER, "validations": list_of(list_of(NUMBER, length=4))})
 
 _CLASSIFIER_TRAINING = record(
@@ -64,7 +66,7 @@ _CLASSIFIER_TRAINING = record(
         "loss_scaler": _LOSS_SCALER,
         "strategies": list_of(record({"key": OBJECT, "strategy": OBJECT})),
     },
-    optional={"time_to_target": _TIME_TO_TARGET},  # earlier versions lack it
+    optional={"time_to_target": _TIME_TO_TARGET, "loss_watch": _LOSS_WATCH},  # earlier versions lack them
 )
 _DETECTOR_TRAINING = record(
     {
