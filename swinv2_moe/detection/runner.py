@@ -12,8 +12,10 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from moe_core import expert_parameters, moe_layers
+from swinv2_moe.data.build import Loader
 from swinv2_moe.engine import checkpoint
 from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.distributed import World
@@ -42,6 +44,14 @@ class MoERunner(Runner):
         """The processes of this run."""
         group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
         return World(self.rank, self.world_size, torch.device(get_device()), group)
+
+    @staticmethod
+    def build_dataloader(
+        dataloader: DataLoader | dict, seed: int | None = None, diff_rank_seed: bool = False
+    ) -> DataLoader:
+        loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
+        loader.__class__ = Loader  # workers hear no Ctrl-C; mmengine takes no class of its own
+        return loader
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
         if not self.distributed or model_wrapper_cfg is not None:
