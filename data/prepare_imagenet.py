@@ -7,12 +7,17 @@ torchvision does the work: it checks the archives' MD5 sums and skips a split wh
 
 import argparse
 import pickle
-import sys
+
+from swinv2_moe.command import run_command  # first: it makes Ctrl-C one line
+
+# isort: split
 
 from torchvision.datasets import ImageNet
 
+from swinv2_moe.errors import UserError
 
-def main() -> int:
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", help="holds ILSVRC2012_devkit_t12.tar.gz, _img_train.tar and _img_val.tar")
     directory = parser.parse_args().directory
@@ -20,10 +25,8 @@ def main() -> int:
         for split in ("train", "val"):
             print(f"{split}: {len(ImageNet(directory, split))} images in 1,000 classes")
     except (RuntimeError, OSError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        print(f"{directory}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+        raise UserError(f"{directory}: {' '.join(str(error).split())}") from error
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

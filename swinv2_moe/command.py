@@ -1,4 +1,8 @@
-"""What the commands in tools/ share: arguments, results as JSON, and one line for a user's mistake."""
+"""What the commands in tools/ share: arguments, results as JSON, one line for a user's mistake and for Ctrl-C."""
+
+from swinv2_moe.interrupt import end_interrupted  # first: the imports below take seconds
+
+# isort: split
 
 import argparse
 import json
@@ -6,7 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from yacs.config import CfgNode
@@ -79,8 +83,35 @@ def config_from(args: argparse.Namespace) -> CfgNode:
     return load_config(args.cfg, args.opts, data=args.data, output=args.output)
 
 
+def resume_command(
+    script: str, cfg: str, data: str | None = None, output: str | None = None, opts: Sequence[str] = ()
+) -> str:
+    """The command line that goes on with a training, started as this process was.
+
+    Args:
+        script: tools/train.py, by the path that is to be typed.
+        cfg, data, output, opts: its arguments, as in `add_config_arguments`.
+    """
+    words = [*_launcher(), script, "--cfg", cfg]
+    words += ["--data", data] if data else []
+    words += ["--output", output] if output else []
+    words += ["--resume", "auto"]
+    words += ["--opts", *opts] if opts else []
+    return shlex.join(words)
+
+
+def _launcher() -> list[str]:
+    """What starts a script on as many processes; "..." for options of a launcher that are not known here."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
+        return [sys.orig_argv[0]]  # python, by the path that was typed
+    if size == os.environ.get("LOCAL_WORLD_SIZE"):
+        return ["torchrun", "--nproc_per_node", size]
+    return ["torchrun", "..."]
+
+
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command; a UserError becomes one line on the main rank's stderr and exit status 2."""
+    """Run a command; a UserError becomes one line on the main rank's stderr and exit status 2, Ctrl-C one and 130."""
     try:
         main()
     except UserError as error:
@@ -93,20 +124,28 @@ def run_command(main: Callable[[], None]) -> None:
     except StoppedElsewhere:
         sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
-        sys.exit(130)
+        end_interrupted()
 
 
 def run_tool(*command: object) -> None:
     """Run another command of this repository ("tools/train.py", ...), printed first; its failure, which it has named,
-    ends this process too."""
+    ends this process too. Ctrl-C reaches both: this process waits until the other one has saved, then ends."""
     words = [str(word) for word in command]
     print(f"\n$ python {shlex.join(words)}", flush=True)
-    status = subprocess.run([sys.executable, str(_ROOT / words[0]), *words[1:]], check=False).returncode
+    process = subprocess.Popen([sys.executable, str(_ROOT / words[0]), *words[1:]])
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
     if status:
         sys.exit(status)
 
 
 def run_training(config: str, data: Path, output: Path, opts: list) -> None:
-    """Train, or go on with it, by a configuration of this repository; a run that has finished stays as it is."""
+    """Train, or go on with it, by a configuration of this repository; a run that has finished stays as it is. One that
+    is told to stop ends this process too."""
     places = ["--data", data, "--output", output]
     run_tool("tools/train.py", "--cfg", _ROOT / config, *places, "--resume", "auto", "--opts", *opts)
+    if not (output / "summary.json").is_file():
+        sys.exit()

@@ -11,9 +11,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from swinv2_moe.command import run_command  # first: it makes Ctrl-C one line
+
+# isort: split
+
 from moe_core import cost_model
 from swinv2_moe import planner
-from swinv2_moe.command import run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
 

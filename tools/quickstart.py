@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from swinv2_moe.command import run_command
+from swinv2_moe.command import resume_command, run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.engine import train
 
@@ -23,8 +23,11 @@ def main() -> None:
     output = first_free(Path(args.output))
     summaries = {}
     for name, opts in (("moe", []), ("dense", DENSE)):
-        config = load_config(CONFIG, [*opts, *args.opts], output=str(output / name))
-        summaries[name] = train(config)
+        opts, run = [*opts, *args.opts], str(output / name)
+        going_on = resume_command("tools/train.py", cfg=str(CONFIG), output=run, opts=opts)
+        summaries[name] = train(load_config(CONFIG, opts, output=run), resume_command=going_on)
+        if summaries[name] is None:  # told to stop
+            return
     show(summaries, output)
 
 

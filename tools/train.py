@@ -5,8 +5,9 @@ torchrun --nproc_per_node 2 tools/train.py --cfg configs/quickstart_digits.yaml 
 """
 
 import argparse
+import sys
 
-from swinv2_moe.command import add_config_arguments, config_from, run_command
+from swinv2_moe.command import add_config_arguments, config_from, resume_command, run_command
 from swinv2_moe.engine import train
 
 
@@ -17,7 +18,8 @@ def main() -> None:
         "--resume", metavar="auto|DIR", help="go on from a checkpoint or run; auto: from --output's last"
     )
     args = parser.parse_args()
-    train(config_from(args), resume=args.resume)
+    going_on = resume_command(sys.argv[0], args.cfg, args.data, args.output, args.opts)
+    train(config_from(args), args.resume, going_on)
 
 
 if __name__ == "__main__":

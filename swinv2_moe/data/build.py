@@ -91,7 +91,7 @@ def _shard_order(config: CfgNode, source: Source) -> Order | None:
 
 def _loader(config: CfgNode, dataset: ImageDataset, sampler: Sampler[int]) -> DataLoader:
     """Workers are started for each epoch, so that they get the dataset with its epoch; torch gives each one thread."""
-    return _Loader(
+    return Loader(
         dataset,
         batch_size=config.DATA.BATCH_SIZE,
         sampler=sampler,
@@ -102,14 +102,15 @@ def _loader(config: CfgNode, dataset: ImageDataset, sampler: Sampler[int]) -> Da
     )
 
 
-class _Loader(DataLoader):
+class Loader(DataLoader):
     """Its workers hear no signal that makes a run save.
 
-    Schedulers signal every process of a job; the run needs its workers until it has saved, and then ends them.
+    Schedulers signal every process of a job, and Ctrl-C every process in the foreground; the run needs its workers
+    until it has saved, and then ends them.
     """
 
     def __iter__(self) -> Iterator[Batch]:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
         try:
             return super().__iter__()  # from their first moment on: processes inherit the mask
         finally:

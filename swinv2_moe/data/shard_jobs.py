@@ -116,12 +116,16 @@ def run_jobs(
 def _start(context, work: Work, jobs: list[Job], workers: int, counts) -> dict[Connection, multiprocessing.Process]:
     """Workers that share the jobs, by where their results come from."""
     processes = {}
-    for worker in range(min(workers, len(jobs))):
-        receive, send = context.Pipe(duplex=False)
-        arguments = (send, counts, worker, work, jobs[worker::workers], os.getpid())
-        processes[receive] = context.Process(target=_work, args=arguments, daemon=True)
-        processes[receive].start()
-        send.close()  # before the next fork: a worker's end is seen when nobody else can write
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # in the middle of a fork Ctrl-C would be lost
+    try:
+        for worker in range(min(workers, len(jobs))):
+            receive, send = context.Pipe(duplex=False)
+            arguments = (send, counts, worker, work, jobs[worker::workers], os.getpid())
+            processes[receive] = context.Process(target=_work, args=arguments, daemon=True)
+            processes[receive].start()
+            send.close()  # before the next fork: a worker's end is seen when nobody else can write
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return processes
 
 
@@ -133,6 +137,7 @@ def _work(results: Connection, counts, worker: int, work: Work, jobs: list[Job],
             os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says what is to be said
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:
         for job in jobs:
             results.send(work(job, tick))

@@ -13,8 +13,10 @@ from mmengine.model import is_model_wrapper
 from mmengine.registry import RUNNERS
 from mmengine.runner import BaseLoop, Runner
 from torch import nn
+from torch.utils.data import DataLoader
 
 from moe_core import expert_parameters, moe_layers, prepared
+from swinv2_moe.data.build import Loader
 from swinv2_moe.detection.pth import load_pth, read_pth
 from swinv2_moe.engine import checkpoint
 from swinv2_moe.engine.checkpoint import Checkpoint
@@ -46,6 +48,14 @@ class MoERunner(Runner):
         """The processes of this run."""
         group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
         return World(self.rank, self.world_size, torch.device(get_device()), group)
+
+    @staticmethod
+    def build_dataloader(
+        dataloader: DataLoader | dict, seed: int | None = None, diff_rank_seed: bool = False
+    ) -> DataLoader:
+        loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
+        loader.__class__ = Loader  # workers hear no Ctrl-C; mmengine takes no class of its own
+        return loader
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
         if not self.distributed or model_wrapper_cfg is not None:

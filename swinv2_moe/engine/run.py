@@ -31,13 +31,19 @@ from swinv2_moe.models.heads import fit_head
 _LAST_SAVE_SECONDS = 60  # for a save under way when the run fails; with all ranks well it takes a fraction
 
 
-def train(config: CfgNode, resume: str | None = None) -> dict:
-    """Train (or go on training) what `config` describes in the run directory `config.OUTPUT`; returns the summary.
+def train(
+    config: CfgNode, resume: str | None = None, resume_command: str = 'train(config, resume="auto")'
+) -> dict | None:
+    """Train (or go on training) what `config` describes in the run directory `config.OUTPUT`.
 
     Everything that can be wrong with the input is found before anything but a lock is written to the run directory.
 
     Args:
         resume: what to go on from: "auto", a run or a checkpoint. None starts afresh.
+        resume_command: what the user is told to do to go on with a run that was stopped.
+
+    Returns:
+        The summary; None of a run that was told to stop before its end.
 
     Raises:
         UserError: input that cannot be used, or a loss that is not finite.
@@ -76,6 +82,8 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
             recorder.begin(describe_environment(world), trainer.step)
         with _run_events(recorder, trainer, began, staging):
             trainer.fit(recorder, saver)
+        if trainer.stopped_by:
+            recorder.say(f"{trainer.stopped_by}: stopped after step {trainer.step}; to go on: {resume_command}")
         summary = _summary(trainer, size, staging, time.perf_counter() - started)
         if trainer.finished:
             if not was_finished:  # else it keeps its summary
@@ -83,7 +91,7 @@ def train(config: CfgNode, resume: str | None = None) -> dict:
             recorder.say(_closing_lines(trainer, summary, root))
     if trainer.stop.came_from_elsewhere(trainer.stopped_by):
         raise StoppedElsewhere
-    return summary
+    return None if trainer.stopped_by else summary
 
 
 def _load_data(config: CfgNode, world: World) -> tuple[Data, Staging | None]:

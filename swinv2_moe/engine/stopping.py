@@ -1,9 +1,12 @@
-"""A run that is told to stop: by SIGTERM (schedulers, torchrun, `kill`) or SIGUSR1 (`sbatch --signal=USR1@120`)."""
+"""A run that is told to stop: by SIGTERM (schedulers, `kill`), SIGUSR1 (`sbatch --signal=USR1@120`) or Ctrl-C."""
 
 import os
 import signal
 import threading
+import time
 from types import FrameType
+
+_REPEATED = 0.1  # seconds: `timeout -s INT` and some launchers send one SIGINT twice
 
 
 class Stopped(Exception):
@@ -19,12 +22,17 @@ class StoppedElsewhere(Exception):
 
 
 class StopSignal:
-    """Remembers that a signal came, inside its `with` block; torchrun and a scheduler may both send one."""
+    """Remembers the first signal that told this rank to stop, inside its `with` block.
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    More of them change nothing, since torchrun and a scheduler may both send one, except a second SIGINT: that ends the
+    process at once, as if nothing handled it.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._interrupted: float | None = None  # when SIGINT first came
 
     def __enter__(self) -> "StopSignal":
         in_main_thread = threading.current_thread() is threading.main_thread()  # signals reach no other
@@ -41,4 +49,12 @@ class StopSignal:
         return stopped_by == "SIGTERM" and self.received is None and restarts > 0
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
+        self.received = self.received or signal.Signals(number).name
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if self._interrupted is None:
+            self._interrupted = now
+        elif now - self._interrupted > _REPEATED:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)

@@ -93,7 +93,8 @@ class Trainer:
     def fit(self, recorder: Recorder, saver: Saver) -> None:
         """Train what is left, validate and record each epoch, save as SAVE_FREQ and CHECKPOINT say.
 
-        When `stop` has received a signal, the state is saved between two steps and this returns.
+        When `stop` has received a signal, the state is saved between two steps and this returns, with the signal in
+        `stopped_by`.
 
         Raises:
             UserError: a loss or gradient that is not finite, or too many unreadable images; the last checkpoint could
@@ -110,8 +111,6 @@ class Trainer:
             self.stopped_by = str(stopped)
             self.save(saver)
         saver.close()
-        if self.stopped_by:
-            recorder.say(f"{self.stopped_by}: stopped after step {self.step}; --resume auto goes on from there")
 
     def validate(self) -> Accuracy:
         """Accuracy of the deployed weights on the validation set."""

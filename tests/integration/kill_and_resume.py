@@ -35,6 +35,7 @@ from swinv2_moe.command import run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.engine import saver, train
 from swinv2_moe.engine.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_meta
+from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = "DEVICE cpu DATA.NUM_WORKERS 0 MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.DROP_PATH_RATE 0"
 SMALL += " MODEL.MOE.BLOCKS [[],[0],[0]] MODEL.MOE.NUM_EXPERTS 4 MODEL.MOE.CAPACITY_FACTOR 0 MODEL.MOE.GATE_NOISE 0"
 SMALL += " MODEL.MOE.EVAL_CAPACITY_FACTOR 0 MODEL.MOE.AUX_LOSS_WEIGHT 0 TRAIN.WARMUP_EPOCHS 0 TRAIN.OPTIMIZER.EPS 1e-3"
-SMALL += " DATA.GLOBAL_BATCH_SIZE 16 TRAIN.EPOCHS 100 TRAIN.BASE_LR 6e-2 PRINT_FREQ 1 TIMEOUT 10"
+SMALL += " DATA.GLOBAL_BATCH_SIZE 16 TRAIN.EPOCHS 100 TRAIN.BASE_LR 6e-2 PRINT_FREQ 1 TIMEOUT 30"
 IMAGES = {"train": 96, "val": 32}  # six steps an epoch
 WORLDS = (1, 2, 4)
 REFERENCE_STEPS, MORE_STEPS = 24, 4  # of a run that nothing interrupts; of the last start, beyond its checkpoint
@@ -77,6 +78,36 @@ class Ranks(Processes):
     def done(self) -> int:
         """The last step in metrics.jsonl."""
         return max((step for step, _ in steps(self.output)), default=0)
+
+
+class Gate(NamedTuple):
+    """A point at which a run waits until the test has done what it wants to do there. It says so by files."""
+
+    directory: Path
+
+    @property
+    def reached(self) -> Path:
+        return self.directory / "reached"
+
+    @property
+    def opened(self) -> Path:
+        return self.directory / "opened"
+
+    def wait_here(self) -> None:
+        self.reached.touch()
+        while not self.opened.exists():
+            time.sleep(0.005)
+
+    def hold_step(self, step: int) -> None:
+        """In this process training waits here before this step."""
+        train_step = Trainer.train_step
+
+        def wait_and_train(trainer: Trainer, batches: list) -> tuple[float, float, float]:
+            if trainer.step + 1 == step:
+                self.wait_here()
+            return train_step(trainer, batches)
+
+        Trainer.train_step = wait_and_train
 
 
 def _train(data: Path, output: Path, keys: str, resume: str | None, prepare: Callable[[], None] | None) -> None:

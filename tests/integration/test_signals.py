@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,15 +12,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from gloo_processes import Outcome
-from kill_and_resume import ROOT, SMALL, Ranks, saves_under_way, slow_disk, steps, uninterrupted, write_digits
+from gloo_processes import DEADLINE, Outcome
+from kill_and_resume import ROOT, SMALL, Gate, Ranks, saves_under_way, slow_disk, steps, uninterrupted, write_digits
 
 from swinv2_moe.engine import evaluation
+from swinv2_moe.engine import run as run_module
 from swinv2_moe.engine.checkpoint import checkpoints_below, open_checkpoint
 
 STEPS = 16  # of the runs that are compared; six an epoch
-PROMPTLY = 20  # seconds
-SAYS = re.compile(r"(SIGTERM|SIGUSR1): stopped after step (\d+); --resume auto goes on from there")
+HELD = 4  # the step in which a run waits for its signal
+SAYS = re.compile(r"(SIGTERM|SIGUSR1|SIGINT): stopped after step (\d+); to go on: (.+)")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def stopped_at(ended: list[Outcome], run: Path) -> tuple[str, int]:
     assert [(outcome.status, outcome.err) for outcome in ended] == [(0, "")] * len(ended)
     assert not any(outcome.out for outcome in ended[1:])
     (said,) = [line for line in ended[0].out.splitlines() if "stopped" in line]
-    name, step = SAYS.fullmatch(said).groups()
+    name, step, _ = SAYS.fullmatch(said).groups()
     newest = open_checkpoint(checkpoints_below(run / "checkpoints")[0])
     assert newest.meta["step"] == int(step) == steps(run)[-1][0]
     assert (run / "checkpoints" / "latest").resolve() == newest.directory
@@ -66,54 +68,84 @@ def goes_on(size: int, data: Path, run: Path, whole: Path) -> None:
     assert epochs(run) == epochs(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def signalled_at(gate: Gate, ranks: Ranks, number: int, victims: list[int] | None = None) -> list[Outcome]:
+    """How the ranks ended after a signal that came while they waited at the gate."""
+    ranks.wait_for(gate.reached.exists)
+    ranks.signal(number, victims)
+    gate.opened.touch()
+    return ranks.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_in_an_epoch(number, data, whole, tmp_path):
-    ranks = Ranks(1, data, tmp_path / "run", "SAVE_FREQ 100")
-    ranks.wait_for(lambda: ranks.done() >= 3)
-    ranks.signal(number)
-    name, step = stopped_at(ranks.wait(PROMPTLY), tmp_path / "run")
-    assert name == number.name
-    assert step >= 3
+    gate = Gate(tmp_path)
+    ranks = Ranks(1, data, tmp_path / "run", "SAVE_FREQ 100", prepare=partial(gate.hold_step, HELD))
+    assert stopped_at(signalled_at(gate, ranks, number), tmp_path / "run") == (number.name, HELD)
     goes_on(1, data, tmp_path / "run", whole(1))
 
 
-def test_a_signal_to_one_of_two_ranks_stops_both(data, whole, tmp_path):
-    ranks = Ranks(2, data, tmp_path / "run", "SAVE_FREQ 100")
-    ranks.wait_for(lambda: ranks.done() >= 3)
-    ranks.signal(signal.SIGUSR1, [1])
-    name, _ = stopped_at(ranks.wait(PROMPTLY), tmp_path / "run")
-    assert name == "SIGUSR1"
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_to_one_of_two_ranks_stops_both(number, data, whole, tmp_path):
+    gate = Gate(tmp_path)
+    ranks = Ranks(2, data, tmp_path / "run", "SAVE_FREQ 100", prepare=partial(gate.hold_step, HELD))
+    assert stopped_at(signalled_at(gate, ranks, number, [1]), tmp_path / "run") == (number.name, HELD)
     goes_on(2, data, tmp_path / "run", whole(2))
 
 
-def slow_validation(mark: Path) -> None:
+def test_a_second_interrupt_ends_the_run_at_once(data, tmp_path):
+    """It waits at a gate that stays shut: it cannot save."""
+    gate = Gate(tmp_path)
+    ranks = Ranks(1, data, tmp_path / "run", "", prepare=partial(gate.hold_step, HELD))
+    ranks.wait_for(gate.reached.exists)
+    deadline = time.monotonic() + DEADLINE
+    while ranks.processes[0].exitcode is None and time.monotonic() < deadline:
+        ranks.signal(signal.SIGINT)
+        time.sleep(0.3)
+    (ended,) = ranks.wait(0)
+    assert (ended.status, ended.err) == (-signal.SIGINT, "")
+    assert steps(tmp_path / "run")[-1][0] == HELD - 1
+    assert not checkpoints_below(tmp_path / "run" / "checkpoints")
+
+
+def hold_loading(gate: Gate) -> None:
+    build_data = run_module.build_data
+    run_module.build_data = lambda *args: (gate.wait_here(), build_data(*args))[1]
+
+
+def test_an_interrupt_before_training(data, tmp_path):
+    """One line, and nothing is left behind."""
+    gate = Gate(tmp_path)
+    ranks = Ranks(2, data, tmp_path / "run", "", prepare=partial(hold_loading, gate))
+    ranks.wait_for(lambda: (tmp_path / "run").exists() and gate.reached.exists())
+    ended = signalled_at(gate, ranks, signal.SIGINT)
+    assert [(outcome.status, outcome.out) for outcome in ended] == [(130, "")] * 2
+    assert [outcome.err for outcome in ended] == ["interrupted\n", ""]
+    assert not (tmp_path / "run").exists()
+
+
+def hold_validation(gate: Gate) -> None:
     count = evaluation._count
 
-    def slowly(*args):
-        mark.touch()
-        time.sleep(0.2)
+    def wait_and_count(*args):
+        gate.wait_here()
         return count(*args)
 
-    evaluation._count = slowly
+    evaluation._count = wait_and_count
 
 
 def test_a_signal_during_validation(data, whole, tmp_path):
-    mark = tmp_path / "validates"
-    ranks = Ranks(2, data, tmp_path / "run", "SAVE_FREQ 100", prepare=partial(slow_validation, mark))
-    ranks.wait_for(mark.exists)
-    ranks.signal(signal.SIGTERM, [1])
-    assert stopped_at(ranks.wait(PROMPTLY), tmp_path / "run") == ("SIGTERM", 6)
+    gate = Gate(tmp_path)
+    ranks = Ranks(2, data, tmp_path / "run", "SAVE_FREQ 100", prepare=partial(hold_validation, gate))
+    assert stopped_at(signalled_at(gate, ranks, signal.SIGTERM, [1]), tmp_path / "run") == ("SIGTERM", 6)
     assert epochs(tmp_path / "run") == []
     goes_on(2, data, tmp_path / "run", whole(2))
 
 
 def test_a_signal_in_the_last_validation(data, tmp_path):
     """All steps are done, but not all of the run: nothing has been validated yet."""
-    run, mark, keys = tmp_path / "run", tmp_path / "validates", "TRAIN.MAX_STEPS 3"
-    ranks = Ranks(1, data, run, keys, prepare=partial(slow_validation, mark))
-    ranks.wait_for(mark.exists)
-    ranks.signal(signal.SIGTERM)
-    assert stopped_at(ranks.wait(PROMPTLY), run) == ("SIGTERM", 3)
+    run, gate, keys = tmp_path / "run", Gate(tmp_path), "TRAIN.MAX_STEPS 3"
+    ranks = Ranks(1, data, run, keys, prepare=partial(hold_validation, gate))
+    assert stopped_at(signalled_at(gate, ranks, signal.SIGTERM), run) == ("SIGTERM", 3)
     assert not (run / "summary.json").exists()
     (ended,) = Ranks(1, data, run, keys).wait()
     assert (ended.status, ended.err) == (0, "")
@@ -124,18 +156,19 @@ def test_a_signal_in_the_last_validation(data, tmp_path):
 def test_signals_while_saves_are_under_way(data, whole, tmp_path):
     """One during a save, another at once, one more during the save that the first brought about."""
     run = tmp_path / "run"
-    ranks = Ranks(1, data, run, "CHECKPOINT.STEPS 2", prepare=partial(slow_disk, 0.01))
+    ranks = Ranks(1, data, run, "CHECKPOINT.STEPS 2", prepare=partial(slow_disk, 0.03))
     ranks.wait_for(lambda: saves_under_way(run))
     ranks.signal(signal.SIGTERM)
     ranks.signal(signal.SIGUSR1)
     first = saves_under_way(run)
     ranks.wait_for(lambda: saves_under_way(run) - first)
     ranks.signal(signal.SIGTERM)
-    stopped_at(ranks.wait(PROMPTLY), run)
+    stopped_at(ranks.wait(), run)
     goes_on(1, data, run, whole(1))
 
 
-def start_command(*launcher: str, data: Path, run: Path) -> subprocess.Popen:
+def start_command(*launcher: str, data: Path, run: Path, keys: str = "") -> subprocess.Popen:
+    """In the foreground of a session of its own, as a shell starts it in a terminal."""
     command = [
         sys.executable,
         *launcher,
@@ -146,40 +179,54 @@ def start_command(*launcher: str, data: Path, run: Path) -> subprocess.Popen:
         "auto",
     ]
     return subprocess.Popen(
-        [*command, "--data", str(data), "--output", str(run), "--opts", *SMALL.split()],
+        [*command, "--data", str(data), "--output", str(run), "--opts", *SMALL.split(), *keys.split()],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
-def stop_command(process: subprocess.Popen, run: Path) -> Outcome:
-    """SIGTERM after three steps."""
+def stop_command(process: subprocess.Popen, run: Path, number: int) -> Outcome:
+    """The signal after three steps: SIGINT to all in the foreground, as Ctrl-C does it, others to one process."""
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + DEADLINE
         while len(steps(run)) < 3:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        return Outcome(*(process.wait(PROMPTLY), *process.communicate()))
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        out, err = process.communicate(timeout=DEADLINE)
+        return Outcome(process.returncode, out, err)
     finally:
         process.kill()
 
 
-def test_the_command_line(data, tmp_path):
-    done = stop_command(start_command(data=data, run=tmp_path / "run"), tmp_path / "run")
-    assert stopped_at([done], tmp_path / "run")[0] == "SIGTERM"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_line(number, data, tmp_path):
+    """With data workers. The command that it prints goes on from the step at which it stopped."""
+    run = tmp_path / "run"
+    done = stop_command(start_command(data=data, run=run, keys="DATA.NUM_WORKERS 2"), run, number)
+    name, step = stopped_at([done], run)
+    assert name == number.name
+    words = shlex.split(SAYS.search(done.out)[3])
+    assert words[:2] == [sys.executable, "tools/train.py"]
+    again = subprocess.run([*words, "TRAIN.MAX_STEPS", str(step + 1)], cwd=ROOT, capture_output=True, text=True)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert f"going on from {run}/checkpoints/step-{step:08d}, step {step} " in again.stdout
+    assert [number for number, _ in steps(run)] == list(range(1, step + 2))
 
 
-def test_the_launcher(data, tmp_path):
-    """torchrun passes SIGTERM on and waits for its workers; it then ends with a traceback of its own and status 1,
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_launcher(number, data, tmp_path):
+    """torchrun passes the signal on and waits for its workers; it then ends with a traceback of its own and status 1,
     though each of them has saved and ended well."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = stop_command(start_command(*launcher, data=data, run=tmp_path / "run"), tmp_path / "run")
+    done = stop_command(start_command(*launcher, data=data, run=tmp_path / "run"), tmp_path / "run", number)
     assert "SignalException: Process" in done.err
     assert not [line for line in done.err.splitlines() if line.startswith(("error: ", "[rank"))]
     assert done.status == 1
-    assert stopped_at([Outcome(0, done.out, "")], tmp_path / "run")[0] == "SIGTERM"
+    assert stopped_at([Outcome(0, done.out, "")], tmp_path / "run")[0] == number.name
+    assert "; to go on: torchrun --nproc_per_node 2 tools/train.py --cfg " in done.out

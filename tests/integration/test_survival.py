@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
-from kill_and_resume import ROOT, KillTest, Ranks, write_digits
+from kill_and_resume import ROOT, Gate, KillTest, Ranks, write_digits
 
-TIMEOUT = 5
+TIMEOUT = 10  # seconds
 
 
 def test_killed_at_any_moment(tmp_path):
@@ -47,8 +48,9 @@ def test_a_rank_that_is_stuck_is_noticed(tmp_path):
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
     data = write_digits(tmp_path / "data")
-    first = Ranks(1, data, tmp_path / "run", "")
-    first.wait_for(lambda: first.done() >= 1)
+    gate = Gate(tmp_path)
+    first = Ranks(1, data, tmp_path / "run", "", prepare=partial(gate.hold_step, 2))
+    first.wait_for(gate.reached.exists)
     second = Ranks(2, data, tmp_path / "run", "").wait()
     assert [outcome.status for outcome in second] == [2, 2]
     assert second[0].err == f"error: --output {tmp_path / 'run'}: another run is writing there\n"

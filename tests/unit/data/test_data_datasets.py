@@ -120,14 +120,15 @@ def test_workers_run_one_thread_each_and_end_with_the_epoch(folder_config):
 
 
 def test_workers_outlive_the_signals_that_make_a_run_save(folder_config):
-    """A scheduler signals every process of a job; torch's workers would end, and their run with an error."""
+    """A scheduler signals every process of a job, Ctrl-C all in the foreground; torch's workers would end, and their
+    run with an error."""
     data = build_data(folder_config(DATA__NUM_WORKERS=2))
     batches = iter(data.train_loader)
 
     def signal_workers():
         for worker in batches._workers:
-            os.kill(worker.pid, signal.SIGTERM)
-            os.kill(worker.pid, signal.SIGUSR1)
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                os.kill(worker.pid, number)
 
     signal_workers()  # which have hardly begun
     assert next(batches).images.shape == (4, 3, 16, 16)

@@ -1,6 +1,7 @@
 """How a training of a detector starts: alone in its directory, and alike on all ranks."""
 
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -11,7 +12,9 @@ from gloo_processes import ROOT, Processes
 
 pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 
+import torch
 from detection_cases import make_data, tiny_config
+from torch.utils.data import TensorDataset
 
 from swinv2_moe.command import run_command
 from swinv2_moe.detection import run
@@ -50,3 +53,15 @@ def test_ranks_with_different_configurations(tmp_path):
     line = "error: the ranks were started differently: optim_wrapper.optimizer.lr is 0.01 on rank 0, 0.11 on rank 1"
     assert ended[0].err.splitlines()[-1] == line
     assert not (tmp_path / "run").exists()
+
+
+def test_data_workers_outlive_ctrl_c():
+    """It reaches all processes in the foreground; the run ends its workers itself."""
+    sampler = {"type": "DefaultSampler", "shuffle": False}
+    loader = run.MoERunner.build_dataloader(
+        {"dataset": TensorDataset(torch.arange(40)), "sampler": sampler, "batch_size": 2, "num_workers": 2}, seed=0
+    )
+    batches = iter(loader)
+    for worker in batches._workers:
+        os.kill(worker.pid, signal.SIGINT)
+    assert len(list(batches)) == len(loader) == 20

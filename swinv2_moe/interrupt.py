@@ -1,0 +1,27 @@
+"""Ctrl-C ends a command with one line and exit status 130, also while the command's modules are imported.
+
+swinv2_moe.command imports this before anything that takes seconds to import, and so this imports next to nothing.
+"""
+
+import os
+import signal
+import sys
+
+STATUS = 130  # what shells report of a process that SIGINT has ended
+
+
+def end_interrupted() -> None:
+    """Exit after a KeyboardInterrupt: one line on the main rank's stderr. A second Ctrl-C ends what is left at once."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.environ.get("RANK", "0") == "0":
+        print("interrupted", file=sys.stderr)
+    sys.exit(STATUS)
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        end_interrupted()
+    _report_others(kind, error, trace)
+
+
+_report_others, sys.excepthook = sys.excepthook, _report

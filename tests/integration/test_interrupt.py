@@ -1,0 +1,163 @@
+"""Ctrl-C ends every command with one line and exit status 130, whatever it is doing."""
+
+import os
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from gloo_processes import DEADLINE, ROOT
+
+from swinv2_moe import command as command_module
+
+COMMANDS = sorted(str(path.relative_to(ROOT)) for folder in ("tools", "data") for path in (ROOT / folder).glob("*.py"))
+# Ctrl-C when the command imports torch, which takes the longest
+WHILE_IMPORTING = """
+import runpy, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# A worker that has begun a shard stays there, and says so at the moment that is named: when the worker is there itself,
+# or only when its parent waits for it
+WHILE_MAKING_SHARDS = """
+import runpy, sys, time
+from pathlib import Path
+from swinv2_moe.data import make_shards, shard_jobs
+_, reached, moment, *sys.argv = sys.argv
+reached, begun, wait = Path(reached), Path(reached + "-worker"), shard_jobs.wait
+
+def begin(*args):
+    (reached if moment == "forking" else begun).touch()
+    time.sleep(600)
+
+def wait_for_worker(*args, **kwargs):
+    if begun.exists():
+        reached.touch()
+    return wait(*args, **kwargs)
+
+make_shards._Writer._add, shard_jobs.wait = begin, wait_for_worker
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def in_foreground():
+    """`in_foreground(arguments of python)`: a process in a session of its own, as a shell starts it in a terminal."""
+    started = []
+
+    def start(*words: object) -> subprocess.Popen:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *map(str, words)], cwd=ROOT, env=environment, start_new_session=True, **pipes
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def press_ctrl_c(process: subprocess.Popen, reached: Path) -> tuple[int, str, str]:
+    """SIGINT to the process and its children, once the file `reached` is there; status, output and errors."""
+    deadline = time.monotonic() + DEADLINE
+    while not reached.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=DEADLINE)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_while_a_command_is_imported(script, in_foreground):
+    process = in_foreground("-c", WHILE_IMPORTING, script)
+    out, err = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("moment", ["forking", "waiting"])
+def test_while_shards_are_made(moment, make_photographs, in_foreground, tmp_path):
+    arguments = ["--data", make_photographs(), "--output", tmp_path / "shards", "--workers", "2", "--shard-mb", "0.01"]
+    process = in_foreground("-c", WHILE_MAKING_SHARDS, tmp_path / "reached", moment, "data/make_shards.py", *arguments)
+    status, _, err = press_ctrl_c(process, tmp_path / "reached")
+    assert (status, err) == (130, "interrupted\n")
+
+
+@pytest.fixture
+def sigint():
+    """What SIGINT does is what it did before, after the test."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("rank", "line"), [("0", "interrupted\n"), ("1", "")])
+def test_the_main_rank_says_it(rank, line, sigint, monkeypatch, capsys):
+    def main() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as ended:
+        command_module.run_command(main)
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", line)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # a second one ends the process
+
+
+def test_a_command_that_runs_another_waits_for_it(in_foreground, tmp_path):
+    """The other one, which saves, gets the time that it needs."""
+    other = f"""
+import signal, sys, time
+from pathlib import Path
+def save(*args):
+    time.sleep(1)
+    Path({str(tmp_path / "saved")!r}).touch()
+    sys.exit()
+signal.signal(signal.SIGINT, save)
+Path({str(tmp_path / "reached")!r}).touch()
+time.sleep(600)
+"""
+    (tmp_path / "other.py").write_text(other)
+    code = "import sys; from swinv2_moe.command import *; run_command(lambda: run_tool(sys.argv[1]))"
+    status, _, err = press_ctrl_c(in_foreground("-c", code, tmp_path / "other.py"), tmp_path / "reached")
+    assert (status, err) == (130, "interrupted\n")
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_training_that_is_stopped_ends_what_runs_it(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(command_module, "run_tool", lambda *words: ran.append(words))
+    with pytest.raises(SystemExit) as ended:
+        command_module.run_training("configs/quickstart_digits.yaml", tmp_path, tmp_path / "run", [])
+    assert not ended.value.code
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").touch()
+    command_module.run_training("configs/quickstart_digits.yaml", tmp_path, tmp_path / "run", [])
+    assert len(ran) == 2
+
+
+def test_the_quickstart_stops_with_its_first_training(monkeypatch, tmp_path):
+    main, trained = runpy.run_path(str(ROOT / "tools" / "quickstart.py"), run_name="quickstart")["main"], []
+    monkeypatch.setitem(main.__globals__, "train", lambda config, resume_command: trained.append(resume_command))
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--output", str(tmp_path / "new"), "--opts", "SEED", "3"])
+    main()
+    (going_on,) = trained
+    words = shlex.split(going_on)
+    assert words[1:4] == ["tools/train.py", "--cfg", str(ROOT / "configs" / "quickstart_digits.yaml")]
+    assert words[4:] == ["--output", str(tmp_path / "new" / "moe"), "--resume", "auto", "--opts", "SEED", "3"]
