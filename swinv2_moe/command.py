@@ -1,6 +1,6 @@
 """What the commands in tools/ share: arguments, results as JSON, one line for a user's mistake and for Ctrl-C."""
 
-from swinv2_moe.interrupt import end_interrupted  # first: the imports below take seconds
+from swinv2_moe.interrupt import INTERRUPTED, end_interrupted  # first: the imports below take seconds
 
 # isort: split
 
@@ -129,7 +129,7 @@ def run_command(main: Callable[[], None]) -> None:
 
 def run_tool(*command: object) -> None:
     """Run another command of this repository ("tools/train.py", ...), printed first; its failure, which it has named,
-    ends this process too. Ctrl-C reaches both: this process waits until the other one has saved, then ends."""
+    ends this process too. Ctrl-C reaches both: the other one saves and says so, and this one ends after it."""
     words = [str(word) for word in command]
     print(f"\n$ python {shlex.join(words)}", flush=True)
     process = subprocess.Popen([sys.executable, str(_ROOT / words[0]), *words[1:]])
@@ -137,7 +137,7 @@ def run_tool(*command: object) -> None:
         status = process.wait()
     except KeyboardInterrupt:
         process.wait()
-        raise
+        status = INTERRUPTED
     if status:
         sys.exit(status)
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-STATUS = 130  # what shells report of a process that SIGINT has ended
+INTERRUPTED = 130  # what shells report of a process that SIGINT has ended
 
 
 def end_interrupted() -> None:
@@ -15,7 +15,7 @@ def end_interrupted() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get("RANK", "0") == "0":
         print("interrupted", file=sys.stderr)
-    sys.exit(STATUS)
+    sys.exit(INTERRUPTED)
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: object) -> None:

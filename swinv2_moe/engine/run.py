@@ -68,9 +68,9 @@ def train(
             trainer.resume(source)
         size = measure_model(config, data.num_classes)
         warnings = _warnings(trainer)
+        stack.enter_context(trainer.stop)  # on all ranks at about the same time: they have just exchanged versions
         recorder = stack.enter_context(closing(Recorder(root, world, trainer.step, config.EVENT_LOG)))
         stack.enter_context(recorder.engine_log())
-        stack.enter_context(trainer.stop)
         recorder.config(config)
         recorder.say(_headline(trainer, size, source))
         for warning in warnings:
