@@ -16,6 +16,7 @@ MAX_YAML_CHARS = 1 << 16
 MAX_YAML_SIZE = 1 << 17  # characters of a document with its aliases written out, and _VALUE_SIZE for each value
 MAX_YAML_DEPTH = 32
 _VALUE_SIZE = 16
+_CHUNK = 1 << 24  # bytes at a time
 _MAX_NAME = 255  # bytes, of every usual file system
 _NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f/]")
 
@@ -27,11 +28,12 @@ def read_bounded(path: str | Path, max_bytes: int) -> bytes:
         OSError: it cannot be read, is not a regular file, or is larger; `strerror` says which.
     """
     with open_regular(path) as file:
-        expected = min(os.fstat(file.fileno()).st_size, max_bytes)
-        content = file.read(expected + 1)  # read() sets aside as much memory as it is asked for
-        if len(content) > expected:  # it grows, it is too large, or like those of /proc it has no size
-            content += file.read(max_bytes + 1 - len(content))
-    if len(content) > max_bytes:
+        size, content = os.fstat(file.fileno()).st_size, b""
+        if size <= max_bytes:
+            content = file.read(size + 1)  # read() sets aside as much memory as it is asked for
+        while size < len(content) <= max_bytes and (more := file.read(_CHUNK)):  # it grows, or has no size (/proc)
+            content += more
+    if max(size, len(content)) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
     return content
 

@@ -5,13 +5,13 @@ import os
 
 import numpy as np
 from PIL import Image, TiffImagePlugin
-from PIL.TiffImagePlugin import TILELENGTH, TILEWIDTH
 
 from swinv2_moe.config import default_config
 from swinv2_moe.files import read_bounded
 
 # Pillow's names. Others can do more than hold pixels: for EPS Pillow starts Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
+_TILE_SIZE = (322, 323)  # TIFF's tags of its width and length
 MAX_PIXELS = default_config().DATA.MAX_PIXELS  # where no configuration says
 MAX_FILE_BYTES = 1 << 30  # of an image file
 
@@ -47,7 +47,7 @@ def _open(content: bytes, max_pixels: int) -> Image.Image:
         raise ValueError(f"none of the formats {' '.join(FORMATS)}") from error
     sizes = [image.size]
     if isinstance(image, TiffImagePlugin.TiffImageFile):  # a tile is decoded whole, and may be larger than the image
-        sizes.append(tuple(image.tag_v2.get(tag, 0) for tag in (TILEWIDTH, TILELENGTH)))
+        sizes.append(tuple(image.tag_v2.get(tag, 0) for tag in _TILE_SIZE))
     for width, height in sizes:
         if width * height > max_pixels:
             raise ValueError(f"{width:,} x {height:,} pixels, the limit is {max_pixels:,}")

@@ -32,6 +32,8 @@ def test_a_large_file_is_refused_before_it_is_read_whole(tmp_path: Path) -> None
 
 def test_a_file_of_unknown_size_is_read_to_its_end() -> None:
     assert read_bounded("/proc/self/stat", 1 << 16).endswith(b"\n")  # its size is given as 0
+    with pytest.raises(OSError, match="larger than 10 bytes"):
+        read_bounded("/proc/self/stat", 10)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])

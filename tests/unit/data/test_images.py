@@ -55,7 +55,9 @@ def test_every_format_is_read_whatever_the_name(kind: str, tmp_path: Path) -> No
     assert abs(read_image(source, 0, "L").getpixel((3, 3)) - 100) < 5
 
 
-@pytest.mark.parametrize("content", [EPS, saved("ICO"), saved("PCX"), saved("JPEG2000"), saved("PDF"), b"", b"<svg/>"])
+@pytest.mark.parametrize(
+    "content", [EPS, saved("ICO"), saved("PCX"), b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(99), saved("PDF"), b"", b"<svg/>"]
+)
 def test_no_other_format_is_opened(content: bytes, no_decoder: None) -> None:
     with pytest.raises(ValueError, match=f"^none of the formats {' '.join(FORMATS)}$"):
         decode(content)
