@@ -1,6 +1,7 @@
 """Fixtures for every test."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ _TERMINAL = {"FORCE_COLOR", "PYTHON_COLORS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"
 
 @pytest.fixture(autouse=True, scope="session")
 def plain_environment():
-    """Runs see one process and no terminal, wherever the tests run."""
+    """Runs see one process, no terminal and Ctrl-C, wherever the tests run; a shell's background jobs ignore that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name in _LAUNCHER | _TERMINAL or name.startswith("TORCHELASTIC_"):

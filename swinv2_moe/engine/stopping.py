@@ -35,8 +35,11 @@ class StopSignal:
         self._interrupted: float | None = None  # when SIGINT first came
 
     def __enter__(self) -> "StopSignal":
-        in_main_thread = threading.current_thread() is threading.main_thread()  # signals reach no other
-        self._before = {number: signal.signal(number, self._receive) for number in self.SIGNALS if in_main_thread}
+        self._before = {}
+        if threading.current_thread() is threading.main_thread():  # signals reach no other
+            for number in self.SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` and a shell's background jobs ask for
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *error) -> None:

@@ -16,7 +16,6 @@ pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 from detection_cases import make_data, tiny_config
 
 from swinv2_moe.detection import run
-from swinv2_moe.detection.store import _read_score
 from swinv2_moe.engine.checkpoint import open_checkpoint, read_weights_of
 from swinv2_moe.errors import UserError
 
@@ -37,20 +36,6 @@ def trained(data, tmp_path_factory) -> Path:
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize(
-    "content", ["", "null", "[1]", "{}", '{"score": null}', '{"score": NaN}', "[" * 4000, "1" * 4400]
-)
-def test_a_record_of_the_best_score_that_is_none_counts_as_missing(tmp_path: Path, content: str) -> None:
-    record = tmp_path / "best.json"
-    record.write_text('{"score": 0.25, "metric": "coco/bbox_mAP"}')
-    assert _read_score(record) == 0.25
-    record.write_text(content)
-    assert _read_score(record) is None
-    record.unlink()
-    os.mkfifo(record)
-    assert _read_score(record) is None
-
-
 def weights(data: Path, source: Path) -> dict[str, torch.Tensor]:
     return run.build_detector(tiny_config(data, source), str(source)).state_dict()
 

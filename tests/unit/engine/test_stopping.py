@@ -56,3 +56,14 @@ def test_one_interrupt_that_is_sent_twice_is_one(clock, ended):
             deliver(signal.SIGINT)
             clock.append(0.02)
     assert (stop.received, ended) == ("SIGINT", [])
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    """As `nohup` and a shell's background jobs ask for."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with StopSignal():
+            assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
