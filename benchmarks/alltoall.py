@@ -1,10 +1,11 @@
 """Linear against 2DH all-to-all between processes of this machine; bit-equal, or the run ends.
 
     python benchmarks/alltoall.py --ranks 4 --ranks-per-node 2       (gloo, half a minute)
-    torchrun --nproc-per-node 8 benchmarks/alltoall.py               (ranks that are there; NCCL on GPUs)
+    torchrun --nproc-per-node 8 benchmarks/alltoall.py               (ranks that are there; NCCL on
+    GPUs)
 
-Without torchrun all ranks share the cores and talk over the loopback: it shows what an exchange costs the processor,
-and "nodes" are groups of ranks. cluster.py has links with rates between them.
+Without torchrun all ranks share the cores and talk over the loopback: it shows what an exchange
+costs the processor, and "nodes" are groups of ranks. cluster.py has links with rates between them.
 """
 
 # W ranks, g ranks of a node
@@ -29,11 +30,15 @@ ALGORITHMS = ("linear", "2dh")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4, help="without torchrun")
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
+    )
     return parser.parse_args()
 
 
@@ -42,20 +47,32 @@ def measure(args: argparse.Namespace, device: str) -> None:
     group = make_expert_groups(dist.get_world_size(), ranks_per_node=args.ranks_per_node)
     table, data = [], []
     for size, floats in SIZES.items():
-        rows = torch.arange(floats, dtype=torch.float32, device=device).view(group.size, -1) + group.rank
-        ways = {name: lambda name=name, rows=rows: all_to_all(rows, group, algorithm=name) for name in ALGORITHMS}
+        rows = (
+            torch.arange(floats, dtype=torch.float32, device=device).view(group.size, -1)
+            + group.rank
+        )
+        ways = {
+            name: lambda name=name, rows=rows: all_to_all(rows, group, algorithm=name)
+            for name in ALGORITHMS
+        }
         if not torch.equal(*(way() for way in ways.values())):
             raise SystemExit(f"{size}: 2dh gives another result than linear")
         times = interleaved(ways, args.rounds)
         for name in ALGORITHMS:
             ratio = ratios(times[name], times["linear"])
             layout = f"{group.size // args.ranks_per_node} x {args.ranks_per_node}"
-            table.append([layout, size, name, median_and_spread(times[name], 2), median_and_spread(ratio, 2)])
+            table.append(
+                [layout, size, name, median_and_spread(times[name], 2), median_and_spread(ratio, 2)]
+            )
             data.append({"size": size, "algorithm": name, "ms": times[name]})
     if group.rank == 0:
         columns = ["nodes x ranks", "a rank sends", "", "ms", "to linear"]
         command = shlex.join(["python", "benchmarks/alltoall.py", *sys.argv[1:]])
-        publish(Table("All-to-all on one machine", command, columns, table, (), data), device, args.output)
+        publish(
+            Table("All-to-all on one machine", command, columns, table, (), data),
+            device,
+            args.output,
+        )
 
 
 def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:

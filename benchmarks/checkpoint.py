@@ -1,11 +1,13 @@
-"""What a checkpoint costs: bytes, the stall of training, the write rate beside `cp` of the same bytes.
+"""What a checkpoint costs: bytes, the stall of training, the write rate beside `cp` of the same
+bytes.
 
-    python benchmarks/checkpoint.py --dir DIR        (about five minutes on two cores; DIR on the disk in question)
+    python benchmarks/checkpoint.py --dir DIR        (about five minutes on two cores; DIR on the
+    disk in question)
 
-A window of training steps is timed with one save at its beginning, and without; rounds are interleaved. The stall is
-how long the save kept training from its next step; the cost is the window's time above that of the window without a
-save, in steps: what the writing took from the steps beside it is in it. `cp` copies a full checkpoint, then syncs each
-file.
+A window of training steps is timed with one save at its beginning, and without; rounds are
+interleaved. The stall is how long the save kept training from its next step; the cost is the
+window's time above that of the window without a save, in steps: what the writing took from the
+steps beside it is in it. `cp` copies a full checkpoint, then syncs each file.
 """
 
 import argparse
@@ -37,9 +39,18 @@ MODES = {  # staging in MB, experts in a save, whether training waits for the en
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dir", type=Path, help="where to write; default: a temporary directory")
-    for name, value in {"embed-dim": 160, "experts": 16, "partial": 2, "batch": 32, "window": 20, "rounds": 5}.items():
+    for name, value in {
+        "embed-dim": 160,
+        "experts": 16,
+        "partial": 2,
+        "batch": 32,
+        "window": 20,
+        "rounds": 5,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args()
@@ -49,7 +60,10 @@ class Bench:
     """A trainer on the digits, and a saver with a directory of its own for each mode."""
 
     def __init__(self, args: argparse.Namespace, root: Path) -> None:
-        keys = f"DEVICE cpu DATA.BATCH_SIZE {args.batch} MODEL.SWINV2.EMBED_DIM {args.embed_dim} CHECKPOINT.KEEP_LAST 1"
+        keys = (
+            f"DEVICE cpu DATA.BATCH_SIZE {args.batch} MODEL.SWINV2.EMBED_DIM {args.embed_dim}"
+            " CHECKPOINT.KEEP_LAST 1"
+        )
         keys += f" MODEL.MOE.NUM_EXPERTS {args.experts} CHECKPOINT.EXPERTS {args.partial}"
         world, self.window, self.costs = World(0, 1, torch.device("cpu")), args.window, []
         self.savers = {}
@@ -103,9 +117,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         bench = Bench(args, Path(directory))
         bench.steps(3)
-        for (
-            mode
-        ) in MODES:  # the partial ones need a checkpoint to borrow from; and memory is touched for the first time
+        # the partial ones need a checkpoint to borrow from; and memory is touched for the first
+        # time
+        for mode in MODES:
             bench.window_with_save(mode)
         size = sum(p.numel() for p in bench.trainer.model.parameters())
         found, copies = {mode: [] for mode in MODES}, []
@@ -114,23 +128,32 @@ def main() -> None:
             for mode in MODES:
                 seconds, stall, cost = bench.window_with_save(mode)
                 step = plain / args.window
-                found[mode].append((stall, stall / step, (seconds - plain) / step, cost.bytes, cost.seconds))
+                found[mode].append(
+                    (stall, stall / step, (seconds - plain) / step, cost.bytes, cost.seconds)
+                )
             latest = bench.savers["full, behind it"].root / "latest"
             copies.append(copy(latest.resolve(), Path(directory) / "copy"))
         whole = found["full, behind it"][0][3]
     experts = f"{args.experts} experts in 2 layers, {args.partial} of them in a partial save"
     print(f"{size / 1e6:.1f}M parameters, {experts}; a step {1e3 * step:.0f} ms;")
     print(f"{args.rounds} rounds of {args.window} steps; {machine('cpu')}\n")
-    print("| save | MB | stall, ms | stall, steps | cost, steps | until on disk, s | MB/s | of cp |")
+    print(
+        "| save | MB | stall, ms | stall, steps | cost, steps | until on disk, s | MB/s | of cp |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     rate = whole / 1e6 / statistics.median(copies)
     for mode, rows in found.items():
-        stall, stall_steps, cost_steps, size, seconds = (list(column) for column in zip(*rows, strict=True))
+        stall, stall_steps, cost_steps, size, seconds = (
+            list(column) for column in zip(*rows, strict=True)
+        )
         mine = statistics.median(b / 1e6 / s for b, s in zip(size, seconds, strict=True))
         cells = [f"{size[0] / 1e6:.0f}", median_and_spread([1e3 * s for s in stall], 0)]
         cells += [median_and_spread(values, 2) for values in (stall_steps, cost_steps, seconds)]
         print(f"| {mode} | {' | '.join(cells)} | {mine:.0f} | {mine / rate:.2f} |")
-    print(f"| `cp` and sync | {whole / 1e6:.0f} | | | | {median_and_spread(copies, 2)} | {rate:.0f} | 1 |")
+    print(
+        f"| `cp` and sync | {whole / 1e6:.0f} | | | | {median_and_spread(copies, 2)} | {rate:.0f} |"
+        " 1 |"
+    )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""All-to-all, pipelining and the tuner on a cluster of network namespaces (netns.py); needs root, Linux and iproute2.
+"""All-to-all, pipelining and the tuner on a cluster of network namespaces (netns.py); needs root,
+Linux and iproute2.
 
-sudo .venv/bin/python benchmarks/cluster.py                        (everything, about 15 minutes on 2 idle cores)
-sudo .venv/bin/python benchmarks/cluster.py exchange --layouts 4x4 --rates 100
-sudo .venv/bin/python benchmarks/cluster.py pipeline tuner --rounds 5
+sudo .venv/bin/python benchmarks/cluster.py                        (everything, about 15 minutes on
+2 idle cores) sudo .venv/bin/python benchmarks/cluster.py exchange --layouts 4x4 --rates 100 sudo
+.venv/bin/python benchmarks/cluster.py pipeline tuner --rounds 5
 
 exchange: linear against 2DH: milliseconds, bytes and messages that cross nodes.
-pipeline: one layer, forward and backward, by pipeline degree; overlap is `(t(1) - t(d)) / min(exchange, work)`, where
-          work is the time of the same rows without a network, and exchange is t(1) - work. In brackets: the same where
-          t(d) cannot be less than the processor time of work and exchange together, all ranks', over the cores.
+pipeline: one layer, forward and backward, by pipeline degree; overlap is `(t(1) - t(d)) /
+          min(exchange, work)`, where work is the time of the same rows without a network, and
+          exchange is t(1) - work. In brackets: the same where t(d) cannot be less than the
+          processor time of work and exchange together, all ranks', over the cores.
 tuner:    its choice and every fixed strategy in the same interleaved rounds, on three workloads.
 
-All ranks share the machine's cores, so only rates well below what these can push show a network; see docs/results.md.
+All ranks share the machine's cores, so only rates well below what these can push show a network;
+see docs/results.md.
 """
 
 # N nodes of g ranks, W = N g; T tokens of a rank, E experts, M model dim, H hidden dim
@@ -33,14 +36,18 @@ from moe_core.parallel import ParallelStrategy, all_to_all, make_expert_groups
 from swinv2_moe.measure.rounds import machine, median_and_spread, ratios
 
 FLOATS = 2**20 // 4  # in one MiB
-SIZES = {"64 KiB": FLOATS // 16, "1 MiB": FLOATS, "4 MiB": 4 * FLOATS}  # floats that each rank sends, itself included
+# floats that each rank sends, itself included
+SIZES = {"64 KiB": FLOATS // 16, "1 MiB": FLOATS, "4 MiB": 4 * FLOATS}
 DEGREES = (1, 2, 4, 8)
 PIPELINE = {"tokens": 4096, "model_dim": 256, "num_experts": 4}
 HIDDEN_DIMS = (1024, 2048)
 WORKLOADS = {  # capacity factors of the steps in turn
     "small": ({"tokens": 256, "model_dim": 64, "hidden_dim": 128, "num_experts": 2}, (2.0,)),
     "large": ({"tokens": 4096, "model_dim": 256, "hidden_dim": 1024, "num_experts": 2}, (2.0,)),
-    "fluctuating": ({"tokens": 4096, "model_dim": 256, "hidden_dim": 512, "num_experts": 4}, (0.05, 1.0, 0.2)),
+    "fluctuating": (
+        {"tokens": 4096, "model_dim": 256, "hidden_dim": 512, "num_experts": 4},
+        (0.05, 1.0, 0.2),
+    ),
 }
 
 
@@ -69,7 +76,9 @@ def cpu_milliseconds(function: Callable[[], object]) -> float:
     return 1e3 * used.item() / os.cpu_count()
 
 
-def interleaved(alternatives: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def interleaved(
+    alternatives: dict[str, Callable[[], object]], rounds: int
+) -> dict[str, list[float]]:
     """Of each alternative in each round, after one round to warm up."""
     times = {name: [] for name in alternatives}
     for r in range(-1, rounds):
@@ -84,13 +93,15 @@ def interleaved(alternatives: dict[str, Callable[[], object]], rounds: int) -> d
 
 
 def exchange(rank: int, world_size: int, per_node: int, rounds: int) -> dict:
-    """For every size and algorithm: times, bytes that this node sent to others, messages of this rank to them."""
+    """For every size and algorithm: times, bytes that this node sent to others, messages of this
+    rank to them."""
     group = make_expert_groups(world_size, ranks_per_node=per_node)
     found = {}
     for size, floats in SIZES.items():
         rows = torch.arange(floats, dtype=torch.float32).view(world_size, -1) + rank
         ways = {
-            name: lambda name=name, rows=rows: all_to_all(rows, group, algorithm=name) for name in ("linear", "2dh")
+            name: lambda name=name, rows=rows: all_to_all(rows, group, algorithm=name)
+            for name in ("linear", "2dh")
         }
         assert torch.equal(*(way() for way in ways.values()))
         times = interleaved(ways, rounds)
@@ -100,17 +111,27 @@ def exchange(rank: int, world_size: int, per_node: int, rounds: int) -> dict:
             with group.count_traffic() as traffic:
                 way()
             dist.barrier()
-            far = sum(n for other, n in traffic.messages.items() if other // per_node != rank // per_node)
-            found[f"{size}, {name}"] = {"ms": times[name], "bytes": node_bytes_sent() - before, "messages": far}
+            far = sum(
+                n for other, n in traffic.messages.items() if other // per_node != rank // per_node
+            )
+            found[f"{size}, {name}"] = {
+                "ms": times[name],
+                "bytes": node_bytes_sent() - before,
+                "messages": far,
+            }
     return found
 
 
 class Step:
     """Forward and backward of one layer on this rank's tokens."""
 
-    def __init__(self, group, strategy, tokens: int, factors: tuple[float, ...] = (0.0,), **dims) -> None:
+    def __init__(
+        self, group, strategy, tokens: int, factors: tuple[float, ...] = (0.0,), **dims
+    ) -> None:
         torch.manual_seed(0)
-        self.layer = MoELayer(MoEConfig(**dims, capacity_factor=0.0, gate_noise=0.0), group, strategy=strategy)
+        self.layer = MoELayer(
+            MoEConfig(**dims, capacity_factor=0.0, gate_noise=0.0), group, strategy=strategy
+        )
         self.x = torch.randn(tokens, dims["model_dim"]).requires_grad_()
         self.factors = factors
 
@@ -122,11 +143,14 @@ class Step:
 
 
 def pipeline(rank: int, world_size: int, per_node: int, hidden_dim: int, rounds: int) -> dict:
-    """Milliseconds of a step by degree, of the same work on rows that stay, and of the cores in a step at d = 1."""
+    """Milliseconds of a step by degree, of the same work on rows that stay, and of the cores in a
+    step at d = 1."""
     group = make_expert_groups(world_size, ranks_per_node=per_node)
     shape = PIPELINE | {"hidden_dim": hidden_dim}
     steps = {f"d={d}": Step(group, ParallelStrategy(1, d), **shape) for d in DEGREES}
-    steps["work"] = Step(None, ParallelStrategy(), **shape | {"num_experts": shape["num_experts"] // world_size})
+    steps["work"] = Step(
+        None, ParallelStrategy(), **shape | {"num_experts": shape["num_experts"] // world_size}
+    )
     times = interleaved(steps, rounds)
     return times | {"cores": [cpu_milliseconds(steps["d=1"]) for _ in range(rounds)]}
 
@@ -144,8 +168,15 @@ def tuner(rank: int, world_size: int, per_node: int, workload: str, rounds: int)
     fixed = candidates(dims["num_experts"], world_size, world_size // per_node)
     steps = {"tuner": tuned} | {str(s): Step(group, s, factors=factors, **dims) for s in fixed}
     times = interleaved(steps, rounds)
-    decisions = {f"capacity <= {2**key.bucket}": str(s) for key, s in group.tuner.decisions().items()}
-    return {"exploring_ms": first, "ms": times, "decisions": decisions, "trials": group.tuner.trials}
+    decisions = {
+        f"capacity <= {2**key.bucket}": str(s) for key, s in group.tuner.decisions().items()
+    }
+    return {
+        "exploring_ms": first,
+        "ms": times,
+        "decisions": decisions,
+        "trials": group.tuner.trials,
+    }
 
 
 # The command's side
@@ -161,41 +192,57 @@ def clusters(layouts: list[tuple[int, int]], rates: list[float]) -> Iterator[tup
 
 
 def report_exchange(layouts: list[tuple[int, int]], rates: list[float], rounds: int) -> dict:
-    print("\n| nodes x ranks | Mbit/s | a rank sends | | ms (quartiles) | to linear | a node's bytes | messages |")
+    print(
+        "\n| nodes x ranks | Mbit/s | a rank sends | | ms (quartiles) | to linear | a node's bytes"
+        " | messages |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     records = {}
     for cluster, where in clusters(layouts, rates):
-        found = records[where] = cluster.run(exchange, cluster.ranks_per_node, rounds, timeout=600)[0]
+        found = records[where] = cluster.run(exchange, cluster.ranks_per_node, rounds, timeout=600)[
+            0
+        ]
         for name, values in found.items():
             size, algorithm = name.split(", ")
             ratio = median_and_spread(ratios(values["ms"], found[f"{size}, linear"]["ms"]), 2)
             print(
-                f"{where} {size} | {algorithm} | {median_and_spread(values['ms'])} | {ratio} | {values['bytes']:,}"
+                f"{where} {size} | {algorithm} | {median_and_spread(values['ms'])} | {ratio} |"
+                f" {values['bytes']:,}"
                 f" | {values['messages']} |"
             )
     return records
 
 
 def report_pipeline(layouts: list[tuple[int, int]], rates: list[float], rounds: int) -> dict:
-    print("\n| nodes x ranks | Mbit/s | H | exchange's share at d = 1 |", " | ".join(f"d = {d}" for d in DEGREES), "|")
+    print(
+        "\n| nodes x ranks | Mbit/s | H | exchange's share at d = 1 |",
+        " | ".join(f"d = {d}" for d in DEGREES),
+        "|",
+    )
     print("|---|---|---|---|" + "---|" * len(DEGREES))
     records = {}
     for cluster, where in clusters(layouts, rates):
         for hidden_dim in HIDDEN_DIMS:
-            times = cluster.run(pipeline, cluster.ranks_per_node, hidden_dim, rounds, timeout=600)[0]
+            times = cluster.run(pipeline, cluster.ranks_per_node, hidden_dim, rounds, timeout=600)[
+                0
+            ]
             records[f"{where} {hidden_dim} |"] = times
             print(f"{where} {hidden_dim} | {_pipeline_cells(times)}")
     return records
 
 
 def _pipeline_cells(times: dict[str, list[float]]) -> str:
-    share = statistics.median(1 - work / one for work, one in zip(times["work"], times["d=1"], strict=True))
+    share = statistics.median(
+        1 - work / one for work, one in zip(times["work"], times["d=1"], strict=True)
+    )
     cells = []
     for d in DEGREES:
         hidden, allowed = (
             statistics.median(
                 (one - t) / (one - max(work, one - work, cores))
-                for t, one, work, cores in zip(times[f"d={d}"], times["d=1"], times["work"], limit, strict=True)
+                for t, one, work, cores in zip(
+                    times[f"d={d}"], times["d=1"], times["work"], limit, strict=True
+                )
             )
             for limit in ([0.0] * len(times["work"]), times["cores"])
         )
@@ -205,7 +252,10 @@ def _pipeline_cells(times: dict[str, list[float]]) -> str:
 
 
 def report_tuner(layouts: list[tuple[int, int]], rates: list[float], rounds: int) -> dict:
-    print("\n| nodes x ranks | Mbit/s | workload | tuner's | to the best fixed | worst to it | explored | decided |")
+    print(
+        "\n| nodes x ranks | Mbit/s | workload | tuner's | to the best fixed | worst to it |"
+        " explored | decided |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     records = {}
     for cluster, where in clusters(layouts, rates):
@@ -238,10 +288,14 @@ DEFAULTS = {  # nodes x ranks, Mbit/s
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
     parser.add_argument("--layouts", nargs="+", metavar="NxG", help="nodes x ranks per node")
-    parser.add_argument("--rates", nargs="+", type=float, metavar="MBIT", help="of each node's link")
+    parser.add_argument(
+        "--rates", nargs="+", type=float, metavar="MBIT", help="of each node's link"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write every number")
     return parser.parse_args()

@@ -1,11 +1,13 @@
-"""Images per second and core: decoding JPEGs, the whole way to a training sample, and from files against from shards.
+"""Images per second and core: decoding JPEGs, the whole way to a training sample, and from files
+against from shards.
 
     python benchmarks/data.py DIR [DIR ...]        (about two minutes a directory of photographs)
 
-Alternatives take turns every few images; figures are medians (quartiles) over rounds, in one process with one thread,
-by its CPU time, or by the clock where files are read cold: dropped from the page cache before. `draft` lets libjpeg
-decode to a half, quarter or eighth where the image is so much larger than --size. The augmentation is the default
-recipe's at --size, "pipeline" is all that ImageDataset does for a sample.
+Alternatives take turns every few images; figures are medians (quartiles) over rounds, in one
+process with one thread, by its CPU time, or by the clock where files are read cold: dropped from
+the page cache before. `draft` lets libjpeg decode to a half, quarter or eighth where the image is
+so much larger than --size. The augmentation is the default recipe's at --size, "pipeline" is all
+that ImageDataset does for a sample.
 """
 
 import argparse
@@ -46,7 +48,10 @@ def decoders(size: int) -> dict[str, Decoder]:
         return image.convert("RGB")
 
     def by_torchvision(content: bytes) -> Image.Image:
-        pixels = decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), ImageReadMode.RGB)  # [3, H, W]
+        # [3, H, W]
+        pixels = decode_jpeg(
+            torch.frombuffer(bytearray(content), dtype=torch.uint8), ImageReadMode.RGB
+        )
         return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
     found = {"Pillow": lambda content: to_mode(decode(content), "RGB"), "Pillow, draft": draft}
@@ -55,7 +60,9 @@ def decoders(size: int) -> dict[str, Decoder]:
         import simplejpeg
     except ImportError:
         return found
-    return found | {"simplejpeg": lambda content: Image.fromarray(simplejpeg.decode_jpeg(content, "RGB"))}
+    return found | {
+        "simplejpeg": lambda content: Image.fromarray(simplejpeg.decode_jpeg(content, "RGB"))
+    }
 
 
 def is_plain(path: Path) -> bool:
@@ -64,8 +71,11 @@ def is_plain(path: Path) -> bool:
 
 
 def sample(directory: str, count: int) -> ImageFiles:
-    """So many of the JPEGs below a directory, at random; those that are neither RGB nor grey are passed over."""
-    paths = sorted(path for path in Path(directory).rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
+    """So many of the JPEGs below a directory, at random; those that are neither RGB nor grey are
+    passed over."""
+    paths = sorted(
+        path for path in Path(directory).rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")
+    )
     random.Random(0).shuffle(paths)
     kept = [os.fsencode(path.relative_to(directory)) for path in paths[:count] if is_plain(path)]
     if not kept:
@@ -87,7 +97,8 @@ def interleaved(
     clock: Callable[[], float] = time.process_time,
     before: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds that each alternative takes for images 0 to `count` in each round, after one to warm up.
+    """Seconds that each alternative takes for images 0 to `count` in each round, after one to warm
+    up.
 
     A machine's mood changes within a round; they share it, because each takes few images at a time.
     """
@@ -109,7 +120,10 @@ def interleaved(
 
 def rates(name: str, seconds: dict[str, list[float]], amount: float, unit: str) -> None:
     for alternative, times in seconds.items():
-        print(f"| {name} | {alternative} | {median_and_spread([amount / t for t in times], 0)} {unit} |")
+        print(
+            f"| {name} | {alternative} | {median_and_spread([amount / t for t in times], 0)} {unit}"
+            " |"
+        )
 
 
 def decoding(source: ImageFiles, size: int, rounds: int) -> None:
@@ -119,8 +133,12 @@ def decoding(source: ImageFiles, size: int, rounds: int) -> None:
     reference = [np.asarray(found["Pillow"](content), int) for content in contents]
     for name, decoder in found.items():
         if name != "Pillow, draft":
-            worst = max(np.abs(decoder(c) - r).mean() for c, r in zip(contents, reference, strict=True))
-            print(f"{name}: differs from Pillow by up to {worst:.3f} levels of 255, an image's mean")
+            worst = max(
+                np.abs(decoder(c) - r).mean() for c, r in zip(contents, reference, strict=True)
+            )
+            print(
+                f"{name}: differs from Pillow by up to {worst:.3f} levels of 255, an image's mean"
+            )
 
     def augmented(decoder: Decoder, images: list[int]) -> None:
         with preserved_random_states():
@@ -128,11 +146,16 @@ def decoding(source: ImageFiles, size: int, rounds: int) -> None:
                 seed_random_states(0, 0, i)
                 transform(decoder(contents[i]))
 
-    alone = {name: lambda images, d=decoder: [d(contents[i]) for i in images] for name, decoder in found.items()}
+    alone = {
+        name: lambda images, d=decoder: [d(contents[i]) for i in images]
+        for name, decoder in found.items()
+    }
     whole = {name: partial(augmented, decoder) for name, decoder in found.items()}
     print("\n| | | median (quartiles) |\n|---|---|---|")
     rates("decode", interleaved(alone, len(contents), rounds), len(contents), "images/s")
-    rates("decode and augment", interleaved(whole, len(contents), rounds), len(contents), "images/s")
+    rates(
+        "decode and augment", interleaved(whole, len(contents), rounds), len(contents), "images/s"
+    )
 
 
 def reading(files: ImageFiles, shards: str, size: int, rounds: int) -> None:
@@ -140,11 +163,18 @@ def reading(files: ImageFiles, shards: str, size: int, rounds: int) -> None:
     megabytes = sum(len(files.read(i)) for i in range(len(files))) / 1e6
     tars = [str(path) for path in Path(shards).rglob("*.tar")]
     on_disk = [os.path.join(os.fsencode(files.root), path) for path in files.paths] + tars
-    read = {name: lambda images, s=source: [s.read(i) for i in images] for name, source in sources.items()}
+    read = {
+        name: lambda images, s=source: [s.read(i) for i in images]
+        for name, source in sources.items()
+    }
     rates("read", interleaved(read, len(files), rounds), megabytes, "MB/s")
-    cold = interleaved(read, len(files), rounds, clock=time.perf_counter, before=lambda: drop_pages(on_disk))
+    cold = interleaved(
+        read, len(files), rounds, clock=time.perf_counter, before=lambda: drop_pages(on_disk)
+    )
     rates("read, cold", cold, megabytes, "MB/s")
-    datasets = {name: ImageDataset(source, recipe(size), is_train=True) for name, source in sources.items()}
+    datasets = {
+        name: ImageDataset(source, recipe(size), is_train=True) for name, source in sources.items()
+    }
     whole = {name: dataset.__getitems__ for name, dataset in datasets.items()}
     rates("pipeline", interleaved(whole, len(files), rounds), len(files), "images/s")
 
@@ -156,8 +186,12 @@ def drop_pages(paths: list) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directories", nargs="+", metavar="DIR", help="with JPEGs anywhere below it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "directories", nargs="+", metavar="DIR", help="with JPEGs anywhere below it"
+    )
     for name, value in {"size": 192, "images": 200, "rounds": 9}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()

@@ -1,14 +1,16 @@
-"""One MoE layer against a dense feed-forward network of equal active FLOPs, and against its peers (peers.py).
+"""One MoE layer against a dense feed-forward network of equal active FLOPs, and against its peers
+(peers.py).
 
     python benchmarks/layer.py                     (about 8 minutes on two cores)
     python benchmarks/layer.py --shapes 4608x512x8 --dtypes float32 --rounds 15
     python benchmarks/layer.py --device cuda       (the shapes of SwinV2-B's stages 3 and 4)
 
-A shape is TxMxE[xK]: tokens, model dim, experts, top-k (1); hidden dim is 4 M, for the dense network K times that.
-bfloat16: autocast over fp32 weights, for the peers too; every ratio is to the dense network in float32 on a CPU, and in
-the same dtype on a GPU. Each output, and each gradient of the input, is first compared with the reference in fp64: what
-is wrong is named and not timed. f = 0: nothing drops. A step ends with zero_grad: freeing 1 GB of gradients takes 100
-ms, for which whatever comes next must not pay.
+A shape is TxMxE[xK]: tokens, model dim, experts, top-k (1); hidden dim is 4 M, for the dense
+network K times that. bfloat16: autocast over fp32 weights, for the peers too; every ratio is to the
+dense network in float32 on a CPU, and in the same dtype on a GPU. Each output, and each gradient of
+the input, is first compared with the reference in fp64: what is wrong is named and not timed. f =
+0: nothing drops. A step ends with zero_grad: freeing 1 GB of gradients takes 100 ms, for which
+whatever comes next must not pay.
 """
 
 # T tokens, E experts, K top-k, M model dim, H hidden dim
@@ -31,53 +33,89 @@ from moe_core import MoEConfig, MoELayer, prepared
 from swinv2_moe.measure.rounds import Times, interleaved, median_and_spread, ratios
 
 SHAPES = {
-    "cpu": ("4608x512x8", "4608x512x32", "1152x1024x8", "1152x1024x32", "4608x512x8x2", "1152x1024x8x2"),
-    # SwinV2-B at 192 px: 144 tokens of 512 channels in stage 3, 36 of 1024 in stage 4, of 32, 128 and 512 images
-    "cuda": tuple(f"{i * t}x{m}x{e}" for t, m in ((144, 512), (36, 1024)) for i in (32, 128, 512) for e in (8, 32, 64)),
+    "cpu": (
+        "4608x512x8",
+        "4608x512x32",
+        "1152x1024x8",
+        "1152x1024x32",
+        "4608x512x8x2",
+        "1152x1024x8x2",
+    ),
+    # SwinV2-B at 192 px: 144 tokens of 512 channels in stage 3, 36 of 1024 in stage 4, of 32, 128
+    # and 512 images
+    "cuda": tuple(
+        f"{i * t}x{m}x{e}"
+        for t, m in ((144, 512), (36, 1024))
+        for i in (32, 128, 512)
+        for e in (8, 32, 64)
+    ),
 }
 FLOOR = {"cpu": "dense, float32", "cuda": "dense"}
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # of the largest value
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=SHAPES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=SHAPES, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK]")
     parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--no-peers", action="store_true", help="the layer and the dense network alone")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/")
+    parser.add_argument(
+        "--no-peers", action="store_true", help="the layer and the dense network alone"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
+    )
     args = parser.parse_args()
-    args.shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes or SHAPES[args.device]]
+    args.shapes = [
+        tuple(map(int, shape.split("x"))) for shape in args.shapes or SHAPES[args.device]
+    ]
     return args
 
 
 class Case:
-    """One shape in one dtype: the layer, the dense network and the peers, on the same weights and input."""
+    """One shape in one dtype: the layer, the dense network and the peers, on the same weights and
+    input."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, device: str, peers: bool) -> None:
         tokens, model_dim, num_experts, *rest = shape
         self.top_k, self.dtype, self.device = rest[0] if rest else 1, dtype, torch.device(device)
         torch.manual_seed(0)
-        config = MoEConfig(model_dim, 4 * model_dim, num_experts, top_k=self.top_k, capacity_factor=0.0)
+        config = MoEConfig(
+            model_dim, 4 * model_dim, num_experts, top_k=self.top_k, capacity_factor=0.0
+        )
         self.layer = MoELayer(config).to(device)
         hidden = self.top_k * config.hidden_dim  # the FLOPs that a token meets in the MoE layer
-        dense = nn.Sequential(nn.Linear(model_dim, hidden), nn.GELU(), nn.Linear(hidden, model_dim)).to(device)
+        dense = nn.Sequential(
+            nn.Linear(model_dim, hidden), nn.GELU(), nn.Linear(hidden, model_dim)
+        ).to(device)
         self.x = torch.randn(tokens, model_dim, device=device).requires_grad_()
         self.grad = torch.randn_like(self.x)
         self.modules = [self.layer, dense]
-        self.alternatives: dict[str, Callable[[Tensor], Tensor]] = {"moe_core": lambda x: self.layer(x)[0]}
+        self.alternatives: dict[str, Callable[[Tensor], Tensor]] = {
+            "moe_core": lambda x: self.layer(x)[0]
+        }
         self.left_out: dict[str, str] = {}
         if peers:
-            self.alternatives |= {name: partial(peer, self.layer) for name, peer in BUILT_IN.items()}
+            self.alternatives |= {
+                name: partial(peer, self.layer) for name, peer in BUILT_IN.items()
+            }
             found, self.left_out = libraries(self.layer, self.device)
             self.alternatives |= {name: peer for name, (peer, _) in found.items()}
             self.modules += [module for _, module in found.values()]
         self._leave_out_what_is_wrong()
         if dtype == "bfloat16":
-            self.alternatives = {name: self._under_autocast(run) for name, run in self.alternatives.items()}
-            self.alternatives["dense, bfloat16" if device == "cpu" else "dense"] = self._under_autocast(dense)
+            self.alternatives = {
+                name: self._under_autocast(run) for name, run in self.alternatives.items()
+            }
+            self.alternatives["dense, bfloat16" if device == "cpu" else "dense"] = (
+                self._under_autocast(dense)
+            )
         if dtype == "float32" or device == "cpu":
             self.alternatives[FLOOR[device] if device == "cpu" else "dense"] = dense
 
@@ -89,7 +127,8 @@ class Case:
         return autocast
 
     def _leave_out_what_is_wrong(self) -> None:
-        """By the output and the gradient of x for every token, against plain products in fp64 on the same routing."""
+        """By the output and the gradient of x for every token, against plain products in fp64 on
+        the same routing."""
         wanted = self._reference()
         for name, run in list(self.alternatives.items()):
             run = self._under_autocast(run) if self.dtype == "bfloat16" else run
@@ -98,7 +137,10 @@ class Case:
                 found = (y.detach(), *torch.autograd.grad(y, self.x, self.grad))
                 error = max(_difference(a, b) for a, b in zip(found, wanted, strict=True))
             except Exception as problem:  # a library's; the layer's own ends the run below
-                error, reason = float("inf"), f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
+                error, reason = (
+                    float("inf"),
+                    f"{type(problem).__name__}: {str(problem).splitlines()[0]}",
+                )
             else:
                 reason = f"wrong: an error of {error:.1e} of the largest value"
             if not error < TOLERANCE[self.dtype]:
@@ -109,7 +151,8 @@ class Case:
         gc.collect()
 
     def _reference(self) -> tuple[Tensor, Tensor]:
-        """y, and the gradient of x through gates and experts [T, M]; an expert's tokens at a time, in fp64."""
+        """y, and the gradient of x through gates and experts [T, M]; an expert's tokens at a time,
+        in fp64."""
         e, x = self.layer.experts, self.x.detach().double().requires_grad_()
         _, ids = routed(self.layer, self.x.detach())
         probs = F.linear(x, self.layer.router.weight.double()).softmax(-1).gather(1, ids)
@@ -130,12 +173,15 @@ class Case:
             module.zero_grad()
 
     def times(self, rounds: int) -> tuple[dict[str, Times], dict[str, Times]]:
-        """Milliseconds of the forward pass in evaluation, without gradients; of forward and backward in training."""
+        """Milliseconds of the forward pass in evaluation, without gradients; of forward and
+        backward in training."""
         x = self.x.detach()
         for module in self.modules:
             module.eval()
         with prepared(self.layer), torch.no_grad():
-            forward = interleaved({name: partial(run, x) for name, run in self.alternatives.items()}, rounds)
+            forward = interleaved(
+                {name: partial(run, x) for name, run in self.alternatives.items()}, rounds
+            )
         for module in self.modules:
             module.train()
         steps = {name: partial(self.step, run) for name, run in self.alternatives.items()}
@@ -161,12 +207,27 @@ def main() -> None:
                 for times in (forward, step):
                     ratio = ratios(times[name], times[floor])
                     cells += [median_and_spread(times[name]), median_and_spread(ratio, 2)]
-                    data.append({"shape": shape, "dtype": dtype, "name": name, "ms": times[name], "ratio": ratio})
+                    data.append(
+                        {
+                            "shape": shape,
+                            "dtype": dtype,
+                            "name": name,
+                            "ms": times[name],
+                            "ratio": ratio,
+                        }
+                    )
                 rows.append([label, name, *cells])
                 print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
             del case
             gc.collect()
-    columns = ["TxMxE(xK), dtype", "", "forward, ms", "to dense", "forward + backward, ms", "to dense"]
+    columns = [
+        "TxMxE(xK), dtype",
+        "",
+        "forward, ms",
+        "to dense",
+        "forward + backward, ms",
+        "to dense",
+    ]
     notes = [f"{name} is not measured. {reason}" for name, reason in left_out.items()]
     command = shlex.join(["python", "benchmarks/layer.py", *sys.argv[1:]])
     publish(Table("One MoE layer", command, columns, rows, notes, data), args.device, args.output)

@@ -1,15 +1,17 @@
-"""Memory of one MoE layer at the published setting (Tutel, arXiv 2206.03382): M = H = 4096, K = 2, 2 experts.
+"""Memory of one MoE layer at the published setting (Tutel, arXiv 2206.03382): M = H = 4096, K = 2,
+2 experts.
 
     python benchmarks/memory.py                                (about a minute on two cores)
     python benchmarks/memory.py --measure 4096 8192 16384 32768    (a GPU, or 24 GB and ten minutes)
 
-counted:  what the backward pass needs, by shapes: rows, hidden layer and the experts' output of each row, the router's
-          tokens; rows in the dtype of the experts. In bf16 on a GPU the tokens, the hidden layer and the cast weights.
+counted:  what the backward pass needs, by shapes: rows, hidden layer and the experts' output of
+          each row, the router's tokens; rows in the dtype of the experts. In bf16 on a GPU the
+          tokens, the hidden layer and the cast weights.
 saved:    what the forward pass did save, by autograd's hooks; storages once, parameters not.
 peak:     what forward and backward needed at their highest point, gradients included, weights not.
 
-The published figures are the whole layer's on a GPU: weights, gradients, activations and buffers. `with weights` is the
-peak and the weights.
+The published figures are the whole layer's on a GPU: weights, gradients, activations and buffers.
+`with weights` is the peak and the weights.
 """
 
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
@@ -27,28 +29,47 @@ from moe_core import MoEConfig, MoELayer
 from swinv2_moe.measure.rounds import working_memory
 
 GIB = 2**30
-PUBLISHED = {4096: (3.7, 2.9), 8192: (6.2, 3.2), 16384: (16.3, 4.0), 32768: (57.9, 5.7)}  # GiB: Fairseq, Tutel
+# GiB: Fairseq, Tutel
+PUBLISHED = {4096: (3.7, 2.9), 8192: (6.2, 3.2), 16384: (16.3, 4.0), 32768: (57.9, 5.7)}
 SIZE = 4096
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--measure", nargs="*", type=int, default=[4096], metavar="T", help="tokens; the others: counted"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--size", type=int, default=SIZE, help="M and H; another one is not comparable")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--measure",
+        nargs="*",
+        type=int,
+        default=[4096],
+        metavar="T",
+        help="tokens; the others: counted",
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
+    )
+    parser.add_argument(
+        "--size", type=int, default=SIZE, help="M and H; another one is not comparable"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
+    )
     return parser.parse_args()
 
 
 def counted(tokens: int, config: MoEConfig, dtype: torch.dtype, device: str) -> int:
     """Bytes for the backward pass; indices and the router's few numbers of a token left out."""
-    rows, of_router = tokens * config.top_k, tokens * config.model_dim * 4  # the router's input in fp32
+    # the router's input in fp32
+    rows, of_router = tokens * config.top_k, tokens * config.model_dim * 4
     if device == "cuda" and dtype == torch.bfloat16:  # moe_core.kernels.fused_ffn
         weights = 2 * config.num_experts * config.model_dim * config.hidden_dim
-        return (tokens * config.model_dim + rows * config.hidden_dim + weights) * dtype.itemsize + of_router
+        return (
+            tokens * config.model_dim + rows * config.hidden_dim + weights
+        ) * dtype.itemsize + of_router
     return rows * (2 * config.model_dim + config.hidden_dim) * dtype.itemsize + of_router
 
 
@@ -87,7 +108,11 @@ def main() -> None:
     for dtype_name in args.dtypes:
         dtype = getattr(torch, dtype_name)
         for tokens, published in PUBLISHED.items():
-            found = {"tokens": tokens, "dtype": dtype_name, "counted": counted(tokens, config, dtype, args.device)}
+            found = {
+                "tokens": tokens,
+                "dtype": dtype_name,
+                "counted": counted(tokens, config, dtype, args.device),
+            }
             if tokens in args.measure:
                 x = torch.randn(tokens, args.size, device=args.device).requires_grad_()
                 found["saved"] = saved(layer, x, dtype)
@@ -99,14 +124,29 @@ def main() -> None:
                     found["with weights"] = found["peak"] + weights
             data.append(found)
             names = ("counted", "saved", "peak", "with weights")
-            cells = [f"{found[name] / GIB:.2f}" if found.get(name) is not None else "" for name in names]
+            cells = [
+                f"{found[name] / GIB:.2f}" if found.get(name) is not None else "" for name in names
+            ]
             table.append([f"{tokens:,}", dtype_name, *cells, *(f"{value}" for value in published)])
-    columns = ["tokens", "dtype", "counted", "saved", "peak", "with weights", "published: Fairseq", "Tutel"]
+    columns = [
+        "tokens",
+        "dtype",
+        "counted",
+        "saved",
+        "peak",
+        "with weights",
+        "published: Fairseq",
+        "Tutel",
+    ]
     notes = [f"GiB; weights {weights / GIB:.2f}. Empty: not measured."]
     if args.size != SIZE:
         notes.append(f"M = H = {args.size}: not comparable with the published figures.")
     command = shlex.join(["python", "benchmarks/memory.py", *sys.argv[1:]])
-    publish(Table("Memory of one MoE layer", command, columns, table, notes, data), args.device, args.output)
+    publish(
+        Table("Memory of one MoE layer", command, columns, table, notes, data),
+        args.device,
+        args.output,
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The whole network, SwinV2-MoE beside its dense twin: images/s and MFU in inference and in training.
+"""The whole network, SwinV2-MoE beside its dense twin: images/s and MFU in inference and in
+training.
 
     python benchmarks/model.py                     (about 4 minutes on two cores)
 
-The measuring is tools/throughput.py's (swinv2_moe.measure.throughput); this runs its two modes and keeps the rows.
+The measuring is tools/throughput.py's (swinv2_moe.measure.throughput); this runs its two modes and
+keeps the rows.
 """
 
 import argparse
@@ -22,19 +24,32 @@ CONFIGS = {  # the V2 form of the published recipes
     "cpu": CONFIG / "swin_moe_small_window12_192_8expert.yaml",
     "cuda": CONFIG / "swin_moe_base_window12_192_32expert.yaml",
 }
-BATCHES = {"cpu": {"inference": [1, 8], "training": [8]}, "cuda": {"inference": [1, 128], "training": [128]}}
+BATCHES = {
+    "cpu": {"inference": [1, 8], "training": [8]},
+    "cuda": {"inference": [1, 128], "training": [128]},
+}
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=CONFIGS, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=CONFIGS, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--cfg", type=Path)
-    parser.add_argument("--modes", nargs="+", choices=["inference", "training"], default=["inference", "training"])
+    parser.add_argument(
+        "--modes", nargs="+", choices=["inference", "training"], default=["inference", "training"]
+    )
     parser.add_argument("--batch-sizes", nargs="+", type=int, help="of both modes")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--opts", nargs="+", default=["MODEL.TYPE", "swinv2_moe"], metavar="KEY VALUE")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/")
+    parser.add_argument(
+        "--opts", nargs="+", default=["MODEL.TYPE", "swinv2_moe"], metavar="KEY VALUE"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
+    )
     return parser
 
 
@@ -48,17 +63,32 @@ def main() -> None:
         plan = combinations(args.cfg or CONFIGS[args.device], opts, options)
         title = headline(plan, 1)
         for row in measure(plan, options.rounds, options.warmup):
-            speeds = [median_and_spread(row.images_per_second(side), 2) for side in (row.moe, row.dense)]
+            speeds = [
+                median_and_spread(row.images_per_second(side), 2) for side in (row.moe, row.dense)
+            ]
             mfu = [median_and_spread(row.mfu(side), 3) for side in (row.moe, row.dense)]
             table.append([str(row.combination), *speeds, median_and_spread(row.ratio(), 3), *mfu])
-            times = {"moe_ms": list(row.moe.times), "dense_ms": list(row.dense.times), "product_ms": list(row.product)}
+            times = {
+                "moe_ms": list(row.moe.times),
+                "dense_ms": list(row.dense.times),
+                "product_ms": list(row.product),
+            }
             times |= {"moe_mfu": row.mfu(row.moe), "dense_mfu": row.mfu(row.dense)}
-            data.append(row.combination._asdict() | times | {"dropped": row.dropped, "largest_load": row.largest_load})
+            data.append(
+                row.combination._asdict()
+                | times
+                | {"dropped": row.dropped, "largest_load": row.largest_load}
+            )
             print(" | ".join(table[-1]), file=sys.stderr, flush=True)
     columns = ["", "images/s, experts", "dense", "experts / dense", "MFU, experts", "MFU, dense"]
     command = shlex.join(["python", "benchmarks/model.py", *sys.argv[1:]])
-    notes = [title, "MFU: of what a large matrix product of the same dtype reached in the same round"]
-    publish(Table("The whole network", command, columns, table, notes, data), args.device, args.output)
+    notes = [
+        title,
+        "MFU: of what a large matrix product of the same dtype reached in the same round",
+    ]
+    publish(
+        Table("The whole network", command, columns, table, notes, data), args.device, args.output
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""A cluster on one machine: every node is a Linux network namespace with a link of its own, every rank a gloo process.
+"""A cluster on one machine: every node is a Linux network namespace with a link of its own, every
+rank a gloo process.
 
     with Cluster(nodes=2, ranks_per_node=4, rate_mbit=1000) as cluster:
-        results = cluster.run(function, argument, timeout=60)  # function(rank, world_size, argument) on every rank
-        cluster.set_rate(100)
+        results = cluster.run(function, argument, timeout=60)  # function(rank, world_size,
+        argument) on every rank cluster.set_rate(100)
 
-Ranks of one node talk over its loopback, at memory speed. Ranks of different nodes talk over veth pairs and a bridge; a
-token bucket (tc tbf) at either end of each pair limits what its node sends and what it receives. The bridge lives in a
-namespace too, so nothing of a cluster shows among the machine's own links, and to delete the namespaces is to delete
-all of it. Only rates are shaped: no delay beyond the few tens of microseconds that the kernel takes.
+Ranks of one node talk over its loopback, at memory speed. Ranks of different nodes talk over veth
+pairs and a bridge; a token bucket (tc tbf) at either end of each pair limits what its node sends
+and what it receives. The bridge lives in a namespace too, so nothing of a cluster shows among the
+machine's own links, and to delete the namespaces is to delete all of it. Only rates are shaped: no
+delay beyond the few tens of microseconds that the kernel takes.
 
 Linux only, as root, with iproute2.
 """
@@ -43,10 +45,14 @@ PREFIX = "moe-cluster"
 UPLINK = "eth0"  # of every node; its other end is port<node> of the switch
 STORE_PORT = 29500  # every cluster has its own: ports belong to a namespace
 CLONE_NEWNET = 0x40000000
-LEAST_BURST = 128 * 1024  # bytes; one that cannot take TCP's 64 KB packets whole makes tbf cut them up: 3 times slower
-BURST_SECONDS = 2e-4  # timers fire late by some tens of microseconds: a smaller bucket would lose rate to that
-LATE_SECONDS = 1  # the others fail because of the first, and a killed one's sockets close before its pipe does
-MOST_QUEUED = 64 * 2**20  # bytes; nothing is dropped, as in a lossless fabric; with 2 MiB a third of the rate was lost
+# bytes; one that cannot take TCP's 64 KB packets whole makes tbf cut them up: 3 times slower
+LEAST_BURST = 128 * 1024
+# timers fire late by some tens of microseconds: a smaller bucket would lose rate to that
+BURST_SECONDS = 2e-4
+# the others fail because of the first, and a killed one's sockets close before its pipe does
+LATE_SECONDS = 1
+# bytes; nothing is dropped, as in a lossless fabric; with 2 MiB a third of the rate was lost
+MOST_QUEUED = 64 * 2**20
 
 
 class Cluster:
@@ -55,7 +61,8 @@ class Cluster:
     Args:
         nodes: N; node i has the address 10.77.0.(i + 1).
         ranks_per_node: g; node i has the ranks from g i to g (i + 1) - 1.
-        rate_mbit: what each node's link carries in each direction, in 10^6 bit/s, with all headers; None: unshaped.
+        rate_mbit: what each node's link carries in each direction, in 10^6 bit/s, with all headers;
+            None: unshaped.
 
     Raises:
         ValueError: sizes or a rate that no cluster can have.
@@ -64,7 +71,9 @@ class Cluster:
 
     def __init__(self, nodes: int, ranks_per_node: int, rate_mbit: float | None = None) -> None:
         if not 1 <= nodes <= 250 or ranks_per_node < 1:
-            raise ValueError(f"nodes ({nodes}) must be 1 to 250 and ranks_per_node ({ranks_per_node}) at least 1")
+            raise ValueError(
+                f"nodes ({nodes}) must be 1 to 250 and ranks_per_node ({ranks_per_node}) at least 1"
+            )
         self.nodes, self.ranks_per_node, self.rate_mbit = nodes, ranks_per_node, rate_mbit
         name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"  # the id tells whose owner is gone
         self._switch = f"{name}-switch"
@@ -113,23 +122,33 @@ class Cluster:
             if not 0.1 <= rate_mbit <= 1e5:
                 raise ValueError(f"rate_mbit ({rate_mbit}) must be from 0.1 to 100000, or None")
             burst = max(LEAST_BURST, int(rate_mbit * 1e6 / 8 * BURST_SECONDS))
-            qdisc = ["tbf", "rate", f"{round(rate_mbit * 1e6)}bit", "burst", str(burst), "limit", str(MOST_QUEUED)]
+            qdisc = [
+                "tbf",
+                "rate",
+                f"{round(rate_mbit * 1e6)}bit",
+                "burst",
+                str(burst),
+                "limit",
+                str(MOST_QUEUED),
+            ]
         for node, name in enumerate(self._namespaces):
             for namespace, device in ((name, UPLINK), (self._switch, f"port{node}")):
                 _command("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *qdisc)
         self.rate_mbit = rate_mbit
 
     def bytes_sent(self) -> list[int]:
-        """What each node has put on its link so far, headers included [N]; `node_bytes_sent` is a rank's view of it."""
+        """What each node has put on its link so far, headers included [N]; `node_bytes_sent` is a
+        rank's view of it."""
         links = json.loads(_command("ip", "-n", self._switch, "-s", "-j", "link", "show"))
         received = {link["ifname"]: link["stats64"]["rx"]["bytes"] for link in links}
         return [received[f"port{node}"] for node in range(self.nodes)]
 
     def run(self, function: Callable, *args, timeout: float = 60) -> list:
-        """`function(rank, world_size, *args)` on every rank, in a gloo world with torchrun's variables.
+        """`function(rank, world_size, *args)` on every rank, in a gloo world with torchrun's
+        variables.
 
-        The function must be importable (at a module's top level), and what it returns be plain numbers, strings, lists
-        and dictionaries. Torch has one thread in every rank.
+        The function must be importable (at a module's top level), and what it returns be plain
+        numbers, strings, lists and dictionaries. Torch has one thread in every rank.
 
         Returns:
             What the ranks returned, in their order [W].
@@ -149,7 +168,9 @@ class Cluster:
                 process.kill()
                 process.join()
 
-    def _start(self, rank: int, function: Callable, args: tuple, timeout: float) -> tuple[BaseProcess, Connection]:
+    def _start(
+        self, rank: int, function: Callable, args: tuple, timeout: float
+    ) -> tuple[BaseProcess, Connection]:
         context = multiprocessing.get_context("forkserver")
         pipe, childs_end = context.Pipe(duplex=False)
         namespace = self._namespaces[rank // self.ranks_per_node]
@@ -163,7 +184,11 @@ class Cluster:
         node, local_rank = divmod(rank, self.ranks_per_node)
         variables = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node}
         variables |= {"WORLD_SIZE": self.world_size, "LOCAL_WORLD_SIZE": self.ranks_per_node}
-        variables |= {"MASTER_ADDR": _address(0), "MASTER_PORT": STORE_PORT, "GLOO_SOCKET_IFNAME": UPLINK}
+        variables |= {
+            "MASTER_ADDR": _address(0),
+            "MASTER_PORT": STORE_PORT,
+            "GLOO_SOCKET_IFNAME": UPLINK,
+        }
         return {name: str(value) for name, value in variables.items()}
 
 
@@ -177,7 +202,8 @@ def unavailable() -> str | None:
     try:
         with Cluster(1, 1, rate_mbit=100):
             return None
-    except RuntimeError as error:  # a container without the rights, a kernel without veth, bridge or tbf
+    # a container without the rights, a kernel without veth, bridge or tbf
+    except RuntimeError as error:
         return str(error)
 
 
@@ -200,7 +226,8 @@ def remove_abandoned() -> None:
 def node_bytes_sent() -> int:
     """What the node of the calling rank has put on its link so far, headers included.
 
-    Read it before one barrier and after another: behind the first, the node's other ranks may have sent already.
+    Read it before one barrier and after another: behind the first, the node's other ranks may have
+    sent already.
     """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
@@ -245,7 +272,9 @@ def _collect(pipes: list[Connection], deadline: float) -> list:
     if failures:
         raise RuntimeError(min(failures)[1])
     if waiting:
-        raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(pipes)} still run: out of time")
+        raise TimeoutError(
+            f"ranks {sorted(waiting.values())} of {len(pipes)} still run: out of time"
+        )
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -253,10 +282,16 @@ def _receive(pipe: Connection) -> tuple[float, str | None, object]:
     try:
         return pipe.recv()
     except EOFError:
-        return 0.0, "its process ended without a result (killed? out of memory? stderr may tell)", None
+        return (
+            0.0,
+            "its process ended without a result (killed? out of memory? stderr may tell)",
+            None,
+        )
 
 
-def _run_rank(namespace: str, variables: dict[str, str], function: Callable, args: tuple, timeout: float, pipe) -> None:
+def _run_rank(
+    namespace: str, variables: dict[str, str], function: Callable, args: tuple, timeout: float, pipe
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its ranks
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -288,7 +323,8 @@ def _end_with_parent() -> None:
 
 
 def _enter(namespace: str) -> None:
-    """Move this thread, and those it will start, to a network namespace (os.setns is there from Python 3.12)."""
+    """Move this thread, and those it will start, to a network namespace (os.setns is there from
+    Python 3.12)."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(NAMESPACES / namespace) as file:
         if libc.setns(file.fileno(), CLONE_NEWNET) != 0:

@@ -1,8 +1,9 @@
 """Other ways to run the same layer on the same weights, to be measured beside it.
 
-Three are written here: GShard's einsums (as in fairseq), a loop over the experts, and F.grouped_mm on sorted rows with
-everything else unfused (as in torchtitan). The others are libraries, each imported if it is there; `unavailable` says
-why one is not measured. All are dropless and in fp32 gate like MoELayer.
+Three are written here: GShard's einsums (as in fairseq), a loop over the experts, and F.grouped_mm
+on sorted rows with everything else unfused (as in torchtitan). The others are libraries, each
+imported if it is there; `unavailable` says why one is not measured. All are dropless and in fp32
+gate like MoELayer.
 """
 
 # T tokens, E experts, K top-k, C capacity, N rows, M model dim, H hidden dim
@@ -28,7 +29,8 @@ def routed(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_einsum(layer: MoELayer, x: Tensor) -> Tensor:
-    """GShard (arXiv 2006.16668, algorithm 1): one-hot tensors [T, E, C] move the tokens; C is the largest load."""
+    """GShard (arXiv 2006.16668, algorithm 1): one-hot tensors [T, E, C] move the tokens; C is the
+    largest load."""
     gates, ids = routed(layer, x)
     chosen = F.one_hot(ids, layer.config.num_experts).transpose(0, 1)  # [K, T, E]
     place = (chosen.flatten(0, 1).cumsum(0).view_as(chosen) - 1) * chosen
@@ -48,8 +50,11 @@ def by_loop(layer: MoELayer, x: Tensor) -> Tensor:
     """Each expert's tokens found, computed and added in turn."""
     gates, ids = routed(layer, x)
     y = torch.zeros_like(x)
-    # unbind: the gradient of a weight taken by its index would be made anew, zeros and all, for each expert
-    for i, (w1, b1, w2, b2) in enumerate(zip(*(p.unbind() for p in layer.experts.parameters()), strict=True)):
+    # unbind: the gradient of a weight taken by its index would be made anew, zeros and all, for
+    # each expert
+    for i, (w1, b1, w2, b2) in enumerate(
+        zip(*(p.unbind() for p in layer.experts.parameters()), strict=True)
+    ):
         token, k = (ids == i).nonzero(as_tuple=True)
         out = F.linear(F.gelu(F.linear(x[token], w1, b1)), w2.t(), b2)
         y = y.index_add(0, token, (out * gates[token, k].unsqueeze(1)).to(x.dtype))
@@ -59,13 +64,21 @@ def by_loop(layer: MoELayer, x: Tensor) -> Tensor:
 def by_grouped_mm(layer: MoELayer, x: Tensor) -> Tensor:
     gates, ids = routed(layer, x)
     e, top_k = layer.experts, layer.config.top_k
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    dtype = (
+        torch.get_autocast_dtype(x.device.type)
+        if torch.is_autocast_enabled(x.device.type)
+        else x.dtype
+    )
     expert, choices = ids.flatten().sort(stable=True)
     offsets = torch.bincount(expert, minlength=layer.config.num_experts).cumsum(0).int()
     rows = x[choices // top_k].to(dtype)  # [N, M]
-    hidden = F.gelu(F.grouped_mm(rows, e.w1.to(dtype).transpose(1, 2), offs=offsets) + e.b1.to(dtype)[expert])
+    hidden = F.gelu(
+        F.grouped_mm(rows, e.w1.to(dtype).transpose(1, 2), offs=offsets) + e.b1.to(dtype)[expert]
+    )
     out = F.grouped_mm(hidden, e.w2.to(dtype), offs=offsets) + e.b2.to(dtype)[expert]
-    return torch.zeros_like(x).index_add(0, choices // top_k, (out * gates.flatten()[choices].unsqueeze(1)).to(x.dtype))
+    return torch.zeros_like(x).index_add(
+        0, choices // top_k, (out * gates.flatten()[choices].unsqueeze(1)).to(x.dtype)
+    )
 
 
 def tutel(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
@@ -101,16 +114,29 @@ def deepspeed(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
     experts_module = importlib.import_module("deepspeed.moe.experts")
     comm = importlib.import_module("deepspeed.comm")
     if not comm.is_initialized():
-        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        for name, value in {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29513",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+        }.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("LOCAL_RANK", "0")
-        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # would be compiled, for many ranks
+        # would be compiled, for many ranks
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
         comm.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
     gate = sharded_moe.TopKGate(
-        config.model_dim, config.num_experts, config.top_k, min_capacity=0, drop_tokens=False, use_rts=False
+        config.model_dim,
+        config.num_experts,
+        config.top_k,
+        min_capacity=0,
+        drop_tokens=False,
+        use_rts=False,
     )
     ffn = nn.Sequential(
-        nn.Linear(config.model_dim, config.hidden_dim), nn.GELU(), nn.Linear(config.hidden_dim, config.model_dim)
+        nn.Linear(config.model_dim, config.hidden_dim),
+        nn.GELU(),
+        nn.Linear(config.hidden_dim, config.model_dim),
     )
     group = torch.distributed.group.WORLD
     experts = experts_module.Experts(ffn, config.num_experts)
@@ -118,7 +144,9 @@ def deepspeed(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
     model._set_ep_group(group)
     _fill(gate.wg.weight, layer.router.weight)
     for i, ffn in enumerate(experts.deepspeed_experts):
-        for parameter, value in zip(ffn.parameters(), (e.w1[i], e.b1[i], e.w2[i].t(), e.b2[i]), strict=True):
+        for parameter, value in zip(
+            ffn.parameters(), (e.w1[i], e.b1[i], e.w2[i].t(), e.b2[i]), strict=True
+        ):
             _fill(parameter, value)
     return lambda x: model(x, None), model  # None: no token is masked
 
@@ -150,7 +178,9 @@ def scattermoe(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
     if device.type != "cuda":
         raise RuntimeError("its kernels take a CUDA device")
     module = importlib.import_module("scattermoe.mlp")
-    model = module.MLP(config.model_dim, config.hidden_dim, config.num_experts, config.top_k, activation=nn.GELU())
+    model = module.MLP(
+        config.model_dim, config.hidden_dim, config.num_experts, config.top_k, activation=nn.GELU()
+    )
     model = model.to(device)
     _fill(model.experts.weight, e.w1)
     _fill(model.output_experts.weight, e.w2.transpose(1, 2))
@@ -159,7 +189,9 @@ def scattermoe(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
 
 def fairscale(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
     importlib.import_module("fairscale.nn")
-    raise RuntimeError("its one gate takes two experts and drops tokens above 2 T / E: another function")
+    raise RuntimeError(
+        "its one gate takes two experts and drops tokens above 2 T / E: another function"
+    )
 
 
 BUILT_IN = {"einsum (GShard)": by_einsum, "loop": by_loop, "grouped_mm": by_grouped_mm}
@@ -172,14 +204,18 @@ LIBRARIES = {
 }
 
 
-def libraries(layer: MoELayer, device: torch.device) -> tuple[dict[str, tuple[Peer, nn.Module]], dict[str, str]]:
+def libraries(
+    layer: MoELayer, device: torch.device
+) -> tuple[dict[str, tuple[Peer, nn.Module]], dict[str, str]]:
     """The libraries' layers with `layer`'s weights; and why the others are not among them."""
     found, unavailable = {}, {}
     for name, adapter in LIBRARIES.items():
         try:
             found[name] = adapter(layer, device)
         except Exception as error:  # whatever a library fails with, the table goes on without it
-            unavailable[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            unavailable[name] = (
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
     return found, unavailable
 
 

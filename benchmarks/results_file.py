@@ -1,4 +1,5 @@
-"""Tables printed, and kept as benchmarks/results/<device>-<date>.json with a .md beside it that shows the same."""
+"""Tables printed, and kept as benchmarks/results/<device>-<date>.json with a .md beside it that
+shows the same."""
 
 import datetime
 import json
@@ -33,7 +34,8 @@ class Table:
 
 
 def publish(table: Table, device: str, output: Path | None = None) -> None:
-    """Print the table, and put it in the file of this device and day, in the place of an earlier one of its title."""
+    """Print the table, and put it in the file of this device and day, in the place of an earlier
+    one of its title."""
     print(table.markdown(), flush=True)
     path = output or DIRECTORY / f"{_slug(device_name(device))}-{datetime.date.today()}.json"
     found = json.loads(path.read_text()) if path.exists() else {"tables": {}}
@@ -46,7 +48,11 @@ def publish(table: Table, device: str, output: Path | None = None) -> None:
 def environment(device: str) -> dict[str, str | int]:
     """Device, threads, versions and commit, for the head of a record."""
     found = {"device": device_name(device), "threads": torch.get_num_threads(), "commit": _commit()}
-    return found | {"python": platform.python_version(), "torch": torch.__version__, "date": f"{datetime.date.today()}"}
+    return found | {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": f"{datetime.date.today()}",
+    }
 
 
 def device_name(device: str) -> str:
@@ -59,7 +65,9 @@ def device_name(device: str) -> str:
         return f"{platform.processor() or platform.machine()} CPU"
     model = re.search(r"model name\s*: (.*)", info)
     amx = " AMX" if "amx_bf16" in info else ""
-    return f"{model[1].strip() if model else platform.machine()} x{info.count('processor	')}{amx}"
+    return (
+        f"{model[1].strip() if model else platform.machine()} x{info.count('processor	')}{amx}"
+    )
 
 
 def _document(tables: dict[str, dict]) -> str:

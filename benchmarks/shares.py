@@ -1,10 +1,11 @@
-"""Where the time of a training step and of an inference pass goes, in SwinV2-MoE and its dense twin.
+"""Where the time of a training step and of an inference pass goes, in SwinV2-MoE and its dense
+twin.
 
     python benchmarks/shares.py                    (about 2 minutes on two cores)
 
-On a GPU the time of every kernel, under the operator that launched it; what is left of the pass, timed without the
-profiler, is when the device waits. On a CPU the time of every operator and autograd node without those it calls; the
-rest is Python.
+On a GPU the time of every kernel, under the operator that launched it; what is left of the pass,
+timed without the profiler, is when the device waits. On a CPU the time of every operator and
+autograd node without those it calls; the rest is Python.
 """
 
 import re
@@ -28,15 +29,27 @@ from moe_core import MoELayer
 from swinv2_moe.command import run_command
 from swinv2_moe.engine.distributed import World, open_world
 from swinv2_moe.measure.rounds import interleaved, synchronize
-from swinv2_moe.measure.throughput import Options, combinations, headline, prepare, prepared_for_inference
+from swinv2_moe.measure.throughput import (
+    Options,
+    combinations,
+    headline,
+    prepare,
+    prepared_for_inference,
+)
 
 # Kinds, by an operator's name. Of operators that call each other the outermost with a kind decides.
 EXPERTS, EXPERTS_REST, PRODUCTS = "experts: products", "experts: besides", "other matrix products"
-ROUTING, REST, IDLE, PASS = "routing and plan", "element-wise and sums", "no kernel, no operator", "the pass"
+ROUTING, REST, IDLE, PASS = (
+    "routing and plan",
+    "element-wise and sums",
+    "no kernel, no operator",
+    "the pass",
+)
 KINDS = {
     # autograd calls an operator as GeneratedBackwardFor_ its name
     EXPERTS: r"(moe_core::|GeneratedBackwardFor_moe_core_)(expert|moe)_ffn(_backward|_default)?",
-    EXPERTS_REST: r"moe_core::(fused_)?dropout_noise",  # and what the experts' operator calls besides products
+    # and what the experts' operator calls besides products
+    EXPERTS_REST: r"moe_core::(fused_)?dropout_noise",
     PRODUCTS: r"aten::(linear|matmul|mm|addmm|bmm|baddbmm|_grouped_mm|conv\w*)",
     "attention": r"aten::_?scaled_dot_product_\w+|swinv2_moe::\w+",
     ROUTING: ROUTING,
@@ -52,10 +65,17 @@ Shares = dict[str, dict[str, float]]  # kind -> kernel or operator -> ms of a pa
 
 @contextmanager
 def routing_is_named() -> Iterator[None]:
-    """What an MoE layer computes in torch's own operators to route and plan appears under one name."""
+    """What an MoE layer computes in torch's own operators to route and plan appears under one
+    name."""
     with ExitStack() as stack:
-        for owner, name in ((MoELayer, "_route"), (MoELayer, "_plan"), (moe_core.layer, "round_to_tiles")):
-            stack.enter_context(mock.patch.object(owner, name, record_function(ROUTING)(getattr(owner, name))))
+        for owner, name in (
+            (MoELayer, "_route"),
+            (MoELayer, "_plan"),
+            (moe_core.layer, "round_to_tiles"),
+        ):
+            stack.enter_context(
+                mock.patch.object(owner, name, record_function(ROUTING)(getattr(owner, name)))
+            )
         yield
 
 
@@ -73,15 +93,19 @@ def profiled(run: Callable[[], object], passes: int, device: torch.device) -> tu
 
 
 def shares(events: Iterable[FunctionEvent], passes: int, device_type: str) -> Shares:
-    """Milliseconds of a pass for each kind; an operator's backward pass is of the operator's kind."""
+    """Milliseconds of a pass for each kind; an operator's backward pass is of the operator's
+    kind."""
     found: Shares = {kind: defaultdict(float) for kind in KINDS}
     on_device = 0.0  # ms of all kernels
     kinds: dict[int, str | None] = {}
-    differentiated: dict[int, str | None] = {}  # the kind by the number that an operator shares with its backward pass
-    for event in sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end)):  # parents first
+    # the kind by the number that an operator shares with its backward pass
+    differentiated: dict[int, str | None] = {}
+    # parents first
+    for event in sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end)):
         own = _kind(event, kinds.get(id(event.cpu_parent)), differentiated)
         kinds[id(event)] = own
-        if event.is_user_annotation and device_type == "cuda":  # it may have a copy of its kernels' time
+        # it may have a copy of its kernels' time
+        if event.is_user_annotation and device_type == "cuda":
             continue
         if event.device_type != torch.autograd.DeviceType.CPU:
             on_device += event.time_range.elapsed_us() / 1e3 / passes
@@ -92,39 +116,55 @@ def shares(events: Iterable[FunctionEvent], passes: int, device_type: str) -> Sh
         for name, microseconds in times:
             found[own or REST][name] += microseconds / 1e3 / passes
     if on_device:
-        found[REST]["kernels of no operator"] = on_device - sum(sum(times.values()) for times in found.values())
+        found[REST]["kernels of no operator"] = on_device - sum(
+            sum(times.values()) for times in found.values()
+        )
     return found
 
 
-def _kind(event: FunctionEvent, parent: str | None, differentiated: dict[int, str | None]) -> str | None:
+def _kind(
+    event: FunctionEvent, parent: str | None, differentiated: dict[int, str | None]
+) -> str | None:
     """None: not known yet; what it calls may tell."""
     named = next((kind for kind, names in KINDS.items() if re.fullmatch(names, event.name)), None)
     own = parent or named
     if parent in (EXPERTS, EXPERTS_REST):
         own = EXPERTS if named in (EXPERTS, PRODUCTS) else EXPERTS_REST
-    if event.name.startswith("autograd::"):  # it encloses the backward pass of the operator of this number
+    # it encloses the backward pass of the operator of this number
+    if event.name.startswith("autograd::"):
         return own or differentiated.get(event.sequence_nr)
     if event.sequence_nr >= 0 and event.scope == 0:  # RecordScope::FUNCTION
-        differentiated[event.sequence_nr] = own  # of operators with one number the last is the differentiable one
+        # of operators with one number the last is the differentiable one
+        differentiated[event.sequence_nr] = own
     return own
 
 
-def measure(mode: str, configs: list, rounds: int, passes: int, world: World) -> dict[str, tuple[Shares, float]]:
+def measure(
+    mode: str, configs: list, rounds: int, passes: int, world: World
+) -> dict[str, tuple[Shares, float]]:
     """For the model with experts and the dense one, the shares of a pass and its milliseconds."""
-    subjects = {name: prepare(mode, config, world) for name, config in zip(("experts", "dense"), configs, strict=True)}
+    subjects = {
+        name: prepare(mode, config, world)
+        for name, config in zip(("experts", "dense"), configs, strict=True)
+    }
     runs = {name: subject.run for name, subject in subjects.items()}
     found = {}
     with prepared_for_inference(subjects.values()):
         times = interleaved(runs, rounds)
         for name, run in runs.items():
             parts, milliseconds = profiled(run, passes, world.device)
-            # the profiler slows a host that launches kernels; where the host computes, both are of the same passes
-            found[name] = parts, statistics.median(times[name]) if world.device.type == "cuda" else milliseconds
+            # the profiler slows a host that launches kernels; where the host computes, both are of
+            # the same passes
+            found[name] = (
+                parts,
+                statistics.median(times[name]) if world.device.type == "cuda" else milliseconds,
+            )
     return found
 
 
 def rows(found: dict[str, tuple[Shares, float]]) -> Iterator[list[str]]:
-    """A row for each kind: both models' milliseconds and their share of the pass, and the difference."""
+    """A row for each kind: both models' milliseconds and their share of the pass, and the
+    difference."""
     columns = []
     for parts, whole in found.values():
         column = {kind: sum(times.values()) for kind, times in parts.items()}
@@ -144,7 +184,9 @@ def main() -> None:
     for mode in args.modes:
         batches = args.batch_sizes or BATCHES[args.device][mode]
         options = Options((mode,), tuple(batches), tuple(args.dtypes), rounds=args.rounds)
-        plan = combinations(args.cfg or CONFIGS[args.device], [*args.opts, "DEVICE", args.device], options)
+        plan = combinations(
+            args.cfg or CONFIGS[args.device], [*args.opts, "DEVICE", args.device], options
+        )
         title = headline(plan, 1)
         for combination, *configs in plan:
             with open_world(args.device, configs[0].TIMEOUT) as world:
@@ -152,10 +194,22 @@ def main() -> None:
             table += [[str(combination), *row] for row in rows(found)]
             data.append(combination._asdict() | found)
             print(f"{combination}: done", file=sys.stderr, flush=True)
-    columns = ["", "kind", "experts, ms", "of the pass", "dense, ms", "of the pass", "experts - dense, ms"]
+    columns = [
+        "",
+        "kind",
+        "experts, ms",
+        "of the pass",
+        "dense, ms",
+        "of the pass",
+        "experts - dense, ms",
+    ]
     command = shlex.join(["python", "benchmarks/shares.py", *sys.argv[1:]])
     notes = [title, "a kernel that computes products and activation in one is under its products"]
-    publish(Table("Where a pass's time goes", command, columns, table, notes, data), args.device, args.output)
+    publish(
+        Table("Where a pass's time goes", command, columns, table, notes, data),
+        args.device,
+        args.output,
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python benchmarks/tiles.py                     (a GPU; triton_ffn.tiles has what is in use)
 
-From tokens to tokens in bf16, forward alone and forward and backward, in interleaved rounds. `in use`: what the layer
-takes; `F.grouped_mm`: dispatch, grouped products and combine as ops of their own; the others replace one tile each, of
-the products with an activation (small) or of those without (large). Rows x columns x depth, warps, stages.
+From tokens to tokens in bf16, forward alone and forward and backward, in interleaved rounds. `in
+use`: what the layer takes; `F.grouped_mm`: dispatch, grouped products and combine as ops of their
+own; the others replace one tile each, of the products with an activation (small) or of those
+without (large). Rows x columns x depth, warps, stages.
 """
 
 # T tokens, E experts, K top-k, M model dim
@@ -28,17 +29,33 @@ from moe_core.kernels.triton_ffn import Tile
 from moe_core.router import route
 from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
 
-SMALL = (Tile(128, 128, 64, 4, 3), Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 4, 4), Tile(128, 256, 64, 8, 3))
-LARGE = (Tile(128, 128, 64, 4, 3), Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4), Tile(128, 256, 32, 8, 4))
+SMALL = (
+    Tile(128, 128, 64, 4, 3),
+    Tile(128, 128, 64, 8, 4),
+    Tile(128, 64, 64, 4, 4),
+    Tile(128, 256, 64, 8, 3),
+)
+LARGE = (
+    Tile(128, 128, 64, 4, 3),
+    Tile(128, 128, 64, 8, 4),
+    Tile(128, 256, 64, 8, 4),
+    Tile(128, 256, 32, 8, 4),
+)
 
 
 def arguments(command: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: in Triton's interpreter")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: in Triton's interpreter"
+    )
     parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK]", default=SHAPES["cuda"])
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
+    )
     return parser.parse_args(command)
 
 
@@ -48,7 +65,10 @@ def alternatives(rows: int) -> dict[str, tuple[Tile | None, Tile | None]]:
     for i, (kind, tiles) in enumerate((("small", SMALL), ("large", LARGE))):
         for tile in tiles:
             tile = tile._replace(rows=rows)
-            name = f"{kind} {tile.rows}x{tile.columns}x{tile.depth}, {tile.warps} warps, {tile.stages} stages"
+            name = (
+                f"{kind} {tile.rows}x{tile.columns}x{tile.depth}, {tile.warps} warps, {tile.stages}"
+                " stages"
+            )
             found[name] = (tile, None) if i == 0 else (None, tile)
     return found
 
@@ -58,7 +78,9 @@ def main(command: Sequence[str] | None = None) -> None:
     in_use, table, data, left_out = triton_ffn.tiles, [], [], []
     for shape in args.shapes:
         tokens, model_dim, num_experts, *rest = map(int, shape.split("x"))
-        config = MoEConfig(model_dim, 4 * model_dim, num_experts, top_k=rest[0] if rest else 1, capacity_factor=0.0)
+        config = MoEConfig(
+            model_dim, 4 * model_dim, num_experts, top_k=rest[0] if rest else 1, capacity_factor=0.0
+        )
         torch.manual_seed(0)
         layer = MoELayer(config).to(args.device)
         x = torch.randn(tokens, model_dim, device=args.device)
@@ -66,10 +88,17 @@ def main(command: Sequence[str] | None = None) -> None:
             routing = route(layer.router(x), config, config.top_k, training=True)
             plan = make_plan(routing.expert_ids, num_experts, None)
         x, gates = x.to(getattr(torch, args.dtype)).requires_grad_(), routing.gates.requires_grad_()
-        wanted, grad = [x, gates, *layer.experts.parameters()], torch.randn(tokens, model_dim, device=args.device)
+        wanted, grad = (
+            [x, gates, *layer.experts.parameters()],
+            torch.randn(tokens, model_dim, device=args.device),
+        )
 
-        def between(tiles: tuple[Tile | None, Tile | None], layer=layer, x=x, gates=gates, plan=plan) -> Tensor:
-            triton_ffn.tiles = lambda *sizes: tuple(new or old for new, old in zip(tiles, in_use(*sizes), strict=True))
+        def between(
+            tiles: tuple[Tile | None, Tile | None], layer=layer, x=x, gates=gates, plan=plan
+        ) -> Tensor:
+            triton_ffn.tiles = lambda *sizes: tuple(
+                new or old for new, old in zip(tiles, in_use(*sizes), strict=True)
+            )
             return layer.experts(x, plan.offsets, gates=gates, plan=plan)
 
         def apart(layer=layer, x=x, gates=gates, plan=plan) -> Tensor:
@@ -79,14 +108,18 @@ def main(command: Sequence[str] | None = None) -> None:
             torch.autograd.grad(run(), wanted, grad)
 
         rows = 128 if tokens * config.top_k / num_experts > 64 else 64
-        runs: dict[str, Callable[[], Tensor]] = {n: partial(between, t) for n, t in alternatives(rows).items()}
+        runs: dict[str, Callable[[], Tensor]] = {
+            n: partial(between, t) for n, t in alternatives(rows).items()
+        }
         runs["F.grouped_mm"] = apart
         for name, run in list(runs.items()):
             try:
                 step(run)
             except Exception as problem:  # a tile that this device has no room for
                 del runs[name]
-                left_out.append(f"{shape}: {name} is not measured. {type(problem).__name__}: {problem}")
+                left_out.append(
+                    f"{shape}: {name} is not measured. {type(problem).__name__}: {problem}"
+                )
         with torch.no_grad():
             forward = interleaved(runs, args.rounds)
         both = interleaved({name: partial(step, run) for name, run in runs.items()}, args.rounds)
@@ -98,9 +131,22 @@ def main(command: Sequence[str] | None = None) -> None:
                 data.append({"shape": shape, "tiles": name, "ms": list(times[name])})
             table.append([shape, name, *cells])
     triton_ffn.tiles = in_use
-    columns = ["TxMxE(xK)", "tiles", "forward, ms", "to those in use", "forward + backward, ms", "to those in use"]
-    line = shlex.join(["python", "benchmarks/tiles.py", *(sys.argv[1:] if command is None else command)])
-    publish(Table("Tiles of the experts", line, columns, table, left_out, data), args.device, args.output)
+    columns = [
+        "TxMxE(xK)",
+        "tiles",
+        "forward, ms",
+        "to those in use",
+        "forward + backward, ms",
+        "to those in use",
+    ]
+    line = shlex.join(
+        ["python", "benchmarks/tiles.py", *(sys.argv[1:] if command is None else command)]
+    )
+    publish(
+        Table("Tiles of the experts", line, columns, table, left_out, data),
+        args.device,
+        args.output,
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/trunk.py                     (about 3 minutes on two cores)
 
-One model, with its own attention and with timm's forward pass of it, in interleaved rounds; both compute the same,
-which is compared first. All else of the trunk is timm's.
+One model, with its own attention and with timm's forward pass of it, in interleaved rounds; both
+compute the same, which is compared first. All else of the trunk is timm's.
 """
 
 import shlex
@@ -18,7 +18,13 @@ from timm.models.swin_transformer_v2 import WindowAttention
 from swinv2_moe.command import run_command
 from swinv2_moe.engine.distributed import open_world
 from swinv2_moe.measure.rounds import Times, interleaved, median_and_spread, ratios
-from swinv2_moe.measure.throughput import Options, Subject, combinations, prepare, prepared_for_inference
+from swinv2_moe.measure.throughput import (
+    Options,
+    Subject,
+    combinations,
+    prepare,
+    prepared_for_inference,
+)
 from swinv2_moe.models.attention import FusedWindowAttention
 
 TOLERANCE = 1e-4  # in fp32, of the largest value
@@ -32,7 +38,9 @@ def eager():
 @torch.no_grad()
 def check(subject: Subject, config) -> None:
     device = next(subject.model.parameters()).device
-    images = torch.randn(2, config.MODEL.SWINV2.IN_CHANS, *2 * [config.DATA.IMG_SIZE], device=device)
+    images = torch.randn(
+        2, config.MODEL.SWINV2.IN_CHANS, *2 * [config.DATA.IMG_SIZE], device=device
+    )
     training = subject.model.training
     subject.model.eval()
     ours = subject.model(images)
@@ -63,7 +71,10 @@ def main() -> None:
                 with prepared_for_inference([subject]):
                     times = interleaved({"ours": subject.run, "timm": by_timm}, args.rounds)
             name = f"{mode}, batch {combination.batch_size}, {combination.dtype}"
-            speeds = {k: Times((1e3 * combination.batch_size / ms for ms in t), t.run) for k, t in times.items()}
+            speeds = {
+                k: Times((1e3 * combination.batch_size / ms for ms in t), t.run)
+                for k, t in times.items()
+            }
             speedup = ratios(speeds["ours"], speeds["timm"])
             cells = [median_and_spread(speeds["ours"], 2), median_and_spread(speeds["timm"], 2)]
             table.append([name, *cells, median_and_spread(speedup, 3)])
@@ -71,7 +82,11 @@ def main() -> None:
             print(" | ".join(table[-1]), file=sys.stderr, flush=True)
     columns = ["", "images/s", "timm", "to timm"]
     command = shlex.join(["python", "benchmarks/trunk.py", *sys.argv[1:]])
-    publish(Table("The dense network beside timm's", command, columns, table, (), data), args.device, args.output)
+    publish(
+        Table("The dense network beside timm's", command, columns, table, (), data),
+        args.device,
+        args.output,
+    )
 
 
 if __name__ == "__main__":

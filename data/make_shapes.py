@@ -1,4 +1,5 @@
-"""Generate a small data set for detection: circles, squares and triangles on textures, with masks, in COCO's format.
+"""Generate a small data set for detection: circles, squares and triangles on textures, with masks,
+in COCO's format.
 
 python data/make_shapes.py data/shapes
 python tools/detect.py train configs/detection/shapes/mask_rcnn.py
@@ -12,15 +13,36 @@ from swinv2_moe.detection.shapes import Options, make_shapes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", metavar="DIR", type=Path, help="new or empty")
     default = Options()
-    parser.add_argument("--train", type=int, default=default.train, help="images (default: %(default)s)")
-    parser.add_argument("--val", type=int, default=default.val, help="images (default: %(default)s)")
-    parser.add_argument("--min-size", type=int, default=default.min_size, metavar="PX", help="(default: %(default)s)")
-    parser.add_argument("--max-size", type=int, default=default.max_size, metavar="PX", help="(default: %(default)s)")
     parser.add_argument(
-        "--max-objects", type=int, default=default.max_objects, help="of an image (default: %(default)s)"
+        "--train", type=int, default=default.train, help="images (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--val", type=int, default=default.val, help="images (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--min-size",
+        type=int,
+        default=default.min_size,
+        metavar="PX",
+        help="(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-size",
+        type=int,
+        default=default.max_size,
+        metavar="PX",
+        help="(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-objects",
+        type=int,
+        default=default.max_objects,
+        help="of an image (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=default.seed, help="(default: %(default)s)")
     args = vars(parser.parse_args())

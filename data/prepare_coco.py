@@ -1,10 +1,12 @@
-"""Lay out and check COCO 2017: archives are unpacked, folders elsewhere are linked to, what is missing is named.
+"""Lay out and check COCO 2017: archives are unpacked, folders elsewhere are linked to, what is
+missing is named.
 
     python data/prepare_coco.py DOWNLOADS --output data/coco
-    python data/prepare_coco.py data/coco --decode all         what lies there already, every image decoded
+    python data/prepare_coco.py data/coco --decode all         what lies there already, every image
+    decoded
 
-DOWNLOADS holds train2017.zip, val2017.zip and annotations_trainval2017.zip, or the folders in them. Nothing is moved or
-removed. Killed, or out of disk? The same command goes on.
+DOWNLOADS holds train2017.zip, val2017.zip and annotations_trainval2017.zip, or the folders in them.
+Nothing is moved or removed. Killed, or out of disk? The same command goes on.
 """
 
 import argparse
@@ -25,11 +27,21 @@ def count(text: str) -> int | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", metavar="DOWNLOADS", type=Path, help="archives or folders of COCO 2017")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="where to lay it out (default: in DOWNLOADS)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--decode", type=count, default=500, metavar="N", help="images to decode of each part, or 'all' (default: 500)"
+        "source", metavar="DOWNLOADS", type=Path, help="archives or folders of COCO 2017"
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, help="where to lay it out (default: in DOWNLOADS)"
+    )
+    parser.add_argument(
+        "--decode",
+        type=count,
+        default=500,
+        metavar="N",
+        help="images to decode of each part, or 'all' (default: 500)",
     )
     args = parser.parse_args()
     target = args.output or args.source
@@ -37,7 +49,9 @@ def main() -> None:
     for part in missing:
         print(f"missing: {part}")
     if missing:
-        raise UserError(f"{args.source}: {len(missing)} of the {len(PARTS)} parts of COCO are not there")
+        raise UserError(
+            f"{args.source}: {len(missing)} of the {len(PARTS)} parts of COCO are not there"
+        )
     for file, images in splits(target):
         print(check_split(file, images, args.decode), flush=True)
     print(f"{target} is complete")

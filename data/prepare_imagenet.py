@@ -2,7 +2,8 @@
 
     python data/prepare_imagenet.py data/imagenet
 
-torchvision does the work: it checks the archives' MD5 sums and skips a split whose folder is already there.
+torchvision does the work: it checks the archives' MD5 sums and skips a split whose folder is
+already there.
 """
 
 import argparse
@@ -18,13 +19,25 @@ from swinv2_moe.errors import UserError
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", help="holds ILSVRC2012_devkit_t12.tar.gz, _img_train.tar and _img_val.tar")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "directory", help="holds ILSVRC2012_devkit_t12.tar.gz, _img_train.tar and _img_val.tar"
+    )
     directory = parser.parse_args().directory
     try:
         for split in ("train", "val"):
             print(f"{split}: {len(ImageNet(directory, split))} images in 1,000 classes")
-    except (RuntimeError, OSError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
+    except (
+        RuntimeError,
+        OSError,
+        EOFError,
+        LookupError,
+        TypeError,
+        ValueError,
+        pickle.UnpicklingError,
+    ) as error:
         raise UserError(f"{directory}: {' '.join(str(error).split())}") from error
 
 

@@ -11,18 +11,25 @@ from swinv2_moe.data.staging import stage
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shards", metavar="SHARDS", help="made by data/make_shards.py")
     parser.add_argument("local", metavar="LOCAL", help="a directory on the local disk")
     parser.add_argument("--workers", type=int, default=4, help="threads (default: %(default)s)")
-    parser.add_argument("--trust", action="store_true", help="keep files of the right size without reading them")
+    parser.add_argument(
+        "--trust", action="store_true", help="keep files of the right size without reading them"
+    )
     args = parser.parse_args()
     if args.workers < 1:
         parser.error(f"--workers is {args.workers}, it must be at least 1")
     done = stage(args.shards, args.local, args.workers, args.trust)
     kept = f" ({done.kept:,} files were there)" if done.kept else ""
     rate = f"{done.bytes / done.seconds:,.0f} bytes/s"
-    print(f"{args.local}: {done.shards:,} shards, {done.bytes:,} bytes in {done.seconds:.1f} s, {rate}{kept}")
+    print(
+        f"{args.local}: {done.shards:,} shards, {done.bytes:,} bytes in {done.seconds:.1f} s,"
+        f" {rate}{kept}"
+    )
 
 
 if __name__ == "__main__":

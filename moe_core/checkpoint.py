@@ -1,9 +1,11 @@
-"""Tensors named like a model's parameters, on disk: one safetensors file for the trunk, one per expert.
+"""Tensors named like a model's parameters, on disk: one safetensors file for the trunk, one per
+expert.
 
     model.safetensors                     what every rank holds
     experts/<layer>/<expert>.safetensors  each expert, under its number in the whole layer
 
-Each rank writes the experts it owns and reads those it needs, so a file says nothing of how many ranks there were.
+Each rank writes the experts it owns and reads those it needs, so a file says nothing of how many
+ranks there were.
 """
 
 # E experts on this rank
@@ -34,34 +36,48 @@ def expert_file(layer: str, expert: int) -> str:
 
 
 def tensors_by_file(
-    model: nn.Module, tensors: dict[str, Tensor], writes_trunk: bool = True, only: Collection[str] | None = None
+    model: nn.Module,
+    tensors: dict[str, Tensor],
+    writes_trunk: bool = True,
+    only: Collection[str] | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(file, its tensors) of all that this rank has to write of `tensors`, one file after the other.
+    """(file, its tensors) of all that this rank has to write of `tensors`, one file after the
+    other.
 
-    Every rank runs through it to the end: an expert that several ranks share is joined when its turn comes, so no
-    more than one is in memory. It is for the rank with its first part to write; of replicas, for the first.
+    Every rank runs through it to the end: an expert that several ranks share is joined when its
+    turn comes, so no more than one is in memory. It is for the rank with its first part to write;
+    of replicas, for the first.
 
     Args:
-        tensors: named as in `model.state_dict()`, any subset; expert tensors are [E, ...]. They come back as views.
+        tensors: named as in `model.state_dict()`, any subset; expert tensors are [E, ...]. They
+            come back as views.
         writes_trunk: whether what is not an expert's is this rank's to write.
         only: the expert files to go through; None: all.
     """
     trunk = dict(tensors)
     for layer_name, layer in moe_layers(model).items():
         prefix, shard = _prefix(layer_name), layer.shard
-        owned = {name.removeprefix(prefix): trunk.pop(name) for name in tensors if name.startswith(prefix)}
+        owned = {
+            name.removeprefix(prefix): trunk.pop(name)
+            for name in tensors
+            if name.startswith(prefix)
+        }
         for e in range(shard.num_experts if owned else 0):
             file = expert_file(layer_name, shard.first_expert + e)
             if only is None or file in only:
                 parts = {name: tensor[e : e + 1] for name, tensor in owned.items()}
-                expert = {name: join_parts(part, shard, layer.group)[0] for name, part in parts.items()}
+                expert = {
+                    name: join_parts(part, shard, layer.group)[0] for name, part in parts.items()
+                }
                 if layer.group.replica == 0 and shard.part == 0:
                     yield file, expert
     if writes_trunk:
         yield TRUNK, trunk
 
 
-def save_tensors(directory: Path, model: nn.Module, tensors: dict[str, Tensor], is_main: bool = True) -> None:
+def save_tensors(
+    directory: Path, model: nn.Module, tensors: dict[str, Tensor], is_main: bool = True
+) -> None:
     """Write `tensors` below `directory`, as `load_tensors` reads them; every rank calls this.
 
     Raises:
@@ -102,40 +118,62 @@ def damage(file: Path, record: dict[str, int | str]) -> str | None:
             size = os.fstat(content.fileno()).st_size
             if size != record["bytes"]:
                 return f"has {size:,} bytes, {record['bytes']:,} were written"
-            return None if _digest(content) == record["sha256"] else "is damaged (its checksum differs)"
+            return (
+                None
+                if _digest(content) == record["sha256"]
+                else "is damaged (its checksum differs)"
+            )
     except PermissionError:
         raise
     except OSError as error:
-        return "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        return (
+            "is missing"
+            if isinstance(error, FileNotFoundError)
+            else f"cannot be read ({error.strerror})"
+        )
 
 
-def load_tensors(directory: Path, model: nn.Module, like: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Everything below `directory` that concerns this rank, on the CPU, named like `model.state_dict()`.
+def load_tensors(
+    directory: Path, model: nn.Module, like: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Everything below `directory` that concerns this rank, on the CPU, named like
+    `model.state_dict()`.
 
-    What the files hold is returned as it is; comparing it with the model is the caller's part. Of an expert that
-    several ranks share, only this rank's part is read.
+    What the files hold is returned as it is; comparing it with the model is the caller's part. Of
+    an expert that several ranks share, only this rank's part is read.
 
     Args:
-        like: tensors of the same names, of which some may be sharded (DTensors on their first dim, as FSDP2 makes
-            them): of those only this rank's rows are read, and come back sharded likewise.
+        like: tensors of the same names, of which some may be sharded (DTensors on their first dim,
+            as FSDP2 makes them): of those only this rank's rows are read, and come back sharded
+            likewise.
 
     Raises:
         FileNotFoundError: no such file, named.
-        ValueError: a file that is not safetensors, experts whose files hold different names, or a tensor that does not
-            divide over the ranks of an expert; the file is named.
+        ValueError: a file that is not safetensors, experts whose files hold different names, or a
+            tensor that does not divide over the ranks of an expert; the file is named.
     """
-    tensors = _read(directory / TRUNK, lambda name, content: _read_like(content, (like or {}).get(name)))
+    tensors = _read(
+        directory / TRUNK, lambda name, content: _read_like(content, (like or {}).get(name))
+    )
     for layer_name, layer in moe_layers(model).items():
         if not (directory / "experts").is_dir():
             continue  # a dense model's: the comparison will tell
         shard = layer.shard
-        files = [directory / expert_file(layer_name, shard.first_expert + e) for e in range(shard.num_experts)]
-        experts = [_read(file, lambda name, content: _read_part(content, name, shard)) for file in files]  # noqa: B023
+        files = [
+            directory / expert_file(layer_name, shard.first_expert + e)
+            for e in range(shard.num_experts)
+        ]
+        experts = [
+            _read(file, lambda name, content: _read_part(content, name, shard))  # noqa: B023
+            for file in files
+        ]
         for file, expert in zip(files, experts, strict=True):
             if _forms(expert) != _forms(experts[0]):
                 raise ValueError(f"{file} does not hold the same tensors as {files[0].name}")
         for name in experts[0]:
-            tensors[f"{_prefix(layer_name)}{name}"] = torch.stack([expert[name] for expert in experts])
+            tensors[f"{_prefix(layer_name)}{name}"] = torch.stack(
+                [expert[name] for expert in experts]
+            )
     return tensors
 
 
@@ -150,7 +188,8 @@ def _forms(tensors: dict[str, Tensor]) -> dict[str, tuple]:
 
 
 def _prefix(layer: str) -> str:
-    """What the names of a layer's expert parameters begin with; "" is a layer that is the whole model."""
+    """What the names of a layer's expert parameters begin with; "" is a layer that is the whole
+    model."""
     return f"{layer}.experts." if layer else "experts."
 
 
@@ -184,14 +223,22 @@ def _read_part(content, name: str, shard: ExpertShard) -> Tensor:
         return content[...]
     length = content.get_shape()[0] if content.get_shape() else 1
     if length % shard.num_parts:
-        raise ValueError(f"{name} has {length} entries, which do not divide over {shard.num_parts} ranks")
-    return content[shard.part * length // shard.num_parts : (shard.part + 1) * length // shard.num_parts]
+        raise ValueError(
+            f"{name} has {length} entries, which do not divide over {shard.num_parts} ranks"
+        )
+    return content[
+        shard.part * length // shard.num_parts : (shard.part + 1) * length // shard.num_parts
+    ]
 
 
 def _read_like(content, like: Tensor | None) -> Tensor:
     """The whole tensor, or this rank's rows of it where `like` has only those."""
     shape = content.get_shape()
-    if not isinstance(like, DTensor) or list(like.shape) != shape or list(like.placements) != [Shard(0)]:
+    if (
+        not isinstance(like, DTensor)
+        or list(like.shape) != shape
+        or list(like.placements) != [Shard(0)]
+    ):
         return content[...]
     mesh = like.device_mesh
     each = -(-shape[0] // mesh.size())  # as torch.chunk cuts, and so FSDP2

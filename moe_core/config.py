@@ -13,9 +13,10 @@ KERNELS = ("auto", "triton", "torch")
 class MoEConfig:
     """Shape and routing of one MoE layer.
 
-    `top_k` above `num_experts` means all experts. `capacity_factor` f limits the tokens that one rank may send to one
-    expert to `K * floor(|f| * ceil(T / E))`; 0 is dropless (Tutel, arXiv 2206.03382, section 4.1, whose f = 0 and
-    f < 0 adapt the size of a padded buffer: rows need no such buffer, so here f < 0 limits like f > 0).
+    `top_k` above `num_experts` means all experts. `capacity_factor` f limits the tokens that one
+    rank may send to one expert to `K * floor(|f| * ceil(T / E))`; 0 is dropless (Tutel, arXiv
+    2206.03382, section 4.1, whose f = 0 and f < 0 adapt the size of a padded buffer: rows need no
+    such buffer, so here f < 0 limits like f > 0).
 
     Raises:
         ValueError: a value out of range; the message names it and what is allowed.
@@ -27,19 +28,24 @@ class MoEConfig:
     top_k: int = 1
     capacity_factor: float = 1.25
     router: str = "linear"  # as registered: see moe_core.registry
-    gate_noise: float = 0.0  # std of the noise on the logits in training, in units of 1 / num_experts
+    # std of the noise on the logits in training, in units of 1 / num_experts
+    gate_noise: float = 0.0
     normalize_gates: bool = True  # gate values of a token sum to 1; only for top_k > 1
-    batch_prioritized: bool = False  # when an expert is full, keep the tokens the router is surest of
-    round_to: int = 0  # in training each expert's rows are a multiple of it (moe_core.rounding), say 128; 0: off
+    # when an expert is full, keep the tokens the router is surest of
+    batch_prioritized: bool = False
+    # in training each expert's rows are a multiple of it (moe_core.rounding), say 128; 0: off
+    round_to: int = 0
     aux_loss: str = "gshard"
-    global_balance: bool = False  # the loss of the tokens of all data-parallel ranks, not of each rank's own
+    # the loss of the tokens of all data-parallel ranks, not of each rank's own
+    global_balance: bool = False
     activation: str = "gelu"
     bias: bool = True
     output_bias: bool = True  # with bias: the second one, b2, too
     input_jitter: float = 0.0  # the router sees x * U(1 - j, 1 + j) in training
     input_dropout: float = 0.0  # of the router's input, in training
     hidden_dropout: float = 0.0  # after the activation, in training
-    kernels: str = "auto"  # "triton" and "torch" force one; "auto": Triton on CUDA, C++ on x86, where they work
+    # "triton" and "torch" force one; "auto": Triton on CUDA, C++ on x86, where they work
+    kernels: str = "auto"
     init_std: float | None = None  # of the expert weights (truncated normal); None: as nn.Linear
 
     def __post_init__(self) -> None:
@@ -54,7 +60,9 @@ class MoEConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0 and below 1")
         if not math.isfinite(self.capacity_factor):
-            raise ValueError(f"capacity_factor ({self.capacity_factor}) must be finite; 0 is dropless")
+            raise ValueError(
+                f"capacity_factor ({self.capacity_factor}) must be finite; 0 is dropless"
+            )
         if self.round_to < 0:
             raise ValueError(f"round_to ({self.round_to}) must not be negative; 0 is off")
         if self.gate_noise < 0:
@@ -63,16 +71,23 @@ class MoEConfig:
             raise ValueError("aux_loss ('load_importance_tutel') needs gate_noise (0.0) above 0")
 
     def shard(self, rank: int, group_size: int) -> "ExpertShard":
-        """What `rank` of an expert-parallel group owns: whole experts, or a part of one where ranks are more.
+        """What `rank` of an expert-parallel group owns: whole experts, or a part of one where ranks
+        are more.
 
         Raises:
-            ValueError: experts that do not divide over the ranks, or a hidden_dim (model_dim, for its output bias) that
-                does not divide over the ranks of one expert.
+            ValueError: experts that do not divide over the ranks, or a hidden_dim (model_dim, for
+                its output bias) that does not divide over the ranks of one expert.
         """
-        experts, large, small = self.num_experts, *sorted((self.num_experts, group_size), reverse=True)
+        experts, large, small = (
+            self.num_experts,
+            *sorted((self.num_experts, group_size), reverse=True),
+        )
         if large % small:
             relation = "divisible by" if experts > group_size else "a divisor of"
-            raise ValueError(f"num_experts ({experts}) must be {relation} the expert-parallel size ({group_size})")
+            raise ValueError(
+                f"num_experts ({experts}) must be {relation} the expert-parallel size"
+                f" ({group_size})"
+            )
         if experts >= group_size:
             owned = experts // group_size
             return ExpertShard(rank * owned, owned, 0, 1)
@@ -80,7 +95,8 @@ class MoEConfig:
         for name in ("hidden_dim", *(["model_dim"] if self.bias and self.output_bias else [])):
             if getattr(self, name) % parts:
                 raise ValueError(
-                    f"{name} ({getattr(self, name)}) must be divisible by the {parts} ranks of one expert:"
+                    f"{name} ({getattr(self, name)}) must be divisible by the {parts} ranks of one"
+                    " expert:"
                     f" num_experts ({experts}) over an expert-parallel size of {group_size}"
                 )
         return ExpertShard(rank // parts, 1, rank % parts, parts)
@@ -95,8 +111,11 @@ class ExpertShard(NamedTuple):
     num_parts: int
 
 
-def expert_capacity(num_tokens: int, num_experts: int, top_k: int, capacity_factor: float) -> int | None:
-    """Rows that one rank may send to one expert: `K * floor(|f| * ceil(T / E))`; None (no limit) for f = 0.
+def expert_capacity(
+    num_tokens: int, num_experts: int, top_k: int, capacity_factor: float
+) -> int | None:
+    """Rows that one rank may send to one expert: `K * floor(|f| * ceil(T / E))`; None (no limit)
+    for f = 0.
 
     `num_tokens` is the group's maximum when ranks hold unequal counts.
     """

@@ -1,16 +1,19 @@
 """Seconds that one MoE layer takes on a cluster, for any strategy, without running it.
 
 1. `volume` counts what a strategy sends, to ranks of the same node and of others.
-2. A message of n bytes costs `latency + n / bandwidth` of its link (the alpha-beta model); a matrix product costs its
-   FLOPs at the machine's rate and the reading of its weights; everything else costs its bytes and its kernels.
-3. `layer_time` adds up, and takes off what a pipeline hides; `ranked` does so for every strategy worth a trial.
+2. A message of n bytes costs `latency + n / bandwidth` of its link (the alpha-beta model); a matrix
+   product costs its FLOPs at the machine's rate and the reading of its weights; everything else
+   costs its bytes and its kernels.
+3. `layer_time` adds up, and takes off what a pipeline hides; `ranked` does so for every strategy
+   worth a trial.
 4. `calibrate` measures the machine at hand; `PROFILES` holds named ones.
 
 Rows are taken to be balanced over the experts. How well it predicts: docs/planner.md.
 """
 
-# W ranks of the group, g of them on each of N nodes; T tokens of a rank, E experts, K top-k, M model dim, H hidden dim
-# n rows that a rank has for one expert; s = max(W / E, 1) ranks of one expert; d chunks
+# W ranks of the group, g of them on each of N nodes; T tokens of a rank, E experts, K top-k, M
+# model dim, H hidden dim n rows that a rank has for one expert; s = max(W / E, 1) ranks of one
+# expert; d chunks
 
 import math
 import time
@@ -24,7 +27,8 @@ from moe_core.config import MoEConfig, expert_capacity
 from moe_core.parallel.strategy import ALGORITHMS, ParallelStrategy, valid_r
 
 GRADIENT_BYTES = 4  # the engine sums weight gradients in the parameters' own dtype
-ROUTER_PASSES, ROUTER_KERNELS = 6, 20  # over [T, E] in fp32: logits, noise, softmax, top-k, losses; an estimate
+# over [T, E] in fp32: logits, noise, softmax, top-k, losses; an estimate
+ROUTER_PASSES, ROUTER_KERNELS = 6, 20
 LAYER_KERNELS = 6  # dispatch, combine, offsets, reordering: an estimate
 
 
@@ -41,7 +45,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank of a cluster and its links to the ranks of its node (`intra`) and of others (`inter`)."""
+    """One rank of a cluster and its links to the ranks of its node (`intra`) and of others
+    (`inter`)."""
 
     name: str
     intra: Link
@@ -57,16 +62,26 @@ class Machine:
         return self.flops if element_size <= 2 else self.flops_fp32
 
 
-# One constant is fitted for the A100, the share of its peak that products reach; one for its network, the latency of a
-# message; both to Tutel's all-to-all shares (arXiv 2206.03382, table 2: 33.7% at 16 and 56.7% at 256 GPUs). Peaks,
-# memory and link rates are the data sheets'. The newer GPUs inherit the A100's shares and latencies: untested.
+# One constant is fitted for the A100, the share of its peak that products reach; one for its
+# network, the latency of a message; both to Tutel's all-to-all shares (arXiv 2206.03382, table 2:
+# 33.7% at 16 and 56.7% at 256 GPUs). Peaks, memory and link rates are the data sheets'. The newer
+# GPUs inherit the A100's shares and latencies: untested.
 _REACHED = 0.514  # fitted: share of the peak that the experts' products reach
 _INTER_LATENCY = 75e-6  # fitted: seconds that one more message of a linear all-to-all costs
-_INTRA_REACHED = 0.653  # 7/8 of 128 MiB in 600 us over 8 GPUs (the same paper, appendix A.2), of NVLink 3's 300 GB/s
+# 7/8 of 128 MiB in 600 us over 8 GPUs (the same paper, appendix A.2), of NVLink 3's 300 GB/s
+_INTRA_REACHED = 0.653
 _KERNEL = 5e-6  # an estimate: launch and run of a short kernel, and a message inside a node
 
 
-def _gpu(name: str, nvlink: float, network: float, peak: float, peak_fp32: float, hbm: float, memory: float) -> Machine:
+def _gpu(
+    name: str,
+    nvlink: float,
+    network: float,
+    peak: float,
+    peak_fp32: float,
+    hbm: float,
+    memory: float,
+) -> Machine:
     """Rates of the data sheet in units of 1e9 (bytes/s one way), 1e12 (FLOP/s, bytes/s) and GiB."""
     links = Link(_KERNEL, nvlink * 1e9 * _INTRA_REACHED), Link(_INTER_LATENCY, network * 1e9)
     rates = peak * 1e12 * _REACHED, peak_fp32 * 1e12 * _REACHED
@@ -74,9 +89,13 @@ def _gpu(name: str, nvlink: float, network: float, peak: float, peak_fp32: float
 
 
 PROFILES = {
-    # A100 SXM 80 GB: NVLink 3 at 300 GB/s, HDR InfiniBand 200 Gb/s per GPU, 312 TFLOP/s dense bf16, 19.5 fp32
-    "a100-hdr": _gpu("a100-hdr", nvlink=300, network=25, peak=312, peak_fp32=19.5, hbm=2.039, memory=80),
-    # H100 SXM 80 GB: NVLink 4 at 450 GB/s, NDR InfiniBand 400 Gb/s per GPU, 989 TFLOP/s dense bf16, 67 fp32
+    # A100 SXM 80 GB: NVLink 3 at 300 GB/s, HDR InfiniBand 200 Gb/s per GPU, 312 TFLOP/s dense bf16,
+    # 19.5 fp32
+    "a100-hdr": _gpu(
+        "a100-hdr", nvlink=300, network=25, peak=312, peak_fp32=19.5, hbm=2.039, memory=80
+    ),
+    # H100 SXM 80 GB: NVLink 4 at 450 GB/s, NDR InfiniBand 400 Gb/s per GPU, 989 TFLOP/s dense bf16,
+    # 67 fp32
     "h100": _gpu("h100", nvlink=450, network=50, peak=989, peak_fp32=67, hbm=3.35, memory=80),
     # H200 SXM 141 GB: an H100 with HBM3e
     "h200": _gpu("h200", nvlink=450, network=50, peak=989, peak_fp32=67, hbm=4.8, memory=141),
@@ -97,11 +116,15 @@ class LayerShape:
     training: bool = True  # forward and backward; else forward
     bias: bool = True
     output_bias: bool = True
-    counts_first: bool = True  # unequal splits: the counts of rows are exchanged first, like the rows but empty
+    # unequal splits: the counts of rows are exchanged first, like the rows but empty
+    counts_first: bool = True
 
     @classmethod
-    def of(cls, config: MoEConfig, tokens: int, element_size: int = 2, training: bool = True) -> "LayerShape":
-        """The configured layer on so many tokens a rank, spread evenly over the experts up to the capacity."""
+    def of(
+        cls, config: MoEConfig, tokens: int, element_size: int = 2, training: bool = True
+    ) -> "LayerShape":
+        """The configured layer on so many tokens a rank, spread evenly over the experts up to the
+        capacity."""
         top_k = min(config.top_k, config.num_experts)
         rows = tokens * top_k / config.num_experts
         capacity = expert_capacity(tokens, config.num_experts, top_k, config.capacity_factor)
@@ -124,7 +147,8 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends to other ranks, the average over the ranks: elements and messages, by kind of link."""
+    """What one rank sends to other ranks, the average over the ranks: elements and messages, by
+    kind of link."""
 
     intra: float = 0.0
     inter: float = 0.0
@@ -138,7 +162,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Volume:
-    """What one rank sends in a forward pass; a backward pass sends as much, with gradients in the weights' place."""
+    """What one rank sends in a forward pass; a backward pass sends as much, with gradients in the
+    weights' place."""
 
     there: Traffic  # rows to the experts
     back: Traffic  # results to the tokens
@@ -148,27 +173,35 @@ class Volume:
 def volume(shape: LayerShape, group_size: int, strategy: ParallelStrategy) -> Volume:
     """Elements and messages of one forward pass, without the counts of rows that precede them.
 
-    A hierarchical exchange sends most rows twice, once on each kind of link. Weights count as sent to each gatherer.
+    A hierarchical exchange sends most rows twice, once on each kind of link. Weights count as sent
+    to each gatherer.
 
     Raises:
-        ValueError: r that is not valid here; ranks_per_node that does not divide the group; experts that neither divide
-            over the ranks nor the ranks over them.
+        ValueError: r that is not valid here; ranks_per_node that does not divide the group; experts
+            that neither divide over the ranks nor the ranks over them.
     """
     per_node = _ranks_per_node(shape.num_experts, group_size, strategy)
-    rows = _rows_traffic(_sent_rows(shape, strategy) * shape.model_dim, group_size, per_node, strategy)
+    rows = _rows_traffic(
+        _sent_rows(shape, strategy) * shape.model_dim, group_size, per_node, strategy
+    )
     return Volume(rows, rows, _weights_traffic(shape, group_size, per_node, strategy))
 
 
 def _ranks_per_node(num_experts: int, group_size: int, strategy: ParallelStrategy) -> int:
     strategy.check(num_experts, group_size)
     if num_experts % group_size and group_size % num_experts:
-        raise ValueError(f"num_experts ({num_experts}) and the group's size ({group_size}): neither divides the other")
+        raise ValueError(
+            f"num_experts ({num_experts}) and the group's size ({group_size}): neither divides the"
+            " other"
+        )
     return _node_size(strategy.ranks_per_node or group_size, group_size)  # not given: one node
 
 
 def _node_size(ranks_per_node: int, group_size: int) -> int:
     if group_size > ranks_per_node and group_size % ranks_per_node:
-        raise ValueError(f"ranks_per_node ({ranks_per_node}) must divide the expert-parallel size ({group_size})")
+        raise ValueError(
+            f"ranks_per_node ({ranks_per_node}) must divide the expert-parallel size ({group_size})"
+        )
     return min(ranks_per_node, group_size)
 
 
@@ -177,7 +210,9 @@ def _sent_rows(shape: LayerShape, strategy: ParallelStrategy) -> float:
     return strategy.r * shape.num_experts * shape.rows_per_expert
 
 
-def _rows_traffic(elements: float, group_size: int, per_node: int, strategy: ParallelStrategy) -> Traffic:
+def _rows_traffic(
+    elements: float, group_size: int, per_node: int, strategy: ParallelStrategy
+) -> Traffic:
     if strategy.r == 0:
         return Traffic()
     nodes, chunks = group_size // per_node, strategy.pipeline_degree
@@ -189,14 +224,18 @@ def _rows_traffic(elements: float, group_size: int, per_node: int, strategy: Par
     return Traffic(intra, inter, chunks * (per_node - 1), chunks * (nodes - 1))
 
 
-def _gatherers(shape: LayerShape, group_size: int, per_node: int, strategy: ParallelStrategy) -> tuple[int, int]:
+def _gatherers(
+    shape: LayerShape, group_size: int, per_node: int, strategy: ParallelStrategy
+) -> tuple[int, int]:
     """Consecutive ranks that gather each other's weights, and how many of them share a node."""
     ranks_per_expert = max(group_size // shape.num_experts, 1)
     ranks = group_size if strategy.r == 0 else ranks_per_expert // strategy.r
     return ranks, math.gcd(ranks, per_node)
 
 
-def _weights_traffic(shape: LayerShape, group_size: int, per_node: int, strategy: ParallelStrategy) -> Traffic:
+def _weights_traffic(
+    shape: LayerShape, group_size: int, per_node: int, strategy: ParallelStrategy
+) -> Traffic:
     ranks, near = _gatherers(shape, group_size, per_node, strategy)
     own, each = shape.expert_parameters * shape.num_experts / group_size, shape.expert_tensors
     return Traffic(own * (near - 1), own * (ranks - near), each * (near - 1), each * (ranks - near))
@@ -215,7 +254,9 @@ class LayerTime:
 
     @property
     def total(self) -> float:
-        return self.routing + self.dispatch + self.exchange + self.gather + self.experts - self.hidden
+        return (
+            self.routing + self.dispatch + self.exchange + self.gather + self.experts - self.hidden
+        )
 
     @property
     def exposed_exchange(self) -> float:
@@ -224,38 +265,53 @@ class LayerTime:
 
     def plus(self, other: "LayerTime", times: int = 1) -> "LayerTime":
         """The sum of this and so many of the other."""
-        return LayerTime(*(a + times * b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return LayerTime(
+            *(a + times * b for a, b in zip(astuple(self), astuple(other), strict=True))
+        )
 
 
-def layer_time(machine: Machine, shape: LayerShape, group_size: int, strategy: ParallelStrategy) -> LayerTime:
+def layer_time(
+    machine: Machine, shape: LayerShape, group_size: int, strategy: ParallelStrategy
+) -> LayerTime:
     """Predicted seconds of one layer by part. Raises what `volume` raises."""
     forward = _pass_time(machine, shape, group_size, strategy, backward=False)
-    return forward.plus(_pass_time(machine, shape, group_size, strategy, backward=True), int(shape.training))
+    return forward.plus(
+        _pass_time(machine, shape, group_size, strategy, backward=True), int(shape.training)
+    )
 
 
 def _pass_time(
     machine: Machine, shape: LayerShape, group_size: int, strategy: ParallelStrategy, backward: bool
 ) -> LayerTime:
-    sent, chunks = volume(shape, group_size, strategy), strategy.pipeline_degree if strategy.r else 1
+    sent, chunks = (
+        volume(shape, group_size, strategy),
+        strategy.pipeline_degree if strategy.r else 1,
+    )
     way = _exchange_seconds(machine, shape, sent.there, strategy) / chunks
     experts = _experts_seconds(machine, shape, group_size, strategy, backward) / chunks
     counts = 0.0
     if shape.counts_first and not backward:
-        counts = machine.intra.latency * sent.there.intra_messages + machine.inter.latency * sent.there.inter_messages
+        counts = (
+            machine.intra.latency * sent.there.intra_messages
+            + machine.inter.latency * sent.there.inter_messages
+        )
     return LayerTime(
         routing=_routing_seconds(machine, shape, backward),
         dispatch=_dispatch_seconds(machine, shape, group_size, strategy),
         exchange=2 * chunks * way + counts / chunks,
         gather=_gather_seconds(machine, shape, group_size, strategy, backward),
         experts=chunks * experts,
-        hidden=chunks * (2 * way + experts) - _pipelined_seconds(way, experts, chunks) if chunks > 1 else 0.0,
+        hidden=chunks * (2 * way + experts) - _pipelined_seconds(way, experts, chunks)
+        if chunks > 1
+        else 0.0,
     )
 
 
 def _pipelined_seconds(way: float, experts: float, chunks: int) -> float:
     """From the first chunk's departure to the last result's arrival.
 
-    One wire, on which all chunks leave one after the other and then results as they are ready, beside one processor.
+    One wire, on which all chunks leave one after the other and then results as they are ready,
+    beside one processor.
     """
     worked, wire = 0.0, chunks * way
     for chunk in range(1, chunks + 1):
@@ -264,20 +320,30 @@ def _pipelined_seconds(way: float, experts: float, chunks: int) -> float:
     return wire
 
 
-def _exchange_seconds(machine: Machine, shape: LayerShape, sent: Traffic, strategy: ParallelStrategy) -> float:
-    """One way of all chunks. Linear: both kinds of links at once. 2DH: one after the other, with two copies between."""
+def _exchange_seconds(
+    machine: Machine, shape: LayerShape, sent: Traffic, strategy: ParallelStrategy
+) -> float:
+    """One way of all chunks. Linear: both kinds of links at once. 2DH: one after the other, with
+    two copies between."""
     intra = machine.intra.seconds(sent.intra_messages, sent.intra * shape.element_size)
     inter = machine.inter.seconds(sent.inter_messages, sent.inter * shape.element_size)
     if strategy.all_to_all == "linear" or strategy.r == 0:
         return max(intra, inter)
-    copied = 2 * 2 * _sent_rows(shape, strategy) * shape.model_dim * shape.element_size  # two copies: read and write
-    return intra + inter + copied / machine.memory_bandwidth + 2 * strategy.pipeline_degree * machine.kernel_overhead
+    # two copies: read and write
+    copied = 2 * 2 * _sent_rows(shape, strategy) * shape.model_dim * shape.element_size
+    return (
+        intra
+        + inter
+        + copied / machine.memory_bandwidth
+        + 2 * strategy.pipeline_degree * machine.kernel_overhead
+    )
 
 
 def _experts_seconds(
     machine: Machine, shape: LayerShape, group_size: int, strategy: ParallelStrategy, backward: bool
 ) -> float:
-    """Two products and the activation of all rows that arrive here; backward: two of each, for input and weights.
+    """Two products and the activation of all rows that arrive here; backward: two of each, for
+    input and weights.
 
     Each product reads (or writes, for the gradient) its weights once a chunk.
     """
@@ -297,10 +363,13 @@ def _routing_seconds(machine: Machine, shape: LayerShape, backward: bool) -> flo
     return (2 if backward else 1) * product + scores + ROUTER_KERNELS * machine.kernel_overhead
 
 
-def _dispatch_seconds(machine: Machine, shape: LayerShape, group_size: int, strategy: ParallelStrategy) -> float:
+def _dispatch_seconds(
+    machine: Machine, shape: LayerShape, group_size: int, strategy: ParallelStrategy
+) -> float:
     """Reads and writes of rows; a backward pass moves the same rows."""
     rows = shape.num_experts * shape.rows_per_expert * max(strategy.r, 1)
-    moved = 3 * rows + shape.tokens  # gathered from tokens: read, written; combined to tokens: read, written
+    # gathered from tokens: read, written; combined to tokens: read, written
+    moved = 3 * rows + shape.tokens
     if strategy.r and group_size > 1 and shape.num_experts > group_size:
         moved += 4 * rows  # by source -> by local expert, and back
     moved_bytes = moved * shape.model_dim * shape.element_size
@@ -310,8 +379,8 @@ def _dispatch_seconds(machine: Machine, shape: LayerShape, group_size: int, stra
 def _gather_seconds(
     machine: Machine, shape: LayerShape, group_size: int, strategy: ParallelStrategy, backward: bool
 ) -> float:
-    """All-gather of weights, or reduce-scatter of their gradients, as NCCL does it: a weight enters each node once, at
-    one of its ranks, and goes on inside; each link at once."""
+    """All-gather of weights, or reduce-scatter of their gradients, as NCCL does it: a weight enters
+    each node once, at one of its ranks, and goes on inside; each link at once."""
     per_node = _ranks_per_node(shape.num_experts, group_size, strategy)
     ranks, near = _gatherers(shape, group_size, per_node, strategy)
     if ranks == 1:
@@ -326,13 +395,16 @@ def _gather_seconds(
 def candidates(
     num_experts: int, group_size: int, num_nodes: int, degrees: Sequence[int] = (1, 2, 4, 8)
 ) -> list[ParallelStrategy]:
-    """Every strategy worth a trial: r = 0 has no chunks and no algorithm, 2DH needs several nodes of several ranks.
+    """Every strategy worth a trial: r = 0 has no chunks and no algorithm, 2DH needs several nodes
+    of several ranks.
 
     Raises:
         ValueError: ranks that do not divide over the nodes.
     """
     if group_size % num_nodes:
-        raise ValueError(f"num_nodes ({num_nodes}) must divide the expert-parallel size ({group_size})")
+        raise ValueError(
+            f"num_nodes ({num_nodes}) must divide the expert-parallel size ({group_size})"
+        )
     per_node = group_size // num_nodes
     if group_size == 1:
         return [ParallelStrategy(ranks_per_node=1)]
@@ -349,20 +421,30 @@ def candidates(
 
 
 def ranked(
-    machine: Machine, shape: LayerShape, group_size: int, ranks_per_node: int, degrees: Sequence[int] = (1, 2, 4, 8)
+    machine: Machine,
+    shape: LayerShape,
+    group_size: int,
+    ranks_per_node: int,
+    degrees: Sequence[int] = (1, 2, 4, 8),
 ) -> list[tuple[ParallelStrategy, float]]:
-    """The candidates with their predicted seconds, best first. Raises what `candidates` and `volume` raise."""
+    """The candidates with their predicted seconds, best first. Raises what `candidates` and
+    `volume` raise."""
     num_nodes = group_size // _node_size(ranks_per_node, group_size)
     found = candidates(shape.num_experts, group_size, num_nodes, degrees)
-    timed = [(strategy, layer_time(machine, shape, group_size, strategy).total) for strategy in found]
+    timed = [
+        (strategy, layer_time(machine, shape, group_size, strategy).total) for strategy in found
+    ]
     return sorted(timed, key=lambda pair: pair[1])
 
 
-def calibrate(process_group: dist.ProcessGroup | None, ranks_per_node: int, device: torch.device | str) -> Machine:
-    """The machine at hand, measured in well under a second; the same on all ranks of the group, who all call this.
+def calibrate(
+    process_group: dist.ProcessGroup | None, ranks_per_node: int, device: torch.device | str
+) -> Machine:
+    """The machine at hand, measured in well under a second; the same on all ranks of the group, who
+    all call this.
 
-    The slowest rank counts. Without a process group nothing is sent and the links cost nothing; ranks that all share a
-    node, or none, have one kind of link, which stands for both.
+    The slowest rank counts. Without a process group nothing is sent and the links cost nothing;
+    ranks that all share a node, or none, have one kind of link, which stands for both.
 
     Args:
         ranks_per_node: consecutive ranks of the group share a node.
@@ -381,10 +463,15 @@ def calibrate(process_group: dist.ProcessGroup | None, ranks_per_node: int, devi
             seconds = slowest.tolist()
     fp32, bf16, copied, kernel, *links = seconds
     free = Link(0.0, math.inf)
-    intra, inter = (Link(links[0], 1 / links[1]), Link(links[2], 1 / links[3])) if links else (free, free)
+    intra, inter = (
+        (Link(links[0], 1 / links[1]), Link(links[2], 1 / links[3])) if links else (free, free)
+    )
     name, memory = "this CPU", math.inf
     if device.type == "cuda":
-        name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+        name, memory = (
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_properties(device).total_memory,
+        )
     return Machine(name, intra, inter, 1 / bf16, 1 / fp32, 1 / copied, kernel, memory)
 
 
@@ -397,26 +484,35 @@ def _compute_seconds(device: torch.device) -> list[float]:
         found.append(_fastest(lambda a=a: a @ a, device, repeats=5) / (2 * size**3))
     source = torch.ones(num_elements, device=device)
     target, short = torch.empty_like(source), torch.ones(1, device=device)
-    found.append(_fastest(lambda: target.copy_(source), device, repeats=5) / (2 * 4 * num_elements))  # read and write
+    # read and write
+    found.append(_fastest(lambda: target.copy_(source), device, repeats=5) / (2 * 4 * num_elements))
     found.append(_fastest(lambda: [short.add_(1) for _ in range(50)], device, repeats=3) / 50)
     return found
 
 
-def _link_seconds(process_group: dist.ProcessGroup, ranks_per_node: int, device: torch.device) -> list[float]:
+def _link_seconds(
+    process_group: dist.ProcessGroup, ranks_per_node: int, device: torch.device
+) -> list[float]:
     """Seconds of a message and of a byte, inside a node and between nodes."""
     size, rank = process_group.size(), process_group.rank()
     per_node = _node_size(ranks_per_node, size)
-    near = [other for other in range(size) if other // per_node == rank // per_node and other != rank]
+    near = [
+        other for other in range(size) if other // per_node == rank // per_node and other != rank
+    ]
     far = [other for other in range(size) if other // per_node != rank // per_node]
     intra, inter = (_measure_link(process_group, peers, device) for peers in (near, far))
     return [*(intra or inter), *(inter or intra)]
 
 
-def _measure_link(process_group: dist.ProcessGroup, peers: list[int], device: torch.device) -> list[float]:
-    """Seconds of a message and of a byte, from exchanges with these peers alone; empty without any."""
+def _measure_link(
+    process_group: dist.ProcessGroup, peers: list[int], device: torch.device
+) -> list[float]:
+    """Seconds of a message and of a byte, from exchanges with these peers alone; empty without
+    any."""
     if not peers:
         return []
-    total = 2**26 if device.type == "cuda" else 2**20  # over 100 Mbit/s Ethernet that is a tenth of a second
+    # over 100 Mbit/s Ethernet that is a tenth of a second
+    total = 2**26 if device.type == "cuda" else 2**20
     small, large = 64, max(total // len(peers), 2**16)
     seconds = []
     for size in (small, large):

@@ -4,9 +4,9 @@
 2. `dispatch` gathers the tokens into rows: expert 0's first, then expert 1's, ...
 3. `combine` adds up each token's rows, weighted by its gate values; dropped choices add 0.
 
-No padding, no one-hot, and nothing is read back to the host: the number of rows is known from shapes alone, and
-`offsets` (where each expert's rows end) stays on the device. Rows past `offsets[-1]` belong to no expert; what they
-hold is never used.
+No padding, no one-hot, and nothing is read back to the host: the number of rows is known from
+shapes alone, and `offsets` (where each expert's rows end) stays on the device. Rows past
+`offsets[-1]` belong to no expert; what they hold is never used.
 """
 
 # T tokens, E experts, K top-k, C capacity, N rows, M model dim
@@ -39,24 +39,28 @@ def make_plan(
 ) -> DispatchPlan:
     """Give every choice its row.
 
-    A token's place in its expert counts tokens in order, or by descending `priority` [T] (batch-prioritised routing,
-    arXiv 2106.05974), or for each k by a priority of its own [T, K]; k-th choices come after all choices before k. From
-    place `capacity` on, choices are dropped.
+    A token's place in its expert counts tokens in order, or by descending `priority` [T]
+    (batch-prioritised routing, arXiv 2106.05974), or for each k by a priority of its own [T, K];
+    k-th choices come after all choices before k. From place `capacity` on, choices are dropped.
 
     Args:
         expert_ids: [T, K].
         capacity: most choices kept per expert, one number or one for each [E]; None keeps all.
-        num_rows: with a capacity for each, N: no less than what is kept, of which only the device knows.
+        num_rows: with a capacity for each, N: no less than what is kept, of which only the device
+            knows.
         kernels: see kernels.routing.choose; all give the same plan, number for number.
     """
     if (chosen := routing.choose(kernels, expert_ids.device.type)) != "torch":
-        return DispatchPlan(*routing.make_plan(expert_ids, num_experts, capacity, priority, num_rows, chosen))
+        return DispatchPlan(
+            *routing.make_plan(expert_ids, num_experts, capacity, priority, num_rows, chosen)
+        )
     num_tokens, top_k = expert_ids.shape
     device = expert_ids.device
     order = torch.arange(num_tokens, device=device)
     if priority is not None:
         order = priority.t().argsort(descending=True, stable=True)  # [T] or [K, T]
-    choices = (order * top_k + torch.arange(top_k, device=device).unsqueeze(1)).flatten()  # [K*T], by precedence
+    # [K*T], by precedence
+    choices = (order * top_k + torch.arange(top_k, device=device).unsqueeze(1)).flatten()
     experts, by_expert = expert_ids.flatten()[choices].sort(stable=True)
     choices = choices[by_expert]
     ends = torch.searchsorted(experts, torch.arange(num_experts, device=device), right=True)
@@ -85,9 +89,12 @@ def _drop_over_capacity(
     kept_ends = kept_counts.cumsum(0)
     place = rows - (ends - counts)[experts]
     kept = place < (capacity[experts] if isinstance(capacity, Tensor) else capacity)
-    row = torch.where(kept, (kept_ends - kept_counts)[experts] + place, num_rows)  # num_rows: the bin for dropped ones
+    # num_rows: the bin for dropped ones
+    row = torch.where(kept, (kept_ends - kept_counts)[experts] + place, num_rows)
     kept_choices = choices.new_zeros(num_rows + 1).scatter_(0, row, choices)[:num_rows]
-    slots = torch.empty_like(choices).scatter_(0, choices, torch.where(kept, row, 0)).view(-1, top_k)
+    slots = (
+        torch.empty_like(choices).scatter_(0, choices, torch.where(kept, row, 0)).view(-1, top_k)
+    )
     kept = torch.empty_like(kept).scatter_(0, choices, kept).view(-1, top_k)
     return DispatchPlan(kept_choices, kept_ends.int(), slots, kept, counts)
 
@@ -98,5 +105,6 @@ def dispatch(tokens: Tensor, plan: DispatchPlan, kernels: str = "auto") -> Tenso
 
 
 def combine(rows: Tensor, gates: Tensor, plan: DispatchPlan, kernels: str = "auto") -> Tensor:
-    """rows [N, M], gates [T, K] -> `y_t = sum_k gate_tk * row of (t, k)` [T, M], in the wider of both dtypes."""
+    """rows [N, M], gates [T, K] -> `y_t = sum_k gate_tk * row of (t, k)` [T, M], in the wider of
+    both dtypes."""
     return combine_rows(rows, gates, plan.choices, plan.slots, plan.kept, kernels)

@@ -1,8 +1,10 @@
-"""MoELayer for programs that know no operation of ours (torch.export, ONNX): evaluation, in one process.
+"""MoELayer for programs that know no operation of ours (torch.export, ONNX): evaluation, in one
+process.
 
-Where the layer has one grouped product, here each expert is an ordinary feed-forward network on its own rows. With a
-capacity of C these are C, empty ones included, so that every shape is fixed, and one batched product can serve all
-experts; dropless they are as many as tokens chose the expert, which the program finds out when it runs.
+Where the layer has one grouped product, here each expert is an ordinary feed-forward network on its
+own rows. With a capacity of C these are C, empty ones included, so that every shape is fixed, and
+one batched product can serve all experts; dropless they are as many as tokens chose the expert,
+which the program finds out when it runs.
 """
 
 # T tokens, E experts, K top-k, C capacity, N rows, M model dim, H hidden dim
@@ -21,27 +23,37 @@ from moe_core.router import route
 
 
 class StandardMoE(nn.Module):
-    """`layer(x, capacity_factor=...)[0]` in evaluation mode, with copies of its parameters: x [..., M] -> like x.
+    """`layer(x, capacity_factor=...)[0]` in evaluation mode, with copies of its parameters: x [...,
+    M] -> like x.
 
-    The same choices, the same drops and, but for rounding, the same values. As in the layer, the router works in at
-    least fp32, the experts in the dtype of x, which has to be theirs.
+    The same choices, the same drops and, but for rounding, the same values. As in the layer, the
+    router works in at least fp32, the experts in the dtype of x, which has to be theirs.
 
     Args:
         layer: of one process, with the built-in experts and one router.
         capacity_factor: None: the configured one; 0 is dropless.
-        batched: with a capacity, batched products for all experts together. On a CPU torch is faster with them,
-            onnxruntime without (by 16% and 12% of a whole model with 8 experts, on one image).
+        batched: with a capacity, batched products for all experts together. On a CPU torch is
+            faster with them, onnxruntime without (by 16% and 12% of a whole model with 8 experts,
+            on one image).
 
     Raises:
-        ValueError: a layer over several ranks, with several routers or with an experts module of one's own.
+        ValueError: a layer over several ranks, with several routers or with an experts module of
+            one's own.
     """
 
-    def __init__(self, layer: MoELayer, capacity_factor: float | None = None, batched: bool = False) -> None:
+    def __init__(
+        self, layer: MoELayer, capacity_factor: float | None = None, batched: bool = False
+    ) -> None:
         super().__init__()
         if layer.group.size > 1:
-            raise ValueError(f"a layer over {layer.group.size} ranks has no form for one; load it in one process")
+            raise ValueError(
+                f"a layer over {layer.group.size} ranks has no form for one; load it in one process"
+            )
         if isinstance(layer.router, nn.ModuleList) or not isinstance(layer.experts, Experts):
-            raise ValueError("only a layer with one router and the built-in experts has a form in standard operations")
+            raise ValueError(
+                "only a layer with one router and the built-in experts has a form in standard"
+                " operations"
+            )
         factor = layer.config.capacity_factor if capacity_factor is None else capacity_factor
         self.config = replace(layer.config, capacity_factor=factor, aux_loss="none")
         self.router = copy.deepcopy(layer.router)
@@ -52,11 +64,14 @@ class StandardMoE(nn.Module):
         top_k = min(config.top_k, config.num_experts)
         logits = self.router(tokens.to(torch.promote_types(tokens.dtype, torch.float32)))
         routing = route(logits, config, top_k, training=False, kernels="torch")
-        capacity = expert_capacity(tokens.shape[0], config.num_experts, top_k, config.capacity_factor)
+        capacity = expert_capacity(
+            tokens.shape[0], config.num_experts, top_k, config.capacity_factor
+        )
         priority = routing.probs.amax(1) if config.batch_prioritized else None
         plan = _plan(routing.expert_ids, config.num_experts, capacity, priority)
         rows = self.experts(tokens.index_select(0, plan.tokens), plan.sizes)  # [N, M]
-        rows = torch.cat([rows, rows.new_zeros(1, config.model_dim)])  # the last for dropped choices
+        # the last for dropped choices
+        rows = torch.cat([rows, rows.new_zeros(1, config.model_dim)])
         chosen = rows.index_select(0, plan.slots.flatten()).unflatten(0, (-1, top_k))  # [T, K, M]
         return (chosen * routing.gates.unsqueeze(-1)).sum(1).to(x.dtype).view_as(x)
 
@@ -69,8 +84,11 @@ class _Plan(NamedTuple):
     sizes: list[int]  # [E]: rows of each expert
 
 
-def _plan(expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None) -> _Plan:
-    """`dispatch.make_plan` in operations that ONNX has, the rows of each expert filled up to its capacity.
+def _plan(
+    expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None
+) -> _Plan:
+    """`dispatch.make_plan` in operations that ONNX has, the rows of each expert filled up to its
+    capacity.
 
     Args: as there.
     """
@@ -84,7 +102,8 @@ def _plan(expert_ids: Tensor, num_experts: int, capacity: int | None, priority: 
             order = priority.argsort(descending=True, stable=True)
         choices = (order * top_k + torch.arange(top_k, device=device).unsqueeze(1)).flatten()
     experts = expert_ids.flatten().index_select(0, choices)  # [T * K]
-    counts = (experts.unsqueeze(1) == torch.arange(num_experts, device=device)).long().cumsum(0)  # [T * K, E] so far
+    # [T * K, E] so far
+    counts = (experts.unsqueeze(1) == torch.arange(num_experts, device=device)).long().cumsum(0)
     place = counts.gather(1, experts.unsqueeze(1)).squeeze(1) - 1
     if capacity is None:
         num_rows, sizes = choices.shape[0], counts[-1].tolist()
@@ -120,7 +139,8 @@ class _FeedForward(nn.Module):
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """weight [O, I], bias [O] or None; both are copied, for a view would be written with all that it looks into."""
+    """weight [O, I], bias [O] or None; both are copied, for a view would be written with all that
+    it looks into."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
     if bias is not None:
@@ -139,7 +159,9 @@ class _Batched(nn.Module):
         """rows [E * C, M] -> the same."""
         e = self.experts
         w1, b1, w2, b2 = (None if p is None else p.to(rows.dtype) for p in (e.w1, e.b1, e.w2, e.b2))
-        hidden = self.experts.activation(_product(rows.unflatten(0, (len(sizes), -1)), w1.transpose(1, 2), b1))
+        hidden = self.experts.activation(
+            _product(rows.unflatten(0, (len(sizes), -1)), w1.transpose(1, 2), b1)
+        )
         return _product(hidden, w2, b2).flatten(0, 1)
 
 

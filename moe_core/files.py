@@ -16,7 +16,8 @@ def open_regular(path: str | Path) -> BinaryIO:
         OSError: the file cannot be opened, or is not a regular file; `strerror` says which.
     """
     try:
-        # O_NONBLOCK: open() returns at once for a named pipe, too. It changes nothing for regular files.
+        # O_NONBLOCK: open() returns at once for a named pipe, too. It changes nothing for regular
+        # files.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except ValueError as error:  # NUL in the name, or characters that no name has
         raise OSError(errno.EINVAL, "not a file name", repr(path)) from error

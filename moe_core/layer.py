@@ -28,8 +28,10 @@ from moe_core.router import Routing, make_router, perturb_input, route
 class RoutingStats(NamedTuple):
     """What a forward pass did with the tokens of this rank, for logs; detached, on the device."""
 
-    counts: Tensor  # [E] choices per expert, before any drop and without those that fill tiles (round_to)
-    dropped_share: Tensor  # scalar: share of these choices that found their expert full, or rounded down
+    # [E] choices per expert, before any drop and without those that fill tiles (round_to)
+    counts: Tensor
+    # scalar: share of these choices that found their expert full, or rounded down
+    dropped_share: Tensor
     entropy: Tensor  # scalar: mean entropy of the router's probabilities, in nats
 
 
@@ -38,16 +40,17 @@ class MoELayer(nn.Module):
 
     Args:
         config: the layer.
-        group: the expert-parallel ranks, over which the experts are spread in contiguous, equal shares (parts of one
-            expert where ranks are more); None: all experts in this process. Give several layers one ExpertGroup, rather
-            than a process group each, and they share what their strategies set up.
-        strategy: how the group is used; it changes neither the result nor who owns which parameter. "auto" tries
-            strategies while training and keeps the fastest (moe_core.parallel.tuner).
-        router: in place of the configured one, a module from tokens [T, M] to logits [T, E]; or several of them, of
-            which each call takes one.
-        experts: in place of the built-in ones, a module from (rows [N, M], offsets [E_local]) to rows [N, M]; its
-            parameters count as this rank's own. Needs whole experts on every rank, and r = 1. With a group it is tried
-            on one row per expert before the first exchange.
+        group: the expert-parallel ranks, over which the experts are spread in contiguous, equal
+            shares (parts of one expert where ranks are more); None: all experts in this process.
+            Give several layers one ExpertGroup, rather than a process group each, and they share
+            what their strategies set up.
+        strategy: how the group is used; it changes neither the result nor who owns which parameter.
+            "auto" tries strategies while training and keeps the fastest (moe_core.parallel.tuner).
+        router: in place of the configured one, a module from tokens [T, M] to logits [T, E]; or
+            several of them, of which each call takes one.
+        experts: in place of the built-in ones, a module from (rows [N, M], offsets [E_local]) to
+            rows [N, M]; its parameters count as this rank's own. Needs whole experts on every rank,
+            and r = 1. With a group it is tried on one row per expert before the first exchange.
 
     Raises:
         ValueError: experts that do not divide over the group; what ParallelStrategy.check raises.
@@ -71,7 +74,8 @@ class MoELayer(nn.Module):
         self.shard = config.shard(self.group.rank, self.group.size)
         if experts is not None and self.shard.num_parts > 1:
             raise ValueError(
-                f"an experts module needs num_experts ({config.num_experts}) to be at least the expert-parallel size"
+                f"an experts module needs num_experts ({config.num_experts}) to be at least the"
+                " expert-parallel size"
                 f" ({self.group.size})"
             )
         self.strategy = strategy
@@ -86,15 +90,21 @@ class MoELayer(nn.Module):
 
     @property
     def last_routing(self) -> RoutingStats | None:
-        """Of the last forward pass; worked out now, since most passes are not asked. None before the first."""
+        """Of the last forward pass; worked out now, since most passes are not asked. None before
+        the first."""
         return None if self._last is None else _statistics(*self._last)
 
     def extra_repr(self) -> str:
-        return f"{self.config}, {self.shard.num_experts} experts here, group of {self.group.size}, {self.strategy}"
+        return (
+            f"{self.config}, {self.shard.num_experts} experts here, group of {self.group.size},"
+            f" {self.strategy}"
+        )
 
     def __prepare_scriptable__(self) -> "MoELayer":
         """torch.jit.script asks every module for what it is to compile."""
-        raise NotImplementedError("torch.jit.script cannot compile a MoELayer: use torch.compile or torch.export")
+        raise NotImplementedError(
+            "torch.jit.script cannot compile a MoELayer: use torch.compile or torch.export"
+        )
 
     def forward(
         self,
@@ -109,36 +119,41 @@ class MoELayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x [..., M] -> y like x, and the auxiliary loss (a scalar of at least fp32, unweighted).
 
-        `top_k`, `capacity_factor` and `strategy` replace the configured ones for this call alone; a `capacity_factor`
-        of 0 means 0. `router` is the number of one of several.
+        `top_k`, `capacity_factor` and `strategy` replace the configured ones for this call alone; a
+        `capacity_factor` of 0 means 0. `router` is the number of one of several.
 
         Args:
-            mask: bool [...]; the layer does as if the tokens where it is False were not there: no capacity, no part in
-                the loss or in the statistics, 0 for y.
-            num_tokens: how many are True, where the caller knows; otherwise they are counted, which waits for the
-                device.
+            mask: bool [...]; the layer does as if the tokens where it is False were not there: no
+                capacity, no part in the loss or in the statistics, 0 for y.
+            num_tokens: how many are True, where the caller knows; otherwise they are counted, which
+                waits for the device.
 
         Raises:
-            ValueError: x that is no floating-point tensor, is 0-d or of another width or device, a mask of another
-                shape or of floating-point values, top_k below 1, capacity_factor not finite, a strategy that does not
-                fit the group, a router that is not there, an experts module that returns another shape.
+            ValueError: x that is no floating-point tensor, is 0-d or of another width or device, a
+                mask of another shape or of floating-point values, top_k below 1, capacity_factor
+                not finite, a strategy that does not fit the group, a router that is not there, an
+                experts module that returns another shape.
             RuntimeError: a rank of the group has ended or did not come within the group's timeout.
         """
         _check_tensors(x, mask)
-        # torch.compile leaves a layer over several ranks alone: traced, its collectives got a wrong gradient (torch
-        # 2.11), and every new number of rows would be compiled anew.
+        # torch.compile leaves a layer over several ranks alone: traced, its collectives got a wrong
+        # gradient (torch 2.11), and every new number of rows would be compiled anew.
         forward = self._forward if self.group.size == 1 else self._forward_uncompiled
         if mask is None:
             return forward(x, top_k, capacity_factor, strategy, router)
         tokens, present = x.reshape(-1, x.shape[-1]), _positions(mask.flatten(), num_tokens)
-        y, aux_loss = forward(tokens.index_select(0, present), top_k, capacity_factor, strategy, router)
+        y, aux_loss = forward(
+            tokens.index_select(0, present), top_k, capacity_factor, strategy, router
+        )
         return torch.zeros_like(tokens).index_copy(0, present, y).view_as(x), aux_loss
 
     @torch.compiler.disable
     def _forward_uncompiled(self, *args) -> tuple[Tensor, Tensor]:
         return self._forward(*args)
 
-    def _forward(self, x: Tensor, top_k, capacity_factor, strategy, router: int) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, x: Tensor, top_k, capacity_factor, strategy, router: int
+    ) -> tuple[Tensor, Tensor]:
         config = self.config
         top_k = min(config.top_k if top_k is None else top_k, config.num_experts)
         capacity_factor = config.capacity_factor if capacity_factor is None else capacity_factor
@@ -151,7 +166,8 @@ class MoELayer(nn.Module):
             routing, plan = round_to_tiles(routing, config, capacity)
         else:
             plan = self._plan(routing, capacity)
-        kept = None if plan.kept is None else plan.kept[:, :top_k]  # not the choices that fill tiles
+        # not the choices that fill tiles
+        kept = None if plan.kept is None else plan.kept[:, :top_k]
         self._last = (routing.probs.detach(), plan.counts, kept)
         tokens = tokens.to(expert_dtype(tokens))
         if self.group.size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
@@ -164,7 +180,9 @@ class MoELayer(nn.Module):
             y = self._through_experts(tokens, routing.gates, plan, strategy)
         return y.to(x.dtype).view_as(x), routing.aux_loss
 
-    def _through_experts(self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, strategy: ParallelStrategy) -> Tensor:
+    def _through_experts(
+        self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, strategy: ParallelStrategy
+    ) -> Tensor:
         """tokens [T, M] -> the experts' answers, weighted by `gates` [T, K] and summed [T, M]."""
         experts, kernels = self.experts, self.config.kernels
         stay = self.group.size == 1 or strategy.r == 0  # no row leaves this rank
@@ -181,20 +199,26 @@ class MoELayer(nn.Module):
         rows = pipeline.run(rows, partial(_apply, experts))
         return combine(rows, gates.repeat_interleave(strategy.r, 1), pipeline.plan, kernels)
 
-    def _shared_weights(self, strategy: ParallelStrategy, dtype: torch.dtype) -> Callable[[], ExpertWeights] | None:
-        """Reads the experts' weights from the ranks that share them; once, however many chunks are computed with them.
+    def _shared_weights(
+        self, strategy: ParallelStrategy, dtype: torch.dtype
+    ) -> Callable[[], ExpertWeights] | None:
+        """Reads the experts' weights from the ranks that share them; once, however many chunks are
+        computed with them.
 
         Called within the experts' own call. None: this rank's own are all that is needed.
         """
         if self.group.size == 1:
             return None
-        read = partial(strategy_weights, self.experts, self.config.num_experts, self.group, strategy.r, dtype)
+        read = partial(
+            strategy_weights, self.experts, self.config.num_experts, self.group, strategy.r, dtype
+        )
         return functools.cache(read)
 
     def _through_experts_tuned(
         self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, top_k: int, capacity: int | None
     ) -> Tensor:
-        """The same with the strategy that the group's tuner has found for this capacity, or tries now."""
+        """The same with the strategy that the group's tuner has found for this capacity, or tries
+        now."""
         if self.group.size == 1:
             return self._through_experts(tokens, gates, plan, ParallelStrategy())
         needed = capacity
@@ -221,31 +245,43 @@ class MoELayer(nn.Module):
     def _capacity(self, tokens: Tensor, top_k: int, capacity_factor: float) -> int | None:
         if capacity_factor == 0:
             return None
-        most_tokens = self.group.max(tokens.shape[0], tokens.device)  # len would fix it in torch.export
+        # len would fix it in torch.export
+        most_tokens = self.group.max(tokens.shape[0], tokens.device)
         return expert_capacity(most_tokens, self.config.num_experts, top_k, capacity_factor)
 
     def _plan(self, routing: Routing, capacity: int | None) -> DispatchPlan:
         priority = routing.probs.detach().amax(1) if self.config.batch_prioritized else None
-        return make_plan(routing.expert_ids, self.config.num_experts, capacity, priority, self.config.kernels)
+        return make_plan(
+            routing.expert_ids, self.config.num_experts, capacity, priority, self.config.kernels
+        )
 
     # Everything that can be wrong is found on every rank before the first collective.
 
-    def _check(self, x: Tensor, top_k: int, capacity_factor: float, strategy: ParallelStrategy, router: int) -> None:
+    def _check(
+        self, x: Tensor, top_k: int, capacity_factor: float, strategy: ParallelStrategy, router: int
+    ) -> None:
         if x.shape[-1] != self.config.model_dim:
-            raise ValueError(f"x has {x.shape[-1]} channels, the layer's model_dim is {self.config.model_dim}")
+            raise ValueError(
+                f"x has {x.shape[-1]} channels, the layer's model_dim is {self.config.model_dim}"
+            )
         if top_k < 1:
             raise ValueError(f"top_k ({top_k}) must be at least 1")
-        if not abs(capacity_factor) < math.inf:  # torch.compile cannot trace math.isfinite of a value that changes
+        # torch.compile cannot trace math.isfinite of a value that changes
+        if not abs(capacity_factor) < math.inf:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be finite; 0 is dropless")
         num_routers = len(self.router) if isinstance(self.router, nn.ModuleList) else 1
         if not 0 <= router < num_routers:
-            raise ValueError(f"router ({router}) must be below the layer's number of routers ({num_routers})")
+            raise ValueError(
+                f"router ({router}) must be below the layer's number of routers ({num_routers})"
+            )
         if strategy is not self.strategy:
             self._check_strategy(strategy)
         if self.group.size > 1:
             for name, parameter in self.named_parameters():
                 if parameter.device != x.device:
-                    raise ValueError(f"x is on {x.device}, the layer's {name} on {parameter.device}")
+                    raise ValueError(
+                        f"x is on {x.device}, the layer's {name} on {parameter.device}"
+                    )
             self._try_experts(x)
 
     def _check_strategy(self, strategy: ParallelStrategy) -> None:
@@ -266,14 +302,19 @@ class MoELayer(nn.Module):
         self.experts.eval()  # statistics of batches, say, must not see these rows
         with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
             rows = x.new_zeros(self.shard.num_experts, self.config.model_dim)
-            _apply(self.experts, rows, torch.arange(1, len(rows) + 1, dtype=torch.int32, device=x.device))
+            _apply(
+                self.experts,
+                rows,
+                torch.arange(1, len(rows) + 1, dtype=torch.int32, device=x.device),
+            )
         for module in training:
             module.training = True
         self._untried_experts = False
 
     @torch.no_grad()
     def _equalise_replicas(self) -> None:
-        """Replicas begin with the first one's experts, as DistributedDataParallel does with what is shared."""
+        """Replicas begin with the first one's experts, as DistributedDataParallel does with what is
+        shared."""
         group = self.group
         for parameter in self.experts.parameters() if group.num_replicas > 1 else ():
             if not parameter.is_meta:
@@ -309,12 +350,20 @@ def _positions(mask: Tensor, count: int | None) -> Tensor:
 def _apply(experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, offsets: Tensor) -> Tensor:
     out = experts(rows, offsets)
     if out.shape != rows.shape:
-        raise ValueError(f"the experts returned shape {tuple(out.shape)} for rows of shape {tuple(rows.shape)}")
+        raise ValueError(
+            f"the experts returned shape {tuple(out.shape)} for rows of shape {tuple(rows.shape)}"
+        )
     return out
 
 
 @torch.no_grad()
 def _statistics(probs: Tensor, counts: Tensor, kept: Tensor | None) -> RoutingStats:
     """probs [T, E], counts [E] and kept [T, K], None where nothing can drop."""
-    dropped_share = counts.new_zeros((), dtype=torch.float32) if kept is None else (~kept).sum() / max(kept.numel(), 1)
-    return RoutingStats(counts, dropped_share, torch.special.entr(probs).sum() / max(probs.shape[0], 1))
+    dropped_share = (
+        counts.new_zeros((), dtype=torch.float32)
+        if kept is None
+        else (~kept).sum() / max(kept.numel(), 1)
+    )
+    return RoutingStats(
+        counts, dropped_share, torch.special.entr(probs).sum() / max(probs.shape[0], 1)
+    )

@@ -35,7 +35,8 @@ class AuxiliaryLoss:
         raise NotImplementedError
 
     def value(self, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
-        """The loss, a scalar, from the sums over so many tokens (a scalar tensor where they are of several ranks)."""
+        """The loss, a scalar, from the sums over so many tokens (a scalar tensor where they are of
+        several ranks)."""
         raise NotImplementedError
 
 
@@ -52,7 +53,8 @@ class GShardLoss(AuxiliaryLoss):
 
 @register_loss("load_importance")
 class LoadImportanceLoss(AuxiliaryLoss):
-    """The mean of the importance loss and the load loss, arXiv 1701.06538, equations 6 and 7 and appendix A."""
+    """The mean of the importance loss and the load loss, arXiv 1701.06538, equations 6 and 7 and
+    appendix A."""
 
     def sums(self, scores: RoutingScores) -> Tensor:
         clean_probs = scores.logits.softmax(-1)
@@ -67,8 +69,8 @@ class LoadImportanceLoss(AuxiliaryLoss):
 
 @register_loss("load_importance_tutel")
 class TutelLoadImportanceLoss(LoadImportanceLoss):
-    """As Tutel's public code has it, which compares the probability with a logit (its issue 240). For runs that have to
-    repeat the recipe of the released checkpoints."""
+    """As Tutel's public code has it, which compares the probability with a logit (its issue 240).
+    For runs that have to repeat the recipe of the released checkpoints."""
 
     def load(self, scores: RoutingScores, clean_probs: Tensor) -> Tensor:
         return expected_load(clean_probs, _threshold(scores), scores.noise_std)
@@ -97,7 +99,9 @@ def expert_sums(kind: str, scores: RoutingScores) -> Tensor:
     sums = LOSSES[kind]().sums(scores)
     num_experts = scores.probs.shape[1]
     if sums.ndim != 2 or sums.shape[1] != num_experts:
-        raise ValueError(f"aux_loss {kind!r} returned sums of shape {list(sums.shape)}, not [n, {num_experts}]")
+        raise ValueError(
+            f"aux_loss {kind!r} returned sums of shape {list(sums.shape)}, not [n, {num_experts}]"
+        )
     return sums
 
 
@@ -106,8 +110,9 @@ def auxiliary_loss(
 ) -> Tensor:
     """The named loss, a scalar, from `expert_sums` [n, E] over `num_tokens` tokens.
 
-    `reduce`, a differentiable sum over ranks, is called once (for "none" not at all), with all the sums and
-    the number of tokens in one tensor [n E + 1]; the loss is then that of all ranks' tokens.
+    `reduce`, a differentiable sum over ranks, is called once (for "none" not at all), with all the
+    sums and the number of tokens in one tensor [n E + 1]; the loss is then that of all ranks'
+    tokens.
 
     Raises:
         ValueError: a registered loss returned another shape.
@@ -122,27 +127,30 @@ def auxiliary_loss(
 
 
 def gshard_sums(probs: Tensor, top1_ids: Tensor) -> Tensor:
-    """Per expert [2, E]: its summed probability and how many tokens [T] have it as their first choice."""
+    """Per expert [2, E]: its summed probability and how many tokens [T] have it as their first
+    choice."""
     first = torch.zeros(probs.shape[1], dtype=probs.dtype, device=probs.device)
     first = first.scatter_add(0, top1_ids, torch.ones_like(top1_ids, dtype=probs.dtype))
     return torch.stack([probs.sum(0), first])
 
 
 def gshard_loss(sums: Tensor, num_tokens: int | Tensor) -> Tensor:
-    """`E * sum_e mean_t(p_te) * share of tokens whose first choice is e`: 1 when balanced, E when collapsed.
+    """`E * sum_e mean_t(p_te) * share of tokens whose first choice is e`: 1 when balanced, E when
+    collapsed.
 
-    0 for no tokens. Source: GShard, arXiv 2006.16668, section 2.2, scaled by E^2 so that it does not depend on the
-    number of experts, as Switch Transformer (arXiv 2101.03961, equation 4) does.
+    0 for no tokens. Source: GShard, arXiv 2006.16668, section 2.2, scaled by E^2 so that it does
+    not depend on the number of experts, as Switch Transformer (arXiv 2101.03961, equation 4) does.
     """
     at_least_one = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1)
     return sums.shape[1] * sums[0].dot(sums[1]) / at_least_one**2
 
 
 def squared_variation(per_expert: Tensor) -> Tensor:
-    """Squared coefficient of variation `unbiased var / (mean^2 + 1e-10)` of a value per expert [..., E]; 0 at E = 1.
+    """Squared coefficient of variation `unbiased var / (mean^2 + 1e-10)` of a value per expert
+    [..., E]; 0 at E = 1.
 
-    Of the summed probabilities it is the importance loss, arXiv 1701.06538, equations 6 and 7; of the expected load the
-    load loss, appendix A there.
+    Of the summed probabilities it is the importance loss, arXiv 1701.06538, equations 6 and 7; of
+    the expected load the load loss, appendix A there.
     """
     if per_expert.shape[-1] == 1:
         return per_expert.sum(-1) * 0
@@ -151,10 +159,12 @@ def squared_variation(per_expert: Tensor) -> Tensor:
 
 
 def expected_load(clean: Tensor, threshold: Tensor, noise_std: float) -> Tensor:
-    """Per expert [E], `sum_t Phi((clean_te - threshold_t) / noise_std)`: the tokens it gets if noise is drawn again.
+    """Per expert [E], `sum_t Phi((clean_te - threshold_t) / noise_std)`: the tokens it gets if
+    noise is drawn again.
 
-    clean [T, E] are the logits without noise, threshold [T] the k-th largest noisy logit. Without noise the
-    probability is its own limit, the step function, and the load a constant. Source: arXiv 1701.06538, appendix A.
+    clean [T, E] are the logits without noise, threshold [T] the k-th largest noisy logit. Without
+    noise the probability is its own limit, the step function, and the load a constant. Source:
+    arXiv 1701.06538, appendix A.
     """
     margin = clean - threshold.unsqueeze(1)
     if noise_std > 0:

@@ -20,4 +20,5 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
 
 
 def _has_autocast(device: str) -> bool:
-    return device != "meta"  # torch.amp.is_autocast_available would say it, but torch.compile cannot trace that
+    # torch.amp.is_autocast_available would say it, but torch.compile cannot trace that
+    return device != "meta"

@@ -1,4 +1,5 @@
-"""Values computed from weights, kept only while the caller promises that the weights do not change."""
+"""Values computed from weights, kept only while the caller promises that the weights do not
+change."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,21 +13,24 @@ Value = TypeVar("Value")
 
 @contextmanager
 def prepared(model: nn.Module) -> Iterator[None]:
-    """Within this context the parameters and buffers of `model` must not change, so that values computed from them are
-    computed once.
+    """Within this context the parameters and buffers of `model` must not change, so that values
+    computed from them are computed once.
 
-    Such values are weights in the dtype of computation, weights in the order that a kernel reads, and position biases.
-    They are made by the first pass without gradients that needs them, and dropped at the end of the context. Outside of
-    it nothing is kept from pass to pass.
+    Such values are weights in the dtype of computation, weights in the order that a kernel reads,
+    and position biases. They are made by the first pass without gradients that needs them, and
+    dropped at the end of the context. Outside of it nothing is kept from pass to pass.
 
     >>> with prepared(model), torch.inference_mode():
     ...     outputs = [model(batch) for batch in batches]
 
-    A change of a parameter within the context, by an optimiser, `load_state_dict`, `.data` or `functional_call`, is not
-    noticed: results may be those of the weights before. Contexts of the same model may be nested; the outermost counts.
+    A change of a parameter within the context, by an optimiser, `load_state_dict`, `.data` or
+    `functional_call`, is not noticed: results may be those of the weights before. Contexts of the
+    same model may be nested; the outermost counts.
     """
     attributes = (value for module in model.modules() for value in vars(module).values())
-    caches = [value for value in attributes if isinstance(value, PreparedValue) and not value.active]
+    caches = [
+        value for value in attributes if isinstance(value, PreparedValue) and not value.active
+    ]
     for cache in caches:
         cache.start()
     try:
@@ -37,7 +41,8 @@ def prepared(model: nn.Module) -> Iterator[None]:
 
 
 class PreparedValue(Generic[Value]):
-    """A value that a module computes from its parameters. An attribute of the module; `prepared` finds it there.
+    """A value that a module computes from its parameters. An attribute of the module; `prepared`
+    finds it there.
 
     Copies and pickles of the module start without values and outside of any context.
     """
@@ -56,11 +61,14 @@ class PreparedValue(Generic[Value]):
     def stop(self) -> None:
         self._values = None
 
-    def get(self, sources: Iterable[Tensor], key: Hashable, compute: Callable[[], Value]) -> Value | None:
-        """`compute()`, kept under `key`; None where nothing can be kept, and the caller computes what it needs.
+    def get(
+        self, sources: Iterable[Tensor], key: Hashable, compute: Callable[[], Value]
+    ) -> Value | None:
+        """`compute()`, kept under `key`; None where nothing can be kept, and the caller computes
+        what it needs.
 
-        Nothing is kept outside of `prepared`, while a program is traced or compiled, or where one of `sources`, the
-        tensors that the value depends on, gets a gradient.
+        Nothing is kept outside of `prepared`, while a program is traced or compiled, or where one
+        of `sources`, the tensors that the value depends on, gets a gradient.
         """
         values = self._values  # once: another thread may leave the context
         if values is None or torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -68,7 +76,8 @@ class PreparedValue(Generic[Value]):
         if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
             return None
         if key not in values:
-            with torch.inference_mode(False), torch.no_grad():  # a pass with gradients may use the value later
+            # a pass with gradients may use the value later
+            with torch.inference_mode(False), torch.no_grad():
                 values[key] = compute()
         return values[key]
 

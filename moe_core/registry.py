@@ -52,7 +52,9 @@ class Registry(Mapping[str, Any]):
         if name not in self._values:
             nearest = difflib.get_close_matches(str(name), self._values, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"{self.kind} ({name!r}) must be one of {', '.join(self._values)}{hint}")
+            raise ValueError(
+                f"{self.kind} ({name!r}) must be one of {', '.join(self._values)}{hint}"
+            )
 
     def __getitem__(self, name: str) -> Any:
         self.check(name)
@@ -74,7 +76,8 @@ ACTIVATIONS = Registry("activation")
 
 
 def register_router(name: str) -> Callable[[Value], Value]:
-    """Register a router: a module class, constructed with (config, device), that maps tokens [T, M] to logits [T, E].
+    """Register a router: a module class, constructed with (config, device), that maps tokens [T, M]
+    to logits [T, E].
 
     Raises:
         ValueError: the name is taken.
@@ -83,7 +86,8 @@ def register_router(name: str) -> Callable[[Value], Value]:
 
 
 def register_loss(name: str) -> Callable[[Value], Value]:
-    """Register an auxiliary loss: a subclass of `moe_core.AuxiliaryLoss`, constructed without arguments.
+    """Register an auxiliary loss: a subclass of `moe_core.AuxiliaryLoss`, constructed without
+    arguments.
 
     Raises:
         ValueError: the name is taken.
@@ -92,7 +96,8 @@ def register_loss(name: str) -> Callable[[Value], Value]:
 
 
 def register_activation(name: str) -> Callable[[Value], Value]:
-    """Register an activation of the experts: a function of a tensor, element by element, in differentiable operations.
+    """Register an activation of the experts: a function of a tensor, element by element, in
+    differentiable operations.
 
     Raises:
         ValueError: the name is taken.

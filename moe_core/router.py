@@ -1,4 +1,5 @@
-"""Routers give logits; `route` turns logits into the experts, gate values and auxiliary loss of every token."""
+"""Routers give logits; `route` turns logits into the experts, gate values and auxiliary loss of
+every token."""
 
 # T tokens, E experts, K top-k, M model dim
 
@@ -43,9 +44,11 @@ class LinearRouter(nn.Module):
 
 @register_router("cosine")
 class CosineRouter(nn.Module):
-    """Cosine similarity of a projected token with one direction per expert, over a learned temperature.
+    """Cosine similarity of a projected token with one direction per expert, over a learned
+    temperature.
 
-    `logits = <norm(P x + b), norm_column(S)> * exp(min(t, ln 100))` with P [256, M], S [256, E], t from ln(1 / 0.5).
+    `logits = <norm(P x + b), norm_column(S)> * exp(min(t, ln 100))` with P [256, M], S [256, E], t
+    from ln(1 / 0.5).
     Source: arXiv 2206.03382, section 5.2 (the cosine router of SwinV2-MoE), after arXiv 2204.09179.
     """
 
@@ -56,7 +59,9 @@ class CosineRouter(nn.Module):
         super().__init__()
         self.temperature = nn.Parameter(torch.empty(1, device=device))
         self.projector = _WideLinear(config.model_dim, self.PROJECTED_DIM, device=device)
-        self.sim_matrix = nn.Parameter(torch.empty(self.PROJECTED_DIM, config.num_experts, device=device))
+        self.sim_matrix = nn.Parameter(
+            torch.empty(self.PROJECTED_DIM, config.num_experts, device=device)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -85,7 +90,8 @@ def make_router(config: MoEConfig, device=None) -> nn.Module:
 
 
 def perturb_input(x: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """The router's view of the tokens: in training with input jitter (arXiv 2101.03961) and input dropout."""
+    """The router's view of the tokens: in training with input jitter (arXiv 2101.03961) and input
+    dropout."""
     if training and config.input_jitter:
         x = x * torch.empty_like(x).uniform_(1 - config.input_jitter, 1 + config.input_jitter)
     return F.dropout(x, config.input_dropout, training)
@@ -101,16 +107,24 @@ def route(
 ) -> Routing:
     """Choose `top_k` experts for every token from its logits [T, E].
 
-    In training the logits get `gate_noise * N(0, 1) / E`; the choice, the gate values and the loss's probabilities are
-    those of the noisy logits. `reduce` sums over ranks for a loss of all their tokens (`losses.auxiliary_loss`);
-    `kernels`: see kernels.routing.choose. Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
+    In training the logits get `gate_noise * N(0, 1) / E`; the choice, the gate values and the
+    loss's probabilities are those of the noisy logits. `reduce` sums over ranks for a loss of all
+    their tokens (`losses.auxiliary_loss`); `kernels`: see kernels.routing.choose. Source: arXiv
+    2206.03382, section 4.1; exact semantics as in its public code.
     """
     if logits.ndim != 2 or logits.shape[1] != config.num_experts:
-        raise ValueError(f"the router returned logits of shape {list(logits.shape)}, not [T, {config.num_experts}]")
+        raise ValueError(
+            f"the router returned logits of shape {list(logits.shape)}, not [T,"
+            f" {config.num_experts}]"
+        )
     noise_std = config.gate_noise / config.num_experts if training else 0.0
     noisy = logits + noise_std * torch.randn_like(logits) if noise_std else logits
     # Tutel's loss needs its noise scale also in evaluation, where no noise is drawn
-    loss_noise = config.gate_noise / config.num_experts if config.aux_loss == "load_importance_tutel" else noise_std
+    loss_noise = (
+        config.gate_noise / config.num_experts
+        if config.aux_loss == "load_importance_tutel"
+        else noise_std
+    )
     arguments = (logits, noisy, top_k, config.normalize_gates and top_k > 1)
     chosen = routing.choose(kernels, logits.device.type, logits.dtype)
     if chosen == "torch":
@@ -120,13 +134,16 @@ def route(
     else:
         gates, ids, probs, _ = routing.route(*arguments, "none", loss_noise, chosen)
         sums = expert_sums(config.aux_loss, RoutingScores(logits, noisy, probs, ids, loss_noise))
-    return Routing(ids, gates, auxiliary_loss(config.aux_loss, sums, logits.shape[0], reduce), probs)
+    return Routing(
+        ids, gates, auxiliary_loss(config.aux_loss, sums, logits.shape[0], reduce), probs
+    )
 
 
 def _route_by_torch(
     logits: Tensor, noisy: Tensor, top_k: int, normalize: bool, loss: str, noise_std: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gates and ids [T, K], probs [T, E], the loss's sums [n, E]; `kernels.routing.route` is held to it."""
+    """gates and ids [T, K], probs [T, E], the loss's sums [n, E]; `kernels.routing.route` is held
+    to it."""
     probs = noisy.softmax(-1)
     ids = _largest(noisy.detach(), top_k)
     gates = probs.gather(1, ids)
@@ -138,11 +155,13 @@ def _route_by_torch(
 def _largest(logits: Tensor, top_k: int) -> Tensor:
     """Indices [T, K] of the largest logits [T, E], in falling order; NaN counts as infinity.
 
-    Of equal logits the lowest index comes first. `torch.topk` does not promise that, `Tensor.max` does. By logits, not
-    probabilities: rounding makes some of these equal.
+    Of equal logits the lowest index comes first. `torch.topk` does not promise that, `Tensor.max`
+    does. By logits, not probabilities: rounding makes some of these equal.
     """
     # -inf marks the experts that are chosen already, so that no logit may have that value.
-    remaining = logits.nan_to_num(nan=math.inf, posinf=math.inf, neginf=torch.finfo(logits.dtype).min)
+    remaining = logits.nan_to_num(
+        nan=math.inf, posinf=math.inf, neginf=torch.finfo(logits.dtype).min
+    )
     ids = []
     for k in range(top_k):
         if k > 0:

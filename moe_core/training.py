@@ -1,5 +1,5 @@
-"""What a training loop has to know about sharded experts: which parameters, how to average, the global norm, and what
-their strategies have been found to be."""
+"""What a training loop has to know about sharded experts: which parameters, how to average, the
+global norm, and what their strategies have been found to be."""
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,12 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class WithoutExperts(nn.Module):
-    """A model as DistributedDataParallel is to see it: `DistributedDataParallel(WithoutExperts(model))`.
+    """A model as DistributedDataParallel is to see it:
+    `DistributedDataParallel(WithoutExperts(model))`.
 
-    It calls the model, and its parameters are the shared ones alone: each rank has other experts. It has no buffers, so
-    each rank keeps its own. The model is not a submodule: names and state dicts are for the model itself to give.
+    It calls the model, and its parameters are the shared ones alone: each rank has other experts.
+    It has no buffers, so each rank keeps its own. The model is not a submodule: names and state
+    dicts are for the model itself to give.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,10 +49,11 @@ class WithoutExperts(nn.Module):
 
 @torch.no_grad()
 def average_expert_gradients(model: nn.Module) -> None:
-    """Make expert gradients those of the mean loss of all data-parallel ranks, as DistributedDataParallel's are.
+    """Make expert gradients those of the mean loss of all data-parallel ranks, as
+    DistributedDataParallel's are.
 
-    Within a group the exchange's backward has already summed them over the ranks; replicas are summed here, and both
-    sums become means. Every rank calls this, once per optimiser step.
+    Within a group the exchange's backward has already summed them over the ranks; replicas are
+    summed here, and both sums become means. Every rank calls this, once per optimiser step.
     """
     pending = []
     for layer in moe_layers(model).values():
@@ -62,14 +65,17 @@ def average_expert_gradients(model: nn.Module) -> None:
                 parameter.grad = torch.zeros_like(parameter)  # another replica may have used it
             parameter.grad.div_(group.size * group.num_replicas)
             if group.num_replicas > 1:
-                pending.append((group, dist.all_reduce(parameter.grad, group=group.replicas, async_op=True)))
+                pending.append(
+                    (group, dist.all_reduce(parameter.grad, group=group.replicas, async_op=True))
+                )
     for group, work in pending:
         with group.named_errors("sum of expert gradients over replicas"):
             work.wait()
 
 
 def strategy_decisions(model: nn.Module) -> list[dict]:
-    """What the tuners of the model's layers have decided, as JSON takes it; empty where none is at work."""
+    """What the tuners of the model's layers have decided, as JSON takes it; empty where none is at
+    work."""
     return [decision for tuner in _tuners(model) for decision in tuner.state_dict()]
 
 
@@ -81,19 +87,24 @@ def load_strategy_decisions(model: nn.Module, decisions: list[dict]) -> None:
 
 def _tuners(model: nn.Module) -> set[Tuner]:
     layers = moe_layers(model).values()
-    return {Tuner.of(layer.group) for layer in layers if layer.strategy == "auto" and layer.group.size > 1}
+    return {
+        Tuner.of(layer.group)
+        for layer in layers
+        if layer.strategy == "auto" and layer.group.size > 1
+    }
 
 
 @torch.no_grad()
 def global_grad_norm(model: nn.Module) -> Tensor:
-    """The 2-norm of the whole model's gradient: shared parts once, or all their shards where they are DTensors (FSDP2),
-    a layer's experts from all ranks of its group."""
+    """The 2-norm of the whole model's gradient: shared parts once, or all their shards where they
+    are DTensors (FSDP2), a layer's experts from all ranks of its group."""
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
     expert_groups = {layer.group.process_group: layer.group for layer in moe_layers(model).values()}
     for group, gradients in _gradients_by_group(model).items():
         part = _squared_norm(gradients, device)
-        if group is not None and group.size() > 1:  # replicas have the same gradients: one group's count
+        # replicas have the same gradients: one group's count
+        if group is not None and group.size() > 1:
             if group in expert_groups:
                 expert_groups[group].all_reduce(part, group, "gradient norm")
             else:
@@ -103,14 +114,20 @@ def global_grad_norm(model: nn.Module) -> Tensor:
 
 
 def _gradients_by_group(model: nn.Module) -> dict[dist.ProcessGroup | None, list[Tensor]]:
-    """This rank's gradients by the ranks that hold the rest; None: nobody does. The order is the same on all ranks, and
-    so are the groups, also where a gradient is missing."""
-    owners = {p: layer.group.process_group for layer in moe_layers(model).values() for p in layer.experts.parameters()}
+    """This rank's gradients by the ranks that hold the rest; None: nobody does. The order is the
+    same on all ranks, and so are the groups, also where a gradient is missing."""
+    owners = {
+        p: layer.group.process_group
+        for layer in moe_layers(model).values()
+        for p in layer.experts.parameters()
+    }
     found = {}
     for parameter in model.parameters():
         sharded = isinstance(parameter, DTensor)
         group = parameter.device_mesh.get_group() if sharded else owners.get(parameter)
-        found.setdefault(group, []).extend([] if parameter.grad is None else [_local(parameter.grad)])
+        found.setdefault(group, []).extend(
+            [] if parameter.grad is None else [_local(parameter.grad)]
+        )
     return found
 
 
@@ -126,11 +143,13 @@ def _squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them); returns the norm before."""
+    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them); returns
+    the norm before."""
     norm = global_grad_norm(model)
     gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
     if max_norm > 0 and gradients:
-        # a norm that is not finite leaves them: scaling by it would spread the NaN to every gradient
+        # a norm that is not finite leaves them: scaling by it would spread the NaN to every
+        # gradient
         factor = max_norm / (norm.nan_to_num(0.0, 0.0) + 1e-6)
         torch._foreach_mul_(gradients, factor.clamp(max=1.0))
     return norm

@@ -1,6 +1,8 @@
-"""What the commands in tools/ share: arguments, results as JSON, one line for a user's mistake and for Ctrl-C."""
+"""What the commands in tools/ share: arguments, results as JSON, one line for a user's mistake and
+for Ctrl-C."""
 
-from swinv2_moe.interrupt import INTERRUPTED, end_interrupted  # first: the imports below take seconds
+# first: the imports below take seconds
+from swinv2_moe.interrupt import INTERRUPTED, end_interrupted
 
 # isort: split
 
@@ -25,22 +27,51 @@ _ROOT = Path(__file__).parents[1]  # of the repository, which holds the commands
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """--cfg, --data, --output and --opts."""
-    parser.add_argument("--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own")
     parser.add_argument(
-        "--data", metavar="DIR", help="the data set (DATA.PATH); a folder of images with train/ and val/"
+        "--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own"
+    )
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="the data set (DATA.PATH); a folder of images with train/ and val/",
     )
     parser.add_argument("--output", metavar="DIR", help="the run directory (OUTPUT)")
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
+    parser.add_argument(
+        "--opts",
+        nargs="+",
+        default=[],
+        metavar="KEY VALUE",
+        help="any configuration keys, in pairs",
+    )
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
-    """--resume, --data, --dataset, --output and --opts of what uses a checkpoint; `output`: what `add_argument` takes
-    for an --output that is not a file for the results."""
-    parser.add_argument("--resume", required=True, metavar="DIR", help="a run (its newest checkpoint) or a checkpoint")
-    parser.add_argument("--data", metavar="DIR", help="the data set (DATA.PATH); default: the one of the training")
-    parser.add_argument("--dataset", metavar="KIND", help="DATA.DATASET; default: as --data looks, or the training's")
-    parser.add_argument("--output", **{"metavar": "JSON", "help": "a file for the results"} | output)
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
+    """--resume, --data, --dataset, --output and --opts of what uses a checkpoint; `output`: what
+    `add_argument` takes for an --output that is not a file for the results."""
+    parser.add_argument(
+        "--resume",
+        required=True,
+        metavar="DIR",
+        help="a run (its newest checkpoint) or a checkpoint",
+    )
+    parser.add_argument(
+        "--data", metavar="DIR", help="the data set (DATA.PATH); default: the one of the training"
+    )
+    parser.add_argument(
+        "--dataset",
+        metavar="KIND",
+        help="DATA.DATASET; default: as --data looks, or the training's",
+    )
+    parser.add_argument(
+        "--output", **{"metavar": "JSON", "help": "a file for the results"} | output
+    )
+    parser.add_argument(
+        "--opts",
+        nargs="+",
+        default=[],
+        metavar="KEY VALUE",
+        help="any configuration keys, in pairs",
+    )
 
 
 def check_output_file(file: str | Path | None) -> None:
@@ -72,7 +103,9 @@ def output_directory(name: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output {name}: cannot be made a directory ({error.strerror})") from error
+        raise UserError(
+            f"--output {name}: cannot be made a directory ({error.strerror})"
+        ) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(f"--output {name}: permission denied to write in it")
     return path
@@ -84,7 +117,11 @@ def config_from(args: argparse.Namespace) -> CfgNode:
 
 
 def resume_command(
-    script: str, cfg: str, data: str | None = None, output: str | None = None, opts: Sequence[str] = ()
+    script: str,
+    cfg: str,
+    data: str | None = None,
+    output: str | None = None,
+    opts: Sequence[str] = (),
 ) -> str:
     """The command line that goes on with a training, started as this process was.
 
@@ -101,7 +138,8 @@ def resume_command(
 
 
 def _launcher() -> list[str]:
-    """What starts a script on as many processes; "..." for options of a launcher that are not known here."""
+    """What starts a script on as many processes; "..." for options of a launcher that are not known
+    here."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
         return [sys.orig_argv[0]]  # python, by the path that was typed
@@ -111,14 +149,16 @@ def _launcher() -> list[str]:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command; a UserError becomes one line on the main rank's stderr and exit status 2, Ctrl-C one and 130."""
+    """Run a command; a UserError becomes one line on the main rank's stderr and exit status 2,
+    Ctrl-C one and 130."""
     try:
         main()
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)
-    except CollectiveError as error:  # each rank knows its own part of it; NCCL's own words are many lines
+    # each rank knows its own part of it; NCCL's own words are many lines
+    except CollectiveError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(1)
     except StoppedElsewhere:
@@ -128,8 +168,9 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def run_tool(*command: object) -> None:
-    """Run another command of this repository ("tools/train.py", ...), printed first; its failure, which it has named,
-    ends this process too. Ctrl-C reaches both: the other one saves and says so, and this one ends after it."""
+    """Run another command of this repository ("tools/train.py", ...), printed first; its failure,
+    which it has named, ends this process too. Ctrl-C reaches both: the other one saves and says so,
+    and this one ends after it."""
     words = [str(word) for word in command]
     print(f"\n$ python {shlex.join(words)}", flush=True)
     process = subprocess.Popen([sys.executable, str(_ROOT / words[0]), *words[1:]])
@@ -143,9 +184,11 @@ def run_tool(*command: object) -> None:
 
 
 def run_training(config: str, data: Path, output: Path, opts: list) -> None:
-    """Train, or go on with it, by a configuration of this repository; a run that has finished stays as it is. One that
-    is told to stop ends this process too."""
+    """Train, or go on with it, by a configuration of this repository; a run that has finished stays
+    as it is. One that is told to stop ends this process too."""
     places = ["--data", data, "--output", output]
-    run_tool("tools/train.py", "--cfg", _ROOT / config, *places, "--resume", "auto", "--opts", *opts)
+    run_tool(
+        "tools/train.py", "--cfg", _ROOT / config, *places, "--resume", "auto", "--opts", *opts
+    )
     if not (output / "summary.json").is_file():
         sys.exit()

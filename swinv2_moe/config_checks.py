@@ -96,7 +96,11 @@ def flatten(config: CfgNode, prefix: str = "") -> dict[str, object]:
     """`{"TRAIN.BASE_LR": 1e-3, ...}`, in the order of definition."""
     flat = {}
     for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, CfgNode) else {f"{prefix}{key}": value}
+        flat |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, CfgNode)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 
@@ -107,7 +111,9 @@ def check_config(config: CfgNode) -> None:
         if flat[name] not in allowed:
             close = difflib.get_close_matches(str(flat[name]), map(str, allowed), n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise UserError(f"{name} is {flat[name]!r}, allowed: {', '.join(map(str, allowed))}{hint}")
+            raise UserError(
+                f"{name} is {flat[name]!r}, allowed: {', '.join(map(str, allowed))}{hint}"
+            )
     for name, (low, high) in _RANGES.items():
         if not (low <= flat[name] <= high and math.isfinite(flat[name])):
             limit = f"at least {low}" if high == _INFINITY else f"between {low} and {high}"
@@ -127,12 +133,16 @@ def _check_model(config: CfgNode) -> None:
     ):
         if len(value) != stages:
             raise UserError(
-                f"MODEL.{name} is {value}, it must have one entry for each of the {stages} stages of"
+                f"MODEL.{name} is {value}, it must have one entry for each of the {stages} stages"
+                " of"
                 f" MODEL.SWINV2.DEPTHS ({swin.DEPTHS})"
             )
     for name in ("DEPTHS", "NUM_HEADS"):
         if not swin[name] or min(swin[name]) < 1:
-            raise UserError(f"MODEL.SWINV2.{name} is {swin[name]}, it must have an entry of at least 1 for each stage")
+            raise UserError(
+                f"MODEL.SWINV2.{name} is {swin[name]}, it must have an entry of at least 1 for each"
+                " stage"
+            )
     for stage, heads in enumerate(swin.NUM_HEADS):
         dim = swin.EMBED_DIM * 2**stage
         if dim % heads:
@@ -141,7 +151,11 @@ def _check_model(config: CfgNode) -> None:
                 f" (MODEL.SWINV2.EMBED_DIM {swin.EMBED_DIM}) cannot be divided over {heads} heads"
             )
     for stage, blocks in enumerate(moe.BLOCKS):
-        wrong = [block for block in blocks if not (isinstance(block, int) and 0 <= block < swin.DEPTHS[stage])]
+        wrong = [
+            block
+            for block in blocks
+            if not (isinstance(block, int) and 0 <= block < swin.DEPTHS[stage])
+        ]
         if wrong:
             raise UserError(
                 f"MODEL.MOE.BLOCKS is {moe.BLOCKS}: stage {stage} has no block {wrong[0]}, its"
@@ -149,12 +163,19 @@ def _check_model(config: CfgNode) -> None:
             )
     if moe.NUM_EXPERTS and not any(moe.BLOCKS):
         raise UserError(
-            f"MODEL.MOE.NUM_EXPERTS is {moe.NUM_EXPERTS} but MODEL.MOE.BLOCKS names no block to put them in"
+            f"MODEL.MOE.NUM_EXPERTS is {moe.NUM_EXPERTS} but MODEL.MOE.BLOCKS names no block to put"
+            " them in"
         )
     if moe.NUM_EXPERTS and moe.TOP_K > moe.NUM_EXPERTS:
-        raise UserError(f"MODEL.MOE.TOP_K is {moe.TOP_K}, it must be at most MODEL.MOE.NUM_EXPERTS ({moe.NUM_EXPERTS})")
+        raise UserError(
+            f"MODEL.MOE.TOP_K is {moe.TOP_K}, it must be at most MODEL.MOE.NUM_EXPERTS"
+            f" ({moe.NUM_EXPERTS})"
+        )
     if moe.NUM_EXPERTS and moe.AUX_LOSS == "load_importance_tutel" and moe.GATE_NOISE == 0:
-        raise UserError("MODEL.MOE.AUX_LOSS is 'load_importance_tutel', it needs MODEL.MOE.GATE_NOISE (0.0) above 0")
+        raise UserError(
+            "MODEL.MOE.AUX_LOSS is 'load_importance_tutel', it needs MODEL.MOE.GATE_NOISE (0.0)"
+            " above 0"
+        )
     check_image_size(config)
 
 
@@ -166,8 +187,10 @@ def check_image_size(config: CfgNode) -> None:
         good = [s for s in range(unit, size + 16 * unit, unit) if _tiles(s, swin)]
         near = sorted(sorted(good, key=lambda s: abs(s - size))[:3])
         raise UserError(
-            f"DATA.IMG_SIZE is {size}, windows of {swin.WINDOW_SIZE} (MODEL.SWINV2.WINDOW_SIZE) on patches of"
-            f" {swin.PATCH_SIZE} cannot tile it; sizes near it that work: {', '.join(map(str, near))}"
+            f"DATA.IMG_SIZE is {size}, windows of {swin.WINDOW_SIZE} (MODEL.SWINV2.WINDOW_SIZE) on"
+            " patches of"
+            f" {swin.PATCH_SIZE} cannot tile it; sizes near it that work:"
+            f" {', '.join(map(str, near))}"
         )
 
 
@@ -181,13 +204,22 @@ def _tiles(size: int, swin: CfgNode) -> bool:
 def _check_recipe(config: CfgNode) -> None:
     train, data, aug = config.TRAIN, config.DATA, config.AUG
     if train.WARMUP_EPOCHS >= train.EPOCHS and train.WARMUP_EPOCHS:
-        raise UserError(f"TRAIN.WARMUP_EPOCHS is {train.WARMUP_EPOCHS}, it must be below TRAIN.EPOCHS ({train.EPOCHS})")
+        raise UserError(
+            f"TRAIN.WARMUP_EPOCHS is {train.WARMUP_EPOCHS}, it must be below TRAIN.EPOCHS"
+            f" ({train.EPOCHS})"
+        )
     if train.MIN_LR > train.BASE_LR:
-        raise UserError(f"TRAIN.MIN_LR is {train.MIN_LR}, it must not exceed TRAIN.BASE_LR ({train.BASE_LR})")
+        raise UserError(
+            f"TRAIN.MIN_LR is {train.MIN_LR}, it must not exceed TRAIN.BASE_LR ({train.BASE_LR})"
+        )
     if data.DATASET == "list" and not (data.TRAIN_LIST and data.VAL_LIST):
-        raise UserError("DATA.DATASET is 'list': DATA.TRAIN_LIST and DATA.VAL_LIST must name its two list files")
+        raise UserError(
+            "DATA.DATASET is 'list': DATA.TRAIN_LIST and DATA.VAL_LIST must name its two list files"
+        )
     if data.DATASET not in ("digits", "list") and not data.PATH:
-        raise UserError(f"DATA.DATASET is {data.DATASET!r}: DATA.PATH (or --data) must name its directory")
+        raise UserError(
+            f"DATA.DATASET is {data.DATASET!r}: DATA.PATH (or --data) must name its directory"
+        )
     for name, value, length in (
         ("DATA.MEAN", data.MEAN, config.MODEL.SWINV2.IN_CHANS),
         ("DATA.STD", data.STD, config.MODEL.SWINV2.IN_CHANS),
@@ -199,20 +231,38 @@ def _check_recipe(config: CfgNode) -> None:
             raise UserError(f"{name} is {value}, it must have {length} entries")
     for name, pair in (("AUG.SCALE", aug.SCALE), ("AUG.RATIO", aug.RATIO)):
         if not 0 < pair[0] <= pair[1]:
-            raise UserError(f"{name} is {pair}, it must be two positive numbers, the smaller one first")
+            raise UserError(
+                f"{name} is {pair}, it must be two positive numbers, the smaller one first"
+            )
     if aug.SCALE[1] > 1:
         raise UserError(f"AUG.SCALE is {aug.SCALE}, it must not exceed 1")
     if not all(0 <= beta < 1 for beta in train.OPTIMIZER.BETAS):
-        raise UserError(f"TRAIN.OPTIMIZER.BETAS is {train.OPTIMIZER.BETAS}, its entries must be from 0 to below 1")
+        raise UserError(
+            f"TRAIN.OPTIMIZER.BETAS is {train.OPTIMIZER.BETAS}, its entries must be from 0 to below"
+            " 1"
+        )
     if config.MODEL.UPCYCLE and not (config.MODEL.PRETRAINED and config.MODEL.MOE.NUM_EXPERTS):
-        raise UserError("MODEL.UPCYCLE is True: it needs dense weights (MODEL.PRETRAINED) and MODEL.MOE.NUM_EXPERTS")
+        raise UserError(
+            "MODEL.UPCYCLE is True: it needs dense weights (MODEL.PRETRAINED) and"
+            " MODEL.MOE.NUM_EXPERTS"
+        )
     if config.MODEL.MOE.FREEZE and not (config.MODEL.PRETRAINED and config.MODEL.MOE.NUM_EXPERTS):
-        raise UserError("MODEL.MOE.FREEZE is True: it needs MODEL.MOE.NUM_EXPERTS and trained ones (MODEL.PRETRAINED)")
+        raise UserError(
+            "MODEL.MOE.FREEZE is True: it needs MODEL.MOE.NUM_EXPERTS and trained ones"
+            " (MODEL.PRETRAINED)"
+        )
     if config.MODEL.NEW_HEAD and config.MODEL.CLASS_MAP:
-        raise UserError(f"MODEL.NEW_HEAD is True: MODEL.CLASS_MAP ({config.MODEL.CLASS_MAP}) needs the old head")
+        raise UserError(
+            f"MODEL.NEW_HEAD is True: MODEL.CLASS_MAP ({config.MODEL.CLASS_MAP}) needs the old head"
+        )
     if train.SHARD_TRUNK and config.COMPILE:
-        raise UserError("TRAIN.SHARD_TRUNK is True: it does not work with COMPILE (True), switch one of them off")
+        raise UserError(
+            "TRAIN.SHARD_TRUNK is True: it does not work with COMPILE (True), switch one of them"
+            " off"
+        )
     if min(data.STD) <= 0:
         raise UserError(f"DATA.STD is {data.STD}, its entries must be above 0")
     if (aug.MIXUP or aug.CUTMIX) and data.BATCH_SIZE % 2:
-        raise UserError(f"DATA.BATCH_SIZE is {data.BATCH_SIZE}, AUG.MIXUP and AUG.CUTMIX need an even one")
+        raise UserError(
+            f"DATA.BATCH_SIZE is {data.BATCH_SIZE}, AUG.MIXUP and AUG.CUTMIX need an even one"
+        )

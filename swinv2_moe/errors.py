@@ -1,15 +1,19 @@
-"""The one exception that stands for a user's mistake: tools print its single line and exit 2, without a traceback."""
+"""The one exception that stands for a user's mistake: tools print its single line and exit 2,
+without a traceback."""
 
 
 class UserError(Exception):
-    """Something the user gave (configuration, data, checkpoint) cannot be used; the message names it and its value."""
+    """Something the user gave (configuration, data, checkpoint) cannot be used; the message names
+    it and its value."""
 
 
 def short(value: object, length: int = 80) -> str:
-    """How a message shows a value that a file holds: its `repr`, of at most `length` characters and three dots."""
+    """How a message shows a value that a file holds: its `repr`, of at most `length` characters and
+    three dots."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits; nested as deeply as parsers allow
+    # an integer of thousands of digits; nested as deeply as parsers allow
+    except (ValueError, RecursionError):
         return f"{type(value).__name__} that is too large to print"
     return text if len(text) <= length else f"{text[:length]}..."
 

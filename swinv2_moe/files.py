@@ -13,7 +13,8 @@ from moe_core import open_regular
 from swinv2_moe.errors import short
 
 MAX_YAML_CHARS = 1 << 16
-MAX_YAML_SIZE = 1 << 17  # characters of a document with its aliases written out, and _VALUE_SIZE for each value
+# characters of a document with its aliases written out, and _VALUE_SIZE for each value
+MAX_YAML_SIZE = 1 << 17
 MAX_YAML_DEPTH = 32
 _VALUE_SIZE = 16
 _CHUNK = 1 << 24  # bytes at a time
@@ -31,7 +32,8 @@ def read_bounded(path: str | Path, max_bytes: int) -> bytes:
         size, content = os.fstat(file.fileno()).st_size, b""
         if size <= max_bytes:
             content = file.read(size + 1)  # read() sets aside as much memory as it is asked for
-        while size < len(content) <= max_bytes and (more := file.read(_CHUNK)):  # it grows, or has no size (/proc)
+        # it grows, or has no size (/proc)
+        while size < len(content) <= max_bytes and (more := file.read(_CHUNK)):
             content += more
     if max(size, len(content)) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
@@ -42,7 +44,8 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON document.
 
     Raises:
-        ValueError: it is not JSON, not UTF-8, nested too deeply, or holds an integer of thousands of digits.
+        ValueError: it is not JSON, not UTF-8, nested too deeply, or holds an integer of thousands
+            of digits.
     """
     try:
         return json.loads(text)
@@ -64,15 +67,16 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML document of plain values.
 
     Raises:
-        ValueError: it is not one, or it is too long, nested too deeply, or too large with its aliases written out; the
-            message is one line.
+        ValueError: it is not one, or it is too long, nested too deeply, or too large with its
+            aliases written out; the message is one line.
     """
     try:
         _check_yaml_size(text)
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(" ".join(str(error).split())) from error
-    except Exception as error:  # PyYAML raises AttributeError, KeyError and others for `!!bool x` and the like
+    # PyYAML raises AttributeError, KeyError and others for `!!bool x` and the like
+    except Exception as error:
         raise ValueError("a value is not what its tag says") from error
 
 
@@ -80,11 +84,13 @@ def _check_yaml_size(text: str) -> None:
     if len(text) > MAX_YAML_CHARS:
         raise ValueError(f"longer than {MAX_YAML_CHARS:,} characters")
     sizes: dict[str | None, int] = {}  # of each anchor's value
-    values: list[tuple[str | None, int]] = [(None, 0)]  # those that are being read: anchor, size so far
+    # those that are being read: anchor, size so far
+    values: list[tuple[str | None, int]] = [(None, 0)]
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         anchor, size = values.pop()
         if isinstance(event, yaml.CollectionStartEvent):
-            sizes[event.anchor] = MAX_YAML_SIZE + 1  # until its end: an alias of it within it goes on forever
+            # until its end: an alias of it within it goes on forever
+            sizes[event.anchor] = MAX_YAML_SIZE + 1
             values.append((anchor, size))
             anchor, size = event.anchor, _VALUE_SIZE
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -104,12 +110,18 @@ def _check_yaml_size(text: str) -> None:
 
 
 def check_plain_name(name: object) -> str:
-    """`name` if it is the name of a file within one directory: no separator, no control character, not "." or "..".
+    """`name` if it is the name of a file within one directory: no separator, no control character,
+    not "." or "..".
 
     Raises:
         ValueError: it is not; the message has its value.
     """
-    if not isinstance(name, str) or name in ("", ".", "..") or not _is_encodable(name) or _NOT_IN_NAMES.search(name):
+    if (
+        not isinstance(name, str)
+        or name in ("", ".", "..")
+        or not _is_encodable(name)
+        or _NOT_IN_NAMES.search(name)
+    ):
         raise ValueError(f"{short(name)} is not a plain file name")
     return name
 
@@ -122,7 +134,8 @@ def _is_encodable(name: str) -> bool:
 
 
 def check_inner_path(path: object) -> str:
-    """`path` if it names a file below whatever directory it is joined to: relative, plain names between separators.
+    """`path` if it names a file below whatever directory it is joined to: relative, plain names
+    between separators.
 
     Raises:
         ValueError: it does not; the message has its value.

@@ -51,7 +51,8 @@ def object_of(name: Form, item: Form) -> Form:
 
 
 def record(required: dict[str, Form], optional: dict[str, Form] | None = None) -> Form:
-    """Objects with these names, of which `optional` ones may be missing; others are not looked at."""
+    """Objects with these names, of which `optional` ones may be missing; others are not looked
+    at."""
 
     def check(value: object, place: str) -> None:
         OBJECT(value, place)
@@ -93,7 +94,9 @@ def is_text(value: object) -> bool:
 
 def _is_relative_path(value: object) -> bool:
     try:
-        return is_text(value) and value.isprintable() and all(map(check_plain_name, value.split("/")))
+        return (
+            is_text(value) and value.isprintable() and all(map(check_plain_name, value.split("/")))
+        )
     except ValueError:
         return False
 
@@ -113,7 +116,9 @@ def shown(value: object) -> str:
 TEXT = form("text", is_text)
 FLAG = form("true or false", lambda value: isinstance(value, bool))
 COUNT = form(f"a whole number from 0 to {_LARGEST}", _is_count)
-POSITIVE_COUNT = form(f"a whole number from 1 to {_LARGEST}", lambda value: _is_count(value) and value > 0)
+POSITIVE_COUNT = form(
+    f"a whole number from 1 to {_LARGEST}", lambda value: _is_count(value) and value > 0
+)
 NUMBER = form("a finite number", _is_number)
 POSITIVE_NUMBER = form("a positive number", lambda value: _is_number(value) and value > 0)
 LIST = form("a list", lambda value: isinstance(value, list))

@@ -1,9 +1,10 @@
 """Step time and memory of a configured model on any number of GPUs, predicted without one.
 
-The MoE layers' times come from moe_core's cost model, under the strategy (r, d, all-to-all algorithm) that is best for
-all of them together. The rest is counted here: the trunk's products, all other work by the activations it makes, the
-all-reduce of the trunk's gradients beside its backward pass, the optimiser's reading and writing. docs/planner.md has
-the formulas, what is assumed, and the errors against published figures.
+The MoE layers' times come from moe_core's cost model, under the strategy (r, d, all-to-all
+algorithm) that is best for all of them together. The rest is counted here: the trunk's products,
+all other work by the activations it makes, the all-reduce of the trunk's gradients beside its
+backward pass, the optimiser's reading and writing. docs/planner.md has the formulas, what is
+assumed, and the errors against published figures.
 """
 
 # W GPUs, g of them on each of N nodes
@@ -25,8 +26,9 @@ from swinv2_moe.plots import new_figure, save_png, tidy
 
 LARGEST = 4096
 ASSUMED_CLASSES = 1000  # where the configuration leaves the number to the data
-# What is not a product (norms, softmax, window shifts, launches, waiting) is taken to read or write each activation
-# that autograd keeps so many times a step. Fitted to dense SwinV2-B's 291 images/s on an A100 (arXiv 2206.03382).
+# What is not a product (norms, softmax, window shifts, launches, waiting) is taken to read or write
+# each activation that autograd keeps so many times a step. Fitted to dense SwinV2-B's 291 images/s
+# on an A100 (arXiv 2206.03382).
 ACTIVATION_PASSES = 67
 STATE_BYTES = 16  # a parameter in fp32, its gradient and AdamW's two moments
 UPDATE_BYTES = 28  # of them a step reads all four and writes three
@@ -42,7 +44,8 @@ class Model:
     trunk_macs: int
     activations: int  # elements that autograd keeps where nothing is recomputed
     kept: int  # elements that it keeps as configured
-    layers: tuple[tuple[MoEConfig, int, int], ...]  # MoE layers: shape, tokens of an image, how many are alike
+    # MoE layers: shape, tokens of an image, how many are alike
+    layers: tuple[tuple[MoEConfig, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Prediction:
     gpus: int
     nodes: int
     strategy: cost_model.ParallelStrategy | None  # None: nothing is exchanged
-    parts: dict[str, float]  # seconds of an optimiser step on the slowest path, by what they are spent on
+    # seconds of an optimiser step on the slowest path, by what they are spent on
+    parts: dict[str, float]
     images: int  # of a step, over all GPUs
     memory: float  # bytes on a GPU
 
@@ -74,12 +78,15 @@ def describe(config: CfgNode) -> Model:
     experts = sum(p.numel() for p in expert_parameters(model).values())
     layers = _layers(model, torch.empty(1, channels, size, size, device="meta"))
     images = [torch.empty(n, channels, size, size, device="meta") for n in (1, 2)]
-    one, kept = (_saved_elements(model, batch) for batch in images)  # the second image alone: weights' copies drop out
+    # the second image alone: weights' copies drop out
+    one, kept = (_saved_elements(model, batch) for batch in images)
     model.set_grad_checkpointing(False)
     one_whole, whole = (_saved_elements(model, batch) for batch in images)
     parameters, macs = count(model, size, channels)
     for moe, tokens, alike in layers:
-        macs -= alike * tokens * min(moe.top_k, moe.num_experts) * 2 * moe.model_dim * moe.hidden_dim
+        macs -= (
+            alike * tokens * min(moe.top_k, moe.num_experts) * 2 * moe.model_dim * moe.hidden_dim
+        )
     return Model(parameters - experts, experts, macs, whole - one_whole, kept - one, layers)
 
 
@@ -109,18 +116,29 @@ def _saved_elements(model: nn.Module, images: torch.Tensor) -> int:
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(images)
-    return sum(t.untyped_storage().nbytes() // t.element_size() for storage, t in saved.items() if storage not in own)
+    return sum(
+        t.untyped_storage().nbytes() // t.element_size()
+        for storage, t in saved.items()
+        if storage not in own
+    )
 
 
 def scales(gpus_per_node: int, gpus: int) -> list[int]:
     """1, 2, 4, ... inside a node, then a node times 1, 2, 4, ... up to 4,096 GPUs; and `gpus`."""
     inside = [2**k for k in range(gpus_per_node.bit_length()) if 2**k < gpus_per_node]
-    nodes = [gpus_per_node * 2**k for k in range(LARGEST.bit_length()) if gpus_per_node * 2**k <= LARGEST]
+    nodes = [
+        gpus_per_node * 2**k for k in range(LARGEST.bit_length()) if gpus_per_node * 2**k <= LARGEST
+    ]
     return sorted({*inside, *nodes, gpus})
 
 
 def predict(
-    model: Model, config: CfgNode, machine: cost_model.Machine, gpus: int, gpus_per_node: int, batch_size: int
+    model: Model,
+    config: CfgNode,
+    machine: cost_model.Machine,
+    gpus: int,
+    gpus_per_node: int,
+    batch_size: int,
 ) -> Prediction:
     """One optimiser step with `batch_size` images per GPU and forward pass.
 
@@ -129,19 +147,28 @@ def predict(
     """
     size = 2 if config.AMP_ENABLE else 4
     repeats, recomputed = config.TRAIN.ACCUMULATION_STEPS, config.TRAIN.USE_CHECKPOINT
-    group = min(config.MODEL.MOE.EXPERT_PARALLEL_SIZE or gpus, gpus)  # GPUs that share the experts; others replicate
+    # GPUs that share the experts; others replicate
+    group = min(config.MODEL.MOE.EXPERT_PARALLEL_SIZE or gpus, gpus)
     if gpus % group:
-        raise ValueError(f"the number of GPUs ({gpus}) must be a multiple of MODEL.MOE.EXPERT_PARALLEL_SIZE ({group})")
+        raise ValueError(
+            f"the number of GPUs ({gpus}) must be a multiple of MODEL.MOE.EXPERT_PARALLEL_SIZE"
+            f" ({group})"
+        )
     for moe, _, _ in model.layers:
         moe.shard(0, group)
-    shapes = [(cost_model.LayerShape.of(moe, batch_size * tokens, size), alike) for moe, tokens, alike in model.layers]
+    shapes = [
+        (cost_model.LayerShape.of(moe, batch_size * tokens, size), alike)
+        for moe, tokens, alike in model.layers
+    ]
     strategy, layers = _best(machine, shapes, group, gpus_per_node)
     trunk = 6 * model.trunk_macs * batch_size / machine.rate(size)
     trunk += ACTIVATION_PASSES * model.activations * batch_size * size / machine.memory_bandwidth
     trunk *= 4 / 3 if recomputed else 1  # the forward pass twice
     own_experts = model.expert_parameters / group
     own_parameters = model.trunk_parameters + own_experts
-    all_reduce = _exposed_all_reduce(machine, model.trunk_parameters, gpus, gpus_per_node, trunk * 2 / 3)
+    all_reduce = _exposed_all_reduce(
+        machine, model.trunk_parameters, gpus, gpus_per_node, trunk * 2 / 3
+    )
     if group < gpus and own_experts:  # after the backward pass, between GPUs that are a group apart
         near = min(max(gpus_per_node // group, 1), gpus // group)
         all_reduce += _all_reduce(machine, 4 * own_experts, near, gpus // group // near)
@@ -154,14 +181,20 @@ def predict(
         "gradient all-reduce": all_reduce,
         "optimiser": own_parameters * UPDATE_BYTES / machine.memory_bandwidth,
     }
-    memory = own_parameters * (STATE_BYTES + (size if size < 4 else 0))  # and a copy in the dtype of products
+    # and a copy in the dtype of products
+    memory = own_parameters * (STATE_BYTES + (size if size < 4 else 0))
     memory += 4 * model.trunk_parameters * (gpus > 1)  # DistributedDataParallel's buckets
     memory += model.kept * batch_size * size + _strategy_bytes(shapes, group, strategy)
-    return Prediction(gpus, math.ceil(gpus / gpus_per_node), strategy, parts, repeats * batch_size * gpus, memory)
+    return Prediction(
+        gpus, math.ceil(gpus / gpus_per_node), strategy, parts, repeats * batch_size * gpus, memory
+    )
 
 
 def _best(
-    machine: cost_model.Machine, shapes: Sequence[tuple[cost_model.LayerShape, int]], gpus: int, gpus_per_node: int
+    machine: cost_model.Machine,
+    shapes: Sequence[tuple[cost_model.LayerShape, int]],
+    gpus: int,
+    gpus_per_node: int,
 ) -> tuple[cost_model.ParallelStrategy | None, cost_model.LayerTime]:
     """The strategy with the shortest total over all layers, and that total."""
     nothing = cost_model.LayerTime(0, 0, 0, 0, 0, 0)
@@ -181,7 +214,8 @@ def _best(
 def _exposed_all_reduce(
     machine: cost_model.Machine, parameters: int, gpus: int, gpus_per_node: int, backward: float
 ) -> float:
-    """What is left of the fp32 gradients' all-reduce behind the trunk's backward pass: at least the last bucket."""
+    """What is left of the fp32 gradients' all-reduce behind the trunk's backward pass: at least the
+    last bucket."""
     near = min(gpus, gpus_per_node)
     buckets = math.ceil(4 * parameters / BUCKET_BYTES)
     bucket = _all_reduce(machine, 4 * parameters / buckets, near, math.ceil(gpus / near))
@@ -189,28 +223,36 @@ def _exposed_all_reduce(
 
 
 def _all_reduce(machine: cost_model.Machine, num_bytes: float, near: int, nodes: int) -> float:
-    """Over `near` GPUs in each of so many nodes: inside a node and between nodes in turn, as NCCL's trees do, so that a
-    GPU's network link carries 1/near of the bytes."""
+    """Over `near` GPUs in each of so many nodes: inside a node and between nodes in turn, as NCCL's
+    trees do, so that a GPU's network link carries 1/near of the bytes."""
     inside = machine.intra.seconds(2 * math.log2(near), 2 * num_bytes * (near - 1) / near)
-    return inside + machine.inter.seconds(2 * math.log2(nodes), 2 * num_bytes / near * (nodes - 1) / nodes)
+    return inside + machine.inter.seconds(
+        2 * math.log2(nodes), 2 * num_bytes / near * (nodes - 1) / nodes
+    )
 
 
 def _strategy_bytes(
-    shapes: Sequence[tuple[cost_model.LayerShape, int]], gpus: int, strategy: cost_model.ParallelStrategy | None
+    shapes: Sequence[tuple[cost_model.LayerShape, int]],
+    gpus: int,
+    strategy: cost_model.ParallelStrategy | None,
 ) -> float:
-    """Kept for the backward pass beyond one GPU's: gathered weights, and rows copied to r hidden parts."""
+    """Kept for the backward pass beyond one GPU's: gathered weights, and rows copied to r hidden
+    parts."""
     if strategy is None:
         return 0.0
     total = 0.0
     for shape, alike in shapes:
         gathered = cost_model.volume(shape, gpus, strategy).weights.elements
-        copies = 2 * max(strategy.r - 1, 0) * shape.num_experts * shape.rows_per_expert * shape.model_dim
+        copies = (
+            2 * max(strategy.r - 1, 0) * shape.num_experts * shape.rows_per_expert * shape.model_dim
+        )
         total += alike * (gathered + copies) * shape.element_size
     return total
 
 
 def machine_named(profile: str) -> cost_model.Machine:
-    """A named profile, or this machine (`here`) with an A100 cluster's links, which one process cannot measure."""
+    """A named profile, or this machine (`here`) with an A100 cluster's links, which one process
+    cannot measure."""
     if profile != "here":
         return cost_model.PROFILES[profile]
     links = cost_model.PROFILES["a100-hdr"]
@@ -219,7 +261,8 @@ def machine_named(profile: str) -> cost_model.Machine:
 
 
 def draw(plan: Sequence[Prediction], own: int, title: str, path: Path) -> None:
-    """A PNG: step time by part as stacked bars, and below it the shares of communication; `own` GPUs are marked.
+    """A PNG: step time by part as stacked bars, and below it the shares of communication; `own`
+    GPUs are marked.
 
     Raises:
         UserError: a file that cannot be written.
@@ -258,7 +301,12 @@ def _stack(axes, plan: Sequence[Prediction], labels: list[str]) -> None:
         heights = [1e3 * row.parts[name] for row in plan]
         drawn = axes.bar(labels, heights, bottom=tops, label=name, color=colour, width=0.72)
         tops = [top + height for top, height in zip(tops, heights, strict=True)]
-    axes.bar_label(drawn, [f"{top:,.0f}" if top >= 100 else f"{top:.3g}" for top in tops], padding=2, fontsize=9)
+    axes.bar_label(
+        drawn,
+        [f"{top:,.0f}" if top >= 100 else f"{top:.3g}" for top in tops],
+        padding=2,
+        fontsize=9,
+    )
     axes.set_ylabel("one step, ms")
     axes.set_ylim(0, 1.3 * max(tops))
     axes.legend(ncols=4, frameon=False, loc="upper left")

@@ -1,4 +1,5 @@
-"""What the figures of all commands share. Without pyplot: no display is needed, and nothing global is changed."""
+"""What the figures of all commands share. Without pyplot: no display is needed, and nothing global
+is changed."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Readable on white and on black, and told apart by the colour-blind: Paul Tol's bright scheme, without its pale yellow
+# Readable on white and on black, and told apart by the colour-blind: Paul Tol's bright scheme,
+# without its pale yellow
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#66ccee", "#bbbbbb")
 _POINTS = 400  # of a curve: more cannot be told apart
 _INK = "#123456"  # a colour that no figure uses: text and axes in it take the page's own
@@ -57,10 +59,12 @@ def save_png(figure: "Figure", path: Path, option: str = "--output") -> None:
 
 
 def to_svg(figure: "Figure", label: str) -> str:
-    """An <svg> element for a page: as wide as there is room, its text and axes in the page's colour.
+    """An <svg> element for a page: as wide as there is room, its text and axes in the page's
+    colour.
 
     Args:
-        label: what a screen reader says, and different for each figure of a page, since it makes the ids.
+        label: what a screen reader says, and different for each figure of a page, since it makes
+            the ids.
     """
     import matplotlib
     from matplotlib.spines import Spine
@@ -89,7 +93,12 @@ def _take_literally(figure: "Figure") -> None:
     """A $ in a name begins no formula. The powers of ten at a logarithmic axis are formulas."""
     from matplotlib.text import Text
 
-    axes = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) if axis.get_scale() == "log"]
+    axes = [
+        axis
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        if axis.get_scale() == "log"
+    ]
     powers = {label for axis in axes for label in axis.get_ticklabels(which="both")}
     for text in figure.findobj(Text):
         text.set_parse_math(text in powers)

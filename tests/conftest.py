@@ -7,14 +7,31 @@ import pytest
 import torch
 from gloo_processes import run_on_processes
 
-# Of a launcher that started pytest (torchrun, srun), and of a terminal or CI system that wants colours or other widths.
-_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
-_TERMINAL = {"FORCE_COLOR", "PYTHON_COLORS", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"}
+# Of a launcher that started pytest (torchrun, srun), and of a terminal or CI system that wants
+# colours or other widths.
+_LAUNCHER = {
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
+_TERMINAL = {
+    "FORCE_COLOR",
+    "PYTHON_COLORS",
+    "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE",
+    "COLUMNS",
+    "LINES",
+}
 
 
 @pytest.fixture(autouse=True, scope="session")
 def plain_environment():
-    """Runs see one process, no terminal and Ctrl-C, wherever the tests run; a shell's background jobs ignore that."""
+    """Runs see one process, no terminal and Ctrl-C, wherever the tests run; a shell's background
+    jobs ignore that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
@@ -34,9 +51,11 @@ def one_thread():
 
 @pytest.fixture
 def run_processes(tmp_path_factory):
-    """`run_processes(function, n, *args, seconds=240)`: `function(rank, *args)` in each of n processes of a gloo world.
+    """`run_processes(function, n, *args, seconds=240)`: `function(rank, *args)` in each of n
+    processes of a gloo world.
 
-    The function must be importable (at a module's top level). A failure shows the child's traceback.
+    The function must be importable (at a module's top level). A failure shows the child's
+    traceback.
     """
 
     def run(function, num_processes: int, *args, seconds: float = 240) -> None:

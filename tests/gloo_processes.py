@@ -18,14 +18,23 @@ import torch.multiprocessing as mp
 
 ROOT = Path(__file__).parents[1]
 DEADLINE = 120  # seconds for processes to end; they take a few, on a busy machine more
-# One server imports all this once and forks a clean child for every rank: a fraction of spawn's start-up time, and none
-# of the trouble of forking this process, whose threads do not survive it. The modules of tests need the last two.
-_PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.utils.tensorboard", "torchvision"]
+# One server imports all this once and forks a clean child for every rank: a fraction of spawn's
+# start-up time, and none of the trouble of forking this process, whose threads do not survive it.
+# The modules of tests need the last two.
+_PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.utils.tensorboard",
+    "torchvision",
+]
 _PRELOADED += ["sklearn.datasets", "swinv2_moe.engine", "hypothesis", "pytest"]
 multiprocessing.set_forkserver_preload(_PRELOADED)
 
 
-def run_on_processes(function: Callable, num_processes: int, store: Path, *args, seconds: float) -> None:
+def run_on_processes(
+    function: Callable, num_processes: int, store: Path, *args, seconds: float
+) -> None:
     """`function(rank, *args)` on every rank of a gloo world that meets at the file `store`.
 
     Raises:
@@ -33,12 +42,16 @@ def run_on_processes(function: Callable, num_processes: int, store: Path, *args,
         TimeoutError: ranks that still run after so many seconds; they are ended.
     """
     arguments = (function, num_processes, store, args)
-    children = mp.start_processes(_run_rank, arguments, num_processes, join=False, start_method="forkserver")
+    children = mp.start_processes(
+        _run_rank, arguments, num_processes, join=False, start_method="forkserver"
+    )
     deadline = time.monotonic() + seconds
     try:
         while not children.join(timeout=max(0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
-                alive = [rank for rank, process in enumerate(children.processes) if process.is_alive()]
+                alive = [
+                    rank for rank, process in enumerate(children.processes) if process.is_alive()
+                ]
                 raise TimeoutError(f"ranks {alive} of {num_processes} still run after {seconds} s")
     finally:
         for process in children.processes:
@@ -50,13 +63,16 @@ def run_on_processes(function: Callable, num_processes: int, store: Path, *args,
 def _run_rank(rank: int, function: Callable, num_processes: int, store: Path, args: tuple) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=240)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_processes, timeout=timeout)
+    dist.init_process_group(
+        "gloo", f"file://{store}", rank=rank, world_size=num_processes, timeout=timeout
+    )
     function(rank, *args)
     dist.destroy_process_group()
 
 
 class Outcome(NamedTuple):
-    """How a rank ended: its exit status (-9 for SIGKILL; None if it did not end in time) and what it printed."""
+    """How a rank ended: its exit status (-9 for SIGKILL; None if it did not end in time) and what
+    it printed."""
 
     status: int | None
     out: str
@@ -72,9 +88,13 @@ class Processes:
 
     def __init__(self, size: int, logs: Path, function: Callable[[], None]) -> None:
         self.logs = Path(tempfile.mkdtemp(prefix="logs-", dir=logs))
-        context, arguments = multiprocessing.get_context("forkserver"), (size, free_port(), self.logs, function)
+        context, arguments = (
+            multiprocessing.get_context("forkserver"),
+            (size, free_port(), self.logs, function),
+        )
         self.processes = [
-            context.Process(target=_run_as_rank, args=(rank, *arguments), daemon=True) for rank in range(size)
+            context.Process(target=_run_as_rank, args=(rank, *arguments), daemon=True)
+            for rank in range(size)
         ]
         for process in self.processes:
             process.start()
@@ -91,7 +111,10 @@ class Processes:
             process.join(max(0, deadline - time.monotonic()))
         status = [process.exitcode for process in self.processes]
         self.kill()
-        return [Outcome(code, *map(self._read, (f"{rank}.out", f"{rank}.err"))) for rank, code in enumerate(status)]
+        return [
+            Outcome(code, *map(self._read, (f"{rank}.out", f"{rank}.err")))
+            for rank, code in enumerate(status)
+        ]
 
     def _read(self, log: str) -> str:
         """ "" if the rank was killed before it could open it."""
@@ -110,7 +133,9 @@ class Processes:
         """
         deadline = time.monotonic() + seconds
         while not condition():
-            if time.monotonic() > deadline or any(process.exitcode is not None for process in self.processes):
+            if time.monotonic() > deadline or any(
+                process.exitcode is not None for process in self.processes
+            ):
                 raise TimeoutError([outcome[::2] for outcome in self.wait(0)])
             time.sleep(0.002)
 
@@ -119,13 +144,19 @@ def _run_as_rank(rank: int, size: int, port: int, logs: Path, function: Callable
     for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
         os.dup2(os.open(logs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     function()
 
 
 def run_script(script: str, arguments: list[str]) -> None:
-    """A script of the repository as `python script arguments...` runs it, from the repository's root."""
+    """A script of the repository as `python script arguments...` runs it, from the repository's
+    root."""
     os.chdir(ROOT)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")

@@ -12,10 +12,17 @@ from moe_core import MoEConfig, MoELayer, moe_layers
 from moe_core.kernels import reference
 from moe_core.parallel import ParallelStrategy
 
-TINY = {"model_dim": 6, "hidden_dim": 10, "num_experts": 4}  # odd widths: nothing here is a multiple of 16 bytes
+# odd widths: nothing here is a multiple of 16 bytes
+TINY = {"model_dim": 6, "hidden_dim": 10, "num_experts": 4}
 
 
-def make_layer(seed: int = 0, dtype=torch.float64, group=None, strategy=ParallelStrategy(), **config) -> MoELayer:  # noqa: B008
+def make_layer(
+    seed: int = 0,
+    dtype=torch.float64,
+    group=None,
+    strategy=ParallelStrategy(),  # noqa: B008
+    **config,
+) -> MoELayer:
     torch.manual_seed(seed)
     return MoELayer(MoEConfig(**{**TINY, **config}), group, strategy=strategy).to(dtype)
 
@@ -31,9 +38,14 @@ def plain_logits(layer: MoELayer, x: Tensor) -> Tensor:
 
 
 def plain_forward(
-    layer: MoELayer, x: Tensor, top_k: int | None = None, capacity_factor: float | None = None, most_tokens: int = 0
+    layer: MoELayer,
+    x: Tensor,
+    top_k: int | None = None,
+    capacity_factor: float | None = None,
+    most_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """y and the GShard loss of tokens x [T, M], one token at a time; `most_tokens`: the group's largest T."""
+    """y and the GShard loss of tokens x [T, M], one token at a time; `most_tokens`: the group's
+    largest T."""
     config = layer.config
     num_experts = config.num_experts
     top_k = top_k or config.top_k
@@ -46,21 +58,35 @@ def plain_forward(
     priority = probs.max(1).values if config.batch_prioritized else None
     if rounds:
         kept = [choice for rows in plain_rows(probs, top_k, rounds, capacity) for choice in rows]
-        gates = gates * torch.tensor([[(t, k) in kept for k in range(ids.shape[1])] for t in range(len(x))])
+        gates = gates * torch.tensor(
+            [[(t, k) in kept for k in range(ids.shape[1])] for t in range(len(x))]
+        )
         capacity = priority = None
     if top_k > 1 and config.normalize_gates:
         total = gates.sum(1, keepdim=True)
         gates = gates / total.where(total > 0, 1)
     experts = layer.experts
     y = reference.moe_ffn(
-        x, ids, gates, experts.w1, experts.b1, experts.w2, experts.b2, getattr(F, config.activation), capacity, priority
+        x,
+        ids,
+        gates,
+        experts.w1,
+        experts.b1,
+        experts.w2,
+        experts.b2,
+        getattr(F, config.activation),
+        capacity,
+        priority,
     )
     share = F.one_hot(ids[:, 0], num_experts).to(x.dtype).mean(0)
     return y, num_experts * (probs.mean(0) * share).sum()
 
 
-def plain_rows(probs: Tensor, top_k: int, round_to: int, capacity: int | None) -> list[list[tuple[int, int]]]:
-    """Rounded to tiles (moe_core.rounding), each expert's kept choices (token, k) in order; probs [T, E]."""
+def plain_rows(
+    probs: Tensor, top_k: int, round_to: int, capacity: int | None
+) -> list[list[tuple[int, int]]]:
+    """Rounded to tiles (moe_core.rounding), each expert's kept choices (token, k) in order; probs
+    [T, E]."""
     candidates = [[] for _ in range(probs.shape[1])]
     for t, row in enumerate(probs.tolist()):
         for k, e in enumerate(sorted(range(len(row)), key=lambda e: -row[e])[: top_k + 1]):
@@ -79,7 +105,13 @@ def plain_rows(probs: Tensor, top_k: int, round_to: int, capacity: int | None) -
 
 def all_gradients(loss: Tensor, x: Tensor, layer: MoELayer) -> dict[str, Tensor]:
     named = {"x": x, **dict(layer.named_parameters())}
-    return dict(zip(named, torch.autograd.grad(loss, list(named.values()), materialize_grads=True), strict=True))
+    return dict(
+        zip(
+            named,
+            torch.autograd.grad(loss, list(named.values()), materialize_grads=True),
+            strict=True,
+        )
+    )
 
 
 def assert_equal_to_plain(layer: MoELayer, x: Tensor, **call) -> None:

@@ -18,7 +18,8 @@ class Finished(NamedTuple):
 
 
 def command(name: str, monkeypatch, capsys, directory: str = "tools") -> Callable[..., Finished]:
-    """A function of the arguments of <directory>/<name>.py; it takes pytest's two fixtures for argv and output."""
+    """A function of the arguments of <directory>/<name>.py; it takes pytest's two fixtures for argv
+    and output."""
     spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / directory / f"{name}.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)

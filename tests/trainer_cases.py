@@ -14,11 +14,21 @@ from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.models import build_model
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart_digits.yaml"
-# Three blocks (two with experts), no noise and no limit: nothing depends on how tokens lie on ranks. With a large EPS
-# Adam's steps are about proportional to the gradients, so rounding errors stay as small as they are.
-SMALL = "DEVICE cpu DATA.NUM_WORKERS 0 MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.DROP_PATH_RATE 0"
-SMALL += " MODEL.MOE.BLOCKS [[],[0],[0]] MODEL.MOE.NUM_EXPERTS 4 MODEL.MOE.CAPACITY_FACTOR 0 MODEL.MOE.GATE_NOISE 0"
-SMALL += " MODEL.MOE.EVAL_CAPACITY_FACTOR 0 TRAIN.EPOCHS 2 TRAIN.WARMUP_EPOCHS 0 TRAIN.OPTIMIZER.EPS 1e-3"
+# Three blocks (two with experts), no noise and no limit: nothing depends on how tokens lie on
+# ranks. With a large EPS Adam's steps are about proportional to the gradients, so rounding errors
+# stay as small as they are.
+SMALL = (
+    "DEVICE cpu DATA.NUM_WORKERS 0 MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1]"
+    " MODEL.DROP_PATH_RATE 0"
+)
+SMALL += (
+    " MODEL.MOE.BLOCKS [[],[0],[0]] MODEL.MOE.NUM_EXPERTS 4 MODEL.MOE.CAPACITY_FACTOR 0"
+    " MODEL.MOE.GATE_NOISE 0"
+)
+SMALL += (
+    " MODEL.MOE.EVAL_CAPACITY_FACTOR 0 TRAIN.EPOCHS 2 TRAIN.WARMUP_EPOCHS 0 TRAIN.OPTIMIZER.EPS"
+    " 1e-3"
+)
 GLOBAL_BATCH = 32
 
 
@@ -29,7 +39,9 @@ def make_trainer(rank: int, size: int, options: str = "") -> Trainer:
     world = World(rank, size, torch.device("cpu"), dist.group.WORLD if size > 1 else None)
     data = build_data(config, rank, size)
     seed_everything(config.SEED)
-    return Trainer(config, world, data, build_model(config, data.num_classes, expert_group(config, world)))
+    return Trainer(
+        config, world, data, build_model(config, data.num_classes, expert_group(config, world))
+    )
 
 
 def save(trainer: Trainer, root: Path, **how) -> Path:
@@ -45,10 +57,15 @@ def resume(trainer: Trainer, directory: Path) -> None:
 
 
 def train_steps(trainer: Trainer, count: int) -> list[tuple[float, float, float]]:
-    """The loss and auxiliary loss (means over the ranks) and the gradient norm of the next so many steps."""
-    trainer.data.set_epoch(trainer.epoch, skip_steps=trainer.epoch_step * trainer.config.TRAIN.ACCUMULATION_STEPS)
+    """The loss and auxiliary loss (means over the ranks) and the gradient norm of the next so many
+    steps."""
+    trainer.data.set_epoch(
+        trainer.epoch, skip_steps=trainer.epoch_step * trainer.config.TRAIN.ACCUMULATION_STEPS
+    )
     size, found = trainer.config.TRAIN.ACCUMULATION_STEPS, []
-    batches = [batch for batch, _ in zip(trainer.data.train_loader, range(count * size), strict=False)]
+    batches = [
+        batch for batch, _ in zip(trainer.data.train_loader, range(count * size), strict=False)
+    ]
     trainer.wrapped.train()
     for step in range(count):
         loss, aux_loss, norm = trainer.train_step(batches[step * size : (step + 1) * size])

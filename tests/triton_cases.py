@@ -1,4 +1,5 @@
-"""What tests of GPU code share: CUDA graphs, a mended Triton interpreter, and compilation without a GPU."""
+"""What tests of GPU code share: CUDA graphs, a mended Triton interpreter, and compilation without a
+GPU."""
 
 import os
 import subprocess
@@ -7,11 +8,13 @@ from collections.abc import Callable
 
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read when Triton is imported: for a whole process
+# read when Triton is imported: for a whole process
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of `step`, after three steps to warm up, and what each replay writes its result to."""
+    """A graph of `step`, after three steps to warm up, and what each replay writes its result
+    to."""
     torch.cuda.synchronize()  # the stream below does not wait for what made the step's inputs
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
@@ -26,7 +29,17 @@ def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, to
 def run_interpreted(file: str) -> None:
     """The tests of a file's TestKernels, in a process with Triton's interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", "TestKernels"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        file,
+        "-k",
+        "TestKernels",
+    ]
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=270)
     assert outcome.returncode == 0, outcome.stdout[-5000:] + outcome.stderr[-2000:]
 
@@ -34,7 +47,8 @@ def run_interpreted(file: str) -> None:
 def _mend_interpreter() -> None:
     """Triton 3.6's cannot loop up to a number that a kernel has read, under numpy 2.4.
 
-    numpy no longer makes an int of an array of one element that has a dimension (its 1.25 had announced it).
+    numpy no longer makes an int of an array of one element that has a dimension (its 1.25 had
+    announced it).
     """
     from triton.runtime import interpreter
 
@@ -52,7 +66,8 @@ if INTERPRETED:
 
 
 def compile_launches(monkeypatch, architecture: int) -> dict:
-    """From here on a launch compiles its kernel for this architecture of NVIDIA's, and the result is in the dict."""
+    """From here on a launch compiles its kernel for this architecture of NVIDIA's, and the result
+    is in the dict."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
@@ -75,9 +90,14 @@ def _compile(target, function, arguments: dict, options: dict):
     from triton.compiler import ASTSource, compile
 
     types = {
-        torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
-        torch.int16: "i16", torch.uint8: "u8",
-    }  # fmt: skip
+        torch.float32: "fp32",
+        torch.float16: "fp16",
+        torch.bfloat16: "bf16",
+        torch.int64: "i64",
+        torch.int32: "i32",
+        torch.int16: "i16",
+        torch.uint8: "u8",
+    }
     signature, constants, hints = {}, {}, {}
     for i, parameter in enumerate(function.params):
         value = arguments[parameter.name]
@@ -85,5 +105,8 @@ def _compile(target, function, arguments: dict, options: dict):
         if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
-            signature[parameter.name], hints[(i,)] = "*" + types[value.dtype], [["tt.divisibility", 16]]
+            signature[parameter.name], hints[(i,)] = (
+                "*" + types[value.dtype],
+                [["tt.divisibility", 16]],
+            )
     return compile(ASTSource(function, signature, constants, hints), target, options)

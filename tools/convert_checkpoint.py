@@ -1,7 +1,8 @@
 """Look into a checkpoint, make one from other programs' weights, or theirs from one.
 
 python tools/convert_checkpoint.py inspect output/mine
-python tools/convert_checkpoint.py import swin-moe swin_moe_small_patch4_window12_192_8expert_32gpu_22k.pth \\
+python tools/convert_checkpoint.py import swin-moe
+swin_moe_small_patch4_window12_192_8expert_32gpu_22k.pth \\
     --cfg configs/in22k/swin_moe_small_window12_192_8expert.yaml --output output/released
 python tools/convert_checkpoint.py export swin-moe output/released --ranks 32 --output theirs.pth
 """
@@ -28,28 +29,60 @@ _MAX_NAMES_BYTES = 1 << 26
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("inspect", help="what a checkpoint holds; exit status 1 if a file is damaged")
+    command = commands.add_parser(
+        "inspect", help="what a checkpoint holds; exit status 1 if a file is damaged"
+    )
     command.add_argument("checkpoint", metavar="CHECKPOINT", help="its directory, or a run's")
     command.add_argument("--json", action="store_true", help="as JSON")
     command = commands.add_parser("import", help="a checkpoint from other weights")
-    command.add_argument("kind", choices=IMPORTS, help="single: what `export single` wrote; dense: to be upcycled")
     command.add_argument(
-        "source", metavar="SOURCE", help="the file; of several ranks X.pth for X.pth.rank0, ..., or x-{rank}.pth"
+        "kind", choices=IMPORTS, help="single: what `export single` wrote; dense: to be upcycled"
+    )
+    command.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="the file; of several ranks X.pth for X.pth.rank0, ..., or x-{rank}.pth",
     )
     command.add_argument("--cfg", metavar="FILE", help="the model; a single file holds its own")
-    command.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
-    command.add_argument("--class-names", metavar="FILE", help="one a line, in the order of the classifier's outputs")
-    command.add_argument("--noise", type=float, default=0.0, metavar="STD", help="dense: on experts, relative")
-    command.add_argument("--output", required=True, metavar="DIR", help="the checkpoint's directory")
-    command = commands.add_parser("export", help="other programs' files from a checkpoint")
-    command.add_argument("kind", choices=EXPORTS, help="single: one .safetensors file with all the weights")
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help="its directory, or a run's")
-    command.add_argument("--ranks", type=int, metavar="N", help="a file for each of N ranks; default: the whole model")
-    command.add_argument("--newer", action="store_true", help="swin-moe: as newer Tutel reads it, not as released")
     command.add_argument(
-        "--output", required=True, metavar="FILE", help="the file; of ranks .rank0, ... is added, or put for {rank}"
+        "--opts",
+        nargs="+",
+        default=[],
+        metavar="KEY VALUE",
+        help="any configuration keys, in pairs",
+    )
+    command.add_argument(
+        "--class-names", metavar="FILE", help="one a line, in the order of the classifier's outputs"
+    )
+    command.add_argument(
+        "--noise", type=float, default=0.0, metavar="STD", help="dense: on experts, relative"
+    )
+    command.add_argument(
+        "--output", required=True, metavar="DIR", help="the checkpoint's directory"
+    )
+    command = commands.add_parser("export", help="other programs' files from a checkpoint")
+    command.add_argument(
+        "kind", choices=EXPORTS, help="single: one .safetensors file with all the weights"
+    )
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="its directory, or a run's")
+    command.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="a file for each of N ranks; default: the whole model",
+    )
+    command.add_argument(
+        "--newer", action="store_true", help="swin-moe: as newer Tutel reads it, not as released"
+    )
+    command.add_argument(
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="the file; of ranks .rank0, ... is added, or put for {rank}",
     )
     args = parser.parse_args()
     if args.command == "import" and args.noise and args.kind != "dense":
@@ -63,9 +96,13 @@ def show(summary: Summary) -> None:
     console = Console(highlight=False, soft_wrap=True)
     epoch = "weights alone" if summary.epoch is None else f"epoch {summary.epoch}"
     classes = f", {summary.classes} named classes" if summary.classes else ""
-    console.print(f"{summary.directory}\nstep {summary.step}, {epoch}, saved {summary.saved}", markup=False)
+    console.print(
+        f"{summary.directory}\nstep {summary.step}, {epoch}, saved {summary.saved}", markup=False
+    )
     console.print(f"{summary.model}{classes}", markup=False)
-    table = Table("section", Column("files", justify="right"), Column("MB", justify="right"), box=SIMPLE_HEAD)
+    table = Table(
+        "section", Column("files", justify="right"), Column("MB", justify="right"), box=SIMPLE_HEAD
+    )
     for name, (files, size) in summary.sections.items():
         table.add_row(name, f"{files:,}", f"{size / 1e6:,.1f}")
     console.print(table)
@@ -73,7 +110,9 @@ def show(summary: Summary) -> None:
         numbers = (Column(name, justify="right") for name in ("experts", "MB"))
         table = Table("layer", *numbers, "steps behind", box=SIMPLE_HEAD)
         for name, layer in summary.layers.items():
-            table.add_row(name, str(layer.experts), f"{layer.bytes / 1e6:,.1f}", ages_in_words(layer.ages))
+            table.add_row(
+                name, str(layer.experts), f"{layer.bytes / 1e6:,.1f}", ages_in_words(layer.ages)
+            )
         console.print(table)
     damaged = [f"{file} {problem}" for file, problem in summary.damaged.items()]
     console.print("\n".join(damaged) or "every file has its checksum", markup=False)
@@ -82,8 +121,14 @@ def show(summary: Summary) -> None:
 def ages_in_words(ages: list[int]) -> str:
     """[40, 20, 0, 40] -> "40: experts 0, 3; 20: expert 1"."""
     ordered = sorted((-age, expert) for expert, age in enumerate(ages) if age)
-    groups = [(-age, [str(expert) for _, expert in group]) for age, group in groupby(ordered, lambda pair: pair[0])]
-    return "; ".join(f"{age}: expert{'s' * (len(own) > 1)} {', '.join(own)}" for age, own in groups) or "0"
+    groups = [
+        (-age, [str(expert) for _, expert in group])
+        for age, group in groupby(ordered, lambda pair: pair[0])
+    ]
+    return (
+        "; ".join(f"{age}: expert{'s' * (len(own) > 1)} {', '.join(own)}" for age, own in groups)
+        or "0"
+    )
 
 
 def class_names(file: str | None) -> list[str] | None:
@@ -103,7 +148,9 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.command == "export":
-        export_weights(args.kind, Path(args.checkpoint), Path(args.output), args.ranks, not args.newer)
+        export_weights(
+            args.kind, Path(args.checkpoint), Path(args.output), args.ranks, not args.newer
+        )
     elif args.command == "import":
         config = load_config(args.cfg, args.opts) if args.cfg else None
         names = class_names(args.class_names)

@@ -1,13 +1,16 @@
-"""Detection on data in COCO's format with mmdetection: train, test, show what is found and where it is routed, export.
+"""Detection on data in COCO's format with mmdetection: train, test, show what is found and where it
+is routed, export.
 
     python tools/detect.py train configs/detection/shapes/mask_rcnn.py --work-dir output/shapes
     python tools/detect.py test configs/detection/shapes/mask_rcnn.py output/shapes --output ap.json
-    python tools/detect.py show configs/detection/shapes/mask_rcnn.py output/shapes data/shapes/val --output pictures
-    python tools/detect.py export configs/detection/shapes/mask_rcnn.py output/shapes shapes.pth
-    torchrun --nproc_per_node 8 tools/detect.py train configs/detection/cascade_mask_rcnn/base_moe_frozen.py \\
+    python tools/detect.py show configs/detection/shapes/mask_rcnn.py output/shapes data/shapes/val
+    --output pictures python tools/detect.py export configs/detection/shapes/mask_rcnn.py
+    output/shapes shapes.pth torchrun --nproc_per_node 8 tools/detect.py train
+    configs/detection/cascade_mask_rcnn/base_moe_frozen.py \\
         --pretrained output/swin_moe_base_window12_192_32expert
 
-Needs the detection extra, which make detection installs. Annotations and images are checked first (data/README.md).
+Needs the detection extra, which make detection installs. Annotations and images are checked first
+(data/README.md).
 """
 
 import argparse
@@ -21,25 +24,58 @@ IS_MAIN = os.environ.get("RANK", "0") == "0"
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train a detector, or go on with it")
     test = commands.add_parser("test", help="average precision of boxes and masks")
     show = commands.add_parser("show", help="pictures of images with boxes, masks and routing")
-    export = commands.add_parser("export", help="all weights as one .pth, for mmdetection's own tools")
+    export = commands.add_parser(
+        "export", help="all weights as one .pth, for mmdetection's own tools"
+    )
     for command in (train, test, show, export):
-        command.add_argument("config", metavar="CONFIG", help="below configs/detection, or your own")
-        command.add_argument("--opts", nargs="+", default=[], metavar="KEY=VALUE", help="any keys of the configuration")
+        command.add_argument(
+            "config", metavar="CONFIG", help="below configs/detection, or your own"
+        )
+        command.add_argument(
+            "--opts",
+            nargs="+",
+            default=[],
+            metavar="KEY=VALUE",
+            help="any keys of the configuration",
+        )
     for command in (test, show, export):
-        command.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint directory, or a .pth")
-    train.add_argument("--work-dir", metavar="DIR", help="the run (default: output/<name of the config>)")
-    train.add_argument("--pretrained", metavar="RUN", help="the backbone's weights: any run of this project, or a file")
-    train.add_argument("--resume", metavar="auto|RUN", help="auto: the newest whole checkpoint of the work directory")
-    test.add_argument("--split", choices=["train", "test"], default="test", help="whose images (default: test)")
+        command.add_argument(
+            "checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint directory, or a .pth"
+        )
+    train.add_argument(
+        "--work-dir", metavar="DIR", help="the run (default: output/<name of the config>)"
+    )
+    train.add_argument(
+        "--pretrained",
+        metavar="RUN",
+        help="the backbone's weights: any run of this project, or a file",
+    )
+    train.add_argument(
+        "--resume",
+        metavar="auto|RUN",
+        help="auto: the newest whole checkpoint of the work directory",
+    )
+    test.add_argument(
+        "--split", choices=["train", "test"], default="test", help="whose images (default: test)"
+    )
     test.add_argument("--output", metavar="JSON", help="a file for the results")
     show.add_argument("images", nargs="+", metavar="IMAGE", help="images, or folders of them")
-    show.add_argument("--output", default="detections", metavar="DIR", help="for the pictures (default: detections)")
-    show.add_argument("--threshold", type=float, default=0.3, metavar="SCORE", help="lowest shown (default: 0.3)")
+    show.add_argument(
+        "--output",
+        default="detections",
+        metavar="DIR",
+        help="for the pictures (default: detections)",
+    )
+    show.add_argument(
+        "--threshold", type=float, default=0.3, metavar="SCORE", help="lowest shown (default: 0.3)"
+    )
     export.add_argument("file", metavar="FILE.pth")
     return parser.parse_args()
 
@@ -48,10 +84,17 @@ def main() -> None:
     args = parse()
     if args.command == "test":
         check_output_file(args.output)
-    from swinv2_moe.detection import run  # not above: --help needs no mmdetection, and its absence is one line here
+    # not above: --help needs no mmdetection, and its absence is one line here
+    from swinv2_moe.detection import run
 
-    pretrained = [f"model.backbone.pretrained={args.pretrained}"] if getattr(args, "pretrained", None) else []
-    config = run.load_config(args.config, [*args.opts, *pretrained], getattr(args, "work_dir", None))
+    pretrained = (
+        [f"model.backbone.pretrained={args.pretrained}"]
+        if getattr(args, "pretrained", None)
+        else []
+    )
+    config = run.load_config(
+        args.config, [*args.opts, *pretrained], getattr(args, "work_dir", None)
+    )
     {"train": train, "test": test, "show": show, "export": export}[args.command](args, config)
 
 
@@ -61,7 +104,10 @@ def train(args: argparse.Namespace, config) -> None:
     check(config, "train", "val")
     if IS_MAIN:
         counts = run.count_parameters(config)
-        print("{all:,} parameters, {trained:,} of them trained ({trained_experts:,} of experts)".format(**counts))
+        trained = (
+            f"{counts['trained']:,} of them trained ({counts['trained_experts']:,} of experts)"
+        )
+        print(f"{counts['all']:,} parameters, {trained}")
     report(run.train(config, args.resume), None)
 
 
@@ -93,7 +139,9 @@ def report(metrics: dict, output: str | None) -> None:
 def show(args: argparse.Namespace, config) -> None:
     from swinv2_moe.detection.show import show
 
-    for file, objects in show(config, args.checkpoint, args.images, output_directory(args.output), args.threshold):
+    for file, objects in show(
+        config, args.checkpoint, args.images, output_directory(args.output), args.threshold
+    ):
         print(f"{file}: {objects} objects")
 
 

@@ -2,7 +2,8 @@
 
 python tools/evaluate.py --resume output/mine
 python tools/evaluate.py --resume output/mine --capacity-factor 0 --top-k 2 --output accuracy.json
-torchrun --nproc_per_node 8 tools/evaluate.py --resume output/mine --data DIR --sweep 0.5 0.75 1 1.25 2 0
+torchrun --nproc_per_node 8 tools/evaluate.py --resume output/mine --data DIR --sweep 0.5 0.75 1
+1.25 2 0
 
 Nothing is compiled here, whatever COMPILE says.
 """
@@ -14,7 +15,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from swinv2_moe.command import add_checkpoint_arguments, check_output_file, run_command, write_results
+from swinv2_moe.command import (
+    add_checkpoint_arguments,
+    check_output_file,
+    run_command,
+    write_results,
+)
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.accuracy import RoutingOptions, draw_sweep, evaluate_checkpoint
 
@@ -22,19 +28,33 @@ EXTREMES = 5  # classes of either end in the table, where there are many
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_checkpoint_arguments(parser)
-    parser.add_argument("--capacity-factor", type=float, metavar="F", help="0: dropless; default: the checkpoint's")
-    parser.add_argument("--top-k", type=int, metavar="K", help="experts a token; default: the checkpoint's")
     parser.add_argument(
-        "--sweep", nargs="+", type=float, default=[], metavar="F", help="accuracy and speed at these factors too; a PNG"
+        "--capacity-factor", type=float, metavar="F", help="0: dropless; default: the checkpoint's"
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="experts a token; default: the checkpoint's"
+    )
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="F",
+        help="accuracy and speed at these factors too; a PNG",
     )
     args = parser.parse_args()
     check_output_file(args.output)
     if args.sweep:
         check_output_file(figure_of(args))
         if args.output == str(figure_of(args)):
-            raise UserError(f"--output {args.output}: the sweep's figure gets this name, the results need another")
+            raise UserError(
+                f"--output {args.output}: the sweep's figure gets this name, the results need"
+                " another"
+            )
     return args
 
 
@@ -49,12 +69,21 @@ def show(found: dict) -> None:
         console.print(f"passed over: {problem}")
     experts = "dense"
     if "num_experts" in found:
-        experts = f"{found['num_experts']} experts, K = {found['top_k']}, capacity factor {found['capacity_factor']:g}"
+        experts = (
+            f"{found['num_experts']} experts, K = {found['top_k']}, capacity factor"
+            f" {found['capacity_factor']:g}"
+        )
         experts += f" ({found['dropped_share']:.2%} dropped)"
-    console.print(f"{found['checkpoint']}, step {found['step']}, {experts}, {found['image_size']} px")
+    console.print(
+        f"{found['checkpoint']}, step {found['step']}, {experts}, {found['image_size']} px"
+    )
     if found["other_class_names"]:
         console.print(found["other_class_names"])
-    row = [f"{found['images']:,}", *percent(found, "top1", "top5", "confidence", "ece"), f"{found['loss']:.4f}"]
+    row = [
+        f"{found['images']:,}",
+        *percent(found, "top1", "top5", "confidence", "ece"),
+        f"{found['loss']:.4f}",
+    ]
     console.print(table_of(["images", "top-1", "top-5", "confidence", "ECE", "loss"], [row]))
     console.print(table_of(["class", "images", "top-1"], class_rows(found["per_class"])))
     if "sweep" in found:
@@ -83,7 +112,12 @@ def class_rows(classes: list[dict]) -> list[list[str]]:
 
 def sweep_row(one: dict) -> list[str]:
     speeds = [spread(one["images_per_second"], digits=0), spread(one["speed_ratio"], digits=3)]
-    return [f"{one['capacity_factor']:g}", f"{one['dropped_share']:.2%}", *percent(one, "top1", "top5"), *speeds]
+    return [
+        f"{one['capacity_factor']:g}",
+        f"{one['dropped_share']:.2%}",
+        *percent(one, "top1", "top5"),
+        *speeds,
+    ]
 
 
 def percent(found: dict, *keys: str) -> list[str]:

@@ -1,8 +1,10 @@
-"""A checkpoint as programs that run without this project, ONNX or torch.export's, compared with the model.
+"""A checkpoint as programs that run without this project, ONNX or torch.export's, compared with the
+model.
 
 python tools/export.py --resume output/mine --output output/mine/exported
-python tools/export.py --resume output/mine --output exported --format onnx --dtype int8 --images 1000
-python tools/export.py --resume output/mine --output exported --format onnx torch --capacity-factor 0
+python tools/export.py --resume output/mine --output exported --format onnx --dtype int8 --images
+1000 python tools/export.py --resume output/mine --output exported --format onnx torch
+--capacity-factor 0
 """
 
 import argparse
@@ -22,15 +24,35 @@ ROUNDS = 20
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_checkpoint_arguments(parser, required=True, metavar="DIR", help="a directory that is not there yet")
-    parser.add_argument(
-        "--format", nargs="+", default=["onnx"], metavar="FORMAT", help=f"of {', '.join(DTYPES)} (default: onnx)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or, for onnx, int8 (default: float32)")
-    parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="images at a time (default: 1); 0: any")
-    parser.add_argument("--capacity-factor", type=float, metavar="F", help="0: dropless; default: the evaluation's")
-    parser.add_argument("--images", type=int, default=64, metavar="N", help="validation images to compare on (64)")
+    add_checkpoint_arguments(
+        parser, required=True, metavar="DIR", help="a directory that is not there yet"
+    )
+    parser.add_argument(
+        "--format",
+        nargs="+",
+        default=["onnx"],
+        metavar="FORMAT",
+        help=f"of {', '.join(DTYPES)} (default: onnx)",
+    )
+    parser.add_argument(
+        "--dtype", default="float32", help="float32, bfloat16 or, for onnx, int8 (default: float32)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=1,
+        metavar="B",
+        help="images at a time (default: 1); 0: any",
+    )
+    parser.add_argument(
+        "--capacity-factor", type=float, metavar="F", help="0: dropless; default: the evaluation's"
+    )
+    parser.add_argument(
+        "--images", type=int, default=64, metavar="N", help="validation images to compare on (64)"
+    )
     return parser.parse_args()
 
 
@@ -79,9 +101,14 @@ def percent(value: float | None) -> str:
 
 def main() -> None:
     args = parse()
-    choices = Choices(tuple(args.format), args.dtype, args.batch_size, args.capacity_factor, args.images)
+    choices = Choices(
+        tuple(args.format), args.dtype, args.batch_size, args.capacity_factor, args.images
+    )
     output, timer = Path(args.output), partial(interleaved, rounds=ROUNDS)
-    show(export_model(args.resume, output, choices, args.data, args.dataset, args.opts, timer), output)
+    show(
+        export_model(args.resume, output, choices, args.data, args.dataset, args.opts, timer),
+        output,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Few-shot linear and nearest-neighbour accuracy of a checkpoint's frozen features, on its own data or other images.
+"""Few-shot linear and nearest-neighbour accuracy of a checkpoint's frozen features, on its own data
+or other images.
 
-python tools/few_shot.py --resume output/mine --data DIR               DIR holds train/ and val/, with any classes
-torchrun --nproc_per_node 8 tools/few_shot.py --resume output/mine --data DIR --shots 5 --output five_shot.json
+python tools/few_shot.py --resume output/mine --data DIR               DIR holds train/ and val/,
+with any classes torchrun --nproc_per_node 8 tools/few_shot.py --resume output/mine --data DIR
+--shots 5 --output five_shot.json
 """
 
 import argparse
@@ -10,16 +12,34 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from swinv2_moe.command import add_checkpoint_arguments, check_output_file, run_command, write_results
+from swinv2_moe.command import (
+    add_checkpoint_arguments,
+    check_output_file,
+    run_command,
+    write_results,
+)
 from swinv2_moe.engine.few_shot import CLASSIFIERS, Protocol, evaluate_few_shot
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_checkpoint_arguments(parser)
-    parser.add_argument("--shots", nargs="+", type=int, default=[1, 5, 10], metavar="N", help="training images a class")
-    parser.add_argument("--draws", type=int, default=5, help="of those images, for each N (default: 5)")
-    parser.add_argument("--classifier", choices=CLASSIFIERS, default="ridge", help="default: ridge, as published")
+    parser.add_argument(
+        "--shots",
+        nargs="+",
+        type=int,
+        default=[1, 5, 10],
+        metavar="N",
+        help="training images a class",
+    )
+    parser.add_argument(
+        "--draws", type=int, default=5, help="of those images, for each N (default: 5)"
+    )
+    parser.add_argument(
+        "--classifier", choices=CLASSIFIERS, default="ridge", help="default: ridge, as published"
+    )
     parser.add_argument("--knn", type=int, default=20, metavar="K", help="neighbours (default: 20)")
     args = parser.parse_args()
     check_output_file(args.output)
@@ -31,18 +51,32 @@ def show(found: dict) -> None:
     for problem in found["passed_over"]:
         console.print(f"passed over: {problem}", markup=False)
     console.print(
-        f"{found['checkpoint']}, step {found['step']}: {found['features']} features of {found['train_images']:,} +"
+        f"{found['checkpoint']}, step {found['step']}: {found['features']} features of"
+        f" {found['train_images']:,} +"
         f" {found['val_images']:,} images at {found['image_size']} px, {found['classes']} classes",
         markup=False,
     )
-    table = Table("classifier", *(Column(name, justify="right") for name in ("top-1", "std", "draws")), box=SIMPLE_HEAD)
+    table = Table(
+        "classifier",
+        *(Column(name, justify="right") for name in ("top-1", "std", "draws")),
+        box=SIMPLE_HEAD,
+    )
     for shots, result in found["few_shot"].items():
         std = "-" if result["std"] is None else f"{result['std']:.2f}"
-        table.add_row(f"{shots}-shot {found['classifier']}", f"{result['mean']:.2f}%", std, str(len(result["top1"])))
-    table.add_row(f"{found['knn']['neighbors']}-NN, all images", f"{found['knn']['top1']:.2f}%", "-", "-")
+        table.add_row(
+            f"{shots}-shot {found['classifier']}",
+            f"{result['mean']:.2f}%",
+            std,
+            str(len(result["top1"])),
+        )
+    table.add_row(
+        f"{found['knn']['neighbors']}-NN, all images", f"{found['knn']['top1']:.2f}%", "-", "-"
+    )
     console.print(table)
     if unreadable := found["unreadable_images"]:
-        console.print(f"{len(unreadable)} images could not be read; the first: {unreadable[0]}", markup=False)
+        console.print(
+            f"{len(unreadable)} images could not be read; the first: {unreadable[0]}", markup=False
+        )
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
-"""Predict a configuration's step time and memory from 1 to 4,096 GPUs, without a GPU (docs/planner.md).
+"""Predict a configuration's step time and memory from 1 to 4,096 GPUs, without a GPU
+(docs/planner.md).
 
-python tools/plan_cluster.py --nodes 4 --gpus-per-node 8 --cfg configs/in22k/swin_moe_base_window12_192_32expert.yaml
-python tools/plan_cluster.py --nodes 2 --gpus-per-node 8 --cfg configs/imagenette_96.yaml --profile h100 --batch-size 64
+python tools/plan_cluster.py --nodes 4 --gpus-per-node 8 --cfg
+configs/in22k/swin_moe_base_window12_192_32expert.yaml python tools/plan_cluster.py --nodes 2
+--gpus-per-node 8 --cfg configs/imagenette_96.yaml --profile h100 --batch-size 64
 """
 
 import argparse
@@ -22,19 +24,40 @@ from swinv2_moe.errors import UserError
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, required=True, help="nodes of your cluster; its row is marked")
-    parser.add_argument("--gpus-per-node", type=int, required=True, help="for every row of the table")
-    parser.add_argument("--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own")
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
-    parser.add_argument("--batch-size", type=int, help="images per GPU and forward pass (DATA.BATCH_SIZE)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--nodes", type=int, required=True, help="nodes of your cluster; its row is marked"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, required=True, help="for every row of the table"
+    )
+    parser.add_argument(
+        "--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own"
+    )
+    parser.add_argument(
+        "--opts",
+        nargs="+",
+        default=[],
+        metavar="KEY VALUE",
+        help="any configuration keys, in pairs",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, help="images per GPU and forward pass (DATA.BATCH_SIZE)"
+    )
     parser.add_argument(
         "--profile",
         default="a100-hdr",
         choices=[*cost_model.PROFILES, "here"],
-        help="the hardware (default: a100-hdr); here: this machine's processor, measured, with a100-hdr's links",
+        help=(
+            "the hardware (default: a100-hdr); here: this machine's processor, measured, with"
+            " a100-hdr's links"
+        ),
     )
-    parser.add_argument("--output", default="plan.png", metavar="PNG", help="the figure (default: plan.png)")
+    parser.add_argument(
+        "--output", default="plan.png", metavar="PNG", help="the figure (default: plan.png)"
+    )
     args = parser.parse_args()
     for name in ("nodes", "gpus_per_node", "batch_size"):
         value = getattr(args, name)
@@ -46,14 +69,29 @@ def parse() -> argparse.Namespace:
 
 
 def table_of(plan: list[planner.Prediction], machine: cost_model.Machine, own: int) -> Table:
-    table = Table(box=SIMPLE_HEAD, collapse_padding=True, caption="* your cluster   ! more than a GPU has")
-    for column in ("GPUs", "nodes", "step, ms", "images/s", "all-to-all", "r", "d", "algorithm", "GiB a GPU"):
+    table = Table(
+        box=SIMPLE_HEAD, collapse_padding=True, caption="* your cluster   ! more than a GPU has"
+    )
+    for column in (
+        "GPUs",
+        "nodes",
+        "step, ms",
+        "images/s",
+        "all-to-all",
+        "r",
+        "d",
+        "algorithm",
+        "GiB a GPU",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     for row in plan:
         strategy = row.strategy
         choice = ["-"] * 3
         if strategy is not None:
-            choice = [str(strategy.r), *([str(strategy.pipeline_degree), strategy.all_to_all] if strategy.r else "--")]
+            choice = [
+                str(strategy.r),
+                *([str(strategy.pipeline_degree), strategy.all_to_all] if strategy.r else "--"),
+            ]
         table.add_row(
             f"{'* ' if row.gpus == own else ''}{row.gpus:,}",
             f"{row.nodes:,}",
@@ -75,10 +113,15 @@ def main() -> None:
     plan, notes = [], []
     for gpus in planner.scales(args.gpus_per_node, own):
         try:
-            plan.append(planner.predict(model, config, machine, gpus, args.gpus_per_node, batch_size))
+            plan.append(
+                planner.predict(model, config, machine, gpus, args.gpus_per_node, batch_size)
+            )
         except ValueError as error:
             notes.append(f"{gpus:,} GPUs left out: {error}")
-    title = f"{Path(args.cfg).stem} on {machine.name}, {args.gpus_per_node} GPUs a node, {batch_size} images per GPU"
+    title = (
+        f"{Path(args.cfg).stem} on {machine.name}, {args.gpus_per_node} GPUs a node, {batch_size}"
+        " images per GPU"
+    )
     planner.draw(plan, own, title, Path(args.output))
     console = Console(highlight=False)
     console.print(f"{title}; predicted (docs/planner.md)", soft_wrap=True)

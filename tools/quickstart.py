@@ -1,4 +1,5 @@
-"""Train the quickstart twice, with experts and without, and show both side by side: what `make train` runs."""
+"""Train the quickstart twice, with experts and without, and show both side by side: what `make
+train` runs."""
 
 import argparse
 import itertools
@@ -12,13 +13,22 @@ from swinv2_moe.config import load_config
 from swinv2_moe.engine import train
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart_digits.yaml"
-DENSE = ["MODEL.MOE.NUM_EXPERTS", "0"]  # top-1 routing: the dense model is the one of equal active MACs
+# top-1 routing: the dense model is the one of equal active MACs
+DENSE = ["MODEL.MOE.NUM_EXPERTS", "0"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", default="output/quickstart", help="run directory; -2, -3, ... where it is taken")
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="configuration keys for both runs")
+    parser.add_argument(
+        "--output", default="output/quickstart", help="run directory; -2, -3, ... where it is taken"
+    )
+    parser.add_argument(
+        "--opts",
+        nargs="+",
+        default=[],
+        metavar="KEY VALUE",
+        help="configuration keys for both runs",
+    )
     args = parser.parse_args()
     output = first_free(Path(args.output))
     summaries = {}
@@ -33,12 +43,16 @@ def main() -> None:
 
 def first_free(path: Path) -> Path:
     """`path`, or with the first number behind it under which nothing lies yet."""
-    candidates = itertools.chain([path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2)))
+    candidates = itertools.chain(
+        [path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
+    )
     return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def show(summaries: dict[str, dict], output: Path) -> None:
-    table = Table("", "final top-1", "best", "parameters", "MACs/image", "images/s", "seconds", box=None)
+    table = Table(
+        "", "final top-1", "best", "parameters", "MACs/image", "images/s", "seconds", box=None
+    )
     for name, label in (("moe", "MoE, 8 experts"), ("dense", "dense")):
         s = summaries[name]
         table.add_row(
@@ -51,6 +65,8 @@ def show(summaries: dict[str, dict], output: Path) -> None:
             f"{s['seconds']:.0f}",
         )
     config = f"{CONFIG.parent.name}/{CONFIG.name}"
+    on_two_ranks = ".venv/bin/torchrun --nproc_per_node 2 tools/train.py"
+    on_two_ranks += f" --cfg {config} --output {output}/two"
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nValidation on the held-out fifth of the digits", markup=False)
     console.print(table)
@@ -59,7 +75,7 @@ def show(summaries: dict[str, dict], output: Path) -> None:
 Checkpoint    {output}/moe/checkpoints/best
 TensorBoard   .venv/bin/tensorboard --logdir {output}
 Next          .venv/bin/python tools/evaluate.py --resume {output}/moe
-              .venv/bin/torchrun --nproc_per_node 2 tools/train.py --cfg {config} --output {output}/two
+              {on_two_ranks}
               your own photographs: README.md, "Your images\"""",
         markup=False,
     )

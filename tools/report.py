@@ -1,7 +1,8 @@
-"""A run as one HTML file: curves, experts, predictions, configuration, environment. It opens offline, on a phone too.
+"""A run as one HTML file: curves, experts, predictions, configuration, environment. It opens
+offline, on a phone too.
 
-python tools/report.py output/mine                                     writes output/mine/report.html
-python tools/report.py output/mine --compare output/dense --output both.html
+python tools/report.py output/mine                                     writes
+output/mine/report.html python tools/report.py output/mine --compare output/dense --output both.html
 """
 
 import argparse
@@ -15,17 +16,28 @@ from swinv2_moe.measure.run_record import read_runs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", metavar="RUN_DIR", help="of tools/train.py, finished or not")
     parser.add_argument("--compare", metavar="RUN_DIR", help="another run, side by side")
     parser.add_argument("--output", metavar="HTML", help="default: report.html in RUN_DIR")
-    parser.add_argument("--data", metavar="DIR", help="where the images of the predictions lie, if they have moved")
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
+    parser.add_argument(
+        "--data", metavar="DIR", help="where the images of the predictions lie, if they have moved"
+    )
+    parser.add_argument(
+        "--opts",
+        nargs="+",
+        default=[],
+        metavar="KEY VALUE",
+        help="any configuration keys, in pairs",
+    )
     args = parser.parse_args()
     runs = read_runs([Path(path) for path in (args.run, args.compare) if path])
     if args.data and not Path(args.data).is_dir():
         raise UserError(f"--data {args.data}: is not a directory")
-    for run in runs:  # what is wrong with them later may be the checkpoint's fault, and only costs the predictions
+    # what is wrong with them later may be the checkpoint's fault, and only costs the predictions
+    for run in runs:
         config_from_text(run.config.dump(), str(run.directory), args.opts)
     output = Path(args.output or runs[0].directory / "report.html")
     page = render(runs, args.data, args.opts)

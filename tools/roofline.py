@@ -1,8 +1,10 @@
-"""How far each phase of a training step is from this machine's measured peaks: table, roofline.json and roofline.png.
+"""How far each phase of a training step is from this machine's measured peaks: table, roofline.json
+and roofline.png.
 
 python tools/roofline.py --cfg configs/quickstart_digits.yaml --output output/roofline
-python tools/roofline.py --cfg configs/imagenette_96.yaml --data DIR --batch-size 64 --output output/roofline
-torchrun --nproc_per_node 2 tools/roofline.py --cfg configs/quickstart_digits.yaml --output output/roofline2
+python tools/roofline.py --cfg configs/imagenette_96.yaml --data DIR --batch-size 64 --output
+output/roofline torchrun --nproc_per_node 2 tools/roofline.py --cfg configs/quickstart_digits.yaml
+--output output/roofline2
 
 Data without a disk: --opts DATA.DATASET digits. The disk is the one of --output.
 """
@@ -22,20 +24,52 @@ from swinv2_moe.measure.rounds import check_rounds, median_and_spread
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own")
-    parser.add_argument("--data", metavar="DIR", help="the data set (DATA.PATH); a folder with train/ and val/")
-    parser.add_argument("--output", required=True, metavar="DIR", help="for the results, and the disk that is measured")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="images per rank; default: as configured")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own"
+    )
+    parser.add_argument(
+        "--data", metavar="DIR", help="the data set (DATA.PATH); a folder with train/ and val/"
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="for the results, and the disk that is measured",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="images per rank; default: as configured"
+    )
     parser.add_argument("--rounds", type=int, default=10, metavar="N")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="rounds before those that count")
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
+    parser.add_argument(
+        "--warmup", type=int, default=2, metavar="N", help="rounds before those that count"
+    )
+    parser.add_argument(
+        "--opts",
+        nargs="+",
+        default=[],
+        metavar="KEY VALUE",
+        help="any configuration keys, in pairs",
+    )
     return parser.parse_args()
 
 
 def table_of(found: Roofline) -> Table:
-    titles = ("ms (quartiles)", "of the step", "GFLOP", "memory MB", "sent MB", "disk MB", "GFLOP/s", "memory GB/s")
-    table = Table("phase", *(Column(title, justify="right") for title in titles), "bound by", box=MARKDOWN)
+    titles = (
+        "ms (quartiles)",
+        "of the step",
+        "GFLOP",
+        "memory MB",
+        "sent MB",
+        "disk MB",
+        "GFLOP/s",
+        "memory GB/s",
+    )
+    table = Table(
+        "phase", *(Column(title, justify="right") for title in titles), "bound by", box=MARKDOWN
+    )
     table.add_column("of its roof", justify="right")
     for name in PHASES:
         if name not in found.phases:
@@ -47,12 +81,15 @@ def table_of(found: Roofline) -> Table:
         amounts += [phase.rate("flops") / 1e9, phase.rate("memory") / 1e9]
         cells = [f"{amount:,.3g}" if amount else "-" for amount in amounts]
         times = median_and_spread(phase.times, 2)
-        table.add_row(name, times, "-" if share is None else f"{share:.1%}", *cells, bound, f"{of_roof:.1%}")
+        table.add_row(
+            name, times, "-" if share is None else f"{share:.1%}", *cells, bound, f"{of_roof:.1%}"
+        )
     return table
 
 
 def show(found: Roofline) -> None:
-    console = Console(width=500, highlight=False, markup=False)  # wide: a line of the table is a line
+    # wide: a line of the table is a line
+    console = Console(width=500, highlight=False, markup=False)
     console.print(
         f"{found.title}, without mixup, accumulation or averaged weights\n"
         f"{found.machine}; medians of {len(found.step)} rounds after {found.warmup} to warm up"
@@ -63,7 +100,8 @@ def show(found: Roofline) -> None:
     console.print(table_of(found))
     console.print(
         f"whole step: {median_and_spread(found.step, 2)} ms, of which its phases, alone, make"
-        f" {median_and_spread([100 * share for share in found.accounted()], 1)}%; data are read meanwhile, a checkpoint"
+        f" {median_and_spread([100 * share for share in found.accounted()], 1)}%; data are read"
+        " meanwhile, a checkpoint"
         f" makes training stand still for {found.stall:.2f} s"
     )
     if any(phase.bound()[1] > 1 for phase in found.phases.values()):
@@ -83,7 +121,9 @@ def main() -> None:
     try:
         (output / "roofline.json").write_text(json.dumps(found.record(), indent=1) + "\n")
     except OSError as error:
-        raise UserError(f"--output {output}/roofline.json: cannot be written ({error.strerror})") from error
+        raise UserError(
+            f"--output {output}/roofline.json: cannot be written ({error.strerror})"
+        ) from error
 
 
 if __name__ == "__main__":

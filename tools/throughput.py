@@ -1,9 +1,12 @@
-"""Images/s of a configuration's model beside its dense twin, in interleaved rounds: tables, throughput.csv and .png.
+"""Images/s of a configuration's model beside its dense twin, in interleaved rounds: tables,
+throughput.csv and .png.
 
-python tools/throughput.py --cfg configs/quickstart_digits.yaml --output output/throughput --batch-sizes 1 64
-python tools/throughput.py --cfg FILE --output DIR --mode inference training --dtypes float32 bfloat16 \\
+python tools/throughput.py --cfg configs/quickstart_digits.yaml --output output/throughput
+--batch-sizes 1 64 python tools/throughput.py --cfg FILE --output DIR --mode inference training
+--dtypes float32 bfloat16 \\
     --capacity-factors 1.25 0 --compile off on
-torchrun --nproc_per_node 8 tools/throughput.py --cfg FILE --output DIR --mode training --batch-sizes 128
+torchrun --nproc_per_node 8 tools/throughput.py --cfg FILE --output DIR --mode training
+--batch-sizes 128
 """
 
 import argparse
@@ -23,21 +26,55 @@ DEFAULT = Options()
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own")
-    parser.add_argument("--output", required=True, metavar="DIR", help="where throughput.csv and throughput.png go")
-    parser.add_argument("--mode", nargs="+", default=DEFAULT.mode, metavar="MODE", help=_choices(PASSES))
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=DEFAULT.batch_sizes, metavar="N", help="per rank")
-    parser.add_argument("--dtypes", nargs="+", default=DEFAULT.dtypes, metavar="DTYPE", help=_choices(DTYPES))
-    parser.add_argument(
-        "--capacity-factors", nargs="+", type=float, default=(), metavar="F", help="0: dropless; default: as configured"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--compile", nargs="+", default=DEFAULT.compile, metavar="SWITCH", help=_choices(SWITCH))
+    parser.add_argument(
+        "--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own"
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="DIR", help="where throughput.csv and throughput.png go"
+    )
+    parser.add_argument(
+        "--mode", nargs="+", default=DEFAULT.mode, metavar="MODE", help=_choices(PASSES)
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        nargs="+",
+        type=int,
+        default=DEFAULT.batch_sizes,
+        metavar="N",
+        help="per rank",
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", default=DEFAULT.dtypes, metavar="DTYPE", help=_choices(DTYPES)
+    )
+    parser.add_argument(
+        "--capacity-factors",
+        nargs="+",
+        type=float,
+        default=(),
+        metavar="F",
+        help="0: dropless; default: as configured",
+    )
+    parser.add_argument(
+        "--compile", nargs="+", default=DEFAULT.compile, metavar="SWITCH", help=_choices(SWITCH)
+    )
     parser.add_argument("--rounds", type=int, default=DEFAULT.rounds, metavar="N")
     parser.add_argument(
-        "--warmup", type=int, default=DEFAULT.warmup, metavar="N", help="rounds before those that count"
+        "--warmup",
+        type=int,
+        default=DEFAULT.warmup,
+        metavar="N",
+        help="rounds before those that count",
     )
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="any configuration keys, in pairs")
+    parser.add_argument(
+        "--opts",
+        nargs="+",
+        default=[],
+        metavar="KEY VALUE",
+        help="any configuration keys, in pairs",
+    )
     return parser.parse_args()
 
 
@@ -45,7 +82,9 @@ def _choices(allowed: Sequence[str]) -> str:
     return f"one or more of {', '.join(allowed)}"
 
 
-def table_of(rows: Sequence[Row], both: dict[str, Callable[[Row, Side], str]], one: dict[str, Callable]) -> Table:
+def table_of(
+    rows: Sequence[Row], both: dict[str, Callable[[Row, Side], str]], one: dict[str, Callable]
+) -> Table:
     """Markdown: `both` has two columns for each title, with experts and dense; `one` has one."""
     titles = [f"{title}, {side}" for title in both for side in ("experts", "dense")]
     table = Table("", *(Column(title, justify="right") for title in (*titles, *one)), box=MARKDOWN)
@@ -56,15 +95,23 @@ def table_of(rows: Sequence[Row], both: dict[str, Callable[[Row, Side], str]], o
 
 
 SPEED = (
-    {"images/s": lambda row, side: _rate(row.images_per_second(side)), "MFU": lambda row, side: _share(row.mfu(side))},
+    {
+        "images/s": lambda row, side: _rate(row.images_per_second(side)),
+        "MFU": lambda row, side: _share(row.mfu(side)),
+    },
     {"experts / dense": lambda row: median_and_spread(row.ratio(), 3)},
 )
 COST = (
     {
-        "peak MiB": lambda row, side: "-" if side.peak_memory is None else f"{side.peak_memory / 2**20:,.1f}",
+        "peak MiB": lambda row, side: (
+            "-" if side.peak_memory is None else f"{side.peak_memory / 2**20:,.1f}"
+        ),
         "held MiB": lambda row, side: f"{side.held / 2**20:,.1f}",
     },
-    {"dropped": lambda row: f"{row.dropped:.1%}", "largest load": lambda row: f"{row.largest_load:.2f}"},
+    {
+        "dropped": lambda row: f"{row.dropped:.1%}",
+        "largest load": lambda row: f"{row.largest_load:.2f}",
+    },
 )
 COMPILATION = {"first call, s": lambda row, side: f"{side.first_call:.1f}"}
 
@@ -87,7 +134,8 @@ def main() -> None:
     options = Options(*map(tuple, chosen), args.rounds, args.warmup)
     plan = throughput.combinations(args.cfg, args.opts, options)
     output = output_directory(args.output)
-    console, rows = Console(width=500, highlight=False, markup=False), []  # wide: a line of a table is a line
+    # wide: a line of a table is a line
+    console, rows = Console(width=500, highlight=False, markup=False), []
     for row in throughput.measure(plan, options.rounds, options.warmup):
         if not rows:
             title = throughput.headline(plan, row.ranks)
@@ -98,9 +146,15 @@ def main() -> None:
     if rows:  # the main rank's
         throughput.draw(rows, title, output / "throughput.png")
         both, one = COST
-        both = {f"ms {'/'.join(latencies(rows[0].product))}": lambda row, side: _latency(side)} | both
+        both = {
+            f"ms {'/'.join(latencies(rows[0].product))}": lambda row, side: _latency(side)
+        } | both
         both = both | (COMPILATION if "on" in args.compile else {})
-        console.print(table_of(rows, *SPEED), table_of(rows, both, one), f"{output}/throughput.csv, throughput.png")
+        console.print(
+            table_of(rows, *SPEED),
+            table_of(rows, both, one),
+            f"{output}/throughput.csv, throughput.png",
+        )
 
 
 if __name__ == "__main__":

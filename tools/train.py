@@ -1,7 +1,8 @@
 """Train SwinV2-MoE as a configuration says.
 
 python tools/train.py --cfg configs/quickstart_digits.yaml --output output/digits
-torchrun --nproc_per_node 2 tools/train.py --cfg configs/quickstart_digits.yaml --output output/digits2
+torchrun --nproc_per_node 2 tools/train.py --cfg configs/quickstart_digits.yaml --output
+output/digits2
 """
 
 import argparse
@@ -12,10 +13,14 @@ from swinv2_moe.engine import train
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_config_arguments(parser)
     parser.add_argument(
-        "--resume", metavar="auto|DIR", help="go on from a checkpoint or run; auto: from --output's last"
+        "--resume",
+        metavar="auto|DIR",
+        help="go on from a checkpoint or run; auto: from --output's last",
     )
     args = parser.parse_args()
     going_on = resume_command(sys.argv[0], args.cfg, args.data, args.output, args.opts)

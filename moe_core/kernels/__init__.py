@@ -1,4 +1,5 @@
-"""The layer's operations behind torch.library; `reference` is their specification, `backend` says which kernels run."""
+"""The layer's operations behind torch.library; `reference` is their specification, `backend` says
+which kernels run."""
 
 from moe_core.kernels import fused_ffn, routing
 from moe_core.kernels.buffers import empty, release_buffers

@@ -1,4 +1,5 @@
-"""Which kernels run, Triton's, C++ or plain torch; one line in the log, named "moe_core", says so."""
+"""Which kernels run, Triton's, C++ or plain torch; one line in the log, named "moe_core", says
+so."""
 
 import functools
 import logging
@@ -14,13 +15,15 @@ KERNELS = ("auto", "triton", "torch")
 _log = logging.getLogger("moe_core")
 
 
-@torch.compiler.assume_constant_result  # it logs and imports, neither of which torch.compile can trace
+# it logs and imports, neither of which torch.compile can trace
+@torch.compiler.assume_constant_result
 def choose(kernels: str, device_type: str) -> str:
     """Whose kernels work on tensors on a device of this type: "triton" or "torch".
 
-    `kernels`: "auto" takes Triton on a CUDA device where it works and torch elsewhere (where operations then look for
-    C++ themselves, by library_x86); "triton" and "torch" force one.
-    Under TRITON_INTERPRET=1 Triton's interpreter runs the kernels, on a CPU too; "auto" does not choose it there.
+    `kernels`: "auto" takes Triton on a CUDA device where it works and torch elsewhere (where
+    operations then look for C++ themselves, by library_x86); "triton" and "torch" force one. Under
+    TRITON_INTERPRET=1 Triton's interpreter runs the kernels, on a CPU too; "auto" does not choose
+    it there.
 
     Raises:
         ValueError: another `kernels`, or Triton forced where it cannot run.
@@ -33,7 +36,8 @@ def choose(kernels: str, device_type: str) -> str:
 
 
 def on_its_device(launcher: Callable) -> Callable:
-    """Triton launches on the current device; this makes it the one of the launcher's first argument."""
+    """Triton launches on the current device; this makes it the one of the launcher's first
+    argument."""
 
     @functools.wraps(launcher)
     def launch(first: Tensor, *others):
@@ -54,7 +58,9 @@ def _choose(kernels: str, device_type: str) -> str:
         _say(f"{_triton_name()} on {device_type}")
         return "triton"
     if kernels == "triton":
-        raise ValueError(f"kernels ('triton') cannot run on device type {device_type!r}: {obstacle}")
+        raise ValueError(
+            f"kernels ('triton') cannot run on device type {device_type!r}: {obstacle}"
+        )
     _say(f"torch on {device_type}, since Triton cannot run there: {obstacle}", logging.WARNING)
     return "torch"
 
@@ -82,8 +88,10 @@ def _obstacle(device_type: str) -> str | None:
         import triton
 
         if not _interpreted():
-            # Builds what every launch goes through, with the C compiler and Python.h; either may be missing.
+            # Builds what every launch goes through, with the C compiler and Python.h; either may be
+            # missing.
             triton.runtime.driver.active.get_current_device()
-    except Exception as error:  # whatever it is, torch's kernels still run, and the log gives the reason
+    # whatever it is, torch's kernels still run, and the log gives the reason
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -1,8 +1,8 @@
 """Large CPU buffers that are used again.
 
-malloc gives what exceeds 32 MiB back to the system at once, so that each step has the system clear every page anew: on
-two cores a gradient of 34 MB costs 29 ms in place of 8. Here a buffer whose tensor is gone serves the next one of its
-size, and lies in huge pages.
+malloc gives what exceeds 32 MiB back to the system at once, so that each step has the system clear
+every page anew: on two cores a gradient of 34 MB costs 29 ms in place of 8. Here a buffer whose
+tensor is gone serves the next one of its size, and lies in huge pages.
 """
 
 import itertools
@@ -18,16 +18,20 @@ from torch import Tensor
 
 _SMALLEST = 1 << 20  # bytes; malloc reuses what is smaller
 _PAGE = 2 << 20  # bytes of a huge page
-_PATIENCE = 10_000  # requests that a buffer waits for the next of its size: many steps of a deep model
+# requests that a buffer waits for the next of its size: many steps of a deep model
+_PATIENCE = 10_000
 _AVAILABLE = hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MADV_HUGEPAGE")  # Linux
 
-_free: dict[int, list[tuple[int, mmap.mmap]]] = defaultdict(list)  # by size; the request that it has been free since
+# by size; the request that it has been free since
+_free: dict[int, list[tuple[int, mmap.mmap]]] = defaultdict(list)
 _requests = itertools.count()
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, reuse: bool = True) -> Tensor:
-    """torch.empty; a large one on the CPU in huge pages, whose memory serves another tensor when this one's storage is
-    gone, or with `reuse` False goes back to the system."""
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, reuse: bool = True
+) -> Tensor:
+    """torch.empty; a large one on the CPU in huge pages, whose memory serves another tensor when
+    this one's storage is gone, or with `reuse` False goes back to the system."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < _SMALLEST or not _AVAILABLE:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -52,7 +56,8 @@ def _reused(size: int) -> mmap.mmap:
 
 
 def _new(size: int) -> mmap.mmap:
-    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # private: a fork's writes are its own
+    # private: a fork's writes are its own
+    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer.madvise(mmap.MADV_HUGEPAGE)
     return buffer
 

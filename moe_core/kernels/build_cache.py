@@ -1,4 +1,5 @@
-"""Compiled libraries in the user's cache directory: compiled once, and loaded only as they were written."""
+"""Compiled libraries in the user's cache directory: compiled once, and loaded only as they were
+written."""
 
 import contextlib
 import fcntl
@@ -13,10 +14,11 @@ from moe_core.files import open_regular
 
 
 def compiled_library(name: str, compile_to: Callable[[Path], None]) -> Path:
-    """The library `name`, from the cache or made by `compile_to(path)`. Of several processes one compiles it.
+    """The library `name`, from the cache or made by `compile_to(path)`. Of several processes one
+    compiles it.
 
-    A library whose checksum differs from the recorded one is compiled again: loading a truncated one would end the
-    process. So is one that another user owns or can write to.
+    A library whose checksum differs from the recorded one is compiled again: loading a truncated
+    one would end the process. So is one that another user owns or can write to.
 
     Raises:
         OSError, subprocess.CalledProcessError: it cannot be compiled or written.
@@ -38,8 +40,10 @@ def compiled_library(name: str, compile_to: Callable[[Path], None]) -> Path:
 
 
 def cache_directory() -> Path:
-    """The user's; where that cannot be written or trusted, a temporary one that all of the user's processes share."""
-    with contextlib.suppress(OSError, RuntimeError):  # a container's user may have no home: Path.home raises the latter
+    """The user's; where that cannot be written or trusted, a temporary one that all of the user's
+    processes share."""
+    # a container's user may have no home: Path.home raises the latter
+    with contextlib.suppress(OSError, RuntimeError):
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return _private(home / "moe_core")
     with contextlib.suppress(OSError):

@@ -1,12 +1,14 @@
 """The experts' networks as a loop over the experts, for CPUs.
 
-1. What one expert computes stays in the cache for its next product, and an expert without rows costs nothing.
-2. Where the weights have another dtype than the rows (autocast), each is cast when its turn comes: a copy of all at
-   once, and its gradient, would cost more than the products of few rows.
-3. An expert's hidden layer lies transposed, [H, n]: four of the six products are faster so (docs/performance.md).
-4. In half precision oneDNN compiles a kernel for each new shape, which takes several times as long as a product of few
-   rows. So an expert computes on a multiple of `step` rows: its own and the first of the next ones, whose results are
-   overwritten when their turn comes. Few shapes are left.
+1. What one expert computes stays in the cache for its next product, and an expert without rows
+   costs nothing.
+2. Where the weights have another dtype than the rows (autocast), each is cast when its turn comes:
+   a copy of all at once, and its gradient, would cost more than the products of few rows.
+3. An expert's hidden layer lies transposed, [H, n]: four of the six products are faster so
+   (docs/performance.md).
+4. In half precision oneDNN compiles a kernel for each new shape, which takes several times as long
+   as a product of few rows. So an expert computes on a multiple of `step` rows: its own and the
+   first of the next ones, whose results are overwritten when their turn comes. Few shapes are left.
 5. Everything large lies in buffers that are used again.
 """
 
@@ -21,7 +23,8 @@ from torch import Tensor
 from moe_core.activations import activate, activation_grad
 from moe_core.kernels.buffers import empty
 
-_FEW_ROWS = 64  # of an expert: below it writing a weight's fp32 gradient takes longer than its product in fp32
+# of an expert: below it writing a weight's fp32 gradient takes longer than its product in fp32
+_FEW_ROWS = 64
 
 
 def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
@@ -30,13 +33,24 @@ def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
 
 
 def _step(dtype: torch.dtype) -> int:
-    return 16 if dtype.itemsize == 2 else 1  # 16: of a tile in AMX, whose other rows would be computed in vain anyway
+    # 16: of a tile in AMX, whose other rows would be computed in vain anyway
+    return 16 if dtype.itemsize == 2 else 1
 
 
 def forward(
-    rows: Tensor, w1, b1, w2, b2, offsets: Tensor, noise, activation: str, dropout: float, keep_hidden: bool
+    rows: Tensor,
+    w1,
+    b1,
+    w2,
+    b2,
+    offsets: Tensor,
+    noise,
+    activation: str,
+    dropout: float,
+    keep_hidden: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out [N, M] and, if it is kept, each expert's hidden layer [H, n] before the activation, one after the other."""
+    """out [N, M] and, if it is kept, each expert's hidden layer [H, n] before the activation, one
+    after the other."""
     groups = _Groups(rows, offsets, w1)
     drop, cast, h_buffer = _Dropout(noise, dropout, groups), _Cast(rows, w1), groups.hidden_buffer()
     out = groups.output()
@@ -50,7 +64,9 @@ def forward(
         _product(cast(w1[e]), x.t(), z, None if b1 is None else b1[e].unsqueeze(1))
         activate(activation, z, h)
         drop(h, group)
-        _product(h.t(), cast(w2[e]), group.window_of(out), None if b2 is None else b2[e], drop.scale)
+        _product(
+            h.t(), cast(w2[e]), group.window_of(out), None if b2 is None else b2[e], drop.scale
+        )
     if keep_hidden:
         hidden[groups.rows_computed * groups.hidden_dim :] = 0
     return groups.trimmed(out), hidden
@@ -75,7 +91,10 @@ def backward(
     drop, cast = _Dropout(noise, dropout, groups), _Cast(rows, w1)
     h_buffer, dz_buffer = groups.hidden_buffer(), groups.hidden_buffer()
     grad_rows = groups.output() if needs[0] else None
-    new = [empty(t.shape, t.dtype, t.device) if n else None for t, n in zip((w1, b1, w2, b2), needs[1:], strict=True)]
+    new = [
+        empty(t.shape, t.dtype, t.device) if n else None
+        for t, n in zip((w1, b1, w2, b2), needs[1:], strict=True)
+    ]
     w1, w2 = w1.unbind(), w2.unbind()
     grad_w1, grad_b1, grad_w2, grad_b2 = (None if t is None else t.unbind() for t in new)
     for group in groups:
@@ -104,7 +123,9 @@ def backward(
     return [None if grad_rows is None else groups.trimmed(grad_rows), *new]
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
+def _product(
+    a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, scale: float = 1.0
+) -> None:
     """out = scale * a @ b + bias."""
     if bias is not None:
         torch.addmm(bias, a, b, alpha=scale, out=out)
@@ -115,7 +136,8 @@ def _product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, scal
 
 
 class _Group(NamedTuple):
-    """One expert's rows, start to end. It computes on `size` rows from start; its hidden layer begins at `place`."""
+    """One expert's rows, start to end. It computes on `size` rows from start; its hidden layer
+    begins at `place`."""
 
     expert: int
     start: int
@@ -127,7 +149,9 @@ class _Group(NamedTuple):
     def block(self, flat: Tensor, place: int | None = None) -> Tensor:
         """[H, n], at this group's place or another one."""
         start = self.place if place is None else place
-        return flat.narrow(0, start * self.hidden_dim, self.size * self.hidden_dim).view(self.hidden_dim, self.size)
+        return flat.narrow(0, start * self.hidden_dim, self.size * self.hidden_dim).view(
+            self.hidden_dim, self.size
+        )
 
     def window_of(self, out: Tensor) -> Tensor:
         """[n, M]."""
@@ -167,7 +191,9 @@ class _Groups:
 
     def output(self) -> Tensor:
         """[N + step - 1, M], of which `trimmed` is the result."""
-        return empty((len(self.rows) + self.step - 1, self.rows.shape[1]), self.rows.dtype, self.rows.device)
+        return empty(
+            (len(self.rows) + self.step - 1, self.rows.shape[1]), self.rows.dtype, self.rows.device
+        )
 
     def trimmed(self, output: Tensor) -> Tensor:
         """[N, M], with zeros for rows of no expert."""
@@ -175,7 +201,8 @@ class _Groups:
         return output[: len(self.rows)]
 
     def window(self, rows: Tensor, group: _Group) -> Tensor:
-        """[n, M]: the group's rows and the next ones; zeros past the last expert's, where anything may lie."""
+        """[n, M]: the group's rows and the next ones; zeros past the last expert's, where anything
+        may lie."""
         if group.start + group.size <= self.end:
             return rows.narrow(0, group.start, group.size)
         padded = rows.new_zeros(group.size, rows.shape[1])
@@ -184,7 +211,8 @@ class _Groups:
 
 
 class _Cast:
-    """A weight in the rows' dtype, and a gradient back in the weight's; one buffer serves all experts in turn."""
+    """A weight in the rows' dtype, and a gradient back in the weight's; one buffer serves all
+    experts in turn."""
 
     def __init__(self, rows: Tensor, weight: Tensor) -> None:
         self.same = rows.dtype == weight.dtype
@@ -203,7 +231,8 @@ class _Cast:
 
 
 class _Dropout:
-    """Zeros where the noise says so, alike in both directions; the others' `scale` is left to the next product."""
+    """Zeros where the noise says so, alike in both directions; the others' `scale` is left to the
+    next product."""
 
     def __init__(self, noise: Tensor | None, share: float, groups: _Groups) -> None:
         dropped = 0 if noise is None else min(round(share * 65536), 65535)
@@ -212,4 +241,6 @@ class _Dropout:
 
     def __call__(self, values: Tensor, group: _Group) -> None:
         if self.noise is not None:
-            values.mul_(torch.ge(group.block(self.noise), self.least, out=group.block(self.factors, 0)))
+            values.mul_(
+                torch.ge(group.block(self.noise), self.least, out=group.block(self.factors, 0))
+            )

@@ -1,7 +1,9 @@
-"""The experts' networks by torch.nn.functional.grouped_mm, for GPUs in bf16; runs wherever that does.
+"""The experts' networks by torch.nn.functional.grouped_mm, for GPUs in bf16; runs wherever that
+does.
 
-Wrapped: it takes neither a bias nor strides that are not multiples of 16 bytes, and does not sum. Its kernels are for
-compute capability 9.0 and 10.0; on other GPUs it is a loop that reads the offsets back to the host (torch 2.11).
+Wrapped: it takes neither a bias nor strides that are not multiples of 16 bytes, and does not sum.
+Its kernels are for compute capability 9.0 and 10.0; on other GPUs it is a loop that reads the
+offsets back to the host (torch 2.11).
 """
 
 # E experts, N rows, I input features, O output features, M model dim, H hidden dim
@@ -21,7 +23,16 @@ def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
 
 
 def forward(
-    rows: Tensor, w1, b1, w2, b2, offsets: Tensor, noise, activation: str, dropout: float, keep_hidden: bool
+    rows: Tensor,
+    w1,
+    b1,
+    w2,
+    b2,
+    offsets: Tensor,
+    noise,
+    activation: str,
+    dropout: float,
+    keep_hidden: bool,
 ) -> tuple[Tensor, Tensor]:
     """out [N, M] and, if it is kept, the hidden layer before the activation [N * H]."""
     if not len(rows):  # F.grouped_mm wants some
@@ -49,7 +60,10 @@ def backward(
 ) -> list[Tensor | None]:
     """Gradients of rows, w1, b1, w2 and b2; None where `needs` is False."""
     if not len(rows):
-        return [torch.zeros_like(t) if need else None for t, need in zip((rows, w1, b1, w2, b2), needs, strict=True)]
+        return [
+            torch.zeros_like(t) if need else None
+            for t, need in zip((rows, w1, b1, w2, b2), needs, strict=True)
+        ]
     needs_rows, needs_w1, needs_b1, needs_w2, needs_b2 = needs
     dtype, z = rows.dtype, hidden.view(len(rows), -1)
     grad_w2 = None
@@ -76,12 +90,17 @@ def _dropped(values: Tensor, noise: Tensor | None, share: float) -> Tensor:
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """`rows_e @ weight[e]^T + bias[e]` for every expert's rows: [N, I], [E, O, I], [E, O] or None, [E] -> [N, O]."""
+    """`rows_e @ weight[e]^T + bias[e]` for every expert's rows: [N, I], [E, O, I], [E, O] or None,
+    [E] -> [N, O]."""
     num_rows, out_features = len(rows), weight.shape[1]
-    out = F.grouped_mm(_aligned(rows), _aligned(weight, pad_rows=True).transpose(1, 2), offs=offsets)[:, :out_features]
+    out = F.grouped_mm(
+        _aligned(rows), _aligned(weight, pad_rows=True).transpose(1, 2), offs=offsets
+    )[:, :out_features]
     if bias is None:
         return out.contiguous()
-    expert = torch.searchsorted(offsets, torch.arange(num_rows, device=rows.device, dtype=offsets.dtype), right=True)
+    expert = torch.searchsorted(
+        offsets, torch.arange(num_rows, device=rows.device, dtype=offsets.dtype), right=True
+    )
     return out + bias.index_select(0, expert.clamp_(max=len(bias) - 1))
 
 
@@ -92,7 +111,8 @@ def grouped_weight_grad(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def group_sum(rows: Tensor, offsets: Tensor) -> Tensor:
-    """rows [N, O] -> [E, O]: the sum over every expert's rows, by a product with ones: in fp32 and a fixed order."""
+    """rows [N, O] -> [E, O]: the sum over every expert's rows, by a product with ones: in fp32 and
+    a fixed order."""
     ones = rows.new_ones(len(rows), _ALIGNMENT // rows.element_size())
     return _contracted(_aligned(rows), ones, offsets)[:, : rows.shape[1], 0].contiguous()
 
@@ -102,17 +122,22 @@ def _contracted(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     out = F.grouped_mm(a.t(), b, offs=offsets)
     if a.is_cuda and torch.cuda.get_device_capability(a.device)[0] != 10:
         return out
-    # On a B200 a product over no rows is what its registers held before (NVIDIA/cutlass issue 2674).
+    # On a B200 a product over no rows is what its registers held before (NVIDIA/cutlass issue
+    # 2674).
     return out.masked_fill_((offsets.diff(prepend=offsets.new_zeros(1)) == 0).view(-1, 1, 1), 0)
 
 
 def _aligned(x: Tensor, pad_rows: bool = False) -> Tensor:
-    """x as F.grouped_mm wants it: one dense dimension, its start and all other strides on multiples of 16 bytes."""
+    """x as F.grouped_mm wants it: one dense dimension, its start and all other strides on multiples
+    of 16 bytes."""
     unit = _ALIGNMENT // x.element_size()
     columns, rows = -x.shape[-1] % unit, -x.shape[-2] % unit if pad_rows else 0
     if columns or rows:
         return F.pad(x, (0, columns, 0, rows))
     on_unit = x.data_ptr() % _ALIGNMENT == 0 and all(s % unit == 0 for s in x.stride() if s != 1)
-    plain = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]  # an expanded gradient is neither of the two
+    # an expanded gradient is neither of the two
+    plain = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]
     transposed = x.stride(-2) == 1 and x.stride(-1) >= x.shape[-2]
-    return x if on_unit and (plain or transposed) else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x if on_unit and (plain or transposed) else x.clone(memory_format=torch.contiguous_format)
+    )

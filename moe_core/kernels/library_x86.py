@@ -1,4 +1,5 @@
-"""The C++ kernels for x86 CPUs, compiled with $CXX (g++) when first needed: once, into the user's cache directory."""
+"""The C++ kernels for x86 CPUs, compiled with $CXX (g++) when first needed: once, into the user's
+cache directory."""
 
 import ctypes
 import functools
@@ -18,9 +19,23 @@ from moe_core.kernels.build_cache import compiled_library
 
 _NAMES = ("ffn_x86.cpp", "rows_x86.cpp", "routing_x86.cpp", "product_x86.hpp")
 _SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
-_AVX512, _AMX = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, {"avx512_bf16", "amx_tile", "amx_bf16"}
-_INSTRUCTIONS = [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")]
-_FLAGS = ["-std=c++17", "-O2", *_INSTRUCTIONS, "-mamx-tile", "-mamx-bf16", "-fopenmp", "-fPIC", "-shared"]
+_AVX512, _AMX = (
+    {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    {"avx512_bf16", "amx_tile", "amx_bf16"},
+)
+_INSTRUCTIONS = [
+    f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
+]
+_FLAGS = [
+    "-std=c++17",
+    "-O2",
+    *_INSTRUCTIONS,
+    "-mamx-tile",
+    "-mamx-bf16",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+]
 _log = logging.getLogger("moe_core")
 
 
@@ -33,7 +48,11 @@ def usable(dtype: torch.dtype) -> bool:
 
 def description() -> str:
     """For the log; empty where nothing is usable."""
-    usable_here = [name for name, dtype in (("AVX-512", torch.float32), ("AMX", torch.bfloat16)) if usable(dtype)]
+    usable_here = [
+        name
+        for name, dtype in (("AVX-512", torch.float32), ("AMX", torch.bfloat16))
+        if usable(dtype)
+    ]
     return f"C++ ({', '.join(usable_here)})" if usable_here else ""
 
 
@@ -48,7 +67,9 @@ def _cpu_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line.split(":")[1].split() for line in lines if line.startswith("flags")), ()))
+    return frozenset(
+        next((line.split(":")[1].split() for line in lines if line.startswith("flags")), ())
+    )
 
 
 @functools.cache
@@ -66,7 +87,10 @@ def library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
-        _log.warning("moe_core kernels: torch on this CPU, since C++ does not compile: %s", reason.splitlines()[0])
+        _log.warning(
+            "moe_core kernels: torch on this CPU, since C++ does not compile: %s",
+            reason.splitlines()[0],
+        )
         if path is not None:
             path.unlink(missing_ok=True)  # the next process compiles it anew
         return None
@@ -78,9 +102,13 @@ def library() -> ctypes.CDLL | None:
 def _compiled() -> Path:
     """The library for these sources, compiler and flags."""
     program = shlex.split(os.environ.get("CXX") or "g++")
-    version = subprocess.run([*program, "--version"], check=True, capture_output=True, text=True).stdout
+    version = subprocess.run(
+        [*program, "--version"], check=True, capture_output=True, text=True
+    ).stdout
     compiler = [*program, *_FLAGS]
-    key = "\n".join([platform.machine(), version, *compiler, *(source.read_text() for source in _SOURCES)])
+    key = "\n".join(
+        [platform.machine(), version, *compiler, *(source.read_text() for source in _SOURCES)]
+    )
     name = f"x86-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
     def compile_to(library: Path) -> None:

@@ -1,4 +1,5 @@
-"""The specification: each operation in plain, slow torch. Fast paths are held to these, output and every gradient."""
+"""The specification: each operation in plain, slow torch. Fast paths are held to these, output and
+every gradient."""
 
 # T tokens, E experts, K top-k, N rows, I input features, O output features, M model dim
 
@@ -8,7 +9,8 @@ from torch import Tensor
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """rows [N, I], weight [E, O, I], bias [E, O], offsets [E] -> [N, O]: each expert's rows through its own."""
+    """rows [N, I], weight [E, O, I], bias [E, O], offsets [E] -> [N, O]: each expert's rows through
+    its own."""
     ends = offsets.tolist()
     parts = [
         F.linear(rows[start:end], weight[e], None if bias is None else bias[e])
@@ -17,16 +19,31 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
     return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weight.shape[1])])
 
 
-def expert_ffn(rows: Tensor, w1, b1, w2, b2, offsets: Tensor, activation=F.gelu, kept=None) -> Tensor:
-    """rows [N, M], w1 and w2 [E, H, M], b1 [E, H], b2 [E, M] -> [N, M]; `kept` [N, H]: dropout's factors."""
+def expert_ffn(
+    rows: Tensor, w1, b1, w2, b2, offsets: Tensor, activation=F.gelu, kept=None
+) -> Tensor:
+    """rows [N, M], w1 and w2 [E, H, M], b1 [E, H], b2 [E, M] -> [N, M]; `kept` [N, H]: dropout's
+    factors."""
     hidden = activation(grouped_linear(rows, w1, b1, offsets))
-    return grouped_linear(hidden if kept is None else hidden * kept, w2.transpose(1, 2), b2, offsets)
+    return grouped_linear(
+        hidden if kept is None else hidden * kept, w2.transpose(1, 2), b2, offsets
+    )
 
 
 def moe_ffn(
-    x: Tensor, expert_ids: Tensor, gates: Tensor, w1, b1, w2, b2, activation, capacity=None, priority=None
+    x: Tensor,
+    expert_ids: Tensor,
+    gates: Tensor,
+    w1,
+    b1,
+    w2,
+    b2,
+    activation,
+    capacity=None,
+    priority=None,
 ) -> Tensor:
-    """The whole layer after routing, one choice at a time: x [T, M], expert_ids and gates [T, K] -> [T, M]."""
+    """The whole layer after routing, one choice at a time: x [T, M], expert_ids and gates [T, K] ->
+    [T, M]."""
     num_tokens, top_k = expert_ids.shape
     tokens = range(num_tokens)
     if priority is not None:

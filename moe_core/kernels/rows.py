@@ -1,12 +1,14 @@
-"""Tokens gathered into rows and rows summed back into tokens, as torch.library ops with a gather for a backward each.
+"""Tokens gathered into rows and rows summed back into tokens, as torch.library ops with a gather
+for a backward each.
 
-A choice is the flat index `t * K + k` of token t's k-th expert. `choices` [N] names the choice in each row, `slots`
-[T, K] the row of each choice, `kept` [T, K] the choices that were not dropped (None: all). A gather in both directions
-is deterministic and needs no atomics on a GPU, where autograd would scatter.
+A choice is the flat index `t * K + k` of token t's k-th expert. `choices` [N] names the choice in
+each row, `slots` [T, K] the row of each choice, `kept` [T, K] the choices that were not dropped
+(None: all). A gather in both directions is deterministic and needs no atomics on a GPU, where
+autograd would scatter.
 
-Each op decides by its tensors' device and `kernels` (`backend.choose`) whether Triton's kernels, C++ (`rows_x86`, where
-`kernels` is "auto") or the torch ones here run. They give the same values, but for rounding: all but torch's add up a
-token's rows in fp32 and round once.
+Each op decides by its tensors' device and `kernels` (`backend.choose`) whether Triton's kernels,
+C++ (`rows_x86`, where `kernels` is "auto") or the torch ones here run. They give the same values,
+but for rounding: all but torch's add up a token's rows in fp32 and round once.
 """
 
 # T tokens, K top-k, N rows, M model dim
@@ -18,17 +20,26 @@ from moe_core.kernels import rows_x86
 from moe_core.kernels.backend import choose
 
 
-def dispatch_rows(tokens: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None, kernels: str = "auto") -> Tensor:
+def dispatch_rows(
+    tokens: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None, kernels: str = "auto"
+) -> Tensor:
     """tokens [T, M] -> [N, M]: row n is the token of `choices[n]`."""
     return torch.ops.moe_core.dispatch_rows(tokens, choices, slots, kept, kernels)
 
 
 def combine_rows(
-    rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None, kernels: str = "auto"
+    rows: Tensor,
+    gates: Tensor,
+    choices: Tensor,
+    slots: Tensor,
+    kept: Tensor | None,
+    kernels: str = "auto",
 ) -> Tensor:
-    """rows [N, M], gates [T, K] -> `sum_k gates_tk * rows[slots_tk]` of the kept choices [T, M], in the wider dtype.
+    """rows [N, M], gates [T, K] -> `sum_k gates_tk * rows[slots_tk]` of the kept choices [T, M], in
+    the wider dtype.
 
-    Rows that hold no choice may be missing at the end: an exchange between ranks does not bring them back.
+    Rows that hold no choice may be missing at the end: an exchange between ranks does not bring
+    them back.
     """
     return torch.ops.moe_core.combine_rows(rows, gates, choices, slots, kept, kernels)
 
@@ -47,13 +58,20 @@ def _dispatch_rows(
 
 
 @torch.library.custom_op("moe_core::sum_rows", mutates_args=())
-def _sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None, kernels: str = "auto") -> Tensor:
+def _sum_rows(
+    rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None, kernels: str = "auto"
+) -> Tensor:
     return _sum(rows, slots, kept, gates, kernels)
 
 
 @torch.library.custom_op("moe_core::combine_rows", mutates_args=())
 def _combine_rows(
-    rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None, kernels: str = "auto"
+    rows: Tensor,
+    gates: Tensor,
+    choices: Tensor,
+    slots: Tensor,
+    kept: Tensor | None,
+    kernels: str = "auto",
 ) -> Tensor:
     return _sum(rows, slots, kept, gates, kernels)
 
@@ -77,7 +95,9 @@ def _combine_rows_backward(
     return _combine_rows_backward_by_torch(grad, rows, gates, choices, slots, kept)
 
 
-def _sum(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None, kernels: str) -> Tensor:
+def _sum(
+    rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None, kernels: str
+) -> Tensor:
     if choose(kernels, rows.device.type) == "triton":
         return _triton().sum_rows(rows, slots, kept, gates)
     if kernels == "auto" and rows_x86.sums(rows, gates):
@@ -94,15 +114,19 @@ def _triton():
 # 2. The torch kernels
 
 
-def _sum_rows_by_torch(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None) -> Tensor:
+def _sum_rows_by_torch(
+    rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None
+) -> Tensor:
     total = None
     for k in range(slots.shape[1]):
         term = _rows_at(rows, slots[:, k])
         if gates is not None:
             gate = gates[:, k : k + 1]
-            # in place, since memory is what costs here, and of one dtype, since a product of two is twice as slow
+            # in place, since memory is what costs here, and of one dtype, since a product of two is
+            # twice as slow
             term = term.to(torch.promote_types(term.dtype, gate.dtype)).mul_(gate)
-        if kept is not None:  # a fill, not a product with 0: the row of a dropped choice may hold anything
+        # a fill, not a product with 0: the row of a dropped choice may hold anything
+        if kept is not None:
             term.masked_fill_(~kept[:, k : k + 1], 0)
         total = term if total is None else total.add_(term)
     return total
@@ -112,7 +136,8 @@ def _combine_rows_backward_by_torch(
     grad: Tensor, rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     grad_rows = grad.index_select(0, choices // slots.shape[1])
-    products = rows.to(torch.promote_types(rows.dtype, grad_rows.dtype)) * grad_rows  # of one dtype, as above
+    # of one dtype, as above
+    products = rows.to(torch.promote_types(rows.dtype, grad_rows.dtype)) * grad_rows
     grad_gates = _rows_at(products.sum(1), slots.flatten()).view_as(slots)
     grad_rows *= gates.flatten().index_select(0, choices).unsqueeze(1)
     if kept is not None:
@@ -124,7 +149,11 @@ def _combine_rows_backward_by_torch(
 
 def _rows_at(rows: Tensor, slots: Tensor) -> Tensor:
     """`rows[slots]`, a copy; zeros where there is no row at all (capacity 0)."""
-    return rows.index_select(0, slots) if rows.shape[0] else rows.new_zeros(slots.shape[0], *rows.shape[1:])
+    return (
+        rows.index_select(0, slots)
+        if rows.shape[0]
+        else rows.new_zeros(slots.shape[0], *rows.shape[1:])
+    )
 
 
 # 3. Fake kernels and autograd
@@ -149,7 +178,8 @@ def _(rows, gates, choices, slots, kept, kernels="auto"):
 
 @_combine_rows_backward.register_fake
 def _(grad, rows, gates, choices, slots, kept, kernels="auto"):
-    return rows.new_empty(rows.shape), gates.new_empty(gates.shape)  # dense, whatever their strides are
+    # dense, whatever their strides are
+    return rows.new_empty(rows.shape), gates.new_empty(gates.shape)
 
 
 def _save_dispatch(ctx, inputs, output) -> None:
@@ -172,5 +202,9 @@ def _combine_backward(ctx, grad):
     return *grads, None, None, None, None
 
 
-torch.library.register_autograd("moe_core::dispatch_rows", _dispatch_backward, setup_context=_save_dispatch)
-torch.library.register_autograd("moe_core::combine_rows", _combine_backward, setup_context=_save_combine)
+torch.library.register_autograd(
+    "moe_core::dispatch_rows", _dispatch_backward, setup_context=_save_dispatch
+)
+torch.library.register_autograd(
+    "moe_core::combine_rows", _combine_backward, setup_context=_save_combine
+)

@@ -1,4 +1,5 @@
-"""Launches the experts' networks on a GPU (`triton_ffn_kernels`), in both directions; `fused_ffn` has the op."""
+"""Launches the experts' networks on a GPU (`triton_ffn_kernels`), in both directions; `fused_ffn`
+has the op."""
 
 # T tokens, E experts, K top-k, N rows, B blocks of rows, M model dim, H hidden dim
 
@@ -23,7 +24,8 @@ from moe_core.kernels.triton_rows import sum_rows
 
 
 class Tile(NamedTuple):
-    """What a program computes at a time: rows x columns, `depth` of the contracted dimension in each step."""
+    """What a program computes at a time: rows x columns, `depth` of the contracted dimension in
+    each step."""
 
     rows: int
     columns: int
@@ -33,10 +35,11 @@ class Tile(NamedTuple):
 
 
 def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile, Tile]:
-    """For products that end in an activation and for the others, given the bytes of shared memory for a program.
+    """For products that end in an activation and for the others, given the bytes of shared memory
+    for a program.
 
-    The first leaves room for a second program on a multiprocessor, which multiplies while one computes its activation.
-    The second reads less for each product.
+    The first leaves room for a second program on a multiprocessor, which multiplies while one
+    computes its activation. The second reads less for each product.
     """
     rows = 128 if rows_per_expert > 64 else 64
     if shared_memory < 160_000:  # fp32, or not a data centre's GPU
@@ -48,16 +51,21 @@ def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile,
 
 @on_its_device
 def forward(
-    tokens: Tensor, gates: Tensor, w1: Tensor, b1, w2: Tensor, b2, choices: Tensor, offsets: Tensor, slots: Tensor,
+    tokens: Tensor, gates: Tensor, w1: Tensor, b1, w2: Tensor, b2, choices: Tensor,
+    offsets: Tensor, slots: Tensor,
     kept, noise, activation: str, dropout: float, keep_hidden: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [T, M] in the wider dtype of tokens and gates, and, if it is kept, the hidden layer [N, H] before activation.
+    """out [T, M] in the wider dtype of tokens and gates, and, if it is kept, the hidden layer [N,
+    H] before activation.
 
     w1 and w2 [E, H, M] in the tokens' dtype.
     """
     call = _Call(tokens, w1, choices, offsets, slots, activation, dropout)
     w1, b1, w2, b2, gates = map(_contiguous, (w1, b1, w2, b2, gates))
-    hidden, h = (tokens.new_empty(call.num_rows if wanted else 0, call.hidden_dim) for wanted in (keep_hidden, True))
+    hidden, h = (
+        tokens.new_empty(call.num_rows if wanted else 0, call.hidden_dim)
+        for wanted in (keep_hidden, True)
+    )
     call.over_blocks(
         hidden_kernel, call.small, call.hidden_dim,
         (call.tokens, call.choices, call.blocks, w1, b1, noise, hidden if keep_hidden else None, h),
@@ -68,11 +76,14 @@ def forward(
 
 @on_its_device
 def backward(
-    grad: Tensor, tokens: Tensor, gates: Tensor, hidden: Tensor, w1: Tensor, b1, w2: Tensor, b2, choices: Tensor,
-    offsets: Tensor, slots: Tensor, kept, noise, activation: str, dropout: float, weight_dtype: torch.dtype,
+    grad: Tensor, tokens: Tensor, gates: Tensor, hidden: Tensor, w1: Tensor, b1, w2: Tensor, b2,
+    choices: Tensor,
+    offsets: Tensor, slots: Tensor, kept, noise, activation: str, dropout: float,
+    weight_dtype: torch.dtype,
     needs: list[bool],
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of tokens, gates, w1, b1, w2 and b2, None where `needs` is False; those of weights in their dtype."""
+    """Gradients of tokens, gates, w1, b1, w2 and b2, None where `needs` is False; those of weights
+    in their dtype."""
     call = _Call(tokens, w1, choices, offsets, slots, activation, dropout)
     needs_tokens, needs_gates, needs_w1, needs_b1, needs_w2, needs_b2 = needs
     w1, b1, w2, b2, gates, grad = map(_contiguous, (w1, b1, w2, b2, gates, grad.to(tokens.dtype)))
@@ -107,13 +118,19 @@ def backward(
 class _Call:
     """One call's sizes, its blocks of rows, and the launches that both directions share."""
 
-    def __init__(self, tokens: Tensor, w1: Tensor, choices, offsets, slots, activation: str, dropout: float) -> None:
+    def __init__(
+        self, tokens: Tensor, w1: Tensor, choices, offsets, slots, activation: str, dropout: float
+    ) -> None:
         self.num_experts, self.hidden_dim, self.model_dim = w1.shape
-        self.tokens, self.choices, self.offsets, self.slots = map(_contiguous, (tokens, choices, offsets, slots))
+        self.tokens, self.choices, self.offsets, self.slots = map(
+            _contiguous, (tokens, choices, offsets, slots)
+        )
         self.num_rows, self.top_k = len(choices), slots.shape[1]
         shared_memory = 0
         if tokens.is_cuda and tokens.dtype != torch.float32:
-            shared_memory = torch.cuda.get_device_properties(tokens.device).shared_memory_per_block_optin
+            shared_memory = torch.cuda.get_device_properties(
+                tokens.device
+            ).shared_memory_per_block_optin
         tile = tiles(self.num_rows / self.num_experts, self.model_dim, shared_memory)
         self.small, self.large = tile
         dropped = min(round(dropout * 65536), 65535)
@@ -152,14 +169,20 @@ class _Call:
         new = torch.zeros if alone and kept is not None else torch.empty
         out = new(num_out, self.model_dim, dtype=out_dtype, device=h.device)
         places = (self.choices, gates) if alone else (None, None)
-        self.over_blocks(model_kernel, self.large, self.model_dim, (h, self.blocks, w, bias, *places, out))
+        self.over_blocks(
+            model_kernel, self.large, self.model_dim, (h, self.blocks, w, bias, *places, out)
+        )
         return out if alone else sum_rows(out, self.slots, kept, gates)
 
     def weight_grad(self, a: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
         """For each expert a^T [H, n] times its rows of source [T, M]: [E, H, M]."""
         out = a.new_empty(self.num_experts, self.hidden_dim, self.model_dim, dtype=dtype)
         lines, columns = min(self.large.rows, 128), self.large.columns
-        grid = self.num_experts * triton.cdiv(self.hidden_dim, lines) * triton.cdiv(self.model_dim, columns)
+        grid = (
+            self.num_experts
+            * triton.cdiv(self.hidden_dim, lines)
+            * triton.cdiv(self.model_dim, columns)
+        )
         weight_grad_kernel[(grid,)](
             a, source, self.choices, self.offsets, out, self.model_dim, self.hidden_dim, self.top_k,
             triton.next_power_of_2(self.num_experts), lines, columns, self.large.depth,
@@ -167,11 +190,17 @@ class _Call:
         )  # fmt: skip
         return out
 
-    def gate_grad(self, grad: Tensor, gates: Tensor, b2, dots: Tensor, grad_gates: Tensor, sums) -> None:
+    def gate_grad(
+        self, grad: Tensor, gates: Tensor, b2, dots: Tensor, grad_gates: Tensor, sums
+    ) -> None:
         if self.num_blocks:
-            block_m, block_d = min(triton.next_power_of_2(self.model_dim), 64), triton.next_power_of_2(dots.shape[1])
+            block_m, block_d = (
+                min(triton.next_power_of_2(self.model_dim), 64),
+                triton.next_power_of_2(dots.shape[1]),
+            )
             gate_grad_kernel[(self.num_blocks,)](
-                grad, self.choices, self.blocks, gates, b2, dots, grad_gates, sums, self.num_blocks, self.model_dim,
+                grad, self.choices, self.blocks, gates, b2, dots, grad_gates, sums,
+                self.num_blocks, self.model_dim,
                 self.top_k, dots.shape[1], self.small.rows, block_m, block_d,
             )  # fmt: skip
 

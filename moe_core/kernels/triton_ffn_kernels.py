@@ -1,15 +1,20 @@
-"""Triton kernels for the experts' networks on a GPU, from tokens to tokens; `triton_ffn` launches them.
+"""Triton kernels for the experts' networks on a GPU, from tokens to tokens; `triton_ffn` launches
+them.
 
-1. `blocks_kernel` cuts every expert's rows into blocks: no padding, and the host need not know their number.
-2. `hidden_kernel`: gather, product with w1, bias, activation and dropout. `model_kernel`: product with w2, bias and,
-   where a token has one row, the gate value and the way back to the token's place.
-3. Backward, `hidden_grad_kernel`: gather of the output's gradient, product with w2, activation and slope, from the
-   hidden layer before the activation, the one thing kept for each row. The gradient of a gate is the inner product of
-   the hidden layer and its gradient, so the experts' output is not needed either (SonicMoE, arXiv 2512.14080).
-   `weight_grad_kernel` contracts over an expert's rows, `model_kernel` gives the tokens' gradient.
+1. `blocks_kernel` cuts every expert's rows into blocks: no padding, and the host need not know
+   their number.
+2. `hidden_kernel`: gather, product with w1, bias, activation and dropout. `model_kernel`: product
+   with w2, bias and, where a token has one row, the gate value and the way back to the token's
+   place.
+3. Backward, `hidden_grad_kernel`: gather of the output's gradient, product with w2, activation and
+   slope, from the hidden layer before the activation, the one thing kept for each row. The gradient
+   of a gate is the inner product of the hidden layer and its gradient, so the experts' output is
+   not needed either (SonicMoE, arXiv 2512.14080). `weight_grad_kernel` contracts over an expert's
+   rows, `model_kernel` gives the tokens' gradient.
 
-Products of halves are summed in fp32. Every output element is written by one program, in a fixed order of additions:
-nothing is atomic, so runs repeat bit by bit. Rows are counted in 64 bits: N * H may exceed 2^31.
+Products of halves are summed in fp32. Every output element is written by one program, in a fixed
+order of additions: nothing is atomic, so runs repeat bit by bit. Rows are counted in 64 bits: N * H
+may exceed 2^31.
 """
 
 # T tokens, E experts, K top-k, N rows, B blocks of rows, M model dim, H hidden dim
@@ -29,7 +34,8 @@ def blocks_kernel(
     offsets, blocks, num_blocks,
     NUM_EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """blocks [3, B]: each one's expert, first row and the row behind its last; the two are 0 where there is none."""
+    """blocks [3, B]: each one's expert, first row and the row behind its last; the two are 0 where
+    there is none."""
     e = tl.arange(0, BLOCK_E)
     ends = tl.load(offsets + e, mask=e < NUM_EXPERTS, other=0)
     starts = tl.load(offsets + e - 1, mask=(e > 0) & (e < NUM_EXPERTS), other=0)
@@ -60,9 +66,16 @@ def _block(blocks, block, num_blocks):
 
 @triton.jit
 def _product(
-    a, b, DEPTH: tl.constexpr, STEP_B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr
+    a,
+    b,
+    DEPTH: tl.constexpr,
+    STEP_B: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """[ROWS, COLUMNS] in fp32 from pointers to the first BLOCK_K of the contracted dimension; b's go on by STEP_B."""
+    """[ROWS, COLUMNS] in fp32 from pointers to the first BLOCK_K of the contracted dimension; b's
+    go on by STEP_B."""
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for start in range(0, DEPTH, BLOCK_K):
@@ -82,7 +95,8 @@ def _gathered_product(
     source, choices, w, expert, n, columns, M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """source [T, M] at the tokens of the rows n, times w[expert] [H, M] transposed, at these columns of H."""
+    """source [T, M] at the tokens of the rows n, times w[expert] [H, M] transposed, at these
+    columns of H."""
     k = tl.arange(0, BLOCK_K)
     token = tl.load(choices + n) // TOP_K
     a = source + token[:, None] * M + k[None, :]
@@ -92,7 +106,8 @@ def _gathered_product(
 
 @triton.jit
 def _normal(z):
-    """The standard normal distribution function and its density; erf by Abramowitz and Stegun 7.1.26, to 1.5e-7."""
+    """The standard normal distribution function and its density; erf by Abramowitz and Stegun
+    7.1.26, to 1.5e-7."""
     x = tl.abs(z) * 0.7071067811865476
     t = 1.0 / (1.0 + 0.3275911 * x)
     density = tl.exp(-x * x)
@@ -125,24 +140,34 @@ def _kept(noise, cells, mask, LEAST: tl.constexpr, SCALE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_blocks"])
 def hidden_kernel(
     tokens, choices, blocks, w1, b1, noise, z, h, num_blocks,
-    M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr,
+    M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    LEAST: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """z [N, H], if it is wanted, before the activation, and h [N, H] after it."""
     tiles_of_block: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     expert, start, end = _block(blocks, tl.program_id(0) // tiles_of_block, num_blocks)
     if start < end:
-        n, columns = start + tl.arange(0, BLOCK_N), tl.program_id(0) % tiles_of_block * BLOCK_H + tl.arange(0, BLOCK_H)
+        n, columns = (
+            start + tl.arange(0, BLOCK_N),
+            tl.program_id(0) % tiles_of_block * BLOCK_H + tl.arange(0, BLOCK_H),
+        )
         row = tl.minimum(n, end - 1)
-        value = _gathered_product(tokens, choices, w1, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_H, BLOCK_K)
+        value = _gathered_product(
+            tokens, choices, w1, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_H, BLOCK_K
+        )
         if b1 is not None:
-            value += tl.load(b1 + expert * H + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
+            value += tl.load(b1 + expert * H + columns, mask=columns < H, other=0.0).to(tl.float32)[
+                None, :
+            ]
         cells = n[:, None] * H + columns[None, :]
         mask = (n < end)[:, None] & (columns < H)[None, :]
         value = value.to(h.dtype.element_ty)
         if z is not None:
             tl.store(z + cells, value, mask=mask)
-        value, _ = _activation(value.to(tl.float32), ACTIVATION)  # of what the backward pass will read
+        value, _ = _activation(
+            value.to(tl.float32), ACTIVATION
+        )  # of what the backward pass will read
         if noise is not None:
             value *= _kept(noise, cells, mask, LEAST, SCALE)
         tl.store(h + cells, value.to(h.dtype.element_ty), mask=mask)
@@ -151,27 +176,37 @@ def hidden_kernel(
 @triton.jit(do_not_specialize=["num_blocks"])
 def model_kernel(
     h, blocks, w, bias, choices, gates, out, num_blocks,
-    M: tl.constexpr, H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    M: tl.constexpr, H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """h [N, H] times w [E, H, M] and the bias: out [N, M]; or, with `choices`, at their places, with their gates."""
+    """h [N, H] times w [E, H, M] and the bias: out [N, M]; or, with `choices`, at their places,
+    with their gates."""
     tiles_of_block: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     expert, start, end = _block(blocks, tl.program_id(0) // tiles_of_block, num_blocks)
     if start < end:
-        n, columns = start + tl.arange(0, BLOCK_N), tl.program_id(0) % tiles_of_block * BLOCK_M + tl.arange(0, BLOCK_M)
+        n, columns = (
+            start + tl.arange(0, BLOCK_N),
+            tl.program_id(0) % tiles_of_block * BLOCK_M + tl.arange(0, BLOCK_M),
+        )
         k, row = tl.arange(0, BLOCK_K), tl.minimum(n, end - 1)
         a = h + row[:, None] * H + k[None, :]
-        # a remainder keeps columns out of bounds inside: of a minimum Triton does not know that 16 bytes lie together
+        # a remainder keeps columns out of bounds inside: of a minimum Triton does not know that 16
+        # bytes lie together
         b = w + expert * H * M + k[:, None] * M + (columns % M)[None, :]
         value = _product(a, b, H, M, BLOCK_N, BLOCK_M, BLOCK_K)
         if bias is not None:
-            value += tl.load(bias + expert * M + columns, mask=columns < M, other=0.0).to(tl.float32)[None, :]
+            value += tl.load(bias + expert * M + columns, mask=columns < M, other=0.0).to(
+                tl.float32
+            )[None, :]
         place = n
         if choices is not None:
             place = tl.load(choices + row)
             if gates is not None:
                 value *= tl.load(gates + place).to(tl.float32)[:, None]
         mask = (n < end)[:, None] & (columns < M)[None, :]
-        tl.store(out + place[:, None] * M + columns[None, :], value.to(out.dtype.element_ty), mask=mask)
+        tl.store(
+            out + place[:, None] * M + columns[None, :], value.to(out.dtype.element_ty), mask=mask
+        )
 
 
 # 3. The backward pass
@@ -182,7 +217,8 @@ def _slopes(
     grad_h, block, n, there, columns, gate, z, noise, grad_z, gated, sums,
     H: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """What hidden_grad_kernel writes for some columns, from the gradient of h; <h, its gradient> of each row."""
+    """What hidden_grad_kernel writes for some columns, from the gradient of h; <h, its gradient> of
+    each row."""
     cells, mask = n[:, None] * H + columns[None, :], there[:, None] & (columns < H)[None, :]
     value, slope = _activation(tl.load(z + cells, mask=mask, other=0.0).to(tl.float32), ACTIVATION)
     if noise is not None:
@@ -203,28 +239,62 @@ def _slopes(
 @triton.jit(do_not_specialize=["num_blocks"])
 def hidden_grad_kernel(
     grad, choices, blocks, w2, z, noise, gates, grad_z, gated, dots, sums, num_blocks,
-    M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr,
+    M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    LEAST: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """From the output's gradient [T, M]: that of z [N, H]; gate * h [N, H], which the gradient of w2 needs; for each
-    row and tile <h, its gradient without the gate>; for each block the sum of its rows' gradients of z."""
+    """From the output's gradient [T, M]: that of z [N, H]; gate * h [N, H], which the gradient of
+    w2 needs; for each row and tile <h, its gradient without the gate>; for each block the sum of
+    its rows' gradients of z."""
     tiles_of_block: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     block, tile = tl.program_id(0) // tiles_of_block, tl.program_id(0) % tiles_of_block
     expert, start, end = _block(blocks, block, num_blocks)
     if start < end:
         n, columns = start + tl.arange(0, BLOCK_N), tile * BLOCK_H + tl.arange(0, BLOCK_H)
         row = tl.minimum(n, end - 1)
-        grad_h = _gathered_product(grad, choices, w2, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_H, BLOCK_K)
+        grad_h = _gathered_product(
+            grad, choices, w2, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_H, BLOCK_K
+        )
         gate = tl.load(gates + tl.load(choices + row)).to(tl.float32)
         # in halves, for the registers
-        left, right = tl.split(tl.permute(tl.reshape(grad_h, (BLOCK_N, 2, BLOCK_H // 2)), (0, 2, 1)))
+        left, right = tl.split(
+            tl.permute(tl.reshape(grad_h, (BLOCK_N, 2, BLOCK_H // 2)), (0, 2, 1))
+        )
         columns = tile * BLOCK_H + tl.arange(0, BLOCK_H // 2)
         dot = _slopes(
-            left, block, n, n < end, columns, gate, z, noise, grad_z, gated, sums, H, ACTIVATION, LEAST, SCALE
+            left,
+            block,
+            n,
+            n < end,
+            columns,
+            gate,
+            z,
+            noise,
+            grad_z,
+            gated,
+            sums,
+            H,
+            ACTIVATION,
+            LEAST,
+            SCALE,
         )
         columns += BLOCK_H // 2
         dot += _slopes(
-            right, block, n, n < end, columns, gate, z, noise, grad_z, gated, sums, H, ACTIVATION, LEAST, SCALE
+            right,
+            block,
+            n,
+            n < end,
+            columns,
+            gate,
+            z,
+            noise,
+            grad_z,
+            gated,
+            sums,
+            H,
+            ACTIVATION,
+            LEAST,
+            SCALE,
         )
         if dots is not None:
             tl.store(dots + n * tiles_of_block + tile, dot, mask=n < end)
@@ -236,7 +306,8 @@ def weight_grad_kernel(
     M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [E, H, M]: for each expert the product over its rows of a [N, H] and source [T, M] at their tokens."""
+    """out [E, H, M]: for each expert the product over its rows of a [N, H] and source [T, M] at
+    their tokens."""
     columns: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     lines: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     expert = tl.program_id(0) // (lines * columns)
@@ -251,7 +322,9 @@ def weight_grad_kernel(
         there = (n < end)[:, None]
         token = tl.load(choices + n, mask=n < end, other=0) // TOP_K
         left = tl.load(a + n[:, None] * H + h[None, :], mask=there & (h < H)[None, :], other=0.0)
-        right = tl.load(source + token[:, None] * M + m[None, :], mask=there & (m < M)[None, :], other=0.0)
+        right = tl.load(
+            source + token[:, None] * M + m[None, :], mask=there & (m < M)[None, :], other=0.0
+        )
         total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
     cells = (expert.to(tl.int64) * H + h)[:, None] * M + m[None, :]
     tl.store(out + cells, total.to(out.dtype.element_ty), mask=(h < H)[:, None] & (m < M)[None, :])
@@ -263,8 +336,8 @@ def gate_grad_kernel(
     M: tl.constexpr, TOP_K: tl.constexpr, NUM_DOTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of a block's rows: the gates' gradients, <h, its gradient> + <b2, output's gradient>; for b2 the sum of gate *
-    output's gradient."""
+    """Of a block's rows: the gates' gradients, <h, its gradient> + <b2, output's gradient>; for b2
+    the sum of gate * output's gradient."""
     block = tl.program_id(0)
     expert, start, end = _block(blocks, block, num_blocks)
     if start < end:
@@ -273,14 +346,20 @@ def gate_grad_kernel(
         choice = tl.load(choices + n, mask=there, other=0)
         gate = tl.load(gates + choice, mask=there, other=0.0).to(tl.float32)
         cells = n[:, None] * NUM_DOTS + d[None, :]
-        dot = tl.sum(tl.load(dots + cells, mask=there[:, None] & (d < NUM_DOTS)[None, :], other=0.0), 1)
+        dot = tl.sum(
+            tl.load(dots + cells, mask=there[:, None] & (d < NUM_DOTS)[None, :], other=0.0), 1
+        )
         if b2 is not None:
             for first in range(0, M, BLOCK_M):
                 columns = first + tl.arange(0, BLOCK_M)
                 mask = there[:, None] & (columns < M)[None, :]
-                values = tl.load(grad + (choice // TOP_K)[:, None] * M + columns[None, :], mask=mask, other=0.0)
+                values = tl.load(
+                    grad + (choice // TOP_K)[:, None] * M + columns[None, :], mask=mask, other=0.0
+                )
                 values = values.to(tl.float32)
-                bias = tl.load(b2 + expert * M + columns, mask=columns < M, other=0.0).to(tl.float32)
+                bias = tl.load(b2 + expert * M + columns, mask=columns < M, other=0.0).to(
+                    tl.float32
+                )
                 dot += tl.sum(values * bias[None, :], 1)
                 if sums is not None:
                     total = tl.sum(values * gate[:, None], 0)
@@ -291,7 +370,8 @@ def gate_grad_kernel(
 @triton.jit
 def sum_blocks_kernel(
     sums, offsets, out,
-    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """out [E, WIDTH]: of each expert's blocks the sum of sums [B, WIDTH]."""
     expert, e = tl.program_id(0), tl.arange(0, BLOCK_E)

@@ -1,15 +1,19 @@
-"""Triton kernels for routing and the dispatch plan; `routing` has the ops, router.py and dispatch.py the torch form.
+"""Triton kernels for routing and the dispatch plan; `routing` has the ops, router.py and
+dispatch.py the torch form.
 
-1. `route`: one pass over the logits gives softmax, top-K, gate values and, for each block of tokens, the sums of the
-   auxiliary loss. One more pass over what it wrote gives the gradient of the logits.
-2. `make_plan`: a choice's row is the number of choices before it, ordered by expert, then k, then token. Blocks of
-   tokens count their choices for each expert and k; a cumulative sum of these counts is where each block's rows start;
-   within a block a choice counts the ones before it of the same expert.
+1. `route`: one pass over the logits gives softmax, top-K, gate values and, for each block of
+   tokens, the sums of the auxiliary loss. One more pass over what it wrote gives the gradient of
+   the logits.
+2. `make_plan`: a choice's row is the number of choices before it, ordered by expert, then k, then
+   token. Blocks of tokens count their choices for each expert and k; a cumulative sum of these
+   counts is where each block's rows start; within a block a choice counts the ones before it of the
+   same expert.
 
 Nothing is atomic: block sums are added up in a fixed order afterwards, so runs repeat bit by bit.
 """
 
-# T tokens, E experts, K top-k, N rows, B blocks; a program works on BLOCK_T tokens and all E (padded: BLOCK_E)
+# T tokens, E experts, K top-k, N rows, B blocks; a program works on BLOCK_T tokens and all E
+# (padded: BLOCK_E)
 
 import torch
 import triton
@@ -42,7 +46,8 @@ def _softmax(logits):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     noisy, clean, ids, gates, probs, block_sums, num_tokens,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr, NOISE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
+    NOISE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
@@ -55,8 +60,9 @@ def _route_kernel(
     p = _softmax(noisy_logits)
     tl.store(probs + cells, p, mask=mask)
 
-    # By logits: rounding never ties what is not tied there. NaN is the largest, as for torch.topk; a tie goes to the
-    # expert of the lowest number. One expert is taken out in every round, whatever the values are.
+    # By logits: rounding never ties what is not tied there. NaN is the largest, as for torch.topk;
+    # a tie goes to the expert of the lowest number. One expert is taken out in every round,
+    # whatever the values are.
     key = tl.where(noisy_logits != noisy_logits, float("inf"), noisy_logits)
     available = (t >= 0)[:, None] & (e < NUM_EXPERTS)[None, :]
     k_index = tl.arange(0, BLOCK_K)[None, :]
@@ -86,7 +92,9 @@ def _route_kernel(
         clean_logits = noisy_logits
         q = p
         if clean is not None:
-            clean_logits = tl.where(padding, float("-inf"), tl.load(clean + cells, mask=mask, other=0.0))
+            clean_logits = tl.where(
+                padding, float("-inf"), tl.load(clean + cells, mask=mask, other=0.0)
+            )
             q = _softmax(clean_logits)
         threshold = tl.sum(tl.where(e[None, :] == last[:, None], noisy_logits, 0.0), axis=1)
         compared = clean_logits
@@ -107,7 +115,8 @@ def _route_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_backward_kernel(
     noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean, num_tokens,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr, NOISE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
+    NOISE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -138,7 +147,9 @@ def _route_backward_kernel(
             chosen = chosen | hit
         if NORMALIZE:
             total = tl.where(there, total, 1.0)  # no 0 / 0 past the end
-            chosen_grad = tl.where(chosen, (chosen_grad - (weighted / total)[:, None]) / total[:, None], 0.0)
+            chosen_grad = tl.where(
+                chosen, (chosen_grad - (weighted / total)[:, None]) / total[:, None], 0.0
+            )
         grad_p += chosen_grad
     grad_logits = p * (grad_p - tl.sum(p * grad_p, axis=1)[:, None])
 
@@ -151,7 +162,8 @@ def _route_backward_kernel(
         q = _softmax(tl.where((e < NUM_EXPERTS)[None, :], clean_logits, float("-inf")))
         grad_q = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
         grad_q += tl.load(grad_sums + e, mask=e < NUM_EXPERTS, other=0.0)[None, :]
-        slope = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)  # of the load by its argument, times the load's gradient
+        # of the load by its argument, times the load's gradient
+        slope = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
         if NOISE > 0:
             threshold = tl.load(noisy + t * NUM_EXPERTS + last, mask=there, other=0.0)
             compared = clean_logits
@@ -178,10 +190,12 @@ def _route_backward_kernel(
 def route(
     noisy: Tensor, clean: Tensor | None, top_k: int, normalize: bool, loss: str, noise_std: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """noisy and clean logits [T, E], clean None where they are the same -> what router.route computes from them.
+    """noisy and clean logits [T, E], clean None where they are the same -> what router.route
+    computes from them.
 
     Returns:
-        gates [T, K], ids [T, K] int64, probs [T, E], and the two sums per expert [2, E] of `loss` over the tokens.
+        gates [T, K], ids [T, K] int64, probs [T, E], and the two sums per expert [2, E] of `loss`
+        over the tokens.
     """
     noisy, clean = _logits(noisy, clean)
     (num_tokens, num_experts), block_t, block_e = noisy.shape, *_route_block(noisy.shape[1])
@@ -192,8 +206,10 @@ def route(
     block_sums = noisy.new_empty(num_blocks if loss != "none" else 0, 2, num_experts)
     if num_blocks:
         _route_kernel[(num_blocks,)](
-            noisy, clean, ids, gates, probs, block_sums, num_tokens, num_experts, top_k, normalize, LOSSES[loss],
-            noise_std, block_t, block_e, triton.next_power_of_2(top_k), num_warps=_num_warps(block_e),
+            noisy, clean, ids, gates, probs, block_sums, num_tokens, num_experts, top_k, normalize,
+            LOSSES[loss],
+            noise_std, block_t, block_e, triton.next_power_of_2(top_k),
+            num_warps=_num_warps(block_e),
         )  # fmt: skip
     return gates, ids, probs, block_sums.sum(0)
 
@@ -209,15 +225,18 @@ def route_backward(
     loss: str,
     noise_std: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of noisy and of clean (None for None), from those of gates, probs (None: zeros) and sums."""
+    """Gradients of noisy and of clean (None for None), from those of gates, probs (None: zeros) and
+    sums."""
     noisy, clean = _logits(noisy, clean)
     grad_gates, grad_probs, grad_sums = (None if g is None else g.contiguous() for g in grads)
     (num_tokens, num_experts), block_t, block_e = noisy.shape, *_route_block(noisy.shape[1])
     grad_noisy = torch.empty_like(noisy)
-    grad_clean = None if clean is None else torch.zeros_like(clean)  # a loss without clean logits leaves the zeros
+    # a loss without clean logits leaves the zeros
+    grad_clean = None if clean is None else torch.zeros_like(clean)
     if num_tokens:
         _route_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
-            noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean, num_tokens,
+            noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean,
+            num_tokens,
             num_experts, ids.shape[1], normalize, LOSSES[loss], noise_std, block_t, block_e,
             num_warps=_num_warps(block_e),
         )  # fmt: skip
@@ -227,7 +246,11 @@ def route_backward(
 def _logits(noisy: Tensor, clean: Tensor | None) -> tuple[Tensor, Tensor | None]:
     assert noisy.dim() == 2
     assert noisy.dtype in (torch.float32, torch.float64)
-    assert clean is None or (clean.shape, clean.dtype, clean.device) == (noisy.shape, noisy.dtype, noisy.device)
+    assert clean is None or (clean.shape, clean.dtype, clean.device) == (
+        noisy.shape,
+        noisy.dtype,
+        noisy.device,
+    )
     return noisy.contiguous(), None if clean is None else clean.contiguous()
 
 
@@ -244,9 +267,11 @@ def _num_warps(block_e: int) -> int:
 
 
 @triton.jit
-def _place_in_block(expert_ids, order, order_stride, num_tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each choice of a block, the k-th of BLOCK tokens: number t * K + k, expert (-1 past the end), how many of the
-    same expert come before it in the block, and how many the block has."""
+def _place_in_block(
+    expert_ids, order, order_stride, num_tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of each choice of a block, the k-th of BLOCK tokens: number t * K + k, expert (-1 past the
+    end), how many of the same expert come before it in the block, and how many the block has."""
     k = tl.program_id(1)
     if order is not None:
         order += k * order_stride
@@ -269,19 +294,30 @@ def _place_in_block(expert_ids, order, order_stride, num_tokens, TOP_K: tl.const
 
 @triton.jit(do_not_specialize=["order_stride", "num_tokens", "num_blocks"])
 def _count_kernel(
-    expert_ids, order, counts, order_stride, num_tokens, num_blocks, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    expert_ids,
+    order,
+    counts,
+    order_stride,
+    num_tokens,
+    num_blocks,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     _, expert, _, count = _place_in_block(expert_ids, order, order_stride, num_tokens, TOP_K, BLOCK)
     cell = (expert * TOP_K + tl.program_id(1)) * num_blocks + tl.program_id(0)
-    tl.store(counts + cell, count, mask=expert >= 0)  # by each choice of the expert, all the same number
+    # by each choice of the expert, all the same number
+    tl.store(counts + cell, count, mask=expert >= 0)
 
 
 @triton.jit(do_not_specialize=["order_stride", "num_tokens", "num_blocks"])
 def _plan_kernel(
-    expert_ids, order, ends, starts, kept_starts, limits, choices, slots, kept, order_stride, num_tokens, num_blocks,
+    expert_ids, order, ends, starts, kept_starts, limits, choices, slots, kept, order_stride,
+    num_tokens, num_blocks,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    choice, expert, place, count = _place_in_block(expert_ids, order, order_stride, num_tokens, TOP_K, BLOCK)
+    choice, expert, place, count = _place_in_block(
+        expert_ids, order, order_stride, num_tokens, TOP_K, BLOCK
+    )
     there = expert >= 0
     cell = (expert * TOP_K + tl.program_id(1)) * num_blocks + tl.program_id(0)
     row = (tl.load(ends + cell, mask=there, other=0) - count + place).to(tl.int64)
@@ -299,9 +335,14 @@ def _plan_kernel(
 
 @on_its_device
 def make_plan(
-    expert_ids: Tensor, num_experts: int, limits: Tensor | None, priority: Tensor | None, num_rows: int
+    expert_ids: Tensor,
+    num_experts: int,
+    limits: Tensor | None,
+    priority: Tensor | None,
+    num_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """What dispatch.make_plan returns with the capacities `limits` [E] and so many rows, number for number."""
+    """What dispatch.make_plan returns with the capacities `limits` [E] and so many rows, number for
+    number."""
     assert expert_ids.dim() == 2
     assert expert_ids.dtype == torch.int64
     num_tokens, top_k = expert_ids.shape
@@ -309,12 +350,28 @@ def make_plan(
     assert num_choices < 2**31, "offsets are int32"
     expert_ids = expert_ids.contiguous()
     assert limits is None or limits.shape == (num_experts,)
-    order = None if priority is None else priority.t().contiguous().argsort(descending=True, stable=True)
-    order_stride = num_tokens if order is not None and order.dim() == 2 else 0  # [K, T], or [T] for every k
+    order = (
+        None
+        if priority is None
+        else priority.t().contiguous().argsort(descending=True, stable=True)
+    )
+    # [K, T], or [T] for every k
+    order_stride = num_tokens if order is not None and order.dim() == 2 else 0
     grid = (triton.cdiv(num_tokens, _PLAN_BLOCK), top_k)
-    ends = expert_ids.new_zeros(num_experts, top_k * grid[0], dtype=torch.int32)  # [E, K * B], counts to begin with
+    # [E, K * B], counts to begin with
+    ends = expert_ids.new_zeros(num_experts, top_k * grid[0], dtype=torch.int32)
     if num_choices:
-        _count_kernel[grid](expert_ids, order, ends, order_stride, num_tokens, grid[0], top_k, _PLAN_BLOCK, num_warps=8)
+        _count_kernel[grid](
+            expert_ids,
+            order,
+            ends,
+            order_stride,
+            num_tokens,
+            grid[0],
+            top_k,
+            _PLAN_BLOCK,
+            num_warps=8,
+        )
         ends = ends.flatten().cumsum(0, dtype=torch.int32).view_as(ends)
     expert_ends = ends[:, -1].contiguous() if num_choices else ends.sum(1, dtype=torch.int32)
     counts = expert_ends.diff(prepend=expert_ends.new_zeros(1))
@@ -329,7 +386,8 @@ def make_plan(
     if num_choices:
         kept_bytes = None if kept is None else kept.view(torch.uint8)
         _plan_kernel[grid](
-            expert_ids, order, ends, expert_ends - counts, kept_starts, limits, choices, slots, kept_bytes,
+            expert_ids, order, ends, expert_ends - counts, kept_starts, limits, choices, slots,
+            kept_bytes,
             order_stride, num_tokens, grid[0], top_k, _PLAN_BLOCK, num_warps=8,
         )  # fmt: skip
     return choices, offsets, slots, kept, counts.long()

@@ -1,11 +1,14 @@
-"""Triton kernels that gather tokens into rows and sum rows back into tokens; `rows` has their torch form and the ops.
+"""Triton kernels that gather tokens into rows and sum rows back into tokens; `rows` has their torch
+form and the ops.
 
-Each launcher takes what the op of its name takes. Sums are formed in fp32 (fp64 for fp64) and rounded once. Every
-output element is written by one program, in a fixed order of additions: nothing is atomic, so runs repeat bit by bit.
-Indices are 64 bits wide wherever a product with M enters: N * M may exceed 2^31.
+Each launcher takes what the op of its name takes. Sums are formed in fp32 (fp64 for fp64) and
+rounded once. Every output element is written by one program, in a fixed order of additions: nothing
+is atomic, so runs repeat bit by bit. Indices are 64 bits wide wherever a product with M enters: N *
+M may exceed 2^31.
 """
 
-# T tokens, K top-k, N rows, M model dim; a program works on a tile of BLOCK_N rows (or tokens) by BLOCK_M columns
+# T tokens, K top-k, N rows, M model dim; a program works on a tile of BLOCK_N rows (or tokens) by
+# BLOCK_M columns
 
 import torch
 import triton
@@ -40,7 +43,8 @@ def _dispatch_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _sum_kernel(
     rows, slots, kept, gates, out, num_tokens,
-    WIDTH: tl.constexpr, TOP_K: tl.constexpr, SUM_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, SUM_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -49,11 +53,14 @@ def _sum_kernel(
     for k in range(TOP_K):
         choice = t * TOP_K + k
         wanted = t < num_tokens
-        if kept is not None:  # no read at all: the row of a dropped choice may hold anything, or be missing
+        # no read at all: the row of a dropped choice may hold anything, or be missing
+        if kept is not None:
             wanted = wanted & (tl.load(kept + choice, mask=wanted, other=0) != 0)
         slot = tl.load(slots + choice, mask=wanted, other=0)
         mask = wanted[:, None] & inside[None, :]
-        term = tl.load(rows + slot[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0).to(SUM_DTYPE)
+        term = tl.load(rows + slot[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0).to(
+            SUM_DTYPE
+        )
         if gates is not None:
             gate = tl.load(gates + choice, mask=wanted, other=0.0).to(SUM_DTYPE)
             term = term * gate[:, None]
@@ -65,13 +72,15 @@ def _sum_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _combine_backward_kernel(
     grad, rows, gates, choices, slots, kept, grad_rows, grad_gates, num_rows,
-    WIDTH: tl.constexpr, TOP_K: tl.constexpr, SUM_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, SUM_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     there = n < num_rows
     choice = tl.load(choices + n, mask=there, other=0)
     used = there
-    if kept is not None:  # a row past the last choice names a choice as well, but is not that choice's slot
+    # a row past the last choice names a choice as well, but is not that choice's slot
+    if kept is not None:
         is_kept = tl.load(kept + choice, mask=there, other=0) != 0
         used = there & is_kept & (tl.load(slots + choice, mask=there, other=0) == n)
     gate = tl.load(gates + choice, mask=used, other=0.0).to(SUM_DTYPE)
@@ -86,7 +95,9 @@ def _combine_backward_kernel(
         values = tl.load(rows + of_row, mask=used[:, None] & inside, other=0.0).to(SUM_DTYPE)
         dot += grads * values
         tl.store(
-            grad_rows + of_row, (grads * gate[:, None]).to(grad_rows.dtype.element_ty), mask=there[:, None] & inside
+            grad_rows + of_row,
+            (grads * gate[:, None]).to(grad_rows.dtype.element_ty),
+            mask=there[:, None] & inside,
         )
     tl.store(grad_gates + choice, tl.sum(dot, axis=1).to(grad_gates.dtype.element_ty), mask=used)
 
@@ -101,7 +112,9 @@ def dispatch_rows(tokens: Tensor, choices: Tensor, top_k: int) -> Tensor:
     if rows.numel():
         block_n, block_m = _tile(width)
         grid = (triton.cdiv(num_rows, block_n), triton.cdiv(width, block_m))
-        _dispatch_kernel[grid](tokens, choices.contiguous(), rows, num_rows, width, top_k, block_n, block_m)
+        _dispatch_kernel[grid](
+            tokens, choices.contiguous(), rows, num_rows, width, top_k, block_n, block_m
+        )
     return rows
 
 
@@ -118,7 +131,9 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
         block_n, block_m = _tile(width)
         grid = (triton.cdiv(num_tokens, block_n), triton.cdiv(width, block_m))
         inputs = (rows, *map(_plain, (slots, kept, gates)))
-        _sum_kernel[grid](*inputs, out, num_tokens, width, top_k, _sum_dtype(dtype), block_n, block_m)
+        _sum_kernel[grid](
+            *inputs, out, num_tokens, width, top_k, _sum_dtype(dtype), block_n, block_m
+        )
     return out
 
 
@@ -126,7 +141,8 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
 def combine_rows_backward(
     grad: Tensor, rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of rows [N, M] (0 where a row holds no choice) and of gates [T, K], in one pass over the rows."""
+    """Gradients of rows [N, M] (0 where a row holds no choice) and of gates [T, K], in one pass
+    over the rows."""
     grad, rows = _rows_of(grad), _rows_of(rows)
     _check_indices(rows.device, gates, choices, slots, kept)
     assert grad.shape == (slots.shape[0], rows.shape[1])
@@ -134,7 +150,8 @@ def combine_rows_backward(
     assert all(x is None or x.shape == slots.shape for x in (kept, gates))
     (num_rows, width), top_k = rows.shape, slots.shape[1]
     grad_rows = torch.empty_like(rows)
-    grad_gates = torch.zeros_like(gates, memory_format=torch.contiguous_format)  # dropped choices keep the 0
+    # dropped choices keep the 0
+    grad_gates = torch.zeros_like(gates, memory_format=torch.contiguous_format)
     if rows.numel():
         block_n, block_m = _tile(width)
         inputs = (grad, rows, *map(_plain, (gates, choices, slots, kept)))
@@ -158,7 +175,8 @@ def _plain(x: Tensor | None) -> Tensor | None:
     if x is None:
         return None
     x = x.contiguous()
-    return x.view(torch.uint8) if x.dtype == torch.bool else x  # a pointer to single bits is a special case in Triton
+    # a pointer to single bits is a special case in Triton
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
 def _rows_of(x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Expert weights from the ranks that share them: r = 0 gathers all experts, E < W the parts of one."""
+"""Expert weights from the ranks that share them: r = 0 gathers all experts, E < W the parts of
+one."""
 
 # W ranks, E experts, M model dim
 
@@ -15,10 +16,12 @@ from moe_core.parallel.part import Part
 def strategy_weights(
     experts: Experts, num_experts: int, group: ExpertGroup, r: int, dtype: torch.dtype
 ) -> ExpertWeights:
-    """What this rank computes with under strategy r; the gradients return to the owners, summed over the ranks.
+    """What this rank computes with under strategy r; the gradients return to the owners, summed
+    over the ranks.
 
-    r = 0: all experts. Otherwise this rank's own; where s ranks share one, the 1/r of its hidden dim that s/r of them
-    hold. The output bias is cut likewise, along M, and 0 elsewhere: the r partial results add up to the whole.
+    r = 0: all experts. Otherwise this rank's own; where s ranks share one, the 1/r of its hidden
+    dim that s/r of them hold. The output bias is cut likewise, along M, and 0 elsewhere: the r
+    partial results add up to the whole.
     """
     model_dim, shard = experts.config.model_dim, experts.shard
     joined = group.size if r == 0 else shard.num_parts // r
@@ -40,14 +43,16 @@ def strategy_weights(
 
 @torch.no_grad()
 def join_parts(own: Tensor, shard: ExpertShard, group: ExpertGroup) -> Tensor:
-    """This rank's part [1, n, ...] of an expert that several ranks share -> the whole, on each of them; else `own`."""
+    """This rank's part [1, n, ...] of an expert that several ranks share -> the whole, on each of
+    them; else `own`."""
     if shard.num_parts == 1:
         return own
     return _gather(own, group, group.owners(shard.num_parts)).view(1, -1, *own.shape[2:])
 
 
 class _Gather(torch.autograd.Function):
-    """own [n, ...] of every rank -> [ranks * n, ...] in `dtype`; gradients are summed in the parameter's own dtype."""
+    """own [n, ...] of every rank -> [ranks * n, ...] in `dtype`; gradients are summed in the
+    parameter's own dtype."""
 
     @staticmethod
     def forward(ctx, own, group, owners, dtype):

@@ -1,4 +1,5 @@
-"""The ranks that share a layer's experts, and the parts of them that its strategies exchange among."""
+"""The ranks that share a layer's experts, and the parts of them that its strategies exchange
+among."""
 
 # W ranks of the group, g ranks per node, N nodes
 
@@ -22,7 +23,8 @@ class CollectiveError(RuntimeError):
 
 @dataclass
 class Traffic:
-    """What this rank sent, by the receiver's rank in the expert group; metadata (counts of rows) is not in it."""
+    """What this rank sent, by the receiver's rank in the expert group; metadata (counts of rows) is
+    not in it."""
 
     elements: Counter = field(default_factory=Counter)
     messages: Counter = field(default_factory=Counter)
@@ -37,8 +39,10 @@ class StrategyGroups:
     """Process groups of this rank, beside the expert group's own.
 
     Attributes:
-        exchange: all ranks of the expert group once more. This one and `nodes` are for work on the lane.
-        nodes: by ranks per node: the ranks of this rank's node, and the ranks with its place in each node.
+        exchange: all ranks of the expert group once more. This one and `nodes` are for work on the
+            lane.
+        nodes: by ranks per node: the ranks of this rank's node, and the ranks with its place in
+            each node.
         owners: by size: so many consecutive ranks, which gather each other's weights.
     """
 
@@ -48,27 +52,33 @@ class StrategyGroups:
 
 
 class ExpertGroup:
-    """A process group over which experts are spread, and optionally the group of this rank's replicas.
+    """A process group over which experts are spread, and optionally the group of this rank's
+    replicas.
 
-    `make_expert_groups` makes one, with all process groups that strategies use; every rank of the world calls it. An
-    ExpertGroup of your own process group needs the members of that alone, and makes no other. Its results are the same,
-    and everything it sends goes over that process group, in the order of the calls:
+    `make_expert_groups` makes one, with all process groups that strategies use; every rank of the
+    world calls it. An ExpertGroup of your own process group needs the members of that alone, and
+    makes no other. Its results are the same, and everything it sends goes over that process group,
+    in the order of the calls:
 
     - Exchanges do not overlap with work.
-    - A 2DH exchange and the weights of an expert that several ranks share go through all-to-alls over all its ranks.
+    - A 2DH exchange and the weights of an expert that several ranks share go through all-to-alls
+      over all its ranks.
 
-    Layers that are given the same ExpertGroup share what their strategies set up. Copies of a model (an averaged one,
-    say) share it: a process group cannot be copied. Operations wait for other ranks as long as their process group's
-    timeout says.
+    Layers that are given the same ExpertGroup share what their strategies set up. Copies of a model
+    (an averaged one, say) share it: a process group cannot be copied. Operations wait for other
+    ranks as long as their process group's timeout says.
 
     Args:
         process_group: None is a group of one, which needs no torch.distributed.
-        replicas: the ranks that own the same experts as this one, in other expert groups; None: there are none.
+        replicas: the ranks that own the same experts as this one, in other expert groups; None:
+            there are none.
         ranks_per_node: consecutive ranks of the group that share a node; None: as torchrun says.
-        strategy_groups: what `make_expert_groups` made for the strategies; None: they share `process_group`.
+        strategy_groups: what `make_expert_groups` made for the strategies; None: they share
+            `process_group`.
 
     Raises:
-        ValueError: ranks_per_node does not divide the group; this process is not a member of the group.
+        ValueError: ranks_per_node does not divide the group; this process is not a member of the
+            group.
     """
 
     def __init__(
@@ -93,7 +103,8 @@ class ExpertGroup:
         self._strategy_groups = strategy_groups or StrategyGroups(process_group, {}, {})
         self.lane = Lane(concurrent=strategy_groups is not None)
         self.traffic: Traffic | None = None
-        self.tuner = None  # set by moe_core.parallel.tuner, which shares its findings between the group's layers
+        # set by moe_core.parallel.tuner, which shares its findings between the group's layers
+        self.tuner = None
 
     @classmethod
     def of(cls, group: "dist.ProcessGroup | ExpertGroup | None") -> "ExpertGroup":
@@ -114,20 +125,26 @@ class ExpertGroup:
         return int(largest)
 
     def all_reduce(
-        self, values: Tensor, process_group: dist.ProcessGroup, what: str, op: dist.ReduceOp = dist.ReduceOp.SUM
+        self,
+        values: Tensor,
+        process_group: dist.ProcessGroup,
+        what: str,
+        op: dist.ReduceOp = dist.ReduceOp.SUM,
     ) -> None:
         """In place, over the group's own or its replicas' process group."""
         with self.named_errors(what):
             dist.all_reduce(values, op, group=process_group)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The differentiable sum of `values` over the group and its replicas: over all data-parallel ranks."""
+        """The differentiable sum of `values` over the group and its replicas: over all
+        data-parallel ranks."""
         for process_group in (self.process_group, self.replicas):
             if process_group is not None and process_group.size() > 1:
                 values = _AllReduce.apply(values, self, process_group)
         return values
 
-    # The parts that the group is cut into. The first three are for work on the lane, the last for work beside it.
+    # The parts that the group is cut into. The first three are for work on the lane, the last for
+    # work beside it.
 
     def all_ranks(self) -> Part:
         return Part(range(self.size), self._strategy_groups.exchange)
@@ -159,8 +176,9 @@ class ExpertGroup:
         """`given`, or what the group was given, or as torchrun's variables say.
 
         Raises:
-            ValueError: it does not divide the group; nothing is known; the group takes unequal parts of its nodes.
-                Without a given value the ranks compare theirs first, so that all of them raise.
+            ValueError: it does not divide the group; nothing is known; the group takes unequal
+                parts of its nodes. Without a given value the ranks compare theirs first, so that
+                all of them raise.
         """
         if given is not None:
             return check_ranks_per_node(given, self.size)
@@ -168,7 +186,9 @@ class ExpertGroup:
             return self._given_ranks_per_node or 1
         found = self._local_world_sizes()
         if found[0] == 0 or len(set(found)) > 1:
-            raise ValueError(f"ranks_per_node must be given: LOCAL_WORLD_SIZE of the {self} is {found}")
+            raise ValueError(
+                f"ranks_per_node must be given: LOCAL_WORLD_SIZE of the {self} is {found}"
+            )
         return ranks_on_each_node(self._global_ranks(), found[0])
 
     def _local_world_sizes(self) -> list[int]:
@@ -191,12 +211,14 @@ class ExpertGroup:
 
     @contextmanager
     def named_errors(self, operation: str) -> Iterator[None]:
-        """Gives a failed collective the name of the operation and the group: a peer has died, or did not come."""
+        """Gives a failed collective the name of the operation and the group: a peer has died, or
+        did not come."""
         try:
             yield
         except RuntimeError as error:
             raise CollectiveError(
-                f"{operation} failed on rank {self._global_ranks()[self.rank]} of the {self}; has another one ended, or"
+                f"{operation} failed on rank {self._global_ranks()[self.rank]} of the {self}; has"
+                " another one ended, or"
                 f" not come in time? ({error})"
             ) from error
 
@@ -206,7 +228,9 @@ class ExpertGroup:
         return device_of(self.process_group)
 
     def _global_ranks(self) -> list[int]:
-        return [0] if self.process_group is None else dist.get_process_group_ranks(self.process_group)
+        return (
+            [0] if self.process_group is None else dist.get_process_group_ranks(self.process_group)
+        )
 
 
 class _AllReduce(torch.autograd.Function):
@@ -231,12 +255,14 @@ def check_ranks_per_node(given: int, size: int) -> int:
 
 
 def ranks_on_each_node(ranks: Sequence[int], local_world_size: int) -> int:
-    """How many of an expert group's `ranks` lie on each node, where so many ranks of the world do."""
+    """How many of an expert group's `ranks` lie on each node, where so many ranks of the world
+    do."""
     nodes = [rank // local_world_size for rank in ranks]
     here = nodes.count(nodes[0])
     if nodes != [node for node in dict.fromkeys(nodes) for _ in range(here)]:
         raise ValueError(
-            f"the expert group's ranks lie on nodes {nodes} (LOCAL_WORLD_SIZE {local_world_size}): each node must hold"
+            f"the expert group's ranks lie on nodes {nodes} (LOCAL_WORLD_SIZE {local_world_size}):"
+            " each node must hold"
             " equally many, side by side; or give ranks_per_node"
         )
     return here

@@ -1,4 +1,5 @@
-"""Work that runs beside the caller's: a thread where tensors are on the CPU, a side stream on a GPU."""
+"""Work that runs beside the caller's: a thread where tensors are on the CPU, a side stream on a
+GPU."""
 
 import threading
 from collections.abc import Callable
@@ -10,12 +11,14 @@ from torch import Tensor
 
 
 class Lane:
-    """Runs what it is given in that order, one after the other; every rank of a group must give the same.
+    """Runs what it is given in that order, one after the other; every rank of a group must give the
+    same.
 
     Args:
-        concurrent: whether work runs beside the caller's. The process groups that it uses must then be used nowhere
-            else: two threads on one process group would meet their peers in an order that differs from rank to rank.
-            Otherwise work runs when it is submitted, on the caller's own thread and stream.
+        concurrent: whether work runs beside the caller's. The process groups that it uses must then
+            be used nowhere else: two threads on one process group would meet their peers in an
+            order that differs from rank to rank. Otherwise work runs when it is submitted, on the
+            caller's own thread and stream.
     """
 
     def __init__(self, concurrent: bool) -> None:
@@ -23,10 +26,14 @@ class Lane:
         self._queue: SimpleQueue | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def submit(self, function: Callable[..., None], tensors: tuple[Tensor, ...], *args) -> Callable[[], None]:
-        """Begin `function(*tensors, *args)`; the result waits for its end and raises what it raised.
+    def submit(
+        self, function: Callable[..., None], tensors: tuple[Tensor, ...], *args
+    ) -> Callable[[], None]:
+        """Begin `function(*tensors, *args)`; the result waits for its end and raises what it
+        raised.
 
-        On a GPU only the caller's current stream waits. The tensors, inputs and outputs alike, are made by the caller.
+        On a GPU only the caller's current stream waits. The tensors, inputs and outputs alike, are
+        made by the caller.
         """
         tensors = tuple(tensor.detach() for tensor in tensors)
         if not self._concurrent:
@@ -36,12 +43,16 @@ class Lane:
         if self._queue is None:
             self._queue = SimpleQueue()
             # daemon: a process whose main thread failed must not wait for peers before it ends
-            threading.Thread(target=_serve, args=(self._queue,), name="moe_core lane", daemon=True).start()
+            threading.Thread(
+                target=_serve, args=(self._queue,), name="moe_core lane", daemon=True
+            ).start()
         future: Future = Future()
         self._queue.put((future, torch.is_inference_mode_enabled(), function, tensors, args))
         return future.result
 
-    def _submit_to_stream(self, function: Callable[..., None], tensors: tuple[Tensor, ...], *args) -> Callable:
+    def _submit_to_stream(
+        self, function: Callable[..., None], tensors: tuple[Tensor, ...], *args
+    ) -> Callable:
         device = tensors[0].device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -51,11 +62,14 @@ class Lane:
             function(*tensors, *args)
             done = stream.record_event()
         for tensor in tensors:
-            tensor.record_stream(stream)  # the allocator must not hand its memory on before the stream is through
+            # the allocator must not hand its memory on before the stream is through
+            tensor.record_stream(stream)
         return lambda: torch.cuda.current_stream(device).wait_event(done)
 
 
-def _run_now(function: Callable[..., None], tensors: tuple[Tensor, ...], *args) -> Callable[[], None]:
+def _run_now(
+    function: Callable[..., None], tensors: tuple[Tensor, ...], *args
+) -> Callable[[], None]:
     future: Future = Future()
     try:
         with torch.no_grad():
@@ -70,7 +84,8 @@ def _serve(queue: SimpleQueue) -> None:
     while True:
         future, inference, function, tensors, args = queue.get()
         try:
-            if failure is not None:  # the peers are not where this rank is: nothing more can be exchanged
+            # the peers are not where this rank is: nothing more can be exchanged
+            if failure is not None:
                 raise failure
             with torch.inference_mode() if inference else torch.no_grad():
                 function(*tensors, *args)

@@ -1,8 +1,9 @@
 """Expert groups over the world, and all process groups that their strategies use.
 
-The members of a process group could make it when they first need it, without the other ranks. But torch gives it a name
-that depends on how many process groups a rank has made before, and with NCCL it may split the world's communicator,
-which all ranks have to do together. So every rank makes every process group here, in the same order.
+The members of a process group could make it when they first need it, without the other ranks. But
+torch gives it a name that depends on how many process groups a rank has made before, and with NCCL
+it may split the world's communicator, which all ranks have to do together. So every rank makes
+every process group here, in the same order.
 """
 
 # W ranks of an expert group, g ranks per node
@@ -27,8 +28,9 @@ from moe_core.parallel.groups import (
 def make_expert_groups(
     expert_parallel_size: int, timeout: timedelta | None = None, ranks_per_node: int | None = None
 ) -> ExpertGroup:
-    """Cut the world (the default group) into expert groups of consecutive ranks; ranks that own the same experts are
-    replicas. Every rank of the world calls this, and it is the only one that has to.
+    """Cut the world (the default group) into expert groups of consecutive ranks; ranks that own the
+    same experts are replicas. Every rank of the world calls this, and it is the only one that has
+    to.
 
     Args:
         timeout: of all process groups made for experts; None: torch's default.
@@ -40,7 +42,9 @@ def make_expert_groups(
     """
     num_ranks, size = dist.get_world_size(), expert_parallel_size
     if size < 1 or num_ranks % size:
-        raise ValueError(f"expert_parallel_size ({size}) must divide the number of ranks ({num_ranks})")
+        raise ValueError(
+            f"expert_parallel_size ({size}) must divide the number of ranks ({num_ranks})"
+        )
     if ranks_per_node is not None:
         check_ranks_per_node(ranks_per_node, size)
     groups = [list(range(first, first + size)) for first in range(0, num_ranks, size)]
@@ -48,12 +52,15 @@ def make_expert_groups(
         return _make(groups, timeout, ranks_per_node)
     except RuntimeError as error:
         raise CollectiveError(
-            f"making the process groups of experts failed on rank {dist.get_rank()} of {num_ranks}; has another one"
+            f"making the process groups of experts failed on rank {dist.get_rank()} of {num_ranks};"
+            " has another one"
             f" ended, or not come in time? ({error})"
         ) from error
 
 
-def _make(groups: list[list[int]], timeout: timedelta | None, ranks_per_node: int | None) -> ExpertGroup:
+def _make(
+    groups: list[list[int]], timeout: timedelta | None, ranks_per_node: int | None
+) -> ExpertGroup:
     experts = _subgroup(groups, timeout, "experts")
     replicas = None
     if len(groups) > 1:
@@ -62,7 +69,9 @@ def _make(groups: list[list[int]], timeout: timedelta | None, ranks_per_node: in
     if len(groups[0]) == 1:
         return ExpertGroup(experts, replicas, ranks_per_node)
     per_node = ranks_per_node or _common_ranks_per_node(groups, experts, replicas)
-    return ExpertGroup(experts, replicas, ranks_per_node, _make_strategy_groups(groups, timeout, per_node))
+    return ExpertGroup(
+        experts, replicas, ranks_per_node, _make_strategy_groups(groups, timeout, per_node)
+    )
 
 
 def _make_strategy_groups(
@@ -83,9 +92,13 @@ def _make_strategy_groups(
     return StrategyGroups(exchange, nodes, owners)
 
 
-def _subgroup(partition: Sequence[list[int]], timeout: timedelta | None, purpose: str) -> dist.ProcessGroup:
+def _subgroup(
+    partition: Sequence[list[int]], timeout: timedelta | None, purpose: str
+) -> dist.ProcessGroup:
     """This rank's one of the process groups into which `partition` cuts the world."""
-    own, _ = dist.new_subgroups_by_enumeration(partition, timeout=timeout, group_desc=f"moe_core {purpose}")
+    own, _ = dist.new_subgroups_by_enumeration(
+        partition, timeout=timeout, group_desc=f"moe_core {purpose}"
+    )
     return own
 
 
@@ -100,7 +113,8 @@ def _strides(groups: list[list[int]], step: int) -> list[list[int]]:
 def _common_ranks_per_node(
     groups: list[list[int]], experts: dist.ProcessGroup, replicas: dist.ProcessGroup | None
 ) -> int | None:
-    """How many ranks of an expert group share a node, where torchrun says so and all expert groups are alike."""
+    """How many ranks of an expert group share a node, where torchrun says so and all expert groups
+    are alike."""
     here = local_world_size()
     bounds = torch.tensor([here, -here], device=device_of(experts))
     for process_group in (experts, replicas):  # one after the other: over the world

@@ -8,14 +8,17 @@ from torch import Tensor
 
 
 class Part:
-    """Some ranks of an expert group. The group is cut into such parts, and all of them communicate at the same time.
+    """Some ranks of an expert group. The group is cut into such parts, and all of them communicate
+    at the same time.
 
-    A part has a process group of its own, or it shares one with the other parts of the expert group. In a shared one an
-    all-to-all takes place among all ranks of the expert group, and the ranks of other parts are sent no rows.
+    A part has a process group of its own, or it shares one with the other parts of the expert
+    group. In a shared one an all-to-all takes place among all ranks of the expert group, and the
+    ranks of other parts are sent no rows.
 
     Args:
         members: ranks in the expert group, this one among them.
-        process_group: of the members alone, or of the whole expert group; None: one rank without torch.distributed.
+        process_group: of the members alone, or of the whole expert group; None: one rank without
+            torch.distributed.
     """
 
     def __init__(self, members: range, process_group: dist.ProcessGroup | None) -> None:
@@ -23,7 +26,9 @@ class Part:
         self.size = len(members)
         self._is_shared = self.size > 1 and process_group.size() > self.size
 
-    def all_to_all(self, out: Tensor, rows: Tensor, receive: Tensor | None = None, send: Tensor | None = None) -> None:
+    def all_to_all(
+        self, out: Tensor, rows: Tensor, receive: Tensor | None = None, send: Tensor | None = None
+    ) -> None:
         """rows [sum(send), ...] by destination -> `out` [sum(receive), ...] by source.
 
         Args:

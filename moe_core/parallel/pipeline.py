@@ -1,14 +1,16 @@
-"""From this rank's tokens to the experts of all ranks and back, in chunks that overlap with the experts' work.
+"""From this rank's tokens to the experts of all ranks and back, in chunks that overlap with the
+experts' work.
 
-An expert's rows n on one rank are cut in Q runs for the ranks that compute the same part of its hidden dim (E < W), and
-each in d chunks. Of `Q * U` units, U = 2 (d - 1), the first and the last chunk have one and the others two: the first
-one's way there and the last one's way back are what no work can hide. Unit u begins at row `floor(n * u / (Q * U))`.
-Nothing is rounded up to a multiple of d, so the degree changes neither the capacity nor which tokens are dropped. Rows
-travel in the order (chunk, destination).
+An expert's rows n on one rank are cut in Q runs for the ranks that compute the same part of its
+hidden dim (E < W), and each in d chunks. Of `Q * U` units, U = 2 (d - 1), the first and the last
+chunk have one and the others two: the first one's way there and the last one's way back are what no
+work can hide. Unit u begins at row `floor(n * u / (Q * U))`. Nothing is rounded up to a multiple of
+d, so the degree changes neither the capacity nor which tokens are dropped. Rows travel in the order
+(chunk, destination).
 """
 
-# T tokens, W ranks, E experts, E_l experts of a rank, K top-k, N kept rows here, R rows received, M model dim
-# s = max(W / E, 1) ranks of an expert: r hidden parts, each on Q = s / r ranks; d chunks
+# T tokens, W ranks, E experts, E_l experts of a rank, K top-k, N kept rows here, R rows received, M
+# model dim s = max(W / E, 1) ranks of an expert: r hidden parts, each on Q = s / r ranks; d chunks
 
 from collections.abc import Callable
 
@@ -22,23 +24,31 @@ from moe_core.parallel.strategy import ParallelStrategy
 
 
 class Pipeline:
-    """One round trip of one call. The counts of rows are exchanged first and read back to the host, once.
+    """One round trip of one call. The counts of rows are exchanged first and read back to the host,
+    once.
 
     `plan` is the given one with its rows in the order of travel, every choice r times.
     """
 
-    def __init__(self, plan: DispatchPlan, num_experts: int, group: ExpertGroup, strategy: ParallelStrategy) -> None:
+    def __init__(
+        self, plan: DispatchPlan, num_experts: int, group: ExpertGroup, strategy: ParallelStrategy
+    ) -> None:
         self.algorithm = Algorithm(group, strategy.all_to_all, strategy.ranks_per_node)
         self.rank, self.degree, self.copies = group.rank, strategy.pipeline_degree, strategy.r
         ranks_per_expert = max(group.size // num_experts, 1)
         self.sharers = ranks_per_expert // strategy.r  # Q
         self.units = max(2 * (strategy.pipeline_degree - 1), 1)  # U
         counts = plan.offsets.diff(prepend=plan.offsets.new_zeros(1)).long()  # [E] kept rows
-        by_rank = counts.view(-1, 1) if ranks_per_expert == 1 else counts.repeat_interleave(ranks_per_expert)
+        by_rank = (
+            counts.view(-1, 1)
+            if ranks_per_expert == 1
+            else counts.repeat_interleave(ranks_per_expert)
+        )
         by_rank = by_rank.reshape(group.size, -1)  # [W, E_l]
         received, middle = self.algorithm.exchange_counts(by_rank)
         tables = [by_rank, received] + ([] if middle is None else [middle])
-        on_host = torch.cat([table.flatten() for table in tables]).cpu()  # the one wait for the device
+        # the one wait for the device
+        on_host = torch.cat([table.flatten() for table in tables]).cpu()
         on_host = on_host.split([table.numel() for table in tables])
         self._by_rank, self._received, *middles = (
             part.view(table.shape) for part, table in zip(on_host, tables, strict=True)
@@ -73,29 +83,42 @@ class Pipeline:
         expert = expert.repeat_interleave(counts.flatten().to(rows.device), output_size=len(rows))
         order = expert.argsort(stable=True)
         inverse = order.argsort()
-        return _Permute.apply(experts(_Permute.apply(rows, order, inverse), offsets), inverse, order)
+        return _Permute.apply(
+            experts(_Permute.apply(rows, order, inverse), offsets), inverse, order
+        )
 
     def _arrange(self, plan: DispatchPlan, counts: Tensor, num_rows: int) -> DispatchPlan:
-        """Rows in the order (chunk, expert, hidden part, sharer), each choice once for every hidden part."""
+        """Rows in the order (chunk, expert, hidden part, sharer), each choice once for every hidden
+        part."""
         chunks, copies, sharers = self.degree, self.copies, self.sharers
         choices = plan.choices[:num_rows]
         if chunks * copies * sharers == 1:
             return plan._replace(choices=choices)
         device, units = choices.device, sharers * self.units
-        firsts = [q * self.units + self._first_unit(j) for q in range(sharers) for j in range(chunks)]
-        bounds = counts.unsqueeze(1) * torch.tensor([*firsts, units], device=device) // units  # [E, Q d + 1]
+        firsts = [
+            q * self.units + self._first_unit(j) for q in range(sharers) for j in range(chunks)
+        ]
+        # [E, Q d + 1]
+        bounds = counts.unsqueeze(1) * torch.tensor([*firsts, units], device=device) // units
         sizes = bounds.diff(dim=1).view(-1, sharers, chunks).permute(2, 0, 1)  # [d, E, Q]
         sizes = sizes.unsqueeze(2).expand(-1, -1, copies, -1)  # [d, E, r, Q]
         starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view(sizes.shape)
-        expert = torch.arange(len(counts), device=device).repeat_interleave(counts, output_size=num_rows)  # [N]
+        # [N]
+        expert = torch.arange(len(counts), device=device).repeat_interleave(
+            counts, output_size=num_rows
+        )
         place = torch.arange(num_rows, device=device) - (counts.cumsum(0) - counts)[expert]
         unit = (units * (place + 1) - 1) // counts[expert]
         sharer, chunk = unit // self.units, (unit % self.units + 1) // 2
         start = starts[chunk, expert, :, sharer]  # [N, r]
         rows = start + (place - bounds[expert, sharer * chunks + chunk]).unsqueeze(1)  # [N, r]
         copied = choices.unsqueeze(1) * copies + torch.arange(copies, device=device)  # [N, r]
-        new_choices = torch.empty_like(copied.flatten()).scatter_(0, rows.flatten(), copied.flatten())
-        slots = choices.new_zeros(plan.slots.numel() * copies).scatter_(0, copied.flatten(), rows.flatten())
+        new_choices = torch.empty_like(copied.flatten()).scatter_(
+            0, rows.flatten(), copied.flatten()
+        )
+        slots = choices.new_zeros(plan.slots.numel() * copies).scatter_(
+            0, copied.flatten(), rows.flatten()
+        )
         kept = None if plan.kept is None else plan.kept.repeat_interleave(copies, 1)
         slots = slots.view(len(plan.slots), plan.slots.shape[1] * copies)
         return plan._replace(choices=new_choices, slots=slots, kept=kept)
@@ -107,8 +130,12 @@ class Pipeline:
         middle = None
         if self._middle is not None:
             per_node = self.algorithm.per_node
-            targets = torch.arange(self.algorithm.nodes, device="cpu") * per_node + self.rank % per_node
-            middle = self._run_sizes(self._middle, self._sharer(targets)[None, :, None], chunk).sum(2)
+            targets = (
+                torch.arange(self.algorithm.nodes, device="cpu") * per_node + self.rank % per_node
+            )
+            middle = self._run_sizes(self._middle, self._sharer(targets)[None, :, None], chunk).sum(
+                2
+            )
         return Splits(send.sum(1), receive.sum(1), middle)
 
     def _sharer(self, rank: Tensor | int) -> Tensor | int:

@@ -1,6 +1,8 @@
-"""How one call of a layer uses its expert group; every choice gives the same result on the same parameters."""
+"""How one call of a layer uses its expert group; every choice gives the same result on the same
+parameters."""
 
-# W ranks of the group, E experts of the layer, s = W / E ranks that share an expert (E < W), H hidden dim
+# W ranks of the group, E experts of the layer, s = W / E ranks that share an expert (E < W), H
+# hidden dim
 
 from dataclasses import dataclass
 
@@ -12,14 +14,15 @@ class ParallelStrategy:
     """A per-call choice that moves no parameter and changes neither loss nor gradients.
 
     Args:
-        r: what travels. 0: the expert weights do, all-gathered, and tokens stay (data parallel). E >= W: 1 sends the
-            tokens to their experts (expert parallel). E < W: 1 or any divisor of s; every token goes to r ranks, each
-            of which computes 1/r of the hidden dim after gathering weights from the s/r ranks beside it (1: expert +
-            data parallel, s: expert + model parallel).
-        pipeline_degree: chunks into which the exchange and the experts' work are cut, so that one chunk travels while
-            another is worked on.
-        all_to_all: "linear" sends a message to every rank; "2dh" goes first to the ranks of this node, then between
-            nodes, in fewer and larger messages.
+        r: what travels. 0: the expert weights do, all-gathered, and tokens stay (data parallel). E
+            >= W: 1 sends the tokens to their experts (expert parallel). E < W: 1 or any divisor of
+            s; every token goes to r ranks, each of which computes 1/r of the hidden dim after
+            gathering weights from the s/r ranks beside it (1: expert + data parallel, s: expert +
+            model parallel).
+        pipeline_degree: chunks into which the exchange and the experts' work are cut, so that one
+            chunk travels while another is worked on.
+        all_to_all: "linear" sends a message to every rank; "2dh" goes first to the ranks of this
+            node, then between nodes, in fewer and larger messages.
         ranks_per_node: of the group; None: as torchrun says.
 
     Raises:
@@ -41,14 +44,18 @@ class ParallelStrategy:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}")
         if self.all_to_all not in ALGORITHMS:
-            raise ValueError(f"all_to_all ({self.all_to_all!r}) must be one of {', '.join(ALGORITHMS)}")
+            raise ValueError(
+                f"all_to_all ({self.all_to_all!r}) must be one of {', '.join(ALGORITHMS)}"
+            )
 
     def check(self, num_experts: int, group_size: int) -> None:
-        """Raise ValueError where r is not valid for so many experts over so many ranks; the valid ones are listed."""
+        """Raise ValueError where r is not valid for so many experts over so many ranks; the valid
+        ones are listed."""
         valid = valid_r(num_experts, group_size)
         if self.r not in valid:
             raise ValueError(
-                f"r ({self.r}) is not valid for num_experts ({num_experts}) over an expert-parallel size of"
+                f"r ({self.r}) is not valid for num_experts ({num_experts}) over an expert-parallel"
+                " size of"
                 f" {group_size}: it must be one of {', '.join(map(str, valid))}"
             )
 

@@ -1,13 +1,17 @@
 """Finds the fastest strategy for each layer shape and capacity while training runs.
 
-1. A call's key is its layer's shape and the bucket of the capacity it needs now: rows of one rank for one expert, up to
-   the next power of two. Layers of equal shape over one group share what is found.
-2. The cost model ranks the strategies. In that order each is used for one training call, forward and backward, and
-   timed; what is far behind goes, and the rest is tried again, interleaved, until one is left or eight rounds are over.
-3. A budget bounds the time lost on strategies that turn out slower: 10 calls' worth of each layer, 1% of 1,000 steps.
+1. A call's key is its layer's shape and the bucket of the capacity it needs now: rows of one rank
+   for one expert, up to the next power of two. Layers of equal shape over one group share what is
+   found.
+2. The cost model ranks the strategies. In that order each is used for one training call, forward
+   and backward, and timed; what is far behind goes, and the rest is tried again, interleaved, until
+   one is left or eight rounds are over.
+3. A budget bounds the time lost on strategies that turn out slower: 10 calls' worth of each layer,
+   1% of 1,000 steps.
 
-A timed call is an ordinary step of training: no strategy changes the result. Times are averaged over the ranks before
-anyone looks at them, and everything else is a function of those, so the ranks agree without asking.
+A timed call is an ordinary step of training: no strategy changes the result. Times are averaged
+over the ranks before anyone looks at them, and everything else is a function of those, so the ranks
+agree without asking.
 
 Source: arXiv 2206.03382 (Tutel), section 3.2, which keeps such a dictionary; the search differs.
 """
@@ -79,7 +83,8 @@ class Trial:
         return _Mark.apply(tokens, self._gradient_ends)
 
     def end(self, y: Tensor) -> Tensor:
-        # Set as a whole: where activations are recomputed, a forward pass may begin again and break off.
+        # Set as a whole: where activations are recomputed, a forward pass may begin again and break
+        # off.
         self._forward = _between(self._start, _now(y))
         return _Mark.apply(y, self._gradient_begins)
 
@@ -155,15 +160,20 @@ class _Search:
 
 
 class Tuner:
-    """The decisions for all layers over one expert group; `MoELayer(strategy="auto")` asks `Tuner.of(group)`.
+    """The decisions for all layers over one expert group; `MoELayer(strategy="auto")` asks
+    `Tuner.of(group)`.
 
     Args:
-        machine: for the cost model; None: measured at the first training call, in less than a second.
+        machine: for the cost model; None: measured at the first training call, in less than a
+            second.
         degrees: pipeline degrees to try.
     """
 
     def __init__(
-        self, group: ExpertGroup, machine: Machine | None = None, degrees: Sequence[int] = (1, 2, 4, 8)
+        self,
+        group: ExpertGroup,
+        machine: Machine | None = None,
+        degrees: Sequence[int] = (1, 2, 4, 8),
     ) -> None:
         self.group, self.machine, self.degrees = group, machine, tuple(degrees)
         try:
@@ -184,16 +194,24 @@ class Tuner:
             group.tuner = cls(group)
         return group.tuner
 
-    def key(self, config: MoEConfig, top_k: int, element_size: int, built_in: bool, capacity: int) -> Key:
-        """Of a call that needs room for `capacity` rows of one rank for one expert; the same on all ranks."""
+    def key(
+        self, config: MoEConfig, top_k: int, element_size: int, built_in: bool, capacity: int
+    ) -> Key:
+        """Of a call that needs room for `capacity` rows of one rank for one expert; the same on all
+        ranks."""
         dims = (config.model_dim, config.hidden_dim, config.num_experts, top_k, element_size)
-        return Key(*dims, self.group.size, self.ranks_per_node, built_in, max(capacity - 1, 0).bit_length())
+        return Key(
+            *dims, self.group.size, self.ranks_per_node, built_in, max(capacity - 1, 0).bit_length()
+        )
 
-    def choose(self, layer: nn.Module, key: Key, explore: bool) -> tuple[ParallelStrategy, Trial | None]:
-        """The strategy of a call, and the trial that it is, if it is one. The ranks of the group call this together.
+    def choose(
+        self, layer: nn.Module, key: Key, explore: bool
+    ) -> tuple[ParallelStrategy, Trial | None]:
+        """The strategy of a call, and the trial that it is, if it is one. The ranks of the group
+        call this together.
 
-        The layer's last trial has to finish its backward pass before the next begins: gradient accumulation and
-        recomputed activations repeat a strategy.
+        The layer's last trial has to finish its backward pass before the next begins: gradient
+        accumulation and recomputed activations repeat a strategy.
         """
         if not explore:
             return self._known(key), None
@@ -208,20 +226,29 @@ class Tuner:
         return self._known(key), None
 
     def decisions(self) -> dict[Key, ParallelStrategy]:
-        return {key: search.decided for key, search in self._searches.items() if search.decided is not None}
+        return {
+            key: search.decided
+            for key, search in self._searches.items()
+            if search.decided is not None
+        }
 
     def state_dict(self) -> list[dict]:
         """The decisions, as JSON takes them."""
-        return [{"key": key._asdict(), "strategy": asdict(strategy)} for key, strategy in self.decisions().items()]
+        return [
+            {"key": key._asdict(), "strategy": asdict(strategy)}
+            for key, strategy in self.decisions().items()
+        ]
 
     def load_state_dict(self, state: list[dict]) -> None:
-        """Take over decisions; those of another group size or shape stay unused until it comes back."""
+        """Take over decisions; those of another group size or shape stay unused until it comes
+        back."""
         for entry in state:
             strategy = ParallelStrategy(**entry["strategy"])
             self._searches[Key(**entry["key"])] = _Search({strategy: 0.0}, strategy)
 
     def _known(self, key: Key) -> ParallelStrategy:
-        """Without a trial: what is decided or best so far, else what is for the nearest capacity, else the default."""
+        """Without a trial: what is decided or best so far, else what is for the nearest capacity,
+        else the default."""
         if key in self._searches:
             return self._searches[key].best()
         alike = [other for other in self._searches if other[:-1] == key[:-1]]
@@ -237,7 +264,8 @@ class Tuner:
             strategy = search.queue.pop(0)
             if self.lost + search.loss(strategy) <= BUDGET * max(len(self._open), 1):
                 setup = (strategy.r, strategy.all_to_all, key.element_size)
-                is_warm_up = setup not in self._warm  # communicators and buffers are made by the first call
+                # communicators and buffers are made by the first call
+                is_warm_up = setup not in self._warm
                 if is_warm_up:
                     self._warm.add(setup)
                     search.queue.insert(0, strategy)
@@ -249,10 +277,15 @@ class Tuner:
 
     def _begin(self, key: Key) -> _Search:
         if self.machine is None:
-            self.machine = calibrate(self.group.process_group, key.ranks_per_node, self.group.device)
+            self.machine = calibrate(
+                self.group.process_group, key.ranks_per_node, self.group.device
+            )
         found = ranked(self.machine, key.shape(), key.group_size, key.ranks_per_node, self.degrees)
-        predicted = {strategy: seconds for strategy, seconds in found if key.built_in or strategy.r == 1}
-        near = self._known(key)  # a decision for another capacity is a better guess than the model's
+        predicted = {
+            strategy: seconds for strategy, seconds in found if key.built_in or strategy.r == 1
+        }
+        # a decision for another capacity is a better guess than the model's
+        near = self._known(key)
         order = sorted(predicted, key=lambda strategy: strategy != near)
         return _Search(predicted, queue=order)
 
@@ -290,8 +323,15 @@ class Tuner:
         search.decided, search.queue = search.best(), []
         guess = next(iter(search.predicted))
         _log.info(
-            "M=%d H=%d E=%d K=%d over %d ranks, capacity up to %d: %s, %s; predicted %s, %s; %d tried in %d rounds",
-            *(*key[:4], key.group_size, 2**key.bucket, search.decided, _milliseconds(search, search.decided)),
+            "M=%d H=%d E=%d K=%d over %d ranks, capacity up to %d: %s, %s; predicted %s, %s; %d"
+            " tried in %d rounds",
+            *(
+                *key[:4],
+                key.group_size,
+                2**key.bucket,
+                search.decided,
+                _milliseconds(search, search.decided),
+            ),
             *(guess, _milliseconds(search, guess), len(search.seconds), search.rounds),
         )
 

@@ -1,4 +1,5 @@
-"""Weights of other programs to checkpoints of this project and back, and what a checkpoint holds."""
+"""Weights of other programs to checkpoints of this project and back, and what a checkpoint
+holds."""
 
 from swinv2_moe.convert.convert import EXPORTS, IMPORTS, export_weights, import_weights
 from swinv2_moe.convert.summary import Summary, summarize

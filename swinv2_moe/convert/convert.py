@@ -1,4 +1,5 @@
-"""Checkpoints of this project from files of weights, and the other way; all is checked before anything is written."""
+"""Checkpoints of this project from files of weights, and the other way; all is checked before
+anything is written."""
 
 import json
 import math
@@ -13,8 +14,20 @@ from yacs.config import CfgNode
 from moe_core import moe_layers
 from swinv2_moe.config import config_from_text
 from swinv2_moe.convert import layouts
-from swinv2_moe.convert.files import check_new, compact, find_sources, rank_file, read_states, write_files
-from swinv2_moe.engine.checkpoint import count_classes, find_checkpoint, read_weights_of, write_weights
+from swinv2_moe.convert.files import (
+    check_new,
+    compact,
+    find_sources,
+    rank_file,
+    read_states,
+    write_files,
+)
+from swinv2_moe.engine.checkpoint import (
+    count_classes,
+    find_checkpoint,
+    read_weights_of,
+    write_weights,
+)
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import parse_json
 from swinv2_moe.forms import COUNT, TEXT, list_of
@@ -43,7 +56,8 @@ def import_weights(
         kind: one of IMPORTS.
         source: for swin-moe and tutel what `find_sources` takes.
         config: the model; None: the one that a single file holds.
-        class_names: in the order of the classifier's outputs; None: those in the file, otherwise none.
+        class_names: in the order of the classifier's outputs; None: those in the file, otherwise
+            none.
         noise: of upcycled experts (`load_dense`); its seed is config.SEED.
 
     Raises:
@@ -75,8 +89,11 @@ def import_weights(
     write_weights(output, model, _fitting(tensors, model, source), config, class_names or [], step)
 
 
-def export_weights(kind: str, checkpoint: Path, output: Path, ranks: int | None = None, legacy: bool = True) -> None:
-    """Write the weights to deploy (the averaged ones where there are any) of a checkpoint or run as another's files.
+def export_weights(
+    kind: str, checkpoint: Path, output: Path, ranks: int | None = None, legacy: bool = True
+) -> None:
+    """Write the weights to deploy (the averaged ones where there are any) of a checkpoint or run as
+    another's files.
 
     Args:
         kind: one of EXPORTS.
@@ -85,16 +102,23 @@ def export_weights(kind: str, checkpoint: Path, output: Path, ranks: int | None 
         legacy: of swin-moe, Tutel's form of the released files; otherwise that of newer code.
 
     Raises:
-        UserError: no whole checkpoint, ranks that do not divide, a file that exists; nothing is written then.
+        UserError: no whole checkpoint, ranks that do not divide, a file that exists; nothing is
+            written then.
     """
     found = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
     config = config_from_text(found.meta["config"], f"checkpoint {found.directory}")
     model = _meta_model(config, count_classes(found))
     if kind == "single":
         if ranks is not None or output.suffix != ".safetensors":
-            raise UserError(f"--output {output}: a single file is one .safetensors file, without --ranks")
+            raise UserError(
+                f"--output {output}: a single file is one .safetensors file, without --ranks"
+            )
         check_new(output)
-        metadata = {"format": SINGLE_FORMAT, "step": str(found.meta["step"]), "config": config.dump()}
+        metadata = {
+            "format": SINGLE_FORMAT,
+            "step": str(found.meta["step"]),
+            "config": config.dump(),
+        }
         metadata["class_names"] = json.dumps(found.meta["class_names"])
         write_files([(output, read_weights_of(found, model))], metadata)
         return
@@ -102,7 +126,9 @@ def export_weights(kind: str, checkpoint: Path, output: Path, ranks: int | None 
     files, master = _targets(kind, output, ranks)
     for file in [*files, *filter(None, [master])]:
         check_new(file)
-    states = layouts.split(kind, read_weights_of(found, model), len(files), legacy and kind == "swin-moe")
+    states = layouts.split(
+        kind, read_weights_of(found, model), len(files), legacy and kind == "swin-moe"
+    )
     has_output_bias = any(layer.config.output_bias for layer in moe_layers(model).values())
     write_files(_contents(kind, states, files, master, has_output_bias))
 
@@ -117,7 +143,9 @@ def _targets(kind: str, output: Path, ranks: int | None) -> tuple[list[Path], Pa
     if ranks is None:
         return [output], None
     if output.suffix == ".safetensors" and "{rank}" not in output.name:
-        raise UserError(f"--output {output}: with --ranks the name of .safetensors files needs {{rank}} in it")
+        raise UserError(
+            f"--output {output}: with --ranks the name of .safetensors files needs {{rank}} in it"
+        )
     return _rank_files(output, ranks), None
 
 
@@ -128,15 +156,27 @@ def _rank_files(path: Path, ranks: int) -> list[Path]:
 
 
 def _contents(
-    kind: str, states: list[dict[str, Tensor]], files: list[Path], master: Path | None, has_output_bias: bool
+    kind: str,
+    states: list[dict[str, Tensor]],
+    files: list[Path],
+    master: Path | None,
+    has_output_bias: bool,
 ) -> Iterator[tuple[Path, dict]]:
     """What goes into each file; a rank's experts are copied when its turn comes."""
     for file, state in zip(files, states, strict=True):
         if master:
-            state = {name: value for name, value in state.items() if layouts.is_rank_own(name, has_output_bias)}
+            state = {
+                name: value
+                for name, value in state.items()
+                if layouts.is_rank_own(name, has_output_bias)
+            }
         yield file, {"model": compact(state)} if kind == "swin-moe" else compact(state)
     if master:
-        rest = {name: value for name, value in states[0].items() if not layouts.is_rank_own(name, has_output_bias)}
+        rest = {
+            name: value
+            for name, value in states[0].items()
+            if not layouts.is_rank_own(name, has_output_bias)
+        }
         yield master, {"model": compact(rest)}
 
 
@@ -164,14 +204,18 @@ def _meta_model(config: CfgNode, num_classes: int) -> nn.Module:
         return build_model(config, num_classes)
 
 
-def _num_classes(state: dict[str, Tensor], config: CfgNode, class_names: list[str] | None, source: Path) -> int:
+def _num_classes(
+    state: dict[str, Tensor], config: CfgNode, class_names: list[str] | None, source: Path
+) -> int:
     """The classes of the classifier in `state` (timm's name for it or Microsoft's)."""
     head = state.get(_HEAD, state.get("head.weight"))
     found = len(head) if head is not None and head.ndim else config.MODEL.NUM_CLASSES
     if not found:
         raise UserError(f"{source}: has no classifier ({_HEAD}), and MODEL.NUM_CLASSES is 0")
     if config.MODEL.NUM_CLASSES not in (0, found):
-        raise UserError(f"{source}: has {found} classes, MODEL.NUM_CLASSES is {config.MODEL.NUM_CLASSES}")
+        raise UserError(
+            f"{source}: has {found} classes, MODEL.NUM_CLASSES is {config.MODEL.NUM_CLASSES}"
+        )
     if class_names and len(class_names) != found:
         raise UserError(f"{source}: has {found} classes, the names are {len(class_names)}")
     return found

@@ -1,8 +1,9 @@
 """State dicts of others, of one process or of each rank of many, to and from this project's names.
 
-`swin-moe` is what microsoft/Swin-Transformer saves (models/swin_transformer_moe.py, utils_moe.py): its own names, with
-Tutel's MoE layers as `mlp._moe_layer`. `tutel` has this project's names but for what lies inside the MoE layers.
-Buffers that both programs recompute are left out, coming and going.
+`swin-moe` is what microsoft/Swin-Transformer saves (models/swin_transformer_moe.py, utils_moe.py):
+its own names, with Tutel's MoE layers as `mlp._moe_layer`. `tutel` has this project's names but for
+what lies inside the MoE layers. Buffers that both programs recompute are left out, coming and
+going.
 """
 
 # E experts, H hidden dim of a whole expert, M model dim
@@ -24,32 +25,46 @@ _FC1 = "experts.batched_fc1_w"
 def check_layout(kind: str, config: CfgNode) -> None:
     """Raise UserError if a layout cannot hold the configured model."""
     if kind == "swin-moe" and config.MODEL.TYPE != "swin_moe":
-        raise UserError(f"swin-moe files are of MODEL.TYPE 'swin_moe', this model is {config.MODEL.TYPE!r}")
+        raise UserError(
+            f"swin-moe files are of MODEL.TYPE 'swin_moe', this model is {config.MODEL.TYPE!r}"
+        )
 
 
 def released_name(name: str) -> str:
-    """A parameter's name in the released models: patches are merged at the end of a stage there, not at the start."""
-    name = re.sub(r"^layers\.(\d+)\.downsample\.", lambda m: f"layers.{int(m[1]) - 1}.downsample.", name)
+    """A parameter's name in the released models: patches are merged at the end of a stage there,
+    not at the start."""
+    name = re.sub(
+        r"^layers\.(\d+)\.downsample\.", lambda m: f"layers.{int(m[1]) - 1}.downsample.", name
+    )
     return re.sub(r"^head\.fc\.", "head.", name).replace(".mlp.moe.", ".mlp._moe_layer.")
 
 
 def own_name(name: str) -> str:
     """The inverse of `released_name`."""
-    name = re.sub(r"^layers\.(\d+)\.downsample\.", lambda m: f"layers.{int(m[1]) + 1}.downsample.", name)
+    name = re.sub(
+        r"^layers\.(\d+)\.downsample\.", lambda m: f"layers.{int(m[1]) + 1}.downsample.", name
+    )
     return re.sub(r"^head\.", "head.fc.", name).replace(".mlp._moe_layer.", ".mlp.moe.")
 
 
 def with_own_names(kind: str, states: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The same states with Tutel's names in the MoE layers and this project's elsewhere, without recomputed buffers."""
+    """The same states with Tutel's names in the MoE layers and this project's elsewhere, without
+    recomputed buffers."""
     rename = own_name if kind == "swin-moe" else str
-    return [{rename(name): value for name, value in state.items() if not name.endswith(RECOMPUTED)} for state in states]
+    return [
+        {rename(name): value for name, value in state.items() if not name.endswith(RECOMPUTED)}
+        for state in states
+    ]
 
 
-def joined(states: list[dict[str, Tensor]], model: nn.Module, sources: Sources) -> dict[str, Tensor]:
+def joined(
+    states: list[dict[str, Tensor]], model: nn.Module, sources: Sources
+) -> dict[str, Tensor]:
     """One state dict with this project's names, the experts whole.
 
     Raises:
-        UserError: experts or ranks that do not add up to the model's, a bias that the model cannot hold.
+        UserError: experts or ranks that do not add up to the model's, a bias that the model cannot
+            hold.
     """
     layers = moe_layers(model)
     try:
@@ -64,18 +79,25 @@ def joined(states: list[dict[str, Tensor]], model: nn.Module, sources: Sources) 
         if not (layer.config.bias and layer.config.output_bias) and bias in state:
             if state[bias].any():
                 raise UserError(
-                    f"{sources.path}: the second bias of {name} (batched_fc2_bias) is not zero, and the model has"
+                    f"{sources.path}: the second bias of {name} (batched_fc2_bias) is not zero, and"
+                    " the model has"
                     " none (MODEL.MOE.OUTPUT_BIAS false)"
                 )
             del state[bias]
     return state
 
 
-def _check_experts(name: str, count: int, layer: MoELayer, states: list[dict[str, Tensor]], sources: Sources) -> None:
-    """A wrong number of experts or of ranks, said as such and not as hundreds of tensors of another shape."""
+def _check_experts(
+    name: str, count: int, layer: MoELayer, states: list[dict[str, Tensor]], sources: Sources
+) -> None:
+    """A wrong number of experts or of ranks, said as such and not as hundreds of tensors of another
+    shape."""
     config, ranks = layer.config, len(states)
     if count != config.num_experts:
-        raise UserError(f"{sources.path}: {name} has {count} experts, MODEL.MOE.NUM_EXPERTS is {config.num_experts}")
+        raise UserError(
+            f"{sources.path}: {name} has {count} experts, MODEL.MOE.NUM_EXPERTS is"
+            f" {config.num_experts}"
+        )
     piece = states[0][f"{name}.{_FC1}"]  # [E/W, H, M] or [1, H/s, M]
     if piece.shape[2:] != (config.model_dim,) or not piece.numel():
         return  # another architecture: its tensors will be named
@@ -83,12 +105,15 @@ def _check_experts(name: str, count: int, layer: MoELayer, states: list[dict[str
     if ranks != needed and not rest:
         missing = f"; missing {sources.missing(needed)}" if 1 < ranks < needed else ""
         raise UserError(
-            f"{sources.path}: {count} experts of {config.hidden_dim} hidden units in pieces of {list(piece.shape)}"
+            f"{sources.path}: {count} experts of {config.hidden_dim} hidden units in pieces of"
+            f" {list(piece.shape)}"
             f" ({name}) are those of {needed} ranks, there are files of {ranks}{missing}"
         )
 
 
-def split(kind: str, state: dict[str, Tensor], num_ranks: int, legacy: bool) -> list[dict[str, Tensor]]:
+def split(
+    kind: str, state: dict[str, Tensor], num_ranks: int, legacy: bool
+) -> list[dict[str, Tensor]]:
     """The inverse of `joined` and `with_own_names`: each rank's state dict.
 
     Raises:
@@ -105,8 +130,12 @@ def split(kind: str, state: dict[str, Tensor], num_ranks: int, legacy: bool) -> 
 
 
 def is_rank_own(name: str, has_output_bias: bool) -> bool:
-    """Whether the released code keeps a tensor in the ranks' files: the trained parameters of experts.
+    """Whether the released code keeps a tensor in the ranks' files: the trained parameters of
+    experts.
 
-    Without MODEL.MOE.OUTPUT_BIAS Tutel's second bias stays at zero, is not trained and is kept with what ranks share.
+    Without MODEL.MOE.OUTPUT_BIAS Tutel's second bias stays at zero, is not trained and is kept with
+    what ranks share.
     """
-    return ".experts.batched_" in name and (has_output_bias or not name.endswith("batched_fc2_bias"))
+    return ".experts.batched_" in name and (
+        has_output_bias or not name.endswith("batched_fc2_bias")
+    )

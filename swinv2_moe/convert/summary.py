@@ -18,7 +18,8 @@ class Summary:
     saved: str
     model: str
     classes: int | None  # None: without names
-    sections: dict[str, tuple[int, int]]  # "weights", "ema", "optimizer/exp_avg": number of files, size
+    # "weights", "ema", "optimizer/exp_avg": number of files, size
+    sections: dict[str, tuple[int, int]]
     layers: dict[str, "Layer"]
     damaged: dict[str, str]  # file: what is wrong with it
 
@@ -33,7 +34,8 @@ class Layer:
 
 
 def summarize(path: Path) -> Summary:
-    """A checkpoint directory, or the newest one of a run; every file is read to compare its checksum.
+    """A checkpoint directory, or the newest one of a run; every file is read to compare its
+    checksum.
 
     Raises:
         UserError: there is no checkpoint.
@@ -74,8 +76,15 @@ def _model(meta: dict, directory: Path) -> str:
     config = config_from_text(meta["config"], f"checkpoint {directory}")
     swin, moe = config.MODEL.SWINV2, config.MODEL.MOE
     depths = "-".join(map(str, swin.DEPTHS))
-    experts = f"{moe.NUM_EXPERTS} experts, top-{moe.TOP_K}, {moe.ROUTER} router" if moe.NUM_EXPERTS else "dense"
-    return f"{config.MODEL.TYPE}, dim {swin.EMBED_DIM}, depths {depths}, {config.DATA.IMG_SIZE} px, {experts}"
+    experts = (
+        f"{moe.NUM_EXPERTS} experts, top-{moe.TOP_K}, {moe.ROUTER} router"
+        if moe.NUM_EXPERTS
+        else "dense"
+    )
+    return (
+        f"{config.MODEL.TYPE}, dim {swin.EMBED_DIM}, depths {depths}, {config.DATA.IMG_SIZE} px,"
+        f" {experts}"
+    )
 
 
 def _sections(files: dict[str, dict]) -> dict[str, tuple[int, int]]:

@@ -31,10 +31,11 @@ class Data:
     val_size: int
 
     def set_epoch(self, epoch: int, skip_steps: int = 0) -> None:
-        """Choose the order and the augmentation of `epoch` (from 0); call it before each `iter(train_loader)`.
+        """Choose the order and the augmentation of `epoch` (from 0); call it before each
+        `iter(train_loader)`.
 
-        `skip_steps` leaves out the first batches, unread, to resume in the middle of an epoch; `len(train_loader)`
-        still counts them.
+        `skip_steps` leaves out the first batches, unread, to resume in the middle of an epoch;
+        `len(train_loader)` still counts them.
         """
         self.train_loader.dataset.epoch = epoch
         self.train_loader.sampler.epoch = epoch
@@ -45,14 +46,16 @@ def build_data(config: CfgNode, rank: int = 0, world_size: int = 1) -> Data:
     """Check the data that `config` names and build this rank's loaders.
 
     Raises:
-        UserError: data that is missing, malformed, contradicts MODEL.NUM_CLASSES or is too small for one step.
+        UserError: data that is missing, malformed, contradicts MODEL.NUM_CLASSES or is too small
+            for one step.
     """
     sources = load_sources(config)
     num_classes = _check_num_classes(config, len(sources.class_names))
     size, batch = len(sources.train), config.DATA.BATCH_SIZE
     if size < batch * world_size:
         raise UserError(
-            f"DATA.BATCH_SIZE is {batch}: a step over {world_size} {'rank' if world_size == 1 else 'ranks'} takes"
+            f"DATA.BATCH_SIZE is {batch}: a step over {world_size}"
+            f" {'rank' if world_size == 1 else 'ranks'} takes"
             f" {batch * world_size} images, the training set has {size}"
         )
     # One more than may be bad in all: where so many in a row are, UnreadableImages stops the run.
@@ -69,9 +72,11 @@ def build_data(config: CfgNode, rank: int = 0, world_size: int = 1) -> Data:
     )
 
 
-def evaluation_loader(config: CfgNode, source: Source, rank: int = 0, world_size: int = 1) -> DataLoader:
-    """Every image of a source once over all ranks, through the evaluation transform, in `Batch`es; as many of them on
-    each rank."""
+def evaluation_loader(
+    config: CfgNode, source: Source, rank: int = 0, world_size: int = 1
+) -> DataLoader:
+    """Every image of a source once over all ranks, through the evaluation transform, in `Batch`es;
+    as many of them on each rank."""
     dataset = ImageDataset(source, config, is_train=False)
     return _loader(config, dataset, ValSampler(len(dataset), rank, world_size))
 
@@ -79,38 +84,51 @@ def evaluation_loader(config: CfgNode, source: Source, rank: int = 0, world_size
 def _check_num_classes(config: CfgNode, found: int) -> int:
     wanted = config.MODEL.NUM_CLASSES
     if wanted not in (0, found):
-        raise UserError(f"MODEL.NUM_CLASSES is {wanted}, the data has {found} classes (0 takes what the data has)")
+        raise UserError(
+            f"MODEL.NUM_CLASSES is {wanted}, the data has {found} classes (0 takes what the data"
+            " has)"
+        )
     return found
 
 
 def _shard_order(config: CfgNode, source: Source) -> Order | None:
-    """For shards an order that reads them almost sequentially; a rank's workers share its part of it, batch by batch,
-    so that what one reads ahead serves the others from the machine's page cache."""
-    return partial(shard_order, source.counts, config.DATA.SHARD_STREAMS) if isinstance(source, ShardedImages) else None
+    """For shards an order that reads them almost sequentially; a rank's workers share its part of
+    it, batch by batch, so that what one reads ahead serves the others from the machine's page
+    cache."""
+    return (
+        partial(shard_order, source.counts, config.DATA.SHARD_STREAMS)
+        if isinstance(source, ShardedImages)
+        else None
+    )
 
 
 def _loader(config: CfgNode, dataset: ImageDataset, sampler: Sampler[int]) -> DataLoader:
-    """Workers are started for each epoch, so that they get the dataset with its epoch; torch gives each one thread."""
+    """Workers are started for each epoch, so that they get the dataset with its epoch; torch gives
+    each one thread."""
     return Loader(
         dataset,
         batch_size=config.DATA.BATCH_SIZE,
         sampler=sampler,
-        num_workers=0 if config.DATA.DATASET == "digits" else config.DATA.NUM_WORKERS,  # digits lie in memory
+        # digits lie in memory
+        num_workers=0 if config.DATA.DATASET == "digits" else config.DATA.NUM_WORKERS,
         collate_fn=collate,
         pin_memory=config.DATA.PIN_MEMORY and config.DEVICE != "cpu" and torch.cuda.is_available(),
-        generator=torch.Generator().manual_seed(config.SEED),  # or each epoch would draw from the global one
+        # or each epoch would draw from the global one
+        generator=torch.Generator().manual_seed(config.SEED),
     )
 
 
 class Loader(DataLoader):
     """Its workers hear no signal that makes a run save.
 
-    Schedulers signal every process of a job, and Ctrl-C every process in the foreground; the run needs its workers
-    until it has saved, and then ends them.
+    Schedulers signal every process of a job, and Ctrl-C every process in the foreground; the run
+    needs its workers until it has saved, and then ends them.
     """
 
     def __iter__(self) -> Iterator[Batch]:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
+        mask = signal.pthread_sigmask(
+            signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        )
         try:
             return super().__iter__()  # from their first moment on: processes inherit the mask
         finally:

@@ -1,4 +1,5 @@
-"""Which class of one data set is which class of another, by name: the lines of MODEL.CLASS_MAP's file."""
+"""Which class of one data set is which class of another, by name: the lines of MODEL.CLASS_MAP's
+file."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +11,14 @@ from torchvision.datasets.folder import find_classes
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import parse_json, read_bounded
 
-IMAGENETS = ("imagenet-1k", "imagenet-12k", "imagenet-21k-goog", "imagenet-21k-miil", "imagenet-22k", "imagenet-22k-ms")
+IMAGENETS = (
+    "imagenet-1k",
+    "imagenet-12k",
+    "imagenet-21k-goog",
+    "imagenet-21k-miil",
+    "imagenet-22k",
+    "imagenet-22k-ms",
+)
 NO_CLASS = -1
 _MAX_BYTES = 1 << 26  # of a file that holds names
 
@@ -19,8 +27,8 @@ def class_names(source: str) -> list[str]:
     """The names of a data set's classes in the order of their labels.
 
     Args:
-        source: one of IMAGENETS (timm's lists of WordNet ids); a run or a checkpoint; shards; a folder of images, or
-            its train/; a text file with a name in each line.
+        source: one of IMAGENETS (timm's lists of WordNet ids); a run or a checkpoint; shards; a
+            folder of images, or its train/; a text file with a name in each line.
 
     Raises:
         UserError: none of these, or a name that comes twice.
@@ -38,7 +46,9 @@ def class_names(source: str) -> list[str]:
         raise UserError(f"{source}: no class names in it")
     name, count = Counter(names).most_common(1)[0]
     if count > 1:
-        raise UserError(f"{source}: the class {short(name)} comes {'twice' if count == 2 else f'{count} times'}")
+        raise UserError(
+            f"{source}: the class {short(name)} comes {'twice' if count == 2 else f'{count} times'}"
+        )
     return names
 
 

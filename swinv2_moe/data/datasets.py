@@ -23,8 +23,8 @@ from swinv2_moe.errors import UserError
 IGNORE = -1  # the target of an image that no metric may count
 _MASK = 2**64 - 1
 
-# Large photograph collections hold thousands of files with broken EXIF tags; each would print two lines. Set on import,
-# so that loader workers have it too.
+# Large photograph collections hold thousands of files with broken EXIF tags; each would print two
+# lines. Set on import, so that loader workers have it too.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
@@ -43,7 +43,8 @@ class Batch(NamedTuple):
 def collate(samples: list[Sample]) -> Batch:
     """A list of B samples -> one batch."""
     return Batch(
-        default_collate([sample.image for sample in samples]),  # straight into shared memory in a worker
+        # straight into shared memory in a worker
+        default_collate([sample.image for sample in samples]),
         torch.tensor([sample.target for sample in samples], dtype=torch.int64),
         [path for sample in samples for path in sample.unreadable],
     )
@@ -52,16 +53,20 @@ def collate(samples: list[Sample]) -> Batch:
 class ImageDataset(Dataset):
     """A source's images through a transform.
 
-    Training: the augmentation of image `index` depends on (SEED, epoch, index) alone, whatever the number of ranks and
-    workers; the process's own random states are left as they were. An unreadable image is replaced by the next
-    readable one, or by a blank one if `max_tries` in a row cannot be read. Evaluation: index ~i is image i with target
-    IGNORE (padding); an unreadable image is a blank one with target IGNORE.
+    Training: the augmentation of image `index` depends on (SEED, epoch, index) alone, whatever the
+    number of ranks and workers; the process's own random states are left as they were. An
+    unreadable image is replaced by the next readable one, or by a blank one if `max_tries` in a row
+    cannot be read. Evaluation: index ~i is image i with target IGNORE (padding); an unreadable
+    image is a blank one with target IGNORE.
     """
 
     def __init__(self, source: Source, config: CfgNode, is_train: bool, max_tries: int = 1):
         channels, size = config.MODEL.SWINV2.IN_CHANS, config.DATA.IMG_SIZE
         if channels not in (1, 3):
-            raise UserError(f"MODEL.SWINV2.IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB) channels")
+            raise UserError(
+                f"MODEL.SWINV2.IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB)"
+                " channels"
+            )
         self.source, self.is_train = source, is_train
         self.transform = build_transform(config, is_train)
         self.mode = "L" if channels == 1 else "RGB"
@@ -76,7 +81,8 @@ class ImageDataset(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Sample]:
-        """A whole batch (the loader prefers this), so that the random states are saved and restored once for it."""
+        """A whole batch (the loader prefers this), so that the random states are saved and restored
+        once for it."""
         if not self.is_train:
             return [self._sample(index) for index in indices]
         with preserved_random_states():
@@ -103,7 +109,9 @@ def read_image(source: Source, index: int, mode: str) -> Image.Image | None:
     """The image in `mode` ("RGB" or "L"), or None if it cannot be read."""
     try:
         return to_mode(source.open(index), mode)
-    except Exception:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and more on broken files
+    # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and more on broken
+    # files
+    except Exception:
         return None
 
 
@@ -122,19 +130,23 @@ def preserved_random_states() -> Iterator[None]:
 def seed_random_states(*numbers: int) -> None:
     """Seed `random`, `numpy.random` and torch's CPU generator from integers, in about 10 us."""
     key = 0
-    for number in numbers:  # splitmix64's finaliser after each: neighbours in any number get unrelated streams
+    # splitmix64's finaliser after each: neighbours in any number get unrelated streams
+    for number in numbers:
         key = (key + number + 0x9E3779B97F4A7C15) & _MASK
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
         key ^= key >> 31
     random.seed(key)
-    # Both are Mersenne Twisters seeded with 32 bits: with the same half they would draw the same numbers.
+    # Both are Mersenne Twisters seeded with 32 bits: with the same half they would draw the same
+    # numbers.
     np.random.seed(key >> 32)  # noqa: NPY002
-    torch.default_generator.manual_seed(key & 0xFFFFFFFF)  # torch.manual_seed takes 100 us more, for other devices
+    # torch.manual_seed takes 100 us more, for other devices
+    torch.default_generator.manual_seed(key & 0xFFFFFFFF)
 
 
 class UnreadableImages:
-    """The distinct images that could not be read, out of `size`; stops the run beyond `max_share` of them.
+    """The distinct images that could not be read, out of `size`; stops the run beyond `max_share`
+    of them.
 
     Args:
         size: training and validation images together.
@@ -155,7 +167,8 @@ class UnreadableImages:
         count = len(self.paths)
         if count > self.max_share * self.size or count == self.size:
             raise UserError(
-                f"{count} of {self.size} images could not be read, DATA.MAX_BAD_SHARE allows a share of"
+                f"{count} of {self.size} images could not be read, DATA.MAX_BAD_SHARE allows a"
+                " share of"
                 f" {self.max_share}; the first: {next(iter(self.paths))}"
             )
 
@@ -163,4 +176,7 @@ class UnreadableImages:
         """One line for the end of a run; None if every image could be read."""
         if not self.paths:
             return None
-        return f"{len(self.paths)} of {self.size} images could not be read; the first: {next(iter(self.paths))}"
+        return (
+            f"{len(self.paths)} of {self.size} images could not be read; the first:"
+            f" {next(iter(self.paths))}"
+        )

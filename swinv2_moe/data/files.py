@@ -1,4 +1,5 @@
-"""Files that appear whole under their names or not at all, their checksums, and progress in images and bytes."""
+"""Files that appear whole under their names or not at all, their checksums, and progress in images
+and bytes."""
 
 import fcntl
 import hashlib
@@ -31,8 +32,8 @@ class HashedFile:
 
 @contextmanager
 def new_file(path: str) -> Iterator[HashedFile]:
-    """Write to a temporary file beside `path`, which gets that name when it is on the disk; if the block raises, or the
-    disk is full, nothing is left.
+    """Write to a temporary file beside `path`, which gets that name when it is on the disk; if the
+    block raises, or the disk is full, nothing is left.
 
     Raises:
         UserError: it cannot be written (any OSError inside the block is taken for that).
@@ -74,7 +75,8 @@ def make_directory(path: str) -> None:
 
 @contextmanager
 def only_process(directory: str) -> Iterator[None]:
-    """Keeps others that call this for `directory` out until the end of the block, and until forked processes end.
+    """Keeps others that call this for `directory` out until the end of the block, and until forked
+    processes end.
 
     Raises:
         UserError: another is in.
@@ -109,13 +111,17 @@ class TransferBar(Progress):
     """
 
     def __init__(self, title: str, total: int, unit: str):
-        super().__init__(TextColumn(title), BarColumn(), TextColumn("{task.fields[done]}"), TimeRemainingColumn())
+        super().__init__(
+            TextColumn(title), BarColumn(), TextColumn("{task.fields[done]}"), TimeRemainingColumn()
+        )
         self.unit = unit
         self.task = self.add_task("", total=total, done="")
 
     def skip(self, images: int, bytes: int) -> None:
         """So much of it was done before."""
-        self.update(self.task, total=self.tasks[0].total - (images if self.unit == "images" else bytes))
+        self.update(
+            self.task, total=self.tasks[0].total - (images if self.unit == "images" else bytes)
+        )
 
     def show(self, images: int, bytes: int) -> None:
         """What has been done so far."""

@@ -34,7 +34,8 @@ def decode(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     try:
         with _open(content, max_pixels) as image:
             image.load()
-    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and more on broken files
+    # Pillow's decoders raise OSError, SyntaxError, struct.error and more on broken files
+    except Exception as error:
         raise ValueError(str(error)) from error
     return image
 
@@ -46,7 +47,8 @@ def _open(content: bytes, max_pixels: int) -> Image.Image:
     except Image.UnidentifiedImageError as error:  # its message names the file object
         raise ValueError(f"none of the formats {' '.join(FORMATS)}") from error
     sizes = [image.size]
-    if isinstance(image, TiffImagePlugin.TiffImageFile):  # a tile is decoded whole, and may be larger than the image
+    # a tile is decoded whole, and may be larger than the image
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
         sizes.append(tuple(image.tag_v2.get(tag, 0) for tag in _TILE_SIZE))
     for width, height in sizes:
         if width * height > max_pixels:

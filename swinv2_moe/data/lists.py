@@ -1,7 +1,8 @@
 """List files: one `path label` a line, or Swin's JSON map, `[["folder/image.JPEG", 0], ...]`.
 
-The JSON form is that of ILSVRC2011fall_whole_map_train.txt, which Swin-Transformer's data/imagenet22k_dataset.py reads:
-entry[0] is the path, entry[1] the label; what follows is ignored. N images
+The JSON form is that of ILSVRC2011fall_whole_map_train.txt, which Swin-Transformer's
+data/imagenet22k_dataset.py reads: entry[0] is the path, entry[1] the label; what follows is
+ignored. N images
 """
 
 import io
@@ -29,7 +30,9 @@ _MAX_PADDING = 64  # times the bytes of all paths that an array as wide as the l
 _SMALL = 1 << 28  # ... beyond so many
 
 
-def read_list(key: str, file: str, root: str, num_classes: int) -> tuple[str, np.ndarray, np.ndarray]:
+def read_list(
+    key: str, file: str, root: str, num_classes: int
+) -> tuple[str, np.ndarray, np.ndarray]:
     """`file` -> the directory its paths are relative to, paths bytes [N], labels int64 [N].
 
     Args:
@@ -39,18 +42,24 @@ def read_list(key: str, file: str, root: str, num_classes: int) -> tuple[str, np
         num_classes: labels must be below it; 0: any label that is not negative.
 
     Raises:
-        UserError: no such file, no lines, a line or label that cannot be used, no image where the paths point.
+        UserError: no such file, no lines, a line or label that cannot be used, no image where the
+            paths point.
     """
     file = _find(key, file, root)
-    blocks, labels = [], array("q")  # ImageNet-22K has 14 million lines: lists of objects would take gigabytes
-    images = ((path, _label(where, label, num_classes)) for where, path, label in _entries(key, file))
+    # ImageNet-22K has 14 million lines: lists of objects would take gigabytes
+    blocks, labels = [], array("q")
+    images = (
+        (path, _label(where, label, num_classes)) for where, path, label in _entries(key, file)
+    )
     width = length = 0  # of the longest path, of all together
     while block := list(islice(images, _BLOCK)):
         paths = _encoded(file, [path for path, _ in block])
         labels.extend(label for _, label in block)
         width, length = max(width, max(map(len, paths))), length + sum(map(len, paths))
         if width * len(labels) > max(_SMALL, _MAX_PADDING * length):
-            raise UserError(f"{file}: has a path of {width:,} bytes, among many that are far shorter")
+            raise UserError(
+                f"{file}: has a path of {width:,} bytes, among many that are far shorter"
+            )
         blocks.append(np.array(paths))
     if not blocks:
         raise UserError(f"{key} is {file!r}: the list is empty")
@@ -74,13 +83,16 @@ def _entries(key: str, file: str) -> Iterator[tuple[str, str, object]]:
     try:
         with open_regular(file) as content:
             size = os.fstat(content.fileno()).st_size
-            lines = io.TextIOWrapper(content, "utf-8-sig", "surrogateescape")  # paths may be of any encoding
+            # paths may be of any encoding
+            lines = io.TextIOWrapper(content, "utf-8-sig", "surrogateescape")
             is_json = _JSON.match(lines.read(1000))
             lines.seek(0)
             if not is_json:
                 yield from _text_entries(file, lines)
             elif size > _MAX_JSON_BYTES:
-                raise UserError(f"{file}: has {size:,} bytes, a JSON list may have {_MAX_JSON_BYTES:,}")
+                raise UserError(
+                    f"{file}: has {size:,} bytes, a JSON list may have {_MAX_JSON_BYTES:,}"
+                )
             else:
                 yield from _json_entries(file, lines.read())
     except json.JSONDecodeError as error:
@@ -96,18 +108,25 @@ def _entries(key: str, file: str) -> Iterator[tuple[str, str, object]]:
 def _text_entries(file: str, lines: TextIO) -> Iterator[tuple[str, str, str]]:
     for number, line in enumerate(iter(partial(lines.readline, _MAX_LINE), ""), start=1):
         if len(line) == _MAX_LINE:
-            raise UserError(f"{file}:{number}: a line of more than {_MAX_LINE:,} characters, it begins {line[:60]!r}")
+            raise UserError(
+                f"{file}:{number}: a line of more than {_MAX_LINE:,} characters, it begins"
+                f" {line[:60]!r}"
+            )
         fields = line.strip().rsplit(maxsplit=1)
         if len(fields) == 2:
             yield f"{file}:{number}", *fields
         elif fields:
-            raise UserError(f"{file}:{number}: expected a path and a label, found {fields[0][:60]!r}")
+            raise UserError(
+                f"{file}:{number}: expected a path and a label, found {fields[0][:60]!r}"
+            )
 
 
 def _json_entries(file: str, text: str) -> Iterator[tuple[str, str, object]]:
     for number, entry in enumerate(_json_array(text)):
         if not (isinstance(entry, list) and len(entry) >= 2 and isinstance(entry[0], str)):
-            raise UserError(f"{file}: entry {number}: expected [path, label], found {short(entry, 60)}")
+            raise UserError(
+                f"{file}: entry {number}: expected [path, label], found {short(entry, 60)}"
+            )
         yield f"{file}: entry {number}", entry[0], entry[1]
 
 
@@ -155,7 +174,9 @@ def _label(where: str, label: object, num_classes: int) -> int:
     if label < 0:
         raise UserError(f"{where}: label {label} is negative, labels count from 0")
     if label >= (num_classes or _MAX_LABEL):
-        raise UserError(f"{where}: label {label} is out of range, with {num_classes or _MAX_LABEL} classes")
+        raise UserError(
+            f"{where}: label {label} is out of range, with {num_classes or _MAX_LABEL} classes"
+        )
     return label
 
 
@@ -166,6 +187,7 @@ def _check_some_exist(key: str, file: str, root: str, paths: np.ndarray) -> None
         first = os.path.join(root, os.fsdecode(sample[0]))
         first = first.encode(errors="surrogateescape").decode(errors="replace")
         raise UserError(
-            f"{key} is {file!r}: none of the {len(sample)} listed images looked for exists, for example {first};"
+            f"{key} is {file!r}: none of the {len(sample)} listed images looked for exists, for"
+            f" example {first};"
             " DATA.PATH must be the directory that the paths are relative to"
         )

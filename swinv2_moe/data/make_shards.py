@@ -1,7 +1,8 @@
-"""Making shards (swinv2_moe.data.shards) of any source: all images shuffled once, then written to tars.
+"""Making shards (swinv2_moe.data.shards) of any source: all images shuffled once, then written to
+tars.
 
-Which images a shard holds follows from the list of images, the seed and the number of images in a shard, whichever
-process writes it.
+Which images a shard holds follows from the list of images, the seed and the number of images in a
+shard, whichever process writes it.
 """
 
 import hashlib
@@ -23,7 +24,8 @@ from swinv2_moe.errors import UserError, short
 _QUALITY = 90  # of JPEGs that are made smaller
 _BLOCK = 512  # tars are made of these
 _ESTIMATE = 256  # images of each split whose size is looked at
-_KINDS = {b"\xff\xd8": "jpg", b"\x89PNG": "png"}  # by content first: some of ImageNet's .JPEG files are PNGs
+# by content first: some of ImageNet's .JPEG files are PNGs
+_KINDS = {b"\xff\xd8": "jpg", b"\x89PNG": "png"}
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,10 @@ class Options:
     """What decides over the content of shards, besides the images.
 
     Args:
-        shard_mb: size of a shard in 10^6 bytes, about; all but the last of a split hold the same number of images.
-        short_side: pixels that an image's shorter side may have; larger ones are made smaller, to JPEG; 0: any.
+        shard_mb: size of a shard in 10^6 bytes, about; all but the last of a split hold the same
+            number of images.
+        short_side: pixels that an image's shorter side may have; larger ones are made smaller, to
+            JPEG; 0: any.
         check: leave out images that cannot be decoded.
         max_pixels: of an image, where it is decoded; larger ones count as broken.
     """
@@ -45,12 +49,14 @@ class Options:
 
 
 def make_shards(sources: Sources, output: str, options: Options, workers: int) -> dict:
-    """Write the images of both splits to shards in `output`, or go on with that; returns what index.json holds.
+    """Write the images of both splits to shards in `output`, or go on with that; returns what
+    index.json holds.
 
     Images that are missing, empty or (where they are decoded) broken are left out.
 
     Raises:
-        UserError: `output` holds something else, a file that cannot be read or written, too many images left out.
+        UserError: `output` holds something else, a file that cannot be read or written, too many
+            images left out.
     """
     _require_webdataset()
     make_directory(output)
@@ -58,7 +64,10 @@ def make_shards(sources: Sources, output: str, options: Options, workers: int) -
         writers = {split: _Writer(getattr(sources, split), output, options) for split in SPLITS}
         asked = {"command": "make", **asdict(options)}
         for split, writer in writers.items():
-            asked |= {f"{split}_images": len(writer.order), f"{split}_sha256": _fingerprint(writer.source)}
+            asked |= {
+                f"{split}_images": len(writer.order),
+                f"{split}_sha256": _fingerprint(writer.source),
+            }
         plan = begin(output, asked, lambda: _new_plan(output, writers), "take another --output")
         jobs = []
         for split, writer in writers.items():
@@ -77,7 +86,9 @@ def _require_webdataset() -> None:
     try:
         import webdataset  # noqa: F401
     except ImportError as error:
-        raise UserError("making shards needs the webdataset library: pip install 'swinv2-moe[data]'") from error
+        raise UserError(
+            "making shards needs the webdataset library: pip install 'swinv2-moe[data]'"
+        ) from error
 
 
 def _fingerprint(source: Source) -> str:
@@ -91,7 +102,8 @@ def _fingerprint(source: Source) -> str:
 def _new_plan(output: str, writers: "dict[str, _Writer]") -> dict:
     if others := [name for name in os.listdir(output) if not name.startswith(".")]:
         raise UserError(
-            f"--output {output}: is not empty and holds no shards that were begun; found: {sorted(others)[0]}"
+            f"--output {output}: is not empty and holds no shards that were begun; found:"
+            f" {sorted(others)[0]}"
         )
     return {f"{split}_images_per_shard": writer.estimate() for split, writer in writers.items()}
 
@@ -99,7 +111,9 @@ def _new_plan(output: str, writers: "dict[str, _Writer]") -> dict:
 def _images_per_shard(output: str, split: str, plan: dict) -> int:
     count = plan.get(f"{split}_images_per_shard")
     if type(count) is not int or count < 1:
-        raise UserError(f"{output}: its plan has {split}_images_per_shard {short(count)}, it must be at least 1")
+        raise UserError(
+            f"{output}: its plan has {split}_images_per_shard {short(count)}, it must be at least 1"
+        )
     return count
 
 
@@ -112,14 +126,17 @@ class _Writer:
         self.images_per_shard = 0
 
     def estimate(self) -> int:
-        """So many images that a shard has about the wanted size, by the first ones of the order, which is random."""
+        """So many images that a shard has about the wanted size, by the first ones of the order,
+        which is random."""
         rows = self.order[:_ESTIMATE].tolist()
         sizes = [len(content) for row in rows if (content := self._content(row))]
         if not sizes:
             raise UserError(
-                f"none of {len(rows)} images that were tried is there, for example {self.source.name(rows[0])}"
+                f"none of {len(rows)} images that were tried is there, for example"
+                f" {self.source.name(rows[0])}"
             )
-        padded = [(4 + -(-size // _BLOCK)) * _BLOCK for size in sizes]  # two headers, the label, the image
+        # two headers, the label, the image
+        padded = [(4 + -(-size // _BLOCK)) * _BLOCK for size in sizes]
         return max(1, round(1e6 * self.options.shard_mb / np.mean(padded)))
 
     def write(self, job: Job, tick: Tick) -> dict:
@@ -127,7 +144,9 @@ class _Writer:
 
         path, rows, left_out = job.path(self.output), [], []
         with new_file(path) as file, TarWriter(file, encoder=False, mtime=0) as tar:
-            for row in self.order[job.number * self.images_per_shard :][: self.images_per_shard].tolist():
+            for row in self.order[job.number * self.images_per_shard :][
+                : self.images_per_shard
+            ].tolist():
                 content = self._content(row)
                 if content is None:
                     left_out.append(self.source.name(row))
@@ -140,10 +159,12 @@ class _Writer:
         """Write one image; returns where its bytes lie, how many there are, and its label."""
         stem, extension = os.path.splitext(os.path.basename(self.source.name(row)))
         kind = next(
-            (kind for start, kind in _KINDS.items() if content.startswith(start)), extension[1:].lower() or "img"
+            (kind for start, kind in _KINDS.items() if content.startswith(start)),
+            extension[1:].lower() or "img",
         )
         label = int(self.source.targets[row])
-        key = f"{row:08d}-{re.sub('[^A-Za-z0-9]+', '_', stem)[:60]}"  # without dots: the first begins the extension
+        # without dots: the first begins the extension
+        key = f"{row:08d}-{re.sub('[^A-Za-z0-9]+', '_', stem)[:60]}"
         tar.write({"__key__": key, "cls": str(label).encode()})
         tar.write({"__key__": key, kind: content})
         return tar.tarstream.offset - -(-len(content) // _BLOCK) * _BLOCK, len(content), label
@@ -155,7 +176,9 @@ class _Writer:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:  # a file system in trouble: the image may be there tomorrow
-            raise UserError(f"{self.source.name(row)}: cannot be read ({error.strerror})") from error
+            raise UserError(
+                f"{self.source.name(row)}: cannot be read ({error.strerror})"
+            ) from error
         if content and (self.options.check or self.options.short_side):
             try:
                 image = decode(content, self.options.max_pixels)
@@ -169,5 +192,7 @@ class _Writer:
 def _smaller(image: Image.Image, short_side: int) -> bytes:
     size = [round(side * short_side / min(image.size)) for side in image.size]
     file = io.BytesIO()
-    to_mode(image, "RGB").resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=_QUALITY)
+    to_mode(image, "RGB").resize(size, Image.Resampling.BICUBIC).save(
+        file, "JPEG", quality=_QUALITY
+    )
     return file.getvalue()

@@ -1,7 +1,9 @@
-"""Work on shards by processes that can be killed: what is finished stays, and the index is made of it at the end.
+"""Work on shards by processes that can be killed: what is finished stays, and the index is made of
+it at the end.
 
 SHARDS/plan.json                        what was asked for; gone when index.json is there
-SHARDS/train/000000.tar.members.json    rows and checksum of a finished shard, until the indexes have them
+SHARDS/train/000000.tar.members.json    rows and checksum of a finished shard, until the indexes
+have them
 """
 
 import multiprocessing
@@ -15,7 +17,14 @@ import numpy as np
 
 from swinv2_moe.data.files import TransferBar, new_file, write_json
 from swinv2_moe.data.images import MAX_PIXELS
-from swinv2_moe.data.shards import FORMAT_VERSION, MEMBER, SPLITS, check_shard, open_split, read_index
+from swinv2_moe.data.shards import (
+    FORMAT_VERSION,
+    MEMBER,
+    SPLITS,
+    check_shard,
+    open_split,
+    read_index,
+)
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import read_json
 
@@ -34,11 +43,13 @@ class Job(NamedTuple):
 
 
 Tick = Callable[[int, int], None]  # called with so many images and bytes more
-Work = Callable[[Job, Tick], dict]  # does a job, writes its sidecar, returns the summary that `finish_job` makes
+# does a job, writes its sidecar, returns the summary that `finish_job` makes
+Work = Callable[[Job, Tick], dict]
 
 
 def begin(root: str, asked: dict, more: Callable[[], dict], otherwise: str) -> dict:
-    """The plan in `root`: that of an earlier start if there is one, else `asked` with what `more` adds, now written.
+    """The plan in `root`: that of an earlier start if there is one, else `asked` with what `more`
+    adds, now written.
 
     Args:
         otherwise: what to do where it was begun in another way, for the message.
@@ -58,13 +69,16 @@ def begin(root: str, asked: dict, more: Callable[[], dict], otherwise: str) -> d
     for key, value in asked.items():
         if plan.get(key) != value:
             raise UserError(
-                f"{root} was begun with {key} {short(plan.get(key))}, not {value!r}: go on as it was begun, or"
+                f"{root} was begun with {key} {short(plan.get(key))}, not {value!r}: go on as it"
+                " was begun, or"
                 f" {otherwise}"
             )
     return plan
 
 
-def finish_job(path: str, size: int, sha256: str, rows: list[tuple[int, int, int]], left_out: list[str]) -> dict:
+def finish_job(
+    path: str, size: int, sha256: str, rows: list[tuple[int, int, int]], left_out: list[str]
+) -> dict:
     """Record that the shard at `path` is whole.
 
     Args:
@@ -78,7 +92,12 @@ def finish_job(path: str, size: int, sha256: str, rows: list[tuple[int, int, int
 
 
 def run_jobs(
-    root: str, jobs: list[Job], work: Work, workers: int, bar: TransferBar, num_images: int | None = None
+    root: str,
+    jobs: list[Job],
+    work: Work,
+    workers: int,
+    bar: TransferBar,
+    num_images: int | None = None,
 ) -> None:
     """Do the jobs that are not finished yet, in forked processes.
 
@@ -92,8 +111,12 @@ def run_jobs(
     todo = [job for job, summary in found.items() if summary is None]
     finished = [summary for summary in found.values() if summary is not None]
     if finished:
-        bar.skip(sum(s["images"] + s["left_out"] for s in finished), sum(s["bytes"] for s in finished))
-        bar.console.print(f"{len(finished):,} of {len(jobs):,} shards were finished before", highlight=False)
+        bar.skip(
+            sum(s["images"] + s["left_out"] for s in finished), sum(s["bytes"] for s in finished)
+        )
+        bar.console.print(
+            f"{len(finished):,} of {len(jobs):,} shards were finished before", highlight=False
+        )
     context = multiprocessing.get_context("fork")  # the lists of images are not copied
     counts = context.RawArray("q", 2 * workers)  # images and bytes of each worker
     processes = _start(context, work, todo, workers, counts)
@@ -113,10 +136,13 @@ def run_jobs(
                 os.unlink(temporary)
 
 
-def _start(context, work: Work, jobs: list[Job], workers: int, counts) -> dict[Connection, multiprocessing.Process]:
+def _start(
+    context, work: Work, jobs: list[Job], workers: int, counts
+) -> dict[Connection, multiprocessing.Process]:
     """Workers that share the jobs, by where their results come from."""
     processes = {}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # in the middle of a fork Ctrl-C would be lost
+    # in the middle of a fork Ctrl-C would be lost
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         for worker in range(min(workers, len(jobs))):
             receive, send = context.Pipe(duplex=False)
@@ -129,7 +155,9 @@ def _start(context, work: Work, jobs: list[Job], workers: int, counts) -> dict[C
     return processes
 
 
-def _work(results: Connection, counts, worker: int, work: Work, jobs: list[Job], parent: int) -> None:
+def _work(
+    results: Connection, counts, worker: int, work: Work, jobs: list[Job], parent: int
+) -> None:
     def tick(images: int, bytes: int) -> None:
         counts[2 * worker] += images
         counts[2 * worker + 1] += bytes
@@ -148,7 +176,9 @@ def _work(results: Connection, counts, worker: int, work: Work, jobs: list[Job],
         results.send(UserError(f"{error.filename or job.path('')}: {error.strerror}"))
 
 
-def _results(processes: dict[Connection, multiprocessing.Process], show: Callable[[], None]) -> Iterator[dict]:
+def _results(
+    processes: dict[Connection, multiprocessing.Process], show: Callable[[], None]
+) -> Iterator[dict]:
     """What the processes send, until each has sent None."""
     while processes:
         for connection in wait(list(processes), timeout=0.2):
@@ -158,7 +188,8 @@ def _results(processes: dict[Connection, multiprocessing.Process], show: Callabl
                 process = processes[connection]
                 process.join()
                 raise UserError(
-                    f"a worker ended with status {process.exitcode}; started again, the command goes on"
+                    f"a worker ended with status {process.exitcode}; started again, the command"
+                    " goes on"
                 ) from None
             if isinstance(result, UserError):
                 raise result
@@ -176,13 +207,15 @@ def check_left_out(root: str, summaries: list[dict], num_images: int | None = No
     if left_out > MAX_LEFT_OUT * num_images:
         first = next(summary["first_left_out"] for summary in summaries if summary["left_out"])
         raise UserError(
-            f"{left_out:,} of {num_images:,} images are missing, empty or broken, a share of {MAX_LEFT_OUT} may be; the"
+            f"{left_out:,} of {num_images:,} images are missing, empty or broken, a share of"
+            f" {MAX_LEFT_OUT} may be; the"
             f" first: {first} (where they come back, remove {root} before the next start)"
         )
 
 
 def finish(root: str, jobs: list[Job], class_names: list[str] | None, plan: dict) -> dict:
-    """Make members.npy and index.json of what the finished jobs left, and remove that; returns what index.json holds.
+    """Make members.npy and index.json of what the finished jobs left, and remove that; returns what
+    index.json holds.
 
     Args:
         class_names: None: numbers, as many as the labels of the training images reach.
@@ -191,7 +224,11 @@ def finish(root: str, jobs: list[Job], class_names: list[str] | None, plan: dict
         UserError: labels that are out of range, labels without an image, too many images left out.
     """
     path = os.path.join(root, "index.json")
-    index = read_index(root, "SHARDS") if os.path.exists(path) else _make_index(root, jobs, class_names, plan)
+    index = (
+        read_index(root, "SHARDS")
+        if os.path.exists(path)
+        else _make_index(root, jobs, class_names, plan)
+    )
     for split in SPLITS:
         open_split(root, split, index)  # looks at labels and sizes
     if not os.path.exists(path):
@@ -235,7 +272,8 @@ def _class_names(root: str, labels: np.ndarray) -> list[str]:
     if len(used) < num_classes:
         gap = int(np.flatnonzero(used != np.arange(len(used)))[0])
         raise UserError(
-            f"{root}: the labels of train reach {num_classes - 1} but {num_classes - len(used)} below have no image,"
+            f"{root}: the labels of train reach {num_classes - 1} but {num_classes - len(used)}"
+            " below have no image,"
             f" the first is {gap}; labels count from 0, --num-classes allows gaps"
         )
     return [str(label) for label in range(num_classes)]
@@ -256,7 +294,8 @@ def _read_json(path: str) -> dict:
 
 
 def _read_sidecar(path: str) -> tuple[dict, np.ndarray]:
-    """The record of the shard at `path` for index.json, and offset, size and label of its n images, int64 [n, 3]."""
+    """The record of the shard at `path` for index.json, and offset, size and label of its n images,
+    int64 [n, 3]."""
     sidecar = _sidecar(path)
     content = _read_json(sidecar)
     rows, record = content.pop("rows", None), {"name": os.path.basename(path)} | content

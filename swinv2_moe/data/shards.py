@@ -1,10 +1,13 @@
-"""Images in tars of the WebDataset format, found by an index instead of by reading the tars from their beginning.
+"""Images in tars of the WebDataset format, found by an index instead of by reading the tars from
+their beginning.
 
     SHARDS/train/000000.tar ...   <key>.cls, <key>.jpg, ...: what webdataset.WebDataset reads
-    SHARDS/train/members.npy      one row of MEMBER an image, the shards' one after the other; opened as a memory map,
+    SHARDS/train/members.npy      one row of MEMBER an image, the shards' one after the other;
+    opened as a memory map,
                                   which all processes of a machine share
     SHARDS/val/...                the same
-    SHARDS/index.json             class names; for each split its shards and their sizes and checksums; written last
+    SHARDS/index.json             class names; for each split its shards and their sizes and
+    checksums; written last
 
 N images, S shards
 """
@@ -26,14 +29,16 @@ from swinv2_moe.files import check_plain_name, open_regular, read_json
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
-MEMBER = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("label", "<i4")])  # bytes of the image alone
+# bytes of the image alone
+MEMBER = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("label", "<i4")])
 MAX_INDEX_BYTES = 1 << 26  # of index.json: a million shards
 _MAX_BYTES = 1 << 50  # of a shard
 _MAX_OPEN = 256  # files of a split; the customary limit of a process is 1024
 
 
 class ShardedImages:
-    """N images in the shards of one split, a `Source`; processes that are forked may go on using it.
+    """N images in the shards of one split, a `Source`; processes that are forked may go on using
+    it.
 
     Args:
         split: "train" or "val".
@@ -47,8 +52,12 @@ class ShardedImages:
     def __init__(self, root: str, split: str, shards: list[dict], max_pixels: int = MAX_PIXELS):
         self.root, self.split, self.shards, self.max_pixels = root, split, shards, max_pixels
         self.counts = np.array([shard["images"] for shard in shards], np.int64)  # [S]
-        self.members = _read_members(os.path.join(root, split, "members.npy"), int(self.counts.sum()))  # MEMBER [N]
-        self._files: OrderedDict[int, int] = OrderedDict()  # shard -> descriptor, the longest unused first
+        # MEMBER [N]
+        self.members = _read_members(
+            os.path.join(root, split, "members.npy"), int(self.counts.sum())
+        )
+        # shard -> descriptor, the longest unused first
+        self._files: OrderedDict[int, int] = OrderedDict()
 
     def __reduce__(self):
         """A copy in another process opens its own files."""
@@ -72,7 +81,8 @@ class ShardedImages:
         shard, offset, size, _ = self.members[index].item()
         if size > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"larger than {MAX_FILE_BYTES:,} bytes", self.name(index))
-        return os.pread(self._file(shard), size, offset)  # moves no position: a forked worker may share the descriptor
+        # moves no position: a forked worker may share the descriptor
+        return os.pread(self._file(shard), size, offset)
 
     def name(self, index: int) -> str:
         """Such as "train/000012.tar: 00000017-n01440764_18.jpg"."""
@@ -101,17 +111,22 @@ class Shards(NamedTuple):
 
 
 def load_shards(root: str, max_pixels: int = MAX_PIXELS) -> Shards:
-    """The finished shards in `root` (DATA.PATH); looks at the size of each and at every row of the indexes.
+    """The finished shards in `root` (DATA.PATH); looks at the size of each and at every row of the
+    indexes.
 
     Raises:
-        UserError: no index, a damaged or newer one, a shard that is missing or of another size, a label out of range.
+        UserError: no index, a damaged or newer one, a shard that is missing or of another size, a
+            label out of range.
     """
     index = read_index(root, "DATA.PATH")
-    return Shards(*(open_split(root, split, index, max_pixels) for split in SPLITS), index["class_names"])
+    return Shards(
+        *(open_split(root, split, index, max_pixels) for split in SPLITS), index["class_names"]
+    )
 
 
 def read_index(root: str, key: str) -> dict:
-    """What SHARDS/index.json holds: "class_names"; for "train" and "val" the records "members" and "shards"; "made".
+    """What SHARDS/index.json holds: "class_names"; for "train" and "val" the records "members" and
+    "shards"; "made".
 
     Args:
         key: what messages call `root`.
@@ -123,25 +138,32 @@ def read_index(root: str, key: str) -> dict:
     try:
         index = read_json(path, MAX_INDEX_BYTES)
     except FileNotFoundError as error:
-        raise UserError(f"{key} is {root!r}: it has no index.json; {_why_no_index(root)}") from error
+        raise UserError(
+            f"{key} is {root!r}: it has no index.json; {_why_no_index(root)}"
+        ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise UserError(f"{path}: is damaged ({error})") from error
     version = index.get("format_version") if isinstance(index, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
-        raise UserError(f"{path}: format version {short(version)}, this program knows {FORMAT_VERSION}")
+        raise UserError(
+            f"{path}: format version {short(version)}, this program knows {FORMAT_VERSION}"
+        )
     try:
         _check_index(index)
     except KeyError as error:
-        raise UserError(f"{path}: is not as data/make_shards.py writes it (KeyError: {error})") from error
+        raise UserError(
+            f"{path}: is not as data/make_shards.py writes it (KeyError: {error})"
+        ) from error
     except ValueError as error:
         raise UserError(f"{path}: is not as data/make_shards.py writes it ({error})") from error
     return index
 
 
 def _check_index(index: dict) -> None:
-    """Raise ValueError or KeyError unless an index holds what this module and its users take from it."""
+    """Raise ValueError or KeyError unless an index holds what this module and its users take from
+    it."""
     for split in SPLITS:
         _check_type(split, index[split], dict)
         _check_record(f"{split}: members", index[split]["members"])
@@ -169,14 +191,17 @@ def check_shard(where: str, record: object) -> None:
     """Raise ValueError unless `record`, which messages call `where`, is one of a shard."""
     _check_record(where, record, images=int, left_out=int)
     if not record["name"].endswith(".tar"):
-        raise ValueError(f"{where} has the name {short(record['name'])}, which does not end in .tar")
+        raise ValueError(
+            f"{where} has the name {short(record['name'])}, which does not end in .tar"
+        )
     for key, limit in (("images", record["bytes"] // tarfile.BLOCKSIZE), ("left_out", _MAX_BYTES)):
         if not 0 <= record[key] <= limit:
             raise ValueError(f"{where} ({record['name']}) has {key} {short(record[key])}")
 
 
 def _check_record(where: str, record: object, **more: type) -> None:
-    """Raise ValueError unless `record` names a file with its size and checksum; `more`: what else it has."""
+    """Raise ValueError unless `record` names a file with its size and checksum; `more`: what else
+    it has."""
     _check_type(where, record, dict)
     for key, kind in {"name": str, "bytes": int, "sha256": str, **more}.items():
         if type(record.get(key)) is not kind:
@@ -197,7 +222,10 @@ def _why_no_index(root: str) -> str:
     if os.path.exists(os.path.join(root, "plan.json")):
         return "data/make_shards.py has not finished there; started again as before, it goes on"
     if any(name.endswith(".tar") for split in SPLITS for name in _list(os.path.join(root, split))):
-        return "shards that are being copied have none yet; for other programs' shards, data/make_shards.py --index"
+        return (
+            "shards that are being copied have none yet; for other programs' shards,"
+            " data/make_shards.py --index"
+        )
     return "data/make_shards.py makes shards"
 
 
@@ -212,7 +240,9 @@ def open_split(root: str, split: str, index: dict, max_pixels: int = MAX_PIXELS)
     for number, shard in enumerate(images.shards):
         _check_size(os.path.join(root, split, shard["name"]), shard["bytes"])
         start, stop = stop, stop + shard["images"]
-        if problem := row_problem(images.members[start:stop], number, shard["bytes"], len(index["class_names"])):
+        if problem := row_problem(
+            images.members[start:stop], number, shard["bytes"], len(index["class_names"])
+        ):
             members = os.path.join(root, split, "members.npy")
             raise UserError(f"{members}: {problem} ({split}/{shard['name']})")
     return images
@@ -244,7 +274,8 @@ def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
         raise ValueError("not a .npy of version 1.0")
     try:
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    except Exception as error:  # numpy evaluates the header: RecursionError, TypeError, ... besides its own ValueError
+    # numpy evaluates the header: RecursionError, TypeError, ... besides its own ValueError
+    except Exception as error:
         raise ValueError(f"a damaged header: {error}") from error
     return shape, dtype
 
@@ -253,7 +284,9 @@ def _check_size(path: str, recorded: int) -> None:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}), index.json lists it") from error
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}), index.json lists it"
+        ) from error
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{path}: is not a regular file, index.json lists it")
     if status.st_size != recorded:
@@ -265,8 +298,16 @@ def row_problem(rows: np.ndarray, shard: int, size: int, num_classes: int) -> st
     if not len(rows):
         return None
     if (rows["shard"] != shard).any():
-        return f"rows of shard {rows['shard'][rows['shard'] != shard][0]} where those of shard {shard} should be"
-    if rows["offset"].max() > size or (rows["offset"] + rows["size"]).max() > size:  # the sum of larger ones wraps
+        return (
+            f"rows of shard {rows['shard'][rows['shard'] != shard][0]} where those of shard {shard}"
+            " should be"
+        )
+    # the sum of larger ones wraps
+    if rows["offset"].max() > size or (rows["offset"] + rows["size"]).max() > size:
         return "rows that point beyond the end of their shard"
     bad = (rows["label"] < 0) | (rows["label"] >= num_classes)
-    return f"label {rows['label'][bad][0]} is out of range, with {num_classes} classes" if bad.any() else None
+    return (
+        f"label {rows['label'][bad][0]} is out of range, with {num_classes} classes"
+        if bad.any()
+        else None
+    )

@@ -1,4 +1,5 @@
-"""Where images come from: DATA.DATASET -> the training and the validation images, their targets and class names.
+"""Where images come from: DATA.DATASET -> the training and the validation images, their targets and
+class names.
 
 Everything that can be wrong with a data set as a whole is found here. N images
 """
@@ -31,7 +32,8 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def open(self, index: int) -> Image.Image:
-        """The image in whatever mode it has; raises if it cannot be read, or is larger than the source allows."""
+        """The image in whatever mode it has; raises if it cannot be read, or is larger than the
+        source allows."""
 
     def read(self, index: int) -> bytes:
         """The image as a file holds it."""
@@ -43,7 +45,8 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class ImageFiles:
     root: str
-    paths: np.ndarray  # [N] bytes, relative to root. An array: a list would be copied, page by page, into each worker
+    # [N] bytes, relative to root. An array: a list would be copied, page by page, into each worker
+    paths: np.ndarray
     targets: np.ndarray
     max_pixels: int = MAX_PIXELS  # of an image
 
@@ -94,7 +97,8 @@ def load_sources(config: CfgNode) -> Sources:
     """The two sources that DATA.DATASET names; nothing is downloaded.
 
     Raises:
-        UserError: a path, folder, list line or label that cannot be used; train and val with different classes.
+        UserError: a path, folder, list line or label that cannot be used; train and val with
+            different classes.
     """
     name = config.DATA.DATASET
     if name == "digits":
@@ -129,8 +133,12 @@ def _digits() -> Sources:
     pixels, targets = load_digits(return_X_y=True)  # [1797, 64], 0 to 16
     images = np.round(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     # random_state is fixed and not SEED: every run is measured on the same fifth
-    train, val = train_test_split(np.arange(len(targets)), test_size=0.2, stratify=targets, random_state=0)
-    sources = [ImageArrays("digits", images[part], targets[part].astype(np.int64)) for part in (train, val)]
+    train, val = train_test_split(
+        np.arange(len(targets)), test_size=0.2, stratify=targets, random_state=0
+    )
+    sources = [
+        ImageArrays("digits", images[part], targets[part].astype(np.int64)) for part in (train, val)
+    ]
     return Sources(*sources, [str(digit) for digit in range(10)])
 
 
@@ -139,10 +147,14 @@ def _cifar(dataset: type[CIFAR10], root: str) -> Sources:
         train, val = (dataset(root, train=is_train, download=False) for is_train in (True, False))
     except (RuntimeError, OSError) as error:
         raise UserError(
-            f"DATA.PATH is {root!r}: it holds no intact {dataset.base_folder}/ (nothing is downloaded, data/README.md"
+            f"DATA.PATH is {root!r}: it holds no intact {dataset.base_folder}/ (nothing is"
+            " downloaded, data/README.md"
             f" says where {dataset.__name__} comes from); found: {_found(root)}"
         ) from error
-    sources = [ImageArrays(dataset.__name__, part.data, np.asarray(part.targets, np.int64)) for part in (train, val)]
+    sources = [
+        ImageArrays(dataset.__name__, part.data, np.asarray(part.targets, np.int64))
+        for part in (train, val)
+    ]
     return Sources(*sources, list(train.classes))
 
 
@@ -150,17 +162,29 @@ def _folders(root: str, hint: str, max_pixels: int) -> Sources:
     missing = [split for split in _SPLITS if not os.path.isdir(os.path.join(root, split))]
     if missing:
         names = " and no ".join(f"{split}/" for split in missing)
-        raise UserError(f"DATA.PATH is {root!r}: it has no {names} folder; found: {_found(root)}{hint}")
+        raise UserError(
+            f"DATA.PATH is {root!r}: it has no {names} folder; found: {_found(root)}{hint}"
+        )
     folders = [os.path.join(root, split) for split in _SPLITS]
     classes, val_classes = (_classes(folder) for folder in folders)
     if classes != val_classes:
-        only = [sorted(set(a) - set(b)) for a, b in ((classes, val_classes), (val_classes, classes))]
-        parts = [f"only in {split}/: {_some(names)}" for split, names in zip(_SPLITS, only, strict=True) if names]
+        only = [
+            sorted(set(a) - set(b)) for a, b in ((classes, val_classes), (val_classes, classes))
+        ]
+        parts = [
+            f"only in {split}/: {_some(names)}"
+            for split, names in zip(_SPLITS, only, strict=True)
+            if names
+        ]
         raise UserError(
-            f"DATA.PATH is {root!r}: train/ has {len(classes)} class folders and val/ {len(val_classes)}, they must be"
+            f"DATA.PATH is {root!r}: train/ has {len(classes)} class folders and val/"
+            f" {len(val_classes)}, they must be"
             f" the same ({'; '.join(parts)})"
         )
-    return Sources(*(_scan(folder, classes, max_pixels) for folder in folders), [_printable(name) for name in classes])
+    return Sources(
+        *(_scan(folder, classes, max_pixels) for folder in folders),
+        [_printable(name) for name in classes],
+    )
 
 
 def _classes(folder: str) -> list[str]:
@@ -169,9 +193,13 @@ def _classes(folder: str) -> list[str]:
         return find_classes(folder)[0]
     except FileNotFoundError as error:
         hint = (
-            "; these are shards: DATA.DATASET shards" if glob.glob(os.path.join(glob.escape(folder), "*.tar")) else ""
+            "; these are shards: DATA.DATASET shards"
+            if glob.glob(os.path.join(glob.escape(folder), "*.tar"))
+            else ""
         )
-        raise UserError(f"{folder} has no class folder in it, only: {_found(folder)}{hint}") from error
+        raise UserError(
+            f"{folder} has no class folder in it, only: {_found(folder)}{hint}"
+        ) from error
 
 
 def _scan(folder: str, classes: list[str], max_pixels: int) -> ImageFiles:
@@ -182,11 +210,18 @@ def _scan(folder: str, classes: list[str], max_pixels: int) -> ImageFiles:
         paths.append(np.array([os.fsencode(path[start:]) for path, _ in images], bytes))
     counts = np.array([len(part) for part in paths])
     if not counts.any():
-        raise UserError(f"{folder}: no images in its {len(classes)} class folders ({' '.join(IMG_EXTENSIONS)} count)")
+        raise UserError(
+            f"{folder}: no images in its {len(classes)} class folders ({' '.join(IMG_EXTENSIONS)}"
+            " count)"
+        )
     if not counts.all():
         empty = [name for name, count in zip(classes, counts, strict=True) if not count]
-        raise UserError(f"{folder}: {len(empty)} of {len(classes)} class folders hold no image: {_some(empty)}")
-    return ImageFiles(folder, np.concatenate(paths), np.repeat(np.arange(len(classes)), counts), max_pixels)
+        raise UserError(
+            f"{folder}: {len(empty)} of {len(classes)} class folders hold no image: {_some(empty)}"
+        )
+    return ImageFiles(
+        folder, np.concatenate(paths), np.repeat(np.arange(len(classes)), counts), max_pixels
+    )
 
 
 def _lists(config: CfgNode, root: str) -> Sources:
@@ -196,10 +231,13 @@ def _lists(config: CfgNode, root: str) -> Sources:
         labels = np.unique(train.targets)
         limit = int(labels[-1]) + 1
         if len(labels) != limit:
-            gap = np.setdiff1d(np.arange(min(limit, len(labels) + 3)), labels)  # enough of them to name a few
+            # enough of them to name a few
+            gap = np.setdiff1d(np.arange(min(limit, len(labels) + 3)), labels)
             raise UserError(
-                f"DATA.TRAIN_LIST is {data.TRAIN_LIST!r}: its labels reach {limit - 1} but {limit - len(labels)} below"
-                f" have no image ({_some(gap.tolist())}); labels count from 0, MODEL.NUM_CLASSES (0) would allow gaps"
+                f"DATA.TRAIN_LIST is {data.TRAIN_LIST!r}: its labels reach {limit - 1} but"
+                f" {limit - len(labels)} below"
+                f" have no image ({_some(gap.tolist())}); labels count from 0, MODEL.NUM_CLASSES"
+                " (0) would allow gaps"
             )
     val = ImageFiles(*read_list("DATA.VAL_LIST", data.VAL_LIST, root, limit), data.MAX_PIXELS)
     return Sources(train, val, [str(label) for label in range(limit)])

@@ -43,7 +43,8 @@ def stage(source: str, target: str, workers: int = 4, trust: bool = False) -> St
         trust: keep what is there in the right size without comparing its checksum.
 
     Raises:
-        UserError: no finished shards, a damaged one, other shards in `target`, too little space, a disk that fills up.
+        UserError: no finished shards, a damaged one, other shards in `target`, too little space, a
+            disk that fills up.
     """
     started, clock = time.time(), time.monotonic()
     index = read_index(source, "SHARDS")
@@ -74,7 +75,8 @@ def _refuse_other_shards(source: str, target: str) -> None:
     theirs = os.path.join(target, "index.json")
     if os.path.exists(theirs) and _read(theirs) != _read(os.path.join(source, "index.json")):
         raise UserError(
-            f"LOCAL is {target!r}: it holds other shards than {source!r}; remove it, or take another directory"
+            f"LOCAL is {target!r}: it holds other shards than {source!r}; remove it, or take"
+            " another directory"
         )
 
 
@@ -89,7 +91,10 @@ def _check_space(target: str, files: list[_File]) -> None:
     needed = sum(file.bytes for file in files if not _has_size(target, file))
     free = shutil.disk_usage(target).free
     if needed > free:
-        raise UserError(f"LOCAL is {target!r}: {needed / 1e6:,.0f} MB are needed there, {free / 1e6:,.0f} MB are free")
+        raise UserError(
+            f"LOCAL is {target!r}: {needed / 1e6:,.0f} MB are needed there, {free / 1e6:,.0f} MB"
+            " are free"
+        )
 
 
 def _has_size(target: str, file: _File) -> bool:
@@ -133,7 +138,10 @@ class _Copying:
                 if copy.bytes > file.bytes:
                     break
             if (copy.bytes, copy.sha256) != (file.bytes, file.sha256):
-                raise UserError(f"{source}: is damaged, it has not the size and the checksum that index.json records")
+                raise UserError(
+                    f"{source}: is damaged, it has not the size and the checksum that index.json"
+                    " records"
+                )
         return file.bytes
 
     def _sha256(self, path: str) -> str:

@@ -20,7 +20,8 @@ Transform = Callable[[Image.Image], torch.Tensor]
 def build_transform(config: CfgNode, is_train: bool) -> Transform:
     """A PIL image of any size -> float32 [C, S, S], normalised with DATA.MEAN and DATA.STD.
 
-    Training draws from `random`, `numpy.random` and torch's CPU generator; evaluation draws nothing.
+    Training draws from `random`, `numpy.random` and torch's CPU generator; evaluation draws
+    nothing.
 
     Raises:
         UserError: timm does not know AUG.AUTO_AUGMENT.
@@ -46,7 +47,8 @@ def _train_transform(config: CfgNode) -> Transform:
             re_mode=aug.REMODE,
             re_count=aug.RECOUNT,
         )
-    except (AssertionError, ValueError, KeyError) as error:  # only the policy string is parsed in there
+    # only the policy string is parsed in there
+    except (AssertionError, ValueError, KeyError) as error:
         raise UserError(
             f"AUG.AUTO_AUGMENT is {aug.AUTO_AUGMENT!r}, timm knows no such policy;"
             " '' is off, 'rand-m9-mstd0.5-inc1' is the usual one"
@@ -54,15 +56,19 @@ def _train_transform(config: CfgNode) -> Transform:
     for op in _augment_ops(transform):
         if op.aug_fn is posterize:
             op.aug_fn = _posterize
-    if list(aug.SCALE) == [1, 1]:  # all of the picture: a random aspect ratio would still cut a strip off it
+    # all of the picture: a random aspect ratio would still cut a strip off it
+    if list(aug.SCALE) == [1, 1]:
         transform.transforms[0] = _eval_transform(config, crop=False).transforms[0]
     return transform
 
 
 def _augment_ops(transform: transforms.Compose) -> list[AugmentOp]:
-    """The operations of timm's RandAugment, AugMix (`ops`) and AutoAugment (`policy`, lists of them)."""
+    """The operations of timm's RandAugment, AugMix (`ops`) and AutoAugment (`policy`, lists of
+    them)."""
     groups = [
-        group for step in transform.transforms for group in (*getattr(step, "policy", ()), getattr(step, "ops", ()))
+        group
+        for step in transform.transforms
+        for group in (*getattr(step, "policy", ()), getattr(step, "ops", ()))
     ]
     return [op for group in groups for op in group]
 
@@ -80,7 +86,9 @@ def _eval_transform(config: CfgNode, crop: bool | None = None) -> transforms.Com
         crop_pct=config.TEST.CROP_RATIO if crop else 1.0,
         crop_mode="center" if crop else "squash",  # squash: both sides resized
         # "random" is a training choice
-        interpolation="bilinear" if config.DATA.INTERPOLATION == "random" else config.DATA.INTERPOLATION,
+        interpolation="bilinear"
+        if config.DATA.INTERPOLATION == "random"
+        else config.DATA.INTERPOLATION,
         mean=tuple(config.DATA.MEAN),
         std=tuple(config.DATA.STD),
     )

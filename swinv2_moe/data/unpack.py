@@ -16,10 +16,12 @@ _DAMAGE += (ArithmeticError, LookupError, RecursionError, ValueError)
 
 
 def image_folder(data: Path, target: Path) -> Path:
-    """The directory `data`, or `target` where `data` is a tar, which is unpacked there unless it has been before.
+    """The directory `data`, or `target` where `data` is a tar, which is unpacked there unless it
+    has been before.
 
     Raises:
-        UserError: a tar that cannot be unpacked; no train/ and val/ with class folders of images in it.
+        UserError: a tar that cannot be unpacked; no train/ and val/ with class folders of images in
+            it.
     """
     if data.is_file() and not target.exists():
         temporary = target.with_name(f".{target.name}.tmp")
@@ -36,8 +38,9 @@ def image_folder(data: Path, target: Path) -> Path:
 
 
 def _checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-    """tarfile's own filter, which keeps what is unpacked below `path`, and what releases of Python lack: symbolic links
-    may lead out of it or in circles, and behind a member of negative size comes the same one again."""
+    """tarfile's own filter, which keeps what is unpacked below `path`, and what releases of Python
+    lack: symbolic links may lead out of it or in circles, and behind a member of negative size
+    comes the same one again."""
     if member.size < 0:
         raise tarfile.TarError(f"{member.name!r} has {member.size:,} bytes")
     if member.issym():

@@ -1,1 +1,2 @@
-"""COCO detection with mmdetection. Importing this imports none of it; `registry` does, for configurations."""
+"""COCO detection with mmdetection. Importing this imports none of it; `registry` does, for
+configurations."""

@@ -16,15 +16,24 @@ from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import check_inner_path, read_json
 
 MAX_BYTES = 1 << 33  # of an annotation file: COCO's have 0.5 GB, the largest public ones 6
-OUTSIDE = 1.0  # pixels that a box may reach over its image's edge: COCO's own are rounded to hundredths
-# COCO 2017 has 2 boxes without height among 860,001 (annotations 918 and 2206849), which mmdetection leaves out.
+# pixels that a box may reach over its image's edge: COCO's own are rounded to hundredths
+OUTSIDE = 1.0
+# COCO 2017 has 2 boxes without height among 860,001 (annotations 918 and 2206849), which
+# mmdetection leaves out.
 NO_AREA_SHARE = 1e-4
 _MAX_NUMBER = 2**53  # of either sign: beyond, floats leave integers out
 _MAX_OUTLINE = 2**24  # pixels
 _TABLES = ("images", "annotations", "categories")
 _KEYS = {
     "images": {"id": int, "file_name": str, "width": int, "height": int},
-    "annotations": {"id": int, "image_id": int, "category_id": int, "bbox": list, "area": (int, float), "iscrowd": int},
+    "annotations": {
+        "id": int,
+        "image_id": int,
+        "category_id": int,
+        "bbox": list,
+        "area": (int, float),
+        "iscrowd": int,
+    },
     "categories": {"id": int, "name": str},
 }
 
@@ -43,15 +52,25 @@ class Annotations:
     class_names: list[str]
 
     def __str__(self) -> str:
-        text = f"{self.file}: {len(self.image_files):,} images ({self.images_without_boxes:,} without objects),"
-        text += f" {self.boxes:,} objects ({self.crowd_boxes:,} crowds, {self.thin_boxes:,} thinner than a pixel),"
+        text = (
+            f"{self.file}: {len(self.image_files):,} images ({self.images_without_boxes:,} without"
+            " objects),"
+        )
+        text += (
+            f" {self.boxes:,} objects ({self.crowd_boxes:,} crowds, {self.thin_boxes:,} thinner"
+            " than a pixel),"
+        )
         return f"{text} {len(self.class_names):,} classes"
 
 
 def check_annotations(
-    file: str | Path, images: str | Path, class_names: Sequence[str] | None = None, masks: bool = True
+    file: str | Path,
+    images: str | Path,
+    class_names: Sequence[str] | None = None,
+    masks: bool = True,
 ) -> Annotations:
-    """Read an annotation file of COCO's instance format and compare it with itself, the images and the model's classes.
+    """Read an annotation file of COCO's instance format and compare it with itself, the images and
+    the model's classes.
 
     Args:
         file: as instances_train2017.json; https://cocodataset.org/#format-data names its keys.
@@ -60,10 +79,11 @@ def check_annotations(
         masks: every object must have its segmentation.
 
     Raises:
-        UserError: a file or an image that is missing, empty or (the file) not JSON of this form; ids that come twice or
-            that nothing has; an image whose name leads out of `images`, or with more than MAX_PIXELS; boxes outside
-            their images, without area (more than 1 in 10,000), or no boxes at all; masks that do not fit their images;
-            classes that the file lacks or has in another order. The message names the file, the first annotation (or
+        UserError: a file or an image that is missing, empty or (the file) not JSON of this form;
+            ids that come twice or that nothing has; an image whose name leads out of `images`, or
+            with more than MAX_PIXELS; boxes outside their images, without area (more than 1 in
+            10,000), or no boxes at all; masks that do not fit their images; classes that the file
+            lacks or has in another order. The message names the file, the first annotation (or
             image) and its value, and how many there are.
     """
     file = str(file)
@@ -73,15 +93,29 @@ def check_annotations(
         _check_unique(file, table, np.array([row["id"] for row in tables[table]], np.int64))
     _check_classes(file, tables["categories"], class_names)
     rows = tables["annotations"]
-    sizes = np.array([[row["width"], row["height"]] for row in tables["images"]], np.int64).reshape(-1, 2)
+    sizes = np.array([[row["width"], row["height"]] for row in tables["images"]], np.int64).reshape(
+        -1, 2
+    )
     _check(file, _IMAGE, tables["images"], (sizes < 1).any(1), "{width} x {height} px")
     is_too_large = sizes.astype(float).prod(1) > MAX_PIXELS
-    _check(file, _IMAGE, tables["images"], is_too_large, f"{{width}} x {{height}} px, the limit is {MAX_PIXELS:,}")
+    _check(
+        file,
+        _IMAGE,
+        tables["images"],
+        is_too_large,
+        f"{{width}} x {{height}} px, the limit is {MAX_PIXELS:,}",
+    )
     image_of = _known(file, rows, "image_id", tables["images"])
     _known(file, rows, "category_id", tables["categories"])
     thin = _check_boxes(file, rows, sizes[image_of])
     if masks:
-        _check(file, _NAME, rows, [not row.get("segmentation") for row in rows], "no segmentation, which a mask needs")
+        _check(
+            file,
+            _NAME,
+            rows,
+            [not row.get("segmentation") for row in rows],
+            "no segmentation, which a mask needs",
+        )
         _check_masks(file, rows, sizes[image_of])
     names = [row["file_name"] for row in tables["images"]]
     _check_names(file, tables["images"])
@@ -110,7 +144,10 @@ def _read(file: str) -> dict[str, list[dict]]:
     except ValueError as error:  # also what is not UTF-8
         raise UserError(f"{file}: not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise UserError(f"{file}: not a COCO annotation file, whose JSON is an object, not a {type(content).__name__}")
+        raise UserError(
+            f"{file}: not a COCO annotation file, whose JSON is an object, not a"
+            f" {type(content).__name__}"
+        )
     for table in _TABLES:
         if not isinstance(content.get(table), list):
             raise UserError(f'{file}: not a COCO annotation file, it has no list "{table}"')
@@ -119,7 +156,9 @@ def _read(file: str) -> dict[str, list[dict]]:
     return content
 
 
-def _check_keys(file: str, table: str, rows: list, keys: dict[str, type | tuple[type, ...]]) -> None:
+def _check_keys(
+    file: str, table: str, rows: list, keys: dict[str, type | tuple[type, ...]]
+) -> None:
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise UserError(f'{file}: entry {number} of "{table}" is {short(row)}, not an object')
@@ -127,18 +166,23 @@ def _check_keys(file: str, table: str, rows: list, keys: dict[str, type | tuple[
             value = row.get(key)
             if not isinstance(value, kind) or (isinstance(value, int) and abs(value) > _MAX_NUMBER):
                 problem = f'"{key}" is {short(value)}' if key in row else f'has no "{key}"'
-                raise UserError(f'{file}: entry {number} of "{table}" (id {short(row.get("id"))}): {problem}')
+                raise UserError(
+                    f'{file}: entry {number} of "{table}" (id {short(row.get("id"))}): {problem}'
+                )
 
 
 def _check_unique(file: str, table: str, ids: np.ndarray) -> None:
     values, counts = np.unique(ids, return_counts=True)
     if len(values) < len(ids):
         twice = values[counts > 1]
-        raise UserError(f'{file}: the id {twice[0]} comes more than once in "{table}"{_such(len(twice))}')
+        raise UserError(
+            f'{file}: the id {twice[0]} comes more than once in "{table}"{_such(len(twice))}'
+        )
 
 
 def _check_classes(file: str, categories: list[dict], class_names: Sequence[str] | None) -> None:
-    """mmdetection numbers classes in the file's order and passes over names that it does not find."""
+    """mmdetection numbers classes in the file's order and passes over names that it does not
+    find."""
     names = [row["name"] for row in categories]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -146,10 +190,17 @@ def _check_classes(file: str, categories: list[dict], class_names: Sequence[str]
     if class_names is None:
         return
     if missing := [name for name in class_names if name not in names]:
-        raise UserError(f"{file}: no category {missing[0]!r}, which the model is to know{_such(len(missing))}")
-    for known, found in zip(class_names, [name for name in names if name in class_names], strict=True):
+        raise UserError(
+            f"{file}: no category {missing[0]!r}, which the model is to know{_such(len(missing))}"
+        )
+    for known, found in zip(
+        class_names, [name for name in names if name in class_names], strict=True
+    ):
         if known != found:
-            raise UserError(f"{file}: its categories come in another order than the model's: {found!r}, not {known!r}")
+            raise UserError(
+                f"{file}: its categories come in another order than the model's: {found!r}, not"
+                f" {known!r}"
+            )
 
 
 def _known(file: str, rows: list[dict], key: str, owners: list[dict]) -> np.ndarray:
@@ -187,19 +238,33 @@ def _is_number(value: object) -> bool:
 
 
 def _check_masks(file: str, rows: list[dict], sizes: np.ndarray) -> None:
-    """pycocotools takes as much memory for a mask as its size or its outline asks for. `sizes` as above."""
-    wrong = [not _is_drawable(row["segmentation"], *size) for row, size in zip(rows, sizes.tolist(), strict=True)]
+    """pycocotools takes as much memory for a mask as its size or its outline asks for. `sizes` as
+    above."""
+    wrong = [
+        not _is_drawable(row["segmentation"], *size)
+        for row, size in zip(rows, sizes.tolist(), strict=True)
+    ]
     if any(wrong):
         width, height = sizes[wrong.index(True)]
-        _check(file, _NAME, rows, wrong, f"its segmentation does not fit an image of {width} x {height} px")
+        _check(
+            file,
+            _NAME,
+            rows,
+            wrong,
+            f"its segmentation does not fit an image of {width} x {height} px",
+        )
 
 
 def _is_drawable(segmentation: object, width: int, height: int) -> bool:
-    """Whether a mask has its image's size or, of polygons, none has an outline of more than _MAX_OUTLINE pixels."""
+    """Whether a mask has its image's size or, of polygons, none has an outline of more than
+    _MAX_OUTLINE pixels."""
     if isinstance(segmentation, dict):
         return segmentation.get("size", [height, width]) == [height, width]
     try:
-        return all(_bound(polygon) <= _MAX_OUTLINE or _outline(polygon) <= _MAX_OUTLINE for polygon in segmentation)
+        return all(
+            _bound(polygon) <= _MAX_OUTLINE or _outline(polygon) <= _MAX_OUTLINE
+            for polygon in segmentation
+        )
     except (TypeError, ValueError, OverflowError):  # no polygons, or not of numbers
         return False
 
@@ -221,7 +286,9 @@ def _check(file: str, name: str, rows: list[dict], wrong: Iterable[bool], what: 
     wrong = np.asarray(wrong, bool)
     if wrong.any():
         row = {key: short(value) for key, value in rows[wrong.argmax()].items()}
-        raise UserError(f"{file}: {name.format_map(row)}: {what.format_map(row)}{_such(int(wrong.sum()))}")
+        raise UserError(
+            f"{file}: {name.format_map(row)}: {what.format_map(row)}{_such(int(wrong.sum()))}"
+        )
 
 
 def _check_names(file: str, images: list[dict]) -> None:
@@ -242,7 +309,8 @@ def _check_files(file: str, directory: Path, names: list[str]) -> None:
 
 
 def file_sizes(directory: Path, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of each file below `directory` that there is; one listing for each folder, not one call for each file.
+    """Bytes of each file below `directory` that there is; one listing for each folder, not one call
+    for each file.
 
     Raises:
         UserError: a folder that cannot be read.
@@ -254,7 +322,11 @@ def file_sizes(directory: Path, names: Iterable[str]) -> dict[str, int]:
 def _listing(directory: Path, folder: str) -> list[tuple[str, int]]:
     try:
         with os.scandir(directory / folder) as entries:
-            return [(os.path.join(folder, entry.name), entry.stat().st_size) for entry in entries if entry.is_file()]
+            return [
+                (os.path.join(folder, entry.name), entry.stat().st_size)
+                for entry in entries
+                if entry.is_file()
+            ]
     except OSError as error:
         raise UserError(f"{directory / folder}: cannot be read ({error.strerror})") from error
 

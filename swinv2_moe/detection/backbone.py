@@ -32,10 +32,12 @@ _FORMS = {"swinv2_moe": SwinTransformerV2MoE, "swin_moe": SwinTransformerMoE}
 
 @MODELS.register_module()
 class SwinV2MoE(BaseModule):
-    """The maps of chosen stages, each through a LayerNorm of its own, as Swin Transformer's detection code has them.
+    """The maps of chosen stages, each through a LayerNorm of its own, as Swin Transformer's
+    detection code has them.
 
-    Padding, to patches, windows and merged pairs, and around images smaller than their batch's canvas if the detector
-    says how large they are (`images_of`), is left out of attention and routing: models/padding.py.
+    Padding, to patches, windows and merged pairs, and around images smaller than their batch's
+    canvas if the detector says how large they are (`images_of`), is left out of attention and
+    routing: models/padding.py.
 
     Args:
         model: "swinv2_moe", or "swin_moe" for the released, pre-norm form.
@@ -44,15 +46,17 @@ class SwinV2MoE(BaseModule):
         aux_loss_weight: of the MoE layers' auxiliary loss among the detector's losses.
         expert_parallel: the experts are spread over all processes, instead of all of them in each.
         with_cp: activations are recomputed in the backward pass.
-        pretrained: a run of this project (a detector's, too), a checkpoint of one, or a file of weights.
-        init_cfg: None; mmengine's other backbones take weights here, this one takes them as `pretrained`.
-        trunk: what SwinTransformerV2MoE takes: embed_dim, depths, num_heads, window_size, num_experts, moe_blocks, moe,
-            eval_capacity_factor, freeze_moe, drop_path_rate, pretrained_window_sizes (by which positions are measured),
-            ...
+        pretrained: a run of this project (a detector's, too), a checkpoint of one, or a file of
+            weights.
+        init_cfg: None; mmengine's other backbones take weights here, this one takes them as
+            `pretrained`.
+        trunk: what SwinTransformerV2MoE takes: embed_dim, depths, num_heads, window_size,
+            num_experts, moe_blocks, moe, eval_capacity_factor, freeze_moe, drop_path_rate,
+            pretrained_window_sizes (by which positions are measured), ...
 
     Raises:
-        UserError: an argument that does not exist, values that do not fit each other or the number of processes; of the
-            wrong type, also a TypeError, as mmdetection's backbones raise it.
+        UserError: an argument that does not exist, values that do not fit each other or the number
+            of processes; of the wrong type, also a TypeError, as mmdetection's backbones raise it.
     """
 
     def __init__(
@@ -82,7 +86,8 @@ class SwinV2MoE(BaseModule):
         try:
             self.trunk = mask_blocks(
                 _FORMS[model](
-                    img_size=32 * patch_size,  # sets nothing that stays: windows and masks follow each batch
+                    # sets nothing that stays: windows and masks follow each batch
+                    img_size=32 * patch_size,
                     patch_size=patch_size,
                     num_classes=0,
                     always_partition=True,
@@ -95,24 +100,32 @@ class SwinV2MoE(BaseModule):
             raise UserError(f"backbone: {error}") from error
         last = len(self.trunk.layers) - 1
         if not self.out_indices or self.out_indices[-1] != last or min(self.out_indices) < 0:
-            raise UserError(f"backbone.out_indices ({list(out_indices)}) must end with the last stage ({last})")
+            raise UserError(
+                f"backbone.out_indices ({list(out_indices)}) must end with the last stage ({last})"
+            )
         self.trunk.norm = nn.Identity()  # each output has its own
-        self.norms = nn.ModuleList(nn.LayerNorm(self.trunk.feature_info[i]["num_chs"]) for i in self.out_indices)
+        self.norms = nn.ModuleList(
+            nn.LayerNorm(self.trunk.feature_info[i]["num_chs"]) for i in self.out_indices
+        )
         self._image_sizes: list[Size] | None = None
         self._register_load_state_dict_pre_hook(self._take_own_experts)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """images [B, 3, H, W] -> of each of `out_indices` a map [B, C, H / stride, W / stride], rounded up."""
+        """images [B, 3, H, W] -> of each of `out_indices` a map [B, C, H / stride, W / stride],
+        rounded up."""
         norms = dict(zip(self.out_indices, self.norms, strict=True))
         maps = []
-        for i, (x, presence) in enumerate(stage_maps(self.trunk, images, self._image_sizes, self.with_cp)):
+        for i, (x, presence) in enumerate(
+            stage_maps(self.trunk, images, self._image_sizes, self.with_cp)
+        ):
             if i in norms:
                 maps.append(presence.keep(norms[i](x)).permute(0, 3, 1, 2).contiguous())
         return tuple(maps)
 
     @contextmanager
     def images_of(self, sizes: Sequence[Size] | None) -> Iterator[None]:
-        """Until the end of the block, the images of a batch have these sizes (pixels, from the top left corner).
+        """Until the end of the block, the images of a batch have these sizes (pixels, from the top
+        left corner).
 
         mmdetection hands a backbone the batch alone, so the detector says here what it knows of it.
         """
@@ -130,7 +143,8 @@ class SwinV2MoE(BaseModule):
         return self.aux_loss_weight * loss
 
     def init_weights(self) -> None:
-        """Nothing but `pretrained`: the trunk has initialised itself, and mmengine's method would do it again.
+        """Nothing but `pretrained`: the trunk has initialised itself, and mmengine's method would
+        do it again.
 
         Raises:
             UserError: weights that cannot be read or do not fit.
@@ -152,16 +166,23 @@ def _check_weights(pretrained: str | None, init_cfg: dict | None) -> None:
     if pretrained is not None and not isinstance(pretrained, str):
         raise _WrongArgument(f"backbone.pretrained ({pretrained!r}) must be a path or None")
     if init_cfg is not None:
-        raise UserError(f"backbone.init_cfg ({init_cfg!r}) must be None; backbone.pretrained names the weights")
+        raise UserError(
+            f"backbone.init_cfg ({init_cfg!r}) must be None; backbone.pretrained names the weights"
+        )
 
 
 def _check_names(trunk: dict) -> None:
-    parameters = [name for cls in (SwinTransformerV2, SwinTransformerV2MoE) for name in signature(cls).parameters]
+    parameters = [
+        name
+        for cls in (SwinTransformerV2, SwinTransformerV2MoE)
+        for name in signature(cls).parameters
+    ]
     known = sorted(set(parameters) - _SET_HERE)
     for name, value in trunk.items():
         if name not in known:
             raise _WrongArgument(
-                f"backbone.{name} ({value!r}) is not an argument of SwinV2MoE, whose trunk takes {', '.join(known)}"
+                f"backbone.{name} ({value!r}) is not an argument of SwinV2MoE, whose trunk takes"
+                f" {', '.join(known)}"
             )
 
 
@@ -173,21 +194,30 @@ def _check_stages(
     **others,
 ) -> None:
     """timm's defaults; it checks none of this."""
-    sequences = {"depths": depths, "num_heads": num_heads, "pretrained_window_sizes": pretrained_window_sizes}
+    sequences = {
+        "depths": depths,
+        "num_heads": num_heads,
+        "pretrained_window_sizes": pretrained_window_sizes,
+    }
     for name, value in sequences.items():
         if not isinstance(value, Sequence):
             raise UserError(f"backbone.{name} ({value!r}) must have a number for each stage")
     if len(pretrained_window_sizes) < len(depths):
         raise UserError(
-            f"backbone.pretrained_window_sizes ({pretrained_window_sizes!r}) must have a number for each of the stages"
+            f"backbone.pretrained_window_sizes ({pretrained_window_sizes!r}) must have a number for"
+            " each of the stages"
             f" {depths!r}"
         )
     if len(depths) != len(num_heads):
-        raise UserError(f"backbone.num_heads ({num_heads!r}) must have a number for each of the stages {depths!r}")
+        raise UserError(
+            f"backbone.num_heads ({num_heads!r}) must have a number for each of the stages"
+            f" {depths!r}"
+        )
     for stage, heads in enumerate(num_heads):
         if embed_dim * 2**stage % heads:
             raise UserError(
-                f"backbone.num_heads ({heads}) must divide the {embed_dim * 2**stage} channels of its stage"
+                f"backbone.num_heads ({heads}) must divide the {embed_dim * 2**stage} channels of"
+                " its stage"
             )
 
 

@@ -1,4 +1,5 @@
-"""COCO 2017 as it is downloaded, laid out as the configurations expect it. Needs nothing of mmdetection."""
+"""COCO 2017 as it is downloaded, laid out as the configurations expect it. Needs nothing of
+mmdetection."""
 
 import lzma
 import os
@@ -18,7 +19,8 @@ from swinv2_moe.engine.routing import spread
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import check_inner_path
 
-# What zipfile and the decompressors raise; RuntimeError: encrypted, or compressed in a way that is not known
+# What zipfile and the decompressors raise; RuntimeError: encrypted, or compressed in a way that is
+# not known
 _DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError)
 _SITE = "http://images.cocodataset.org"
 
@@ -44,14 +46,16 @@ PARTS = (
 
 
 def lay_out(source: Path, target: Path) -> list[str]:
-    """Make `target` hold train2017/, val2017/ and annotations/ of `source`: archives are unpacked, folders that are
-    elsewhere are linked to; nothing is moved or removed. train/ and val/ without the year are taken as well.
+    """Make `target` hold train2017/, val2017/ and annotations/ of `source`: archives are unpacked,
+    folders that are elsewhere are linked to; nothing is moved or removed. train/ and val/ without
+    the year are taken as well.
 
     Returns:
         What is missing and where it comes from, a line for each part; none: all is there.
 
     Raises:
-        UserError: no directory; an archive that is broken or cannot be unpacked (the same call goes on from there).
+        UserError: no directory; an archive that is broken or cannot be unpacked (the same call goes
+            on from there).
     """
     if not source.is_dir():
         raise UserError(f"{source}: no such directory")
@@ -67,7 +71,8 @@ def lay_out(source: Path, target: Path) -> list[str]:
 
 
 def splits(directory: Path) -> Iterator[tuple[Path, Path]]:
-    """(annotation file, directory of the images) of training and validation in what `lay_out` made."""
+    """(annotation file, directory of the images) of training and validation in what `lay_out`
+    made."""
     for part in PARTS[:2]:
         images = _folder(directory, part)
         yield directory / "annotations" / f"instances_{images.name}.json", images
@@ -96,15 +101,19 @@ def _link(folder: Path, link: Path) -> None:
 
 
 def unpack(archive: Path, target: Path, folder: str) -> None:
-    """Unpack the files of an archive's one folder into `target`; those that are there in their full size stay.
+    """Unpack the files of an archive's one folder into `target`; those that are there in their full
+    size stay.
 
     Raises:
-        UserError: not such an archive, a broken one, or no room; no half-written file gets its name.
+        UserError: not such an archive, a broken one, or no room; no half-written file gets its
+            name.
     """
     try:
         with zipfile.ZipFile(archive) as content:
             files = [member for member in content.infolist() if not member.is_dir()]
-            if strange := [member.filename for member in files if not _is_in(folder, member.filename)]:
+            if strange := [
+                member.filename for member in files if not _is_in(folder, member.filename)
+            ]:
                 raise UserError(f"{archive}: holds {strange[0]!r}, which is not in {folder}/")
             todo = [member for member in files if not _is_there(target, member)]
             for member in track(todo, f"unpacking {archive.name}", disable=not todo):
@@ -143,15 +152,21 @@ def check_split(file: Path, images: Path, decode_count: int | None) -> Annotatio
         decode_count: so many of the images, evenly spaced; None: all of them.
 
     Raises:
-        UserError: as `check_annotations`; images that are broken or of another size than the annotations say.
+        UserError: as `check_annotations`; images that are broken or of another size than the
+            annotations say.
     """
     found = check_annotations(file, images)
-    rows = spread(len(found.image_files), len(found.image_files) if decode_count is None else decode_count)
+    rows = spread(
+        len(found.image_files), len(found.image_files) if decode_count is None else decode_count
+    )
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         problems = pool.map(partial(_problem, found, images), rows)
         problems = [one for one in track(problems, f"decoding {images.name}", len(rows)) if one]
     if problems:
-        raise UserError(f"{images}: {len(problems):,} of {len(rows):,} images are unusable, the first: {problems[0]}")
+        raise UserError(
+            f"{images}: {len(problems):,} of {len(rows):,} images are unusable, the first:"
+            f" {problems[0]}"
+        )
     return found
 
 
@@ -162,5 +177,7 @@ def _problem(found: Annotations, images: Path, row: int) -> str | None:
     except (OSError, ValueError) as error:
         return f"{name} ({error})"
     if image.size != size:
-        return f"{name} ({image.width} x {image.height} px, its annotations say {size[0]} x {size[1]})"
+        return (
+            f"{name} ({image.width} x {image.height} px, its annotations say {size[0]} x {size[1]})"
+        )
     return None

@@ -8,7 +8,8 @@ from mmdet.registry import MODELS
 
 
 class _OnMoE:
-    """Tells the backbone how large each image is, and adds its auxiliary loss to the detector's losses.
+    """Tells the backbone how large each image is, and adds its auxiliary loss to the detector's
+    losses.
 
     Mixed precision is for backbone and neck: mmcv's RoIAlign and NMS take no bfloat16.
     """
@@ -18,7 +19,9 @@ class _OnMoE:
     def forward(self, inputs, data_samples=None, mode: str = "tensor"):
         sizes = None if data_samples is None else [sample.img_shape[:2] for sample in data_samples]
         place = inputs.device.type
-        self._autocast = torch.autocast(place, torch.get_autocast_dtype(place), torch.is_autocast_enabled(place))
+        self._autocast = torch.autocast(
+            place, torch.get_autocast_dtype(place), torch.is_autocast_enabled(place)
+        )
         with self.backbone.images_of(sizes), torch.autocast(place, enabled=False):
             results = super().forward(inputs, data_samples, mode)
         aux_loss = self.backbone.aux_loss()

@@ -1,7 +1,8 @@
-"""The data sets of a configuration, checked before the first step, and what a test found, as a table.
+"""The data sets of a configuration, checked before the first step, and what a test found, as a
+table.
 
-The metric is mmdetection's FasterCocoMetric. faster-coco-eval agrees with pycocotools to the last bits of every
-precision and is several times faster (docs/results.md).
+The metric is mmdetection's FasterCocoMetric. faster-coco-eval agrees with pycocotools to the last
+bits of every precision and is several times faster (docs/results.md).
 """
 
 import os
@@ -25,7 +26,8 @@ def check_datasets(config: Config, splits: tuple[str, ...]) -> list[Annotations]
     """Check every COCO data set of some of SPLITS; each file once.
 
     Raises:
-        UserError: as `check_annotations`; a metric whose annotation file is not that of its data set.
+        UserError: as `check_annotations`; a metric whose annotation file is not that of its data
+            set.
     """
     checked: dict[tuple[str, str], Annotations] = {}
     for split in splits:
@@ -33,7 +35,9 @@ def check_datasets(config: Config, splits: tuple[str, ...]) -> list[Annotations]
         for dataset in datasets:
             file, images = _paths(dataset)
             if (file, images) not in checked:
-                checked[file, images] = check_annotations(file, images, _classes(dataset), _masks(dataset))
+                checked[file, images] = check_annotations(
+                    file, images, _classes(dataset), _masks(dataset)
+                )
         if split != "train":
             _check_metric(config, split, [_paths(dataset)[0] for dataset in datasets])
     return list(checked.values())
@@ -44,7 +48,9 @@ def test_on_train_images(config: Config) -> None:
     dataset = next(_coco_datasets(config.train_dataloader), None)
     if dataset is None:
         raise UserError(f"{config.filename}: its training has no COCO data set")
-    places = {key: dataset[key] for key in ("data_root", "ann_file", "data_prefix") if key in dataset}
+    places = {
+        key: dataset[key] for key in ("data_root", "ann_file", "data_prefix") if key in dataset
+    }
     config.test_dataloader.dataset.update(places)
     config.test_evaluator.ann_file = _paths(dataset)[0]
 
@@ -63,7 +69,9 @@ def _coco_datasets(part: ConfigDict | None) -> Iterator[ConfigDict]:
 def _paths(dataset: ConfigDict) -> tuple[str, str]:
     """The annotation file and the directory of the images, as mmengine's BaseDataset joins them."""
     root = dataset.get("data_root") or ""
-    return os.path.join(root, dataset.ann_file), os.path.join(root, dataset.get("data_prefix", {}).get("img", ""))
+    return os.path.join(root, dataset.ann_file), os.path.join(
+        root, dataset.get("data_prefix", {}).get("img", "")
+    )
 
 
 def _classes(dataset: ConfigDict) -> tuple[str, ...]:
@@ -79,16 +87,26 @@ def _check_metric(config: Config, split: str, files: list[str]) -> None:
     metric = config.get(f"{split}_evaluator") or {}
     file = metric.get("ann_file") if isinstance(metric, dict) else None
     if file and files and Path(file) not in map(Path, files):
-        raise UserError(f"{split}_evaluator.ann_file is {file!r}, but the images are those of {files[0]!r}")
+        raise UserError(
+            f"{split}_evaluator.ann_file is {file!r}, but the images are those of {files[0]!r}"
+        )
 
 
 def table_of(metrics: dict[str, float]) -> Table:
-    """A row for boxes and one for masks: the mean AP over IoU 0.50 to 0.95, at 0.50, at 0.75, of small, medium and
-    large objects, in percent ("-": there are none)."""
+    """A row for boxes and one for masks: the mean AP over IoU 0.50 to 0.95, at 0.50, at 0.75, of
+    small, medium and large objects, in percent ("-": there are none)."""
     heads = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large")
-    table = Table("", *(Column(head, justify="right") for head in heads), box=SIMPLE_HEAD, collapse_padding=True)
+    table = Table(
+        "",
+        *(Column(head, justify="right") for head in heads),
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+    )
     for kind, name in (("bbox", "boxes"), ("segm", "masks")):
         values = [metrics.get(f"coco/{kind}_{column}") for column in _COLUMNS]
         if values[0] is not None:
-            table.add_row(name, *("-" if value is None or value < 0 else f"{100 * value:.1f}" for value in values))
+            table.add_row(
+                name,
+                *("-" if value is None or value < 0 else f"{100 * value:.1f}" for value in values),
+            )
     return table

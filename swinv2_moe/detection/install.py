@@ -1,11 +1,13 @@
-"""Installs the detection extra: mmcv's operators compiled for the torch that is here, once a machine, then the rest.
+"""Installs the detection extra: mmcv's operators compiled for the torch that is here, once a
+machine, then the rest.
 
     python -m swinv2_moe.detection.install LOG      as `make detection` and `make test` do
 
-mmcv comes as source alone. Compiled in isolation, as pip does by default, it finds no torch and becomes a wheel without
-operators; and pip keeps that wheel for any torch. So it is compiled here, against this environment, into a directory
-named after the versions of torch and Python, and pip never sees the source. Its setup asks for C++17, where the headers
-of torch 2.15 need C++20: compilers that take the one for the other do it.
+mmcv comes as source alone. Compiled in isolation, as pip does by default, it finds no torch and
+becomes a wheel without operators; and pip keeps that wheel for any torch. So it is compiled here,
+against this environment, into a directory named after the versions of torch and Python, and pip
+never sees the source. Its setup asks for C++17, where the headers of torch 2.15 need C++20:
+compilers that take the one for the other do it.
 """
 
 import fcntl
@@ -31,7 +33,8 @@ exec {command} "$@"
 _CHECK = """
 import torch
 from mmcv.ops import nms
-assert nms(torch.tensor([[0.0, 0, 1, 1], [0, 0, 1, 1]]), torch.tensor([0.5, 0.4]), 0.5)[1].tolist() == [0]
+boxes = torch.tensor([[0.0, 0, 1, 1], [0, 0, 1, 1]])
+assert nms(boxes, torch.tensor([0.5, 0.4]), 0.5)[1].tolist() == [0]
 import mmdet.models
 """
 
@@ -46,17 +49,21 @@ def wheel_directory() -> Path:
 
     gpu = "-sm{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / f"swinv2-moe/wheels/torch{version('torch')}-cp{sys.version_info[0]}{sys.version_info[1]}{gpu}"
+    python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    return cache / f"swinv2-moe/wheels/torch{version('torch')}-{python}{gpu}"
 
 
 def pinned(package: str) -> str:
     """`package==version` as constraints.txt has it."""
-    lines = (line.split(";")[0].strip() for line in (_ROOT / "constraints.txt").read_text().splitlines())
+    lines = (
+        line.split(";")[0].strip() for line in (_ROOT / "constraints.txt").read_text().splitlines()
+    )
     return next(line for line in lines if line.startswith(f"{package}=="))
 
 
 def compiled_wheel(log: Path) -> Path:
-    """mmcv's wheel for this environment: the one that is kept, or a new one. Processes wait for each other here.
+    """mmcv's wheel for this environment: the one that is kept, or a new one. Processes wait for
+    each other here.
 
     Raises:
         InstallError: it cannot be compiled.
@@ -67,7 +74,10 @@ def compiled_wheel(log: Path) -> Path:
     with (directory / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not list(directory.glob(pattern)):
-            print(f"Compiling {requirement} into {directory}: 5 to 15 minutes on 2 cores, once.", flush=True)
+            print(
+                f"Compiling {requirement} into {directory}: 5 to 15 minutes on 2 cores, once.",
+                flush=True,
+            )
             for leftover in directory.glob("unfinished-*"):  # of a compilation that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix="unfinished-", dir=directory) as unfinished:
@@ -120,14 +130,16 @@ def _nvcc() -> str | None:
 
 @contextmanager
 def _constraints() -> Iterator[Path]:
-    """A file of the versions in constraints.txt, but of torch and torchvision those that are here: mmcv is compiled for
-    this torch."""
+    """A file of the versions in constraints.txt, but of torch and torchvision those that are here:
+    mmcv is compiled for this torch."""
     here = {package: version(package) for package in ("torch", "torchvision")}
     pins = (_ROOT / "constraints.txt").read_text().splitlines()
     pins = [pin for pin in pins if pin.split("==")[0] not in here]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "constraints.txt"
-        file.write_text("\n".join([*pins, *(f"{package}=={number}" for package, number in here.items())]))
+        file.write_text(
+            "\n".join([*pins, *(f"{package}=={number}" for package, number in here.items())])
+        )
         yield file
 
 
@@ -137,12 +149,24 @@ def _pip_install(log: Path, *requirements: object) -> None:
 
 
 def _pip(log: Path, *arguments: object, environment: dict[str, str] | None = None) -> None:
-    command = [sys.executable, "-m", "pip", *map(str, arguments), "--no-input", "--progress-bar", "off"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        *map(str, arguments),
+        "--no-input",
+        "--progress-bar",
+        "off",
+    ]
     if "wheel" in arguments:
         command.append("--verbose")  # the compiler's messages
     with log.open("a") as output:
         done = subprocess.run(
-            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | (environment or {}), check=False
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | (environment or {}),
+            check=False,
         )
     if done.returncode:
         raise InstallError(f"pip {arguments[0]} failed")
@@ -156,13 +180,20 @@ def install(log: Path) -> None:
     """
     log.write_text("")
     wheel = compiled_wheel(log)
-    _pip(log, "install", "--no-deps", "--force-reinstall", wheel)  # it may be there for another torch
+    # it may be there for another torch
+    _pip(log, "install", "--no-deps", "--force-reinstall", wheel)
     _pip_install(log, "--editable", f"{_ROOT}[detection]")
-    done = subprocess.run([sys.executable, "-c", _CHECK], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _CHECK], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         log.write_text(log.read_text() + done.stderr)
         reason = done.stderr.strip().splitlines()[-1]
-        hint = " (Debian/Ubuntu: sudo apt install libgl1 libglib2.0-0)" if "cannot open shared object" in reason else ""
+        hint = (
+            " (Debian/Ubuntu: sudo apt install libgl1 libglib2.0-0)"
+            if "cannot open shared object" in reason
+            else ""
+        )
         if "_ext" in reason or "nms" in reason:
             hint = f" (remove {wheel} to compile it anew)"
         raise InstallError(f"mmcv and mmdetection do not work: {reason}{hint}")

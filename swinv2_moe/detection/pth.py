@@ -1,4 +1,5 @@
-"""Detectors in .pth files, mmengine's among them: read without running code in them, and loaded whole or not at all."""
+"""Detectors in .pth files, mmengine's among them: read without running code in them, and loaded
+whole or not at all."""
 
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from swinv2_moe.models.weight_files import read_torch_file, unwrapped
 
 
 def read_pth(file: str) -> dict:
-    """What the file holds, on the CPU: a state dict, or one below "state_dict" and perhaps a training's state.
+    """What the file holds, on the CPU: a state dict, or one below "state_dict" and perhaps a
+    training's state.
 
-    mmengine's own reader runs whatever a file names that torch refuses, and its `resume` the file's configuration:
-    that is left out here.
+    mmengine's own reader runs whatever a file names that torch refuses, and its `resume` the file's
+    configuration: that is left out here.
 
     Raises:
         UserError: it cannot be read.
@@ -34,4 +36,6 @@ def load_pth(model: nn.Module, content: dict, file: str) -> None:
     try:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:
-        raise UserError(f"checkpoint {file} cannot be used: {' '.join(str(error).split())}") from error
+        raise UserError(
+            f"checkpoint {file} cannot be used: {' '.join(str(error).split())}"
+        ) from error

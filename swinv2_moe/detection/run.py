@@ -24,7 +24,8 @@ from swinv2_moe.engine.run_lock import only_run
 from swinv2_moe.errors import UserError
 
 MoERunner = registry.runner.MoERunner
-_PLACES_OF_DATA = ("data_root", "ann_file", "data_prefix")  # may be another on each machine's own disk
+# may be another on each machine's own disk
+_PLACES_OF_DATA = ("data_root", "ann_file", "data_prefix")
 
 
 def load_config(file: str, options: Sequence[str] = (), work_dir: str | None = None) -> Config:
@@ -41,9 +42,14 @@ def load_config(file: str, options: Sequence[str] = (), work_dir: str | None = N
     except UserError:
         raise
     except Exception as error:  # a configuration is Python: anything may be raised in it
-        raise UserError(f"configuration {file}: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise UserError(
+            f"configuration {file}: {' '.join(str(error).split()) or type(error).__name__}"
+        ) from error
     if config.get("runner_type") != "MoERunner" or "backbone" not in config.get("model", {}):
-        raise UserError(f"configuration {file}: is none of a detector here (runner_type = 'MoERunner', model.backbone)")
+        raise UserError(
+            f"configuration {file}: is none of a detector here (runner_type = 'MoERunner',"
+            " model.backbone)"
+        )
     config.work_dir = work_dir or config.get("work_dir") or str(Path("output") / Path(file).stem)
     return config
 
@@ -61,7 +67,8 @@ def train(config: Config, resume: str | None = None) -> dict[str, float]:
     """Train, under torchrun on all its processes; returns the last validation's metrics.
 
     Args:
-        resume: "auto" (the newest whole checkpoint of `work_dir`, or a fresh start), a run or a checkpoint.
+        resume: "auto" (the newest whole checkpoint of `work_dir`, or a fresh start), a run or a
+            checkpoint.
 
     Raises:
         UserError: input that cannot be used, or another training in `work_dir`.
@@ -74,7 +81,11 @@ def train(config: Config, resume: str | None = None) -> dict[str, float]:
         runner = MoERunner.from_cfg(config)
         runner.train()
         scalars = runner.message_hub.log_scalars
-        return {name.removeprefix("val/"): scalars[name].current() for name in scalars if name.startswith("val/coco")}
+        return {
+            name.removeprefix("val/"): scalars[name].current()
+            for name in scalars
+            if name.startswith("val/coco")
+        }
 
 
 def test(config: Config, source: str) -> dict[str, float]:
@@ -90,7 +101,8 @@ def test(config: Config, source: str) -> dict[str, float]:
 
 @contextmanager
 def _world(config: Config) -> Iterator[World]:
-    """The processes that torchrun started, if it did, for the length of the block; all have the same configuration."""
+    """The processes that torchrun started, if it did, for the length of the block; all have the
+    same configuration."""
     with open_world() as world, world.named_errors("a collective"):
         check_same_start(dict(_values(config.to_dict())), world)
         config.launcher = "none" if world.size == 1 else "pytorch"
@@ -98,7 +110,8 @@ def _world(config: Config) -> Iterator[World]:
 
 
 def _values(part: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """What a configuration holds, by names like "model.neck.in_channels[0]", without the places of data."""
+    """What a configuration holds, by names like "model.neck.in_channels[0]", without the places of
+    data."""
     if isinstance(part, dict):
         for key, value in part.items():
             if key not in _PLACES_OF_DATA:
@@ -111,7 +124,8 @@ def _values(part: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def build_detector(config: Config, source: str | None = None) -> nn.Module:
-    """The detector on this one process's CPU, in evaluation mode, with the weights of a checkpoint if one is given.
+    """The detector on this one process's CPU, in evaluation mode, with the weights of a checkpoint
+    if one is given.
 
     Raises:
         UserError: a checkpoint that cannot be used.

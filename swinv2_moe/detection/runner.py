@@ -1,4 +1,5 @@
-"""mmengine's runner over checkpoints of the per-expert store, and over several processes on any device."""
+"""mmengine's runner over checkpoints of the per-expert store, and over several processes on any
+device."""
 
 import os
 from collections.abc import Iterator
@@ -29,8 +30,8 @@ from swinv2_moe.models import frozen_moe
 
 @RUNNERS.register_module()
 class MoERunner(Runner):
-    """`load_from` may name a run, a checkpoint of the store, or a .pth file; `resume` without it means the newest of
-    `work_dir`. Weights fit exactly or not at all.
+    """`load_from` may name a run, a checkpoint of the store, or a .pth file; `resume` without it
+    means the newest of `work_dir`. Weights fit exactly or not at all.
 
     Raises:
         UserError: a checkpoint that is missing, damaged or another model's.
@@ -65,7 +66,8 @@ class MoERunner(Runner):
             "init_sync": False,  # _init_model_weights does that
             "find_unused_parameters": self.cfg.get("find_unused_parameters", False),
         }
-        with _without_gradients(sharded_experts(model)):  # so that DistributedDataParallel does not average theirs
+        # so that DistributedDataParallel does not average theirs
+        with _without_gradients(sharded_experts(model)):
             wrapped = super().wrap_model(wrapper, model)
         wrapped.broadcast_buffers = False  # as an argument it warns from torch 2.15 on
         return wrapped
@@ -113,16 +115,24 @@ class MoERunner(Runner):
         return checkpoint.find_checkpoint("auto", root, self.world) if self._resume else None
 
     def _restore(self, found: Checkpoint) -> None:
-        """The state of the training, as `ExpertStoreHook` writes it, at the end of an epoch or iteration."""
+        """The state of the training, as `ExpertStoreHook` writes it, at the end of an epoch or
+        iteration."""
         training = found.meta["training"]
         if training is None:
-            raise UserError(f"checkpoint {found.directory} holds weights alone, no training to resume")
+            raise UserError(
+                f"checkpoint {found.directory} holds weights alone, no training to resume"
+            )
         wrapper, schedulers = self.optim_wrapper, self.param_schedulers or []
         check_detector(found.directory, training, len(wrapper.param_groups), len(schedulers))
         parameters = {name: p for name, p in self.detector.named_parameters() if p.requires_grad}
         sections = found.optimizer_sections()
-        moments = {kind: checkpoint.read_section(found, kind, self.detector, parameters) for kind in sections}
-        restore_optimizer(wrapper.optimizer, self.detector, moments, training["loss_scaler"]["updates"])
+        moments = {
+            kind: checkpoint.read_section(found, kind, self.detector, parameters)
+            for kind in sections
+        }
+        restore_optimizer(
+            wrapper.optimizer, self.detector, moments, training["loss_scaler"]["updates"]
+        )
         for group, values in zip(wrapper.param_groups, training["param_groups"], strict=True):
             group.update(values)
         wrapper.scaler.load(training["loss_scaler"])
@@ -146,11 +156,16 @@ class MoERunner(Runner):
             super().resume(filename, *args, **kwargs)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(f"checkpoint {filename}: its training cannot be resumed ({reason})") from error
+            raise UserError(
+                f"checkpoint {filename}: its training cannot be resumed ({reason})"
+            ) from error
 
     def save_checkpoint(self, *args, **kwargs) -> None:
         if sharded_experts(self.detector):
-            raise UserError("a .pth would hold this rank's experts alone: with expert_parallel use ExpertStoreHook")
+            raise UserError(
+                "a .pth would hold this rank's experts alone: with expert_parallel use"
+                " ExpertStoreHook"
+            )
         super().save_checkpoint(*args, **kwargs)
 
 
@@ -180,6 +195,7 @@ def _without_gradients(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
 
 
 def sharded_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Expert parameters by name, where each rank has others; none where every rank has all of them."""
+    """Expert parameters by name, where each rank has others; none where every rank has all of
+    them."""
     is_sharded = any(layer.group.size > 1 for layer in moe_layers(model).values())
     return expert_parameters(model) if is_sharded else {}

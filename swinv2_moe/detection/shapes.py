@@ -1,7 +1,7 @@
 """A generated data set for detection: circles, squares and triangles on textures, in COCO's format.
 
-Easy enough that a detector learns it from 40 images in minutes on a CPU: each class has its own hue, roughly, and the
-background is nearly grey.
+Easy enough that a detector learns it from 40 images in minutes on a CPU: each class has its own
+hue, roughly, and the background is nearly grey.
 """
 
 import colorsys
@@ -37,17 +37,27 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {"train": 1, "val": 1, "min_size": 64, "max_objects": 1, "seed": 0}.items():
+        for name, least in {
+            "train": 1,
+            "val": 1,
+            "min_size": 64,
+            "max_objects": 1,
+            "seed": 0,
+        }.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}, it must be at least {least}")
         if self.max_size < self.min_size:
-            raise UserError(f"max_size ({self.max_size}) must be at least min_size ({self.min_size})")
+            raise UserError(
+                f"max_size ({self.max_size}) must be at least min_size ({self.min_size})"
+            )
 
 
 def make_shapes(directory: Path, options: Options) -> dict[str, int]:
-    """Write train/*.png, val/*.png and annotations/instances_{train,val}.json below a new or empty directory.
+    """Write train/*.png, val/*.png and annotations/instances_{train,val}.json below a new or empty
+    directory.
 
-    The same options give the same bytes. An image depends on the seed, the split and its number alone.
+    The same options give the same bytes. An image depends on the seed, the split and its number
+    alone.
 
     Returns:
         The number of objects of each split.
@@ -70,7 +80,9 @@ def _make_split(directory: Path, split: str, options: Options) -> int:
         name = f"{number:06d}.png"
         with new_file(str(directory / split / name)) as file:
             picture.save(file, "png")
-        images.append({"id": number + 1, "file_name": name, "width": picture.width, "height": picture.height})
+        images.append(
+            {"id": number + 1, "file_name": name, "width": picture.width, "height": picture.height}
+        )
         for label, polygon in objects:
             annotations.append(_annotation(len(annotations) + 1, number + 1, label, polygon))
     categories = [{"id": label + 1, "name": name} for label, name in enumerate(CLASSES)]
@@ -96,10 +108,14 @@ def _annotation(number: int, image: int, label: int, polygon: np.ndarray) -> dic
     }
 
 
-def _draw_image(rng: np.random.Generator, options: Options) -> tuple[Image.Image, list[tuple[int, np.ndarray]]]:
+def _draw_image(
+    rng: np.random.Generator, options: Options
+) -> tuple[Image.Image, list[tuple[int, np.ndarray]]]:
     """An image and its objects: class, and corners [N, 2] in pixels, x and y."""
     width, height = (int(side) for side in rng.integers(options.min_size, options.max_size + 1, 2))
-    picture = Image.fromarray(_texture(rng, width, height, rng.uniform(60, 200) + rng.uniform(-10, 10, 3)))
+    picture = Image.fromarray(
+        _texture(rng, width, height, rng.uniform(60, 200) + rng.uniform(-10, 10, 3))
+    )
     objects = []
     for _ in range(int(rng.integers((options.max_objects + 1) // 2, options.max_objects + 1))):
         label = int(rng.integers(len(CLASSES)))
@@ -111,8 +127,11 @@ def _draw_image(rng: np.random.Generator, options: Options) -> tuple[Image.Image
     return picture, objects
 
 
-def _place(rng: np.random.Generator, label: int, width: int, height: int, others: list) -> np.ndarray | None:
-    """Corners of an object that overlaps no other's box, [N, 2]; None: there is hardly room for it."""
+def _place(
+    rng: np.random.Generator, label: int, width: int, height: int, others: list
+) -> np.ndarray | None:
+    """Corners of an object that overlaps no other's box, [N, 2]; None: there is hardly room for
+    it."""
     corners = _CORNERS[label]
     for _ in range(50):
         radius = rng.uniform(0.14, 0.24) * min(width, height)
@@ -135,16 +154,25 @@ def _mask(polygon: np.ndarray, width: int, height: int) -> Image.Image:
 
 
 def _colour(rng: np.random.Generator, label: int) -> np.ndarray:
-    hue, saturation, value = _HUES[label] + rng.uniform(-0.08, 0.08), rng.uniform(0.6, 1), rng.uniform(0.5, 1)
+    hue, saturation, value = (
+        _HUES[label] + rng.uniform(-0.08, 0.08),
+        rng.uniform(0.6, 1),
+        rng.uniform(0.5, 1),
+    )
     return 255 * np.array(colorsys.hsv_to_rgb(hue, saturation, value))
 
 
 def _texture(rng: np.random.Generator, width: int, height: int, colour: np.ndarray) -> np.ndarray:
     """uint8 [height, width, 3]: a colour (of 255) with blotches, stripes and grain."""
     blotches = [Image.fromarray(grid) for grid in rng.normal(0, 6, (3, 4, 4)).astype(np.float32)]
-    smooth = np.stack([np.asarray(grid.resize((width, height), Image.Resampling.BICUBIC)) for grid in blotches], -1)
+    smooth = np.stack(
+        [np.asarray(grid.resize((width, height), Image.Resampling.BICUBIC)) for grid in blotches],
+        -1,
+    )
     angle, wave = rng.uniform(0, 2 * math.pi), rng.uniform(4, 16)
     x, y = np.arange(width), np.arange(height)[:, None]
-    stripes = rng.uniform(0, 10) * np.sin(2 * math.pi * (x * math.cos(angle) + y * math.sin(angle)) / wave)
+    stripes = rng.uniform(0, 10) * np.sin(
+        2 * math.pi * (x * math.cos(angle) + y * math.sin(angle)) / wave
+    )
     pixels = colour + smooth + stripes[..., None] + rng.normal(0, 4, (height, width, 1))
     return pixels.clip(0, 255).astype(np.uint8)

@@ -45,10 +45,12 @@ class Detections:
 def show(
     config: Config, checkpoint: str, images: Sequence[str], output: Path, threshold: float = 0.3
 ) -> Iterator[tuple[Path, int]]:
-    """Draw images (files, or folders of them) one after the other: `output`/<name>.png and how many objects it shows.
+    """Draw images (files, or folders of them) one after the other: `output`/<name>.png and how many
+    objects it shows.
 
     Raises:
-        UserError: no images, one that cannot be read, a checkpoint that does not fit, nowhere to write.
+        UserError: no images, one that cannot be read, a checkpoint that does not fit, nowhere to
+            write.
     """
     files = image_files(images)
     detector = build_detector(config, checkpoint)
@@ -69,7 +71,9 @@ def image_files(names: Sequence[str]) -> list[Path]:
     files = []
     for path in map(Path, names):
         if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMG_EXTENSIONS)
+            inside = sorted(
+                file for file in path.iterdir() if file.suffix.lower() in IMG_EXTENSIONS
+            )
             if not inside:
                 raise UserError(f"{path}: a folder without images ({' '.join(IMG_EXTENSIONS)})")
             files += inside
@@ -85,7 +89,9 @@ def _names(files: Iterable[Path]) -> Iterator[str]:
     used = set()
     for file in files:
         endings = chain([""], (f"_{number}" for number in count(2)))
-        name = next(name for name in (f"{file.stem}{ending}.png" for ending in endings) if name not in used)
+        name = next(
+            name for name in (f"{file.stem}{ending}.png" for ending in endings) if name not in used
+        )
         used.add(name)
         yield name
 
@@ -124,24 +130,36 @@ def _look(
     return found, {name: ids[0, ..., 0].cpu().numpy() for name, ids in choices.items()}
 
 
-def draw(photo: np.ndarray, found: Detections, experts: dict[str, np.ndarray], meta: dict) -> "Figure":
-    """The photograph (uint8 [H, W, 3]) with what was found, and beside it, once for each MoE layer, its patches in the
-    colours of their experts ([h, w] by layer name). `meta` has the names and colours of the classes."""
+def draw(
+    photo: np.ndarray, found: Detections, experts: dict[str, np.ndarray], meta: dict
+) -> "Figure":
+    """The photograph (uint8 [H, W, 3]) with what was found, and beside it, once for each MoE layer,
+    its patches in the colours of their experts ([h, w] by layer name). `meta` has the names and
+    colours of the classes."""
     from matplotlib.patches import Patch
 
     height, width = photo.shape[:2]
     rows = min(len(experts), 2) or 1
     columns = -(-len(experts) // rows)
-    figure = new_figure(_WIDTH * (1 + columns / rows), _WIDTH * height / width + 0.3 + 0.4 * bool(experts))
+    figure = new_figure(
+        _WIDTH * (1 + columns / rows), _WIDTH * height / width + 0.3 + 0.4 * bool(experts)
+    )
     grid = figure.add_gridspec(rows, 1 + columns, width_ratios=[rows] + [1] * columns)
     _draw_objects(figure.add_subplot(grid[:, 0]), photo, found, meta)
     for number, (name, ids) in enumerate(experts.items()):
         axes = figure.add_subplot(grid[number // columns, 1 + number % columns])
-        _draw_experts(axes, photo, ids, name.removeprefix("backbone.trunk.").removesuffix(".mlp.moe"))
+        _draw_experts(
+            axes, photo, ids, name.removeprefix("backbone.trunk.").removesuffix(".mlp.moe")
+        )
     if experts:
         colours = expert_colours(1 + max(int(ids.max()) for ids in experts.values())) / 255
         patches = [Patch(color=colour, label=str(expert)) for expert, colour in enumerate(colours)]
-        figure.legend(handles=patches, title="expert, in each layer its own", loc="outside lower right", ncols=16)
+        figure.legend(
+            handles=patches,
+            title="expert, in each layer its own",
+            loc="outside lower right",
+            ncols=16,
+        )
     return figure
 
 
@@ -153,9 +171,15 @@ def _draw_objects(axes: "Axes", photo: np.ndarray, found: Detections, meta: dict
     for mask, colour in zip(found.masks, colours, strict=False):
         picture[mask] = (picture[mask] + colour) / 2
     _picture(axes, picture, f"{len(found.scores)} objects")
-    for box, label, score, colour in zip(found.boxes, found.labels, found.scores, colours, strict=True):
+    for box, label, score, colour in zip(
+        found.boxes, found.labels, found.scores, colours, strict=True
+    ):
         left, top, right, bottom = box
-        axes.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor=colour, linewidth=1.5))
+        axes.add_patch(
+            Rectangle(
+                (left, top), right - left, bottom - top, fill=False, edgecolor=colour, linewidth=1.5
+            )
+        )
         axes.text(
             left,
             top,
@@ -176,7 +200,14 @@ def _draw_experts(axes: "Axes", photo: np.ndarray, ids: np.ndarray, name: str) -
     _picture(axes, photo @ _LUMINANCE / 255, name)
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     limits = {"vmin": -0.5, "vmax": len(colours) - 0.5}
-    axes.imshow(ids, cmap=ListedColormap(colours), alpha=0.5, interpolation="nearest", extent=extent, **limits)
+    axes.imshow(
+        ids,
+        cmap=ListedColormap(colours),
+        alpha=0.5,
+        interpolation="nearest",
+        extent=extent,
+        **limits,
+    )
 
 
 def _picture(axes: "Axes", picture: np.ndarray, title: str) -> None:

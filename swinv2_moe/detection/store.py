@@ -24,9 +24,11 @@ _MAX_RECORD = 1 << 20  # bytes
 
 @HOOKS.register_module()
 class ExpertStoreHook(Hook):
-    """`<work_dir>/checkpoints/step-<iteration>`, `latest` and `best`, as docs/checkpoints.md describes them.
+    """`<work_dir>/checkpoints/step-<iteration>`, `latest` and `best`, as docs/checkpoints.md
+    describes them.
 
-    With the experts spread over the ranks each writes its own; otherwise the main rank writes alone.
+    With the experts spread over the ranks each writes its own; otherwise the main rank writes
+    alone.
 
     Args:
         interval: epochs between checkpoints, or iterations.
@@ -38,9 +40,18 @@ class ExpertStoreHook(Hook):
     priority = "VERY_LOW"
 
     def __init__(
-        self, interval: int = 1, by_epoch: bool = True, keep_last: int = 1, save_best: str | None = None
+        self,
+        interval: int = 1,
+        by_epoch: bool = True,
+        keep_last: int = 1,
+        save_best: str | None = None,
     ) -> None:
-        self.interval, self.by_epoch, self.keep_last, self.save_best = interval, by_epoch, keep_last, save_best
+        self.interval, self.by_epoch, self.keep_last, self.save_best = (
+            interval,
+            by_epoch,
+            keep_last,
+            save_best,
+        )
         self.saver: Saver | None = None
 
     def before_train(self, runner: Runner) -> None:
@@ -48,7 +59,8 @@ class ExpertStoreHook(Hook):
         config.defrost()
         config.CHECKPOINT.KEEP_LAST = self.keep_last
         world = runner.world
-        if not sharded_experts(runner.detector):  # all have everything: the main rank writes as one process would
+        # all have everything: the main rank writes as one process would
+        if not sharded_experts(runner.detector):
             world = World(world.rank, 1, world.device)
         if world.is_main or world.size > 1:
             root = Path(runner.work_dir) / "checkpoints"
@@ -56,17 +68,22 @@ class ExpertStoreHook(Hook):
             self.saver = Saver(root, world, config, runner.source, runner.logger.info)
             self.config = runner.cfg.pretty_text  # once: formatting it takes a second
 
-    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch=None, outputs=None) -> None:
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch=None, outputs=None
+    ) -> None:
         due = self.every_n_train_iters(runner, self.interval) or self.is_last_train_iter(runner)
         if not self.by_epoch and due:
             self._save(runner, runner.epoch, runner.iter + 1)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        if self.by_epoch and (self.every_n_epochs(runner, self.interval) or self.is_last_train_epoch(runner)):
+        if self.by_epoch and (
+            self.every_n_epochs(runner, self.interval) or self.is_last_train_epoch(runner)
+        ):
             self._save(runner, runner.epoch + 1, runner.iter)
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """`best` is pointed at the newest checkpoint: saving comes before validation, so that this cannot lose it."""
+        """`best` is pointed at the newest checkpoint: saving comes before validation, so that this
+        cannot lose it."""
         score = (metrics or {}).get(self.save_best)
         if score is None or self.saver is None or not self.saver.world.is_main:
             return
@@ -78,7 +95,11 @@ class ExpertStoreHook(Hook):
             best = _best_score(file, runner)
         if newest is not None and (best is None or score > best):
             point(root / "best", newest.directory.name)
-            file.write_text(json.dumps({"score": score, "metric": self.save_best, "checkpoint": newest.directory.name}))
+            file.write_text(
+                json.dumps(
+                    {"score": score, "metric": self.save_best, "checkpoint": newest.directory.name}
+                )
+            )
 
     def after_train(self, runner: Runner) -> None:
         if self.saver is not None:
@@ -94,7 +115,9 @@ class ExpertStoreHook(Hook):
             "iter": iteration,
             "loss_scaler": wrapper.scaler.state(),
             "param_groups": [_plain(group) for group in wrapper.param_groups],
-            "param_schedulers": [_plain(scheduler.state_dict()) for scheduler in runner.param_schedulers or []],
+            "param_schedulers": [
+                _plain(scheduler.state_dict()) for scheduler in runner.param_schedulers or []
+            ],
         }
         layers = moe_layers(model)
         meta = {
@@ -102,14 +125,19 @@ class ExpertStoreHook(Hook):
             "training": training,
             "config": self.config,
             "backbone_windows": position_windows(model.backbone.trunk),
-            "class_names": list((runner.train_dataloader.dataset.metainfo or {}).get("classes", [])),
-            "experts": {name: [iteration] * layer.config.num_experts for name, layer in layers.items()},
+            "class_names": list(
+                (runner.train_dataloader.dataset.metainfo or {}).get("classes", [])
+            ),
+            "experts": {
+                name: [iteration] * layer.config.num_experts for name, layer in layers.items()
+            },
         }
         self.saver.save(model, sections, meta)
 
 
 def _best_score(file: Path, runner: Runner) -> float | None:
-    """The score of the best checkpoint so far; None where best.json is missing, or damaged, which is logged."""
+    """The score of the best checkpoint so far; None where best.json is missing, or damaged, which
+    is logged."""
     try:
         content = read_json(file, _MAX_RECORD)
         _RECORD(content, "")
@@ -117,11 +145,15 @@ def _best_score(file: Path, runner: Runner) -> float | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        runner.logger.warning(f"{file} cannot be read, the next checkpoint becomes the best one: {error}")
+        runner.logger.warning(
+            f"{file} cannot be read, the next checkpoint becomes the best one: {error}"
+        )
         return None
 
 
 def _plain(values: dict) -> dict:
     """What of them JSON takes and gives back as it is."""
     kinds = int | float | str | list | None
-    return {key: value for key, value in values.items() if key != "params" and isinstance(value, kinds)}
+    return {
+        key: value for key, value in values.items() if key != "params" and isinstance(value, kinds)
+    }

@@ -16,13 +16,15 @@ _OF_DETECTOR = "backbone.trunk."  # what a trunk's names begin with in a detecto
 
 
 def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
-    """The weights of a run (its newest whole checkpoint), of a checkpoint, or of a file, into a trunk without head.
+    """The weights of a run (its newest whole checkpoint), of a checkpoint, or of a file, into a
+    trunk without head.
 
-    A run is one of tools/train.py or tools/detect.py. A file is one of `convert_checkpoint.py export single`, or has
-    dense weights for a dense trunk.
+    A run is one of tools/train.py or tools/detect.py. A file is one of `convert_checkpoint.py
+    export single`, or has dense weights for a dense trunk.
 
     Raises:
-        UserError: what cannot be read or is another model's, with both values; nothing is loaded then.
+        UserError: what cannot be read or is another model's, with both values; nothing is loaded
+            then.
     """
     if not Path(source).is_dir():
         _load_file(trunk, Path(source))
@@ -36,14 +38,20 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
     windows = found.meta.get("backbone_windows" if prefix else "windows")
     if windows not in (None, position_windows(trunk)):
         raise UserError(
-            f"{_KEY} {source}: its positions are measured by windows of {windows}, the backbone's by"
-            f" {position_windows(trunk)}; backbone.pretrained_window_sizes={windows} measures them likewise"
+            f"{_KEY} {source}: its positions are measured by windows of {windows}, the backbone's"
+            " by"
+            f" {position_windows(trunk)}; backbone.pretrained_window_sizes={windows} measures them"
+            " likewise"
         )
     checkpoint.load_weights(found, _in_detector(trunk) if prefix else trunk, _without_head)
 
 
 def _below(prefix: str, values: dict) -> dict:
-    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in values.items()
+        if name.startswith(prefix)
+    }
 
 
 def _in_detector(trunk: SwinTransformerV2MoE) -> nn.Module:
@@ -73,7 +81,11 @@ def own_experts(state: dict[str, Tensor], model: nn.Module, prefix: str = "") ->
         first, count, part, num_parts = layer.shard
         for name, parameter in layer.experts.named_parameters():
             key = f"{prefix}{layer_name}.experts.{name}"
-            if key in state and state[key].shape != parameter.shape and len(state[key]) == layer.config.num_experts:
+            if (
+                key in state
+                and state[key].shape != parameter.shape
+                and len(state[key]) == layer.config.num_experts
+            ):
                 own[key] = state[key][first : first + count].chunk(num_parts, 1)[part]
     return own
 
@@ -81,22 +93,31 @@ def own_experts(state: dict[str, Tensor], model: nn.Module, prefix: str = "") ->
 def _facts(tensors: dict[str, Tensor], experts: dict[str, int]) -> dict:
     """What tells models apart, under the names of the backbone's arguments."""
     blocks = {
-        tuple(map(int, name.split(".")[1:4:2])) for name in tensors if name.startswith("layers.") and ".blocks." in name
+        tuple(map(int, name.split(".")[1:4:2]))
+        for name in tensors
+        if name.startswith("layers.") and ".blocks." in name
     }
     depths = [
-        sum(stage == i for stage, _ in blocks) for i in range(1 + max((stage for stage, _ in blocks), default=-1))
+        sum(stage == i for stage, _ in blocks)
+        for i in range(1 + max((stage for stage, _ in blocks), default=-1))
     ]
     embedding = tensors.get("patch_embed.proj.weight")
-    heads = [tensors.get(f"layers.{stage}.blocks.0.attn.cpb_mlp.2.weight") for stage in range(len(depths))]
+    heads = [
+        tensors.get(f"layers.{stage}.blocks.0.attn.cpb_mlp.2.weight")
+        for stage in range(len(depths))
+    ]
     return {
-        "model": "swinv2_moe" if any(name.endswith("logit_scale") for name in tensors) else "swin_moe",
+        "model": "swinv2_moe"
+        if any(name.endswith("logit_scale") for name in tensors)
+        else "swin_moe",
         "patch_size": None if embedding is None else embedding.shape[-1],
         "embed_dim": None if embedding is None else embedding.shape[0],
         "depths": depths,
         "num_heads": [None if weight is None else len(weight) for weight in heads],
         "num_experts": max(experts.values(), default=0),
         "MoE layers": sorted(
-            name.removesuffix(".mlp.moe").replace("layers.", "").replace(".blocks", "") for name in experts
+            name.removesuffix(".mlp.moe").replace("layers.", "").replace(".blocks", "")
+            for name in experts
         ),
     }
 
@@ -105,13 +126,21 @@ def _check_facts(trunk: SwinTransformerV2MoE, source: str, there: dict) -> None:
     layers = {name: layer.config.num_experts for name, layer in moe_layers(trunk).items()}
     here = _facts(trunk.state_dict(), layers)
     differ = [
-        f"{name} is {there[name]} there, {here[name]} in the backbone" for name in here if there[name] != here[name]
+        f"{name} is {there[name]} there, {here[name]} in the backbone"
+        for name in here
+        if there[name] != here[name]
     ]
     if differ:
-        raise UserError(f"{_KEY} {source}: of another model: {'; '.join(differ)}; nothing was loaded")
+        raise UserError(
+            f"{_KEY} {source}: of another model: {'; '.join(differ)}; nothing was loaded"
+        )
 
 
 def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A classifier's, or a detector's, trunk."""
-    of_detector = {name: tensor for name, tensor in tensors.items() if name.startswith(_OF_DETECTOR)}
-    return of_detector or {n: tensor for n, tensor in tensors.items() if not n.startswith(("norm.", "head."))}
+    of_detector = {
+        name: tensor for name, tensor in tensors.items() if name.startswith(_OF_DETECTOR)
+    }
+    return of_detector or {
+        n: tensor for n, tensor in tensors.items() if not n.startswith(("norm.", "head."))
+    }

@@ -22,7 +22,8 @@ def check_same_start(values: Mapping[str, object], world: World) -> None:
         values: of configuration keys and options, by name. Their `repr` is compared.
 
     Raises:
-        UserError: on every rank, where a rank has another value than rank 0; names the key and both values.
+        UserError: on every rank, where a rank has another value than rank 0; names the key and both
+            values.
     """
     own = {key: repr(value) for key, value in values.items() if key not in PLACES_OF_DATA}
     if len(set(world.gather(_digest(own)))) == 1:
@@ -39,14 +40,20 @@ def _digest(values: Mapping[str, str]) -> str:
 
 def _differences(first: dict[str, str], other: dict[str, str], rank: int) -> str:
     keys = [key for key in first | other if first.get(key) != other.get(key)]
-    found = [f"{key} is {first.get(key)} on rank 0, {other.get(key)} on rank {rank}" for key in keys[:_NAMED]]
+    found = [
+        f"{key} is {first.get(key)} on rank 0, {other.get(key)} on rank {rank}"
+        for key in keys[:_NAMED]
+    ]
     if len(keys) > _NAMED:
         found.append(f"and {len(keys) - _NAMED} more")
     return "; ".join(found)
 
 
-def check_same_data(path: str, world: World, train: Source, val: Source, class_names: list[str]) -> None:
-    """Compare the data that the ranks have found, each perhaps on its machine's own disk. Every rank calls this.
+def check_same_data(
+    path: str, world: World, train: Source, val: Source, class_names: list[str]
+) -> None:
+    """Compare the data that the ranks have found, each perhaps on its machine's own disk. Every
+    rank calls this.
 
     Args:
         path: DATA.PATH, for messages.
@@ -62,13 +69,15 @@ def check_same_data(path: str, world: World, train: Source, val: Source, class_n
         if found != everyone[0]:
             here, first = (f"{train:,} + {val:,}" for train, val, _ in (found, everyone[0]))
             raise UserError(
-                f"DATA.PATH is {path!r}: rank {rank} finds {here} images there, rank 0 {first}; their number and"
+                f"DATA.PATH is {path!r}: rank {rank} finds {here} images there, rank 0 {first};"
+                " their number and"
                 " their classes must be the same"
             )
 
 
 def differing_versions(world: World) -> list[str]:
-    """A line for each version or commit that is not the same on all ranks. Every rank calls this."""
+    """A line for each version or commit that is not the same on all ranks. Every rank calls
+    this."""
     everyone = world.gather(code_versions() if world.size > 1 else {})
     lines = []
     for name, first in everyone[0].items():

@@ -1,12 +1,15 @@
-"""Checkpoints on disk: what makes a directory one, how it is found and checked, and reading it into a model.
+"""Checkpoints on disk: what makes a directory one, how it is found and checked, and reading it into
+a model.
 
-    checkpoints/step-00001200/   meta.json   step, configuration, state of the training, every file with its checksum
+    checkpoints/step-00001200/   meta.json   step, configuration, state of the training, every file
+    with its checksum
                                  model.safetensors, experts/...   the weights (moe_core.checkpoint)
-                                 ema/..., optimizer/<kind>/...    the same files of the averaged weights and the moments
+                                 ema/..., optimizer/<kind>/...    the same files of the averaged
+                                 weights and the moments
     checkpoints/latest, best     links to the ones to use
 
-A directory appears under its name when it is complete (swinv2_moe.engine.saver), and none is trusted before each of
-its files has the size and checksum that meta.json holds.
+A directory appears under its name when it is complete (swinv2_moe.engine.saver), and none is
+trusted before each of its files has the size and checksum that meta.json holds.
 """
 
 import itertools
@@ -55,11 +58,16 @@ class Checkpoint:
 
     def expert_ages(self) -> str | None:
         """How many steps older than the rest the experts of a partial save are; None if none is."""
-        ages = [self.meta["step"] - step for steps in self.meta["experts"].values() for step in steps]
+        ages = [
+            self.meta["step"] - step for steps in self.meta["experts"].values() for step in steps
+        ]
         old = [age for age in ages if age]
         if not old:
             return None
-        return f"{len(old)} of {len(ages)} experts are older than the rest, by up to {max(old)} steps (partial saves)"
+        return (
+            f"{len(old)} of {len(ages)} experts are older than the rest, by up to {max(old)} steps"
+            " (partial saves)"
+        )
 
 
 def checkpoints_below(root: Path) -> list[Path]:
@@ -76,16 +84,25 @@ def order_of(directory: Path) -> tuple[int, int]:
 
 def free_name(path: Path) -> Path:
     """`path`, or the first of path-1, path-2, ... that does not exist."""
-    return next(p for i in itertools.count() if not (p := path.with_name(path.name + f"-{i}" * (i > 0))).exists())
+    return next(
+        p
+        for i in itertools.count()
+        if not (p := path.with_name(path.name + f"-{i}" * (i > 0))).exists()
+    )
 
 
 def find_checkpoint(
-    resume: str, root: Path, world: World = _ALONE, key: str = "--resume", weights_only: bool = False
+    resume: str,
+    root: Path,
+    world: World = _ALONE,
+    key: str = "--resume",
+    weights_only: bool = False,
 ) -> Checkpoint | None:
-    """The checkpoint that `--resume` means, every file of it checked. Every rank calls this; they share the work.
+    """The checkpoint that `--resume` means, every file of it checked. Every rank calls this; they
+    share the work.
 
-    "auto" and a run directory mean the newest whole checkpoint by step ("auto" in `root`, where there may be none);
-    another directory is the checkpoint itself.
+    "auto" and a run directory mean the newest whole checkpoint by step ("auto" in `root`, where
+    there may be none); another directory is the checkpoint itself.
 
     Args:
         key: what messages call the option.
@@ -95,7 +112,9 @@ def find_checkpoint(
         UserError: there is none, or none that is whole; the damaged file is named.
     """
     path = root if resume == "auto" else Path(resume)
-    if resume != "auto" and not world.agree((path / "checkpoints").is_dir() or bool(checkpoints_below(path))):
+    if resume != "auto" and not world.agree(
+        (path / "checkpoints").is_dir() or bool(checkpoints_below(path))
+    ):
         return open_checkpoint(path, world, key, weights_only)
     path = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     skipped: list[str] = []
@@ -128,14 +147,18 @@ def open_checkpoint(
         meta = read_meta(path, key)
         if world.is_main:
             _check_listing(path, meta["files"])
-        files = [file for file in meta["files"] if not (weights_only and file.startswith("optimizer/"))]
+        files = [
+            file for file in meta["files"] if not (weights_only and file.startswith("optimizer/"))
+        ]
         for file in sorted(files)[world.rank :: world.size]:
             if found := damage_of(path, file, meta["files"][file]):
                 raise DamagedError(f"checkpoint {path}: {file} {found}")
     except UserError as problem:
         error = problem
     except PermissionError as problem:
-        error = UserError(f"checkpoint {path}: {problem.filename} cannot be read ({problem.strerror})")
+        error = UserError(
+            f"checkpoint {path}: {problem.filename} cannot be read ({problem.strerror})"
+        )
     for problem in world.gather(error):
         if problem is not None:
             raise problem
@@ -143,7 +166,8 @@ def open_checkpoint(
 
 
 def damage_of(directory: Path, file: str, record: dict[str, int | str]) -> str | None:
-    """What is wrong with a checkpoint's file, in a phrase; None if nothing is. `record` is that of meta.json.
+    """What is wrong with a checkpoint's file, in a phrase; None if nothing is. `record` is that of
+    meta.json.
 
     Raises:
         PermissionError: it may be whole, but must not be read.
@@ -154,7 +178,8 @@ def damage_of(directory: Path, file: str, record: dict[str, int | str]) -> str |
 
 
 def _leads_outside(directory: Path, path: Path) -> bool:
-    """Whether links take `path`, in the directory, to another place; one that leads nowhere does not."""
+    """Whether links take `path`, in the directory, to another place; one that leads nowhere does
+    not."""
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory))
 
 
@@ -163,7 +188,9 @@ def _check_listing(directory: Path, files: Collection[str]) -> None:
     for path in directory.rglob("*"):
         name = str(path.relative_to(directory))
         if path.is_symlink() and _leads_outside(directory, path):
-            raise DamagedError(f"checkpoint {directory}: {name!r} is a link that leads out of the checkpoint")
+            raise DamagedError(
+                f"checkpoint {directory}: {name!r} is a link that leads out of the checkpoint"
+            )
         if "/" in name and path.suffix == ".safetensors" and name not in files:
             raise DamagedError(f"checkpoint {directory}: meta.json does not list {name!r}")
 
@@ -209,7 +236,10 @@ def write_weights(
     try:
         temporary.mkdir(parents=True)
         save_tensors(temporary, model, tensors)
-        files = {str(path.relative_to(temporary)): sync_file(path) for path in sorted(temporary.rglob("*.safetensors"))}
+        files = {
+            str(path.relative_to(temporary)): sync_file(path)
+            for path in sorted(temporary.rglob("*.safetensors"))
+        }
         write_meta(temporary, describe(model, step, config, class_names) | {"files": files})
         publish(temporary, directory)
     except OSError as error:
@@ -218,21 +248,32 @@ def write_weights(
 
 
 def describe(
-    model: nn.Module, step: int, config: CfgNode, class_names: list[str], training: dict | None = None
+    model: nn.Module,
+    step: int,
+    config: CfgNode,
+    class_names: list[str],
+    training: dict | None = None,
 ) -> dict:
-    """What meta.json says, besides its files, of a checkpoint whose experts are all of this step."""
+    """What meta.json says, besides its files, of a checkpoint whose experts are all of this
+    step."""
     return {
         "step": step,
         "training": training,
         "class_names": class_names,
-        "experts": {name: [step] * layer.config.num_experts for name, layer in moe_layers(model).items()},
+        "experts": {
+            name: [step] * layer.config.num_experts for name, layer in moe_layers(model).items()
+        },
         "windows": position_windows(model),
         "config": config.dump(),
     }
 
 
 def read_section(
-    checkpoint: Checkpoint, section: str, model: nn.Module, expected: dict[str, Tensor], fit: Fit = lambda found: found
+    checkpoint: Checkpoint,
+    section: str,
+    model: nn.Module,
+    expected: dict[str, Tensor],
+    fit: Fit = lambda found: found,
 ) -> dict[str, Tensor]:
     """A section's tensors for this rank, which are exactly the `expected` ones by name and shape.
 
@@ -240,8 +281,8 @@ def read_section(
         fit: what is done to the tensors that were found, before they are compared.
 
     Raises:
-        UserError: files missing or unreadable, weights of other windows, or every key that is missing, unexpected or
-            of another shape.
+        UserError: files missing or unreadable, weights of other windows, or every key that is
+            missing, unexpected or of another shape.
     """
     directory = checkpoint.directory
     check_windows(model, checkpoint.meta.get("windows"), f"checkpoint {directory}")
@@ -249,18 +290,23 @@ def read_section(
     if wrong_experts:  # some files may be missing; the trunk's keys are still to be listed
         experts = expert_parameters(model)
         expected = {name: tensor for name, tensor in expected.items() if name not in experts}
-    tensors = fit(read_tensors(checkpoint, section, nn.Module() if wrong_experts else model, expected))
+    tensors = fit(
+        read_tensors(checkpoint, section, nn.Module() if wrong_experts else model, expected)
+    )
     problems = "; ".join(filter(None, [*wrong_experts, compare(expected, tensors)]))
     if problems:
         what = f"its {section} state" if section else "it"
-        raise UserError(f"checkpoint {directory}: {what} does not fit the model: {problems}; nothing was loaded")
+        raise UserError(
+            f"checkpoint {directory}: {what} does not fit the model: {problems}; nothing was loaded"
+        )
     return tensors
 
 
 def read_tensors(
     checkpoint: Checkpoint, section: str, model: nn.Module, like: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """A section's tensors as they are in its files; `model` and `like` as in `moe_core.load_tensors`.
+    """A section's tensors as they are in its files; `model` and `like` as in
+    `moe_core.load_tensors`.
 
     Raises:
         UserError: files missing or unreadable.
@@ -268,16 +314,23 @@ def read_tensors(
     try:
         return load_tensors(checkpoint.directory / section, model, like)
     except (FileNotFoundError, ValueError) as error:
-        raise UserError(f"checkpoint {checkpoint.directory}: {error}; nothing was loaded") from error
+        raise UserError(
+            f"checkpoint {checkpoint.directory}: {error}; nothing was loaded"
+        ) from error
 
 
-def read_weights_of(checkpoint: Checkpoint, model: nn.Module, fit: Fit = lambda found: found) -> dict[str, Tensor]:
-    """The weights to deploy, named as in the model: the averaged ones where there are any. `fit` as in `read_section`.
+def read_weights_of(
+    checkpoint: Checkpoint, model: nn.Module, fit: Fit = lambda found: found
+) -> dict[str, Tensor]:
+    """The weights to deploy, named as in the model: the averaged ones where there are any. `fit` as
+    in `read_section`.
 
     Raises:
         UserError: they do not fit.
     """
-    return read_section(checkpoint, "ema" if checkpoint.has("ema") else "", model, model.state_dict(), fit)
+    return read_section(
+        checkpoint, "ema" if checkpoint.has("ema") else "", model, model.state_dict(), fit
+    )
 
 
 def read_dense(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
@@ -288,11 +341,15 @@ def read_dense(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
     """
     check_windows(model, checkpoint.meta.get("windows"), f"checkpoint {checkpoint.directory}")
     if checkpoint.meta["experts"]:
-        raise UserError(f"checkpoint {checkpoint.directory} has experts, MODEL.UPCYCLE True needs dense weights")
+        raise UserError(
+            f"checkpoint {checkpoint.directory} has experts, MODEL.UPCYCLE True needs dense weights"
+        )
     return read_tensors(checkpoint, "ema" if checkpoint.has("ema") else "", nn.Module())
 
 
-def load_weights(checkpoint: Checkpoint, model: nn.Module, fit: Fit = lambda found: found, finite: bool = True) -> None:
+def load_weights(
+    checkpoint: Checkpoint, model: nn.Module, fit: Fit = lambda found: found, finite: bool = True
+) -> None:
     """`read_weights_of` a checkpoint into the model, and the strategies found with it.
 
     Args:
@@ -318,7 +375,9 @@ def load_strategies(checkpoint: Checkpoint, model: nn.Module) -> None:
     try:
         load_strategy_decisions(model, decisions)
     except (TypeError, ValueError) as error:
-        raise UserError(f"checkpoint {checkpoint.directory}: its strategies cannot be used ({error})") from error
+        raise UserError(
+            f"checkpoint {checkpoint.directory}: its strategies cannot be used ({error})"
+        ) from error
 
 
 def count_classes(checkpoint: Checkpoint) -> int:
@@ -331,14 +390,19 @@ def count_classes(checkpoint: Checkpoint) -> int:
         with safe_open(checkpoint.directory / TRUNK, "pt") as trunk:
             shape = trunk.get_slice("head.fc.weight").get_shape()
     except SafetensorError as error:
-        raise UserError(f"checkpoint {checkpoint.directory}: has no classifier ({error})") from error
+        raise UserError(
+            f"checkpoint {checkpoint.directory}: has no classifier ({error})"
+        ) from error
     if len(shape) != 2:
-        raise UserError(f"checkpoint {checkpoint.directory}: its classifier (head.fc.weight) has shape {shape}")
+        raise UserError(
+            f"checkpoint {checkpoint.directory}: its classifier (head.fc.weight) has shape {shape}"
+        )
     return shape[0]
 
 
 def _compare_expert_counts(section: Path, model: nn.Module) -> list[str]:
-    """The layers whose number of experts differs, one phrase each; a dense checkpoint's are told by its keys."""
+    """The layers whose number of experts differs, one phrase each; a dense checkpoint's are told by
+    its keys."""
     found, layers = count_experts(section), moe_layers(model)
     wanted = {name: layer.config.num_experts for name, layer in layers.items()} if found else {}
     return [

@@ -1,4 +1,5 @@
-"""A checkpoint as it is used after its training: its configuration, perhaps for other data, and its model."""
+"""A checkpoint as it is used after its training: its configuration, perhaps for other data, and its
+model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,10 @@ from swinv2_moe.models import SwinTransformerV2MoE, build_model
 
 # What a checkpoint's configuration says of the machines and the data it was trained on
 _NOT_THE_MODELS = "MODEL.NUM_CLASSES 0 DATA.GLOBAL_BATCH_SIZE 0 MODEL.MOE.EXPERT_PARALLEL_SIZE 0"
-_NOT_THE_MODELS += " MODEL.MOE.STRATEGY off MODEL.MOE.RANKS_PER_NODE 0 MODEL.MOE.KERNELS auto AUG.MIXUP 0 AUG.CUTMIX 0"
+_NOT_THE_MODELS += (
+    " MODEL.MOE.STRATEGY off MODEL.MOE.RANKS_PER_NODE 0 MODEL.MOE.KERNELS auto AUG.MIXUP 0"
+    " AUG.CUTMIX 0"
+)
 
 
 @dataclass(frozen=True)
@@ -31,18 +35,21 @@ class Deployed:
     config: CfgNode
 
     def model(self, num_classes: int) -> SwinTransformerV2MoE:
-        """Its model on this rank's device, in evaluation mode; with `num_classes` 0 the model without its classifier.
+        """Its model on this rank's device, in evaluation mode; with `num_classes` 0 the model
+        without its classifier.
 
         Raises:
             UserError: the weights do not fit the configuration or so many classes.
         """
         model = build_model(self.config, num_classes, expert_group(self.config, self.world))
         fit = _without_head if num_classes == 0 else lambda found: found
-        checkpoint.load_weights(self.source, model, fit, finite=False)  # a measurement says what became of NaN
+        # a measurement says what became of NaN
+        checkpoint.load_weights(self.source, model, fit, finite=False)
         return model.to(self.world.device).eval()
 
     def compare_classes(self, class_names: Sequence[str]) -> str | None:
-        """A line where the checkpoint has other names for the classes of the data; imported weights may have none.
+        """A line where the checkpoint has other names for the classes of the data; imported weights
+        may have none.
 
         Raises:
             UserError: the data has another number of classes.
@@ -51,15 +58,19 @@ class Deployed:
         if len(own) != len(class_names):
             where = data.DATASET if data.DATASET in ("digits", "list") else data.PATH
             raise UserError(
-                f"checkpoint {self.source.directory} has {len(own):,} classes, the data ({where}) has"
+                f"checkpoint {self.source.directory} has {len(own):,} classes, the data ({where})"
+                " has"
                 f" {len(class_names):,}"
             )
-        other = [i for i, (here, there) in enumerate(zip(own, class_names, strict=True)) if here != there]
+        other = [
+            i for i, (here, there) in enumerate(zip(own, class_names, strict=True)) if here != there
+        ]
         if not other:
             return None
         first = other[0]
         return (
-            f"{len(other):,} of {len(own):,} classes have other names: class {first} is {own[first]!r} in the"
+            f"{len(other):,} of {len(own):,} classes have other names: class {first} is"
+            f" {own[first]!r} in the"
             f" checkpoint, {class_names[first]!r} in the data"
         )
 
@@ -85,32 +96,42 @@ def open_deployed(
     opts: Sequence[str] = (),
     options: Mapping[str, object] | None = None,
 ) -> Iterator[Deployed]:
-    """The checkpoint `resume`, or the newest of a run, for the block's length. Every rank calls this.
+    """The checkpoint `resume`, or the newest of a run, for the block's length. Every rank calls
+    this.
 
     Args:
         data: DATA.PATH; None: the data that the checkpoint was trained on.
-        dataset: DATA.DATASET; None: shards or a folder of images where `data` looks like that, else the training's.
-        opts: KEY VALUE ... over the checkpoint's configuration. DEVICE and TIMEOUT are not the checkpoint's but these.
+        dataset: DATA.DATASET; None: shards or a folder of images where `data` looks like that, else
+            the training's.
+        opts: KEY VALUE ... over the checkpoint's configuration. DEVICE and TIMEOUT are not the
+            checkpoint's but these.
         options: what else the ranks must have in common.
 
     Raises:
-        UserError: there is none that is whole, options that cannot be used, ranks with different ones.
+        UserError: there is none that is whole, options that cannot be used, ranks with different
+            ones.
     """
     place = default_config()
     merge_opts(place, opts)
     with open_world(place.DEVICE, place.TIMEOUT) as world, world.named_errors("a collective"):
         keys = dict(zip(opts[::2], opts[1::2], strict=True))
-        check_same_start({"--resume": resume, "--dataset": dataset} | keys | dict(options or {}), world)
+        check_same_start(
+            {"--resume": resume, "--dataset": dataset} | keys | dict(options or {}), world
+        )
         source = checkpoint.find_checkpoint(resume, Path(resume), world, weights_only=True)
         if source is None:
             raise UserError(f"--resume {resume}: name a checkpoint or a run")
         yield Deployed(world, source, _configuration(source, data, dataset, opts))
 
 
-def _configuration(source: Checkpoint, data: str | None, dataset: str | None, opts: Sequence[str]) -> CfgNode:
+def _configuration(
+    source: Checkpoint, data: str | None, dataset: str | None, opts: Sequence[str]
+) -> CfgNode:
     name = f"checkpoint {source.directory}"
     if data and not dataset:
-        dataset = _kind(Path(data).expanduser(), config_from_text(source.meta["config"], name).DATA.DATASET)
+        dataset = _kind(
+            Path(data).expanduser(), config_from_text(source.meta["config"], name).DATA.DATASET
+        )
     chosen = [("DATA.PATH", data), ("DATA.DATASET", dataset)]
     pairs = [part for key, value in chosen if value is not None for part in (key, value)]
     return config_from_text(source.meta["config"], name, [*_NOT_THE_MODELS.split(), *pairs, *opts])

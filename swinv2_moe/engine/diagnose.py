@@ -7,18 +7,25 @@ from swinv2_moe.engine.distributed import World
 
 
 def first_non_finite_layer(model: nn.Module, images: Tensor) -> str | None:
-    """The first innermost module whose output for `images` has a NaN or infinity, by name, or None."""
+    """The first innermost module whose output for `images` has a NaN or infinity, by name, or
+    None."""
     culprits: list[str] = []
 
     def watch(name: str):
         def hook(module, inputs, output) -> None:
-            tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, Tensor)]
+            tensors = [
+                t
+                for t in (output if isinstance(output, tuple) else (output,))
+                if isinstance(t, Tensor)
+            ]
             if any(not torch.isfinite(t).all() for t in tensors if t.is_floating_point()):
                 culprits.append(name)
 
         return hook
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    handles = [
+        module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name
+    ]
     try:
         with torch.no_grad():
             model(images)
@@ -29,13 +36,16 @@ def first_non_finite_layer(model: nn.Module, images: Tensor) -> str | None:
 
 
 def explain_non_finite(step: int, model: nn.Module, images: Tensor, world: World) -> str:
-    """One line that names the step and what stopped being finite, on whichever rank; every rank calls this.
+    """One line that names the step and what stopped being finite, on whichever rank; every rank
+    calls this.
 
     `images` is the step's batch; the gradients of the step are still in place.
     """
     bad_values = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
     bad_gradients = [
-        name for name, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
+        name
+        for name, p in model.named_parameters()
+        if p.grad is not None and not torch.isfinite(p.grad).all()
     ]
     bad_images = not torch.isfinite(images).all()
     layer = first_non_finite_layer(model, images)
@@ -48,4 +58,7 @@ def explain_non_finite(step: int, model: nn.Module, images: Tensor, world: World
     ]
     everywhere = zip(*world.gather(causes), strict=True)
     found = next((cause for ranks in everywhere for cause in ranks if cause), "the loss itself")
-    return f"step {step}: the loss or its gradient is not finite (NaN or infinite); it begins at {found}"
+    return (
+        f"step {step}: the loss or its gradient is not finite (NaN or infinite); it begins at"
+        f" {found}"
+    )

@@ -57,9 +57,11 @@ class World:
         return values
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """[N, ...] of every rank, i-th rows of all before the next ones -> [N * size, ...] on the main rank's CPU.
+        """[N, ...] of every rank, i-th rows of all before the next ones -> [N * size, ...] on the
+        main rank's CPU.
 
-        So what belongs to the images of a ValSampler comes in the order of the data set. The others get no rows.
+        So what belongs to the images of a ValSampler comes in the order of the data set. The others
+        get no rows.
         """
         if self.group is None:
             return rows.cpu()
@@ -73,7 +75,8 @@ class World:
         return self.gather(value if self.is_main else None)[0]
 
     def everywhere(self, load: Callable[[], T]) -> T:
-        """What `load` returns; a UserError that it raises on one rank is raised on all. Every rank calls this."""
+        """What `load` returns; a UserError that it raises on one rank is raised on all. Every rank
+        calls this."""
         loaded, problem = None, None
         try:
             loaded = load()
@@ -88,7 +91,8 @@ class World:
 
     @contextmanager
     def named_errors(self, operation: str) -> Iterator[None]:
-        """Gives a collective that fails or times out the name of the operation: a rank has died, or is stuck."""
+        """Gives a collective that fails or times out the name of the operation: a rank has died, or
+        is stuck."""
         try:
             yield
         except RuntimeError as error:
@@ -96,7 +100,8 @@ class World:
             if isinstance(error, CollectiveError) or not from_collective:
                 raise
             raise CollectiveError(
-                f"{operation} failed on rank {self.rank} of {self.size}; has another one ended, or not come within"
+                f"{operation} failed on rank {self.rank} of {self.size}; has another one ended, or"
+                " not come within"
                 f" TIMEOUT? ({error})"
             ) from error
 
@@ -116,7 +121,9 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
         raise UserError("DEVICE is 'cuda', but torch finds no GPU here; use DEVICE cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if use_cuda and local_rank >= torch.cuda.device_count():
-        raise UserError(f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}")
+        raise UserError(
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}"
+        )
     place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(place)
@@ -125,10 +132,13 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
         return
     limit = timedelta(seconds=timeout)
     try:
-        # No device_id: NCCL would set up a communicator for every process group at once, also for those never used.
+        # No device_id: NCCL would set up a communicator for every process group at once, also for
+        # those never used.
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=limit)
     except RuntimeError as error:
-        raise CollectiveError(f"rank {os.environ['RANK']} of {size} did not find the others ({error})") from error
+        raise CollectiveError(
+            f"rank {os.environ['RANK']} of {size} did not find the others ({error})"
+        ) from error
     try:
         yield World(dist.get_rank(), size, place, dist.group.WORLD, limit)
     finally:
@@ -136,7 +146,8 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
 
 
 def expert_group(config: CfgNode, world: World) -> ExpertGroup | None:
-    """The ranks that share this one's experts, and its replicas; None for a single process or a dense model.
+    """The ranks that share this one's experts, and its replicas; None for a single process or a
+    dense model.
 
     Raises:
         UserError: sizes that do not divide.
@@ -145,14 +156,16 @@ def expert_group(config: CfgNode, world: World) -> ExpertGroup | None:
     if world.group is None or not moe.NUM_EXPERTS:
         return None
     try:
-        return make_expert_groups(moe.EXPERT_PARALLEL_SIZE or world.size, world.timeout, moe.RANKS_PER_NODE or None)
+        return make_expert_groups(
+            moe.EXPERT_PARALLEL_SIZE or world.size, world.timeout, moe.RANKS_PER_NODE or None
+        )
     except ValueError as error:
         raise UserError(f"MODEL.MOE: {error}") from error
 
 
 def seed_everything(*parts: int) -> None:
-    """Seed `random`, numpy and torch from `parts`, say (seed, epoch, rank): an epoch's random numbers do not depend on
-    those before it, so a run that resumes at its start repeats them."""
+    """Seed `random`, numpy and torch from `parts`, say (seed, epoch, rank): an epoch's random
+    numbers do not depend on those before it, so a run that resumes at its start repeats them."""
     seed = int(np.random.SeedSequence(parts).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - what timm draws mixup from

@@ -39,7 +39,8 @@ def code_versions() -> dict[str, str | None]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held so far: of a GPU's memory by tensors there, else of the machine's."""
+    """The most bytes that this process has held so far: of a GPU's memory by tensors there, else of
+    the machine's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -47,13 +48,17 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _commit() -> str | None:
-    """The commit of this code, with a + if it was changed since; None outside a checkout of its own."""
+    """The commit of this code, with a + if it was changed since; None outside a checkout of its
+    own."""
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():  # installed elsewhere; git would answer for whatever repository that lies in
+    # installed elsewhere; git would answer for whatever repository that lies in
+    if not (root / ".git").exists():
         return None
     try:
         commit, changes = (
-            subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=True, timeout=20).stdout
+            subprocess.run(
+                ["git", "-C", root, *words], capture_output=True, text=True, check=True, timeout=20
+            ).stdout
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
     except (OSError, subprocess.SubprocessError):

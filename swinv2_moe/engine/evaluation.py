@@ -32,7 +32,8 @@ class Predictions(NamedTuple):
 
     targets: np.ndarray  # int64 [N]
     predicted: np.ndarray  # int64 [N]
-    ranks: np.ndarray  # int64 [N], the target's place among the classes, the likeliest first: a top-k hit is below k
+    # int64 [N], the target's place among the classes, the likeliest first: a top-k hit is below k
+    ranks: np.ndarray
     confidence: np.ndarray  # float64 [N], the softmax probability of the predicted class
     losses: np.ndarray  # float64 [N], cross-entropy in nats
 
@@ -41,10 +42,11 @@ class Predictions(NamedTuple):
 def evaluate(
     model: nn.Module, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
 ) -> Accuracy:
-    """Every image counts once, whatever the number of ranks; targets of -1 (padding, unreadable images) do not count.
+    """Every image counts once, whatever the number of ranks; targets of -1 (padding, unreadable
+    images) do not count.
 
-    The model is in evaluation mode during the call, and every module back in its own mode afterwards, also when
-    `after_batch` raises. Every rank calls this.
+    The model is in evaluation mode during the call, and every module back in its own mode
+    afterwards, also when `after_batch` raises. Every rank calls this.
     """
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
     unreadable: list[str] = []
@@ -62,7 +64,8 @@ def evaluate(
 def predict(
     model: nn.Module, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
 ) -> tuple[Predictions, list[str]]:
-    """What the model says of every image that counts, as in `evaluate`, and the paths of unreadable images.
+    """What the model says of every image that counts, as in `evaluate`, and the paths of unreadable
+    images.
 
     Every rank calls this; the predictions are the main rank's, and of no images on the others.
 
@@ -97,7 +100,10 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 def _outputs(model: nn.Module, loader, world: World, autocast) -> Iterator[tuple[Batch, Tensor]]:
     """Each batch, on the device, and its logits, float32 [B, C]."""
     for images, targets, unreadable in loader:
-        images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
+        images, targets = (
+            images.to(world.device, non_blocking=True),
+            targets.to(world.device, non_blocking=True),
+        )
         with autocast():
             logits = model(images)
         yield Batch(images, targets, unreadable), logits.float()
@@ -109,14 +115,23 @@ def _count(logits: Tensor, targets: Tensor) -> Tensor:
     best = logits.topk(min(5, logits.shape[1])).indices
     hits = best == targets.unsqueeze(1)
     loss = F.cross_entropy(logits, targets, reduction="sum")
-    return torch.stack([hits[:, 0].sum(), hits.any(1).sum(), loss, torch.tensor(len(targets), device=logits.device)])
+    return torch.stack(
+        [
+            hits[:, 0].sum(),
+            hits.any(1).sum(),
+            loss,
+            torch.tensor(len(targets), device=logits.device),
+        ]
+    )
 
 
 def _describe(logits: Tensor, targets: Tensor) -> Tensor:
-    """float64 [B, 5]: the columns of Predictions, and anything but the target where that is IGNORE."""
+    """float64 [B, 5]: the columns of Predictions, and anything but the target where that is
+    IGNORE."""
     own = logits.gather(1, targets.clamp(min=0)[:, None])  # [B, 1]
     earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]  # [B, C]
-    ranks = ((logits > own) | ((logits == own) & earlier)).sum(1)  # of equal classes the first one leads, as in argmax
+    # of equal classes the first one leads, as in argmax
+    ranks = ((logits > own) | ((logits == own) & earlier)).sum(1)
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
     columns = (targets, logits.argmax(1), ranks, logits.softmax(1).amax(1), losses)
     return torch.stack([column.double() for column in columns], dim=1)

@@ -1,9 +1,10 @@
 """OUTPUT/events.log: when staging, initialisation, epochs and validations began and ended.
 
-A line an event, ":::MLLOG " and a JSON object, with the keys and through the logger of MLCommons' `mlperf-logging`
-package (https://github.com/mlcommons/logging), so that what reads such logs reads these; epochs count from 1,
-eval_accuracy is top-1 from 0 to 1. Each part of a run that was interrupted begins with its own staging, init and run.
-A common format is all it is, never an MLPerf result: no run here follows that benchmark's rules or was reviewed.
+A line an event, ":::MLLOG " and a JSON object, with the keys and through the logger of MLCommons'
+`mlperf-logging` package (https://github.com/mlcommons/logging), so that what reads such logs reads
+these; epochs count from 1, eval_accuracy is top-1 from 0 to 1. Each part of a run that was
+interrupted begins with its own staging, init and run. A common format is all it is, never an MLPerf
+result: no run here follows that benchmark's rules or was reviewed.
 """
 
 import logging
@@ -29,7 +30,8 @@ def load_mllogger() -> type:
         from mlperf_logging.mllog.mllog import MLLogger
     except ImportError as error:
         raise UserError(
-            f"EVENT_LOG True needs the mlperf extra, the package mlperf-logging: pip install -e '.[mlperf]' ({error})"
+            "EVENT_LOG True needs the mlperf extra, the package mlperf-logging: pip install -e"
+            f" '.[mlperf]' ({error})"
         ) from error
     return MLLogger
 
@@ -38,13 +40,15 @@ class EventLog:
     """Appends events to one file, and writes nowhere else."""
 
     def __init__(self, path: Path) -> None:
-        # Neither the package's own logger nor one of logging's tree: those print, and what the next run in this process
-        # logs would come here too. Lines are collected and written by `write`: MLLogger swallows a handler's errors.
+        # Neither the package's own logger nor one of logging's tree: those print, and what the next
+        # run in this process logs would come here too. Lines are collected and written by `write`:
+        # MLLogger swallows a handler's errors.
         logger, handler = logging.Logger(__name__, logging.INFO), logging.Handler()
         handler.emit = lambda record: self._lines.append(record.getMessage())
         logger.addHandler(handler)
         self._mllogger = load_mllogger()(logger, root_dir=re.escape(str(_ROOT)))
-        cut_off = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a power cut, say
+        # by a power cut, say
+        cut_off = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._lines = [""] if cut_off else []
         self._file = path.open("a", buffering=1)
 
@@ -68,7 +72,8 @@ class EventLog:
 
 
 class Staging(NamedTuple):
-    """What data/stage.py left in staging.json: when it copied the data to this disk (seconds since 1970), and how."""
+    """What data/stage.py left in staging.json: when it copied the data to this disk (seconds since
+    1970), and how."""
 
     started: float
     seconds: float
@@ -97,5 +102,7 @@ def read_staging(data_path: str) -> Staging | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
-        raise UserError(f"{path} is not what data/stage.py writes ({type(error).__name__}: {error})") from error
+        raise UserError(
+            f"{path} is not what data/stage.py writes ({type(error).__name__}: {error})"
+        ) from error
     return staging

@@ -1,16 +1,21 @@
-"""How much a checkpoint's frozen features are worth: n-shot linear classifiers and nearest neighbours on them.
+"""How much a checkpoint's frozen features are worth: n-shot linear classifiers and nearest
+neighbours on them.
 
-For each n, and each of several seeded draws, a linear classifier is fitted to the features of n training images a class
-and measured on the whole validation set. Draw i of a data set is the same images for every model (shards hold them in
-another order: other images), and its 1-shot images are among its 5-shot ones. The regularisation is fixed: with so few
-images there is nothing to tune it on but the validation set.
+For each n, and each of several seeded draws, a linear classifier is fitted to the features of n
+training images a class and measured on the whole validation set. Draw i of a data set is the same
+images for every model (shards hold them in another order: other images), and its 1-shot images are
+among its 5-shot ones. The regularisation is fixed: with so few images there is nothing to tune it
+on but the validation set.
 
-- ridge: least squares on targets of -1 and 1, as V-MoE's few-shot transfer (arXiv 2106.05974), with the settings of
-  google-research/big_vision: features standardised by the shots' mean and deviation, an L2 penalty of 2^10. Swin-MoE's
-  paper reports 5-shot linear accuracy on ImageNet-1K (arXiv 2206.03382).
-- logistic: multinomial, on features standardised likewise. C = 0.01, for hundreds of them add up: at scikit-learn's 1
-  ten images a class of Imagenette gave 4 points less (256 features of a model trained on Tiny-ImageNet).
-- k-NN: all training images; the k of the largest cosine similarity s vote with exp(s / 0.07) (DINO, arXiv 2104.14294).
+- ridge: least squares on targets of -1 and 1, as V-MoE's few-shot transfer (arXiv 2106.05974), with
+  the settings of google-research/big_vision: features standardised by the shots' mean and
+  deviation, an L2 penalty of 2^10. Swin-MoE's paper reports 5-shot linear accuracy on ImageNet-1K
+  (arXiv 2206.03382).
+- logistic: multinomial, on features standardised likewise. C = 0.01, for hundreds of them add up:
+  at scikit-learn's 1 ten images a class of Imagenette gave 4 points less (256 features of a model
+  trained on Tiny-ImageNet).
+- k-NN: all training images; the k of the largest cosine similarity s vote with exp(s / 0.07) (DINO,
+  arXiv 2104.14294).
 
 N images, D features, W ranks, B images per rank and batch
 """
@@ -46,7 +51,8 @@ CLASSIFIERS: dict[str, Callable[[], ClassifierMixin]] = {
     "logistic": partial(LogisticRegression, C=0.01, max_iter=1000),
 }
 _TEMPERATURE = 0.07  # of the neighbours' votes
-_QUERIES = 128  # images whose neighbours are sought at a time: with ImageNet-22K's 14 million, 7 GB of similarities
+# images whose neighbours are sought at a time: with ImageNet-22K's 14 million, 7 GB of similarities
+_QUERIES = 128
 
 
 @dataclass(frozen=True)
@@ -63,11 +69,17 @@ class Protocol:
     neighbors: int = 20
 
     def __post_init__(self) -> None:
-        for option, value in (("shots", min(self.shots, default=0)), ("draws", self.draws), ("knn", self.neighbors)):
+        for option, value in (
+            ("shots", min(self.shots, default=0)),
+            ("draws", self.draws),
+            ("knn", self.neighbors),
+        ):
             if value < 1:
                 raise UserError(f"--{option} is {value}, it must be at least 1")
         if self.classifier not in CLASSIFIERS:
-            raise UserError(f"--classifier is {self.classifier!r}, allowed: {', '.join(CLASSIFIERS)}")
+            raise UserError(
+                f"--classifier is {self.classifier!r}, allowed: {', '.join(CLASSIFIERS)}"
+            )
 
 
 class Features(NamedTuple):
@@ -84,7 +96,8 @@ def evaluate_few_shot(
     opts: Sequence[str] = (),
     protocol: Protocol = Protocol(),
 ) -> dict | None:
-    """Few-shot and k-NN top-1, in percent, of the checkpoint or run `resume`. Every rank calls this.
+    """Few-shot and k-NN top-1, in percent, of the checkpoint or run `resume`. Every rank calls
+    this.
 
     Arguments as in `open_deployed`.
 
@@ -92,7 +105,8 @@ def evaluate_few_shot(
         On the main rank what is worth keeping, ready for JSON; on the others None.
 
     Raises:
-        UserError: input that cannot be used, a class with fewer images than shots, features that are not finite.
+        UserError: input that cannot be used, a class with fewer images than shots, features that
+            are not finite.
     """
     with open_deployed(resume, data, dataset, opts, asdict(protocol)) as deployed:
         world, config = deployed.world, deployed.config
@@ -100,7 +114,9 @@ def evaluate_few_shot(
         check_same_data(config.DATA.PATH, world, *sources)
         _check_counts(sources.train.targets, sources, protocol, "training images")
         model = deployed.model(num_classes=0)
-        unreadable = UnreadableImages(len(sources.train) + len(sources.val), config.DATA.MAX_BAD_SHARE)
+        unreadable = UnreadableImages(
+            len(sources.train) + len(sources.val), config.DATA.MAX_BAD_SHARE
+        )
         train = _extract(model, sources.train, "training images", config, world, unreadable)
         val = _extract(model, sources.val, "validation images", config, world, unreadable)
     if not world.is_main:  # the fits take longer than a collective may
@@ -108,7 +124,8 @@ def evaluate_few_shot(
     _check_counts(train.targets, sources, protocol, "training images that can be read")
     if not len(val.targets):
         raise UserError(
-            f"none of the {len(sources.val)} validation images can be read; the first: {sources.val.name(0)}"
+            f"none of the {len(sources.val)} validation images can be read; the first:"
+            f" {sources.val.name(0)}"
         )
     if not all(np.isfinite(found.features).all() for found in (train, val)):
         raise UserError(f"checkpoint {deployed.source.directory}: its features are not finite")
@@ -121,10 +138,12 @@ def evaluate_few_shot(
 def extract_features(
     model: nn.Module, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
 ) -> tuple[Features, list[str]]:
-    """The pooled features before the classifier (timm's `pre_logits`), and the paths of unreadable images.
+    """The pooled features before the classifier (timm's `pre_logits`), and the paths of unreadable
+    images.
 
-    Every image comes once, and in the order of the data set, whatever the number of ranks. Every rank calls this; the
-    features are the main rank's, on the CPU, and of no rows on the others. The model is left in evaluation mode.
+    Every image comes once, and in the order of the data set, whatever the number of ranks. Every
+    rank calls this; the features are the main rank's, on the CPU, and of no rows on the others. The
+    model is left in evaluation mode.
 
     Args:
         loader: Batches of this rank by ValSampler, so that all ranks have as many.
@@ -161,12 +180,18 @@ def draw_shots(targets: np.ndarray, shots: int, seed: int) -> np.ndarray:
     order = order[np.argsort(targets[order], kind="stable")]  # class by class, shuffled in each
     classes, starts, counts = np.unique(targets[order], return_index=True, return_counts=True)
     if counts.min() < shots:
-        raise ValueError(f"class {classes[counts.argmin()]} has {counts.min()} images, fewer than shots ({shots})")
+        raise ValueError(
+            f"class {classes[counts.argmin()]} has {counts.min()} images, fewer than shots"
+            f" ({shots})"
+        )
     return order[(starts[:, None] + np.arange(shots)).ravel()]
 
 
-def few_shot_accuracy(train: Features, val: Features, shots: int, draws: int, classifier: str) -> list[float]:
-    """Top-1 in percent on `val` of a classifier (one of CLASSIFIERS) fitted to each draw from `train`."""
+def few_shot_accuracy(
+    train: Features, val: Features, shots: int, draws: int, classifier: str
+) -> list[float]:
+    """Top-1 in percent on `val` of a classifier (one of CLASSIFIERS) fitted to each draw from
+    `train`."""
     found = []
     for seed in range(draws):
         chosen = draw_shots(train.targets, shots, seed)
@@ -176,46 +201,75 @@ def few_shot_accuracy(train: Features, val: Features, shots: int, draws: int, cl
     return found
 
 
-def knn_accuracy(train: Features, val: Features, neighbors: int, device: torch.device | str = "cpu") -> float:
-    """Top-1 in percent on `val` by the weighted votes of the nearest of `train`, which must be as many.
+def knn_accuracy(
+    train: Features, val: Features, neighbors: int, device: torch.device | str = "cpu"
+) -> float:
+    """Top-1 in percent on `val` by the weighted votes of the nearest of `train`, which must be as
+    many.
 
-    In torch, for the GPU that gave the features: a million images' would take scikit-learn minutes on many cores.
+    In torch, for the GPU that gave the features: a million images' would take scikit-learn minutes
+    on many cores.
     """
-    keys, labels = F.normalize(torch.from_numpy(train.features).to(device)), torch.from_numpy(train.targets).to(device)
+    keys, labels = (
+        F.normalize(torch.from_numpy(train.features).to(device)),
+        torch.from_numpy(train.targets).to(device),
+    )
     hits = 0
-    for features, targets in zip(*(torch.from_numpy(part).split(_QUERIES) for part in val), strict=True):
-        cosine, nearest = (F.normalize(features.to(device)) @ keys.T).topk(neighbors)  # [queries, k]
+    for features, targets in zip(
+        *(torch.from_numpy(part).split(_QUERIES) for part in val), strict=True
+    ):
+        # [queries, k]
+        cosine, nearest = (F.normalize(features.to(device)) @ keys.T).topk(neighbors)
         votes = torch.zeros(len(features), int(train.targets.max()) + 1, device=device)
         votes.scatter_add_(1, labels[nearest], (cosine / _TEMPERATURE).exp())
         hits += int((votes.argmax(1).cpu() == targets).sum())
     return 100 * hits / len(val.targets)
 
 
-def measure(train: Features, val: Features, protocol: Protocol, device: torch.device | str = "cpu") -> dict:
-    """Everything that the protocol asks for; the deviation is the sample's, None of a single draw."""
+def measure(
+    train: Features, val: Features, protocol: Protocol, device: torch.device | str = "cpu"
+) -> dict:
+    """Everything that the protocol asks for; the deviation is the sample's, None of a single
+    draw."""
     few_shot = {}
     for shots in sorted(set(protocol.shots)):
         top1 = few_shot_accuracy(train, val, shots, protocol.draws, protocol.classifier)
         std = float(np.std(top1, ddof=1)) if len(top1) > 1 else None
         few_shot[str(shots)] = {"mean": float(np.mean(top1)), "std": std, "top1": top1}
-    knn = {"neighbors": protocol.neighbors, "top1": knn_accuracy(train, val, protocol.neighbors, device)}
-    sizes = {"train_images": len(train.targets), "val_images": len(val.targets), "features": train.features.shape[1]}
+    knn = {
+        "neighbors": protocol.neighbors,
+        "top1": knn_accuracy(train, val, protocol.neighbors, device),
+    }
+    sizes = {
+        "train_images": len(train.targets),
+        "val_images": len(val.targets),
+        "features": train.features.shape[1],
+    }
     return sizes | {"classifier": protocol.classifier, "few_shot": few_shot, "knn": knn}
 
 
 def _check_counts(targets: np.ndarray, sources: Sources, protocol: Protocol, what: str) -> None:
     counts = np.bincount(targets, minlength=len(sources.class_names))
     if len(counts) < 2:
-        raise UserError(f"the data has 1 class ({sources.class_names[0]!r}), a classifier needs 2 or more")
+        raise UserError(
+            f"the data has 1 class ({sources.class_names[0]!r}), a classifier needs 2 or more"
+        )
     fewest, shots = int(counts.argmin()), max(protocol.shots)
     if counts[fewest] < shots:
-        raise UserError(f"--shots {shots}: class {sources.class_names[fewest]!r} has {counts[fewest]} {what}")
+        raise UserError(
+            f"--shots {shots}: class {sources.class_names[fewest]!r} has {counts[fewest]} {what}"
+        )
     if len(targets) < protocol.neighbors:
         raise UserError(f"--knn {protocol.neighbors}: there are {len(targets)} {what}")
 
 
 def _extract(
-    model: nn.Module, images: Source, what: str, config: CfgNode, world: World, unreadable: UnreadableImages
+    model: nn.Module,
+    images: Source,
+    what: str,
+    config: CfgNode,
+    world: World,
+    unreadable: UnreadableImages,
 ) -> Features:
     loader = evaluation_loader(config, images, world.rank, world.size)
     console = Console()

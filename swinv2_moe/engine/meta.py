@@ -1,6 +1,7 @@
 """A checkpoint's meta.json: what it holds, and reading and writing it.
 
-`read_meta` compares its checksum and checks the form of everything in it, so that later code may rely on both.
+`read_meta` compares its checksum and checks the form of everything in it, so that later code may
+rely on both.
 """
 
 import hashlib
@@ -66,7 +67,8 @@ _CLASSIFIER_TRAINING = record(
         "loss_scaler": _LOSS_SCALER,
         "strategies": list_of(record({"key": OBJECT, "strategy": OBJECT})),
     },
-    optional={"time_to_target": _TIME_TO_TARGET, "loss_watch": _LOSS_WATCH},  # earlier versions lack them
+    # earlier versions lack them
+    optional={"time_to_target": _TIME_TO_TARGET, "loss_watch": _LOSS_WATCH},
 )
 _DETECTOR_TRAINING = record(
     {
@@ -108,17 +110,24 @@ def read_meta(directory: Path, key: str = "checkpoint") -> dict:
         text = read_bounded(directory / "meta.json", _MAX_BYTES)
         meta = parse_json(text)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DamagedError(f"{key} {directory}: holds no checkpoint (a directory with meta.json)") from error
+        raise DamagedError(
+            f"{key} {directory}: holds no checkpoint (a directory with meta.json)"
+        ) from error
     except PermissionError as error:
-        raise UserError(f"checkpoint {directory}: meta.json cannot be read ({error.strerror})") from error
+        raise UserError(
+            f"checkpoint {directory}: meta.json cannot be read ({error.strerror})"
+        ) from error
     except OSError as error:
-        raise DamagedError(f"checkpoint {directory}: meta.json cannot be read ({error.strerror})") from error
+        raise DamagedError(
+            f"checkpoint {directory}: meta.json cannot be read ({error.strerror})"
+        ) from error
     except ValueError as error:
         raise DamagedError(f"checkpoint {directory}: meta.json is damaged ({error})") from error
     _check_checksum(directory, text, meta)
     if meta.get("format_version") != FORMAT_VERSION:
         raise UserError(
-            f"checkpoint {directory} has format version {shown(meta.get('format_version'))}, this program"
+            f"checkpoint {directory} has format version {shown(meta.get('format_version'))}, this"
+            " program"
             f" knows {FORMAT_VERSION}"
         )
     _check_form(directory, meta)
@@ -126,8 +135,13 @@ def read_meta(directory: Path, key: str = "checkpoint") -> dict:
 
 
 def write_meta(directory: Path, meta: dict) -> dict:
-    """Write meta.json with its own checksum, which replaces as many zeros; returns what it holds."""
-    meta = {"format_version": FORMAT_VERSION, "saved": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", **meta}
+    """Write meta.json with its own checksum, which replaces as many zeros; returns what it
+    holds."""
+    meta = {
+        "format_version": FORMAT_VERSION,
+        "saved": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+        **meta,
+    }
     text = json.dumps(meta | {"checksum": _NO_CHECKSUM}, indent=1)
     checksum = hashlib.sha256(text.encode()).hexdigest()
     (directory / "meta.json").write_text(text.replace(_NO_CHECKSUM, checksum))
@@ -136,26 +150,35 @@ def write_meta(directory: Path, meta: dict) -> dict:
 
 
 def check_classifier(directory: Path, training: dict) -> None:
-    """Raise UserError where the state of a training, of a checkpoint in `directory`, is a detector's."""
+    """Raise UserError where the state of a training, of a checkpoint in `directory`, is a
+    detector's."""
     if _training_form(training) is _DETECTOR_TRAINING:
-        raise UserError(f"checkpoint {directory}: is of the training of a detector; tools/detect.py goes on from it")
+        raise UserError(
+            f"checkpoint {directory}: is of the training of a detector; tools/detect.py goes on"
+            " from it"
+        )
 
 
 def check_detector(directory: Path, training: dict, num_groups: int, num_schedulers: int) -> None:
-    """Raise UserError where the state of a training is not that of a detector with so many parameter groups and
-    schedulers."""
+    """Raise UserError where the state of a training is not that of a detector with so many
+    parameter groups and schedulers."""
     if _training_form(training) is not _DETECTOR_TRAINING:
         raise UserError(f"checkpoint {directory}: is not of the training of a detector")
     for name, count in (("param_groups", num_groups), ("param_schedulers", num_schedulers)):
         if len(training[name]) != count:
-            raise UserError(f"checkpoint {directory}: has {len(training[name])} {name}, this training has {count}")
+            raise UserError(
+                f"checkpoint {directory}: has {len(training[name])} {name}, this training has"
+                f" {count}"
+            )
 
 
 def _check_checksum(directory: Path, text: bytes, meta: object) -> None:
     """Raise DamagedError unless the text has the checksum that stands in it."""
     checksum = meta.get("checksum") if isinstance(meta, dict) else None
     if not isinstance(checksum, str):
-        raise DamagedError(f"checkpoint {directory}: meta.json is not that of a checkpoint, it has no checksum")
+        raise DamagedError(
+            f"checkpoint {directory}: meta.json is not that of a checkpoint, it has no checksum"
+        )
     if _is_sha256(checksum):
         text = text.replace(checksum.encode(), _NO_CHECKSUM.encode())
     if hashlib.sha256(text).hexdigest() != checksum:
@@ -163,7 +186,8 @@ def _check_checksum(directory: Path, text: bytes, meta: object) -> None:
 
 
 def _check_form(directory: Path, meta: dict) -> None:
-    """Raise DamagedError unless everything in meta.json has its form and the files of the model are listed."""
+    """Raise DamagedError unless everything in meta.json has its form and the files of the model are
+    listed."""
     try:
         _META(meta, "")
         training = meta["training"]
@@ -179,7 +203,8 @@ def _training_form(training: dict) -> Form:
 
 
 def _check_files(files: dict[str, dict], experts: dict[str, list[int]]) -> None:
-    """Raise ValueError where a file of the weights is not listed: it would be read without a checksum."""
+    """Raise ValueError where a file of the weights is not listed: it would be read without a
+    checksum."""
     needed = [TRUNK]
     for layer, steps in experts.items():
         needed += [expert_file(layer, expert) for expert in range(len(steps))]

@@ -15,8 +15,11 @@ from swinv2_moe.models import SwinTransformerV2MoE
 _REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
 
 
-def build_optimizer(config: CfgNode, model: SwinTransformerV2MoE, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW or SGD; no weight decay on biases, 1-D parameters and the model's exceptions; layer decay by depth."""
+def build_optimizer(
+    config: CfgNode, model: SwinTransformerV2MoE, learning_rate: float
+) -> torch.optim.Optimizer:
+    """AdamW or SGD; no weight decay on biases, 1-D parameters and the model's exceptions; layer
+    decay by depth."""
     groups = param_groups_layer_decay(
         model,
         weight_decay=config.TRAIN.WEIGHT_DECAY,
@@ -26,12 +29,17 @@ def build_optimizer(config: CfgNode, model: SwinTransformerV2MoE, learning_rate:
     groups = [part for group in groups for part in _sharded_apart(group)]
     options = config.TRAIN.OPTIMIZER
     if options.NAME == "sgd":
-        return torch.optim.SGD(groups, lr=learning_rate, momentum=options.MOMENTUM, nesterov=options.MOMENTUM > 0)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=tuple(options.BETAS), eps=options.EPS, fused=True)
+        return torch.optim.SGD(
+            groups, lr=learning_rate, momentum=options.MOMENTUM, nesterov=options.MOMENTUM > 0
+        )
+    return torch.optim.AdamW(
+        groups, lr=learning_rate, betas=tuple(options.BETAS), eps=options.EPS, fused=True
+    )
 
 
 def _sharded_apart(group: dict) -> list[dict]:
-    """A parameter group as one or two: the fused optimisers cannot mix sharded parameters and others."""
+    """A parameter group as one or two: the fused optimisers cannot mix sharded parameters and
+    others."""
     sharded = [p for p in group["params"] if isinstance(p, DTensor)]
     whole = [p for p in group["params"] if not isinstance(p, DTensor)]
     return [group | {"params": part} for part in (whole, sharded) if part]
@@ -46,7 +54,8 @@ def scaled_learning_rate(config: CfgNode, per_512: float, world_size: int) -> fl
 def build_schedule(
     config: CfgNode, optimizer: torch.optim.Optimizer, steps_per_epoch: int, world_size: int
 ) -> CosineLRScheduler:
-    """Linear warm-up, then half a cosine down to MIN_LR; a function of the step alone (`step_update(step)`)."""
+    """Linear warm-up, then half a cosine down to MIN_LR; a function of the step alone
+    (`step_update(step)`)."""
     warmup = config.TRAIN.WARMUP_EPOCHS * steps_per_epoch
     return CosineLRScheduler(
         optimizer,
@@ -61,10 +70,11 @@ def build_schedule(
 
 
 class LossScaler:
-    """Dynamic loss scale for fp16; elsewhere the scale is 1 and the first gradient that is not finite ends the run.
+    """Dynamic loss scale for fp16; elsewhere the scale is 1 and the first gradient that is not
+    finite ends the run.
 
-    Its only input is the global gradient norm, so all ranks agree: torch's GradScaler looks at each rank's own
-    gradients, and with sharded experts ranks would skip different steps.
+    Its only input is the global gradient norm, so all ranks agree: torch's GradScaler looks at each
+    rank's own gradients, and with sharded experts ranks would skip different steps.
     """
 
     GROWTH_INTERVAL = 2000
@@ -83,11 +93,13 @@ class LossScaler:
     @torch.no_grad()
     def unscale(self, gradients: list[Tensor]) -> None:
         if self.enabled and gradients:
-            local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]  # one list takes only one kind
+            # one list takes only one kind
+            local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
             torch._foreach_mul_(local, 1 / self.scale)
 
     def update(self, finite: bool) -> None:
-        """Count a step: halve the scale after an overflow, double it after GROWTH_INTERVAL good steps."""
+        """Count a step: halve the scale after an overflow, double it after GROWTH_INTERVAL good
+        steps."""
         self.updates += finite
         if not self.enabled:
             return
@@ -108,12 +120,16 @@ class LossScaler:
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """By name, those that are not frozen."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
-def optimizer_sections(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """`{"optimizer/exp_avg": {parameter name: tensor}, ...}` of the trained parameters; all have had the same number of
-    updates, which the loss scaler counts."""
+def optimizer_sections(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> dict[str, dict[str, Tensor]]:
+    """`{"optimizer/exp_avg": {parameter name: tensor}, ...}` of the trained parameters; all have
+    had the same number of updates, which the loss scaler counts."""
     sections: dict[str, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         for kind, tensor in optimizer.state.get(parameter, {}).items():
@@ -122,7 +138,9 @@ def optimizer_sections(optimizer: torch.optim.Optimizer, model: nn.Module) -> di
     return sections
 
 
-def check_optimizer_sections(optimizer: torch.optim.Optimizer, sections: Collection[str], updates: int) -> None:
+def check_optimizer_sections(
+    optimizer: torch.optim.Optimizer, sections: Collection[str], updates: int
+) -> None:
     """Whether these are the sections that this optimiser has after so many updates.
 
     Raises:
@@ -139,12 +157,18 @@ def check_optimizer_sections(optimizer: torch.optim.Optimizer, sections: Collect
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, moments: dict[str, dict[str, Tensor]], updates: int
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    moments: dict[str, dict[str, Tensor]],
+    updates: int,
 ) -> None:
     """Put back what `optimizer_sections` gave, after `updates` optimiser steps."""
     is_adam = isinstance(optimizer, torch.optim.AdamW)
     for name, parameter in trained_parameters(model).items():
-        state = {kind.split("/")[1]: placed_like(tensors[name], parameter) for kind, tensors in moments.items()}
+        state = {
+            kind.split("/")[1]: placed_like(tensors[name], parameter)
+            for kind, tensors in moments.items()
+        }
         if is_adam and state:
             state["step"] = torch.tensor(float(updates), device=parameter.device)
         optimizer.state[parameter] = state

@@ -1,4 +1,5 @@
-"""Shared parameters over the ranks: replicated (DDP) or sharded (FSDP2). Experts stay with their owners in both."""
+"""Shared parameters over the ranks: replicated (DDP) or sharded (FSDP2). Experts stay with their
+owners in both."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ from swinv2_moe.engine.distributed import World
 from swinv2_moe.models import SwinTransformerV2MoE, WithAuxLoss
 
 
-def parallelize(model: SwinTransformerV2MoE, world: World, compile: bool = False, shard: bool = False) -> nn.Module:
-    """The model with its aux loss as second output, compiled if asked, its shared parameters replicated or, if `shard`,
-    sharded (and not compiled)."""
+def parallelize(
+    model: SwinTransformerV2MoE, world: World, compile: bool = False, shard: bool = False
+) -> nn.Module:
+    """The model with its aux loss as second output, compiled if asked, its shared parameters
+    replicated or, if `shard`, sharded (and not compiled)."""
     wrapped = WithAuxLoss(model)
     if world.size > 1 and shard:
         shard_trunk(model, world)
@@ -31,9 +34,10 @@ def parallelize(model: SwinTransformerV2MoE, world: World, compile: bool = False
 
 
 def settle_buckets(replicated: nn.Module, model: SwinTransformerV2MoE, world: World) -> None:
-    """Comes before the first step, and has no effect on the model. After its first backward pass DDP puts the gradients
-    into other buckets, by the order in which they came; from three ranks on that changes how they are summed, so the
-    first step after a resume would differ from the uninterrupted run's by a rounding error."""
+    """Comes before the first step, and has no effect on the model. After its first backward pass
+    DDP puts the gradients into other buckets, by the order in which they came; from three ranks on
+    that changes how they are summed, so the first step after a resume would differ from the
+    uninterrupted run's by a rounding error."""
     if not isinstance(replicated, DistributedDataParallel) or world.size < 3:
         return
     was_training, weight = model.training, model.patch_embed.proj.weight
@@ -46,7 +50,8 @@ def settle_buckets(replicated: nn.Module, model: SwinTransformerV2MoE, world: Wo
 
 
 def shard_trunk(model: SwinTransformerV2MoE, world: World) -> None:
-    """Give each rank 1/W of every shared parameter, as a DTensor; a block is gathered while it is at work.
+    """Give each rank 1/W of every shared parameter, as a DTensor; a block is gathered while it is
+    at work.
 
     The gradient of the mean loss of all ranks comes back, to each rank its part.
     """
@@ -54,29 +59,35 @@ def shard_trunk(model: SwinTransformerV2MoE, world: World) -> None:
     experts = set(expert_parameters(model).values())
     blocks = [block for stage in model.layers for block in stage.blocks]
     for module in (*blocks, model):
-        # Also the root's own parameters go back to shards after a forward pass without a backward one.
+        # Also the root's own parameters go back to shards after a forward pass without a backward
+        # one.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=experts)
     for module in (*blocks, model):
-        # Sets up what the gathered parameters live in: were the first pass in inference mode, training could not use it
+        # Sets up what the gathered parameters live in: were the first pass in inference mode,
+        # training could not use it
         module.unshard()
         module.reshard()
 
 
-def averaged_copy(model: SwinTransformerV2MoE, world: World, decay: float, shard: bool) -> ModelEmaV3 | None:
-    """The moving average of the weights, sharded like them; None at a decay of 0. Comes before `parallelize`: a sharded
-    model cannot be copied."""
+def averaged_copy(
+    model: SwinTransformerV2MoE, world: World, decay: float, shard: bool
+) -> ModelEmaV3 | None:
+    """The moving average of the weights, sharded like them; None at a decay of 0. Comes before
+    `parallelize`: a sharded model cannot be copied."""
     if not decay:
         return None
     if world.size == 1 or not shard:
         return ModelEmaV3(model, decay=decay)
-    average = ModelEmaV3(model, decay=decay, foreach=False)  # a list cannot mix sharded tensors and others
+    # a list cannot mix sharded tensors and others
+    average = ModelEmaV3(model, decay=decay, foreach=False)
     shard_trunk(average.module, world)
     return average
 
 
 @contextmanager
 def gradient_sync(wrapped: nn.Module, enabled: bool) -> Iterator[None]:
-    """A forward and a backward pass after which the ranks' shared gradients are averaged, or still to be."""
+    """A forward and a backward pass after which the ranks' shared gradients are averaged, or still
+    to be."""
     if isinstance(wrapped, DistributedDataParallel) and not enabled:
         with wrapped.no_sync():
             yield
@@ -87,7 +98,8 @@ def gradient_sync(wrapped: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def whole_tensors(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Sharded tensors put together, one after the other; only a rank that is to `keep` them does, on the CPU.
+    """Sharded tensors put together, one after the other; only a rank that is to `keep` them does,
+    on the CPU.
 
     Other tensors stay as they are. Every rank calls this.
     """
@@ -103,14 +115,20 @@ def whole_tensors(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def placed_like(tensor: Tensor, model_tensor: Tensor) -> Tensor:
-    """A tensor, whole on every rank or sharded already, on the device of the model's and sharded as that is."""
+    """A tensor, whole on every rank or sharded already, on the device of the model's and sharded as
+    that is."""
     tensor = tensor.to(model_tensor.device)
     if not isinstance(model_tensor, DTensor) or isinstance(tensor, DTensor):
         return tensor
-    return distribute_tensor(tensor, model_tensor.device_mesh, model_tensor.placements, src_data_rank=None)
+    return distribute_tensor(
+        tensor, model_tensor.device_mesh, model_tensor.placements, src_data_rank=None
+    )
 
 
 def load_whole(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """`model.load_state_dict` for what may be whole tensors where the model's are sharded: each rank takes its part."""
+    """`model.load_state_dict` for what may be whole tensors where the model's are sharded: each
+    rank takes its part."""
     state = model.state_dict()
-    model.load_state_dict({name: placed_like(tensor, state[name]) for name, tensor in tensors.items()})
+    model.load_state_dict(
+        {name: placed_like(tensor, state[name]) for name, tensor in tensors.items()}
+    )

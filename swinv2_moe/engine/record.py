@@ -1,5 +1,5 @@
-"""What a run leaves for people and programs: progress bar, TensorBoard, metrics.jsonl, events.log, summary.json,
-config.yaml."""
+"""What a run leaves for people and programs: progress bar, TensorBoard, metrics.jsonl, events.log,
+summary.json, config.yaml."""
 
 import json
 import logging
@@ -28,8 +28,8 @@ _PICTURES = 4  # validation images whose routing TensorBoard shows
 
 
 def _records(method: Callable) -> Callable:
-    """For a method of Recorder that writes: it does nothing on other ranks, and what a full disk, say, does not take is
-    lost; the run goes on."""
+    """For a method of Recorder that writes: it does nothing on other ranks, and what a full disk,
+    say, does not take is lost; the run goes on."""
 
     @wraps(method)
     def guarded(self: "Recorder", *args, **kwargs) -> None:
@@ -38,18 +38,22 @@ def _records(method: Callable) -> Callable:
                 method(self, *args, **kwargs)
         except OSError as error:
             if not self.losing:
-                self.say(f"{self.directory} cannot be written, what is recorded from now on may be lost: {error}")
+                self.say(
+                    f"{self.directory} cannot be written, what is recorded from now on may be lost:"
+                    f" {error}"
+                )
             self.losing = True
 
     return guarded
 
 
 class Recorder:
-    """Writes to a run directory and to the terminal on the main rank; on the others it does nothing."""
+    """Writes to a run directory and to the terminal on the main rank; on the others it does
+    nothing."""
 
     def __init__(self, directory: Path, world: World, step: int, event_log: bool = False) -> None:
-        """Go on after `step`: what an earlier run in this directory recorded beyond it is about to be repeated (but
-        what happened stays in the event log)."""
+        """Go on after `step`: what an earlier run in this directory recorded beyond it is about to
+        be repeated (but what happened stays in the event log)."""
         self.directory, self.active, self.losing = directory, world.is_main, False
         self.files, self.events = ExitStack(), None
         self.console = Console(quiet=not self.active, highlight=False, soft_wrap=True)
@@ -58,7 +62,9 @@ class Recorder:
             _forget_after(directory / "metrics.jsonl", step)
             self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
             self.files.callback(self.writer.close)
-            self.metrics = self.files.enter_context((directory / "metrics.jsonl").open("a", buffering=1))
+            self.metrics = self.files.enter_context(
+                (directory / "metrics.jsonl").open("a", buffering=1)
+            )
             if event_log:
                 self.events = self.files.enter_context(closing(EventLog(directory / "events.log")))
 
@@ -72,7 +78,8 @@ class Recorder:
 
     @contextmanager
     def engine_log(self) -> Iterator[None]:
-        """Says what moe_core has to tell (its kernels, the strategies it settles on) until the end of the block."""
+        """Says what moe_core has to tell (its kernels, the strategies it settles on) until the end
+        of the block."""
         logger, handler = logging.getLogger("moe_core"), logging.Handler(logging.INFO)
         handler.emit = lambda record: self.say(handler.format(record))
         level = logger.level
@@ -90,7 +97,8 @@ class Recorder:
 
     @_records
     def begin(self, environment: dict, step: int) -> None:
-        """A part of the run begins after `step`, and what it runs on; an earlier one's summary is not the run's now."""
+        """A part of the run begins after `step`, and what it runs on; an earlier one's summary is
+        not the run's now."""
         (self.directory / "summary.json").unlink(missing_ok=True)
         self._write({"step": step, "environment": environment})
 
@@ -100,7 +108,8 @@ class Recorder:
 
     @_records
     def step(self, values: dict, routing: dict[str, RoutingStats]) -> None:
-        """A logging step: `values` has `step` and `epoch`; `routing` holds each MoE layer's statistics of this step."""
+        """A logging step: `values` has `step` and `epoch`; `routing` holds each MoE layer's
+        statistics of this step."""
         layers = {name: _load(stats) for name, stats in routing.items()}
         if layers:
             values["moe/dropped_share"] = dropped_share(routing.values())
@@ -148,12 +157,16 @@ class Recorder:
         self.writer.add_scalar("checkpoint/bytes", cost.bytes, cost.step)
 
     @contextmanager
-    def routing(self, model: nn.Module, loader: DataLoader, data: CfgNode, step: int) -> Iterator[None]:
-        """Around a validation of `model` on `loader`: four of its images, always the same, and beside each, layer by
-        layer, its patches in the colour of the expert that they chose, in TensorBoard's image tab.
+    def routing(
+        self, model: nn.Module, loader: DataLoader, data: CfgNode, step: int
+    ) -> Iterator[None]:
+        """Around a validation of `model` on `loader`: four of its images, always the same, and
+        beside each, layer by layer, its patches in the colour of the expert that they chose, in
+        TensorBoard's image tab.
 
-        The pass is the validation's own, with the capacity of evaluation; which choices that dropped is not shown.
-        Only the main rank's images; no rank does anything for it together with others. `data`: the configuration's.
+        The pass is the validation's own, with the capacity of evaluation; which choices that
+        dropped is not shown. Only the main rank's images; no rank does anything for it together
+        with others. `data`: the configuration's.
         """
         if not self.active or not moe_layers(model):
             yield
@@ -168,7 +181,9 @@ class Recorder:
 
     def bar(self, description: str, total: int, done: int = 0) -> "Bar":
         """A progress bar for one epoch; invisible where there is no terminal."""
-        return Bar(self.console, description, total, done, visible=self.active and self.console.is_terminal)
+        return Bar(
+            self.console, description, total, done, visible=self.active and self.console.is_terminal
+        )
 
     def _write(self, values: dict) -> None:
         self.metrics.write(json.dumps(_plain(values)) + "\n")
@@ -193,7 +208,9 @@ class Recorder:
 class Bar:
     """A progress bar with free text at its end, as a context manager."""
 
-    def __init__(self, console: Console, description: str, total: int, done: int, visible: bool) -> None:
+    def __init__(
+        self, console: Console, description: str, total: int, done: int, visible: bool
+    ) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -219,7 +236,8 @@ class Bar:
 
 
 def dropped_share(stats: Iterable[RoutingStats]) -> float:
-    """Of all choices in one or more layers together, those that found their expert full; 0 where none was made."""
+    """Of all choices in one or more layers together, those that found their expert full; 0 where
+    none was made."""
     counts, shares = zip(*((one.counts.sum(), one.dropped_share) for one in stats), strict=True)
     choices = torch.stack(counts).double()
     return float(choices @ torch.stack(shares).double() / choices.sum().clamp(min=1))
@@ -248,9 +266,12 @@ def _plain(value: object) -> object:
 
 
 def _forget_after(metrics: Path, step: int) -> None:
-    """Drop the lines of steps that a resumed run is going to repeat, and those whose writing was cut off."""
+    """Drop the lines of steps that a resumed run is going to repeat, and those whose writing was
+    cut off."""
     if metrics.is_file():
-        lines = [line for line in metrics.read_text(errors="replace").splitlines() if _step(line) <= step]
+        lines = [
+            line for line in metrics.read_text(errors="replace").splitlines() if _step(line) <= step
+        ]
         kept = metrics.with_name(f".{metrics.name}.tmp")
         kept.write_text("".join(f"{line}\n" for line in lines))
         kept.replace(metrics)

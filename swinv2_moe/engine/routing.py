@@ -1,4 +1,5 @@
-"""Which expert each token of an image goes to: recorded in a forward pass, and painted over the image.
+"""Which expert each token of an image goes to: recorded in a forward pass, and painted over the
+image.
 
 B images, C channels, S pixels a side, h x w tokens, K choices of a token, E experts
 """
@@ -21,12 +22,13 @@ _GAP = 4  # pixels between pictures
 
 @contextmanager
 def record_choices(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The experts that the tokens of the latest forward pass chose, in each MoE layer, until the end of the block.
+    """The experts that the tokens of the latest forward pass chose, in each MoE layer, until the
+    end of the block.
 
-    A layer's name gives int64 [B, h, w, K] on the model's device: each token at its place in the image, its first
-    choice first. Forward hooks write this down and change nothing. It is what the router wants, whether or not the
-    expert has room. In evaluation mode only: in training noise comes after the router. Not for a compiled model: what
-    was compiled earlier has no hooks.
+    A layer's name gives int64 [B, h, w, K] on the model's device: each token at its place in the
+    image, its first choice first. Forward hooks write this down and change nothing. It is what the
+    router wants, whether or not the expert has room. In evaluation mode only: in training noise
+    comes after the router. Not for a compiled model: what was compiled earlier has no hooks.
     """
     choices: dict[str, Tensor] = {}
     with ExitStack() as hooks:
@@ -35,12 +37,15 @@ def record_choices(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         yield choices
 
 
-def _watch(block: nn.Module, layer: MoELayer, name: str, choices: dict[str, Tensor], hooks: ExitStack) -> None:
+def _watch(
+    block: nn.Module, layer: MoELayer, name: str, choices: dict[str, Tensor], hooks: ExitStack
+) -> None:
     def chosen(router: nn.Module, args: tuple, logits: Tensor) -> None:  # logits [T, E]
         assert not layer.training, "the noise of training is not in these logits"
         choices[name] = logits.topk(min(layer.config.top_k, logits.shape[1])).indices
 
-    def placed(block: nn.Module, args: tuple, x: Tensor) -> None:  # x [B, h, w, M]; tokens are in this order
+    # x [B, h, w, M]; tokens are in this order
+    def placed(block: nn.Module, args: tuple, x: Tensor) -> None:
         choices[name] = choices[name].unflatten(0, x.shape[:3])
 
     for module, hook in ((layer.router, chosen), (block, placed)):
@@ -55,15 +60,16 @@ class RoutingSample:
     choices: dict[str, list[Tensor]] = field(default_factory=dict)  # of each layer int64 [h, w, K]
 
     def picture(self, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-        """uint8 [height, width, 3]: a row an image; the photograph, then its experts in one layer after the other."""
+        """uint8 [height, width, 3]: a row an image; the photograph, then its experts in one layer
+        after the other."""
         choices = {name: torch.stack(ids) for name, ids in self.choices.items()}
         return montage(columns(torch.stack(self.images), choices, mean, std))
 
 
 @contextmanager
 def sample_choices(model: nn.Module, num_images: int, count: int) -> Iterator[RoutingSample]:
-    """Keeps up to `count` images, spread evenly over the `num_images` that are about to go through `model`, and their
-    choices, on the CPU; as `record_choices`."""
+    """Keeps up to `count` images, spread evenly over the `num_images` that are about to go through
+    `model`, and their choices, on the CPU; as `record_choices`."""
     wanted, sample, seen = spread(num_images, count), RoutingSample(), 0
 
     def keep(model: nn.Module, args: tuple, output: Tensor) -> None:
@@ -92,15 +98,15 @@ def spread(size: int, count: int) -> list[int]:
 def columns(
     images: Tensor, choices: dict[str, Tensor], mean: Sequence[float], std: Sequence[float]
 ) -> list[np.ndarray]:
-    """Pictures uint8 [B, s, s, 3] of normalised images [B, C, S, S], then the same painted by each layer's choices
-    [B, h, w, K]; `montage` puts them side by side."""
+    """Pictures uint8 [B, s, s, 3] of normalised images [B, C, S, S], then the same painted by each
+    layer's choices [B, h, w, K]; `montage` puts them side by side."""
     photos = to_pixels(images, mean, std)
     return [photos, *(paint(photos, ids[..., 0].cpu().numpy()) for ids in choices.values())]
 
 
 def to_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Normalised images [B, C, S, S] (C 1 or 3) -> uint8 [B, s, s, 3], by a whole factor larger or smaller, so that
-    128 <= s < 256."""
+    """Normalised images [B, C, S, S] (C 1 or 3) -> uint8 [B, s, s, 3], by a whole factor larger or
+    smaller, so that 128 <= s < 256."""
     pixels = denormalise(images, mean, std)
     size = pixels.shape[-1]
     if size < _SIDE:
@@ -118,8 +124,8 @@ def denormalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> 
 
 
 def paint(photos: np.ndarray, experts: np.ndarray) -> np.ndarray:
-    """uint8 [B, s, s, 3]: the luminance of `photos` (uint8 [B, s, s, 3]), each patch in the colour of its expert
-    (integers [B, h, w])."""
+    """uint8 [B, s, s, 3]: the luminance of `photos` (uint8 [B, s, s, 3]), each patch in the colour
+    of its expert (integers [B, h, w])."""
     side, (_, height, width) = photos.shape[1], experts.shape
     rows, cols = np.arange(side) * height // side, np.arange(side) * width // side
     tint = expert_colours(int(experts.max()) + 1)[experts][:, rows][:, :, cols]
@@ -128,9 +134,11 @@ def paint(photos: np.ndarray, experts: np.ndarray) -> np.ndarray:
 
 
 def montage(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Columns of pictures, each uint8 [B, s, s, 3] -> one picture uint8 [B * (s + 4) - 4, columns * (s + 4) - 4, 3],
-    white between them."""
-    cells = np.pad(np.stack(columns, 1), [(0, 0)] * 2 + [(0, _GAP)] * 2 + [(0, 0)], constant_values=255)
+    """Columns of pictures, each uint8 [B, s, s, 3] -> one picture uint8 [B * (s + 4) - 4, columns *
+    (s + 4) - 4, 3], white between them."""
+    cells = np.pad(
+        np.stack(columns, 1), [(0, 0)] * 2 + [(0, _GAP)] * 2 + [(0, 0)], constant_values=255
+    )
     rows, cols, side = cells.shape[:3]  # [B, columns, s + gap, s + gap, 3]
     return cells.swapaxes(1, 2).reshape(rows * side, cols * side, 3)[:-_GAP, :-_GAP]
 
@@ -139,15 +147,17 @@ def montage(columns: Sequence[np.ndarray]) -> np.ndarray:
 def expert_colours(count: int) -> np.ndarray:
     """uint8 [count, 3], a colour for each expert, the same whatever `count` is.
 
-    Each is the one that differs most, in Oklab, from all before (Glasbey et al., Color Research and Application 32,
-    2007), among the light and vivid ones. Lightness counts a tenth: that of a painted patch is the photograph's.
+    Each is the one that differs most, in Oklab, from all before (Glasbey et al., Color Research and
+    Application 32, 2007), among the light and vivid ones. Lightness counts a tenth: that of a
+    painted patch is the photograph's.
     """
     levels = np.arange(0, 256, 15)
     candidates = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), -1).reshape(-1, 3)
     lab = _oklab(candidates)
     vivid = (lab[:, 0] > 0.6) & (np.hypot(lab[:, 1], lab[:, 2]) > 0.15)
     candidates, lab = candidates[vivid], lab[vivid] * [0.1, 1, 1]
-    chosen = [int((candidates == [255, 120, 0]).all(1).argmax())]  # orange; from there the first eight are the best
+    # orange; from there the first eight are the best
+    chosen = [int((candidates == [255, 120, 0]).all(1).argmax())]
     distance = np.full(len(lab), np.inf)
     while len(chosen) < count:
         distance = np.minimum(distance, np.linalg.norm(lab - lab[chosen[-1]], axis=1))

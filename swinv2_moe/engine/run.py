@@ -25,10 +25,17 @@ from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.stopping import StoppedElsewhere
 from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import Complexity, SwinTransformerV2MoE, build_model, load_dense, measure_model
+from swinv2_moe.models import (
+    Complexity,
+    SwinTransformerV2MoE,
+    build_model,
+    load_dense,
+    measure_model,
+)
 from swinv2_moe.models.heads import fit_head
 
-_LAST_SAVE_SECONDS = 60  # for a save under way when the run fails; with all ranks well it takes a fraction
+# for a save under way when the run fails; with all ranks well it takes a fraction
+_LAST_SAVE_SECONDS = 60
 
 
 def train(
@@ -36,7 +43,8 @@ def train(
 ) -> dict | None:
     """Train (or go on training) what `config` describes in the run directory `config.OUTPUT`.
 
-    Everything that can be wrong with the input is found before anything but a lock is written to the run directory.
+    Everything that can be wrong with the input is found before anything but a lock is written to
+    the run directory.
 
     Args:
         resume: what to go on from: "auto", a run or a checkpoint. None starts afresh.
@@ -52,12 +60,17 @@ def train(
     """
     began, started = time.time(), time.perf_counter()
     root = Path(config.OUTPUT)
-    with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"), ExitStack() as stack:
+    with (
+        open_world(config.DEVICE, config.TIMEOUT) as world,
+        world.named_errors("a collective"),
+        ExitStack() as stack,
+    ):
         check_same_start(flatten(config) | {"--resume": resume}, world)
         if config.EVENT_LOG:
             world.everywhere(load_mllogger)
         config = resolve_batch_size(config, world.size)
-        stack.enter_context(only_run(root, world))  # before looking at what another run may be writing
+        # before looking at what another run may be writing
+        stack.enter_context(only_run(root, world))
         source = _starting_point(root, resume, world)
         data, staging = _load_data(config, world)
         model = _build_model(config, data.num_classes, world)
@@ -68,14 +81,19 @@ def train(
             trainer.resume(source)
         size = measure_model(config, data.num_classes)
         warnings = _warnings(trainer)
-        stack.enter_context(trainer.stop)  # on all ranks at about the same time: they have just exchanged versions
-        recorder = stack.enter_context(closing(Recorder(root, world, trainer.step, config.EVENT_LOG)))
+        # on all ranks at about the same time: they have just exchanged versions
+        stack.enter_context(trainer.stop)
+        recorder = stack.enter_context(
+            closing(Recorder(root, world, trainer.step, config.EVENT_LOG))
+        )
         stack.enter_context(recorder.engine_log())
         recorder.config(config)
         recorder.say(_headline(trainer, size, source))
         for warning in warnings:
             recorder.say(f"warning: {warning}")
-        saver = Saver(root / "checkpoints", world, config, source, recorder.say, recorder.checkpoint)
+        saver = Saver(
+            root / "checkpoints", world, config, source, recorder.say, recorder.checkpoint
+        )
         stack.callback(saver.wait, _LAST_SAVE_SECONDS)
         was_finished = trainer.finished
         if not was_finished:
@@ -83,7 +101,10 @@ def train(
         with _run_events(recorder, trainer, began, staging):
             trainer.fit(recorder, saver)
         if trainer.stopped_by:
-            recorder.say(f"{trainer.stopped_by}: stopped after step {trainer.step}; to go on: {resume_command}")
+            recorder.say(
+                f"{trainer.stopped_by}: stopped after step {trainer.step}; to go on:"
+                f" {resume_command}"
+            )
         summary = _summary(trainer, size, staging, time.perf_counter() - started)
         if trainer.finished:
             if not was_finished:  # else it keeps its summary
@@ -113,7 +134,8 @@ def _starting_point(root: Path, resume: str | None, world: World) -> Checkpoint 
         return checkpoint.find_checkpoint(resume, root / "checkpoints", world)
     if world.agree((root / "metrics.jsonl").exists()):
         raise UserError(
-            f"--output {root}: already holds a run; --resume auto continues it, another directory starts anew"
+            f"--output {root}: already holds a run; --resume auto continues it, another directory"
+            " starts anew"
         )
     return None
 
@@ -138,41 +160,62 @@ def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE, world: World)
     try:
         found = None
         if Path(source).is_dir():
-            found = checkpoint.find_checkpoint(source, Path(), world, "MODEL.PRETRAINED", weights_only=True)
+            found = checkpoint.find_checkpoint(
+                source, Path(), world, "MODEL.PRETRAINED", weights_only=True
+            )
         if found and not config.MODEL.UPCYCLE:
             checkpoint.load_weights(found, model, fit)
         else:
             dense = checkpoint.read_dense(found, model) if found else source
-            fresh = load_dense(model, dense, config.MODEL.UPCYCLE, config.MODEL.UPCYCLE_NOISE, config.SEED, fit)
+            fresh = load_dense(
+                model, dense, config.MODEL.UPCYCLE, config.MODEL.UPCYCLE_NOISE, config.SEED, fit
+            )
             if fresh and config.MODEL.MOE.FREEZE:
-                raise UserError(f"MODEL.MOE.FREEZE is True: weights {source} have no {fresh[0]}, it would stay random")
+                raise UserError(
+                    f"MODEL.MOE.FREEZE is True: weights {source} have no {fresh[0]}, it would stay"
+                    " random"
+                )
     except UserError as error:
-        hint = " (other classes? MODEL.NEW_HEAD True starts a new head, MODEL.CLASS_MAP takes over some of its rows)"
+        hint = (
+            " (other classes? MODEL.NEW_HEAD True starts a new head, MODEL.CLASS_MAP takes over"
+            " some of its rows)"
+        )
         raise UserError(f"{error}{hint if 'head.fc' in str(error) else ''}") from error
 
 
 def _headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> str:
     config, data, world = trainer.config, trainer.data, trainer.world
     layers = moe_layers(trainer.model)
-    experts = f"{config.MODEL.MOE.NUM_EXPERTS} experts in {len(layers)} layers" if layers else "dense"
+    experts = (
+        f"{config.MODEL.MOE.NUM_EXPERTS} experts in {len(layers)} layers" if layers else "dense"
+    )
     where = f"{world.size} {'process' if world.size == 1 else 'processes'} on {_device_name(world)}"
     lines = [
-        f"{config.MODEL.TYPE} ({experts}): {size.parameters / 1e6:.2f}M parameters, {size.macs / 1e6:,.1f}M MACs/image;"
+        f"{config.MODEL.TYPE} ({experts}): {size.parameters / 1e6:.2f}M parameters,"
+        f" {size.macs / 1e6:,.1f}M MACs/image;"
         f" {data.train_size:,} + {data.val_size:,} images, {data.num_classes} classes; {where}"
     ]
     if source is not None:
         lines += [f"passed over: {problem}" for problem in source.skipped]
-        lines.append(f"going on from {source.directory}, step {trainer.step} (epoch {trainer.epoch} done)")
+        lines.append(
+            f"going on from {source.directory}, step {trainer.step} (epoch {trainer.epoch} done)"
+        )
         lines += filter(None, [source.expert_ages()])
         if trainer.to_target.target and "time_to_target" not in source.meta["training"]:
-            lines.append("the checkpoint does not say how long the run has taken: the time to the target counts anew")
+            lines.append(
+                "the checkpoint does not say how long the run has taken: the time to the target"
+                " counts anew"
+            )
     return "\n".join(lines)
 
 
 @contextmanager
-def _run_events(recorder: Recorder, trainer: Trainer, began: float, staging: Staging | None) -> Iterator[None]:
-    """What the event log says of this part of a run: what it starts from (since `began`, in seconds since 1970), and
-    around the block its training, which has success with the target, or with its end where there is none."""
+def _run_events(
+    recorder: Recorder, trainer: Trainer, began: float, staging: Staging | None
+) -> Iterator[None]:
+    """What the event log says of this part of a run: what it starts from (since `began`, in seconds
+    since 1970), and around the block its training, which has success with the target, or with its
+    end where there is none."""
     if trainer.finished:  # before
         yield
         return
@@ -200,7 +243,8 @@ def _closing_lines(trainer: Trainer, summary: dict, root: Path) -> str:
     lines = [trainer.unreadable.summary()]
     if summary["images_per_second"]:
         lines.append(
-            f"{summary['images_per_second']:,.0f} images/s in training, {summary['data_wait_share']:.1%} of the time"
+            f"{summary['images_per_second']:,.0f} images/s in training,"
+            f" {summary['data_wait_share']:.1%} of the time"
             " waiting for data"
         )
     if summary["staging_seconds"] is not None:

@@ -18,8 +18,9 @@ _TRIES = 100  # each fails only where another run ends at that moment and remove
 def only_run(directory: Path, world: World, option: str = "--output") -> Iterator[None]:
     """Keep other runs out of `directory` until the end of the block. Every rank calls this.
 
-    Take the lock before looking at what lies in the directory: until then another run may write or remove checkpoints.
-    Directories that are missing are made. If the block leaves nothing in them, they are removed again.
+    Take the lock before looking at what lies in the directory: until then another run may write or
+    remove checkpoints. Directories that are missing are made. If the block leaves nothing in them,
+    they are removed again.
 
     Args:
         option: what messages call the directory.
@@ -67,7 +68,8 @@ def _lock(directory: Path) -> TextIO | None:
         except FileNotFoundError:  # a run that ends has just removed the directory
             continue
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # lockf: not passed on to the loaders' workers
+            # lockf: not passed on to the loaders' workers
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             return None

@@ -9,7 +9,8 @@ from yacs.config import CfgNode
 
 from swinv2_moe.data import Data
 
-# The highest learning rate of a schedule. Published recipes lie well within; 0 is taken for intended.
+# The highest learning rate of a schedule. Published recipes lie well within; 0 is taken for
+# intended.
 _USUAL_RATES = {"adamw": (1e-8, 0.1), "sgd": (1e-6, 10.0)}
 
 
@@ -23,7 +24,8 @@ def start_warnings(config: CfgNode, data: Data, learning_rate: float) -> list[st
     low, high = _USUAL_RATES[config.TRAIN.OPTIMIZER.NAME]
     if learning_rate and not low <= learning_rate <= high:
         lines.append(
-            f"the learning rate reaches {learning_rate:g} (TRAIN.BASE_LR is {config.TRAIN.BASE_LR:g}, for 512 images a"
+            f"the learning rate reaches {learning_rate:g} (TRAIN.BASE_LR is"
+            f" {config.TRAIN.BASE_LR:g}, for 512 images a"
             f" step), {config.TRAIN.OPTIMIZER.NAME} usually trains with {low:g} to {high:g}"
         )
     targets = np.asarray(data.train_loader.dataset.source.targets)
@@ -39,14 +41,18 @@ def _place(config: CfgNode) -> str:
     """The key that says where the training images are, and its value."""
     if config.DATA.DATASET == "list":
         return f"DATA.TRAIN_LIST {config.DATA.TRAIN_LIST}"
-    return f"DATA.PATH {config.DATA.PATH}" if config.DATA.PATH else f"DATA.DATASET {config.DATA.DATASET}"
+    return (
+        f"DATA.PATH {config.DATA.PATH}"
+        if config.DATA.PATH
+        else f"DATA.DATASET {config.DATA.DATASET}"
+    )
 
 
 class LossWatch:
     """Notices, once in a run, that the loss has been far above its start for a while.
 
-    That is: the median of the last `RECENT` steps is at least twice that of the first `START` steps of the run, and at
-    least 1 above it. Losses that are not finite do not count.
+    That is: the median of the last `RECENT` steps is at least twice that of the first `START` steps
+    of the run, and at least 1 above it. Losses that are not finite do not count.
     """
 
     START, RECENT = 10, 20
@@ -71,8 +77,10 @@ class LossWatch:
             return None
         self.has_warned = True
         return (
-            f"the loss of the last {self.RECENT} steps (median {recent:,.2f}) is far above that of the first"
-            f" {self.START} ({start:,.2f}); a lower TRAIN.BASE_LR or more TRAIN.WARMUP_EPOCHS may help"
+            f"the loss of the last {self.RECENT} steps (median {recent:,.2f}) is far above that of"
+            " the first"
+            f" {self.START} ({start:,.2f}); a lower TRAIN.BASE_LR or more TRAIN.WARMUP_EPOCHS may"
+            " help"
         )
 
     def state(self) -> dict:

@@ -1,10 +1,13 @@
 """Writing checkpoints while training goes on.
 
 1. Rank 0 decides where the save goes and which experts it holds anew; the ranks agree on it.
-2. Each rank copies what it has to write; what exceeds CHECKPOINT.STAGING_MB it writes at once. Training goes on.
-3. In a thread it writes the copies, waits until all is on the disk, and tells the others what it wrote, or what failed.
-4. Rank 0 writes meta.json, gives the directory its name, points `latest` (and `best`) at it and prunes. If anything
-   failed on any rank it removes the directory instead: until step 4 the earlier checkpoints are all there is.
+2. Each rank copies what it has to write; what exceeds CHECKPOINT.STAGING_MB it writes at once.
+   Training goes on.
+3. In a thread it writes the copies, waits until all is on the disk, and tells the others what it
+   wrote, or what failed.
+4. Rank 0 writes meta.json, gives the directory its name, points `latest` (and `best`) at it and
+   prunes. If anything failed on any rank it removes the directory instead: until step 4 the earlier
+   checkpoints are all there is.
 """
 
 import os
@@ -37,7 +40,8 @@ from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.parallelize import whole_tensors
 from swinv2_moe.errors import UserError
 
-Sections = dict[str, dict[str, Tensor]]  # "" (the model), "ema", "optimizer/exp_avg", ... -> named like the parameters
+# "" (the model), "ema", "optimizer/exp_avg", ... -> named like the parameters
+Sections = dict[str, dict[str, Tensor]]
 
 
 class Plan(NamedTuple):
@@ -49,7 +53,8 @@ class Plan(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a save cost this rank: seconds that training stood still, seconds until it was done, bytes written."""
+    """What a save cost this rank: seconds that training stood still, seconds until it was done,
+    bytes written."""
 
     step: int
     stall: float
@@ -58,10 +63,12 @@ class Cost(NamedTuple):
 
 
 class Saver:
-    """Writes the checkpoints of a run into `root`, one at a time; a failed one is said and costs nothing else.
+    """Writes the checkpoints of a run into `root`, one at a time; a failed one is said and costs
+    nothing else.
 
     Args:
-        source: the checkpoint that the run goes on from, if any. Newer ones in `root` are set aside (renamed).
+        source: the checkpoint that the run goes on from, if any. Newer ones in `root` are set aside
+            (renamed).
         say: tells the user something, from whichever thread.
         report: is told what each save cost this rank.
     """
@@ -78,22 +85,36 @@ class Saver:
         self.root, self.world, self.say, self.report = root, world, say, report
         self.keep_last, self.experts = config.CHECKPOINT.KEEP_LAST, config.CHECKPOINT.EXPERTS
         self.staging = Staging(config.CHECKPOINT.STAGING_MB * 2**20)
-        # The thread's own group: one group used from two threads would match collectives in different orders.
-        self.group = dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
+        # The thread's own group: one group used from two threads would match collectives in
+        # different orders.
+        self.group = (
+            dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
+        )
         self.thread: threading.Thread | None = None
         self.error: str | None = None  # of the latest save
-        mine = source is not None and source.directory.resolve() in checkpoints_below(root.resolve())
+        mine = source is not None and source.directory.resolve() in checkpoints_below(
+            root.resolve()
+        )
         self.previous = source if mine else None
         if world.is_main:
             self._tidy(source)
 
-    def save(self, model: nn.Module, sections: Sections, meta: dict, is_best: bool = False, whole: bool = True) -> None:
-        """Write `root/step-<meta["step"]>`; every rank calls this, and may go on training when it returns.
+    def save(
+        self,
+        model: nn.Module,
+        sections: Sections,
+        meta: dict,
+        is_best: bool = False,
+        whole: bool = True,
+    ) -> None:
+        """Write `root/step-<meta["step"]>`; every rank calls this, and may go on training when it
+        returns.
 
         Args:
             meta: what `swinv2_moe.engine.checkpoint.describe` gives.
-            whole: False lets it hold CHECKPOINT.EXPERTS experts of each layer anew, those whose copies are oldest; the
-                others are links to the copies in the checkpoint before (arXiv 2408.04307, MoC-System, saves in turn).
+            whole: False lets it hold CHECKPOINT.EXPERTS experts of each layer anew, those whose
+                copies are oldest; the others are links to the copies in the checkpoint before
+                (arXiv 2408.04307, MoC-System, saves in turn).
         """
         started = time.perf_counter()
         self.wait()
@@ -111,11 +132,14 @@ class Saver:
         stall = time.perf_counter() - started
         # A daemon: where ranks have died, its collective must not keep this process from ending.
         arguments = (job, plan, meta, is_best, started, stall)
-        self.thread = threading.Thread(target=self._finish, args=arguments, name="checkpoint", daemon=True)
+        self.thread = threading.Thread(
+            target=self._finish, args=arguments, name="checkpoint", daemon=True
+        )
         self.thread.start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until the save under way, if any, is on the disk or has failed; at most so many seconds."""
+        """Until the save under way, if any, is on the disk or has failed; at most so many
+        seconds."""
         if self.thread is not None:
             self.thread.join(seconds)
 
@@ -132,7 +156,9 @@ class Saver:
 
     # Before a save, on rank 0
 
-    def _plan(self, model: nn.Module, sections: Collection[str], meta: dict, whole: bool) -> Plan | None:
+    def _plan(
+        self, model: nn.Module, sections: Collection[str], meta: dict, whole: bool
+    ) -> Plan | None:
         """None if nothing can be written in `root`."""
         plan = None
         if self.world.is_main:
@@ -146,8 +172,8 @@ class Saver:
         return self.world.agree(plan)
 
     def _oldest_experts(self, model: nn.Module, sections: Collection[str]) -> tuple:
-        """`only` and `borrowed` of the plan: the turn of CHECKPOINT.EXPERTS experts of each layer; () where the
-        checkpoint before cannot lend the others."""
+        """`only` and `borrowed` of the plan: the turn of CHECKPOINT.EXPERTS experts of each layer;
+        () where the checkpoint before cannot lend the others."""
         if not self.experts or self.previous is None or not self.previous.directory.is_dir():
             return ()
         meta, layers, only, others = self.previous.meta, moe_layers(model), set(), []
@@ -155,16 +181,23 @@ class Saver:
             number, steps = layer.config.num_experts, meta["experts"].get(name, [])
             if len(steps) != number:
                 return ()
-            # Layers begin their turns at different experts, so that the ranks have equally much to write.
-            turns = [(steps[e], (e - i * number // len(layers)) % number, expert_file(name, e)) for e in range(number)]
+            # Layers begin their turns at different experts, so that the ranks have equally much to
+            # write.
+            turns = [
+                (steps[e], (e - i * number // len(layers)) % number, expert_file(name, e))
+                for e in range(number)
+            ]
             files = [file for *_, file in sorted(turns)]
             only.update(files[: self.experts])
             others += files[self.experts :]
         borrowed = tuple(_in(section, file) for section in sections for file in others)
-        return (frozenset(only), borrowed) if all(file in meta["files"] for file in borrowed) else ()
+        return (
+            (frozenset(only), borrowed) if all(file in meta["files"] for file in borrowed) else ()
+        )
 
     def _tidy(self, source: Checkpoint | None) -> None:
-        """Remove what a killed run left, and set aside the checkpoints of steps that are about to be done again."""
+        """Remove what a killed run left, and set aside the checkpoints of steps that are about to
+        be done again."""
         for leftover in self.root.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         step = source.meta["step"] if source else 0
@@ -180,7 +213,9 @@ class Saver:
 
     # In the thread
 
-    def _finish(self, job: "_Job", plan: Plan, meta: dict, is_best: bool, started: float, stall: float) -> None:
+    def _finish(
+        self, job: "_Job", plan: Plan, meta: dict, is_best: bool, started: float, stall: float
+    ) -> None:
         try:
             files, error = job.finish()
             if self.group is not None:
@@ -191,7 +226,11 @@ class Saver:
             if self.world.is_main and error is None:
                 self._publish(plan, meta, files, is_best)
         except Exception as problem:  # whatever it is, the run goes on
-            error = str(problem) if isinstance(problem, OSError) else f"{type(problem).__name__}: {problem}"
+            error = (
+                str(problem)
+                if isinstance(problem, OSError)
+                else f"{type(problem).__name__}: {problem}"
+            )
         if error is None:
             self.report(Cost(meta["step"], stall, time.perf_counter() - started, job.bytes))
             return
@@ -213,13 +252,19 @@ class Saver:
         try:
             self._point_and_prune(final, is_best)
         except OSError as error:
-            self.say(f"{final.name} is saved, but what lies beside it could not be put in order: {error}")
+            self.say(
+                f"{final.name} is saved, but what lies beside it could not be put in order: {error}"
+            )
 
     def _point_and_prune(self, newest: Path, is_best: bool) -> None:
         point(self.root / "latest", newest.name)
         if is_best:
             point(self.root / "best", newest.name)
-        used = {os.readlink(link) for link in (self.root / "latest", self.root / "best") if link.is_symlink()}
+        used = {
+            os.readlink(link)
+            for link in (self.root / "latest", self.root / "best")
+            if link.is_symlink()
+        }
         for old in checkpoints_below(self.root)[self.keep_last :]:
             if old.name not in used:
                 leftover = old.with_name(f".{old.name}.old.tmp")
@@ -227,14 +272,18 @@ class Saver:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def _borrow(self, plan: Plan, meta: dict, files: dict) -> dict[str, list[int]]:
-        """Link the experts that were not written to their copies in the checkpoint before; the step of each copy."""
+        """Link the experts that were not written to their copies in the checkpoint before; the step
+        of each copy."""
         before = self.previous
         for name in plan.borrowed:
             (plan.temporary / name).parent.mkdir(parents=True, exist_ok=True)
             _link(before.directory / name, plan.temporary / name)
             files[name] = before.meta["files"][name]
         return {
-            layer: [meta["step"] if expert_file(layer, e) in plan.only else step for e, step in enumerate(steps)]
+            layer: [
+                meta["step"] if expert_file(layer, e) in plan.only else step
+                for e, step in enumerate(steps)
+            ]
             for layer, steps in before.meta["experts"].items()
         }
 
@@ -242,11 +291,15 @@ class Saver:
         self.error = error
         newest = self.previous.directory.name if self.previous else "none"
         if self.world.is_main:
-            self.say(f"the checkpoint of step {meta['step']} was not saved, the newest is {newest}: {error}")
+            self.say(
+                f"the checkpoint of step {meta['step']} was not saved, the newest is {newest}:"
+                f" {error}"
+            )
 
 
 class Staging:
-    """Memory for copies, at most `limit` bytes, kept from save to save: fresh pages cost more than the copying."""
+    """Memory for copies, at most `limit` bytes, kept from save to save: fresh pages cost more than
+    the copying."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.taken = limit, 0
@@ -256,14 +309,18 @@ class Staging:
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Copies on the CPU, valid after `synchronize`; None if they do not fit."""
         kinds = Counter(map(_kind, tensors.values()))
-        fresh = sum(max(0, n - len(self.free[k])) * k[0].numel() * k[1].itemsize for k, n in kinds.items())
+        fresh = sum(
+            max(0, n - len(self.free[k])) * k[0].numel() * k[1].itemsize for k, n in kinds.items()
+        )
         if self.taken + fresh > self.limit:
             return None
         copies = {}
         for name, tensor in tensors.items():
             free = self.free[_kind(tensor)]
             if not free:
-                free.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda))
+                free.append(
+                    torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                )
                 self.taken += tensor.nbytes
             copies[name] = free.pop().copy_(tensor.detach(), non_blocking=True)
             self.on_gpu |= tensor.is_cuda
@@ -288,8 +345,8 @@ class _Job:
         self.bytes, self.error = 0, None
 
     def add(self, file: str, tensors: dict[str, Tensor]) -> None:
-        """Copy the tensors, or write them if there is no room; an error waits for `finish`, since the ranks' other
-        files may need each other."""
+        """Copy the tensors, or write them if there is no room; an error waits for `finish`, since
+        the ranks' other files may need each other."""
         copies = self.staging.copy(tensors) if self.error is None else None
         if copies is not None:
             self.staged[file] = copies

@@ -1,4 +1,5 @@
-"""A run that is told to stop: by SIGTERM (schedulers, `kill`), SIGUSR1 (`sbatch --signal=USR1@120`) or Ctrl-C."""
+"""A run that is told to stop: by SIGTERM (schedulers, `kill`), SIGUSR1 (`sbatch --signal=USR1@120`)
+or Ctrl-C."""
 
 import os
 import signal
@@ -14,18 +15,19 @@ class Stopped(Exception):
 
 
 class StoppedElsewhere(Exception):
-    """This rank has saved and ends since another one was told to, under a launcher that restarts ranks.
+    """This rank has saved and ends since another one was told to, under a launcher that restarts
+    ranks.
 
-    torchrun takes a rank's exit status 0 for the end of the whole job. Here one node is about to leave: the ranks of
-    the others have to start again.
+    torchrun takes a rank's exit status 0 for the end of the whole job. Here one node is about to
+    leave: the ranks of the others have to start again.
     """
 
 
 class StopSignal:
     """Remembers the first signal that told this rank to stop, inside its `with` block.
 
-    More of them change nothing, since torchrun and a scheduler may both send one, except a second SIGINT: that ends the
-    process at once, as if nothing handled it.
+    More of them change nothing, since torchrun and a scheduler may both send one, except a second
+    SIGINT: that ends the process at once, as if nothing handled it.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -38,7 +40,8 @@ class StopSignal:
         self._before = {}
         if threading.current_thread() is threading.main_thread():  # signals reach no other
             for number in self.SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` and a shell's background jobs ask for
+                # as `nohup` and a shell's background jobs ask for
+                if signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -47,7 +50,8 @@ class StopSignal:
             signal.signal(number, handler)
 
     def came_from_elsewhere(self, stopped_by: str | None) -> bool:
-        """Whether the run stopped because of a SIGTERM that this rank has not received, and torchrun may restart it."""
+        """Whether the run stopped because of a SIGTERM that this rank has not received, and
+        torchrun may restart it."""
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
         return stopped_by == "SIGTERM" and self.received is None and restarts > 0
 

@@ -44,9 +44,11 @@ class Validation(NamedTuple):
 
 
 class TimeToTarget:
-    """How long a run trains and validates, over all its parts, until the first validation that reaches `target`.
+    """How long a run trains and validates, over all its parts, until the first validation that
+    reaches `target`.
 
-    All validations are kept, so that the answer is right for another target, too, when the run is resumed with one.
+    All validations are kept, so that the answer is right for another target, too, when the run is
+    resumed with one.
     """
 
     def __init__(self, target: float) -> None:
@@ -60,12 +62,17 @@ class TimeToTarget:
 
     @property
     def seconds(self) -> float:
-        """Since the run began, without the time between its parts and that of steps that were lost and done again."""
-        return self._earlier + (0.0 if self._started is None else time.perf_counter() - self._started)
+        """Since the run began, without the time between its parts and that of steps that were lost
+        and done again."""
+        return self._earlier + (
+            0.0 if self._started is None else time.perf_counter() - self._started
+        )
 
     @property
     def reached(self) -> Validation | None:
-        return next((found for found in self.validations if self.target and found.top1 >= self.target), None)
+        return next(
+            (found for found in self.validations if self.target and found.top1 >= self.target), None
+        )
 
     def validated(self, epoch: int, step: int, top1: float) -> bool:
         """Whether the validation that has just ended is the one that reaches the target."""
@@ -76,7 +83,10 @@ class TimeToTarget:
         found, target = self.reached, f"TRAIN.TARGET_TOP1 {self.target:g}%"
         if found is None:
             return f"{target} not reached"
-        return f"{target} reached after {found.seconds:,.1f} s, in epoch {found.epoch} (step {found.step})"
+        return (
+            f"{target} reached after {found.seconds:,.1f} s, in epoch {found.epoch} (step"
+            f" {found.step})"
+        )
 
     def state(self) -> dict:
         return {"seconds": self.seconds, "validations": self.validations}

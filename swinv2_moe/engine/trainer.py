@@ -1,4 +1,5 @@
-"""Training: one class that holds what a run changes, one method for each thing that happens to it."""
+"""Training: one class that holds what a run changes, one method for each thing that happens to
+it."""
 
 import time
 from collections.abc import Sequence
@@ -27,7 +28,13 @@ from swinv2_moe.engine.environment import peak_memory
 from swinv2_moe.engine.evaluation import Accuracy, evaluate
 from swinv2_moe.engine.meta import check_classifier
 from swinv2_moe.engine.mixup import build_mixup
-from swinv2_moe.engine.parallelize import averaged_copy, gradient_sync, load_whole, parallelize, settle_buckets
+from swinv2_moe.engine.parallelize import (
+    averaged_copy,
+    gradient_sync,
+    load_whole,
+    parallelize,
+    settle_buckets,
+)
 from swinv2_moe.engine.record import Recorder
 from swinv2_moe.engine.run_warnings import LossWatch
 from swinv2_moe.engine.saver import Saver
@@ -38,29 +45,41 @@ from swinv2_moe.models import SwinTransformerV2MoE, frozen_moe
 
 
 class Trainer:
-    """A run: `fit` trains from where it stands to the end, `save` and `resume` move its whole state to and from disk.
+    """A run: `fit` trains from where it stands to the end, `save` and `resume` move its whole state
+    to and from disk.
 
-    Random numbers are seeded anew from (SEED, step, rank) at every step, and the order of the images follows from
-    (SEED, epoch): a resumed run repeats what an uninterrupted one would have done, and no random state is ever saved.
+    Random numbers are seeded anew from (SEED, step, rank) at every step, and the order of the
+    images follows from (SEED, epoch): a resumed run repeats what an uninterrupted one would have
+    done, and no random state is ever saved.
     """
 
-    def __init__(self, config: CfgNode, world: World, data: Data, model: SwinTransformerV2MoE) -> None:
+    def __init__(
+        self, config: CfgNode, world: World, data: Data, model: SwinTransformerV2MoE
+    ) -> None:
         self.config, self.world, self.data = config, world, data
         self.model = model.to(world.device)
-        self.ema = averaged_copy(self.model, world, config.TRAIN.EMA_DECAY, config.TRAIN.SHARD_TRUNK)
+        self.ema = averaged_copy(
+            self.model, world, config.TRAIN.EMA_DECAY, config.TRAIN.SHARD_TRUNK
+        )
         self.wrapped = parallelize(self.model, world, config.COMPILE, config.TRAIN.SHARD_TRUNK)
         self.global_batch = config.DATA.BATCH_SIZE * config.TRAIN.ACCUMULATION_STEPS * world.size
         self.steps_per_epoch = _steps_per_epoch(config, data)
         rate = optim.scaled_learning_rate(config, config.TRAIN.BASE_LR, world.size)
         self.optimizer = optim.build_optimizer(config, self.model, rate)
-        self.schedule = optim.build_schedule(config, self.optimizer, self.steps_per_epoch, world.size)
+        self.schedule = optim.build_schedule(
+            config, self.optimizer, self.steps_per_epoch, world.size
+        )
         self.scaler = optim.LossScaler(config.AMP_ENABLE and config.AMP_DTYPE == "float16")
         self.mixup = build_mixup(config, data.num_classes)
         self.autocast = build_autocast(config, world)
-        self.unreadable = UnreadableImages(data.train_size + data.val_size, config.DATA.MAX_BAD_SHARE)
-        self.stop, self.stopping = StopSignal(), False  # this rank's, and whether any rank has received one
+        self.unreadable = UnreadableImages(
+            data.train_size + data.val_size, config.DATA.MAX_BAD_SHARE
+        )
+        # this rank's, and whether any rank has received one
+        self.stop, self.stopping = StopSignal(), False
         self.stopped_by: str | None = None  # the signal that has ended the run
-        self.epoch = self.epoch_step = self.step = 0  # epochs, steps of the epoch at hand and steps in all done so far
+        # epochs, steps of the epoch at hand and steps in all done so far
+        self.epoch = self.epoch_step = self.step = 0
         self.validated_step = 0  # the step of the last validation
         self.epoch_loss = 0.0  # the sum over the steps of this epoch
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
@@ -84,8 +103,8 @@ class Trainer:
         return self.steps_done and self.validated_step == self.step
 
     def data_wait_share(self) -> float | None:
-        """Of the time of training proper in this process, what the slowest rank waited for its loader; every rank
-        calls this."""
+        """Of the time of training proper in this process, what the slowest rank waited for its
+        loader; every rank calls this."""
         return max(self.world.gather(self.waited / self.seconds)) if self.seconds else None
 
     # The run
@@ -93,12 +112,12 @@ class Trainer:
     def fit(self, recorder: Recorder, saver: Saver) -> None:
         """Train what is left, validate and record each epoch, save as SAVE_FREQ and CHECKPOINT say.
 
-        When `stop` has received a signal, the state is saved between two steps and this returns, with the signal in
-        `stopped_by`.
+        When `stop` has received a signal, the state is saved between two steps and this returns,
+        with the signal in `stopped_by`.
 
         Raises:
-            UserError: a loss or gradient that is not finite, or too many unreadable images; the last checkpoint could
-                not be written.
+            UserError: a loss or gradient that is not finite, or too many unreadable images; the
+                last checkpoint could not be written.
         """
         self.to_target.start()
         if not self.config.COMPILE:  # it would compile once more, for this pass alone
@@ -114,7 +133,9 @@ class Trainer:
 
     def validate(self) -> Accuracy:
         """Accuracy of the deployed weights on the validation set."""
-        accuracy = evaluate(self.deployed, self.data.val_loader, self.world, self.autocast, self._check_stop)
+        accuracy = evaluate(
+            self.deployed, self.data.val_loader, self.world, self.autocast, self._check_stop
+        )
         self._count_unreadable(accuracy.unreadable)
         return accuracy
 
@@ -125,7 +146,9 @@ class Trainer:
             with recorder.interval("epoch", epoch_num=epoch):
                 self._train_epoch(recorder, saver)
         train_loss = self._mean(self.epoch_loss) / max(self.epoch_step, 1)
-        pictures = recorder.routing(self.deployed, self.data.val_loader, self.config.DATA, self.step)
+        pictures = recorder.routing(
+            self.deployed, self.data.val_loader, self.config.DATA, self.step
+        )
         with pictures, recorder.interval("eval", epoch_num=epoch):
             accuracy = self.validate()
             recorder.event("eval_accuracy", accuracy.top1 / 100, epoch_num=epoch)
@@ -137,7 +160,12 @@ class Trainer:
         self._record_epoch(recorder, epoch, train_loss, accuracy, time.perf_counter() - started)
         if self.to_target.validated(epoch, self.step, accuracy.top1):
             recorder.say(str(self.to_target))
-        if is_best or self.finished or epoch % self.config.SAVE_FREQ == 0 or self._is_time_to_save():
+        if (
+            is_best
+            or self.finished
+            or epoch % self.config.SAVE_FREQ == 0
+            or self._is_time_to_save()
+        ):
             self.save(saver, is_best, whole=is_best or self.finished)
 
     def _train_epoch(self, recorder: Recorder, saver: Saver) -> None:
@@ -153,9 +181,14 @@ class Trainer:
                 loss, aux_loss, norm = self.train_step(batches)
                 bad += [path for batch in batches for path in batch.unreadable]
                 rate = (self.step - first) * self.global_batch / (time.perf_counter() - started)
-                bar.advance(f"loss {loss:.3f}  val top-1 {self._last_accuracy}  {rate:,.0f} images/s")
+                bar.advance(
+                    f"loss {loss:.3f}  val top-1 {self._last_accuracy}  {rate:,.0f} images/s"
+                )
                 if self.skipped_in_a_row:
-                    recorder.say(f"step {self.step}: loss or gradient not finite, skipped ({self.skipped} so far)")
+                    recorder.say(
+                        f"step {self.step}: loss or gradient not finite, skipped ({self.skipped} so"
+                        " far)"
+                    )
                 if warning := self.loss_watch.add(loss):
                     recorder.say(f"warning: step {self.step}: {warning}")
                 if self.step % self.config.PRINT_FREQ == 0:
@@ -166,7 +199,8 @@ class Trainer:
                     raise Stopped(self._signal())
                 if self.steps_done:
                     break
-                if self._is_time_to_save() and self.epoch_step < self.steps_per_epoch:  # else after the validation
+                # else after the validation
+                if self._is_time_to_save() and self.epoch_step < self.steps_per_epoch:
                     self.save(saver, whole=False)
         self._count_unreadable(bad)
         self.seconds += time.perf_counter() - started
@@ -179,7 +213,12 @@ class Trainer:
 
     def _check_stop(self) -> None:
         """Raise Stopped on every rank if any of them has received a signal."""
-        if self.world.sum(torch.tensor(float(self.stop.received is not None), device=self.world.device)) > 0:
+        if (
+            self.world.sum(
+                torch.tensor(float(self.stop.received is not None), device=self.world.device)
+            )
+            > 0
+        ):
             raise Stopped(self._signal())
 
     def _signal(self) -> str:
@@ -187,7 +226,8 @@ class Trainer:
         return next(filter(None, self.world.gather(self.stop.received)))
 
     def train_step(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
-        """One optimiser step over the accumulated batches: this rank's mean loss and aux loss, the global norm."""
+        """One optimiser step over the accumulated batches: this rank's mean loss and aux loss, the
+        global norm."""
         seed_everything(self.config.SEED, self.step, self.world.rank)
         total = torch.zeros(2, device=self.world.device)
         for i, batch in enumerate(batches):
@@ -199,7 +239,8 @@ class Trainer:
         average_expert_gradients(self.model)
         self.scaler.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
         norm = clip_gradients(self.model, self.config.TRAIN.CLIP_GRAD)
-        signalled = torch.full_like(total[0], self.stop.received is not None)  # a fill; a copy would wait for the GPU
+        # a fill; a copy would wait for the GPU
+        signalled = torch.full_like(total[0], self.stop.received is not None)
         flags = torch.stack([(~torch.isfinite(total[0])).float(), signalled])
         bad_losses, stops = self.world.sum(flags).tolist()  # the step's one wait for it
         loss, aux_loss, norm = *total.tolist(), float(norm)
@@ -209,9 +250,11 @@ class Trainer:
         return loss, aux_loss, norm
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss to minimise, with the weighted auxiliary loss in it, and that loss alone, unweighted: scalars."""
+        """The loss to minimise, with the weighted auxiliary loss in it, and that loss alone,
+        unweighted: scalars."""
         images, targets = self._mixed(batch)
-        smoothing = 0.0 if self.mixup else self.config.MODEL.LABEL_SMOOTHING  # mixup smooths its own targets
+        # mixup smooths its own targets
+        smoothing = 0.0 if self.mixup else self.config.MODEL.LABEL_SMOOTHING
         with self.autocast(), self.world.named_errors(f"the forward pass of step {self.step + 1}"):
             logits, aux_loss = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
@@ -240,7 +283,8 @@ class Trainer:
             self.ema.update(self.model)
 
     def _update_schedule(self) -> None:
-        """The learning rate follows epochs: on another number of ranks they may have another number of steps."""
+        """The learning rate follows epochs: on another number of ranks they may have another number
+        of steps."""
         self.schedule.step_update(self.epoch * self.steps_per_epoch + self.epoch_step)
 
     # Records
@@ -251,14 +295,23 @@ class Trainer:
 
     def _mean(self, value: float) -> float:
         return (
-            float(self.world.sum(torch.tensor(value, dtype=torch.float64, device=self.world.device))) / self.world.size
+            float(
+                self.world.sum(torch.tensor(value, dtype=torch.float64, device=self.world.device))
+            )
+            / self.world.size
         )
 
     def _count_unreadable(self, paths: list[str]) -> None:
         self.unreadable.add(path for part in self.world.gather(paths) for path in part)
 
     def _record_step(
-        self, recorder: Recorder, loss: float, aux_loss: float, norm: float, rate: float, data_wait: float
+        self,
+        recorder: Recorder,
+        loss: float,
+        aux_loss: float,
+        norm: float,
+        rate: float,
+        data_wait: float,
     ) -> None:
         values = {
             "step": self.step,
@@ -266,17 +319,27 @@ class Trainer:
             "loss": self._mean(loss),
             "aux_loss": self._mean(aux_loss),
         }
-        values |= {"lr": max(group["lr"] for group in self.optimizer.param_groups), "grad_norm": norm}
+        values |= {
+            "lr": max(group["lr"] for group in self.optimizer.param_groups),
+            "grad_norm": norm,
+        }
         values |= {"images_per_second": rate, "data_wait": max(self.world.gather(data_wait))}
         values |= {"memory_bytes": peak_memory(self.world.device)}
         values |= {"loss_scale": self.scaler.scale} if self.scaler.enabled else {}
         recorder.step(
-            values, {name: self._global_routing(layer.last_routing) for name, layer in moe_layers(self.model).items()}
+            values,
+            {
+                name: self._global_routing(layer.last_routing)
+                for name, layer in moe_layers(self.model).items()
+            },
         )
 
     def _global_routing(self, routing: RoutingStats) -> RoutingStats:
         counts = self.world.sum(routing.counts.clone())
-        shares = self.world.sum(torch.stack([routing.dropped_share, routing.entropy.float()])) / self.world.size
+        shares = (
+            self.world.sum(torch.stack([routing.dropped_share, routing.entropy.float()]))
+            / self.world.size
+        )
         return RoutingStats(counts, *shares)
 
     def _record_epoch(
@@ -294,7 +357,8 @@ class Trainer:
             self.step,
         )
         recorder.say(
-            f"epoch {epoch}/{self.config.TRAIN.EPOCHS}  train loss {train_loss:.4f}  val loss {accuracy.loss:.4f}"
+            f"epoch {epoch}/{self.config.TRAIN.EPOCHS}  train loss {train_loss:.4f}  val loss"
+            f" {accuracy.loss:.4f}"
             f"  top-1 {accuracy.top1:.2f}%  best {self.best_top1:.2f}%  {seconds:.1f} s"
         )
 
@@ -302,7 +366,9 @@ class Trainer:
 
     def save(self, saver: Saver, is_best: bool = False, whole: bool = True) -> None:
         """Begin to write the whole state; every rank calls this. Arguments as in `Saver.save`."""
-        sections = {"": self.model.state_dict()} | optim.optimizer_sections(self.optimizer, self.model)
+        sections = {"": self.model.state_dict()} | optim.optimizer_sections(
+            self.optimizer, self.model
+        )
         if self.ema:
             sections["ema"] = self.ema.module.state_dict()
         training = {
@@ -321,11 +387,14 @@ class Trainer:
             "loss_scaler": self.scaler.state(),
             "strategies": strategy_decisions(self.model),
         }
-        meta = checkpoint.describe(self.model, self.step, self.config, self.data.class_names, training)
+        meta = checkpoint.describe(
+            self.model, self.step, self.config, self.data.class_names, training
+        )
         saver.save(self.model, sections, meta, is_best, whole)
 
     def resume(self, source: Checkpoint) -> None:
-        """Take over the state of a checkpoint; everything is read and compared before anything changes.
+        """Take over the state of a checkpoint; everything is read and compared before anything
+        changes.
 
         Raises:
             UserError: it does not fit this run, or holds weights alone.
@@ -333,7 +402,8 @@ class Trainer:
         training = source.meta["training"]
         if training is None:
             raise UserError(
-                f"checkpoint {source.directory} holds weights alone, no state of a training run to go on from; to start"
+                f"checkpoint {source.directory} holds weights alone, no state of a training run to"
+                " go on from; to start"
                 " from them: MODEL.PRETRAINED"
             )
         check_classifier(source.directory, training)
@@ -344,17 +414,27 @@ class Trainer:
         try:
             optim.check_optimizer_sections(self.optimizer, kinds, updates)
         except ValueError as error:
-            raise UserError(f"checkpoint {source.directory}: {error}; nothing was loaded") from error
-        was_frozen = config_from_text(source.meta["config"], f"checkpoint {source.directory}").MODEL.MOE.FREEZE
+            raise UserError(
+                f"checkpoint {source.directory}: {error}; nothing was loaded"
+            ) from error
+        was_frozen = config_from_text(
+            source.meta["config"], f"checkpoint {source.directory}"
+        ).MODEL.MOE.FREEZE
         if was_frozen != self.config.MODEL.MOE.FREEZE:
             raise UserError(
-                f"checkpoint {source.directory}: was written with MODEL.MOE.FREEZE {was_frozen}, which a run cannot"
+                f"checkpoint {source.directory}: was written with MODEL.MOE.FREEZE {was_frozen},"
+                " which a run cannot"
                 " change on its way; MODEL.PRETRAINED starts another from its weights"
             )
-        moments = {kind: checkpoint.read_section(source, kind, self.model, parameters) for kind in kinds}
+        moments = {
+            kind: checkpoint.read_section(source, kind, self.model, parameters) for kind in kinds
+        }
         checkpoint.load_strategies(source, self.model)
         if self.ema:
-            load_whole(self.ema.module, checkpoint.read_section(source, "ema", self.model, self.model.state_dict()))
+            load_whole(
+                self.ema.module,
+                checkpoint.read_section(source, "ema", self.model, self.model.state_dict()),
+            )
         load_whole(self.model, weights)
         optim.restore_optimizer(self.optimizer, self.model, moments, updates)
         self.scaler.load(training["loss_scaler"])
@@ -366,7 +446,8 @@ class Trainer:
             self.to_target.load(training["time_to_target"])
         if "loss_watch" in training:
             self.loss_watch.load(training["loss_watch"])
-        # Another global batch: the steps that the images seen so far would have been. (A few may be seen again.)
+        # Another global batch: the steps that the images seen so far would have been. (A few may be
+        # seen again.)
         seen = training["epoch_step"] * training["global_batch"] // self.global_batch
         self.epoch_step = min(seen, self.steps_per_epoch)
         self.epoch_loss = training["epoch_loss"] * self.epoch_step / max(training["epoch_step"], 1)

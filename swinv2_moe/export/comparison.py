@@ -1,4 +1,5 @@
-"""A program beside the model that it was made from, on validation images or, without any, on random ones.
+"""A program beside the model that it was made from, on validation images or, without any, on random
+ones.
 
 B images of a batch, C channels, S their side
 """
@@ -16,18 +17,20 @@ from swinv2_moe.data.datasets import IGNORE, ImageDataset, collate
 from swinv2_moe.data.sources import Source
 from swinv2_moe.export.programs import Program
 
-# Images [B, C, S, S] and targets [b]: the first b <= B images count, the others fill the batch. IGNORE: without a label
+# Images [B, C, S, S] and targets [b]: the first b <= B images count, the others fill the batch.
+# IGNORE: without a label
 Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Over `images`, logits of both less their mean over the classes, which no probability depends on; an image's
-    difference is the largest of its logits'."""
+    """Over `images`, logits of both less their mean over the classes, which no probability depends
+    on; an image's difference is the largest of its logits'."""
 
     images: int
     max_abs_difference: float
-    p99_abs_difference: float  # of 99 in 100 images it is at most this; of fewer than 100 images the largest
+    # of 99 in 100 images it is at most this; of fewer than 100 images the largest
+    p99_abs_difference: float
     max_abs_logit: float  # of the model's
     same_top1: float  # percent
     model_top1: float | None  # accuracy in percent; None: no image has a label
@@ -35,7 +38,8 @@ class Comparison:
 
 
 def validation_batches(config: CfgNode, source: Source, count: int, batch_size: int) -> Batches:
-    """`count` images or, if it has fewer, all of the set, spread evenly over it; an unreadable one is blank."""
+    """`count` images or, if it has fewer, all of the set, spread evenly over it; an unreadable one
+    is blank."""
     dataset, count = ImageDataset(source, config, is_train=False), min(count, len(source))
     indices = np.linspace(0, len(source) - 1, count).round().astype(int)
 
@@ -49,20 +53,27 @@ def validation_batches(config: CfgNode, source: Source, count: int, batch_size: 
 
 
 def random_batches(config: CfgNode, count: int, batch_size: int) -> Batches:
-    """`count` images of normal noise, of the mean and deviation of normalised ones; the same at every call."""
+    """`count` images of normal noise, of the mean and deviation of normalised ones; the same at
+    every call."""
     shape = (batch_size, config.MODEL.SWINV2.IN_CHANS, config.DATA.IMG_SIZE, config.DATA.IMG_SIZE)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(config.SEED)
         for start in range(0, count, batch_size):
-            yield torch.randn(shape, generator=generator), torch.full((min(batch_size, count - start),), IGNORE)
+            yield (
+                torch.randn(shape, generator=generator),
+                torch.full((min(batch_size, count - start),), IGNORE),
+            )
 
     return batches
 
 
 @torch.inference_mode()
-def compare(model: nn.Module, program: Program, batches: Batches, device: torch.device) -> Comparison:
-    """Both on every batch. The model is in evaluation mode and on `device`, where the program expects its images."""
+def compare(
+    model: nn.Module, program: Program, batches: Batches, device: torch.device
+) -> Comparison:
+    """Both on every batch. The model is in evaluation mode and on `device`, where the program
+    expects its images."""
     rows = []  # [b, 5] of each batch: difference, largest logit, both predictions, target
     with prepared(model):
         for images, targets in batches():

@@ -3,7 +3,8 @@
     model.onnx, model.pt2   the programs
     model.json              what it takes to use them, and how they compare with the model
 
-The directory appears when each program, read back from its file, has been found to agree with the model.
+The directory appears when each program, read back from its file, has been found to agree with the
+model.
 """
 
 import json
@@ -24,16 +25,24 @@ from swinv2_moe.engine.checkpoint import Checkpoint, count_classes, publish
 from swinv2_moe.engine.deployed import Deployed, open_deployed
 from swinv2_moe.errors import UserError
 from swinv2_moe.export import programs
-from swinv2_moe.export.comparison import Batches, Comparison, compare, random_batches, validation_batches
+from swinv2_moe.export.comparison import (
+    Batches,
+    Comparison,
+    compare,
+    random_batches,
+    validation_batches,
+)
 
-# For the difference between logits, as a share of the largest one, of 99 in 100 images. It was 2e-7, 0.03 and 0.03 (8
-# experts, Tiny-ImageNet); rounding that sends a token to another expert changes more, so that a few may exceed it.
+# For the difference between logits, as a share of the largest one, of 99 in 100 images. It was
+# 2e-7, 0.03 and 0.03 (8 experts, Tiny-ImageNet); rounding that sends a token to another expert
+# changes more, so that a few may exceed it.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "int8": 0.2}
 LEAST_SAME_TOP1 = 90  # percent of the images; there it was 100, 98 and 98
 _WHERE_DATA_IS = {"DATA.DATASET", "DATA.PATH", "DATA.TRAIN_LIST", "DATA.VAL_LIST"}
 _COMPARED_BATCH = 8  # where the program takes any
 
-Timer = Callable[[dict[str, Callable[[], object]]], dict[str, Sequence[float]]]  # milliseconds of each, round by round
+# milliseconds of each, round by round
+Timer = Callable[[dict[str, Callable[[], object]]], dict[str, Sequence[float]]]
 
 
 @dataclass(frozen=True)
@@ -51,13 +60,20 @@ class Choices:
     images: int = 64  # on which programs and model are compared; all, where there are fewer
 
     def __post_init__(self) -> None:
-        supported = "; ".join(f"{kind} takes {', '.join(dtypes)}" for kind, dtypes in programs.DTYPES.items())
+        supported = "; ".join(
+            f"{kind} takes {', '.join(dtypes)}" for kind, dtypes in programs.DTYPES.items()
+        )
         for kind in self.formats:
             if kind not in programs.DTYPES:
                 raise UserError(f"--format is {kind!r}, allowed: {', '.join(programs.DTYPES)}")
             if self.dtype not in programs.DTYPES[kind]:
-                raise UserError(f"--dtype is {self.dtype!r}, not supported with --format {kind}: {supported}")
-        for option, value, least in (("batch-size", self.batch_size, 0), ("images", self.images, 1)):
+                raise UserError(
+                    f"--dtype is {self.dtype!r}, not supported with --format {kind}: {supported}"
+                )
+        for option, value, least in (
+            ("batch-size", self.batch_size, 0),
+            ("images", self.images, 1),
+        ):
             if value < least:
                 raise UserError(f"--{option} is {value}, it must be at least {least}")
 
@@ -76,10 +92,12 @@ def export_model(
     opts: Sequence[str] = (),
     timer: Timer | None = None,
 ) -> dict:
-    """Write the programs of the checkpoint or run `resume` to the new directory `output`; or nothing, if that fails.
+    """Write the programs of the checkpoint or run `resume` to the new directory `output`; or
+    nothing, if that fails.
 
-    A torch program is for the device that DEVICE means; ONNX is compared on the CPU. The comparison takes validation
-    images or, where the data of the training is not here and no other is named, random ones.
+    A torch program is for the device that DEVICE means; ONNX is compared on the CPU. The comparison
+    takes validation images or, where the data of the training is not here and no other is named,
+    random ones.
 
     Args:
         data, dataset, opts: as in `open_deployed`.
@@ -89,8 +107,8 @@ def export_model(
         What model.json holds.
 
     Raises:
-        UserError: several processes, a package that is missing, input or output that cannot be used; what
-            `check_agreement` raises.
+        UserError: several processes, a package that is missing, input or output that cannot be
+            used; what `check_agreement` raises.
     """
     if output.exists() or output.is_symlink():
         raise UserError(f"--output {output}: already exists")
@@ -100,7 +118,9 @@ def export_model(
         opts = [*opts, "MODEL.MOE.EVAL_CAPACITY_FACTOR", str(choices.capacity_factor)]
     with open_deployed(resume, data, dataset, opts) as deployed:
         if deployed.world.size > 1:
-            raise UserError(f"one process exports, here are {deployed.world.size}: start it without torchrun")
+            raise UserError(
+                f"one process exports, here are {deployed.world.size}: start it without torchrun"
+            )
         class_names = _class_names(deployed.source)
         model = deployed.model(len(class_names))
         _check_capacity(deployed.config, choices)
@@ -113,11 +133,25 @@ def export_model(
                 images = next(batches())[0][: choices.batch_size or 2].to(device)
                 with _writing(output):
                     programs.write_program(
-                        kind, model.to(device), images, choices.dtype, choices.batch_size == 0, directory
+                        kind,
+                        model.to(device),
+                        images,
+                        choices.dtype,
+                        choices.batch_size == 0,
+                        directory,
                     )
-                    files = {part.name: sync_file(part) for part in programs.parts_of(directory / programs.FILES[kind])}
-                found["programs"][kind] = {"file": programs.FILES[kind], "files": files, "device": device.type}
-                found["programs"][kind] |= _examine(kind, model, device, choices.dtype, batches, timer, directory)
+                    files = {
+                        part.name: sync_file(part)
+                        for part in programs.parts_of(directory / programs.FILES[kind])
+                    }
+                found["programs"][kind] = {
+                    "file": programs.FILES[kind],
+                    "files": files,
+                    "device": device.type,
+                }
+                found["programs"][kind] |= _examine(
+                    kind, model, device, choices.dtype, batches, timer, directory
+                )
             with _writing(output):
                 (directory / "model.json").write_text(json.dumps(found, indent=1) + "\n")
                 sync_file(directory / "model.json")
@@ -143,23 +177,29 @@ def _examine(
         images = next(batches())[0].to(device)
         with torch.inference_mode():
             times = timer({"model": lambda: model(images), "program": lambda: program(images)})
-        found |= {"timed_batch": len(images), "milliseconds": {name: list(rounds) for name, rounds in times.items()}}
+        found |= {
+            "timed_batch": len(images),
+            "milliseconds": {name: list(rounds) for name, rounds in times.items()},
+        }
     return found
 
 
 def check_agreement(kind: str, dtype: str, found: Comparison) -> None:
     """Raises:
-    UserError: the program differs from the model by more than TOLERANCES, or in its top-1 too often.
+    UserError: the program differs from the model by more than TOLERANCES, or in its top-1 too
+    often.
     """
     difference, allowed = found.p99_abs_difference, TOLERANCES[dtype] * found.max_abs_logit
     if not difference <= allowed:  # nor if it is NaN
         raise UserError(
-            f"the {kind} program's logits differ from the model's by {difference:.3g}; with --dtype {dtype},"
+            f"the {kind} program's logits differ from the model's by {difference:.3g}; with --dtype"
+            f" {dtype},"
             f" {allowed:.3g} is allowed ({TOLERANCES[dtype]:g} of the largest): nothing is written"
         )
     if found.same_top1 < LEAST_SAME_TOP1:
         raise UserError(
-            f"the {kind} program (--dtype {dtype}) has the model's top-1 in {found.same_top1:.1f}% of {found.images}"
+            f"the {kind} program (--dtype {dtype}) has the model's top-1 in {found.same_top1:.1f}%"
+            f" of {found.images}"
             f" images; {LEAST_SAME_TOP1}% is needed: nothing is written"
         )
 
@@ -172,10 +212,13 @@ def _class_names(source: Checkpoint) -> list[str]:
 def _check_capacity(config: CfgNode, choices: Choices) -> None:
     moe = config.MODEL.MOE
     if choices.capacity_factor is not None and not moe.NUM_EXPERTS:
-        raise UserError(f"--capacity-factor {choices.capacity_factor:g}: the model is dense, it has no experts")
+        raise UserError(
+            f"--capacity-factor {choices.capacity_factor:g}: the model is dense, it has no experts"
+        )
     if choices.batch_size == 0 and moe.NUM_EXPERTS and moe.EVAL_CAPACITY_FACTOR:
         raise UserError(
-            f"--batch-size 0 (any) needs --capacity-factor 0 (dropless): at {moe.EVAL_CAPACITY_FACTOR:g}, the rows of"
+            "--batch-size 0 (any) needs --capacity-factor 0 (dropless): at"
+            f" {moe.EVAL_CAPACITY_FACTOR:g}, the rows of"
             " an expert follow from the number of images"
         )
 
@@ -183,19 +226,25 @@ def _check_capacity(config: CfgNode, choices: Choices) -> None:
 def _batches(
     deployed: Deployed, class_names: list[str], choices: Choices, is_chosen: bool
 ) -> tuple[Batches, dict[str, str | None]]:
-    """What programs are compared on, and what model.json says of it; data that was not chosen may be missing."""
+    """What programs are compared on, and what model.json says of it; data that was not chosen may
+    be missing."""
     config, sizes = deployed.config, (choices.images, choices.compared_batch)
     try:
         sources = load_sources(config)
         if len(sources.class_names) != len(class_names):
             raise UserError(
-                f"DATA.PATH is {config.DATA.PATH!r}: it has {len(sources.class_names)} classes, the checkpoint knows"
+                f"DATA.PATH is {config.DATA.PATH!r}: it has {len(sources.class_names)} classes, the"
+                " checkpoint knows"
                 f" {len(class_names)}"
             )
     except UserError as error:
         if is_chosen:
             raise
-        facts = {"compared_on": "random images", "without_data": str(error), "other_class_names": None}
+        facts = {
+            "compared_on": "random images",
+            "without_data": str(error),
+            "other_class_names": None,
+        }
         return random_batches(config, *sizes), facts
     renamed = deployed.compare_classes(sources.class_names)
     facts = {"compared_on": "validation images", "without_data": None, "other_class_names": renamed}
@@ -219,11 +268,12 @@ def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict
 
 
 def preprocessing(config: CfgNode) -> dict:
-    """How a picture becomes the model's input, which is square: what `build_transform` does in evaluation.
+    """How a picture becomes the model's input, which is square: what `build_transform` does in
+    evaluation.
 
-    `mode` is Pillow's; of 16 bits a channel the upper 8 count. `resize` is what the short side is resized to, before
-    the middle is cut out; None: the whole picture is squashed into the square. Then values from 0 to 1 are normalised
-    by `mean` and `std`.
+    `mode` is Pillow's; of 16 bits a channel the upper 8 count. `resize` is what the short side is
+    resized to, before the middle is cut out; None: the whole picture is squashed into the square.
+    Then values from 0 to 1 are normalised by `mean` and `std`.
     """
     data = config.DATA
     return {
@@ -237,13 +287,17 @@ def preprocessing(config: CfgNode) -> dict:
 
 @contextmanager
 def _new_directory(output: Path) -> Iterator[Path]:
-    """A directory beside `output`, to be renamed to it in the block; otherwise nothing of it stays."""
+    """A directory beside `output`, to be renamed to it in the block; otherwise nothing of it
+    stays."""
     with _writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-        private = tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent, ignore_cleanup_errors=True)
+        private = tempfile.TemporaryDirectory(
+            prefix=f".{output.name}.", dir=output.parent, ignore_cleanup_errors=True
+        )
     with private:
         with _writing(output):
-            (directory := Path(private.name) / output.name).mkdir()  # with the permissions of any new directory
+            # with the permissions of any new directory
+            (directory := Path(private.name) / output.name).mkdir()
         yield directory
 
 

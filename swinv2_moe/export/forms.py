@@ -1,4 +1,5 @@
-"""A model as exporters can take it: standard operations, and constants where the weights alone decide.
+"""A model as exporters can take it: standard operations, and constants where the weights alone
+decide.
 
 B images, W windows of an image, N tokens of a window, h heads, D channels of a head
 """
@@ -15,7 +16,8 @@ from swinv2_moe.models.swinv2_moe import MoEMlp
 
 
 class StandardForm(nn.Module):
-    """A copy of the model that computes in `dtype`: float32 images [B, C, S, S] -> float32 logits [B, classes].
+    """A copy of the model that computes in `dtype`: float32 images [B, C, S, S] -> float32 logits
+    [B, classes].
 
     Routers stay in float32, and so do the probabilities that they decide by.
 
@@ -24,13 +26,18 @@ class StandardForm(nn.Module):
     """
 
     def __init__(
-        self, model: SwinTransformerV2MoE, dtype: torch.dtype = torch.float32, batched_experts: bool = False
+        self,
+        model: SwinTransformerV2MoE,
+        dtype: torch.dtype = torch.float32,
+        batched_experts: bool = False,
     ) -> None:
         super().__init__()
         instead = {}  # what deepcopy takes for a copy of a module
         for module in model.modules():
             if isinstance(module, MoEMlp):
-                instead[id(module)] = StandardMoE(module.moe, module.eval_capacity_factor, batched_experts)
+                instead[id(module)] = StandardMoE(
+                    module.moe, module.eval_capacity_factor, batched_experts
+                )
             elif isinstance(module, FusedWindowAttention):
                 instead[id(module)] = _Attention(module)
         self.model, self.dtype = copy.deepcopy(model, instead).eval().requires_grad_(False), dtype
@@ -43,7 +50,8 @@ class StandardForm(nn.Module):
 
 
 class _Attention(nn.Module):
-    """FusedWindowAttention written out, with its position bias, which no image changes, as a constant."""
+    """FusedWindowAttention written out, with its position bias, which no image changes, as a
+    constant."""
 
     bias: Tensor  # [h, N, N]
 

@@ -3,9 +3,10 @@
 | format | float32 | bfloat16 | int8 |
 | --- | --- | --- | --- |
 | torch | yes | weights and computation | no |
-| onnx | yes | weights of matrix products; computes in float32 | weights of matrix products; activations as they come |
+| onnx | yes | weights of matrix products | weights of matrix products |
 
-Routers stay in float32. B images, C channels, S their side
+ONNX with bfloat16 weights computes in float32; with int8 weights, activations are quantised as they
+come. Routers stay in float32. B images, C channels, S their side
 """
 
 import io
@@ -28,7 +29,8 @@ DTYPES = {"onnx": ("float32", "bfloat16", "int8"), "torch": ("float32", "bfloat1
 FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 INPUT, OUTPUT = "images", "logits"
 
-_SCOPES, _ROUTER = "pkg.torch.onnx.name_scopes", re.compile(r"\brouter\b")  # the modules that an ONNX node is from
+# the modules that an ONNX node is from
+_SCOPES, _ROUTER = "pkg.torch.onnx.name_scopes", re.compile(r"\brouter\b")
 
 Program = Callable[[Tensor], Tensor]  # float32 images [B, C, S, S] -> float32 logits [B, classes]
 
@@ -53,9 +55,15 @@ def check_packages(kind: str) -> None:
 
 
 def write_program(
-    kind: str, model: SwinTransformerV2MoE, images: Tensor, dtype: str, any_batch: bool, directory: Path
+    kind: str,
+    model: SwinTransformerV2MoE,
+    images: Tensor,
+    dtype: str,
+    any_batch: bool,
+    directory: Path,
 ) -> None:
-    """The file FILES[kind] in `directory`, for batches of the shape of `images`, or of any number of such images.
+    """The file FILES[kind] in `directory`, for batches of the shape of `images`, or of any number
+    of such images.
 
     Args:
         images: [B, C, S, S] on the model's device.
@@ -79,7 +87,8 @@ def write_program(
 
 
 def load_program(kind: str, directory: Path) -> Program:
-    """The program in a directory, on as many threads as torch has here; onnxruntime's on the CPU."""
+    """The program in a directory, on as many threads as torch has here; onnxruntime's on the
+    CPU."""
     with _quiet():
         return (_load_onnx if kind == "onnx" else _load_torch)(directory / FILES[kind])
 
@@ -127,9 +136,13 @@ def _write_onnx(exported: torch.export.ExportedProgram, dtype: str, file: Path) 
         custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
     )
     products = [node for node in program.model.graph if node.op_type in ("MatMul", "Gemm")]
-    routers = [node.name for node in products if _ROUTER.search(node.metadata_props.get(_SCOPES, ""))]
+    routers = [
+        node.name for node in products if _ROUTER.search(node.metadata_props.get(_SCOPES, ""))
+    ]
     if dtype == "bfloat16":
-        _store_as_bfloat16(program.model.graph, [node for node in products if node.name not in routers])
+        _store_as_bfloat16(
+            program.model.graph, [node for node in products if node.name not in routers]
+        )
     whole = file.with_name("float32.onnx") if dtype == "int8" else file
     program.save(whole)
     if dtype == "int8":
@@ -138,7 +151,8 @@ def _write_onnx(exported: torch.export.ExportedProgram, dtype: str, file: Path) 
 
 
 def _stable_sort(values, stable: bool = True, dim: int = -1, descending: bool = False):
-    """aten::sort.stable, for which torch 2.11 has no translation. Of equals ONNX's TopK takes the lower index first."""
+    """aten::sort.stable, for which torch 2.11 has no translation. Of equals ONNX's TopK takes the
+    lower index first."""
     from onnxscript import opset18 as op
 
     size = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
@@ -146,7 +160,8 @@ def _stable_sort(values, stable: bool = True, dim: int = -1, descending: bool = 
 
 
 def _store_as_bfloat16(graph, products: list) -> None:
-    """The weights of matrix products behind a Cast to float32, which onnxruntime does once, on loading."""
+    """The weights of matrix products behind a Cast to float32, which onnxruntime does once, on
+    loading."""
     import onnx_ir as ir
 
     for node in products:
@@ -164,14 +179,15 @@ def _store_as_bfloat16(graph, products: list) -> None:
 
 
 def _quantize(whole: Path, file: Path, kept: list[str]) -> None:
-    """Dynamic quantisation of all products but `kept`: int8 weights, and uint8 activations whose range is found as they
-    come. The file `whole` is removed."""
+    """Dynamic quantisation of all products but `kept`: int8 weights, and uint8 activations whose
+    range is found as they come. The file `whole` is removed."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     size = sum(part.stat().st_size for part in parts_of(whole))
     model = onnx.load(whole, load_external_data=False)
-    del model.graph.value_info[:]  # the quantiser transposes weights, whose shapes these would contradict
+    # the quantiser transposes weights, whose shapes these would contradict
+    del model.graph.value_info[:]
     onnx.save(model, whole)
     quantize_dynamic(
         whole,
@@ -179,8 +195,10 @@ def _quantize(whole: Path, file: Path, kept: list[str]) -> None:
         op_types_to_quantize=["MatMul"],
         per_channel=True,
         weight_type=QuantType.QInt8,
-        nodes_to_exclude=kept + [f"{name}_MatMul" for name in kept],  # what becomes of a Gemm before that
-        use_external_data_format=size >= 2**32,  # a quarter of it is left, and one protobuf message takes 2 GiB
+        # what becomes of a Gemm before that
+        nodes_to_exclude=kept + [f"{name}_MatMul" for name in kept],
+        # a quarter of it is left, and one protobuf message takes 2 GiB
+        use_external_data_format=size >= 2**32,
     )
     for part in parts_of(file):
         shutil.copymode(whole, part)  # the second one would be for this user alone

@@ -1,14 +1,18 @@
-"""Accuracy of a checkpoint: overall, per class, its calibration, and how both follow the capacity factor.
+"""Accuracy of a checkpoint: overall, per class, its calibration, and how both follow the capacity
+factor.
 
-- Top-k: the target is among the k likeliest classes; of equally likely ones the first counts as likelier.
-- Calibration: the expected calibration error in 15 bins of equal width (Guo et al. 2017, arXiv 1706.04599, equation 3).
-- Dropped share: of all choices of an expert by a token, those that found it full; over all MoE layers and batches,
-  repeated and blank images included.
-- Speed: forward passes of one batch of the images, already on the device; the slowest rank's time counts.
+- Top-k: the target is among the k likeliest classes; of equally likely ones the first counts as
+  likelier.
+- Calibration: the expected calibration error in 15 bins of equal width (Guo et al. 2017, arXiv
+  1706.04599, equation 3).
+- Dropped share: of all choices of an expert by a token, those that found it full; over all MoE
+  layers and batches, repeated and blank images included.
+- Speed: forward passes of one batch of the images, already on the device; the slowest rank's time
+  counts.
 
-Every image counts once on any number of ranks. Dropless (capacity factor 0), what is said of an image depends, rounding
-aside, neither on that number nor on the batch size. With a limit it does: which tokens find their expert full is up to
-the images that share a batch.
+Every image counts once on any number of ranks. Dropless (capacity factor 0), what is said of an
+image depends, rounding aside, neither on that number nor on the batch size. With a limit it does:
+which tokens find their expert full is up to the images that share a batch.
 
 N images, C classes
 """
@@ -50,7 +54,8 @@ _SWEPT = ("top1", "top5", "loss", "ece", "dropped_share")  # what is kept of eac
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """Routing other than the checkpoint's configuration says; each is None or empty where it is not asked for.
+    """Routing other than the checkpoint's configuration says; each is None or empty where it is not
+    asked for.
 
     Raises:
         UserError: a factor that is not finite.
@@ -61,22 +66,37 @@ class RoutingOptions:
     sweep: tuple[float, ...] = ()  # capacity factors to compare with that one
 
     def __post_init__(self) -> None:
-        for option, factors in (("capacity-factor", [self.capacity_factor or 0.0]), ("sweep", self.sweep)):
+        for option, factors in (
+            ("capacity-factor", [self.capacity_factor or 0.0]),
+            ("sweep", self.sweep),
+        ):
             for factor in factors:
                 if not math.isfinite(factor):
                     raise UserError(f"--{option} is {factor}, it must be finite (0: dropless)")
 
     def opts(self) -> list[str]:
         """As KEY VALUE ..."""
-        keys = {"MODEL.MOE.EVAL_CAPACITY_FACTOR": self.capacity_factor, "MODEL.MOE.TOP_K": self.top_k}
-        return [str(part) for key, value in keys.items() if value is not None for part in (key, value)]
+        keys = {
+            "MODEL.MOE.EVAL_CAPACITY_FACTOR": self.capacity_factor,
+            "MODEL.MOE.TOP_K": self.top_k,
+        }
+        return [
+            str(part) for key, value in keys.items() if value is not None for part in (key, value)
+        ]
 
     def check_experts(self, source: Checkpoint, num_experts: int) -> None:
         """Raise UserError where something is asked for that a dense model has not."""
-        asked = {"capacity-factor": self.capacity_factor, "top-k": self.top_k, "sweep": self.sweep or None}
+        asked = {
+            "capacity-factor": self.capacity_factor,
+            "top-k": self.top_k,
+            "sweep": self.sweep or None,
+        }
         for option, value in asked.items():
             if value is not None and not num_experts:
-                raise UserError(f"--{option}: checkpoint {source.directory} is a dense model's, it has no experts")
+                raise UserError(
+                    f"--{option}: checkpoint {source.directory} is a dense model's, it has no"
+                    " experts"
+                )
 
 
 def evaluate_checkpoint(
@@ -86,18 +106,22 @@ def evaluate_checkpoint(
     opts: Sequence[str] = (),
     routing: RoutingOptions = RoutingOptions(),
 ) -> dict | None:
-    """All that the head of this module says, of the checkpoint or run `resume`. Every rank calls this.
+    """All that the head of this module says, of the checkpoint or run `resume`. Every rank calls
+    this.
 
     Other arguments as in `open_deployed`.
 
     Returns:
-        On the main rank what is worth keeping, ready for JSON: accuracy, confidence and calibration in percent, dropped
-        shares of 1. On the others None.
+        On the main rank what is worth keeping, ready for JSON: accuracy, confidence and calibration
+        in percent, dropped shares of 1. On the others None.
 
     Raises:
-        UserError: input that cannot be used, other classes in the data, outputs that are not finite.
+        UserError: input that cannot be used, other classes in the data, outputs that are not
+            finite.
     """
-    with open_deployed(resume, data, dataset, [*opts, *routing.opts()], asdict(routing)) as deployed:
+    with open_deployed(
+        resume, data, dataset, [*opts, *routing.opts()], asdict(routing)
+    ) as deployed:
         moe, world = deployed.config.MODEL.MOE, deployed.world
         routing.check_experts(deployed.source, moe.NUM_EXPERTS)
         subject = _Subject.of(deployed)
@@ -116,14 +140,16 @@ def evaluate_checkpoint(
         found |= {"dropped_share_by_layer": passes[own].by_layer}
     if speeds:
         accuracy = {factor: {key: one[key] for key in _SWEPT} for factor, one in measured.items()}
-        rows = [{"capacity_factor": factor} | accuracy[factor] | speeds[factor] for factor in factors]
+        rows = [
+            {"capacity_factor": factor} | accuracy[factor] | speeds[factor] for factor in factors
+        ]
         found |= {"rounds": ROUNDS, "sweep": rows}
     return found
 
 
 def measure(found: Predictions, class_names: Sequence[str]) -> dict:
-    """Accuracy, mean confidence and calibration in percent and the mean cross-entropy. None: the accuracy of a class
-    without images, and top-5 where there are no more than five classes.
+    """Accuracy, mean confidence and calibration in percent and the mean cross-entropy. None: the
+    accuracy of a class without images, and top-5 where there are no more than five classes.
 
     Args:
         found: of at least one image.
@@ -140,12 +166,16 @@ def measure(found: Predictions, class_names: Sequence[str]) -> dict:
         "confidence": 100 * float(found.confidence.mean()),
         "ece": 100 * calibration_error(found.confidence, hits),
         "reliability": reliability(found.confidence, hits),
-        "per_class": [{"name": name, "images": n, "top1": 100 * c / n if n else None} for name, n, c in per_class],
+        "per_class": [
+            {"name": name, "images": n, "top1": 100 * c / n if n else None}
+            for name, n, c in per_class
+        ],
     }
 
 
 def calibration_error(confidence: np.ndarray, hits: np.ndarray, bins: int = BINS) -> float:
-    """The expected calibration error: the mean over bins, by their images, of |accuracy - mean confidence|; of 1.
+    """The expected calibration error: the mean over bins, by their images, of |accuracy - mean
+    confidence|; of 1.
 
     Args:
         confidence: [N], N > 0, of 1: the softmax probability of the predicted class.
@@ -158,7 +188,8 @@ def calibration_error(confidence: np.ndarray, hits: np.ndarray, bins: int = BINS
 
 
 def reliability(confidence: np.ndarray, hits: np.ndarray, bins: int = BINS) -> list[dict]:
-    """Each bin of `calibration_error` up to a confidence: its images, mean confidence and accuracy, in percent."""
+    """Each bin of `calibration_error` up to a confidence: its images, mean confidence and accuracy,
+    in percent."""
     chosen = [_bin_of(confidence, bins) == m for m in range(bins)]
     return [
         {
@@ -177,20 +208,33 @@ def _bin_of(confidence: np.ndarray, bins: int) -> np.ndarray:
 
 
 def draw_sweep(found: dict, path: Path) -> None:
-    """A PNG of what `evaluate_checkpoint` found in a sweep: top-1 against images/s, with the quartiles of the rounds.
+    """A PNG of what `evaluate_checkpoint` found in a sweep: top-1 against images/s, with the
+    quartiles of the rounds.
 
     Raises:
         UserError: a file that cannot be written.
     """
     figure = new_figure(9, 5)
     axes = figure.subplots()
-    rows = sorted(found["sweep"], key=lambda row: (row["top1"], row["images_per_second"]["median"]), reverse=True)
+    rows = sorted(
+        found["sweep"],
+        key=lambda row: (row["top1"], row["images_per_second"]["median"]),
+        reverse=True,
+    )
     colours = [COLOURS[row["capacity_factor"] == found["capacity_factor"]] for row in rows]
     for row, colour in zip(rows, colours, strict=True):
         speed, (low, high) = row["images_per_second"].values()
-        axes.errorbar(speed, row["top1"], xerr=[[speed - low], [high - speed]], fmt="o", capsize=3, color=colour)
+        axes.errorbar(
+            speed,
+            row["top1"],
+            xerr=[[speed - low], [high - speed]],
+            fmt="o",
+            capsize=3,
+            color=colour,
+        )
     bottom, top = axes.get_ylim()
-    height = math.inf  # of the last label: they stand in a column, for points may lie close together
+    # of the last label: they stand in a column, for points may lie close together
+    height = math.inf
     style = {"textcoords": ("axes fraction", "data"), "va": "center", "fontsize": 9, "zorder": 0}
     style["arrowprops"] = {"arrowstyle": "-", "color": COLOURS[5], "relpos": (0, 0.5)}
     for row, colour in zip(rows, colours, strict=True):
@@ -198,8 +242,12 @@ def draw_sweep(found: dict, path: Path) -> None:
         label = f"f = {row['capacity_factor']:g}, {row['dropped_share']:.1%} dropped"
         point = row["images_per_second"]["median"], row["top1"]
         axes.annotate(label, point, (1.02, height), color=colour, **style)
-    axes.set_title(f"{found['checkpoint']}, {found['num_experts']} experts, K = {found['top_k']}", loc="left")
-    axes.set_xlabel(f"images/s, median and quartiles of {found['rounds']} rounds\n{found['machine']}")
+    axes.set_title(
+        f"{found['checkpoint']}, {found['num_experts']} experts, K = {found['top_k']}", loc="left"
+    )
+    axes.set_xlabel(
+        f"images/s, median and quartiles of {found['rounds']} rounds\n{found['machine']}"
+    )
     axes.set_ylabel("top-1, %")
     tidy(axes)
     save_png(figure, path)
@@ -228,7 +276,8 @@ class _Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class _Subject:
-    """A checkpoint's model on its device, and the validation images; every method is for all ranks."""
+    """A checkpoint's model on its device, and the validation images; every method is for all
+    ranks."""
 
     world: World
     model: nn.Module
@@ -266,7 +315,8 @@ class _Subject:
     def predictions(self, factor: float) -> _Pass:
         """Raises UserError where too many images cannot be read."""
         layers = moe_layers(self.model)
-        totals = torch.zeros(len(layers), 2, dtype=torch.float64, device=self.world.device)  # dropped choices, choices
+        # dropped choices, choices
+        totals = torch.zeros(len(layers), 2, dtype=torch.float64, device=self.world.device)
 
         def after_batch() -> None:
             for total, layer in zip(totals, layers.values(), strict=True):
@@ -283,7 +333,8 @@ class _Subject:
         return _Pass(found, share, dict(zip(layers, (dropped / choices).tolist(), strict=True)))
 
     def speeds(self, factors: list[float], base: float) -> dict[float, dict]:
-        """Images/s of all ranks together at each factor, and over those at `base` in the same rounds."""
+        """Images/s of all ranks together at each factor, and over those at `base` in the same
+        rounds."""
         images = next(iter(self.loader)).images.to(self.world.device)
 
         @torch.inference_mode()
@@ -298,7 +349,9 @@ class _Subject:
         count, found = sum(self.world.gather(len(images))), {}
         for factor in factors:
             own = times[str(factor)]
-            found[factor] = {"images_per_second": _spread([1e3 * count / milliseconds for milliseconds in own])}
+            found[factor] = {
+                "images_per_second": _spread([1e3 * count / milliseconds for milliseconds in own])
+            }
             found[factor]["speed_ratio"] = _spread(ratios(times[str(base)], own))
         return found
 

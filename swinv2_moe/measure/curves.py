@@ -22,7 +22,8 @@ class Panel(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """What a panel draws: the curves of each run by their labels; `from_zero`: the axis of the values begins there."""
+    """What a panel draws: the curves of each run by their labels; `from_zero`: the axis of the
+    values begins there."""
 
     title: str
     note: str
@@ -55,24 +56,45 @@ _FIGURES = (
     ),
     Figure("Accuracy", "% of the validation images", {"top-1": _epoch("val_top1"), "top-5": _top5}),
     Figure("Learning rate", "the largest of all parameter groups", {"": _step("lr")}),
-    Figure("Gradient norm", "over all parameters and ranks, before clipping", {"": _step("grad_norm")}),
+    Figure(
+        "Gradient norm", "over all parameters and ranks, before clipping", {"": _step("grad_norm")}
+    ),
     Figure("Auxiliary loss", "load balancing, before its weight", {"": _aux_loss}),
-    Figure("Dropped tokens", "% of the choices, which found their expert full", {"": _step("moe/dropped_share", 100)}),
-    Figure("Routing entropy", "of the router's probabilities, nats; 0: always certain", {"": _step("moe/entropy")}),
-    Figure("Throughput", "images/s in training, all ranks together", {"": _step("images_per_second")}),
-    Figure("Waiting for data", "% of a step's time, on the slowest rank", {"": _step("data_wait", 100)}),
+    Figure(
+        "Dropped tokens",
+        "% of the choices, which found their expert full",
+        {"": _step("moe/dropped_share", 100)},
+    ),
+    Figure(
+        "Routing entropy",
+        "of the router's probabilities, nats; 0: always certain",
+        {"": _step("moe/entropy")},
+    ),
+    Figure(
+        "Throughput", "images/s in training, all ranks together", {"": _step("images_per_second")}
+    ),
+    Figure(
+        "Waiting for data", "% of a step's time, on the slowest rank", {"": _step("data_wait", 100)}
+    ),
     Figure("Memory", "peak of the first rank so far, GiB", {"": _step("memory_bytes", 2**-30)}),
 )
 
 
 def draw_curves(runs: Sequence[RunRecord]) -> list[Panel]:
-    """A panel for everything that a run has values of; two runs share their panels, except for the experts' loads."""
+    """A panel for everything that a run has values of; two runs share their panels, except for the
+    experts' loads."""
     panels = [panel for figure in _FIGURES if (panel := _draw(figure, runs))]
-    return panels + [panel for run in runs for panel in _loads(run, f" ({run.name})" if len(runs) > 1 else "")]
+    return panels + [
+        panel for run in runs for panel in _loads(run, f" ({run.name})" if len(runs) > 1 else "")
+    ]
 
 
 def _draw(figure: Figure, runs: Sequence[RunRecord]) -> Panel | None:
-    lines = [(i, label, curve(run)) for i, run in enumerate(runs) for label, curve in figure.curves.items()]
+    lines = [
+        (i, label, curve(run))
+        for i, run in enumerate(runs)
+        for label, curve in figure.curves.items()
+    ]
     lines = [line for line in lines if line[2][0]]
     if not lines:
         return None
@@ -88,8 +110,11 @@ def _draw(figure: Figure, runs: Sequence[RunRecord]) -> Panel | None:
     if figure.from_zero:
         axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
-    if len(lines) > 1:  # handles too: of its own accord, a legend leaves out a name that begins with _
-        names = [f"{runs[i].name} {label}".strip() if len(runs) > 1 else label for i, label, _ in lines]
+    # handles too: of its own accord, a legend leaves out a name that begins with _
+    if len(lines) > 1:
+        names = [
+            f"{runs[i].name} {label}".strip() if len(runs) > 1 else label for i, label, _ in lines
+        ]
         axes.legend(axes.lines, names, frameon=False, fontsize=8)
     tidy(axes)
     return Panel(figure.title, figure.note, to_svg(canvas, figure.title))
@@ -116,7 +141,9 @@ def _loads(run: RunRecord, suffix: str) -> Iterator[Panel]:
         axes.set_ylabel("expert")
         axes.locator_params(axis="y", integer=True)
         title = f"Expert load, {place(layer)}{suffix}"
-        yield Panel(title, "of an even share of the tokens, which is 1 and white", to_svg(canvas, title))
+        yield Panel(
+            title, "of an even share of the tokens, which is 1 and white", to_svg(canvas, title)
+        )
 
 
 def place(layer: str) -> str:

@@ -1,24 +1,30 @@
-"""The phases of a training step, each as work that can be repeated alone, with what it computes and moves counted.
+"""The phases of a training step, each as work that can be repeated alone, with what it computes and
+moves counted.
 
 All get what one real batch gives them, and go forward and backward:
 
-- data: a batch read, decoded and augmented by this process; a run's DATA.NUM_WORKERS share that work.
+- data: a batch read, decoded and augmented by this process; a run's DATA.NUM_WORKERS share that
+  work.
 - trunk: the model with nothing in the place of its MoE layers, and the loss.
-- router: logits, choice, auxiliary loss and the plan of rows; the layer at width 1 behind the real router and tokens.
+- router: logits, choice, auxiliary loss and the plan of rows; the layer at width 1 behind the real
+  router and tokens.
 - dispatch: tokens to rows, and rows back to tokens.
 - experts: their products and activations.
-- exchange: as many bytes as a step sends, in all-to-alls of equal parts, then the all-reduce of the shared gradients. A
-  step hides part of it behind the backward pass.
+- exchange: as many bytes as a step sends, in all-to-alls of equal parts, then the all-reduce of the
+  shared gradients. A step hides part of it behind the backward pass.
 - optimiser: the gradients' norm and clipping, and the update.
 - checkpoint: a whole save, until it is on the disk; training stands still for a part of it only.
 
 What is counted, on one rank:
 
-- FLOPs: torch's FlopCounterMode (products, convolutions, attention), and formulas for dispatch and optimiser.
-- Memory: every operator reads the tensors it is given and writes those it makes, once; a view moves nothing. Where
-  results stay in a cache from one operator to the next less is moved, and a phase may exceed its roof.
+- FLOPs: torch's FlopCounterMode (products, convolutions, attention), and formulas for dispatch and
+  optimiser.
+- Memory: every operator reads the tensors it is given and writes those it makes, once; a view moves
+  nothing. Where results stay in a cache from one operator to the next less is moved, and a phase
+  may exceed its roof.
 - Exchange: bytes sent to other ranks; an all-reduce of n bytes is 2 n (W - 1) / W.
-- Disk: bytes that reading a batch's images took (from a cache or not), and those of the checkpoint's files.
+- Disk: bytes that reading a batch's images took (from a cache or not), and those of the
+  checkpoint's files.
 
 T tokens, M model dim, W ranks
 """
@@ -37,7 +43,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_core import MoELayer, average_expert_gradients, clip_gradients, expert_parameters, moe_layers
+from moe_core import (
+    MoELayer,
+    average_expert_gradients,
+    clip_gradients,
+    expert_parameters,
+    moe_layers,
+)
 from moe_core.parallel import all_to_all
 from swinv2_moe.data import Batch, Data
 from swinv2_moe.engine.saver import Cost, Saver
@@ -45,15 +57,20 @@ from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.models.swinv2_moe import MoEMlp
 
 _MOVES = ("moe_core::dispatch_rows", "moe_core::combine_rows")
-_COMBINE_FLOPS = 5  # of a row's element: weighted and added; backward weighted, and multiplied and added for the gate
-# FLOPs and bytes of a parameter in fp32. AdamW: decay 1, moments 3 and 4, denominator 3, update 3; it reads parameter,
-# gradient and both moments, and writes all but the gradient. SGD with Nesterov's momentum: 2 each for decay, momentum,
-# look-ahead and update; one moment less. Then the norm's square and sum, and clipping's product.
+# of a row's element: weighted and added; backward weighted, and multiplied and added for the gate
+_COMBINE_FLOPS = 5
+# FLOPs and bytes of a parameter in fp32. AdamW: decay 1, moments 3 and 4, denominator 3, update 3;
+# it reads parameter, gradient and both moments, and writes all but the gradient. SGD with
+# Nesterov's momentum: 2 each for decay, momentum, look-ahead and update; one moment less. Then the
+# norm's square and sum, and clipping's product.
 _UPDATE = {"adamw": (14, 28), "sgd": (8, 20)}
 _NORM, _CLIPPING = (2, 4), (1, 8)
 # Operators and the argument of which they use the shape or the place, and not what is in it
 _UNREAD = {
-    **{f"aten::{name}_": "self" for name in ("copy", "fill", "zero", "normal", "uniform", "bernoulli")},
+    **{
+        f"aten::{name}_": "self"
+        for name in ("copy", "fill", "zero", "normal", "uniform", "bernoulli")
+    },
     **{f"aten::{name}_like": "self" for name in ("zeros", "ones", "full", "rand", "randn")},
     **{f"aten::new_{name}": "self" for name in ("zeros", "ones", "full")},
 }
@@ -77,7 +94,8 @@ class Task(NamedTuple):
 
 
 class MemoryTraffic(TorchDispatchMode):
-    """Counts in `bytes` what the operators inside have to read and write, as the module's head says."""
+    """Counts in `bytes` what the operators inside have to read and write, as the module's head
+    says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,14 +103,17 @@ class MemoryTraffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not _operator_name(func).startswith(("aten::empty", "aten::new_empty")):  # nothing is written yet
+        # nothing is written yet
+        if not _operator_name(func).startswith(("aten::empty", "aten::new_empty")):
             self.bytes += self._moved(func, args, kwargs or {}, out)
         return out
 
     def _moved(self, func, args: tuple, kwargs: dict, out: object) -> int:
         given = {id(t): t for t in _tensors_in((args, kwargs))}
         arguments = func._schema.arguments  # nothing public says which of them are written
-        values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        values = {
+            argument.name: value for argument, value in zip(arguments, args, strict=False)
+        } | kwargs
         changed = [values.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
         changed = {id(t): t for t in _tensors_in(changed)}
         storages = {t.untyped_storage() for t in given.values()}
@@ -133,7 +154,8 @@ def counted(run: Callable[[], object]) -> Task:
 
 
 def _not_a_leaf(tensor: Tensor) -> Tensor:
-    """FlopCounterMode's hooks on modules fail under autograd.grad where a leaf goes into one (torch 2.11)."""
+    """FlopCounterMode's hooks on modules fail under autograd.grad where a leaf goes into one (torch
+    2.11)."""
     return tensor.view_as(tensor)
 
 
@@ -147,7 +169,8 @@ class Call:
     layer: MoELayer
     x: Tensor  # [..., M]
     options: dict
-    chunks: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # rows and offsets, as the experts got them
+    # rows and offsets, as the experts got them
+    chunks: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class _Moves(TorchDispatchMode):
@@ -167,7 +190,8 @@ Moves = list[tuple[Callable, tuple]]  # operators and their arguments
 
 
 def watch(trainer: Trainer, images: Tensor) -> tuple[list[Call], Moves]:
-    """One forward pass: what each MoE layer was given, and the operators that moved its rows with their arguments."""
+    """One forward pass: what each MoE layer was given, and the operators that moved its rows with
+    their arguments."""
     calls: list[Call] = []
 
     def layer_begins(layer: MoELayer, args: tuple, options: dict) -> None:
@@ -175,9 +199,11 @@ def watch(trainer: Trainer, images: Tensor) -> tuple[list[Call], Moves]:
 
     def experts_begin(experts: nn.Module, args: tuple, options: dict) -> None:
         rows, offsets = args
-        if options.get("plan") is not None:  # they are tokens, and dispatch is a part of the experts' op
+        # they are tokens, and dispatch is a part of the experts' op
+        if options.get("plan") is not None:
             rows = rows.index_select(0, options["plan"].choices // options["gates"].shape[1])
-        calls[-1].chunks.append((rows[: int(offsets[-1])].detach().clone(), offsets))  # none past the experts' rows
+        # none past the experts' rows
+        calls[-1].chunks.append((rows[: int(offsets[-1])].detach().clone(), offsets))
 
     hooks = []
     for layer in moe_layers(trainer.model).values():
@@ -193,7 +219,11 @@ def watch(trainer: Trainer, images: Tensor) -> tuple[list[Call], Moves]:
 @contextmanager
 def without_experts(model: nn.Module) -> Iterator[None]:
     """The model with nothing in the place of its MoE layers."""
-    children = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
+    children = (
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+    )
     places = [place for place in children if isinstance(place[2], MoEMlp)]
     for parent, name, _ in places:
         setattr(parent, name, nn.Identity())
@@ -222,7 +252,8 @@ def endless(images: Data) -> Iterator[Batch]:
 
 
 def bytes_read(work: Callable[[], object]) -> int:
-    """Bytes that this process's reads return meanwhile, as Linux counts them; 0 on other systems."""
+    """Bytes that this process's reads return meanwhile, as Linux counts them; 0 on other
+    systems."""
 
     def so_far() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])  # rchar
@@ -292,7 +323,10 @@ def dispatch(moves: Moves) -> Task:
     """The operators with their arguments once more, forward and backward."""
     prepared = []
     for operator, args in moves:
-        args = [a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args]
+        args = [
+            a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a
+            for a in args
+        ]
         wanted = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
         prepared.append((operator, args, wanted, torch.ones_like(operator(*args))))
 
@@ -300,7 +334,9 @@ def dispatch(moves: Moves) -> Task:
         for operator, args, wanted, grad in prepared:
             torch.autograd.grad(operator(*args), wanted, grad)
 
-    combined = sum(args[0].numel() for operator, args in moves if _operator_name(operator) == _MOVES[1])
+    combined = sum(
+        args[0].numel() for operator, args in moves if _operator_name(operator) == _MOVES[1]
+    )
     return Task(run, replace(counted(run).work, flops=float(_COMBINE_FLOPS * combined)))
 
 
@@ -332,7 +368,8 @@ def exchange(trainer: Trainer, calls: Sequence[Call], batch: Batch) -> Task:
     group, rows = calls[0].layer.group, calls[0].chunks[0][0]
     with group.count_traffic() as traffic:
         trainer.train_step([batch])
-    elements, ways = sum(traffic.elements.values()), 4 * len(calls)  # there and back, forward and backward
+    # there and back, forward and backward
+    elements, ways = sum(traffic.elements.values()), 4 * len(calls)
     message = rows.new_zeros(group.size, elements // ways // max(group.size - 1, 1))
     replicated = torch.zeros(own if group.num_replicas > 1 else 0, device=world.device)
     sent += elements * rows.element_size() + _reduced(replicated, group.num_replicas)
@@ -360,7 +397,9 @@ def optimiser(trainer: Trainer, batch: Batch) -> Task:
     trainer.optimizer.zero_grad(set_to_none=True)
     clip, name = trainer.config.TRAIN.CLIP_GRAD, trainer.config.TRAIN.OPTIMIZER.NAME
     parts = [_UPDATE[name], _NORM, *([_CLIPPING] if clip else [])]
-    flops, moved = (sum(p.numel() for p in gradients) * sum(each) for each in zip(*parts, strict=True))
+    flops, moved = (
+        sum(p.numel() for p in gradients) * sum(each) for each in zip(*parts, strict=True)
+    )
 
     def run() -> None:
         for parameter, gradient in gradients.items():
@@ -374,13 +413,16 @@ def optimiser(trainer: Trainer, batch: Batch) -> Task:
 
 @contextmanager
 def checkpoint(trainer: Trainer, directory: Path) -> Iterator[tuple[Task, list[Cost]]]:
-    """Saves into `directory`, and what each has cost this rank; the work is that of the first one, done already.
+    """Saves into `directory`, and what each has cost this rank; the work is that of the first one,
+    done already.
 
     Raises:
         UserError: the last one failed.
     """
     costs: list[Cost] = []
-    saver = Saver(directory, trainer.world, trainer.config, say=lambda text: None, report=costs.append)
+    saver = Saver(
+        directory, trainer.world, trainer.config, say=lambda text: None, report=costs.append
+    )
 
     def run() -> None:
         trainer.save(saver)
@@ -388,5 +430,6 @@ def checkpoint(trainer: Trainer, directory: Path) -> Iterator[tuple[Task, list[C
 
     run()
     saver.close()
-    yield Task(run, Work(memory=2.0 * costs[0].bytes, disk=float(costs[0].bytes))), costs  # copied, then written
+    # copied, then written
+    yield Task(run, Work(memory=2.0 * costs[0].bytes, disk=float(costs[0].bytes))), costs
     saver.close()

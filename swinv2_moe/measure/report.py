@@ -1,4 +1,5 @@
-"""A run, or two side by side, as one HTML page that needs nothing else: no network, no script, no other file."""
+"""A run, or two side by side, as one HTML page that needs nothing else: no network, no script, no
+other file."""
 
 import base64
 import io
@@ -39,10 +40,12 @@ class Prediction(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What the run's newest checkpoint says of some images; `problem`: why it says nothing, or what may mislead."""
+    """What the run's newest checkpoint says of some images; `problem`: why it says nothing, or what
+    may mislead."""
 
     predictions: Sequence[Prediction] = ()
-    routing: Sequence[tuple[str, str]] = ()  # a title and a data URL: the images, then one for each MoE layer
+    # a title and a data URL: the images, then one for each MoE layer
+    routing: Sequence[tuple[str, str]] = ()
     problem: str = ""
 
 
@@ -50,15 +53,19 @@ def render(runs: Sequence[RunRecord], data: str | None = None, opts: Sequence[st
     """The page of one run, or of two.
 
     Args:
-        data: where the validation images lie now; None: where they lay in training. Without them, or without a whole
-            checkpoint, the page says so in their place.
+        data: where the validation images lie now; None: where they lay in training. Without them,
+            or without a whole checkpoint, the page says so in their place.
         opts: as in `open_deployed`.
     """
     folder = Path(__file__).parent
-    template = Environment(loader=FileSystemLoader(folder), autoescape=True).get_template("report.html.j2")
+    template = Environment(loader=FileSystemLoader(folder), autoescape=True).get_template(
+        "report.html.j2"
+    )
     facts = [_facts(run) for run in runs]
     defaults, configs = dict(flatten(default_config())), [dict(flatten(run.config)) for run in runs]
-    differing = [key for key, value in defaults.items() if any(config[key] != value for config in configs)]
+    differing = [
+        key for key, value in defaults.items() if any(config[key] != value for config in configs)
+    ]
     return template.render(
         title=" beside ".join(run.name for run in runs),
         subtitle="; ".join(_status(run) for run in runs),
@@ -74,7 +81,9 @@ def render(runs: Sequence[RunRecord], data: str | None = None, opts: Sequence[st
             for run, found in zip(runs, facts, strict=True)
         ],
         panels=draw_curves(runs),
-        differences=[(key, defaults[key], [config[key] for config in configs]) for key in differing],
+        differences=[
+            (key, defaults[key], [config[key] for config in configs]) for key in differing
+        ],
         footer=f"Made by tools/report.py on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC.",
     )
 
@@ -96,19 +105,30 @@ def _predict(deployed: Deployed) -> Samples:
     renamed = deployed.compare_classes(sources.class_names)
     model = deployed.model(len(sources.class_names))
     dataset = ImageDataset(sources.val, config, is_train=False)
-    chosen = [dataset[i] for i in np.linspace(0, len(dataset) - 1, min(_IMAGES, len(dataset))).astype(int)]
+    chosen = [
+        dataset[i] for i in np.linspace(0, len(dataset) - 1, min(_IMAGES, len(dataset))).astype(int)
+    ]
     chosen = [sample for sample in chosen if not sample.unreadable]
     if not chosen:
         return Samples(problem="No predictions: none of the images chosen for them can be read.")
     images = torch.stack([sample.image for sample in chosen])
     with record_choices(model) as choices, build_autocast(config, deployed.world)():
         logits = model(images.to(deployed.world.device))
-    pictures = columns(images, {name: ids.cpu() for name, ids in choices.items()}, config.DATA.MEAN, config.DATA.STD)
+    pictures = columns(
+        images,
+        {name: ids.cpu() for name, ids in choices.items()},
+        config.DATA.MEAN,
+        config.DATA.STD,
+    )
     titles = ["images", *(place(name) for name in choices)]
     known = deployed.source.meta["class_names"] or sources.class_names
     return Samples(
-        _predictions(chosen, pictures[0], logits.float().softmax(1).cpu(), sources.class_names, known),
-        [(title, _data_url(_row(p))) for title, p in zip(titles, pictures, strict=True)] if choices else [],
+        _predictions(
+            chosen, pictures[0], logits.float().softmax(1).cpu(), sources.class_names, known
+        ),
+        [(title, _data_url(_row(p))) for title, p in zip(titles, pictures, strict=True)]
+        if choices
+        else [],
         renamed or "",
     )
 
@@ -144,13 +164,21 @@ def _status(run: RunRecord) -> str:
     last = run.steps[-1]
     where = f"step {last['step']:,} of epoch {last['epoch']} of {run.config.TRAIN.EPOCHS}"
     state = "finished" if run.summary else f"not finished, last logged at {where}"
-    cut = f"; {run.damaged_lines} damaged lines of metrics.jsonl left out" if run.damaged_lines else ""
+    cut = (
+        f"; {run.damaged_lines} damaged lines of metrics.jsonl left out"
+        if run.damaged_lines
+        else ""
+    )
     return f"{run.config.MODEL.TYPE}, {_experts(run)}; {state}{cut}"
 
 
 def _experts(run: RunRecord) -> str:
     moe = run.config.MODEL.MOE
-    return f"{moe.NUM_EXPERTS} experts in {len(run.layers)} layers, top {moe.TOP_K}" if run.layers else "dense"
+    return (
+        f"{moe.NUM_EXPERTS} experts in {len(run.layers)} layers, top {moe.TOP_K}"
+        if run.layers
+        else "dense"
+    )
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
@@ -181,7 +209,10 @@ def _facts(run: RunRecord) -> dict[str, str]:
 def _environment(run: RunRecord, index: int) -> dict:
     facts = dict(run.environments[index])
     part = f", part {index + 1}" if len(run.environments) > 1 else ""
-    return {"title": f"{run.name}{part}", "facts": {key: value for key, value in facts.items() if value is not None}}
+    return {
+        "title": f"{run.name}{part}",
+        "facts": {key: value for key, value in facts.items() if value is not None},
+    }
 
 
 def _duration(seconds: float) -> str:

@@ -1,10 +1,12 @@
-"""How far each phase of a training step is from what this machine can do: a roofline (doi 10.1145/1498765.1498785).
+"""How far each phase of a training step is from what this machine can do: a roofline (doi
+10.1145/1498765.1498785).
 
-swinv2_moe.measure.phases says what the phases are and how their work is counted. Peaks are measured: the product of two
-large matrices in the step's dtype, a copy of more memory than a cache holds, an all-to-all of large messages, reading
-and writing a file in the output directory. A phase's roof is the time that its scarcest resource would take at its
-peak; both come from the same interleaved rounds. These time a whole step, too, to tell what the phases leave of it: of
-one batch, without mixup or averaged weights, with a learning rate of 0.
+swinv2_moe.measure.phases says what the phases are and how their work is counted. Peaks are
+measured: the product of two large matrices in the step's dtype, a copy of more memory than a cache
+holds, an all-to-all of large messages, reading and writing a file in the output directory. A
+phase's roof is the time that its scarcest resource would take at its peak; both come from the same
+interleaved rounds. These time a whole step, too, to tell what the phases leave of it: of one batch,
+without mixup or averaged weights, with a learning rate of 0.
 """
 
 import math
@@ -80,14 +82,21 @@ class Phase:
     peaks: dict[str, Peak]  # by Work's names
 
     def shares(self) -> dict[str, float]:
-        """For each resource the time that it would take at its peak over the phase's own; medians of the rounds.
+        """For each resource the time that it would take at its peak over the phase's own; medians
+        of the rounds.
 
         Raises:
             ValueError: a peak was timed in other rounds.
         """
-        work = {name: amount for name, amount in asdict(self.work).items() if amount and name in self.peaks}
+        work = {
+            name: amount
+            for name, amount in asdict(self.work).items()
+            if amount and name in self.peaks
+        }
         return {
-            name: statistics.median(ratios(self.peaks[name].times, self.times)) * amount / self.peaks[name].amount
+            name: statistics.median(ratios(self.peaks[name].times, self.times))
+            * amount
+            / self.peaks[name].amount
             for name, amount in work.items()
         }
 
@@ -104,7 +113,8 @@ class Phase:
 class Roofline:
     title: str
     machine: str
-    phases: dict[str, Phase]  # those that there are: a dense model has no router, one rank no exchange
+    # those that there are: a dense model has no router, one rank no exchange
+    phases: dict[str, Phase]
     peaks: dict[str, Peak]  # "written" is the disk's for the checkpoint, "disk" the one for reading
     step: Times  # of the whole step
     stall: float  # seconds that training stands still for the last checkpoint
@@ -112,21 +122,38 @@ class Roofline:
 
     def accounted(self) -> list[float]:
         """A step's phases together over the whole step, in each round."""
-        return ratios(summed([phase.times for name, phase in self.phases.items() if name in OF_THE_STEP]), self.step)
+        return ratios(
+            summed([phase.times for name, phase in self.phases.items() if name in OF_THE_STEP]),
+            self.step,
+        )
 
     def share_of_step(self, name: str) -> float | None:
-        """The median; of data too, though other processes do that meanwhile. None for a checkpoint."""
-        return None if name == "checkpoint" else statistics.median(ratios(self.phases[name].times, self.step))
+        """The median; of data too, though other processes do that meanwhile. None for a
+        checkpoint."""
+        return (
+            None
+            if name == "checkpoint"
+            else statistics.median(ratios(self.phases[name].times, self.step))
+        )
 
     def record(self) -> dict:
         """Everything, ready for JSON; times in ms, one a round."""
         found = {}
         for name, phase in self.phases.items():
             bound, share = phase.bound()
-            found[name] = asdict(phase.work) | {"run": phase.times.run, "ms": phase.times, "bound_by": bound}
+            found[name] = asdict(phase.work) | {
+                "run": phase.times.run,
+                "ms": phase.times,
+                "bound_by": bound,
+            }
             found[name] |= {"share_of_roof": share, "share_of_step": self.share_of_step(name)}
         peaks = {
-            name: {"what": peak.what, "per_second": peak.rate, "run": peak.times.run, "ms": peak.times}
+            name: {
+                "what": peak.what,
+                "per_second": peak.rate,
+                "run": peak.times.run,
+                "ms": peak.times,
+            }
             for name, peak in self.peaks.items()
         }
         step = {"run": self.step.run, "ms": self.step, "accounted": self.accounted()}
@@ -134,11 +161,15 @@ class Roofline:
         return facts | {"phases": found, "peaks": peaks, "checkpoint_stall_seconds": self.stall}
 
 
-def configuration(file: str | Path, opts: Sequence[str], data: str | None, batch_size: int | None) -> CfgNode:
-    """The checked configuration of a step that can be taken apart and repeated, whose data this process reads.
+def configuration(
+    file: str | Path, opts: Sequence[str], data: str | None, batch_size: int | None
+) -> CfgNode:
+    """The checked configuration of a step that can be taken apart and repeated, whose data this
+    process reads.
 
     Raises:
-        UserError: what `load_config` raises; a key whose step has other phases, an `opts` that is not measured.
+        UserError: what `load_config` raises; a key whose step has other phases, an `opts` that is
+            not measured.
     """
     keys = ["DATA.NUM_WORKERS", "0", *REPEATABLE.split()]
     if batch_size is not None:
@@ -146,17 +177,25 @@ def configuration(file: str | Path, opts: Sequence[str], data: str | None, batch
             raise UserError(f"--batch-size is {batch_size}, it must be at least 1")
         keys += ["DATA.BATCH_SIZE", str(batch_size), "DATA.GLOBAL_BATCH_SIZE", "0"]
     config = load_config(file, [*opts, *keys], data=data)
-    check_opts(opts, config, dict.fromkeys(("DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"), "--batch-size decides"))
+    check_opts(
+        opts,
+        config,
+        dict.fromkeys(("DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"), "--batch-size decides"),
+    )
     values = {"COMPILE": config.COMPILE, "MODEL.MOE.FREEZE": config.MODEL.MOE.FREEZE}
     values |= {f"TRAIN.{name}": config.TRAIN[name] for name in ("SHARD_TRUNK", "USE_CHECKPOINT")}
     for name, value in values.items():
         if value:
-            raise UserError(f"{name} is True: the phases of such a step cannot be timed one by one; set it to false")
+            raise UserError(
+                f"{name} is True: the phases of such a step cannot be timed one by one; set it to"
+                " false"
+            )
     return config
 
 
 def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline | None:
-    """Of a step of `config`, with checkpoints and files below `output`, which do not stay. Every rank calls this.
+    """Of a step of `config`, with checkpoints and files below `output`, which do not stay. Every
+    rank calls this.
 
     Returns:
         On the main rank its own work beside the slowest rank's times; on the others None.
@@ -167,19 +206,33 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
     with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"):
         options = {"--output": str(output), "--rounds": rounds, "--warmup": warmup}
         check_same_start(flatten(config) | options, world)
-        trainer, before = _trainer(resolve_batch_size(config, world.size), world), machine(world.device.type)
+        trainer, before = (
+            _trainer(resolve_batch_size(config, world.size), world),
+            machine(world.device.type),
+        )
         with scratch(output, world) as directory:
             probes = _probes(trainer, directory / f"file-{world.rank}")
             tasks, step = _tasks(trainer)
             runs = {name: task.run for name, task in tasks.items()} | {"step": step}
-            runs |= {f"peak {name}": probe.run for name, probe in probes.items() if name != "written"}
+            runs |= {
+                f"peak {name}": probe.run for name, probe in probes.items() if name != "written"
+            }
             times = interleaved(runs, rounds, warmup, world)
-            with phases.checkpoint(trainer, directory / "checkpoints") as (tasks["checkpoint"], costs):
-                runs = {"checkpoint": tasks["checkpoint"].run, "peak written": probes["written"].run}
+            with phases.checkpoint(trainer, directory / "checkpoints") as (
+                tasks["checkpoint"],
+                costs,
+            ):
+                runs = {
+                    "checkpoint": tasks["checkpoint"].run,
+                    "peak written": probes["written"].run,
+                }
                 times |= interleaved(runs, _SAVES, 0, world)
     if not world.is_main:
         return None
-    peaks = {name: Peak(probe.what, probe.amount, times[f"peak {name}"]) for name, probe in probes.items()}
+    peaks = {
+        name: Peak(probe.what, probe.amount, times[f"peak {name}"])
+        for name, probe in probes.items()
+    }
     resources = {name: peak for name, peak in peaks.items() if name != "written"}
     found = {}
     for name in (name for name in PHASES if name in tasks):
@@ -196,9 +249,12 @@ def _trainer(config: CfgNode, world: World) -> Trainer:
         apart = layer.strategy != "auto" and layer.strategy.r > 0 and layer.shard.num_parts == 1
         if layer.group.size > 1 and not apart:
             raise UserError(
-                f"MODEL.MOE.STRATEGY is {config.MODEL.MOE.STRATEGY!r} and R {config.MODEL.MOE.R} for"
-                f" {config.MODEL.MOE.NUM_EXPERTS} experts on {layer.group.size} ranks: the exchange is told apart only"
-                " where whole experts stay and rows travel (off, or fixed with R 1; no more ranks than experts)"
+                f"MODEL.MOE.STRATEGY is {config.MODEL.MOE.STRATEGY!r} and R {config.MODEL.MOE.R}"
+                " for"
+                f" {config.MODEL.MOE.NUM_EXPERTS} experts on {layer.group.size} ranks: the exchange"
+                " is told apart only"
+                " where whole experts stay and rows travel (off, or fixed with R 1; no more ranks"
+                " than experts)"
             )
     trainer = Trainer(config, world, images, model)
     trainer.wrapped.train()
@@ -209,8 +265,10 @@ def _title(trainer: Trainer) -> str:
     config, ranks = trainer.config, trainer.world.size
     where = "one rank" if ranks == 1 else f"each of {ranks} ranks"
     return (
-        f"{config.MODEL.TYPE}, {config.MODEL.MOE.NUM_EXPERTS} experts, {config.DATA.IMG_SIZE} px, {_dtype(trainer)}:"
-        f" {config.DATA.BATCH_SIZE} images of {config.DATA.PATH or config.DATA.DATASET} a step on {where}"
+        f"{config.MODEL.TYPE}, {config.MODEL.MOE.NUM_EXPERTS} experts, {config.DATA.IMG_SIZE} px,"
+        f" {_dtype(trainer)}:"
+        f" {config.DATA.BATCH_SIZE} images of {config.DATA.PATH or config.DATA.DATASET} a step on"
+        f" {where}"
     )
 
 
@@ -252,7 +310,8 @@ def _probes(trainer: Trainer, file: Path) -> dict[str, Probe]:
     where = f"{_FILE >> 20} MiB in {file.parent.parent}"
     probes = {
         "flops": Probe(f"matrix product, {dtype}", flops, product),
-        "memory": Probe(f"copy of {_COPY >> 20} MiB", 2 * _COPY, lambda: target.copy_(source)),  # read and written
+        # read and written
+        "memory": Probe(f"copy of {_COPY >> 20} MiB", 2 * _COPY, lambda: target.copy_(source)),
         "disk": Probe(f"reading {where}", _FILE, partial(read_file, file)),
         "written": Probe(f"writing {where}, with fsync", _FILE, partial(write_file, file, _FILE)),
     }
@@ -268,7 +327,9 @@ def _probes(trainer: Trainer, file: Path) -> dict[str, Probe]:
 @contextmanager
 def scratch(output: Path, world: World) -> Iterator[Path]:
     """A new directory in `output`, the same on all ranks, for the block's length."""
-    directory = Path(world.agree(tempfile.mkdtemp(prefix=".roofline-", dir=output) if world.is_main else None))
+    directory = Path(
+        world.agree(tempfile.mkdtemp(prefix=".roofline-", dir=output) if world.is_main else None)
+    )
     try:
         yield directory
     finally:
@@ -289,7 +350,8 @@ def write_file(path: Path, size: int) -> None:
 
 
 def read_file(path: Path) -> None:
-    """From the disk: the system is asked to forget what it has of the file in memory (Linux does so)."""
+    """From the disk: the system is asked to forget what it has of the file in memory (Linux does
+    so)."""
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -298,7 +360,8 @@ def read_file(path: Path) -> None:
 
 
 def draw(found: Roofline, path: Path) -> None:
-    """A PNG: the phases with FLOPs under the roof, and each phase's share of the step and of its roof.
+    """A PNG: the phases with FLOPs under the roof, and each phase's share of the step and of its
+    roof.
 
     Raises:
         UserError: a file that cannot be written.
@@ -318,15 +381,28 @@ def _draw_roof(axes: "Axes", found: Roofline) -> None:
     low, high = min(*intensities, peak / bandwidth) / 3, max(*intensities, peak / bandwidth) * 10
     corners = [low, peak / bandwidth, high]
     axes.plot(corners, [min(peak, bandwidth * x) / 1e9 for x in corners], color="0.3", label="roof")
-    axes.annotate(f"{peak / 1e9:,.0f} GFLOP/s", (high, peak / 1e9), (0, 4), textcoords="offset points", ha="right")
+    axes.annotate(
+        f"{peak / 1e9:,.0f} GFLOP/s",
+        (high, peak / 1e9),
+        (0, 4),
+        textcoords="offset points",
+        ha="right",
+    )
     middle = math.sqrt(low * peak / bandwidth)
-    axes.annotate(f"{bandwidth / 1e9:,.1f} GB/s", (middle, bandwidth * middle / 1e9), (-8, 6), ha="right",
-                  textcoords="offset points")  # fmt: skip
+    axes.annotate(
+        f"{bandwidth / 1e9:,.1f} GB/s",
+        (middle, bandwidth * middle / 1e9),
+        (-8, 6),
+        ha="right",
+        textcoords="offset points",
+    )
     for i, (intensity, name) in enumerate(sorted(zip(intensities, points, strict=True))):
         place = (intensity, points[name].rate("flops") / 1e9)
         axes.plot(*place, "o", color=_colour(name))
         offset = (0, -14 if i % 2 else 7)  # neighbours may be close
-        axes.annotate(name, place, offset, textcoords="offset points", ha="center", color=_colour(name))
+        axes.annotate(
+            name, place, offset, textcoords="offset points", ha="center", color=_colour(name)
+        )
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of memory", ylabel="GFLOP/s")
     tidy(axes)
 
@@ -338,16 +414,23 @@ def _draw_shares(axes: "Axes", found: Roofline) -> None:
         (-0.2, "of its roof", COLOURS[5], [found.phases[name].bound()[1] for name in names]),
     ):
         percent = [100 * (value or 0) for value in values]
-        drawn = axes.barh([i + offset for i in range(len(names))], percent, 0.38, color=colour, label=label)
+        drawn = axes.barh(
+            [i + offset for i in range(len(names))], percent, 0.38, color=colour, label=label
+        )
         texts = ["" if value is None else f"{value:.1%}" for value in values]
         axes.bar_label(drawn, texts, padding=3, fontsize=8)
-    axes.set_yticks(range(len(names)), [f"{name}\n({found.phases[name].bound()[0]})" for name in names], fontsize=8)
+    axes.set_yticks(
+        range(len(names)),
+        [f"{name}\n({found.phases[name].bound()[0]})" for name in names],
+        fontsize=8,
+    )
     axes.set_xlabel("%; in brackets what bounds it")
     axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
     tidy(axes)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))  # above, where no bar is
+    # above, where no bar is
+    axes.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
 
 
 def _colour(name: str) -> str:

@@ -1,4 +1,5 @@
-"""Measuring alternatives against each other: interleaved rounds, spreads, peak memory, the peak of matrix products."""
+"""Measuring alternatives against each other: interleaved rounds, spreads, peak memory, the peak of
+matrix products."""
 
 import ctypes
 import os
@@ -23,7 +24,8 @@ _PRODUCT_SIDE = {"cpu": 2048, "cuda": 8192}  # of the matrices whose product sta
 
 
 class Times(list[float]):
-    """Milliseconds of one alternative, one a round; `run` tells the rounds that it was timed in from all others."""
+    """Milliseconds of one alternative, one a round; `run` tells the rounds that it was timed in
+    from all others."""
 
     def __init__(self, milliseconds: Iterable[float], run: str) -> None:
         super().__init__(milliseconds)
@@ -36,12 +38,17 @@ def synchronize() -> None:
 
 
 def interleaved(
-    alternatives: dict[str, Callable[[], object]], rounds: int, warmup: int = 2, world: World | None = None
+    alternatives: dict[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = 2,
+    world: World | None = None,
 ) -> dict[str, Times]:
-    """Milliseconds of each alternative in each round; a round runs all of them: they share what the machine does.
+    """Milliseconds of each alternative in each round; a round runs all of them: they share what the
+    machine does.
 
-    Every other round runs them backwards: none is always the one after the most memory-hungry. With a `world` every
-    rank calls this with the same alternatives; they begin each together, and the slowest rank's time counts.
+    Every other round runs them backwards: none is always the one after the most memory-hungry. With
+    a `world` every rank calls this with the same alternatives; they begin each together, and the
+    slowest rank's time counts.
     """
     times: dict[str, list[float]] = {name: [] for name in alternatives}
     for r in range(-warmup, rounds):
@@ -55,7 +62,10 @@ def interleaved(
             if r >= 0:
                 times[name].append(1e3 * (time.perf_counter() - start))
     run, everyone = uuid.uuid4().hex[:8], world.gather(times) if world is not None else [times]
-    return {name: Times(map(max, zip(*(found[name] for found in everyone), strict=True)), run) for name in times}
+    return {
+        name: Times(map(max, zip(*(found[name] for found in everyone), strict=True)), run)
+        for name in times
+    }
 
 
 def check_rounds(rounds: int, warmup: int) -> None:
@@ -74,7 +84,8 @@ def check_opts(opts: Sequence[str], config: CfgNode, why: dict[str, str]) -> Non
         why: for some keys, what decides on them.
 
     Raises:
-        UserError: a key of `opts` has another value in `config`; an unknown key, a value of the wrong type.
+        UserError: a key of `opts` has another value in `config`; an unknown key, a value of the
+            wrong type.
     """
     asked = default_config()
     merge_opts(asked, opts)
@@ -89,7 +100,8 @@ def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
     """Round by round: what disturbs a round disturbs both.
 
     Raises:
-        ValueError: the two are of different runs of `interleaved`, or of different numbers of rounds.
+        ValueError: the two are of different runs of `interleaved`, or of different numbers of
+            rounds.
     """
     _common_run(times, base)
     return [t / b for t, b in zip(times, base, strict=True)]
@@ -105,7 +117,8 @@ def _common_run(*many: Sequence[float]) -> str | None:
     runs = [getattr(times, "run", None) for times in many]
     if len(set(runs)) > 1:
         raise ValueError(
-            f"times of different runs ({', '.join(map(str, runs))}) cannot be compared: measure them in one"
+            f"times of different runs ({', '.join(map(str, runs))}) cannot be compared: measure"
+            " them in one"
         )
     return runs[0]
 
@@ -125,7 +138,8 @@ def median_and_spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def latencies(values: Sequence[float]) -> dict[str, float]:
-    """p50, p90 and p99, interpolated between the values; of fewer than 100 the largest in the place of p99."""
+    """p50, p90 and p99, interpolated between the values; of fewer than 100 the largest in the place
+    of p99."""
     if len(values) == 1:
         return dict.fromkeys(("p50", "p90", "max"), values[0])
     cuts = statistics.quantiles(values, n=100, method="inclusive")
@@ -135,7 +149,11 @@ def latencies(values: Sequence[float]) -> dict[str, float]:
 
 def machine(device: str) -> str:
     """Device, threads, load and version, for the head of a record."""
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     load = "/".join(f"{value:.1f}" for value in os.getloadavg())
     return f"{name}; load {load} on {os.cpu_count()} cores; torch {torch.__version__}"
 
@@ -148,9 +166,11 @@ def matrix_product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[
 
 
 def working_memory(work: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes that `work` needs at its highest point beyond what is in use before; None where no one counts them.
+    """Bytes that `work` needs at its highest point beyond what is in use before; None where no one
+    counts them.
 
-    On a GPU torch's allocator counts; on Linux the kernel does (the process's largest resident set, reset before).
+    On a GPU torch's allocator counts; on Linux the kernel does (the process's largest resident set,
+    reset before).
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,12 +1,15 @@
-"""What the experts of a checkpoint have specialised in: pictures of its routing, and mutual information in bits.
+"""What the experts of a checkpoint have specialised in: pictures of its routing, and mutual
+information in bits.
 
-Measured is what the expert that a token goes to tells of the token's class, position, colour and contrast, over a
-validation set, dropless: no expert is ever full. The estimates are the plug-in ones, too large where images are few
-(Paninski, Neural Computation 15, 2003). So beside the class stands what is left of it when images are given each
-other's classes; images and not tokens, since those of an image have its class together. Colour and contrast are cut
-into kinds: of themselves the experts tell as much or more.
+Measured is what the expert that a token goes to tells of the token's class, position, colour and
+contrast, over a validation set, dropless: no expert is ever full. The estimates are the plug-in
+ones, too large where images are few (Paninski, Neural Computation 15, 2003). So beside the class
+stands what is left of it when images are given each other's classes; images and not tokens, since
+those of an image have its class together. Colour and contrast are cut into kinds: of themselves the
+experts tell as much or more.
 
-N images, B of a batch, S pixels a side, h x w tokens of an image, K choices of a token, A kinds of tokens, E experts
+N images, B of a batch, S pixels a side, h x w tokens of an image, K choices of a token, A kinds of
+tokens, E experts
 """
 
 import math
@@ -42,7 +45,8 @@ if TYPE_CHECKING:  # importing matplotlib takes half a second
 
 _SHUFFLES = 10
 _LEVELS = 4  # of each of a patch's mean red, green and blue: 64 kinds of colour
-_CONTRASTS = (1, 2, 4, 8, 16, 32, 64)  # between kinds; the standard deviation of a patch's brightness, of 255
+# between kinds; the standard deviation of a patch's brightness, of 255
+_CONTRASTS = (1, 2, 4, 8, 16, 32, 64)
 _DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
 
 
@@ -53,23 +57,28 @@ def entropy(counts: np.ndarray) -> float:
 
 
 def mutual_information(counts: np.ndarray) -> float:
-    """Bits that one of two things tells of the other, from how often each pair occurred [A, E]: at least 0, at most
-    either's entropy."""
+    """Bits that one of two things tells of the other, from how often each pair occurred [A, E]: at
+    least 0, at most either's entropy."""
     return max(0.0, entropy(counts.sum(0)) + entropy(counts.sum(1)) - entropy(counts))
 
 
 def class_table(by_image: np.ndarray, classes: np.ndarray, num_classes: int) -> np.ndarray:
-    """How often each image chose each expert [N, E] -> how often each class did [num_classes, E]; classes [N]."""
+    """How often each image chose each expert [N, E] -> how often each class did [num_classes, E];
+    classes [N]."""
     table = np.zeros((num_classes, by_image.shape[1]), np.int64)
     np.add.at(table, classes, by_image)
     return table
 
 
 def chance_information(by_image: np.ndarray, classes: np.ndarray, num_classes: int) -> float:
-    """Bits that expert and class seem to tell of each other where images are given each other's classes: the mean over
-    10 seeded shuffles. Arguments as in `class_table`."""
+    """Bits that expert and class seem to tell of each other where images are given each other's
+    classes: the mean over 10 seeded shuffles. Arguments as in `class_table`."""
     shuffles = [np.random.default_rng(seed).permutation(classes) for seed in range(_SHUFFLES)]
-    return float(np.mean([mutual_information(class_table(by_image, found, num_classes)) for found in shuffles]))
+    return float(
+        np.mean(
+            [mutual_information(class_table(by_image, found, num_classes)) for found in shuffles]
+        )
+    )
 
 
 @dataclass
@@ -85,20 +94,24 @@ class LayerChoices:
     def add(self, ids: Tensor, pixels: Tensor) -> None:
         """The choices ids [B, h, w, K] of a batch with pixels [B, 3, S, S] in 0 to 1."""
         batch, *grid, _ = ids.shape
-        self.images.append(self._table(torch.arange(batch, device=ids.device).view(-1, 1, 1), ids, batch))
+        self.images.append(
+            self._table(torch.arange(batch, device=ids.device).view(-1, 1, 1), ids, batch)
+        )
         positions = torch.arange(math.prod(grid), device=ids.device).view(grid)
         self.position += self._table(positions, ids, positions.numel())
         self.colour += self._table(_kind_of_colour(pixels, grid), ids, _LEVELS**3)
         self.contrast += self._table(_kind_of_contrast(pixels, grid), ids, len(_CONTRASTS) + 1)
 
     def _table(self, kinds: Tensor, ids: Tensor, num_kinds: int) -> np.ndarray:
-        """The kinds of tokens, integers [B, h, w] or what expands to that, and their choices -> counts [A, E]."""
+        """The kinds of tokens, integers [B, h, w] or what expands to that, and their choices ->
+        counts [A, E]."""
         pairs = (kinds[..., None] * self.num_experts + ids).flatten()
         counts = torch.bincount(pairs, minlength=num_kinds * self.num_experts)
         return counts.view(num_kinds, self.num_experts).cpu().numpy()
 
     def summary(self, classes: np.ndarray, num_classes: int) -> dict:
-        """Load (1: an even share) and mutual information in bits, given the images' classes [N]; ready for JSON."""
+        """Load (1: an even share) and mutual information in bits, given the images' classes [N];
+        ready for JSON."""
         by_image = np.concatenate(self.images)
         load = by_image.sum(0)
         return {
@@ -116,14 +129,18 @@ class LayerChoices:
 
 
 def _kind_of_colour(pixels: Tensor, grid: Sequence[int]) -> Tensor:
-    red, green, blue = (F.adaptive_avg_pool2d(pixels, grid) * _LEVELS).long().clamp(max=_LEVELS - 1).unbind(1)
+    red, green, blue = (
+        (F.adaptive_avg_pool2d(pixels, grid) * _LEVELS).long().clamp(max=_LEVELS - 1).unbind(1)
+    )
     return (red * _LEVELS + green) * _LEVELS + blue
 
 
 def _kind_of_contrast(pixels: Tensor, grid: Sequence[int]) -> Tensor:
     brightness = pixels.mean(1)  # [B, S, S]
     mean, squares = (F.adaptive_avg_pool2d(x, grid) for x in (brightness, brightness**2))
-    return torch.bucketize(255 * (squares - mean**2).clamp(min=0).sqrt(), pixels.new_tensor(_CONTRASTS))
+    return torch.bucketize(
+        255 * (squares - mean**2).clamp(min=0).sqrt(), pixels.new_tensor(_CONTRASTS)
+    )
 
 
 @dataclass(frozen=True)
@@ -160,11 +177,12 @@ def draw_routing(
     count: int = 8,
     limit: int | None = None,
 ) -> dict:
-    """Write routing.png, classes.png and, where `resume` is a run, load.png into the directory `output`.
+    """Write routing.png, classes.png and, where `resume` is a run, load.png into the directory
+    `output`.
 
     Args:
-        images: files and folders of images, from which `count` are drawn evenly for routing.png; none: from the
-            validation images.
+        images: files and folders of images, from which `count` are drawn evenly for routing.png;
+            none: from the validation images.
         limit: so many validation images, drawn evenly, in place of all of them.
 
     Others as in `open_deployed`.
@@ -173,25 +191,38 @@ def draw_routing(
         What is worth keeping, ready for JSON.
 
     Raises:
-        UserError: several processes, a dense model, a run without metrics, other input that cannot be used.
+        UserError: several processes, a dense model, a run without metrics, other input that cannot
+            be used.
     """
     _check(output, count, limit)
     with open_deployed(resume, data, dataset, [*opts, *_DROPLESS]) as deployed:
         if not deployed.config.MODEL.MOE.NUM_EXPERTS:
-            raise UserError(f"checkpoint {deployed.source.directory}: a dense model, it has no experts")
+            raise UserError(
+                f"checkpoint {deployed.source.directory}: a dense model, it has no experts"
+            )
         run = read_run(Path(resume)) if (Path(resume) / "checkpoints").is_dir() else None
         sources = load_sources(deployed.config)
         shown = _files(images, deployed.config.DATA.MAX_PIXELS) if images else sources.val
         shown = _Drawn(shown, spread(len(shown), count))
-        labels = [Path(shown.name(i)).stem if images else sources.class_names[t] for i, t in enumerate(shown.targets)]
+        labels = [
+            Path(shown.name(i)).stem if images else sources.class_names[t]
+            for i, t in enumerate(shown.targets)
+        ]
         model = deployed.model(num_classes=0)
         pictures = _paint_all(model, shown, deployed, must_be_readable=bool(images))
         measured = _Drawn(sources.val, spread(len(sources.val), limit or len(sources.val)))
         layers, classes, unreadable = _count(model, measured, deployed)
     num_classes = len(sources.class_names)
     found = {name: layer.summary(classes, num_classes) for name, layer in layers.items()}
-    tables = {name: class_table(np.concatenate(layer.images), classes, num_classes) for name, layer in layers.items()}
-    figures = {"routing.png": pictures_figure(pictures, labels, list(layers), deployed.config.MODEL.MOE.NUM_EXPERTS)}
+    tables = {
+        name: class_table(np.concatenate(layer.images), classes, num_classes)
+        for name, layer in layers.items()
+    }
+    figures = {
+        "routing.png": pictures_figure(
+            pictures, labels, list(layers), deployed.config.MODEL.MOE.NUM_EXPERTS
+        )
+    }
     figures["classes.png"] = classes_figure(tables, sources.class_names, found)
     if run and run.layers:
         figures["load.png"] = load_figure(run)
@@ -207,12 +238,16 @@ def draw_routing(
 def _check(output: Path, count: int, limit: int | None) -> None:
     """Raise UserError for what can be seen to be wrong before anything is read."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: this is for one process, without torchrun")
+        raise UserError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: this is for one process, without torchrun"
+        )
     for option, value in (("count", count), ("limit", limit)):
         if value is not None and value < 1:
             raise UserError(f"--{option} is {value}, it must be at least 1")
     if not output.parent.is_dir() or (output.exists() and not output.is_dir()):
-        raise UserError(f"--output {output}: must be a directory, or a new one in a directory that exists")
+        raise UserError(
+            f"--output {output}: must be a directory, or a new one in a directory that exists"
+        )
 
 
 def _files(names: Sequence[str], max_pixels: int) -> ImageFiles:
@@ -221,7 +256,11 @@ def _files(names: Sequence[str], max_pixels: int) -> ImageFiles:
     for path in map(Path, names):
         if not path.exists():
             raise UserError(f"--images {path}: no such file or directory")
-        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS) if path.is_dir() else [path]
+        inside = (
+            sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
+            if path.is_dir()
+            else [path]
+        )
         if not inside:
             raise UserError(f"--images {path}: holds no images ({' '.join(IMG_EXTENSIONS)} count)")
         found += inside
@@ -230,7 +269,9 @@ def _files(names: Sequence[str], max_pixels: int) -> ImageFiles:
 
 
 @torch.inference_mode()
-def _paint_all(model: nn.Module, source: Source, deployed: Deployed, must_be_readable: bool) -> list[np.ndarray]:
+def _paint_all(
+    model: nn.Module, source: Source, deployed: Deployed, must_be_readable: bool
+) -> list[np.ndarray]:
     """The images, and these painted by each layer's choices: uint8 [N, s, s, 3] each."""
     data, parts = deployed.config.DATA, []
     with prepared(model), record_choices(model) as choices:
@@ -246,9 +287,13 @@ def _paint_all(model: nn.Module, source: Source, deployed: Deployed, must_be_rea
 def _count(
     model: nn.Module, source: Source, deployed: Deployed
 ) -> tuple[dict[str, LayerChoices], np.ndarray, list[str]]:
-    """Of the images that can be read the choices in each layer and the classes [N]; the paths of the others."""
+    """Of the images that can be read the choices in each layer and the classes [N]; the paths of
+    the others."""
     config = deployed.config
-    layers = {_short(name): LayerChoices(layer.config.num_experts) for name, layer in moe_layers(model).items()}
+    layers = {
+        _short(name): LayerChoices(layer.config.num_experts)
+        for name, layer in moe_layers(model).items()
+    }
     unreadable = UnreadableImages(len(source), config.DATA.MAX_BAD_SHARE)
     loader, console, classes = evaluation_loader(config, source), Console(), []
     with (

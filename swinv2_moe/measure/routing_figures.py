@@ -23,8 +23,8 @@ _LEGEND_ENTRY = 0.8  # inches
 def pictures_figure(
     pictures: Sequence[np.ndarray], labels: Sequence[str], layers: Sequence[str], num_experts: int
 ) -> "Figure":
-    """A row an image, a column a layer: `pictures` are the images and the same painted by each layer's choices, uint8
-    [N, s, s, 3] each."""
+    """A row an image, a column a layer: `pictures` are the images and the same painted by each
+    layer's choices, uint8 [N, s, s, 3] each."""
     picture, side = montage(pictures), pictures[0].shape[1]
     height, width = picture.shape[:2]
     names = [_shorten(label) for label in labels]
@@ -41,8 +41,11 @@ def pictures_figure(
     return figure
 
 
-def classes_figure(tables: dict[str, np.ndarray], class_names: Sequence[str], found: dict[str, dict]) -> "Figure":
-    """For each layer a heat map of how much likelier than otherwise a class makes an expert, from counts [C, E]."""
+def classes_figure(
+    tables: dict[str, np.ndarray], class_names: Sequence[str], found: dict[str, dict]
+) -> "Figure":
+    """For each layer a heat map of how much likelier than otherwise a class makes an expert, from
+    counts [C, E]."""
     cols = min(len(tables), 4)
     rows = -(-len(tables) // cols)
     shown = min(len(class_names), _MOST_CLASSES)
@@ -58,18 +61,25 @@ def classes_figure(tables: dict[str, np.ndarray], class_names: Sequence[str], fo
         axes.set_xticks(range(0, table.shape[1], -(-table.shape[1] // 8)))
         axes.set_xlabel("expert")
         bits = found[layer]["bits"]
-        axes.set_title(f"{layer}\n{bits['class']:.3f} bits ({bits['class_by_chance']:.3f} by chance)", fontsize=9)
-    bar = figure.colorbar(image, ax=panels[0], aspect=30, extend="both", label="P(expert | class) / P(expert)")
+        axes.set_title(
+            f"{layer}\n{bits['class']:.3f} bits ({bits['class_by_chance']:.3f} by chance)",
+            fontsize=9,
+        )
+    bar = figure.colorbar(
+        image, ax=panels[0], aspect=30, extend="both", label="P(expert | class) / P(expert)"
+    )
     bar.set_ticks(range(-2, 3), labels=["1/4", "1/2", "1", "2", "4"])
     return figure
 
 
 def preferences(table: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """From how often each class chose each expert [C, E]: P(expert | class) / P(expert) [C, E], 1 where there is
-    nothing to say; and the up to `most` classes that tell most about the expert, by the expert they prefer."""
+    """From how often each class chose each expert [C, E]: P(expert | class) / P(expert) [C, E], 1
+    where there is nothing to say; and the up to `most` classes that tell most about the expert, by
+    the expert they prefer."""
     expected = np.outer(table.sum(1), table.sum(0)) / table.sum()
     lift = np.divide(table, expected, out=np.ones(table.shape), where=expected > 0)
-    told = (table * np.log2(np.where(table > 0, lift, 1))).sum(1)  # a class's part of the mutual information
+    # a class's part of the mutual information
+    told = (table * np.log2(np.where(table > 0, lift, 1))).sum(1)
     chosen = np.argsort(-told, kind="stable")[:most]
     favourite, strength = lift.argmax(1), lift.max(1)
     return lift, chosen[np.lexsort((-strength[chosen], favourite[chosen]))]
@@ -110,9 +120,13 @@ def _legend_rows(num_experts: int, inches: float) -> int:
 def _expert_legend(figure: "Figure", num_experts: int) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=colour, label=str(expert)) for expert, colour in enumerate(_tints(num_experts))]
+    handles = [
+        Patch(color=colour, label=str(expert)) for expert, colour in enumerate(_tints(num_experts))
+    ]
     cols = math.ceil(num_experts / _legend_rows(num_experts, figure.get_figwidth()))
-    figure.legend(handles=handles, title="expert", ncols=cols, loc="outside lower center", frameon=False)
+    figure.legend(
+        handles=handles, title="expert", ncols=cols, loc="outside lower center", frameon=False
+    )
 
 
 def _shorten(label: str) -> str:

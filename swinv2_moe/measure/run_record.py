@@ -1,4 +1,5 @@
-"""What a run directory holds, read back: configuration, logged steps, epochs, environment, summary."""
+"""What a run directory holds, read back: configuration, logged steps, epochs, environment,
+summary."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ _SUMMARY = {"parameters": _NUMBER, "active_macs": _NUMBER, "world_size": int, "d
 class RunRecord:
     """A run that has logged at least one step; keys as `swinv2_moe.engine.record` writes them.
 
-    `steps`, `epochs` and `environments` (one for each part of a resumed run) are in the order of their `step`.
+    `steps`, `epochs` and `environments` (one for each part of a resumed run) are in the order of
+    their `step`.
     """
 
     directory: Path
@@ -63,12 +65,15 @@ class RunRecord:
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
-    """As `read_run`; of runs with one name each has as much of its path for a name as tells them apart."""
+    """As `read_run`; of runs with one name each has as much of its path for a name as tells them
+    apart."""
     paths = [directory.resolve().parts for directory in directories]
     depths = range(1, max(map(len, paths)))
     depth = next((n for n in depths if len({path[-n:] for path in paths}) == len(paths)), 1)
     runs = map(read_run, directories)
-    return [replace(run, name="/".join(path[-depth:])) for run, path in zip(runs, paths, strict=True)]
+    return [
+        replace(run, name="/".join(path[-depth:])) for run, path in zip(runs, paths, strict=True)
+    ]
 
 
 def read_run(directory: Path) -> RunRecord:
@@ -79,11 +84,16 @@ def read_run(directory: Path) -> RunRecord:
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: is not a run directory")
-    lines = _read(directory / "metrics.jsonl", f"{directory}: holds no run (no metrics.jsonl)").splitlines()
+    lines = _read(
+        directory / "metrics.jsonl", f"{directory}: holds no run (no metrics.jsonl)"
+    ).splitlines()
     entries = [entry for entry in map(_parse, lines) if _is_whole(entry)]
     steps = [entry for entry in entries if "loss" in entry]
     if not steps:
-        raise UserError(f"{directory}: metrics.jsonl has no logged step (of {len(lines)} lines); has the run begun?")
+        raise UserError(
+            f"{directory}: metrics.jsonl has no logged step (of {len(lines)} lines); has the run"
+            " begun?"
+        )
     text = _read(directory / "config.yaml", f"{directory}: holds no config.yaml")
     if not text.strip():  # else it would mean the defaults
         raise UserError(f"{directory / 'config.yaml'}: is empty")
@@ -125,7 +135,9 @@ def _parse(text: str) -> Any:
 
 
 def _fits(entry: Any, types: dict) -> bool:
-    return isinstance(entry, dict) and all(_is_a(entry.get(key), kind) for key, kind in types.items())
+    return isinstance(entry, dict) and all(
+        _is_a(entry.get(key), kind) for key, kind in types.items()
+    )
 
 
 def _is_a(value: Any, kind: Any) -> bool:

@@ -1,19 +1,23 @@
 """Images/s of a model with experts beside its dense twin, the same trunk with plain FFNs.
 
-Every combination of mode, batch size, dtype, capacity factor and compilation is one run of interleaved rounds, in which
-both models and a large matrix product of the same dtype take turns; no other times are ever set against each other.
+Every combination of mode, batch size, dtype, capacity factor and compilation is one run of
+interleaved rounds, in which both models and a large matrix product of the same dtype take turns; no
+other times are ever set against each other.
 
-- Training: the Trainer's own step (forward, both losses, backward, clipping, update, and under torchrun the exchange of
-  rows and gradients), without mixup, accumulation or averaged weights. The learning rate is 0: as much work, but every
-  round does it on the same weights.
+- Training: the Trainer's own step (forward, both losses, backward, clipping, update, and under
+  torchrun the exchange of rows and gradients), without mixup, accumulation or averaged weights. The
+  learning rate is 0: as much work, but every round does it on the same weights.
 - bfloat16: autocast, as in training and evaluation; the weights stay fp32.
 - Images/s: of all ranks together; a round takes as long as its slowest rank.
-- MFU (model FLOPs utilisation, arXiv 2204.02311, appendix B): two FLOPs for each MAC of the batch (models.complexity;
-  none dropped), three times as many in training, over what the matrix product reached in the same round on each rank.
-- Peak memory: what one untimed pass needs beyond what lies there before it, on the rank that needs most.
+- MFU (model FLOPs utilisation, arXiv 2204.02311, appendix B): two FLOPs for each MAC of the batch
+  (models.complexity; none dropped), three times as many in training, over what the matrix product
+  reached in the same round on each rank.
+- Peak memory: what one untimed pass needs beyond what lies there before it, on the rank that needs
+  most.
 
-The images lie on the device and are noise, on which fresh routers of a deep model spread the tokens about as evenly as
-balanced, trained ones do on photographs; the share that was dropped and the largest load are in every row.
+The images lie on the device and are noise, on which fresh routers of a deep model spread the tokens
+about as evenly as balanced, trained ones do on photographs; the share that was dropped and the
+largest load are in every row.
 
 B images of a rank and pass, W ranks
 """
@@ -60,18 +64,21 @@ from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PASSES = {"inference": 1, "training": 3}  # a backward pass has two products for each one of the forward pass
+# a backward pass has two products for each one of the forward pass
+PASSES = {"inference": 1, "training": 3}
 DTYPES = ("float32", "bfloat16")
 SWITCH = ("off", "on")
 ASSUMED_CLASSES = 1000  # where the configuration leaves the number to the data
 
-_SPEED_ALONE = f"DATA.DATASET digits DATA.GLOBAL_BATCH_SIZE 0 MODEL.UPCYCLE False {REPEATABLE}"  # nothing is loaded
+# nothing is loaded
+_SPEED_ALONE = f"DATA.DATASET digits DATA.GLOBAL_BATCH_SIZE 0 MODEL.UPCYCLE False {REPEATABLE}"
 _DENSE = ["MODEL.MOE.NUM_EXPERTS", "0", "MODEL.MOE.FREEZE", "False"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured: all combinations of the first five; without capacity factors, the configuration's.
+    """What is measured: all combinations of the first five; without capacity factors, the
+    configuration's.
 
     Raises:
         UserError: a value that none of them can take.
@@ -108,7 +115,10 @@ class Combination(NamedTuple):
 
     def __str__(self) -> str:
         compiled = ", compiled" if self.compile == "on" else ""
-        return f"{self.mode}, batch {self.batch_size}, {self.dtype}, f = {self.capacity_factor:g}{compiled}"
+        return (
+            f"{self.mode}, batch {self.batch_size}, {self.dtype}, f ="
+            f" {self.capacity_factor:g}{compiled}"
+        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,8 @@ class Side:
     size: Complexity
     first_call: float  # seconds; compilation happens in it
     peak_memory: int | None  # bytes; None: this system does not tell
-    held: int  # bytes of the parameters and, in training, of the optimiser's state, on the main rank
+    # bytes of the parameters and, in training, of the optimiser's state, on the main rank
+    held: int
 
 
 @dataclass(frozen=True)
@@ -154,7 +165,10 @@ class Row:
         return [ratio * flops / self.product_flops for ratio in ratios(self.product, side.times)]
 
 
-_CAPACITY_FACTOR = {"inference": "MODEL.MOE.EVAL_CAPACITY_FACTOR", "training": "MODEL.MOE.CAPACITY_FACTOR"}
+_CAPACITY_FACTOR = {
+    "inference": "MODEL.MOE.EVAL_CAPACITY_FACTOR",
+    "training": "MODEL.MOE.CAPACITY_FACTOR",
+}
 _DECIDED_BY = {
     "DATA.DATASET": "the images are noise",
     "COMPILE": "--compile decides",
@@ -170,7 +184,8 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
     """Every combination, with the configurations of the model with experts and of the dense one.
 
     Raises:
-        UserError: what `load_config` raises; a configuration without experts, an `opts` that is not measured.
+        UserError: what `load_config` raises; a configuration without experts, an `opts` that is not
+            measured.
     """
 
     def load(*more: object) -> CfgNode:
@@ -179,33 +194,57 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
     moe = load().MODEL.MOE
     if not moe.NUM_EXPERTS:
         raise UserError(
-            f"{file}: MODEL.MOE.NUM_EXPERTS is 0, a model with experts is to be measured beside its dense one"
+            f"{file}: MODEL.MOE.NUM_EXPERTS is 0, a model with experts is to be measured beside its"
+            " dense one"
         )
     found = []
-    choices = (options.mode, options.batch_sizes, options.dtypes, options.capacity_factors or (None,), options.compile)
+    choices = (
+        options.mode,
+        options.batch_sizes,
+        options.dtypes,
+        options.capacity_factors or (None,),
+        options.compile,
+    )
     for mode, batch, dtype, factor, compile in itertools.product(*map(dict.fromkeys, choices)):
         if factor is None:
             factor = moe.CAPACITY_FACTOR if mode == "training" else moe.EVAL_CAPACITY_FACTOR
-        keys = ["DATA.BATCH_SIZE", batch, "COMPILE", compile == "on", "AMP_ENABLE", dtype != "float32"]
+        keys = [
+            "DATA.BATCH_SIZE",
+            batch,
+            "COMPILE",
+            compile == "on",
+            "AMP_ENABLE",
+            dtype != "float32",
+        ]
         keys += ["AMP_DTYPE", "bfloat16", _CAPACITY_FACTOR[mode], factor]
         config = load(*keys)
         check_opts(opts, config, _DECIDED_BY)
-        found.append((Combination(mode, batch, dtype, factor, compile), config, load(*keys, *_DENSE)))
+        found.append(
+            (Combination(mode, batch, dtype, factor, compile), config, load(*keys, *_DENSE))
+        )
     return found
 
 
 def measure(plan: Plan, rounds: int, warmup: int) -> Iterator[Row]:
-    """The main rank gets each row as soon as it is measured, the other ranks none; every rank goes through all.
+    """The main rank gets each row as soon as it is measured, the other ranks none; every rank goes
+    through all.
 
     Raises:
         UserError: experts or a strategy that do not fit the ranks; a GPU whose memory is too small.
     """
     config = plan[0][1]
     with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"):
-        measured = {"combinations": [str(one) for one, *_ in plan], "--rounds": rounds, "--warmup": warmup}
+        measured = {
+            "combinations": [str(one) for one, *_ in plan],
+            "--rounds": rounds,
+            "--warmup": warmup,
+        }
         check_same_start(flatten(config) | measured, world)
         if world.size > 1 and config.MODEL.MOE.STRATEGY == "auto":
-            raise UserError("MODEL.MOE.STRATEGY is 'auto': its trials would be timed too; name the strategy to measure")
+            raise UserError(
+                "MODEL.MOE.STRATEGY is 'auto': its trials would be timed too; name the strategy to"
+                " measure"
+            )
         sizes = [measure_model(own, _classes(own)) for own in plan[0][1:]]
         for combination, *configs in plan:
             try:
@@ -253,7 +292,8 @@ def _measure(
 
 @contextmanager
 def prepared_for_inference(subjects: Iterable[Subject]) -> Iterator[None]:
-    """`moe_core.prepared` for the subjects whose weights do not change: those without an optimiser."""
+    """`moe_core.prepared` for the subjects whose weights do not change: those without an
+    optimiser."""
     with ExitStack() as contexts:
         for subject in subjects:
             if subject.optimizer is None:
@@ -311,7 +351,8 @@ def headline(plan: Plan, ranks: int) -> str:
     config = plan[0][1]
     layers, experts = sum(map(len, config.MODEL.MOE.BLOCKS)), config.MODEL.MOE.NUM_EXPERTS
     return (
-        f"{config.MODEL.TYPE}, {config.DATA.IMG_SIZE} px: {experts} experts in {layers} layers, beside dense;"
+        f"{config.MODEL.TYPE}, {config.DATA.IMG_SIZE} px: {experts} experts in {layers} layers,"
+        " beside dense;"
         f" {ranks} {'process' if ranks == 1 else 'processes'}"
     )
 
@@ -320,9 +361,12 @@ def protocol(row: Row, warmup: int) -> str:
     """How the figures came about, for the head of a table."""
     rounds, (experts, dense) = len(row.product), (row.moe.size, row.dense.size)
     return (
-        f"{experts.parameters / 1e6:,.1f}M parameters and {experts.macs / 1e6:,.0f}M MACs/image, beside"
-        f" {dense.parameters / 1e6:,.1f}M and {dense.macs / 1e6:,.0f}M\n{row.machine}\nmedians (quartiles) of {rounds}"
-        f" rounds after {warmup} to warm up; percentiles are of these {rounds} passes, MFU is of the measured peak;"
+        f"{experts.parameters / 1e6:,.1f}M parameters and {experts.macs / 1e6:,.0f}M MACs/image,"
+        " beside"
+        f" {dense.parameters / 1e6:,.1f}M and {dense.macs / 1e6:,.0f}M\n{row.machine}\nmedians"
+        f" (quartiles) of {rounds}"
+        f" rounds after {warmup} to warm up; percentiles are of these {rounds} passes, MFU is of"
+        " the measured peak;"
         " fresh weights and noise: 'dropped' and 'largest load' tell how evenly they route"
     )
 
@@ -335,20 +379,35 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def _held(subject: Subject) -> int:
     states = subject.optimizer.state.values() if subject.optimizer else ()
-    tensors = [*subject.model.parameters(), *(value for state in states for value in state.values())]
-    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, torch.Tensor)]
+    tensors = [
+        *subject.model.parameters(),
+        *(value for state in states for value in state.values()),
+    ]
+    tensors = [
+        t.to_local() if isinstance(t, DTensor) else t
+        for t in tensors
+        if isinstance(t, torch.Tensor)
+    ]
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def _routing(model: SwinTransformerV2MoE) -> tuple[float, float]:
-    """Of this rank's last pass: the dropped share of all choices; the largest load of an expert in any layer."""
+    """Of this rank's last pass: the dropped share of all choices; the largest load of an expert in
+    any layer."""
     stats = [layer.last_routing for layer in moe_layers(model).values()]
-    return dropped_share(stats), max(float(found.counts.max() / found.counts.float().mean()) for found in stats)
+    return dropped_share(stats), max(
+        float(found.counts.max() / found.counts.float().mean()) for found in stats
+    )
 
 
 def record(row: Row) -> dict[str, object]:
     """A row as flat columns: every figure, and every round's milliseconds."""
-    columns = {"run": row.product.run, **row.combination._asdict(), "ranks": row.ranks, "rounds": len(row.product)}
+    columns = {
+        "run": row.product.run,
+        **row.combination._asdict(),
+        "ranks": row.ranks,
+        "rounds": len(row.product),
+    }
 
     def add(name: str, values: Sequence[float]) -> None:
         columns.update(zip((f"{name}_q1", name, f"{name}_q3"), quartiles(values), strict=True))
@@ -361,9 +420,19 @@ def record(row: Row) -> dict[str, object]:
         columns |= {f"{name}_{which}_ms": value for which, value in latencies(side.times).items()}
         columns |= {f"{name}_parameters": side.size.parameters, f"{name}_macs": side.size.macs}
         columns |= {f"{name}_peak_bytes": side.peak_memory, f"{name}_held_bytes": side.held}
-        columns |= {f"{name}_first_call_s": side.first_call, f"{name}_ms": " ".join(f"{t:.3f}" for t in side.times)}
-    columns |= {"product_flops": row.product_flops, "product_ms": " ".join(f"{t:.3f}" for t in row.product)}
-    return columns | {"dropped": row.dropped, "largest_load": row.largest_load, "machine": row.machine}
+        columns |= {
+            f"{name}_first_call_s": side.first_call,
+            f"{name}_ms": " ".join(f"{t:.3f}" for t in side.times),
+        }
+    columns |= {
+        "product_flops": row.product_flops,
+        "product_ms": " ".join(f"{t:.3f}" for t in row.product),
+    }
+    return columns | {
+        "dropped": row.dropped,
+        "largest_load": row.largest_load,
+        "machine": row.machine,
+    }
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
@@ -381,7 +450,8 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """A PNG: images/s of both models for every row with quartiles, the ratio above them; a panel for each mode.
+    """A PNG: images/s of both models for every row with quartiles, the ratio above them; a panel
+    for each mode.
 
     Raises:
         UserError: a file that cannot be written.
@@ -389,29 +459,51 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     modes = [[row for row in rows if row.combination.mode == mode] for mode in PASSES]
     modes = [found for found in modes if found]
     figure = new_figure(max(6.0, 1.1 * len(rows) + 2), 4.6)
-    panels = figure.subplots(1, len(modes), width_ratios=[len(found) for found in modes], squeeze=False)[0]
+    panels = figure.subplots(
+        1, len(modes), width_ratios=[len(found) for found in modes], squeeze=False
+    )[0]
     for axes, found in zip(panels, modes, strict=True):
         _bars(axes, found)
         axes.set_title(found[0].combination.mode, fontsize=10)
     panels[0].set_ylabel("images/s; in bold: experts / dense")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False
+    )
     figure.suptitle(title, fontsize=10)
     save_png(figure, path)
 
 
 def _bars(axes: "Axes", rows: Sequence[Row]) -> None:
     tops = [0.0] * len(rows)
-    for offset, name, label, colour in ((-0.2, "moe", "experts", COLOURS[0]), (0.2, "dense", "dense", COLOURS[5])):
+    for offset, name, label, colour in (
+        (-0.2, "moe", "experts", COLOURS[0]),
+        (0.2, "dense", "dense", COLOURS[5]),
+    ):
         spreads = [quartiles(row.images_per_second(getattr(row, name))) for row in rows]
         middles = [middle for _, middle, _ in spreads]
-        errors = [[middle - low for low, middle, _ in spreads], [high - middle for _, middle, high in spreads]]
+        errors = [
+            [middle - low for low, middle, _ in spreads],
+            [high - middle for _, middle, high in spreads],
+        ]
         places = [i + offset for i in range(len(rows))]
-        bars = axes.bar(places, middles, 0.38, yerr=errors, color=colour, label=label, error_kw={"linewidth": 1})
-        axes.bar_label(bars, [f"{middle:.3g}" for middle in middles], label_type="center", fontsize=7)
+        bars = axes.bar(
+            places, middles, 0.38, yerr=errors, color=colour, label=label, error_kw={"linewidth": 1}
+        )
+        axes.bar_label(
+            bars, [f"{middle:.3g}" for middle in middles], label_type="center", fontsize=7
+        )
         tops = [max(top, high) for top, (*_, high) in zip(tops, spreads, strict=True)]
     for i, (row, top) in enumerate(zip(rows, tops, strict=True)):
         ratio = f"{statistics.median(row.ratio()):.2f}"
-        axes.annotate(ratio, (i, top), (0, 3), textcoords="offset points", ha="center", fontsize=9, weight="bold")
+        axes.annotate(
+            ratio,
+            (i, top),
+            (0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            weight="bold",
+        )
     axes.set_xticks(range(len(rows)), [_label(row.combination) for row in rows], fontsize=8)
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_ylim(0, 1.1 * max(tops))
@@ -420,4 +512,7 @@ def _bars(axes: "Axes", rows: Sequence[Row]) -> None:
 
 def _label(combination: Combination) -> str:
     compiled = "\ncompiled" if combination.compile == "on" else ""
-    return f"batch {combination.batch_size}\n{combination.dtype}\nf = {combination.capacity_factor:g}{compiled}"
+    return (
+        f"batch {combination.batch_size}\n{combination.dtype}\nf ="
+        f" {combination.capacity_factor:g}{compiled}"
+    )

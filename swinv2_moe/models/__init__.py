@@ -4,7 +4,12 @@ from swinv2_moe.models import registry  # noqa: F401
 from swinv2_moe.models.build import build_model, measure_model
 from swinv2_moe.models.complexity import Complexity
 from swinv2_moe.models.swin_moe import SwinTransformerMoE
-from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE, WithAuxLoss, frozen_moe, take_aux_loss
+from swinv2_moe.models.swinv2_moe import (
+    SwinTransformerV2MoE,
+    WithAuxLoss,
+    frozen_moe,
+    take_aux_loss,
+)
 from swinv2_moe.models.weights import load_dense, load_strict
 
 __all__ = [

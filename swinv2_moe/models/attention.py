@@ -1,5 +1,5 @@
-"""Window attention with timm's parameters and results, by one kernel: `window_attention`'s on a GPU in half precision,
-scaled_dot_product_attention's elsewhere."""
+"""Window attention with timm's parameters and results, by one kernel: `window_attention`'s on a GPU
+in half precision, scaled_dot_product_attention's elsewhere."""
 
 # B images, W windows of an image, N tokens of a window, h heads, D channels of a head
 
@@ -19,8 +19,8 @@ from swinv2_moe.models import window_attention
 class FusedWindowAttention(WindowAttention):
     """timm's SwinV2 attention (cosine similarity, log-spaced position bias) as one fused kernel.
 
-    Same parameters, same output within rounding. Source: Swin Transformer V2, arXiv 2111.09883, section 3. Within
-    `moe_core.prepared` the position network runs once.
+    Same parameters, same output within rounding. Source: Swin Transformer V2, arXiv 2111.09883,
+    section 3. Within `moe_core.prepared` the position network runs once.
     """
 
     cosine = True  # queries and keys are normalised
@@ -65,21 +65,31 @@ class FusedWindowAttention(WindowAttention):
         """qkv [B*W, N, 3, h, D] -> [B*W, N, h*D]."""
         bias = self._position_bias(qkv.dtype)
         mask = None if mask is None else mask.to(qkv.dtype)
-        return window_attention.window_attention(qkv, bias, mask, self.temperature().flatten().float(), self.cosine)
+        return window_attention.window_attention(
+            qkv, bias, mask, self.temperature().flatten().float(), self.cosine
+        )
 
     def _sdpa(self, qkv: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        """The same. TorchScript compiles it, and a trace of it runs with another number of windows."""
+        """The same. TorchScript compiles it, and a trace of it runs with another number of
+        windows."""
         windows, tokens, _, _, channels = qkv.shape
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B*W, h, N, D]
         q, k, scale = self.scaled(q, k)
         bias = self._position_bias(q.dtype).unsqueeze(0)  # [1, h, N, N]
         if mask is not None:
-            # one mask per window of an image: fold the windows into the heads, images stay the batch
+            # one mask per window of an image: fold the windows into the heads, images stay the
+            # batch
             bias = (bias + mask.unsqueeze(1).to(q.dtype)).flatten(0, 1)  # [W*h, N, N]
             folded = [-1, bias.shape[0], tokens, channels]  # [B, W*h, N, D]
             q, k, v = q.reshape(folded), k.reshape(folded), v.reshape(folded)
-        x = F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=bias, dropout_p=dropout, scale=scale)
-        return x.reshape(windows, self.num_heads, tokens, -1).transpose(1, 2).reshape(windows, tokens, -1)
+        x = F.scaled_dot_product_attention(
+            q, k, v.to(q.dtype), attn_mask=bias, dropout_p=dropout, scale=scale
+        )
+        return (
+            x.reshape(windows, self.num_heads, tokens, -1)
+            .transpose(1, 2)
+            .reshape(windows, tokens, -1)
+        )
 
     def project(self, x: Tensor) -> Tensor:
         """x [..., h*D] -> queries, keys and values [..., 3*h*D]."""
@@ -88,7 +98,11 @@ class FusedWindowAttention(WindowAttention):
 
     def scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
         """Queries and keys of unit length, the learned temperature of each head on the queries."""
-        return (F.normalize(q, dim=-1) * self.temperature()).to(q.dtype), F.normalize(k, dim=-1).to(q.dtype), 1.0
+        return (
+            (F.normalize(q, dim=-1) * self.temperature()).to(q.dtype),
+            F.normalize(k, dim=-1).to(q.dtype),
+            1.0,
+        )
 
     def temperature(self) -> Tensor:
         """[h, 1, 1], by which scores are multiplied."""
@@ -119,16 +133,20 @@ class FusedWindowAttention(WindowAttention):
         """The position network's output for every pair of tokens of a window: [h, N, N]."""
         table = self.cpb_mlp(self.relative_coords_table).view(-1, self.num_heads)
         tokens = self.window_size[0] * self.window_size[1]
-        return table[self.relative_position_index.view(-1)].view(tokens, tokens, -1).permute(2, 0, 1)
+        return (
+            table[self.relative_position_index.view(-1)].view(tokens, tokens, -1).permute(2, 0, 1)
+        )
 
 
 class DotProductWindowAttention(FusedWindowAttention):
-    """The attention of the released Swin-MoE models: dot products over sqrt(D), a bias on q, k and v, and the position
-    network's output as it is."""
+    """The attention of the released Swin-MoE models: dot products over sqrt(D), a bias on q, k and
+    v, and the position network's output as it is."""
 
     cosine = False
 
-    def __init__(self, dim: int, *args, qkv_bias: bool = True, device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self, dim: int, *args, qkv_bias: bool = True, device=None, dtype=None, **kwargs
+    ) -> None:
         super().__init__(dim, *args, qkv_bias=False, device=device, dtype=dtype, **kwargs)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
         del self.logit_scale
@@ -144,7 +162,9 @@ class DotProductWindowAttention(FusedWindowAttention):
 
     def temperature(self) -> Tensor:
         scale = (self.dim // self.num_heads) ** -0.5
-        return torch.full((self.num_heads, 1, 1), scale, dtype=torch.float32, device=self.proj.weight.device)
+        return torch.full(
+            (self.num_heads, 1, 1), scale, dtype=torch.float32, device=self.proj.weight.device
+        )
 
     def position_bias(self) -> Tensor:
         return self.raw_position_bias()

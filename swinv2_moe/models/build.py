@@ -12,7 +12,9 @@ from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
 _TYPES = {"swinv2_moe": SwinTransformerV2MoE, "swin_moe": SwinTransformerMoE}
 
 
-def build_model(config: CfgNode, num_classes: int, group: ExpertGroup | None = None) -> SwinTransformerV2MoE:
+def build_model(
+    config: CfgNode, num_classes: int, group: ExpertGroup | None = None
+) -> SwinTransformerV2MoE:
     """A freshly initialised model; its values follow torch's seed and not the number of ranks.
 
     Raises:
@@ -55,7 +57,9 @@ def _model(config: CfgNode, num_classes: int, group: ExpertGroup | None) -> Swin
 
 def _strategy(moe: CfgNode) -> ParallelStrategy | str:
     if moe.STRATEGY == "fixed":
-        return ParallelStrategy(moe.R, moe.PIPELINE_DEGREE, moe.ALL_TO_ALL, moe.RANKS_PER_NODE or None)
+        return ParallelStrategy(
+            moe.R, moe.PIPELINE_DEGREE, moe.ALL_TO_ALL, moe.RANKS_PER_NODE or None
+        )
     return "auto" if moe.STRATEGY == "auto" else ParallelStrategy()
 
 
@@ -80,7 +84,8 @@ def _moe_fields(moe: CfgNode) -> dict:
 
 
 def measure_model(config: CfgNode, num_classes: int) -> Complexity:
-    """Parameters over all ranks and MACs per image of the configured model, without building it in memory."""
+    """Parameters over all ranks and MACs per image of the configured model, without building it in
+    memory."""
     with torch.device("meta"):
         model = build_model(config, num_classes)
     return count(model, config.DATA.IMG_SIZE, config.MODEL.SWINV2.IN_CHANS)

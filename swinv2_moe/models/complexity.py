@@ -1,4 +1,5 @@
-"""Parameters and multiply-accumulates of a model, counted on the meta device: no memory, no time."""
+"""Parameters and multiply-accumulates of a model, counted on the meta device: no memory, no
+time."""
 
 from typing import NamedTuple
 
@@ -6,7 +7,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-_LAYER_NORM = {torch.ops.aten.native_layer_norm: lambda shape, *_, out_shape=None, **__: 2 * shape.numel()}
+_LAYER_NORM = {
+    torch.ops.aten.native_layer_norm: lambda shape, *_, out_shape=None, **__: 2 * shape.numel()
+}
 
 
 class Complexity(NamedTuple):
@@ -19,12 +22,16 @@ class Complexity(NamedTuple):
 def count(model: nn.Module, img_size: int, in_chans: int = 3) -> Complexity:
     """Count a model that lives on the meta device.
 
-    The MACs are what one more image in the batch costs, so the position bias, which a batch shares, is not in them:
-    convolutions, linear layers, attention, and layer norms as one per element; each token counts in its top-k experts,
-    none dropped. This is how Swin Transformer's public code counts, and it reproduces its published figures.
+    The MACs are what one more image in the batch costs, so the position bias, which a batch shares,
+    is not in them: convolutions, linear layers, attention, and layer norms as one per element; each
+    token counts in its top-k experts, none dropped. This is how Swin Transformer's public code
+    counts, and it reproduces its published figures.
     """
     model.eval()
-    macs = [_batch_macs(model, torch.empty(n, in_chans, img_size, img_size, device="meta")) for n in (1, 2)]
+    macs = [
+        _batch_macs(model, torch.empty(n, in_chans, img_size, img_size, device="meta"))
+        for n in (1, 2)
+    ]
     return Complexity(sum(p.numel() for p in model.parameters()), macs[1] - macs[0])
 
 

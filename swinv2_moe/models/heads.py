@@ -14,8 +14,11 @@ _MAX_DIGITS = 9
 _NAMES = ("head.fc.weight", "head.fc.bias")
 
 
-def fit_head(tensors: dict[str, Tensor], expected: dict[str, Tensor], config: CfgNode) -> dict[str, Tensor]:
-    """Pretrained `tensors` with the head that MODEL.NEW_HEAD and MODEL.CLASS_MAP ask for; without them, as they are.
+def fit_head(
+    tensors: dict[str, Tensor], expected: dict[str, Tensor], config: CfgNode
+) -> dict[str, Tensor]:
+    """Pretrained `tensors` with the head that MODEL.NEW_HEAD and MODEL.CLASS_MAP ask for; without
+    them, as they are.
 
     Args:
         expected: the model's own tensors, whose head is the new one.
@@ -31,7 +34,8 @@ def fit_head(tensors: dict[str, Tensor], expected: dict[str, Tensor], config: Cf
     rows = read_class_map(Path(config.MODEL.CLASS_MAP))
     if len(rows) != here or max(rows, default=0) >= there:
         raise UserError(
-            f"MODEL.CLASS_MAP {config.MODEL.CLASS_MAP}: {len(rows)} lines up to class {max(rows, default=0)}, the model"
+            f"MODEL.CLASS_MAP {config.MODEL.CLASS_MAP}: {len(rows)} lines up to class"
+            f" {max(rows, default=0)}, the model"
             f" has {here} classes and the pretrained weights have {there} (0 to {there - 1})"
         )
     rows = torch.tensor(rows)
@@ -42,8 +46,9 @@ def fit_head(tensors: dict[str, Tensor], expected: dict[str, Tensor], config: Cf
 
 
 def read_class_map(file: Path) -> list[int]:
-    """For each class of the model the number (from 0) of its class in the pretrained weights, or -1 where they have
-    none, a line each: Swin's map22kto1k.txt, and what data/make_class_map.py writes.
+    """For each class of the model the number (from 0) of its class in the pretrained weights, or -1
+    where they have none, a line each: Swin's map22kto1k.txt, and what data/make_class_map.py
+    writes.
 
     Raises:
         UserError: not such a file.
@@ -54,5 +59,7 @@ def read_class_map(file: Path) -> list[int]:
         raise UserError(f"MODEL.CLASS_MAP {file}: cannot be read ({error})") from error
     for number, line in enumerate(lines, start=1):
         if line != "-1" and not (line.isdecimal() and len(line) <= _MAX_DIGITS):
-            raise UserError(f"MODEL.CLASS_MAP {file}: line {number}: {short(line)} is not the number of a class")
+            raise UserError(
+                f"MODEL.CLASS_MAP {file}: line {number}: {short(line)} is not the number of a class"
+            )
     return [int(line) for line in lines]

@@ -1,7 +1,8 @@
 """Which windows a model's position network knows.
 
-Log-spaced coordinates (arXiv 2111.09883, section 3.3) let one network serve any window, if positions are measured by
-the window that it was trained for: the model's own, or where that has changed, MODEL.SWINV2.PRETRAINED_WINDOW_SIZES.
+Log-spaced coordinates (arXiv 2111.09883, section 3.3) let one network serve any window, if
+positions are measured by the window that it was trained for: the model's own, or where that has
+changed, MODEL.SWINV2.PRETRAINED_WINDOW_SIZES.
 """
 
 # S stages, w a window's side in tokens
@@ -14,17 +15,21 @@ from torch import Tensor
 from swinv2_moe.errors import UserError
 
 _LARGEST_STEP = 1.1  # log2(8 + 1) / log2(8) = 1.06, of a window of two tokens
-_TABLE = "layers.{}.blocks.0.attn.relative_coords_table"  # [1, 2w-1, 2w-1, 2], in Microsoft's and older timm files
+# [1, 2w-1, 2w-1, 2], in Microsoft's and older timm files
+_TABLE = "layers.{}.blocks.0.attn.relative_coords_table"
 
 
 def position_windows(model: SwinTransformerV2) -> list[int]:
     """[S]: the window side by which each stage measures positions."""
     attentions = [stage.blocks[0].attn for stage in model.layers]
-    return [attention.pretrained_window_size[0] or attention.window_size[0] for attention in attentions]
+    return [
+        attention.pretrained_window_size[0] or attention.window_size[0] for attention in attentions
+    ]
 
 
 def windows_of_tables(state: dict[str, Tensor], stages: int) -> list[int] | None:
-    """The same of dense weights, from the coordinates that some files hold; None where they do not."""
+    """The same of dense weights, from the coordinates that some files hold; None where they do
+    not."""
     tables = [state.get(_TABLE.format(stage)) for stage in range(stages)]
     if any(table is None for table in tables):
         return None
@@ -57,6 +62,7 @@ def check_windows(model: SwinTransformerV2, trained: Sequence[int] | None, sourc
     here = position_windows(model)
     if list(trained) != here:
         raise UserError(
-            f"{source}: its position biases know windows of {list(trained)}, the model would use them for {here};"
+            f"{source}: its position biases know windows of {list(trained)}, the model would use"
+            f" them for {here};"
             f" MODEL.SWINV2.PRETRAINED_WINDOW_SIZES {str(list(trained)).replace(' ', '')} says so"
         )

@@ -1,4 +1,5 @@
-"""Names for timm.create_model; any argument of SwinTransformerV2MoE overrides a variant's, `num_experts` say."""
+"""Names for timm.create_model; any argument of SwinTransformerV2MoE overrides a variant's,
+`num_experts` say."""
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
@@ -57,7 +58,13 @@ def _create(cls: type, variant: str, pretrained: bool, variant_args: dict, kwarg
 @register_model
 def swinv2_moe_nano_window4_16(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
     """The quickstart's size: 16 px, patches of 2, three stages."""
-    args = {"patch_size": 2, "embed_dim": 32, "depths": (1, 2, 2), "num_heads": (2, 4, 8), "window_size": 4}
+    args = {
+        "patch_size": 2,
+        "embed_dim": 32,
+        "depths": (1, 2, 2),
+        "num_heads": (2, 4, 8),
+        "window_size": 4,
+    }
     args["moe_blocks"] = ((), (1,), (1,))
     return _create(SwinTransformerV2MoE, "swinv2_moe_nano_window4_16", pretrained, args, kwargs)
 

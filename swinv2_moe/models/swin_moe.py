@@ -1,6 +1,8 @@
-"""The form in which Swin-MoE was released: pre-norm blocks, dot-product attention, V1 patch merging.
+"""The form in which Swin-MoE was released: pre-norm blocks, dot-product attention, V1 patch
+merging.
 
-The paper (arXiv 2206.03382, section 5) calls it SwinV2-MoE; this model exists so that the released weights load.
+The paper (arXiv 2206.03382, section 5) calls it SwinV2-MoE; this model exists so that the released
+weights load.
 """
 
 from functools import partial
@@ -26,7 +28,8 @@ class PreNormBlock(SwinTransformerV2Block):
 
 
 class PreNormMerging(swin_transformer_v2.PatchMerging):
-    """V1's patch merging (norm, then reduction) under V2's type, which timm's `set_input_size` asks for."""
+    """V1's patch merging (norm, then reduction) under V2's type, which timm's `set_input_size` asks
+    for."""
 
     def __init__(self, dim: int, out_dim: int, device=None, dtype=None) -> None:
         super().__init__(dim, out_dim, device=device, dtype=dtype)
@@ -36,20 +39,26 @@ class PreNormMerging(swin_transformer_v2.PatchMerging):
 
 
 class SwinTransformerMoE(SwinTransformerV2MoE):
-    """SwinTransformerV2MoE's arguments, the released architecture; FFNs and experts have no second bias."""
+    """SwinTransformerV2MoE's arguments, the released architecture; FFNs and experts have no second
+    bias."""
 
     attention = DotProductWindowAttention
 
     def __init__(self, *, moe: dict | None = None, device=None, dtype=None, **kwargs) -> None:
-        super().__init__(moe={"output_bias": False} | (moe or {}), device=device, dtype=dtype, **kwargs)
+        super().__init__(
+            moe={"output_bias": False} | (moe or {}), device=device, dtype=dtype, **kwargs
+        )
         for stage in self.layers:
             if not isinstance(stage.downsample, nn.Identity):
-                stage.downsample = PreNormMerging(stage.downsample.dim, stage.downsample.out_dim, device, dtype)
+                stage.downsample = PreNormMerging(
+                    stage.downsample.dim, stage.downsample.out_dim, device, dtype
+                )
         self.init_weights(needs_reset=False)
 
     def adapt_block(self, block: SwinTransformerV2Block) -> None:
         super().adapt_block(block)
-        # Same state, other order of the norms: the class is the only difference between the two blocks.
+        # Same state, other order of the norms: the class is the only difference between the two
+        # blocks.
         block.__class__ = PreNormBlock
         fc1 = block.mlp.fc1
         block.mlp = Mlp(

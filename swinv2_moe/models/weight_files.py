@@ -1,4 +1,5 @@
-"""Reading files of weights that nobody has checked: .safetensors, and torch's without running code in them."""
+"""Reading files of weights that nobody has checked: .safetensors, and torch's without running code
+in them."""
 
 import pickle
 import tarfile
@@ -33,15 +34,17 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     with _opened(file):
         try:
             return load_file(file)
-        except (SafetensorError, MemoryError) as error:  # MemoryError: a file larger than the address space
+        # MemoryError: a file larger than the address space
+        except (SafetensorError, MemoryError) as error:
             raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
 
 
 def read_torch_file(file: Path, allowed: Sequence[object] = ()) -> dict:
     """What torch.save wrote: a state dict, or a dictionary with one below "model" or "state_dict".
 
-    Tensors stay in the file until they are used (memory-mapped), but for the format of before torch 1.6. Those of the
-    state dict are compared with their records' sizes and checksums. None takes more memory than its data has bytes.
+    Tensors stay in the file until they are used (memory-mapped), but for the format of before torch
+    1.6. Those of the state dict are compared with their records' sizes and checksums. None takes
+    more memory than its data has bytes.
 
     Args:
         allowed: classes and functions, beyond torch's own list, that the file's pickle may use.
@@ -55,7 +58,8 @@ def read_torch_file(file: Path, allowed: Sequence[object] = ()) -> dict:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[BinaryIO]:
-    """A file of weights; what the block finds wrong with it (ValueError) becomes a UserError that names it."""
+    """A file of weights; what the block finds wrong with it (ValueError) becomes a UserError that
+    names it."""
     if file.is_dir():
         raise UserError(f"weights {file}: is a directory")
     try:
@@ -68,7 +72,8 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def unwrapped(content: object) -> object:
-    """The state dict in what a training program saved: that below "model" or "state_dict", or all of it."""
+    """The state dict in what a training program saved: that below "model" or "state_dict", or all
+    of it."""
     for key in ("model", "state_dict"):
         if isinstance(content, dict):
             content = content.get(key, content)
@@ -86,7 +91,9 @@ def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -
     with torch.serialization.safe_globals(list(allowed)):
         found = _load(file if is_zip else content, is_zip)
     state = unwrapped(found)
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(value, Tensor) for value in state.values()
+    ):
         raise ValueError("holds no state dict of tensors")
     for name, tensor in state.items():
         problem = _why_unusable(tensor) if isinstance(name, str) else "has a name that is no text"
@@ -113,10 +120,12 @@ def _load(source: Path | BinaryIO, is_zip: bool) -> object:
 
 
 def _check_zip(content: BinaryIO) -> set[tuple[int, int]]:
-    """(size, CRC-32) of each record of a torch file. The checksums are 0 where torch was told to compute none.
+    """(size, CRC-32) of each record of a torch file. The checksums are 0 where torch was told to
+    compute none.
 
     Raises:
-        ValueError: it is damaged in what does not hold tensors, or its records cannot be mapped into memory.
+        ValueError: it is damaged in what does not hold tensors, or its records cannot be mapped
+            into memory.
     """
     try:
         with zipfile.ZipFile(_BoundedReads(content)) as archive:
@@ -136,7 +145,9 @@ def _check_zip(content: BinaryIO) -> set[tuple[int, int]]:
 def _check_record(record: zipfile.ZipInfo) -> None:
     name, size = record.filename, record.file_size
     if record.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"record {name!r} is compressed, which torch.save never does; load it and save it anew")
+        raise ValueError(
+            f"record {name!r} is compressed, which torch.save never does; load it and save it anew"
+        )
     if not _holds_tensor(record) and size > _MAX_READ:
         raise ValueError(f"record {name!r} has {size:,} bytes, at most {_MAX_READ:,} are read")
 
@@ -146,14 +157,22 @@ def _holds_tensor(record: zipfile.ZipInfo) -> bool:
 
 
 class _BoundedReads:
-    """A file for `zipfile`, which reads a directory at once, however large the file says that it is."""
+    """A file for `zipfile`, which reads a directory at once, however large the file says that it
+    is."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.seek, self.tell, self.seekable, self._read = file.seek, file.tell, file.seekable, file.read
+        self.seek, self.tell, self.seekable, self._read = (
+            file.seek,
+            file.tell,
+            file.seekable,
+            file.read,
+        )
 
     def read(self, size: int = -1) -> bytes:
         if size > _MAX_READ:
-            raise zipfile.BadZipFile(f"its directory has {size:,} bytes, at most {_MAX_READ:,} are read")
+            raise zipfile.BadZipFile(
+                f"its directory has {size:,} bytes, at most {_MAX_READ:,} are read"
+            )
         return self._read(size)
 
 
@@ -169,12 +188,16 @@ def _why_unusable(tensor: Tensor) -> str | None:
         return f"has no data (it is on the device {tensor.device.type!r})"
     available = tensor.untyped_storage().nbytes()
     if tensor.nbytes > available:
-        return f"of shape {list(tensor.shape)} takes {tensor.nbytes:,} bytes, its data has {available:,}"
+        return (
+            f"of shape {list(tensor.shape)} takes {tensor.nbytes:,} bytes, its data has"
+            f" {available:,}"
+        )
     return None
 
 
 def _check_total(tensors: Iterable[Tensor], file_size: int) -> None:
-    """Raise ValueError where tensors share their data so often that copies of them would fill the memory."""
+    """Raise ValueError where tensors share their data so often that copies of them would fill the
+    memory."""
     total = sum(tensor.nbytes for tensor in tensors)
     if total > 2 * file_size:
         raise ValueError(f"its tensors take {total:,} bytes, the file has {file_size:,}")
@@ -192,7 +215,9 @@ def _check_records(state: dict[str, Tensor], records: set[tuple[int, int]]) -> N
             continue
         checked.add((place, size))
         if size not in sizes:
-            raise ValueError(f"{name!r} is damaged: its data takes {size:,} bytes, no record has that size")
+            raise ValueError(
+                f"{name!r} is damaged: its data takes {size:,} bytes, no record has that size"
+            )
         content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         checksum = zlib.crc32(content) if has_checksums else 0
         if (size, checksum) not in records:

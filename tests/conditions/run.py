@@ -1,10 +1,10 @@
 """The test suite where it is hardest: each file alone, other orders, other CPUs. Not a test itself.
 
-    python tests/conditions/run.py alone            (each test file in a process of its own: about 25 minutes)
-    python tests/conditions/run.py order 1 2        (the whole suite in the random orders of these seeds)
-    python tests/conditions/run.py torch            (kernels="torch" in place of "auto")
-    python tests/conditions/run.py no-avx512        (without these instructions; as root, for a mount namespace)
-    python tests/conditions/run.py one-core
+    python tests/conditions/run.py alone            (each test file in a process of its own: about
+    25 minutes) python tests/conditions/run.py order 1 2        (the whole suite in the random
+    orders of these seeds) python tests/conditions/run.py torch            (kernels="torch" in place
+    of "auto") python tests/conditions/run.py no-avx512        (without these instructions; as root,
+    for a mount namespace) python tests/conditions/run.py one-core
 
 What follows `--` goes to pytest. Exits with 1 if anything failed.
 """
@@ -20,7 +20,15 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q"]
-PARALLEL = ["--numprocesses", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
+PARALLEL = [
+    "--numprocesses",
+    "auto",
+    "--maxprocesses",
+    "4",
+    "--dist",
+    "loadfile",
+    "--no-loadscope-reorder",
+]
 NO_TESTS = 5  # pytest's exit code where all are deselected
 
 
@@ -48,12 +56,15 @@ def alone(options: list[str]) -> bool:
 
 
 def without_avx512(options: list[str]) -> bool:
-    """The kernel's list of the CPU's instructions is covered by one without AVX-512, for this run alone."""
+    """The kernel's list of the CPU's instructions is covered by one without AVX-512, for this run
+    alone."""
     lines = Path("/proc/cpuinfo").read_text().splitlines(keepends=True)
     with tempfile.NamedTemporaryFile("w", suffix="-cpuinfo") as listed:
         for line in lines:
             words = line.split(" ")
-            listed.write(" ".join(word for word in words if not word.strip().startswith(("avx512", "amx"))))
+            listed.write(
+                " ".join(word for word in words if not word.strip().startswith(("avx512", "amx")))
+            )
         listed.flush()
         covered = f'mount --bind {listed.name} /proc/cpuinfo && exec "$@"'
         command = ["unshare", "--mount", "sh", "-c", covered, "sh", *PYTEST, *PARALLEL, *options]
@@ -61,7 +72,9 @@ def without_avx512(options: list[str]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("condition", choices=["alone", "order", "torch", "no-avx512", "one-core"])
     parser.add_argument("seeds", nargs="*", type=int)
     own, options = sys.argv[1:], []

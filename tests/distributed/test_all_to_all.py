@@ -1,7 +1,7 @@
 """Both all-to-alls against plain enumeration, and what each strategy sends against its formula."""
 
-# W ranks of the group, g ranks per node, N nodes, E experts, C rows per expert and rank, M model dim
-# T tokens of a rank, s ranks of an expert: r hidden parts, each on s / r ranks; d chunks
+# W ranks of the group, g ranks per node, N nodes, E experts, C rows per expert and rank, M model
+# dim T tokens of a rank, s ranks of an expert: r hidden parts, each on s / r ranks; d chunks
 
 import itertools
 import os
@@ -26,16 +26,20 @@ from moe_core.parallel import (
     valid_r,
 )
 
-UNSORTED_SPLITS = ([0, 1, 5, 2, 0, 0, 7, 3], [4, 0, 0, 0, 1, 9, 0, 2])  # rows by (source - destination) mod W
+# rows by (source - destination) mod W
+UNSORTED_SPLITS = ([0, 1, 5, 2, 0, 0, 7, 3], [4, 0, 0, 0, 1, 9, 0, 2])
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 SHAPES = ((), (2, 3), (2, 0), (1,))  # of one row
 
 
-def block(source: int, destination: int, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def block(
+    source: int, destination: int, count: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
     """`count` rows [count, *shape] whose values tell source, destination and number."""
     numbers = torch.arange(count * torch.Size(shape).numel()).view(count, *shape)
     values = (source * 11 + destination) * 1009 + numbers
-    return (values % 241 if dtype.itemsize < 4 else values).to(dtype)  # small dtypes hold no larger integers
+    # small dtypes hold no larger integers
+    return (values % 241 if dtype.itemsize < 4 else values).to(dtype)
 
 
 def ways(size: int) -> list[tuple[str, int | None]]:
@@ -43,7 +47,12 @@ def ways(size: int) -> list[tuple[str, int | None]]:
 
 
 def check(
-    group: ExpertGroup, counts: list[list[int]], way: tuple, shape=(3,), dtype=torch.float64, equal=False
+    group: ExpertGroup,
+    counts: list[list[int]],
+    way: tuple,
+    shape=(3,),
+    dtype=torch.float64,
+    equal=False,
 ) -> None:
     """`counts` [W][W] by source and destination; `equal`: leave them to all_to_all to find out."""
     here, size = group.rank, group.size
@@ -59,7 +68,9 @@ def check(
 
 
 def split_tables(size: int) -> list[list[list[int]]]:
-    rotated = [[[row[(s - d) % size] for d in range(size)] for s in range(size)] for row in UNSORTED_SPLITS]
+    rotated = [
+        [[row[(s - d) % size] for d in range(size)] for s in range(size)] for row in UNSORTED_SPLITS
+    ]
     one_sender = [[2 if s == size - 1 else 0] * size for s in range(size)]
     one_receiver = [[5] + [0] * (size - 1) for _ in range(size)]
     nothing = [[0] * size for _ in range(size)]
@@ -80,11 +91,15 @@ def check_group(group: ExpertGroup) -> None:
 def check_flexible(group: ExpertGroup, way: tuple) -> None:
     here, size, capacity, dim = group.rank, group.size, 3, 2
     for local, rows in ((1, capacity), (3, capacity), (2, 0)):
-        x = torch.cat([block(here, e, rows, (dim,), torch.float64)[None] for e in range(local * size)])
+        x = torch.cat(
+            [block(here, e, rows, (dim,), torch.float64)[None] for e in range(local * size)]
+        )
         x.requires_grad_()
         y = flexible_all_to_all(x, group, False, *way)
         mine = range(here * local, (here + 1) * local)
-        expected = [torch.cat([block(s, e, rows, (dim,), torch.float64) for s in range(size)]) for e in mine]
+        expected = [
+            torch.cat([block(s, e, rows, (dim,), torch.float64) for s in range(size)]) for e in mine
+        ]
         assert y.shape == (local, size * rows, dim)  # (E_local, C_global, M)
         assert torch.equal(y, torch.stack(expected))
         back = flexible_all_to_all(y, group, True, *way)
@@ -157,14 +172,21 @@ def reads_torchruns_variables(rank: int) -> None:
         assert set(traffic.messages) == (beside | across) - {rank}
     for local in (None, "", "0", "two"):
         world = ExpertGroup(dist.group.WORLD)
-        with pytest.raises(ValueError, match=r"ranks_per_node .*LOCAL_WORLD_SIZE of .* is \[0, 0, 0, 0\]"):
+        with pytest.raises(
+            ValueError, match=r"ranks_per_node .*LOCAL_WORLD_SIZE of .* is \[0, 0, 0, 0\]"
+        ):
             with_local_world_size(local, world)
     for call in (all_to_all, flexible_all_to_all):
         with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE of .* is \[0, 0, 0, 0\]"):
             call(torch.ones(4, 4, 1), world, algorithm="2dh")
     with pytest.raises(ValueError, match=r"nodes \[0, 0, 0, 1\] \(LOCAL_WORLD_SIZE 3\)"):
         with_local_world_size("3", ExpertGroup(dist.group.WORLD))
-    for ranks, local, per_node in (([0, 2], "2", 1), ([1, 3], "2", 1), ([0, 2], "4", 2), ([1, 2, 3], "4", 3)):
+    for ranks, local, per_node in (
+        ([0, 2], "2", 1),
+        ([1, 3], "2", 1),
+        ([0, 2], "4", 2),
+        ([1, 2, 3], "4", 3),
+    ):
         process_group = dist.new_group(ranks)
         if rank in ranks:
             assert with_local_world_size(local, ExpertGroup(process_group)) == per_node
@@ -200,7 +222,9 @@ def uneven_nodes(rank: int, locals_of_ranks: list[str | None]) -> None:
         with_local_world_size(locals_of_ranks[rank], ExpertGroup(dist.group.WORLD))
 
 
-@pytest.mark.parametrize("locals_of_ranks", [["3", "3", "3", "1"], ["1", "2", "2", "1"], ["2", "2", "2", None]])
+@pytest.mark.parametrize(
+    "locals_of_ranks", [["3", "3", "3", "1"], ["1", "2", "2", "1"], ["2", "2", "2", None]]
+)
 def test_nodes_of_unequal_size_are_refused_on_every_rank(run_processes, locals_of_ranks):
     run_processes(uneven_nodes, 4, locals_of_ranks, seconds=60)
 
@@ -220,17 +244,22 @@ class InTurn(nn.Module):
         return nn.functional.one_hot(expert, self.num_experts).double() * 9 + 0 * tokens.sum()
 
 
-def formula(strategy: ParallelStrategy, layer: MoELayer, num_tokens: int, exchanges: int, gathers: int) -> tuple:
-    """(elements, messages) by receiver, of so many exchanges of rows and gathers (or scatters) of weights."""
+def formula(
+    strategy: ParallelStrategy, layer: MoELayer, num_tokens: int, exchanges: int, gathers: int
+) -> tuple:
+    """(elements, messages) by receiver, of so many exchanges of rows and gathers (or scatters) of
+    weights."""
     size, here, r, g = layer.group.size, layer.group.rank, strategy.r, strategy.ranks_per_node
     elements, messages = Counter(), Counter()
-    block = size if r == 0 else max(size // layer.config.num_experts, 1) // r  # ranks that gather weights
+    # ranks that gather weights
+    block = size if r == 0 else max(size // layer.config.num_experts, 1) // r
     own = [p.numel() for p in layer.experts.parameters()]
     for peer in (p for p in range(size) if p != here):
         if peer // block == here // block:
             elements[peer] += gathers * sum(own)
             messages[peer] += gathers * len(own)
-        pair = r * num_tokens // size * layer.config.model_dim  # from one rank to one other, in one exchange
+        # from one rank to one other, in one exchange
+        pair = r * num_tokens // size * layer.config.model_dim
         if strategy.all_to_all == "linear":
             rows = pair
         else:
@@ -249,9 +278,13 @@ def sends_what_the_formula_says(rank: int, world_size: int) -> None:
     )  # divisible by W * s * d, so that all splits are equal
     shapes = (None, None, 2, 1)  # ranks per node; None: linear
     for num_experts in (2 * world_size, world_size // 2, 1):
-        config = make_layer(model_dim=8, hidden_dim=16, num_experts=num_experts, capacity_factor=0.0).config
+        config = make_layer(
+            model_dim=8, hidden_dim=16, num_experts=num_experts, capacity_factor=0.0
+        ).config
         layer = MoELayer(config, group, router=InTurn(num_experts)).double()
-        for r, (d, g) in itertools.product(valid_r(num_experts, world_size), zip((1, 3, 1, 3), shapes, strict=True)):
+        for r, (d, g) in itertools.product(
+            valid_r(num_experts, world_size), zip((1, 3, 1, 3), shapes, strict=True)
+        ):
             strategy = ParallelStrategy(r, d, "2dh" if g else "linear", g)
             x = torch.randn(num_tokens, 8, dtype=torch.float64, requires_grad=True)
             with torch.no_grad(), group.count_traffic() as forward:
@@ -269,7 +302,8 @@ def test_each_strategy_sends_what_its_formula_says(run_processes):
 
 
 def fewer_messages_leave_a_node(rank: int) -> None:
-    """2DH, 8 ranks as 2 x 4: g - 1 + N - 1 messages instead of W - 1, and N - 1 to other nodes instead of (N - 1) g."""
+    """2DH, 8 ranks as 2 x 4: g - 1 + N - 1 messages instead of W - 1, and N - 1 to other nodes
+    instead of (N - 1) g."""
     g = 4
     group = make_expert_groups(8, ranks_per_node=g)
     counts = {}
@@ -277,7 +311,10 @@ def fewer_messages_leave_a_node(rank: int) -> None:
         with group.count_traffic() as traffic:
             check(group, [[2] * 8] * 8, way)  # forward and backward: two exchanges
         sent = traffic.messages
-        counts[way[0]] = (sent.total(), sum(n for peer, n in sent.items() if peer // g != rank // g))
+        counts[way[0]] = (
+            sent.total(),
+            sum(n for peer, n in sent.items() if peer // g != rank // g),
+        )
     assert counts == {"linear": (2 * 7, 2 * 4), "2dh": (2 * (3 + 1), 2 * 1)}
 
 

@@ -1,4 +1,5 @@
-"""A detector on two gloo processes, through mmengine's own runner: shared parameters stay equal to the bit."""
+"""A detector on two gloo processes, through mmengine's own runner: shared parameters stay equal to
+the bit."""
 
 import os
 from pathlib import Path
@@ -64,7 +65,9 @@ def check_ranks(rank: int, data: Path, root: Path, expert_parallel: bool) -> Non
     owned = sharded_experts(model)
     assert bool(owned) == expert_parallel
     shared = {name: p for name, p in model.named_parameters() if name not in owned}
-    states = [optimizer.state[p][kind] for p in shared.values() for kind in ("exp_avg", "exp_avg_sq")]
+    states = [
+        optimizer.state[p][kind] for p in shared.values() for kind in ("exp_avg", "exp_avg_sq")
+    ]
     for first, second in (everyones(bits(shared.values())), everyones(bits(states))):
         assert torch.equal(first, second)
     for parameter in owned.values():
@@ -73,7 +76,8 @@ def check_ranks(rank: int, data: Path, root: Path, expert_parallel: bool) -> Non
 
 
 def check_the_checkpoint_loads_anywhere(rank: int, data: Path, root: Path) -> None:
-    """What two ranks with half of the experts each have saved, on one rank with all of them, and on two again."""
+    """What two ranks with half of the experts each have saved, on one rank with all of them, and on
+    two again."""
     from moe_core import load_tensors
     from swinv2_moe.detection.run import build_detector
     from swinv2_moe.detection.runner import MoERunner

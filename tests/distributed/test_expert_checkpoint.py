@@ -1,4 +1,5 @@
-"""Checkpoint files of the experts belong to the model, not to the number of ranks that wrote them."""
+"""Checkpoint files of the experts belong to the model, not to the number of ranks that wrote
+them."""
 
 from pathlib import Path
 
@@ -28,7 +29,9 @@ def load(rank: int, directory: Path) -> None:
     first, count = model["moe"].shard[:2]
     for name, parameter in model.named_parameters():
         expected = whole.get_parameter(name)
-        assert torch.equal(parameter, expected[first : first + count] if "experts" in name else expected)
+        assert torch.equal(
+            parameter, expected[first : first + count] if "experts" in name else expected
+        )
 
 
 def test_what_four_ranks_save_one_and_two_load_and_back(run_processes, tmp_path):
@@ -47,7 +50,10 @@ def test_what_four_ranks_save_one_and_two_load_and_back(run_processes, tmp_path)
     [
         (Path.unlink, FileNotFoundError),
         (lambda file: file.write_bytes(b"not safetensors"), ValueError),
-        (lambda file: file.write_bytes((file.parents[2] / "model.safetensors").read_bytes()), ValueError),
+        (
+            lambda file: file.write_bytes((file.parents[2] / "model.safetensors").read_bytes()),
+            ValueError,
+        ),
     ],
     ids=["missing", "unreadable", "another's"],
 )

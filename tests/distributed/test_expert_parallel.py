@@ -1,4 +1,5 @@
-"""Expert parallelism over gloo processes equals one process: outputs, losses, gradients, parameters, norms."""
+"""Expert parallelism over gloo processes equals one process: outputs, losses, gradients,
+parameters, norms."""
 
 # T tokens of a rank, W ranks
 
@@ -34,9 +35,12 @@ CONFIGS = [
 
 
 def inputs_of(rank: int, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Tokens [T, 6] of a rank of the group, and the weights of its loss; every rank can make those of all."""
+    """Tokens [T, 6] of a rank of the group, and the weights of its loss; every rank can make those
+    of all."""
     generator = torch.Generator().manual_seed(rank)
-    x, weight = (torch.randn(counts[rank], 6, dtype=torch.float64, generator=generator) for _ in range(2))
+    x, weight = (
+        torch.randn(counts[rank], 6, dtype=torch.float64, generator=generator) for _ in range(2)
+    )
     return x.requires_grad_(), weight
 
 
@@ -54,7 +58,9 @@ def check_equals_one_process(group, counts: list[int], config: dict) -> None:
     mean_loss, xs = 0, []
     for r in range(size):
         x, weight = inputs_of(r, counts)
-        y, aux_loss = plain_forward(single, x, most_tokens=max(counts)) if len(x) else (x * 1, x.sum())
+        y, aux_loss = (
+            plain_forward(single, x, most_tokens=max(counts)) if len(x) else (x * 1, x.sum())
+        )
         mean_loss = mean_loss + rank_loss(y, aux_loss, weight) / size
         xs.append((x, y, aux_loss))
     expected = all_gradients(mean_loss, xs[rank][0], single)
@@ -73,7 +79,9 @@ def check_equals_one_process(group, counts: list[int], config: dict) -> None:
         parameter.grad /= size
     torch.testing.assert_close(x.grad / size, expected.pop("x"), **CLOSE)
     for name, gradient in expected.items():
-        torch.testing.assert_close(layer.get_parameter(name).grad, owned(gradient, layer, name), **CLOSE)
+        torch.testing.assert_close(
+            layer.get_parameter(name).grad, owned(gradient, layer, name), **CLOSE
+        )
 
 
 def equals_one_process(rank: int, world_size: int) -> None:
@@ -88,7 +96,8 @@ def test_equals_one_process(run_processes, world_size):
 
 
 def on_subgroups(rank: int) -> None:
-    """Ranks 0 and 2, 1 and 3 share experts; then two layers, each over another pairing, in one model."""
+    """Ranks 0 and 2, 1 and 3 share experts; then two layers, each over another pairing, in one
+    model."""
     strided = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     for config in CONFIGS:
@@ -97,7 +106,8 @@ def on_subgroups(rank: int) -> None:
     config = {"capacity_factor": 0.0, "top_k": 2, "aux_loss": "none"}
     single = nn.Sequential(*(make_layer(seed, **config) for seed in (0, 1)))
     layers = [
-        make_layer(seed, group=group, **config) for seed, group in ((0, strided[rank % 2]), (1, halves[rank // 2]))
+        make_layer(seed, group=group, **config)
+        for seed, group in ((0, strided[rank % 2]), (1, halves[rank // 2]))
     ]
     x, weight = inputs_of(rank, counts)
     y = layers[1](layers[0](x)[0])[0]
@@ -106,22 +116,29 @@ def on_subgroups(rank: int) -> None:
     expected = single[1](single[0](expected_x)[0])[0]
     (expected * weight).sum().backward()
     torch.testing.assert_close((y, x.grad), (expected, expected_x.grad), **CLOSE)
-    check_gradients_are_sums_over_the_group(layers[1], [0, 1] if rank < 2 else [2, 3], counts, single)
+    check_gradients_are_sums_over_the_group(
+        layers[1], [0, 1] if rank < 2 else [2, 3], counts, single
+    )
     model = nn.ModuleList(layers)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    whole = sum(p.numel() for p in single.parameters())  # each layer's experts from its own group, routers once
+    # each layer's experts from its own group, routers once
+    whole = sum(p.numel() for p in single.parameters())
     torch.testing.assert_close(global_grad_norm(model).item(), whole**0.5, rtol=1e-6, atol=0)
 
 
-def check_gradients_are_sums_over_the_group(layer: MoELayer, ranks: list[int], counts, single: nn.Module) -> None:
+def check_gradients_are_sums_over_the_group(
+    layer: MoELayer, ranks: list[int], counts, single: nn.Module
+) -> None:
     single.zero_grad()
     for r in ranks:
         x, weight = inputs_of(r, counts)
         (single[1](single[0](x)[0])[0] * weight).sum().backward()
     for name, parameter in layer.experts.named_parameters():
         expected = single[1].experts.get_parameter(name).grad
-        torch.testing.assert_close(parameter.grad, owned(expected, layer, f"experts.{name}"), **CLOSE)
+        torch.testing.assert_close(
+            parameter.grad, owned(expected, layer, f"experts.{name}"), **CLOSE
+        )
 
 
 def test_subgroups_and_two_layers_on_different_groups(run_processes):
@@ -140,7 +157,8 @@ class Trunk(nn.Module):
 
 
 def training_step(model: nn.Module, max_norm: float) -> Tensor:
-    """One clipped step on this rank's tokens (a single process: on everyone's); the norm before clipping."""
+    """One clipped step on this rank's tokens (a single process: on everyone's); the norm before
+    clipping."""
     group = model.moe.group
     counts = [4, 9]
     ranks = [group.rank] if group.size > 1 else range(2)
@@ -167,10 +185,14 @@ def clipped_step(rank: int) -> None:
         torch.testing.assert_close(norm, expected_norm, **CLOSE)
         assert norm > 0.5
         clipped = min(norm.item(), max_norm) if max_norm else norm.item()
-        assert nn.utils.get_total_norm([p.grad for p in single.parameters()]).item() == pytest.approx(clipped, rel=1e-5)
+        assert nn.utils.get_total_norm(
+            [p.grad for p in single.parameters()]
+        ).item() == pytest.approx(clipped, rel=1e-5)
         for name, parameter in model.named_parameters():
             whole = single.get_parameter(name)
-            torch.testing.assert_close(parameter, owned(whole, model.moe, name.removeprefix("moe.")), **CLOSE)
+            torch.testing.assert_close(
+                parameter, owned(whole, model.moe, name.removeprefix("moe.")), **CLOSE
+            )
 
 
 def test_clipping_uses_the_norm_of_one_process(run_processes):
@@ -212,7 +234,11 @@ def test_errors_and_edges(run_processes):
 
 def compiled_and_checkpointed(rank: int) -> None:
     layer = make_layer(group=dist.group.WORLD, capacity_factor=0.6, top_k=2)
-    forwards = (layer, torch.compile(layer, backend="aot_eager"), lambda x: checkpoint(layer, x, use_reentrant=False))
+    forwards = (
+        layer,
+        torch.compile(layer, backend="aot_eager"),
+        lambda x: checkpoint(layer, x, use_reentrant=False),
+    )
     for num_tokens in (8 + rank, 5 * rank):
         outcomes = []
         for forward in forwards:

@@ -1,4 +1,5 @@
-"""A rank that dies or does not come, and wrong arguments: an error in time, on every rank, that names what is wrong."""
+"""A rank that dies or does not come, and wrong arguments: an error in time, on every rank, that
+names what is wrong."""
 
 # All scenarios of lost ranks run side by side, each in a world of its own: what they do is wait.
 
@@ -106,8 +107,11 @@ def act(rank: int, scenario: Scenario) -> None:
 
 def run_rank(rank: int, scenario: Scenario, directory: Path) -> None:
     torch.set_num_threads(1)
-    patient = timedelta(seconds=120)  # what ends the wait has to be the timeout of the expert group's process groups
-    dist.init_process_group("gloo", f"file://{directory}/store", rank=rank, world_size=4, timeout=patient)
+    # what ends the wait has to be the timeout of the expert group's process groups
+    patient = timedelta(seconds=120)
+    dist.init_process_group(
+        "gloo", f"file://{directory}/store", rank=rank, world_size=4, timeout=patient
+    )
     dist.barrier()
     start = time.monotonic()
     try:
@@ -142,19 +146,27 @@ def outcome_of(directory: Path, processes: list) -> Outcome:
     for process in processes:
         process.kill()
         process.join()
-    messages = {rank: (directory / f"{rank}").read_text() for rank in range(4) if (directory / f"{rank}").exists()}
+    messages = {
+        rank: (directory / f"{rank}").read_text()
+        for rank in range(4)
+        if (directory / f"{rank}").exists()
+    }
     return Outcome(messages, exit_codes)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_the_others_name_the_group_in_time_and_can_end(outcomes, scenario):
     messages, exit_codes = outcomes[scenario]
-    members = [0, 2] if scenario.moment in ("before averaging", "before the norm") else scenario.ranks
+    members = (
+        [0, 2] if scenario.moment in ("before averaging", "before the norm") else scenario.ranks
+    )
     groups = [list(scenario.ranks)] if members == scenario.ranks else [[0, 1], [2, 3]]
     named = [f"expert group of ranks {ranks}" for ranks in groups]
     if scenario.moment == "before the groups are made":
         named = ["making the process groups of experts failed on rank"]
-    waiting = [3] if scenario.moment == "before the norm" else [rank for rank in members if rank != LOST]
+    waiting = (
+        [3] if scenario.moment == "before the norm" else [rank for rank in members if rank != LOST]
+    )
     for rank in waiting:
         assert rank in messages, (messages, exit_codes)
         seconds, message = messages[rank].split(" ", 1)
@@ -166,7 +178,13 @@ def test_the_others_name_the_group_in_time_and_can_end(outcomes, scenario):
 # Wrong arguments: a ValueError on every rank, before any of them waits for another
 
 COLLECTIVES = (
-    *("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_object"),
+    *(
+        "all_reduce",
+        "all_to_all_single",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_gather_object",
+    ),
     *("broadcast", "barrier", "new_group", "new_subgroups_by_enumeration"),
 )
 CONFIG = {"model_dim": 8, "hidden_dim": 16}
@@ -206,7 +224,10 @@ def wrong_layers(group: ExpertGroup) -> list[tuple[Callable, str]]:
         (layer(3), r"num_experts \(3\) .*size \(4\)"),
         (layer(1, hidden_dim=10), r"hidden_dim \(10\) .* 4 ranks"),
         (layer(2, model_dim=7), r"model_dim \(7\) .* 2 ranks"),
-        (layer(2, ParallelStrategy(3)), r"r \(3\).*num_experts \(2\).* 4: it must be one of 0, 1, 2$"),
+        (
+            layer(2, ParallelStrategy(3)),
+            r"r \(3\).*num_experts \(2\).* 4: it must be one of 0, 1, 2$",
+        ),
         (layer(4, ParallelStrategy(2)), r"r \(2\).*num_experts \(4\).* 4: it must be one of 0, 1$"),
         (layer(4, odd), r"ranks_per_node \(3\) .*size \(4\)"),
         (layer(4, ParallelStrategy(1, 1, "2dh")), r"ranks_per_node .*LOCAL_WORLD_SIZE"),
@@ -231,7 +252,10 @@ def wrong_calls(group: ExpertGroup) -> list[tuple[Callable, str]]:
         (lambda rows: rows.sum(0), r"\(8,\) for rows of shape \(2, 8\)"),
         (lambda rows: rows[:-1], r"\(1, 8\) for rows of shape \(2, 8\)"),
     )
-    own = [MoELayer(MoEConfig(num_experts=8, **CONFIG), group, experts=Wrong(change)) for change, _ in changes]
+    own = [
+        MoELayer(MoEConfig(num_experts=8, **CONFIG), group, experts=Wrong(change))
+        for change, _ in changes
+    ]
     strategies = [
         (ParallelStrategy(4), r"r \(4\).*num_experts \(2\).* 4: it must be one of 0, 1, 2$"),
         (ParallelStrategy(1, 1, "2dh", 3), r"ranks_per_node \(3\) .*size \(4\)"),
@@ -246,7 +270,10 @@ def wrong_calls(group: ExpertGroup) -> list[tuple[Callable, str]]:
         (lambda: layer(x, router=1), r"router \(1\) .*routers \(1\)"),
         (lambda: layer(x, router=-1), r"router \(-1\) .*routers \(1\)"),
         *((lambda s=s: layer(x, strategy=s), message) for s, message in strategies),
-        *((lambda wrong=wrong: wrong(x), message) for wrong, (_, message) in zip(own, changes, strict=True)),
+        *(
+            (lambda wrong=wrong: wrong(x), message)
+            for wrong, (_, message) in zip(own, changes, strict=True)
+        ),
     ]
 
 
@@ -263,7 +290,12 @@ def wrong_arguments(rank: int) -> None:
     layer = make_layer(group=group, capacity_factor=1.0, **CONFIG)
     for strategy in (LINEAR, WEIGHTS):  # and what is right does enter them
         layer(torch.ones(5, 8).double(), strategy=strategy)[0].sum().backward()
-    assert {"all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"} <= set(names)
+    assert {
+        "all_reduce",
+        "all_to_all_single",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+    } <= set(names)
 
 
 def test_wrong_arguments_are_refused_before_any_collective(run_processes):

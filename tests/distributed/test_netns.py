@@ -1,4 +1,5 @@
-"""The benchmarks' cluster of network namespaces: what crosses nodes is counted and slowed, and nothing stays behind."""
+"""The benchmarks' cluster of network namespaces: what crosses nodes is counted and slowed, and
+nothing stays behind."""
 
 import multiprocessing
 import os
@@ -42,7 +43,8 @@ def cluster():
 
 
 def exchange(rank: int, world_size: int) -> tuple[float, int, bool]:
-    """Seconds of an exchange among all ranks, what this node sent meanwhile, and whether the right data came."""
+    """Seconds of an exchange among all ranks, what this node sent meanwhile, and whether the right
+    data came."""
     x = torch.full((world_size, PAYLOAD // world_size // 4), float(rank))
     y = torch.empty_like(x)
     dist.all_to_all_single(torch.empty(world_size), torch.zeros(world_size))
@@ -115,7 +117,9 @@ def test_what_stays_inside_a_node_is_neither_counted_nor_slowed(cluster):
     before = cluster.bytes_sent()
     seconds = max(cluster.run(exchange_inside))
     assert seconds < 0.5 * 8 * PAYLOAD / 10e6  # what its crossing half would take on the link
-    assert max(end - start for start, end in zip(before, cluster.bytes_sent(), strict=True)) < SET_UP
+    assert (
+        max(end - start for start, end in zip(before, cluster.bytes_sent(), strict=True)) < SET_UP
+    )
     cluster.set_rate(None)
 
 

@@ -1,6 +1,8 @@
-"""Expert replicas equal one process, step after step; what every layout saves, every other loads; what they send."""
+"""Expert replicas equal one process, step after step; what every layout saves, every other loads;
+what they send."""
 
-# W ranks of the world, S ranks of an expert group, E experts, M model dim, H hidden dim, T tokens of a rank, N rows
+# W ranks of the world, S ranks of an expert group, E experts, M model dim, H hidden dim, T tokens
+# of a rank, N rows
 
 from pathlib import Path
 
@@ -26,11 +28,19 @@ from moe_core.parallel import ExpertGroup, ParallelStrategy, make_expert_groups,
 
 
 class Model(nn.Module):
-    """A trunk, two layers of experts on the same group and an input of its own for each rank and step."""
+    """A trunk, two layers of experts on the same group and an input of its own for each rank and
+    step."""
 
-    def __init__(self, group: ExpertGroup | None, num_experts: int, seed: int = 0, dtype=torch.float64) -> None:
+    def __init__(
+        self, group: ExpertGroup | None, num_experts: int, seed: int = 0, dtype=torch.float64
+    ) -> None:
         super().__init__()
-        config = {**SHAPE, "num_experts": num_experts, "capacity_factor": 0.0, "top_k": min(2, num_experts)}
+        config = {
+            **SHAPE,
+            "num_experts": num_experts,
+            "capacity_factor": 0.0,
+            "top_k": min(2, num_experts),
+        }
         self.first = make_layer(seed, dtype, group, **config)
         self.trunk = nn.Linear(8, 8).to(dtype)
         self.last = make_layer(seed + 1, dtype, group, **{**config, "activation": "silu"})
@@ -48,7 +58,9 @@ def tokens(rank: int, step: int) -> Tensor:
 
 def strategies(num_experts: int, size: int) -> list[ParallelStrategy]:
     found = [ParallelStrategy(r, 1 + r % 2) for r in valid_r(num_experts, size)]
-    return found + [ParallelStrategy(r, 2, "2dh", size // 2) for r in valid_r(num_experts, size)[1:] if size > 1]
+    return found + [
+        ParallelStrategy(r, 2, "2dh", size // 2) for r in valid_r(num_experts, size)[1:] if size > 1
+    ]
 
 
 def check_training(rank: int, world_size: int, size: int, num_experts: int) -> None:
@@ -68,11 +80,14 @@ def check_training(rank: int, world_size: int, size: int, num_experts: int) -> N
         loss.backward()
         average_expert_gradients(model)
         losses = [single(tokens(r, step)) / world_size for r in range(world_size)]
-        close = {"rtol": 1e-6, "atol": 1e-7} if step else {"rtol": 1e-9, "atol": 1e-9}  # a clipping factor is in fp32
+        # a clipping factor is in fp32
+        close = {"rtol": 1e-6, "atol": 1e-7} if step else {"rtol": 1e-9, "atol": 1e-9}
         torch.testing.assert_close(loss, losses[rank] * world_size, **close)
         sum(losses).backward()
         compare(model, single, **close)
-        torch.testing.assert_close(global_grad_norm(model), global_grad_norm(single), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            global_grad_norm(model), global_grad_norm(single), rtol=1e-6, atol=0
+        )
         norms = [clip_gradients(m, 0.5 * global_grad_norm(single).item()) for m in (model, single)]
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
         torch.testing.assert_close(global_grad_norm(model), 0.5 * norms[0], rtol=1e-5, atol=0)
@@ -165,7 +180,9 @@ class Skipping(nn.Module):
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         parts = rows.tensor_split(offsets.tolist()[:-1])
-        return torch.cat([f(part) if len(part) else part for f, part in zip(self.experts, parts, strict=True)])
+        return torch.cat(
+            [f(part) if len(part) else part for f, part in zip(self.experts, parts, strict=True)]
+        )
 
 
 def unused_expert_of_one_replica(rank: int) -> None:

@@ -1,4 +1,5 @@
-"""Four ranks, two replicas of each expert, fp16 with overflows on single ranks: what is there twice stays bit-equal."""
+"""Four ranks, two replicas of each expert, fp16 with overflows on single ranks: what is there twice
+stays bit-equal."""
 
 import random
 
@@ -15,27 +16,43 @@ from swinv2_moe.data import Batch
 from swinv2_moe.engine.trainer import Trainer
 
 STEPS, CLIP = 50, 0.4
-OPTIONS = "MODEL.MOE.EXPERT_PARALLEL_SIZE 2 MODEL.MOE.RANKS_PER_NODE 2 MODEL.MOE.CAPACITY_FACTOR 1.0"
-OPTIONS += f" MODEL.MOE.GATE_NOISE 1.0 AMP_ENABLE True AMP_DTYPE float16 TRAIN.CLIP_GRAD {CLIP} DATA.BATCH_SIZE 4"
-OPTIONS += " MODEL.SWINV2.DEPTHS [1,1] MODEL.SWINV2.NUM_HEADS [2,2] MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0]"
+OPTIONS = (
+    "MODEL.MOE.EXPERT_PARALLEL_SIZE 2 MODEL.MOE.RANKS_PER_NODE 2 MODEL.MOE.CAPACITY_FACTOR 1.0"
+)
+OPTIONS += (
+    f" MODEL.MOE.GATE_NOISE 1.0 AMP_ENABLE True AMP_DTYPE float16 TRAIN.CLIP_GRAD {CLIP}"
+    " DATA.BATCH_SIZE 4"
+)
+OPTIONS += (
+    " MODEL.SWINV2.DEPTHS [1,1] MODEL.SWINV2.NUM_HEADS [2,2] MODEL.SWINV2.PRETRAINED_WINDOW_SIZES"
+    " [0,0]"
+)
 OPTIONS += " MODEL.MOE.BLOCKS [[0],[0]]"
-STRATEGIES = [ParallelStrategy(r, d, a2a) for r in (0, 1) for d in (1, 2) for a2a in ("linear", "2dh")]
+STRATEGIES = [
+    ParallelStrategy(r, d, a2a) for r in (0, 1) for d in (1, 2) for a2a in ("linear", "2dh")
+]
 
 
 def random_batches(count: int, generator: torch.Generator) -> list[Batch]:
     return [
-        Batch(torch.randn(4, 3, 16, 16, generator=generator), torch.randint(10, (4,), generator=generator), [])
+        Batch(
+            torch.randn(4, 3, 16, 16, generator=generator),
+            torch.randint(10, (4,), generator=generator),
+            [],
+        )
         for _ in range(count)
     ]
 
 
 def overflow(parameter: torch.nn.Parameter):
-    """An infinity in this rank's own gradient, before any exchange; the handle takes it away again."""
+    """An infinity in this rank's own gradient, before any exchange; the handle takes it away
+    again."""
     return parameter.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
 
 
 def train(trainer: Trainer, seed: int) -> tuple[list[tuple], set[int]]:
-    """Per step what all ranks must agree on (norm, scale, updates), and the steps in which one rank overflowed."""
+    """Per step what all ranks must agree on (norm, scale, updates), and the steps in which one rank
+    overflowed."""
     rank, rng = trainer.world.rank, random.Random(seed)  # all ranks draw the same
     own = torch.Generator().manual_seed(100 * seed + rank)
     torch.manual_seed(100 * seed + rank)
@@ -61,7 +78,9 @@ def train(trainer: Trainer, seed: int) -> tuple[list[tuple], set[int]]:
 
 
 def check_history(history: list[tuple], injected: set[int]) -> None:
-    norms, scales, updates = (torch.tensor(column, dtype=torch.float64) for column in zip(*history, strict=True))
+    norms, scales, updates = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*history, strict=True)
+    )
     finite = norms.isfinite()
     assert 3 <= len(injected) <= 15
     assert not finite[list(injected)].any()
@@ -107,6 +126,8 @@ def check_fifty_steps(rank: int, seed: int, shard: bool) -> None:
         assert_equal_on(dist.group.WORLD, bits(trainer, shared), 4)
 
 
-@pytest.mark.parametrize(("seed", "shard"), [(0, False), pytest.param(1, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "shard"), [(0, False), pytest.param(1, True, marks=pytest.mark.slow)]
+)
 def test_replicas_stay_equal(seed, shard, run_processes):
     run_processes(check_fifty_steps, 4, seed, shard)

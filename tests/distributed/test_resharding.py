@@ -1,4 +1,5 @@
-"""What any number of ranks saved, any other number loads: the same tensors to the bit, the same losses afterwards."""
+"""What any number of ranks saved, any other number loads: the same tensors to the bit, the same
+losses afterwards."""
 
 import json
 from pathlib import Path
@@ -19,11 +20,14 @@ def options(experts: int, world_size: int) -> str:
     """Expert groups of all ranks, or, with 4 experts, of half of them: replicas of experts."""
     group = world_size // 2 if experts == 4 and world_size > 1 else world_size
     keys = {"NUM_EXPERTS": experts, "EXPERT_PARALLEL_SIZE": group, "GLOBAL_BALANCE": True}
-    return " ".join(f"MODEL.MOE.{key} {value}" for key, value in keys.items()) + " TRAIN.EMA_DECAY 0.5"
+    return (
+        " ".join(f"MODEL.MOE.{key} {value}" for key, value in keys.items()) + " TRAIN.EMA_DECAY 0.5"
+    )
 
 
 def save_and_go_on(rank: int, root: Path, experts: int) -> None:
-    """Train, save in the middle of an epoch, train on; the losses after the save go into losses.json."""
+    """Train, save in the middle of an epoch, train on; the losses after the save go into
+    losses.json."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     trainer = make_trainer(rank, size, options(experts, size))
     train_steps(trainer, STEPS_BEFORE)
@@ -41,7 +45,9 @@ def load_and_go_on(rank: int, sources: list[Path], target: Path, experts: int) -
         directory = source / f"step-{STEPS_BEFORE:08d}"
         resume(trainer, directory)
         again = save(trainer, target / source.name)
-        assert read_meta(again)["files"] == read_meta(directory)["files"], "bytes and checksum of every tensor's file"
+        assert read_meta(again)["files"] == read_meta(directory)["files"], (
+            "bytes and checksum of every tensor's file"
+        )
         assert (trainer.step, trainer.epoch, trainer.epoch_step) == (STEPS_BEFORE, 0, STEPS_BEFORE)
         losses = train_steps(trainer, STEPS_AFTER)
         expected = json.loads((source / "losses.json").read_text())
@@ -54,7 +60,9 @@ def reshard(run_processes, root: Path, saved: tuple, loaded: tuple, experts: int
         start(run_processes, save_and_go_on, world_size, root / f"from-{world_size}", experts)
     sources = [root / f"from-{world_size}" for world_size in saved]
     for world_size in loaded:
-        start(run_processes, load_and_go_on, world_size, sources, root / f"to-{world_size}", experts)
+        start(
+            run_processes, load_and_go_on, world_size, sources, root / f"to-{world_size}", experts
+        )
 
 
 def start(run_processes, function, world_size: int, *args) -> None:
@@ -88,7 +96,9 @@ def save_in_turns(rank: int, root: Path) -> None:
 
 def test_saves_in_turn_where_ranks_share_experts(run_processes, tmp_path):
     run_processes(save_in_turns, 4, tmp_path)
-    partial, whole = (open_checkpoint(root / "step-00000003") for root in (tmp_path, tmp_path / "whole"))
+    partial, whole = (
+        open_checkpoint(root / "step-00000003") for root in (tmp_path, tmp_path / "whole")
+    )
     assert sorted(partial.meta["experts"].values()) == [[2, 3], [3, 2]]
     assert partial.meta["files"].keys() == whole.meta["files"].keys()
     for file, record in partial.meta["files"].items():

@@ -1,4 +1,5 @@
-"""Every strategy, pipeline degree and all-to-all algorithm gives what one process gives, on the same parameters."""
+"""Every strategy, pipeline degree and all-to-all algorithm gives what one process gives, on the
+same parameters."""
 
 # T tokens of a rank, W ranks, E experts
 
@@ -33,16 +34,23 @@ def strategies(num_experts: int, world_size: int) -> list[ParallelStrategy]:
 
 def tokens_of(rank: int, num_tokens: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    x, weight = (torch.randn(num_tokens, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    x, weight = (
+        torch.randn(num_tokens, 8, dtype=torch.float64, generator=generator) for _ in range(2)
+    )
     return x.requires_grad_(), weight
 
 
 def expected_of(single: MoELayer, counts: list[int], rank: int, **call) -> tuple:
-    """This rank's output, aux loss and input gradient, and every parameter's gradient of the mean loss of all ranks."""
+    """This rank's output, aux loss and input gradient, and every parameter's gradient of the mean
+    loss of all ranks."""
     mean_loss, mine = 0, None
     for r, num_tokens in enumerate(counts):
         x, weight = tokens_of(r, num_tokens)
-        y, aux_loss = plain_forward(single, x, most_tokens=max(counts), **call) if num_tokens else (x * 1, x.sum())
+        y, aux_loss = (
+            plain_forward(single, x, most_tokens=max(counts), **call)
+            if num_tokens
+            else (x * 1, x.sum())
+        )
         mean_loss = mean_loss + ((y * weight).sum() + 0.1 * aux_loss) / len(counts)
         mine = (x, y.detach(), aux_loss.detach()) if r == rank else mine
     return *mine[1:], all_gradients(mean_loss, mine[0], single)
@@ -61,11 +69,15 @@ def check(layer: MoELayer, expected: tuple, num_tokens: int, **call) -> None:
     layer.router.weight.grad /= layer.group.size
     torch.testing.assert_close(x.grad / layer.group.size, gradients["x"], **CLOSE)
     for name, parameter in layer.named_parameters():
-        torch.testing.assert_close(parameter.grad, owned(gradients[name], layer, name), **CLOSE, msg=name)
+        torch.testing.assert_close(
+            parameter.grad, owned(gradients[name], layer, name), **CLOSE, msg=name
+        )
 
 
 def equal_one_process(rank: int, world_size: int, num_experts: int, pairs: bool) -> None:
-    check_strategies(make_expert_groups(world_size, ranks_per_node=min(2, world_size // 2)), num_experts, pairs)
+    check_strategies(
+        make_expert_groups(world_size, ranks_per_node=min(2, world_size // 2)), num_experts, pairs
+    )
 
 
 def equal_one_process_over_one_process_group(rank: int, world_size: int, num_experts: int) -> None:
@@ -108,7 +120,8 @@ def test_every_strategy_over_one_process_group(run_processes, world_size, num_ex
 
 
 def recorded_process_groups() -> list[str]:
-    """The names of functions that make process groups, whenever one of them is called from now on."""
+    """The names of functions that make process groups, whenever one of them is called from now
+    on."""
     names = []
     for name in ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"):
         original = getattr(dist, name)

@@ -1,4 +1,5 @@
-"""Strategies where they are hardest: few or no tokens, frozen parts, several graphs at once, several groups."""
+"""Strategies where they are hardest: few or no tokens, frozen parts, several graphs at once,
+several groups."""
 
 # T tokens of a rank, W ranks, E experts, M model dim, K top-k
 
@@ -18,15 +19,23 @@ from torch.utils.checkpoint import checkpoint
 from moe_core import MoEConfig, MoELayer, WithoutExperts, average_expert_gradients
 from moe_core.parallel import ExpertGroup, ParallelStrategy, make_expert_groups, valid_r
 
-FEW = ([0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 41], [1, 1, 1, 1], [3, 0, 1, 12])  # tokens of every rank
+# tokens of every rank
+FEW = ([0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 41], [1, 1, 1, 1], [3, 0, 1, 12])
 MIXED = [5, 0, 1, 9]
-ROUTINGS = ({"top_k": 1}, {"top_k": 2}, {"top_k": 2, "capacity_factor": 0.7}, {"top_k": 1, "capacity_factor": -0.4})
+ROUTINGS = (
+    {"top_k": 1},
+    {"top_k": 2},
+    {"top_k": 2, "capacity_factor": 0.7},
+    {"top_k": 1, "capacity_factor": -0.4},
+)
 EXPERTS = (8, 4, 2, 1)
 
 
 def strategies(num_experts: int, degrees=(1, 2, 8), size: int = 4) -> list[ParallelStrategy]:
     travelling = itertools.product(valid_r(num_experts, size)[1:], degrees, (None, 2))
-    return [ParallelStrategy(0)] + [ParallelStrategy(r, d, "2dh" if g else "linear", g) for r, d, g in travelling]
+    return [ParallelStrategy(0)] + [
+        ParallelStrategy(r, d, "2dh" if g else "linear", g) for r, d, g in travelling
+    ]
 
 
 def layers_of(group: ExpertGroup, num_experts: int = 2, **config) -> tuple[MoELayer, MoELayer]:
@@ -61,7 +70,8 @@ def test_ranks_with_no_one_and_many_tokens(run_processes, share):
 
 
 def gradients_of(layer: MoELayer, x: Tensor, forward, **call) -> dict[str, Tensor]:
-    """The output and every gradient that there is, of a loss that weighs all outputs differently."""
+    """The output and every gradient that there is, of a loss that weighs all outputs
+    differently."""
     layer.zero_grad(set_to_none=True)
     x = x.detach().requires_grad_(x.requires_grad)
     y, aux_loss = forward(x, **call)
@@ -123,15 +133,29 @@ def leading_dims(layer, x):
 
 
 def pruned(layer, x):
-    """With all of w1 left. It is computed anew in a hook of the experts' call, within the graph of this pass."""
+    """With all of w1 left. It is computed anew in a hook of the experts' call, within the graph of
+    this pass."""
     if not prune.is_pruned(layer.experts):
         prune.identity(layer.experts, "w1")
     return layer, x
 
 
 VARIANTS = {
-    "frozen": [inputs_without_gradient, frozen_experts, frozen_experts_and_input, frozen_router, one_weight_trained],
-    "called otherwise": [in_eval_mode, without_grad, in_inference_mode, checkpointed, leading_dims, pruned],
+    "frozen": [
+        inputs_without_gradient,
+        frozen_experts,
+        frozen_experts_and_input,
+        frozen_router,
+        one_weight_trained,
+    ],
+    "called otherwise": [
+        in_eval_mode,
+        without_grad,
+        in_inference_mode,
+        checkpointed,
+        leading_dims,
+        pruned,
+    ],
 }
 
 
@@ -142,7 +166,8 @@ def like_data_parallel(rank: int, variants: list) -> None:
 
 
 def check_variant(variant, num_experts: int, group: ExpertGroup) -> None:
-    """Every strategy gives what r = 0 gives, which exchanges no tokens, and the outputs of one process."""
+    """Every strategy gives what r = 0 gives, which exchanges no tokens, and the outputs of one
+    process."""
     x, _ = tokens_of(group.rank, MIXED[group.rank])
     layer, single = layers_of(group, num_experts)
     forward, x = variant(layer, x)
@@ -150,14 +175,20 @@ def check_variant(variant, num_experts: int, group: ExpertGroup) -> None:
     expected = gradients_of(layer, x, forward, strategy=ParallelStrategy(0))
     alone = gradients_of(single, x, plain)
     for name in ("y", "aux_loss", "x"):
-        torch.testing.assert_close(expected.get(name), alone.get(name), **CLOSE, msg=f"{name}: {variant.__name__}")
+        torch.testing.assert_close(
+            expected.get(name), alone.get(name), **CLOSE, msg=f"{name}: {variant.__name__}"
+        )
     assert expected.keys() == alone.keys()
     for strategy in strategies(num_experts, (1, 3))[1:]:
         found = gradients_of(layer, x, forward, strategy=strategy)
-        torch.testing.assert_close(found, expected, **CLOSE, msg=lambda m, s=strategy: f"{variant.__name__} {s}: {m}")
+        torch.testing.assert_close(
+            found, expected, **CLOSE, msg=lambda m, s=strategy: f"{variant.__name__} {s}: {m}"
+        )
 
 
-@pytest.mark.parametrize("variants", [*VARIANTS.values(), pytest.param([compiled], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "variants", [*VARIANTS.values(), pytest.param([compiled], marks=pytest.mark.slow)]
+)
 def test_frozen_checkpointed_and_other_calls(run_processes, variants):
     run_processes(like_data_parallel, 4, variants, seconds=100)
 
@@ -196,7 +227,9 @@ def autocast(rank: int) -> None:
             y, aux_loss = layer(x, strategy=strategy)
         assert (y.dtype, aux_loss.dtype) == (torch.float32, torch.float32)
         y.sum().backward()
-        outcomes.append((y.detach(), layer.experts.w1.grad.clone(), layer.router.weight.grad.clone()))
+        outcomes.append(
+            (y.detach(), layer.experts.w1.grad.clone(), layer.router.weight.grad.clone())
+        )
         assert layer.experts.w1.grad.dtype == torch.float32
     for outcome in outcomes[1:]:
         torch.testing.assert_close(outcome, outcomes[0], rtol=0.02, atol=0.05)
@@ -217,7 +250,8 @@ def test_rows_travel_in_autocasts_dtype(run_processes):
 
 
 def several_graphs(rank: int) -> None:
-    """Two forwards, then their backwards in either order or as one; and gradients that add up over all of them."""
+    """Two forwards, then their backwards in either order or as one; and gradients that add up over
+    all of them."""
     group = make_expert_groups(4, ranks_per_node=2)
     for num_experts in (4, 2):
         layer, _ = layers_of(group, num_experts)
@@ -227,13 +261,18 @@ def several_graphs(rank: int) -> None:
         expected = graph_gradients(layer, inputs, [ParallelStrategy(0)] * 2, orders[0])
         for i, pair in enumerate(zip(chosen, chosen[5:] + chosen[:5], strict=True)):
             found = graph_gradients(layer, inputs, pair, orders[i % 3])
-            torch.testing.assert_close(found, expected, **CLOSE, msg=lambda m, pair=pair: f"{pair}: {m}")
+            torch.testing.assert_close(
+                found, expected, **CLOSE, msg=lambda m, pair=pair: f"{pair}: {m}"
+            )
 
 
 def graph_gradients(layer: MoELayer, inputs: list[Tensor], pair, order) -> list[Tensor]:
     layer.zero_grad()
     inputs = [x.detach().requires_grad_() for x in inputs]
-    first, second = (layer(x, strategy=strategy)[0].square().sum() for x, strategy in zip(inputs, pair, strict=True))
+    first, second = (
+        layer(x, strategy=strategy)[0].square().sum()
+        for x, strategy in zip(inputs, pair, strict=True)
+    )
     for loss in order(first, 2 * second):
         loss.backward()
     return [x.grad for x in inputs] + [parameter.grad.clone() for parameter in layer.parameters()]
@@ -244,7 +283,8 @@ def test_several_graphs_at_once(run_processes):
 
 
 class Stack(nn.Module):
-    """Layers one after the other, each with a residual; `groups`: of every layer, None for one process."""
+    """Layers one after the other, each with a residual; `groups`: of every layer, None for one
+    process."""
 
     def __init__(self, groups: list, num_experts: tuple[int, ...]) -> None:
         super().__init__()
@@ -261,7 +301,8 @@ class Stack(nn.Module):
 
 
 def many_random_steps(rank: int, num_steps: int) -> None:
-    """Layers in one DistributedDataParallel model, strategies from a seed that all ranks share, two losses a step."""
+    """Layers in one DistributedDataParallel model, strategies from a seed that all ranks share, two
+    losses a step."""
     shared, num_experts = make_expert_groups(4, ranks_per_node=2), (4, 2, 8, 1)
     model = Stack([shared, shared, dist.group.WORLD, shared], num_experts)
     single = Stack([None] * 4, num_experts)
@@ -288,7 +329,9 @@ def compare_gradients(model: Stack, single: Stack) -> None:
     for i, (layer, alone) in enumerate(zip(model.layers, single.layers, strict=True)):
         for name, parameter in layer.named_parameters():
             expected = owned(alone.get_parameter(name).grad, layer, name)
-            torch.testing.assert_close(parameter.grad, expected, rtol=1e-7, atol=1e-8, msg=f"layer {i}, {name}")
+            torch.testing.assert_close(
+                parameter.grad, expected, rtol=1e-7, atol=1e-8, msg=f"layer {i}, {name}"
+            )
 
 
 @pytest.mark.parametrize("num_steps", [5, pytest.param(60, marks=pytest.mark.slow)])
@@ -302,7 +345,12 @@ def overlapping_groups(rank: int) -> None:
     if rank == 3:
         strangers = [dist.new_group([3], use_local_synchronization=True) for _ in range(3)]
         assert len(strangers) == 3
-    mine = [pair if rank < 2 else None, dist.group.WORLD, triple if rank else None, dist.group.WORLD]
+    mine = [
+        pair if rank < 2 else None,
+        dist.group.WORLD,
+        triple if rank else None,
+        dist.group.WORLD,
+    ]
     sizes, num_experts = [len(members(g)) for g in mine], (6, 4, 6, 2)
     model, single = Stack(mine, num_experts), Stack([None] * 4, num_experts)
     per_node = {1: 1, 2: 1, 3: 3, 4: 2}
@@ -310,7 +358,10 @@ def overlapping_groups(rank: int) -> None:
     expected_loss = single(x)
     expected_loss.backward()
     for r, d in itertools.product((0, 1), (1, 3)):
-        choices = [ParallelStrategy(r, d, "2dh" if size > 1 else "linear", per_node[size]) for size in sizes]
+        choices = [
+            ParallelStrategy(r, d, "2dh" if size > 1 else "linear", per_node[size])
+            for size in sizes
+        ]
         model.zero_grad()
         y = x.detach().requires_grad_()
         loss = model(y, choices)
@@ -321,7 +372,9 @@ def overlapping_groups(rank: int) -> None:
                 expected = alone.experts.get_parameter(name).grad.clone()
                 if group is not None:
                     dist.all_reduce(expected, group=group)
-                torch.testing.assert_close(parameter.grad, owned(expected, layer, f"experts.{name}"), **CLOSE)
+                torch.testing.assert_close(
+                    parameter.grad, owned(expected, layer, f"experts.{name}"), **CLOSE
+                )
 
 
 def members(group) -> list[int]:
@@ -347,7 +400,10 @@ def nothing_sticks(rank: int) -> None:
     routers = [nn.Linear(8, 4, bias=False).double() for _ in range(2)]
     config = MoEConfig(num_experts=4, top_k=1, capacity_factor=0.5, **SHAPE)
     layer = MoELayer(config, group, router=routers).double()
-    assert [name for name in layer.state_dict() if "router" in name] == ["router.0.weight", "router.1.weight"]
+    assert [name for name in layer.state_dict() if "router" in name] == [
+        "router.0.weight",
+        "router.1.weight",
+    ]
     x, _ = tokens_of(rank, 16)
     before, dropped = layer(x)[0], layer.last_routing.dropped_share
     assert dropped > 0
@@ -359,7 +415,8 @@ def nothing_sticks(rank: int) -> None:
         assert ("strategy" in call) == torch.allclose(y, before)
         with group.count_traffic() as traffic:
             assert torch.equal(layer(x)[0], before)
-        assert set(traffic.messages.values()) == {2}  # the layer's own strategy: one exchange there, one back
+        # the layer's own strategy: one exchange there, one back
+        assert set(traffic.messages.values()) == {2}
     for used in (1, 0):
         layer.zero_grad()
         layer(x, router=used)[0].sum().backward()
@@ -372,10 +429,15 @@ def degrees_agree(rank: int) -> None:
     choose, dropped = random.Random(1), 0
     for _ in range(10):
         num_experts, top_k = choose.choice((4, 8)), choose.choice((1, 2, 3))
-        call = {"top_k": top_k, "capacity_factor": choose.choice((-1, 1)) * choose.uniform(0.1, 2.5)}
+        call = {
+            "top_k": top_k,
+            "capacity_factor": choose.choice((-1, 1)) * choose.uniform(0.1, 2.5),
+        }
         counts = [choose.choice((0, 1, 7, 23, 31)) for _ in range(4)]
         x, weight = tokens_of(rank, counts[rank])
-        config = MoEConfig(num_experts=num_experts, batch_prioritized=choose.random() < 0.5, **SHAPE)
+        config = MoEConfig(
+            num_experts=num_experts, batch_prioritized=choose.random() < 0.5, **SHAPE
+        )
         torch.manual_seed(3)
         layer = MoELayer(config, group, experts=Doubling()).double()
         outcomes = []
@@ -384,7 +446,13 @@ def degrees_agree(rank: int) -> None:
             x.grad = layer.router.weight.grad = None
             y, aux_loss = layer(x, strategy=strategy, **call)
             ((y * weight).sum() + aux_loss).backward()
-            found = (y.detach(), aux_loss.detach(), x.grad, layer.router.weight.grad, *layer.last_routing)
+            found = (
+                y.detach(),
+                aux_loss.detach(),
+                x.grad,
+                layer.router.weight.grad,
+                *layer.last_routing,
+            )
             outcomes.append(found)
         for outcome in outcomes[1:]:
             assert all(torch.equal(a, b) for a, b in zip(outcome, outcomes[0], strict=True)), call

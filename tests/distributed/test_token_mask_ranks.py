@@ -1,4 +1,5 @@
-"""Masked tokens with experts on several ranks: other numbers of them on each, down to none at all."""
+"""Masked tokens with experts on several ranks: other numbers of them on each, down to none at
+all."""
 
 import torch
 from moe_cases import all_gradients, make_layer, owned
@@ -8,7 +9,9 @@ from moe_core.parallel import ParallelStrategy, make_expert_groups
 
 def check_masked_ranks(rank: int, strategy: ParallelStrategy) -> None:
     group = make_expert_groups(2)
-    layer = make_layer(group=group, strategy=strategy, capacity_factor=1.0, top_k=2, aux_loss="none")
+    layer = make_layer(
+        group=group, strategy=strategy, capacity_factor=1.0, top_k=2, aux_loss="none"
+    )
     alone = make_layer(capacity_factor=1.0, top_k=2, aux_loss="none")
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -21,21 +24,29 @@ def check_masked_ranks(rank: int, strategy: ParallelStrategy) -> None:
         x = whole[rank].clone().requires_grad_()
         y, _ = layer(x, mask=mask[rank])
         gradients = all_gradients(y.square().sum(), x, layer)
-        expected = whole[first].clone().requires_grad_()  # all tokens are there: the group's largest count is theirs
+        # all tokens are there: the group's largest count is theirs
+        expected = whole[first].clone().requires_grad_()
         wanted, _ = alone(expected[mask[first]])
         wanted_gradients = all_gradients(wanted.square().sum(), expected, alone)
         torch.testing.assert_close(y[mask[rank]], wanted if rank == first else wanted[:0])
         assert not y[~mask[rank]].any()
         torch.testing.assert_close(
-            gradients["x"], wanted_gradients["x"] if rank == first else torch.zeros_like(gradients["x"])
+            gradients["x"],
+            wanted_gradients["x"] if rank == first else torch.zeros_like(gradients["x"]),
         )
         for name in gradients:
             if name.startswith("experts."):
-                torch.testing.assert_close(gradients[name], owned(wanted_gradients[name], layer, name))
+                torch.testing.assert_close(
+                    gradients[name], owned(wanted_gradients[name], layer, name)
+                )
 
 
 def masked_ranks(rank: int) -> None:
-    for strategy in (ParallelStrategy(), ParallelStrategy(r=0), ParallelStrategy(pipeline_degree=2)):
+    for strategy in (
+        ParallelStrategy(),
+        ParallelStrategy(r=0),
+        ParallelStrategy(pipeline_degree=2),
+    ):
         check_masked_ranks(rank, strategy)
 
 

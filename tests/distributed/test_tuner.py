@@ -1,4 +1,5 @@
-"""The tuner: ranks agree, the result is training's own, decisions are kept, and evaluation never explores."""
+"""The tuner: ranks agree, the result is training's own, decisions are kept, and evaluation never
+explores."""
 
 # T tokens of a rank
 
@@ -42,7 +43,8 @@ def step(layers, x: torch.Tensor, wrap=lambda layer, x: layer(x), **call) -> tor
 
 
 def finds_the_fastest(rank: int) -> None:
-    """Seconds are replaced by a function of the strategy, with a little noise: the best of them has to win."""
+    """Seconds are replaced by a function of the strategy, with a little noise: the best of them has
+    to win."""
     group = tuned_group()
     fastest = ParallelStrategy(2, 2, "2dh", 2)
     noise = torch.Generator().manual_seed(rank)
@@ -85,7 +87,8 @@ def test_finds_the_fastest_and_keeps_it(run_processes):
 def respects_its_limits(rank: int) -> None:
     group = tuned_group()
     layers = nn.ModuleList(
-        make_layer(seed, group=group, num_experts=4, capacity_factor=0.0, strategy="auto", **SHAPE) for seed in (0, 1)
+        make_layer(seed, group=group, num_experts=4, capacity_factor=0.0, strategy="auto", **SHAPE)
+        for seed in (0, 1)
     )
     tuner = group.tuner
     x = torch.randn(9, 8, dtype=torch.float64)
@@ -119,14 +122,18 @@ def respects_its_limits(rank: int) -> None:
     searches = len(tuner._searches)
     layers[0](torch.randn(4000, 8, dtype=torch.float64))
     assert len(tuner._searches) == searches
-    with pytest.raises(ValueError, match="strategy \\('fast'\\) must be a ParallelStrategy or 'auto'"):
+    with pytest.raises(
+        ValueError, match="strategy \\('fast'\\) must be a ParallelStrategy or 'auto'"
+    ):
         layers[0](x, strategy="fast")
 
 
 def without_budget(rank: int) -> None:
     """Spent in the middle of the first warm-up: the prediction stays."""
     group = tuned_group()
-    layers = [make_layer(seed, group=group, num_experts=4, strategy="auto", **SHAPE) for seed in (0, 1)]
+    layers = [
+        make_layer(seed, group=group, num_experts=4, strategy="auto", **SHAPE) for seed in (0, 1)
+    ]
     x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     y, _ = layers[0](x)
     group.tuner.lost = 1e9
@@ -172,7 +179,9 @@ def calibrates(rank: int) -> None:
         step([layer], torch.randn(6, 8, dtype=torch.float64))
     assert time.perf_counter() - started < 30
     assert same_everywhere(str(group.tuner.machine))
-    assert {s.all_to_all for search in group.tuner._searches.values() for s in search.predicted} == {"linear"}
+    assert {
+        s.all_to_all for search in group.tuner._searches.values() for s in search.predicted
+    } == {"linear"}
 
 
 def test_measures_the_machine_when_none_is_named(run_processes):

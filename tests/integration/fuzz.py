@@ -1,11 +1,12 @@
-"""Damaged and hostile files: each is refused in one line, or read as what it was before. None ends a process.
+"""Damaged and hostile files: each is refused in one line, or read as what it was before. None ends
+a process.
 
-    python tests/integration/fuzz.py                                       (about 10 minutes on one core)
-    python tests/integration/fuzz.py --only weights --seed 3 --show
+    python tests/integration/fuzz.py                                       (about 10 minutes on one
+    core) python tests/integration/fuzz.py --only weights --seed 3 --show
 
-Each case changes a copy of good files and reads it as the application does, in a process of its own, with at most 20
-seconds and 1 GB. The changes are in `hostile_files.py`. Prints counts; exit status 1 if a case was accepted with other
-content, crashed, was late or took more memory.
+Each case changes a copy of good files and reads it as the application does, in a process of its
+own, with at most 20 seconds and 1 GB. The changes are in `hostile_files.py`. Prints counts; exit
+status 1 if a case was accepted with other content, crashed, was late or took more memory.
 """
 
 import argparse
@@ -73,7 +74,10 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
     parts = []
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous()
-        parts += [f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), tensor.view(-1).view(torch.uint8).numpy()]
+        parts += [
+            f"{name} {list(tensor.shape)} {tensor.dtype}".encode(),
+            tensor.view(-1).view(torch.uint8).numpy(),
+        ]
     return digest(*map(bytes, parts))
 
 
@@ -82,7 +86,8 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
 
 def checkpoints(work: Path, count: int, rng: random.Random) -> Iterator[Case]:
     good, root = work / "good", work / "run"
-    options = f"{SMALL} TRAIN.EMA_DECAY 0.5 TRAIN.MAX_STEPS 4 CHECKPOINT.STEPS 2 DATA.BATCH_SIZE 32".split()
+    options = f"{SMALL} TRAIN.EMA_DECAY 0.5 TRAIN.MAX_STEPS 4 CHECKPOINT.STEPS 2".split()
+    options += ["DATA.BATCH_SIZE", "32"]
     train(load_config(QUICKSTART, options, output=str(good)))
     trainer = make_trainer(0, 1, "TRAIN.EMA_DECAY 0.5")
     newest = Path("checkpoints", "step-00000004")
@@ -95,14 +100,18 @@ def checkpoints(work: Path, count: int, rng: random.Random) -> Iterator[Case]:
         found = find_checkpoint("auto", root / "checkpoints")
         weights = read_weights_of(found, trainer.model)
         trainer.resume(found)
-        return tensors_digest(weights | {f"trained {k}": v for k, v in trainer.model.state_dict().items()})
+        return tensors_digest(
+            weights | {f"trained {k}": v for k, v in trainer.model.state_dict().items()}
+        )
 
     restore()
     whole = isolated(read, SECONDS).text
     shutil.rmtree(root / newest)
     right = frozenset({whole, isolated(read, SECONDS).text})
     assert len(right) == 2, right
-    files = sorted(path.relative_to(good / newest) for path in (good / newest).rglob("*") if path.is_file())
+    files = sorted(
+        path.relative_to(good / newest) for path in (good / newest).rglob("*") if path.is_file()
+    )
     for file, change in checkpoint_changes(good / newest, files, count, rng):
 
         def prepare(file: Path = file, change: Change = change) -> None:
@@ -124,7 +133,10 @@ def checkpoint_changes(
     fixed = [(meta, change) for change in hostile.SPECIAL]
     fixed += [(weights[i % len(weights)], change) for i, change in enumerate(hostile.SPECIAL)]
     fixed += [(meta, hostile.replace_by(hostile.DEEP, "deep JSON"))]
-    fixed += [(weights[i % len(weights)], change) for i, change in enumerate(hostile.header_edits(count // 8))]
+    fixed += [
+        (weights[i % len(weights)], change)
+        for i, change in enumerate(hostile.header_edits(count // 8))
+    ]
     yield from fixed[:count]
     for i in range(count - len(fixed)):
         if i % 2:
@@ -161,7 +173,9 @@ def weights(work: Path, count: int, rng: random.Random) -> Iterator[Case]:
         def read() -> str:
             torch.manual_seed(0)
             load_dense(model, file, upcycle=True)
-            return tensors_digest({k: v for k, v in model.state_dict().items() if ".router." not in k})
+            return tensors_digest(
+                {k: v for k, v in model.state_dict().items() if ".router." not in k}
+            )
 
         return read
 
@@ -204,13 +218,18 @@ def save_imports(directory: Path, config, model: torch.nn.Module) -> None:
 def weight_changes(count: int, rng: random.Random) -> Iterator[tuple[str, Change]]:
     torch_files = ("dense.pth", "tutel.pth")
     fixed = [(file, change) for change in hostile.pth_changes() for file in torch_files]
-    fixed += [(file, change) for change in hostile.SPECIAL for file in (*torch_files, "single.safetensors")]
+    fixed += [
+        (file, change)
+        for change in hostile.SPECIAL
+        for file in (*torch_files, "single.safetensors")
+    ]
     lengths = (0, 1, 1 << 20, 1 << 40, (1 << 64) - 1)
     fixed += [("single.safetensors", change) for change in hostile.header_edits(14)]
     fixed += [("single.safetensors", hostile.header_length(length)) for length in lengths]
     yield from fixed[:count]
     for _ in range(count - len(fixed)):
-        yield rng.choice(torch_files), hostile.random_damage(rng)  # safetensors has no checksum of its data
+        # safetensors has no checksum of its data
+        yield rng.choice(torch_files), hostile.random_damage(rng)
 
 
 # 3. Shards: staged, which compares checksums, and read
@@ -274,7 +293,12 @@ def configuration_cases(work: Path, count: int, rng: random.Random) -> Iterator[
         yield Case(name, prepare, read, right)
 
 
-KINDS = {"checkpoints": checkpoints, "weights": weights, "shards": shards, "configurations": configuration_cases}
+KINDS = {
+    "checkpoints": checkpoints,
+    "weights": weights,
+    "shards": shards,
+    "configurations": configuration_cases,
+}
 
 
 # The command
@@ -291,13 +315,18 @@ def fuzz(kind: str, count: int, seed: int, show: bool = False) -> Counter[str]:
         end = verdict(case, outcome)
         ends[end] += 1
         if show or end not in GOOD:
-            print(f"{end}: {case.name}: {outcome.text[:300]} ({outcome.seconds:.1f} s, {outcome.bytes >> 20} MB)")
+            print(
+                f"{end}: {case.name}: {outcome.text[:300]} ({outcome.seconds:.1f} s,"
+                f" {outcome.bytes >> 20} MB)"
+            )
     shutil.rmtree(work, ignore_errors=True)
     return ends
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=KINDS, nargs="*", default=list(KINDS))
     parser.add_argument("--count", type=int, help="cases of each kind; default: " + str(COUNTS))
     parser.add_argument("--seed", type=int, default=0)
@@ -308,7 +337,10 @@ def main() -> None:
         started = time.monotonic()
         ends = fuzz(kind, args.count or COUNTS[kind], args.seed, args.show)
         counts = ", ".join(f"{end} {count}" for end, count in sorted(ends.items()))
-        print(f"{kind}: {ends.total()} cases: {counts} ({time.monotonic() - started:.0f} s)", flush=True)
+        print(
+            f"{kind}: {ends.total()} cases: {counts} ({time.monotonic() - started:.0f} s)",
+            flush=True,
+        )
         failed |= any(end not in GOOD for end in ends)
     sys.exit(failed)
 

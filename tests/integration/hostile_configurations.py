@@ -78,7 +78,11 @@ def _special() -> Iterator[Configuration]:
     yield "a directory", lambda file: file.symlink_to("/tmp"), None
     yield "nothing", lambda file: file.symlink_to("nothing"), None
     yield "1 TB of holes", lambda file: file.touch() or os.truncate(file, 1 << 40), None
-    yield "a base that is a pipe", lambda file: os.mkfifo(file.with_name("p")) or file.write_text("BASE: [p]\n"), None
+    yield (
+        "a base that is a pipe",
+        lambda file: os.mkfifo(file.with_name("p")) or file.write_text("BASE: [p]\n"),
+        None,
+    )
     yield "a base that is /dev/zero", _text("BASE: [/dev/zero]\n"), None
     yield "a base with NUL", _text('BASE: ["a\\0b"]\n'), None
     yield "a base that is a number", _text("BASE: [3]\n"), None
@@ -89,7 +93,11 @@ def _special() -> Iterator[Configuration]:
     yield "3 levels, twice each", _base_levels(3, 2), ["SEED", "7"]
     yield "2,000 levels", _base_levels(2000, 1), None
     yield "nine levels of aliases", _text(_aliases(9)), None
-    yield "aliases in a key that exists", _text(_aliases(9) + "MODEL: {SWINV2: {DEPTHS: *a8}}\n"), None
+    yield (
+        "aliases in a key that exists",
+        _text(_aliases(9) + "MODEL: {SWINV2: {DEPTHS: *a8}}\n"),
+        None,
+    )
     yield "an alias within itself", _text("MODEL: &m {SWINV2: {DEPTHS: &d [*d]}}\n"), None
     yield (
         "a small alias",

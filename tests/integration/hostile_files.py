@@ -58,7 +58,9 @@ def flip_bit(position: float) -> Change:
 
 
 def cut(position: float) -> Change:
-    return f"cut at {position:.4f}", lambda file: os.truncate(file, int(position * file.stat().st_size))
+    return f"cut at {position:.4f}", lambda file: os.truncate(
+        file, int(position * file.stat().st_size)
+    )
 
 
 def zero_block(position: float) -> Change:
@@ -113,13 +115,20 @@ def random_damage(rng: random.Random) -> Change:
 def places(value: object, path: tuple = ()) -> Iterator[tuple]:
     """The path of every value within a JSON value, itself included."""
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield from places(inner, (*path, key))
 
 
 def edit_json(path: tuple, name: str, seal: Callable[[str], str] = lambda text: text) -> Change:
-    """A value of JSON_VALUES, or nothing ("removed"), at a place. `seal` makes the checksum right again."""
+    """A value of JSON_VALUES, or nothing ("removed"), at a place. `seal` makes the checksum right
+    again."""
     marker = "a place for raw JSON"
 
     def change(file: Path) -> None:
@@ -141,14 +150,17 @@ def edit_json(path: tuple, name: str, seal: Callable[[str], str] = lambda text: 
     return f"{'/'.join(map(str, path)) or 'all'}: {name}", change
 
 
-def random_edit(content: object, rng: random.Random, seal: Callable[[str], str] = lambda text: text) -> Change:
+def random_edit(
+    content: object, rng: random.Random, seal: Callable[[str], str] = lambda text: text
+) -> Change:
     path = rng.choice(list(places(content)))
     names = [*JSON_VALUES, *(["removed"] if path else [])]
     return edit_json(path, rng.choice(names), seal)
 
 
 def seal_meta(text: str) -> str:
-    """A checkpoint's meta.json with the checksum that belongs to the rest of it, where it still has one."""
+    """A checkpoint's meta.json with the checksum that belongs to the rest of it, where it still has
+    one."""
     try:
         checksum = json.loads(text)["checksum"]
         if not isinstance(checksum, str) or len(checksum) != 64:
@@ -211,7 +223,15 @@ def _no_record(header: dict, rng: random.Random) -> None:
     header[name] = rng.choice([None, [], "x", {}])
 
 
-HEADER_EDITS = (_huge_shape, _negative_shape, _other_type, _shifted, _past_the_end, _renamed, _no_record)
+HEADER_EDITS = (
+    _huge_shape,
+    _negative_shape,
+    _other_type,
+    _shifted,
+    _past_the_end,
+    _renamed,
+    _no_record,
+)
 
 
 def header_edits(count: int) -> list[Change]:
@@ -238,7 +258,9 @@ def rewrite_pth(edit: Callable[[dict], object], name: str, **options) -> Change:
     return name, change
 
 
-def rewrite_zip(edit: Callable[[str, bytes], bytes | None], name: str, compression: int = zipfile.ZIP_STORED) -> Change:
+def rewrite_zip(
+    edit: Callable[[str, bytes], bytes | None], name: str, compression: int = zipfile.ZIP_STORED
+) -> Change:
     """Each record of the zip, with its checksum made right again; None leaves a record out."""
 
     def change(file: Path) -> None:
@@ -294,14 +316,25 @@ def pth_changes() -> list[Change]:
     """Those that a random damage would hardly find."""
     return [
         rewrite_zip(lambda record, content: content, "records compressed", zipfile.ZIP_DEFLATED),
-        rewrite_zip(lambda record, content: content, "records compressed by LZMA", zipfile.ZIP_LZMA),
-        rewrite_zip(_data_record(lambda content: content[: len(content) // 2]), "records of half the length"),
+        rewrite_zip(
+            lambda record, content: content, "records compressed by LZMA", zipfile.ZIP_LZMA
+        ),
+        rewrite_zip(
+            _data_record(lambda content: content[: len(content) // 2]), "records of half the length"
+        ),
         rewrite_zip(_data_record(lambda content: b""), "records of no length"),
-        rewrite_zip(_data_record(lambda content: content + b"\0" * 64), "records that are too long"),
+        rewrite_zip(
+            _data_record(lambda content: content + b"\0" * 64), "records that are too long"
+        ),
         rewrite_zip(_first_records(3, b"\0" * (1 << 29)), "a zip bomb", zipfile.ZIP_DEFLATED),
         rewrite_zip(lambda record, content: None if "/data/" in record else content, "no records"),
-        rewrite_zip(lambda record, content: None if record.endswith("data.pkl") else content, "no pickle"),
-        rewrite_zip(lambda record, content: pickle.dumps(Runs()) if record.endswith(".pkl") else content, "a program"),
+        rewrite_zip(
+            lambda record, content: None if record.endswith("data.pkl") else content, "no pickle"
+        ),
+        rewrite_zip(
+            lambda record, content: pickle.dumps(Runs()) if record.endswith(".pkl") else content,
+            "a program",
+        ),
         rewrite_pth(_one(lambda t: torch.zeros(1).expand(1 << 31)), "a tensor of 8 GB in 4 bytes"),
         rewrite_pth(_one(lambda t: t.int()), "integers"),
         rewrite_pth(_one(lambda t: t.to(torch.complex64)), "complex numbers"),
@@ -315,10 +348,17 @@ def pth_changes() -> list[Change]:
         rewrite_pth(lambda content: list(content["model"].values()), "a list"),
         rewrite_pth(lambda content: {}, "nothing"),
         rewrite_pth(lambda content: {"model": {}}, "an empty model"),
-        rewrite_pth(lambda content: {"model": dict(enumerate(content["model"].values()))}, "numbers as names"),
-        rewrite_pth(lambda content: content, "as before torch 1.6", _use_new_zipfile_serialization=False),
         rewrite_pth(
-            _one(lambda t: torch.zeros(1).expand(1 << 31)), "8 GB before 1.6", _use_new_zipfile_serialization=False
+            lambda content: {"model": dict(enumerate(content["model"].values()))},
+            "numbers as names",
+        ),
+        rewrite_pth(
+            lambda content: content, "as before torch 1.6", _use_new_zipfile_serialization=False
+        ),
+        rewrite_pth(
+            _one(lambda t: torch.zeros(1).expand(1 << 31)),
+            "8 GB before 1.6",
+            _use_new_zipfile_serialization=False,
         ),
         replace_by(pickle.dumps({"model": 1}), "a plain pickle"),
         replace_by(pickle.dumps(Runs()), "a pickle that runs a program"),

@@ -19,7 +19,9 @@ _HARD_LIMIT = 6 << 30  # bytes of address space beyond the parent's: what protec
 class Outcome(NamedTuple):
     """How a call ended."""
 
-    kind: str  # "returned", "refused" (UserError), "crashed" (another exception), "killed" (by a signal), "late"
+    # "returned", "refused" (UserError), "crashed" (another exception), "killed" (by a signal),
+    # "late"
+    kind: str
     text: str  # what it returned, or the message
     seconds: float
     bytes: int  # its largest resident set less the one that it started with
@@ -58,7 +60,8 @@ def isolated(call: Callable[[], str], seconds: float) -> Outcome:
 
 
 def _report(call: Callable[[], str], writer: int) -> None:
-    """In the child: write the outcome as JSON. Nothing may leave this function, or there would be two parents."""
+    """In the child: write the outcome as JSON. Nothing may leave this function, or there would be
+    two parents."""
     try:
         _limit_memory()
         before = _resident("VmRSS")

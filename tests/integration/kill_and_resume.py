@@ -1,10 +1,12 @@
-"""Kill training at random moments, mostly in the middle of a save, and see that it goes on as if nothing had happened.
+"""Kill training at random moments, mostly in the middle of a save, and see that it goes on as if
+nothing had happened.
 
     python tests/integration/kill_and_resume.py --runs 50
 
-Every run trains a small model on a few of the digits, loses one rank or all of them to SIGKILL, once or twice, goes on
-with `--resume auto` on as many ranks or others, and is compared with runs that were never interrupted. Prints what it
-counted; exit status 1 if any count that has to be 0 is not. The other tests of survival use its parts.
+Every run trains a small model on a few of the digits, loses one rank or all of them to SIGKILL,
+once or twice, goes on with `--resume auto` on as many ranks or others, and is compared with runs
+that were never interrupted. Prints what it counted; exit status 1 if any count that has to be 0 is
+not. The other tests of survival use its parts.
 """
 
 import argparse
@@ -39,19 +41,31 @@ from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-# Three blocks (two with experts), nothing that depends on how tokens lie on ranks; with a large EPS Adam's steps are
-# about proportional to the gradients, so rounding errors stay as small as they are.
-SMALL = "DEVICE cpu DATA.NUM_WORKERS 0 MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.DROP_PATH_RATE 0"
-SMALL += " MODEL.MOE.BLOCKS [[],[0],[0]] MODEL.MOE.NUM_EXPERTS 4 MODEL.MOE.CAPACITY_FACTOR 0 MODEL.MOE.GATE_NOISE 0"
-SMALL += " MODEL.MOE.EVAL_CAPACITY_FACTOR 0 MODEL.MOE.AUX_LOSS_WEIGHT 0 TRAIN.WARMUP_EPOCHS 0 TRAIN.OPTIMIZER.EPS 1e-3"
+# Three blocks (two with experts), nothing that depends on how tokens lie on ranks; with a large EPS
+# Adam's steps are about proportional to the gradients, so rounding errors stay as small as they
+# are.
+SMALL = (
+    "DEVICE cpu DATA.NUM_WORKERS 0 MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1]"
+    " MODEL.DROP_PATH_RATE 0"
+)
+SMALL += (
+    " MODEL.MOE.BLOCKS [[],[0],[0]] MODEL.MOE.NUM_EXPERTS 4 MODEL.MOE.CAPACITY_FACTOR 0"
+    " MODEL.MOE.GATE_NOISE 0"
+)
+SMALL += (
+    " MODEL.MOE.EVAL_CAPACITY_FACTOR 0 MODEL.MOE.AUX_LOSS_WEIGHT 0 TRAIN.WARMUP_EPOCHS 0"
+    " TRAIN.OPTIMIZER.EPS 1e-3"
+)
 SMALL += " DATA.GLOBAL_BATCH_SIZE 16 TRAIN.EPOCHS 100 TRAIN.BASE_LR 6e-2 PRINT_FREQ 1 TIMEOUT 30"
 IMAGES = {"train": 96, "val": 32}  # six steps an epoch
 WORLDS = (1, 2, 4)
-REFERENCE_STEPS, MORE_STEPS = 24, 4  # of a run that nothing interrupts; of the last start, beyond its checkpoint
-# Relative, of losses, where a run goes on. Other ranks add up in another order; the experts of a partial save are a few
-# steps old.
+# of a run that nothing interrupts; of the last start, beyond its checkpoint
+REFERENCE_STEPS, MORE_STEPS = 24, 4
+# Relative, of losses, where a run goes on. Other ranks add up in another order; the experts of a
+# partial save are a few steps old.
 TOLERANCE = {"the same ranks": 0.0, "other ranks": 1e-5, "partial saves": 1e-3}
-# While files are written, renamed, recorded; while older checkpoints are removed; at start-up or in whatever step.
+# While files are written, renamed, recorded; while older checkpoints are removed; at start-up or in
+# whatever step.
 MOMENTS = ("in a save", "in a save", "after a save", "in a save", "any")
 KILLS = ("of all ranks", "of one of several ranks", "during a save")
 
@@ -81,7 +95,8 @@ class Ranks(Processes):
 
 
 class Gate(NamedTuple):
-    """A point at which a run waits until the test has done what it wants to do there. It says so by files."""
+    """A point at which a run waits until the test has done what it wants to do there. It says so by
+    files."""
 
     directory: Path
 
@@ -110,34 +125,44 @@ class Gate(NamedTuple):
         Trainer.train_step = wait_and_train
 
 
-def _train(data: Path, output: Path, keys: str, resume: str | None, prepare: Callable[[], None] | None) -> None:
+def _train(
+    data: Path, output: Path, keys: str, resume: str | None, prepare: Callable[[], None] | None
+) -> None:
     if prepare is not None:
         prepare()
-    config = load_config(ROOT / "configs/quickstart_digits.yaml", f"{SMALL} {keys}".split(), str(data), str(output))
+    config = load_config(
+        ROOT / "configs/quickstart_digits.yaml", f"{SMALL} {keys}".split(), str(data), str(output)
+    )
     run_command(lambda: train(config, resume))
 
 
 def write_digits(root: Path) -> Path:
-    """A folder data set of a few of scikit-learn's digits: an epoch takes moments, so runs get through several."""
+    """A folder data set of a few of scikit-learn's digits: an epoch takes moments, so runs get
+    through several."""
     digits, first = load_digits(), 0
     for split, count in IMAGES.items():
         for i in range(first, first + count):
             folder = root / split / str(digits.target[i])
             folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((digits.images[i] * 15.9).astype(np.uint8)).resize((16, 16)).save(folder / f"{i}.png")
+            Image.fromarray((digits.images[i] * 15.9).astype(np.uint8)).resize((16, 16)).save(
+                folder / f"{i}.png"
+            )
         first += count
     return root
 
 
 def steps(run: Path) -> list[tuple[int, float]]:
-    """(step, loss) of each step line in a run's metrics.jsonl; one whose writing was cut off does not count."""
+    """(step, loss) of each step line in a run's metrics.jsonl; one whose writing was cut off does
+    not count."""
     file = run / "metrics.jsonl"
     texts = file.read_text().splitlines() if file.is_file() else []
     lines = [json.loads(text) for text in texts if text.endswith("}")]
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
-def uninterrupted(size: int, data: Path, output: Path, last: int, keys: str = "SAVE_FREQ 100") -> Path:
+def uninterrupted(
+    size: int, data: Path, output: Path, last: int, keys: str = "SAVE_FREQ 100"
+) -> Path:
     """A run of `last` steps to compare others with."""
     output.parent.mkdir(exist_ok=True)
     ended = Ranks(size, data, output, f"TRAIN.MAX_STEPS {last} {keys}").wait()
@@ -146,19 +171,23 @@ def uninterrupted(size: int, data: Path, output: Path, last: int, keys: str = "S
 
 
 def saves_under_way(run: Path) -> set[str]:
-    return {path.name for path in (run / "checkpoints").glob(".step-*.tmp") if path.stem[6:].isdigit()}
+    return {
+        path.name for path in (run / "checkpoints").glob(".step-*.tmp") if path.stem[6:].isdigit()
+    }
 
 
 def slow_disk(seconds: float) -> None:
-    """In this process every file of a checkpoint takes so much longer to write, to wait for and to remove, and so does
-    what comes after the files. (The product has no hooks for tests.)"""
+    """In this process every file of a checkpoint takes so much longer to write, to wait for and to
+    remove, and so does what comes after the files. (The product has no hooks for tests.)"""
     for name in ("write_tensors", "sync_file", "write_meta", "publish", "point"):
         setattr(saver, name, partial(_slowly, getattr(saver, name), seconds))
     os.unlink = partial(_slowly, os.unlink, seconds)  # what rmtree calls for each file
 
 
 def _slowly(function: Callable, seconds: float, *args, **kwargs):
-    if seconds and (function.__name__ != "unlink" or threading.current_thread().name == "checkpoint"):
+    if seconds and (
+        function.__name__ != "unlink" or threading.current_thread().name == "checkpoint"
+    ):
         time.sleep(seconds)
     return function(*args, **kwargs)
 
@@ -179,7 +208,9 @@ def draw(rng: random.Random, moment: str, ranks: int | None) -> Plan:
     if rng.random() < 0.4:
         worlds = [worlds[0]] * len(worlds)
     keys = f"CHECKPOINT.STEPS {rng.choice((1, 2))} CHECKPOINT.KEEP_LAST {rng.randint(1, 3)}"
-    keys += f" CHECKPOINT.EXPERTS {rng.choice((0, 0, 1))} CHECKPOINT.STAGING_MB {rng.choice((0, 4096))}"
+    keys += (
+        f" CHECKPOINT.EXPERTS {rng.choice((0, 0, 1))} CHECKPOINT.STAGING_MB {rng.choice((0, 4096))}"
+    )
     return Plan(worlds, keys, rng.choice((0.0, 0.002, 0.008)), moment, rng.random() < 0.5)
 
 
@@ -209,7 +240,15 @@ class Past(NamedTuple):
 class KillTest:
     """Counts what happens in run after run."""
 
-    MUST_BE_0 = ("unreadable", "lost", "hangs", "failed starts", "wrong losses", "wrong files", "left behind")
+    MUST_BE_0 = (
+        "unreadable",
+        "lost",
+        "hangs",
+        "failed starts",
+        "wrong losses",
+        "wrong files",
+        "left behind",
+    )
     MUST_BE_0 += ("unclear",)  # a rank that lost another and did not say so in one line
 
     def __init__(self, directory: Path, seed: int = 0, ranks: int | None = None) -> None:
@@ -224,7 +263,10 @@ class KillTest:
     def summary(self) -> str:
         names = ["runs", "starts", "kills", *(f"kills {what}" for what in KILLS), "losses compared"]
         lines = [f"{name:48}{self.counts[name]}" for name in (*names, *self.MUST_BE_0)]
-        lines += [f"{f'largest difference, {kind}':48}{value:.1e}" for kind, value in sorted(self.largest.items())]
+        lines += [
+            f"{f'largest difference, {kind}':48}{value:.1e}"
+            for kind, value in sorted(self.largest.items())
+        ]
         return "\n".join(lines)
 
     def run(self, number: int) -> None:
@@ -264,8 +306,12 @@ class KillTest:
         completed = bool(_names(output) - kill.names)
         self.counts.update(["kills", f"kills {KILLS[not whole]}"])
         self.counts["kills during a save"] += bool(kill.under_way) and not completed
-        self._check_survivors([outcome for rank, outcome in enumerate(ended) if rank not in kill.victims])
-        return self._check_checkpoints(output, kill, Past(past.step, (*past.worlds, size), past.old_experts))
+        self._check_survivors(
+            [outcome for rank, outcome in enumerate(ended) if rank not in kill.victims]
+        )
+        return self._check_checkpoints(
+            output, kill, Past(past.step, (*past.worlds, size), past.old_experts)
+        )
 
     def _kill(self, plan: Plan, ranks: Ranks) -> Kill:
         size = len(ranks.processes)
@@ -280,7 +326,9 @@ class KillTest:
     def _wait_for_the_moment(self, plan: Plan, ranks: Ranks) -> None:
         run, some_time = ranks.output, time.monotonic() + self.rng.uniform(0.3, 4)
         last = ranks.done() + self.rng.randint(1, 8)
-        ranks.wait_for(lambda: ranks.done() >= last or (plan.moment == "any" and time.monotonic() > some_time))
+        ranks.wait_for(
+            lambda: ranks.done() >= last or (plan.moment == "any" and time.monotonic() > some_time)
+        )
         names = _names(run)
         if plan.moment == "in a save":
             ranks.wait_for(lambda: saves_under_way(run))
@@ -291,7 +339,11 @@ class KillTest:
 
     def _check_survivors(self, survivors: list[Outcome]) -> None:
         for outcome in survivors:
-            errors = [line for line in outcome.err.splitlines() if line.startswith(("error: ", "Traceback"))]
+            errors = [
+                line
+                for line in outcome.err.splitlines()
+                if line.startswith(("error: ", "Traceback"))
+            ]
             if outcome.status is None:
                 self._problem("hangs", outcome)
             elif outcome.status != 1 or len(errors) != 1 or errors[0].startswith("Traceback"):
@@ -308,20 +360,34 @@ class KillTest:
         source = find_checkpoint("auto", root)
         newest = max((int(name.split("-")[1]) for name in kill.names), default=0)
         if newest > (source.meta["step"] if source else 0):
-            self._problem("lost", f"step {newest} was there, auto finds {source and source.directory}")
+            self._problem(
+                "lost", f"step {newest} was there, auto finds {source and source.directory}"
+            )
         if source is None:
             return Past()
-        return Past(source.meta["step"], past.worlds, past.old_experts or bool(source.expert_ages()))
+        return Past(
+            source.meta["step"], past.worlds, past.old_experts or bool(source.expert_ages())
+        )
 
     def _check_files(self, found: Checkpoint, past: Past) -> None:
         """Each file is the one that the reference wrote at the step it is of, to the byte."""
         if TOLERANCE[past.kind]:
             return
         root = self.reference(past.worlds[-1]) / "checkpoints"
-        ages = {expert_file(layer, e): s for layer, steps in found.meta["experts"].items() for e, s in enumerate(steps)}
+        ages = {
+            expert_file(layer, e): s
+            for layer, steps in found.meta["experts"].items()
+            for e, s in enumerate(steps)
+        }
         for file, record in found.meta["files"].items():
-            step = next((age for expert, age in ages.items() if file.endswith(expert)), found.meta["step"])
-            expected = read_meta(root / f"step-{step:08d}")["files"] if step <= REFERENCE_STEPS else {file: record}
+            step = next(
+                (age for expert, age in ages.items() if file.endswith(expert)), found.meta["step"]
+            )
+            expected = (
+                read_meta(root / f"step-{step:08d}")["files"]
+                if step <= REFERENCE_STEPS
+                else {file: record}
+            )
             if record != expected[file]:
                 self._problem("wrong files", f"{found.directory}: {file} of step {step}")
                 return
@@ -336,15 +402,24 @@ class KillTest:
             self._problem("hangs", ended)
         elif any(outcome.status or outcome.err.strip() for outcome in ended):
             self._problem("failed starts", ended)
-        hidden = [path.name for path in (output / "checkpoints").iterdir() if path.name.startswith(".")]
+        hidden = [
+            path.name for path in (output / "checkpoints").iterdir() if path.name.startswith(".")
+        ]
         if hidden:
             self._problem("left behind", hidden)
         self._check_losses(output, last, Past(past.step, (*past.worlds, size), past.old_experts))
 
     def _check_losses(self, output: Path, last: int, past: Past) -> None:
-        found, expected, kind = steps(output), dict(steps(self.reference(past.worlds[-1]))), past.kind
+        found, expected, kind = (
+            steps(output),
+            dict(steps(self.reference(past.worlds[-1]))),
+            past.kind,
+        )
         if [step for step, _ in found] != list(range(1, last + 1)):
-            self._problem("wrong losses", f"{output}: steps {[step for step, _ in found]}, the last should be {last}")
+            self._problem(
+                "wrong losses",
+                f"{output}: steps {[step for step, _ in found]}, the last should be {last}",
+            )
         pairs = [(loss, expected[step]) for step, loss in found if step in expected]
         self.counts["losses compared"] += len(pairs)
         difference = max((abs(loss / other - 1) for loss, other in pairs), default=0.0)
@@ -366,9 +441,13 @@ def _names(run: Path) -> set[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--ranks", type=int, help="of every start (drawn from 1, 2 and 4 if not given)")
+    parser.add_argument(
+        "--ranks", type=int, help="of every start (drawn from 1, 2 and 4 if not given)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     directory, started = Path(tempfile.mkdtemp(prefix="kill_and_resume-")), time.monotonic()

@@ -1,4 +1,5 @@
-"""The benchmarks of one layer on tiny shapes: `make bench-gpu` runs the same scripts with --device cuda."""
+"""The benchmarks of one layer on tiny shapes: `make bench-gpu` runs the same scripts with --device
+cuda."""
 
 import json
 import subprocess
@@ -11,8 +12,12 @@ import torch
 from torch.autograd import DeviceType
 
 ROOT = Path(__file__).parents[2]
-NETWORK = "--device cpu --cfg configs/quickstart_digits.yaml --batch-sizes 2 --dtypes float32 --rounds 2"
-SMALLER = "--opts MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.MOE.BLOCKS [[],[0],[0]]"
+NETWORK = (
+    "--device cpu --cfg configs/quickstart_digits.yaml --batch-sizes 2 --dtypes float32 --rounds 2"
+)
+SMALLER = (
+    "--opts MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.MOE.BLOCKS [[],[0],[0]]"
+)
 ARGUMENTS = {
     "layer": "--shapes 64x16x4 48x16x4x2 --rounds 2",
     "pieces": "--shapes 64x16x4x2 --rounds 2",
@@ -25,13 +30,21 @@ ARGUMENTS = {
 
 
 def run(script: str, output: Path, *more: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, f"benchmarks/{script}.py", *ARGUMENTS[script].split(), *more, "--output", str(output)]
+    command = [
+        sys.executable,
+        f"benchmarks/{script}.py",
+        *ARGUMENTS[script].split(),
+        *more,
+        "--output",
+        str(output),
+    ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=() if name == "layer" else pytest.mark.slow) for name in ARGUMENTS]
+    "script",
+    [pytest.param(name, marks=() if name == "layer" else pytest.mark.slow) for name in ARGUMENTS],
 )
 def test_a_benchmark_prints_its_table_and_keeps_it_with_versions_and_commit(script, tmp_path):
     output = tmp_path / "found.json"
@@ -53,7 +66,10 @@ def test_tables_of_several_scripts_share_a_file(tmp_path):
     output = tmp_path / "found.json"
     for script in ("pieces", "memory", "pieces"):
         assert run(script, output).returncode == 0
-    assert list(json.loads(output.read_text())["tables"]) == ["The parts of one MoE layer", "Memory of one MoE layer"]
+    assert list(json.loads(output.read_text())["tables"]) == [
+        "The parts of one MoE layer",
+        "Memory of one MoE layer",
+    ]
 
 
 def test_what_is_wrong_is_named_and_not_timed(tmp_path, monkeypatch):
@@ -92,9 +108,19 @@ def test_parts_are_timed_without_drawing_their_gradients(tmp_path, monkeypatch):
     import pieces
 
     shapes, randn_like = [], torch.randn_like
-    monkeypatch.setattr(torch, "randn_like", lambda t: shapes.append((t.shape, t.dtype)) or randn_like(t))
+    monkeypatch.setattr(
+        torch, "randn_like", lambda t: shapes.append((t.shape, t.dtype)) or randn_like(t)
+    )
     output = ("--output", str(tmp_path / "found.json"))
-    command = ["pieces.py", "--device", "cpu", *ARGUMENTS["pieces"].split(), "--dtypes", "float32", *output]
+    command = [
+        "pieces.py",
+        "--device",
+        "cpu",
+        *ARGUMENTS["pieces"].split(),
+        "--dtypes",
+        "float32",
+        *output,
+    ]
     monkeypatch.setattr(sys, "argv", command)
     pieces.main()
     assert len(shapes) == len(set(shapes)) > 1  # before the rounds that count
@@ -109,8 +135,14 @@ def test_shares_of_both_passes(tmp_path):
     for found in table["data"]:
         (experts, whole), (dense, _) = found["experts"], found["dense"]
         assert 0 < sum(sum(times.values()) for times in experts.values()) < whole
-        assert not any(dense[kind] for kind in ("experts: products", "routing and plan", "dispatch and combine"))
-        assert all(experts[kind] and dense[kind] for kind in ("attention", "other matrix products", "normalisation"))
+        assert not any(
+            dense[kind]
+            for kind in ("experts: products", "routing and plan", "dispatch and combine")
+        )
+        assert all(
+            experts[kind] and dense[kind]
+            for kind in ("attention", "other matrix products", "normalisation")
+        )
         backward = any("backward" in name for name in experts["routing and plan"])
         assert backward == bool(experts["optimiser"]) == (found["mode"] == "training")
 
@@ -119,27 +151,50 @@ def test_kernels_count_under_the_operator_that_launched_them(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import shares
 
-    def event(name, start, end, parent=None, kernel=0, number=-1, device=DeviceType.CPU, annotation=False):
+    def event(
+        name, start, end, parent=None, kernel=0, number=-1, device=DeviceType.CPU, annotation=False
+    ):
         interval = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
         kernels = [SimpleNamespace(name=f"kernel of {name}", duration=kernel)] if kernel else []
         return SimpleNamespace(
-            name=name, time_range=interval, cpu_parent=parent, kernels=kernels, sequence_nr=number, scope=0,
-            device_type=device, is_user_annotation=annotation, self_cpu_time_total=1,
-        )  # fmt: skip
+            name=name,
+            time_range=interval,
+            cpu_parent=parent,
+            kernels=kernels,
+            sequence_nr=number,
+            scope=0,
+            device_type=device,
+            is_user_annotation=annotation,
+            self_cpu_time_total=1,
+        )
 
     routing = event(shares.ROUTING, 0, 10, annotation=True)
     softmax = event("aten::softmax", 1, 2, routing, 1000, 7)
     experts = event("moe_core::expert_ffn", 20, 30, number=8)
-    product, activation = event("aten::_grouped_mm", 21, 22, experts, 5000), event("aten::gelu", 23, 24, experts, 300)
+    product, activation = (
+        event("aten::_grouped_mm", 21, 22, experts, 5000),
+        event("aten::gelu", 23, 24, experts, 300),
+    )
     linear = event("aten::linear", 31, 40, number=9)
     multiplied = event("aten::mm", 32, 33, event("aten::matmul", 31, 34, linear), 2000)
     backward = event("autograd::engine::evaluate_function: SoftmaxBackward0", 50, 60, number=7)
     gradient = event("aten::_softmax_backward_data", 51, 52, backward, 4000)
     kernels = event("all kernels", 0, 12400, device=DeviceType.CUDA)
     marked = event(shares.ROUTING, 0, 9, device=DeviceType.CUDA, annotation=True)
-    events = [gradient, backward, multiplied, multiplied.cpu_parent, linear, activation, product, experts, softmax]
+    events = [
+        gradient,
+        backward,
+        multiplied,
+        multiplied.cpu_parent,
+        linear,
+        activation,
+        product,
+        experts,
+        softmax,
+    ]
     found = shares.shares([*events, routing, kernels, marked], 2, "cuda")
     milliseconds = {kind: sum(times.values()) for kind, times in found.items() if times}
     expected = {"experts: products": 2.5, "experts: besides": 0.15, "other matrix products": 1.0}
-    expected |= {"routing and plan": 2.5, "element-wise and sums": 0.05}  # the last: kernels of no operator
+    # the last: kernels of no operator
+    expected |= {"routing and plan": 2.5, "element-wise and sums": 0.05}
     assert milliseconds == pytest.approx(expected)

@@ -22,7 +22,10 @@ def photographs(make_photographs):
 
 
 def snapshot(directory):
-    return {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in [directory, *directory.rglob("*")]}
+    return {
+        path: (path.lstat().st_mtime_ns, path.lstat().st_size)
+        for path in [directory, *directory.rglob("*")]
+    }
 
 
 def assert_one_line(finished, *texts):
@@ -33,9 +36,23 @@ def assert_one_line(finished, *texts):
     assert [text for text in texts if text not in lines[0]] == [], lines[0]
 
 
-def test_training_with_a_broken_file_then_more(make_photographs, start_ranks, train_command, small, tmp_path):
+def test_training_with_a_broken_file_then_more(
+    make_photographs, start_ranks, train_command, small, tmp_path
+):
     data, run = make_photographs(broken=1), tmp_path / "run"
-    arguments = [*CFG, "--data", data, "--output", run, "--opts", *small, "DATA.MAX_BAD_SHARE", "0.05", "SEED", "3"]
+    arguments = [
+        *CFG,
+        "--data",
+        data,
+        "--output",
+        run,
+        "--opts",
+        *small,
+        "DATA.MAX_BAD_SHARE",
+        "0.05",
+        "SEED",
+        "3",
+    ]
     stopped = [*arguments, "TRAIN.MAX_STEPS", "3"]  # three steps of 16 are the first epoch
     (first,) = start_ranks(1, "tools/train.py", *stopped)
     assert (first.status, first.err) == (0, "")
@@ -55,22 +72,38 @@ def test_training_with_a_broken_file_then_more(make_photographs, start_ranks, tr
 def test_too_many_broken_files_stop_the_run(make_photographs, train_command, small, tmp_path):
     data = make_photographs(broken=6)
     finished = train_command(*CFG, "--data", data, "--output", tmp_path / "run", "--opts", *small)
-    assert_one_line(finished, "images could not be read", "DATA.MAX_BAD_SHARE allows a share of 0.01", ".jpg")
+    assert_one_line(
+        finished, "images could not be read", "DATA.MAX_BAD_SHARE allows a share of 0.01", ".jpg"
+    )
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory, photographs, small):
     """A finished run among other outputs, and weight files that do not fit."""
     root = tmp_path_factory.mktemp("outputs")
-    train(load_config(CONFIG, [*small, "TRAIN.MAX_STEPS", "1"], data=str(photographs), output=str(root / "run")))
+    train(
+        load_config(
+            CONFIG,
+            [*small, "TRAIN.MAX_STEPS", "1"],
+            data=str(photographs),
+            output=str(root / "run"),
+        )
+    )
     (root / "a_file").write_text("mine")
     (root / "empty").mkdir()
     (root / "no_images" / "train" / "red").mkdir(parents=True)
     (root / "no_images" / "val" / "red").mkdir(parents=True)
     (root / "not.yaml").write_text("a: [1")
-    save_file({"head.fc.weight": torch.zeros(2, 2), "surplus": torch.zeros(1)}, root / "weights.safetensors")
+    save_file(
+        {"head.fc.weight": torch.zeros(2, 2), "surplus": torch.zeros(1)},
+        root / "weights.safetensors",
+    )
     whole = root / "run" / "checkpoints" / "latest"
-    for name, change in {"newer": {"format_version": 9}, "weights": {"training": None}, "damaged": {}}.items():
+    for name, change in {
+        "newer": {"format_version": 9},
+        "weights": {"training": None},
+        "damaged": {},
+    }.items():
         shutil.copytree(whole, root / name)
         write_meta(root / name, read_meta(whole) | change)
     (root / "damaged" / "experts" / "layers.1.blocks.0.mlp.moe" / "0002.safetensors").unlink()
@@ -78,27 +111,52 @@ def outputs(tmp_path_factory, photographs, small):
     return root
 
 
-# what is wrong: arguments after the good ones ({root} is the outputs' directory), and what the line must name
+# what is wrong: arguments after the good ones ({root} is the outputs' directory), and what the line
+# must name
 BAD_INPUT = {
     "no data directory": (["--data", "{root}/nowhere"], ["DATA.PATH", "nowhere"]),
     "empty data directory": (["--data", "{root}/empty"], ["DATA.PATH", "empty", "train"]),
     "no images": (["--data", "{root}/no_images"], ["no_images", "no images"]),
     "data is a file": (["--data", "{root}/a_file"], ["DATA.PATH", "a_file"]),
     "class count": (["--opts", "MODEL.NUM_CLASSES", "3"], ["MODEL.NUM_CLASSES is 3", "2 classes"]),
-    "image size": (["--opts", "DATA.IMG_SIZE", "20"], ["DATA.IMG_SIZE is 20", "MODEL.SWINV2.WINDOW_SIZE"]),
-    "larger image": (["--opts", "DATA.IMG_SIZE", "40"], ["DATA.IMG_SIZE is 40", "WINDOW_SIZE", "16"]),
-    "unknown key": (["--opts", "TRAIN.BASE_LRR", "1"], ["unknown key TRAIN.BASE_LRR", "did you mean TRAIN.BASE_LR?"]),
+    "image size": (
+        ["--opts", "DATA.IMG_SIZE", "20"],
+        ["DATA.IMG_SIZE is 20", "MODEL.SWINV2.WINDOW_SIZE"],
+    ),
+    "larger image": (
+        ["--opts", "DATA.IMG_SIZE", "40"],
+        ["DATA.IMG_SIZE is 40", "WINDOW_SIZE", "16"],
+    ),
+    "unknown key": (
+        ["--opts", "TRAIN.BASE_LRR", "1"],
+        ["unknown key TRAIN.BASE_LRR", "did you mean TRAIN.BASE_LR?"],
+    ),
     "odd opts": (["--opts", "TRAIN.BASE_LR"], ["TRAIN.BASE_LR", "pairs"]),
     "wrong type": (["--opts", "TRAIN.EPOCHS", "many"], ["TRAIN.EPOCHS", "'many'", "int"]),
-    "top k": (["--opts", "MODEL.MOE.TOP_K", "5"], ["MODEL.MOE.TOP_K is 5", "MODEL.MOE.NUM_EXPERTS (4)"]),
+    "top k": (
+        ["--opts", "MODEL.MOE.TOP_K", "5"],
+        ["MODEL.MOE.TOP_K is 5", "MODEL.MOE.NUM_EXPERTS (4)"],
+    ),
     "no configuration": (["--cfg", "{root}/none.yaml"], ["none.yaml", "cannot be read"]),
     "broken configuration": (["--cfg", "{root}/not.yaml"], ["not.yaml", "not valid YAML"]),
     "batch above the data": (["--opts", "DATA.BATCH_SIZE", "64"], ["DATA.BATCH_SIZE is 64", "48"]),
     "no checkpoint": (["--resume", "{root}/empty"], ["--resume", "empty", "holds no checkpoint"]),
-    "resume is a file": (["--resume", "{root}/a_file"], ["--resume", "a_file: is a file", "directory with meta.json"]),
-    "newer format": (["--resume", "{root}/newer"], ["newer has format version 9, this program knows 1"]),
-    "weights alone": (["--resume", "{root}/weights"], ["weights holds weights alone", "MODEL.PRETRAINED"]),
-    "damaged": (["--resume", "{root}/damaged"], ["damaged: experts/layers.1.blocks.0.mlp.moe/0002", "is missing"]),
+    "resume is a file": (
+        ["--resume", "{root}/a_file"],
+        ["--resume", "a_file: is a file", "directory with meta.json"],
+    ),
+    "newer format": (
+        ["--resume", "{root}/newer"],
+        ["newer has format version 9, this program knows 1"],
+    ),
+    "weights alone": (
+        ["--resume", "{root}/weights"],
+        ["weights holds weights alone", "MODEL.PRETRAINED"],
+    ),
+    "damaged": (
+        ["--resume", "{root}/damaged"],
+        ["damaged: experts/layers.1.blocks.0.mlp.moe/0002", "is missing"],
+    ),
     "another number of experts": (
         ["--resume", "{root}/run", "--opts", "MODEL.MOE.NUM_EXPERTS", "8"],
         ["layers.1.blocks.0.mlp.moe.experts: 4 there, 8 in the model", "nothing was loaded"],
@@ -117,22 +175,39 @@ BAD_INPUT = {
     ),
     "another width": (
         ["--resume", "{root}/run", "--opts", "MODEL.SWINV2.EMBED_DIM", "32"],
-        ["does not fit", "patch_embed.proj.weight", "layers.1.blocks.0.mlp.moe.experts.w1", "nothing was loaded"],
+        [
+            "does not fit",
+            "patch_embed.proj.weight",
+            "layers.1.blocks.0.mlp.moe.experts.w1",
+            "nothing was loaded",
+        ],
     ),
     "dense from experts": (
         ["--resume", "{root}/run", "--opts", "MODEL.MOE.NUM_EXPERTS", "0"],
-        ["missing: layers.1.blocks.0.mlp.fc1.weight", "unexpected: layers.1.blocks.0.mlp.moe.router.weight"],
+        [
+            "missing: layers.1.blocks.0.mlp.fc1.weight",
+            "unexpected: layers.1.blocks.0.mlp.moe.router.weight",
+        ],
     ),
     "weights that do not fit": (
         ["--opts", "MODEL.PRETRAINED", "{root}/weights.safetensors"],
-        ["weights.safetensors", "missing: ", "surplus", "head.fc.weight ([2, 2] there", "nothing was loaded"],
+        [
+            "weights.safetensors",
+            "missing: ",
+            "surplus",
+            "head.fc.weight ([2, 2] there",
+            "nothing was loaded",
+        ],
     ),
     "no weights": (["--opts", "MODEL.PRETRAINED", "{root}/none.pth"], ["none.pth", "no such file"]),
     "global batch": (
         ["--opts", "DATA.GLOBAL_BATCH_SIZE", "15", "TRAIN.ACCUMULATION_STEPS", "2"],
         ["SIZE is 15", "(2)"],
     ),
-    "pretrained is no checkpoint": (["--opts", "MODEL.PRETRAINED", "{root}/empty"], ["MODEL.PRETRAINED", "empty"]),
+    "pretrained is no checkpoint": (
+        ["--opts", "MODEL.PRETRAINED", "{root}/empty"],
+        ["MODEL.PRETRAINED", "empty"],
+    ),
     "output is taken": (["--output", "{root}/run"], ["--output", "already holds a run"]),
     "output is a file": (["--output", "{root}/a_file"], ["--output", "a_file", "is a file"]),
     "output below a file": (["--output", "{root}/a_file/run"], ["--output", "a_file"]),
@@ -141,7 +216,9 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_one_line_and_touches_nothing(case, photographs, outputs, train_command, small, tmp_path):
+def test_bad_input_is_one_line_and_touches_nothing(
+    case, photographs, outputs, train_command, small, tmp_path
+):
     arguments, texts = BAD_INPUT[case]
     arguments = [argument.format(root=outputs) for argument in arguments]
     cut = arguments.index("--opts") if "--opts" in arguments else len(arguments)
@@ -155,7 +232,9 @@ def test_bad_input_is_one_line_and_touches_nothing(case, photographs, outputs, t
 
 def test_bad_input_in_a_process_of_its_own(outputs, start_ranks, tmp_path):
     before = snapshot(outputs)
-    (finished,) = start_ranks(1, "tools/train.py", *CFG, "--data", outputs / "nowhere", "--output", tmp_path / "new")
+    (finished,) = start_ranks(
+        1, "tools/train.py", *CFG, "--data", outputs / "nowhere", "--output", tmp_path / "new"
+    )
     assert_one_line(finished, "DATA.PATH", "nowhere")
     assert finished.out == ""
     assert snapshot(outputs) == before

@@ -1,4 +1,5 @@
-"""tools/detect.py on generated shapes: train, test and show; what it learns; mmdetection's own test script agrees."""
+"""tools/detect.py on generated shapes: train, test and show; what it learns; mmdetection's own test
+script agrees."""
 
 import json
 import os
@@ -24,7 +25,8 @@ SMALL = ["train_dataloader.dataset.times=1", "train_cfg.max_epochs=1", "train_cf
 
 @pytest.fixture
 def detect(monkeypatch, capsys, tmp_path: Path):
-    """tools/detect.py in this process and an empty directory with a few small images in data/shapes."""
+    """tools/detect.py in this process and an empty directory with a few small images in
+    data/shapes."""
     make_shapes(tmp_path / "data/shapes", Options(train=4, val=2, min_size=64, max_size=96))
     monkeypatch.chdir(tmp_path)
     return command("detect", monkeypatch, capsys)
@@ -46,7 +48,9 @@ def test_train_test_and_show(detect, tmp_path: Path) -> None:
     on_train = detect("test", config, "run", "--split", "train")
     assert "instances_train.json" in on_train.out
 
-    shown = detect("show", config, "run", "data/shapes/val", "--output", "pictures", "--threshold", "0")
+    shown = detect(
+        "show", config, "run", "data/shapes/val", "--output", "pictures", "--threshold", "0"
+    )
     assert shown.status == 0, shown.err
     pictures = sorted((tmp_path / "pictures").iterdir())
     assert [picture.name for picture in pictures] == ["000000.png", "000001.png"]
@@ -74,15 +78,25 @@ def remove_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "arguments", "words"),
     [
-        (damage_box, [], ["instances_train.json", "annotation 2 (image 1)", "[500,", "outside its image"]),
+        (
+            damage_box,
+            [],
+            ["instances_train.json", "annotation 2 (image 1)", "[500,", "outside its image"],
+        ),
         (remove_image, [], ["1 of its 2 images are missing", "000001.png"]),
-        (None, ["--opts", "train_dataloader.dataset.dataset.ann_file=none.json"], ["none.json", "No such file"]),
+        (
+            None,
+            ["--opts", "train_dataloader.dataset.dataset.ann_file=none.json"],
+            ["none.json", "No such file"],
+        ),
         (None, ["--pretrained", "nowhere"], ["nowhere"]),
         (None, ["--resume", "nowhere"], ["nowhere"]),
         (None, ["--opts", "model.backbone.num_heads=7"], ["num_heads"]),
     ],
 )
-def test_what_cannot_be_used_is_one_line_before_the_first_step(detect, tmp_path, damage, arguments, words) -> None:
+def test_what_cannot_be_used_is_one_line_before_the_first_step(
+    detect, tmp_path, damage, arguments, words
+) -> None:
     if damage:
         damage(tmp_path)
     done = detect("train", CONFIGS / "mask_rcnn.py", "--work-dir", "run", *arguments)
@@ -111,7 +125,9 @@ def run(directory: Path, *words: object) -> str:
     """A command in a process of its own; its output."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     words = [sys.executable, *map(str, words)]
-    done = subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=directory, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -137,7 +153,9 @@ def test_learns_shapes_in_five_epochs(shapes: Path, name: str) -> None:
     packaged = Path(find_spec("mmdet").origin).parent / ".mim/tools/test.py"
     run(shapes, packaged, config, work / "checkpoints/latest", "--work-dir", work / "theirs")
     (theirs,) = (work / "theirs").glob("*/*.json")
-    assert {key: value for key, value in json.loads(theirs.read_text()).items() if key in metrics} == metrics
+    assert {
+        key: value for key, value in json.loads(theirs.read_text()).items() if key in metrics
+    } == metrics
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Ranks that are not started alike: each ends with a line that names what differs, and nothing is written."""
+"""Ranks that are not started alike: each ends with a line that names what differs, and nothing is
+written."""
 
 import os
 import shutil
@@ -46,14 +47,25 @@ def run(tmp_path_factory, photographs, small) -> Path:
 
 def refused(ended: list[Outcome], text: str) -> None:
     assert [(outcome.status, outcome.out) for outcome in ended] == [(2, "")] * len(ended)
-    assert [outcome.err for outcome in ended] == [f"error: the ranks were started differently: {text}\n", ""]
+    assert [outcome.err for outcome in ended] == [
+        f"error: the ranks were started differently: {text}\n",
+        "",
+    ]
 
 
 @pytest.mark.parametrize(
     ("first", "second", "text"),
     [
-        (["TRAIN.BASE_LR", "1e-2"], ["TRAIN.BASE_LR", "1e-1"], "TRAIN.BASE_LR is 0.01 on rank 0, 0.1 on rank 1"),
-        (["MODEL.MOE.TOP_K", "1"], ["MODEL.MOE.TOP_K", "2"], "MODEL.MOE.TOP_K is 1 on rank 0, 2 on rank 1"),
+        (
+            ["TRAIN.BASE_LR", "1e-2"],
+            ["TRAIN.BASE_LR", "1e-1"],
+            "TRAIN.BASE_LR is 0.01 on rank 0, 0.1 on rank 1",
+        ),
+        (
+            ["MODEL.MOE.TOP_K", "1"],
+            ["MODEL.MOE.TOP_K", "2"],
+            "MODEL.MOE.TOP_K is 1 on rank 0, 2 on rank 1",
+        ),
         (
             ["DATA.GLOBAL_BATCH_SIZE", "32"],
             ["DATA.GLOBAL_BATCH_SIZE", "33"],  # which would not divide
@@ -85,19 +97,30 @@ def test_data_may_lie_elsewhere_on_each_machine(start, small, photographs, tmp_p
     common = ["--cfg", "configs/imagenette_96.yaml", "--output", tmp_path / "run"]
     opts = ["--opts", *small, "DATA.BATCH_SIZE", "8", "TRAIN.MAX_STEPS", "1"]
     places = [[*common, "--data", data, *opts] for data in (photographs, tmp_path / "local")]
-    assert [(outcome.status, outcome.err) for outcome in start("tools/train.py", *places)] == [(0, "")] * 2
+    assert [(outcome.status, outcome.err) for outcome in start("tools/train.py", *places)] == [
+        (0, "")
+    ] * 2
     shutil.rmtree(tmp_path / "run")
-    (tmp_path / "local" / "train" / "red" / "00.jpg").rename(tmp_path / "local" / "train" / "blue" / "99.jpg")
+    (tmp_path / "local" / "train" / "red" / "00.jpg").rename(
+        tmp_path / "local" / "train" / "blue" / "99.jpg"
+    )
     ended = start("tools/train.py", *places)
     assert [outcome.status for outcome in ended] == [2, 2]
-    assert ended[0].err.startswith(f"error: DATA.PATH is '{photographs}': rank 1 finds 48 + 16 images there, rank 0 48")
+    assert ended[0].err.startswith(
+        f"error: DATA.PATH is '{photographs}': rank 1 finds 48 + 16 images there, rank 0 48"
+    )
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("script", "first", "second", "text"),
     [
-        ("evaluate", ["--sweep", "1"], ["--sweep", "1", "0"], "sweep is (1.0,) on rank 0, (1.0, 0.0) on rank 1"),
+        (
+            "evaluate",
+            ["--sweep", "1"],
+            ["--sweep", "1", "0"],
+            "sweep is (1.0,) on rank 0, (1.0, 0.0) on rank 1",
+        ),
         ("few_shot", ["--draws", "2"], ["--draws", "3"], "draws is 2 on rank 0, 3 on rank 1"),
         (
             "evaluate",
@@ -114,7 +137,14 @@ def test_what_uses_a_checkpoint(script, first, second, text, start, run):
 
 @pytest.mark.parametrize("script", ["throughput", "roofline"])
 def test_what_is_timed(script, start, small, tmp_path):
-    opts = [word for pair in zip(small[::2], small[1::2], strict=True) if pair[0] != "DATA.BATCH_SIZE" for word in pair]
-    arguments = [[*CFG, "--output", tmp_path, "--rounds", rounds, "--opts", *opts] for rounds in (2, 3)]
+    opts = [
+        word
+        for pair in zip(small[::2], small[1::2], strict=True)
+        if pair[0] != "DATA.BATCH_SIZE"
+        for word in pair
+    ]
+    arguments = [
+        [*CFG, "--output", tmp_path, "--rounds", rounds, "--opts", *opts] for rounds in (2, 3)
+    ]
     refused(start(f"tools/{script}.py", *arguments), "--rounds is 2 on rank 0, 3 on rank 1")
     assert list(tmp_path.iterdir()) == []

@@ -1,8 +1,9 @@
-"""torchrun agents that come and go: the others go on from the newest checkpoint with the losses of one process.
+"""torchrun agents that come and go: the others go on from the newest checkpoint with the losses of
+one process.
 
-Every launcher needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that (torch 2.11). Without it an agent keeps the address
-that its first round agreed on: one that joins later waits for it in vain, and one that becomes the first fails an
-assertion.
+Every launcher needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that (torch 2.11). Without it an agent
+keeps the address that its first round agreed on: one that joins later waits for it in vain, and one
+that becomes the first fails an assertion.
 """
 
 import os
@@ -22,7 +23,8 @@ from swinv2_moe.engine.checkpoint import checkpoints_below, open_checkpoint
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 STEPS, LATE = 150, 300  # of a run; of one that another agent is to join, which takes a while
-# A small learning rate: rounding errors, which depend on the number of ranks, must not grow over so many steps.
+# A small learning rate: rounding errors, which depend on the number of ranks, must not grow over so
+# many steps.
 KEYS = f"{SMALL} TRAIN.BASE_LR 2e-3 CHECKPOINT.STEPS 10 SAVE_FREQ 1000 PRINT_FREQ 1"
 
 
@@ -33,20 +35,58 @@ class Agents:
         self.run, self.port, self.nodes = output / "run", free_port(), nodes
         self.logs: list[Path] = []
         self.agents: list[subprocess.Popen] = []
-        program = ["tools/train.py", "--cfg", "configs/quickstart_digits.yaml", "--data", str(data), "--resume", "auto"]
-        self.program = [*program, "--output", str(self.run), "--opts", *KEYS.split(), "TRAIN.MAX_STEPS", str(last)]
+        program = [
+            "tools/train.py",
+            "--cfg",
+            "configs/quickstart_digits.yaml",
+            "--data",
+            str(data),
+            "--resume",
+            "auto",
+        ]
+        self.program = [
+            *program,
+            "--output",
+            str(self.run),
+            "--opts",
+            *KEYS.split(),
+            "TRAIN.MAX_STEPS",
+            str(last),
+        ]
 
     def start(self, *more: str, is_host: bool = False) -> subprocess.Popen:
         """One more agent; `is_host`: the rendezvous lives in it."""
-        settings = f"is_host={int(is_host)},join_timeout=60,last_call_timeout=2,keep_alive_interval=1"
-        launcher = ["-m", "torch.distributed.run", "--nnodes", self.nodes, "--nproc_per_node", "1", "--rdzv-id", "test"]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-conf", settings]
+        settings = (
+            f"is_host={int(is_host)},join_timeout=60,last_call_timeout=2,keep_alive_interval=1"
+        )
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            self.nodes,
+            "--nproc_per_node",
+            "1",
+            "--rdzv-id",
+            "test",
+        ]
+        launcher += [
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"localhost:{self.port}",
+            "--rdzv-conf",
+            settings,
+        ]
         self.logs.append(self.run.parent / f"agent-{len(self.agents)}.log")
         with self.logs[-1].open("w") as log:
             agent = subprocess.Popen(
                 [sys.executable, *launcher, "--max-restarts", "3", *more, *self.program],
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                },
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -89,7 +129,9 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """The losses of one process that nothing interrupts."""
-    run = uninterrupted(1, data, tmp_path_factory.mktemp("whole") / "run", LATE, KEYS.removeprefix(SMALL))
+    run = uninterrupted(
+        1, data, tmp_path_factory.mktemp("whole") / "run", LATE, KEYS.removeprefix(SMALL)
+    )
     return dict(steps(run))
 
 
@@ -109,7 +151,9 @@ def agents(data, tmp_path):
 def assert_whole(run: Path, last: int, whole: dict[int, float]) -> None:
     found = steps(run)
     assert [step for step, _ in found] == list(range(1, last + 1))
-    assert [loss for _, loss in found] == pytest.approx([whole[step] for step in range(1, last + 1)], rel=1e-4)
+    assert [loss for _, loss in found] == pytest.approx(
+        [whole[step] for step in range(1, last + 1)], rel=1e-4
+    )
     assert open_checkpoint(checkpoints_below(run / "checkpoints")[0]).meta["step"] == last
 
 
@@ -144,7 +188,8 @@ def test_a_node_that_joins(data, whole, agents):
 
 
 def test_a_node_that_is_told_to_leave(data, whole, agents):
-    """SIGTERM to one of two agents, as before its machine is taken away: nothing is lost, and the other one goes on."""
+    """SIGTERM to one of two agents, as before its machine is taken away: nothing is lost, and the
+    other one goes on."""
     world = agents(STEPS)
     world.start(is_host=True)
     world.start()

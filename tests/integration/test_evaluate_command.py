@@ -1,4 +1,5 @@
-"""tools/evaluate.py on folders of JPEGs: its tables and files, three ranks as one, every input that cannot work."""
+"""tools/evaluate.py on folders of JPEGs: its tables and files, three ranks as one, every input that
+cannot work."""
 
 import json
 import shutil
@@ -36,17 +37,34 @@ def photographs(make_photographs):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, photographs, small):
-    """Two epochs with experts and one step without; copies of the first that are not as they should be."""
+    """Two epochs with experts and one step without; copies of the first that are not as they should
+    be."""
     root = tmp_path_factory.mktemp("evaluate")
-    keys = {"run": ["MODEL.MOE.NUM_EXPERTS", "6"], "dense": ["MODEL.MOE.NUM_EXPERTS", "0", "TRAIN.MAX_STEPS", "1"]}
+    keys = {
+        "run": ["MODEL.MOE.NUM_EXPERTS", "6"],
+        "dense": ["MODEL.MOE.NUM_EXPERTS", "0", "TRAIN.MAX_STEPS", "1"],
+    }
     for name, opts in keys.items():
-        opts = [*small, "DATA.DATASET", "folder", "AUG.MIXUP", "0", "AUG.CUTMIX", "0", "TRAIN.BASE_LR", "3e-2", *opts]
+        opts = [
+            *small,
+            "DATA.DATASET",
+            "folder",
+            "AUG.MIXUP",
+            "0",
+            "AUG.CUTMIX",
+            "0",
+            "TRAIN.BASE_LR",
+            "3e-2",
+            *opts,
+        ]
         train(load_config(None, opts, data=str(photographs), output=str(root / name)))
     whole = root / "run" / "checkpoints" / "latest"
     for name in ("nan", "damaged", "nameless", "newer"):
         shutil.copytree(whole, root / name)
     meta = read_meta(whole)
-    tensors = load_file(root / "nan" / "model.safetensors") | {"norm.weight": torch.full((64,), torch.nan)}
+    tensors = load_file(root / "nan" / "model.safetensors") | {
+        "norm.weight": torch.full((64,), torch.nan)
+    }
     save_file(tensors, root / "nan" / "model.safetensors")
     files = meta["files"] | {"model.safetensors": sync_file(root / "nan" / "model.safetensors")}
     write_meta(root / "nan", meta | {"files": files})
@@ -66,7 +84,8 @@ def numbers(finished):
 
 
 def test_table_and_file(evaluate, runs, photographs, tmp_path):
-    """What the run's own validation found, whether the run is named or its checkpoint; nothing in it is touched."""
+    """What the run's own validation found, whether the run is named or its checkpoint; nothing in
+    it is touched."""
     before = {path: path.lstat().st_mtime_ns for path in runs.rglob("*")}
     rows = numbers(evaluate("--resume", runs / "run", "--output", tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())
@@ -74,16 +93,24 @@ def test_table_and_file(evaluate, runs, photographs, tmp_path):
     assert (found["images"], found["classes"], found["step"], found["world_size"]) == (13, 2, 6, 1)
     assert (found["top1"], found["top5"]) == (pytest.approx(epoch["val_top1"]), None)
     assert found["loss"] == pytest.approx(epoch["val_loss"])
-    assert ["13", f"{found['top1']:.2f}%", "-", f"{found['confidence']:.2f}%"] in [row[:4] for row in rows]
+    assert ["13", f"{found['top1']:.2f}%", "-", f"{found['confidence']:.2f}%"] in [
+        row[:4] for row in rows
+    ]
     assert {one["name"]: one["images"] for one in found["per_class"]} == {"blue": 8, "red": 5}
     for one in found["per_class"]:
         assert [one["name"], str(one["images"]), f"{one['top1']:.2f}%"] in rows
     assert sum(one["images"] for one in found["reliability"]) == 13
     assert (found["num_experts"], found["top_k"], found["capacity_factor"]) == (6, 1, 1.25)
     assert list(found["dropped_share_by_layer"]) == LAYERS
-    assert (found["other_class_names"], found["unreadable_images"], found["passed_over"]) == (None, [], [])
+    assert (found["other_class_names"], found["unreadable_images"], found["passed_over"]) == (
+        None,
+        [],
+        [],
+    )
     assert "sweep" not in found
-    checkpoint = evaluate("--resume", runs / "run" / "checkpoints" / "latest", "--data", photographs)
+    checkpoint = evaluate(
+        "--resume", runs / "run" / "checkpoints" / "latest", "--data", photographs
+    )
     assert numbers(checkpoint)[1:] == rows[1:]
     assert {path: path.lstat().st_mtime_ns for path in runs.rglob("*")} == before
 
@@ -91,51 +118,94 @@ def test_table_and_file(evaluate, runs, photographs, tmp_path):
 def test_other_routing(evaluate, runs, tmp_path):
     found = {}
     for factor in ("0.5", "-0.5", "0"):
-        arguments = ("--capacity-factor", factor, "--top-k", "2", "--output", tmp_path / "found.json")
-        assert "6 experts, K = 2, capacity factor" in evaluate("--resume", runs / "run", *arguments).out
+        arguments = (
+            "--capacity-factor",
+            factor,
+            "--top-k",
+            "2",
+            "--output",
+            tmp_path / "found.json",
+        )
+        assert (
+            "6 experts, K = 2, capacity factor"
+            in evaluate("--resume", runs / "run", *arguments).out
+        )
         found[factor] = json.loads((tmp_path / "found.json").read_text())
         assert (found[factor]["top_k"], found[factor]["capacity_factor"]) == (2, float(factor))
     layers = found["0.5"]["dropped_share_by_layer"].values()
     assert 0.4 < found["0.5"]["dropped_share"] == pytest.approx(sum(layers) / 2, abs=0.2)
     assert found["-0.5"]["loss"] == found["0.5"]["loss"] != found["0"]["loss"]
-    assert (found["0"]["dropped_share"], *found["0"]["dropped_share_by_layer"].values()) == (0, 0, 0)
+    assert (found["0"]["dropped_share"], *found["0"]["dropped_share_by_layer"].values()) == (
+        0,
+        0,
+        0,
+    )
 
 
 def test_sweep(evaluate, runs, tmp_path):
-    """Its row of the checkpoint's own factor is the result without a sweep, and the base of the speeds."""
+    """Its row of the checkpoint's own factor is the result without a sweep, and the base of the
+    speeds."""
     evaluate("--resume", runs / "run", "--output", tmp_path / "plain.json")
-    finished = evaluate("--resume", runs / "run", "--sweep", "0", "0.5", "1.25", "--output", tmp_path / "sweep.json")
+    finished = evaluate(
+        "--resume", runs / "run", "--sweep", "0", "0.5", "1.25", "--output", tmp_path / "sweep.json"
+    )
     rows = numbers(finished)
     assert rows[-1] == ["figure:", str(tmp_path / "sweep.png")]
-    plain, found = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("plain", "sweep"))
+    plain, found = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("plain", "sweep")
+    )
     for key in ("loss", "dropped_share", "capacity_factor"):
         assert found[key] == plain[key]
     half, own, dropless = found["sweep"]
     assert [row["capacity_factor"] for row in found["sweep"]] == [0.5, 1.25, 0]
     assert found["rounds"] == 3
     assert own["speed_ratio"] == {"median": 1, "quartiles": [1, 1]}
-    assert (own["top1"], own["loss"], own["dropped_share"]) == (plain["top1"], plain["loss"], plain["dropped_share"])
+    assert (own["top1"], own["loss"], own["dropped_share"]) == (
+        plain["top1"],
+        plain["loss"],
+        plain["dropped_share"],
+    )
     assert half["dropped_share"] > own["dropped_share"] >= dropless["dropped_share"] == 0
     for row in found["sweep"]:
         low, high = row["images_per_second"]["quartiles"]
         assert 0 < low <= row["images_per_second"]["median"] <= high
-        assert [f"{row['capacity_factor']:g}", f"{row['dropped_share']:.2%}"] in [words[:2] for words in rows]
+        assert [f"{row['capacity_factor']:g}", f"{row['dropped_share']:.2%}"] in [
+            words[:2] for words in rows
+        ]
     with Image.open(tmp_path / "sweep.png") as image:
         assert image.format == "PNG"
 
 
 def test_three_ranks_count_what_one_does(evaluate, start_ranks, runs, tmp_path):
-    """Dropless, so that nothing depends on who shares a batch; the sweep times all ranks together."""
-    arguments = ["--resume", runs / "run", "--capacity-factor", "0", "--opts", "DATA.BATCH_SIZE", "3", "--output"]
+    """Dropless, so that nothing depends on who shares a batch; the sweep times all ranks
+    together."""
+    arguments = [
+        "--resume",
+        runs / "run",
+        "--capacity-factor",
+        "0",
+        "--opts",
+        "DATA.BATCH_SIZE",
+        "3",
+        "--output",
+    ]
     numbers(evaluate(*arguments, tmp_path / "1.json"))
     ended = start_ranks(3, "tools/evaluate.py", *arguments, tmp_path / "3.json", "--sweep", 0.5)
     assert [outcome.status for outcome in ended] == [0, 0, 0], ended
-    assert [outcome.out.count("6 experts, K = 1, capacity factor 0") for outcome in ended] == [1, 0, 0]
+    assert [outcome.out.count("6 experts, K = 1, capacity factor 0") for outcome in ended] == [
+        1,
+        0,
+        0,
+    ]
     one, three = (json.loads((tmp_path / f"{ranks}.json").read_text()) for ranks in (1, 3))
     assert three["world_size"] == 3
     assert three["per_class"] == one["per_class"]
-    assert [three[key] for key in ("images", "top1", "top5")] == [one[key] for key in ("images", "top1", "top5")]
-    assert [three[key] for key in ("loss", "ece")] == pytest.approx([one[key] for key in ("loss", "ece")], rel=1e-4)
+    assert [three[key] for key in ("images", "top1", "top5")] == [
+        one[key] for key in ("images", "top1", "top5")
+    ]
+    assert [three[key] for key in ("loss", "ece")] == pytest.approx(
+        [one[key] for key in ("loss", "ece")], rel=1e-4
+    )
     assert [row["capacity_factor"] for row in three["sweep"]] == [0.5, 0]
     assert (tmp_path / "3.png").is_file()
 
@@ -152,7 +222,9 @@ def test_classes_of_other_names(evaluate, runs, photographs, tmp_path):
     for split in ("train", "val"):
         shutil.copytree(photographs / split / "blue", tmp_path / "data" / split / "blue")
         shutil.copytree(photographs / split / "red", tmp_path / "data" / split / "[red]")
-    line = "2 of 2 classes have other names: class 0 is 'blue' in the checkpoint, '[red]' in the data"
+    line = (
+        "2 of 2 classes have other names: class 0 is 'blue' in the checkpoint, '[red]' in the data"
+    )
     arguments = ("--data", tmp_path / "data", "--output", tmp_path / "found.json")
     finished = evaluate("--resume", runs / "run", *arguments)
     assert line in finished.out.splitlines()
@@ -172,7 +244,11 @@ def test_many_classes_show_their_ends(evaluate, runs, make_photographs, monkeypa
     monkeypatch.setattr(tool, "measure", with_more_classes)
     rows = numbers(evaluate("--resume", runs / "run"))
     shown = [row[0] for row in rows if row and row[0].startswith(("class", "..."))][1:]
-    assert shown == [*(f"class{i:02d}" for i in range(5)), "...", *(f"class{i:02d}" for i in range(25, 30))]
+    assert shown == [
+        *(f"class{i:02d}" for i in range(5)),
+        "...",
+        *(f"class{i:02d}" for i in range(25, 30)),
+    ]
 
 
 def test_broken_images_do_not_count(evaluate, runs, make_photographs):
@@ -184,7 +260,9 @@ def test_broken_images_do_not_count(evaluate, runs, make_photographs):
     assert "15" in [row[0] for row in numbers(finished) if row]
     assert f"1 images could not be read; the first: {images[0]}" in finished.out
     finished = evaluate(*arguments, "0.01")
-    assert finished.err.startswith("error: 1 of 16 images could not be read, DATA.MAX_BAD_SHARE allows")
+    assert finished.err.startswith(
+        "error: 1 of 16 images could not be read, DATA.MAX_BAD_SHARE allows"
+    )
     for image in images:
         image.write_bytes(b"not a picture")
     finished = evaluate(*arguments, "1")
@@ -203,32 +281,65 @@ BAD_INPUT = {
     "no checkpoint": (["--resume", "{root}/empty"], ["--resume", "empty", "holds no checkpoint"]),
     "auto": (["--resume", "auto"], ["--resume auto", "name a checkpoint or a run"]),
     "damaged": (["--resume", "{root}/damaged"], ["damaged: model.safetensors", "is missing"]),
-    "newer format": (["--resume", "{root}/newer"], ["newer has format version 9, this program knows 1"]),
-    "another model": (["--opts", "MODEL.SWINV2.EMBED_DIM", "32"], ["does not fit", "patch_embed.proj.weight"]),
-    "other classes": (["--dataset", "digits"], ["run/checkpoints/step-00000006 has 2 classes", "(digits) has 10"]),
+    "newer format": (
+        ["--resume", "{root}/newer"],
+        ["newer has format version 9, this program knows 1"],
+    ),
+    "another model": (
+        ["--opts", "MODEL.SWINV2.EMBED_DIM", "32"],
+        ["does not fit", "patch_embed.proj.weight"],
+    ),
+    "other classes": (
+        ["--dataset", "digits"],
+        ["run/checkpoints/step-00000006 has 2 classes", "(digits) has 10"],
+    ),
     "other classes, unnamed": (
         ["--resume", "{root}/nameless", "--dataset", "digits"],
-        ["nameless: it does not fit the model", "head.fc.weight ([2, 64] there, [10, 64] in the model"],
+        [
+            "nameless: it does not fit the model",
+            "head.fc.weight ([2, 64] there, [10, 64] in the model",
+        ],
     ),
     "no data": (["--data", "{root}/nowhere"], ["DATA.PATH", "nowhere"]),
     "no images": (["--data", "{root}/no_images"], ["no_images", "no images"]),
-    "no such kind of data": (["--dataset", "foldr"], ["DATA.DATASET is 'foldr'", "did you mean folder?"]),
+    "no such kind of data": (
+        ["--dataset", "foldr"],
+        ["DATA.DATASET is 'foldr'", "did you mean folder?"],
+    ),
     "capacity of nothing": (["--capacity-factor", "nan"], ["--capacity-factor is nan", "finite"]),
     "endless sweep": (["--sweep", "1", "inf"], ["--sweep is inf", "finite"]),
-    "more than all experts": (["--top-k", "7"], ["MODEL.MOE.TOP_K is 7", "MODEL.MOE.NUM_EXPERTS (6)"]),
+    "more than all experts": (
+        ["--top-k", "7"],
+        ["MODEL.MOE.TOP_K is 7", "MODEL.MOE.NUM_EXPERTS (6)"],
+    ),
     "no experts chosen": (["--top-k", "0"], ["MODEL.MOE.TOP_K is 0", "at least 1"]),
     "capacity of a dense model": (
         ["--resume", "{root}/dense", "--capacity-factor", "0"],
         ["--capacity-factor", "dense", "has no experts"],
     ),
-    "K of a dense model": (["--resume", "{root}/dense", "--top-k", "1"], ["--top-k", "dense", "has no experts"]),
-    "sweep of a dense model": (["--resume", "{root}/dense", "--sweep", "1"], ["--sweep", "dense", "has no experts"]),
+    "K of a dense model": (
+        ["--resume", "{root}/dense", "--top-k", "1"],
+        ["--top-k", "dense", "has no experts"],
+    ),
+    "sweep of a dense model": (
+        ["--resume", "{root}/dense", "--sweep", "1"],
+        ["--sweep", "dense", "has no experts"],
+    ),
     "output in no directory": (["--output", "{root}/none/r.json"], ["--output", "none/r.json"]),
     "output is a directory": (["--output", "{root}"], ["--output", "must be a file"]),
-    "output is the figure": (["--output", "{root}/a.png", "--sweep", "1"], ["a.png", "the sweep's figure"]),
-    "unknown key": (["--opts", "DATA.IMGSIZE", "16"], ["--opts unknown key DATA.IMGSIZE", "did you mean"]),
+    "output is the figure": (
+        ["--output", "{root}/a.png", "--sweep", "1"],
+        ["a.png", "the sweep's figure"],
+    ),
+    "unknown key": (
+        ["--opts", "DATA.IMGSIZE", "16"],
+        ["--opts unknown key DATA.IMGSIZE", "did you mean"],
+    ),
     "odd opts": (["--opts", "DATA.IMG_SIZE"], ["pairs", "DATA.IMG_SIZE"]),
-    "global batch": (["--opts", "DATA.GLOBAL_BATCH_SIZE", "15", "TRAIN.ACCUMULATION_STEPS", "2"], ["SIZE is 15"]),
+    "global batch": (
+        ["--opts", "DATA.GLOBAL_BATCH_SIZE", "15", "TRAIN.ACCUMULATION_STEPS", "2"],
+        ["SIZE is 15"],
+    ),
 }
 
 
@@ -240,7 +351,9 @@ def test_bad_input_is_one_line(case, evaluate, runs, photographs, monkeypatch):
     monkeypatch.setattr("swinv2_moe.measure.accuracy.predict", too_late)
     before = {path: path.lstat().st_mtime_ns for path in runs.rglob("*")}
     arguments, texts = BAD_INPUT[case]
-    finished = evaluate("--resume", runs / "run", *[argument.format(root=runs) for argument in arguments])
+    finished = evaluate(
+        "--resume", runs / "run", *[argument.format(root=runs) for argument in arguments]
+    )
     assert (finished.status, finished.out) == (2, "")
     lines = finished.err.splitlines()
     assert len(lines) == 1, finished.err
@@ -254,4 +367,7 @@ def test_results_that_cannot_be_written(evaluate, runs, tmp_path):
     finished = evaluate("--resume", runs / "run", "--output", tmp_path / "full")
     assert finished.status == 2
     assert "top-1" in finished.out
-    assert finished.err == f"error: --output {tmp_path / 'full'}: cannot be written (No space left on device)\n"
+    assert (
+        finished.err
+        == f"error: --output {tmp_path / 'full'}: cannot be written (No space left on device)\n"
+    )

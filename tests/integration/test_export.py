@@ -1,4 +1,5 @@
-"""tools/export.py: programs that equal the model, on their own and in the example; and every input that cannot work."""
+"""tools/export.py: programs that equal the model, on their own and in the example; and every input
+that cannot work."""
 
 import builtins
 import json
@@ -30,8 +31,8 @@ MODELS = {
     " MODEL.MOE.EVAL_CAPACITY_FACTOR 0.75",
     "released": "MODEL.TYPE swin_moe MODEL.MOE.OUTPUT_BIAS false MODEL.MOE.NUM_EXPERTS 2"
     " MODEL.MOE.EVAL_CAPACITY_FACTOR 0",
-    "dense": "MODEL.MOE.NUM_EXPERTS 0 MODEL.SWINV2.IN_CHANS 1 DATA.MEAN [0.5] DATA.STD [0.5] TEST.CROP false"
-    " DATA.DATASET folder DATA.PATH gone",
+    "dense": "MODEL.MOE.NUM_EXPERTS 0 MODEL.SWINV2.IN_CHANS 1 DATA.MEAN [0.5] DATA.STD [0.5]"
+    " TEST.CROP false DATA.DATASET folder DATA.PATH gone",
 }
 
 
@@ -43,29 +44,57 @@ def export(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory, small):
-    """A checkpoint of each of MODELS; no weight is zero, where SwinV2's norms start and hide what comes before."""
+    """A checkpoint of each of MODELS; no weight is zero, where SwinV2's norms start and hide what
+    comes before."""
     root = tmp_path_factory.mktemp("checkpoints")
     for name, keys in MODELS.items():
         config = load_config(None, [*small, *keys.split()])
         model, generator = build_model(config, len(CLASSES)), torch.Generator().manual_seed(0)
-        tensors = {key: torch.randn(t.shape, generator=generator) * 0.2 for key, t in model.state_dict().items()}
+        tensors = {
+            key: torch.randn(t.shape, generator=generator) * 0.2
+            for key, t in model.state_dict().items()
+        }
         write_weights(root / name, model, tensors, config, CLASSES, step=7)
     return root
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, checkpoints):
-    """The model with experts in both formats, in batches of 3, the last with 2 images; what the command has printed."""
+    """The model with experts in both formats, in batches of 3, the last with 2 images; what the
+    command has printed."""
     output = tmp_path_factory.mktemp("exported") / "experts"
-    arguments = ["--resume", checkpoints / "experts", "--output", output, "--format", "onnx", "torch"]
-    done = run_alone("tools/export.py", *arguments, "--batch-size", "3", "--images", "29", "--opts", "DEVICE", "cpu")
+    arguments = [
+        "--resume",
+        checkpoints / "experts",
+        "--output",
+        output,
+        "--format",
+        "onnx",
+        "torch",
+    ]
+    done = run_alone(
+        "tools/export.py",
+        *arguments,
+        "--batch-size",
+        "3",
+        "--images",
+        "29",
+        "--opts",
+        "DEVICE",
+        "cpu",
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return output, done.stdout
 
 
 def run_alone(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
 
 
@@ -90,7 +119,11 @@ def test_both_programs_equal_the_model(exported, checkpoints):
 
 def test_what_is_printed_and_written(exported):
     directory, printed = exported
-    assert sorted(path.name for path in directory.iterdir()) == ["model.json", "model.onnx", "model.pt2"]
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "model.json",
+        "model.onnx",
+        "model.pt2",
+    ]
     spec = json.loads((directory / "model.json").read_text())
     assert spec["input"] == {"name": "images", "dtype": "float32", "shape": [3, 3, 16, 16]}
     assert spec["output"] == {"name": "logits", "dtype": "float32", "shape": [3, 10]}
@@ -108,9 +141,14 @@ def test_what_is_printed_and_written(exported):
         assert program["same_top1"] == 100
         assert program["program_top1"] == program["model_top1"]
         assert [len(program["milliseconds"][name]) for name in ("program", "model")] == [20, 20]
-        assert program["files"][program["file"]]["bytes"] == (directory / program["file"]).stat().st_size
+        assert (
+            program["files"][program["file"]]["bytes"]
+            == (directory / program["file"]).stat().st_size
+        )
     onnx_program, torch_program = (spec["programs"][kind] for kind in ("onnx", "torch"))
-    differences = [f"{program['max_abs_difference']:.2g}" for program in (onnx_program, torch_program)]
+    differences = [
+        f"{program['max_abs_difference']:.2g}" for program in (onnx_program, torch_program)
+    ]
     assert ["largest", "difference", *differences] in rows
     assert "experts, step 7, 4 experts, capacity factor 0.75; float32" in printed
 
@@ -118,14 +156,17 @@ def test_what_is_printed_and_written(exported):
 def test_programs_run_without_this_project(exported, tmp_path):
     """A process that cannot import it: neither operations nor classes of ours are in the files."""
     code = "import sys; sys.modules.update(dict.fromkeys(('moe_core', 'swinv2_moe', 'timm')));"
-    code += "import torch; logits = torch.export.load(sys.argv[1]).module()(torch.zeros(3, 3, 16, 16));"
+    code += (
+        "import torch; logits = torch.export.load(sys.argv[1]).module()(torch.zeros(3, 3, 16, 16));"
+    )
     code += "assert logits.shape == (3, 10)"
     done = run_alone("-W", "ignore", "-c", code, exported[0] / "model.pt2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     onnx.checker.check_model(exported[0] / "model.onnx")
     assert {node.domain for node in onnx.load(exported[0] / "model.onnx").graph.node} == {""}
     for file in ("model.onnx", "model.pt2"):
-        assert str(ROOT).encode() not in (exported[0] / file).read_bytes()  # nor where they were made
+        # nor where they were made
+        assert str(ROOT).encode() not in (exported[0] / file).read_bytes()
 
 
 def test_a_capacity_makes_every_shape_fixed(exported):
@@ -137,26 +178,50 @@ def test_a_capacity_makes_every_shape_fixed(exported):
 
 @torch.no_grad()
 def test_dropless_takes_any_number_of_images(export, checkpoints, tmp_path):
-    arguments = ["--resume", checkpoints / "released", "--output", tmp_path / "any", "--batch-size", "0"]
-    finished = export(*arguments, "--format", "torch", "onnx", "--images", "16", "--opts", "DEVICE", "cpu")
+    arguments = [
+        "--resume",
+        checkpoints / "released",
+        "--output",
+        tmp_path / "any",
+        "--batch-size",
+        "0",
+    ]
+    finished = export(
+        *arguments, "--format", "torch", "onnx", "--images", "16", "--opts", "DEVICE", "cpu"
+    )
     assert (finished.status, finished.err) == (0, "")
     spec = json.loads((tmp_path / "any" / "model.json").read_text())
     assert spec["input"]["shape"] == [None, 3, 16, 16]
-    model, program = model_of(checkpoints / "released"), torch.export.load(tmp_path / "any" / "model.pt2").module()
+    model, program = (
+        model_of(checkpoints / "released"),
+        torch.export.load(tmp_path / "any" / "model.pt2").module(),
+    )
     for count in (1, 5, 32):
         images = torch.randn(count, 3, 16, 16)
-        torch.testing.assert_close(onnx_logits(tmp_path / "any", images), model(images), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            onnx_logits(tmp_path / "any", images), model(images), rtol=1e-4, atol=1e-4
+        )
         torch.testing.assert_close(program(images), model(images), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", onnx.TensorProto.BFLOAT16), ("int8", onnx.TensorProto.INT8)])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("bfloat16", onnx.TensorProto.BFLOAT16), ("int8", onnx.TensorProto.INT8)]
+)
 def test_smaller_weights(export, checkpoints, tmp_path, dtype, kind):
-    arguments = ["--resume", checkpoints / "experts", "--output", tmp_path / dtype, "--dtype", dtype]
+    arguments = [
+        "--resume",
+        checkpoints / "experts",
+        "--output",
+        tmp_path / dtype,
+        "--dtype",
+        dtype,
+    ]
     finished = export(*arguments, "--batch-size", "3", "--opts", "DEVICE", "cpu")
     assert (finished.status, finished.err) == (0, "")
     weights = onnx.load(tmp_path / dtype / "model.onnx").graph.initializer
     small = [weight for weight in weights if weight.data_type == kind and len(weight.dims) > 1]
-    # the products of three blocks' attention (2 each), a dense FFN, two layers of four experts, two mergings, the head
+    # the products of three blocks' attention (2 each), a dense FFN, two layers of four experts, two
+    # mergings, the head
     assert len(small) == 3 * 2 + 2 + 2 * 4 * 2 + 2 + 1
     routers = [weight for weight in weights if weight.name.endswith(".router.projector.weight")]
     assert [weight.data_type for weight in routers] == [onnx.TensorProto.FLOAT] * 2
@@ -164,18 +229,31 @@ def test_smaller_weights(export, checkpoints, tmp_path, dtype, kind):
     assert program["same_top1"] >= 90
 
 
-def test_bfloat16_for_torch_and_a_dense_model_of_grey_images_without_data(export, checkpoints, tmp_path):
-    arguments = ["--resume", checkpoints / "dense", "--output", tmp_path / "half", "--dtype", "bfloat16"]
+def test_bfloat16_for_torch_and_a_dense_model_of_grey_images_without_data(
+    export, checkpoints, tmp_path
+):
+    arguments = [
+        "--resume",
+        checkpoints / "dense",
+        "--output",
+        tmp_path / "half",
+        "--dtype",
+        "bfloat16",
+    ]
     chosen = ["--format", "torch", "--batch-size", "0", "--images", "13", "--opts", "DEVICE", "cpu"]
     finished = export(*arguments, *chosen)
     assert (finished.status, finished.err) == (0, "")
     assert ", dense; bfloat16\n" in finished.out
-    assert finished.out.startswith("compared on random images: DATA.PATH is 'gone': no such directory\n")
+    assert finished.out.startswith(
+        "compared on random images: DATA.PATH is 'gone': no such directory\n"
+    )
     assert "\n13 random images, timed in batches of 8: " in finished.out
     (tmp_path / "ordinary").mkdir()
     assert (tmp_path / "half").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
     program = torch.export.load(tmp_path / "half" / "model.pt2")
-    assert {tensor.dtype for tensor in program.state_dict.values() if tensor.is_floating_point()} == {torch.bfloat16}
+    assert {
+        tensor.dtype for tensor in program.state_dict.values() if tensor.is_floating_point()
+    } == {torch.bfloat16}
 
 
 # The example
@@ -194,20 +272,26 @@ def photographs(tmp_path_factory) -> list[Path]:
 @torch.no_grad()
 def test_the_example_says_what_the_model_says(exported, checkpoints, photographs):
     with open_deployed(str(checkpoints / "experts"), opts=["DEVICE", "cpu"]) as deployed:
-        model, transform = deployed.model(len(CLASSES)), build_transform(deployed.config, is_train=False)
+        model, transform = (
+            deployed.model(len(CLASSES)),
+            build_transform(deployed.config, is_train=False),
+        )
     for file in photographs:
         done = run_alone("examples/classify.py", exported[0], file)
         assert (done.returncode, done.stderr) == (0, "")
         images = transform(Image.open(file).convert("RGB")).expand(3, -1, -1, -1)
         odds, best = model(images)[0].softmax(0).topk(5)
         wanted = [
-            f"{share:6.1%}  {CLASSES[number]}" for share, number in zip(odds.tolist(), best.tolist(), strict=True)
+            f"{share:6.1%}  {CLASSES[number]}"
+            for share, number in zip(odds.tolist(), best.tolist(), strict=True)
         ]
         assert done.stdout.splitlines() == wanted
 
 
 @pytest.mark.parametrize("size", [(300, 200), (401, 533), (64, 640), (192, 192), (9, 7)])
-@pytest.mark.parametrize("keys", ["", "DATA.INTERPOLATION bilinear TEST.CROP_RATIO 0.9", "TEST.CROP false"])
+@pytest.mark.parametrize(
+    "keys", ["", "DATA.INTERPOLATION bilinear TEST.CROP_RATIO 0.9", "TEST.CROP false"]
+)
 def test_the_example_prepares_pictures_as_the_evaluation_does(size, keys, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     from classify import prepare
@@ -215,9 +299,14 @@ def test_the_example_prepares_pictures_as_the_evaluation_does(size, keys, monkey
     from swinv2_moe.export.export import preprocessing
 
     config = load_config(None, keys.split())
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*reversed(size), 3), dtype=np.uint8))
+    picture = Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (*reversed(size), 3), dtype=np.uint8)
+    )
     spec = {"preprocessing": preprocessing(config), "input": {"shape": [1, 3, 192, 192]}}
-    found, wanted = torch.from_numpy(prepare(picture, spec)), build_transform(config, is_train=False)(picture)
+    found, wanted = (
+        torch.from_numpy(prepare(picture, spec)),
+        build_transform(config, is_train=False)(picture),
+    )
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
@@ -228,9 +317,17 @@ def test_the_example_takes_pictures_of_16_bits(monkeypatch, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 2**16, (24, 24), dtype=np.uint16)
     Image.fromarray(pixels).save(tmp_path / "deep.png")
     Image.fromarray((pixels // 256).astype(np.uint8)).save(tmp_path / "plain.png")
-    how = {"mode": "RGB", "resize": None, "interpolation": "bicubic", "mean": [0.5] * 3, "std": [0.5] * 3}
+    how = {
+        "mode": "RGB",
+        "resize": None,
+        "interpolation": "bicubic",
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+    }
     spec = {"preprocessing": how, "input": {"shape": [1, 3, 16, 16]}}
-    deep, plain = (prepare(Image.open(tmp_path / f"{name}.png"), spec) for name in ("deep", "plain"))
+    deep, plain = (
+        prepare(Image.open(tmp_path / f"{name}.png"), spec) for name in ("deep", "plain")
+    )
     assert deep.std() > 0.1
     np.testing.assert_array_equal(deep, plain)
 
@@ -242,7 +339,9 @@ def test_the_example_reads_pictures_alone_and_none_that_is_too_large(monkeypatch
 
     Image.new("L", (30, 20), 7).save(tmp_path / "good.png")
     assert read(str(tmp_path / "good.png")).getpixel((0, 0)) == 7
-    (tmp_path / "eps.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n")
+    (tmp_path / "eps.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n"
+    )
     Image.new("L", (13_000, 13_000)).save(tmp_path / "large.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:30])
     for name, says in (
@@ -267,24 +366,49 @@ def test_the_example_says_what_it_needs(tmp_path):
 
 # Bad input
 
-# arguments after the good ones ({root}: checkpoints, {tmp}: an empty directory), and what the one line must name
+# arguments after the good ones ({root}: checkpoints, {tmp}: an empty directory), and what the one
+# line must name
 BAD_INPUT = {
     "format": (["--format", "tflite"], ["--format is 'tflite', allowed: onnx, torch"]),
-    "dtype": (["--dtype", "float16"], ["--dtype is 'float16'", "onnx takes float32, bfloat16, int8"]),
-    "int8 for torch": (["--format", "torch", "--dtype", "int8"], ["'int8'", "torch takes float32, bfloat16"]),
+    "dtype": (
+        ["--dtype", "float16"],
+        ["--dtype is 'float16'", "onnx takes float32, bfloat16, int8"],
+    ),
+    "int8 for torch": (
+        ["--format", "torch", "--dtype", "int8"],
+        ["'int8'", "torch takes float32, bfloat16"],
+    ),
     "batch size": (["--batch-size", "-1"], ["--batch-size is -1, it must be at least 0"]),
     "no images": (["--images", "0"], ["--images is 0, it must be at least 1"]),
     "capacity": (["--capacity-factor", "nan"], ["MODEL.MOE.EVAL_CAPACITY_FACTOR", "nan"]),
-    "any batch": (["--batch-size", "0"], ["--batch-size 0 (any) needs --capacity-factor 0 (dropless)", "at 0.75"]),
-    "dense": (["--resume", "{root}/dense", "--capacity-factor", "2"], ["--capacity-factor 2", "no experts"]),
+    "any batch": (
+        ["--batch-size", "0"],
+        ["--batch-size 0 (any) needs --capacity-factor 0 (dropless)", "at 0.75"],
+    ),
+    "dense": (
+        ["--resume", "{root}/dense", "--capacity-factor", "2"],
+        ["--capacity-factor 2", "no experts"],
+    ),
     "no checkpoint": (["--resume", "{tmp}"], ["--resume", "holds no checkpoint"]),
-    "a file": (["--resume", "{root}/experts/model.safetensors"], ["is a file; a checkpoint is a directory"]),
-    "another model": (["--opts", "MODEL.SWINV2.EMBED_DIM", "32"], ["does not fit", "patch_embed.proj.weight"]),
+    "a file": (
+        ["--resume", "{root}/experts/model.safetensors"],
+        ["is a file; a checkpoint is a directory"],
+    ),
+    "another model": (
+        ["--opts", "MODEL.SWINV2.EMBED_DIM", "32"],
+        ["does not fit", "patch_embed.proj.weight"],
+    ),
     "other classes": (["--data", "{data}"], ["DATA.PATH", "2 classes", "10"]),
     "no data": (["--data", "{tmp}/none"], ["DATA.PATH", "none"]),
-    "no data by opts": (["--opts", "DATA.DATASET", "folder", "DATA.PATH", "{tmp}/none"], ["DATA.PATH", "none"]),
+    "no data by opts": (
+        ["--opts", "DATA.DATASET", "folder", "DATA.PATH", "{tmp}/none"],
+        ["DATA.PATH", "none"],
+    ),
     "existing output": (["--output", "{root}"], ["--output", "already exists"]),
-    "output in a file": (["--output", "{root}/experts/meta.json/exported"], ["--output", "cannot be written"]),
+    "output in a file": (
+        ["--output", "{root}/experts/meta.json/exported"],
+        ["--output", "cannot be written"],
+    ),
 }
 
 
@@ -295,7 +419,11 @@ def test_bad_input_is_one_line(case, export, checkpoints, tmp_path, monkeypatch,
 
     monkeypatch.setattr("swinv2_moe.export.programs.write_program", too_late)
     arguments, texts = BAD_INPUT[case]
-    places = {"root": checkpoints, "tmp": tmp_path, "data": make_photographs() if "{data}" in arguments else ""}
+    places = {
+        "root": checkpoints,
+        "tmp": tmp_path,
+        "data": make_photographs() if "{data}" in arguments else "",
+    }
     good = ["--resume", checkpoints / "experts", "--output", tmp_path / "exported"]
     assert_one_line(export(*good, *[word.format(**places) for word in arguments]), texts)
     assert list(tmp_path.iterdir()) == []
@@ -311,21 +439,36 @@ def assert_one_line(finished, texts: list[str]) -> None:
 def test_a_program_that_differs_is_not_kept(export, checkpoints, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules["swinv2_moe.export.export"].TOLERANCES, "float32", 1e-12)
     (tmp_path / ".exported.tmp").mkdir()  # somebody's
-    finished = export("--resume", checkpoints / "dense", "--output", tmp_path / "exported", "--format", "torch")
-    assert_one_line(finished, ["the torch program's logits differ from the model's by", "nothing is written"])
+    finished = export(
+        "--resume", checkpoints / "dense", "--output", tmp_path / "exported", "--format", "torch"
+    )
+    assert_one_line(
+        finished, ["the torch program's logits differ from the model's by", "nothing is written"]
+    )
     assert [path.name for path in tmp_path.iterdir()] == [".exported.tmp"]
 
 
-def test_only_what_cannot_be_written_is_laid_to_the_output(export, checkpoints, tmp_path, monkeypatch):
+def test_only_what_cannot_be_written_is_laid_to_the_output(
+    export, checkpoints, tmp_path, monkeypatch
+):
     def full(*args):
         raise OSError(28, "No space left on device")
 
     def broken(*args):
         raise OSError("a picture is gone")
 
-    arguments = ["--resume", checkpoints / "dense", "--output", tmp_path / "exported", "--format", "torch"]
+    arguments = [
+        "--resume",
+        checkpoints / "dense",
+        "--output",
+        tmp_path / "exported",
+        "--format",
+        "torch",
+    ]
     monkeypatch.setattr("swinv2_moe.export.programs.write_program", full)
-    assert_one_line(export(*arguments), ["--output", "exported: cannot be written ([Errno 28] No space left"])
+    assert_one_line(
+        export(*arguments), ["--output", "exported: cannot be written ([Errno 28] No space left"]
+    )
     monkeypatch.setattr("swinv2_moe.export.programs.write_program", lambda *args: None)
     monkeypatch.setattr("swinv2_moe.export.programs.load_program", lambda *args: None)
     monkeypatch.setattr(sys.modules["swinv2_moe.export.export"], "compare", broken)
@@ -342,11 +485,22 @@ def test_a_missing_package_is_named(export, checkpoints, tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without_onnxscript)
     finished = export("--resume", checkpoints / "dense", "--output", tmp_path / "exported")
-    assert_one_line(finished, ["needs the export extra", "pip install -e '.[export]'", "No module named 'onnxscript'"])
+    assert_one_line(
+        finished,
+        ["needs the export extra", "pip install -e '.[export]'", "No module named 'onnxscript'"],
+    )
 
 
 def test_several_ranks_are_refused(checkpoints, start_ranks, tmp_path):
-    arguments = ["--resume", checkpoints / "experts", "--output", tmp_path / "exported", "--opts", "DEVICE", "cpu"]
+    arguments = [
+        "--resume",
+        checkpoints / "experts",
+        "--output",
+        tmp_path / "exported",
+        "--opts",
+        "DEVICE",
+        "cpu",
+    ]
     ended = start_ranks(2, "tools/export.py", *arguments)
     assert [outcome.status for outcome in ended] == [2, 2]
     assert [outcome.err for outcome in ended] == [

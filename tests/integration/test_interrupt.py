@@ -14,7 +14,11 @@ from gloo_processes import DEADLINE, ROOT
 
 from swinv2_moe import command as command_module
 
-COMMANDS = sorted(str(path.relative_to(ROOT)) for folder in ("tools", "data") for path in (ROOT / folder).glob("*.py"))
+COMMANDS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("tools", "data")
+    for path in (ROOT / folder).glob("*.py")
+)
 # Ctrl-C when the command imports torch, which takes the longest
 WHILE_IMPORTING = """
 import runpy, signal, sys
@@ -28,8 +32,8 @@ sys.meta_path.insert(0, Interrupts())
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-# A worker that has begun a shard stays there, and says so at the moment that is named: when the worker is there itself,
-# or only when its parent waits for it
+# A worker that has begun a shard stays there, and says so at the moment that is named: when the
+# worker is there itself, or only when its parent waits for it
 WHILE_MAKING_SHARDS = """
 import runpy, sys, time
 from pathlib import Path
@@ -53,7 +57,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def in_foreground():
-    """`in_foreground(arguments of python)`: a process in a session of its own, as a shell starts it in a terminal."""
+    """`in_foreground(arguments of python)`: a process in a session of its own, as a shell starts it
+    in a terminal."""
     started = []
 
     def start(*words: object) -> subprocess.Popen:
@@ -61,7 +66,11 @@ def in_foreground():
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         started.append(
             subprocess.Popen(
-                [sys.executable, *map(str, words)], cwd=ROOT, env=environment, start_new_session=True, **pipes
+                [sys.executable, *map(str, words)],
+                cwd=ROOT,
+                env=environment,
+                start_new_session=True,
+                **pipes,
             )
         )
         return started[-1]
@@ -73,7 +82,8 @@ def in_foreground():
 
 
 def press_ctrl_c(process: subprocess.Popen, reached: Path) -> tuple[int, str, str]:
-    """SIGINT to the process and its children, once the file `reached` is there; status, output and errors."""
+    """SIGINT to the process and its children, once the file `reached` is there; status, output and
+    errors."""
     deadline = time.monotonic() + DEADLINE
     while not reached.exists():
         assert process.poll() is None, process.communicate()
@@ -93,8 +103,19 @@ def test_while_a_command_is_imported(script, in_foreground):
 
 @pytest.mark.parametrize("moment", ["forking", "waiting"])
 def test_while_shards_are_made(moment, make_photographs, in_foreground, tmp_path):
-    arguments = ["--data", make_photographs(), "--output", tmp_path / "shards", "--workers", "2", "--shard-mb", "0.01"]
-    process = in_foreground("-c", WHILE_MAKING_SHARDS, tmp_path / "reached", moment, "data/make_shards.py", *arguments)
+    arguments = [
+        "--data",
+        make_photographs(),
+        "--output",
+        tmp_path / "shards",
+        "--workers",
+        "2",
+        "--shard-mb",
+        "0.01",
+    ]
+    process = in_foreground(
+        "-c", WHILE_MAKING_SHARDS, tmp_path / "reached", moment, "data/make_shards.py", *arguments
+    )
     status, _, err = press_ctrl_c(process, tmp_path / "reached")
     assert (status, err) == (130, "interrupted\n")
 
@@ -134,8 +155,12 @@ Path({str(tmp_path / "reached")!r}).touch()
 time.sleep(600)
 """
     (tmp_path / "other.py").write_text(other)
-    code = "import sys; from swinv2_moe.command import *; run_command(lambda: run_tool(sys.argv[1]))"
-    status, _, err = press_ctrl_c(in_foreground("-c", code, tmp_path / "other.py"), tmp_path / "reached")
+    code = (
+        "import sys; from swinv2_moe.command import *; run_command(lambda: run_tool(sys.argv[1]))"
+    )
+    status, _, err = press_ctrl_c(
+        in_foreground("-c", code, tmp_path / "other.py"), tmp_path / "reached"
+    )
     assert (status, err) == (130, "")  # the other one has said what is to be said
     assert (tmp_path / "saved").exists()
 
@@ -144,7 +169,9 @@ def test_a_training_that_is_stopped_ends_what_runs_it(tmp_path, monkeypatch):
     ran = []
     monkeypatch.setattr(command_module, "run_tool", lambda *words: ran.append(words))
     with pytest.raises(SystemExit) as ended:
-        command_module.run_training("configs/quickstart_digits.yaml", tmp_path, tmp_path / "run", [])
+        command_module.run_training(
+            "configs/quickstart_digits.yaml", tmp_path, tmp_path / "run", []
+        )
     assert not ended.value.code
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").touch()
@@ -153,11 +180,30 @@ def test_a_training_that_is_stopped_ends_what_runs_it(tmp_path, monkeypatch):
 
 
 def test_the_quickstart_stops_with_its_first_training(monkeypatch, tmp_path):
-    main, trained = runpy.run_path(str(ROOT / "tools" / "quickstart.py"), run_name="quickstart")["main"], []
-    monkeypatch.setitem(main.__globals__, "train", lambda config, resume_command: trained.append(resume_command))
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--output", str(tmp_path / "new"), "--opts", "SEED", "3"])
+    main, trained = (
+        runpy.run_path(str(ROOT / "tools" / "quickstart.py"), run_name="quickstart")["main"],
+        [],
+    )
+    monkeypatch.setitem(
+        main.__globals__, "train", lambda config, resume_command: trained.append(resume_command)
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["quickstart.py", "--output", str(tmp_path / "new"), "--opts", "SEED", "3"]
+    )
     main()
     (going_on,) = trained
     words = shlex.split(going_on)
-    assert words[1:4] == ["tools/train.py", "--cfg", str(ROOT / "configs" / "quickstart_digits.yaml")]
-    assert words[4:] == ["--output", str(tmp_path / "new" / "moe"), "--resume", "auto", "--opts", "SEED", "3"]
+    assert words[1:4] == [
+        "tools/train.py",
+        "--cfg",
+        str(ROOT / "configs" / "quickstart_digits.yaml"),
+    ]
+    assert words[4:] == [
+        "--output",
+        str(tmp_path / "new" / "moe"),
+        "--resume",
+        "auto",
+        "--opts",
+        "SEED",
+        "3",
+    ]

@@ -1,4 +1,5 @@
-"""tools/plan_cluster.py in this process: table, figure, refusals; and its step times against published ones."""
+"""tools/plan_cluster.py in this process: table, figure, refusals; and its step times against
+published ones."""
 
 import re
 from dataclasses import replace
@@ -27,7 +28,11 @@ def plan(monkeypatch, capsys, tmp_path):
 def rows_of(out: str) -> dict[int, list[str]]:
     """Cells after the first, by number of GPUs; marks are dropped."""
     lines = [re.sub(r"[*!] ", "", line).split() for line in out.splitlines()]
-    return {int(cells[0].replace(",", "")): cells[1:] for cells in lines if len(cells) == 9 and cells[0][0].isdigit()}
+    return {
+        int(cells[0].replace(",", "")): cells[1:]
+        for cells in lines
+        if len(cells) == 9 and cells[0][0].isdigit()
+    }
 
 
 def test_table_and_figure(plan):
@@ -35,7 +40,11 @@ def test_table_and_figure(plan):
     assert (status, err) == (0, "")
     rows = rows_of(out)
     assert list(rows) == [2**k for k in range(13)]
-    assert [line.split()[1] for line in out.splitlines() if line.strip().startswith("* ") and "%" in line] == ["16"]
+    assert [
+        line.split()[1]
+        for line in out.splitlines()
+        if line.strip().startswith("* ") and "%" in line
+    ] == ["16"]
     for gpus, (nodes, _, _, share, r, d, algorithm, memory) in rows.items():
         assert int(nodes.replace(",", "")) == max(gpus // 8, 1)
         assert 0 <= float(share.rstrip("%")) < 100
@@ -59,7 +68,8 @@ def test_a_dense_model_exchanges_nothing(plan):
 
 
 def test_gpus_that_cannot_share_the_experts_are_left_out_with_a_note(plan):
-    for nodes, rows in ((3, [1, 2, 12]), (1, [1, 2])):  # the second time the user's cluster is one of them
+    # the second time the user's cluster is one of them
+    for nodes, rows in ((3, [1, 2, 12]), (1, [1, 2])):
         six = ("--gpus-per-node", "4", "--opts", "MODEL.MOE.NUM_EXPERTS", "6")
         status, out, err, figure = plan(*CFG, "--nodes", nodes, *six)
         assert (status, err) == (0, "")
@@ -71,12 +81,17 @@ def test_gpus_that_cannot_share_the_experts_are_left_out_with_a_note(plan):
 
 def test_replicas_of_the_experts_keep_the_exchange_in_a_node(plan):
     size = ("MODEL.MOE.EXPERT_PARALLEL_SIZE",)
-    everywhere, in_a_node = (rows_of(plan(*CFG, *CLUSTER, "--opts", *size, n)[1])[256] for n in ("0", "8"))
+    everywhere, in_a_node = (
+        rows_of(plan(*CFG, *CLUSTER, "--opts", *size, n)[1])[256] for n in ("0", "8")
+    )
     assert float(in_a_node[3].rstrip("%")) < float(everywhere[3].rstrip("%")) / 5
     assert float(in_a_node[1].replace(",", "")) < float(everywhere[1].replace(",", ""))
     assert in_a_node[6] == "linear"
     note = plan(*CFG, "--nodes", "1", "--gpus-per-node", "12", "--opts", *size, "8")[1]
-    assert "12 GPUs left out: the number of GPUs (12) must be a multiple of MODEL.MOE.EXPERT_PARALLEL_SIZE (8)" in note
+    assert (
+        "12 GPUs left out: the number of GPUs (12) must be a multiple of"
+        " MODEL.MOE.EXPERT_PARALLEL_SIZE (8)" in note
+    )
 
 
 def test_this_machine_and_another_batch_size(plan):
@@ -131,12 +146,18 @@ def test_memory_is_sharded_and_recomputation_saves_activations():
 
 
 def test_published_images_per_second(monkeypatch):
-    """The second table of docs/planner.md: SwinV2-MoE-B beside its dense model on A100s (arXiv 2206.03382, table 7)."""
+    """The second table of docs/planner.md: SwinV2-MoE-B beside its dense model on A100s (arXiv
+    2206.03382, table 7)."""
     lines = (ROOT / "docs" / "planner.md").read_text().splitlines()
-    stated = {tuple(line.split(" | ")[0].strip("| ").split(", ")): line.strip("| ").split(" | ")[1:3] for line in lines}
+    stated = {
+        tuple(line.split(" | ")[0].strip("| ").split(", ")): line.strip("| ").split(" | ")[1:3]
+        for line in lines
+    }
     shape_of = cost_model.LayerShape.of
     # Tutel's buffers are padded: no counts are exchanged
-    monkeypatch.setattr(cost_model.LayerShape, "of", lambda *args: replace(shape_of(*args), counts_first=False))
+    monkeypatch.setattr(
+        cost_model.LayerShape, "of", lambda *args: replace(shape_of(*args), counts_first=False)
+    )
     for name, file in (("dense", "dense"), ("MoE", "32expert")):
         file = ROOT / "configs" / "in22k" / f"swin_moe_base_window12_192_{file}.yaml"
         config = load_config(file, ["TRAIN.ACCUMULATION_STEPS", "1"])

@@ -15,9 +15,16 @@ from swinv2_moe.config import load_config
 from swinv2_moe.models import build_model
 
 QUICKSTART = "configs/quickstart_digits.yaml"
-# Dropless, no noise, no dropout, no auxiliary loss: what is left does not depend on how tokens lie on ranks.
-EXACT = "MODEL.MOE.CAPACITY_FACTOR 0.0 MODEL.MOE.EVAL_CAPACITY_FACTOR 0.0 MODEL.MOE.GATE_NOISE 0.0 DEVICE cpu"
-EXACT += " MODEL.DROP_PATH_RATE 0.0 MODEL.MOE.AUX_LOSS_WEIGHT 0.0 PRINT_FREQ 1 TRAIN.EPOCHS 2 TRAIN.WARMUP_EPOCHS 1"
+# Dropless, no noise, no dropout, no auxiliary loss: what is left does not depend on how tokens lie
+# on ranks.
+EXACT = (
+    "MODEL.MOE.CAPACITY_FACTOR 0.0 MODEL.MOE.EVAL_CAPACITY_FACTOR 0.0 MODEL.MOE.GATE_NOISE 0.0"
+    " DEVICE cpu"
+)
+EXACT += (
+    " MODEL.DROP_PATH_RATE 0.0 MODEL.MOE.AUX_LOSS_WEIGHT 0.0 PRINT_FREQ 1 TRAIN.EPOCHS 2"
+    " TRAIN.WARMUP_EPOCHS 1"
+)
 EXACT += " TRAIN.MAX_STEPS 20 DATA.NUM_WORKERS 0"
 LAYERS = ["layers.1.blocks.1.mlp.moe", "layers.2.blocks.1.mlp.moe"]
 
@@ -29,11 +36,14 @@ def in_the_repository(monkeypatch, request):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, start_ranks):
-    """{ranks: (run directory, what the first printed)} for 1, 2 and 4 processes at a global batch of 64."""
+    """{ranks: (run directory, what the first printed)} for 1, 2 and 4 processes at a global batch
+    of 64."""
     root, found = tmp_path_factory.mktemp("ranks"), {}
     for ranks in (1, 2, 4):
         run = ["--cfg", QUICKSTART, "--output", root / str(ranks)]
-        ended = start_ranks(ranks, "tools/train.py", *run, "--opts", *EXACT.split(), "DATA.BATCH_SIZE", 64 // ranks)
+        ended = start_ranks(
+            ranks, "tools/train.py", *run, "--opts", *EXACT.split(), "DATA.BATCH_SIZE", 64 // ranks
+        )
         assert [outcome.status for outcome in ended] == [0] * ranks, ended
         assert not any(outcome.out for outcome in ended[1:])
         assert not any(outcome.err for outcome in ended), ended
@@ -61,7 +71,11 @@ def test_the_loss_curve_does_not_depend_on_the_ranks(ranks, runs):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_only_the_first_rank_speaks(ranks, runs):
     compiling = "moe_core kernels: compiling"  # on a machine that has not done so before
-    lines = [line for line in runs[ranks][1].splitlines() if line.strip() and not line.startswith(compiling)]
+    lines = [
+        line
+        for line in runs[ranks][1].splitlines()
+        if line.strip() and not line.startswith(compiling)
+    ]
     starts = (
         "swinv2_moe \\(",
         "moe_core kernels: .*torch on cpu",
@@ -75,7 +89,8 @@ def test_only_the_first_rank_speaks(ranks, runs):
 
 
 def test_a_checkpoint_holds_every_expert_once(runs):
-    """Every section: weights and both moments; none equal to another, all as one process trained them."""
+    """Every section: weights and both moments; none equal to another, all as one process trained
+    them."""
     single, spread = (runs[n][0] / "checkpoints" / "latest" for n in (1, 4))
     files = sorted(str(path.relative_to(single)) for path in single.rglob("*.safetensors"))
     assert files == sorted(str(path.relative_to(spread)) for path in spread.rglob("*.safetensors"))
@@ -84,9 +99,13 @@ def test_a_checkpoint_holds_every_expert_once(runs):
         expected, found = load_file(single / file), load_file(spread / file)
         assert expected.keys() == found.keys()
         for name in expected:
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=1e-3, msg=f"{file} {name}")
+            torch.testing.assert_close(
+                found[name], expected[name], rtol=1e-2, atol=1e-3, msg=f"{file} {name}"
+            )
     for layer in LAYERS:
-        experts = [load_file(spread / "experts" / layer / f"{e:04d}.safetensors")["w1"] for e in range(8)]
+        experts = [
+            load_file(spread / "experts" / layer / f"{e:04d}.safetensors")["w1"] for e in range(8)
+        ]
         assert all((experts[a] - experts[b]).abs().max() > 1e-3 for a in range(8) for b in range(a))
 
 
@@ -94,7 +113,9 @@ def test_a_checkpoint_of_four_ranks_in_one_process(runs, monkeypatch, capsys):
     summary = json.loads((runs[4][0] / "summary.json").read_text())
     finished = command("evaluate", monkeypatch, capsys)("--resume", runs[4][0])
     assert (finished.status, finished.err) == (0, "")
-    assert ["360", f"{summary['val_top1']:.2f}%"] in [line.split()[:2] for line in finished.out.splitlines()]
+    assert ["360", f"{summary['val_top1']:.2f}%"] in [
+        line.split()[:2] for line in finished.out.splitlines()
+    ]
 
 
 def test_a_run_of_two_ranks_goes_on_in_one_process(runs, train_command, tmp_path):
@@ -118,7 +139,8 @@ class ProcessGroupOfFour(NamedTuple):
 
 
 def test_ranks_share_the_experts_out(request):
-    """The ranks' experts, put together, are the experts of one process; everything else is the same everywhere."""
+    """The ranks' experts, put together, are the experts of one process; everything else is the same
+    everywhere."""
     config = load_config(request.config.rootpath / QUICKSTART)
     torch.manual_seed(5)
     single = build_model(config, 10).state_dict()
@@ -137,8 +159,13 @@ def test_ranks_share_the_experts_out(request):
 
 def test_experts_that_do_not_divide_over_the_ranks(start_ranks, tmp_path):
     opts = ["MODEL.MOE.NUM_EXPERTS", "3", "DEVICE", "cpu"]
-    ended = start_ranks(2, "tools/train.py", "--cfg", QUICKSTART, "--output", tmp_path / "run", "--opts", *opts)
+    ended = start_ranks(
+        2, "tools/train.py", "--cfg", QUICKSTART, "--output", tmp_path / "run", "--opts", *opts
+    )
     assert [outcome.status for outcome in ended] == [2, 2]
-    assert ended[0].err == "error: MODEL: num_experts (3) must be divisible by the expert-parallel size (2)\n"
+    assert (
+        ended[0].err
+        == "error: MODEL: num_experts (3) must be divisible by the expert-parallel size (2)\n"
+    )
     assert ended[1].err == ""
     assert os.listdir(tmp_path) == []

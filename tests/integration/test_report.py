@@ -1,4 +1,5 @@
-"""tools/report.py on runs of two epochs: what stands on its page, how a browser shows it, and what it refuses."""
+"""tools/report.py on runs of two epochs: what stands on its page, how a browser shows it, and what
+it refuses."""
 
 import html
 import json
@@ -12,21 +13,35 @@ from tool_cases import command
 from swinv2_moe.config import load_config
 from swinv2_moe.engine import train
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PANELS = ["Loss", "Accuracy", "Learning rate", "Gradient norm", "Throughput", "Waiting for data", "Memory"]
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+PANELS = [
+    "Loss",
+    "Accuracy",
+    "Learning rate",
+    "Gradient norm",
+    "Throughput",
+    "Waiting for data",
+    "Memory",
+]
 EXPERT_PANELS = ["Auxiliary loss", "Dropped tokens", "Routing entropy"]
 LAYERS = ["stage 2, block 1", "stage 3, block 1"]
 # Both pages as frames, each of a width of its own; what they look like ends up in the document
 PROBE = """<body><script>
 const frames = %s.map(([page, width]) => { const frame = document.createElement("iframe");
-  Object.assign(frame, {srcdoc: page, width, height: 900}); document.body.append(frame); return frame })
-addEventListener("load", () => { const result = frames.map(frame => { const page = frame.contentDocument
-  const inside = element => element.closest("svg") || element.closest(".wide, pre") && !element.matches(".wide, pre")
+  Object.assign(frame, {srcdoc: page, width, height: 900}); document.body.append(frame)
+  return frame })
+addEventListener("load", () => { const result = frames.map(frame => {
+  const page = frame.contentDocument, own = ".wide, pre"
+  const inside = e => e.closest("svg") || e.closest(own) && !e.matches(own)
   return {
     width: frame.contentWindow.innerWidth, scroll: page.documentElement.scrollWidth,
     outside: [...page.querySelectorAll("body *")].filter(e => !inside(e) &&
-      e.getBoundingClientRect().right > frame.contentWindow.innerWidth + 1).map(e => e.outerHTML.slice(0, 80)),
-    panels: [...page.querySelectorAll("figure")].map(figure => { const drawn = figure.querySelector("svg, img")
+      e.getBoundingClientRect().right > frame.contentWindow.innerWidth + 1)
+      .map(e => e.outerHTML.slice(0, 80)),
+    panels: [...page.querySelectorAll("figure")].map(figure => {
+      const drawn = figure.querySelector("svg, img")
       const box = drawn.getBoundingClientRect()
       return {title: figure.querySelector("h3").textContent, width: box.width, height: box.height,
               paths: drawn.querySelectorAll("path").length, pixels: drawn.naturalWidth || 0} }),
@@ -118,7 +133,8 @@ def test_two_runs_side_by_side(pages):
 def test_without_the_images_or_a_checkpoint_the_rest_is_there(report, runs, tmp_path):
     gone = tmp_path / "run"
     shutil.copytree(runs / "experts", gone, symlinks=True)
-    assert report(gone, "--opts", "DATA.PATH", tmp_path / "nowhere").status == 0  # into the run directory
+    # into the run directory
+    assert report(gone, "--opts", "DATA.PATH", tmp_path / "nowhere").status == 0
     assert "No predictions: DATA.PATH" in html.unescape((gone / "report.html").read_text())
     shutil.rmtree(gone / "checkpoints")
     (gone / "summary.json").unlink()
@@ -136,7 +152,10 @@ def test_data_with_other_class_names(report, runs, make_photographs, tmp_path):
         (data / split / "blue").rename(data / split / "azure")
     assert report(runs / "experts", "--data", data, "--output", tmp_path / "page.html").status == 0
     page = html.unescape((tmp_path / "page.html").read_text())
-    assert "1 of 2 classes have other names: class 0 is 'blue' in the checkpoint, 'azure' in the data" in page
+    assert (
+        "1 of 2 classes have other names: class 0 is 'blue' in the checkpoint, 'azure' in the data"
+        in page
+    )
     assert set(re.findall(r"[✓✗] (\w+)</h3>", page)) == {"azure", "red"}
     assert set(re.findall(r'<div class="guess">(\w+)', page)) == {"blue", "red"}
 
@@ -147,7 +166,10 @@ def test_data_with_other_class_names(report, runs, make_photographs, tmp_path):
         (["{runs}"], ["holds no run", "metrics.jsonl"]),
         (["{runs}/nowhere"], ["nowhere", "not a run directory"]),
         (["{runs}/experts", "--compare", "{runs}/nowhere"], ["nowhere", "not a run directory"]),
-        (["{runs}/experts", "--output", "{runs}/nowhere/page.html"], ["--output", "page.html", "cannot be written"]),
+        (
+            ["{runs}/experts", "--output", "{runs}/nowhere/page.html"],
+            ["--output", "page.html", "cannot be written"],
+        ),
         (["{runs}/experts", "--data", "{runs}/nowhere"], ["--data", "nowhere", "not a directory"]),
         (["{runs}/experts", "--opts", "MODEL.MOE.TYPO", "1"], ["MODEL.MOE.TYPO"]),
     ],
@@ -159,13 +181,20 @@ def test_bad_input_gets_one_line(report, runs, arguments, words):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium to look at the page with")
-@pytest.mark.parametrize(("scheme", "page", "text"), [(0, "20, 23, 26", "228, 232, 236"), (1, "246, 247, 248", None)])
+@pytest.mark.parametrize(
+    ("scheme", "page", "text"), [(0, "20, 23, 26", "228, 232, 236"), (1, "246, 247, 248", None)]
+)
 def test_a_browser_shows_every_panel_and_nothing_overflows(pages, tmp_path, scheme, page, text):
     """At a phone's and a desk's width, in dark (0) and light (1)."""
     file = tmp_path / "probe.html"
     frames = [[pages[0], 390], [pages[1], 390], [pages[0], 1280], [pages[1], 1280]]
     file.write_text(PROBE % json.dumps(frames).replace("</", "<\\/"))
-    words = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--blink-settings=preferredColorScheme={scheme}"]
+    words = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--blink-settings=preferredColorScheme={scheme}",
+    ]
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     done = subprocess.run(
         [BROWSER, *words, profile, "--virtual-time-budget=20000", "--dump-dom", file.as_uri()],
@@ -173,7 +202,9 @@ def test_a_browser_shows_every_panel_and_nothing_overflows(pages, tmp_path, sche
         text=True,
         timeout=200,
     )
-    looks = json.loads(html.unescape(re.search(r"<body>(\[.*\])</body>", done.stdout, re.DOTALL)[1]))
+    looks = json.loads(
+        html.unescape(re.search(r"<body>(\[.*\])</body>", done.stdout, re.DOTALL)[1])
+    )
     for look, (source, width) in zip(looks, frames, strict=True):
         assert look["width"] == width
         assert look["scroll"] <= width

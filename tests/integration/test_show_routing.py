@@ -1,4 +1,5 @@
-"""tools/show_routing.py on a run of one step, with folders of JPEGs: figures, table, and inputs that cannot work."""
+"""tools/show_routing.py on a run of one step, with folders of JPEGs: figures, table, and inputs
+that cannot work."""
 
 import json
 import shutil
@@ -54,13 +55,22 @@ def test_figures_table_and_file(show_routing, runs, tmp_path):
         assert sum(values["load"]) == pytest.approx(4, abs=1e-3)
         assert bits["colour"] > 0.9 * bits["class"] > 0.1  # red and blue
         assert bits["class"] > 2 * bits["class_by_chance"]
-        numbers = [f"{bits[name]:.3f}" for name in ("class", "class_by_chance", "position", "colour", "contrast")]
-        assert [layer, f"{values['experts_used']}/4", f"{max(values['load']):.2f}", *numbers] in rows
+        numbers = [
+            f"{bits[name]:.3f}"
+            for name in ("class", "class_by_chance", "position", "colour", "contrast")
+        ]
+        assert [
+            layer,
+            f"{values['experts_used']}/4",
+            f"{max(values['load']):.2f}",
+            *numbers,
+        ] in rows
     assert "dropless, 16 validation images at 16 px, 2 classes" in finished.out
 
 
 def test_images_of_ones_own(show_routing, runs, photographs, tmp_path):
-    """Folders and files; what else lies in a folder does not matter, the numbers are the validation images'."""
+    """Folders and files; what else lies in a folder does not matter, the numbers are the validation
+    images'."""
     own = tmp_path / "own" / "deeper"
     own.mkdir(parents=True)
     (own / "notes.txt").write_text("holiday")
@@ -79,10 +89,23 @@ def test_a_checkpoint_on_its_own_and_other_data(show_routing, runs, tmp_path):
     shutil.copytree(runs / "moe" / "checkpoints" / "latest", tmp_path / "weights")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "load.png").touch()  # of a run that was shown before
-    arguments = ("--dataset", "digits", "--limit", "40", "--count", "1", "--output", tmp_path / "out")
+    arguments = (
+        "--dataset",
+        "digits",
+        "--limit",
+        "40",
+        "--count",
+        "1",
+        "--output",
+        tmp_path / "out",
+    )
     finished = show_routing("--resume", tmp_path / "weights", *arguments)
     assert (finished.status, finished.err) == (0, "")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["classes.png", "routing.json", "routing.png"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "classes.png",
+        "routing.json",
+        "routing.png",
+    ]
     assert "40 validation images" in finished.out
     assert "10 classes" in finished.out
     assert "no load.png: --resume names a checkpoint, not a run" in finished.out
@@ -124,22 +147,43 @@ BAD_INPUT = {
         ["--resume", "{root}/no_metrics"],
         ["no_metrics: holds no run (no metrics.jsonl)"],
     ),
-    "half-written metrics": (["--resume", "{root}/half"], ["half: metrics.jsonl has no logged step (of 1 lines)"]),
-    "half-written checkpoint": (["--resume", "{root}/cut"], ["no checkpoint in", "is whole", "model.safetensors"]),
+    "half-written metrics": (
+        ["--resume", "{root}/half"],
+        ["half: metrics.jsonl has no logged step (of 1 lines)"],
+    ),
+    "half-written checkpoint": (
+        ["--resume", "{root}/cut"],
+        ["no checkpoint in", "is whole", "model.safetensors"],
+    ),
     "no checkpoint": (["--resume", "{root}/empty"], ["--resume", "empty", "holds no checkpoint"]),
     "auto": (["--resume", "auto"], ["--resume auto", "name a checkpoint or a run"]),
-    "dense": (["--resume", "{runs}/dense"], ["dense/checkpoints", "a dense model, it has no experts"]),
+    "dense": (
+        ["--resume", "{runs}/dense"],
+        ["dense/checkpoints", "a dense model, it has no experts"],
+    ),
     "no images": (["--images", "{root}/empty"], ["--images", "empty: holds no images"]),
     "no such image": (["--images", "{root}/nowhere"], ["--images", "nowhere: no such file"]),
-    "no image": (["--images", "{root}/broken.jpg"], ["--images", "broken.jpg: cannot be read as an image"]),
+    "no image": (
+        ["--images", "{root}/broken.jpg"],
+        ["--images", "broken.jpg: cannot be read as an image"],
+    ),
     "no data": (["--data", "{root}/nowhere"], ["DATA.PATH", "nowhere"]),
     "data without images": (["--data", "{root}/empty"], ["DATA.PATH", "empty", "no train/"]),
-    "no such kind of data": (["--dataset", "foldr"], ["DATA.DATASET is 'foldr'", "did you mean folder?"]),
+    "no such kind of data": (
+        ["--dataset", "foldr"],
+        ["DATA.DATASET is 'foldr'", "did you mean folder?"],
+    ),
     "no count": (["--count", "0"], ["--count is 0, it must be at least 1"]),
     "no limit": (["--limit", "0"], ["--limit is 0"]),
     "output in no directory": (["--output", "{root}/none/out"], ["--output", "none/out"]),
-    "output is a file": (["--output", "{root}/broken.jpg"], ["--output", "broken.jpg: must be a directory"]),
-    "unknown key": (["--opts", "DATA.IMGSIZE", "16"], ["--opts unknown key DATA.IMGSIZE", "did you mean"]),
+    "output is a file": (
+        ["--output", "{root}/broken.jpg"],
+        ["--output", "broken.jpg: must be a directory"],
+    ),
+    "unknown key": (
+        ["--opts", "DATA.IMGSIZE", "16"],
+        ["--opts unknown key DATA.IMGSIZE", "did you mean"],
+    ),
 }
 
 

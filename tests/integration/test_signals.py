@@ -1,4 +1,5 @@
-"""A run that is told to stop saves the step at which it stops, ends with status 0 and goes on as if it never had."""
+"""A run that is told to stop saves the step at which it stops, ends with status 0 and goes on as if
+it never had."""
 
 import json
 import os
@@ -13,7 +14,17 @@ from pathlib import Path
 
 import pytest
 from gloo_processes import DEADLINE, Outcome
-from kill_and_resume import ROOT, SMALL, Gate, Ranks, saves_under_way, slow_disk, steps, uninterrupted, write_digits
+from kill_and_resume import (
+    ROOT,
+    SMALL,
+    Gate,
+    Ranks,
+    saves_under_way,
+    slow_disk,
+    steps,
+    uninterrupted,
+    write_digits,
+)
 
 from swinv2_moe.engine import evaluation
 from swinv2_moe.engine import run as run_module
@@ -43,7 +54,8 @@ def whole(data, tmp_path_factory):
 
 
 def stopped_at(ended: list[Outcome], run: Path) -> tuple[str, int]:
-    """The signal and the step of a run that stopped as it should; rank 0 alone says so, in one line."""
+    """The signal and the step of a run that stopped as it should; rank 0 alone says so, in one
+    line."""
     assert [(outcome.status, outcome.err) for outcome in ended] == [(0, "")] * len(ended)
     assert not any(outcome.out for outcome in ended[1:])
     (said,) = [line for line in ended[0].out.splitlines() if "stopped" in line]
@@ -57,18 +69,23 @@ def stopped_at(ended: list[Outcome], run: Path) -> tuple[str, int]:
 
 def epochs(run: Path) -> list[dict]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines if "train_loss" in line]
+    return [
+        {k: v for k, v in line.items() if k != "seconds"} for line in lines if "train_loss" in line
+    ]
 
 
 def goes_on(size: int, data: Path, run: Path, whole: Path) -> None:
-    """The rest of the run, and with it every loss and accuracy, is that of the `whole` run to the bit."""
+    """The rest of the run, and with it every loss and accuracy, is that of the `whole` run to the
+    bit."""
     ended = Ranks(size, data, run, f"TRAIN.MAX_STEPS {STEPS}").wait()
     assert [(outcome.status, outcome.err) for outcome in ended] == [(0, "")] * size
     assert steps(run) == steps(whole)
     assert epochs(run) == epochs(whole)
 
 
-def signalled_at(gate: Gate, ranks: Ranks, number: int, victims: list[int] | None = None) -> list[Outcome]:
+def signalled_at(
+    gate: Gate, ranks: Ranks, number: int, victims: list[int] | None = None
+) -> list[Outcome]:
     """How the ranks ended after a signal that came while they waited at the gate."""
     ranks.wait_for(gate.reached.exists)
     ranks.signal(number, victims)
@@ -88,7 +105,10 @@ def test_a_signal_in_an_epoch(number, data, whole, tmp_path):
 def test_a_signal_to_one_of_two_ranks_stops_both(number, data, whole, tmp_path):
     gate = Gate(tmp_path)
     ranks = Ranks(2, data, tmp_path / "run", "SAVE_FREQ 100", prepare=partial(gate.hold_step, HELD))
-    assert stopped_at(signalled_at(gate, ranks, number, [1]), tmp_path / "run") == (number.name, HELD)
+    assert stopped_at(signalled_at(gate, ranks, number, [1]), tmp_path / "run") == (
+        number.name,
+        HELD,
+    )
     goes_on(2, data, tmp_path / "run", whole(2))
 
 
@@ -135,8 +155,13 @@ def hold_validation(gate: Gate) -> None:
 
 def test_a_signal_during_validation(data, whole, tmp_path):
     gate = Gate(tmp_path)
-    ranks = Ranks(2, data, tmp_path / "run", "SAVE_FREQ 100", prepare=partial(hold_validation, gate))
-    assert stopped_at(signalled_at(gate, ranks, signal.SIGTERM, [1]), tmp_path / "run") == ("SIGTERM", 6)
+    ranks = Ranks(
+        2, data, tmp_path / "run", "SAVE_FREQ 100", prepare=partial(hold_validation, gate)
+    )
+    assert stopped_at(signalled_at(gate, ranks, signal.SIGTERM, [1]), tmp_path / "run") == (
+        "SIGTERM",
+        6,
+    )
     assert epochs(tmp_path / "run") == []
     goes_on(2, data, tmp_path / "run", whole(2))
 
@@ -179,7 +204,16 @@ def start_command(*launcher: str, data: Path, run: Path, keys: str = "") -> subp
         "auto",
     ]
     return subprocess.Popen(
-        [*command, "--data", str(data), "--output", str(run), "--opts", *SMALL.split(), *keys.split()],
+        [
+            *command,
+            "--data",
+            str(data),
+            "--output",
+            str(run),
+            "--opts",
+            *SMALL.split(),
+            *keys.split(),
+        ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -190,7 +224,8 @@ def start_command(*launcher: str, data: Path, run: Path, keys: str = "") -> subp
 
 
 def stop_command(process: subprocess.Popen, run: Path, number: int) -> Outcome:
-    """The signal after three steps: SIGINT to all in the foreground, as Ctrl-C does it, others to one process."""
+    """The signal after three steps: SIGINT to all in the foreground, as Ctrl-C does it, others to
+    one process."""
     try:
         deadline = time.monotonic() + DEADLINE
         while len(steps(run)) < 3:
@@ -213,7 +248,9 @@ def test_the_command_line(number, data, tmp_path):
     assert name == number.name
     words = shlex.split(SAYS.search(done.out)[3])
     assert words[:2] == [sys.executable, "tools/train.py"]
-    again = subprocess.run([*words, "TRAIN.MAX_STEPS", str(step + 1)], cwd=ROOT, capture_output=True, text=True)
+    again = subprocess.run(
+        [*words, "TRAIN.MAX_STEPS", str(step + 1)], cwd=ROOT, capture_output=True, text=True
+    )
     assert (again.returncode, again.stderr) == (0, "")
     assert f"going on from {run}/checkpoints/step-{step:08d}, step {step} " in again.stdout
     assert [number for number, _ in steps(run)] == list(range(1, step + 2))
@@ -221,10 +258,12 @@ def test_the_command_line(number, data, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_launcher(number, data, tmp_path):
-    """torchrun passes the signal on and waits for its workers; it then ends with a traceback of its own and status 1,
-    though each of them has saved and ended well."""
+    """torchrun passes the signal on and waits for its workers; it then ends with a traceback of its
+    own and status 1, though each of them has saved and ended well."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = stop_command(start_command(*launcher, data=data, run=tmp_path / "run"), tmp_path / "run", number)
+    done = stop_command(
+        start_command(*launcher, data=data, run=tmp_path / "run"), tmp_path / "run", number
+    )
     assert "SignalException: Process" in done.err
     assert not [line for line in done.err.splitlines() if line.startswith(("error: ", "[rank"))]
     assert done.status == 1

@@ -27,7 +27,13 @@ def test_killed_at_any_moment(tmp_path):
 @pytest.mark.timeout(1500)
 def test_killed_fifty_times():
     command = [sys.executable, "tests/integration/kill_and_resume.py", "--runs", "50"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
     print(done.stdout)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -1,4 +1,5 @@
-"""tools/throughput.py and tools/roofline.py on small models, in this process and on two ranks, and what they refuse."""
+"""tools/throughput.py and tools/roofline.py on small models, in this process and on two ranks, and
+what they refuse."""
 
 import csv
 import json
@@ -16,14 +17,16 @@ QUICK = ("--rounds", "3", "--warmup", "1")
 
 @pytest.fixture
 def throughput(monkeypatch, capsys):
-    """`throughput(*arguments)`: tools/throughput.py in this process, with a small matrix product."""
+    """`throughput(*arguments)`: tools/throughput.py in this process, with a small matrix
+    product."""
     monkeypatch.setitem(rounds._PRODUCT_SIDE, "cpu", 512)
     return command("throughput", monkeypatch, capsys)
 
 
 @pytest.fixture
 def roofline(monkeypatch, capsys):
-    """`roofline(*arguments)`: tools/roofline.py in this process, with small files, copies and few saves."""
+    """`roofline(*arguments)`: tools/roofline.py in this process, with small files, copies and few
+    saves."""
     monkeypatch.setitem(rounds._PRODUCT_SIDE, "cpu", 512)
     monkeypatch.setattr(roofline_module, "_FILE", 2**21)
     monkeypatch.setattr(roofline_module, "_COPY", 2**22)
@@ -44,7 +47,16 @@ def rows_of(file: Path) -> list[dict[str, str]]:
 
 
 def test_throughput_of_one_process(throughput, tiny, tmp_path):
-    chosen = ("--mode", "inference", "training", "--batch-sizes", "2", "--dtypes", "float32", "bfloat16")
+    chosen = (
+        "--mode",
+        "inference",
+        "training",
+        "--batch-sizes",
+        "2",
+        "--dtypes",
+        "float32",
+        "bfloat16",
+    )
     finished = throughput(*CFG, "--output", tmp_path / "a" / "b", *chosen, *QUICK, *tiny)
     assert (finished.status, finished.err) == (0, "")
     rows = rows_of(tmp_path / "a" / "b" / "throughput.csv")
@@ -58,17 +70,36 @@ def test_throughput_of_one_process(throughput, tiny, tmp_path):
         assert int(r["moe_parameters"]) > int(r["dense_parameters"])
         assert abs(int(r["moe_macs"]) / int(r["dense_macs"]) - 1) < 0.05
         states = 3 if r["mode"] == "training" else 1  # the weights and, in training, two moments
-        assert float(r["moe_held_bytes"]) == pytest.approx(states * 4 * int(r["moe_parameters"]), rel=1e-3)
+        assert float(r["moe_held_bytes"]) == pytest.approx(
+            states * 4 * int(r["moe_parameters"]), rel=1e-3
+        )
     assert (tmp_path / "a" / "b" / "throughput.png").stat().st_size > 10_000
     assert "3 rounds after 1 to warm up" in finished.out
     assert "threads; load" in finished.out
-    cells = [line.split("|")[1].strip() for line in finished.out.splitlines() if line.startswith("| training")]
+    cells = [
+        line.split("|")[1].strip()
+        for line in finished.out.splitlines()
+        if line.startswith("| training")
+    ]
     assert "| ms p50/p90/max, experts |" in finished.out
-    assert cells == 2 * ["training, batch 2, float32, f = 1.25", "training, batch 2, bfloat16, f = 1.25"]
+    assert cells == 2 * [
+        "training, batch 2, float32, f = 1.25",
+        "training, batch 2, bfloat16, f = 1.25",
+    ]
 
 
 def test_throughput_of_two_ranks(start_ranks, tiny, tmp_path):
-    chosen = ("--mode", "inference", "training", "--batch-sizes", "2", "--rounds", "2", "--warmup", "0")
+    chosen = (
+        "--mode",
+        "inference",
+        "training",
+        "--batch-sizes",
+        "2",
+        "--rounds",
+        "2",
+        "--warmup",
+        "0",
+    )
     ended = start_ranks(2, "tools/throughput.py", *CFG, "--output", tmp_path, *chosen, *tiny)
     assert [outcome.status for outcome in ended] == [0, 0], ended
     rows = rows_of(tmp_path / "throughput.csv")
@@ -76,8 +107,11 @@ def test_throughput_of_two_ranks(start_ranks, tiny, tmp_path):
     for r in rows:
         fastest = 4 / min(map(float, r["moe_ms"].split())) * 1e3  # two images of each rank
         assert float(r["moe_images_per_second_q3"]) <= fastest
-        assert int(r["moe_held_bytes"]) < 0.8 * (3 if r["mode"] == "training" else 1) * 4 * int(r["moe_parameters"])
-    assert [outcome.out.count("2 processes") for outcome in ended] == [1, 0]  # the main rank alone speaks
+        assert int(r["moe_held_bytes"]) < 0.8 * (3 if r["mode"] == "training" else 1) * 4 * int(
+            r["moe_parameters"]
+        )
+    # the main rank alone speaks
+    assert [outcome.out.count("2 processes") for outcome in ended] == [1, 0]
 
 
 def test_roofline(roofline, tiny, tmp_path):
@@ -85,11 +119,21 @@ def test_roofline(roofline, tiny, tmp_path):
     assert (finished.status, finished.err) == (0, "")
     found = json.loads((tmp_path / "roofline.json").read_text())
     assert list(found["phases"]) == [name for name in roofline_module.PHASES if name != "exchange"]
-    assert {phase["run"] for name, phase in found["phases"].items() if name != "checkpoint"} == {found["step"]["run"]}
-    assert found["phases"]["checkpoint"]["run"] == found["peaks"]["written"]["run"] != found["step"]["run"]
+    assert {phase["run"] for name, phase in found["phases"].items() if name != "checkpoint"} == {
+        found["step"]["run"]
+    }
+    assert (
+        found["phases"]["checkpoint"]["run"]
+        == found["peaks"]["written"]["run"]
+        != found["step"]["run"]
+    )
     assert all(phase["share_of_roof"] > 0 for phase in found["phases"].values())
     assert all(share > 0 for share in found["step"]["accounted"])
-    lines = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in finished.out.splitlines() if "|" in line}
+    lines = {
+        line.split("|")[1].strip(): line.split("|")[2:-1]
+        for line in finished.out.splitlines()
+        if "|" in line
+    }
     assert [cell.strip() for cell in lines["exchange"]] == ["-"] * 10
     assert set(roofline_module.PHASES) < set(lines)
     assert ", without mixup, accumulation or averaged weights\n" in finished.out
@@ -100,7 +144,9 @@ def test_roofline(roofline, tiny, tmp_path):
 
 def test_roofline_of_a_dense_model_on_photographs(roofline, tiny, make_photographs, tmp_path):
     chosen = ("--data", make_photographs(), "--batch-size", "4")
-    finished = roofline(*CFG, "--output", tmp_path, *chosen, *QUICK, *tiny, "MODEL.MOE.NUM_EXPERTS", "0")
+    finished = roofline(
+        *CFG, "--output", tmp_path, *chosen, *QUICK, *tiny, "MODEL.MOE.NUM_EXPERTS", "0"
+    )
     assert (finished.status, finished.err) == (0, "")
     phases = json.loads((tmp_path / "roofline.json").read_text())["phases"]
     assert list(phases) == ["data", "trunk", "optimiser", "checkpoint"]
@@ -141,9 +187,15 @@ def refused(finished, text: str) -> None:
 BAD_ROOFLINE = {
     "rounds": (["--rounds", "0"], "--rounds is 0, it must be at least 1"),
     "batch": (["--batch-size", "0"], "--batch-size is 0, it must be at least 1"),
-    "no data": (["--cfg", "{root}/configs/imagenette_96.yaml"], "DATA.PATH (or --data) must name its directory"),
+    "no data": (
+        ["--cfg", "{root}/configs/imagenette_96.yaml"],
+        "DATA.PATH (or --data) must name its directory",
+    ),
     "compiled": (["--opts", "COMPILE", "true"], "COMPILE is True: the phases of such a step"),
-    "accumulated": (["--opts", "TRAIN.ACCUMULATION_STEPS", "4"], "ACCUMULATION_STEPS is 4, but what is measured has 1"),
+    "accumulated": (
+        ["--opts", "TRAIN.ACCUMULATION_STEPS", "4"],
+        "ACCUMULATION_STEPS is 4, but what is measured has 1",
+    ),
     "recomputed": (["--opts", "TRAIN.USE_CHECKPOINT", "true"], "TRAIN.USE_CHECKPOINT is True"),
     "a file in the way": (["--output", "{file}/under"], "cannot be made a directory"),
 }
@@ -159,5 +211,8 @@ def test_roofline_refuses(case, roofline, tmp_path):
 
 
 def test_too_few_images_for_a_batch_leaves_nothing(roofline, tiny, tmp_path):
-    refused(roofline(*CFG, "--output", tmp_path, "--batch-size", "9999", *tiny), "DATA.BATCH_SIZE is 9999")
+    refused(
+        roofline(*CFG, "--output", tmp_path, "--batch-size", "9999", *tiny),
+        "DATA.BATCH_SIZE is 9999",
+    )
     assert list(tmp_path.iterdir()) == []

@@ -12,15 +12,23 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "user-guide.md").read_text(), re.DOTALL | re.MULTILINE)
+BLOCKS = re.findall(
+    r"^```bash\n(.*?)^```", (ROOT / "docs" / "user-guide.md").read_text(), re.DOTALL | re.MULTILINE
+)
 TRAINING = "tools/train.py "
-CUT = "TRAIN.MAX_STEPS 2 TRAIN.EPOCHS 1 TRAIN.WARMUP_EPOCHS 0 DATA.BATCH_SIZE 8 DATA.NUM_WORKERS 0 PRINT_FREQ 1"
+CUT = (
+    "TRAIN.MAX_STEPS 2 TRAIN.EPOCHS 1 TRAIN.WARMUP_EPOCHS 0 DATA.BATCH_SIZE 8 DATA.NUM_WORKERS 0"
+    " PRINT_FREQ 1"
+)
 
 
 def commands(block: str) -> str:
     """The block as it stands, but trainings stop after two steps."""
     lines = block.replace("\\\n", " ").splitlines()
-    cut = [f"{line}{'' if '--opts' in line else ' --opts'} {CUT}" if TRAINING in line else line for line in lines]
+    cut = [
+        f"{line}{'' if '--opts' in line else ' --opts'} {CUT}" if TRAINING in line else line
+        for line in lines
+    ]
     return "\n".join(cut)
 
 
@@ -48,8 +56,11 @@ def place(tmp_path_factory):
 
 def test_the_guide_names_every_command():
     text = "".join(BLOCKS)
-    absent = {"quickstart", "workflow", "convert_checkpoint", "plan_cluster", "detect"}  # elsewhere, or part of others
-    assert {tool.stem for tool in (ROOT / "tools").glob("*.py")} - absent <= set(re.findall(r"tools/(\w+)\.py", text))
+    # elsewhere, or part of others
+    absent = {"quickstart", "workflow", "convert_checkpoint", "plan_cluster", "detect"}
+    assert {tool.stem for tool in (ROOT / "tools").glob("*.py")} - absent <= set(
+        re.findall(r"tools/(\w+)\.py", text)
+    )
 
 
 @pytest.mark.slow
@@ -69,7 +80,17 @@ def test_every_command_of_the_guide(place):
             timeout=600,
         )
         assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    for made in ("mine/report.html", "mine_beside_dense.html", "mine_routing/routing.png", "accuracy.json"):
+    for made in (
+        "mine/report.html",
+        "mine_beside_dense.html",
+        "mine_routing/routing.png",
+        "accuracy.json",
+    ):
         assert (place / "output" / made).is_file()
-    for made in ("capacity.png", "speed/throughput.png", "roofline/roofline.png", "deployed/model.onnx"):
+    for made in (
+        "capacity.png",
+        "speed/throughput.png",
+        "roofline/roofline.png",
+        "deployed/model.onnx",
+    ):
         assert (place / "output" / made).is_file()

@@ -1,4 +1,5 @@
-"""tools/workflow.py on a few of the photographs: every step of the chain, and the same command again."""
+"""tools/workflow.py on a few of the photographs: every step of the chain, and the same command
+again."""
 
 import json
 import os
@@ -18,7 +19,10 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         not all(tar.is_file() for tar in TARS),
-        reason=f"{TARS[0].name} or {TARS[1].name} is neither in SWINV2_MOE_TEST_DATA nor in ../shared/data",
+        reason=(
+            f"{TARS[0].name} or {TARS[1].name} is neither in SWINV2_MOE_TEST_DATA nor in"
+            " ../shared/data"
+        ),
     ),
 ]
 
@@ -31,7 +35,11 @@ def small_tars(tmp_path):
 
 def _first_classes(tar: Path, folder: Path) -> Path:
     with tarfile.open(tar) as whole:
-        files = [member for member in whole.getmembers() if member.isfile() and member.name.count("/") == 2]
+        files = [
+            member
+            for member in whole.getmembers()
+            if member.isfile() and member.name.count("/") == 2
+        ]
         kept = sorted({member.name.split("/")[1] for member in files})[:3]
         files = [member for member in files if member.name.split("/")[1] in kept]
         whole.extractall(folder, files, filter="data")
@@ -43,14 +51,35 @@ def _first_classes(tar: Path, folder: Path) -> Path:
 
 
 def test_the_whole_chain_and_again(small_tars, tmp_path):
-    command = [sys.executable, "tools/workflow.py", "--pretrain", small_tars[0], "--transfer", small_tars[1]]
+    command = [
+        sys.executable,
+        "tools/workflow.py",
+        "--pretrain",
+        small_tars[0],
+        "--transfer",
+        small_tars[1],
+    ]
     command += ["--output", tmp_path / "out", "--epochs", "2", "--finetune-epochs", "3"]
-    command += ["--opts", "DATA.BATCH_SIZE", "32", "TRAIN.MAX_STEPS", "3", "DEVICE", "cpu", "DATA.NUM_WORKERS", "0"]
+    command += [
+        "--opts",
+        "DATA.BATCH_SIZE",
+        "32",
+        "TRAIN.MAX_STEPS",
+        "3",
+        "DEVICE",
+        "cpu",
+        "DATA.NUM_WORKERS",
+        "0",
+    ]
     tables = []
     for _ in range(2):
-        done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [str(word) for word in command], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
-        tables.append([line for line in done.stdout.splitlines() if "top-1," in line or "shot, " in line])
+        tables.append(
+            [line for line in done.stdout.splitlines() if "top-1," in line or "shot, " in line]
+        )
     assert len(tables[0]) == 3
     assert tables[0] == tables[1]  # nothing was trained again
     for name in ("8expert", "dense"):

@@ -1,10 +1,12 @@
 """timm's own tests of its models, run on the names that this project registers.
 
-    python tests/integration/timm_conventions.py TIMM_CHECKOUT [pytest's options]      (about 5 minutes on one core)
+    python tests/integration/timm_conventions.py TIMM_CHECKOUT [pytest's options]      (about 5
+    minutes on one core)
 
-TIMM_CHECKOUT is timm's source at the installed release, with its tests: `pip download --no-deps --no-binary :all:
-timm==VERSION`, unpacked. Every test of tests/test_models.py that timm runs on its own `swinv2_tiny_window8_256` runs on
-the names below in its place, once with experts and once without. The exit status is 1 if one fails.
+TIMM_CHECKOUT is timm's source at the installed release, with its tests: `pip download --no-deps
+--no-binary :all: timm==VERSION`, unpacked. Every test of tests/test_models.py that timm runs on its
+own `swinv2_tiny_window8_256` runs on the names below in its place, once with experts and once
+without. The exit status is 1 if one fails.
 """
 
 import argparse
@@ -18,7 +20,11 @@ import torch
 from swinv2_moe.models import swin_moe, swinv2_moe
 
 TIMMS_NAME = "swinv2_tiny_window8_256"
-NANO, TINY, RELEASED = "swinv2_moe_nano_window4_16", "swinv2_moe_tiny_window8_256", "swin_moe_small_window12_192"
+NANO, TINY, RELEASED = (
+    "swinv2_moe_nano_window4_16",
+    "swinv2_moe_tiny_window8_256",
+    "swin_moe_small_window12_192",
+)
 # RELEASED is built with these arguments, unless a test has others.
 REDUCED = {"embed_dim": 32, "depths": (2, 2, 2, 2), "num_heads": (1, 2, 4, 8), "window_size": 6}
 ON_META_DEVICE = ("test_model_default_cfgs",)  # takes every name, whatever its size
@@ -38,7 +44,8 @@ def values_for(test: str, values: list) -> list:
     """`values` of a test's parameters with this project's names in the place of timm's.
 
     Args:
-        values: names, or tuples that begin with one. A tuple's other values fit TINY; 256 is its image size.
+        values: names, or tuples that begin with one. A tuple's other values fit TINY; 256 is its
+            image size.
 
     Returns:
         Empty for a test that timm does not run on its SwinV2, or that needs published weights.
@@ -69,7 +76,8 @@ class Conventions:
         self.dense = dense
 
     def create_model(self, name: str, **kwargs):
-        """timm.create_model, without experts if `dense`; otherwise with experts in blocks that `depths` has."""
+        """timm.create_model, without experts if `dense`; otherwise with experts in blocks that
+        `depths` has."""
         if self.dense:
             kwargs.setdefault("num_experts", 0)
         if name == RELEASED:
@@ -101,7 +109,8 @@ class Conventions:
 
 
 def _is_ours(item: pytest.Item) -> bool:
-    """False for tests without a model's name and for those left with no name: pytest marks them as skipped."""
+    """False for tests without a model's name and for those left with no name: pytest marks them as
+    skipped."""
     has_name = "model_name" in getattr(getattr(item, "callspec", None), "params", {})
     return has_name and not any(mark.name == "skip" for mark in item.own_markers)
 
@@ -115,7 +124,16 @@ def main() -> int:
         parser.error(f"{args.checkout} has no tests/test_models.py")
     for module in (swin_moe, swinv2_moe):  # a test looks it up beside the class
         module.checkpoint_filter_fn = timm.models.swin_transformer_v2.checkpoint_filter_fn
-    plain = ["-c", str(args.checkout / "pyproject.toml"), "-p", "no:randomly", "-p", "no:cacheprovider", "-q", "-rfEx"]
+    plain = [
+        "-c",
+        str(args.checkout / "pyproject.toml"),
+        "-p",
+        "no:randomly",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "-rfEx",
+    ]
     statuses = []
     for dense in (False, True):
         print(f"timm {timm.__version__}, {'without' if dense else 'with'} experts", flush=True)

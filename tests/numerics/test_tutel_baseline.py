@@ -1,7 +1,9 @@
-"""The losses of Tutel's own baseline (tests/test_baseline.json of its repository), reproduced step by step.
+"""The losses of Tutel's own baseline (tests/test_baseline.json of its repository), reproduced step
+by step.
 
-Setup: M = H = 2048, two ReLU experts in one process, capacity factor 1 (so top-1 drops tokens), SGD at 1e-5 on the mean
-over the batch of `nll(log_softmax(sum over M of y), 0)`; the auxiliary loss is not added.
+Setup: M = H = 2048, two ReLU experts in one process, capacity factor 1 (so top-1 drops tokens), SGD
+at 1e-5 on the mean over the batch of `nll(log_softmax(sum over M of y), 0)`; the auxiliary loss is
+not added.
 """
 
 import pytest
@@ -23,7 +25,9 @@ BASELINE = [
 
 def baseline_layer(top_k: int, dtype: torch.dtype) -> MoELayer:
     """The layer with the weights that Tutel's initialisation order gives on rank 0."""
-    config = MoEConfig(DIM, DIM, NUM_EXPERTS, top_k=top_k, capacity_factor=1.0, activation="relu", aux_loss="none")
+    config = MoEConfig(
+        DIM, DIM, NUM_EXPERTS, top_k=top_k, capacity_factor=1.0, activation="relu", aux_loss="none"
+    )
     layer = MoELayer(config, device="meta").to_empty(device="cpu").to(dtype)
     experts, weights = layer.experts, layer.router.weight
     with torch.no_grad():
@@ -57,7 +61,8 @@ def losses(top_k: int, dtype: torch.dtype, batch_size: int, steps: int) -> list[
 
 
 def test_first_losses_equal_the_baseline():
-    """Where tokens are dropped, the first; after a step in fp64, the second, too. The rest takes minutes."""
+    """Where tokens are dropped, the first; after a step in fp64, the second, too. The rest takes
+    minutes."""
     for case, steps in ((BASELINE[0], 1), (BASELINE[2], 2)):
         top_k, dtype, batch_size, first, _ = case.values
         assert losses(top_k, dtype, batch_size, steps) == pytest.approx(first[:steps], abs=5e-4)

@@ -1,4 +1,5 @@
-"""The configuration is strict: what cannot work stops in one line that names the key, its value and what is allowed."""
+"""The configuration is strict: what cannot work stops in one line that names the key, its value and
+what is allowed."""
 
 import os
 import re
@@ -51,7 +52,9 @@ def test_the_defaults_are_valid_frozen_and_not_shared():
 )
 def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
     message = fails(key, "1")
-    assert f"unknown key {key.split('.')[0] if key.startswith(('MODLE', 'TRIAN')) else key}" in message
+    assert (
+        f"unknown key {key.split('.')[0] if key.startswith(('MODLE', 'TRIAN')) else key}" in message
+    )
     assert "'1'" in message
     assert nearest in message.split("value", 1)[1]
     content = 1
@@ -95,12 +98,21 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
         (["TRAIN.OPTIMIZER.BETAS", "[0.9, 1.5]"], ["TRAIN.OPTIMIZER.BETAS", "1.5"]),
         (["TRAIN.OPTIMIZER.EPS", "-1.0"], ["TRAIN.OPTIMIZER.EPS", "-1.0"]),
         (["TRAIN.OPTIMIZER.MOMENTUM", "2"], ["TRAIN.OPTIMIZER.MOMENTUM", "2"]),
-        (["MODEL.TYPE", "swin_mo"], ["MODEL.TYPE", "'swin_mo'", "swinv2_moe, swin_moe", "did you mean swin_moe?"]),
+        (
+            ["MODEL.TYPE", "swin_mo"],
+            ["MODEL.TYPE", "'swin_mo'", "swinv2_moe, swin_moe", "did you mean swin_moe?"],
+        ),
         (["AMP_DTYPE", "float32"], ["AMP_DTYPE", "'float32'", "bfloat16, float16"]),
         # contradictions
-        (["MODEL.SWINV2.NUM_HEADS", "[3, 6]"], ["MODEL.SWINV2.NUM_HEADS", "[3, 6]", "4 stages", "DEPTHS"]),
+        (
+            ["MODEL.SWINV2.NUM_HEADS", "[3, 6]"],
+            ["MODEL.SWINV2.NUM_HEADS", "[3, 6]", "4 stages", "DEPTHS"],
+        ),
         (["MODEL.SWINV2.NUM_HEADS", "[5, 6, 12, 24]"], ["MODEL.SWINV2.NUM_HEADS", "96", "5 heads"]),
-        (["MODEL.MOE.BLOCKS", "[[], [], [], [2]]"], ["MODEL.MOE.BLOCKS", "stage 3", "block 2", "count from 0"]),
+        (
+            ["MODEL.MOE.BLOCKS", "[[], [], [], [2]]"],
+            ["MODEL.MOE.BLOCKS", "stage 3", "block 2", "count from 0"],
+        ),
         (["MODEL.MOE.NUM_EXPERTS", "8"], ["MODEL.MOE.NUM_EXPERTS", "8", "MODEL.MOE.BLOCKS"]),
         (["TRAIN.EPOCHS", "10"], ["TRAIN.WARMUP_EPOCHS", "10", "TRAIN.EPOCHS (10)"]),
         (["TRAIN.MIN_LR", "1"], ["TRAIN.MIN_LR", "1.0", "TRAIN.BASE_LR (0.000125)"]),
@@ -123,7 +135,10 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
         (["MODEL.MOE.BLOCKS", "[['a'], [], [], []]"], ["MODEL.MOE.BLOCKS[0][0]", "'a'", "int"]),
         # limits against sizes that would take forever
         (["DATA.IMG_SIZE", str(10**15)], ["DATA.IMG_SIZE", str(10**15), "between 1 and 65536"]),
-        (["DATA.MAX_PIXELS", "178956971"], ["DATA.MAX_PIXELS", "178956971", "between 1 and 178956970"]),
+        (
+            ["DATA.MAX_PIXELS", "178956971"],
+            ["DATA.MAX_PIXELS", "178956971", "between 1 and 178956970"],
+        ),
     ],
 )
 def test_a_value_that_cannot_work_is_named(opts, names):
@@ -137,7 +152,9 @@ def test_experts_contradictions():
     message = fails(*moe, "MODEL.MOE.TOP_K", "5")
     assert "MODEL.MOE.TOP_K is 5" in message
     assert "MODEL.MOE.NUM_EXPERTS (4)" in message
-    message = fails(*moe, "MODEL.MOE.AUX_LOSS", "load_importance_tutel", "MODEL.MOE.GATE_NOISE", "0")
+    message = fails(
+        *moe, "MODEL.MOE.AUX_LOSS", "load_importance_tutel", "MODEL.MOE.GATE_NOISE", "0"
+    )
     assert "MODEL.MOE.GATE_NOISE" in message
     assert load_config(None, [*moe, "MODEL.MOE.TOP_K", "4"]).MODEL.MOE.TOP_K == 4
 
@@ -147,7 +164,8 @@ def test_windows_tile_the_image(size):
     load_config(None, ["DATA.IMG_SIZE", str(size)])
 
 
-@pytest.mark.parametrize("size", [48, 100, 224])  # window 12, patch 4: the first map of 224 px has 56 patches a side
+# window 12, patch 4: the first map of 224 px has 56 patches a side
+@pytest.mark.parametrize("size", [48, 100, 224])
 def test_windows_must_tile_the_image(size):
     message = fails("DATA.IMG_SIZE", str(size))
     assert f"DATA.IMG_SIZE is {size}" in message
@@ -187,7 +205,9 @@ def test_base_files_come_first_and_opts_last(tmp_path):
     write(tmp_path / "a.yaml", {"SEED": 1, "PRINT_FREQ": 1, "TRAIN": {"EPOCHS": 11}})
     (tmp_path / "sub").mkdir()
     write(tmp_path / "sub" / "b.yaml", {"BASE": ["../a.yaml"], "SEED": 2, "SAVE_FREQ": 2})
-    file = write(tmp_path / "sub" / "c.yaml", {"BASE": ["b.yaml"], "SAVE_FREQ": 3, "TRAIN": {"EPOCHS": 12}})
+    file = write(
+        tmp_path / "sub" / "c.yaml", {"BASE": ["b.yaml"], "SAVE_FREQ": 3, "TRAIN": {"EPOCHS": 12}}
+    )
     config = load_config(file, ["TRAIN.EPOCHS", "13"])
     assert (config.PRINT_FREQ, config.SEED, config.SAVE_FREQ, config.TRAIN.EPOCHS) == (1, 2, 3, 13)
     again = write(tmp_path / "dump.yaml", config.dump())
@@ -205,7 +225,9 @@ def test_files_that_share_a_base_give_what_they_gave_one_after_the_other(tmp_pat
     write(tmp_path / "recipe.yaml", {"SEED": 1, "PRINT_FREQ": 1})
     write(tmp_path / "a.yaml", {"BASE": ["recipe.yaml"], "SEED": 2, "SAVE_FREQ": 2})
     write(tmp_path / "b.yaml", {"BASE": ["recipe.yaml", "recipe.yaml"], "PRINT_FREQ": 3})
-    config = load_config(write(tmp_path / "c.yaml", {"BASE": ["a.yaml", "b.yaml"], "TRAIN": {"EPOCHS": 12}}))
+    config = load_config(
+        write(tmp_path / "c.yaml", {"BASE": ["a.yaml", "b.yaml"], "TRAIN": {"EPOCHS": 12}})
+    )
     assert (config.SEED, config.PRINT_FREQ, config.SAVE_FREQ, config.TRAIN.EPOCHS) == (1, 3, 2, 12)
 
 
@@ -213,7 +235,9 @@ def test_files_that_share_a_base_give_what_they_gave_one_after_the_other(tmp_pat
 def test_a_base_that_is_named_twice_at_each_level_is_read_once(tmp_path, monkeypatch):
     reads = []
     monkeypatch.setattr(
-        config_module, "read_bounded", lambda file, limit: reads.append(file) or read_bounded(file, limit)
+        config_module,
+        "read_bounded",
+        lambda file, limit: reads.append(file) or read_bounded(file, limit),
     )
     write(tmp_path / "0.yaml", {"SEED": 7})
     for level in range(1, 25):
@@ -233,7 +257,9 @@ def test_the_number_of_base_files_is_bounded(tmp_path):
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("content", [{"BASE": ["/dev/zero"]}, {"BASE": ["pipe"]}, {"BASE": ["large.yaml"]}])
+@pytest.mark.parametrize(
+    "content", [{"BASE": ["/dev/zero"]}, {"BASE": ["pipe"]}, {"BASE": ["large.yaml"]}]
+)
 def test_a_base_that_is_no_ordinary_file(content, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with open(tmp_path / "large.yaml", "wb") as file:
@@ -267,7 +293,10 @@ def test_base_must_be_a_list_of_files(base, tmp_path):
         ("? [a]\n: 1", "not valid YAML"),
         ('"a\\nb": 1', "unknown key a b"),
         ("SEED: " + "9" * 5000, "not valid YAML"),
-        ("SEED: 0x" + "f" * 20_000, "SEED is int that is too large to print, it must fit into 64 bits"),
+        (
+            "SEED: 0x" + "f" * 20_000,
+            "SEED is int that is too large to print, it must fit into 64 bits",
+        ),
         ("SEED: !!int ''", "not valid YAML (a value is not what its tag says)"),
         ("SEED: " + "[" * 2000, "nested more than 32 levels deep"),
         ("a: &a [*a]", "too large with its aliases written out"),
@@ -309,7 +338,9 @@ def test_a_configuration_of_a_checkpoint_that_cannot_be_used(text, says):
 
 
 def test_an_empty_file_is_the_defaults_and_a_directory_is_not_one(tmp_path):
-    assert flatten(load_config(write(tmp_path / "c.yaml", "# nothing\n"))) == flatten(default_config())
+    assert flatten(load_config(write(tmp_path / "c.yaml", "# nothing\n"))) == flatten(
+        default_config()
+    )
     assert "cannot be read" in fails(file=tmp_path)
 
 

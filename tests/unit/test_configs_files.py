@@ -38,7 +38,10 @@ def test_every_file_loads_and_says_how_to_run_it(file):
 
 
 def test_the_ten_published_experiments_are_there():
-    names = {f.stem.removeprefix("swin_moe_").replace("window12_192_", "") for f in (CONFIGS / "in22k").glob("swin*")}
+    names = {
+        f.stem.removeprefix("swin_moe_").replace("window12_192_", "")
+        for f in (CONFIGS / "in22k").glob("swin*")
+    }
     kinds = ("dense", "8expert", "16expert", "32expert", "32expert_cosine")
     assert names == {f"{size}_{kind}" for size in ("small", "base") for kind in kinds}
 
@@ -66,20 +69,40 @@ def test_published_size_of_64_experts():
     assert round(found.parameters / 1e6) == 1033
 
 
-@pytest.mark.parametrize("file", sorted((CONFIGS / "in22k").glob("swin*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((CONFIGS / "in22k").glob("swin*.yaml")), ids=lambda file: file.stem
+)
 def test_published_recipe(file):
-    """arXiv 2206.03382, section 5, and its public configurations, whatever the defaults come to be."""
+    """arXiv 2206.03382, section 5, and its public configurations, whatever the defaults come to
+    be."""
     config, stem = load(file), file.stem
     moe, train, aug = config.MODEL.MOE, config.TRAIN, config.AUG
     experts = 0 if "dense" in stem else int(stem.split("expert")[0].split("_")[-1])
     drop_path = 0.2 if "small" in stem or "dense" in stem else 0.3
     found = (moe.NUM_EXPERTS, config.MODEL.DROP_PATH_RATE, moe.ROUTER)
     assert found == (experts, drop_path, "cosine" if "cosine" in stem else "linear")
-    assert (moe.TOP_K, moe.CAPACITY_FACTOR, moe.GATE_NOISE, moe.BATCH_PRIORITIZED) == (1, 1.25, 1.0, True)
-    assert (moe.NORMALIZE_GATES, moe.AUX_LOSS_WEIGHT, moe.HIDDEN_DROPOUT, moe.INIT_STD) == (False, 0.01, 0.1, 0.005)
-    assert (train.EPOCHS, train.WARMUP_EPOCHS, train.WEIGHT_DECAY, train.CLIP_GRAD) == (90, 10, 0.1, 3.0)
+    assert (moe.TOP_K, moe.CAPACITY_FACTOR, moe.GATE_NOISE, moe.BATCH_PRIORITIZED) == (
+        1,
+        1.25,
+        1.0,
+        True,
+    )
+    assert (moe.NORMALIZE_GATES, moe.AUX_LOSS_WEIGHT, moe.HIDDEN_DROPOUT, moe.INIT_STD) == (
+        False,
+        0.01,
+        0.1,
+        0.005,
+    )
+    assert (train.EPOCHS, train.WARMUP_EPOCHS, train.WEIGHT_DECAY, train.CLIP_GRAD) == (
+        90,
+        10,
+        0.1,
+        3.0,
+    )
     assert (train.BASE_LR, train.WARMUP_LR, train.MIN_LR) == (1.25e-4, 1.25e-7, 1.25e-6)
     assert (aug.AUTO_AUGMENT, aug.COLOR_JITTER, aug.REPROB) == ("rand-m9-mstd0.5-inc1", 0.4, 0.25)
     assert (aug.MIXUP, aug.CUTMIX, config.MODEL.LABEL_SMOOTHING) == (0.8, 1.0, 0.1)
-    gpus = math.prod(int(n) for n in re.findall(r"--(?:nnodes|nproc_per_node) (\d+)", file.read_text()))
+    gpus = math.prod(
+        int(n) for n in re.findall(r"--(?:nnodes|nproc_per_node) (\d+)", file.read_text())
+    )
     assert gpus * config.DATA.BATCH_SIZE * train.ACCUMULATION_STEPS == 4096

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from moe_core import open_regular
-from swinv2_moe.files import check_inner_path, check_plain_name, parse_json, parse_yaml, read_bounded, read_json
+from swinv2_moe.files import (
+    check_inner_path,
+    check_plain_name,
+    parse_json,
+    parse_yaml,
+    read_bounded,
+    read_json,
+)
 
 
 @pytest.mark.timeout(20)
@@ -54,7 +61,8 @@ def test_json_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../a", "a/b", "/a", "a\0b", "a\nb", "\ud800", "é" * 128, None, 3, ["a"]]
+    "name",
+    ["", ".", "..", "../a", "a/b", "/a", "a\0b", "a\nb", "\ud800", "é" * 128, None, 3, ["a"]],
 )
 def test_names_that_lead_elsewhere_are_refused(name: object) -> None:
     with pytest.raises(ValueError, match="is not a plain file name"):
@@ -67,7 +75,23 @@ def test_plain_names_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["", "/a", ".", "a/.", "..", "../a", "a/../../b", "a/..", "a//b", "a/", "a/b\0", "a\n/b", None, 3]
+    "path",
+    [
+        "",
+        "/a",
+        ".",
+        "a/.",
+        "..",
+        "../a",
+        "a/../../b",
+        "a/..",
+        "a//b",
+        "a/",
+        "a/b\0",
+        "a\n/b",
+        None,
+        3,
+    ],
 )
 def test_paths_that_leave_their_directory_are_refused(path: object) -> None:
     with pytest.raises(ValueError, match="does not name a file below its directory"):

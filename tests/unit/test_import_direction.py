@@ -1,4 +1,5 @@
-"""Imports run one way (docs/architecture.md): a module imports from its own layer or the ones before it."""
+"""Imports run one way (docs/architecture.md): a module imports from its own layer or the ones
+before it."""
 
 import ast
 import sys
@@ -9,18 +10,35 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OURS = ("moe_core", "swinv2_moe", "tools")
-ENGINE_ROOM = {"torch", "triton", "safetensors"}  # all that moe_core needs besides the standard library
+# all that moe_core needs besides the standard library
+ENGINE_ROOM = {"torch", "triton", "safetensors"}
 
-# A module belongs to the longest prefix here that names it, and may import what that one lists, and itself.
+# A module belongs to the longest prefix here that names it, and may import what that one lists, and
+# itself.
 BASICS = [
-    *("moe_core.config", "moe_core.precision", "moe_core.prepared", "moe_core.losses", "moe_core.kernels"),
+    *(
+        "moe_core.config",
+        "moe_core.precision",
+        "moe_core.prepared",
+        "moe_core.losses",
+        "moe_core.kernels",
+    ),
     *("moe_core.files", "moe_core.registry", "moe_core.activations"),
     *("moe_core.parallel.groups", "moe_core.parallel.strategy"),
 ]
 PARTS = ["moe_core.router", "moe_core.dispatch", "moe_core.experts", "moe_core.parallel"]
 # What the other packages may import from.
-PUBLIC = ("moe_core", *(f"moe_core.{part}" for part in ("parallel", "cost_model", "checkpoint", "export", "tutel")))
-SHARED = ["moe_core", "swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.forms", "swinv2_moe.config"]
+PUBLIC = (
+    "moe_core",
+    *(f"moe_core.{part}" for part in ("parallel", "cost_model", "checkpoint", "export", "tutel")),
+)
+SHARED = [
+    "moe_core",
+    "swinv2_moe.errors",
+    "swinv2_moe.files",
+    "swinv2_moe.forms",
+    "swinv2_moe.config",
+]
 MODELS_AND_DATA = [*SHARED, "swinv2_moe.models", "swinv2_moe.data"]
 ALLOWED = {
     "moe_core": ["moe_core"],  # what stands on the layer: training, checkpoint, __init__
@@ -63,7 +81,9 @@ def imported_names(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
-            yield from (".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names)
+            yield from (
+                ".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names
+            )
 
 
 def within(name: str, prefix: str) -> bool:
@@ -79,9 +99,17 @@ def violations(name: str, imports: Iterator[str]) -> list[str]:
         if top in OURS and not any(within(imported, prefix) for prefix in [layer, *ALLOWED[layer]]):
             found.append(f"{name} imports {imported}")
         if root == "moe_core" and top not in {*OURS, *ENGINE_ROOM, *sys.stdlib_module_names}:
-            found.append(f"{name} imports {imported}: the engine needs no more than {sorted(ENGINE_ROOM)}")
-        if root != "moe_core" and top == "moe_core" and imported.rpartition(".")[0] not in ("", *PUBLIC):
-            found.append(f"{name} reaches into {imported}: use the names that moe_core itself offers")
+            found.append(
+                f"{name} imports {imported}: the engine needs no more than {sorted(ENGINE_ROOM)}"
+            )
+        if (
+            root != "moe_core"
+            and top == "moe_core"
+            and imported.rpartition(".")[0] not in ("", *PUBLIC)
+        ):
+            found.append(
+                f"{name} reaches into {imported}: use the names that moe_core itself offers"
+            )
     return found
 
 

@@ -11,7 +11,8 @@ FOLDERS = ("moe_core", "swinv2_moe", "tools", "data", "examples", "benchmarks", 
 
 # What has no public counterpart. All of it is in torch 2.11 to 2.15.
 KNOWN = {
-    # torch.optim and clip_grads_with_norm_ are made of it; a loop would launch a kernel for every parameter.
+    # torch.optim and clip_grads_with_norm_ are made of it; a loop would launch a kernel for every
+    # parameter.
     "torch._foreach_mul_",
     # torch's documentation of extending it names this module.
     "torch.utils._python_dispatch",
@@ -20,7 +21,8 @@ KNOWN = {
 
 
 def private_names(source: str) -> set[str]:
-    """Dotted names of torch with a part that begins with an underscore, however they are imported."""
+    """Dotted names of torch with a part that begins with an underscore, however they are
+    imported."""
     tree = ast.parse(source)
     imported = dict(_imports(tree))
     names = set(imported.values())
@@ -66,7 +68,10 @@ def test_uses_public_names(path):
     [
         ("import torch._dynamo", "torch._dynamo"),
         ("import torch\ntorch._dynamo.reset()", "torch._dynamo.reset"),
-        ("import torch.distributed as dist\ndist.distributed_c10d._world", "torch.distributed.distributed_c10d._world"),
+        (
+            "import torch.distributed as dist\ndist.distributed_c10d._world",
+            "torch.distributed.distributed_c10d._world",
+        ),
         ("from torch.utils._pytree import tree_map", "torch.utils._pytree.tree_map"),
         ("from torch.nn.parallel import DDP\nDDP._ignore(1)", "torch.nn.parallel.DDP._ignore"),
         ("def f():\n    from torch._C import x as y", "torch._C.x"),
@@ -78,5 +83,8 @@ def test_finds_private_names(source, name):
 
 def test_leaves_other_names_alone():
     assert (
-        private_names("import torch\nfrom ours import _x\ntorch.nn.functional.pad(_x._y, torch.__version__)") == set()
+        private_names(
+            "import torch\nfrom ours import _x\ntorch.nn.functional.pad(_x._y, torch.__version__)"
+        )
+        == set()
     )

@@ -16,8 +16,14 @@ NAMES = ("8expert", "dense")
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch, capsys):
     """The command on results that lie there, its steps left out."""
-    files = {f"{kind}/{name}/summary.json": SUMMARY for kind in ("pretrained", "finetuned") for name in NAMES}
-    files |= {f"few_shot_{name}.json": FEW_SHOT for name in NAMES} | {"staged/staging.json": STAGING}
+    files = {
+        f"{kind}/{name}/summary.json": SUMMARY
+        for kind in ("pretrained", "finetuned")
+        for name in NAMES
+    }
+    files |= {f"few_shot_{name}.json": FEW_SHOT for name in NAMES} | {
+        "staged/staging.json": STAGING
+    }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(json.dumps(content))
@@ -35,9 +41,15 @@ def test_results_as_they_should_be(run) -> None:
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("content", ["null", "[1]", "{", "[" * 100_000, "1" * 5000, "{}", "pipe", None])
-@pytest.mark.parametrize("name", ["pretrained/dense/summary.json", "few_shot_dense.json", "staged/staging.json"])
-def test_results_that_are_none_give_one_line(run, tmp_path: Path, name: str, content: str | None) -> None:
+@pytest.mark.parametrize(
+    "content", ["null", "[1]", "{", "[" * 100_000, "1" * 5000, "{}", "pipe", None]
+)
+@pytest.mark.parametrize(
+    "name", ["pretrained/dense/summary.json", "few_shot_dense.json", "staged/staging.json"]
+)
+def test_results_that_are_none_give_one_line(
+    run, tmp_path: Path, name: str, content: str | None
+) -> None:
     (tmp_path / name).unlink()
     if content == "pipe":
         os.mkfifo(tmp_path / name)

@@ -1,5 +1,6 @@
-# COCO 2017 (data/prepare_coco.py) and Swin's recipe for it (arXiv 2103.14030, section 4.2): 16 images a step, 36
-# epochs, shorter side 480 to 800, half of the images cropped first, AdamW 1e-4 with 0.05 weight decay.
+# COCO 2017 (data/prepare_coco.py) and Swin's recipe for it (arXiv 2103.14030, section 4.2): 16
+# images a step, 36 epochs, shorter side 480 to 800, half of the images cropped first, AdamW 1e-4
+# with 0.05 weight decay.
 _base_ = ["mmdet::_base_/datasets/coco_instance.py", "./runtime.py"]
 
 scales = [(side, 1333) for side in range(480, 801, 32)]
@@ -12,8 +13,17 @@ train_pipeline = [
         transforms=[
             [dict(type="RandomChoiceResize", scales=scales, keep_ratio=True)],
             [
-                dict(type="RandomChoiceResize", scales=[(400, 1333), (500, 1333), (600, 1333)], keep_ratio=True),
-                dict(type="RandomCrop", crop_type="absolute_range", crop_size=(384, 600), allow_negative_crop=True),
+                dict(
+                    type="RandomChoiceResize",
+                    scales=[(400, 1333), (500, 1333), (600, 1333)],
+                    keep_ratio=True,
+                ),
+                dict(
+                    type="RandomCrop",
+                    crop_type="absolute_range",
+                    crop_size=(384, 600),
+                    allow_negative_crop=True,
+                ),
                 dict(type="RandomChoiceResize", scales=scales, keep_ratio=True),
             ],
         ],

@@ -1,4 +1,5 @@
-# A SwinV2-MoE that learns in minutes on two CPU cores, and heads to match; detectors on it take their parts from here.
+# A SwinV2-MoE that learns in minutes on two CPU cores, and heads to match; detectors on it take
+# their parts from here.
 nano = dict(
     backbone=dict(
         _delete_=True,
@@ -16,6 +17,7 @@ nano = dict(
     roi_extractor=dict(out_channels=64),
     bbox_head=dict(in_channels=64, fc_out_channels=256, reg_class_agnostic=True),
     mask_head=dict(in_channels=64, conv_out_channels=64),
-    rpn_proposal=dict(nms_pre=500, max_per_img=100),  # there are few objects; RoIAlign is what takes the time
+    # there are few objects; RoIAlign is what takes the time
+    rpn_proposal=dict(nms_pre=500, max_per_img=100),
     rois=dict(num=64),
 )

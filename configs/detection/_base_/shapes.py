@@ -2,7 +2,9 @@
 _base_ = "./runtime.py"
 
 data_root = "data/shapes/"
-metainfo = dict(classes=("circle", "square", "triangle"), palette=[(220, 20, 60), (30, 144, 255), (50, 205, 50)])
+metainfo = dict(
+    classes=("circle", "square", "triangle"), palette=[(220, 20, 60), (30, 144, 255), (50, 205, 50)]
+)
 load = [
     dict(type="LoadImageFromFile"),
     dict(type="LoadAnnotations", with_bbox=True, with_mask=True),
@@ -14,7 +16,8 @@ train_dataloader = dict(
     sampler=dict(type="DefaultSampler", shuffle=True),
     dataset=dict(
         type="RepeatDataset",
-        times=4,  # an epoch is four passes: 5 epochs of one end at a box AP of 46 to 61 (docs/results.md)
+        # an epoch is four passes: 5 epochs of one end at a box AP of 46 to 61 (docs/results.md)
+        times=4,
         dataset=dict(
             type="CocoDataset",
             data_root=data_root,
@@ -42,20 +45,32 @@ val_dataloader = dict(
         test_mode=True,
         pipeline=[
             *load,
-            dict(type="PackDetInputs", meta_keys=("img_id", "img_path", "ori_shape", "img_shape", "scale_factor")),
+            dict(
+                type="PackDetInputs",
+                meta_keys=("img_id", "img_path", "ori_shape", "img_shape", "scale_factor"),
+            ),
         ],
     ),
 )
 test_dataloader = val_dataloader
 val_evaluator = dict(
-    type="FasterCocoMetric", ann_file=data_root + "annotations/instances_val.json", metric=["bbox", "segm"]
+    type="FasterCocoMetric",
+    ann_file=data_root + "annotations/instances_val.json",
+    metric=["bbox", "segm"],
 )
 test_evaluator = val_evaluator
 
 train_cfg = dict(type="EpochBasedTrainLoop", max_epochs=5, val_interval=5)
 param_scheduler = [
     dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=20),
-    dict(type="CosineAnnealingLR", eta_min=0, by_epoch=True, begin=0, end=5, convert_to_iter_based=True),
+    dict(
+        type="CosineAnnealingLR",
+        eta_min=0,
+        by_epoch=True,
+        begin=0,
+        end=5,
+        convert_to_iter_based=True,
+    ),
 ]
 optim_wrapper = dict(optimizer=dict(lr=1e-3), clip_grad=dict(max_norm=3.0))
 default_hooks = dict(logger=dict(interval=10))

@@ -8,7 +8,8 @@ small = dict(
         depths=(2, 2, 18, 2),
         num_heads=(3, 6, 12, 24),
         window_size=12,
-        pretrained_window_sizes=(12, 12, 12, 6),  # pretrained at 192 px, where the last stage has 6 x 6 tokens
+        # pretrained at 192 px, where the last stage has 6 x 6 tokens
+        pretrained_window_sizes=(12, 12, 12, 6),
         num_experts=0,
         drop_path_rate=0.2,
     ),

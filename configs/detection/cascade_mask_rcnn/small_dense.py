@@ -1,6 +1,7 @@
 # Cascade Mask R-CNN on SwinV2-S, dense; COCO 2017, 36 epochs.
 #
-#   torchrun --nproc_per_node 8 tools/detect.py train configs/detection/cascade_mask_rcnn/small_dense.py \
+# torchrun --nproc_per_node 8 tools/detect.py train
+# configs/detection/cascade_mask_rcnn/small_dense.py \
 #       --pretrained output/swin_moe_small_window12_192_dense
 #
 # Hardware: 8 GPUs of 32 GB, 2 images each. Duration: not measured.
@@ -9,7 +10,8 @@
 # Measured here: nothing yet; that it builds is tested.
 _base_ = ["../_base_/cascade_mask_rcnn.py", "../_base_/coco.py"]
 
-# As Swin's: four convolutions before the linear layer of each box head, and GIoU of the decoded boxes as loss.
+# As Swin's: four convolutions before the linear layer of each box head, and GIoU of the decoded
+# boxes as loss.
 box_head = dict(
     type="ConvFCBBoxHead",
     num_shared_convs=4,
@@ -19,4 +21,6 @@ box_head = dict(
     reg_decoded_bbox=True,
     loss_bbox=dict(type="GIoULoss", loss_weight=10.0),
 )
-model = dict(roi_head=dict(bbox_head=[dict(stage, **box_head) for stage in _base_.model.roi_head.bbox_head]))
+model = dict(
+    roi_head=dict(bbox_head=[dict(stage, **box_head) for stage in _base_.model.roi_head.bbox_head])
+)

@@ -1,10 +1,13 @@
-# Mask R-CNN on a small SwinV2-MoE, from random weights, on 92 photographs of COCO: does it learn them by heart?
+# Mask R-CNN on a small SwinV2-MoE, from random weights, on 92 photographs of COCO: does it learn
+# them by heart?
 #
-#   python tools/detect.py train configs/detection/coco_open/mask_rcnn.py --work-dir output/coco_open
-#   python tools/detect.py test configs/detection/coco_open/mask_rcnn.py output/coco_open --split train
+# python tools/detect.py train configs/detection/coco_open/mask_rcnn.py --work-dir output/coco_open
+# python tools/detect.py test configs/detection/coco_open/mask_rcnn.py output/coco_open --split
+# train
 #
 # Hardware: one CPU core, 30 minutes of it.
-# Measured on the training images: box AP 12.3, AP50 26.3; after 24 epochs more (docs/results.md) 26.2, 51.4.
+# Measured on the training images: box AP 12.3, AP50 26.3; after 24 epochs more (docs/results.md)
+# 26.2, 51.4.
 _base_ = [
     "../_base_/mask_rcnn.py",
     "../_base_/nano.py",
@@ -24,7 +27,9 @@ model = dict(
         mask_roi_extractor=nano.roi_extractor,
         mask_head=nano.mask_head,
     ),
-    train_cfg=dict(rpn_proposal=dict(nms_pre=500, max_per_img=200), rcnn=dict(sampler=dict(num=128))),
+    train_cfg=dict(
+        rpn_proposal=dict(nms_pre=500, max_per_img=200), rcnn=dict(sampler=dict(num=128))
+    ),
 )
 
 data_root = "data/coco_open/"  # its images/: train/, val/, annotations/instances_{train,val}.json
@@ -38,7 +43,10 @@ test_pipeline = [
     dict(type="LoadImageFromFile"),
     dict(type="Resize", scale=(320, 320), keep_ratio=True),
     dict(type="LoadAnnotations", with_bbox=True, with_mask=True),
-    dict(type="PackDetInputs", meta_keys=("img_id", "img_path", "ori_shape", "img_shape", "scale_factor")),
+    dict(
+        type="PackDetInputs",
+        meta_keys=("img_id", "img_path", "ori_shape", "img_shape", "scale_factor"),
+    ),
 ]
 train_dataloader = dict(
     batch_size=1,
@@ -68,6 +76,13 @@ test_evaluator = val_evaluator
 train_cfg = dict(type="EpochBasedTrainLoop", max_epochs=28, val_interval=28)
 param_scheduler = [
     dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=100),
-    dict(type="CosineAnnealingLR", eta_min=0, by_epoch=True, begin=0, end=28, convert_to_iter_based=True),
+    dict(
+        type="CosineAnnealingLR",
+        eta_min=0,
+        by_epoch=True,
+        begin=0,
+        end=28,
+        convert_to_iter_based=True,
+    ),
 ]
 optim_wrapper = dict(optimizer=dict(lr=1e-3), clip_grad=dict(max_norm=35.0))

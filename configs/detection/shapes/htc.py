@@ -22,6 +22,9 @@ model = dict(
     ),
     train_cfg=dict(
         rpn_proposal=nano.rpn_proposal,
-        rcnn=[dict(stage, sampler=dict(stage.sampler, **nano.rois)) for stage in _base_.model.train_cfg.rcnn],
+        rcnn=[
+            dict(stage, sampler=dict(stage.sampler, **nano.rois))
+            for stage in _base_.model.train_cfg.rcnn
+        ],
     ),
 )

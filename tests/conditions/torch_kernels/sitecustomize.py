@@ -1,4 +1,5 @@
-"""Python imports this at its start, if its directory is on PYTHONPATH: `kernels="auto"` then means "torch"."""
+"""Python imports this at its start, if its directory is on PYTHONPATH: `kernels="auto"` then means
+"torch"."""
 
 import importlib.abc
 import importlib.util

@@ -1,4 +1,5 @@
-"""A released form of four MoE layers at 16 px, and the command that converts, run in this process."""
+"""A released form of four MoE layers at 16 px, and the command that converts, run in this
+process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,18 @@ from swinv2_moe.models import build_model
 ROOT = Path(__file__).parents[3]
 CFG = str(ROOT / "configs" / "in22k" / "swin_moe_small_window12_192_8expert.yaml")
 CLASSES = 5
-SMALL = "MODEL.SWINV2.PATCH_SIZE 2 MODEL.SWINV2.EMBED_DIM 8 MODEL.SWINV2.DEPTHS [1,2,2] MODEL.SWINV2.NUM_HEADS [1,2,4]"
-SMALL += " MODEL.SWINV2.WINDOW_SIZE 4 MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0] MODEL.MOE.BLOCKS [[],[1],[0,1]]"
-SMALL += f" MODEL.MOE.NUM_EXPERTS 4 DATA.IMG_SIZE 16 MODEL.NUM_CLASSES {CLASSES} MODEL.MOE.EVAL_CAPACITY_FACTOR 0.0"
+SMALL = (
+    "MODEL.SWINV2.PATCH_SIZE 2 MODEL.SWINV2.EMBED_DIM 8 MODEL.SWINV2.DEPTHS [1,2,2]"
+    " MODEL.SWINV2.NUM_HEADS [1,2,4]"
+)
+SMALL += (
+    " MODEL.SWINV2.WINDOW_SIZE 4 MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0] MODEL.MOE.BLOCKS"
+    " [[],[1],[0,1]]"
+)
+SMALL += (
+    f" MODEL.MOE.NUM_EXPERTS 4 DATA.IMG_SIZE 16 MODEL.NUM_CLASSES {CLASSES}"
+    " MODEL.MOE.EVAL_CAPACITY_FACTOR 0.0"
+)
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +45,8 @@ def make_config() -> Callable[..., CfgNode]:
 
 @pytest.fixture(scope="session")
 def load() -> Callable[[Path, CfgNode], nn.Module]:
-    """`load(directory, config)`: a model with a checkpoint's weights, strictly, in evaluation mode."""
+    """`load(directory, config)`: a model with a checkpoint's weights, strictly, in evaluation
+    mode."""
 
     def load_model(directory: Path, config: CfgNode) -> nn.Module:
         model = build_model(config, config.MODEL.NUM_CLASSES)
@@ -47,7 +58,8 @@ def load() -> Callable[[Path, CfgNode], nn.Module]:
 
 @pytest.fixture
 def make_checkpoint(make_config, tmp_path) -> Callable[..., tuple[Path, nn.Module]]:
-    """`make_checkpoint("KEY", "VALUE", ...)`: the directory `ours` and its model; every parameter random, of step 7."""
+    """`make_checkpoint("KEY", "VALUE", ...)`: the directory `ours` and its model; every parameter
+    random, of step 7."""
 
     def make(*opts: object) -> tuple[Path, nn.Module]:
         config = make_config(*opts)

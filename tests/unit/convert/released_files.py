@@ -1,5 +1,5 @@
-"""Files like the released Swin-MoE ones, made from their published layout alone, and their weights put into a model by
-hand: what the converter is held to."""
+"""Files like the released Swin-MoE ones, made from their published layout alone, and their weights
+put into a model by hand: what the converter is held to."""
 
 # W ranks, E experts, s = W / E slices of an expert where W > E, C channels of a block, H = 4 C
 
@@ -17,9 +17,15 @@ class Released(NamedTuple):
 
 
 def make_released(
-    config: CfgNode, ranks: int, classes: int, legacy: bool = True, output_bias: bool = False, device: str = "cpu"
+    config: CfgNode,
+    ranks: int,
+    classes: int,
+    legacy: bool = True,
+    output_bias: bool = False,
+    device: str = "cpu",
 ) -> Released:
-    """Random weights (empty ones on the meta device) of the configured model as W ranks and their master would save."""
+    """Random weights (empty ones on the meta device) of the configured model as W ranks and their
+    master would save."""
     swin, moe = config.MODEL.SWINV2, config.MODEL.MOE
     generator = torch.Generator().manual_seed(3)
 
@@ -36,7 +42,10 @@ def make_released(
 
     patch, last = swin.PATCH_SIZE, len(swin.DEPTHS) - 1
     master = {"patch_embed.proj.weight": new(swin.EMBED_DIM, 3, patch, patch)}
-    master |= {"patch_embed.proj.bias": new(swin.EMBED_DIM), **norm("patch_embed.norm", swin.EMBED_DIM)}
+    master |= {
+        "patch_embed.proj.bias": new(swin.EMBED_DIM),
+        **norm("patch_embed.norm", swin.EMBED_DIM),
+    }
     states = [{} for _ in range(ranks)]
     for stage, (depth, heads) in enumerate(zip(swin.DEPTHS, swin.NUM_HEADS, strict=True)):
         channels = swin.EMBED_DIM * 2**stage
@@ -44,7 +53,9 @@ def make_released(
             block = f"layers.{stage}.blocks.{i}"
             master |= norm(f"{block}.norm1", channels) | norm(f"{block}.norm2", channels)
             master |= linear(f"{block}.attn.qkv", 3 * channels, channels)
-            master |= linear(f"{block}.attn.proj", channels, channels) | linear(f"{block}.attn.cpb_mlp.0", 512, 2)
+            master |= linear(f"{block}.attn.proj", channels, channels) | linear(
+                f"{block}.attn.cpb_mlp.0", 512, 2
+            )
             master[f"{block}.attn.cpb_mlp.2.weight"] = new(heads, 512)
             master[f"{block}.attn.relative_coords_table"] = torch.zeros(1, 7, 7, 2)
             master[f"{block}.attn.relative_position_index"] = torch.zeros(16, 16, dtype=torch.int64)
@@ -66,13 +77,23 @@ def make_released(
             local, parts = max(moe.NUM_EXPERTS // ranks, 1), max(ranks // moe.NUM_EXPERTS, 1)
             middle = (1,) if legacy else ()
             for state in states:
-                state[f"{layer}.experts.batched_fc1_w"] = new(local, 4 * channels // parts, channels)
-                state[f"{layer}.experts.batched_fc2_w"] = new(local, 4 * channels // parts, channels)
-                state[f"{layer}.experts.batched_fc1_bias"] = new(local, *middle, 4 * channels // parts)
+                state[f"{layer}.experts.batched_fc1_w"] = new(
+                    local, 4 * channels // parts, channels
+                )
+                state[f"{layer}.experts.batched_fc2_w"] = new(
+                    local, 4 * channels // parts, channels
+                )
+                state[f"{layer}.experts.batched_fc1_bias"] = new(
+                    local, *middle, 4 * channels // parts
+                )
                 if output_bias:  # then it is trained, and each rank's own
-                    state[f"{layer}.experts.batched_fc2_bias"] = new(local, *middle, channels // parts)
+                    state[f"{layer}.experts.batched_fc2_bias"] = new(
+                        local, *middle, channels // parts
+                    )
             if not output_bias:
-                master[f"{layer}.experts.batched_fc2_bias"] = torch.zeros(local, *middle, channels // parts)
+                master[f"{layer}.experts.batched_fc2_bias"] = torch.zeros(
+                    local, *middle, channels // parts
+                )
         if stage < last:
             merging = f"layers.{stage}.downsample"
             master[f"{merging}.reduction.weight"] = new(2 * channels, 4 * channels)
@@ -123,7 +144,11 @@ def place(released: Released, model: nn.Module) -> nn.Module:
 
 
 def _place_moe(released: Released, moe: nn.Module, name: str) -> None:
-    gate = {key.removeprefix(f"{name}.gates.0."): value for key, value in released.master.items() if name in key}
+    gate = {
+        key.removeprefix(f"{name}.gates.0."): value
+        for key, value in released.master.items()
+        if name in key
+    }
     if "wg.weight" in gate:
         moe.router.weight.copy_(gate["wg.weight"])
     else:
@@ -132,11 +157,18 @@ def _place_moe(released: Released, moe: nn.Module, name: str) -> None:
         moe.router.projector.weight.copy_(gate["cosine_projector.weight"])
         moe.router.projector.bias.copy_(gate["cosine_projector.bias"])
     experts, ranks = len(moe.experts.w1), len(released.ranks)
-    targets = {"batched_fc1_w": moe.experts.w1, "batched_fc1_bias": moe.experts.b1, "batched_fc2_w": moe.experts.w2}
+    targets = {
+        "batched_fc1_w": moe.experts.w1,
+        "batched_fc1_bias": moe.experts.b1,
+        "batched_fc2_w": moe.experts.w2,
+    }
     targets |= {} if moe.experts.b2 is None else {"batched_fc2_bias": moe.experts.b2}
     for theirs, ours in targets.items():
         pieces = [state[f"{name}.experts.{theirs}"] for state in released.ranks]
-        pieces = [piece.reshape(len(piece), -1, *piece.shape[2:]) if piece.ndim == 2 else piece for piece in pieces]
+        pieces = [
+            piece.reshape(len(piece), -1, *piece.shape[2:]) if piece.ndim == 2 else piece
+            for piece in pieces
+        ]
         for rank, piece in enumerate(pieces):
             if ranks <= experts:
                 for local in range(experts // ranks):

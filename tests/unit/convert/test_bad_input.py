@@ -1,4 +1,5 @@
-"""Whatever is wrong with what the user gives: one line that names it, exit status 2, nothing written."""
+"""Whatever is wrong with what the user gives: one line that names it, exit status 2, nothing
+written."""
 
 import os
 import pickle
@@ -43,24 +44,48 @@ SOURCES = {  # what happens to the files: what the line then says
     "a rank is missing": (lambda x: os.remove(f"{x}.rank3"), ["missing x.pth.rank3"]),
     "the last ranks are missing": (
         lambda x: [os.remove(f"{x}.rank{r}") for r in (4, 5, 6, 7)],
-        ["those of 8 ranks, there are files of 4", "missing x.pth.rank4, x.pth.rank5, x.pth.rank6, x.pth.rank7"],
+        [
+            "those of 8 ranks, there are files of 4",
+            "missing x.pth.rank4, x.pth.rank5, x.pth.rank6, x.pth.rank7",
+        ],
     ),
-    "one too many": (lambda x: shutil.copy(f"{x}.rank0", f"{x}.rank8"), ["those of 8 ranks, there are files of 9"]),
-    "no master": (lambda x: os.remove(f"{x}.master"), ["x.pth.rank0: holds experts alone", "x.pth.master is missing"]),
-    "the master alone": (lambda x: [os.remove(f"{x}.rank{r}") for r in range(8)], ["missing x.pth.rank0"]),
-    "both forms": (lambda x: shutil.copy(f"{x}.master", f"{x}.global"), ["x.pth.global and x.pth.rank0"]),
+    "one too many": (
+        lambda x: shutil.copy(f"{x}.rank0", f"{x}.rank8"),
+        ["those of 8 ranks, there are files of 9"],
+    ),
+    "no master": (
+        lambda x: os.remove(f"{x}.master"),
+        ["x.pth.rank0: holds experts alone", "x.pth.master is missing"],
+    ),
+    "the master alone": (
+        lambda x: [os.remove(f"{x}.rank{r}") for r in range(8)],
+        ["missing x.pth.rank0"],
+    ),
+    "both forms": (
+        lambda x: shutil.copy(f"{x}.master", f"{x}.global"),
+        ["x.pth.global and x.pth.rank0"],
+    ),
     "a directory": (lambda x: os.mkdir(x), ["x.pth: is a directory"]),
-    "a directory as a rank": (lambda x: (os.remove(f"{x}.rank1"), os.mkdir(f"{x}.rank1")), ["x.pth.rank1: is a dir"]),
+    "a directory as a rank": (
+        lambda x: (os.remove(f"{x}.rank1"), os.mkdir(f"{x}.rank1")),
+        ["x.pth.rank1: is a dir"],
+    ),
     "a bias that is not zero": (
         lambda x: change(f"{x}.master", f"{LAYER}.experts.batched_fc2_bias", torch.ones(1, 1, 8)),
         ["batched_fc2_bias", "layers.1.blocks.1.mlp.moe", "is not zero"],
     ),
     "another count": (
         lambda x: change(f"{x}.master", f"{LAYER}._num_global_experts", torch.tensor(5)),
-        ["layers.1.blocks.1.mlp.moe: how many experts", "gates.0.wg.weight: 4, _num_global_experts: 5"],
+        [
+            "layers.1.blocks.1.mlp.moe: how many experts",
+            "gates.0.wg.weight: 4, _num_global_experts: 5",
+        ],
     ),
     "a key less": (lambda x: change(f"{x}.master", "norm.bias", None), ["1 missing: norm.bias"]),
-    "a key more": (lambda x: change(f"{x}.master", "extra", torch.ones(1)), ["1 unexpected: extra"]),
+    "a key more": (
+        lambda x: change(f"{x}.master", "extra", torch.ones(1)),
+        ["1 unexpected: extra"],
+    ),
     "a key less on a rank": (
         lambda x: change(f"{x}.rank2", f"{LAYER}.experts.batched_fc1_w", None),
         ["x.pth.rank2", f"{LAYER}.experts.batched_fc1_w"],
@@ -82,14 +107,31 @@ SOURCES = {  # what happens to the files: what the line then says
         ["norm.bias holds values that are NaN or infinite"],
     ),
     "NaN in an expert": (
-        lambda x: change(f"{x}.rank2", f"{LAYER}.experts.batched_fc1_w", torch.full((1, 32, 16), torch.inf)),
+        lambda x: change(
+            f"{x}.rank2", f"{LAYER}.experts.batched_fc1_w", torch.full((1, 32, 16), torch.inf)
+        ),
         ["layers.1.blocks.1.mlp.moe.experts.w1 holds values that are NaN or infinite"],
     ),
-    "a huge rank": (lambda x: shutil.copy(f"{x}.rank0", f"{x}.rank99999999999"), ["missing x.pth.rank8"]),
-    "a named pipe": (lambda x: (os.remove(f"{x}.rank1"), os.mkfifo(f"{x}.rank1")), ["x.pth.rank1: not a regular file"]),
-    "no tensors": (lambda x: torch.save([1], f"{x}.rank0"), ["x.pth.rank0: holds no state dict of tensors"]),
-    "cut off": (lambda x: os.truncate(f"{x}.rank5", 3000), ["x.pth.rank5: cannot be read as weights"]),
-    "nothing": (lambda x: [path.unlink() for path in x.parent.iterdir()], ["x.pth: no such file, and no x.pth.rank0"]),
+    "a huge rank": (
+        lambda x: shutil.copy(f"{x}.rank0", f"{x}.rank99999999999"),
+        ["missing x.pth.rank8"],
+    ),
+    "a named pipe": (
+        lambda x: (os.remove(f"{x}.rank1"), os.mkfifo(f"{x}.rank1")),
+        ["x.pth.rank1: not a regular file"],
+    ),
+    "no tensors": (
+        lambda x: torch.save([1], f"{x}.rank0"),
+        ["x.pth.rank0: holds no state dict of tensors"],
+    ),
+    "cut off": (
+        lambda x: os.truncate(f"{x}.rank5", 3000),
+        ["x.pth.rank5: cannot be read as weights"],
+    ),
+    "nothing": (
+        lambda x: [path.unlink() for path in x.parent.iterdir()],
+        ["x.pth: no such file, and no x.pth.rank0"],
+    ),
 }
 
 
@@ -97,7 +139,9 @@ SOURCES = {  # what happens to the files: what the line then says
 def test_released_files_with_a_fault(what, files, convert, cfg, tmp_path):
     damage, fragments = SOURCES[what]
     damage(files)
-    assert_refused(convert("import", "swin-moe", files, *cfg(), "--output", tmp_path / "new"), *fragments)
+    assert_refused(
+        convert("import", "swin-moe", files, *cfg(), "--output", tmp_path / "new"), *fragments
+    )
     assert not [path for path in tmp_path.iterdir() if "new" in path.name]
 
 
@@ -108,29 +152,43 @@ def test_released_files_with_a_fault(what, files, convert, cfg, tmp_path):
         (["MODEL.MOE.NUM_EXPERTS", 0], "unexpected: layers.1.blocks.1.mlp.moe"),
         (["MODEL.MOE.BLOCKS", "[[],[],[0,1]]"], "unexpected: layers.1.blocks.1.mlp.moe"),
         (["MODEL.MOE.ROUTER", "cosine"], "missing: layers.1.blocks.1.mlp.moe.router.temperature"),
-        (["MODEL.SWINV2.EMBED_DIM", 16], "patch_embed.proj.weight ([8, 3, 2, 2] there, [16, 3, 2, 2] in the model)"),
+        (
+            ["MODEL.SWINV2.EMBED_DIM", 16],
+            "patch_embed.proj.weight ([8, 3, 2, 2] there, [16, 3, 2, 2] in the model)",
+        ),
         (["MODEL.SWINV2.DEPTHS", "[1,2,3]"], "missing: layers.2.blocks.2"),
         (["MODEL.NUM_CLASSES", 1000], "has 5 classes, MODEL.NUM_CLASSES is 1000"),
         (["MODEL.TYPE", "swinv2_moe"], "MODEL.TYPE 'swin_moe', this model is 'swinv2_moe'"),
     ],
 )
 def test_a_configuration_of_another_model(opts, fragment, files, convert, cfg, tmp_path):
-    assert_refused(convert("import", "swin-moe", files, *cfg(*opts), "--output", tmp_path / "new"), fragment)
+    assert_refused(
+        convert("import", "swin-moe", files, *cfg(*opts), "--output", tmp_path / "new"), fragment
+    )
     assert not (tmp_path / "new").exists()
 
 
 def test_the_number_of_classes_may_be_left_to_the_files(files, convert, cfg, tmp_path):
     arguments = [*cfg("MODEL.NUM_CLASSES", 0), "--output", tmp_path / "new"]
     assert convert("import", "swin-moe", files, *arguments).status == 0
-    assert convert("export", "single", tmp_path / "new", "--output", tmp_path / "one.safetensors").status == 0
+    assert (
+        convert(
+            "export", "single", tmp_path / "new", "--output", tmp_path / "one.safetensors"
+        ).status
+        == 0
+    )
 
 
 def test_class_names(files, convert, cfg, tmp_path):
     names = tmp_path / "names.txt"
     arguments = [files, *cfg(), "--class-names", names, "--output", tmp_path / "new"]
-    assert_refused(convert("import", "swin-moe", *arguments), f"--class-names {names}: cannot be read")
+    assert_refused(
+        convert("import", "swin-moe", *arguments), f"--class-names {names}: cannot be read"
+    )
     os.mkfifo(names)
-    assert_refused(convert("import", "swin-moe", *arguments), f"--class-names {names}: cannot be read")
+    assert_refused(
+        convert("import", "swin-moe", *arguments), f"--class-names {names}: cannot be read"
+    )
     names.unlink()
     names.write_text("a\nb\n")
     assert_refused(convert("import", "swin-moe", *arguments), "has 5 classes, the names are 2")
@@ -139,18 +197,34 @@ def test_class_names(files, convert, cfg, tmp_path):
 def test_arguments(files, convert, cfg, make_checkpoint, tmp_path):
     new, ours = ["--output", tmp_path / "new"], make_checkpoint()[0]
     assert_refused(convert("import", "swin-moe", files, *new), "import swin-moe: needs --cfg")
-    assert_refused(convert("import", "swin-moe", files, "--opts", "SEED", "1", *new), "--opts: needs --cfg")
-    assert_refused(convert("import", "tutel", files, *cfg(), "--noise", 0.1, *new), "--noise 0.1: is for dense")
+    assert_refused(
+        convert("import", "swin-moe", files, "--opts", "SEED", "1", *new), "--opts: needs --cfg"
+    )
+    assert_refused(
+        convert("import", "tutel", files, *cfg(), "--noise", 0.1, *new), "--noise 0.1: is for dense"
+    )
     for noise in ("nan", "-1", "inf"):
-        assert_refused(convert("import", "dense", files, *cfg(), "--noise", noise, *new), "--noise is")
+        assert_refused(
+            convert("import", "dense", files, *cfg(), "--noise", noise, *new), "--noise is"
+        )
     for kind in ("swin-moe", "tutel"):
-        for ranks, fragment in ((3, "do not divide over 3 ranks"), (0, "--ranks is 0"), (1024, "by the 256 ranks")):
+        for ranks, fragment in (
+            (3, "do not divide over 3 ranks"),
+            (0, "--ranks is 0"),
+            (1024, "by the 256 ranks"),
+        ):
             arguments = [ours, "--ranks", ranks, "--output", tmp_path / "new" / "y.pth"]
             assert_refused(convert("export", kind, *arguments), "--ranks", fragment)
     single = tmp_path / "new.safetensors"
-    assert_refused(convert("export", "single", ours, "--ranks", 2, "--output", single), "without --ranks")
-    assert_refused(convert("export", "single", ours, "--output", tmp_path / "new.pth"), "one .safetensors file")
-    assert_refused(convert("export", "tutel", ours, "--ranks", 2, "--output", single), "needs {rank} in it")
+    assert_refused(
+        convert("export", "single", ours, "--ranks", 2, "--output", single), "without --ranks"
+    )
+    assert_refused(
+        convert("export", "single", ours, "--output", tmp_path / "new.pth"), "one .safetensors file"
+    )
+    assert_refused(
+        convert("export", "tutel", ours, "--ranks", 2, "--output", single), "needs {rank} in it"
+    )
     assert not list(tmp_path.glob("*new*"))
 
 
@@ -166,11 +240,18 @@ def test_a_dense_model_has_no_ranks_and_v2_no_released_form(convert, make_checkp
 def test_an_output_that_exists(files, convert, cfg, make_checkpoint, tmp_path):
     ours, taken = make_checkpoint()[0], tmp_path / "taken"
     taken.mkdir()
-    assert_refused(convert("import", "swin-moe", files, *cfg(), "--output", taken), f"--output {taken}: already exists")
+    assert_refused(
+        convert("import", "swin-moe", files, *cfg(), "--output", taken),
+        f"--output {taken}: already exists",
+    )
     exported = [ours, "--ranks", 8, "--output", tmp_path / "x.pth"]
-    assert_refused(convert("export", "swin-moe", *exported), f"--output {files}.rank0: already exists")
+    assert_refused(
+        convert("export", "swin-moe", *exported), f"--output {files}.rank0: already exists"
+    )
     below = tmp_path / "x.pth.rank0" / "new"
-    assert_refused(convert("export", "tutel", ours, "--output", below), "x.pth.rank0 is not a directory")
+    assert_refused(
+        convert("export", "tutel", ours, "--output", below), "x.pth.rank0 is not a directory"
+    )
     assert list(taken.iterdir()) == []
 
 
@@ -200,7 +281,11 @@ def test_a_full_disk_leaves_nothing(convert, make_checkpoint, monkeypatch, tmp_p
 
     monkeypatch.setattr(torch, "save", save)
     arguments = [ours, "--ranks", 4, "--output", tmp_path / "sub" / "y.pth"]
-    assert_refused(convert("export", "swin-moe", *arguments), "y.pth.rank2: cannot be written", "file write failed")
+    assert_refused(
+        convert("export", "swin-moe", *arguments),
+        "y.pth.rank2: cannot be written",
+        "file write failed",
+    )
     assert list((tmp_path / "sub").iterdir()) == []
 
 
@@ -220,16 +305,27 @@ def test_a_single_file_of_another_kind(convert, tmp_path):
     for suffix, metadata, fragment in (
         (".pth", None, "is a .safetensors file"),
         (".safetensors", None, "its format is None"),
-        (".safetensors", {"format": "swinv2-moe single file 1"}, "its metadata cannot be used ('class_names')"),
         (
             ".safetensors",
-            {"format": "swinv2-moe single file 1", "step": "1", "class_names": "[]", "config": "MODEL: {NOPE: 1}"},
+            {"format": "swinv2-moe single file 1"},
+            "its metadata cannot be used ('class_names')",
+        ),
+        (
+            ".safetensors",
+            {
+                "format": "swinv2-moe single file 1",
+                "step": "1",
+                "class_names": "[]",
+                "config": "MODEL: {NOPE: 1}",
+            },
             "its configuration cannot be used",
         ),
     ):
         file = tmp_path / f"one{suffix}"
         save_file({"norm.weight": torch.ones(1)}, file, metadata)
-        assert_refused(convert("import", "single", file, "--output", tmp_path / "new"), str(file), fragment)
+        assert_refused(
+            convert("import", "single", file, "--output", tmp_path / "new"), str(file), fragment
+        )
 
 
 @pytest.mark.parametrize(
@@ -245,10 +341,17 @@ def test_a_single_file_of_another_kind(convert, tmp_path):
     ],
 )
 def test_the_metadata_of_a_single_file(key, value, reason, convert, tmp_path):
-    metadata = {"format": "swinv2-moe single file 1", "step": "1", "class_names": "[]", "config": "{}"}
+    metadata = {
+        "format": "swinv2-moe single file 1",
+        "step": "1",
+        "class_names": "[]",
+        "config": "{}",
+    }
     file = tmp_path / "one.safetensors"
     save_file({"norm.weight": torch.ones(1)}, file, metadata | {key: value})
-    assert_refused(convert("import", "single", file, "--output", tmp_path / "new"), str(file), reason)
+    assert_refused(
+        convert("import", "single", file, "--output", tmp_path / "new"), str(file), reason
+    )
 
 
 def test_a_named_pipe_in_the_place_of_weights(convert, cfg, tmp_path):
@@ -262,10 +365,16 @@ def test_a_named_pipe_in_the_place_of_weights(convert, cfg, tmp_path):
 def test_a_checkpoint_without_a_classifier_is_not_exported(convert, make_checkpoint, tmp_path):
     ours, _ = make_checkpoint()
     file = ours / "model.safetensors"
-    save_file({name: value for name, value in load_file(file).items() if not name.startswith("head.")}, file)
+    save_file(
+        {name: value for name, value in load_file(file).items() if not name.startswith("head.")},
+        file,
+    )
     meta = read_meta(ours)
     write_meta(ours, meta | {"files": meta["files"] | {file.name: sync_file(file)}})
-    assert_refused(convert("export", "single", ours, "--output", tmp_path / "y.safetensors"), "has no classifier")
+    assert_refused(
+        convert("export", "single", ours, "--output", tmp_path / "y.safetensors"),
+        "has no classifier",
+    )
 
 
 class RunsCommand:
@@ -301,7 +410,9 @@ class RunsCode:
         ("single", "single.safetensors", "single.safetensors"),
     ],
 )
-def test_a_planted_pickle_runs_nothing(evil, saver, kind, name, source, files, convert, cfg, tmp_path):
+def test_a_planted_pickle_runs_nothing(
+    evil, saver, kind, name, source, files, convert, cfg, tmp_path
+):
     marker, file = tmp_path / "executed", tmp_path / name
     torch.save({"model": {"norm.weight": torch.ones(1)}}, tmp_path / "tutel-0.ckpt")
     content = {"model": {"norm.weight": evil(marker)}}

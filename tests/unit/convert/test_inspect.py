@@ -14,7 +14,8 @@ LAYERS = ["layers.1.blocks.1.mlp.moe", "layers.2.blocks.0.mlp.moe", "layers.2.bl
 
 @pytest.fixture
 def run(make_checkpoint, tmp_path) -> Path:
-    """A run directory whose checkpoint of step 7 has averages and moments, and in one layer older experts."""
+    """A run directory whose checkpoint of step 7 has averages and moments, and in one layer older
+    experts."""
     ours, _ = make_checkpoint()
     meta = json.loads((ours / "meta.json").read_text())
     weights = dict(meta["files"])
@@ -24,8 +25,20 @@ def run(make_checkpoint, tmp_path) -> Path:
             shutil.copy(ours / file, ours / section / file)
         meta["files"] |= {f"{section}/{file}": record for file, record in weights.items()}
     meta["experts"][LAYERS[1]] = [7, 3, 5, 3]
-    meta["training"] = {"epoch": 2, "epoch_step": 3, "epoch_loss": 4.5, "validated_step": 6, "steps_per_epoch": 12}
-    meta["training"] |= {"global_batch": 8, "best_top1": 50.0, "last_top1": None, "skipped": 0, "strategies": []}
+    meta["training"] = {
+        "epoch": 2,
+        "epoch_step": 3,
+        "epoch_loss": 4.5,
+        "validated_step": 6,
+        "steps_per_epoch": 12,
+    }
+    meta["training"] |= {
+        "global_batch": 8,
+        "best_top1": 50.0,
+        "last_top1": None,
+        "skipped": 0,
+        "strategies": [],
+    }
     meta["training"] |= {"loss_scaler": {"scale": 1.0, "good_steps": 0, "updates": 7}}
     del meta["checksum"]
     write_meta(ours, meta)
@@ -39,7 +52,10 @@ def run(make_checkpoint, tmp_path) -> Path:
 def test_as_json(run, convert):
     directory = run / "checkpoints" / "step-00000007"
     trunk = (directory / "model.safetensors").stat().st_size
-    experts = {name: sum(f.stat().st_size for f in (directory / "experts" / name).iterdir()) for name in LAYERS}
+    experts = {
+        name: sum(f.stat().st_size for f in (directory / "experts" / name).iterdir())
+        for name in LAYERS
+    }
     for path in (run, directory):
         finished = convert("inspect", path, "--json")
         assert finished.status == 0
@@ -52,9 +68,15 @@ def test_as_json(run, convert):
             "damaged": {},
         }
         sections = ("weights", "ema", "optimizer/exp_avg", "optimizer/exp_avg_sq")
-        assert said["sections"] == {section: [13, trunk + sum(experts.values())] for section in sections}
+        assert said["sections"] == {
+            section: [13, trunk + sum(experts.values())] for section in sections
+        }
         assert said["layers"] == {
-            name: {"experts": 4, "bytes": experts[name], "ages": [0, 4, 2, 4] if name == LAYERS[1] else [0] * 4}
+            name: {
+                "experts": 4,
+                "bytes": experts[name],
+                "ages": [0, 4, 2, 4] if name == LAYERS[1] else [0] * 4,
+            }
             for name in LAYERS
         }
 
@@ -62,10 +84,19 @@ def test_as_json(run, convert):
 def test_as_a_table(run, convert):
     finished = convert("inspect", run)
     assert finished.status == 0
-    for text in ("step 7, epoch 2.25, saved 20", "swin_moe, dim 8", "4 experts, top-1", "5 named classes"):
+    for text in (
+        "step 7, epoch 2.25, saved 20",
+        "swin_moe, dim 8",
+        "4 experts, top-1",
+        "5 named classes",
+    ):
         assert text in finished.out
     assert "every file has its checksum" in finished.out
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in finished.out.splitlines() if line[2:].strip()}
+    rows = {
+        line.split()[0]: " ".join(line.split()[1:])
+        for line in finished.out.splitlines()
+        if line[2:].strip()
+    }
     assert rows["optimizer/exp_avg"].startswith("13 ")
     assert rows[LAYERS[0]].startswith("4 ")
     assert rows[LAYERS[0]].endswith(" 0")
@@ -83,7 +114,11 @@ def test_weights_alone_and_a_dense_model(convert, make_checkpoint):
 
 def test_every_damaged_file_is_named_and_the_status_is_1(run, convert):
     directory = run / "checkpoints" / "step-00000007"
-    missing, short, changed = "model.safetensors", f"ema/experts/{LAYERS[0]}/0001.safetensors", "ema/model.safetensors"
+    missing, short, changed = (
+        "model.safetensors",
+        f"ema/experts/{LAYERS[0]}/0001.safetensors",
+        "ema/model.safetensors",
+    )
     (directory / missing).unlink()
     os.truncate(directory / short, 10)
     content = bytearray((directory / changed).read_bytes())
@@ -118,4 +153,7 @@ def test_no_checkpoint(what, convert, tmp_path):
         (path / "checkpoints" if "run" in what else path).mkdir(parents=True)
     finished = convert("inspect", path)
     assert (finished.status, finished.out) == (2, "")
-    assert finished.err == f"error: checkpoint {path}: holds no checkpoint (a directory with meta.json)\n"
+    assert (
+        finished.err
+        == f"error: checkpoint {path}: holds no checkpoint (a directory with meta.json)\n"
+    )

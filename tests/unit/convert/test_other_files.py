@@ -1,4 +1,5 @@
-"""Tutel's files of whole models and of ranks, the single file, and dense weights grown into experts."""
+"""Tutel's files of whole models and of ranks, the single file, and dense weights grown into
+experts."""
 
 import json
 from pathlib import Path
@@ -18,7 +19,9 @@ from swinv2_moe.models import build_model, load_dense
 
 def weights_of(directory):
     return {
-        file.relative_to(directory): {name: tensor.tolist() for name, tensor in load_file(file).items()}
+        file.relative_to(directory): {
+            name: tensor.tolist() for name, tensor in load_file(file).items()
+        }
         for file in sorted(directory.rglob("*.safetensors"))
     }
 
@@ -41,7 +44,9 @@ def test_tutel_there_and_back(opts, output, source, ranks, convert, cfg, make_ch
     ours, model = make_checkpoint(*opts)
     number = [] if ranks is None else ["--ranks", ranks]
     assert convert("export", "tutel", ours, *number, "--output", tmp_path / output) == (0, "", "")
-    assert convert("import", "tutel", tmp_path / source, *cfg(*opts), "--output", tmp_path / "new") == (0, "", "")
+    assert convert(
+        "import", "tutel", tmp_path / source, *cfg(*opts), "--output", tmp_path / "new"
+    ) == (0, "", "")
     assert weights_of(ours) == weights_of(tmp_path / "new")
     if output == "t.pt":
         theirs = torch.load(tmp_path / output, weights_only=True)
@@ -52,16 +57,29 @@ def test_tutel_there_and_back(opts, output, source, ranks, convert, cfg, make_ch
         assert torch.equal(theirs["head.fc.weight"], model.head.fc.weight)
 
 
-def test_half_precision_becomes_the_models(convert, cfg, make_checkpoint, load, make_config, tmp_path):
+def test_half_precision_becomes_the_models(
+    convert, cfg, make_checkpoint, load, make_config, tmp_path
+):
     ours, model = make_checkpoint()
     assert convert("export", "tutel", ours, "--output", tmp_path / "t.safetensors").status == 0
     theirs = load_file(tmp_path / "t.safetensors")
-    half = {name: value.bfloat16() if value.is_floating_point() else value for name, value in theirs.items()}
+    half = {
+        name: value.bfloat16() if value.is_floating_point() else value
+        for name, value in theirs.items()
+    }
     torch.save(half, tmp_path / "half.pt")
-    assert convert("import", "tutel", tmp_path / "half.pt", *cfg(), "--output", tmp_path / "new").status == 0
+    assert (
+        convert(
+            "import", "tutel", tmp_path / "half.pt", *cfg(), "--output", tmp_path / "new"
+        ).status
+        == 0
+    )
     state = load(tmp_path / "new", make_config()).state_dict()
     assert {value.dtype for value in state.values()} == {torch.float32}
-    assert all(torch.equal(value, model.state_dict()[name].bfloat16().float()) for name, value in state.items())
+    assert all(
+        torch.equal(value, model.state_dict()[name].bfloat16().float())
+        for name, value in state.items()
+    )
 
 
 @pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])
@@ -107,7 +125,11 @@ def test_averaged_weights_are_those_exported(convert, make_checkpoint, make_conf
     meta["files"] |= {f"ema/{name}": record for name, record in inner["files"].items()}
     del meta["checksum"]
     write_meta(ours, meta)
-    assert convert("export", "single", ours, "--output", tmp_path / "one.safetensors") == (0, "", "")
+    assert convert("export", "single", ours, "--output", tmp_path / "one.safetensors") == (
+        0,
+        "",
+        "",
+    )
     exported = load_file(tmp_path / "one.safetensors")
     assert all(torch.equal(exported[name], averaged[name]) for name in averaged)
 
@@ -125,26 +147,46 @@ def dense_file(make_config, tmp_path, opts, suffix=".pth"):
 
 @pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_every_upcycled_expert_is_the_dense_ffn(opts, suffix, convert, cfg, make_config, load, tmp_path):
+def test_every_upcycled_expert_is_the_dense_ffn(
+    opts, suffix, convert, cfg, make_config, load, tmp_path
+):
     file, dense = dense_file(make_config, tmp_path, opts, suffix)
-    assert convert("import", "dense", file, *cfg(*opts), "--output", tmp_path / "new") == (0, "", "")
+    assert convert("import", "dense", file, *cfg(*opts), "--output", tmp_path / "new") == (
+        0,
+        "",
+        "",
+    )
     model = load(tmp_path / "new", make_config(*opts))
     assert len(moe_layers(model)) == 3
     assert_experts_are_the_dense_ffns(model, dense)
     state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items() if ".mlp." not in name)
+    assert all(
+        torch.equal(state[name], value)
+        for name, value in dense.state_dict().items()
+        if ".mlp." not in name
+    )
 
 
-def test_noise_is_relative_and_on_the_experts_two_weights_alone(convert, cfg, make_config, load, tmp_path):
+def test_noise_is_relative_and_on_the_experts_two_weights_alone(
+    convert, cfg, make_config, load, tmp_path
+):
     file, dense = dense_file(make_config, tmp_path, TYPES[1])
     models = []
     for i in range(2):
         output = tmp_path / f"new{i}"
-        assert convert("import", "dense", file, *cfg(*TYPES[1]), "--noise", 0.1, "--output", output).status == 0
+        assert (
+            convert(
+                "import", "dense", file, *cfg(*TYPES[1]), "--noise", 0.1, "--output", output
+            ).status
+            == 0
+        )
         models.append(load(output, make_config(*TYPES[1])))
     for name, layer in moe_layers(models[0]).items():
         ffn = dense.get_submodule(name.removesuffix(".moe"))
-        for ours, theirs in ((layer.experts.w1, ffn.fc1.weight), (layer.experts.w2, ffn.fc2.weight.T)):
+        for ours, theirs in (
+            (layer.experts.w1, ffn.fc1.weight),
+            (layer.experts.w2, ffn.fc2.weight.T),
+        ):
             noise = ((ours - theirs) / theirs.std()).detach()
             assert noise.std(dim=(1, 2)).tolist() == pytest.approx([0.1] * 4, rel=0.2)
             assert (noise[0] - noise[1]).std().item() == pytest.approx(0.1 * 2**0.5, rel=0.2)
@@ -175,12 +217,15 @@ def test_ranks_upcycle_their_own_part_of_the_same_experts(ranks, opts, make_conf
         for name, layer in moe_layers(part).items():
             shard, experts = layer.shard, whole.get_submodule(name).experts
             for key, own in layer.experts.named_parameters():
-                expected = experts.get_parameter(key)[shard.first_expert : shard.first_expert + shard.num_experts]
+                expected = experts.get_parameter(key)[
+                    shard.first_expert : shard.first_expert + shard.num_experts
+                ]
                 assert torch.equal(own, expected.chunk(shard.num_parts, dim=1)[shard.part]), key
 
 
 def test_microsofts_names_of_dense_weights(convert, cfg, make_config, load, tmp_path):
-    """The released dense Swin: its own naming, with buffers, and the experts of a swin_moe model."""
+    """The released dense Swin: its own naming, with buffers, and the experts of a swin_moe
+    model."""
     dense = make_config("MODEL.MOE.NUM_EXPERTS", 0, "MODEL.MOE.BLOCKS", "[[],[],[]]")
     stem = write_released(make_released(dense, 1, 5), tmp_path / "x.pth")
     source = f"{stem}.master"
@@ -189,5 +234,7 @@ def test_microsofts_names_of_dense_weights(convert, cfg, make_config, load, tmp_
     Path(source).rename(tmp_path / "y.pth.global")
     assert convert("import", "swin-moe", tmp_path / "y.pth", *arguments) == (0, "", "")
     model, plain = load(tmp_path / "new", make_config()), load(tmp_path / "dense", dense)
-    assert torch.equal(model.layers[1].blocks[1].mlp.moe.experts.w1[3], plain.layers[1].blocks[1].mlp.fc1.weight)
+    assert torch.equal(
+        model.layers[1].blocks[1].mlp.moe.experts.w1[3], plain.layers[1].blocks[1].mlp.fc1.weight
+    )
     assert torch.equal(model.head.fc.weight, plain.head.fc.weight)

@@ -31,10 +31,13 @@ def set_keys(config: CfgNode, keys: dict[str, object]) -> CfgNode:
 
 @pytest.fixture
 def make_config() -> Callable[..., CfgNode]:
-    """`make_config({"DATA.IMG_SIZE": 32}, ...)`: the defaults at 16 px, batches of 4 and no workers, then these."""
+    """`make_config({"DATA.IMG_SIZE": 32}, ...)`: the defaults at 16 px, batches of 4 and no
+    workers, then these."""
 
     def make(*keys: dict[str, object]) -> CfgNode:
-        config = set_keys(default_config(), {"DATA.IMG_SIZE": 16, "DATA.BATCH_SIZE": 4, "DATA.NUM_WORKERS": 0})
+        config = set_keys(
+            default_config(), {"DATA.IMG_SIZE": 16, "DATA.BATCH_SIZE": 4, "DATA.NUM_WORKERS": 0}
+        )
         for group in keys:
             set_keys(config, group)
         return config
@@ -44,9 +47,12 @@ def make_config() -> Callable[..., CfgNode]:
 
 @pytest.fixture
 def make_folder(tmp_path: Path) -> Callable[..., Path]:
-    """`make_folder(classes, per_class)`: train/ and val/ with small noise images, each different."""
+    """`make_folder(classes, per_class)`: train/ and val/ with small noise images, each
+    different."""
 
-    def make(classes: tuple[str, ...] = ("cat", "dog"), per_class: int = 4, name: str = "images") -> Path:
+    def make(
+        classes: tuple[str, ...] = ("cat", "dog"), per_class: int = 4, name: str = "images"
+    ) -> Path:
         rng = np.random.default_rng(0)
         for split in ("train", "val"):
             for label in classes:

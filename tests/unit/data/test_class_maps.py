@@ -35,7 +35,11 @@ def test_every_kind_of_source(tmp_path):
         assert class_names(str(tmp_path / source)) == names
     (tmp_path / "twice.txt").write_text("ant\nbee\nant\n")
     (tmp_path / "empty.txt").write_text("\n")
-    for source, says in (("twice.txt", "'ant' comes twice"), ("empty.txt", "no class names"), ("gone", "No such file")):
+    for source, says in (
+        ("twice.txt", "'ant' comes twice"),
+        ("empty.txt", "no class names"),
+        ("gone", "No such file"),
+    ):
         with pytest.raises(UserError, match=says):
             class_names(str(tmp_path / source))
 

@@ -25,7 +25,11 @@ def epoch_images(data, epoch=0):
     batches = list(data.train_loader)
     order = list(data.train_loader.sampler)
     return dict(
-        zip(order, (image.numpy().tobytes() for batch in batches for image in batch.images), strict=True)
+        zip(
+            order,
+            (image.numpy().tobytes() for batch in batches for image in batch.images),
+            strict=True,
+        )
     ), batches
 
 
@@ -57,13 +61,17 @@ def test_augmentation_and_steps_are_the_same_for_any_number_of_ranks(folder_conf
     config = folder_config(DATA__BATCH_SIZE=8)
     reference, whole = epoch_images(build_data(config), epoch=1)
     config.DATA.BATCH_SIZE = 8 // world_size
-    ranks = [epoch_images(build_data(config, rank, world_size), epoch=1) for rank in range(world_size)]
+    ranks = [
+        epoch_images(build_data(config, rank, world_size), epoch=1) for rank in range(world_size)
+    ]
     together = {index: image for images, _ in ranks for index, image in images.items()}
     assert together == reference
     for step, batch in enumerate(whole):
         interleaved = torch.stack([rank[step].images for _, rank in ranks], dim=1).flatten(0, 1)
         assert torch.equal(interleaved, batch.images)
-        assert torch.equal(torch.stack([rank[step].targets for _, rank in ranks], dim=1).flatten(), batch.targets)
+        assert torch.equal(
+            torch.stack([rank[step].targets for _, rank in ranks], dim=1).flatten(), batch.targets
+        )
 
 
 def test_epoch_seed_and_index_each_change_the_augmentation(folder_config):
@@ -78,7 +86,8 @@ def test_epoch_seed_and_index_each_change_the_augmentation(folder_config):
         orders.append(list(data.train_loader.sampler))
     assert orders[0] != orders[1]
     source = data.train_loader.dataset.source
-    source.paths[1], source.targets[1] = source.paths[0], source.targets[0]  # one file under two indices
+    # one file under two indices
+    source.paths[1], source.targets[1] = source.paths[0], source.targets[0]
     assert not torch.equal(data.train_loader.dataset[0].image, data.train_loader.dataset[1].image)
     config.SEED = 1
     other = epoch_images(build_data(config))[0]
@@ -113,15 +122,17 @@ def test_loading_leaves_the_random_states_alone(folder_config, workers):
 
 def test_workers_run_one_thread_each_and_end_with_the_epoch(folder_config):
     data = build_data(folder_config(DATA__NUM_WORKERS=2))
-    data.train_loader.dataset.transform = lambda image: torch.full((3, 16, 16), float(torch.get_num_threads()))
+    data.train_loader.dataset.transform = lambda image: torch.full(
+        (3, 16, 16), float(torch.get_num_threads())
+    )
     batch = next(iter(data.train_loader))
     assert batch.images.unique().tolist() == [1.0]
     assert not data.train_loader.persistent_workers
 
 
 def test_workers_outlive_the_signals_that_make_a_run_save(folder_config):
-    """A scheduler signals every process of a job, Ctrl-C all in the foreground; torch's workers would end, and their
-    run with an error."""
+    """A scheduler signals every process of a job, Ctrl-C all in the foreground; torch's workers
+    would end, and their run with an error."""
     data = build_data(folder_config(DATA__NUM_WORKERS=2))
     batches = iter(data.train_loader)
 
@@ -159,24 +170,33 @@ def damage(path, kind):
     if kind == "missing":
         path.unlink()
     else:
-        path.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "text": b"not an image"}[kind])
+        path.write_bytes(
+            {"truncated": data[: len(data) // 2], "empty": b"", "text": b"not an image"}[kind]
+        )
 
 
 @pytest.mark.parametrize("kind", ["missing", "truncated", "empty", "text"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_unreadable_image_is_replaced_in_training_and_blank_in_validation(folder_config, kind, workers):
+def test_an_unreadable_image_is_replaced_in_training_and_blank_in_validation(
+    folder_config, kind, workers
+):
     config = folder_config(DATA__NUM_WORKERS=workers, DATA__MAX_BAD_SHARE=0.5)
     data = build_data(config)
     whole = epoch_images(data)[0]
     bad = []
     for split in ("train", "val"):
-        for name in ("dog/6.png", "dog/7.png"):  # indices 14 and 15: the next readable image is number 0
+        # indices 14 and 15: the next readable image is number 0
+        for name in ("dog/6.png", "dog/7.png"):
             bad.append(f"{config.DATA.PATH}/{split}/{name}")
             damage(Path(bad[-1]), kind)
     images, batches = epoch_images(data)
     assert {index for index in whole if images[index] != whole[index]} == {14, 15}
     assert {path for batch in batches for path in batch.unreadable} == set(bad[:2])
-    targets = dict(zip(data.train_loader.sampler, torch.cat([b.targets for b in batches]).tolist(), strict=True))
+    targets = dict(
+        zip(
+            data.train_loader.sampler, torch.cat([b.targets for b in batches]).tolist(), strict=True
+        )
+    )
     assert targets[15] == targets[14] == 0
     assert all(targets[index] == index // 8 for index in range(14))
     val = list(data.val_loader)
@@ -194,7 +214,8 @@ def test_the_replacement_is_augmented_like_any_image_and_deterministic(folder_co
     assert torch.equal(first.image, again.image)
     assert first.target == 0
     shutil.copy(f"{config.DATA.PATH}/train/cat/3.png", f"{config.DATA.PATH}/train/cat/2.png")
-    assert torch.equal(dataset[2].image, first.image)  # number 3's pixels with number 2's random numbers
+    # number 3's pixels with number 2's random numbers
+    assert torch.equal(dataset[2].image, first.image)
 
 
 def test_a_run_over_vanished_images_stops_instead_of_walking_the_whole_set(folder_config):
@@ -203,9 +224,14 @@ def test_a_run_over_vanished_images_stops_instead_of_walking_the_whole_set(folde
     shutil.rmtree(f"{config.DATA.PATH}/train")
     samples = [data.train_loader.dataset[index] for index in range(16)]
     assert all(len(sample.unreadable) == 5 for sample in samples)  # one more than 4 of all 32
-    assert [sample.target for sample in samples] == [0] * 8 + [1] * 8  # IGNORE would break a training loss
-    with pytest.raises(UserError, match=r"of 32 images could not be read, DATA\.MAX_BAD_SHARE .* 0\.125"):
-        UnreadableImages(data.train_size + data.val_size, config.DATA.MAX_BAD_SHARE).add(samples[0].unreadable)
+    # IGNORE would break a training loss
+    assert [sample.target for sample in samples] == [0] * 8 + [1] * 8
+    with pytest.raises(
+        UserError, match=r"of 32 images could not be read, DATA\.MAX_BAD_SHARE .* 0\.125"
+    ):
+        UnreadableImages(data.train_size + data.val_size, config.DATA.MAX_BAD_SHARE).add(
+            samples[0].unreadable
+        )
 
 
 def test_unreadable_images_are_counted_once_and_bounded():
@@ -216,7 +242,8 @@ def test_unreadable_images_are_counted_once_and_bounded():
     assert count.summary() == "2 of 100 images could not be read; the first: a"
     with pytest.raises(UserError, match=r"^3 of 100 images .* share of 0\.02; the first: a$"):
         count.add(["c"])
-    with pytest.raises(UserError, match=r"^2 of 2 images"):  # whatever the share, something must be left
+    # whatever the share, something must be left
+    with pytest.raises(UserError, match=r"^2 of 2 images"):
         UnreadableImages(size=2, max_share=1.0).add(["a", "b"])
 
 
@@ -252,7 +279,9 @@ def test_a_broken_exif_tag_prints_nothing(tmp_path):
     Image.new("RGB", (6, 6)).save(tmp_path / "a.jpg", exif=exif)
     read = f"from PIL import Image; Image.open({str(tmp_path / 'a.jpg')!r}).load()"
     for code, warned in ((read, True), (f"import swinv2_moe.data.datasets; {read}", False)):
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
         assert ("Corrupt EXIF" in run.stderr) is warned
 
 

@@ -14,7 +14,8 @@ DATA = Path(os.environ.get("SWINV2_MOE_TEST_DATA", Path(__file__).parents[4] / "
 TAR = DATA / "imagenette224_small" / "imagenette224_small.tar"
 
 pytestmark = pytest.mark.skipif(
-    not TAR.is_file(), reason="imagenette224_small.tar is neither in SWINV2_MOE_TEST_DATA nor in ../shared/data"
+    not TAR.is_file(),
+    reason="imagenette224_small.tar is neither in SWINV2_MOE_TEST_DATA nor in ../shared/data",
 )
 
 
@@ -27,7 +28,9 @@ def imagenette(tmp_path_factory):
 
 
 def test_photographs_load_with_the_default_recipe(imagenette, make_config):
-    config = make_config({"DATA.DATASET": "folder", "DATA.PATH": str(imagenette), "DATA.NUM_WORKERS": 2})
+    config = make_config(
+        {"DATA.DATASET": "folder", "DATA.PATH": str(imagenette), "DATA.NUM_WORKERS": 2}
+    )
     config.DATA.IMG_SIZE, config.DATA.BATCH_SIZE = 64, 50
     data = build_data(config)
     assert (data.train_size, data.val_size, data.num_classes) == (1000, 1000, 10)
@@ -49,10 +52,13 @@ def test_a_list_of_the_photographs_equals_the_folder(imagenette, make_config, tm
     keys = {"DATA.PATH": str(imagenette), "DATA.IMG_SIZE": 32, "DATA.BATCH_SIZE": 100}
     for split in ("train", "val"):
         lines = [
-            f"{os.path.relpath(path, imagenette)} {label}\n" for path, label in ImageFolder(imagenette / split).samples
+            f"{os.path.relpath(path, imagenette)} {label}\n"
+            for path, label in ImageFolder(imagenette / split).samples
         ]
         (tmp_path / f"{split}.txt").write_text("".join(lines))
-    lists = {f"DATA.{split.upper()}_LIST": str(tmp_path / f"{split}.txt") for split in ("train", "val")}
+    lists = {
+        f"DATA.{split.upper()}_LIST": str(tmp_path / f"{split}.txt") for split in ("train", "val")
+    }
     by_folder = build_data(make_config(keys, {"DATA.DATASET": "folder"}), rank=3, world_size=5)
     by_list = build_data(make_config(keys, lists, {"DATA.DATASET": "list"}), rank=3, world_size=5)
     for loader in ("train_loader", "val_loader"):

@@ -38,7 +38,9 @@ def test_eval_crop_is_swinv2s_recipe(make_config):
 
 
 def test_eval_without_crop_resizes_both_sides(make_config):
-    config = make_config({"DATA.IMG_SIZE": 64, "TEST.CROP": False, "DATA.INTERPOLATION": "bilinear"})
+    config = make_config(
+        {"DATA.IMG_SIZE": 64, "TEST.CROP": False, "DATA.INTERPOLATION": "bilinear"}
+    )
     image = picture(300, 200)
     want = normalised(image.resize((64, 64), Image.Resampling.BILINEAR))
     torch.testing.assert_close(build_transform(config, is_train=False)(image), want)
@@ -46,7 +48,9 @@ def test_eval_without_crop_resizes_both_sides(make_config):
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "random"])
 @pytest.mark.parametrize("size", [(300, 200), (64, 640), (8, 8)])
-def test_train_with_everything_off_is_eval_without_crop(make_config, no_augmentation, interpolation, size):
+def test_train_with_everything_off_is_eval_without_crop(
+    make_config, no_augmentation, interpolation, size
+):
     config = make_config(no_augmentation, {"TEST.CROP": False, "DATA.INTERPOLATION": interpolation})
     image = picture(*size)
     train, val = (build_transform(config, is_train=is_train)(image) for is_train in (True, False))
@@ -58,7 +62,8 @@ def test_flip_alone_is_a_mirror_and_nothing_is_turned_upside_down(make_config, n
     transform = build_transform(make_config(no_augmentation, {"AUG.HFLIP": 1.0}), is_train=True)
     image = picture()
     want = build_transform(config, is_train=False)(image).flip(-1)
-    torch.testing.assert_close(transform(image), want, atol=0.05, rtol=0)  # mirrored before the 8-bit rounding or after
+    # mirrored before the 8-bit rounding or after
+    torch.testing.assert_close(transform(image), want, atol=0.05, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +84,13 @@ def test_each_key_changes_pictures(make_config, no_augmentation, keys):
 
 
 def test_the_crop_and_the_erasing_follow_their_keys(make_config, full_augmentation):
-    keys = {"AUG.SCALE": [0.3, 0.4], "AUG.RATIO": [0.9, 1.1], "AUG.REMODE": "rand", "AUG.RECOUNT": 3, "AUG.REPROB": 0.1}
+    keys = {
+        "AUG.SCALE": [0.3, 0.4],
+        "AUG.RATIO": [0.9, 1.1],
+        "AUG.REMODE": "rand",
+        "AUG.RECOUNT": 3,
+        "AUG.REPROB": 0.1,
+    }
     config = make_config(full_augmentation, keys, {"DATA.INTERPOLATION": "nearest"})
     crop, *_, erase = build_transform(config, is_train=True).transforms
     assert (crop.size, tuple(crop.scale), tuple(crop.ratio)) == ((16, 16), (0.3, 0.4), (0.9, 1.1))
@@ -91,7 +102,9 @@ def test_the_crop_and_the_erasing_follow_their_keys(make_config, full_augmentati
 @pytest.mark.parametrize("is_train", [True, False])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("policy", ["", "none", "rand-m9-mstd0.5-inc1", "original", "augmix-m3-w3"])
-def test_shape_and_type_at_every_size_and_policy(make_config, full_augmentation, size, is_train, mode, policy):
+def test_shape_and_type_at_every_size_and_policy(
+    make_config, full_augmentation, size, is_train, mode, policy
+):
     channels = len(mode)  # 3 or 1
     config = make_config(full_augmentation, {"DATA.IMG_SIZE": size, "AUG.AUTO_AUGMENT": policy})
     config.DATA.MEAN, config.DATA.STD = MEAN[:channels], STD[:channels]

@@ -1,4 +1,5 @@
-"""Shards from anyone: whatever index.json, members.npy or a tar says, one clear line, and nothing written elsewhere."""
+"""Shards from anyone: whatever index.json, members.npy or a tar says, one clear line, and nothing
+written elsewhere."""
 
 import io
 import json
@@ -85,7 +86,9 @@ def test_a_name_that_leads_elsewhere_is_refused_before_anything_is_written(
     (tmp_path / "secret.tar").write_bytes(b"x")
     edit_index(made, lambda index: shard(index).update(name=name))
     before = names(tmp_path)
-    says = f"index.json: is not as data/make_shards.py writes it ({name!r} is not a plain file name)"
+    says = (
+        f"index.json: is not as data/make_shards.py writes it ({name!r} is not a plain file name)"
+    )
     assert says in refusal(stage, str(made), str(tmp_path / "local"))
     assert says in refusal(load_shards, str(made))
     assert names(tmp_path) == before
@@ -94,11 +97,23 @@ def test_a_name_that_leads_elsewhere_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda i: i["train"]["members"].update(name="../../members.npy"), "'../../members.npy' is not a plain file"),
-        (lambda i: i["train"]["members"].update(name="000000.tar"), "train: members has the name '000000.tar'"),
-        (lambda i: shard(i).update(name="members.npy"), "'members.npy', which does not end in .tar"),
+        (
+            lambda i: i["train"]["members"].update(name="../../members.npy"),
+            "'../../members.npy' is not a plain file",
+        ),
+        (
+            lambda i: i["train"]["members"].update(name="000000.tar"),
+            "train: members has the name '000000.tar'",
+        ),
+        (
+            lambda i: shard(i).update(name="members.npy"),
+            "'members.npy', which does not end in .tar",
+        ),
         (lambda i: shard(i).update(name=".000000.tar.tmp"), "which does not end in .tar"),
-        (lambda i: shard(i).update(name="000000.tar"), "train: 2 shards have the name '000000.tar'"),
+        (
+            lambda i: shard(i).update(name="000000.tar"),
+            "train: 2 shards have the name '000000.tar'",
+        ),
         (lambda i: shard(i).update(name="\ud800.tar"), "is not a plain file name"),
         (lambda i: shard(i).update(name=None), "no name, or not of its type"),
         (lambda i: shard(i).update(name="x" * 10_000 + "/"), "is not a plain file name"),
@@ -146,7 +161,9 @@ def test_names_that_are_none_of_shards(made: Path, tmp_path: Path, edit, says: s
         (lambda i: i.update(made=[1]), "(made is [1])"),
     ],
 )
-def test_a_field_that_cannot_be_is_named_with_its_value(made: Path, tmp_path: Path, edit, says: str) -> None:
+def test_a_field_that_cannot_be_is_named_with_its_value(
+    made: Path, tmp_path: Path, edit, says: str
+) -> None:
     edit_index(made, edit)
     assert says in refusal(load_shards, str(made))
     assert says in refusal(stage, str(made), str(tmp_path / "local"))
@@ -175,7 +192,9 @@ def test_an_index_that_is_no_object(made: Path, content: bytes | None, says: str
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["index.json", "train/members.npy", "train/000001.tar"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_pipe_or_a_device_in_the_place_of_a_file(made: Path, tmp_path: Path, name: str, kind: str) -> None:
+def test_a_pipe_or_a_device_in_the_place_of_a_file(
+    made: Path, tmp_path: Path, name: str, kind: str
+) -> None:
     (made / name).unlink()
     os.mkfifo(made / name) if kind == "pipe" else (made / name).symlink_to("/dev/zero")
     assert "not a regular file" in refusal(load_shards, str(made))
@@ -189,11 +208,15 @@ def test_a_pipe_where_staging_writes(made: Path, tmp_path: Path) -> None:
     assert "not a regular file" in refusal(stage, str(made), str(tmp_path / "local"))
 
 
-def test_a_shard_that_goes_on_beyond_its_size_is_not_copied_to_its_end(made: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_shard_that_goes_on_beyond_its_size_is_not_copied_to_its_end(
+    made: Path, tmp_path: Path, monkeypatch
+) -> None:
     os.truncate(made / "train/000001.tar", 1 << 33)
     written = []
     write = files.HashedFile.write
-    monkeypatch.setattr(files.HashedFile, "write", lambda self, part: written.append(len(part)) or write(self, part))
+    monkeypatch.setattr(
+        files.HashedFile, "write", lambda self, part: written.append(len(part)) or write(self, part)
+    )
     assert "000001.tar: is damaged" in refusal(stage, str(made), str(tmp_path / "local"), 1)
     assert sum(written) < 1 << 28
 
@@ -239,7 +262,8 @@ def npy(header: str) -> bytes:
         npy(f"{{'descr': {MEMBER.descr}, 'fortran_order': False, 'shape': (-40,)}}\n"),
         npy(f"{{'descr': {MEMBER.descr}, 'fortran_order': False, 'shape': ({10**30},)}}\n"),
         npy(f"{{'descr': {MEMBER.descr}, 'fortran_order': False, 'shape': ()}}\n"),
-        npy(f"{{'descr': {MEMBER.descr}, 'fortran_order': False, 'shape': (40,)}}\n"),  # and no rows
+        # and no rows
+        npy(f"{{'descr': {MEMBER.descr}, 'fortran_order': False, 'shape': (40,)}}\n"),
         npy("-" * 9000 + "1"),
         npy("[" * 9000),
         npy("x" * 60_000),
@@ -262,9 +286,12 @@ def begun(made: Path) -> Path:
         members = np.load(made / split / "members.npy")
         for number, record in enumerate(index[split]["shards"]):
             rows = [
-                [int(row[key]) for key in ("offset", "size", "label")] for row in members[members["shard"] == number]
+                [int(row[key]) for key in ("offset", "size", "label")]
+                for row in members[members["shard"] == number]
             ]
-            content = {key: value for key, value in record.items() if key != "name"} | {"rows": rows}
+            content = {key: value for key, value in record.items() if key != "name"} | {
+                "rows": rows
+            }
             (made / split / f"{record['name']}.members.json").write_text(json.dumps(content))
         (made / split / "members.npy").unlink()
     (made / "plan.json").write_text(json.dumps(index["made"]))
@@ -311,7 +338,9 @@ def test_what_a_finished_shard_left_is_checked(begun: Path, edit, says: str) -> 
 def test_a_plan_or_record_that_is_none(begun: Path, name: str, content: bytes | str) -> None:
     (begun / name).unlink()
     os.mkfifo(begun / name) if content == "pipe" else (begun / name).write_bytes(content)
-    assert refusal(make_shards, SOURCES, str(begun), OPTIONS, 1).startswith(f"{begun / name}: cannot be read")
+    assert refusal(make_shards, SOURCES, str(begun), OPTIONS, 1).startswith(
+        f"{begun / name}: cannot be read"
+    )
 
 
 @pytest.mark.parametrize("count", [None, 0, -3, "5", 1.5])
@@ -376,10 +405,22 @@ def nested_headers(tar: tarfile.TarFile) -> None:
             lambda tar: (add(tar, "k.png", picture()), add(tar, "k.cls", bytes(2 << 20))),
             "k: its .cls has 2,097,152 bytes",
         ),
-        (lambda tar: (add(tar, "k.png", picture()), add(tar, "k.json", b"[" * 100_000)), "a.tar: k has no label"),
-        (lambda tar: (add(tar, "k.png", picture()), add(tar, "k.json", b"1" * 5000)), "a.tar: k has no label"),
-        (lambda tar: (add(tar, "k.png", picture()), add(tar, "k.json", b"null")), "a.tar: k has no label"),
-        (lambda tar: (add(tar, "k.png", picture()), add(tar, "k.cls", b"9" * 5000)), "k: label '999"),
+        (
+            lambda tar: (add(tar, "k.png", picture()), add(tar, "k.json", b"[" * 100_000)),
+            "a.tar: k has no label",
+        ),
+        (
+            lambda tar: (add(tar, "k.png", picture()), add(tar, "k.json", b"1" * 5000)),
+            "a.tar: k has no label",
+        ),
+        (
+            lambda tar: (add(tar, "k.png", picture()), add(tar, "k.json", b"null")),
+            "a.tar: k has no label",
+        ),
+        (
+            lambda tar: (add(tar, "k.png", picture()), add(tar, "k.cls", b"9" * 5000)),
+            "k: label '999",
+        ),
         (
             lambda tar: (add(tar, "k.png", picture()), add(tar, "k.cls", b"2147483646")),
             "reach 2147483646 but 2147483645",
@@ -425,11 +466,20 @@ def test_images_of_more_pixels_than_allowed_are_left_out_of_an_index(tmp_path: P
     ("fill", "says"),
     [
         (lambda tar: add(tar, "../outside.png", b"x"), "outside"),
-        (lambda tar: add(tar, "train/a/x.png", b"", type=tarfile.SYMTYPE, linkname="y.png"), "symbolic link"),
-        (lambda tar: add(tar, "train/a/x.png", b"", type=tarfile.LNKTYPE, linkname="../../y"), "cannot be unpacked"),
+        (
+            lambda tar: add(tar, "train/a/x.png", b"", type=tarfile.SYMTYPE, linkname="y.png"),
+            "symbolic link",
+        ),
+        (
+            lambda tar: add(tar, "train/a/x.png", b"", type=tarfile.LNKTYPE, linkname="../../y"),
+            "cannot be unpacked",
+        ),
         (lambda tar: add(tar, "train/a/x", b"", type=tarfile.FIFOTYPE), "special file"),
         (nested_headers, "cannot be unpacked"),
-        (lambda tar: add(tar, "train/a/x.png", b"x", pax_headers={"size": "-1024"}), "cannot be unpacked"),
+        (
+            lambda tar: add(tar, "train/a/x.png", b"x", pax_headers={"size": "-1024"}),
+            "cannot be unpacked",
+        ),
     ],
 )
 def test_a_data_set_whose_tar_does_more_than_hold_files(tmp_path: Path, fill, says: str) -> None:

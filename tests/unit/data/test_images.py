@@ -1,4 +1,5 @@
-"""Image files that nobody has checked: their formats, their sizes, what is decoded and what is not."""
+"""Image files that nobody has checked: their formats, their sizes, what is decoded and what is
+not."""
 
 import io
 import os
@@ -31,7 +32,17 @@ def saved(kind: str, size: tuple[int, int] = (6, 6), **keys) -> bytes:
 def tiled_tiff(side: int) -> bytes:
     """A TIFF of 16 x 16 pixels in one tile of side x side, compressed."""
     tile = zlib.compress(bytes(side * side))
-    values = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 8 + 2 + 10 * 12 + 4}
+    values = {
+        256: 16,
+        257: 16,
+        258: 8,
+        259: 8,
+        262: 1,
+        277: 1,
+        322: side,
+        323: side,
+        324: 8 + 2 + 10 * 12 + 4,
+    }
     values[325] = len(tile)
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in values.items())
     return b"II*\0" + struct.pack("<IH", 8, len(values)) + entries + bytes(4) + tile
@@ -56,7 +67,16 @@ def test_every_format_is_read_whatever_the_name(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "content", [EPS, saved("ICO"), saved("PCX"), b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(99), saved("PDF"), b"", b"<svg/>"]
+    "content",
+    [
+        EPS,
+        saved("ICO"),
+        saved("PCX"),
+        b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(99),
+        saved("PDF"),
+        b"",
+        b"<svg/>",
+    ],
 )
 def test_no_other_format_is_opened(content: bytes, no_decoder: None) -> None:
     with pytest.raises(ValueError, match=f"^none of the formats {' '.join(FORMATS)}$"):
@@ -64,13 +84,16 @@ def test_no_other_format_is_opened(content: bytes, no_decoder: None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "BMP", "GIF"])
-def test_a_picture_of_more_pixels_than_allowed_is_refused_by_its_header(kind: str, no_decoder: None) -> None:
+def test_a_picture_of_more_pixels_than_allowed_is_refused_by_its_header(
+    kind: str, no_decoder: None
+) -> None:
     keys = {"compression": "tiff_deflate"} if kind == "TIFF" else {}
     with pytest.raises(ValueError, match=r"^300 x 100 pixels, the limit is 29,999$"):
         decode(saved(kind, (300, 100), **keys), max_pixels=29_999)
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # pytest undoes what the package ignores
+# pytest undoes what the package ignores
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_the_default_limit_refuses_what_takes_a_gigabyte(no_decoder: None) -> None:
     content = saved("PNG", (13_000, 13_000))
     assert len(content) < 200_000
@@ -98,7 +121,8 @@ def test_a_text_that_unpacks_to_gigabytes_is_an_error_of_its_file() -> None:
 
 @pytest.fixture
 def make_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Pictures of 40 x 30 and 20 x 20 pixels, as a folder or in shards, under a configuration with DATA.MAX_PIXELS."""
+    """Pictures of 40 x 30 and 20 x 20 pixels, as a folder or in shards, under a configuration with
+    DATA.MAX_PIXELS."""
     monkeypatch.setattr(files.TransferBar, "start", lambda self: None)
 
     def make(config: CfgNode, dataset: str) -> CfgNode:
@@ -106,7 +130,9 @@ def make_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             (tmp_path / "images" / split / "a").mkdir(parents=True)
             (tmp_path / "images" / split / "a" / "large.png").write_bytes(saved("PNG", (40, 30)))
             for number in range(5):
-                (tmp_path / "images" / split / "a" / f"{number}.png").write_bytes(saved("PNG", (20, 20)))
+                (tmp_path / "images" / split / "a" / f"{number}.png").write_bytes(
+                    saved("PNG", (20, 20))
+                )
         config.DATA.DATASET, config.DATA.PATH = "folder", str(tmp_path / "images")
         if dataset == "list":
             for split in ("train", "val"):
@@ -133,7 +159,9 @@ def make_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_the_limit_is_configured_and_what_exceeds_it_is_a_bad_image(
     make_source, make_config, dataset: str, limit: int, count: int
 ) -> None:
-    config = make_source(make_config({"DATA.MAX_PIXELS": limit, "DATA.MAX_BAD_SHARE": 0.5}), dataset)
+    config = make_source(
+        make_config({"DATA.MAX_PIXELS": limit, "DATA.MAX_BAD_SHARE": 0.5}), dataset
+    )
     data = build_data(config)
     for loader in (data.train_loader, data.val_loader):
         named = {name for batch in loader for name in batch.unreadable}
@@ -160,9 +188,13 @@ def test_what_is_no_ordinary_file_is_a_bad_image(tmp_path: Path, make_config, ki
     assert sample.unreadable == [str(path)]
 
 
-def test_shards_leave_out_what_is_too_large_where_they_decode_it(make_source, make_config, tmp_path: Path) -> None:
+def test_shards_leave_out_what_is_too_large_where_they_decode_it(
+    make_source, make_config, tmp_path: Path
+) -> None:
     config = make_source(make_config(), "folder")
-    source = ImageFiles(config.DATA.PATH, np.array([b"train/a/large.png"] + [b"train/a/0.png"] * 199), np.zeros(200))
+    source = ImageFiles(
+        config.DATA.PATH, np.array([b"train/a/large.png"] + [b"train/a/0.png"] * 199), np.zeros(200)
+    )
     sources = Sources(source, source, ["a"])
     index = make_shards(sources, str(tmp_path / "out"), Options(check=True, max_pixels=1199), 1)
     assert [shard["left_out"] for shard in index["train"]["shards"]] == [1]

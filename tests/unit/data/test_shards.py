@@ -1,4 +1,5 @@
-"""Shards: made of any source, read by webdataset and by us, resumed, and refused in one line when damaged."""
+"""Shards: made of any source, read by webdataset and by us, resumed, and refused in one line when
+damaged."""
 
 import errno
 import gc
@@ -55,7 +56,9 @@ def contents(source) -> dict[bytes, int]:
 
 
 def snapshot(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
 
 
 # making
@@ -69,7 +72,10 @@ def test_webdataset_and_we_read_what_the_source_holds(sources, made):
     mine = load_shards(str(made))
     assert [sample["png"] for sample in samples] == [mine.train.read(i) for i in range(30)]
     assert [int(sample["cls"]) for sample in samples] == mine.train.targets.tolist()
-    assert mine.train.name(7) == f"train/{Path(samples[7]['__url__']).name}: {samples[7]['__key__']}.png"
+    assert (
+        mine.train.name(7)
+        == f"train/{Path(samples[7]['__url__']).name}: {samples[7]['__key__']}.png"
+    )
     assert mine.class_names == ["cat", "cow", "dog"]
     for ours, theirs in zip(mine[:2], sources[:2], strict=True):
         assert contents(ours) == contents(theirs)
@@ -105,7 +111,9 @@ def interrupted(source: ImageFiles, at: int, act) -> Interrupted:
 
 
 @pytest.mark.parametrize("how", ["killed", "unreadable"])
-def test_what_is_finished_is_kept_and_the_rest_is_made_after_a_restart(sources, made, tmp_path, how):
+def test_what_is_finished_is_kept_and_the_rest_is_made_after_a_restart(
+    sources, made, tmp_path, how
+):
     def act():
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -129,7 +137,9 @@ def test_what_is_finished_is_kept_and_the_rest_is_made_after_a_restart(sources, 
     assert snapshot(output) == snapshot(made)
 
 
-def test_a_full_disk_leaves_nothing_half_written_and_the_restart_goes_on(sources, made, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing_half_written_and_the_restart_goes_on(
+    sources, made, tmp_path, monkeypatch
+):
     output = tmp_path / "full"
     write = files.HashedFile.write
 
@@ -148,50 +158,81 @@ def test_a_full_disk_leaves_nothing_half_written_and_the_restart_goes_on(sources
 
 
 def test_other_arguments_or_images_than_the_first_time_are_refused(sources, made, tmp_path):
-    assert make_shards(sources, str(made), SMALL, 1)["class_names"] == ["cat", "cow", "dog"]  # already done
+    # already done
+    assert make_shards(sources, str(made), SMALL, 1)["class_names"] == ["cat", "cow", "dog"]
     message = refusal(make_shards, sources, str(made), Options(seed=3, shard_mb=0.02), 1)
-    assert message == f"{made} was begun with seed 0, not 3: go on as it was begun, or take another --output"
+    assert (
+        message
+        == f"{made} was begun with seed 0, not 3: go on as it was begun, or take another --output"
+    )
     fewer = ImageFiles(sources.train.root, sources.train.paths[1:], sources.train.targets[1:])
-    assert "train_images 30, not 29" in refusal(make_shards, sources._replace(train=fewer), str(made), SMALL, 1)
+    assert "train_images 30, not 29" in refusal(
+        make_shards, sources._replace(train=fewer), str(made), SMALL, 1
+    )
     other = ImageFiles(sources.train.root, sources.train.paths[::-1], sources.train.targets)
-    assert "train_sha256" in refusal(make_shards, sources._replace(train=other), str(made), SMALL, 1)
+    assert "train_sha256" in refusal(
+        make_shards, sources._replace(train=other), str(made), SMALL, 1
+    )
     assert "is not empty" in refusal(make_shards, sources, str(tmp_path / "images"), SMALL, 1)
     assert "train" in os.listdir(tmp_path / "images")
     (tmp_path / "file").touch()
-    assert re.match(r".*/file: cannot be made", refusal(make_shards, sources, str(tmp_path / "file"), SMALL, 1))
+    assert re.match(
+        r".*/file: cannot be made", refusal(make_shards, sources, str(tmp_path / "file"), SMALL, 1)
+    )
 
 
 def test_two_at_a_time_are_refused(sources, tmp_path):
     output = str(tmp_path)
     with files.only_process(output):
-        assert refusal(make_shards, sources, output, SMALL, 1) == f"{output}: another process is writing there"
+        assert (
+            refusal(make_shards, sources, output, SMALL, 1)
+            == f"{output}: another process is writing there"
+        )
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_images_that_are_missing_or_empty_are_left_out_and_counted(make_folder, make_config, tmp_path, check):
+def test_images_that_are_missing_or_empty_are_left_out_and_counted(
+    make_folder, make_config, tmp_path, check
+):
     root = make_folder(per_class=110)
     sources = load_sources(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
     (root / "train/cat/5.png").unlink()
     (root / "train/dog/6.png").write_bytes(b"")
     (root / "val/dog/7.png").write_bytes((root / "val/dog/7.png").read_bytes()[:700])
     index = make_shards(sources, str(tmp_path / "out"), Options(shard_mb=0.1, check=check), 2)
-    left_out = {split: sum(shard["left_out"] for shard in index[split]["shards"]) for split in ("train", "val")}
+    left_out = {
+        split: sum(shard["left_out"] for shard in index[split]["shards"])
+        for split in ("train", "val")
+    }
     assert left_out == {"train": 2, "val": int(check)}
-    names = {shard["first_left_out"] for split in ("train", "val") for shard in index[split]["shards"]} - {None}
+    names = {
+        shard["first_left_out"] for split in ("train", "val") for shard in index[split]["shards"]
+    } - {None}
     assert names <= {f"{root}/train/cat/5.png", f"{root}/train/dog/6.png", f"{root}/val/dog/7.png"}
     assert len(load_shards(str(tmp_path / "out")).train) == 218
     for number in range(9):
         (root / f"train/cat/{number}.png").unlink(missing_ok=True)
     message = refusal(make_shards, sources, str(tmp_path / "more"), Options(shard_mb=0.1), 2)
-    assert re.match(r"\d+ of 440 images are missing, empty or broken, .*; the first: .*/train/.*png", message)
+    assert re.match(
+        r"\d+ of 440 images are missing, empty or broken, .*; the first: .*/train/.*png", message
+    )
 
 
 def test_larger_images_are_made_smaller(tmp_path):
     rng = np.random.default_rng(0)
-    pictures = {"wide.png": (100, 50), "tall.jpg": (50, 100), "small.png": (30, 40), "edge.png": (400, 32)}
+    pictures = {
+        "wide.png": (100, 50),
+        "tall.jpg": (50, 100),
+        "small.png": (30, 40),
+        "edge.png": (400, 32),
+    }
     for name, (width, height) in pictures.items():
-        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(tmp_path / name)
-    source = ImageFiles(str(tmp_path), np.array(sorted(map(str.encode, pictures))), np.zeros(4, np.int64))
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(
+            tmp_path / name
+        )
+    source = ImageFiles(
+        str(tmp_path), np.array(sorted(map(str.encode, pictures))), np.zeros(4, np.int64)
+    )
     make_shards(Sources(source, source, ["0"]), str(tmp_path / "out"), Options(short_side=32), 1)
     made = load_shards(str(tmp_path / "out")).train
     found = {made.name(i).split("-")[1]: made.open(i) for i in range(4)}
@@ -202,7 +243,8 @@ def test_larger_images_are_made_smaller(tmp_path):
         "edge.png": (400, 32),
     }
     want = Image.open(tmp_path / "wide.png").resize((64, 32), Image.Resampling.BICUBIC)
-    assert np.abs(np.asarray(found["wide.jpg"], float) - np.asarray(want, float)).mean() < 25  # noise, through JPEG
+    # noise, through JPEG
+    assert np.abs(np.asarray(found["wide.jpg"], float) - np.asarray(want, float)).mean() < 25
 
 
 def test_arrays_become_pngs(tmp_path):
@@ -220,10 +262,15 @@ def test_arrays_become_pngs(tmp_path):
 
 @pytest.fixture
 def shard_config(make_config, made, full_augmentation):
-    return make_config(full_augmentation, {"DATA.DATASET": "shards", "DATA.PATH": str(made), "DATA.SHARD_STREAMS": 2})
+    return make_config(
+        full_augmentation,
+        {"DATA.DATASET": "shards", "DATA.PATH": str(made), "DATA.SHARD_STREAMS": 2},
+    )
 
 
-def test_the_loader_reads_every_image_once_with_any_number_of_workers_and_goes_on_in_mid_epoch(shard_config):
+def test_the_loader_reads_every_image_once_with_any_number_of_workers_and_goes_on_in_mid_epoch(
+    shard_config,
+):
     reference = None
     for workers in (0, 1, 2):
         shard_config.DATA.NUM_WORKERS = workers
@@ -234,13 +281,17 @@ def test_the_loader_reads_every_image_once_with_any_number_of_workers_and_goes_o
         order = list(data.train_loader.sampler)
         assert len(set(order)) == len(order) == 28
         assert (
-            torch.cat([b.targets for b in batches]).tolist() == data.train_loader.dataset.source.targets[order].tolist()
+            torch.cat([b.targets for b in batches]).tolist()
+            == data.train_loader.dataset.source.targets[order].tolist()
         )
         assert not any(b.unreadable for b in batches)
         reference = reference or batches
         assert all(torch.equal(a.images, b.images) for a, b in zip(batches, reference, strict=True))
         data.set_epoch(2, skip_steps=5)
-        assert all(torch.equal(a.images, b.images) for a, b in zip(data.train_loader, reference[5:], strict=True))
+        assert all(
+            torch.equal(a.images, b.images)
+            for a, b in zip(data.train_loader, reference[5:], strict=True)
+        )
     val = torch.cat([batch.targets for batch in data.val_loader])
     assert torch.bincount(val).tolist() == [10] * 3
 
@@ -320,18 +371,33 @@ def damage(made: Path, kind: str) -> None:
     ("kind", "message"),
     [
         ("cut", r"^.*/train/000001\.tar: has 1,234 bytes, index\.json records \d+,\d+$"),
-        ("gone", r"^.*/val/000000\.tar: cannot be read \(No such file or directory\), index\.json lists it$"),
+        (
+            "gone",
+            r"^.*/val/000000\.tar: cannot be read \(No such file or directory\), index\.json lists"
+            r" it$",
+        ),
         ("rows", r"^.*/train/members\.npy: has 29 rows, index\.json records 30 images$"),
-        ("label", r"^.*/val/members\.npy: label 3 is out of range, with 3 classes \(val/000000\.tar\)$"),
-        ("offset", r"^.*/val/members\.npy: rows that point beyond the end of their shard \(val/000000\.tar\)$"),
+        (
+            "label",
+            r"^.*/val/members\.npy: label 3 is out of range, with 3 classes \(val/000000\.tar\)$",
+        ),
+        (
+            "offset",
+            r"^.*/val/members\.npy: rows that point beyond the end of their shard"
+            r" \(val/000000\.tar\)$",
+        ),
         ("shard", r"^.*/val/members\.npy: rows of shard 1 where those of shard 0 should be"),
         ("no members", r"^.*/train/members\.npy: cannot be read \(No such file or directory\)$"),
         ("pickle", r"^.*/train/members\.npy: cannot be read \(.*\)$"),
         ("version", r"^.*/index\.json: format version 9, this program knows 1$"),
-        ("half an index", r"^.*/index\.json: is not as data/make_shards\.py writes it \(KeyError: 'val'\)$"),
+        (
+            "half an index",
+            r"^.*/index\.json: is not as data/make_shards\.py writes it \(KeyError: 'val'\)$",
+        ),
         (
             "no checksums",
-            r"^.*/index\.json: is not as data/make_shards\.py writes it \(no sha256, or not of its type\)$",
+            r"^.*/index\.json: is not as data/make_shards\.py writes it \(no sha256, or not of its"
+            r" type\)$",
         ),
         ("no JSON", r"^.*/index\.json: is damaged"),
         ("no index", r"^DATA\.PATH is '.*': it has no index\.json; .*data/make_shards\.py --index"),
@@ -349,7 +415,9 @@ def test_shards_that_are_taken_for_folders(make_config, made):
 
 def test_a_class_count_that_contradicts_the_shards(shard_config):
     shard_config.MODEL.NUM_CLASSES = 2
-    assert refusal(build_data, shard_config).startswith("MODEL.NUM_CLASSES is 2, the data has 3 classes")
+    assert refusal(build_data, shard_config).startswith(
+        "MODEL.NUM_CLASSES is 2, the data has 3 classes"
+    )
 
 
 # other programs' shards
@@ -368,12 +436,19 @@ def foreign(made, tmp_path):
     root, source = tmp_path / "foreign", load_shards(str(made)).train
     forms = [
         lambda label: {"cls": str(label).encode()},
-        lambda label: {"json": json.dumps({"label": label, "caption": "a b"}).encode(), "txt": b"a b"},
+        lambda label: {
+            "json": json.dumps({"label": label, "caption": "a b"}).encode(),
+            "txt": b"a b",
+        },
         lambda label: {"cls": f"{label}\n".encode(), "json": b'{"url": "x"}', "seg.png": b"mask"},
     ]
     for number, form in enumerate(forms):
         samples = [
-            {"__key__": f"part/{i:03d}", "PNG" if i % 2 else "png": source.read(i), **form(int(source.targets[i]))}
+            {
+                "__key__": f"part/{i:03d}",
+                "PNG" if i % 2 else "png": source.read(i),
+                **form(int(source.targets[i])),
+            }
             for i in range(10 * number, 10 * number + 10)
         ]
         write_tar(root / "train" / f"pics-{number}.tar", samples)
@@ -389,7 +464,11 @@ def test_the_index_of_foreign_shards(foreign, made):
     assert [ours.read(i) for i in range(30)] == [source.read(i) for i in range(30)]
     assert ours.targets.tolist() == source.targets.tolist()
     assert ours.name(11) == "train/pics-1.tar: part/011.PNG"
-    assert snapshot(foreign).keys() - before.keys() == {"index.json", "train/members.npy", "val/members.npy"}
+    assert snapshot(foreign).keys() - before.keys() == {
+        "index.json",
+        "train/members.npy",
+        "val/members.npy",
+    }
     assert index_shards(str(foreign), 0, True, 1) == index
     write_tar(foreign / "train/pics-3.tar", [])
     assert "was begun with tars 6, not 7" in refusal(index_shards, str(foreign), 0, True, 1)
@@ -403,7 +482,10 @@ def test_the_index_of_foreign_shards(foreign, made):
         ({"jpg": b"x", "json": b'{"label'}, r"bad\.tar: k has no label"),
         ({"jpg": b"x", "cls": b"cat"}, r"bad\.tar: k: label 'cat' is not an integer$"),
         ({"jpg": b"x", "json": b'{"label": 1.5}'}, r"bad\.tar: k: label '1\.5' is not an integer$"),
-        ({"jpg": b"x", "json": b'{"label": true}'}, r"bad\.tar: k: label 'True' is not an integer$"),
+        (
+            {"jpg": b"x", "json": b'{"label": true}'},
+            r"bad\.tar: k: label 'True' is not an integer$",
+        ),
         ({"jpg": b"x", "cls": b"-1"}, r"bad\.tar: k: label -1 is out of range"),
         ({"jpg": b"x", "cls": b"7"}, r"bad\.tar: k: label 7 is out of range, with 5 classes$"),
         ({"cls": b"1"}, r"bad\.tar: k has no image \(bmp .*\)$"),
@@ -423,7 +505,9 @@ def test_foreign_tars_that_are_cut_off_anywhere_are_named(foreign):
     for size in (member, member + 100, 5 * 512, 600, 0):
         path.write_bytes(whole[:size])
         message = refusal(index_shards, str(foreign), 0, False, 1)
-        assert re.match(rf"{path}: is cut off or damaged (after part/\d+|from the beginning)", message)
+        assert re.match(
+            rf"{path}: is cut off or damaged (after part/\d+|from the beginning)", message
+        )
         (foreign / "plan.json").unlink()
     path.write_bytes(whole[:member] + b"garbage!" * 64 + whole[member:])
     assert "pics-1.tar: is cut off or damaged" in refusal(index_shards, str(foreign), 0, False, 1)
@@ -434,7 +518,9 @@ def test_foreign_tars_that_are_cut_off_anywhere_are_named(foreign):
 
 
 def test_foreign_labels_with_gaps_and_folders_without_tars(foreign, tmp_path):
-    assert refusal(index_shards, str(tmp_path / "nothing"), 0, False, 1).endswith("there is no train/*.tar")
+    assert refusal(index_shards, str(tmp_path / "nothing"), 0, False, 1).endswith(
+        "there is no train/*.tar"
+    )
     write_tar(foreign / "train/pics-9.tar", [{"__key__": "k", "png": b"x", "cls": b"5"}])
     message = refusal(index_shards, str(foreign), 0, False, 1)
     assert "labels of train reach 5 but 2 below have no image, the first is 3" in message

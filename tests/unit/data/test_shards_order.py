@@ -1,4 +1,5 @@
-"""The order in which shards are read, as properties: over ranks, workers, shard sizes, streams and resumes."""
+"""The order in which shards are read, as properties: over ranks, workers, shard sizes, streams and
+resumes."""
 
 from functools import partial
 
@@ -43,10 +44,14 @@ def test_every_image_once_an_epoch_and_equal_steps_also_after_a_resume(
     samplers.WINDOW = window
     size, step = sum(counts), batch * world
     skip = data.draw(st.integers(0, size // step), "steps before the resume")
-    later = data.draw(st.sampled_from([w for w in (1, 2, 3, 4, 8) if step % w == 0]), "ranks after the resume")
+    later = data.draw(
+        st.sampled_from([w for w in (1, 2, 3, 4, 8) if step % w == 0]), "ranks after the resume"
+    )
     before = [read(counts, streams, batch, rank, world) for rank in range(world)]
     assert {len(indices) for indices in before} == {size // step * batch}
-    seen = [i for indices in before for own in workers_batches(indices, batch, workers) for i in own]
+    seen = [
+        i for indices in before for own in workers_batches(indices, batch, workers) for i in own
+    ]
     assert len(seen) == len(set(seen)) > size - step
     assert set(seen) <= set(range(size))
     done = [i for indices in before for i in indices[: skip * batch]]
@@ -57,7 +62,9 @@ def test_every_image_once_an_epoch_and_equal_steps_also_after_a_resume(
 
 @settings(max_examples=60, deadline=None)
 @given(counts, st.sampled_from([4, 8, 16]), st.sampled_from([1, 2, 4]), windows, st.integers(0, 5))
-def test_ranks_that_divide_the_streams_share_shards_at_segment_borders_alone(counts, streams, world, window, epoch):
+def test_ranks_that_divide_the_streams_share_shards_at_segment_borders_alone(
+    counts, streams, world, window, epoch
+):
     samplers.WINDOW = window
     size = sum(counts)
     if size < streams:
@@ -67,7 +74,8 @@ def test_ranks_that_divide_the_streams_share_shards_at_segment_borders_alone(cou
     order = shard_order(np.array(counts), streams, np.random.default_rng([0, epoch]))[:whole]
     read_by = [set(shard_of[order[rank::world]]) for rank in range(world)]
     shared = sum(len(shards) for shards in read_by) - len(set.union(*read_by))
-    assert shared <= streams - 1  # there are so many borders between segments, and each divides one shard at most
+    # there are so many borders between segments, and each divides one shard at most
+    assert shared <= streams - 1
     segment = [set(shard_of[order[s::streams]].tolist()) for s in range(streams)]
     for rank in range(world):
         assert read_by[rank] == set.union(*segment[rank::world])
@@ -87,7 +95,9 @@ def test_within_a_segment_no_image_moves_further_than_a_window():
 
 def test_epochs_and_seeds_differ_and_the_order_is_mixed():
     counts = [50] * 20
-    orders = [read(counts, 4, 10, 0, 1, epoch=epoch, seed=seed) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [
+        read(counts, 4, 10, 0, 1, epoch=epoch, seed=seed) for seed in (0, 1) for epoch in (0, 1)
+    ]
     assert len({tuple(order) for order in orders}) == 4
     assert orders[0] != sorted(orders[0])
     ascending = np.mean(np.diff(np.array(orders[0])[::4]) == 1)  # inside a segment

@@ -15,9 +15,13 @@ from swinv2_moe.data import build_data
 ROOT = Path(__file__).parents[3]
 
 
-def test_from_a_folder_to_a_local_disk_to_batches(make_folder, make_config, tmp_path, monkeypatch, capsys):
+def test_from_a_folder_to_a_local_disk_to_batches(
+    make_folder, make_config, tmp_path, monkeypatch, capsys
+):
     root, shards, local = make_folder(per_class=6), tmp_path / "shards", tmp_path / "local"
-    make, stage = (command(f"../data/{name}", monkeypatch, capsys) for name in ("make_shards", "stage"))
+    make, stage = (
+        command(f"../data/{name}", monkeypatch, capsys) for name in ("make_shards", "stage")
+    )
     done = make("--data", root, "--output", shards, "--shard-mb", 0.01, "--workers", 2)
     assert done.status == 0, done.err
     assert f"{shards}: 2 classes" in done.out
@@ -42,7 +46,10 @@ def test_from_a_folder_to_a_local_disk_to_batches(make_folder, make_config, tmp_
         (["--output", "x", "--workers", "0"], "--workers is 0, it must be at least 1"),
         (["--output", "x", "--shard-mb", "-1"], "--shard-mb is -1.0, it must be at least 0.001"),
         (["--output", "x"], "DATA.PATH (or --data) must name its directory"),
-        (["--output", "x", "--dataset", "list", "--data", "."], "DATA.TRAIN_LIST and DATA.VAL_LIST must name"),
+        (
+            ["--output", "x", "--dataset", "list", "--data", "."],
+            "DATA.TRAIN_LIST and DATA.VAL_LIST must name",
+        ),
         (["--index", "nowhere"], "there is no train/*.tar"),
     ],
 )
@@ -68,11 +75,23 @@ def test_a_killed_command_goes_on_to_the_same_shards(make_folder, tmp_path):
     subprocess.run([*call, "--output", str(tmp_path / "whole")], check=True)
     for count in (3, 30, 100):
         run = subprocess.Popen([*call, "--output", str(tmp_path / "killed")])
-        while run.poll() is None and len(list((tmp_path / "killed").glob("*/*.members.json"))) < count:
+        while (
+            run.poll() is None and len(list((tmp_path / "killed").glob("*/*.members.json"))) < count
+        ):
             time.sleep(0.01)
         run.send_signal(signal.SIGKILL)
         assert run.wait() == -signal.SIGKILL
         time.sleep(0.5)  # its workers notice
     subprocess.run([*call, "--output", str(tmp_path / "killed")], check=True)
-    assert subprocess.run(["diff", "-r", tmp_path / "whole", tmp_path / "killed"], check=False).returncode == 0
-    assert not [name for _, _, names in os.walk(tmp_path / "killed") for name in names if name.endswith("json")][1:]
+    assert (
+        subprocess.run(
+            ["diff", "-r", tmp_path / "whole", tmp_path / "killed"], check=False
+        ).returncode
+        == 0
+    )
+    assert not [
+        name
+        for _, _, names in os.walk(tmp_path / "killed")
+        for name in names
+        if name.endswith("json")
+    ][1:]

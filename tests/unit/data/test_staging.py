@@ -23,7 +23,9 @@ def made(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(files.TransferBar, "start", lambda self: None)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
     source = ImageArrays("noise", pixels, np.arange(40) % 4)
-    make_shards(Sources(source, source, list("abcd")), str(tmp_path / "shards"), Options(shard_mb=0.02), 1)
+    make_shards(
+        Sources(source, source, list("abcd")), str(tmp_path / "shards"), Options(shard_mb=0.02), 1
+    )
     return tmp_path / "shards"
 
 
@@ -51,7 +53,8 @@ def test_a_copy_is_the_same_and_is_timed(made, tmp_path):
     assert len(load_shards(str(local)).train) == 40
     again = stage(str(made), str(local))
     assert (again.bytes, again.kept) == (0, staged.shards + 2)
-    assert json.loads((local / "staging.json").read_text()) == record  # what took time is still known
+    # what took time is still known
+    assert json.loads((local / "staging.json").read_text()) == record
 
 
 @pytest.mark.parametrize("trust", [False, True])
@@ -66,7 +69,10 @@ def test_only_what_is_missing_or_damaged_is_copied_again(made, tmp_path, trust):
     damaged.write_bytes(whole[:-2000] + bytes([1]) + whole[-1999:])
     (local / "val/.000000.tar.tmp").touch()  # of a copy that was killed
     again = stage(str(made), str(local), trust=trust)
-    sizes = [(made / name).stat().st_size for name in ("train/000001.tar", "val/000001.tar", "train/000002.tar")]
+    sizes = [
+        (made / name).stat().st_size
+        for name in ("train/000001.tar", "val/000001.tar", "train/000002.tar")
+    ]
     assert again.bytes == sum(sizes[: 2 if trust else 3])
     assert (damaged.read_bytes() == whole) is not trust
 
@@ -78,13 +84,21 @@ def test_a_damaged_shard_is_named_and_not_copied(made, tmp_path, how):
     if how == "gone":
         bad.unlink()
     else:
-        bad.write_bytes(whole[: len(whole) // 2] + (b"" if how == "cut" else bytes(len(whole) - len(whole) // 2)))
+        bad.write_bytes(
+            whole[: len(whole) // 2]
+            + (b"" if how == "cut" else bytes(len(whole) - len(whole) // 2))
+        )
     message = refusal(made, tmp_path / "local", workers=2)
     if how == "gone":
         assert message == f"{bad}: cannot be read (No such file or directory)"
     else:
-        assert message == f"{bad}: is damaged, it has not the size and the checksum that index.json records"
-    assert not [name for name in names(tmp_path / "local") if name == "train/000001.tar" or "tmp" in name]
+        assert (
+            message
+            == f"{bad}: is damaged, it has not the size and the checksum that index.json records"
+        )
+    assert not [
+        name for name in names(tmp_path / "local") if name == "train/000001.tar" or "tmp" in name
+    ]
     with pytest.raises(UserError, match="has no index"):
         load_shards(str(tmp_path / "local"))
     bad.write_bytes(whole)
@@ -112,7 +126,9 @@ def test_a_disk_that_is_too_small_or_fills_up(made, tmp_path, monkeypatch):
     assert message == f"{local}/train/000002.tar: cannot be written (No space left on device)"
     there = names(local)
     assert there >= {"train/000000.tar", "train/000001.tar"}
-    assert not [name for name in there if name in ("train/000002.tar", "index.json") or "tmp" in name]
+    assert not [
+        name for name in there if name in ("train/000002.tar", "index.json") or "tmp" in name
+    ]
     assert stage(str(made), str(local)).kept == len(there)
 
 

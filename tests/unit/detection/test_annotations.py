@@ -1,4 +1,5 @@
-"""swinv2_moe.detection.annotations: what is wrong with a file is named, and COCO's own quirks are not wrong."""
+"""swinv2_moe.detection.annotations: what is wrong with a file is named, and COCO's own quirks are
+not wrong."""
 
 import json
 import os
@@ -11,18 +12,35 @@ from swinv2_moe.detection.annotations import check_annotations, file_sizes
 from swinv2_moe.errors import UserError
 
 
-def box(number: int, image: int = 1, category: int = 7, bbox=(10.0, 20.0, 30.0, 40.0), **keys) -> dict:
-    row = {"id": number, "image_id": image, "category_id": category, "bbox": list(bbox), "area": 1.0, "iscrowd": 0}
+def box(
+    number: int, image: int = 1, category: int = 7, bbox=(10.0, 20.0, 30.0, 40.0), **keys
+) -> dict:
+    row = {
+        "id": number,
+        "image_id": image,
+        "category_id": category,
+        "bbox": list(bbox),
+        "area": 1.0,
+        "iscrowd": 0,
+    }
     return row | {"segmentation": [[10, 20, 40, 20, 40, 60]]} | keys
 
 
 @pytest.fixture
 def content() -> dict:
-    """Three images of 100 x 80 px, the last without objects, one in a folder; a crowd; two classes."""
+    """Three images of 100 x 80 px, the last without objects, one in a folder; a crowd; two
+    classes."""
     names = ("a.jpg", "inside/b.jpg", "c.jpg")
     return {
-        "images": [{"id": n + 1, "file_name": name, "width": 100, "height": 80} for n, name in enumerate(names)],
-        "annotations": [box(5), box(6, image=2, category=3), box(7, image=2, iscrowd=1, segmentation={"counts": "x"})],
+        "images": [
+            {"id": n + 1, "file_name": name, "width": 100, "height": 80}
+            for n, name in enumerate(names)
+        ],
+        "annotations": [
+            box(5),
+            box(6, image=2, category=3),
+            box(7, image=2, iscrowd=1, segmentation={"counts": "x"}),
+        ],
         "categories": [{"id": 7, "name": "cat"}, {"id": 3, "name": "dog"}],
     }
 
@@ -47,16 +65,29 @@ def test_counts_what_there_is(check, content) -> None:
     found = check(content)
     assert found.image_files == ["a.jpg", "inside/b.jpg", "c.jpg"]
     assert found.image_sizes.tolist() == [[100, 80]] * 3
-    assert (found.boxes, found.crowd_boxes, found.thin_boxes, found.images_without_boxes) == (3, 1, 0, 1)
+    assert (found.boxes, found.crowd_boxes, found.thin_boxes, found.images_without_boxes) == (
+        3,
+        1,
+        0,
+        1,
+    )
     assert found.class_names == ["cat", "dog"]
-    assert str(found).endswith("3 images (1 without objects), 3 objects (1 crowds, 0 thinner than a pixel), 2 classes")
+    assert str(found).endswith(
+        "3 images (1 without objects), 3 objects (1 crowds, 0 thinner than a pixel), 2 classes"
+    )
 
 
 def test_accepts_what_coco_has(check, content) -> None:
     content["annotations"] = [box(n) for n in range(1, 20_001)]
-    content["annotations"][0] = box(1, bbox=(296.65, 38.33, 1.03, 0.0))  # annotation 918 of COCO 2017: 2 in 860,001
+    # annotation 918 of COCO 2017: 2 in 860,001
+    content["annotations"][0] = box(1, bbox=(296.65, 38.33, 1.03, 0.0))
     content["annotations"][1] = box(2, bbox=(-0.3, 0.0, 100.9, 80.4))  # rounded over the edge
-    assert check(content | {"images": [image | {"width": 400} for image in content["images"]]}).thin_boxes == 1
+    assert (
+        check(
+            content | {"images": [image | {"width": 400} for image in content["images"]]}
+        ).thin_boxes
+        == 1
+    )
 
 
 # What is changed in the file, and what the one line must say
@@ -65,29 +96,98 @@ DAMAGE = {
         lambda c: c["annotations"].append(box(8, bbox=(90, 0, 11.5, 5))),
         *("annotation 8 (image 1)", "[90, 0, 11.5, 5]", "100 x 80 px"),
     ),
-    "below the image": (lambda c: c["annotations"].append(box(8, bbox=(0, 70, 5, 11.5))), "annotation 8", "outside"),
-    "left of the image": (lambda c: c["annotations"].append(box(8, bbox=(-1.5, 0, 5, 5))), "annotation 8", "-1.5"),
-    "no area": (lambda c: c["annotations"].append(box(8, bbox=(1, 2, 0, 5))), "annotation 8", "[1, 2, 0, 5]", "area"),
-    "negative extent": (lambda c: c["annotations"].append(box(8, bbox=(9, 2, -3, 5))), "annotation 8", "negative"),
-    "three numbers": (lambda c: c["annotations"].append(box(8, bbox=(9, 2, 3))), "annotation 8", "[9, 2, 3]"),
-    "a text as number": (lambda c: c["annotations"].append(box(8, bbox=(9, 2, "3", 4))), "annotation 8", "'3'"),
-    "a null as number": (lambda c: c["annotations"].append(box(8, bbox=(9, 2, None, 4))), "annotation 8", "None"),
-    "NaN": (lambda c: c["annotations"].append(box(8, bbox=(9, float("nan"), 3, 4))), "annotation 8", "nan"),
-    "unknown category": (lambda c: c["annotations"].append(box(8, category=99)), "annotation 8", "no category 99"),
-    "unknown image": (lambda c: c["annotations"].append(box(8, image=44)), "annotation 8", "no image 44"),
+    "below the image": (
+        lambda c: c["annotations"].append(box(8, bbox=(0, 70, 5, 11.5))),
+        "annotation 8",
+        "outside",
+    ),
+    "left of the image": (
+        lambda c: c["annotations"].append(box(8, bbox=(-1.5, 0, 5, 5))),
+        "annotation 8",
+        "-1.5",
+    ),
+    "no area": (
+        lambda c: c["annotations"].append(box(8, bbox=(1, 2, 0, 5))),
+        "annotation 8",
+        "[1, 2, 0, 5]",
+        "area",
+    ),
+    "negative extent": (
+        lambda c: c["annotations"].append(box(8, bbox=(9, 2, -3, 5))),
+        "annotation 8",
+        "negative",
+    ),
+    "three numbers": (
+        lambda c: c["annotations"].append(box(8, bbox=(9, 2, 3))),
+        "annotation 8",
+        "[9, 2, 3]",
+    ),
+    "a text as number": (
+        lambda c: c["annotations"].append(box(8, bbox=(9, 2, "3", 4))),
+        "annotation 8",
+        "'3'",
+    ),
+    "a null as number": (
+        lambda c: c["annotations"].append(box(8, bbox=(9, 2, None, 4))),
+        "annotation 8",
+        "None",
+    ),
+    "NaN": (
+        lambda c: c["annotations"].append(box(8, bbox=(9, float("nan"), 3, 4))),
+        "annotation 8",
+        "nan",
+    ),
+    "unknown category": (
+        lambda c: c["annotations"].append(box(8, category=99)),
+        "annotation 8",
+        "no category 99",
+    ),
+    "unknown image": (
+        lambda c: c["annotations"].append(box(8, image=44)),
+        "annotation 8",
+        "no image 44",
+    ),
     "annotation id twice": (lambda c: c["annotations"].append(box(5)), "id 5", '"annotations"'),
     "image id twice": (lambda c: c["images"].append(c["images"][0]), "id 1", '"images"'),
-    "category id twice": (lambda c: c["categories"].append({"id": 3, "name": "cow"}), "id 3", '"categories"'),
-    "category name twice": (lambda c: c["categories"].append({"id": 4, "name": "dog"}), "'dog'", "more than once"),
-    "no mask": (lambda c: c["annotations"].append(box(8, segmentation=[])), "annotation 8", "no segmentation"),
-    "image without height": (lambda c: c["images"][1].update(height=0), "image 2", "inside/b.jpg", "100 x 0 px"),
-    "key left out": (lambda c: c["annotations"][1].pop("iscrowd"), 'entry 1 of "annotations" (id 6)', '"iscrowd"'),
+    "category id twice": (
+        lambda c: c["categories"].append({"id": 3, "name": "cow"}),
+        "id 3",
+        '"categories"',
+    ),
+    "category name twice": (
+        lambda c: c["categories"].append({"id": 4, "name": "dog"}),
+        "'dog'",
+        "more than once",
+    ),
+    "no mask": (
+        lambda c: c["annotations"].append(box(8, segmentation=[])),
+        "annotation 8",
+        "no segmentation",
+    ),
+    "image without height": (
+        lambda c: c["images"][1].update(height=0),
+        "image 2",
+        "inside/b.jpg",
+        "100 x 0 px",
+    ),
+    "key left out": (
+        lambda c: c["annotations"][1].pop("iscrowd"),
+        'entry 1 of "annotations" (id 6)',
+        '"iscrowd"',
+    ),
     "key of another kind": (lambda c: c["images"][0].update(width="100"), "\"width\" is '100'"),
-    "entry of another kind": (lambda c: c["images"].insert(0, "a.jpg"), 'entry 0 of "images"', "'a.jpg'"),
+    "entry of another kind": (
+        lambda c: c["images"].insert(0, "a.jpg"),
+        'entry 0 of "images"',
+        "'a.jpg'",
+    ),
     "list left out": (lambda c: c.pop("annotations"), 'no list "annotations"'),
     "null record": (lambda c: c["annotations"].insert(1, None), 'entry 1 of "annotations" is None'),
-    "endless id": (lambda c: c["images"][0].update(id=10**4000), "\"id\" is 1000"),
-    "endless image_id": (lambda c: c["annotations"][0].update(image_id=10**30), '"image_id" is 1000'),
+    "endless id": (lambda c: c["images"][0].update(id=10**4000), '"id" is 1000'),
+    "endless image_id": (
+        lambda c: c["annotations"][0].update(image_id=10**30),
+        '"image_id" is 1000',
+    ),
     "endless width": (lambda c: c["images"][0].update(width=10**30), '"width" is 1000'),
     "endless box": (
         lambda c: c["annotations"].append(box(8, bbox=(9, 2, 10**400, 4))),
@@ -98,7 +198,9 @@ DAMAGE = {
         *("image 1 ('a.jpg')", "13000 x 13000 px, the limit is 120,000,000"),
     ),
     "mask of another size": (
-        lambda c: c["annotations"].append(box(8, segmentation={"size": [10**5, 10**5], "counts": "x"})),
+        lambda c: c["annotations"].append(
+            box(8, segmentation={"size": [10**5, 10**5], "counts": "x"})
+        ),
         *("annotation 8", "its segmentation does not fit an image of 100 x 80 px"),
     ),
     "outline of gigabytes": (
@@ -117,9 +219,13 @@ DAMAGE = {
         lambda c: c["annotations"].append(box(8, segmentation=[["0", "1"]])),
         *("annotation 8", "does not fit"),
     ),
-    "polygon that is none": (lambda c: c["annotations"].append(box(8, segmentation=7)), "annotation 8", "does not fit"),
+    "polygon that is none": (
+        lambda c: c["annotations"].append(box(8, segmentation=7)),
+        "annotation 8",
+        "does not fit",
+    ),
     "no objects at all": (lambda c: c.update(annotations=[]), '"annotations" is empty'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -151,11 +257,15 @@ def test_damage_is_named_in_one_line(check, content, name: str) -> None:
         "é" * 200,
     ],
 )
-def test_a_name_that_leads_out_of_the_images_is_refused(tmp_path: Path, check, content, name: str) -> None:
+def test_a_name_that_leads_out_of_the_images_is_refused(
+    tmp_path: Path, check, content, name: str
+) -> None:
     check(content)
     content["images"][1]["file_name"] = name
     (tmp_path / "a.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"image 2: .* does not name a file below its directory") as caught:
+    with pytest.raises(
+        UserError, match=r"image 2: .* does not name a file below its directory"
+    ) as caught:
         check_annotations(tmp_path / "a.json", tmp_path / "images")
     assert repr(name)[:80] in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -182,7 +292,8 @@ def test_polygons_may_have_any_number_of_points_that_are_drawn(check, content) -
     angles = np.linspace(0, 2 * np.pi, 20_000)
     outline = (50 + 30 * np.stack([np.cos(angles), np.sin(angles)], axis=1)).ravel().tolist()
     content["annotations"].append(box(8, segmentation=[outline, [], [-3, -2, 120, -2, 120, 90]]))
-    content["annotations"].append(box(9, segmentation=[[1e7, 1e7, 1e7, 1e7, 1e7, 1e7]]))  # far away, but a point
+    # far away, but a point
+    content["annotations"].append(box(9, segmentation=[[1e7, 1e7, 1e7, 1e7, 1e7, 1e7]]))
     assert check(content).boxes == 5
 
 
@@ -190,7 +301,9 @@ def test_polygons_may_have_any_number_of_points_that_are_drawn(check, content) -
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"1" * 5000, b'{"images": ' + b"[" * 100_000])
 def test_json_that_no_parser_takes(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "a.json").write_bytes(text)
-    with pytest.raises(UserError, match=r"a\.json: not JSON \((nested too deeply|Exceeds the limit)"):
+    with pytest.raises(
+        UserError, match=r"a\.json: not JSON \((nested too deeply|Exceeds the limit)"
+    ):
         check_annotations(tmp_path / "a.json", tmp_path)
 
 
@@ -218,19 +331,24 @@ def test_missing_file_and_missing_folder(tmp_path: Path, check, content) -> None
 
 
 @pytest.mark.parametrize(
-    ("damage", "word"), [(os.unlink, "missing"), (lambda file: Path(file).write_bytes(b""), "empty")]
+    ("damage", "word"),
+    [(os.unlink, "missing"), (lambda file: Path(file).write_bytes(b""), "empty")],
 )
 def test_images_missing_or_empty(tmp_path: Path, check, content, damage, word: str) -> None:
     check(content)
     damage(tmp_path / "images/inside/b.jpg")
-    with pytest.raises(UserError, match=f"1 of its 3 images are {word} in .*, the first: inside/b.jpg"):
+    with pytest.raises(
+        UserError, match=f"1 of its 3 images are {word} in .*, the first: inside/b.jpg"
+    ):
         check_annotations(tmp_path / "a.json", tmp_path / "images")
 
 
 def test_classes_must_be_the_models_in_its_order(check, content) -> None:
     assert check(content, class_names=("cat", "dog")).boxes == 3
     assert check(content, class_names=("dog",)).boxes == 3  # the file may have more
-    with pytest.raises(UserError, match=r"no category 'cow', which the model is to know \(2 such\)"):
+    with pytest.raises(
+        UserError, match=r"no category 'cow', which the model is to know \(2 such\)"
+    ):
         check(content, class_names=("cat", "cow", "hen"))
     with pytest.raises(UserError, match="another order than the model's: 'cat', not 'dog'"):
         check(content, class_names=("dog", "cat"))

@@ -1,4 +1,5 @@
-"""The auxiliary loss among the losses of each detector, and the images' sizes on their way to the backbone."""
+"""The auxiliary loss among the losses of each detector, and the images' sizes on their way to the
+backbone."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The backbone in mmdetection: registered, any image size, right under mmengine's initialisation."""
+"""The backbone in mmdetection: registered, any image size, right under mmengine's
+initialisation."""
 
 import pytest
 import torch
@@ -12,12 +13,19 @@ from moe_core import moe_layers
 from swinv2_moe.detection import registry  # noqa: F401
 from swinv2_moe.errors import UserError
 
-TINY = {"embed_dim": 8, "depths": (1, 1, 2, 1), "num_heads": (1, 1, 2, 2), "window_size": 4, "num_experts": 2}
+TINY = {
+    "embed_dim": 8,
+    "depths": (1, 1, 2, 1),
+    "num_heads": (1, 1, 2, 2),
+    "window_size": 4,
+    "num_experts": 2,
+}
 TINY |= {"moe_blocks": ((), (), (1,), (0,)), "drop_path_rate": 0.0}
 
 
 def make(**kwargs) -> nn.Module:
-    """With norms as after some training: those that begin at zero would hide what attention and experts do."""
+    """With norms as after some training: those that begin at zero would hide what attention and
+    experts do."""
     torch.manual_seed(0)
     backbone = MODELS.build({"type": "SwinV2MoE", **TINY, **kwargs})
     for module in backbone.modules():
@@ -47,7 +55,8 @@ def test_images_of_leaves_the_padding_out(form):
         height, width = wanted.shape[2:]
         torch.testing.assert_close(found[1:, :, :height, :width], wanted, rtol=1e-4, atol=1e-5)
         assert not found[1, :, height:].any()
-    assert (backbone(images)[0][1:, :, :10, :12] - alone[0][:, :, :10, :12]).abs().max() > 1e-3  # forgotten afterwards
+    # forgotten afterwards
+    assert (backbone(images)[0][1:, :, :10, :12] - alone[0][:, :, :10, :12]).abs().max() > 1e-3
 
 
 def test_only_the_chosen_stages():
@@ -68,7 +77,8 @@ def test_init_weights_leaves_the_trunk_alone():
 
 @pytest.mark.parametrize("with_cp", [False, True])
 def test_every_parameter_has_a_gradient(with_cp):
-    """Also with recomputed activations, where a reentrant checkpoint would lose the auxiliary loss."""
+    """Also with recomputed activations, where a reentrant checkpoint would lose the auxiliary
+    loss."""
     backbone = make(with_cp=with_cp).train()
     loss = sum(x.square().mean() for x in backbone(torch.randn(1, 3, 64, 64)))
     aux_loss = backbone.aux_loss()
@@ -112,12 +122,21 @@ def test_dense():
     ("kwargs", "message"),
     [
         ({"model": "swin"}, r"backbone.model \('swin'\) must be one of swinv2_moe, swin_moe"),
-        ({"out_indices": (0, 1)}, r"backbone.out_indices \(\[0, 1\]\) must end with the last stage \(3\)"),
+        (
+            {"out_indices": (0, 1)},
+            r"backbone.out_indices \(\[0, 1\]\) must end with the last stage \(3\)",
+        ),
         ({"out_indices": 3}, r"backbone.out_indices \(3\) must be a list"),
         ({"moe_blocks": ((7,),)}, "block 7 of stage 0, which has 1 blocks"),
-        ({"pretrained_window_sizes": (0,)}, r"backbone.pretrained_window_sizes \(\(0,\)\) must have a number for each"),
+        (
+            {"pretrained_window_sizes": (0,)},
+            r"backbone.pretrained_window_sizes \(\(0,\)\) must have a number for each",
+        ),
         ({"window_size": (7, 7, 7)}, r"4 stage window sizes, got \(7, 7, 7\)"),
-        ({"init_cfg": {"type": "Pretrained"}}, r"backbone.init_cfg \(\{'type': 'Pretrained'\}\) must be None"),
+        (
+            {"init_cfg": {"type": "Pretrained"}},
+            r"backbone.init_cfg \(\{'type': 'Pretrained'\}\) must be None",
+        ),
     ],
 )
 def test_one_line_for_bad_values(kwargs, message):

@@ -1,4 +1,5 @@
-"""swinv2_moe.detection.coco and data/prepare_coco.py: archives and folders laid out, what is missing named."""
+"""swinv2_moe.detection.coco and data/prepare_coco.py: archives and folders laid out, what is
+missing named."""
 
 import json
 import shutil
@@ -29,7 +30,11 @@ def coco(tmp_path_factory) -> Path:
 
 def pack(coco: Path, target: Path) -> None:
     """As COCO's own archives: one folder in each."""
-    names = {"train2017": "train2017", "val2017": "val2017", "annotations": "annotations_trainval2017"}
+    names = {
+        "train2017": "train2017",
+        "val2017": "val2017",
+        "annotations": "annotations_trainval2017",
+    }
     for folder, name in names.items():
         with zipfile.ZipFile(target / f"{name}.zip", "w") as archive:
             for file in sorted((coco / folder).iterdir()):
@@ -70,8 +75,14 @@ def test_folders_elsewhere_are_linked_to(coco: Path, tmp_path: Path) -> None:
     target = tmp_path / "coco"
     for _ in range(2):  # again: nothing more to do
         assert lay_out(coco, target) == []
-        assert sorted(path.name for path in target.iterdir()) == ["annotations", "train2017", "val2017"]
-        assert all(path.is_symlink() and path.samefile(coco / path.name) for path in target.iterdir())
+        assert sorted(path.name for path in target.iterdir()) == [
+            "annotations",
+            "train2017",
+            "val2017",
+        ]
+        assert all(
+            path.is_symlink() and path.samefile(coco / path.name) for path in target.iterdir()
+        )
 
 
 def test_folders_without_the_year(coco: Path, tmp_path: Path) -> None:
@@ -79,7 +90,9 @@ def test_folders_without_the_year(coco: Path, tmp_path: Path) -> None:
     shutil.copytree(coco, source)
     for split in ("train", "val"):
         (source / f"{split}2017").rename(source / split)
-        (source / f"annotations/instances_{split}2017.json").rename(source / f"annotations/instances_{split}.json")
+        (source / f"annotations/instances_{split}2017.json").rename(
+            source / f"annotations/instances_{split}.json"
+        )
     assert lay_out(source, source) == []
     assert [check_split(*split, None).boxes > 0 for split in splits(source)] == [True, True]
 
@@ -90,12 +103,15 @@ def test_another_folder_of_that_name_stays(coco: Path, tmp_path: Path) -> None:
         lay_out(coco, tmp_path)
 
 
-def test_what_is_missing_is_named_with_its_address(coco: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_what_is_missing_is_named_with_its_address(
+    coco: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
     shutil.copytree(coco / "val2017", tmp_path / "val2017")
     done = command("prepare_coco", monkeypatch, capsys, "data")(tmp_path)
     assert done.status == 2
     assert done.out.splitlines() == [
-        "missing: train2017/ or train2017.zip (118,287 images, 18 GB): http://images.cocodataset.org/zips/train2017.zip",
+        "missing: train2017/ or train2017.zip (118,287 images, 18 GB):"
+        " http://images.cocodataset.org/zips/train2017.zip",
         "missing: annotations/ or annotations_trainval2017.zip (0.25 GB):"
         " http://images.cocodataset.org/annotations/annotations_trainval2017.zip",
     ]
@@ -110,7 +126,9 @@ def test_a_broken_archive(coco: Path, tmp_path: Path) -> None:
         place = whole.infolist()[1].header_offset + 200  # within the second image
     content[place] ^= 1
     archive.write_bytes(content)
-    with pytest.raises(UserError, match=r"train2017\.zip: a broken archive \(Bad CRC-32.*000001\.png"):
+    with pytest.raises(
+        UserError, match=r"train2017\.zip: a broken archive \(Bad CRC-32.*000001\.png"
+    ):
         unpack(archive, target, "train2017")
     assert sorted(file.name for file in (target / "train2017").glob("*.png")) == ["000000.png"]
     archive.write_bytes(content[:500])
@@ -126,7 +144,9 @@ def test_an_archive_of_something_else(tmp_path: Path) -> None:
     assert not (tmp_path / "outside.png").exists()
 
 
-@pytest.mark.parametrize("name", ["train2017/../../outside.png", "/train2017/x.png", "train2017/a\nb.png"])
+@pytest.mark.parametrize(
+    "name", ["train2017/../../outside.png", "/train2017/x.png", "train2017/a\nb.png"]
+)
 def test_a_member_that_leads_out_of_its_folder(tmp_path: Path, name: str) -> None:
     with zipfile.ZipFile(tmp_path / "train2017.zip", "w") as archive:
         archive.writestr("train2017/a.png", b"x")
@@ -171,7 +191,9 @@ def test_pictures_that_are_none(coco: Path, tmp_path: Path) -> None:
     shutil.copytree(coco, target)
     file = target / "train2017/000001.png"
     Image.new("L", (13_000, 13_000)).save(file)
-    with pytest.raises(UserError, match=r"000001\.png \(13,000 x 13,000 pixels, the limit is 120,000,000\)"):
+    with pytest.raises(
+        UserError, match=r"000001\.png \(13,000 x 13,000 pixels, the limit is 120,000,000\)"
+    ):
         check_split(*next(splits(target)), None)
     file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n")
     with pytest.raises(UserError, match=r"000001\.png \(none of the formats JPEG "):
@@ -179,7 +201,9 @@ def test_pictures_that_are_none(coco: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_counts(coco: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    done = command("prepare_coco", monkeypatch, capsys, "data")(coco, "--output", tmp_path / "coco", "--decode", "all")
+    done = command("prepare_coco", monkeypatch, capsys, "data")(
+        coco, "--output", tmp_path / "coco", "--decode", "all"
+    )
     assert (done.status, done.err) == (0, "")
     lines = [line for line in done.out.splitlines() if str(tmp_path) in line]
     assert [line.split(": ")[1].split(" (")[0] for line in lines[:2]] == ["3 images", "2 images"]

@@ -1,4 +1,5 @@
-"""configs/detection: every file builds the detector that its head describes; none is forgotten here."""
+"""configs/detection: every file builds the detector that its head describes; none is forgotten
+here."""
 
 import re
 from functools import cache
@@ -18,18 +19,34 @@ from moe_core import moe_layers
 from swinv2_moe.detection import registry  # noqa: F401 the names that configurations use
 
 CONFIGS = Path(__file__).parents[3] / "configs/detection"
-FILES = sorted(file.relative_to(CONFIGS) for file in CONFIGS.rglob("*.py") if file.parent.name != "_base_")
+FILES = sorted(
+    file.relative_to(CONFIGS) for file in CONFIGS.rglob("*.py") if file.parent.name != "_base_"
+)
 COCO = [file for file in FILES if file.stem.startswith(("small_", "base_"))]
-KINDS = {"mask_rcnn": "MoEMaskRCNN", "cascade_mask_rcnn": "MoECascadeRCNN", "htc": "MoEHybridTaskCascade"}
+KINDS = {
+    "mask_rcnn": "MoEMaskRCNN",
+    "cascade_mask_rcnn": "MoECascadeRCNN",
+    "htc": "MoEHybridTaskCascade",
+}
 # Millions, with a classifier for ImageNet-22K (arXiv 2206.03382)
-PARAMETERS = {"small_dense": 65.8, "small_moe_frozen": 173.3, "base_dense": 109.3, "base_moe_frozen": 955.3}
+PARAMETERS = {
+    "small_dense": 65.8,
+    "small_moe_frozen": 173.3,
+    "base_dense": 109.3,
+    "base_moe_frozen": 955.3,
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_reading():
-    """mmengine reads a hundred files of mmdetection's again for each `mmdet::` in a configuration."""
+    """mmengine reads a hundred files of mmdetection's again for each `mmdet::` in a
+    configuration."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mmengine.config.utils, "_get_cfg_metainfo", cache(mmengine.config.utils._get_cfg_metainfo))
+        patch.setattr(
+            mmengine.config.utils,
+            "_get_cfg_metainfo",
+            cache(mmengine.config.utils._get_cfg_metainfo),
+        )
         yield
 
 
@@ -39,7 +56,11 @@ def read(file: Path) -> Config:
 
 
 def test_every_detector_has_every_kind() -> None:
-    kinds = {f"{size}_{kind}" for size in ("small", "base") for kind in ("dense", "moe_frozen", "moe_tuned")}
+    kinds = {
+        f"{size}_{kind}"
+        for size in ("small", "base")
+        for kind in ("dense", "moe_frozen", "moe_tuned")
+    }
     for detector in KINDS:
         assert {file.stem for file in FILES if file.parent.name == detector} == kinds
     assert {file.stem for file in FILES if file.parent.name == "shapes"} == set(KINDS)
@@ -58,7 +79,9 @@ def test_is_what_it_says(file: Path) -> None:
     assert re.search("^# Published", text, re.MULTILINE) or file not in COCO
     assert re.search("^# Measured", text, re.MULTILINE)
     backbone = config.model.backbone
-    assert list(config.model.neck.in_channels) == [backbone.embed_dim * 2**stage for stage in range(4)]
+    assert list(config.model.neck.in_channels) == [
+        backbone.embed_dim * 2**stage for stage in range(4)
+    ]
     if file in COCO:
         size, *kind = file.stem.split("_")
         assert backbone.embed_dim == {"small": 96, "base": 128}[size]
@@ -99,11 +122,18 @@ def build(file: Path, part: str | None = None) -> torch.nn.Module:
 def test_the_published_recipe() -> None:
     """Swin's for COCO: arXiv 2103.14030, section 4.2."""
     config = read(Path("cascade_mask_rcnn/base_moe_frozen.py"))
-    assert (config.optim_wrapper.optimizer.lr, config.optim_wrapper.optimizer.weight_decay) == (1e-4, 0.05)
+    assert (config.optim_wrapper.optimizer.lr, config.optim_wrapper.optimizer.weight_decay) == (
+        1e-4,
+        0.05,
+    )
     assert config.train_cfg.max_epochs == 36
     assert config.param_scheduler[1].milestones == [27, 33]
     whole, cropped = config.train_pipeline[3].transforms
-    assert [side for side, _ in whole[0].scales] == [side for side, _ in cropped[2].scales] == [*range(480, 801, 32)]
+    assert (
+        [side for side, _ in whole[0].scales]
+        == [side for side, _ in cropped[2].scales]
+        == [*range(480, 801, 32)]
+    )
     assert {longer for _, longer in whole[0].scales} == {1333}
     assert [head.num_classes for head in config.model.roi_head.bbox_head] == [80] * 3
     assert {head.type for head in config.model.roi_head.bbox_head} == {"ConvFCBBoxHead"}

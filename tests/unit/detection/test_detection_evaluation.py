@@ -1,4 +1,5 @@
-"""swinv2_moe.detection.evaluation: the data sets of a configuration, and the metric that they are measured with."""
+"""swinv2_moe.detection.evaluation: the data sets of a configuration, and the metric that they are
+measured with."""
 
 import contextlib
 import io
@@ -44,8 +45,15 @@ def config_of(directory: Path) -> Config:
             }
         }
 
-    metric = {"type": "FasterCocoMetric", "ann_file": str(directory / "annotations/instances_val.json")}
-    loaders = {"train_dataloader": loader("train"), "val_dataloader": loader("val"), "test_dataloader": loader("val")}
+    metric = {
+        "type": "FasterCocoMetric",
+        "ann_file": str(directory / "annotations/instances_val.json"),
+    }
+    loaders = {
+        "train_dataloader": loader("train"),
+        "val_dataloader": loader("val"),
+        "test_dataloader": loader("val"),
+    }
     return Config(loaders | {"val_evaluator": metric, "test_evaluator": dict(metric)})
 
 
@@ -69,10 +77,22 @@ def test_looks_into_data_sets_that_hold_others(shapes: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda c: c.train_dataloader.dataset.update(ann_file="none.json"), "none.json: cannot be read"),
-        (lambda c: c.train_dataloader.dataset.update(data_prefix={"img": "val/"}), "3 of its 6 images are missing"),
-        (lambda c: c.train_dataloader.dataset.pop("metainfo"), r"no category 'person'.*\(80 such\)"),
-        (lambda c: c.val_evaluator.update(ann_file="other.json"), "val_evaluator.ann_file is 'other.json'"),
+        (
+            lambda c: c.train_dataloader.dataset.update(ann_file="none.json"),
+            "none.json: cannot be read",
+        ),
+        (
+            lambda c: c.train_dataloader.dataset.update(data_prefix={"img": "val/"}),
+            "3 of its 6 images are missing",
+        ),
+        (
+            lambda c: c.train_dataloader.dataset.pop("metainfo"),
+            r"no category 'person'.*\(80 such\)",
+        ),
+        (
+            lambda c: c.val_evaluator.update(ann_file="other.json"),
+            "val_evaluator.ann_file is 'other.json'",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(shapes: Path, damage, words: str) -> None:
@@ -91,7 +111,12 @@ def test_the_test_can_use_the_images_of_the_training(shapes: Path) -> None:
 
 
 def test_table_has_percent_and_says_where_there_is_nothing() -> None:
-    metrics = {"coco/bbox_mAP": 0.534, "coco/bbox_mAP_50": 0.7, "coco/bbox_mAP_s": -1.0, "coco/segm_mAP": 0.462}
+    metrics = {
+        "coco/bbox_mAP": 0.534,
+        "coco/bbox_mAP_50": 0.7,
+        "coco/bbox_mAP_s": -1.0,
+        "coco/segm_mAP": 0.462,
+    }
     table = table_of(metrics)
     cells = [list(column.cells) for column in table.columns]
     assert cells[0] == ["boxes", "masks"]
@@ -100,7 +125,8 @@ def test_table_has_percent_and_says_where_there_is_nothing() -> None:
 
 @pytest.mark.parametrize("kind", ["bbox", "segm"])
 def test_faster_coco_eval_equals_pycocotools(shapes: Path, kind: str) -> None:
-    """Every precision and recall of moved, rescored, doubled and misnamed ground truth; one object a crowd."""
+    """Every precision and recall of moved, rescored, doubled and misnamed ground truth; one object
+    a crowd."""
     file = shapes / "annotations/instances_train.json"
     content = json.loads(file.read_text())
     content["annotations"][3]["iscrowd"] = 1
@@ -111,14 +137,18 @@ def test_faster_coco_eval_equals_pycocotools(shapes: Path, kind: str) -> None:
     for row in content["annotations"] * 4:
         shift = rng.normal(0, 3, 4)
         common = {"image_id": row["image_id"], "score": float(rng.random())}
-        common["category_id"] = row["category_id"] if rng.random() < 0.8 else int(rng.integers(1, 4))
+        common["category_id"] = (
+            row["category_id"] if rng.random() < 0.8 else int(rng.integers(1, 4))
+        )
         boxes.append(common | {"bbox": (np.array(row["bbox"]) + shift).clip(1).tolist()})
         mask = np.roll(truth.annToMask(row), shift[:2].astype(int), (0, 1))
         masks.append(common | {"segmentation": rle.encode(np.asfortranarray(mask))})
     content["annotations"][3]["segmentation"] = rle.encode(
         np.asfortranarray(truth.annToMask(content["annotations"][3]))
     )
-    content["annotations"][3]["segmentation"]["counts"] = content["annotations"][3]["segmentation"]["counts"].decode()
+    content["annotations"][3]["segmentation"]["counts"] = content["annotations"][3]["segmentation"][
+        "counts"
+    ].decode()
     crowded.write_text(json.dumps(content))
     found = []
     for data, evaluation in ((COCO, COCOeval), (FasterCOCO, COCOeval_faster)):

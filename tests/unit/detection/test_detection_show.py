@@ -1,4 +1,5 @@
-"""swinv2_moe.detection.show: boxes, masks and experts are drawn where they are; no image is overwritten by another."""
+"""swinv2_moe.detection.show: boxes, masks and experts are drawn where they are; no image is
+overwritten by another."""
 
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from swinv2_moe.engine.routing import expert_colours
 from swinv2_moe.errors import UserError
 
 META = {"classes": ("cat", "dog"), "palette": [(255, 0, 0), (0, 0, 255)]}
-NOTHING = Detections(np.zeros((0, 4)), np.zeros((0, 60, 80), bool), np.zeros(0, np.int64), np.zeros(0))
+NOTHING = Detections(
+    np.zeros((0, 4)), np.zeros((0, 60, 80), bool), np.zeros(0, np.int64), np.zeros(0)
+)
 
 
 def one_dog() -> Detections:
@@ -41,13 +44,22 @@ def test_draws_the_object_where_it_is() -> None:
 
 def test_draws_experts_in_their_colours_over_the_whole_image() -> None:
     photo = np.zeros((60, 80, 3), np.uint8)
-    ids = {"backbone.trunk.layers.2.blocks.1.mlp.moe": np.array([[0, 2], [1, 2]]), "b": np.array([[3]])}
+    ids = {
+        "backbone.trunk.layers.2.blocks.1.mlp.moe": np.array([[0, 2], [1, 2]]),
+        "b": np.array([[3]]),
+    }
     figure = draw(photo, NOTHING, ids, META)
     objects, first, second = panels(figure)
-    assert [axes.get_title() for axes in (objects, first, second)] == ["0 objects", "layers.2.blocks.1", "b"]
+    assert [axes.get_title() for axes in (objects, first, second)] == [
+        "0 objects",
+        "layers.2.blocks.1",
+        "b",
+    ]
     tint = first.images[1]
     assert tint.get_extent() == [-0.5, 79.5, 59.5, -0.5]
-    np.testing.assert_allclose(tint.to_rgba(ids[next(iter(ids))])[..., :3], expert_colours(4)[[[0, 2], [1, 2]]] / 255)
+    np.testing.assert_allclose(
+        tint.to_rgba(ids[next(iter(ids))])[..., :3], expert_colours(4)[[[0, 2], [1, 2]]] / 255
+    )
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["0", "1", "2", "3"]
 

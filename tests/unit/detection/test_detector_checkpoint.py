@@ -1,4 +1,5 @@
-"""A detector's training in the per-expert store and in mmengine's own files: resumed, tested, exported."""
+"""A detector's training in the per-expert store and in mmengine's own files: resumed, tested,
+exported."""
 
 import json
 import os
@@ -53,7 +54,8 @@ def test_what_a_run_leaves(trained):
     best = json.loads((checkpoints / "best.json").read_text())
     assert (checkpoints / "best").resolve().name == best["checkpoint"]
     experts = sorted(
-        str(p.relative_to(checkpoints / "latest")) for p in (checkpoints / "latest/experts").rglob("*.safetensors")
+        str(p.relative_to(checkpoints / "latest"))
+        for p in (checkpoints / "latest/experts").rglob("*.safetensors")
     )
     assert experts == [
         f"experts/backbone.trunk.layers.{block}.mlp.moe/000{e}.safetensors"
@@ -63,16 +65,27 @@ def test_what_a_run_leaves(trained):
 
 
 def test_resumed_at_an_epoch_equals_uninterrupted(data, tmp_path):
-    """The second epoch again from the first one's checkpoint: the same weights, moments and rates, by bits."""
-    options = TWO_EPOCHS | {"model__backbone__moe__gate_noise": 0.0, "default_hooks__checkpoint__keep_last": 2}
-    whole, resumed = (tiny_config(data, tmp_path / name, **options) for name in ("whole", "resumed"))
+    """The second epoch again from the first one's checkpoint: the same weights, moments and rates,
+    by bits."""
+    options = TWO_EPOCHS | {
+        "model__backbone__moe__gate_noise": 0.0,
+        "default_hooks__checkpoint__keep_last": 2,
+    }
+    whole, resumed = (
+        tiny_config(data, tmp_path / name, **options) for name in ("whole", "resumed")
+    )
     for config in (whole, resumed):  # with nothing left to draw: mmengine does not save generators
         pipeline = config.train_dataloader.dataset.pipeline
-        config.train_dataloader.dataset.pipeline = [step for step in pipeline if step["type"] != "RandomFlip"]
+        config.train_dataloader.dataset.pipeline = [
+            step for step in pipeline if step["type"] != "RandomFlip"
+        ]
         config.model.train_cfg.rpn.sampler.num = config.model.train_cfg.rcnn.sampler.num = 10**6
     run.train(whole)
     run.train(resumed, str(tmp_path / "whole/checkpoints/step-00000002"))
-    last, again = (open_checkpoint(tmp_path / name / "checkpoints/step-00000004") for name in ("whole", "resumed"))
+    last, again = (
+        open_checkpoint(tmp_path / name / "checkpoints/step-00000004")
+        for name in ("whole", "resumed")
+    )
     assert again.meta["training"] == last.meta["training"]
     assert again.meta["files"] == last.meta["files"]  # checksums
 
@@ -118,7 +131,9 @@ def test_another_models_checkpoint_is_one_line(data, trained, tmp_path):
     for source in (trained, file):
         for changes in ({"num_experts": 4}, {"embed_dim": 16}):
             with pytest.raises(UserError, match=f"checkpoint {source}.*") as raised:
-                run.build_detector(tiny_config(data, tmp_path / "other", backbone=changes), str(source))
+                run.build_detector(
+                    tiny_config(data, tmp_path / "other", backbone=changes), str(source)
+                )
             assert "\n" not in str(raised.value)
     with pytest.raises(UserError, match="experts: 2 there, 4 in the model"):
         run.test(tiny_config(data, tmp_path / "other", backbone={"num_experts": 4}), str(trained))
@@ -133,7 +148,9 @@ def test_another_detector_starts_from_its_backbone(data, trained, tmp_path):
     new = run.build_detector(tiny_config(data, tmp_path / "new", **pretrained))
     new.init_weights()
     of_trunk = {n: t for n, t in weights(data, trained).items() if n.startswith("backbone.trunk.")}
-    assert_equal({n: t for n, t in new.state_dict().items() if n.startswith("backbone.trunk.")}, of_trunk)
+    assert_equal(
+        {n: t for n, t in new.state_dict().items() if n.startswith("backbone.trunk.")}, of_trunk
+    )
     wider = tiny_config(data, tmp_path / "wide", **pretrained, model__backbone__num_experts=4)
     with pytest.raises(UserError, match="num_experts is 2 there, 4 in the backbone"):
         run.build_detector(wider).init_weights()
@@ -145,7 +162,9 @@ def test_a_damaged_checkpoint_is_passed_over(data, trained, tmp_path):
     victim.write_bytes(victim.read_bytes()[:-1])
     config = tiny_config(data, tmp_path)
     found = run.build_detector(config, str(tmp_path)).state_dict()
-    wanted = read_weights_of(open_checkpoint(trained / "checkpoints/step-00000002"), run.build_detector(config))
+    wanted = read_weights_of(
+        open_checkpoint(trained / "checkpoints/step-00000002"), run.build_detector(config)
+    )
     assert_equal(found, wanted)
 
 
@@ -163,7 +182,14 @@ def test_mmdets_own_test_script_gives_the_same(data, trained, tmp_path):
     script = Path(mmdet.__file__).parent / ".mim/tools/test.py"
     for source in (export, trained):
         done = subprocess.run(
-            [sys.executable, script, file, source, "--work-dir", tmp_path / f"theirs{source.suffix}"],
+            [
+                sys.executable,
+                script,
+                file,
+                source,
+                "--work-dir",
+                tmp_path / f"theirs{source.suffix}",
+            ],
             capture_output=True,
             text=True,
             check=False,
@@ -206,7 +232,9 @@ def test_the_configuration_in_a_pth_is_not_run(data, tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("content", ["", "null", '{"score": "high"}', '{"score": NaN}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["", "null", '{"score": "high"}', '{"score": NaN}', "[" * 100_000]
+)
 def test_a_damaged_record_of_the_best(content, tmp_path):
     from swinv2_moe.detection.store import _best_score
 

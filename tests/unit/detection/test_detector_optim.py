@@ -17,8 +17,18 @@ class Model(nn.Module):
 
     def __init__(self, **backbone) -> None:
         super().__init__()
-        tiny = {"embed_dim": 8, "depths": (1, 1, 2, 1), "num_heads": (1, 1, 2, 2), "window_size": 4, "num_experts": 2}
-        tiny |= {"moe_blocks": ((), (), (1,), (0,)), "drop_path_rate": 0.0, "moe": {"router": "cosine"}}
+        tiny = {
+            "embed_dim": 8,
+            "depths": (1, 1, 2, 1),
+            "num_heads": (1, 1, 2, 2),
+            "window_size": 4,
+            "num_experts": 2,
+        }
+        tiny |= {
+            "moe_blocks": ((), (), (1,), (0,)),
+            "drop_path_rate": 0.0,
+            "moe": {"router": "cosine"},
+        }
         torch.manual_seed(0)
         self.backbone = run.MODELS.build({"type": "SwinV2MoE", **tiny, **backbone})
         self.head = nn.Conv2d(64, 1, 3)
@@ -29,12 +39,19 @@ class Model(nn.Module):
 
 def wrapper_of(model, layer_decay=1.0, **keys):
     optimizer = {"type": "AdamW", "lr": 0.1, "weight_decay": 0.05}
-    config = {"type": "MoEOptimWrapper", "constructor": "LayerDecayConstructor", "optimizer": optimizer, **keys}
+    config = {
+        "type": "MoEOptimWrapper",
+        "constructor": "LayerDecayConstructor",
+        "optimizer": optimizer,
+        **keys,
+    }
     return build_optim_wrapper(model, {**config, "paramwise_cfg": {"layer_decay": layer_decay}})
 
 
 def settings(model, wrapper) -> dict[str, tuple[float, float]]:
-    found = {p: (g["lr"], g["weight_decay"]) for g in wrapper.optimizer.param_groups for p in g["params"]}
+    found = {
+        p: (g["lr"], g["weight_decay"]) for g in wrapper.optimizer.param_groups for p in g["params"]
+    }
     return {name: found[p] for name, p in model.named_parameters() if p in found}
 
 
@@ -80,12 +97,16 @@ def test_frozen_parameters_are_left_out():
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_a_step_clips_by_the_norm_of_all(dtype):
     model = Model()
-    wrapper = wrapper_of(model, dtype=dtype, clip_grad={"max_norm": 1e-3}, optimizer={"type": "SGD", "lr": 1.0})
+    wrapper = wrapper_of(
+        model, dtype=dtype, clip_grad={"max_norm": 1e-3}, optimizer={"type": "SGD", "lr": 1.0}
+    )
     before = [p.detach().clone() for p in model.parameters()]
     with wrapper.optim_context(model):
         loss = model(torch.randn(1, 3, 96, 96))
     wrapper.update_params(loss)
-    moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
+    moved = torch.cat(
+        [(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]
+    )
     assert moved.norm() == pytest.approx(1e-3, rel=1e-2)
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
@@ -132,6 +153,11 @@ def test_accumulation():
 )
 def test_one_line_for_bad_values(keys, message):
     optimizer = {"type": "AdamW", "lr": 0.1}
-    config = {"type": "MoEOptimWrapper", "constructor": "LayerDecayConstructor", "optimizer": optimizer, **keys}
+    config = {
+        "type": "MoEOptimWrapper",
+        "constructor": "LayerDecayConstructor",
+        "optimizer": optimizer,
+        **keys,
+    }
     with pytest.raises(UserError, match=message):
         build_optim_wrapper(Model(), config)

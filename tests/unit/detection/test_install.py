@@ -24,10 +24,14 @@ class Pip:
         self.constraints: list[str] = []  # of the last installation
         self.fails = fails
 
-    def __call__(self, log: Path, *arguments: object, environment: dict[str, str] | None = None) -> None:
+    def __call__(
+        self, log: Path, *arguments: object, environment: dict[str, str] | None = None
+    ) -> None:
         self.calls.append(list(map(str, arguments)))
         if "--constraint" in arguments:
-            self.constraints = Path(arguments[arguments.index("--constraint") + 1]).read_text().splitlines()
+            self.constraints = (
+                Path(arguments[arguments.index("--constraint") + 1]).read_text().splitlines()
+            )
         if arguments[0] != "wheel":
             return
         self.environment = environment
@@ -72,14 +76,19 @@ def test_installs_the_pinned_versions_with_the_torch_that_is_here(pip, tmp_path)
     compiled_wheel(tmp_path / "log")
     assert pinned("ninja") in pip.constraints
     for package in ("torch", "torchvision"):
-        assert [pin for pin in pip.constraints if re.match(rf"{package}\b", pin)] == [f"{package}=={version(package)}"]
+        assert [pin for pin in pip.constraints if re.match(rf"{package}\b", pin)] == [
+            f"{package}=={version(package)}"
+        ]
 
 
 def test_compilers_take_cxx20(tmp_path):
     """The headers of torch 2.15 need it, and mmcv's setup asks for C++17 alone."""
     compiler = install._for_cxx20("printf '<%s>'", tmp_path / "c++")
     done = subprocess.run(
-        [compiler, "-O1", "-std=c++17", "-DX=a b", "x.cpp"], capture_output=True, text=True, check=True
+        [compiler, "-O1", "-std=c++17", "-DX=a b", "x.cpp"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "<-O1><-std=c++20><-DX=a b><x.cpp>"
 
@@ -87,7 +96,9 @@ def test_compilers_take_cxx20(tmp_path):
 def test_the_compiler_of_the_environment_is_used(pip, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "ccache g++")
     written = []
-    monkeypatch.setattr(install, "_for_cxx20", lambda command, file: written.append(command) or str(file))
+    monkeypatch.setattr(
+        install, "_for_cxx20", lambda command, file: written.append(command) or str(file)
+    )
     compiled_wheel(tmp_path / "log")
     assert written[0] == "ccache g++"
     assert pip.environment["CXX"].endswith("/c++")
@@ -109,7 +120,10 @@ def test_another_version_is_compiled_anew(pip, tmp_path):
 
 def test_two_at_once_compile_once(pip, tmp_path):
     found = []
-    threads = [threading.Thread(target=lambda: found.append(compiled_wheel(tmp_path / "log"))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: found.append(compiled_wheel(tmp_path / "log")))
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -123,15 +137,22 @@ def test_a_failure_leaves_nothing_and_names_the_log(pip, tmp_path, monkeypatch):
     monkeypatch.setattr(install.sys, "argv", ["install", str(tmp_path / "log")])
     with pytest.raises(SystemExit) as raised:
         install.main()
-    assert str(raised.value) == f"Detection was not installed: pip wheel failed. The log: {tmp_path / 'log'}"
+    assert (
+        str(raised.value)
+        == f"Detection was not installed: pip wheel failed. The log: {tmp_path / 'log'}"
+    )
     assert [path.name for path in wheel_directory().iterdir()] == [".lock"]
 
 
 def test_a_wheel_that_does_not_work_is_named(pip, tmp_path, monkeypatch):
     monkeypatch.setattr(install, "_CHECK", "raise ImportError(\"No module named 'mmcv._ext'\")")
-    with pytest.raises(InstallError, match=r"No module named 'mmcv._ext' \(remove .*\.whl to compile it anew\)"):
+    with pytest.raises(
+        InstallError, match=r"No module named 'mmcv._ext' \(remove .*\.whl to compile it anew\)"
+    ):
         install.install(tmp_path / "log")
-    monkeypatch.setattr(install, "_CHECK", 'raise ImportError("libGL.so.1: cannot open shared object file")')
+    monkeypatch.setattr(
+        install, "_CHECK", 'raise ImportError("libGL.so.1: cannot open shared object file")'
+    )
     with pytest.raises(InstallError, match=r"libGL\.so\.1.*apt install libgl1 libglib2\.0-0"):
         install.install(tmp_path / "log")
     assert "libGL.so.1" in (tmp_path / "log").read_text()

@@ -23,5 +23,7 @@ for side in (100, 11_000):
 
 @pytest.mark.timeout(300)
 def test_opencv_decodes_no_more_pixels_than_the_rest_of_this_package():
-    done = subprocess.run([sys.executable, "-c", DECODE], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", DECODE], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == ["(100, 100, 3)", "refused"]

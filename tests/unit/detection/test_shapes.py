@@ -1,4 +1,5 @@
-"""swinv2_moe.detection.shapes and data/make_shapes.py: the same bytes again, and annotations that fit the pixels."""
+"""swinv2_moe.detection.shapes and data/make_shapes.py: the same bytes again, and annotations that
+fit the pixels."""
 
 import json
 from dataclasses import replace
@@ -17,7 +18,11 @@ FEW = Options(train=4, val=2, min_size=64, max_size=96, seed=3)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(directory)): file.read_bytes()
+        for file in directory.rglob("*")
+        if file.is_file()
+    }
 
 
 def test_the_same_options_give_the_same_bytes(tmp_path: Path) -> None:
@@ -30,31 +35,47 @@ def test_the_same_options_give_the_same_bytes(tmp_path: Path) -> None:
     assert len(one) == 6 + 2
     pictures = [name for name in one if name.endswith(".png")]
     assert all(one[name] != other[name] for name in pictures)
-    assert all(one[name] == more[name] for name in pictures)  # an image does not depend on how many there are
+    # an image does not depend on how many there are
+    assert all(one[name] == more[name] for name in pictures)
 
 
 def test_passes_its_own_check_and_shows_every_class(tmp_path: Path) -> None:
     counts = make_shapes(tmp_path, replace(FEW, train=12))
     for split, images in (("train", 12), ("val", 2)):
-        found = check_annotations(tmp_path / f"annotations/instances_{split}.json", tmp_path / split, CLASSES)
-        assert (len(found.image_files), found.boxes, found.images_without_boxes) == (images, counts[split], 0)
+        found = check_annotations(
+            tmp_path / f"annotations/instances_{split}.json", tmp_path / split, CLASSES
+        )
+        assert (len(found.image_files), found.boxes, found.images_without_boxes) == (
+            images,
+            counts[split],
+            0,
+        )
     content = json.loads((tmp_path / "annotations/instances_train.json").read_text())
     assert {row["category_id"] for row in content["annotations"]} == {1, 2, 3}
 
 
 def test_annotations_fit_the_pixels(tmp_path: Path) -> None:
-    """Without its objects an image is a smooth texture: the colour changes where a polygon begins."""
+    """Without its objects an image is a smooth texture: the colour changes where a polygon
+    begins."""
     make_shapes(tmp_path, replace(FEW, train=8, min_size=128, max_size=128, max_objects=1))
     content = json.loads((tmp_path / "annotations/instances_train.json").read_text())
     assert len(content["annotations"]) == 8
     for row in content["annotations"]:
-        pixels = np.asarray(Image.open(tmp_path / "train" / f"{row['image_id'] - 1:06d}.png"), np.float32)
+        pixels = np.asarray(
+            Image.open(tmp_path / "train" / f"{row['image_id'] - 1:06d}.png"), np.float32
+        )
         polygon = np.array(row["segmentation"][0]).reshape(-1, 2)
         corner, extent = np.array(row["bbox"][:2]), np.array(row["bbox"][2:])
-        np.testing.assert_allclose([polygon.min(0), polygon.max(0)], [corner, corner + extent], atol=0.011)
-        masks = [mask_of(corner + extent / 2 + (polygon - corner - extent / 2) * scale) for scale in (0.85, 1.15, 1.35)]
+        np.testing.assert_allclose(
+            [polygon.min(0), polygon.max(0)], [corner, corner + extent], atol=0.011
+        )
+        masks = [
+            mask_of(corner + extent / 2 + (polygon - corner - extent / 2) * scale)
+            for scale in (0.85, 1.15, 1.35)
+        ]
         inside, around = masks[0], masks[2] & ~masks[1]
-        assert row["area"] == pytest.approx(mask_of(polygon).sum(), rel=0.15)  # Pillow's mask has the edge's pixels too
+        # Pillow's mask has the edge's pixels too
+        assert row["area"] == pytest.approx(mask_of(polygon).sum(), rel=0.15)
         # the mean colour over a ring is that of the background, over the inside that of the object
         assert np.abs(pixels[inside].mean(0) - pixels[around].mean(0)).max() > 15
 
@@ -83,7 +104,10 @@ def test_the_command_keeps_what_is_there(tmp_path: Path, monkeypatch, capsys) ->
     make = command("make_shapes", monkeypatch, capsys, "data")
     new = make(tmp_path / "new", "--train", 2, "--val", 1, "--max-size", 160)
     assert new.status == 0
-    assert [line.split(":")[0] for line in new.out.splitlines()] == [f"{tmp_path}/new/train", f"{tmp_path}/new/val"]
+    assert [line.split(":")[0] for line in new.out.splitlines()] == [
+        f"{tmp_path}/new/train",
+        f"{tmp_path}/new/val",
+    ]
     before = contents(tmp_path)
     again = make(tmp_path / "new", "--train", 1, "--val", 1)
     assert again == (2, "", f"error: {tmp_path}/new: must be a new or empty directory\n")

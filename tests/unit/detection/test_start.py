@@ -22,7 +22,10 @@ from swinv2_moe.engine import checkpoint
 from swinv2_moe.errors import UserError
 
 CONFIG = ROOT / "configs/detection/shapes/mask_rcnn.py"
-HOLD = "import fcntl, sys; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX); print('held', flush=True)"
+HOLD = (
+    "import fcntl, sys; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX);"
+    " print('held', flush=True)"
+)
 
 
 def test_a_second_training_looks_at_nothing(tmp_path, monkeypatch):
@@ -31,9 +34,13 @@ def test_a_second_training_looks_at_nothing(tmp_path, monkeypatch):
     looked = []
     monkeypatch.setattr(checkpoint, "find_checkpoint", lambda *args, **kwargs: looked.append(args))
     command = [sys.executable, "-c", f"{HOLD}; sys.stdin.read()", str(tmp_path / "run" / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=rf"^--work-dir {tmp_path / 'run'}: another run is writing there$"):
+        with pytest.raises(
+            UserError, match=rf"^--work-dir {tmp_path / 'run'}: another run is writing there$"
+        ):
             run.train(config, "auto")
         other.stdin.close()
     assert looked == []
@@ -42,7 +49,10 @@ def test_a_second_training_looks_at_nothing(tmp_path, monkeypatch):
 
 def train_at_own_rate(work_dir: Path) -> None:
     rank = os.environ["RANK"]
-    options = [f"optim_wrapper.optimizer.lr=0.{rank}1", f"train_dataloader.dataset.dataset.data_root=/local/{rank}/"]
+    options = [
+        f"optim_wrapper.optimizer.lr=0.{rank}1",
+        f"train_dataloader.dataset.dataset.data_root=/local/{rank}/",
+    ]
     config = run.load_config(str(CONFIG), options, str(work_dir))
     run_command(lambda: run.train(config))
 
@@ -50,7 +60,10 @@ def train_at_own_rate(work_dir: Path) -> None:
 def test_ranks_with_different_configurations(tmp_path):
     ended = Processes(2, tmp_path, partial(train_at_own_rate, tmp_path / "run")).wait()
     assert [outcome.status for outcome in ended] == [2, 2], ended
-    line = "error: the ranks were started differently: optim_wrapper.optimizer.lr is 0.01 on rank 0, 0.11 on rank 1"
+    line = (
+        "error: the ranks were started differently: optim_wrapper.optimizer.lr is 0.01 on rank 0,"
+        " 0.11 on rank 1"
+    )
     assert ended[0].err.splitlines()[-1] == line
     assert not (tmp_path / "run").exists()
 
@@ -59,7 +72,13 @@ def test_data_workers_outlive_ctrl_c():
     """It reaches all processes in the foreground; the run ends its workers itself."""
     sampler = {"type": "DefaultSampler", "shuffle": False}
     loader = run.MoERunner.build_dataloader(
-        {"dataset": TensorDataset(torch.arange(40)), "sampler": sampler, "batch_size": 2, "num_workers": 2}, seed=0
+        {
+            "dataset": TensorDataset(torch.arange(40)),
+            "sampler": sampler,
+            "batch_size": 2,
+            "num_workers": 2,
+        },
+        seed=0,
     )
     batches = iter(loader)
     for worker in batches._workers:

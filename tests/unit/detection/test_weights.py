@@ -16,10 +16,22 @@ from swinv2_moe.engine.checkpoint import write_weights
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
 
-TRAINED = "DATA.IMG_SIZE 64 MODEL.SWINV2.EMBED_DIM 8 MODEL.SWINV2.DEPTHS [1,1,2,1] MODEL.SWINV2.NUM_HEADS [1,1,2,2]"
-TRAINED += " MODEL.SWINV2.WINDOW_SIZE 4 MODEL.SWINV2.PATCH_SIZE 4 MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0,0]"
+TRAINED = (
+    "DATA.IMG_SIZE 64 MODEL.SWINV2.EMBED_DIM 8 MODEL.SWINV2.DEPTHS [1,1,2,1] MODEL.SWINV2.NUM_HEADS"
+    " [1,1,2,2]"
+)
+TRAINED += (
+    " MODEL.SWINV2.WINDOW_SIZE 4 MODEL.SWINV2.PATCH_SIZE 4 MODEL.SWINV2.PRETRAINED_WINDOW_SIZES"
+    " [0,0,0,0]"
+)
 TRAINED += " MODEL.MOE.NUM_EXPERTS 2 MODEL.MOE.BLOCKS [[],[],[1],[0]]"
-TINY = {"embed_dim": 8, "depths": (1, 1, 2, 1), "num_heads": (1, 1, 2, 2), "window_size": 4, "num_experts": 2}
+TINY = {
+    "embed_dim": 8,
+    "depths": (1, 1, 2, 1),
+    "num_heads": (1, 1, 2, 2),
+    "window_size": 4,
+    "num_experts": 2,
+}
 TINY |= {"moe_blocks": ((), (), (1,), (0,)), "pretrained_window_sizes": (0, 0, 0, 2)}
 
 
@@ -32,7 +44,14 @@ def trained(options: str = ""):
 
 def write_run(directory: Path, options: str = "") -> tuple[str, torch.nn.Module]:
     config, model = trained(options)
-    write_weights(directory / "checkpoints" / "step-00000003", model, model.state_dict(), config, list("abcde"), step=3)
+    write_weights(
+        directory / "checkpoints" / "step-00000003",
+        model,
+        model.state_dict(),
+        config,
+        list("abcde"),
+        step=3,
+    )
     return str(directory), model
 
 
@@ -46,7 +65,9 @@ def backbone(pretrained: str, **kwargs):
 def assert_trunk_is(found, model) -> None:
     expected = {n: t for n, t in model.state_dict().items() if not n.startswith(("norm.", "head."))}
     assert found.trunk.state_dict().keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.trunk.state_dict().items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in found.trunk.state_dict().items()
+    )
 
 
 def test_from_a_run_a_checkpoint_and_a_file(tmp_path):
@@ -76,11 +97,17 @@ def test_features_are_those_of_the_trained_model(tmp_path):
     ("kwargs", "message"),
     [
         ({"embed_dim": 16}, "embed_dim is 8 there, 16 in the backbone"),
-        ({"depths": (1, 1, 3, 1)}, r"depths is \[1, 1, 2, 1\] there, \[1, 1, 3, 1\] in the backbone"),
+        (
+            {"depths": (1, 1, 3, 1)},
+            r"depths is \[1, 1, 2, 1\] there, \[1, 1, 3, 1\] in the backbone",
+        ),
         ({"num_experts": 4}, "num_experts is 2 there, 4 in the backbone"),
         ({"num_experts": 0}, "num_experts is 2 there, 0 in the backbone"),
         ({"model": "swin_moe"}, "model is swinv2_moe there, swin_moe in the backbone"),
-        ({"moe_blocks": ((), (), (0,), (0,))}, r"MoE layers is \['2.1', '3.0'\] there, \['2.0', '3.0'\]"),
+        (
+            {"moe_blocks": ((), (), (0,), (0,))},
+            r"MoE layers is \['2.1', '3.0'\] there, \['2.0', '3.0'\]",
+        ),
     ],
 )
 def test_another_model_is_one_line(tmp_path, kwargs, message):
@@ -96,7 +123,9 @@ def test_another_model_is_one_line(tmp_path, kwargs, message):
 
 def test_other_windows_are_one_line(tmp_path):
     run, _ = write_run(tmp_path / "run")
-    with pytest.raises(UserError, match=r"windows of \[4, 4, 4, 2\].*pretrained_window_sizes=\[4, 4, 4, 2\]"):
+    with pytest.raises(
+        UserError, match=r"windows of \[4, 4, 4, 2\].*pretrained_window_sizes=\[4, 4, 4, 2\]"
+    ):
         backbone(run, pretrained_window_sizes=(0, 0, 0, 0))
 
 

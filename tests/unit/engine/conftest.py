@@ -1,4 +1,5 @@
-"""Runs of a few seconds: the digits, a model of three blocks (two with experts), five steps of 256 images an epoch."""
+"""Runs of a few seconds: the digits, a model of three blocks (two with experts), five steps of 256
+images an epoch."""
 
 import json
 import subprocess
@@ -17,8 +18,17 @@ from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.models import build_model
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
-SMALL = {"MODEL.SWINV2.EMBED_DIM": 16, "MODEL.SWINV2.DEPTHS": [1, 1, 1], "MODEL.MOE.BLOCKS": [[], [0], [0]]}
-SMALL |= {"MODEL.MOE.NUM_EXPERTS": 4, "DATA.BATCH_SIZE": 256, "TRAIN.EPOCHS": 2, "TRAIN.WARMUP_EPOCHS": 1}
+SMALL = {
+    "MODEL.SWINV2.EMBED_DIM": 16,
+    "MODEL.SWINV2.DEPTHS": [1, 1, 1],
+    "MODEL.MOE.BLOCKS": [[], [0], [0]],
+}
+SMALL |= {
+    "MODEL.MOE.NUM_EXPERTS": 4,
+    "DATA.BATCH_SIZE": 256,
+    "TRAIN.EPOCHS": 2,
+    "TRAIN.WARMUP_EPOCHS": 1,
+}
 SMALL |= {"PRINT_FREQ": 1, "DEVICE": "cpu"}
 
 
@@ -41,14 +51,17 @@ def make_trainer(tmp_path) -> Callable[..., Trainer]:
         config = _config(tmp_path, keys)
         data = build_data(config)
         seed_everything(config.SEED)
-        return Trainer(config, World(0, 1, torch.device("cpu")), data, build_model(config, data.num_classes))
+        return Trainer(
+            config, World(0, 1, torch.device("cpu")), data, build_model(config, data.num_classes)
+        )
 
     return make
 
 
 @pytest.fixture
 def save() -> Callable[..., Path]:
-    """`save(trainer, root, is_best=..., whole=...)`: its state as a checkpoint in `root`; that checkpoint."""
+    """`save(trainer, root, is_best=..., whole=...)`: its state as a checkpoint in `root`; that
+    checkpoint."""
 
     def run(trainer: Trainer, root: Path, **how) -> Path:
         saver = Saver(root, trainer.world, trainer.config)
@@ -78,6 +91,8 @@ def read_metrics() -> Callable[[Path], tuple[list[dict], list[dict]]]:
 
     def read(run: Path) -> tuple[list[dict], list[dict]]:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return [line for line in lines if "loss" in line], [line for line in lines if "train_loss" in line]
+        return [line for line in lines if "loss" in line], [
+            line for line in lines if "train_loss" in line
+        ]
 
     return read

@@ -12,12 +12,19 @@ from swinv2_moe.engine.agreement import check_same_data, check_same_start, diffe
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.errors import UserError
 
-VALUES = {"TRAIN.BASE_LR": 1e-3, "MODEL.MOE.BLOCKS": [[], [0]], "DATA.PATH": "/local/0", "--resume": None, "SEED": 0}
+VALUES = {
+    "TRAIN.BASE_LR": 1e-3,
+    "MODEL.MOE.BLOCKS": [[], [0]],
+    "DATA.PATH": "/local/0",
+    "--resume": None,
+    "SEED": 0,
+}
 
 
 @dataclass(frozen=True)
 class WithOthers(World):
-    """Rank 0 among others; where the ranks gather, `others[i]` is what the others give the i-th time."""
+    """Rank 0 among others; where the ranks gather, `others[i]` is what the others give the i-th
+    time."""
 
     others: list = field(default_factory=list)
 
@@ -53,9 +60,13 @@ def test_places_of_data_may_differ():
 
 def test_the_key_and_both_values_are_named():
     same = {key: value for key, value in VALUES.items() if key != "DATA.PATH"}
-    assert refusal(same, same | {"TRAIN.BASE_LR": 1e-2}) == "TRAIN.BASE_LR is 0.001 on rank 0, 0.01 on rank 2"
     assert (
-        refusal(same | {"MODEL.MOE.BLOCKS": [[], []]}) == "MODEL.MOE.BLOCKS is [[], [0]] on rank 0, [[], []] on rank 1"
+        refusal(same, same | {"TRAIN.BASE_LR": 1e-2})
+        == "TRAIN.BASE_LR is 0.001 on rank 0, 0.01 on rank 2"
+    )
+    assert (
+        refusal(same | {"MODEL.MOE.BLOCKS": [[], []]})
+        == "MODEL.MOE.BLOCKS is [[], [0]] on rank 0, [[], []] on rank 1"
     )
     assert refusal(same | {"--resume": "auto"}) == "--resume is None on rank 0, 'auto' on rank 1"
     assert refusal(same | {"SEED": "0"}) == "SEED is 0 on rank 0, '0' on rank 1"
@@ -65,7 +76,8 @@ def test_keys_that_one_rank_lacks():
     """Another version of this program has other keys."""
     same = {key: value for key, value in VALUES.items() if key not in ("DATA.PATH", "SEED")}
     assert (
-        refusal(same | {"NEW.KEY": 1}) == "SEED is 0 on rank 0, None on rank 1; NEW.KEY is None on rank 0, 1 on rank 1"
+        refusal(same | {"NEW.KEY": 1})
+        == "SEED is 0 on rank 0, None on rank 1; NEW.KEY is None on rank 0, 1 on rank 1"
     )
 
 
@@ -82,8 +94,18 @@ def images(targets: list[int]) -> ImageArrays:
 @pytest.mark.parametrize(
     ("train", "val", "names", "says"),
     [
-        ([0, 1], [0], ["a", "b"], "rank 1 finds 2 + 1 images there, rank 0 3 + 1; their number and their classes must"),
-        ([0, 1, 1], [0], ["a", "b"], "rank 1 finds 3 + 1 images there, rank 0 3 + 1; their number and their classes"),
+        (
+            [0, 1],
+            [0],
+            ["a", "b"],
+            "rank 1 finds 2 + 1 images there, rank 0 3 + 1; their number and their classes must",
+        ),
+        (
+            [0, 1, 1],
+            [0],
+            ["a", "b"],
+            "rank 1 finds 3 + 1 images there, rank 0 3 + 1; their number and their classes",
+        ),
         ([0, 0, 1], [1], ["a", "b"], "their classes must be the same"),
         ([0, 0, 1], [0], ["a", "c"], "their classes must be the same"),
     ],
@@ -105,7 +127,9 @@ def test_other_data(train, val, names, says):
 
 
 def test_versions(monkeypatch):
-    monkeypatch.setattr(agreement, "code_versions", lambda: {"torch": "2.11.0", "commit": "abc", "triton": None})
+    monkeypatch.setattr(
+        agreement, "code_versions", lambda: {"torch": "2.11.0", "commit": "abc", "triton": None}
+    )
     same, other = (
         {"torch": "2.11.0", "commit": "abc", "triton": None},
         {"torch": "2.10.0", "commit": "abc", "triton": "3"},

@@ -37,8 +37,15 @@ def refusal(trainer, directory):
     with pytest.raises(UserError) as caught:
         trainer.resume(open_checkpoint(directory))
     assert all(tensor.equal(before[name]) for name, tensor in trainer.model.state_dict().items())
-    assert not ema or all(tensor.equal(ema[name]) for name, tensor in trainer.ema.module.state_dict().items())
-    assert (trainer.epoch, trainer.step, trainer.best_top1, trainer.scaler.updates) == (0, 0, -1.0, 0)
+    assert not ema or all(
+        tensor.equal(ema[name]) for name, tensor in trainer.ema.module.state_dict().items()
+    )
+    assert (trainer.epoch, trainer.step, trainer.best_top1, trainer.scaler.updates) == (
+        0,
+        0,
+        -1.0,
+        0,
+    )
     assert not trainer.optimizer.state
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -48,7 +55,12 @@ def keys_of(trainer, *parts):
     return [name for name in trainer.model.state_dict() if any(part in name for part in parts)]
 
 
-FC = [f"layers.{i}.blocks.0.mlp.fc{j}.{name}" for i in (1, 2) for j in (1, 2) for name in ("weight", "bias")]
+FC = [
+    f"layers.{i}.blocks.0.mlp.fc{j}.{name}"
+    for i in (1, 2)
+    for j in (1, 2)
+    for name in ("weight", "bias")
+]
 ROUTERS = [f"{layer}.router.weight" for layer in LAYERS]
 
 
@@ -56,15 +68,39 @@ ROUTERS = [f"{layer}.router.weight" for layer in LAYERS]
     ("saved", "running", "named"),
     [
         ({}, {"MODEL.SWINV2.EMBED_DIM": 32}, None),  # None: every key
-        ({}, {"MODEL.MOE.NUM_EXPERTS": 8}, [*ROUTERS, *(f"{layer}.experts: 4 there, 8" for layer in LAYERS)]),
-        ({"MODEL.MOE.NUM_EXPERTS": 8}, {}, [*ROUTERS, *(f"{layer}.experts: 8 there, 4" for layer in LAYERS)]),
-        ({}, {"MODEL.MOE.NUM_EXPERTS": 0}, [*ROUTERS, *FC, *(f"{layer}.experts: 4 there, 0" for layer in LAYERS)]),
+        (
+            {},
+            {"MODEL.MOE.NUM_EXPERTS": 8},
+            [*ROUTERS, *(f"{layer}.experts: 4 there, 8" for layer in LAYERS)],
+        ),
+        (
+            {"MODEL.MOE.NUM_EXPERTS": 8},
+            {},
+            [*ROUTERS, *(f"{layer}.experts: 8 there, 4" for layer in LAYERS)],
+        ),
+        (
+            {},
+            {"MODEL.MOE.NUM_EXPERTS": 0},
+            [*ROUTERS, *FC, *(f"{layer}.experts: 4 there, 0" for layer in LAYERS)],
+        ),
         (
             {"MODEL.MOE.NUM_EXPERTS": 0},
             {},
-            [*ROUTERS, *FC, *(f"{layer}.experts.{name}" for layer in LAYERS for name in ("w1", "b1", "w2", "b2"))],
+            [
+                *ROUTERS,
+                *FC,
+                *(
+                    f"{layer}.experts.{name}"
+                    for layer in LAYERS
+                    for name in ("w1", "b1", "w2", "b2")
+                ),
+            ],
         ),
-        ({}, {"MODEL.MOE.BLOCKS": [[], [], [0]]}, [*FC[:4], ROUTERS[0], f"{LAYERS[0]}.experts: 4 there, 0"]),
+        (
+            {},
+            {"MODEL.MOE.BLOCKS": [[], [], [0]]},
+            [*FC[:4], ROUTERS[0], f"{LAYERS[0]}.experts: 4 there, 0"],
+        ),
         ({}, {"MODEL.MOE.ROUTER": "cosine"}, [*ROUTERS, f"{LAYERS[0]}.router.sim_matrix"]),
         ({}, {"MODEL.MOE.OUTPUT_BIAS": False}, [f"{layer}.experts.b2" for layer in LAYERS]),
     ],
@@ -74,7 +110,8 @@ def test_other_architectures(saved, running, named, save, make_trainer):
     message = refusal(trainer, directory)
     named = keys_of(trainer, "") if named is None else named
     if running.get("MODEL.SWINV2.EMBED_DIM"):
-        unchanged = ("logit_scale", "cpb_mlp", "head.fc.bias")  # their shapes do not follow the width
+        # their shapes do not follow the width
+        unchanged = ("logit_scale", "cpb_mlp", "head.fc.bias")
         named = [key for key in named if not any(part in key for part in unchanged)]
     assert [name for name in named if name not in message] == [], message
     assert "nothing was loaded" in message
@@ -158,13 +195,17 @@ def rewrite_trunk(directory, change):
 @pytest.mark.parametrize("kind", [torch.int32, torch.complex64, torch.bool])
 def test_numbers_that_are_not_floating_point(kind, save, make_trainer):
     directory = save()
-    rewrite_trunk(directory, lambda tensors: tensors | {"norm.weight": tensors["norm.weight"].to(kind)})
+    rewrite_trunk(
+        directory, lambda tensors: tensors | {"norm.weight": tensors["norm.weight"].to(kind)}
+    )
     assert "1 not of floating point: norm.weight" in refusal(make_trainer(), directory)
 
 
 def test_weights_to_start_from_are_finite(save, make_trainer):
     directory, trainer = save(), make_trainer()
-    rewrite_trunk(directory, lambda tensors: tensors | {"norm.weight": torch.full((64,), float("nan"))})
+    rewrite_trunk(
+        directory, lambda tensors: tensors | {"norm.weight": torch.full((64,), float("nan"))}
+    )
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     with pytest.raises(UserError, match=r"norm\.weight holds values that are NaN or infinite"):
         load_weights(open_checkpoint(directory, weights_only=True), trainer.model)
@@ -182,7 +223,9 @@ def test_a_detectors_training(save, make_trainer):
 
 def test_a_checkpoint_without_a_classifier(save):
     directory = save()
-    rewrite_trunk(directory, lambda tensors: {n: t for n, t in tensors.items() if not n.startswith("head.")})
+    rewrite_trunk(
+        directory, lambda tensors: {n: t for n, t in tensors.items() if not n.startswith("head.")}
+    )
     with pytest.raises(UserError, match="has no classifier") as caught:
         count_classes(open_checkpoint(directory))
     assert "\n" not in str(caught.value)

@@ -1,4 +1,5 @@
-"""Whatever happens to a file of a checkpoint is noticed before anything is loaded, and the one before it is taken."""
+"""Whatever happens to a file of a checkpoint is noticed before anything is loaded, and the one
+before it is taken."""
 
 import errno
 import hashlib
@@ -10,7 +11,13 @@ import numpy as np
 import pytest
 
 from swinv2_moe.engine import train
-from swinv2_moe.engine.checkpoint import DamagedError, find_checkpoint, open_checkpoint, read_meta, write_meta
+from swinv2_moe.engine.checkpoint import (
+    DamagedError,
+    find_checkpoint,
+    open_checkpoint,
+    read_meta,
+    write_meta,
+)
 from swinv2_moe.errors import UserError
 
 FLIPS = 2  # bits of each file, one at a time
@@ -53,7 +60,10 @@ def damages(files, rng):
 
 def test_every_damage_to_every_file(root):
     newest, before = root / "step-00000004", root / "step-00000002"
-    files, spare = sorted(path for path in newest.rglob("*") if path.is_file()), root.parent / "spare"
+    files, spare = (
+        sorted(path for path in newest.rglob("*") if path.is_file()),
+        root.parent / "spare",
+    )
     shutil.copytree(newest, spare)
     count = 0
     for what, file, damage in damages(files, np.random.default_rng(0)):
@@ -66,7 +76,9 @@ def test_every_damage_to_every_file(root):
         (said,) = found.skipped
         for message in (said, str(caught.value)):
             assert "\n" not in message
-            swapped = "swapped" in what and any(str(path.relative_to(newest)) in message for path in files)
+            swapped = "swapped" in what and any(
+                str(path.relative_to(newest)) in message for path in files
+            )
             absent = (what, name) == ("deleted", "meta.json") and "holds no checkpoint" in message
             assert name in message or swapped or absent, (what, name, message)
         shutil.rmtree(newest)
@@ -93,7 +105,10 @@ def test_none_is_whole(root, tmp_path):
     for step in (2, 4):
         shutil.copytree(root / f"step-{step:08d}", tmp_path / f"step-{step:08d}")
         (tmp_path / f"step-{step:08d}" / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole: .*0004: model\.safetensors is missing.*0002"):
+    with pytest.raises(
+        UserError,
+        match=r"no checkpoint in .* is whole: .*0004: model\.safetensors is missing.*0002",
+    ):
         find_checkpoint("auto", tmp_path)
 
 
@@ -122,7 +137,9 @@ def test_a_file_that_must_not_be_read_is_not_taken_for_damage(root, monkeypatch)
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(UserError, match=r"0004/model\.safetensors cannot be read \(Permission denied\)"):
+    with pytest.raises(
+        UserError, match=r"0004/model\.safetensors cannot be read \(Permission denied\)"
+    ):
         find_checkpoint("auto", root)
 
 
@@ -134,7 +151,8 @@ def run(root, tmp_path):
 
 
 def passed_over(run, reason):
-    """That the newest checkpoint is passed over for a reason, in one line, and the one before it taken."""
+    """That the newest checkpoint is passed over for a reason, in one line, and the one before it
+    taken."""
     found = find_checkpoint("auto", run)
     assert found.directory.name == "step-00000002"
     (said,) = found.skipped
@@ -145,14 +163,16 @@ def passed_over(run, reason):
 
 
 def write_sealed(directory, text):
-    """meta.json with whatever text, under the checksum that belongs to it: what a hostile writer would do."""
+    """meta.json with whatever text, under the checksum that belongs to it: what a hostile writer
+    would do."""
     text = text.replace("CHECKSUM", "0" * 64)
     checksum = hashlib.sha256(text.encode()).hexdigest()
     (directory / "meta.json").write_text(text.replace("0" * 64, checksum))
 
 
 def change_meta(directory, place, value):
-    """The value at a place ("training/epoch") replaced, under the right checksum; "removed" leaves it out."""
+    """The value at a place ("training/epoch") replaced, under the right checksum; "removed" leaves
+    it out."""
     meta = read_meta(directory)
     *way, last = place
     inner = meta
@@ -184,13 +204,29 @@ WRONG = [  # a place in meta.json, what stands there, what the line says
     ((*TRUNK, "sha256"), 7, "sha256 is 7"),
     ((*TRUNK, "sha256"), "x" * 10_000_000, "sha256 is 'xxxx"),
     ((*TRUNK, "sha256"), "removed", "sha256 is missing"),
-    (("files", "../../../etc/passwd"), {"bytes": 1, "sha256": "0" * 64}, "a name in files is '../../../etc/passwd'"),
-    (("files", "/etc/passwd"), {"bytes": 1, "sha256": "0" * 64}, "a name in files is '/etc/passwd'"),
+    (
+        ("files", "../../../etc/passwd"),
+        {"bytes": 1, "sha256": "0" * 64},
+        "a name in files is '../../../etc/passwd'",
+    ),
+    (
+        ("files", "/etc/passwd"),
+        {"bytes": 1, "sha256": "0" * 64},
+        "a name in files is '/etc/passwd'",
+    ),
     (("files", "a\0b"), {"bytes": 1, "sha256": "0" * 64}, "a name in files is 'a\\x00b'"),
     (("files", "ema/model.safetensors"), "removed", "does not list 'ema/model.safetensors'"),
     (("experts",), [], "experts is a list"),
-    (("experts", "layers.1.blocks.0.mlp.moe"), [4, 4, None, 4], "experts/layers.1.blocks.0.mlp.moe/2 is null"),
-    (("experts", "layers.1.blocks.0.mlp.moe"), [4] * 5, "does not list experts/layers.1.blocks.0.mlp.moe/0004"),
+    (
+        ("experts", "layers.1.blocks.0.mlp.moe"),
+        [4, 4, None, 4],
+        "experts/layers.1.blocks.0.mlp.moe/2 is null",
+    ),
+    (
+        ("experts", "layers.1.blocks.0.mlp.moe"),
+        [4] * 5,
+        "does not list experts/layers.1.blocks.0.mlp.moe/0004",
+    ),
     (("windows",), "wide", "windows is 'wide'"),
     (("training",), [], "training is a list"),
     (("training",), {}, "training/epoch is missing"),
@@ -199,7 +235,11 @@ WRONG = [  # a place in meta.json, what stands there, what the line says
     (("training", "loss_scaler"), "removed", "training/loss_scaler is missing"),
     (("training", "loss_scaler", "updates"), None, "training/loss_scaler/updates is null"),
     (("training", "strategies"), [[]], "training/strategies/0 is a list"),
-    (("training", "time_to_target", "validations"), [[1, 2, 3]], "validations/0 has 3 items, it must have 4"),
+    (
+        ("training", "time_to_target", "validations"),
+        [[1, 2, 3]],
+        "validations/0 has 3 items, it must have 4",
+    ),
     (("saved",), "removed", None),  # write_meta adds it
 ]
 
@@ -237,7 +277,8 @@ def test_meta_of_gigabytes_is_not_read(run):
 
 
 @pytest.mark.parametrize(
-    "file", ["meta.json", "model.safetensors", "ema/experts/layers.1.blocks.0.mlp.moe/0002.safetensors"]
+    "file",
+    ["meta.json", "model.safetensors", "ema/experts/layers.1.blocks.0.mlp.moe/0002.safetensors"],
 )
 @pytest.mark.parametrize("what", ["a named pipe", "a device", "a directory", "a link to itself"])
 def test_what_is_not_a_regular_file(what, file, run):
@@ -290,8 +331,15 @@ def test_sealed_headers_of_other_forms_are_one_line(run, make_config):
         tensor = header["norm.weight"] | {key: value}
         new = json.dumps(header | {"norm.weight": tensor}).encode()
         file.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + size :])
-        record = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        record = {
+            "bytes": file.stat().st_size,
+            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        }
         change_meta(newest, TRUNK, record)
-        with pytest.raises(UserError, match=r"model\.safetensors is not a readable safetensors file") as caught:
-            train(make_config(run.parent, {"TRAIN.MAX_STEPS": 5, "TRAIN.EMA_DECAY": 0.5}), str(newest))
+        with pytest.raises(
+            UserError, match=r"model\.safetensors is not a readable safetensors file"
+        ) as caught:
+            train(
+                make_config(run.parent, {"TRAIN.MAX_STEPS": 5, "TRAIN.EMA_DECAY": 0.5}), str(newest)
+            )
         assert "\n" not in str(caught.value)

@@ -54,12 +54,16 @@ def dataset_of(checkpoint, data=None, dataset=None) -> str:
 
 def test_class_names(tmp_path, make_config):
     def compare(known, found):
-        return Deployed(None, Checkpoint(tmp_path / "run", {"class_names": known}), config).compare_classes(found)
+        return Deployed(
+            None, Checkpoint(tmp_path / "run", {"class_names": known}), config
+        ).compare_classes(found)
 
     config = make_config(tmp_path)
     assert compare(["a", "b", "c"], ["a", "b", "c"]) is None
     assert compare([], ["a"] * 1000) is None
     line = compare(["a", "b", "c"], ["a", "c", "b"])
-    assert line == "2 of 3 classes have other names: class 1 is 'b' in the checkpoint, 'c' in the data"
+    assert (
+        line == "2 of 3 classes have other names: class 1 is 'b' in the checkpoint, 'c' in the data"
+    )
     with pytest.raises(UserError, match=r"run has 3 classes, the data \(digits\) has 1,000$"):
         compare(["a", "b", "c"], ["a"] * 1000)

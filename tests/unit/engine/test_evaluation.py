@@ -1,4 +1,5 @@
-"""What a model says of every image: by the definition, against a plain loop, and the same on any number of ranks."""
+"""What a model says of every image: by the definition, against a plain loop, and the same on any
+number of ranks."""
 
 from contextlib import nullcontext
 
@@ -23,7 +24,8 @@ from swinv2_moe.engine.evaluation import Predictions, evaluate, predict
 from swinv2_moe.models import build_model
 
 ALONE = World(0, 1, torch.device("cpu"))
-# Images and batch size: neither 2 nor 3 ranks divide the first two, and of two images the third rank has none.
+# Images and batch size: neither 2 nor 3 ranks divide the first two, and of two images the third
+# rank has none.
 SIZES = [(43, 7), (25, 8), (2, 5)]
 BROKEN = 5
 
@@ -41,11 +43,15 @@ def small_config(*opts: str) -> CfgNode:
     return load_config(QUICKSTART, [*SMALL.split(), "MODEL.MOE.NUM_EXPERTS", "6", *opts])
 
 
-def make_loader(config: CfgNode, size: int, batch: int, rank: int = 0, ranks: int = 1) -> DataLoader:
+def make_loader(
+    config: CfgNode, size: int, batch: int, rank: int = 0, ranks: int = 1
+) -> DataLoader:
     val, config = load_sources(config).val, config.clone()
     config.defrost()
     config.DATA.BATCH_SIZE = batch
-    return evaluation_loader(config, FirstDigits(val.label, val.images[:size], val.targets[:size]), rank, ranks)
+    return evaluation_loader(
+        config, FirstDigits(val.label, val.images[:size], val.targets[:size]), rank, ranks
+    )
 
 
 def make_model(config: CfgNode, world: World = ALONE) -> nn.Module:
@@ -63,7 +69,9 @@ def make_model(config: CfgNode, world: World = ALONE) -> nn.Module:
 def test_by_the_definition(data):
     """Logits of few values, so that many are equal, in batches, some without a target."""
     images, classes = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 6))
-    logits = data.draw(arrays(np.float32, (images, classes), elements=st.sampled_from([-3.0, 0.0, 0.5, 2.0])))
+    logits = data.draw(
+        arrays(np.float32, (images, classes), elements=st.sampled_from([-3.0, 0.0, 0.5, 2.0]))
+    )
     targets = data.draw(arrays(np.int64, images, elements=st.integers(-1, classes - 1)))
     batches = zip(*(torch.from_numpy(part).split(5) for part in (logits, targets)), strict=True)
     found, _ = predict(nn.Identity(), [(*batch, []) for batch in batches], ALONE, nullcontext)
@@ -73,9 +81,13 @@ def test_by_the_definition(data):
     probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     assert found.targets.tolist() == targets.tolist()
     assert found.predicted.tolist() == order[:, 0].tolist()
-    assert found.ranks.tolist() == [row.tolist().index(target) for row, target in zip(order, targets, strict=True)]
+    assert found.ranks.tolist() == [
+        row.tolist().index(target) for row, target in zip(order, targets, strict=True)
+    ]
     np.testing.assert_allclose(found.confidence, probabilities.max(1), rtol=1e-5)
-    np.testing.assert_allclose(found.losses, -np.log(probabilities[np.arange(len(targets)), targets]), rtol=1e-4)
+    np.testing.assert_allclose(
+        found.losses, -np.log(probabilities[np.arange(len(targets)), targets]), rtol=1e-4
+    )
 
 
 def test_image_by_image():
@@ -111,7 +123,9 @@ def on_rank(rank: int, ranks: int, expected: list[Predictions], limited: Predict
     config = small_config()
     model = make_model(config, world)
     for (size, batch), alone in zip(SIZES, expected, strict=True):
-        found, unreadable = predict(model, make_loader(config, size, batch, rank, ranks), world, nullcontext)
+        found, unreadable = predict(
+            model, make_loader(config, size, batch, rank, ranks), world, nullcontext
+        )
         assert unreadable == [f"digits[{BROKEN}]"] * (size > BROKEN)
         if rank:
             assert [len(column) for column in found] == [0] * len(found)

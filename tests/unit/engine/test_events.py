@@ -23,7 +23,15 @@ from swinv2_moe.errors import UserError
 
 ALONE = World(0, 1, torch.device("cpu"))
 STAGED = {"started": 1_700_000_000.5, "seconds": 12.5, "bytes": 5_000_000_000}
-BEFORE = ["staging_start", "staging_stop", "init_start", "seed", "global_batch_size", "train_samples", "eval_samples"]
+BEFORE = [
+    "staging_start",
+    "staging_stop",
+    "init_start",
+    "seed",
+    "global_batch_size",
+    "train_samples",
+    "eval_samples",
+]
 BEFORE += ["opt_base_learning_rate", "init_stop", "run_start"]
 EPOCH = ["epoch_start", "epoch_stop", "eval_start", "eval_accuracy", "eval_stop"]
 
@@ -36,14 +44,25 @@ def events(run):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, make_config):
-    """Two runs in this process, the first one interrupted in its second epoch and resumed; its two summaries."""
+    """Two runs in this process, the first one interrupted in its second epoch and resumed; its two
+    summaries."""
     root = tmp_path_factory.mktemp("runs")
     (root / "staging.json").write_text(json.dumps(STAGED))
-    keys = {"EVENT_LOG": True, "SEED": 3, "DATA.PATH": root, "TRAIN.TARGET_TOP1": 0.1, "DATA.BATCH_SIZE": 512}
+    keys = {
+        "EVENT_LOG": True,
+        "SEED": 3,
+        "DATA.PATH": root,
+        "TRAIN.TARGET_TOP1": 0.1,
+        "DATA.BATCH_SIZE": 512,
+    }
     config = make_config(root / "a", keys)
     with pytest.MonkeyPatch.context() as patch:
         train_step = Trainer.train_step
-        patch.setattr(Trainer, "train_step", lambda self, batches: train_step(self, stop_in_epoch(2, self, batches)))
+        patch.setattr(
+            Trainer,
+            "train_step",
+            lambda self, batches: train_step(self, stop_in_epoch(2, self, batches)),
+        )
         train(config)
     assert not (root / "a" / "summary.json").exists()
     other = make_config(root / "b", keys | {"TRAIN.MAX_STEPS": 1, "TRAIN.TARGET_TOP1": 100})
@@ -63,10 +82,14 @@ def test_events_in_their_order(runs):
     assert [event["key"] for event in events(root / "b")] == [*BEFORE, *EPOCH, "run_stop"]
     for event in events(root / "a"):
         assert event["key"] in vars(constants).values()
-        kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(event["key"].split("_")[-1], "POINT_IN_TIME")
+        kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(
+            event["key"].split("_")[-1], "POINT_IN_TIME"
+        )
         assert event["event_type"] == kind
         assert ("epoch_num" in event["metadata"]) == (event["key"] in EPOCH)
-    times = [event["time_ms"] for event in events(root / "a") if not event["key"].startswith("staging")]
+    times = [
+        event["time_ms"] for event in events(root / "a") if not event["key"].startswith("staging")
+    ]
     assert times == sorted(times)
     assert abs(times[-1] / 1000 - time.time()) < 600
 
@@ -74,14 +97,23 @@ def test_events_in_their_order(runs):
 def test_what_the_events_say(runs):
     root, *_ = runs
     found = events(root / "a")
-    values = {event["key"]: event["value"] for event in found if event["event_type"] == "POINT_IN_TIME"}
+    values = {
+        event["key"]: event["value"] for event in found if event["event_type"] == "POINT_IN_TIME"
+    }
     accuracy = values.pop("eval_accuracy")
     assert 0 < accuracy < 1
     samples = {"train_samples": 1437, "eval_samples": 360}
-    assert values == samples | {"seed": 3, "global_batch_size": 512, "opt_base_learning_rate": pytest.approx(1.6e-2)}
+    assert values == samples | {
+        "seed": 3,
+        "global_batch_size": 512,
+        "opt_base_learning_rate": pytest.approx(1.6e-2),
+    }
     epochs = [event["metadata"]["epoch_num"] for event in found if event["key"] in EPOCH]
     assert epochs == [1] * 5 + [2] * 7
-    assert [event["metadata"]["status"] for event in found if event["key"] == "run_stop"] == ["success", "success"]
+    assert [event["metadata"]["status"] for event in found if event["key"] == "run_stop"] == [
+        "success",
+        "success",
+    ]
     assert events(root / "b")[-1]["metadata"]["status"] == "aborted"  # its target was not reached
     start, stop = found[:2]
     assert (start["time_ms"], stop["time_ms"]) == (1_700_000_000_500, 1_700_000_013_000)
@@ -93,12 +125,17 @@ def test_the_summary(runs):
     assert json.loads((root / "a" / "summary.json").read_text()) == summary
     assert (summary["target_top1"], summary["target_epoch"], summary["target_step"]) == (0.1, 1, 2)
     at = {
-        (event["key"], event["metadata"].get("epoch_num")): event["time_ms"] / 1000 for event in events(root / "a")[:17]
+        (event["key"], event["metadata"].get("epoch_num")): event["time_ms"] / 1000
+        for event in events(root / "a")[:17]
     }
     least = at["eval_stop", 1] - at["epoch_start", 1]  # all in the part before
     most = at["epoch_start", 2] - at["run_start", None]
     assert least - 0.01 <= summary["seconds_to_target"] <= most + 0.01
-    assert (missed["target_top1"], missed["seconds_to_target"], missed["target_epoch"]) == (100, None, None)
+    assert (missed["target_top1"], missed["seconds_to_target"], missed["target_epoch"]) == (
+        100,
+        None,
+        None,
+    )
     assert (summary["staging_seconds"], summary["staging_bytes_per_second"]) == (12.5, 4e8)
     assert 0 < summary["data_wait_share"] < 1
 
@@ -158,7 +195,9 @@ def test_a_full_disk_costs_events_and_not_the_run(small_disk, capsys):
             pass
     recorder.close()
     said = capsys.readouterr()
-    assert [line for line in said.out.splitlines() if "may be lost" in line] == said.out.splitlines()
+    assert [
+        line for line in said.out.splitlines() if "may be lost" in line
+    ] == said.out.splitlines()
     assert said.out.count("No space left on device") == 1
     assert not said.err
     assert ":::MLLOG" in (small_disk / "run" / "events.log").read_text()
@@ -166,8 +205,19 @@ def test_a_full_disk_costs_events_and_not_the_run(small_disk, capsys):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "\0", '{"started": 1, "seconds": 2}', '{"started": 1, "seconds": -2, "bytes": 3}']
-    + ['{"started": NaN, "seconds": 2, "bytes": 3}', '{"started": 1, "seconds": 2, "bytes": Infinity}']
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "\0",
+        '{"started": 1, "seconds": 2}',
+        '{"started": 1, "seconds": -2, "bytes": 3}',
+    ]
+    + [
+        '{"started": NaN, "seconds": 2, "bytes": 3}',
+        '{"started": 1, "seconds": 2, "bytes": Infinity}',
+    ]
     + ["[" * 100_000, "1" * 5000, " " * 5000 + json.dumps(STAGED)],
 )
 def test_a_staging_record_that_cannot_be_read(text, tmp_path):
@@ -259,7 +309,8 @@ def test_groups_are_whole():
 
 
 def test_a_slow_disk_shows(make_trainer, tmp_path, monkeypatch, read_metrics):
-    """Each reading of a training batch takes a thousand seconds: next to that, no machine is slow."""
+    """Each reading of a training batch takes a thousand seconds: next to that, no machine is
+    slow."""
     trainer = make_trainer({"TRAIN.MAX_STEPS": 1})
     original, train_set = ImageDataset.__getitems__, trainer.data.train_loader.dataset
     real, readings = time.perf_counter, []
@@ -271,7 +322,10 @@ def test_a_slow_disk_shows(make_trainer, tmp_path, monkeypatch, read_metrics):
 
     monkeypatch.setattr(ImageDataset, "__getitems__", read_slowly)
     monkeypatch.setattr(time, "perf_counter", lambda: real() + 1000 * len(readings))
-    recorder, saver = Recorder(tmp_path / "run", ALONE, 0), Saver(tmp_path / "checkpoints", ALONE, trainer.config)
+    recorder, saver = (
+        Recorder(tmp_path / "run", ALONE, 0),
+        Saver(tmp_path / "checkpoints", ALONE, trainer.config),
+    )
     trainer.fit(recorder, saver)
     recorder.close()
     (step,), _ = read_metrics(tmp_path / "run")

@@ -1,4 +1,5 @@
-"""What one rank finds wrong with the data, on its own disk perhaps, ends the run on all of them, at once."""
+"""What one rank finds wrong with the data, on its own disk perhaps, ends the run on all of them, at
+once."""
 
 from dataclasses import dataclass, field
 
@@ -40,7 +41,9 @@ def test_an_error_of_one_rank_is_every_ranks():
 
 def test_other_data_on_another_rank(make_config, tmp_path):
     config = make_config(tmp_path, {"DATA.BATCH_SIZE": 64})
-    with pytest.raises(UserError, match=r"rank 1 finds 24 \+ 6 images there, rank 0 1,437 \+ 360; their number and"):
+    with pytest.raises(
+        UserError, match=r"rank 1 finds 24 \+ 6 images there, rank 0 1,437 \+ 360; their number and"
+    ):
         _load_data(config, world(None, None, (24, 6, "names")))
     with pytest.raises(UserError, match="their number and their classes"):
         _load_data(config, world(None, None, (1437, 360, "other names")))

@@ -1,4 +1,5 @@
-"""Few-shot evaluation: draws and classifiers on made-up features, extraction against a plain loop, two ranks as one."""
+"""Few-shot evaluation: draws and classifiers on made-up features, extraction against a plain loop,
+two ranks as one."""
 
 import math
 from contextlib import nullcontext
@@ -68,7 +69,9 @@ def clusters(images: int, spread: float, seed: int) -> Features:
     rng = np.random.default_rng(seed)
     centres = 10 + 3 * np.eye(CLASSES, DIM)
     targets = np.arange(images) % CLASSES
-    features = (centres[targets] + spread * rng.normal(size=(images, DIM))) * np.linspace(0.1, 10, DIM)
+    features = (centres[targets] + spread * rng.normal(size=(images, DIM))) * np.linspace(
+        0.1, 10, DIM
+    )
     return Features(features.astype(np.float32), targets)
 
 
@@ -83,7 +86,9 @@ def test_shuffled_labels_give_chance(classifier):
     train, val = clusters(500, 0.05, seed=0), clusters(1000, 0.05, seed=1)
     val = val._replace(targets=np.random.default_rng(2).permutation(val.targets))
     chance, deviation = 100 / CLASSES, 100 * math.sqrt(0.2 * 0.8 / 1000)
-    assert few_shot_accuracy(train, val, 10, 1, classifier)[0] == pytest.approx(chance, abs=5 * deviation)
+    assert few_shot_accuracy(train, val, 10, 1, classifier)[0] == pytest.approx(
+        chance, abs=5 * deviation
+    )
     assert knn_accuracy(train, val, 10) == pytest.approx(chance, abs=5 * deviation)
 
 
@@ -96,25 +101,37 @@ def test_more_shots_help_where_classes_overlap():
 def test_ridge_is_the_published_least_squares():
     train, val = clusters(50, 1.5, seed=0), clusters(200, 1.5, seed=1)
     chosen = draw_shots(train.targets, 5, 0)
-    x, y = train.features[chosen].astype(np.float64), 2.0 * np.eye(CLASSES)[train.targets[chosen]] - 1
+    x, y = (
+        train.features[chosen].astype(np.float64),
+        2.0 * np.eye(CLASSES)[train.targets[chosen]] - 1,
+    )
     mean, std = x.mean(0), x.std(0)
     x = (x - mean) / std
-    weights = np.linalg.solve(x.T @ x + 1024 * np.eye(DIM), x.T @ y)  # x has mean 0: the bias is that of y, all equal
+    # x has mean 0: the bias is that of y, all equal
+    weights = np.linalg.solve(x.T @ x + 1024 * np.eye(DIM), x.T @ y)
     found = ((val.features - mean) / std @ weights).argmax(1)
-    assert few_shot_accuracy(train, val, 5, 1, "ridge") == [pytest.approx(100 * np.mean(found == val.targets))]
+    assert few_shot_accuracy(train, val, 5, 1, "ridge") == [
+        pytest.approx(100 * np.mean(found == val.targets))
+    ]
 
 
 def test_votes_are_weighted_by_cosine():
-    """One neighbour at cosine 1 against two at 0.8, each of which counts exp(0.2 / 0.07) = 17 times less."""
-    train = Features(np.array([[5.0, 0.0], [0.8, 0.6], [8.0, -6.0]], np.float32), np.array([1, 0, 0]))
+    """One neighbour at cosine 1 against two at 0.8, each of which counts exp(0.2 / 0.07) = 17 times
+    less."""
+    train = Features(
+        np.array([[5.0, 0.0], [0.8, 0.6], [8.0, -6.0]], np.float32), np.array([1, 0, 0])
+    )
     val = Features(np.array([[1.0, 0.0]], np.float32), np.array([1]))
     assert knn_accuracy(train, val, 3) == 100.0
 
 
 @pytest.mark.parametrize("neighbors", [1, 7, 300])
 def test_neighbours_are_scikit_learns(neighbors):
-    train, val = clusters(300, 1.5, seed=0), clusters(200, 1.5, seed=1)  # more than are sought at a time
-    voters = KNeighborsClassifier(neighbors, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07))
+    # more than are sought at a time
+    train, val = clusters(300, 1.5, seed=0), clusters(200, 1.5, seed=1)
+    voters = KNeighborsClassifier(
+        neighbors, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07)
+    )
     expected = 100 * voters.fit(*train).score(*val)
     assert 20 < expected < 100
     assert knn_accuracy(train, val, neighbors) == pytest.approx(expected)
@@ -127,7 +144,9 @@ def test_measure_reports_mean_and_sample_deviation():
     for result in found["few_shot"].values():
         assert len(result["top1"]) == 4
         assert result["mean"] == pytest.approx(sum(result["top1"]) / 4)
-        assert result["std"] == pytest.approx(math.sqrt(sum((x - result["mean"]) ** 2 for x in result["top1"]) / 3))
+        assert result["std"] == pytest.approx(
+            math.sqrt(sum((x - result["mean"]) ** 2 for x in result["top1"]) / 3)
+        )
     assert measure(train, val, Protocol(shots=(1,), draws=1))["few_shot"]["1"]["std"] is None
 
 

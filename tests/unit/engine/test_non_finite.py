@@ -22,7 +22,9 @@ def poison_expert(trainer, value):
 
 
 def poison_output(trainer, value):
-    trainer.model.get_submodule(LAYER).register_forward_hook(lambda module, inputs, output: output * value)
+    trainer.model.get_submodule(LAYER).register_forward_hook(
+        lambda module, inputs, output: output * value
+    )
 
 
 def poison_gradient(trainer, value):
@@ -94,7 +96,9 @@ def test_fp16_stops_once_the_scale_cannot_be_the_reason(make_trainer):
 def poison_steps(trainer, steps):
     """Infinite gradients in these steps."""
     weight = trainer.model.get_submodule(LAYER).weight
-    weight.register_hook(lambda gradient: gradient * float("inf") if trainer.step + 1 in steps else gradient)
+    weight.register_hook(
+        lambda gradient: gradient * float("inf") if trainer.step + 1 in steps else gradient
+    )
 
 
 def test_steps_that_are_not_finite_are_skipped(make_trainer, tmp_path, capsys, read_metrics):
@@ -106,7 +110,8 @@ def test_steps_that_are_not_finite_are_skipped(make_trainer, tmp_path, capsys, r
     assert (trainer.step, trainer.skipped, trainer.scaler.updates) == (8, 3, 5)
     said = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
     assert said == [
-        f"step {step}: loss or gradient not finite, skipped ({n} so far)" for n, step in enumerate((2, 3, 7), 1)
+        f"step {step}: loss or gradient not finite, skipped ({n} so far)"
+        for n, step in enumerate((2, 3, 7), 1)
     ]
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
     assert all(line["loss"] is not None for line in read_metrics(tmp_path / "run")[0])

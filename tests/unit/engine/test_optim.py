@@ -5,7 +5,12 @@ import torch
 
 from swinv2_moe.engine import train
 from swinv2_moe.engine.checkpoint import open_checkpoint
-from swinv2_moe.engine.optim import LossScaler, build_optimizer, build_schedule, scaled_learning_rate
+from swinv2_moe.engine.optim import (
+    LossScaler,
+    build_optimizer,
+    build_schedule,
+    scaled_learning_rate,
+)
 
 PLAIN = {"MODEL.MOE.CAPACITY_FACTOR": 0.0, "MODEL.MOE.GATE_NOISE": 0.0, "MODEL.DROP_PATH_RATE": 0.0}
 PLAIN |= {"MODEL.MOE.AUX_LOSS_WEIGHT": 0.0}
@@ -13,16 +18,36 @@ PLAIN |= {"MODEL.MOE.AUX_LOSS_WEIGHT": 0.0}
 
 def test_weight_decay_groups(make_trainer):
     trainer = make_trainer({"MODEL.MOE.ROUTER": "cosine"})
-    decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
-    exempt = ("bias", "norm", "cpb_mlp", "logit_scale", "experts.b", "temperature", "sim_matrix", "projector")
+    decay = {
+        id(p): group["weight_decay"]
+        for group in trainer.optimizer.param_groups
+        for p in group["params"]
+    }
+    exempt = (
+        "bias",
+        "norm",
+        "cpb_mlp",
+        "logit_scale",
+        "experts.b",
+        "temperature",
+        "sim_matrix",
+        "projector",
+    )
     assert len(decay) == len(list(trainer.model.parameters()))
     for name, parameter in trainer.model.named_parameters():
         assert decay[id(parameter)] == (0.0 if any(part in name for part in exempt) else 0.05), name
 
 
 def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
-    keys = {"TRAIN.EPOCHS": 6, "TRAIN.WARMUP_EPOCHS": 2, "TRAIN.BASE_LR": 4e-3, "TRAIN.WARMUP_LR": 4e-5}
-    config = make_config(tmp_path, keys | {"TRAIN.MIN_LR": 4e-4, "TRAIN.LAYER_DECAY": 0.5, "DATA.BATCH_SIZE": 128})
+    keys = {
+        "TRAIN.EPOCHS": 6,
+        "TRAIN.WARMUP_EPOCHS": 2,
+        "TRAIN.BASE_LR": 4e-3,
+        "TRAIN.WARMUP_LR": 4e-5,
+    }
+    config = make_config(
+        tmp_path, keys | {"TRAIN.MIN_LR": 4e-4, "TRAIN.LAYER_DECAY": 0.5, "DATA.BATCH_SIZE": 128}
+    )
     rate = scaled_learning_rate(config, config.TRAIN.BASE_LR, world_size=2)
     assert rate == pytest.approx(4e-3 * 2 * 128 / 512)
     optimizer = build_optimizer(config, make_trainer().model, rate)
@@ -31,7 +56,9 @@ def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
     def rates(step=None):
         if step is not None:
             schedule.step_update(step)
-        return max(g["lr"] for g in optimizer.param_groups), min(g["lr"] for g in optimizer.param_groups)
+        return max(g["lr"] for g in optimizer.param_groups), min(
+            g["lr"] for g in optimizer.param_groups
+        )
 
     assert rates()[0] == pytest.approx(2e-5)  # before the first step
     expected = {0: 2e-5, 10: (2e-5 + 2e-3) / 2, 20: 2e-3, 40: (2e-3 + 2e-4) / 2, 60: 2e-4, 75: 2e-4}
@@ -43,7 +70,10 @@ def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
 
 def test_accumulating_half_batches_is_the_full_batch(make_config, tmp_path, read_metrics):
     losses = []
-    for name, keys in (("full", {}), ("half", {"DATA.BATCH_SIZE": 128, "TRAIN.ACCUMULATION_STEPS": 2})):
+    for name, keys in (
+        ("full", {}),
+        ("half", {"DATA.BATCH_SIZE": 128, "TRAIN.ACCUMULATION_STEPS": 2}),
+    ):
         train(make_config(tmp_path / name, PLAIN | {"TRAIN.MAX_STEPS": 4} | keys))
         losses.append([line["loss"] for line in read_metrics(tmp_path / name)[0]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -54,7 +84,9 @@ def test_accumulation_beyond_an_epoch(make_config, tmp_path):
     from swinv2_moe.errors import UserError
 
     config = make_config(tmp_path / "run", {"TRAIN.ACCUMULATION_STEPS": 6})
-    with pytest.raises(UserError, match=r"TRAIN\.ACCUMULATION_STEPS is 6, an epoch has only 5 batches"):
+    with pytest.raises(
+        UserError, match=r"TRAIN\.ACCUMULATION_STEPS is 6, an epoch has only 5 batches"
+    ):
         train(config)
     assert not (tmp_path / "run").exists()
 
@@ -64,7 +96,9 @@ def test_the_average_is_what_is_validated_and_saved(make_trainer, save, tmp_path
     for parameter in trainer.ema.module.parameters():
         parameter.data.zero_()
     trainer.ema.update(trainer.model)
-    for averaged, parameter in zip(trainer.ema.module.parameters(), trainer.model.parameters(), strict=True):
+    for averaged, parameter in zip(
+        trainer.ema.module.parameters(), trainer.model.parameters(), strict=True
+    ):
         torch.testing.assert_close(averaged, 0.5 * parameter)
     accuracy = trainer.validate()
     with torch.no_grad():
@@ -79,7 +113,9 @@ def test_the_average_is_what_is_validated_and_saved(make_trainer, save, tmp_path
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_mixed_precision_trains(dtype, make_config, tmp_path, read_metrics):
-    train(make_config(tmp_path / "run", {"AMP_ENABLE": True, "AMP_DTYPE": dtype, "TRAIN.EPOCHS": 2}))
+    train(
+        make_config(tmp_path / "run", {"AMP_ENABLE": True, "AMP_DTYPE": dtype, "TRAIN.EPOCHS": 2})
+    )
     steps, epochs = read_metrics(tmp_path / "run")
     assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
     assert ("loss_scale" in steps[0]) == (dtype == "float16")
@@ -144,9 +180,19 @@ def test_sgd_and_checkpointing_train(make_config, tmp_path, read_metrics):
 @pytest.mark.timeout(1200)
 def test_a_compiled_run_is_the_eager_run(make_config, tmp_path, read_metrics):
     losses = []
-    shallow = {"MODEL.SWINV2.DEPTHS": [1, 1], "MODEL.SWINV2.NUM_HEADS": [2, 2], "MODEL.MOE.BLOCKS": [[], [0]]}
+    shallow = {
+        "MODEL.SWINV2.DEPTHS": [1, 1],
+        "MODEL.SWINV2.NUM_HEADS": [2, 2],
+        "MODEL.MOE.BLOCKS": [[], [0]],
+    }
     shallow |= {"MODEL.SWINV2.PRETRAINED_WINDOW_SIZES": [0, 0], "TRAIN.MAX_STEPS": 2}
     for name, compiled in (("eager", False), ("compiled", True)):
         train(make_config(tmp_path / name, PLAIN | shallow | {"COMPILE": compiled}))
-        losses.append([line[key] for line in read_metrics(tmp_path / name)[0] for key in ("loss", "grad_norm")])
+        losses.append(
+            [
+                line[key]
+                for line in read_metrics(tmp_path / name)[0]
+                for key in ("loss", "grad_norm")
+            ]
+        )
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

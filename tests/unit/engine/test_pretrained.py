@@ -1,4 +1,5 @@
-"""MODEL.PRETRAINED: weights of an earlier run as the start of another, with other classes or with experts."""
+"""MODEL.PRETRAINED: weights of an earlier run as the start of another, with other classes or with
+experts."""
 
 import os
 
@@ -28,7 +29,8 @@ def pretrained(make_trainer, save, tmp_path):
 
 @pytest.fixture
 def load(make_trainer):
-    """`load(source, keys)`: the model that starts from it, with as many classes as `classes` says."""
+    """`load(source, keys)`: the model that starts from it, with as many classes as `classes`
+    says."""
 
     def run(source, keys=None, classes=10):
         trainer = make_trainer({"MODEL.PRETRAINED": str(source)} | (keys or {}))
@@ -46,11 +48,14 @@ def test_other_classes(as_file, pretrained, load, tmp_path):
     dense = {"MODEL.MOE.NUM_EXPERTS": 0} if as_file else {}
     source = source / "model.safetensors" if as_file else source
     with pytest.raises(
-        UserError, match=r"head\.fc\.weight \(\[10, 64\] there, \[4, 64\].*MODEL\.NEW_HEAD True.*CLASS_MAP"
+        UserError,
+        match=r"head\.fc\.weight \(\[10, 64\] there, \[4, 64\].*MODEL\.NEW_HEAD True.*CLASS_MAP",
     ):
         load(source, dense, classes=4)
     found, own = load(source, dense | {"MODEL.NEW_HEAD": True}, classes=4)
-    assert all(torch.equal(found[name], own[name] if name in HEAD else before[name]) for name in found)
+    assert all(
+        torch.equal(found[name], own[name] if name in HEAD else before[name]) for name in found
+    )
     (tmp_path / "map.txt").write_text("7\n1\n1\n0\n")
     found, _ = load(source, dense | {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes=4)
     assert found["head.fc.bias"].tolist() == [7.0, 1.0, 1.0, 0.0]
@@ -88,8 +93,12 @@ def test_a_dense_run_upcycled(pretrained, load):
     found, _ = load(source, {"MODEL.UPCYCLE": True})
     for block in ("layers.1.blocks.0", "layers.2.blocks.0"):
         for e in range(4):
-            assert torch.equal(found[f"{block}.mlp.moe.experts.w1"][e], before[f"{block}.mlp.fc1.weight"])
-            assert torch.equal(found[f"{block}.mlp.moe.experts.w2"][e], before[f"{block}.mlp.fc2.weight"].t())
+            assert torch.equal(
+                found[f"{block}.mlp.moe.experts.w1"][e], before[f"{block}.mlp.fc1.weight"]
+            )
+            assert torch.equal(
+                found[f"{block}.mlp.moe.experts.w2"][e], before[f"{block}.mlp.fc2.weight"].t()
+            )
     noisy, _ = load(source, {"MODEL.UPCYCLE": True, "MODEL.UPCYCLE_NOISE": 0.1})
     first, second = noisy["layers.1.blocks.0.mlp.moe.experts.w1"][:2]
     std = float(before["layers.1.blocks.0.mlp.fc1.weight"].std())
@@ -100,14 +109,18 @@ def test_what_is_frozen_must_have_been_trained(pretrained, load):
     _, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0})
     frozen = {"MODEL.MOE.FREEZE": True}
     for keys in (frozen, frozen | {"MODEL.UPCYCLE": True}):
-        with pytest.raises(UserError, match=r"FREEZE is True: weights .* have no .*moe\..*, it would stay random"):
+        with pytest.raises(
+            UserError, match=r"FREEZE is True: weights .* have no .*moe\..*, it would stay random"
+        ):
             load(source / "model.safetensors", keys)
 
 
 def test_a_run_cannot_be_frozen_on_its_way(pretrained, make_trainer):
     _, source = pretrained()
     trainer = make_trainer({"MODEL.PRETRAINED": str(source), "MODEL.MOE.FREEZE": True})
-    with pytest.raises(UserError, match=r"was written with MODEL\.MOE\.FREEZE False, which a run cannot change"):
+    with pytest.raises(
+        UserError, match=r"was written with MODEL\.MOE\.FREEZE False, which a run cannot change"
+    ):
         trainer_cases.resume(trainer, source)
 
 
@@ -120,7 +133,9 @@ def test_experts_cannot_be_upcycled_again(pretrained, load):
 def test_another_window_says_which_one_the_weights_know(pretrained, load):
     before, source = pretrained()
     larger = {"DATA.IMG_SIZE": 32, "MODEL.SWINV2.WINDOW_SIZE": 8}
-    with pytest.raises(UserError, match=r"know windows of \[4, 4, 2\], .* for \[8, 8, 4\]; .*_SIZES \[4,4,2\] says"):
+    with pytest.raises(
+        UserError, match=r"know windows of \[4, 4, 2\], .* for \[8, 8, 4\]; .*_SIZES \[4,4,2\] says"
+    ):
         load(source, larger)
     found, _ = load(source, larger | {"MODEL.SWINV2.PRETRAINED_WINDOW_SIZES": [4, 4, 2]})
     assert all(torch.equal(found[name], before[name]) for name in found)
@@ -128,7 +143,11 @@ def test_another_window_says_which_one_the_weights_know(pretrained, load):
 
 def test_frozen_experts_stay_and_route_as_in_evaluation(pretrained, make_trainer, save, tmp_path):
     _, source = pretrained()
-    frozen = {"MODEL.PRETRAINED": str(source), "MODEL.MOE.FREEZE": True, "MODEL.DROP_PATH_RATE": 0.0}
+    frozen = {
+        "MODEL.PRETRAINED": str(source),
+        "MODEL.MOE.FREEZE": True,
+        "MODEL.DROP_PATH_RATE": 0.0,
+    }
     trainer, again = make_trainer(frozen), make_trainer(frozen)
     for each in (trainer, again):
         _load_pretrained(each.config, each.model, each.world)

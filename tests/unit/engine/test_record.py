@@ -21,7 +21,8 @@ def steps(directory):
     return [line["step"] for line in lines if "environment" not in line]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread ends
+# TensorBoard's thread ends
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_costs_records_and_not_the_run(small_disk, capsys):
     recorder = Recorder(small_disk / "run", ALONE, 0)
     recorder.step({"step": 1, "epoch": 1, "loss": 1.0}, {})
@@ -41,7 +42,14 @@ def test_a_full_disk_costs_records_and_not_the_run(small_disk, capsys):
 
 @pytest.mark.parametrize(
     "rest",
-    [b'{"step": 3, "lo', b'{"step": 3, "lo{"step": 4, "loss": 1.0}', b"[]", b"", b'{"step": "3"}', b'{"step": 3\xff\0'],
+    [
+        b'{"step": 3, "lo',
+        b'{"step": 3, "lo{"step": 4, "loss": 1.0}',
+        b"[]",
+        b"",
+        b'{"step": "3"}',
+        b'{"step": 3\xff\0',
+    ],
 )
 def test_a_line_whose_writing_was_cut_off_is_dropped(rest, tmp_path):
     lines = [json.dumps({"step": step, "loss": 1.0}).encode() for step in (1, 2, 5)]
@@ -59,7 +67,9 @@ def test_the_share_dropped_is_of_all_choices(tmp_path):
     recorder = Recorder(tmp_path, ALONE, 0)
     recorder.step({"step": 1, "epoch": 1, "loss": 1.0}, layers)
     recorder.close()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["moe/dropped_share"] == pytest.approx(16 / 40)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())[
+        "moe/dropped_share"
+    ] == pytest.approx(16 / 40)
     assert dropped_share([layers["b"]]) == pytest.approx(0.1)
     assert dropped_share([RoutingStats(torch.zeros(2), torch.tensor(0.0), torch.tensor(0.0))]) == 0
 

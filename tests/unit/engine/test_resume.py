@@ -11,8 +11,18 @@ from swinv2_moe.engine.checkpoint import open_checkpoint
 from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
 
-EVERYTHING = {"TRAIN.EPOCHS": 4, "MODEL.DROP_PATH_RATE": 0.2, "MODEL.MOE.GATE_NOISE": 1.0, "TRAIN.EMA_DECAY": 0.9}
-EVERYTHING |= {"AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0, "AUG.REPROB": 0.25, "MODEL.MOE.HIDDEN_DROPOUT": 0.1}
+EVERYTHING = {
+    "TRAIN.EPOCHS": 4,
+    "MODEL.DROP_PATH_RATE": 0.2,
+    "MODEL.MOE.GATE_NOISE": 1.0,
+    "TRAIN.EMA_DECAY": 0.9,
+}
+EVERYTHING |= {
+    "AUG.MIXUP": 0.8,
+    "AUG.CUTMIX": 1.0,
+    "AUG.REPROB": 0.25,
+    "MODEL.MOE.HIDDEN_DROPOUT": 0.1,
+}
 EVERYTHING |= {"TRAIN.LAYER_DECAY": 0.9, "TRAIN.ACCUMULATION_STEPS": 2, "DATA.BATCH_SIZE": 128}
 
 
@@ -40,7 +50,8 @@ def steps_done_from_now_on(monkeypatch):
 
 
 def without_measurements(run, read_metrics):
-    """The lines of a run without what its machine did: times, and the peak memory of this process."""
+    """The lines of a run without what its machine did: times, and the peak memory of this
+    process."""
     steps, epochs = read_metrics(run)
     measured = ("images_per_second", "data_wait", "seconds", "memory_bytes")
     return [{k: v for k, v in line.items() if k not in measured} for line in steps + epochs]
@@ -52,8 +63,11 @@ def uninterrupted(tmp_path_factory, make_config):
     return root, train(make_config(root / "run", EVERYTHING))
 
 
-@pytest.mark.parametrize("every", [0, 3])  # from the end of an epoch (step 10), from the middle of one (step 12)
-def test_an_interrupted_run_goes_on_exactly(every, uninterrupted, tmp_path, make_config, read_metrics, monkeypatch):
+# from the end of an epoch (step 10), from the middle of one (step 12)
+@pytest.mark.parametrize("every", [0, 3])
+def test_an_interrupted_run_goes_on_exactly(
+    every, uninterrupted, tmp_path, make_config, read_metrics, monkeypatch
+):
     config = make_config(tmp_path / "run", EVERYTHING | {"CHECKPOINT.STEPS": every})
     with monkeypatch.context() as patch:
         interrupt_at(patch, 13)  # in the third epoch
@@ -66,7 +80,9 @@ def test_an_interrupted_run_goes_on_exactly(every, uninterrupted, tmp_path, make
     summary = train(config, "auto")
     assert again == list(range(13 if every else 11, 21))
     whole, whole_summary = uninterrupted
-    found, expected = (without_measurements(root / "run", read_metrics) for root in (tmp_path, whole))
+    found, expected = (
+        without_measurements(root / "run", read_metrics) for root in (tmp_path, whole)
+    )
     assert found == expected
     assert summary["val_top1"] == whole_summary["val_top1"]
     assert summary["best_val_top1"] == whole_summary["best_val_top1"]
@@ -74,7 +90,9 @@ def test_an_interrupted_run_goes_on_exactly(every, uninterrupted, tmp_path, make
     for file in (whole / "run" / last).rglob("*.safetensors"):
         twin = tmp_path / "run" / last / file.relative_to(whole / "run" / last)
         assert twin.read_bytes() == file.read_bytes(), file.name
-    metas = [json.loads((root / "run" / last / "meta.json").read_text()) for root in (whole, tmp_path)]
+    metas = [
+        json.loads((root / "run" / last / "meta.json").read_text()) for root in (whole, tmp_path)
+    ]
     for meta in metas:
         del meta["training"]["time_to_target"]
     other = {"config": 0, "saved": 0, "checksum": 0}
@@ -88,7 +106,9 @@ def test_the_whole_run_used_all_of_it(uninterrupted, read_metrics):
     assert len(epochs) == 4
 
 
-def test_an_interruption_before_the_first_checkpoint(tmp_path, make_config, read_metrics, monkeypatch):
+def test_an_interruption_before_the_first_checkpoint(
+    tmp_path, make_config, read_metrics, monkeypatch
+):
     config = make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 3})
     with monkeypatch.context() as patch:
         interrupt_at(patch, 3)
@@ -104,7 +124,9 @@ def test_resume_auto_without_a_run_starts_one(tmp_path, make_config, read_metric
     assert len(read_metrics(tmp_path / "run")[0]) == 1
 
 
-def test_resume_from_another_run_leaves_that_one_alone(uninterrupted, tmp_path, make_config, read_metrics):
+def test_resume_from_another_run_leaves_that_one_alone(
+    uninterrupted, tmp_path, make_config, read_metrics
+):
     source = uninterrupted[0] / "run"
     before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
     config = make_config(tmp_path / "run", EVERYTHING | {"TRAIN.EPOCHS": 5})
@@ -115,7 +137,8 @@ def test_resume_from_another_run_leaves_that_one_alone(uninterrupted, tmp_path, 
 
 
 def test_epochs_of_another_length(tmp_path, make_config, make_trainer, save):
-    """Another global batch: the images seen count, steps go on counting, and the schedule follows the epochs."""
+    """Another global batch: the images seen count, steps go on counting, and the schedule follows
+    the epochs."""
     first = make_trainer({"DATA.BATCH_SIZE": 100, "TRAIN.EPOCHS": 4})  # 14 steps an epoch
     first.epoch, first.epoch_step, first.step, first.epoch_loss = 2, 7, 35, 14.0
     directory = save(first, tmp_path)
@@ -125,9 +148,13 @@ def test_epochs_of_another_length(tmp_path, make_config, make_trainer, save):
     reference = make_trainer({"DATA.BATCH_SIZE": 300, "TRAIN.EPOCHS": 4})
     reference.epoch, reference.epoch_step = 2, 2
     reference._update_schedule()
-    rates = [[group["lr"] for group in trainer.optimizer.param_groups] for trainer in (second, reference)]
+    rates = [
+        [group["lr"] for group in trainer.optimizer.param_groups] for trainer in (second, reference)
+    ]
     assert rates[0] == rates[1]
-    third = make_trainer({"DATA.BATCH_SIZE": 1437, "TRAIN.EPOCHS": 4, "AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0})
+    third = make_trainer(
+        {"DATA.BATCH_SIZE": 1437, "TRAIN.EPOCHS": 4, "AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
+    )
     third.resume(open_checkpoint(directory))
     assert (third.epoch, third.epoch_step, third.step) == (2, 0, 35)
 
@@ -135,7 +162,9 @@ def test_epochs_of_another_length(tmp_path, make_config, make_trainer, save):
 def test_a_global_batch_size_over_the_ranks(make_config, tmp_path):
     config = make_config(tmp_path, {"DATA.GLOBAL_BATCH_SIZE": 96, "TRAIN.ACCUMULATION_STEPS": 2})
     assert [resolve_batch_size(config, n).DATA.BATCH_SIZE for n in (1, 2, 4, 8)] == [48, 24, 12, 6]
-    with pytest.raises(UserError, match=r"DATA\.GLOBAL_BATCH_SIZE is 96, .* ranks \(5\) .*ACCUMULATION_STEPS \(2\)"):
+    with pytest.raises(
+        UserError, match=r"DATA\.GLOBAL_BATCH_SIZE is 96, .* ranks \(5\) .*ACCUMULATION_STEPS \(2\)"
+    ):
         resolve_batch_size(config, 5)
     config = make_config(tmp_path, {"DATA.GLOBAL_BATCH_SIZE": 6, "AUG.MIXUP": 0.8})
     with pytest.raises(UserError, match=r"DATA\.BATCH_SIZE is 3.*even"):

@@ -36,7 +36,8 @@ LAYERS = ["layers.1.blocks.0.mlp.moe", "layers.2.blocks.0.mlp.moe"]
 
 @pytest.fixture
 def make_model(make_config, tmp_path):
-    """`make_model({"KEY": value})`: the small model (experts in two layers, of 4 x 4 and 2 x 2 tokens) in eval mode."""
+    """`make_model({"KEY": value})`: the small model (experts in two layers, of 4 x 4 and 2 x 2
+    tokens) in eval mode."""
 
     def make(keys=None):
         torch.manual_seed(0)
@@ -46,19 +47,24 @@ def make_model(make_config, tmp_path):
 
 
 def hooks_of(model) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    )
 
 
 @pytest.mark.parametrize("kind", ["swinv2_moe", "swin_moe"])
 def test_choices_lie_where_the_tokens_lie(make_model, kind):
-    """Patches of two kinds in a known pattern, no attention that could mix them: two experts in that pattern."""
+    """Patches of two kinds in a known pattern, no attention that could mix them: two experts in
+    that pattern."""
     model = make_model({"MODEL.TYPE": kind, "DATA.IMG_SIZE": 32, "MODEL.MOE.NUM_EXPERTS": 16})
     for stage in model.layers:
         for block in stage.blocks:
             torch.nn.init.zeros_(block.attn.proj.weight)
-    mask = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(1)) < 0.5  # the last stage's tokens
+    # the last stage's tokens
+    mask = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(1)) < 0.5
     kinds = torch.randn(2, 3, generator=torch.Generator().manual_seed(2))
-    images = kinds[mask.long()].movedim(-1, 1).repeat_interleave(8, 2).repeat_interleave(8, 3)  # [3, 3, 32, 32]
+    # [3, 3, 32, 32]
+    images = kinds[mask.long()].movedim(-1, 1).repeat_interleave(8, 2).repeat_interleave(8, 3)
     with torch.inference_mode(), record_choices(model) as choices:
         model(images)
     assert list(choices) == LAYERS
@@ -70,11 +76,14 @@ def test_choices_lie_where_the_tokens_lie(make_model, kind):
         assert first != second
 
 
-@pytest.mark.parametrize("keys", [{}, {"MODEL.MOE.TOP_K": 2, "MODEL.MOE.ROUTER": "cosine", "AMP_ENABLE": True}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"MODEL.MOE.TOP_K": 2, "MODEL.MOE.ROUTER": "cosine", "AMP_ENABLE": True}]
+)
 def test_they_are_what_the_layer_counted(make_model, keys):
     model = make_model(keys)
     with torch.inference_mode(), record_choices(model) as choices:
-        for images in (torch.randn(5, 3, 16, 16), torch.randn(2, 3, 16, 16)):  # the latest pass counts
+        # the latest pass counts
+        for images in (torch.randn(5, 3, 16, 16), torch.randn(2, 3, 16, 16)):
             with torch.autocast("cpu", torch.bfloat16, enabled="AMP_ENABLE" in keys):
                 model(images)
             for name, layer in moe_layers(model).items():
@@ -124,7 +133,8 @@ def test_a_dense_model_has_none(make_model):
 
 
 def test_a_compiled_model_is_not_compiled_again(make_model):
-    """Training compiles a wrapper of the model; validation, which is recorded, runs the model itself."""
+    """Training compiles a wrapper of the model; validation, which is recorded, runs the model
+    itself."""
     model, images = make_model(), torch.randn(2, 3, 16, 16)
     graphs = []
 
@@ -167,7 +177,8 @@ def test_a_sample_of_several_batches(make_model):
 
 
 @pytest.mark.parametrize(
-    ("size", "side"), [(8, 128), (60, 180), (64, 128), (128, 128), (192, 192), (255, 255), (384, 128)]
+    ("size", "side"),
+    [(8, 128), (60, 180), (64, 128), (128, 128), (192, 192), (255, 255), (384, 128)],
 )
 @pytest.mark.parametrize("channels", [1, 3])
 def test_pixels(size, side, channels):
@@ -182,13 +193,19 @@ def test_pixels(size, side, channels):
 
 
 def test_paint():
-    """The patch of row 0, column 1 has the colour of expert 2, whose lightness is the photograph's."""
+    """The patch of row 0, column 1 has the colour of expert 2, whose lightness is the
+    photograph's."""
     photos = np.zeros((1, 6, 6, 3), np.uint8)
     photos[0, :, 3:] = 255
     experts = np.array([[[0, 2], [1, 0]]])
     painted, colours = paint(photos, experts)[0], expert_colours(3).astype(int)
     assert painted.dtype == np.uint8
-    for rows, cols, expert, luminance in ((0, 0, 0, 0), (0, 3, 2, 255), (3, 0, 1, 0), (3, 3, 0, 255)):
+    for rows, cols, expert, luminance in (
+        (0, 0, 0, 0),
+        (0, 3, 2, 255),
+        (3, 0, 1, 0),
+        (3, 3, 0, 255),
+    ):
         patch = painted[rows : rows + 3, cols : cols + 3].reshape(-1, 3)
         assert (abs(patch - (colours[expert] + luminance) / 2) <= 1).all()
     uneven = paint(np.zeros((1, 5, 5, 3), np.uint8), np.arange(4).reshape(1, 2, 2))[0]
@@ -219,7 +236,10 @@ def pictures_of(run: Path) -> list[tuple[int, np.ndarray]]:
         return []
     assert events.Tags()["images"] == ["routing"]
     images = events.Images("routing")
-    return [(image.step, np.asarray(Image.open(io.BytesIO(image.encoded_image_string)))) for image in images]
+    return [
+        (image.step, np.asarray(Image.open(io.BytesIO(image.encoded_image_string))))
+        for image in images
+    ]
 
 
 def test_a_picture_for_each_epoch(make_config, tmp_path):
@@ -255,6 +275,7 @@ def fit(rank: int, root: Path, options: str) -> None:
 
 @pytest.mark.parametrize("options", ["TRAIN.EMA_DECAY 0.5", "TRAIN.SHARD_TRUNK True"])
 def test_pictures_of_two_ranks(run_processes, tmp_path, options):
-    """Experts are on both, only the main rank records: a forward pass more, or a hook that communicates, would hang."""
+    """Experts are on both, only the main rank records: a forward pass more, or a hook that
+    communicates, would hang."""
     run_processes(fit, 2, tmp_path, f"TRAIN.MAX_STEPS 3 {options}", seconds=120)
     assert [step for step, _ in pictures_of(tmp_path)] == [3]

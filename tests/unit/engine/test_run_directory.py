@@ -66,11 +66,19 @@ def test_config_loads_again(run):
 
 
 def test_tensorboard(run):
-    events = EventAccumulator(str(run[0] / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0}).Reload()
+    events = EventAccumulator(
+        str(run[0] / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0}
+    ).Reload()
     scalars = events.Tags()["scalars"]
-    expected = {f"train/{key}" for key in ("loss", "lr", "grad_norm", "aux_loss", "images_per_second")}
+    expected = {
+        f"train/{key}" for key in ("loss", "lr", "grad_norm", "aux_loss", "images_per_second")
+    }
     expected |= {f"epoch/{key}" for key in ("train_loss", "val_top1", "val_loss")}
-    expected |= {f"{layer}/{key}" for layer in LAYERS for key in ("dropped_share", "entropy", "load_max", "load_min")}
+    expected |= {
+        f"{layer}/{key}"
+        for layer in LAYERS
+        for key in ("dropped_share", "entropy", "load_max", "load_min")
+    }
     assert expected <= set(scalars)
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 16))
     assert [event.step for event in events.Scalars("epoch/val_top1")] == [5, 10, 15]
@@ -84,9 +92,19 @@ def test_checkpoints_are_pruned_to_the_last_two_and_best(run, read_metrics):
     best = f"step-{5 * (1 + accuracies.index(max(accuracies))):08d}"
     assert os.readlink(root / "latest") == "step-00000015"
     assert os.readlink(root / "best") == best
-    assert {p.name for p in root.iterdir()} == {"latest", "best", "step-00000010", "step-00000015", best}
-    files = {str(p.relative_to(root / "latest")) for p in (root / "latest").rglob("*") if p.is_file()}
-    trunk = {"model.safetensors"} | {f"experts/{layer}/{e:04d}.safetensors" for layer in LAYERS for e in range(4)}
+    assert {p.name for p in root.iterdir()} == {
+        "latest",
+        "best",
+        "step-00000010",
+        "step-00000015",
+        best,
+    }
+    files = {
+        str(p.relative_to(root / "latest")) for p in (root / "latest").rglob("*") if p.is_file()
+    }
+    trunk = {"model.safetensors"} | {
+        f"experts/{layer}/{e:04d}.safetensors" for layer in LAYERS for e in range(4)
+    }
     sections = ("", "optimizer/exp_avg/", "optimizer/exp_avg_sq/")
     assert files == {"meta.json"} | {f"{section}{file}" for section in sections for file in trunk}
 
@@ -111,7 +129,9 @@ def test_resuming_a_finished_run_changes_no_result(run, read_metrics):
 
 
 def test_a_dense_run(tmp_path, make_config, read_metrics):
-    config = make_config(tmp_path / "run", {"MODEL.MOE.NUM_EXPERTS": 0, "TRAIN.MAX_STEPS": 2, "AMP_ENABLE": True})
+    config = make_config(
+        tmp_path / "run", {"MODEL.MOE.NUM_EXPERTS": 0, "TRAIN.MAX_STEPS": 2, "AMP_ENABLE": True}
+    )
     summary = train(config)
     steps, _ = read_metrics(tmp_path / "run")
     assert [line["step"] for line in steps] == [1, 2]
@@ -144,7 +164,9 @@ def test_validation_leaves_the_model_in_training(make_trainer):
     frozen.eval()
     accuracy = trainer.validate()
     assert accuracy.images == 360
-    assert {module for module in trainer.wrapped.modules() if not module.training} == set(frozen.modules())
+    assert {module for module in trainer.wrapped.modules() if not module.training} == set(
+        frozen.modules()
+    )
     assert not trainer.model(images).equal(trainer.model(images))
     trainer.model.eval()
     measure(trainer.model, trainer.data.val_loader, trainer.world, trainer.autocast)

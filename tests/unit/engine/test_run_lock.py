@@ -16,17 +16,23 @@ from swinv2_moe.engine.run_lock import only_run
 from swinv2_moe.errors import UserError
 
 ALONE = World(0, 1, torch.device("cpu"))
-HOLD = "import fcntl, sys; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX); print('held', flush=True)"
+HOLD = (
+    "import fcntl, sys; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX);"
+    " print('held', flush=True)"
+)
 
 
 @pytest.fixture
 def another_run():
-    """`another_run(directory)`: another process holds the lock of `directory` until the end of the test."""
+    """`another_run(directory)`: another process holds the lock of `directory` until the end of the
+    test."""
     holders = []
 
     def hold(directory):
         command = [sys.executable, "-c", f"{HOLD}; sys.stdin.read()", str(directory / ".lock")]
-        holders.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        holders.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
         assert holders[-1].stdout.readline() == "held\n"
         return holders[-1]
 
@@ -49,13 +55,18 @@ def test_a_second_run_looks_at_nothing(resume, another_run, make_config, tmp_pat
     monkeypatch.setattr(checkpoint, "find_checkpoint", lambda *args, **kwargs: looked.append(args))
     monkeypatch.setattr(run_module, "build_data", lambda *args: looked.append(args))
     before = snapshot(tmp_path)
-    with pytest.raises(UserError, match=rf"^--output {tmp_path / 'run'}: another run is writing there$"):
+    with pytest.raises(
+        UserError, match=rf"^--output {tmp_path / 'run'}: another run is writing there$"
+    ):
         train(config, resume)
     assert (looked, snapshot(tmp_path)) == ([], before)
 
 
-def test_a_run_goes_on_from_what_the_one_before_wrote_last(make_config, tmp_path, monkeypatch, capsys):
-    """A checkpoint that appears just before the lock is free is the starting point, and is not set aside."""
+def test_a_run_goes_on_from_what_the_one_before_wrote_last(
+    make_config, tmp_path, monkeypatch, capsys
+):
+    """A checkpoint that appears just before the lock is free is the starting point, and is not set
+    aside."""
     config = make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 2, "CHECKPOINT.STEPS": 1})
     train(config)
     newest, kept = tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "kept"
@@ -77,7 +88,10 @@ def test_a_run_goes_on_from_what_the_one_before_wrote_last(make_config, tmp_path
 def test_the_lock_is_free_again(another_run, tmp_path):
     (tmp_path / "run").mkdir()
     holder = another_run(tmp_path / "run")
-    with pytest.raises(UserError, match="another run is writing there"), only_run(tmp_path / "run", ALONE):
+    with (
+        pytest.raises(UserError, match="another run is writing there"),
+        only_run(tmp_path / "run", ALONE),
+    ):
         pass
     holder.communicate()
     with only_run(tmp_path / "run", ALONE):
@@ -85,7 +99,8 @@ def test_the_lock_is_free_again(another_run, tmp_path):
 
 
 def test_what_is_left_empty_is_removed(tmp_path):
-    """Directories that it made, whatever ends the block, but none that were there and none with files in them."""
+    """Directories that it made, whatever ends the block, but none that were there and none with
+    files in them."""
     (tmp_path / "mine").mkdir()
     with pytest.raises(KeyboardInterrupt), only_run(tmp_path / "mine" / "a" / "b", ALONE):
         raise KeyboardInterrupt
@@ -117,10 +132,14 @@ def test_a_lock_file_that_is_removed_while_it_is_locked(tmp_path, monkeypatch):
 def test_directories_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     for name in ("file", "file/run"):
-        refused = pytest.raises(UserError, match=r"^--work-dir .*file is a file, a run needs a directory$")
+        refused = pytest.raises(
+            UserError, match=r"^--work-dir .*file is a file, a run needs a directory$"
+        )
         with refused, only_run(tmp_path / name, ALONE, "--work-dir"):
             pass
     (tmp_path / "run" / ".lock").mkdir(parents=True)
-    refused = pytest.raises(UserError, match=r"^--output .*run: cannot be written \(Is a directory\)$")
+    refused = pytest.raises(
+        UserError, match=r"^--output .*run: cannot be written \(Is a directory\)$"
+    )
     with refused, only_run(tmp_path / "run", ALONE):
         pass

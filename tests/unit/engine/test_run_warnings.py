@@ -29,7 +29,9 @@ def test_a_loss_far_above_its_start():
     assert warned_at(diverging) == [START + RECENT]
     watch = LossWatch()
     (warning,) = filter(None, map(watch.add, diverging))
-    assert warning.startswith("the loss of the last 20 steps (median 5.00) is far above that of the first 10 (2.00);")
+    assert warning.startswith(
+        "the loss of the last 20 steps (median 5.00) is far above that of the first 10 (2.00);"
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,8 +63,14 @@ def test_a_run_that_goes_on_knows_its_start_and_warns_once():
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"TRAIN.BASE_LR": 1e3}, "the learning rate reaches 500 (TRAIN.BASE_LR is 1000, for 512 images a step), adamw"),
-        ({"TRAIN.BASE_LR": 1e3, "TRAIN.OPTIMIZER.NAME": "sgd"}, "sgd usually trains with 1e-06 to 10"),
+        (
+            {"TRAIN.BASE_LR": 1e3},
+            "the learning rate reaches 500 (TRAIN.BASE_LR is 1000, for 512 images a step), adamw",
+        ),
+        (
+            {"TRAIN.BASE_LR": 1e3, "TRAIN.OPTIMIZER.NAME": "sgd"},
+            "sgd usually trains with 1e-06 to 10",
+        ),
         ({"TRAIN.BASE_LR": 1e-11, "TRAIN.MIN_LR": 0, "TRAIN.WARMUP_LR": 0}, "reaches 5e-12"),
         ({"TRAIN.BASE_LR": 0, "TRAIN.MIN_LR": 0}, None),
         ({"TRAIN.BASE_LR": 2e-1}, None),
@@ -77,7 +85,10 @@ def test_learning_rates(keys, says, make_trainer):
 
 
 def test_the_configurations_of_this_repository_have_usual_learning_rates(make_trainer):
-    trainer, files = make_trainer(), [file for file in CONFIGS.rglob("*.yaml") if file.name != "recipe.yaml"]
+    trainer, files = (
+        make_trainer(),
+        [file for file in CONFIGS.rglob("*.yaml") if file.name != "recipe.yaml"],
+    )
     assert len(files) > 30
     for file in files:
         config = load_config(file, ["MODEL.PRETRAINED", "weights"], data="data")
@@ -102,7 +113,8 @@ def test_data_of_one_class(make_config, tmp_path, capsys):
     assert train(make_config(tmp_path / "run", keys | {"DATA.NUM_WORKERS": 0}))["steps"] == 1
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert said == [
-        f"warning: DATA.PATH {data}: all 4 training images are of one class ('cat'), there is nothing to learn"
+        f"warning: DATA.PATH {data}: all 4 training images are of one class ('cat'), there is"
+        " nothing to learn"
     ]
 
 
@@ -117,7 +129,12 @@ def test_a_run_that_diverges(make_config, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Trainer, "train_step", diverge)
     last = START + RECENT + 3
-    keys = {"TRAIN.BASE_LR": 1e3, "TRAIN.EPOCHS": 20, "TRAIN.MAX_STEPS": last, "DATA.BATCH_SIZE": 16}
+    keys = {
+        "TRAIN.BASE_LR": 1e3,
+        "TRAIN.EPOCHS": 20,
+        "TRAIN.MAX_STEPS": last,
+        "DATA.BATCH_SIZE": 16,
+    }
     assert train(make_config(tmp_path / "run", keys))["steps"] == last
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert [line.split(",")[0].split("(")[0] for line in said] == [

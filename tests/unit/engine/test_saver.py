@@ -11,7 +11,13 @@ import torch
 from moe_core.checkpoint import write_tensors
 from swinv2_moe.engine import saver as saver_module
 from swinv2_moe.engine import train
-from swinv2_moe.engine.checkpoint import checkpoints_below, find_checkpoint, open_checkpoint, read_section, write_meta
+from swinv2_moe.engine.checkpoint import (
+    checkpoints_below,
+    find_checkpoint,
+    open_checkpoint,
+    read_section,
+    write_meta,
+)
 from swinv2_moe.engine.saver import Saver, Staging
 from swinv2_moe.errors import UserError
 
@@ -61,7 +67,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypa
     assert not checkpoints_below(saver.root)
     gate.set()
     saver.close()
-    assert threads == {4096: {"checkpoint"}, 1: {"checkpoint", "MainThread"}, 0: {"MainThread"}}[staging]
+    assert (
+        threads
+        == {4096: {"checkpoint"}, 1: {"checkpoint", "MainThread"}, 0: {"MainThread"}}[staging]
+    )
     torch.testing.assert_close(weights(saver.root / "latest", trainer), before, rtol=0, atol=0)
     assert saver.staging.taken <= staging * 2**20
 
@@ -70,7 +79,9 @@ def test_without_staging_nothing_is_copied(begin, monkeypatch):
     trainer, saver, _ = begin({"CHECKPOINT.STAGING_MB": 0})
     memory = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in trainer.model.parameters()]
     memory += [
-        (t.data_ptr(), t.data_ptr() + t.nbytes) for state in trainer.optimizer.state.values() for t in state.values()
+        (t.data_ptr(), t.data_ptr() + t.nbytes)
+        for state in trainer.optimizer.state.values()
+        for t in state.values()
     ]
     written = []
 
@@ -103,7 +114,9 @@ def test_staging_is_bounded_and_used_again():
 
 
 def test_experts_in_turn(begin):
-    trainer, saver, _ = begin({"CHECKPOINT.EXPERTS": 1, "CHECKPOINT.KEEP_LAST": 9, "TRAIN.EMA_DECAY": 0.5})
+    trainer, saver, _ = begin(
+        {"CHECKPOINT.EXPERTS": 1, "CHECKPOINT.KEEP_LAST": 9, "TRAIN.EMA_DECAY": 0.5}
+    )
     written, states = [], []
     saver.report = lambda cost: written.append(cost.bytes)
     for _ in range(6):
@@ -111,19 +124,27 @@ def test_experts_in_turn(begin):
         saver.close()
         states.append({name: tensor.clone() for name, tensor in trainer.model.state_dict().items()})
         step(trainer)
-    assert max(written[1:]) == min(written[1:]) < 0.6 * written[0]  # the first has nothing to borrow from
+    # the first has nothing to borrow from
+    assert max(written[1:]) == min(written[1:]) < 0.6 * written[0]
     last = open_checkpoint(saver.root / "step-00000006")
     assert last.meta["experts"] == {LAYERS[0]: [6, 3, 4, 5], LAYERS[1]: [4, 5, 6, 3]}
-    assert last.expert_ages() == "6 of 8 experts are older than the rest, by up to 3 steps (partial saves)"
+    assert (
+        last.expert_ages()
+        == "6 of 8 experts are older than the rest, by up to 3 steps (partial saves)"
+    )
     found = weights(last.directory, trainer)
     for name, tensor in found.items():
         layer = next((layer for layer in LAYERS if name.startswith(f"{layer}.experts.")), None)
         steps = last.meta["experts"][layer] if layer else [6]
-        expected = [states[s - 1][name][e] if layer else states[s - 1][name] for e, s in enumerate(steps)]
+        expected = [
+            states[s - 1][name][e] if layer else states[s - 1][name] for e, s in enumerate(steps)
+        ]
         assert torch.equal(tensor, torch.stack(expected) if layer else expected[0]), name
     for section in ("", "ema/", "optimizer/exp_avg/"):
         file = f"{section}experts/{LAYERS[0]}/0001.safetensors"
-        assert (last.directory / file).stat().st_ino == (saver.root / "step-00000003" / file).stat().st_ino
+        assert (last.directory / file).stat().st_ino == (
+            saver.root / "step-00000003" / file
+        ).stat().st_ino
     shutil.rmtree(saver.root / "step-00000003")  # a link is as good as the file
     trainer.save(saver, is_best=True)
     saver.close()
@@ -140,7 +161,9 @@ def test_what_cannot_be_borrowed_is_written(begin, make_trainer):
     saver.close()
     assert open_checkpoint(saver.root / "latest").expert_ages() is None
     source = open_checkpoint(saver.root / "step-00000002")
-    other = make_trainer({"DATA.BATCH_SIZE": 16, "CHECKPOINT.EXPERTS": 1, "MODEL.MOE.NUM_EXPERTS": 8})
+    other = make_trainer(
+        {"DATA.BATCH_SIZE": 16, "CHECKPOINT.EXPERTS": 1, "MODEL.MOE.NUM_EXPERTS": 8}
+    )
     saver = Saver(saver.root, other.world, other.config, source)
     step(other), step(other), step(other)
     other.save(saver, whole=False)
@@ -149,7 +172,8 @@ def test_what_cannot_be_borrowed_is_written(begin, make_trainer):
 
 
 def fails_once(monkeypatch, name, after=0):
-    """Make the n-th call of a function that the saver uses fail as on a full disk; later ones work."""
+    """Make the n-th call of a function that the saver uses fail as on a full disk; later ones
+    work."""
     real, calls = getattr(saver_module, name), []
 
     def maybe(*args):
@@ -164,7 +188,13 @@ def fails_once(monkeypatch, name, after=0):
 @pytest.mark.parametrize("staging", [4096, 0])
 @pytest.mark.parametrize(
     ("function", "after"),
-    [("write_tensors", 0), ("write_tensors", 7), ("sync_file", 3), ("write_meta", 0), ("publish", 0)],
+    [
+        ("write_tensors", 0),
+        ("write_tensors", 7),
+        ("sync_file", 3),
+        ("write_meta", 0),
+        ("publish", 0),
+    ],
 )
 def test_a_failed_save_is_said_and_harms_nothing(function, after, staging, begin, monkeypatch):
     trainer, saver, said = begin({"CHECKPOINT.STAGING_MB": staging})
@@ -173,10 +203,14 @@ def test_a_failed_save_is_said_and_harms_nothing(function, after, staging, begin
     fails_once(monkeypatch, function, after)
     step(trainer)
     trainer.save(saver)
-    with pytest.raises(UserError, match=r"the last checkpoint was not saved: .*No space left on device"):
+    with pytest.raises(
+        UserError, match=r"the last checkpoint was not saved: .*No space left on device"
+    ):
         saver.close()
     assert len(said) == 1
-    assert said[0].startswith("the checkpoint of step 2 was not saved, the newest is step-00000001: ")
+    assert said[0].startswith(
+        "the checkpoint of step 2 was not saved, the newest is step-00000001: "
+    )
     assert {path.name for path in saver.root.iterdir()} == {"step-00000001", "latest"}
     assert find_checkpoint("auto", saver.root).meta["step"] == 1
     step(trainer)
@@ -232,7 +266,10 @@ def test_another_save_of_the_same_step_replaces_nothing(begin):
         trainer.last_top1 = accuracy
         trainer.save(saver)
         saver.close()
-    assert [path.name for path in checkpoints_below(saver.root)] == ["step-00000001-2", "step-00000001-1"]
+    assert [path.name for path in checkpoints_below(saver.root)] == [
+        "step-00000001-2",
+        "step-00000001-1",
+    ]
     assert find_checkpoint("auto", saver.root).meta["training"]["last_top1"] == 3.0
 
 
@@ -244,8 +281,18 @@ def test_going_back_sets_newer_checkpoints_aside(begin, make_trainer):
         step(trainer)
     (saver.root / ".step-00000009.tmp").mkdir()
     said = []
-    Saver(saver.root, trainer.world, trainer.config, open_checkpoint(saver.root / "step-00000002"), said.append)
-    assert {path.name for path in saver.root.iterdir()} == {"step-00000001", "step-00000002", "set-aside-step-00000003"}
+    Saver(
+        saver.root,
+        trainer.world,
+        trainer.config,
+        open_checkpoint(saver.root / "step-00000002"),
+        said.append,
+    )
+    assert {path.name for path in saver.root.iterdir()} == {
+        "step-00000001",
+        "step-00000002",
+        "set-aside-step-00000003",
+    }
     assert "step-00000003 is now set-aside-step-00000003" in said[0]
     assert find_checkpoint("auto", saver.root).meta["step"] == 2
 
@@ -274,7 +321,10 @@ def test_a_run_whose_last_save_fails_says_so(tmp_path, make_config, monkeypatch,
     fails_once(monkeypatch, "publish", after=1)
     with pytest.raises(UserError, match="the last checkpoint was not saved"):
         train(config)
-    assert "the checkpoint of step 4 was not saved, the newest is step-00000002" in capsys.readouterr().out
+    assert (
+        "the checkpoint of step 4 was not saved, the newest is step-00000002"
+        in capsys.readouterr().out
+    )
     assert train(config, "auto")["steps"] == 4
 
 
@@ -283,7 +333,8 @@ def test_pruning_killed_half_way_leaves_no_half_a_checkpoint(begin, monkeypatch)
     trainer.save(saver)
     saver.close()
     step(trainer)
-    monkeypatch.setattr(saver_module.shutil, "rmtree", lambda *args, **kwargs: None)  # killed before it
+    # killed before it
+    monkeypatch.setattr(saver_module.shutil, "rmtree", lambda *args, **kwargs: None)
     trainer.save(saver)
     saver.close()
     assert [path.name for path in checkpoints_below(saver.root)] == ["step-00000002"]
@@ -298,7 +349,9 @@ def test_links_that_cannot_be_moved_are_said(begin, monkeypatch):
     fails_once(monkeypatch, "point")
     trainer.save(saver)
     saver.close()  # no error: it is saved
-    assert said[0].startswith("step-00000001 is saved, but what lies beside it could not be put in order: ")
+    assert said[0].startswith(
+        "step-00000001 is saved, but what lies beside it could not be put in order: "
+    )
     assert find_checkpoint("auto", saver.root).meta["step"] == 1
 
 

@@ -1,4 +1,5 @@
-"""A whole training step on a CUDA device (`pytest -m gpu`): nothing read back to the host, and one CUDA graph."""
+"""A whole training step on a CUDA device (`pytest -m gpu`): nothing read back to the host, and one
+CUDA graph."""
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ pytestmark = [
 
 
 class Step:
-    """Forward, both losses, backward, clipping and update of a small model with experts, in bf16."""
+    """Forward, both losses, backward, clipping and update of a small model with experts, in
+    bf16."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

@@ -20,7 +20,9 @@ def clock(monkeypatch):
 def ended(monkeypatch):
     """The signals that would have ended this process, and what handled them then."""
     found = []
-    monkeypatch.setattr(stopping.signal, "raise_signal", lambda n: found.append((n, signal.getsignal(n))))
+    monkeypatch.setattr(
+        stopping.signal, "raise_signal", lambda n: found.append((n, signal.getsignal(n)))
+    )
     return found
 
 

@@ -20,12 +20,17 @@ CPU = torch.device("cpu")
 def images_of(count: int) -> ImageArrays:
     """Each of a brightness of its own, which is its target."""
     shades = np.arange(count)
-    return ImageArrays("shades", np.ones((count, 8, 8), np.uint8) * shades[:, None, None].astype(np.uint8), shades)
+    return ImageArrays(
+        "shades", np.ones((count, 8, 8), np.uint8) * shades[:, None, None].astype(np.uint8), shades
+    )
 
 
 @pytest.fixture(scope="module")
 def config():
-    return load_config(None, ["DATA.IMG_SIZE", "16", "MODEL.SWINV2.PATCH_SIZE", "2", "MODEL.SWINV2.WINDOW_SIZE", "4"])
+    return load_config(
+        None,
+        ["DATA.IMG_SIZE", "16", "MODEL.SWINV2.PATCH_SIZE", "2", "MODEL.SWINV2.WINDOW_SIZE", "4"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,10 @@ def batches_of(*logits: list[list[float]], targets: list[int]):
     """Logits in the place of images, and a padding row in each batch."""
     size = len(targets) // len(logits)
     return lambda: (
-        (torch.tensor([*rows, [9.0, 99.0, 999.0]]), torch.tensor(targets[size * i : size * (i + 1)]))
+        (
+            torch.tensor([*rows, [9.0, 99.0, 999.0]]),
+            torch.tensor(targets[size * i : size * (i + 1)]),
+        )
         for i, rows in enumerate(logits)
     )
 
@@ -69,11 +77,14 @@ class Brighter(nn.Module):
 
 def test_a_comparison_leaves_padding_out():
     batches = batches_of(
-        [[1.0, 2.0, 6.0], [4.0, 0.0, -1.0]], [[0.0, 3.0, 0.0], [0.0, 3.0, 0.0]], targets=[2, 0, 1, IGNORE]
+        [[1.0, 2.0, 6.0], [4.0, 0.0, -1.0]],
+        [[0.0, 3.0, 0.0], [0.0, 3.0, 0.0]],
+        targets=[2, 0, 1, IGNORE],
     )
     noise = torch.tensor([[0.5, -0.5, 0.0], [0.0, 0.0, 0.0], [7.0, 0.0, -7.0]])
     found = compare(Brighter(), lambda images: images + noise, batches, CPU)
-    assert found == Comparison(4, 0.5, 0.5, 3.0, 100, 100, 100)  # [1, 2, 6] and [4, 0, -1] reach 3 from their means
+    # [1, 2, 6] and [4, 0, -1] reach 3 from their means
+    assert found == Comparison(4, 0.5, 0.5, 3.0, 100, 100, 100)
 
 
 def test_a_comparison_does_not_see_what_all_classes_have_in_common():
@@ -94,9 +105,17 @@ def test_a_program_that_agrees_passes():
 @pytest.mark.parametrize(
     ("dtype", "changed", "message"),
     [
-        ("float32", {}, "logits differ from the model's by 0.1; with --dtype float32, 0.005 is allowed"),
+        (
+            "float32",
+            {},
+            "logits differ from the model's by 0.1; with --dtype float32, 0.005 is allowed",
+        ),
         ("int8", {"p99_abs_difference": float("nan")}, "logits differ from the model's by nan"),
-        ("bfloat16", {"same_top1": 50.0}, "has the model's top-1 in 50.0% of 200 images; 90% is needed"),
+        (
+            "bfloat16",
+            {"same_top1": 50.0},
+            "has the model's top-1 in 50.0% of 200 images; 90% is needed",
+        ),
     ],
 )
 def test_a_program_that_does_not_agree_is_refused(dtype, changed, message):

@@ -1,4 +1,5 @@
-"""Standard forms held to what they stand for: each MoE layer to MoELayer, the whole to the model."""
+"""Standard forms held to what they stand for: each MoE layer to MoELayer, the whole to the
+model."""
 
 import pytest
 import torch
@@ -30,11 +31,14 @@ CONFIGS = st.fixed_dictionaries(
 
 
 @settings(max_examples=150, deadline=None)
-@given(CONFIGS, st.integers(1, 40), st.integers(0, 99), st.sampled_from([torch.float64, torch.float32]))
+@given(
+    CONFIGS, st.integers(1, 40), st.integers(0, 99), st.sampled_from([torch.float64, torch.float32])
+)
 def test_a_layers_form_equals_the_layer(config, num_tokens, seed, dtype):
     layer = make_layer(seed, dtype, **config).eval()
     x = torch.randn(num_tokens, config["model_dim"], dtype=dtype)
-    x[num_tokens // 2 :] = x[: num_tokens - num_tokens // 2].clone()  # tokens that tie: the earlier one has precedence
+    # tokens that tie: the earlier one has precedence
+    x[num_tokens // 2 :] = x[: num_tokens - num_tokens // 2].clone()
     with torch.no_grad():
         torch.testing.assert_close(StandardMoE(layer)(x), layer(x)[0])
         torch.testing.assert_close(StandardMoE(layer, batched=True)(x), layer(x)[0])
@@ -49,18 +53,29 @@ def test_a_form_keeps_its_own_copies():
         for parameter in layer.parameters():
             parameter.zero_()
     assert torch.equal(form(x), before)
-    assert all(p.untyped_storage().nbytes() == p.nbytes for p in form.parameters())  # a view's file would hold it all
+    # a view's file would hold it all
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in form.parameters())
 
 
-@pytest.mark.parametrize("others", [{"router": [nn.Linear(6, 4)]}, {"experts": nn.Identity()}], ids=str)
+@pytest.mark.parametrize(
+    "others", [{"router": [nn.Linear(6, 4)]}, {"experts": nn.Identity()}], ids=str
+)
 def test_a_layer_with_parts_of_ones_own_is_refused(others):
     with pytest.raises(ValueError, match="one router and the built-in experts"):
         StandardMoE(MoELayer(MoEConfig(6, 10, 4), **others))
 
 
 def make_model(cls, num_experts: int = 4, **moe) -> nn.Module:
-    """16 px in patches of 2, shifted windows; no weight is zero (SwinV2's norms start there, and hide the rest)."""
-    size = {"img_size": 16, "patch_size": 2, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4}
+    """16 px in patches of 2, shifted windows; no weight is zero (SwinV2's norms start there, and
+    hide the rest)."""
+    size = {
+        "img_size": 16,
+        "patch_size": 2,
+        "embed_dim": 16,
+        "depths": (2, 2),
+        "num_heads": (2, 4),
+        "window_size": 4,
+    }
     model = cls(**size, num_classes=5, num_experts=num_experts, moe_blocks=((), (0, 1)), moe=moe)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

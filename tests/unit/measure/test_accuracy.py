@@ -1,4 +1,5 @@
-"""Calibration by its definition, accuracy per class, what is compared before anything runs, the figure."""
+"""Calibration by its definition, accuracy per class, what is compared before anything runs, the
+figure."""
 
 import numpy as np
 import pytest
@@ -31,7 +32,9 @@ def as_arrays(pairs: list[tuple[float, bool]]) -> tuple[np.ndarray, np.ndarray]:
 def test_the_calibration_error_is_equation_3(pairs):
     expected = 0.0
     for m in range(1, 16):
-        inside = [(confidence, hit) for confidence, hit in pairs if (m - 1) / 15 < confidence <= m / 15]
+        inside = [
+            (confidence, hit) for confidence, hit in pairs if (m - 1) / 15 < confidence <= m / 15
+        ]
         if inside:
             accuracy = sum(hit for _, hit in inside) / len(inside)
             mean = sum(confidence for confidence, _ in inside) / len(inside)
@@ -56,7 +59,9 @@ def test_the_bins_add_up_to_the_error(pairs):
     bins = reliability(confidence, hits)
     assert sum(one["images"] for one in bins) == len(hits)
     filled = [one for one in bins if one["images"]]
-    assert all(one["up_to"] - 100 / 15 <= one["confidence"] + 1e-9 <= one["up_to"] + 2e-9 for one in filled)
+    assert all(
+        one["up_to"] - 100 / 15 <= one["confidence"] + 1e-9 <= one["up_to"] + 2e-9 for one in filled
+    )
     error = sum(one["images"] * abs(one["top1"] - one["confidence"]) for one in filled) / len(hits)
     assert error == pytest.approx(100 * calibration_error(confidence, hits), abs=1e-9)
 
@@ -65,21 +70,35 @@ def test_the_calibration_error_by_hand():
     """Of two images at 0.9 one is right, 0.4 too sure; of two at 0.6 both are, 0.4 too unsure."""
     confidence, hits = np.array([0.9, 0.9, 0.6, 0.6]), np.array([True, False, True, True])
     assert calibration_error(confidence, hits) == pytest.approx(0.4)
-    assert calibration_error(np.array([0.75] * 4), np.array([True, True, True, False])) == pytest.approx(0)
+    assert calibration_error(
+        np.array([0.75] * 4), np.array([True, True, True, False])
+    ) == pytest.approx(0)
 
 
 def test_overall_and_by_class():
     targets, predicted = np.array([0, 0, 0, 2, 2, 5]), np.array([0, 1, 0, 2, 1, 0])
     ranks, confidence = np.array([0, 4, 0, 0, 1, 5]), np.full(6, 0.5)
-    found = measure(Predictions(targets, predicted, ranks, confidence, np.arange(6.0)), list("abcdef"))
+    found = measure(
+        Predictions(targets, predicted, ranks, confidence, np.arange(6.0)), list("abcdef")
+    )
     assert (found["images"], found["loss"], found["confidence"], found["ece"]) == (6, 2.5, 50, 0)
     assert (found["top1"], found["top5"]) == (50, pytest.approx(100 * 5 / 6))
-    expected = {"a": (3, pytest.approx(200 / 3)), "b": (0, None), "c": (2, 50), "d": (0, None), "e": (0, None)}
-    assert {one["name"]: (one["images"], one["top1"]) for one in found["per_class"]} == expected | {"f": (1, 0)}
+    expected = {
+        "a": (3, pytest.approx(200 / 3)),
+        "b": (0, None),
+        "c": (2, 50),
+        "d": (0, None),
+        "e": (0, None),
+    }
+    assert {one["name"]: (one["images"], one["top1"]) for one in found["per_class"]} == expected | {
+        "f": (1, 0)
+    }
 
 
 def test_top5_of_five_classes_says_nothing():
-    found = measure(Predictions(*np.zeros((3, 2), int), np.full(2, 0.5), np.zeros(2)), list("abcde"))
+    found = measure(
+        Predictions(*np.zeros((3, 2), int), np.full(2, 0.5), np.zeros(2)), list("abcde")
+    )
     assert (found["top1"], found["top5"]) == (100, None)
 
 

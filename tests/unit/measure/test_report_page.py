@@ -1,4 +1,5 @@
-"""The page of runs without a checkpoint: what is reckoned from all of a run's parts, and names as they are."""
+"""The page of runs without a checkpoint: what is reckoned from all of a run's parts, and names as
+they are."""
 
 import html
 import json
@@ -29,9 +30,14 @@ def make_run(tmp_path):
         directory.mkdir(parents=True)
         (directory / "config.yaml").write_text(default_config().dump())
         rates = {1: 100, 2: 120, 3: 110, 4: 1000}
-        lines = [{"step": i, "epoch": 1, "loss": 1.0, "images_per_second": rate} for i, rate in rates.items()]
+        lines = [
+            {"step": i, "epoch": 1, "loss": 1.0, "images_per_second": rate}
+            for i, rate in rates.items()
+        ]
         scores = {"val_top1": 50.0, "val_top5": top5, "val_loss": 1.0}
-        lines += [{"step": 2 * i, "epoch": i, "seconds": 3500.0 - 3000 * i} | scores for i in (0, 1)]
+        lines += [
+            {"step": 2 * i, "epoch": i, "seconds": 3500.0 - 3000 * i} | scores for i in (0, 1)
+        ]
         (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (directory / "summary.json").write_text(json.dumps(SUMMARY))
         return directory

@@ -49,7 +49,11 @@ def test_an_operator_reads_what_it_is_given_and_writes_what_it_makes(rows, colum
     assert traffic(lambda: a.view(-1)[1:].unsqueeze(0).detach()) == 0
     assert traffic(lambda: torch.empty_like(a)) == 0
     shaped = (torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like)
-    shaped += (lambda t: torch.full_like(t, 2.0), lambda t: t.new_zeros(t.shape), lambda t: t.new_ones(t.shape))
+    shaped += (
+        lambda t: torch.full_like(t, 2.0),
+        lambda t: t.new_zeros(t.shape),
+        lambda t: t.new_ones(t.shape),
+    )
     assert [traffic(lambda make=make: make(a)) for make in shaped] == [size] * len(shaped)
     assert traffic(lambda: a.bernoulli_(0.5)) == size
     assert traffic(lambda: a.t().contiguous().view(-1)) == (0 if 1 in (rows, columns) else 2 * size)
@@ -58,7 +62,11 @@ def test_an_operator_reads_what_it_is_given_and_writes_what_it_makes(rows, colum
 
 def test_a_linear_layer_forward_and_backward():
     batch, width, out = 7, 5, 3
-    layer, x, grad = torch.nn.Linear(width, out), torch.zeros(batch, width, requires_grad=True), torch.zeros(batch, out)
+    layer, x, grad = (
+        torch.nn.Linear(width, out),
+        torch.zeros(batch, width, requires_grad=True),
+        torch.zeros(batch, out),
+    )
     task = counted(lambda: torch.autograd.grad(layer(x.view_as(x)), [x, *layer.parameters()], grad))
     inputs, weights, outputs, bias = batch * width, width * out, batch * out, out
     forward = inputs + weights + bias + outputs
@@ -108,7 +116,10 @@ def test_what_a_forward_pass_gives_to_the_layers(trainer, batch, watched):
         (32 * 16, 32, 128, 4),
         (32 * 4, 64, 256, 4),
     ]  # 8 px of 16, 2 px patches, merged once, twice
-    assert [operator._schema.name.split("::")[1] for operator, _ in moves] == 2 * ["dispatch_rows", "combine_rows"]
+    assert [operator._schema.name.split("::")[1] for operator, _ in moves] == 2 * [
+        "dispatch_rows",
+        "combine_rows",
+    ]
     assert [(len(rows), int(offsets[-1])) for call in calls for rows, offsets in call.chunks] == [
         (512, 512),
         (128, 128),
@@ -122,13 +133,18 @@ def test_the_trunk_is_the_model_without_its_moe_layers(trainer, batch):
         assert not any(isinstance(module, MoEMlp) for module in trainer.model.modules())
         trunk = sum(p.numel() for p in trainer.model.parameters())
     assert trainer.model.state_dict().keys() == before.keys()
-    layers = sum(p.numel() for layer in moe_layers(trainer.model).values() for p in layer.parameters())
+    layers = sum(
+        p.numel() for layer in moe_layers(trainer.model).values() for p in layer.parameters()
+    )
     assert trunk + layers == sum(p.numel() for p in trainer.model.parameters())
 
 
 def test_flops_of_the_phases_are_those_of_the_step(trainer, batch, watched):
     calls, moves = watched
-    work = {"trunk": phases.trunk(trainer, batch).work, "router": phases.router(trainer, calls).work}
+    work = {
+        "trunk": phases.trunk(trainer, batch).work,
+        "router": phases.router(trainer, calls).work,
+    }
     work["experts"] = phases.experts(trainer, calls).work
     assert work["router"].flops == sum(3 * 2 * t * m * e for t, m, _, e in shapes(calls))
     assert work["experts"].flops == sum(3 * 2 * 2 * t * m * h for t, m, h, _ in shapes(calls))
@@ -150,7 +166,8 @@ def test_memory_of_dispatch_and_experts(trainer, watched):
     for t, m, h, e in shapes(calls):
         rows, hidden, weight, offsets = FLOAT * t * m, FLOAT * t * h, FLOAT * e * m * h, INT * e
         parameters = 2 * weight + FLOAT * e * h + FLOAT * e * m
-        expected += (rows + parameters + offsets) + (rows + hidden)  # the activation happens within the one operator
+        # the activation happens within the one operator
+        expected += (rows + parameters + offsets) + (rows + hidden)
         expected += (2 * rows + hidden + parameters + offsets) + (rows + parameters)
     assert phases.experts(trainer, calls).work.memory == pytest.approx(expected, rel=1e-9)
 
@@ -158,7 +175,8 @@ def test_memory_of_dispatch_and_experts(trainer, watched):
 def test_the_optimiser_counts_by_parameter(trainer, batch):
     count = sum(p.numel() for p in trainer.model.parameters())
     task = phases.optimiser(trainer, batch)
-    assert task.work == Work(flops=(14 + 2 + 1) * count, memory=(28 + 4 + 8) * count)  # AdamW, norm, clipping
+    # AdamW, norm, clipping
+    assert task.work == Work(flops=(14 + 2 + 1) * count, memory=(28 + 4 + 8) * count)
     task.run()
     assert all(p.grad is None for p in trainer.model.parameters())
 
@@ -178,7 +196,9 @@ def test_phases_leave_the_model_as_it_was(trainer, batch, watched):
         phases.optimiser(trainer, batch),
     ):
         task.run()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items()
+    )
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
@@ -201,18 +221,25 @@ def exchange_on_two_ranks(rank: int) -> None:
     calls, moves = phases.watch(trainer, batch.images)
     task = phases.exchange(trainer, calls, batch)
     own = sum(p.numel() for p in expert_parameters(trainer.model).values())
-    shared = FLOAT * (sum(p.numel() for p in trainer.model.parameters()) - own)  # all-reduced by two: n (2 - 1)
+    # all-reduced by two: n (2 - 1)
+    shared = FLOAT * (sum(p.numel() for p in trainer.model.parameters()) - own)
     layers = list(moe_layers(trainer.model).values())
     tokens = [call.x.numel() // call.layer.config.model_dim for call in calls]
     even = [LayerShape.of(layer.config, n, FLOAT) for layer, n in zip(layers, tokens, strict=True)]
-    even = sum(2 * 2 * FLOAT * volume(shape, 2, ParallelStrategy()).there.elements for shape in even)
+    even = sum(
+        2 * 2 * FLOAT * volume(shape, 2, ParallelStrategy()).there.elements for shape in even
+    )
     everyone = trainer.world.gather(task.work.exchange - shared)
     assert 0.3 * even < statistics.mean(everyone) < 1.7 * even  # fresh routers are not quite even
     with layers[0].group.count_traffic() as found:
         task.run()
     again = FLOAT * sum(found.elements.values())
     assert again == pytest.approx(task.work.exchange - shared, rel=1e-3)
-    for other in (phases.trunk(trainer, batch), phases.router(trainer, calls), phases.dispatch(moves)):
+    for other in (
+        phases.trunk(trainer, batch),
+        phases.router(trainer, calls),
+        phases.dispatch(moves),
+    ):
         other.run()
     phases.experts(trainer, calls).run()
     phases.optimiser(trainer, batch).run()
@@ -234,7 +261,10 @@ def test_exchange_of_two_ranks(run_processes):
 
 def peaks(run: str = "r") -> dict[str, Peak]:
     """1e9 FLOPs in 1 ms; 1e6 bytes in 1 ms, in every second round in 2 ms."""
-    return {"flops": Peak("product", 1e9, Times([1, 1, 1], run)), "memory": Peak("copy", 1e6, Times([1, 2, 1], run))}
+    return {
+        "flops": Peak("product", 1e9, Times([1, 1, 1], run)),
+        "memory": Peak("copy", 1e6, Times([1, 2, 1], run)),
+    }
 
 
 def test_a_phase_is_bounded_by_what_takes_longest():
@@ -258,7 +288,9 @@ def test_what_the_phases_leave_of_a_step(tmp_path):
         "data": Phase(Work(memory=1e6), Times([50, 50, 50], "r"), peaks()),
         "trunk": Phase(work, Times([60, 60, 50], "r"), peaks()),
         "optimiser": Phase(work, Times([30, 20, 30], "r"), peaks()),
-        "checkpoint": Phase(Work(disk=1e6), Times([500], "s"), {"disk": Peak("writing", 1e6, Times([100], "s"))}),
+        "checkpoint": Phase(
+            Work(disk=1e6), Times([500], "s"), {"disk": Peak("writing", 1e6, Times([100], "s"))}
+        ),
     }
     whole = Roofline("a title", "a machine", found, peaks(), Times([100, 100, 80], "r"), 0.1, 2)
     assert whole.accounted() == [0.9, 0.8, 1.0]
@@ -273,15 +305,23 @@ def test_a_figure_shows_the_shares(monkeypatch):
     work, figures = Work(flops=1e9, memory=1e6), []
     found = {
         "trunk": Phase(work, Times([4, 4, 4], "r"), peaks()),
-        "checkpoint": Phase(Work(disk=1e6), Times([500], "s"), {"disk": Peak("writing", 1e6, Times([100], "s"))}),
+        "checkpoint": Phase(
+            Work(disk=1e6), Times([500], "s"), {"disk": Peak("writing", 1e6, Times([100], "s"))}
+        ),
     }
-    whole = Roofline("16 images of /data/$x_$", "a machine", found, peaks(), Times([8, 8, 8], "r"), 0.1, 2)
+    whole = Roofline(
+        "16 images of /data/$x_$", "a machine", found, peaks(), Times([8, 8, 8], "r"), 0.1, 2
+    )
     monkeypatch.setattr(roofline, "save_png", lambda figure, path: figures.append(figure))
     roofline.draw(whole, Path("r.png"))
     roof, bars = figures[0].axes
-    assert [bar.get_width() for bar in bars.patches] == pytest.approx([0, 50, 20, 25])  # from below: step, then roof
+    # from below: step, then roof
+    assert [bar.get_width() for bar in bars.patches] == pytest.approx([0, 50, 20, 25])
     assert [text.get_text() for text in bars.texts] == ["", "50.0%", "20.0%", "25.0%"]
-    assert [label.get_text() for label in bars.get_yticklabels()] == ["checkpoint\n(disk)", "trunk\n(flops)"]
+    assert [label.get_text() for label in bars.get_yticklabels()] == [
+        "checkpoint\n(disk)",
+        "trunk\n(flops)",
+    ]
     (point,) = [line for line in roof.lines if line.get_marker() == "o"]
     assert point.get_xydata().tolist() == [[1000, 250]]  # FLOP a byte, GFLOP/s
 
@@ -291,7 +331,8 @@ def test_a_figure_shows_the_shares(monkeypatch):
 
 def test_a_step_is_one_batch_whatever_the_training_does(tmp_path):
     (tmp_path / "mine.yaml").write_text(
-        f"BASE: [{QUICKSTART}]\nTRAIN: {{ACCUMULATION_STEPS: 4, EMA_DECAY: 0.9}}\nAUG: {{MIXUP: 0.5}}\n"
+        f"BASE: [{QUICKSTART}]\nTRAIN: {{ACCUMULATION_STEPS: 4, EMA_DECAY: 0.9}}\nAUG: {{MIXUP:"
+        f" 0.5}}\n"
     )
     config = roofline.configuration(tmp_path / "mine.yaml", ["AUG.CUTMIX", "0"], None, None)
     assert (config.TRAIN.ACCUMULATION_STEPS, config.TRAIN.EMA_DECAY, config.AUG.MIXUP) == (1, 0, 0)
@@ -300,7 +341,10 @@ def test_a_step_is_one_batch_whatever_the_training_does(tmp_path):
 @pytest.mark.parametrize(
     ("opts", "message"),
     [
-        ("TRAIN.ACCUMULATION_STEPS 4", "--opts TRAIN.ACCUMULATION_STEPS is 4, but what is measured has 1"),
+        (
+            "TRAIN.ACCUMULATION_STEPS 4",
+            "--opts TRAIN.ACCUMULATION_STEPS is 4, but what is measured has 1",
+        ),
         ("TRAIN.EMA_DECAY 0.9", "--opts TRAIN.EMA_DECAY is 0.9, but what is measured has 0.0"),
         ("PRINT_FREQ 5 AUG.MIXUP 0.5", "--opts AUG.MIXUP is 0.5, but what is measured has 0.0"),
         ("DATA.BATCH_SIZE 8", "--opts DATA.BATCH_SIZE is 8, but --batch-size decides"),

@@ -18,11 +18,18 @@ from swinv2_moe.measure.routing import (
     entropy,
     mutual_information,
 )
-from swinv2_moe.measure.routing_figures import classes_figure, load_figure, pictures_figure, preferences
+from swinv2_moe.measure.routing_figures import (
+    classes_figure,
+    load_figure,
+    pictures_figure,
+    preferences,
+)
 from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.plots import save_png
 
-tables = arrays(np.int64, st.tuples(st.integers(1, 6), st.integers(1, 6)), elements=st.integers(0, 1000)).filter(np.any)
+tables = arrays(
+    np.int64, st.tuples(st.integers(1, 6), st.integers(1, 6)), elements=st.integers(0, 1000)
+).filter(np.any)
 
 
 @given(tables)
@@ -68,12 +75,15 @@ def test_known_information(table, bits):
 
 
 def test_chance_shuffles_images_and_not_tokens():
-    """An expert for each of four classes: all of 2 bits. With one image a class, shuffled classes tell as much: it says
-    nothing of specialisation. With a hundred they tell next to nothing."""
+    """An expert for each of four classes: all of 2 bits. With one image a class, shuffled classes
+    tell as much: it says nothing of specialisation. With a hundred they tell next to nothing."""
     for images_a_class, low, high in ((1, 2, 2), (100, 0, 0.1)):
         classes = np.repeat(np.arange(4), images_a_class)
         by_image = 64 * np.eye(4, dtype=np.int64)[classes]
-        assert class_table(by_image, classes, 4).tolist() == (64 * images_a_class * np.eye(4, dtype=int)).tolist()
+        assert (
+            class_table(by_image, classes, 4).tolist()
+            == (64 * images_a_class * np.eye(4, dtype=int)).tolist()
+        )
         assert mutual_information(class_table(by_image, classes, 4)) == 2
         assert low <= chance_information(by_image, classes, 4) <= high
 
@@ -83,16 +93,23 @@ def test_of_routing_at_random_only_chance_is_left():
     rng = np.random.default_rng(0)
     by_image = rng.multinomial(16, rng.dirichlet(0.3 * np.ones(8), 2000))
     classes = np.arange(2000) % 100
-    found, chance = mutual_information(class_table(by_image, classes, 100)), chance_information(by_image, classes, 100)
+    found, chance = (
+        mutual_information(class_table(by_image, classes, 100)),
+        chance_information(by_image, classes, 100),
+    )
     assert found == pytest.approx(chance, rel=0.2)
-    assert chance > 3 * 99 * 7 / (2 * 2000 * 16 * np.log(2))  # about what shuffled tokens would leave
+    # about what shuffled tokens would leave
+    assert chance > 3 * 99 * 7 / (2 * 2000 * 16 * np.log(2))
 
 
 @pytest.fixture
 def choices():
-    """Two batches (of 2 images and of 1) of a layer with 3 experts and 2 x 2 tokens of 4 x 4 pixels, K = 2."""
+    """Two batches (of 2 images and of 1) of a layer with 3 experts and 2 x 2 tokens of 4 x 4
+    pixels, K = 2."""
     layer = LayerChoices(3)
-    first = torch.tensor([[[[0, 1], [1, 2]], [[0, 1], [0, 1]]], [[[2, 0], [2, 0]], [[2, 0], [2, 0]]]])
+    first = torch.tensor(
+        [[[[0, 1], [1, 2]], [[0, 1], [0, 1]]], [[[2, 0], [2, 0]], [[2, 0], [2, 0]]]]
+    )
     black, white = torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8)
     layer.add(first, torch.cat([black, white]))
     striped = white * (torch.arange(8) % 2)  # black and white columns
@@ -108,7 +125,10 @@ def test_what_a_layer_counts(choices):
         2 * (16 + 4 + 1): [8, 0, 0],  # between
         63: [4, 0, 4],
     }
-    assert {i: row.tolist() for i, row in enumerate(choices.contrast) if row.any()} == {0: [7, 4, 5], 7: [8, 0, 0]}
+    assert {i: row.tolist() for i, row in enumerate(choices.contrast) if row.any()} == {
+        0: [7, 4, 5],
+        7: [8, 0, 0],
+    }
 
 
 def test_the_summary_of_a_layer(choices):
@@ -117,17 +137,22 @@ def test_the_summary_of_a_layer(choices):
     assert found["load"] == [1.875, 0.5, 0.625]
     bits = found["bits"]
     assert bits["expert"] == pytest.approx(entropy(np.array([15, 4, 5])))
-    assert bits["class"] == pytest.approx(mutual_information(np.array([[7, 4, 5], [8, 0, 0], [0, 0, 0]])))
+    assert bits["class"] == pytest.approx(
+        mutual_information(np.array([[7, 4, 5], [8, 0, 0], [0, 0, 0]]))
+    )
     assert all(0 <= value <= bits["expert"] for value in bits.values())
 
 
 def test_preferences():
-    table = np.array([[0, 50, 50, 0], [90, 5, 5, 0], [40, 30, 30, 0], [0, 0, 0, 0], [70, 15, 15, 0]])
+    table = np.array(
+        [[0, 50, 50, 0], [90, 5, 5, 0], [40, 30, 30, 0], [0, 0, 0, 0], [70, 15, 15, 0]]
+    )
     lift, order = preferences(table, 3)
     assert lift[:3, 0] == pytest.approx([0, 1.8, 0.8])  # half of all tokens go to expert 0
     assert (lift[:, 3] == 1).all()  # an expert without tokens
     assert (lift[3] == 1).all()  # a class without images
-    assert order.tolist() == [1, 4, 0]  # by preferred expert, the strongest first; class 2 tells least
+    # by preferred expert, the strongest first; class 2 tells least
+    assert order.tolist() == [1, 4, 0]
     assert sorted(preferences(table, 9)[1]) == [0, 1, 2, 3, 4]
 
 
@@ -140,14 +165,19 @@ def test_figures(num_classes, experts, layers, tmp_path):
     bits = {name: {"bits": {"class": 0.5, "class_by_chance": 0.1}} for name in names}
     pictures = [rng.integers(0, 256, (2, 128, 128, 3), dtype=np.uint8)] * (1 + layers)
     loads = [
-        {f"{name}.mlp.moe": {"load": list(rng.dirichlet(np.ones(experts)))} for name in names} for _ in range(1000)
+        {f"{name}.mlp.moe": {"load": list(rng.dirichlet(np.ones(experts)))} for name in names}
+        for _ in range(1000)
     ]
     steps = [{"step": i, "loss": 1.0, "moe_layers": load} for i, load in enumerate(loads)]
     figures = {
-        "routing": pictures_figure(pictures, ["cat $x_$", "a name that is longer than the room"], names, experts),
+        "routing": pictures_figure(
+            pictures, ["cat $x_$", "a name that is longer than the room"], names, experts
+        ),
         "classes": classes_figure(tables, ["$x_$", *["class " * 9] * (num_classes - 1)], bits),
         "load": load_figure(RunRecord(tmp_path, "run", None, steps, [], [], None, 0)),
-        "load of one step": load_figure(RunRecord(tmp_path, "run", None, steps[:1], [], [], None, 0)),
+        "load of one step": load_figure(
+            RunRecord(tmp_path, "run", None, steps[:1], [], [], None, 0)
+        ),
     }
     for name, figure in figures.items():
         save_png(figure, tmp_path / "figure.png")

@@ -16,7 +16,14 @@ from swinv2_moe.measure.curves import place
 from swinv2_moe.measure.run_record import read_run, read_runs
 from swinv2_moe.plots import thin
 
-STEP = {"step": 10, "epoch": 1, "loss": 2.0, "images_per_second": 9.0, "moe/dropped_share": 0.0, "moe/load_max": 1.0}
+STEP = {
+    "step": 10,
+    "epoch": 1,
+    "loss": 2.0,
+    "images_per_second": 9.0,
+    "moe/dropped_share": 0.0,
+    "moe/load_max": 1.0,
+}
 STEP |= {"moe_layers": {"layers.1.blocks.0.mlp.moe": {"load": [1.0, 1.0]}}}
 EPOCH = {"step": 20, "epoch": 1, "val_top1": 50.0, "val_top5": 90, "seconds": 5.0}
 
@@ -24,7 +31,12 @@ EPOCH = {"step": 20, "epoch": 1, "val_top1": 50.0, "val_top5": 90, "seconds": 5.
 @pytest.fixture
 def directory(tmp_path):
     (tmp_path / "config.yaml").write_text(default_config().dump())
-    lines = [{"step": 0, "environment": {"torch": "2"}}, STEP, EPOCH, STEP | {"step": 30, "loss": None}]
+    lines = [
+        {"step": 0, "environment": {"torch": "2"}},
+        STEP,
+        EPOCH,
+        STEP | {"step": 30, "loss": None},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
 
@@ -33,7 +45,8 @@ def test_what_a_run_has_left(directory):
     run = read_run(directory)
     assert (run.summary, run.damaged_lines, run.environments) == (None, 0, [{"torch": "2"}])
     assert run.layers == ["layers.1.blocks.0.mlp.moe"]
-    assert run.curve(lambda step: step["loss"]) == ([10], [2.0])  # a loss that is not finite is left out
+    # a loss that is not finite is left out
+    assert run.curve(lambda step: step["loss"]) == ([10], [2.0])
     assert run.epoch_curve("val_top1") == ([20], [50.0])
     assert run.load(run.layers[0]) == ([10, 30], [[1.0, 1.0]] * 2)
 
@@ -70,7 +83,12 @@ def test_a_line_that_is_not_as_it_was_written(directory, line):
     with (directory / "metrics.jsonl").open("ab") as file:
         file.write(text if isinstance(text, bytes) else text.encode())
     run = read_run(directory)
-    assert (run.damaged_lines, len(run.steps), len(run.epochs), len(run.environments)) == (1, 2, 1, 1)
+    assert (run.damaged_lines, len(run.steps), len(run.epochs), len(run.environments)) == (
+        1,
+        2,
+        1,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +137,9 @@ def test_runs_of_one_name_are_told_apart(directory, paths, names):
     assert [run.name for run in read_runs([directory / path for path in paths])] == names
 
 
-@pytest.mark.parametrize(("shares", "says"), [([100, 100], False), ([100, 99.9], True), ([], False)])
+@pytest.mark.parametrize(
+    ("shares", "says"), [([100, 100], False), ([100, 99.9], True), ([], False)]
+)
 def test_top5_of_five_classes_says_nothing(directory, shares, says):
     run = replace(read_run(directory), epochs=[EPOCH | {"val_top5": share} for share in shares])
     assert run.has_top5 == says

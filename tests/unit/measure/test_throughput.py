@@ -37,7 +37,9 @@ def side(*milliseconds: float, run: str = "a", peak: int | None = 2**20, macs: i
     return Side(Times(milliseconds, run), Complexity(1000, macs), 0.5, peak, 4000)
 
 
-def row(moe: Side, dense: Side, mode: str = "inference", batch_size: int = 8, ranks: int = 1) -> Row:
+def row(
+    moe: Side, dense: Side, mode: str = "inference", batch_size: int = 8, ranks: int = 1
+) -> Row:
     combination = Combination(mode, batch_size, "float32", 1.25, "off")
     product = Times([1.0] * len(moe.times), moe.times.run)
     return Row(combination, ranks, "a machine", moe, dense, product, 10**9, 0.02, 1.5)
@@ -48,7 +50,9 @@ def row(moe: Side, dense: Side, mode: str = "inference", batch_size: int = 8, ra
 
 def test_rounds_alternate_and_warm_up_does_not_count():
     order = []
-    times = interleaved({name: lambda name=name: order.append(name) for name in "abc"}, rounds=3, warmup=1)
+    times = interleaved(
+        {name: lambda name=name: order.append(name) for name in "abc"}, rounds=3, warmup=1
+    )
     assert "".join(order) == "cba" + "abc" + "cba" + "abc"
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3, "c": 3}
 
@@ -79,7 +83,9 @@ def test_ratios_and_sums_go_round_by_round():
 def test_percentiles_are_numpys(values):
     """A 99th percentile of fewer than 100 values would be little else than the largest."""
     last = {"p99": np.percentile(values, 99)} if len(values) >= 100 else {"max": max(values)}
-    assert latencies(values) == pytest.approx({"p50": np.median(values), "p90": np.percentile(values, 90)} | last)
+    assert latencies(values) == pytest.approx(
+        {"p50": np.median(values), "p90": np.percentile(values, 90)} | last
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
@@ -129,10 +135,20 @@ def test_options_that_cannot_be(options, message):
 
 
 def test_every_combination_once():
-    options = Options(("inference", "training"), (1, 2), ("float32", "bfloat16"), (1.25, 0.0), ("off", "on"))
+    options = Options(
+        ("inference", "training"), (1, 2), ("float32", "bfloat16"), (1.25, 0.0), ("off", "on")
+    )
     found = combinations(QUICKSTART, [], options)
-    chosen = (options.mode, options.batch_sizes, options.dtypes, options.capacity_factors, options.compile)
-    assert [combination for combination, *_ in found] == [Combination(*c) for c in itertools.product(*chosen)]
+    chosen = (
+        options.mode,
+        options.batch_sizes,
+        options.dtypes,
+        options.capacity_factors,
+        options.compile,
+    )
+    assert [combination for combination, *_ in found] == [
+        Combination(*c) for c in itertools.product(*chosen)
+    ]
     for combination, moe, dense in found:
         for config, num_experts in ((moe, 8), (dense, 0)):
             moe_keys = config.MODEL.MOE
@@ -152,7 +168,9 @@ def test_without_factors_each_mode_has_the_configured_one():
 
 
 def test_what_is_named_twice_is_measured_once():
-    options = Options(("inference", "inference"), (2, 2), ("float32",) * 2, (0.0, 0.0), ("off", "off"))
+    options = Options(
+        ("inference", "inference"), (2, 2), ("float32",) * 2, (0.0, 0.0), ("off", "off")
+    )
     assert len(combinations(QUICKSTART, [], options)) == 1
 
 
@@ -163,12 +181,18 @@ def test_what_is_named_twice_is_measured_once():
         ("AMP_DTYPE float16", "--opts AMP_DTYPE is 'float16', but --dtypes decides"),
         ("COMPILE true", "--opts COMPILE is True, but --compile decides"),
         ("DATA.BATCH_SIZE 64", "--opts DATA.BATCH_SIZE is 64, but --batch-sizes decides"),
-        ("DATA.GLOBAL_BATCH_SIZE 64", "--opts DATA.GLOBAL_BATCH_SIZE is 64, but --batch-sizes decides"),
+        (
+            "DATA.GLOBAL_BATCH_SIZE 64",
+            "--opts DATA.GLOBAL_BATCH_SIZE is 64, but --batch-sizes decides",
+        ),
         (
             "MODEL.MOE.EVAL_CAPACITY_FACTOR 2",
             "--opts MODEL.MOE.EVAL_CAPACITY_FACTOR is 2.0, but --capacity-factors decides",
         ),
-        ("TRAIN.ACCUMULATION_STEPS 4", "--opts TRAIN.ACCUMULATION_STEPS is 4, but what is measured has 1"),
+        (
+            "TRAIN.ACCUMULATION_STEPS 4",
+            "--opts TRAIN.ACCUMULATION_STEPS is 4, but what is measured has 1",
+        ),
         ("DATA.DATASET cifar10", "--opts DATA.DATASET is 'cifar10', but the images are noise"),
     ],
 )
@@ -179,8 +203,21 @@ def test_opts_that_would_be_ignored(opts, message):
 
 
 def test_opts_may_say_what_is_measured_anyway():
-    opts = ["COMPILE", "true", "AMP_ENABLE", "true", "DATA.BATCH_SIZE", "8", "AUG.MIXUP", "0", "MODEL.MOE.TOP_K", "2"]
-    ((_, config, _),) = combinations(QUICKSTART, opts, Options(("training",), (8,), ("bfloat16",), (), ("on",)))
+    opts = [
+        "COMPILE",
+        "true",
+        "AMP_ENABLE",
+        "true",
+        "DATA.BATCH_SIZE",
+        "8",
+        "AUG.MIXUP",
+        "0",
+        "MODEL.MOE.TOP_K",
+        "2",
+    ]
+    ((_, config, _),) = combinations(
+        QUICKSTART, opts, Options(("training",), (8,), ("bfloat16",), (), ("on",))
+    )
     assert config.MODEL.MOE.TOP_K == 2
 
 
@@ -213,7 +250,8 @@ def test_dropped_is_the_share_of_all_choices(monkeypatch):
              for counts, share in (([60, 20], 0.25), ([6, 14], 0.75))]  # fmt: skip
     layers = {str(i): SimpleNamespace(last_routing=found) for i, found in enumerate(stats)}
     monkeypatch.setattr(throughput, "moe_layers", lambda model: layers)
-    assert throughput._routing(None) == (0.35, 1.5)  # of 100 choices 20 and 15; 60 where 40 are even
+    # of 100 choices 20 and 15; 60 where 40 are even
+    assert throughput._routing(None) == (0.35, 1.5)
 
 
 def test_no_ratio_of_two_runs_reaches_a_table(tmp_path):
@@ -227,12 +265,20 @@ def test_no_ratio_of_two_runs_reaches_a_table(tmp_path):
 
 
 def test_the_file_holds_every_round(tmp_path):
-    rows = [row(side(20, 40), side(10.5, 40)), row(side(3, peak=None), side(2, peak=None), mode="training")]
+    rows = [
+        row(side(20, 40), side(10.5, 40)),
+        row(side(3, peak=None), side(2, peak=None), mode="training"),
+    ]
     throughput.write_csv(rows, tmp_path / "t.csv")
     with (tmp_path / "t.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
     assert first["dense_ms"] == "10.500 40.000"
-    assert (first["run"], first["mode"], first["rounds"], first["ranks"]) == ("a", "inference", "2", "1")
+    assert (first["run"], first["mode"], first["rounds"], first["ranks"]) == (
+        "a",
+        "inference",
+        "2",
+        "1",
+    )
     assert float(first["moe_over_dense"]) == statistics.median([10.5 / 20, 1])
     assert (float(first["moe_p50_ms"]), float(first["moe_max_ms"])) == pytest.approx((30, 40))
     assert (first["moe_peak_bytes"], second["moe_peak_bytes"]) == (str(2**20), "")
@@ -243,8 +289,15 @@ def test_the_file_holds_every_round(tmp_path):
 @pytest.mark.parametrize("count", [1, 16])
 def test_figure(count, tmp_path):
     modes = ["inference"] * (count - count // 2) + ["training"] * (count // 2)
-    rows = [row(side(20 + i, 22, 30), side(18, 19 + i, 21), mode, 2 ** (i % 5)) for i, mode in enumerate(modes)]
-    throughput.draw(rows, "swinv2_moe, 192 px: 8 experts in 10 layers, beside dense; 1 process", tmp_path / "t.png")
+    rows = [
+        row(side(20 + i, 22, 30), side(18, 19 + i, 21), mode, 2 ** (i % 5))
+        for i, mode in enumerate(modes)
+    ]
+    throughput.draw(
+        rows,
+        "swinv2_moe, 192 px: 8 experts in 10 layers, beside dense; 1 process",
+        tmp_path / "t.png",
+    )
     with Image.open(tmp_path / "t.png") as image:
         assert image.format == "PNG"
         assert image.width >= 130 * (6 if count == 1 else count)
@@ -257,9 +310,15 @@ def test_a_figure_shows_medians_and_ratios(monkeypatch):
     rows = [row(side(20, 40, 80), side(10, 20, 80)), row(side(4, 4), side(2, 2), "training")]
     throughput.draw(rows, "a model", Path("t.png"))
     inference, training = figures[0].axes
-    assert [bar.get_height() for bar in inference.patches] == pytest.approx([200, 400])  # of 8 images: experts, dense
+    # of 8 images: experts, dense
+    assert [bar.get_height() for bar in inference.patches] == pytest.approx([200, 400])
     assert [bar.get_height() for bar in training.patches] == pytest.approx([2000, 4000])
-    bold = [text.get_text() for axes in (inference, training) for text in axes.texts if text.get_weight() == "bold"]
+    bold = [
+        text.get_text()
+        for axes in (inference, training)
+        for text in axes.texts
+        if text.get_weight() == "bold"
+    ]
     assert bold == ["0.50", "0.50"]
     labels = [label.get_text() for label in inference.get_xticklabels()]
     assert labels == ["batch 8\nfloat32\nf = 1.25"]

@@ -1,4 +1,5 @@
-"""Small models with weights that are nowhere zero: res-post-norm starts its norms at 0, where any two blocks agree."""
+"""Small models with weights that are nowhere zero: res-post-norm starts its norms at 0, where any
+two blocks agree."""
 
 from collections.abc import Callable
 
@@ -8,8 +9,16 @@ from torch import nn
 
 from swinv2_moe.models import SwinTransformerMoE, SwinTransformerV2MoE
 
-# 16 px in patches of 2: maps of 8, 4 and 2; windows of 4, shifted in every second block of the first stages.
-NANO = {"img_size": 16, "patch_size": 2, "embed_dim": 16, "depths": (2, 2, 1), "num_heads": (2, 2, 4), "window_size": 4}
+# 16 px in patches of 2: maps of 8, 4 and 2; windows of 4, shifted in every second block of the
+# first stages.
+NANO = {
+    "img_size": 16,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": (2, 2, 1),
+    "num_heads": (2, 2, 4),
+    "window_size": 4,
+}
 NANO |= {"num_classes": 5, "pretrained_window_sizes": (0, 0, 0), "drop_path_rate": 0.0}
 MOE_BLOCKS = ((), (1,), (0,))
 
@@ -18,7 +27,9 @@ def _randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+            )
     return model
 
 
@@ -43,9 +54,12 @@ def nano() -> dict:
 
 @pytest.fixture
 def make_model() -> Callable[..., SwinTransformerV2MoE]:
-    """`make_model(num_experts=0, pre_norm=False, **kwargs)`: randomised; dropless, without noise unless `moe` says."""
+    """`make_model(num_experts=0, pre_norm=False, **kwargs)`: randomised; dropless, without noise
+    unless `moe` says."""
 
-    def make(num_experts: int = 0, pre_norm: bool = False, seed: int = 0, **kwargs) -> SwinTransformerV2MoE:
+    def make(
+        num_experts: int = 0, pre_norm: bool = False, seed: int = 0, **kwargs
+    ) -> SwinTransformerV2MoE:
         cls = SwinTransformerMoE if pre_norm else SwinTransformerV2MoE
         moe = {"capacity_factor": 0.0, "gate_noise": 0.0} | kwargs.pop("moe", {})
         kwargs = NANO | {"moe_blocks": MOE_BLOCKS} | kwargs

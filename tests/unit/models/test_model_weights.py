@@ -39,7 +39,9 @@ def test_strict_loading_is_all_or_nothing(experts, make_model):
         load_strict(model, state, "weights w")
     message = str(caught.value)
     assert message.startswith("weights w does not fit")
-    assert [key for key in [*missing, *reshaped, "extra.one", "extra.two"] if key not in message] == []
+    assert [
+        key for key in [*missing, *reshaped, "extra.one", "extra.two"] if key not in message
+    ] == []
     assert "[2, 2] there, [32] in the model" in message
     assert "\n" not in message
     assert_unchanged(model, before)
@@ -64,7 +66,9 @@ def test_upcycling_puts_the_dense_ffn_into_every_expert(pre_norm, make_model):
         assert layer.experts.w1.is_contiguous()
         with torch.no_grad():
             layer.experts.w1[0] += 1  # experts share no memory
-        assert torch.equal(layer.experts.w1[1], dense.get_submodule(name.removesuffix(".moe")).fc1.weight)
+        assert torch.equal(
+            layer.experts.w1[1], dense.get_submodule(name.removesuffix(".moe")).fc1.weight
+        )
     trunk = [key for key in dense.state_dict() if ".mlp." not in key]
     assert all(torch.equal(model.state_dict()[key], dense.state_dict()[key]) for key in trunk)
 
@@ -90,7 +94,11 @@ def test_dense_weights_that_do_not_fit_change_nothing(upcycle, make_model, tmp_p
     message = str(caught.value)
     assert str(file) in message
     assert_unchanged(model, before)
-    lost = [key for key in wide if ".mlp.fc" not in key and key not in message and wide[key].shape != before[key].shape]
+    lost = [
+        key
+        for key in wide
+        if ".mlp.fc" not in key and key not in message and wide[key].shape != before[key].shape
+    ]
     assert lost == []
     if upcycle:
         assert "layers.1.blocks.1.mlp.moe.experts.w1" in message
@@ -104,7 +112,9 @@ def test_dense_weights_that_do_not_fit_change_nothing(upcycle, make_model, tmp_p
 
 def test_another_head_is_named(make_model):
     model = make_model(4)
-    with pytest.raises(UserError, match=r"head\.fc\.weight \(\[7, 64\] there, \[5, 64\] in the model\)"):
+    with pytest.raises(
+        UserError, match=r"head\.fc\.weight \(\[7, 64\] there, \[5, 64\] in the model\)"
+    ):
         load_dense(model, make_model(num_classes=7).state_dict())
 
 
@@ -148,7 +158,9 @@ class Malicious:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("saver", [torch.save, lambda value, file: file.write_bytes(pickle.dumps(value))])
+@pytest.mark.parametrize(
+    "saver", [torch.save, lambda value, file: file.write_bytes(pickle.dumps(value))]
+)
 def test_a_malicious_pickle_runs_nothing(saver, make_model, tmp_path):
     file = tmp_path / "evil.pth"
     saver({"model": {"norm.weight": Malicious(tmp_path / "pwned")}}, file)
@@ -219,11 +231,18 @@ def test_a_zip_bomb_is_refused_before_it_is_unpacked(dense_file, make_model):
 
 
 @pytest.mark.parametrize(
-    "change", [lambda content: content[: len(content) // 2], lambda content: b"", lambda content: content[:-1]]
+    "change",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: b"",
+        lambda content: content[:-1],
+    ],
 )
 def test_records_shorter_than_their_tensors(change, dense_file, make_model):
     rewrite(dense_file, change)
-    assert_refused(make_model, dense_file, "no record has that size|is damaged|larger than its data")
+    assert_refused(
+        make_model, dense_file, "no record has that size|is damaged|larger than its data"
+    )
 
 
 @pytest.mark.parametrize("record", ["data/5", "data.pkl"])
@@ -269,10 +288,16 @@ def test_tensors_that_share_their_data(tmp_path):
 
 
 NOT_DENSE = {  # what takes the place of a weight: what the line says of it
-    "expanded": (lambda weight: torch.zeros(1).expand(1 << 31), "takes 8,589,934,592 bytes, its data has 4"),
+    "expanded": (
+        lambda weight: torch.zeros(1).expand(1 << 31),
+        "takes 8,589,934,592 bytes, its data has 4",
+    ),
     "sparse": (lambda weight: weight.to_sparse(), "is no dense tensor"),
     "without data": (lambda weight: torch.empty(weight.shape, device="meta"), "has no data"),
-    "quantized": (lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8), "is quantized"),
+    "quantized": (
+        lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
+        "is quantized",
+    ),
 }
 
 
@@ -283,7 +308,11 @@ def test_tensors_that_are_not_dense(what, is_zip, make_model, tmp_path):
     """None of them takes the memory that its shape promises."""
     change, reason = NOT_DENSE[what]
     state, file = make_model().state_dict(), tmp_path / "w.pth"
-    torch.save(state | {"norm.weight": change(state["norm.weight"])}, file, _use_new_zipfile_serialization=is_zip)
+    torch.save(
+        state | {"norm.weight": change(state["norm.weight"])},
+        file,
+        _use_new_zipfile_serialization=is_zip,
+    )
     assert_refused(make_model, file, rf"'norm\.weight' .*{re.escape(reason)}")
 
 
@@ -295,7 +324,9 @@ def test_one_large_tensor_under_many_names(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-@pytest.mark.parametrize("key", ["norm.weight", "layers.1.blocks.1.mlp.fc1.weight", "patch_embed.proj.weight"])
+@pytest.mark.parametrize(
+    "key", ["norm.weight", "layers.1.blocks.1.mlp.fc1.weight", "patch_embed.proj.weight"]
+)
 @pytest.mark.parametrize("kind", [torch.int32, torch.complex64, torch.bool])
 def test_numbers_that_are_not_floating_point(kind, key, suffix, make_model, tmp_path):
     state, file = make_model().state_dict(), tmp_path / f"w{suffix}"
@@ -310,7 +341,9 @@ def test_values_that_are_not_finite(value, key, make_model, tmp_path):
     state = values(make_model())
     state[key].view(-1)[3] = value
     torch.save(state, tmp_path / "w.pth")
-    assert_refused(make_model, tmp_path / "w.pth", rf"{re.escape(key)} holds values that are NaN or infinite")
+    assert_refused(
+        make_model, tmp_path / "w.pth", rf"{re.escape(key)} holds values that are NaN or infinite"
+    )
 
 
 def test_what_would_be_infinite_in_single_precision(make_model):
@@ -322,7 +355,9 @@ def test_what_would_be_infinite_in_single_precision(make_model):
         load_strict(model, state, "w")
 
 
-@pytest.mark.parametrize("table", [torch.zeros(3), torch.full((1, 7, 7, 2), float("nan")), torch.zeros(1, 7, 7, 1)])
+@pytest.mark.parametrize(
+    "table", [torch.zeros(3), torch.full((1, 7, 7, 2), float("nan")), torch.zeros(1, 7, 7, 1)]
+)
 def test_coordinates_that_tell_no_window(table, make_model):
     state = values(make_model())
     tables = {f"layers.{i}.blocks.0.attn.relative_coords_table": table for i in range(3)}

@@ -9,7 +9,14 @@ from moe_core import moe_layers
 from swinv2_moe.models import SwinTransformerMoE, SwinTransformerV2MoE, take_aux_loss
 from swinv2_moe.models.padding import mask_blocks, stage_maps
 
-SMALL = {"img_size": 64, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4, "num_classes": 0}
+SMALL = {
+    "img_size": 64,
+    "embed_dim": 16,
+    "depths": (2, 2),
+    "num_heads": (2, 4),
+    "window_size": 4,
+    "num_classes": 0,
+}
 SMALL |= {"always_partition": True, "dynamic_img_size": True, "drop_path_rate": 0.0}
 MOE = {"num_experts": 4, "moe_blocks": ((1,), (1,))}
 FORMS = [SwinTransformerV2MoE, SwinTransformerMoE]
@@ -33,7 +40,9 @@ def image(height: int, width: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(seed))
 
 
-def on_canvas(images: list[torch.Tensor], height: int, width: int, fill: float = 7.0) -> torch.Tensor:
+def on_canvas(
+    images: list[torch.Tensor], height: int, width: int, fill: float = 7.0
+) -> torch.Tensor:
     canvas = torch.full((len(images), 3, height, width), fill)
     for place, one in zip(canvas, images, strict=True):
         place[:, : one.shape[2], : one.shape[3]] = one[0]
@@ -58,8 +67,10 @@ def test_equals_timm_where_windows_fit(size):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [(136, 200), (32, 64), (33, 19), (4, 4), (64, 64)])
 def test_padding_changes_nothing(form, size):
-    """Alone on a canvas of its size, and beside a larger image on larger ones: equal features, loss and loads."""
-    model = make(form).train()  # no noise: its values would lie on other tokens beside another image
+    """Alone on a canvas of its size, and beside a larger image on larger ones: equal features, loss
+    and loads."""
+    # no noise: its values would lie on other tokens beside another image
+    model = make(form).train()
     for layer in moe_layers(model).values():
         object.__setattr__(layer.config, "gate_noise", 0.0)
     alone = features(model, image(*size))
@@ -75,7 +86,8 @@ def test_padding_changes_nothing(form, size):
             assert not found[:, :, width:].any()
         torch.testing.assert_close(take_aux_loss(model), loss, rtol=1e-4, atol=1e-5)
         assert all(
-            torch.equal(m.last_routing.counts, c) for m, c in zip(moe_layers(model).values(), loads, strict=True)
+            torch.equal(m.last_routing.counts, c)
+            for m, c in zip(moe_layers(model).values(), loads, strict=True)
         )
 
 
@@ -120,7 +132,11 @@ def test_gradients_and_loss_survive_recomputation():
             ]
         )
     torch.testing.assert_close(*outcomes, rtol=1e-5, atol=1e-6)
-    routers = [g for (n, p), g in zip(model.named_parameters(), outcomes[1][1:], strict=True) if "router" in n]
+    routers = [
+        g
+        for (n, p), g in zip(model.named_parameters(), outcomes[1][1:], strict=True)
+        if "router" in n
+    ]
     assert all(gradient.any() for gradient in routers)
 
 

@@ -1,4 +1,5 @@
-"""The two models: equal to timm's where they must be, their experts, auxiliary loss, checkpointing and compilation."""
+"""The two models: equal to timm's where they must be, their experts, auxiliary loss, checkpointing
+and compilation."""
 
 import copy
 import pickle
@@ -10,7 +11,13 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2, window_partition,
 from timm.optim import param_groups_layer_decay
 
 from moe_core import moe_layers
-from swinv2_moe.models import SwinTransformerMoE, SwinTransformerV2MoE, WithAuxLoss, load_dense, take_aux_loss
+from swinv2_moe.models import (
+    SwinTransformerMoE,
+    SwinTransformerV2MoE,
+    WithAuxLoss,
+    load_dense,
+    take_aux_loss,
+)
 from swinv2_moe.models.swinv2_moe import MoEMlp
 
 
@@ -41,25 +48,46 @@ def test_the_dense_model_starts_like_timm(nano):
         torch.manual_seed(0)
         states.append({name: (p.mean(), p.std()) for name, p in cls(**nano).named_parameters()})
     for name, (mean, std) in states[0].items():
-        torch.testing.assert_close(states[1][name], (mean, std), rtol=0.5, atol=0.01, equal_nan=True)
-    assert all(std == 0 for name, (_, std) in states[1].items() if "blocks" in name and ".norm" in name)
+        torch.testing.assert_close(
+            states[1][name], (mean, std), rtol=0.5, atol=0.01, equal_nan=True
+        )
+    assert all(
+        std == 0 for name, (_, std) in states[1].items() if "blocks" in name and ".norm" in name
+    )
     released = dict(SwinTransformerMoE(**nano).named_parameters())
-    assert all(p.eq(1).all() for name, p in released.items() if name.endswith(("norm1.weight", "norm.weight")))
+    assert all(
+        p.eq(1).all()
+        for name, p in released.items()
+        if name.endswith(("norm1.weight", "norm.weight"))
+    )
 
 
 def test_parameter_names_of_the_released_form(make_model):
     """Those that the public checkpoints hold (but for timm's places of head and downsample)."""
     names = set(dict(make_model(4, pre_norm=True, moe={"router": "cosine"}).named_parameters()))
-    dense_block = {f"layers.0.blocks.1.{n}" for n in ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias")}
-    dense_block |= {f"layers.0.blocks.1.attn.{n}.{k}" for n in ("qkv", "proj") for k in ("weight", "bias")}
-    dense_block |= {f"layers.0.blocks.1.attn.cpb_mlp.{n}" for n in ("0.weight", "0.bias", "2.weight")}
+    dense_block = {
+        f"layers.0.blocks.1.{n}"
+        for n in ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias")
+    }
+    dense_block |= {
+        f"layers.0.blocks.1.attn.{n}.{k}" for n in ("qkv", "proj") for k in ("weight", "bias")
+    }
+    dense_block |= {
+        f"layers.0.blocks.1.attn.cpb_mlp.{n}" for n in ("0.weight", "0.bias", "2.weight")
+    }
     dense_block |= {f"layers.0.blocks.1.mlp.{n}" for n in ("fc1.weight", "fc1.bias", "fc2.weight")}
     assert {n for n in names if n.startswith("layers.0.blocks.1.")} == dense_block
-    moe_block = {n.removeprefix("layers.1.blocks.1.mlp.moe.") for n in names if n.startswith("layers.1.blocks.1.mlp")}
+    moe_block = {
+        n.removeprefix("layers.1.blocks.1.mlp.moe.")
+        for n in names
+        if n.startswith("layers.1.blocks.1.mlp")
+    }
     assert moe_block == {"experts.w1", "experts.b1", "experts.w2"} | {
         f"router.{n}" for n in ("temperature", "sim_matrix", "projector.weight", "projector.bias")
     }
-    downsample = {n.removeprefix("layers.1.downsample.") for n in names if "layers.1.downsample" in n}
+    downsample = {
+        n.removeprefix("layers.1.downsample.") for n in names if "layers.1.downsample" in n
+    }
     assert downsample == {"norm.weight", "norm.bias", "reduction.weight"}
     shapes = {name: list(p.shape) for name, p in make_model(pre_norm=True).named_parameters()}
     assert shapes["layers.1.downsample.norm.weight"] == [64]
@@ -68,12 +96,20 @@ def test_parameter_names_of_the_released_form(make_model):
 
 def plain_block(block, x, shift):
     """x + attn(norm1(x)), x + fc2(gelu(fc1(norm2(x)))), windows cut out and put back by slicing."""
-    y = torch.roll(F.layer_norm(x, x.shape[-1:], block.norm1.weight, block.norm1.bias), (-shift, -shift), (1, 2))
+    y = torch.roll(
+        F.layer_norm(x, x.shape[-1:], block.norm1.weight, block.norm1.bias),
+        (-shift, -shift),
+        (1, 2),
+    )
     windows = window_partition(y, (4, 4)).flatten(1, 2)
-    y = window_reverse(block.attn(windows, block.attn_mask).unflatten(1, (4, 4)), (4, 4), x.shape[1:3])
+    y = window_reverse(
+        block.attn(windows, block.attn_mask).unflatten(1, (4, 4)), (4, 4), x.shape[1:3]
+    )
     x = x + torch.roll(y, (shift, shift), (1, 2))
     y = F.layer_norm(x, x.shape[-1:], block.norm2.weight, block.norm2.bias)
-    return x + F.linear(F.gelu(F.linear(y, block.mlp.fc1.weight, block.mlp.fc1.bias)), block.mlp.fc2.weight)
+    return x + F.linear(
+        F.gelu(F.linear(y, block.mlp.fc1.weight, block.mlp.fc1.bias)), block.mlp.fc2.weight
+    )
 
 
 @pytest.mark.parametrize(("index", "shift"), [(0, 0), (1, 2)])
@@ -89,13 +125,17 @@ def test_released_patch_merging_by_hand(make_model):
     x = torch.randn(2, 8, 8, 16)
     parts = [x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]]  # V1's order
     merged = torch.cat(parts, -1)
-    expected = F.linear(F.layer_norm(merged, (64,), merging.norm.weight, merging.norm.bias), merging.reduction.weight)
+    expected = F.linear(
+        F.layer_norm(merged, (64,), merging.norm.weight, merging.norm.bias),
+        merging.reduction.weight,
+    )
     torch.testing.assert_close(merging(x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
 def test_one_expert_is_the_dense_model(pre_norm, make_model, images):
-    """With E = K = 1 the gate is 1: the same logits, and gradients, as the dense FFN in its place."""
+    """With E = K = 1 the gate is 1: the same logits, and gradients, as the dense FFN in its
+    place."""
     dense, sparse = make_model(pre_norm=pre_norm), make_model(1, pre_norm=pre_norm, seed=1)
     load_dense(sparse, dense.state_dict(), upcycle=True)
     for model in (dense, sparse):
@@ -111,7 +151,8 @@ def test_one_expert_is_the_dense_model(pre_norm, make_model, images):
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_upcycled_experts_give_the_dense_models_logits(top_k, make_model, images):
-    """Whatever the routers say: the norm behind them takes the gate's value out, up to its epsilon."""
+    """Whatever the routers say: the norm behind them takes the gate's value out, up to its
+    epsilon."""
     dense, sparse = make_model(), make_model(4, seed=1, moe={"top_k": top_k})
     load_dense(sparse, dense.state_dict(), upcycle=True)
     torch.testing.assert_close(sparse(images), dense(images), rtol=1e-4, atol=1e-4)
@@ -134,7 +175,11 @@ def test_experts_are_where_moe_blocks_says(make_model, nano):
     model = make_model(4)
     assert list(moe_layers(model)) == ["layers.1.blocks.1.mlp.moe", "layers.2.blocks.0.mlp.moe"]
     assert [layer.config.hidden_dim for layer in moe_layers(model).values()] == [128, 256]
-    for blocks, text in [((), "names no block"), (((), (2,)), "block 2 of stage 1"), (((),) * 3 + ((0,),), "4 stages")]:
+    for blocks, text in [
+        ((), "names no block"),
+        (((), (2,)), "block 2 of stage 1"),
+        (((),) * 3 + ((0,),), "4 stages"),
+    ]:
         with pytest.raises(ValueError, match=text):
             SwinTransformerV2MoE(num_experts=2, moe_blocks=blocks, **nano)
     with pytest.raises(ValueError, match="top_k"):
@@ -176,7 +221,12 @@ def loss_and_gradients(model, images):
     return [loss.detach(), aux_loss.detach(), *(p.grad for p in model.parameters())]
 
 
-NOISY = {"gate_noise": 1.0, "aux_loss": "load_importance", "hidden_dropout": 0.1, "capacity_factor": 0.75}
+NOISY = {
+    "gate_noise": 1.0,
+    "aux_loss": "load_importance",
+    "hidden_dropout": 0.1,
+    "capacity_factor": 0.75,
+}
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
@@ -188,14 +238,20 @@ def test_activation_checkpointing_changes_nothing(pre_norm, make_model, images):
         torch.testing.assert_close(found, expected_value)
     router = model.layers[1].blocks[1].mlp.moe.router.weight.grad
     assert router.abs().max() > 0
-    # The recomputation in the backward pass runs the layers again: nothing of it may count in the next step.
+    # The recomputation in the backward pass runs the layers again: nothing of it may count in the
+    # next step.
     for expected_value, found in zip(expected, loss_and_gradients(model, images), strict=True):
         torch.testing.assert_close(found, expected_value)
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
 def test_compiled_without_a_graph_break(pre_norm, make_model, images):
-    shallow = {"depths": (1, 1), "num_heads": (2, 2), "moe_blocks": ((0,), (0,)), "pretrained_window_sizes": (0, 0)}
+    shallow = {
+        "depths": (1, 1),
+        "num_heads": (2, 2),
+        "moe_blocks": ((0,), (0,)),
+        "pretrained_window_sizes": (0, 0),
+    }
     moe = {"aux_loss": "load_importance", "capacity_factor": 0.75}
     model = make_model(4, pre_norm=pre_norm, moe=moe, **shallow)
     eager = loss_and_gradients(model, images)
@@ -237,14 +293,24 @@ def test_noise_only_in_training(make_model, images):
 @pytest.mark.parametrize("pre_norm", [False, True])
 @pytest.mark.parametrize("router", ["linear", "cosine"])
 def test_no_weight_decay(pre_norm, router, make_model):
-    """None on 1-D parameters, biases, cpb_mlp, logit_scale and the cosine gate's (the published recipe)."""
+    """None on 1-D parameters, biases, cpb_mlp, logit_scale and the cosine gate's (the published
+    recipe)."""
     moe = {"router": router} | ({"output_bias": True} if pre_norm else {})
     model = make_model(4, pre_norm=pre_norm, moe=moe)
     groups = param_groups_layer_decay(model, 0.1, model.no_weight_decay(), layer_decay=1.0)
     decayed = {id(p) for group in groups for p in group["params"] if group["weight_decay"]}
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
-        exempt = ("bias", "norm", "cpb_mlp", "logit_scale", "experts.b", "temperature", "sim_matrix", "projector")
+        exempt = (
+            "bias",
+            "norm",
+            "cpb_mlp",
+            "logit_scale",
+            "experts.b",
+            "temperature",
+            "sim_matrix",
+            "projector",
+        )
         assert (id(parameter) in decayed) != any(part in name for part in exempt), name
 
 
@@ -253,7 +319,10 @@ def test_layer_decay_by_depth(make_model):
     groups = param_groups_layer_decay(model, 0.1, model.no_weight_decay(), layer_decay=0.5)
     scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
     scale = {name: scale[id(p)] for name, p in model.named_parameters()}
-    blocks = [scale[f"layers.{i}.blocks.{j}.norm1.weight"] for i, j in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))]
+    blocks = [
+        scale[f"layers.{i}.blocks.{j}.norm1.weight"]
+        for i, j in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
+    ]
     assert blocks == sorted(blocks)
     assert len(set(blocks)) == 5
     assert scale["patch_embed.proj.weight"] < blocks[0]

@@ -1,4 +1,5 @@
-"""What timm's own tests ask of every registered model; `tests/integration/timm_conventions.py` runs these tests."""
+"""What timm's own tests ask of every registered model; `tests/integration/timm_conventions.py` runs
+these tests."""
 
 import io
 
@@ -12,13 +13,26 @@ from swinv2_moe.models import take_aux_loss
 
 NAMES = timm.list_models(["swinv2_moe_*", "swin_moe_*"])
 FORMS = ("swinv2_moe_nano_window4_16", "swin_moe_small_window12_192")
-SMALL = {"img_size": 32, "patch_size": 2, "embed_dim": 16, "depths": (2, 2), "num_heads": (1, 2), "window_size": 4}
-SMALL |= {"moe_blocks": ((), (1,)), "num_classes": 5, "pretrained_window_sizes": (0, 0), "num_experts": 4}
+SMALL = {
+    "img_size": 32,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": (2, 2),
+    "num_heads": (1, 2),
+    "window_size": 4,
+}
+SMALL |= {
+    "moe_blocks": ((), (1,)),
+    "num_classes": 5,
+    "pretrained_window_sizes": (0, 0),
+    "num_experts": 4,
+}
 
 
 @pytest.fixture(params=FORMS)
 def make(request, randomize):
-    """`make(**kwargs)`: a small model of one of the two forms, with weights that are nowhere zero."""
+    """`make(**kwargs)`: a small model of one of the two forms, with weights that are nowhere
+    zero."""
 
     def make(**kwargs):
         return randomize(timm.create_model(request.param, **SMALL | kwargs))
@@ -57,7 +71,8 @@ def test_fx_graph_gives_every_parameter_a_gradient(num_experts, make, images):
 
 
 def test_torchscript_of_a_dense_model(make, images):
-    """Also for another size than the first: the model's windows follow, those of what was compiled stay."""
+    """Also for another size than the first: the model's windows follow, those of what was compiled
+    stay."""
     model = make(num_experts=0).eval()
     for side in (32, 48):
         model.set_input_size((side, side))
@@ -80,7 +95,9 @@ def test_torchscript_trace_of_a_dense_model_takes_other_sizes(make, images):
 @pytest.mark.parametrize("whole", [False, True])
 def test_torchscript_of_experts_is_refused_in_one_line(whole, make):
     module = make() if whole else MoELayer(MoEConfig(8, 16, 4))
-    with pytest.raises(NotImplementedError, match=r"torch\.jit\.script cannot compile a MoELayer: use") as raised:
+    with pytest.raises(
+        NotImplementedError, match=r"torch\.jit\.script cannot compile a MoELayer: use"
+    ) as raised:
         torch.jit.script(module)
     assert "\n" not in str(raised.value)
 
@@ -103,6 +120,7 @@ def test_init_weights_after_to_empty(name, images):
             tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
     model.init_weights()
     for module in model.modules():
-        getattr(module, "init_non_persistent_buffers", lambda: None)()  # as timm does: attention's masks
+        # as timm does: attention's masks
+        getattr(module, "init_non_persistent_buffers", lambda: None)()
     assert all(p.isfinite().all() for p in [*model.parameters(), *model.buffers()])
     assert model(images).isfinite().all()

@@ -12,7 +12,12 @@ NANO, FOUR = "swinv2_moe_nano_window4_16", {"num_experts": 4}
 V2 = {f"swinv2_moe_{size}_{at}" for size, at in (("nano", "window4_16"), ("tiny", "window8_256"))}
 V2 |= {f"swinv2_moe_{size}_window12_192" for size in ("small", "base")}
 RELEASED = {f"swin_moe_{size}_window12_192" for size in ("small", "base")}
-SMALL = {"img_size": 48, "window_size": 3, "depths": (1, 1, 2, 1), "moe_blocks": ((), (), (1,), (0,))}
+SMALL = {
+    "img_size": 48,
+    "window_size": 3,
+    "depths": (1, 1, 2, 1),
+    "moe_blocks": ((), (), (1,), (0,)),
+}
 
 
 def images(size=16, channels=3):
@@ -34,15 +39,30 @@ def test_every_name_builds_with_its_experts(name):
         blocks = [(2, i) for i in range(1, 18, 2)] + [(3, 1)]
         assert list(layers) == [f"layers.{i}.blocks.{j}.mlp.moe" for i, j in blocks]
     config = next(iter(layers.values())).config
-    assert (config.num_experts, config.top_k, config.capacity_factor, config.batch_prioritized) == (8, 1, 1.25, True)
-    assert (config.gate_noise, config.normalize_gates, config.aux_loss) == (1.0, False, "load_importance")
+    assert (config.num_experts, config.top_k, config.capacity_factor, config.batch_prioritized) == (
+        8,
+        1,
+        1.25,
+        True,
+    )
+    assert (config.gate_noise, config.normalize_gates, config.aux_loss) == (
+        1.0,
+        False,
+        "load_importance",
+    )
     classes, size = model.pretrained_cfg["num_classes"], model.pretrained_cfg["input_size"]
     assert model(torch.empty(2, *size, device="meta")).shape == (2, classes)
-    assert not any("moe" in n for n, _ in timm.create_model(name, device="meta", num_experts=0).named_parameters())
+    assert not any(
+        "moe" in n
+        for n, _ in timm.create_model(name, device="meta", num_experts=0).named_parameters()
+    )
 
 
 def test_published_parameters():
-    count = sum(p.numel() for p in timm.create_model("swin_moe_small_window12_192", device="meta").parameters())
+    count = sum(
+        p.numel()
+        for p in timm.create_model("swin_moe_small_window12_192", device="meta").parameters()
+    )
     assert round(count / 1e6, 1) == 173.3
 
 
@@ -67,7 +87,9 @@ def test_features_only(case):
     assert model.feature_info.channels() == channels
     assert model.feature_info.reduction() == reductions
     shapes = [tuple(f.shape) for f in model(images(size))]
-    assert shapes == [(2, -(-size // r), -(-size // r), c) for r, c in zip(reductions, channels, strict=True)]
+    assert shapes == [
+        (2, -(-size // r), -(-size // r), c) for r, c in zip(reductions, channels, strict=True)
+    ]
     assert len(build(features_only=True, out_indices=(0, 1))(images(size))) == 2
 
 

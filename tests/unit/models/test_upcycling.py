@@ -10,7 +10,9 @@ from moe_core import moe_layers
 from swinv2_moe.config import load_config
 from swinv2_moe.models import build_model, load_dense
 
-CONFIG = Path(__file__).parents[3] / "configs" / "upcycle" / "swinv2_moe_tiny_window8_256_8expert.yaml"
+CONFIG = (
+    Path(__file__).parents[3] / "configs" / "upcycle" / "swinv2_moe_tiny_window8_256_8expert.yaml"
+)
 
 
 def test_timms_swinv2_t_keeps_its_logits(tmp_path):
@@ -23,9 +25,17 @@ def test_timms_swinv2_t_keeps_its_logits(tmp_path):
             if "norm" in name:  # they start at zero, where every block is the identity
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
     save_file(dense.state_dict(), tmp_path / "dense.safetensors")
-    config = load_config(CONFIG, ["MODEL.PRETRAINED", str(tmp_path / "dense.safetensors")], data="anywhere")
+    config = load_config(
+        CONFIG, ["MODEL.PRETRAINED", str(tmp_path / "dense.safetensors")], data="anywhere"
+    )
     sparse = build_model(config, 1000).eval()
-    kept = load_dense(sparse, config.MODEL.PRETRAINED, config.MODEL.UPCYCLE, config.MODEL.UPCYCLE_NOISE, config.SEED)
+    kept = load_dense(
+        sparse,
+        config.MODEL.PRETRAINED,
+        config.MODEL.UPCYCLE,
+        config.MODEL.UPCYCLE_NOISE,
+        config.SEED,
+    )
     assert [name.split(".moe.")[1] for name in kept] == ["router.weight"] * 4
     images = torch.randn(2, 3, 256, 256, generator=generator)
     with torch.inference_mode():

@@ -22,7 +22,9 @@ def copy_of(attn: WindowAttention) -> FusedWindowAttention:
 @pytest.mark.parametrize("qkv_bias", [True, False])
 @pytest.mark.parametrize("pretrained_window", [(0, 0), (6, 6)])
 def test_fused_equals_timm(dtype, masked, qkv_bias, pretrained_window, randomize):
-    attn = WindowAttention(12, (4, 4), 3, qkv_bias, pretrained_window_size=pretrained_window, dtype=dtype)
+    attn = WindowAttention(
+        12, (4, 4), 3, qkv_bias, pretrained_window_size=pretrained_window, dtype=dtype
+    )
     randomize(attn)
     with torch.no_grad():
         attn.logit_scale[0] = 10.0  # above the clamp
@@ -43,7 +45,9 @@ def test_fused_equals_timm(dtype, masked, qkv_bias, pretrained_window, randomize
         results.append([y, images.grad, *(p.grad for p in module.parameters())])
     # of the largest value: the temperature of 100 amplifies rounding
     tolerance = 2e-5 if dtype == torch.float32 else 1e-12
-    for name, expected, found in zip(["output", "input", *dict(attn.named_parameters())], *results, strict=True):
+    for name, expected, found in zip(
+        ["output", "input", *dict(attn.named_parameters())], *results, strict=True
+    ):
         assert (found - expected).abs().max() <= tolerance * expected.abs().max(), name
     assert results[0][0].abs().max() > 0.1
 
@@ -60,7 +64,8 @@ def test_fused_under_autocast_and_dropout(randomize):
 
 
 def test_the_released_form_by_hand(randomize):
-    """One window, one head at a time: dot products over sqrt(D), a bias on q, k and v, the position bias as it is."""
+    """One window, one head at a time: dot products over sqrt(D), a bias on q, k and v, the position
+    bias as it is."""
     dim, heads, side = 8, 2, 3
     attn = randomize(DotProductWindowAttention(dim, (side, side), heads, qkv_bias=True)).double()
     names = {name for name, _ in attn.named_parameters()}
@@ -72,7 +77,9 @@ def test_the_released_form_by_hand(randomize):
     table = torch.empty(heads, side * side, side * side, dtype=torch.float64)
     for i in range(side * side):
         for j in range(side * side):
-            offsets = torch.tensor([i // side - j // side, i % side - j % side]).double() / (side - 1) * 8
+            offsets = (
+                torch.tensor([i // side - j // side, i % side - j % side]).double() / (side - 1) * 8
+            )
             coords = offsets.sign() * (offsets.abs() + 1).log2() / math.log2(8)
             hidden = torch.relu(p["cpb_mlp.0.weight"] @ coords + p["cpb_mlp.0.bias"])
             table[:, i, j] = p["cpb_mlp.2.weight"] @ hidden
@@ -87,14 +94,17 @@ def test_the_released_form_by_hand(randomize):
                 scores = scores if bias is None else scores + bias[window]
                 out.append(scores.softmax(-1) @ v[:, part])
             expected[window] = F.linear(torch.cat(out, 1), p["proj.weight"], p["proj.bias"])
-        torch.testing.assert_close(attn(x, bias), expected, rtol=1e-6, atol=1e-6)  # the coordinates are kept in fp32
+        # the coordinates are kept in fp32
+        torch.testing.assert_close(attn(x, bias), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [FusedWindowAttention, DotProductWindowAttention])
 def test_the_position_bias_is_kept_within_prepared_alone(kind, randomize, monkeypatch):
     attn, x = randomize(kind(12, (4, 4), 3)).eval(), torch.randn(4, 16, 12)
     runs = []
-    monkeypatch.setattr(attn.cpb_mlp, "forward", lambda t, run=attn.cpb_mlp.forward: runs.append(1) or run(t))
+    monkeypatch.setattr(
+        attn.cpb_mlp, "forward", lambda t, run=attn.cpb_mlp.forward: runs.append(1) or run(t)
+    )
     with torch.no_grad():
         wanted = attn(x)
         attn(x)

@@ -1,7 +1,9 @@
-"""The fused window attention against plain torch: values, every gradient, and what its kernels compile to.
+"""The fused window attention against plain torch: values, every gradient, and what its kernels
+compile to.
 
-On a CUDA device `TestKernels` runs there. `TRITON_INTERPRET=1 pytest <this file>` runs it on a CPU, in Triton's
-interpreter; a variable that counts when Triton is first imported, so `test_under_the_interpreter` starts a process.
+On a CUDA device `TestKernels` runs there. `TRITON_INTERPRET=1 pytest <this file>` runs it on a CPU,
+in Triton's interpreter; a variable that counts when Triton is first imported, so
+`test_under_the_interpreter` starts a process.
 """
 
 # B images, W windows of an image, N tokens of a window, h heads, D channels of a head
@@ -27,15 +29,20 @@ from swinv2_moe.models.window_attention import window_attention
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPS = torch.ops.swinv2_moe
 FLOPS_OF_49 = 2 * 2 * 49 * 49 * 32  # both products of a window and head
-# B, W, N, h, D: a window smaller than a tile; a block that is not full; full and rest; more windows than a split has
+# B, W, N, h, D: a window smaller than a tile; a block that is not full; full and rest; more windows
+# than a split has
 SIZES = [(1, 2, 5, 2, 64), (1, 2, 49, 1, 32), (1, 1, 144, 1, 16), (8, 2, 16, 1, 16)]
 
 
 def random(*shape: int, dtype=torch.float64, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(DEVICE, dtype)
 
 
-def inputs_of(sizes, cosine: bool, masked: bool, dtype=torch.float64) -> tuple[list[Tensor], Tensor | None]:
+def inputs_of(
+    sizes, cosine: bool, masked: bool, dtype=torch.float64
+) -> tuple[list[Tensor], Tensor | None]:
     """qkv, bias and scale; the mask, which hides whole blocks of keys."""
     images, windows, tokens, heads, channels = sizes
     qkv = random(images * windows, tokens, 3, heads, channels, dtype=dtype)
@@ -43,8 +50,13 @@ def inputs_of(sizes, cosine: bool, masked: bool, dtype=torch.float64) -> tuple[l
     inputs = [qkv, 2 * random(heads, tokens, tokens, dtype=dtype, seed=1), scale]
     if not masked:
         return inputs, None
-    sides = torch.arange(tokens, device=DEVICE) < torch.arange(windows, device=DEVICE).unsqueeze(1) + tokens // 2
-    mask = torch.zeros((), device=DEVICE, dtype=dtype).where(sides.unsqueeze(1) == sides.unsqueeze(2), float("-inf"))
+    sides = (
+        torch.arange(tokens, device=DEVICE)
+        < torch.arange(windows, device=DEVICE).unsqueeze(1) + tokens // 2
+    )
+    mask = torch.zeros((), device=DEVICE, dtype=dtype).where(
+        sides.unsqueeze(1) == sides.unsqueeze(2), float("-inf")
+    )
     return inputs, mask
 
 
@@ -58,20 +70,28 @@ def plain(qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosine:
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def with_gradients(function, inputs: list[Tensor], mask: Tensor | None, cosine: bool) -> list[Tensor]:
+def with_gradients(
+    function, inputs: list[Tensor], mask: Tensor | None, cosine: bool
+) -> list[Tensor]:
     qkv, bias, scale = inputs = [x.detach().requires_grad_() for x in inputs]
     y = function(qkv, bias, mask, scale, cosine)
     return [y, *torch.autograd.grad(y, inputs, random(*y.shape, dtype=y.dtype, seed=3))]
 
 
 def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    """Of each tensor's largest value; ten times that for a scale's gradient, thousands of numbers of both signs."""
+    """Of each tensor's largest value; ten times that for a scale's gradient, thousands of numbers
+    of both signs."""
     for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         worst, largest = (ours.double() - theirs.double()).abs().max(), theirs.abs().max()
-        assert worst <= tolerance * largest * (10 if theirs.dim() == 1 else 1), (i, float(worst), float(largest))
+        assert worst <= tolerance * largest * (10 if theirs.dim() == 1 else 1), (
+            i,
+            float(worst),
+            float(largest),
+        )
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of rows past a window's end, which are not stored
+# NumPy's, of rows past a window's end, which are not stored
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 class TestKernels:
     __test__ = INTERPRETED or torch.cuda.is_available()
 
@@ -90,7 +110,12 @@ class TestKernels:
         inputs, mask = inputs_of((1, 2, 49, 1, 32), True, True)
         half = [inputs[0].half(), inputs[1].half(), inputs[2].float()]
         found = with_gradients(window_attention, half, mask.half(), True)
-        assert [x.dtype for x in found] == [torch.float16, torch.float16, torch.float16, torch.float32]
+        assert [x.dtype for x in found] == [
+            torch.float16,
+            torch.float16,
+            torch.float16,
+            torch.float32,
+        ]
         assert_near(found, with_gradients(plain, [x.double() for x in half], mask, True), 4e-3)
 
     def test_vectors_of_length_zero(self):
@@ -110,7 +135,8 @@ class TestKernels:
             assert not qkv.is_contiguous()
             wanted = [x.detach().requires_grad_() for x in (qkv, bias, scale)]
             y = function(wanted[0], wanted[1], None, wanted[2], True)
-            results.append([y, *torch.autograd.grad(y.sum(), wanted)])  # sum() gives a gradient without strides
+            # sum() gives a gradient without strides
+            results.append([y, *torch.autograd.grad(y.sum(), wanted)])
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
     def test_runs_repeat_bit_by_bit(self):
@@ -137,15 +163,24 @@ class TestKernels:
     def test_module_equals_its_other_path(self, kind, compiled, randomize, monkeypatch):
         torch.compiler.reset()
         attn = randomize(kind(32, (4, 4), 2)).to(DEVICE)
-        x, mask = random(4, 16, 32, dtype=torch.float32).requires_grad_(), random(2, 16, 16, dtype=torch.float32)
+        x, mask = (
+            random(4, 16, 32, dtype=torch.float32).requires_grad_(),
+            random(2, 16, 16, dtype=torch.float32),
+        )
         results = []
         for fused in (True, False):
             monkeypatch.setattr(module, "runs", lambda qkv, fused=fused: fused)
             torch.compiler.reset()
-            function = torch.compile(attn, fullgraph=True, backend="aot_eager") if compiled else attn
+            function = (
+                torch.compile(attn, fullgraph=True, backend="aot_eager") if compiled else attn
+            )
             y = function(x, mask)
-            grads = torch.autograd.grad((y * random(*y.shape, dtype=y.dtype)).sum(), [x, *attn.parameters()])
-            results.append(dict(zip(["y", "x", *dict(attn.named_parameters())], [y, *grads], strict=True)))
+            grads = torch.autograd.grad(
+                (y * random(*y.shape, dtype=y.dtype)).sum(), [x, *attn.parameters()]
+            )
+            results.append(
+                dict(zip(["y", "x", *dict(attn.named_parameters())], [y, *grads], strict=True))
+            )
         for name, expected in results[1].items():
             assert (results[0][name] - expected).abs().max() <= 2e-5 * expected.abs().max(), name
         assert ("logit_scale" in results[0]) == (kind is FusedWindowAttention)
@@ -159,7 +194,8 @@ def test_under_the_interpreter():
 
 
 def compile_for(architecture: int, monkeypatch, sizes, masked: bool) -> dict[str, str]:
-    """The assembly of each kernel of a forward and backward pass in bf16, compiled without a GPU."""
+    """The assembly of each kernel of a forward and backward pass in bf16, compiled without a
+    GPU."""
     pytest.importorskip("triton")
     from swinv2_moe.models import triton_window_attention as kernels
 
@@ -194,8 +230,15 @@ def test_no_register_is_spilled_on_a_hopper(tokens, masked, monkeypatch, tmp_pat
         import triton
 
         (tmp_path / name).write_text(assembly)
-        command = [f"{triton.__path__[0]}/backends/nvidia/bin/ptxas", "-v", "--gpu-name=sm_90a", tmp_path / name]
-        said = subprocess.run([*command, "-o", os.devnull], capture_output=True, text=True, check=True).stderr
+        command = [
+            f"{triton.__path__[0]}/backends/nvidia/bin/ptxas",
+            "-v",
+            "--gpu-name=sm_90a",
+            tmp_path / name,
+        ]
+        said = subprocess.run(
+            [*command, "-o", os.devnull], capture_output=True, text=True, check=True
+        ).stderr
         assert "0 bytes spill stores, 0 bytes spill loads" in said, f"{name}: {said}"
 
 
@@ -233,7 +276,9 @@ def test_what_the_kernels_take(monkeypatch):
 def test_dropout_of_probabilities_is_left_to_torch(monkeypatch):
     attn, ways = FusedWindowAttention(32, (4, 4), 2, attn_drop=0.5), []
     monkeypatch.setattr(module, "runs", lambda qkv: True)
-    monkeypatch.setattr(attn, "_fused", lambda qkv, mask: ways.append("fused") or qkv.new_zeros(4, 16, 32))
+    monkeypatch.setattr(
+        attn, "_fused", lambda qkv, mask: ways.append("fused") or qkv.new_zeros(4, 16, 32)
+    )
     attn(torch.zeros(4, 16, 32))
     assert ways == []
     attn.eval()(torch.zeros(4, 16, 32))
@@ -241,7 +286,8 @@ def test_dropout_of_probabilities_is_left_to_torch(monkeypatch):
 
 
 def test_without_triton_torch_is_taken_and_the_log_says_so(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "triton", None)  # what importing it does where it is not installed
+    # what importing it does where it is not installed
+    monkeypatch.setitem(sys.modules, "triton", None)
     module._triton_runs.cache_clear()
     assert [module._triton_runs() for _ in range(2)] == [False, False]
     module._triton_runs.cache_clear()
@@ -266,12 +312,15 @@ def test_shapes_and_flops_need_no_kernels():
 
 
 @pytest.mark.parametrize(
-    ("bias", "mask", "scale"), [((2, 5, 4), None, 2), ((2, 5, 5), None, 1), ((2, 5, 5), (3, 5, 5), 2)]
+    ("bias", "mask", "scale"),
+    [((2, 5, 4), None, 2), ((2, 5, 5), None, 1), ((2, 5, 5), (3, 5, 5), 2)],
 )
 def test_sizes_that_do_not_fit(bias, mask, scale):
     mask = None if mask is None else torch.zeros(mask)
     with pytest.raises(ValueError, match="fit"):
-        window_attention(torch.zeros(4, 5, 3, 2, 16), torch.zeros(bias), mask, torch.zeros(scale), True)
+        window_attention(
+            torch.zeros(4, 5, 3, 2, 16), torch.zeros(bias), mask, torch.zeros(scale), True
+        )
 
 
 @pytest.mark.gpu
@@ -283,9 +332,15 @@ def test_bf16_on_a_gpu_is_near_timm_in_fp32(side, masked, randomize, monkeypatch
     fused = FusedWindowAttention.like(attn)
     fused.load_state_dict(attn.state_dict())
     x = torch.randn(20, side * side, 64, device="cuda")
-    mask = torch.where(torch.rand(4, side * side, side * side, device="cuda") < 0.3, -100.0, 0.0) if masked else None
+    mask = (
+        torch.where(torch.rand(4, side * side, side * side, device="cuda") < 0.3, -100.0, 0.0)
+        if masked
+        else None
+    )
     used = []
-    monkeypatch.setattr(fused, "_fused", lambda *args, run=fused._fused: used.append(1) or run(*args))
+    monkeypatch.setattr(
+        fused, "_fused", lambda *args, run=fused._fused: used.append(1) or run(*args)
+    )
     results = []
     for network, dtype in ((fused, torch.bfloat16), (attn, torch.float32)):
         images = x.clone().requires_grad_()
@@ -295,6 +350,9 @@ def test_bf16_on_a_gpu_is_near_timm_in_fp32(side, masked, randomize, monkeypatch
         grads = torch.autograd.grad(y.float().square().mean(), wanted)
         results.append([y, *grads])
     assert used
-    for name, ours, theirs in zip(["y", "x", *dict(attn.named_parameters())], *results, strict=True):
+    for name, ours, theirs in zip(
+        ["y", "x", *dict(attn.named_parameters())], *results, strict=True
+    ):
         distance = (ours.float() - theirs).norm() / theirs.norm()
-        assert distance < 0.1, (name, distance)  # 0.045 by scaled_dot_product_attention, of cpb_mlp's bias
+        # 0.045 by scaled_dot_product_attention, of cpb_mlp's bias
+        assert distance < 0.1, (name, distance)

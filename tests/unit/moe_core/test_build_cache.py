@@ -57,7 +57,9 @@ DAMAGES = {
     "no checksum": lambda library, checksum: checksum.unlink(),
     "an empty checksum": lambda library, checksum: checksum.write_text(""),
     "no library": lambda library, checksum: library.unlink(),
-    "a link": lambda library, checksum: library.rename(library.with_suffix(".x")) and library.symlink_to("x86-test.x"),
+    "a link": lambda library, checksum: (
+        library.rename(library.with_suffix(".x")) and library.symlink_to("x86-test.x")
+    ),
     "others can write": lambda library, checksum: library.chmod(0o777),
     "others can write the checksum": lambda library, checksum: checksum.chmod(0o666),
     "a pipe": lambda library, checksum: library.unlink() or os.mkfifo(library),
@@ -101,7 +103,9 @@ def test_the_directory_of_another_user_is_not_used(home, temporary, monkeypatch)
     assert cache_directory().parent == temporary
 
 
-def test_a_link_in_the_place_of_the_temporary_directory_is_not_followed(temporary, monkeypatch, tmp_path):
+def test_a_link_in_the_place_of_the_temporary_directory_is_not_followed(
+    temporary, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (temporary / f"moe_core-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
@@ -110,7 +114,9 @@ def test_a_link_in_the_place_of_the_temporary_directory_is_not_followed(temporar
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_where_a_cache_cannot_be_written_processes_share_a_temporary_one(temporary, tmp_path, monkeypatch):
+def test_where_a_cache_cannot_be_written_processes_share_a_temporary_one(
+    temporary, tmp_path, monkeypatch
+):
     (tmp_path / "moe_core").write_text("a file, where a directory should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first, second = cache_directory(), cache_directory()
@@ -134,8 +140,12 @@ def test_a_temporary_directory_of_another_user_is_not_used(temporary, monkeypatc
     assert cache_directory().name != f"moe_core-{other}"
 
 
-def test_a_library_that_does_not_load_is_compiled_anew_by_the_next_process(home, monkeypatch, caplog):
-    monkeypatch.setattr(library_x86, "_compiled", lambda: compiled_library(NAME, lambda path: path.write_bytes(b"")))
+def test_a_library_that_does_not_load_is_compiled_anew_by_the_next_process(
+    home, monkeypatch, caplog
+):
+    monkeypatch.setattr(
+        library_x86, "_compiled", lambda: compiled_library(NAME, lambda path: path.write_bytes(b""))
+    )
     with caplog.at_level(logging.WARNING, "moe_core"):
         assert library_x86.library.__wrapped__() is None
     assert len(caplog.records) == 1
@@ -162,12 +172,15 @@ def test_a_truncated_library_ends_no_process(size, tmp_path):
     good = library_x86._compiled()
     compiler = tmp_path / "compiler"
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exit\nwhile [ "$1" != -o ]; do shift; done\ncp {good} "$2"\n'
+        '#!/bin/sh\n[ "$1" = --version ] && exit\n'
+        f'while [ "$1" != -o ]; do shift; done\ncp {good} "$2"\n'
     )
     compiler.chmod(0o755)
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "CXX": str(compiler)}
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         assert "compiling" in done.stdout
         assert "loaded True" in done.stdout

@@ -1,6 +1,8 @@
-"""The cost model: volumes against enumeration, times against what must hold, predictions against published ratios."""
+"""The cost model: volumes against enumeration, times against what must hold, predictions against
+published ratios."""
 
-# W ranks, g per node, E experts, s = W / E ranks of an expert, n rows of a rank for an expert, M and H dims
+# W ranks, g per node, E experts, s = W / E ranks of an expert, n rows of a rank for an expert, M
+# and H dims
 
 import itertools
 import math
@@ -41,11 +43,15 @@ def shape_of(num_experts: int, rows: float = 8, **fields) -> LayerShape:
 # --- volume
 
 
-def enumerate_rows(size: int, per_node: int, num_experts: int, rows: int, strategy: ParallelStrategy) -> Traffic:
+def enumerate_rows(
+    size: int, per_node: int, num_experts: int, rows: int, strategy: ParallelStrategy
+) -> Traffic:
     """Every row of every rank, sent one by one as the layout says; averaged over the ranks."""
     sent, messages = Counter(), Counter()
     sharers = max(size // num_experts, 1) // strategy.r
-    for source, expert, row, part in itertools.product(range(size), range(num_experts), range(rows), range(strategy.r)):
+    for source, expert, row, part in itertools.product(
+        range(size), range(num_experts), range(rows), range(strategy.r)
+    ):
         run = row * sharers * strategy.pipeline_degree // rows
         chunk, sharer = run % strategy.pipeline_degree, run // strategy.pipeline_degree
         if num_experts >= size:
@@ -67,7 +73,15 @@ def enumerate_rows(size: int, per_node: int, num_experts: int, rows: int, strate
 
 CASES = [
     (size, per_node, num_experts, r, degree, algorithm)
-    for size, per_node, num_experts in ((4, 2, 4), (4, 2, 8), (4, 4, 4), (8, 2, 2), (8, 4, 2), (8, 4, 8), (4, 2, 1))
+    for size, per_node, num_experts in (
+        (4, 2, 4),
+        (4, 2, 8),
+        (4, 4, 4),
+        (8, 2, 2),
+        (8, 4, 2),
+        (8, 4, 8),
+        (4, 2, 1),
+    )
     for r in valid_r(num_experts, size)[1:]
     for degree in (1, 2)
     for algorithm in ("linear", "2dh")
@@ -84,28 +98,39 @@ def test_rows_are_counted_as_enumerated(case):
     assert found.back == found.there
 
 
-@pytest.mark.parametrize(("size", "per_node", "num_experts"), [(4, 2, 8), (8, 4, 2), (8, 2, 2), (8, 8, 1)])
+@pytest.mark.parametrize(
+    ("size", "per_node", "num_experts"), [(4, 2, 8), (8, 4, 2), (8, 2, 2), (8, 8, 1)]
+)
 def test_weights_are_counted_as_enumerated(size, per_node, num_experts):
     shape = shape_of(num_experts)
     own = shape.expert_parameters * num_experts / size
     for r in valid_r(num_experts, size):
         block = size if r == 0 else max(size // num_experts, 1) // r
-        pairs = [(a, b) for a, b in itertools.permutations(range(size), 2) if a // block == b // block]
+        pairs = [
+            (a, b) for a, b in itertools.permutations(range(size), 2) if a // block == b // block
+        ]
         near = sum(a // per_node == b // per_node for a, b in pairs)
         weights = volume(shape, size, ParallelStrategy(r, ranks_per_node=per_node)).weights
-        assert (weights.intra, weights.inter) == (own * near / size, own * (len(pairs) - near) / size)
+        assert (weights.intra, weights.inter) == (
+            own * near / size,
+            own * (len(pairs) - near) / size,
+        )
         assert weights.intra_messages * size == 4 * near
 
 
 def test_the_published_orders():
-    """DP O(P), EP+DP O(C_g + P/E), EP+MP O(C_g W/E), EP+DP+MP O(C_g r + P/(E r)), each less what stays here."""
+    """DP O(P), EP+DP O(C_g + P/E), EP+MP O(C_g W/E), EP+DP+MP O(C_g r + P/(E r)), each less what
+    stays here."""
     size, num_experts = 16, 2
     shape = shape_of(num_experts, 32)
     rows, parameters = 32 * num_experts * 16, num_experts * shape.expert_parameters
     for r in valid_r(num_experts, size):
         found = volume(shape, size, ParallelStrategy(r))
         if r == 0:
-            assert (found.there.elements, found.weights.elements) == (0, parameters * (size - 1) / size)
+            assert (found.there.elements, found.weights.elements) == (
+                0,
+                parameters * (size - 1) / size,
+            )
         else:
             block = size // num_experts // r
             assert found.there.elements == r * rows * (size - 1) / size
@@ -156,7 +181,10 @@ def compare_with_engine(rank, num_experts, per_node):
             parts = (expected.there, expected.back, expected.weights)
             elements = sum(getattr(part, name) for part in parts)
             messages = sum(getattr(part, f"{name}_messages") for part in parts)
-            found = [sum(counter[other] for other in ranks) for counter in (traffic.elements, traffic.messages)]
+            found = [
+                sum(counter[other] for other in ranks)
+                for counter in (traffic.elements, traffic.messages)
+            ]
             assert found == [elements, messages], (strategy, name, found, elements, messages)
 
 
@@ -172,7 +200,12 @@ def test_the_engine_sends_what_the_model_counts(run_processes, num_experts, per_
 def test_a_shape_from_a_configuration():
     config = MoEConfig(64, 256, 8, top_k=2, capacity_factor=0.5, output_bias=False)
     shape = LayerShape.of(config, tokens=128, element_size=4, training=False)
-    assert (shape.rows_per_expert, shape.top_k, shape.element_size, shape.training) == (16, 2, 4, False)
+    assert (shape.rows_per_expert, shape.top_k, shape.element_size, shape.training) == (
+        16,
+        2,
+        4,
+        False,
+    )
     assert (shape.bias, shape.output_bias) == (True, False)
     assert LayerShape.of(replace(config, capacity_factor=1.25), 128).rows_per_expert == 32
 
@@ -180,7 +213,9 @@ def test_a_shape_from_a_configuration():
 def test_more_work_takes_longer():
     def total(machine=A100, size=64, strategy=ParallelStrategy(1, ranks_per_node=8), **fields):  # noqa: B008
         fields = {"tokens": 65536, "model_dim": 2048, "hidden_dim": 2048, **fields}
-        return layer_time(machine, shape_of(64, fields["tokens"] / 64, **fields), size, strategy).total
+        return layer_time(
+            machine, shape_of(64, fields["tokens"] / 64, **fields), size, strategy
+        ).total
 
     base = total()
     for slower in (
@@ -232,7 +267,10 @@ def test_nothing_is_sent_by_one_rank():
 def test_candidates():
     assert candidates(8, 1, 1) == [ParallelStrategy(ranks_per_node=1)]
     one_node = candidates(8, 8, 1)
-    assert [str(s) for s in one_node] == ["r=0 d=1 linear", *(f"r=1 d={d} linear" for d in (1, 2, 4, 8))]
+    assert [str(s) for s in one_node] == [
+        "r=0 d=1 linear",
+        *(f"r=1 d={d} linear" for d in (1, 2, 4, 8)),
+    ]
     assert {s.all_to_all for s in candidates(8, 4, 4)} == {"linear"}  # one rank a node
     two_nodes = candidates(2, 16, 2, degrees=(1, 2))
     assert len(two_nodes) == len(set(two_nodes)) == 1 + 4 * 2 * 2  # r in 1, 2, 4, 8
@@ -246,7 +284,9 @@ def test_ranked_is_layer_time_in_order():
     found = ranked(A100, shape, 32, 8)
     assert {strategy for strategy, _ in found} == set(candidates(8, 32, 4))
     assert [seconds for _, seconds in found] == sorted(seconds for _, seconds in found)
-    assert all(seconds == layer_time(A100, shape, 32, strategy).total for strategy, seconds in found)
+    assert all(
+        seconds == layer_time(A100, shape, 32, strategy).total for strategy, seconds in found
+    )
     with pytest.raises(ValueError, match=r"ranks_per_node \(5\)"):
         ranked(A100, shape, 32, 5)
 
@@ -271,11 +311,17 @@ def test_profiles_are_sane():
         assert machine.flops_fp32 < machine.flops
         assert 1e12 < machine.memory_bandwidth < 1e13
         assert 7e10 < machine.memory < 2e11
-    assert A100.intra.bandwidth == pytest.approx(7 / 8 * 128 * 2**20 / 600e-6, rel=0.01)  # as its comment says
+    # as its comment says
+    assert A100.intra.bandwidth == pytest.approx(7 / 8 * 128 * 2**20 / 600e-6, rel=0.01)
 
 
 def assert_measured(machine: Machine) -> None:
-    for rate in (machine.flops, machine.flops_fp32, machine.memory_bandwidth, machine.kernel_overhead):
+    for rate in (
+        machine.flops,
+        machine.flops_fp32,
+        machine.memory_bandwidth,
+        machine.kernel_overhead,
+    ):
         assert 0 < rate < math.inf
 
 
@@ -321,19 +367,33 @@ def test_calibration_tells_the_links_apart(run_processes):
     run_processes(calibrate_two_nodes, 4)
 
 
-# --- published ratios: arXiv 2206.03382, table 2 and section 5.2; docs/planner.md explains each formula and setting
+# --- published ratios: arXiv 2206.03382, table 2 and section 5.2; docs/planner.md explains each
+# formula and setting
 
-PAPER = replace(A100, flops_fp32=A100.flops / 2)  # PyTorch 1.8 ran fp32 products as TF32, whose peak is half of bf16's
+# PyTorch 1.8 ran fp32 products as TF32, whose peak is half of bf16's
+PAPER = replace(A100, flops_fp32=A100.flops / 2)
 L2_BANDWIDTH = 7.2e12  # bytes/s: 5120 B a clock at 1.41 GHz, NVIDIA's A100 white paper
 
 
 def paper_layer(size: int, tokens: int, dim: int) -> LayerShape:
     """K = 2, f = 1, two experts a GPU, H = M, fp16; a padded buffer, so no counts are exchanged."""
-    return LayerShape(tokens, dim, dim, 2 * size, 2, tokens / size, bias=False, output_bias=False, counts_first=False)
+    return LayerShape(
+        tokens,
+        dim,
+        dim,
+        2 * size,
+        2,
+        tokens / size,
+        bias=False,
+        output_bias=False,
+        counts_first=False,
+    )
 
 
 def exchange_share(size: int) -> float:
-    time = layer_time(PAPER, paper_layer(size, 65536, 4096), size, ParallelStrategy(1, ranks_per_node=8))
+    time = layer_time(
+        PAPER, paper_layer(size, 65536, 4096), size, ParallelStrategy(1, ranks_per_node=8)
+    )
     return 100 * time.exchange / time.total
 
 
@@ -342,12 +402,14 @@ def staircase(size: int) -> dict[str, float]:
     tokens, dim = 16384, 2048
     shape = paper_layer(size, tokens, dim)
     linear, hierarchical = (
-        layer_time(PAPER, shape, size, ParallelStrategy(1, 1, algorithm, 8)).total for algorithm in ("linear", "2dh")
+        layer_time(PAPER, shape, size, ParallelStrategy(1, 1, algorithm, 8)).total
+        for algorithm in ("linear", "2dh")
     )
-    # dense dispatch and combine: products of [T, E C] and [E C, M] (E C = K T); two forward, three backward
+    # dense dispatch and combine: products of [T, E C] and [E C, M] (E C = K T); two forward, three
+    # backward
     dense = 5 * 2 * tokens * (2 * tokens) * dim / PAPER.flops
-    # the layout (W, E_g, C, M): W small products in the place of one read the weights W times, from L2; forward and
-    # gradient of the input (the gradient of the weights sums over W anyhow)
+    # the layout (W, E_g, C, M): W small products in the place of one read the weights W times, from
+    # L2; forward and gradient of the input (the gradient of the weights sums over W anyhow)
     weights = 2 * 2 * dim * dim * shape.element_size
     shrunk = 2 * (size - 1) * weights / L2_BANDWIDTH
     best = min(seconds for strategy, seconds in ranked(PAPER, shape, size, 8) if strategy.r == 1)
@@ -374,7 +436,11 @@ def predictions() -> dict[str, float]:
 
 def documented() -> dict[str, list[str]]:
     """Rows of the document's tables: the first cell, and the others."""
-    rows = [line.strip("| ").split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in DOCUMENT.read_text().splitlines()
+        if line.startswith("| ")
+    ]
     return {cells[0]: cells[1:] for cells in rows}
 
 
@@ -383,8 +449,12 @@ def test_the_document_states_what_the_model_predicts():
     names = [name for name in rows if re.search(r"\d GPUs", name) and name in found]
     assert len(names) == 12
     for name in names:
-        published, predicted, error = (float(cell.rstrip("%").replace("+", "")) for cell in rows[name][:3])
-        assert found[name] == pytest.approx(predicted, abs=0.0501 if "share" in name else 0.00501), name
+        published, predicted, error = (
+            float(cell.rstrip("%").replace("+", "")) for cell in rows[name][:3]
+        )
+        assert found[name] == pytest.approx(
+            predicted, abs=0.0501 if "share" in name else 0.00501
+        ), name
         assert 100 * (found[name] / published - 1) == pytest.approx(error, abs=0.6), name
 
 

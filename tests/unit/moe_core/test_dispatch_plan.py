@@ -18,7 +18,9 @@ def routings(draw):
     choices = draw(st.lists(st.permutations(range(num_experts)), max_size=12))
     expert_ids = torch.tensor([c[:top_k] for c in choices], dtype=torch.long).view(-1, top_k)
     capacity = draw(st.none() | st.integers(0, 8))
-    levels = st.lists(st.sampled_from([0.1, 0.5, 0.9]), min_size=len(choices), max_size=len(choices))
+    levels = st.lists(
+        st.sampled_from([0.1, 0.5, 0.9]), min_size=len(choices), max_size=len(choices)
+    )
     priority = draw(st.none() | levels.map(lambda p: torch.tensor(p, dtype=torch.float32)))
     return expert_ids, num_experts, capacity, priority
 
@@ -49,9 +51,13 @@ def test_plan_follows_the_definition(routing):
     plan = make_plan(*routing)
     expected = plain_rows(*routing)
     assert rows_of(plan) == expected
-    assert plan.counts.tolist() == torch.bincount(expert_ids.flatten(), minlength=num_experts).tolist()
+    assert (
+        plan.counts.tolist() == torch.bincount(expert_ids.flatten(), minlength=num_experts).tolist()
+    )
     # The number of rows is known from shapes alone, and holds all that is kept.
-    limit = num_tokens * top_k if capacity is None else min(num_tokens * top_k, num_experts * capacity)
+    limit = (
+        num_tokens * top_k if capacity is None else min(num_tokens * top_k, num_experts * capacity)
+    )
     assert len(plan.choices) == limit >= plan.offsets[-1]
     # slots and choices are each other's inverse over the kept choices.
     kept = {choice for rows in expected for choice in rows}
@@ -59,7 +65,8 @@ def test_plan_follows_the_definition(routing):
     assert set(flags.flatten().nonzero().flatten().tolist()) == kept
     slots = plan.slots.flatten()
     assert all(plan.choices[slots[choice]] == choice for choice in kept)
-    assert all(0 <= slot < max(limit, 1) for slot in slots)  # of dropped ones too: they are gathered, then masked
+    # of dropped ones too: they are gathered, then masked
+    assert all(0 <= slot < max(limit, 1) for slot in slots)
     if capacity is None:
         assert len(kept) == num_tokens * top_k
         assert plan.kept is None

@@ -1,4 +1,5 @@
-"""What the experts compute with: never weights of before, and kept copies only within `prepared`; and their memory."""
+"""What the experts compute with: never weights of before, and kept copies only within `prepared`;
+and their memory."""
 
 import copy
 import gc
@@ -71,7 +72,8 @@ def write_data(experts: Experts) -> None:
 
 
 def fused_step_in_evaluation(experts: Experts) -> None:
-    """Its gradients are of an earlier pass, so that no pass with gradients comes between two evaluations."""
+    """Its gradients are of an earlier pass, so that no pass with gradients comes between two
+    evaluations."""
     fused_optimizer(experts).step()
 
 
@@ -124,7 +126,9 @@ def test_evaluation_follows_parameters_that_lie_where_others_lay():
     for seed in range(2):
         wanted = make_experts(seed)
         parameters = {n: torch.frombuffer(b, dtype=torch.float32) for n, b in buffers_of.items()}
-        parameters = {n: parameters[n].view_as(p).copy_(p.detach()) for n, p in wanted.named_parameters()}
+        parameters = {
+            n: parameters[n].view_as(p).copy_(p.detach()) for n, p in wanted.named_parameters()
+        }
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             results.append(torch.func.functional_call(experts, parameters, (ROWS, OFFSETS)))
         assert torch.equal(results[-1], evaluated(wanted))
@@ -188,7 +192,9 @@ def test_frozen_experts_compute_with_copies_also_where_the_rows_learn():
     assert rows.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda experts: pickle.loads(pickle.dumps(experts))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda experts: pickle.loads(pickle.dumps(experts))]
+)
 def test_copies_are_not_copied(duplicate):
     experts = make_experts()
     with prepared(experts):
@@ -199,7 +205,9 @@ def test_copies_are_not_copied(duplicate):
     assert torch.equal(evaluated(other), before)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning"
+)
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_traced_layer_computes_with_its_weights(warm):
     torch.manual_seed(0)
@@ -213,7 +221,8 @@ def test_a_traced_layer_computes_with_its_weights(warm):
             expected_y = layer(x)[0]
         torch.testing.assert_close(traced(x)[0], expected_y)
         layer.experts.w1.zero_()
-    torch.testing.assert_close(traced(x)[0], layer(x)[0])  # the trace reads the parameters themselves
+    # the trace reads the parameters themselves
+    torch.testing.assert_close(traced(x)[0], layer(x)[0])
 
 
 def losses(layer: MoELayer, prune_: bool, steps: int = 3) -> list[float]:
@@ -240,7 +249,9 @@ def test_hooks_of_the_experts_run_before_their_weights_are_read():
 
 
 def test_hooks_of_the_cosine_router_s_projector_run():
-    plain, pruned = (MoELayer(MoEConfig(8, 16, 2, router="cosine", capacity_factor=0.0)) for _ in range(2))
+    plain, pruned = (
+        MoELayer(MoEConfig(8, 16, 2, router="cosine", capacity_factor=0.0)) for _ in range(2)
+    )
     pruned.load_state_dict(plain.state_dict())
     prune.identity(pruned.router.projector, "weight")
     assert losses(pruned, False) == losses(plain, False)

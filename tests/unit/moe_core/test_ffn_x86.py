@@ -1,4 +1,5 @@
-"""The experts' kernel in C++: its edges of blocks and tiles, its division of the work, and its compilation."""
+"""The experts' kernel in C++: its edges of blocks and tiles, its division of the work, and its
+compilation."""
 
 # N rows, M model dim, H hidden dim
 
@@ -12,10 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.kernels import expert_ffn, ffn_loop, ffn_x86, library_x86, reference, routing_x86, rows_x86
+from moe_core.kernels import (
+    expert_ffn,
+    ffn_loop,
+    ffn_x86,
+    library_x86,
+    reference,
+    routing_x86,
+    rows_x86,
+)
 
 OPS = torch.ops.moe_core
-DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+]
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 2e-2}  # of the largest value, which is near 1
 
 
@@ -52,10 +65,14 @@ def outcome(function, rows, weights, offsets, grad) -> list[torch.Tensor]:
 
 def assert_equals_reference(rows, weights, offsets, grad) -> None:
     found = outcome(expert_ffn, rows, weights, offsets, grad)
-    expected = outcome(reference.expert_ffn, rows.double(), [w.double() for w in weights], offsets, grad.double())
+    expected = outcome(
+        reference.expert_ffn, rows.double(), [w.double() for w in weights], offsets, grad.double()
+    )
     for a, b in zip(found, expected, strict=True):
         largest = b.abs().max().item() if b.numel() else 0.0
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=TOLERANCES[rows.dtype] * max(largest, 1.0))
+        torch.testing.assert_close(
+            a.double(), b, rtol=0, atol=TOLERANCES[rows.dtype] * max(largest, 1.0)
+        )
 
 
 @given(
@@ -82,7 +99,8 @@ def test_what_one_step_does_not_hold(sizes, model_dim, hidden_dim, dtypes):
 
 @pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
 def test_activations_and_their_slopes_in_fp32(activation):
-    """Seen through one hidden unit: a relative error, since what is far below zero is tiny. exp(-100) is, too."""
+    """Seen through one hidden unit: a relative error, since what is far below zero is tiny.
+    exp(-100) is, too."""
     z = torch.cat([torch.linspace(-8, 8, 4001), torch.tensor([0.0, -0.0, 100, -100, 1e4, -1e4])])
     rows, weights, offsets, _ = inputs([len(z)], 1, 1, DTYPES[0])
     rows = z.unsqueeze(1).requires_grad_()
@@ -93,7 +111,10 @@ def test_activations_and_their_slopes_in_fp32(activation):
     functions = {"gelu": exact_gelu, "relu": torch.relu, "silu": lambda z: z * z.sigmoid()}
     function = functions[activation]
     torch.testing.assert_close(out.double(), function(exact), rtol=3e-6, atol=1e-30)
-    found, expected = (torch.autograd.grad(y.sum(), x)[0].double() for y, x in ((out, rows), (function(exact), exact)))
+    found, expected = (
+        torch.autograd.grad(y.sum(), x)[0].double()
+        for y, x in ((out, rows), (function(exact), exact))
+    )
     assert (found - expected).abs().max() < 1e-6  # a slope has a zero, so no relative error
 
 
@@ -110,7 +131,8 @@ def test_what_is_not_finite_stays_so(value):
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_dropout_is_the_loop_s(dtypes, monkeypatch):
-    """The same noise in each kernel's own order of the hidden layer gives the same output and gradients."""
+    """The same noise in each kernel's own order of the hidden layer gives the same output and
+    gradients."""
     rows, weights, offsets, grad = inputs([33, 0, 47], 40, 64, dtypes)
     noise = OPS.dropout_noise(rows, weights[0], "gelu", "auto")
     out, hidden = OPS.expert_ffn(rows, *weights, offsets, noise, "gelu", 0.3, True, "auto")
@@ -123,7 +145,12 @@ def test_dropout_is_the_loop_s(dtypes, monkeypatch):
         group.block(for_loop)[:, : len(own)] = own.t()
     loop = (rows, *weights, offsets, for_loop, "gelu", 0.3)
     out, hidden = ffn_loop.forward(*loop, True)
-    expected = [out, *ffn_loop.backward(grad, rows, hidden, *weights, offsets, for_loop, "gelu", 0.3, [True] * 5)]
+    expected = [
+        out,
+        *ffn_loop.backward(
+            grad, rows, hidden, *weights, offsets, for_loop, "gelu", 0.3, [True] * 5
+        ),
+    ]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCES[dtypes[0]] * b.abs().max().item())
 
@@ -131,7 +158,8 @@ def test_dropout_is_the_loop_s(dtypes, monkeypatch):
 @pytest.mark.parametrize(("model_dim", "hidden_dim"), [(40, 9000), (2112, 40)])
 @pytest.mark.parametrize("dtypes", DTYPES[:2], ids=str)
 def test_threads_divide_the_work_and_repeat_it_to_the_bit(dtypes, model_dim, hidden_dim):
-    """More threads than experts divide an expert's hidden units, by 32; their sums have a fixed order."""
+    """More threads than experts divide an expert's hidden units, by 32; their sums have a fixed
+    order."""
     case = inputs([30, 2], model_dim, hidden_dim, dtypes)
     before = torch.get_num_threads()
     try:
@@ -147,7 +175,9 @@ def test_threads_divide_the_work_and_repeat_it_to_the_bit(dtypes, model_dim, hid
 @pytest.mark.parametrize("dtypes", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(("model_dim", "hidden_dim"), [(32, 32), (96, 384), (64, 9024)])
 def test_packed_weights_give_what_the_weights_do(model_dim, hidden_dim, dtypes):
-    rows, weights, offsets, _ = inputs([20, 0, 70, 600 if model_dim < 96 else 1], model_dim, hidden_dim, dtypes)
+    rows, weights, offsets, _ = inputs(
+        [20, 0, 70, 600 if model_dim < 96 else 1], model_dim, hidden_dim, dtypes
+    )
     w1, b1, w2, b2 = weights
     packed = ffn_x86.pack_weights(w1, w2, rows.dtype)
     assert [p.shape for p in packed] == [w1.shape, w2.shape]
@@ -178,7 +208,10 @@ def test_what_is_not_packed():
     w1, w2 = (torch.zeros(2, 64, 32) for _ in range(2))
     assert ffn_x86.pack_weights(w1, w2, torch.float64) is None
     assert ffn_x86.pack_weights(w1.bfloat16(), w2.bfloat16(), torch.bfloat16) is None
-    assert ffn_x86.pack_weights(w1[:, :48].contiguous(), w2[:, :48].contiguous(), torch.bfloat16) is None
+    assert (
+        ffn_x86.pack_weights(w1[:, :48].contiguous(), w2[:, :48].contiguous(), torch.bfloat16)
+        is None
+    )
 
 
 def test_weights_of_two_dtypes_or_shapes_are_refused():
@@ -192,7 +225,9 @@ def test_weights_of_two_dtypes_or_shapes_are_refused():
 
 def test_other_dtypes_and_devices_are_left_to_others():
     def takes(rows: torch.dtype, weight: torch.dtype, device: str = "cpu") -> bool:
-        return ffn_x86.supports(torch.empty(1, dtype=rows, device=device), torch.empty(1, dtype=weight, device=device))
+        return ffn_x86.supports(
+            torch.empty(1, dtype=rows, device=device), torch.empty(1, dtype=weight, device=device)
+        )
 
     assert not takes(torch.float64, torch.float64)
     assert not takes(torch.float16, torch.float32)
@@ -212,14 +247,17 @@ import logging, sys, torch
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 from moe_core.kernels import expert_ffn
 w, rows = torch.ones(2, 8, 4), torch.ones(6, 4)
-print("out", float(expert_ffn(rows, w, None, w, None, torch.tensor([3, 6], dtype=torch.int32), "relu").sum()))
+offsets = torch.tensor([3, 6], dtype=torch.int32)
+print("out", float(expert_ffn(rows, w, None, w, None, offsets, "relu").sum()))
 """
 
 
 def run(processes: int = 1, **environment) -> list[str]:
     """What processes print that compute with experts, all at once; all succeed."""
     started = [
-        subprocess.Popen([sys.executable, "-c", COMPUTE], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", COMPUTE], env=environment, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(processes)
     ]
     printed = [process.communicate()[0] for process in started]
@@ -245,7 +283,11 @@ def fake_compiler(directory: Path) -> Path:
 
 def test_processes_compile_it_once_among_them(tmp_path):
     inputs([1], 1, 1, DTYPES[0])
-    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "CXX": str(fake_compiler(tmp_path))}
+    environment = {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PATH": "/usr/bin:/bin",
+        "CXX": str(fake_compiler(tmp_path)),
+    }
     printed = run(2, **environment)
     assert sum("compiling" in text for text in printed) == 1
     assert len(list((tmp_path / "moe_core").glob("*.so"))) == 1

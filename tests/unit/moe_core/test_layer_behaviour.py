@@ -1,4 +1,5 @@
-"""What a caller of the layer sees besides its numbers: arguments per call, noise, logs, errors, initialisation."""
+"""What a caller of the layer sees besides its numbers: arguments per call, noise, logs, errors,
+initialisation."""
 
 import copy
 import math
@@ -40,11 +41,17 @@ def test_capacity_factor_0_per_call_is_dropless(batch_prioritized):
 def test_top_k_above_the_number_of_experts_means_all(top_k):
     x = tokens()
     every = make_layer(top_k=4, capacity_factor=0.5)(x)
-    torch.testing.assert_close(make_layer(top_k=top_k, capacity_factor=0.5)(x), every, rtol=0, atol=0)
-    torch.testing.assert_close(make_layer(capacity_factor=0.5)(x, top_k=top_k), every, rtol=0, atol=0)
+    torch.testing.assert_close(
+        make_layer(top_k=top_k, capacity_factor=0.5)(x), every, rtol=0, atol=0
+    )
+    torch.testing.assert_close(
+        make_layer(capacity_factor=0.5)(x, top_k=top_k), every, rtol=0, atol=0
+    )
 
 
-@pytest.mark.parametrize("setting", [{"gate_noise": 1.0}, {"input_jitter": 0.5}, {"input_dropout": 0.5}])
+@pytest.mark.parametrize(
+    "setting", [{"gate_noise": 1.0}, {"input_jitter": 0.5}, {"input_dropout": 0.5}]
+)
 def test_routing_noise_only_in_training(setting):
     layer, x = make_layer(**setting), tokens()
     quiet = make_layer()
@@ -63,7 +70,9 @@ def test_routing_noise_only_in_training(setting):
 
 def test_input_dropout_and_jitter_do_not_touch_what_experts_see():
     layer = make_layer(num_experts=1, capacity_factor=0.0, input_jitter=0.9, input_dropout=0.9)
-    assert torch.equal(layer(tokens())[0], make_layer(num_experts=1, capacity_factor=0.0)(tokens())[0])
+    assert torch.equal(
+        layer(tokens())[0], make_layer(num_experts=1, capacity_factor=0.0)(tokens())[0]
+    )
 
 
 def test_hidden_dropout_only_in_training():
@@ -159,7 +168,11 @@ def test_experts_that_return_another_shape():
     [
         (3, r"num_experts \(4\) must be divisible by the expert-parallel size \(3\)"),
         (6, r"num_experts \(4\) must be a divisor of the expert-parallel size \(6\)"),
-        (16, r"hidden_dim \(10\) must be divisible by the 4 ranks of one expert: num_experts \(4\) .* size of 16"),
+        (
+            16,
+            r"hidden_dim \(10\) must be divisible by the 4 ranks of one expert: num_experts \(4\)"
+            r" .* size of 16",
+        ),
         (12, r"hidden_dim \(10\) must be divisible by the 3 ranks"),
     ],
 )
@@ -183,10 +196,17 @@ def test_parameters_have_the_published_names_and_shapes():
         "experts.b2": (4, 6),
     }
     assert MoELayer(MoEConfig(6, 10, 4, output_bias=False)).experts.b2 is None
-    assert [name for name, _ in MoELayer(MoEConfig(6, 10, 4, bias=False)).experts.named_parameters()] == ["w1", "w2"]
+    assert [
+        name for name, _ in MoELayer(MoEConfig(6, 10, 4, bias=False)).experts.named_parameters()
+    ] == ["w1", "w2"]
     model = nn.Sequential(nn.Linear(6, 6), layer)
     assert list(moe_layers(model)) == ["1"]
-    assert sorted(expert_parameters(model)) == ["1.experts.b1", "1.experts.b2", "1.experts.w1", "1.experts.w2"]
+    assert sorted(expert_parameters(model)) == [
+        "1.experts.b1",
+        "1.experts.b2",
+        "1.experts.w1",
+        "1.experts.w2",
+    ]
 
 
 def test_initialisation_is_per_expert_and_of_the_stated_size():
@@ -217,4 +237,6 @@ def test_a_layer_that_is_the_whole_model_is_saved_by_expert(tmp_path):
     save_tensors(tmp_path, layer, layer.state_dict())
     assert len(list((tmp_path / "experts").rglob("*.safetensors"))) == layer.config.num_experts
     assert list(load_file(tmp_path / "model.safetensors")) == ["router.weight"]
-    torch.testing.assert_close(load_tensors(tmp_path, layer), dict(layer.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        load_tensors(tmp_path, layer), dict(layer.state_dict()), rtol=0, atol=0
+    )

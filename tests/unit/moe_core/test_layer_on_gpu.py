@@ -21,11 +21,18 @@ pytestmark = [
 KERNELS = ["triton", "torch"]
 SHAPES = [
     {"model_dim": 64, "hidden_dim": 128, "num_experts": 8},
-    {"model_dim": 6, "hidden_dim": 10, "num_experts": 4},  # strides that are no multiple of 16 bytes
+    # strides that are no multiple of 16 bytes
+    {"model_dim": 6, "hidden_dim": 10, "num_experts": 4},
 ]
 ROUTINGS = [
     {"capacity_factor": 0.0},
-    {"capacity_factor": 1.0, "top_k": 2, "batch_prioritized": True, "aux_loss": "load_importance", "gate_noise": 1.0},
+    {
+        "capacity_factor": 1.0,
+        "top_k": 2,
+        "batch_prioritized": True,
+        "aux_loss": "load_importance",
+        "gate_noise": 1.0,
+    },
 ]
 
 
@@ -34,7 +41,9 @@ ROUTINGS = [
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bf16_equals_plain_torch(shape, top_k, capacity_factor, kernels):
-    layer = make_layer(dtype=torch.float32, top_k=top_k, capacity_factor=capacity_factor, kernels=kernels, **shape)
+    layer = make_layer(
+        dtype=torch.float32, top_k=top_k, capacity_factor=capacity_factor, kernels=kernels, **shape
+    )
     layer = layer.cuda()
     x = torch.randn(200, shape["model_dim"], device="cuda").requires_grad_()
     expected, _ = plain_forward(layer, x)
@@ -86,7 +95,9 @@ def test_a_step_reads_nothing_back(routing, kernels):
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_a_step_replays_from_a_cuda_graph(routing, kernels):
     skip_if_torch_reads_back(kernels)
-    layer = make_layer(dtype=torch.float32, kernels=kernels, **{**routing, "gate_noise": 0.0}, **SHAPES[0]).cuda()
+    layer = make_layer(
+        dtype=torch.float32, kernels=kernels, **{**routing, "gate_noise": 0.0}, **SHAPES[0]
+    ).cuda()
     x = torch.randn(200, 64, device="cuda")
 
     def step() -> torch.Tensor:
@@ -108,7 +119,9 @@ def test_a_step_replays_from_a_cuda_graph(routing, kernels):
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_compiled_with_triton_equals_eager(routing, mode):
     torch.compiler.reset()
-    layer = make_layer(dtype=torch.float32, kernels="triton", **{**routing, "gate_noise": 0.0}, **SHAPES[0]).cuda()
+    layer = make_layer(
+        dtype=torch.float32, kernels="triton", **{**routing, "gate_noise": 0.0}, **SHAPES[0]
+    ).cuda()
     compiled = torch.compile(layer, fullgraph=True, mode=mode)
     x = torch.randn(200, 64, device="cuda").requires_grad_()
     outcomes = []
@@ -125,16 +138,27 @@ def test_routing_and_plan_at_size_equal_torch(sizes):
     num_tokens, num_experts, top_k = sizes
     generator = torch.Generator("cuda").manual_seed(0)
     # fp64: no two of these logits round to one probability
-    logits = torch.randn(num_tokens, num_experts, device="cuda", dtype=torch.float64, generator=generator)
+    logits = torch.randn(
+        num_tokens, num_experts, device="cuda", dtype=torch.float64, generator=generator
+    )
     for loss in ("gshard", "load_importance"):
         got, expected = (
-            function(logits, logits, top_k, top_k > 1, loss, 0.1) for function in (routing.route, _route_by_torch)
+            function(logits, logits, top_k, top_k > 1, loss, 0.1)
+            for function in (routing.route, _route_by_torch)
         )
         torch.testing.assert_close(got, expected)
     ids, priority = expected[1], expected[2].amax(1)
-    for capacity in (None, 2 * top_k * num_tokens // num_experts, top_k * num_tokens // num_experts // 2):
-        got, expected = (make_plan(ids, num_experts, capacity, priority, kernels) for kernels in KERNELS)
-        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True) if pair[1] is not None)
+    for capacity in (
+        None,
+        2 * top_k * num_tokens // num_experts,
+        top_k * num_tokens // num_experts // 2,
+    ):
+        got, expected = (
+            make_plan(ids, num_experts, capacity, priority, kernels) for kernels in KERNELS
+        )
+        assert all(
+            torch.equal(*pair) for pair in zip(got, expected, strict=True) if pair[1] is not None
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -165,7 +189,10 @@ def test_more_elements_than_32_bits_count():
     tokens[:, -1] = torch.arange(num_tokens, device="cuda") % 128  # bf16 counts to 256
     tokens.requires_grad_()
     choices = torch.arange(num_tokens, device="cuda").flip(0)
-    slots, gates = choices.unsqueeze(1), torch.full((num_tokens, 1), 2.0, device="cuda", dtype=torch.bfloat16)
+    slots, gates = (
+        choices.unsqueeze(1),
+        torch.full((num_tokens, 1), 2.0, device="cuda", dtype=torch.bfloat16),
+    )
     rows = dispatch_rows(tokens, choices, slots, None, "triton")
     assert torch.equal(rows[:, -1], tokens[:, -1].flip(0))
     y = combine_rows(rows, gates.requires_grad_(), choices, slots, None, "triton")

@@ -20,7 +20,9 @@ def tokens(num: int = 13, dim: int = 6, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("batch_prioritized", [True, False])
 @pytest.mark.parametrize("capacity_factor", [0.0, 1.25, 0.5, -1.0])
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_layer_equals_plain_torch(top_k, capacity_factor, batch_prioritized, normalize_gates, router):
+def test_layer_equals_plain_torch(
+    top_k, capacity_factor, batch_prioritized, normalize_gates, router
+):
     layer = make_layer(
         top_k=top_k,
         capacity_factor=capacity_factor,
@@ -41,7 +43,11 @@ def test_layer_equals_plain_torch(top_k, capacity_factor, batch_prioritized, nor
         ({"activation": "silu"}, {"top_k": 3}),
         ({"capacity_factor": 0.01}, {}),  # room for no row at all
         ({"model_dim": 1, "hidden_dim": 1}, {}),
-        ({"model_dim": 8, "hidden_dim": 16, "num_experts": 40}, {"top_k": 2, "capacity_factor": 0.0}),  # empty experts
+        # empty experts
+        (
+            {"model_dim": 8, "hidden_dim": 16, "num_experts": 40},
+            {"top_k": 2, "capacity_factor": 0.0},
+        ),
     ],
     ids=str,
 )
@@ -96,7 +102,11 @@ def test_stride_0_output_gradient(dtype):
 @pytest.mark.parametrize("aux_loss", ["gshard", "load_importance", "none"])
 def test_zero_tokens(capacity_factor, aux_loss):
     layer = make_layer(
-        capacity_factor=capacity_factor, aux_loss=aux_loss, batch_prioritized=True, top_k=2, gate_noise=1.0
+        capacity_factor=capacity_factor,
+        aux_loss=aux_loss,
+        batch_prioritized=True,
+        top_k=2,
+        gate_noise=1.0,
     )
     x = torch.zeros(3, 0, 6, dtype=torch.float64, requires_grad=True)
     y, aux = layer(x)
@@ -127,11 +137,13 @@ def test_gradcheck_of_the_whole_layer(config):
         return functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
 
     inputs = (tokens(5, 3), *(p.detach().clone() for p in layer.parameters()))
-    fast = layer.config.router == "cosine"  # its 256-wide projection makes the full check take a minute
+    # its 256-wide projection makes the full check take a minute
+    fast = layer.config.router == "cosine"
     assert torch.autograd.gradcheck(forward, [i.requires_grad_() for i in inputs], fast_mode=fast)
 
 
-# Rounding of the inputs, of the hidden values and of the outputs, each half an ulp of the largest value.
+# Rounding of the inputs, of the hidden values and of the outputs, each half an ulp of the largest
+# value.
 LOW_PRECISION = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -160,7 +172,8 @@ def test_low_precision_stays_close_to_fp64(top_k, dtype, mode):
 
 
 class PoisonedExperts(nn.Module):
-    """Writes NaN into rows past the last expert's, in the output and in the gradient of the rows."""
+    """Writes NaN into rows past the last expert's, in the output and in the gradient of the
+    rows."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -172,7 +185,9 @@ class PoisonedExperts(nn.Module):
         if rows.requires_grad:
             rows = rows * 1
             rows.register_hook(lambda grad: grad.masked_fill(unused, float("nan")))
-        return self.experts(rows, offsets).masked_fill(unused, 0) + torch.where(unused, float("nan"), 0.0)
+        return self.experts(rows, offsets).masked_fill(unused, 0) + torch.where(
+            unused, float("nan"), 0.0
+        )
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -182,11 +197,15 @@ def test_rows_past_the_last_expert_never_leak(top_k):
     with torch.no_grad():
         layer.router.weight[3] -= 9  # nobody's choice: its room stays empty while others drop
     expected_y, expected_aux = plain_forward(layer, x.requires_grad_())
-    expected = torch.autograd.grad(expected_y.square().sum() + expected_aux, [x, *layer.parameters()])
+    expected = torch.autograd.grad(
+        expected_y.square().sum() + expected_aux, [x, *layer.parameters()]
+    )
     layer.experts = PoisonedExperts(layer.experts)
     y, aux = layer(x)
     torch.testing.assert_close(y, expected_y)
-    torch.testing.assert_close(torch.autograd.grad(y.square().sum() + aux, [x, *layer.parameters()]), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(y.square().sum() + aux, [x, *layer.parameters()]), expected
+    )
 
 
 def test_replaced_router_and_experts():
@@ -195,7 +214,9 @@ def test_replaced_router_and_experts():
             return 2 * rows
 
     router = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    layer = MoELayer(MoEConfig(6, 10, 4, top_k=2, capacity_factor=0.0), router=router, experts=Doubling())
+    layer = MoELayer(
+        MoEConfig(6, 10, 4, top_k=2, capacity_factor=0.0), router=router, experts=Doubling()
+    )
     x = tokens().float()
     torch.testing.assert_close(layer(x)[0], 2 * x)  # normalised gates of both copies sum to 1
     layer(x)[1].backward()

@@ -1,4 +1,5 @@
-"""Each custom op against plain torch: outputs, gradients, fake kernels, and the GPU kernels where they run on a CPU."""
+"""Each custom op against plain torch: outputs, gradients, fake kernels, and the GPU kernels where
+they run on a CPU."""
 
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
 
@@ -18,7 +19,8 @@ DTYPES = {  # of rows and of weights; the last pair as under autocast
     "bf16": (torch.bfloat16, torch.bfloat16),
     "mixed": (torch.bfloat16, torch.float32),
 }
-TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest value
+# of the largest value
+TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # Where the rows of each expert end: empty experts at the start, in the middle and at the end.
 ENDS = {"even": [4, 8, 12], "empty": [0, 7, 7, 12, 12], "one": [12], "none": [0, 0]}
 
@@ -31,11 +33,19 @@ def kernel(request, monkeypatch):
 
 
 def random(*shape: int, dtype=torch.float64, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
 
 
 def ffn_inputs(
-    ends, num_rows=12, dtype=torch.float64, weight_dtype=torch.float64, model_dim=5, hidden_dim=7, with_bias=True
+    ends,
+    num_rows=12,
+    dtype=torch.float64,
+    weight_dtype=torch.float64,
+    model_dim=5,
+    hidden_dim=7,
+    with_bias=True,
 ):
     """rows [N, M], the weights w1, b1, w2, b2, offsets, and a gradient of the output [N, M]."""
     matrix = (len(ends), hidden_dim, model_dim)
@@ -52,7 +62,8 @@ def double(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def outcome(function, rows, weights, offsets, grad=None, num_used=None) -> tuple[torch.Tensor, ...]:
-    """The output and, for a gradient of its first `num_used` rows, the gradients of all that is there."""
+    """The output and, for a gradient of its first `num_used` rows, the gradients of all that is
+    there."""
     rows, *weights = (None if t is None else t.detach().requires_grad_() for t in (rows, *weights))
     out = function(rows, *weights, offsets)
     if grad is None:
@@ -63,11 +74,14 @@ def outcome(function, rows, weights, offsets, grad=None, num_used=None) -> tuple
 
 
 def assert_close(found, expected, num_used: int, dtype: torch.dtype) -> None:
-    """Output, gradient of the rows, gradients of weights; of the first two the used rows alone count."""
+    """Output, gradient of the rows, gradients of weights; of the first two the used rows alone
+    count."""
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         a, b = (a[:num_used], b[:num_used]) if i < 2 else (a, b)
         largest = b.abs().max().item() if b.numel() else 0.0
-        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=TOLERANCES[dtype] * max(largest, 1e-30))
+        torch.testing.assert_close(
+            a.double(), b.double(), rtol=0, atol=TOLERANCES[dtype] * max(largest, 1e-30)
+        )
 
 
 def plan_inputs(top_k: int, capacity: int | None):
@@ -89,7 +103,9 @@ def test_expert_ffn_equals_reference(dtypes, with_bias, num_rows, ends):
         rows.dtype,
         [t.dtype for t in (rows, *weights) if t is not None],
     )
-    expected = outcome(reference.expert_ffn, rows.double(), [double(w) for w in weights], offsets, grad.double())
+    expected = outcome(
+        reference.expert_ffn, rows.double(), [double(w) for w in weights], offsets, grad.double()
+    )
     assert_close((out, *gradients), expected, ends[-1], rows.dtype)
 
 
@@ -97,20 +113,28 @@ def test_expert_ffn_equals_reference(dtypes, with_bias, num_rows, ends):
 def test_gradcheck_expert_ffn(activation):
     rows, weights, offsets, _ = ffn_inputs([2, 2, 5], 5, model_dim=3, hidden_dim=2)
     inputs = [t.requires_grad_() for t in (rows, *weights)]
-    assert torch.autograd.gradcheck(lambda *inputs: expert_ffn(*inputs, offsets, activation), inputs)
+    assert torch.autograd.gradcheck(
+        lambda *inputs: expert_ffn(*inputs, offsets, activation), inputs
+    )
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("sizes", [[37, 0, 70, 3], [16, 16, 16, 16], [1, 1, 1, 1], [0, 0, 0, 90]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[37, 0, 70, 3], [16, 16, 16, 16], [1, 1, 1, 1], [0, 0, 0, 90]], ids=str
+)
 @pytest.mark.parametrize("spare", [0, 40])
 def test_expert_ffn_in_half_precision_computes_on_tiles_of_rows(spare, sizes):
     """Groups are rounded up into the next ones' rows and past the last one, where NaN may lie."""
     ends = torch.tensor(sizes).cumsum(0).tolist()
-    rows, weights, offsets, grad = ffn_inputs(ends, ends[-1] + spare, torch.bfloat16, torch.float32, 24, 32)
+    rows, weights, offsets, grad = ffn_inputs(
+        ends, ends[-1] + spare, torch.bfloat16, torch.float32, 24, 32
+    )
     rows[ends[-1] :], grad[ends[-1] :] = float("nan"), float("nan")
     found = outcome(expert_ffn, rows, weights, offsets, grad)
     assert all(t.isfinite().all() for t in found)
-    expected = outcome(reference.expert_ffn, rows.double(), [w.double() for w in weights], offsets, grad.double())
+    expected = outcome(
+        reference.expert_ffn, rows.double(), [w.double() for w in weights], offsets, grad.double()
+    )
     assert_close(found, expected, ends[-1], torch.bfloat16)
 
 
@@ -120,7 +144,9 @@ def test_expert_ffn_takes_an_expanded_gradient_and_other_strides():
     expected = outcome(expert_ffn, rows, weights, offsets, torch.ones_like(rows))
     grad = torch.ones(1, 1, dtype=rows.dtype).expand_as(rows)
     transposed = [w.transpose(0, 1).contiguous().transpose(0, 1) for w in weights]
-    torch.testing.assert_close(outcome(expert_ffn, rows.t().contiguous().t(), transposed, offsets, grad), expected)
+    torch.testing.assert_close(
+        outcome(expert_ffn, rows.t().contiguous().t(), transposed, offsets, grad), expected
+    )
 
 
 @pytest.mark.usefixtures("kernel")
@@ -142,7 +168,9 @@ def test_dropout_zeroes_its_share_and_keeps_the_mean(share, dtypes):
     rows = torch.eye(64).repeat(10, 1).to(dtypes[0]).requires_grad_()
     w = torch.eye(64).expand(2, 64, 64).contiguous().to(dtypes[1])
     torch.manual_seed(0)
-    out = expert_ffn(rows, w, None, w, None, torch.tensor([300, 640], dtype=torch.int32), "relu", share)
+    out = expert_ffn(
+        rows, w, None, w, None, torch.tensor([300, 640], dtype=torch.int32), "relu", share
+    )
     kept = out[rows.detach().bool()]
     scale = 1 / (1 - round(share * 65536) / 65536)
     assert set(kept.tolist()) == {0.0, torch.tensor(scale, dtype=dtypes[0]).item()}
@@ -155,7 +183,9 @@ def test_gradcheck_dropout():
     rows, weights, offsets, _ = ffn_inputs([2, 2, 5], 5, model_dim=3, hidden_dim=4)
     noise = OPS.dropout_noise(rows, weights[0], "gelu", "auto")
     inputs = [t.requires_grad_() for t in (rows, *weights)]
-    assert torch.autograd.gradcheck(lambda *i: OPS.expert_ffn(*i, offsets, noise, "gelu", 0.4, True, "auto")[0], inputs)
+    assert torch.autograd.gradcheck(
+        lambda *i: OPS.expert_ffn(*i, offsets, noise, "gelu", 0.4, True, "auto")[0], inputs
+    )
 
 
 def test_dropout_noise_is_even_and_follows_the_seed():
@@ -177,15 +207,24 @@ def test_gradcheck_dispatch_and_combine(top_k, capacity):
     choices, slots, kept = plan_inputs(top_k, capacity)
     num_used = len(choices) if kept is None else int(kept.sum())
     tokens = random(7, 3).requires_grad_()
-    assert torch.autograd.gradcheck(lambda t: dispatch_rows(t, choices, slots, kept)[:num_used], tokens)
+    assert torch.autograd.gradcheck(
+        lambda t: dispatch_rows(t, choices, slots, kept)[:num_used], tokens
+    )
     rows, gates = random(len(choices), 3).requires_grad_(), random(7, top_k).requires_grad_()
-    assert torch.autograd.gradcheck(lambda r, g: combine_rows(r, g, choices, slots, kept), (rows, gates))
+    assert torch.autograd.gradcheck(
+        lambda r, g: combine_rows(r, g, choices, slots, kept), (rows, gates)
+    )
 
 
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
+)
 def test_combine_returns_the_wider_dtype_and_gradients_of_each_input(dtypes):
     choices, slots, kept = plan_inputs(2, 2)
-    rows, gates = random(len(choices), 3, dtype=dtypes[0]).requires_grad_(), random(7, 2, dtype=dtypes[1])
+    rows, gates = (
+        random(len(choices), 3, dtype=dtypes[0]).requires_grad_(),
+        random(7, 2, dtype=dtypes[1]),
+    )
     out = combine_rows(rows, gates.requires_grad_(), choices, slots, kept)
     assert out.dtype == dtypes[1]
     torch.testing.assert_close(out, combine_rows(rows.to(dtypes[1]), gates, choices, slots, kept))
@@ -195,7 +234,9 @@ def test_combine_returns_the_wider_dtype_and_gradients_of_each_input(dtypes):
 
 @pytest.mark.parametrize("capacity", [None, 2])
 @pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize("op", ["dispatch_rows", "combine_rows", "combine_rows_backward", "sum_rows"])
+@pytest.mark.parametrize(
+    "op", ["dispatch_rows", "combine_rows", "combine_rows_backward", "sum_rows"]
+)
 def test_opcheck_rows(op, top_k, capacity):
     choices, slots, kept = plan_inputs(top_k, capacity)
     tokens, gates = random(7, 3).requires_grad_(), random(7, top_k).requires_grad_()
@@ -203,22 +244,36 @@ def test_opcheck_rows(op, top_k, capacity):
     arguments = {
         "dispatch_rows": (tokens, choices, slots, kept),
         "combine_rows": (rows, gates, choices, slots, kept),
-        "combine_rows_backward": (tokens.detach(), rows.detach(), gates.detach(), choices, slots, kept),
+        "combine_rows_backward": (
+            tokens.detach(),
+            rows.detach(),
+            gates.detach(),
+            choices,
+            slots,
+            kept,
+        ),
         "sum_rows": (rows.detach(), slots, kept, gates.detach()),
     }
     torch.library.opcheck(getattr(OPS, op).default, arguments[op])
 
 
 def test_fake_kernels_give_the_strides_of_real_ones():
-    """What torch.compile plans with, also for transposed rows, which an experts module may return."""
+    """What torch.compile plans with, also for transposed rows, which an experts module may
+    return."""
     choices, slots, kept = plan_inputs(2, 2)
     rows, gates, tokens = random(3, len(choices)).t(), random(2, 7).t(), random(7, 3)
     of_experts, weights, offsets, _ = ffn_inputs([0, 7, 12])
     for op, inputs in (
         (OPS.combine_rows_backward, (tokens, rows, gates, choices, slots, kept)),
-        (OPS.expert_ffn, (of_experts.t().contiguous().t(), *weights, offsets, None, "gelu", 0.0, False, "auto")),
+        (
+            OPS.expert_ffn,
+            (of_experts.t().contiguous().t(), *weights, offsets, None, "gelu", 0.0, False, "auto"),
+        ),
     ):
-        real, fake = op(*inputs), op(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs))
+        real, fake = (
+            op(*inputs),
+            op(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs)),
+        )
         assert [x.stride() for x in fake] == [x.stride() for x in real]
 
 
@@ -241,7 +296,16 @@ def test_opcheck_ffn(op, dtypes):
             "auto",
         ),
         "expert_ffn_backward": (
-            *(grad, rows.detach(), hidden, *(w.detach() for w in weights), offsets, noise, "gelu", 0.5),
+            *(
+                grad,
+                rows.detach(),
+                hidden,
+                *(w.detach() for w in weights),
+                offsets,
+                noise,
+                "gelu",
+                0.5,
+            ),
             [True, False, True, True, False],
             "auto",
         ),
@@ -249,19 +313,29 @@ def test_opcheck_ffn(op, dtypes):
     torch.library.opcheck(getattr(OPS, op).default, arguments[op])
 
 
-# F.grouped_mm, the GPU path, runs on a CPU too. 24 x 16 needs no padding in either dtype; 5 x 7 needs it everywhere.
+# F.grouped_mm, the GPU path, runs on a CPU too. 24 x 16 needs no padding in either dtype; 5 x 7
+# needs it everywhere.
 SIZES = {"aligned": (24, 16), "odd": (5, 7), "odd-out": (16, 7), "odd-in": (5, 16)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize(("ends", "num_rows"), [([4, 8, 12], 12), ([0, 7, 7, 12, 12], 15), ([3], 5), ([0, 0], 0)])
+@pytest.mark.parametrize(
+    ("ends", "num_rows"), [([4, 8, 12], 12), ([0, 7, 7, 12, 12], 15), ([3], 5), ([0, 0], 0)]
+)
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_grouped_mm_path_equals_reference(with_bias, ends, num_rows, sizes, dtype):
-    rows, weights, offsets, grad = ffn_inputs(ends, num_rows, dtype, torch.float32, *sizes, with_bias=with_bias)
+    rows, weights, offsets, grad = ffn_inputs(
+        ends, num_rows, dtype, torch.float32, *sizes, with_bias=with_bias
+    )
     rows[ends[-1] :], grad[ends[-1] :] = float("nan"), float("nan")  # belongs to nobody
     expected = outcome(
-        reference.expert_ffn, rows.double(), [double(w) for w in weights], offsets, grad.double(), ends[-1]
+        reference.expert_ffn,
+        rows.double(),
+        [double(w) for w in weights],
+        offsets,
+        grad.double(),
+        ends[-1],
     )
     out, hidden = grouped.forward(rows, *weights, offsets, None, "gelu", 0.0, True)
     assert (out.shape, out.dtype, out.is_contiguous()) == (rows.shape, dtype, True)
@@ -289,7 +363,10 @@ def test_grouped_mm_path_drops_alike_in_both_directions():
     rows, weights, offsets, grad = ffn_inputs([4, 12], 12, torch.float32, torch.float32, 24, 16)
     noise = torch.randint(-32768, 32768, (12 * 16,), dtype=torch.int16)
     out, hidden = grouped.forward(rows, *weights, offsets, noise, "gelu", 0.25, True)
-    found = (out, *grouped.backward(grad, rows, hidden, *weights, offsets, noise, "gelu", 0.25, [True] * 5))
+    found = (
+        out,
+        *grouped.backward(grad, rows, hidden, *weights, offsets, noise, "gelu", 0.25, [True] * 5),
+    )
     kept = (noise >= 16384 - 32768).view(12, 16) / 0.75
     inputs = [t.double().requires_grad_() for t in (rows, *weights)]
     expected = reference.expert_ffn(*inputs, offsets, kept=kept.double())
@@ -303,13 +380,18 @@ def test_grouped_mm_path_drops_alike_in_both_directions():
         lambda x: x[:1].expand_as(x),  # what sum().backward() gives
         lambda x: x[:1, :1].expand_as(x),
         lambda x: torch.cat([x, x[:, :1]], 1)[:, :-1],  # rows 4 bytes longer than a multiple of 16
-        lambda x: torch.cat([x[:1, :1].flatten(), x.flatten()])[1:].view_as(x),  # starts between two multiples of 16
+        # starts between two multiples of 16
+        lambda x: torch.cat([x[:1, :1].flatten(), x.flatten()])[1:].view_as(x),
     ],
     ids=["expanded-rows", "expanded", "row-stride", "start"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_mm_path_takes_any_strides(dtype, view):
-    weight, bias, offsets = random(2, 16, 24, dtype=dtype), random(2, 16, dtype=dtype), torch.tensor([4, 12]).int()
+    weight, bias, offsets = (
+        random(2, 16, 24, dtype=dtype),
+        random(2, 16, dtype=dtype),
+        torch.tensor([4, 12]).int(),
+    )
     rows, grad = view(random(12, 24, dtype=dtype)), view(random(12, 16, dtype=dtype))
     assert _aligned(rows).data_ptr() % 16 == 0  # a GPU insists on it, a CPU does not
     plain = [t.clone(memory_format=torch.contiguous_format) for t in (rows, grad)]

@@ -1,4 +1,5 @@
-"""Nothing in a single-process step needs a value on the host: meta tensors, unbroken torch.compile, torch.export."""
+"""Nothing in a single-process step needs a value on the host: meta tensors, unbroken torch.compile,
+torch.export."""
 
 import sysconfig
 from pathlib import Path
@@ -28,7 +29,9 @@ def gradients(function, layer, x, **call):
 @pytest.mark.parametrize("config", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_and_backward_on_meta(config, dtype):
-    layer = MoELayer(MoEConfig(6, 10, 4, gate_noise=1.0, hidden_dropout=0.1, **config), device="meta").to(dtype)
+    layer = MoELayer(
+        MoEConfig(6, 10, 4, gate_noise=1.0, hidden_dropout=0.1, **config), device="meta"
+    ).to(dtype)
     x = torch.empty(2, 5, 6, device="meta", dtype=dtype)
     y, aux, grad_x, *rest = gradients(layer, layer, x)
     assert (y.shape, y.dtype) == (x.shape, dtype)
@@ -43,7 +46,12 @@ def test_compiled_without_a_break_equals_eager(config):
     layer = make_layer(dtype=torch.float32, **config)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     generator = torch.Generator().manual_seed(0)
-    for num_tokens, call in ((12, {}), (12, {"capacity_factor": 0.75}), (12, {"capacity_factor": 0.0}), (17, {})):
+    for num_tokens, call in (
+        (12, {}),
+        (12, {"capacity_factor": 0.75}),
+        (12, {"capacity_factor": 0.0}),
+        (17, {}),
+    ):
         x = torch.randn(num_tokens, 6, generator=generator)
         outcome, counts = gradients(compiled, layer, x, **call), layer.last_routing.counts
         torch.testing.assert_close(outcome, gradients(layer, layer, x, **call))
@@ -52,7 +60,9 @@ def test_compiled_without_a_break_equals_eager(config):
         gradients(compiled, layer, torch.randn(23, 6))
 
 
-@pytest.mark.skipif(not has_python_header, reason="torch.compile's CPU kernels need Python.h (python3-dev)")
+@pytest.mark.skipif(
+    not has_python_header, reason="torch.compile's CPU kernels need Python.h (python3-dev)"
+)
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_compiled_by_inductor_equals_eager():

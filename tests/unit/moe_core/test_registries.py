@@ -58,7 +58,12 @@ def test_a_layer_of_nothing_but_outside_parts(kernels, dtype):
     register_activation("squared_relu")(squared_relu)
     torch.manual_seed(0)
     config = MoEConfig(
-        **SHAPE, router="two_layers", aux_loss="z", activation="squared_relu", capacity_factor=0.0, kernels=kernels
+        **SHAPE,
+        router="two_layers",
+        aux_loss="z",
+        activation="squared_relu",
+        capacity_factor=0.0,
+        kernels=kernels,
     )
     layer = MoELayer(config)
     x = torch.randn(10, 32, dtype=torch.float32).to(dtype).requires_grad_()
@@ -84,14 +89,18 @@ def test_a_layer_of_nothing_but_outside_parts(kernels, dtype):
     torch.testing.assert_close(y.float(), expected, **close)
     torch.testing.assert_close(aux_loss, loss, **close)
     for name, gradient in {**dict(layer.named_parameters()), "x": other}.items():
-        torch.testing.assert_close(found[name].float(), gradient.grad, **close, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name].float(), gradient.grad, **close, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_outside_parts_are_prepared_and_compiled():
     register_router("two_layers")(TwoLayerRouter)
     register_loss("z")(ZLoss)
     register_activation("squared_relu")(squared_relu)
-    config = MoEConfig(**SHAPE, router="two_layers", aux_loss="z", activation="squared_relu", hidden_dropout=0.0)
+    config = MoEConfig(
+        **SHAPE, router="two_layers", aux_loss="z", activation="squared_relu", hidden_dropout=0.0
+    )
     layer, x = MoELayer(config).eval(), torch.randn(10, 32)
     with torch.no_grad():
         y, aux_loss = layer(x)
@@ -103,9 +112,13 @@ def test_outside_parts_are_prepared_and_compiled():
 
 def test_a_name_is_registered_once():
     register_activation("mine")(squared_relu)
-    with pytest.raises(ValueError, match=r"^activation 'mine' is registered already: .*squared_relu$"):
+    with pytest.raises(
+        ValueError, match=r"^activation 'mine' is registered already: .*squared_relu$"
+    ):
         register_activation("mine")
-    with pytest.raises(ValueError, match=r"^router 'linear' is registered already: moe_core.router.LinearRouter$"):
+    with pytest.raises(
+        ValueError, match=r"^router 'linear' is registered already: moe_core.router.LinearRouter$"
+    ):
         register_router("linear")
 
 
@@ -118,8 +131,16 @@ def test_what_is_no_name_is_refused(name):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("router", "cosin", r"^router \('cosin'\) must be one of linear, cosine; did you mean 'cosine'\?$"),
-        ("activation", "gelo", r"^activation \('gelo'\) must be one of gelu, relu, silu; did you mean 'gelu'\?$"),
+        (
+            "router",
+            "cosin",
+            r"^router \('cosin'\) must be one of linear, cosine; did you mean 'cosine'\?$",
+        ),
+        (
+            "activation",
+            "gelo",
+            r"^activation \('gelo'\) must be one of gelu, relu, silu; did you mean 'gelu'\?$",
+        ),
         ("aux_loss", "zzz", r"^aux_loss \('zzz'\) must be one of gshard, load_importance, .*none$"),
     ],
 )
@@ -134,11 +155,15 @@ def test_a_router_of_the_wrong_shape_is_named():
         def forward(self, tokens):
             return super().forward(tokens)[:, :-1]
 
-    with pytest.raises(ValueError, match=r"^the router returned logits of shape \[10, 3\], not \[T, 4\]$"):
+    with pytest.raises(
+        ValueError, match=r"^the router returned logits of shape \[10, 3\], not \[T, 4\]$"
+    ):
         MoELayer(MoEConfig(**SHAPE, router="narrow"))(torch.randn(10, 32))
 
 
-@pytest.mark.parametrize(("part", "shape"), [("sums", r"\[4\], not \[n, 4\]"), ("value", r"\[1\], not a scalar")])
+@pytest.mark.parametrize(
+    ("part", "shape"), [("sums", r"\[4\], not \[n, 4\]"), ("value", r"\[1\], not a scalar")]
+)
 def test_a_loss_of_the_wrong_shape_is_named(part, shape):
     @register_loss("wrong")
     class Wrong(ZLoss):

@@ -1,4 +1,5 @@
-"""Token rounding: whole tiles by the definition, gates and gradients as plain torch has them, evaluation untouched."""
+"""Token rounding: whole tiles by the definition, gates and gradients as plain torch has them,
+evaluation untouched."""
 
 # T tokens, E experts, K top-k
 
@@ -24,10 +25,13 @@ def test_rows_are_those_of_the_definition(data):
     num_experts, num_tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 40))
     top_k, round_to = data.draw(st.integers(1, num_experts)), data.draw(st.integers(1, 9))
     capacity = data.draw(st.none() | st.integers(0, 20))
-    config = MoEConfig(4, 4, num_experts, top_k, round_to=round_to, normalize_gates=data.draw(st.booleans()))
+    config = MoEConfig(
+        4, 4, num_experts, top_k, round_to=round_to, normalize_gates=data.draw(st.booleans())
+    )
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
     logits = torch.randn(num_tokens, num_experts, dtype=torch.float64, generator=generator)
-    logits = logits + data.draw(st.integers(0, 3)) * torch.arange(num_experts)  # some experts are chosen more often
+    # some experts are chosen more often
+    logits = logits + data.draw(st.integers(0, 3)) * torch.arange(num_experts)
     plain = route(logits, config, top_k, training=True)
     routing, plan = round_to_tiles(plain, config, capacity)
 
@@ -65,7 +69,8 @@ CASES = [
     {"capacity_factor": 0.8, "top_k": 2, "round_to": 3, "router": "cosine"},
     {"capacity_factor": 0.0, "top_k": 2, "round_to": 5, "normalize_gates": False},
     {"capacity_factor": 0.0, "top_k": 4, "round_to": 8},  # K = E: there is no next choice
-    {"capacity_factor": 0.0, "top_k": 2, "round_to": 64},  # more than there are tokens: nothing is kept
+    # more than there are tokens: nothing is kept
+    {"capacity_factor": 0.0, "top_k": 2, "round_to": 64},
 ]
 
 
@@ -84,21 +89,32 @@ def test_statistics_are_those_of_the_first_k_choices(config):
     top_k, num_choices = layer.config.top_k, layer.config.top_k * len(x)
     probs = plain_logits(layer, x).softmax(1)
     capacity = expert_capacity(len(x), 4, top_k, layer.config.capacity_factor)
-    kept = sum(k < top_k for rows in plain_rows(probs, top_k, layer.config.round_to, capacity) for _, k in rows)
+    kept = sum(
+        k < top_k
+        for rows in plain_rows(probs, top_k, layer.config.round_to, capacity)
+        for _, k in rows
+    )
     found = layer.last_routing
-    assert found.counts.tolist() == probs.topk(top_k).indices.flatten().bincount(minlength=4).tolist()
+    assert (
+        found.counts.tolist() == probs.topk(top_k).indices.flatten().bincount(minlength=4).tolist()
+    )
     assert found.dropped_share.item() == pytest.approx((num_choices - kept) / num_choices)
 
 
 def test_a_multiple_of_one_changes_nothing():
     x = tokens()
-    for config in ({"top_k": 2, "capacity_factor": 0.0}, {"capacity_factor": 0.6, "batch_prioritized": True}):
+    for config in (
+        {"top_k": 2, "capacity_factor": 0.0},
+        {"capacity_factor": 0.6, "batch_prioritized": True},
+    ):
         torch.testing.assert_close(make_layer(round_to=1, **config)(x), make_layer(**config)(x))
 
 
 @pytest.mark.parametrize("aux_loss", ["gshard", "load_importance"])
 def test_evaluation_and_the_auxiliary_loss_know_nothing_of_it(aux_loss):
-    rounded, plain = (make_layer(round_to=r, top_k=2, gate_noise=0.5, aux_loss=aux_loss) for r in (4, 0))
+    rounded, plain = (
+        make_layer(round_to=r, top_k=2, gate_noise=0.5, aux_loss=aux_loss) for r in (4, 0)
+    )
     losses = []
     for layer in (rounded, plain):
         torch.manual_seed(0)
@@ -109,12 +125,22 @@ def test_evaluation_and_the_auxiliary_loss_know_nothing_of_it(aux_loss):
 
 
 def test_the_least_probable_are_dropped_and_the_most_probable_added():
-    # Logits of 5 tokens: 4 choose expert 0 and one expert 1; in tiles of 3 expert 0 loses one and expert 1 stays empty.
-    probs = torch.tensor([[0.9, 0.06, 0.04], [0.5, 0.3, 0.2], [0.7, 0.2, 0.1], [0.6, 0.1, 0.3], [0.2, 0.7, 0.1]])
+    # Logits of 5 tokens: 4 choose expert 0 and one expert 1; in tiles of 3 expert 0 loses one and
+    # expert 1 stays empty.
+    probs = torch.tensor(
+        [[0.9, 0.06, 0.04], [0.5, 0.3, 0.2], [0.7, 0.2, 0.1], [0.6, 0.1, 0.3], [0.2, 0.7, 0.1]]
+    )
     config = MoEConfig(4, 4, 3, round_to=3)
     _, plan = round_to_tiles(route(probs.log(), config, 1, training=True), config, None)
-    assert plan.kept.tolist() == [[True, False], [False, False], [True, False], [True, False], [False, False]]
-    # In tiles of 2 it keeps its four; expert 1 rounds up to two, with the next choice of the highest probability: 0.3.
+    assert plan.kept.tolist() == [
+        [True, False],
+        [False, False],
+        [True, False],
+        [True, False],
+        [False, False],
+    ]
+    # In tiles of 2 it keeps its four; expert 1 rounds up to two, with the next choice of the
+    # highest probability: 0.3.
     config = MoEConfig(4, 4, 3, round_to=2)
     routing, plan = round_to_tiles(route(probs.log(), config, 1, training=True), config, None)
     assert plan.kept[:, 0].all()

@@ -20,7 +20,8 @@ from moe_core.losses import (
 )
 from moe_core.router import route
 
-# Three tokens, two experts: probabilities .75 / .25, .75 / .25 and .5 / .5, all of them choose expert 0.
+# Three tokens, two experts: probabilities .75 / .25, .75 / .25 and .5 / .5, all of them choose
+# expert 0.
 LOGITS = torch.tensor([[math.log(3), 0.0], [math.log(3), 0.0], [0.0, 0.0]], dtype=torch.float64)
 FIRST = torch.zeros(3, dtype=torch.long)
 
@@ -29,7 +30,10 @@ def plain_load_loss(clean: list[list[float]], threshold: list[float], std: float
     """arXiv 1701.06538, appendix A, in Python numbers."""
     columns = list(zip(*clean, strict=True))
     load = [
-        sum(0.5 * math.erfc((t - c) / (std * math.sqrt(2))) for c, t in zip(column, threshold, strict=True))
+        sum(
+            0.5 * math.erfc((t - c) / (std * math.sqrt(2)))
+            for c, t in zip(column, threshold, strict=True)
+        )
         for column in columns
     ]
     mean = sum(load) / len(load)
@@ -42,8 +46,11 @@ def test_three_tokens_by_hand_gshard_and_importance():
     assert gshard_loss(gshard_sums(probs, FIRST), 3).item() == pytest.approx(4 / 3)
     # importance 2 and 1: unbiased variance 1/2, mean 3/2
     assert squared_variation(probs.sum(0)).item() == pytest.approx(0.5 / 1.5**2)
-    # without noise every clean logit at or above the largest one counts: loads 3 and 1 (the tie of token 2)
-    assert squared_variation(expected_load(LOGITS, LOGITS.amax(1), 0.0)).item() == pytest.approx(2 / 2**2)
+    # without noise every clean logit at or above the largest one counts: loads 3 and 1 (the tie of
+    # token 2)
+    assert squared_variation(expected_load(LOGITS, LOGITS.amax(1), 0.0)).item() == pytest.approx(
+        2 / 2**2
+    )
 
 
 @pytest.mark.parametrize("num_experts", [1, 2, 5])
@@ -52,7 +59,9 @@ def test_gshard_is_1_when_balanced_and_e_when_collapsed(num_experts):
     uniform = torch.full((num_experts * 3, num_experts), 1 / num_experts)
     assert gshard_loss(gshard_sums(uniform, ids), len(ids)).item() == pytest.approx(1)
     collapsed = torch.eye(num_experts)[torch.zeros(7, dtype=torch.long)]
-    assert gshard_loss(gshard_sums(collapsed, torch.zeros(7, dtype=torch.long)), 7).item() == pytest.approx(num_experts)
+    assert gshard_loss(
+        gshard_sums(collapsed, torch.zeros(7, dtype=torch.long)), 7
+    ).item() == pytest.approx(num_experts)
 
 
 def test_importance_and_load_are_0_when_balanced_and_e_when_collapsed():
@@ -68,23 +77,34 @@ def test_load_loss_equals_its_formula(top_k, std):
     noisy = clean + std * torch.randn(17, 4, dtype=torch.float64, generator=generator)
     threshold = noisy.sort(1, descending=True).values[:, top_k - 1]
     expected = plain_load_loss(clean.tolist(), threshold.tolist(), std)
-    assert squared_variation(expected_load(clean, threshold, std)).item() == pytest.approx(expected, rel=1e-12)
+    assert squared_variation(expected_load(clean, threshold, std)).item() == pytest.approx(
+        expected, rel=1e-12
+    )
     ids = noisy.topk(top_k).indices
     both = auxiliary_loss(
-        "load_importance", expert_sums("load_importance", RoutingScores(clean, noisy, noisy.softmax(1), ids, std)), 17
+        "load_importance",
+        expert_sums("load_importance", RoutingScores(clean, noisy, noisy.softmax(1), ids, std)),
+        17,
     )
     importance = squared_variation(clean.softmax(1).sum(0)).item()
     assert both.item() == pytest.approx((importance + expected) / 2, rel=1e-12)
 
 
 def test_tutel_variant_compares_probabilities_with_a_logit():
-    clean, noisy = LOGITS, LOGITS + torch.tensor([[0.1, -0.2], [0.0, 0.3], [0.2, 0.1]], dtype=torch.float64)
+    clean, noisy = (
+        LOGITS,
+        LOGITS + torch.tensor([[0.1, -0.2], [0.0, 0.3], [0.2, 0.1]], dtype=torch.float64),
+    )
     probs = clean.softmax(1)
     expected = plain_load_loss(probs.tolist(), noisy.amax(1).tolist(), 0.5)
     ids = noisy.topk(1).indices
-    sums = expert_sums("load_importance_tutel", RoutingScores(clean, noisy, noisy.softmax(1), ids, 0.5))
+    sums = expert_sums(
+        "load_importance_tutel", RoutingScores(clean, noisy, noisy.softmax(1), ids, 0.5)
+    )
     loss = auxiliary_loss("load_importance_tutel", sums, 3)
-    assert loss.item() == pytest.approx((squared_variation(probs.sum(0)).item() + expected) / 2, rel=1e-12)
+    assert loss.item() == pytest.approx(
+        (squared_variation(probs.sum(0)).item() + expected) / 2, rel=1e-12
+    )
 
 
 def test_load_loss_tends_to_its_no_noise_limit():
@@ -124,7 +144,8 @@ def test_noise_has_the_stated_scale():
     torch.manual_seed(0)
     logits = torch.zeros(20000, 4, dtype=torch.float64)
     noise = route(logits, config, 1, training=True).probs.log()
-    noise = noise - noise.mean(1, keepdim=True)  # softmax leaves the noise less its mean: 3/4 of the variance
+    # softmax leaves the noise less its mean: 3/4 of the variance
+    noise = noise - noise.mean(1, keepdim=True)
     assert noise.std().item() == pytest.approx(2.0 / 4 * math.sqrt(3 / 4), rel=0.02)
 
 
@@ -136,7 +157,9 @@ def test_reduced_sums_give_the_loss_of_all_tokens(kind):
 
     def sums(part: slice) -> torch.Tensor:
         probs = noisy[part].softmax(1)
-        return expert_sums(kind, RoutingScores(clean[part], noisy[part], probs, probs.topk(2).indices, 1.0))
+        return expert_sums(
+            kind, RoutingScores(clean[part], noisy[part], probs, probs.topk(2).indices, 1.0)
+        )
 
     messages = []
 
@@ -149,12 +172,17 @@ def test_reduced_sums_give_the_loss_of_all_tokens(kind):
     assert len(messages) == 1
     assert messages[0][-1] == 3
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(value, clean, retain_graph=True) for value in (loss, expected)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(value, clean, retain_graph=True) for value in (loss, expected))
+    )
 
 
 def test_no_loss_needs_no_message():
     assert auxiliary_loss("none", torch.zeros(2, 4), 3, reduce=None) == 0
-    assert auxiliary_loss("none", torch.zeros(2, 4), 3, reduce=lambda message: pytest.fail("sent")) == 0
+    assert (
+        auxiliary_loss("none", torch.zeros(2, 4), 3, reduce=lambda message: pytest.fail("sent"))
+        == 0
+    )
 
 
 def test_reduced_loss_of_no_token_anywhere_is_0():

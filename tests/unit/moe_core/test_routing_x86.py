@@ -1,4 +1,5 @@
-"""Routing and planning in C++ against the torch forms: every output, every gradient, the plan number for number."""
+"""Routing and planning in C++ against the torch forms: every output, every gradient, the plan
+number for number."""
 
 # T tokens, E experts, K top-k
 
@@ -31,7 +32,8 @@ def by_x86(*arguments):
 
 
 def routed(function, dtype, logits, noise, arguments, outputs=slice(None)) -> list[torch.Tensor]:
-    """ids, and the outputs wanted with the gradients of the clean logits and of the noise that only they have."""
+    """ids, and the outputs wanted with the gradients of the clean logits and of the noise that only
+    they have."""
     clean, noise = (x.to(dtype).requires_grad_() for x in (logits, noise))
     noisy = clean + noise if arguments[-1] else clean
     gates, ids, *others = function(clean, noisy, *arguments)
@@ -40,10 +42,14 @@ def routed(function, dtype, logits, noise, arguments, outputs=slice(None)) -> li
     return [ids, *wanted, *torch.autograd.grad(loss, (clean, noise), materialize_grads=True)]
 
 
-def assert_like_torch(logits, noise, arguments, outputs=slice(None), tolerance: float = 5e-6) -> None:
+def assert_like_torch(
+    logits, noise, arguments, outputs=slice(None), tolerance: float = 5e-6
+) -> None:
     """To a few roundings of fp32, beside fp64."""
     ids, *got = routed(by_x86, torch.float32, logits, noise, arguments, outputs)
-    expected_ids, *expected = routed(_route_by_torch, torch.float64, logits, noise, arguments, outputs)
+    expected_ids, *expected = routed(
+        _route_by_torch, torch.float64, logits, noise, arguments, outputs
+    )
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(got, [x.float() for x in expected], rtol=tolerance, atol=tolerance)
 
@@ -59,7 +65,9 @@ def test_route_equals_torch(data):
     assert_like_torch(logits, noise, (top_k, normalize, *loss))
 
 
-@pytest.mark.parametrize("outputs", [slice(0, 1), slice(1, 2), slice(2, 3)], ids=["gates", "probs", "sums"])
+@pytest.mark.parametrize(
+    "outputs", [slice(0, 1), slice(1, 2), slice(2, 3)], ids=["gates", "probs", "sums"]
+)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_each_output_alone_has_its_gradient(loss, normalize, outputs):
@@ -69,17 +77,24 @@ def test_each_output_alone_has_its_gradient(loss, normalize, outputs):
 
 
 def test_many_experts_far_logits_and_large_margins():
-    """Margins of hundreds of standard deviations, probabilities that are 0; the noisy logits are already rounded."""
+    """Margins of hundreds of standard deviations, probabilities that are 0; the noisy logits are
+    already rounded."""
     for loss in LOSSES:
         arguments = (8, True, *loss)
-        assert_like_torch(40 * random(20, 1024), random(20, 1024, seed=1), arguments, tolerance=5e-5)
+        assert_like_torch(
+            40 * random(20, 1024), random(20, 1024, seed=1), arguments, tolerance=5e-5
+        )
 
 
 def test_a_tie_goes_to_the_expert_of_the_lowest_number():
-    logits = torch.tensor([[0.0, 1, 1, 1, 0], [0, 0, 0, 0, 0], [-torch.inf, -torch.inf, 0, -torch.inf, 0]])
+    logits = torch.tensor(
+        [[0.0, 1, 1, 1, 0], [0, 0, 0, 0, 0], [-torch.inf, -torch.inf, 0, -torch.inf, 0]]
+    )
     for top_k in range(1, 6):
         ids = by_x86(logits, logits, top_k, False, "gshard", 0.0)[1].tolist()
-        assert ids == [order[:top_k] for order in ([1, 2, 3, 0, 4], [0, 1, 2, 3, 4], [2, 4, 0, 1, 3])]
+        assert ids == [
+            order[:top_k] for order in ([1, 2, 3, 0, 4], [0, 1, 2, 3, 4], [2, 4, 0, 1, 3])
+        ]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -100,11 +115,16 @@ def test_logits_that_are_no_numbers(loss, whole_row, value):
     assert all(len(set(row)) == 3 for row in ids.tolist())
     assert torch.equal(ids[others], expected_ids[others])
     close = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
-    comparable = slice(None) if torch.equal(ids, expected_ids) else slice(1)  # the second sum depends on token 7's ids
-    torch.testing.assert_close((probs, sums[comparable]), (expected_probs, expected_sums[comparable]), **close)
+    # the second sum depends on token 7's ids
+    comparable = slice(None) if torch.equal(ids, expected_ids) else slice(1)
+    torch.testing.assert_close(
+        (probs, sums[comparable]), (expected_probs, expected_sums[comparable]), **close
+    )
     torch.testing.assert_close(gates[others], expected_gates[others], **close)
     if torch.isfinite(expected_sums).all():
-        torch.testing.assert_close([g[others] for g in grads], [g[others] for g in expected_grads], **close)
+        torch.testing.assert_close(
+            [g[others] for g in grads], [g[others] for g in expected_grads], **close
+        )
 
 
 def test_nan_is_the_largest():
@@ -117,7 +137,8 @@ def test_any_strides():
     outcomes = []
     for function in (by_x86, _route_by_torch):
         outputs = function(logits, logits, 2, True, "gshard", 0.0)
-        loss = outputs[0][:, 0].sum() + outputs[2].t()[0].sum() + outputs[3][0].sum() * 2  # sum() has no strides
+        # sum() has no strides
+        loss = outputs[0][:, 0].sum() + outputs[2].t()[0].sum() + outputs[3][0].sum() * 2
         outcomes.append([*outputs, *torch.autograd.grad(loss, logits)])
     torch.testing.assert_close(*outcomes)
     ids = torch.stack([torch.arange(40) % 4, torch.arange(40) % 3], 0).t()
@@ -229,13 +250,18 @@ def test_opcheck(capacity):
         (OPS.route, (noisy.requires_grad_(), logits.requires_grad_(), 2, *loss)),
         (OPS.route, (noisy, None, 2, True, "gshard", 0.0, "x86")),
         (OPS.route_backward, (noisy.detach(), None, ids, probs, gates, None, sums, *loss)),
-        (OPS.route_backward, (noisy.detach(), logits.detach(), ids, probs, None, probs, None, *loss)),
+        (
+            OPS.route_backward,
+            (noisy.detach(), logits.detach(), ids, probs, None, probs, None, *loss),
+        ),
     ):
         torch.library.opcheck(op.default, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [{"capacity_factor": 0.0}, {"top_k": 2, "batch_prioritized": True}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"capacity_factor": 0.0}, {"top_k": 2, "batch_prioritized": True}], ids=str
+)
 def test_layer_equals_the_one_by_torch(config, dtype):
     outcomes = []
     x = random(30, 6).requires_grad_()
@@ -243,7 +269,9 @@ def test_layer_equals_the_one_by_torch(config, dtype):
         layer = make_layer(dtype=torch.float32, kernels=kernels, **config)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             y, aux_loss = layer(x)
-        gradients = torch.autograd.grad(y.float().square().sum() + aux_loss, [x, *layer.parameters()])
+        gradients = torch.autograd.grad(
+            y.float().square().sum() + aux_loss, [x, *layer.parameters()]
+        )
         outcomes.append([y, aux_loss, *gradients, *layer.last_routing])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(*outcomes, rtol=tolerance, atol=tolerance)

@@ -1,4 +1,5 @@
-"""The C++ kernels that sum rows, against the torch ones, in the dtypes and shapes that a layer has."""
+"""The C++ kernels that sum rows, against the torch ones, in the dtypes and shapes that a layer
+has."""
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from moe_core.kernels import rows_x86
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def case(dtype: torch.dtype, top_k: int, capacity: int | None, model_dim: int, num_tokens: int = 60):
+def case(
+    dtype: torch.dtype, top_k: int, capacity: int | None, model_dim: int, num_tokens: int = 60
+):
     """rows [N, M] with NaN in those that hold no choice, gates [T, K] and the plan."""
     if not rows_x86.sums(torch.empty(1, 1, dtype=dtype), None):
         pytest.skip("this CPU or compiler lacks the instructions")
@@ -47,13 +50,17 @@ def test_sums_equal_torch_s(dtype, model_dim, top_k, capacity, num_tokens, weigh
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_equal_torch_s(dtype, model_dim, top_k, capacity, num_tokens, grad_dtype):
     rows, gates, plan = case(dtype, top_k, capacity, model_dim, num_tokens)
-    grad = torch.randn(num_tokens, model_dim, generator=torch.Generator().manual_seed(1)).to(grad_dtype)
+    grad = torch.randn(num_tokens, model_dim, generator=torch.Generator().manual_seed(1)).to(
+        grad_dtype
+    )
     if not rows_x86.differentiates(grad, rows, gates):
         assert (dtype, grad_dtype) == (torch.float32, torch.bfloat16)
         return
     plan_of = (plan.choices, plan.slots, plan.kept)
     found = rows_x86.combine_rows_backward(grad, rows, gates, *plan_of)
-    expected = torch_kernels._combine_rows_backward_by_torch(grad.double(), rows.double(), gates.double(), *plan_of)
+    expected = torch_kernels._combine_rows_backward_by_torch(
+        grad.double(), rows.double(), gates.double(), *plan_of
+    )
     assert [t.dtype for t in found] == [dtype, torch.float32]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-5)
@@ -63,7 +70,9 @@ def test_rows_that_an_exchange_did_not_bring_back():
     """Those without a choice may be missing at the end."""
     rows, gates, plan = case(torch.float32, 2, 20, 16)
     used = int(plan.offsets[-1])
-    whole = rows_x86.combine_rows_backward(torch.ones(60, 16), rows, gates, plan.choices, plan.slots, plan.kept)
+    whole = rows_x86.combine_rows_backward(
+        torch.ones(60, 16), rows, gates, plan.choices, plan.slots, plan.kept
+    )
     cut = (torch.ones(60, 16), rows[:used], gates, plan.choices[:used], plan.slots, plan.kept)
     part = rows_x86.combine_rows_backward(*cut)
     assert torch.equal(part[0], whole[0][:used])

@@ -23,7 +23,9 @@ def logits_and_top_k(draw) -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(17, 2), (17, 1), (64, 5), (3, 3)])
 def test_equal_logits_go_to_the_experts_of_the_lowest_numbers(num_experts, top_k, kernels):
-    layer = MoELayer(MoEConfig(32, 8, num_experts, top_k=top_k, kernels=kernels, capacity_factor=0.0))
+    layer = MoELayer(
+        MoEConfig(32, 8, num_experts, top_k=top_k, kernels=kernels, capacity_factor=0.0)
+    )
     layer(torch.zeros(4, 32))
     assert layer.last_routing.counts.tolist() == [4] * top_k + [0] * (num_experts - top_k)
 
@@ -32,7 +34,9 @@ def test_equal_logits_go_to_the_experts_of_the_lowest_numbers(num_experts, top_k
 def test_torch_s_form_chooses_as_a_stable_sort_whatever_the_logits_are(drawn):
     """NaN counts as infinity; each expert comes once."""
     logits, top_k = drawn
-    ids = route(logits, MoEConfig(1, 1, logits.shape[1]), top_k, training=False, kernels="torch").expert_ids
+    ids = route(
+        logits, MoEConfig(1, 1, logits.shape[1]), top_k, training=False, kernels="torch"
+    ).expert_ids
     keys = logits.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
     assert torch.equal(ids, keys.sort(dim=1, descending=True, stable=True).indices[:, :top_k])
 

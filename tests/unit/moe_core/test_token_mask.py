@@ -56,7 +56,8 @@ def test_equals_plain_torch_of_the_others(config, counted):
     seed=st.integers(0, 5),
 )
 def test_any_mask(mask, top_k, capacity_factor, batch_prioritized, aux_loss, seed):
-    """To the bit what the others alone give, with noise; the statistics and the capacity are theirs too."""
+    """To the bit what the others alone give, with noise; the statistics and the capacity are theirs
+    too."""
     layer = make_layer(
         top_k=top_k,
         capacity_factor=capacity_factor,

@@ -1,4 +1,5 @@
-"""Triton's kernels for the experts between tokens and tokens, against plain torch: values, gradients, what they keep.
+"""Triton's kernels for the experts between tokens and tokens, against plain torch: values,
+gradients, what they keep.
 
 They run on a GPU, and under the interpreter in a process that `test_under_the_interpreter` starts.
 """
@@ -24,36 +25,66 @@ from moe_core.kernels import fused_ffn, moe_ffn, reference
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPS = torch.ops.moe_core
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-# T, E, K, capacity, M, H: one block; several, and odd widths; most dropped; all dropped; one expert; no token
+# T, E, K, capacity, M, H: one block; several, and odd widths; most dropped; all dropped; one
+# expert; no token
 SIZES = [
     (7, 4, 1, None, 24, 40), (150, 3, 1, 40, 70, 130), (40, 6, 2, 3, 24, 40), (9, 4, 2, 0, 6, 10),
     (70, 1, 1, None, 16, 16), (0, 4, 2, None, 8, 8), (20, 8, 8, None, 24, 40),
 ]  # fmt: skip
 PRODUCTS = ("hidden_kernel", "model_kernel", "hidden_grad_kernel", "weight_grad_kernel")
-TOLERANCES = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of the largest value
+TOLERANCES = {
+    torch.float32: 3e-6,
+    torch.float16: 3e-3,
+    torch.bfloat16: 2e-2,
+}  # of the largest value
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # numpy has no bf16
 
 
 def random(*shape: int, dtype=torch.float64, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(DEVICE, dtype)
 
 
 class Case:
     """Inputs of one call: a plan of T tokens over E experts, and what it is differentiated in."""
 
     def __init__(
-        self, num_tokens, num_experts, top_k, capacity=None, model_dim=24, hidden_dim=40, bias=True, dtype=torch.float32
+        self,
+        num_tokens,
+        num_experts,
+        top_k,
+        capacity=None,
+        model_dim=24,
+        hidden_dim=40,
+        bias=True,
+        dtype=torch.float32,
     ) -> None:
-        scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+        scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(5)).to(
+            DEVICE
+        )
         self.ids = scores.topk(top_k).indices
         plan = make_plan(self.ids, num_experts, capacity)
         self.plan, self.capacity = (plan.choices, plan.offsets, plan.slots, plan.kept), capacity
         matrix = (num_experts, hidden_dim, model_dim)
         tokens = random(num_tokens, model_dim, dtype=dtype)
         gates = random(num_tokens, top_k, dtype=torch.float32, seed=1).sigmoid()
-        weights = [random(*shape, dtype=torch.float32, seed=2 + i) for i, shape in enumerate((matrix, matrix))]
-        biases = [random(num_experts, n, dtype=torch.float32, seed=4 + n) if bias else None for n in matrix[1:]]
-        self.inputs = [tokens, gates, weights[0] / model_dim**0.5, biases[0], weights[1] / hidden_dim**0.5, biases[1]]
+        weights = [
+            random(*shape, dtype=torch.float32, seed=2 + i)
+            for i, shape in enumerate((matrix, matrix))
+        ]
+        biases = [
+            random(num_experts, n, dtype=torch.float32, seed=4 + n) if bias else None
+            for n in matrix[1:]
+        ]
+        self.inputs = [
+            tokens,
+            gates,
+            weights[0] / model_dim**0.5,
+            biases[0],
+            weights[1] / hidden_dim**0.5,
+            biases[1],
+        ]
         self.grad = random(num_tokens, model_dim, dtype=torch.float32, seed=9)
 
     def outcome(self, function, inputs) -> list[torch.Tensor]:
@@ -69,10 +100,21 @@ class Case:
         def forward(tokens, gates, w1, b1, w2, b2):
             choices, offsets, slots, used = self.plan
             rows = reference.expert_ffn(
-                tokens[choices // slots.shape[1]], w1, b1, w2, b2, offsets, ACTIVATIONS[activation], kept
+                tokens[choices // slots.shape[1]],
+                w1,
+                b1,
+                w2,
+                b2,
+                offsets,
+                ACTIVATIONS[activation],
+                kept,
             )
             gates = gates if used is None else gates * used
-            return (rows[slots] * gates.unsqueeze(2)).sum(1) if len(rows) else tokens * 0 + gates.sum() * 0
+            return (
+                (rows[slots] * gates.unsqueeze(2)).sum(1)
+                if len(rows)
+                else tokens * 0 + gates.sum() * 0
+            )
 
         return self.outcome(forward, [None if t is None else t.double() for t in self.inputs])
 
@@ -80,14 +122,18 @@ class Case:
 def assert_close(found, expected, dtype) -> None:
     for a, b in zip(found, expected, strict=True):
         largest = b.abs().max().item() if b.numel() else 0.0
-        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=TOLERANCES[dtype] * max(largest, 1e-30))
+        torch.testing.assert_close(
+            a.double(), b.double(), rtol=0, atol=TOLERANCES[dtype] * max(largest, 1e-30)
+        )
 
 
 class TestKernels:
     __test__ = INTERPRETED or torch.cuda.is_available()
 
     @pytest.mark.parametrize(
-        ("dtype", "sizes"), [*((torch.float32, s) for s in SIZES), *((HALF, s) for s in SIZES[:3])], ids=str
+        ("dtype", "sizes"),
+        [*((torch.float32, s) for s in SIZES), *((HALF, s) for s in SIZES[:3])],
+        ids=str,
     )
     def test_values_and_gradients_equal_the_reference(self, dtype, sizes):
         case = Case(*sizes, dtype=dtype)
@@ -106,9 +152,14 @@ class TestKernels:
     @settings(deadline=None, max_examples=20)
     def test_any_sizes(self, data):
         num_experts, num_tokens = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 140))
-        top_k, capacity = data.draw(st.integers(1, num_experts)), data.draw(st.none() | st.integers(0, 80))
+        top_k, capacity = (
+            data.draw(st.integers(1, num_experts)),
+            data.draw(st.none() | st.integers(0, 80)),
+        )
         widths = [data.draw(st.integers(1, 140)) for _ in range(2)]
-        case = Case(num_tokens, num_experts, top_k, capacity, *widths, bias=data.draw(st.booleans()))
+        case = Case(
+            num_tokens, num_experts, top_k, capacity, *widths, bias=data.draw(st.booleans())
+        )
         found = case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs)
         assert_close(found, case.reference(), torch.float32)
 
@@ -121,7 +172,9 @@ class TestKernels:
         def forward(*inputs):
             return OPS.moe_ffn(*inputs, None, None, *case.plan, noise, "gelu", share, True)[0]
 
-        assert_close(case.outcome(forward, case.inputs), case.reference(kept=kept.double()), torch.float32)
+        assert_close(
+            case.outcome(forward, case.inputs), case.reference(kept=kept.double()), torch.float32
+        )
 
     def test_dropout_follows_the_seed(self):
         case, outcomes = Case(33, 4, 2), []
@@ -145,7 +198,9 @@ class TestKernels:
         case.grad = torch.ones(1, 1, device=DEVICE).expand_as(case.grad)
         turned = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in case.inputs]
         assert_close(
-            case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), turned), case.reference(), torch.float32
+            case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), turned),
+            case.reference(),
+            torch.float32,
         )
 
     def test_tokens_of_dropped_choices_may_hold_anything(self):
@@ -162,7 +217,10 @@ class TestKernels:
 
     def test_runs_repeat_bit_by_bit(self):
         case = Case(150, 3, 2, 90)
-        runs = [case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs) for _ in range(2)]
+        runs = [
+            case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs)
+            for _ in range(2)
+        ]
         assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
     def test_opcheck(self):
@@ -174,10 +232,14 @@ class TestKernels:
         hidden = OPS.moe_ffn(*inputs, *rest, True)[1]
         inputs = [t.detach() for t in inputs]
         needs = [True, False, True, True, False, True]
-        torch.library.opcheck(OPS.moe_ffn_backward.default, (case.grad, hidden, *inputs, *rest, needs))
+        torch.library.opcheck(
+            OPS.moe_ffn_backward.default, (case.grad, hidden, *inputs, *rest, needs)
+        )
 
     def test_the_backward_pass_keeps_tokens_and_one_hidden_layer(self):
-        layer = make_layer(dtype=torch.float32, top_k=2, capacity_factor=0.0, kernels="triton").to(DEVICE)
+        layer = make_layer(dtype=torch.float32, top_k=2, capacity_factor=0.0, kernels="triton").to(
+            DEVICE
+        )
         x, saved = torch.randn(50, 6, device=DEVICE).requires_grad_(), {}
 
         def pack(tensor):
@@ -190,7 +252,9 @@ class TestKernels:
         assert of_rows == [(100, 10)]
 
     def test_flops_are_counted(self):
-        layer = make_layer(top_k=2, capacity_factor=0.0, dtype=torch.float32, kernels="triton").to(DEVICE)
+        layer = make_layer(top_k=2, capacity_factor=0.0, dtype=torch.float32, kernels="triton").to(
+            DEVICE
+        )
         x = random(13, 6, dtype=torch.float32).requires_grad_()
         with FlopCounterMode(display=False) as counter:
             layer(x)[0].sum().backward()
@@ -220,7 +284,10 @@ class TestKernels:
             ("auto", torch.float32, False),
             ("auto", HALF, not INTERPRETED),
         ):
-            assert fused_ffn.supports(torch.empty(1, dtype=dtype, device=DEVICE), "gelu", kernels) == taken
+            assert (
+                fused_ffn.supports(torch.empty(1, dtype=dtype, device=DEVICE), "gelu", kernels)
+                == taken
+            )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -247,14 +314,27 @@ def test_kernels_compile_without_a_gpu(architecture, shared_memory, dtype, top_k
     from moe_core.kernels import triton_ffn
 
     compiled, tiles = compile_launches(monkeypatch, architecture), triton_ffn.tiles
-    monkeypatch.setattr(triton_ffn, "tiles", lambda rows, width, _: tiles(rows, width, shared_memory))
+    monkeypatch.setattr(
+        triton_ffn, "tiles", lambda rows, width, _: tiles(rows, width, shared_memory)
+    )
     monkeypatch.setattr(triton_ffn, "sum_rows", lambda rows, slots, *others: rows[slots].sum(1))
     plan = make_plan(torch.arange(2048 * top_k).view(2048, top_k) % 4, 4, 500)
     plan = (plan.choices, plan.offsets, plan.slots, plan.kept)
-    tokens, gates, w = torch.zeros(2048, 384, dtype=dtype), torch.zeros(2048, top_k), torch.zeros(4, 2048, 384)
-    weights = (w.to(dtype), torch.zeros(4, 2048), w.to(dtype), torch.zeros(4, 384))  # 384: one tile and half of one
+    tokens, gates, w = (
+        torch.zeros(2048, 384, dtype=dtype),
+        torch.zeros(2048, top_k),
+        torch.zeros(4, 2048, 384),
+    )
+    weights = (
+        w.to(dtype),
+        torch.zeros(4, 2048),
+        w.to(dtype),
+        torch.zeros(4, 384),
+    )  # 384: one tile and half of one
     y, hidden = triton_ffn.forward(tokens, gates, *weights, *plan, None, "gelu", 0.0, True)
-    triton_ffn.backward(y, tokens, gates, hidden, *weights, *plan, None, "gelu", 0.0, torch.float32, 6 * [True])
+    triton_ffn.backward(
+        y, tokens, gates, hidden, *weights, *plan, None, "gelu", 0.0, torch.float32, 6 * [True]
+    )
     assert len(compiled) == 7
     for name, kernel in compiled.items():
         assert kernel.metadata.shared <= (shared_memory or 101376), name

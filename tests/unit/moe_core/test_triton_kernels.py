@@ -1,7 +1,9 @@
-"""Triton's kernels against the torch ones: values, every gradient, the dispatch plan, and which of them run.
+"""Triton's kernels against the torch ones: values, every gradient, the dispatch plan, and which of
+them run.
 
-On a CUDA device `TestKernels` runs there. `TRITON_INTERPRET=1 pytest <this file>` runs it on a CPU, in Triton's
-interpreter; a variable that counts when Triton is first imported, so `test_under_the_interpreter` starts a process.
+On a CUDA device `TestKernels` runs there. `TRITON_INTERPRET=1 pytest <this file>` runs it on a CPU,
+in Triton's interpreter; a variable that counts when Triton is first imported, so
+`test_under_the_interpreter` starts a process.
 """
 
 # T tokens, E experts, K top-k, N rows, M model dim
@@ -28,17 +30,24 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 OPS = torch.ops.moe_core
 LOSSES = [("none", 0.0), ("gshard", 0.0), ("load_importance", 0.0), ("load_importance", 0.3)]
 LOSSES = [*LOSSES, ("load_importance_tutel", 0.3)]
-# T, E, K: one of each; several blocks; E and K no powers of two; as many experts as a tile holds tokens; no token
+# T, E, K: one of each; several blocks; E and K no powers of two; as many experts as a tile holds
+# tokens; no token
 SIZES = [(1, 1, 1), (150, 8, 1), (70, 6, 3), (5, 1024, 8), (9, 5, 5), (0, 4, 2)]
 
 
 def random(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(DEVICE, dtype)
 
 
 def plan_for(num_tokens: int, top_k: int, capacity: int | None, num_experts: int = 8):
     """choices, slots, kept."""
-    ids = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(5)).topk(top_k).indices
+    ids = (
+        torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(5))
+        .topk(top_k)
+        .indices
+    )
     plan = make_plan(ids.to(DEVICE), num_experts, capacity)
     return plan.choices, plan.slots, plan.kept
 
@@ -52,8 +61,14 @@ def with_gradients(function, inputs, seed: int = 3) -> list[torch.Tensor]:
     """Floating-point outputs of `function`, weighted at random, and the gradients of the inputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     outputs = function(*inputs)
-    outputs = [outputs] if isinstance(outputs, torch.Tensor) else [y for y in outputs if y.is_floating_point()]
-    loss = sum((y * random(*y.shape, dtype=y.dtype, seed=seed + i)).sum() for i, y in enumerate(outputs))
+    outputs = (
+        [outputs]
+        if isinstance(outputs, torch.Tensor)
+        else [y for y in outputs if y.is_floating_point()]
+    )
+    loss = sum(
+        (y * random(*y.shape, dtype=y.dtype, seed=seed + i)).sum() for i, y in enumerate(outputs)
+    )
     return [*outputs, *torch.autograd.grad(loss, inputs, materialize_grads=True)]
 
 
@@ -67,20 +82,29 @@ class TestKernels:
     __test__ = INTERPRETED or torch.cuda.is_available()
 
     # T, M, K, capacity: one tile; several in each direction; everything dropped; nothing there
-    @pytest.mark.parametrize("sizes", [(7, 3, 2, 2), (130, 40, 1, None), (9, 1100, 3, 4), (5, 8, 2, 0), (0, 4, 1, 3)])
+    @pytest.mark.parametrize(
+        "sizes", [(7, 3, 2, 2), (130, 40, 1, None), (9, 1100, 3, 4), (5, 8, 2, 0), (0, 4, 1, 3)]
+    )
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
     def test_rows_equal_torch(self, dtype, sizes):
         num_tokens, width, top_k, capacity = sizes
         choices, slots, kept = plan_for(num_tokens, top_k, capacity)
         num_used = len(choices) if kept is None else int(kept.sum())
         gates_dtype = torch.promote_types(dtype, torch.float32)
-        tokens, rows = random(num_tokens, width, dtype=dtype), random(len(choices), width, dtype=dtype, seed=1)
+        tokens, rows = (
+            random(num_tokens, width, dtype=dtype),
+            random(len(choices), width, dtype=dtype, seed=1),
+        )
         gates = random(num_tokens, top_k, dtype=gates_dtype, seed=2)
 
         def run(kernels):
             return [
-                *with_gradients(lambda x: dispatch_rows(x, choices, slots, kept, kernels)[:num_used], [tokens]),
-                *with_gradients(lambda r, g: combine_rows(r, g, choices, slots, kept, kernels), [rows, gates]),
+                *with_gradients(
+                    lambda x: dispatch_rows(x, choices, slots, kept, kernels)[:num_used], [tokens]
+                ),
+                *with_gradients(
+                    lambda r, g: combine_rows(r, g, choices, slots, kept, kernels), [rows, gates]
+                ),
             ]
 
         got, expected = run("triton"), run("torch")
@@ -98,7 +122,9 @@ class TestKernels:
         rows[num_used:] = float("nan")
 
         def run(kernels, rows):
-            y, *grads = with_gradients(lambda r, g: combine_rows(r, g, choices, slots, kept, kernels), [rows, gates])
+            y, *grads = with_gradients(
+                lambda r, g: combine_rows(r, g, choices, slots, kept, kernels), [rows, gates]
+            )
             assert grads[0][num_used:].eq(0).all()
             return y, grads[0][:num_used], grads[1]
 
@@ -111,7 +137,9 @@ class TestKernels:
         rows, gates = random(len(choices), 5), random(20, 2, seed=1)
         rows, gates = rows.t().contiguous().t().requires_grad_(), gates.requires_grad_()
         got, expected = (  # sum() gives a gradient without strides
-            torch.autograd.grad(combine_rows(rows, gates, choices, slots, kept, kernels).sum(), (rows, gates))
+            torch.autograd.grad(
+                combine_rows(rows, gates, choices, slots, kept, kernels).sum(), (rows, gates)
+            )
             for kernels in ("triton", "torch")
         )
         torch.testing.assert_close(got, expected)
@@ -120,20 +148,30 @@ class TestKernels:
     @pytest.mark.parametrize("sizes", SIZES, ids=str)
     def test_route_equals_torch(self, sizes, loss):
         num_tokens, num_experts, top_k = sizes
-        clean, noise = random(num_tokens, num_experts), 0.3 * random(num_tokens, num_experts, seed=1)
+        clean, noise = (
+            random(num_tokens, num_experts),
+            0.3 * random(num_tokens, num_experts, seed=1),
+        )
         kind, noise_std = loss
         for normalize in (False, True) if top_k > 1 else (False,):
             arguments = (top_k, normalize, kind, noise_std)
-            (ids, *got), (expected_ids, *expected) = (self.routed(f, [clean, noise], *arguments) for f in ROUTES)
+            (ids, *got), (expected_ids, *expected) = (
+                self.routed(f, [clean, noise], *arguments) for f in ROUTES
+            )
             assert torch.equal(ids, expected_ids)
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
     @staticmethod
-    def routed(function, logits, top_k, normalize, loss, noise_std, outputs=slice(None)) -> list[torch.Tensor]:
-        """ids, and the outputs wanted with the gradients of the clean logits and the noise that only they have."""
+    def routed(
+        function, logits, top_k, normalize, loss, noise_std, outputs=slice(None)
+    ) -> list[torch.Tensor]:
+        """ids, and the outputs wanted with the gradients of the clean logits and the noise that
+        only they have."""
 
         def forward(clean, noise):
-            outcome = function(clean, clean + noise if noise_std else clean, top_k, normalize, loss, noise_std)
+            outcome = function(
+                clean, clean + noise if noise_std else clean, top_k, normalize, loss, noise_std
+            )
             ids.append(outcome[1])
             return (outcome[0], *outcome[2:])[outputs]
 
@@ -148,11 +186,15 @@ class TestKernels:
         num_tokens = data.draw(st.integers(0, 70))
         top_k, normalize = data.draw(st.integers(1, num_experts)), data.draw(st.booleans())
         arguments = (top_k, normalize, *data.draw(st.sampled_from(LOSSES)))
-        logits = [random(num_tokens, num_experts, dtype=torch.float64, seed=seed) for seed in (0, 1)]
+        logits = [
+            random(num_tokens, num_experts, dtype=torch.float64, seed=seed) for seed in (0, 1)
+        ]
         got, expected = (self.routed(f, logits, *arguments) for f in ROUTES)
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
-    @pytest.mark.parametrize("outputs", [slice(0, 1), slice(1, 2), slice(2, 3)], ids=["gates", "probs", "sums"])
+    @pytest.mark.parametrize(
+        "outputs", [slice(0, 1), slice(1, 2), slice(2, 3)], ids=["gates", "probs", "sums"]
+    )
     @pytest.mark.parametrize("loss", LOSSES, ids=str)
     def test_each_output_of_route_alone_has_its_gradient(self, loss, outputs):
         if outputs == slice(2, 3) and loss[0] == "none":
@@ -166,7 +208,8 @@ class TestKernels:
         ids = routing.route(logits, logits, 4, False, "gshard", 0.0)[1]
         assert ids.tolist() == [[1, 2, 3, 0], [0, 1, 2, 3]]
 
-    @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
+    # numpy's, in the interpreter
+    @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
     @pytest.mark.parametrize("whole_row", [True, False])
     def test_logits_that_are_no_numbers_choose_experts_that_exist(self, whole_row, value):
@@ -207,12 +250,15 @@ class TestKernels:
         top_k = data.draw(st.integers(1, min(num_experts, 3)))
         num_tokens = data.draw(st.sampled_from([0, 1, 7, 127, 128, 129, 300]))
         generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-        ids = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices.to(DEVICE)
+        ids = (
+            torch.rand(num_tokens, num_experts, generator=generator).topk(top_k).indices.to(DEVICE)
+        )
         capacity, num_rows = data.draw(st.none() | st.integers(0, 60)), None
         if data.draw(st.booleans()):  # one for each expert
             capacity = torch.randint(60, (num_experts,), generator=generator).to(DEVICE)
             num_rows = min(ids.numel(), int(capacity.sum())) + data.draw(st.sampled_from([0, 3]))
-        priority = torch.randint(5, (num_tokens, top_k), generator=generator).to(DEVICE)  # with ties
+        # with ties
+        priority = torch.randint(5, (num_tokens, top_k), generator=generator).to(DEVICE)
         priority = data.draw(st.sampled_from([None, priority[:, 0], priority]))
         got = routing.make_plan(ids, num_experts, capacity, priority, num_rows)
         expected = make_plan(ids, num_experts, capacity, priority, "torch", num_rows)
@@ -221,7 +267,11 @@ class TestKernels:
             assert ours is None or (torch.equal(ours, theirs) and ours.dtype == theirs.dtype)
 
     def test_plan_of_many_experts(self):
-        ids = torch.rand(40, 1024, generator=torch.Generator().manual_seed(0)).topk(8).indices.to(DEVICE)
+        ids = (
+            torch.rand(40, 1024, generator=torch.Generator().manual_seed(0))
+            .topk(8)
+            .indices.to(DEVICE)
+        )
         got, expected = routing.make_plan(ids, 1024, 1), make_plan(ids, 1024, 1, None, "torch")
         assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
@@ -231,7 +281,11 @@ class TestKernels:
             gates, ids, _, sums = routing.route(logits, logits, 2, True, "gshard", 0.0)
             choices, _, slots, kept, _ = routing.make_plan(ids, 8, 30)
             y = combine_rows(rows, gates, choices, slots, kept, "triton")
-            return [y, sums, *torch.autograd.grad(y.square().sum() + sums[0].square().sum(), (logits, rows))]
+            return [
+                y,
+                sums,
+                *torch.autograd.grad(y.square().sum() + sums[0].square().sum(), (logits, rows)),
+            ]
 
         assert all(torch.equal(*pair) for pair in zip(run(), run(), strict=True))
 
@@ -246,12 +300,18 @@ class TestKernels:
         limits = ids.new_full((8,), 2)
         for op, inputs in (
             (OPS.dispatch_rows, (tokens.requires_grad_(), choices, slots, kept, "triton")),
-            (OPS.combine_rows, (rows.requires_grad_(), gates.requires_grad_(), choices, slots, kept, "triton")),
+            (
+                OPS.combine_rows,
+                (rows.requires_grad_(), gates.requires_grad_(), choices, slots, kept, "triton"),
+            ),
             (OPS.make_plan, (ids, 8, limits, priority, 14, "triton")),
             (OPS.route, (noisy.requires_grad_(), logits.requires_grad_(), 2, *loss)),
             (OPS.route, (noisy, None, 2, True, "gshard", 0.0, "triton")),
             (OPS.route_backward, (noisy.detach(), None, ids, probs, grad_gates, None, sums, *loss)),
-            (OPS.route_backward, (noisy.detach(), logits.detach(), ids, probs, None, probs, None, *loss)),
+            (
+                OPS.route_backward,
+                (noisy.detach(), logits.detach(), ids, probs, None, probs, None, *loss),
+            ),
         ):
             torch.library.opcheck(op.default, inputs)
 
@@ -259,9 +319,20 @@ class TestKernels:
         ("config", "compiled"),
         [
             ({"capacity_factor": 0.0}, False),
-            ({"capacity_factor": 1.0, "top_k": 2, "batch_prioritized": True, "aux_loss": "load_importance"}, False),
+            (
+                {
+                    "capacity_factor": 1.0,
+                    "top_k": 2,
+                    "batch_prioritized": True,
+                    "aux_loss": "load_importance",
+                },
+                False,
+            ),
             ({"capacity_factor": 0.0, "top_k": 2, "round_to": 2}, False),
-            ({"capacity_factor": 1.0, "top_k": 2, "round_to": 2, "aux_loss": "load_importance"}, True),
+            (
+                {"capacity_factor": 1.0, "top_k": 2, "round_to": 2, "aux_loss": "load_importance"},
+                True,
+            ),
         ],
         ids=str,
     )
@@ -270,9 +341,14 @@ class TestKernels:
         x = random(13, 6).requires_grad_()
         outcomes = []
         for kernels in ("triton", "torch"):
-            layer = make_layer(dtype=torch.float32, gate_noise=0.5, kernels=kernels, **config).to(DEVICE)
-            function = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-            for num_tokens in (13, 9, 11) if compiled else (13,):  # the last two: the number is a symbol
+            layer = make_layer(dtype=torch.float32, gate_noise=0.5, kernels=kernels, **config).to(
+                DEVICE
+            )
+            function = (
+                torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+            )
+            # the last two: the number is a symbol
+            for num_tokens in (13, 9, 11) if compiled else (13,):
                 torch.manual_seed(0)
                 y, aux_loss = function(x[:num_tokens])
             gradients = torch.autograd.grad(y.square().sum() + aux_loss, [x, *layer.parameters()])
@@ -283,8 +359,9 @@ class TestKernels:
         caplog.set_level(logging.INFO, "moe_core")
         assert {backend.choose("triton", DEVICE) for _ in range(3)} == {"triton"}
         (line,) = caplog.messages
+        version = sys.modules["triton"].__version__
         interpreted = " (interpreted)" if INTERPRETED else ""
-        assert line == f"moe_core kernels: triton {sys.modules['triton'].__version__}{interpreted} on {DEVICE}"
+        assert line == f"moe_core kernels: triton {version}{interpreted} on {DEVICE}"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -311,9 +388,12 @@ def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
     logits = torch.zeros(20, 100)
     for clean, loss in ((None, "gshard"), (logits, "load_importance")):
         gates, ids, probs, sums = triton_routing.route(logits, clean, 2, True, loss, 0.1)
-        triton_routing.route_backward(logits, clean, ids, probs, (gates, None, sums), True, loss, 0.1)
+        triton_routing.route_backward(
+            logits, clean, ids, probs, (gates, None, sums), True, loss, 0.1
+        )
     assert len(compiled) == 7
-    assert not any(re.search(r"\b(atom|red)\.", kernel.asm["ptx"]) for kernel in compiled.values())  # nothing atomic
+    # nothing atomic
+    assert not any(re.search(r"\b(atom|red)\.", kernel.asm["ptx"]) for kernel in compiled.values())
 
 
 # Which kernels run
@@ -340,11 +420,14 @@ def test_the_log_names_what_runs_on_a_cpu_once(kernels, usable, named, caplog, m
 
 
 def test_auto_says_why_it_is_not_triton(caplog, monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)  # what importing it does where it is not installed
+    # what importing it does where it is not installed
+    monkeypatch.setitem(sys.modules, "triton", None)
     assert [backend.choose("auto", "cuda") for _ in range(2)] == ["torch", "torch"]
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("moe_core kernels: torch on cuda, since Triton cannot run there: ")
+    assert record.getMessage().startswith(
+        "moe_core kernels: torch on cuda, since Triton cannot run there: "
+    )
     assert "ModuleNotFoundError" in record.getMessage()
     with pytest.raises(ValueError, match=r"'triton'.*'cuda'.*ModuleNotFoundError"):
         backend.choose("triton", "cuda")

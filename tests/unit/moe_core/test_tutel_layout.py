@@ -1,4 +1,5 @@
-"""Tutel's state dicts: its documented layout computes what our layer does; any number of ranks goes there and back."""
+"""Tutel's state dicts: its documented layout computes what our layer does; any number of ranks goes
+there and back."""
 
 # T tokens, E experts, W ranks, M model dim, H hidden dim
 
@@ -14,7 +15,9 @@ from moe_core.tutel import count_tutel_experts, from_tutel, to_tutel
 M, H = 12, 16
 
 
-def tutel_state(experts: int, ranks: int, legacy: bool = False, gates: int = 1, cosine: bool = False) -> list[dict]:
+def tutel_state(
+    experts: int, ranks: int, legacy: bool = False, gates: int = 1, cosine: bool = False
+) -> list[dict]:
     """What Tutel's layer saves on each rank, below `moe.`, and a parameter of something else."""
     new = torch.Generator().manual_seed(experts * 100 + ranks)
     local, parts = max(experts // ranks, 1), max(ranks // experts, 1)
@@ -34,7 +37,11 @@ def tutel_state(experts: int, ranks: int, legacy: bool = False, gates: int = 1, 
     shapes = {"fc1_w": (H // parts, M), "fc1_bias": (*bias, H // parts), "fc2_w": (H // parts, M)}
     shapes["fc2_bias"] = (*bias, -(-M // parts))
     return [
-        shared | {f"moe.experts.batched_{k}": torch.randn(local, *s, generator=new) for k, s in shapes.items()}
+        shared
+        | {
+            f"moe.experts.batched_{k}": torch.randn(local, *s, generator=new)
+            for k, s in shapes.items()
+        }
         for _ in range(ranks)
     ]
 
@@ -42,15 +49,20 @@ def tutel_state(experts: int, ranks: int, legacy: bool = False, gates: int = 1, 
 @pytest.mark.parametrize("cosine", [False, True])
 def test_a_plain_computation_from_tutels_tensors_is_our_layer(cosine):
     state = tutel_state(experts=4, ranks=1, cosine=cosine)[0]
-    config = MoEConfig(M, H, 4, capacity_factor=0.0, activation="relu", router="cosine" if cosine else "linear")
+    config = MoEConfig(
+        M, H, 4, capacity_factor=0.0, activation="relu", router="cosine" if cosine else "linear"
+    )
     layer = MoELayer(config)
     layer.load_state_dict(
-        {k.removeprefix("moe."): v for k, v in from_tutel([state]).items() if k.startswith("moe.")}, strict=True
+        {k.removeprefix("moe."): v for k, v in from_tutel([state]).items() if k.startswith("moe.")},
+        strict=True,
     )
     x = torch.randn(20, M, generator=torch.Generator().manual_seed(0))
     own = {k.removeprefix("moe."): v for k, v in state.items()}
     if cosine:
-        projected = x @ own["gates.0.cosine_projector.weight"].T + own["gates.0.cosine_projector.bias"]
+        projected = (
+            x @ own["gates.0.cosine_projector.weight"].T + own["gates.0.cosine_projector.bias"]
+        )
         logits = F.normalize(projected, dim=1) @ F.normalize(own["gates.0.sim_matrix"], dim=0)
         logits = logits * own["gates.0.temperature"].exp()
     else:
@@ -58,7 +70,9 @@ def test_a_plain_computation_from_tutels_tensors_is_our_layer(cosine):
     gate, expert = logits.softmax(1).max(1)
     for token in range(len(x)):
         e = expert[token]
-        hidden = (x[token] @ own["experts.batched_fc1_w"][e].T + own["experts.batched_fc1_bias"][e]).relu()
+        hidden = (
+            x[token] @ own["experts.batched_fc1_w"][e].T + own["experts.batched_fc1_bias"][e]
+        ).relu()
         y = hidden @ own["experts.batched_fc2_w"][e] + own["experts.batched_fc2_bias"][e]
         torch.testing.assert_close(layer(x)[0][token], gate[token] * y)
 
@@ -68,12 +82,19 @@ def test_where_each_ranks_slice_goes(experts, ranks):
     states = tutel_state(experts, ranks)
     whole = from_tutel(states)
     for rank, state in enumerate(states):
-        for theirs, ours in (("fc1_w", "w1"), ("fc1_bias", "b1"), ("fc2_w", "w2"), ("fc2_bias", "b2")):
+        for theirs, ours in (
+            ("fc1_w", "w1"),
+            ("fc1_bias", "b1"),
+            ("fc2_w", "w2"),
+            ("fc2_bias", "b2"),
+        ):
             piece, target = state[f"moe.experts.batched_{theirs}"], whole[f"moe.experts.{ours}"]
             if ranks > experts:
                 parts = ranks // experts
                 length, part = piece.shape[1], rank % parts
-                assert torch.equal(target[rank // parts, part * length : (part + 1) * length], piece[0])
+                assert torch.equal(
+                    target[rank // parts, part * length : (part + 1) * length], piece[0]
+                )
             else:
                 first = rank * experts // ranks
                 assert torch.equal(target[first : first + experts // ranks], piece)
@@ -82,7 +103,12 @@ def test_where_each_ranks_slice_goes(experts, ranks):
 @settings(max_examples=60, deadline=None)
 @given(
     experts_and_ranks=st.sampled_from(
-        [(e, w) for e in range(1, 7) for w in range(1, 65) if e % w == 0 or (w % e == 0 and H % (w // e) == 0)]
+        [
+            (e, w)
+            for e in range(1, 7)
+            for w in range(1, 65)
+            if e % w == 0 or (w % e == 0 and H % (w // e) == 0)
+        ]
     ),
     legacy=st.booleans(),
     gates=st.integers(1, 3),
@@ -92,15 +118,21 @@ def test_there_and_back_is_equal_to_the_bit(experts_and_ranks, legacy, gates, co
     experts, ranks = experts_and_ranks
     states = tutel_state(experts, ranks, legacy, gates, cosine)
     whole = from_tutel(states)
-    assert {name: list(whole[f"moe.experts.{name}"].shape) for name in ("w1", "b1", "w2", "b2")} == {
-        "w1": [experts, H, M], "b1": [experts, H], "w2": [experts, H, M], "b2": [experts, M]
-    }  # fmt: skip
+    assert {
+        name: list(whole[f"moe.experts.{name}"].shape) for name in ("w1", "b1", "w2", "b2")
+    } == {"w1": [experts, H, M], "b1": [experts, H], "w2": [experts, H, M], "b2": [experts, M]}
     numbers = {name.split(".")[2] for name in whole if name.startswith("moe.router.")}
-    assert numbers == {"0", "1", "2"} - {str(n) for n in range(gates, 3)} if gates > 1 else "0" not in numbers
+    assert (
+        numbers == {"0", "1", "2"} - {str(n) for n in range(gates, 3)}
+        if gates > 1
+        else "0" not in numbers
+    )
     back = to_tutel(whole, ranks, legacy)
     is_padded = M % max(ranks // experts, 1) != 0
     for before, after in zip(states, back, strict=True):
-        assert {name: value.shape for name, value in before.items()} == {name: v.shape for name, v in after.items()}
+        assert {name: value.shape for name, value in before.items()} == {
+            name: v.shape for name, v in after.items()
+        }
         for name in before:
             if not (is_padded and name.endswith("fc2_bias")):  # what pads is no parameter
                 assert torch.equal(before[name], after[name]), name
@@ -158,11 +190,18 @@ def break_state(states: list[dict], what: str) -> list[dict]:
         ("missing", r"rank 1 has no moe\.experts\.batched_fc1_bias"),
         ("shape", r"fc1_bias has shape \[2, 17\] on rank 1, \[2, 16\] on rank 0"),
         ("dims", r"rank 0: moe\.experts\.batched_fc1_bias has shape \[2, 3, 16\]"),
-        ("count", r"moe: how many experts is not clear \(gates\.0\.wg\.weight: 4, _num_global_experts: 5\)"),
+        (
+            "count",
+            r"moe: how many experts is not clear \(gates\.0\.wg\.weight: 4, _num_global_experts:"
+            r" 5\)",
+        ),
         ("float count", r"moe: how many experts is not clear .*_num_global_experts: inf"),
         ("many counts", r"moe: how many experts is not clear .*_num_global_experts: \[3\]"),
         ("twice", r"moe\.router\.weight is there beside moe\.gates\.0\.wg\.weight"),
-        ("no gate", r"moe: how many experts is not clear \(neither gates nor _num_global_experts\)"),
+        (
+            "no gate",
+            r"moe: how many experts is not clear \(neither gates nor _num_global_experts\)",
+        ),
         ("rank", r"1 ranks with 2 each do not make the 4 experts"),
     ],
 )
@@ -172,7 +211,8 @@ def test_what_does_not_add_up_is_named(what, message):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "message"), [(3, "do not divide over 3 ranks"), (0, r"num_ranks \(0\)"), (20, "by the 5 ranks")]
+    ("ranks", "message"),
+    [(3, "do not divide over 3 ranks"), (0, r"num_ranks \(0\)"), (20, "by the 5 ranks")],
 )
 def test_ranks_that_do_not_divide(ranks, message):
     with pytest.raises(ValueError, match=message):

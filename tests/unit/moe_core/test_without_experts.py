@@ -12,7 +12,11 @@ def test_has_the_shared_parameters_alone():
     norm = nn.BatchNorm1d(8).double()  # has buffers
     model = nn.ModuleList([norm, layer])
     seen = list(WithoutExperts(model).parameters())
-    assert {id(parameter) for parameter in seen} == {id(norm.weight), id(norm.bias), id(layer.router.weight)}
+    assert {id(parameter) for parameter in seen} == {
+        id(norm.weight),
+        id(norm.bias),
+        id(layer.router.weight),
+    }
     assert list(WithoutExperts(model).buffers()) == []
 
 
