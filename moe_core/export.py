@@ -87,7 +87,7 @@ class _Plan(NamedTuple):
 def _plan(
     expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None
 ) -> _Plan:
-    """`dispatch.make_plan` in operations that ONNX has, the rows of each expert filled up to its
+    """`ops.make_plan` in operations that ONNX has, the rows of each expert filled up to its
     capacity.
 
     Args: as there.

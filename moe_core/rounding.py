@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_core.config import MoEConfig
-from moe_core.dispatch import DispatchPlan, make_plan
+from moe_core.ops import DispatchPlan, make_plan
 from moe_core.router import Routing
 
 

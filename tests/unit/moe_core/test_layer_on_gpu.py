@@ -9,7 +9,7 @@ import torch
 from moe_cases import make_layer, plain_forward
 from triton_cases import captured
 
-from moe_core.dispatch import make_plan
+from moe_core.ops import make_plan
 from moe_core.kernels import backend, combine_rows, dispatch_rows, routing
 from moe_core.router import _route_by_torch
 

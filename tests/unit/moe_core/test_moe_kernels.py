@@ -8,7 +8,7 @@ import torch
 from moe_cases import make_layer
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_core.dispatch import make_plan
+from moe_core.ops import make_plan
 from moe_core.kernels import combine_rows, dispatch_rows, expert_ffn, ffn_x86, grouped, reference
 from moe_core.kernels.grouped import _aligned, group_sum, grouped_linear, grouped_weight_grad
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_cases import make_layer
 
 from moe_core import MoEConfig
-from moe_core.dispatch import make_plan
+from moe_core.ops import make_plan
 from moe_core.kernels import library_x86, routing
 from moe_core.router import _route_by_torch, route
 

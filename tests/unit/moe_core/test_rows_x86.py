@@ -4,7 +4,7 @@ has."""
 import pytest
 import torch
 
-from moe_core.dispatch import make_plan
+from moe_core.ops import make_plan
 from moe_core.kernels import rows as torch_kernels
 from moe_core.kernels import rows_x86
 

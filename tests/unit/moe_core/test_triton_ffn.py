@@ -19,7 +19,7 @@ from moe_cases import make_layer
 from torch.utils.flop_counter import FlopCounterMode
 from triton_cases import INTERPRETED, compile_launches, run_interpreted
 
-from moe_core.dispatch import make_plan
+from moe_core.ops import make_plan
 from moe_core.kernels import fused_ffn, moe_ffn, reference
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -21,7 +21,7 @@ from moe_cases import make_layer
 from triton_cases import INTERPRETED, compile_launches, run_interpreted
 
 from moe_core import MoEConfig
-from moe_core.dispatch import make_plan
+from moe_core.ops import make_plan
 from moe_core.kernels import backend, combine_rows, dispatch_rows, library_x86, routing
 from moe_core.router import _route_by_torch, route
 

@@ -1,18 +1,12 @@
-"""Triton kernels for routing and the dispatch plan; `routing` has the ops, router.py and
-dispatch.py the torch form.
+"""Routing in Triton.
 
-1. `route`: one pass over the logits gives softmax, top-K, gate values and, for each block of
-   tokens, the sums of the auxiliary loss. One more pass over what it wrote gives the gradient of
-   the logits.
-2. `make_plan`: a choice's row is the number of choices before it, ordered by expert, then k, then
-   token. Blocks of tokens count their choices for each expert and k; a cumulative sum of these
-   counts is where each block's rows start; within a block a choice counts the ones before it of the
-   same expert.
+One pass over the logits gives softmax, top-K, gate values and, for each block of tokens, the sums
+of the auxiliary loss. One more pass over what it wrote gives the gradient of the logits.
 
 Nothing is atomic: block sums are added up in a fixed order afterwards, so runs repeat bit by bit.
 """
 
-# T tokens, E experts, K top-k, N rows, B blocks; a program works on BLOCK_T tokens and all E
+# T tokens, E experts, K top-k; a program works on BLOCK_T tokens and all E
 # (padded: BLOCK_E)
 
 import torch
@@ -20,20 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.kernels.backend import on_its_device
+from moe_core.ops.backend import KERNEL_LOSSES, on_its_device
 
 _TILE = 2048  # logits of a program
-_PLAN_BLOCK = 128  # tokens of a program; the counts of all blocks take T * K * E / 32 bytes
-NO_LOSS, GSHARD, LOAD_IMPORTANCE, LOAD_IMPORTANCE_TUTEL = range(4)
-LOSSES = {
-    "none": NO_LOSS,
-    "gshard": GSHARD,
-    "load_importance": LOAD_IMPORTANCE,
-    "load_importance_tutel": LOAD_IMPORTANCE_TUTEL,
-}
-
-
-# 1. Routing
 
 
 @triton.jit
@@ -207,8 +190,7 @@ def route(
     if num_blocks:
         _route_kernel[(num_blocks,)](
             noisy, clean, ids, gates, probs, block_sums, num_tokens, num_experts, top_k, normalize,
-            LOSSES[loss],
-            noise_std, block_t, block_e, triton.next_power_of_2(top_k),
+            KERNEL_LOSSES.index(loss), noise_std, block_t, block_e, triton.next_power_of_2(top_k),
             num_warps=_num_warps(block_e),
         )  # fmt: skip
     return gates, ids, probs, block_sums.sum(0)
@@ -236,9 +218,8 @@ def route_backward(
     if num_tokens:
         _route_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
             noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean,
-            num_tokens,
-            num_experts, ids.shape[1], normalize, LOSSES[loss], noise_std, block_t, block_e,
-            num_warps=_num_warps(block_e),
+            num_tokens, num_experts, ids.shape[1], normalize, KERNEL_LOSSES.index(loss), noise_std,
+            block_t, block_e, num_warps=_num_warps(block_e),
         )  # fmt: skip
     return grad_noisy, grad_clean
 
@@ -261,133 +242,3 @@ def _route_block(num_experts: int) -> tuple[int, int]:
 
 def _num_warps(block_e: int) -> int:
     return 4 if block_e <= _TILE else 16
-
-
-# 2. The dispatch plan
-
-
-@triton.jit
-def _place_in_block(
-    expert_ids, order, order_stride, num_tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Of each choice of a block, the k-th of BLOCK tokens: number t * K + k, expert (-1 past the
-    end), how many of the same expert come before it in the block, and how many the block has."""
-    k = tl.program_id(1)
-    if order is not None:
-        order += k * order_stride
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = i < num_tokens
-    token = i.to(tl.int64)
-    if order is not None:
-        token = tl.load(order + i, mask=there, other=0)
-    choice = token * TOP_K + k
-    expert = tl.load(expert_ids + choice, mask=there, other=-1)
-    # The same experts again along the other axis.
-    token_across = i.to(tl.int64)
-    if order is not None:
-        token_across = tl.load(order + i, mask=there, other=0)
-    across = tl.load(expert_ids + token_across * TOP_K + k, mask=there, other=-1)
-    same = (expert.to(tl.int32)[:, None] == across.to(tl.int32)[None, :]).to(tl.int32)
-    earlier = i[None, :] < i[:, None]
-    return choice, expert, tl.sum(tl.where(earlier, same, 0), axis=1), tl.sum(same, axis=1)
-
-
-@triton.jit(do_not_specialize=["order_stride", "num_tokens", "num_blocks"])
-def _count_kernel(
-    expert_ids,
-    order,
-    counts,
-    order_stride,
-    num_tokens,
-    num_blocks,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    _, expert, _, count = _place_in_block(expert_ids, order, order_stride, num_tokens, TOP_K, BLOCK)
-    cell = (expert * TOP_K + tl.program_id(1)) * num_blocks + tl.program_id(0)
-    # by each choice of the expert, all the same number
-    tl.store(counts + cell, count, mask=expert >= 0)
-
-
-@triton.jit(do_not_specialize=["order_stride", "num_tokens", "num_blocks"])
-def _plan_kernel(
-    expert_ids, order, ends, starts, kept_starts, limits, choices, slots, kept, order_stride,
-    num_tokens, num_blocks,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    choice, expert, place, count = _place_in_block(
-        expert_ids, order, order_stride, num_tokens, TOP_K, BLOCK
-    )
-    there = expert >= 0
-    cell = (expert * TOP_K + tl.program_id(1)) * num_blocks + tl.program_id(0)
-    row = (tl.load(ends + cell, mask=there, other=0) - count + place).to(tl.int64)
-    if kept is None:
-        tl.store(slots + choice, row, mask=there)
-        tl.store(choices + row, choice, mask=there)
-    else:  # close the gaps that dropped choices leave between the experts' rows
-        place = row - tl.load(starts + expert, mask=there, other=0)
-        row = place + tl.load(kept_starts + expert, mask=there, other=0)
-        fits = place < tl.load(limits + expert, mask=there, other=0)
-        tl.store(slots + choice, tl.where(fits, row, 0), mask=there)
-        tl.store(kept + choice, fits.to(tl.uint8), mask=there)
-        tl.store(choices + row, choice, mask=there & fits)
-
-
-@on_its_device
-def make_plan(
-    expert_ids: Tensor,
-    num_experts: int,
-    limits: Tensor | None,
-    priority: Tensor | None,
-    num_rows: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """What dispatch.make_plan returns with the capacities `limits` [E] and so many rows, number for
-    number."""
-    assert expert_ids.dim() == 2
-    assert expert_ids.dtype == torch.int64
-    num_tokens, top_k = expert_ids.shape
-    num_choices = num_tokens * top_k
-    assert num_choices < 2**31, "offsets are int32"
-    expert_ids = expert_ids.contiguous()
-    assert limits is None or limits.shape == (num_experts,)
-    order = (
-        None
-        if priority is None
-        else priority.t().contiguous().argsort(descending=True, stable=True)
-    )
-    # [K, T], or [T] for every k
-    order_stride = num_tokens if order is not None and order.dim() == 2 else 0
-    grid = (triton.cdiv(num_tokens, _PLAN_BLOCK), top_k)
-    # [E, K * B], counts to begin with
-    ends = expert_ids.new_zeros(num_experts, top_k * grid[0], dtype=torch.int32)
-    if num_choices:
-        _count_kernel[grid](
-            expert_ids,
-            order,
-            ends,
-            order_stride,
-            num_tokens,
-            grid[0],
-            top_k,
-            _PLAN_BLOCK,
-            num_warps=8,
-        )
-        ends = ends.flatten().cumsum(0, dtype=torch.int32).view_as(ends)
-    expert_ends = ends[:, -1].contiguous() if num_choices else ends.sum(1, dtype=torch.int32)
-    counts = expert_ends.diff(prepend=expert_ends.new_zeros(1))
-    choices, slots = expert_ids.new_zeros(num_rows), torch.empty_like(expert_ids)
-    kept = kept_starts = None
-    offsets = expert_ends
-    if limits is not None:
-        kept = torch.empty_like(expert_ids, dtype=torch.bool)
-        kept_counts = torch.minimum(counts, limits).int()
-        offsets = kept_counts.cumsum(0, dtype=torch.int32)
-        kept_starts = offsets - kept_counts
-    if num_choices:
-        kept_bytes = None if kept is None else kept.view(torch.uint8)
-        _plan_kernel[grid](
-            expert_ids, order, ends, expert_ends - counts, kept_starts, limits, choices, slots,
-            kept_bytes,
-            order_stride, num_tokens, grid[0], top_k, _PLAN_BLOCK, num_warps=8,
-        )  # fmt: skip
-    return choices, offsets, slots, kept, counts.long()

@@ -15,27 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_core.kernels.build_cache import compiled_library
+from moe_core.ops.native.build_cache import compiled_library
 
-_NAMES = ("ffn_x86.cpp", "rows_x86.cpp", "routing_x86.cpp", "product_x86.hpp")
+_NAMES = ("ffn_x86.cpp", "rows_x86.cpp", "plan.cpp", "product_x86.hpp")
 _SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
-_AVX512, _AMX = (
-    {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    {"avx512_bf16", "amx_tile", "amx_bf16"},
-)
-_INSTRUCTIONS = [
-    f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
-]
-_FLAGS = [
-    "-std=c++17",
-    "-O2",
-    *_INSTRUCTIONS,
-    "-mamx-tile",
-    "-mamx-bf16",
-    "-fopenmp",
-    "-fPIC",
-    "-shared",
-]
+_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_AMX = {"avx512_bf16", "amx_tile", "amx_bf16"}
+_INSTRUCTIONS = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16"
+_FLAGS = f"-std=c++17 -O2 {_INSTRUCTIONS} -fopenmp -fPIC -shared".split()
+# Weights in the order in which a kernel reads them are kept in integers: they are no numbers.
+PACKED_DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 _log = logging.getLogger("moe_core")
 
 
@@ -48,12 +37,12 @@ def usable(dtype: torch.dtype) -> bool:
 
 def description() -> str:
     """For the log; empty where nothing is usable."""
-    usable_here = [
-        name
-        for name, dtype in (("AVX-512", torch.float32), ("AMX", torch.bfloat16))
-        if usable(dtype)
-    ]
-    return f"C++ ({', '.join(usable_here)})" if usable_here else ""
+    names = []
+    if usable(torch.float32):
+        names.append("AVX-512")
+    if usable(torch.bfloat16):
+        names.append("AMX")
+    return f"C++ ({', '.join(names)})" if names else ""
 
 
 def pointer(tensor: Tensor | None) -> c_void_p:

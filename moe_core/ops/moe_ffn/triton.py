@@ -1,5 +1,4 @@
-"""Launches the experts' networks on a GPU (`triton_ffn_kernels`), in both directions; `fused_ffn`
-has the op."""
+"""Launches the kernels of `triton_kernels`, in both directions."""
 
 # T tokens, E experts, K top-k, N rows, B blocks of rows, M model dim, H hidden dim
 
@@ -9,9 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_core.kernels.backend import on_its_device
-from moe_core.kernels.triton_ffn_kernels import (
-    ACTIVATIONS,
+from moe_core.ops.backend import KERNEL_ACTIVATIONS
+from moe_core.ops.combine.triton import sum_rows
+from moe_core.ops.ffn.dropout import Dropout
+from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
+from moe_core.ops.moe_ffn.triton_kernels import (
     blocks_kernel,
     gate_grad_kernel,
     hidden_grad_kernel,
@@ -20,7 +21,6 @@ from moe_core.kernels.triton_ffn_kernels import (
     sum_blocks_kernel,
     weight_grad_kernel,
 )
-from moe_core.kernels.triton_rows import sum_rows
 
 
 class Tile(NamedTuple):
@@ -49,99 +49,106 @@ def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile,
     return small, Tile(rows, 256, 64, 8, 3) if width >= 256 else small
 
 
-@on_its_device
-def forward(
-    tokens: Tensor, gates: Tensor, w1: Tensor, b1, w2: Tensor, b2, choices: Tensor,
-    offsets: Tensor, slots: Tensor,
-    kept, noise, activation: str, dropout: float, keep_hidden: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(inputs: MoEFFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     """out [T, M] in the wider dtype of tokens and gates, and, if it is kept, the hidden layer [N,
-    H] before activation.
-
-    w1 and w2 [E, H, M] in the tokens' dtype.
-    """
-    call = _Call(tokens, w1, choices, offsets, slots, activation, dropout)
-    w1, b1, w2, b2, gates = map(_contiguous, (w1, b1, w2, b2, gates))
-    hidden, h = (
-        tokens.new_empty(call.num_rows if wanted else 0, call.hidden_dim)
-        for wanted in (keep_hidden, True)
-    )
-    call.over_blocks(
-        hidden_kernel, call.small, call.hidden_dim,
-        (call.tokens, call.choices, call.blocks, w1, b1, noise, hidden if keep_hidden else None, h),
-        TOP_K=call.top_k, **call.activation,
-    )  # fmt: skip
-    return call.to_tokens(h, w2, b2, gates, kept), hidden
+    H] before the activation."""
+    with torch.cuda.device_of(inputs.tokens):
+        return _forward(inputs, keep_hidden)
 
 
-@on_its_device
 def backward(
-    grad: Tensor, tokens: Tensor, gates: Tensor, hidden: Tensor, w1: Tensor, b1, w2: Tensor, b2,
-    choices: Tensor,
-    offsets: Tensor, slots: Tensor, kept, noise, activation: str, dropout: float,
-    weight_dtype: torch.dtype,
-    needs: list[bool],
-) -> list[Tensor | None]:  # fmt: skip
+    inputs: MoEFFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
+) -> list[Tensor | None]:
     """Gradients of tokens, gates, w1, b1, w2 and b2, None where `needs` is False; those of weights
     in their dtype."""
-    call = _Call(tokens, w1, choices, offsets, slots, activation, dropout)
+    with torch.cuda.device_of(inputs.tokens):
+        return _backward(inputs, grad, hidden, needs)
+
+
+def _forward(inputs: MoEFFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
+    call = _Call(inputs)
+    w1, w2 = inputs.cast_w1.contiguous(), inputs.cast_w2.contiguous()
+    b1, b2 = _contiguous(inputs.b1), _contiguous(inputs.b2)
+    noise, gates = inputs.noise, inputs.gates.contiguous()
+    h = call.tokens.new_empty(call.num_rows, call.hidden_dim)
+    hidden = call.tokens.new_empty(call.num_rows if keep_hidden else 0, call.hidden_dim)
+    kept_hidden = hidden if keep_hidden else None
+    call.over_blocks(
+        hidden_kernel,
+        call.small,
+        call.hidden_dim,
+        (call.tokens, call.choices, call.blocks, w1, b1, noise, kept_hidden, h),
+        TOP_K=call.top_k,
+        **call.constants,
+    )
+    return call.to_tokens(h, w2, b2, gates, inputs.kept), hidden
+
+
+def _backward(
+    inputs: MoEFFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
+) -> list[Tensor | None]:
+    call = _Call(inputs)
     needs_tokens, needs_gates, needs_w1, needs_b1, needs_w2, needs_b2 = needs
-    w1, b1, w2, b2, gates, grad = map(_contiguous, (w1, b1, w2, b2, gates, grad.to(tokens.dtype)))
-    grad_z, num_dots = torch.empty_like(hidden), triton.cdiv(call.hidden_dim, call.small.columns)
+    w1, w2 = inputs.cast_w1.contiguous(), inputs.cast_w2.contiguous()
+    b1, b2 = _contiguous(inputs.b1), _contiguous(inputs.b2)
+    noise, gates = inputs.noise, inputs.gates.contiguous()
+    grad = grad.to(call.tokens.dtype).contiguous()
+    grad_z = torch.empty_like(hidden)
     gated = torch.empty_like(hidden) if needs_w2 else None
+    num_dots = triton.cdiv(call.hidden_dim, call.small.columns)
     dots = call.new(needs_gates or needs_b2, call.num_rows, num_dots)
     sums = call.new(needs_b1, call.num_blocks, call.hidden_dim)
+    results = (grad_z, gated, dots, sums)
     call.over_blocks(
-        hidden_grad_kernel, call.small, call.hidden_dim,
-        (grad, call.choices, call.blocks, w2, hidden, noise, gates, grad_z, gated, dots, sums),
-        TOP_K=call.top_k, **call.activation,
-    )  # fmt: skip
-    found: list[Tensor | None] = 6 * [None]
+        hidden_grad_kernel,
+        call.small,
+        call.hidden_dim,
+        (grad, call.choices, call.blocks, w2, hidden, noise, gates, *results),
+        TOP_K=call.top_k,
+        **call.constants,
+    )
+    gradients: list[Tensor | None] = [None] * 6
     if needs_w2:
-        found[4] = call.weight_grad(gated, grad, weight_dtype)
-    del gated
+        gradients[4] = call.weight_grad(gated, grad, inputs.weight_dtype)
+    del gated, results
     if needs_b1:
-        found[3] = call.sum_blocks(sums, b1)
+        gradients[3] = call.sum_blocks(sums, b1)
     if needs_gates or needs_b2:
         grad_gates = torch.zeros_like(gates)  # dropped choices keep the 0
         sums = call.new(needs_b2, call.num_blocks, call.model_dim)
         call.gate_grad(grad, gates, b2, dots, grad_gates, sums)
-        found[1] = grad_gates if needs_gates else None
-        found[5] = call.sum_blocks(sums, b2) if needs_b2 else None
+        if needs_gates:
+            gradients[1] = grad_gates
+        if needs_b2:
+            gradients[5] = call.sum_blocks(sums, b2)
     if needs_w1:
-        found[2] = call.weight_grad(grad_z, call.tokens, weight_dtype)
+        gradients[2] = call.weight_grad(grad_z, call.tokens, inputs.weight_dtype)
     if needs_tokens:
-        found[0] = call.to_tokens(grad_z, w1, None, None, kept)
-    return found
+        gradients[0] = call.to_tokens(grad_z, w1, None, None, inputs.kept)
+    return gradients
 
 
 class _Call:
     """One call's sizes, its blocks of rows, and the launches that both directions share."""
 
-    def __init__(
-        self, tokens: Tensor, w1: Tensor, choices, offsets, slots, activation: str, dropout: float
-    ) -> None:
-        self.num_experts, self.hidden_dim, self.model_dim = w1.shape
-        self.tokens, self.choices, self.offsets, self.slots = map(
-            _contiguous, (tokens, choices, offsets, slots)
-        )
-        self.num_rows, self.top_k = len(choices), slots.shape[1]
-        shared_memory = 0
-        if tokens.is_cuda and tokens.dtype != torch.float32:
-            shared_memory = torch.cuda.get_device_properties(
-                tokens.device
-            ).shared_memory_per_block_optin
-        tile = tiles(self.num_rows / self.num_experts, self.model_dim, shared_memory)
-        self.small, self.large = tile
-        dropped = min(round(dropout * 65536), 65535)
-        self.activation = {
-            "ACTIVATION": ACTIVATIONS.index(activation),
-            "LEAST": dropped - 32768,
-            "SCALE": 65536 / (65536 - dropped),
+    def __init__(self, inputs: MoEFFNInputs) -> None:
+        self.num_experts, self.hidden_dim, self.model_dim = inputs.w1.shape
+        self.tokens = inputs.tokens.contiguous()
+        self.choices = inputs.choices.contiguous()
+        self.offsets = inputs.offsets.contiguous()
+        self.slots = inputs.slots.contiguous()
+        self.num_rows, self.top_k = len(self.choices), self.slots.shape[1]
+        rows_per_expert = self.num_rows / self.num_experts
+        self.small, self.large = tiles(rows_per_expert, self.model_dim, _shared_memory(self.tokens))
+        dropout = Dropout.of(inputs.dropout)
+        self.constants = {
+            "ACTIVATION": KERNEL_ACTIVATIONS.index(inputs.activation),
+            "LEAST": dropout.threshold,
+            "SCALE": dropout.scale,
         }
-        # every expert may begin a block, and every row is in one
+        # Every expert may begin a block, and every row is in one.
         self.num_blocks = self.num_rows // self.small.rows + min(self.num_experts, self.num_rows)
-        self.blocks = offsets.new_empty(3, self.num_blocks, dtype=torch.int32)
+        self.blocks = self.offsets.new_empty(3, self.num_blocks, dtype=torch.int32)
         if self.num_blocks:
             block_e = triton.next_power_of_2(self.num_experts)
             size = (self.small.rows, 32, block_e)
@@ -149,8 +156,11 @@ class _Call:
                 self.offsets, self.blocks, self.num_blocks, self.num_experts, *size
             )
 
-    def new(self, wanted: bool, *shape: int) -> Tensor | None:
-        return self.tokens.new_empty(shape, dtype=torch.float32) if wanted else None
+    def new(self, is_needed: bool, *shape: int) -> Tensor | None:
+        """For sums in fp32."""
+        if not is_needed:
+            return None
+        return self.tokens.new_empty(shape, dtype=torch.float32)
 
     def over_blocks(self, kernel, tile: Tile, width: int, arguments: tuple, **constants) -> None:
         """A program for each tile of each block."""
@@ -215,3 +225,10 @@ class _Call:
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
+
+
+def _shared_memory(tokens: Tensor) -> int:
+    """Bytes for a program whose tiles hold halves; 0 where they do not."""
+    if not tokens.is_cuda or tokens.dtype == torch.float32:
+        return 0
+    return torch.cuda.get_device_properties(tokens.device).shared_memory_per_block_optin

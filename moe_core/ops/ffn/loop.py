@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from moe_core.activations import activate, activation_grad
-from moe_core.kernels.buffers import empty
+from moe_core.ops.buffers import empty
+from moe_core.ops.ffn.dropout import Dropout
+from moe_core.ops.ffn.inputs import FFNInputs
 
 # of an expert: below it writing a weight's fp32 gradient takes longer than its product in fp32
 _FEW_ROWS = 64
@@ -37,90 +39,81 @@ def _step(dtype: torch.dtype) -> int:
     return 16 if dtype.itemsize == 2 else 1
 
 
-def forward(
-    rows: Tensor,
-    w1,
-    b1,
-    w2,
-    b2,
-    offsets: Tensor,
-    noise,
-    activation: str,
-    dropout: float,
-    keep_hidden: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     """out [N, M] and, if it is kept, each expert's hidden layer [H, n] before the activation, one
     after the other."""
-    groups = _Groups(rows, offsets, w1)
-    drop, cast, h_buffer = _Dropout(noise, dropout, groups), _Cast(rows, w1), groups.hidden_buffer()
+    rows, activation = inputs.rows, inputs.activation
+    groups = _Groups(rows, inputs.offsets, inputs.w1)
+    dropout = _GroupDropout(inputs, groups)
+    cast = _Cast(rows, inputs.w1)
+    h_buffer = groups.hidden_buffer()
     out = groups.output()
     hidden = empty((groups.hidden_size if keep_hidden else 0,), rows.dtype, rows.device)
-    w1, w2 = w1.unbind(), w2.unbind()
-    b1, b2 = (None if b is None else b.to(rows.dtype) for b in (b1, b2))
+    w1, w2 = inputs.w1.unbind(), inputs.w2.unbind()
+    b1 = None if inputs.b1 is None else inputs.b1.to(rows.dtype)
+    b2 = None if inputs.b2 is None else inputs.b2.to(rows.dtype)
     for group in groups:
-        e, x = group.expert, groups.window(rows, group)
+        e = group.expert
+        x = groups.window(rows, group)
         h = group.block(h_buffer, 0)
         z = group.block(hidden) if keep_hidden else h
-        _product(cast(w1[e]), x.t(), z, None if b1 is None else b1[e].unsqueeze(1))
+        bias = None if b1 is None else b1[e].unsqueeze(1)
+        _product(cast(w1[e]), x.t(), z, bias)
         activate(activation, z, h)
-        drop(h, group)
-        _product(
-            h.t(), cast(w2[e]), group.window_of(out), None if b2 is None else b2[e], drop.scale
-        )
+        dropout(h, group)
+        bias = None if b2 is None else b2[e]
+        _product(h.t(), cast(w2[e]), group.window_of(out), bias, dropout.scale)
     if keep_hidden:
         hidden[groups.rows_computed * groups.hidden_dim :] = 0
     return groups.trimmed(out), hidden
 
 
 def backward(
-    grad: Tensor,
-    rows: Tensor,
-    hidden: Tensor,
-    w1,
-    b1,
-    w2,
-    b2,
-    offsets: Tensor,
-    noise,
-    activation: str,
-    dropout: float,
-    needs: list[bool],
+    inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
     """Gradients of rows, w1, b1, w2 and b2; None where `needs` is False."""
-    groups = _Groups(rows, offsets, w1)
-    drop, cast = _Dropout(noise, dropout, groups), _Cast(rows, w1)
+    rows, activation = inputs.rows, inputs.activation
+    groups = _Groups(rows, inputs.offsets, inputs.w1)
+    dropout = _GroupDropout(inputs, groups)
+    cast = _Cast(rows, inputs.w1)
     h_buffer, dz_buffer = groups.hidden_buffer(), groups.hidden_buffer()
     grad_rows = groups.output() if needs[0] else None
-    new = [
-        empty(t.shape, t.dtype, t.device) if n else None
-        for t, n in zip((w1, b1, w2, b2), needs[1:], strict=True)
-    ]
-    w1, w2 = w1.unbind(), w2.unbind()
-    grad_w1, grad_b1, grad_w2, grad_b2 = (None if t is None else t.unbind() for t in new)
+    parameters = (inputs.w1, inputs.b1, inputs.w2, inputs.b2)
+    gradients = []
+    for parameter, is_needed in zip(parameters, needs[1:], strict=True):
+        gradient = None
+        if is_needed:
+            gradient = empty(parameter.shape, parameter.dtype, parameter.device)
+        gradients.append(gradient)
+    grad_w1, grad_b1, grad_w2, grad_b2 = gradients
     for group in groups:
-        e, z = group.expert, group.block(hidden)
+        e = group.expert
+        z = group.block(hidden)
         x, dy = groups.window(rows, group), groups.window(grad, group)
         if grad_w2 is not None:
             h = group.block(h_buffer, 0)
             activate(activation, z, h)
-            drop(h, group)
-            cast.product(group.without_others(h), dy, grad_w2[e], drop.scale)
+            dropout(h, group)
+            cast.product(group.without_others(h), dy, grad_w2[e], dropout.scale)
         if grad_b2 is not None:
-            torch.sum(grad[group.start : group.end], 0, dtype=grad_b2[e].dtype, out=grad_b2[e])
+            torch.sum(grad[group.start : group.end], 0, dtype=grad_b2.dtype, out=grad_b2[e])
         dz = group.block(dz_buffer, 0)
-        _product(cast(w2[e]), dy.t(), dz, scale=drop.scale)
-        drop(dz, group)
+        _product(cast(inputs.w2[e]), dy.t(), dz, scale=dropout.scale)
+        dropout(dz, group)
         group.without_others(activation_grad(activation, dz, z))
         if grad_b1 is not None:
-            torch.sum(dz, 1, dtype=grad_b1[e].dtype, out=grad_b1[e])
+            torch.sum(dz, 1, dtype=grad_b1.dtype, out=grad_b1[e])
         if grad_w1 is not None:
             cast.product(dz, x, grad_w1[e])
         if grad_rows is not None:
-            _product(dz.t(), cast(w1[e]), group.window_of(grad_rows))
-    for gradient in new:
-        for e in groups.unused if gradient is not None else ():
-            gradient[e] = 0
-    return [None if grad_rows is None else groups.trimmed(grad_rows), *new]
+            _product(dz.t(), cast(inputs.w1[e]), group.window_of(grad_rows))
+    for gradient in gradients:
+        if gradient is not None:
+            for e in groups.unused:
+                gradient[e] = 0
+    if grad_rows is not None:
+        grad_rows = groups.trimmed(grad_rows)
+    return [grad_rows, *gradients]
 
 
 def _product(
@@ -230,17 +223,17 @@ class _Cast:
             out.copy_(self.buffer)
 
 
-class _Dropout:
-    """Zeros where the noise says so, alike in both directions; the others' `scale` is left to the
-    next product."""
+class _GroupDropout:
+    """Writes zeros where a number is dropped. The next product has to apply `scale`."""
 
-    def __init__(self, noise: Tensor | None, share: float, groups: _Groups) -> None:
-        dropped = 0 if noise is None else min(round(share * 65536), 65535)
-        self.noise, self.least, self.scale = noise, dropped - 32768, 65536 / (65536 - dropped)
-        self.factors = None if noise is None else groups.hidden_buffer()
+    def __init__(self, inputs: FFNInputs, groups: _Groups) -> None:
+        self.noise, self.scale = inputs.noise, 1.0
+        if inputs.noise is not None:
+            self.threshold, self.scale = Dropout.of(inputs.dropout)
+            self.factors = groups.hidden_buffer()
 
     def __call__(self, values: Tensor, group: _Group) -> None:
-        if self.noise is not None:
-            values.mul_(
-                torch.ge(group.block(self.noise), self.least, out=group.block(self.factors, 0))
-            )
+        if self.noise is None:
+            return
+        noise, factors = group.block(self.noise), group.block(self.factors, 0)
+        values.mul_(torch.ge(noise, self.threshold, out=factors))

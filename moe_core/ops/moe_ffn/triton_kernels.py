@@ -1,5 +1,5 @@
-"""Triton kernels for the experts' networks on a GPU, from tokens to tokens; `triton_ffn` launches
-them.
+"""Triton kernels for the experts' networks on a GPU, from tokens to tokens. `triton`
+launches them.
 
 1. `blocks_kernel` cuts every expert's rows into blocks: no padding, and the host need not know
    their number.
@@ -22,7 +22,7 @@ may exceed 2^31.
 import triton
 import triton.language as tl
 
-ACTIVATIONS = ("gelu", "relu", "silu")
+# Places in backend.KERNEL_ACTIVATIONS
 _GELU, _RELU, _SILU = (tl.constexpr(i) for i in range(3))
 
 

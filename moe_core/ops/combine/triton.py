@@ -1,10 +1,9 @@
-"""Triton kernels that gather tokens into rows and sum rows back into tokens; `rows` has their torch
-form and the ops.
+"""Tokens gathered into rows, and rows summed into tokens, in Triton.
 
-Each launcher takes what the op of its name takes. Sums are formed in fp32 (fp64 for fp64) and
-rounded once. Every output element is written by one program, in a fixed order of additions: nothing
-is atomic, so runs repeat bit by bit. Indices are 64 bits wide wherever a product with M enters: N *
-M may exceed 2^31.
+Each launcher has the arguments of its torch form in `reference`. Sums are formed in fp32 (fp64 for
+fp64) and rounded once. Every output element is written by one program, in a fixed order of
+additions: nothing is atomic, so runs repeat bit by bit. Indices are 64 bits wide wherever a product
+with M enters: N * M may exceed 2^31.
 """
 
 # T tokens, K top-k, N rows, M model dim; a program works on a tile of BLOCK_N rows (or tokens) by
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.kernels.backend import on_its_device
+from moe_core.ops.backend import on_its_device
 
 _TILE = 4096  # elements of a tile: 32 for each thread of 4 warps
 _WIDEST = 512

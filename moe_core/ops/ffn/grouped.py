@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_core.activations import activate, activation_grad
+from moe_core.ops.ffn.dropout import Dropout
+from moe_core.ops.ffn.inputs import FFNInputs
 
 _ALIGNMENT = 16  # bytes: F.grouped_mm takes no row stride that is not a multiple of it
 
@@ -22,71 +24,55 @@ def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
     return num_rows
 
 
-def forward(
-    rows: Tensor,
-    w1,
-    b1,
-    w2,
-    b2,
-    offsets: Tensor,
-    noise,
-    activation: str,
-    dropout: float,
-    keep_hidden: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     """out [N, M] and, if it is kept, the hidden layer before the activation [N * H]."""
-    if not len(rows):  # F.grouped_mm wants some
+    rows, offsets = inputs.rows, inputs.offsets
+    if len(rows) == 0:  # F.grouped_mm needs some
         return rows.new_empty(rows.shape), rows.new_empty(0)
-    w1, b1, w2, b2 = (None if t is None else t.to(rows.dtype) for t in (w1, b1, w2, b2))
+    w1, w2 = inputs.w1.to(rows.dtype), inputs.w2.to(rows.dtype)
+    b1 = None if inputs.b1 is None else inputs.b1.to(rows.dtype)
+    b2 = None if inputs.b2 is None else inputs.b2.to(rows.dtype)
     z = grouped_linear(rows, w1, b1, offsets)  # [N, H]
-    h = _dropped(activate(activation, z, torch.empty_like(z)), noise, dropout)
+    h = _drop(activate(inputs.activation, z, torch.empty_like(z)), inputs)
     out = grouped_linear(h, w2.transpose(1, 2), b2, offsets)
     return out, z.flatten() if keep_hidden else z.new_empty(0)
 
 
 def backward(
-    grad: Tensor,
-    rows: Tensor,
-    hidden: Tensor,
-    w1,
-    b1,
-    w2,
-    b2,
-    offsets: Tensor,
-    noise,
-    activation: str,
-    dropout: float,
-    needs: list[bool],
+    inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
     """Gradients of rows, w1, b1, w2 and b2; None where `needs` is False."""
-    if not len(rows):
-        return [
-            torch.zeros_like(t) if need else None
-            for t, need in zip((rows, w1, b1, w2, b2), needs, strict=True)
-        ]
+    rows, w1, b1, w2, b2 = inputs[:5]
+    offsets, activation = inputs.offsets, inputs.activation
+    if len(rows) == 0:
+        tensors = zip((rows, w1, b1, w2, b2), needs, strict=True)
+        return [torch.zeros_like(t) if is_needed else None for t, is_needed in tensors]
     needs_rows, needs_w1, needs_b1, needs_w2, needs_b2 = needs
-    dtype, z = rows.dtype, hidden.view(len(rows), -1)
-    grad_w2 = None
+    z = hidden.view(len(rows), -1)
+    gradients: list[Tensor | None] = [None] * 5
     if needs_w2:
-        h = _dropped(activate(activation, z, torch.empty_like(z)), noise, dropout)
-        grad_w2 = grouped_weight_grad(h, grad, offsets).to(w2.dtype)
-    dz = _dropped(grouped_linear(grad, w2.to(dtype), None, offsets), noise, dropout)
+        h = _drop(activate(activation, z, torch.empty_like(z)), inputs)
+        gradients[3] = grouped_weight_grad(h, grad, offsets).to(w2.dtype)
+    dz = _drop(grouped_linear(grad, w2.to(rows.dtype), None, offsets), inputs)
     dz = activation_grad(activation, dz, z)
-    return [
-        grouped_linear(dz, w1.to(dtype).transpose(1, 2), None, offsets) if needs_rows else None,
-        grouped_weight_grad(dz, rows, offsets).to(w1.dtype) if needs_w1 else None,
-        group_sum(dz, offsets).to(b1.dtype) if needs_b1 else None,
-        grad_w2,
-        group_sum(grad, offsets).to(b2.dtype) if needs_b2 else None,
-    ]
+    if needs_rows:
+        transposed = w1.to(rows.dtype).transpose(1, 2)
+        gradients[0] = grouped_linear(dz, transposed, None, offsets)
+    if needs_w1:
+        gradients[1] = grouped_weight_grad(dz, rows, offsets).to(w1.dtype)
+    if needs_b1:
+        gradients[2] = group_sum(dz, offsets).to(b1.dtype)
+    if needs_b2:
+        gradients[4] = group_sum(grad, offsets).to(b2.dtype)
+    return gradients
 
 
-def _dropped(values: Tensor, noise: Tensor | None, share: float) -> Tensor:
-    if noise is None:
+def _drop(values: Tensor, inputs: FFNInputs) -> Tensor:
+    if inputs.noise is None:
         return values
-    dropped = min(round(share * 65536), 65535)
-    kept = noise.view_as(values) >= dropped - 32768
-    return values * kept * (65536 / (65536 - dropped))
+    dropout = Dropout.of(inputs.dropout)
+    is_kept = inputs.noise.view_as(values) >= dropout.threshold
+    return values * is_kept * dropout.scale
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
