@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_core import ops
 from moe_core.config import MoEConfig
 from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
+from moe_core.ops import route as choose_experts
 from moe_core.registry import ROUTERS, register_router
 
 
@@ -126,7 +126,7 @@ def route(
         # Tutel's loss needs its noise scale also in evaluation, where no noise is drawn.
         loss_noise_std = config.gate_noise / config.num_experts
     normalize = config.normalize_gates and top_k > 1
-    gates, ids, probs, sums = ops.route(
+    gates, ids, probs, sums = choose_experts(
         logits, noisy, top_k, normalize, config.aux_loss, loss_noise_std, kernels
     )
     if sums is None:

@@ -114,7 +114,6 @@ FORMS = {
 }
 
 
-@torch.compiler.assume_constant_result  # it logs and imports, neither of which can be traced
 def select(operation: str, request: Request) -> str:
     """The module of the form that runs, to be given to `load`.
 
@@ -125,6 +124,12 @@ def select(operation: str, request: Request) -> str:
     Raises:
         ValueError: another `kernels`, or Triton asked for where it cannot run.
     """
+    return _select(operation, *request)
+
+
+@torch.compiler.assume_constant_result  # it logs and imports, neither of which can be traced
+def _select(operation: str, *fields) -> str:
+    request = Request(*fields)
     languages = _languages(request.kernels, request.device)
     for form in FORMS[operation]:
         if form.language in languages and form.supports(request):

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.ffn.inputs import ExpertWeights
+from moe_core.ops.moe_ffn import composed
 from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
 from moe_core.ops.plan.op import DispatchPlan
 
@@ -48,8 +49,7 @@ def moe_ffn(
     request = Request(kernels, tokens.device.type, tokens.dtype, activation=activation)
     form = select("moe_ffn", request)
     if form == "moe_ffn.composed":
-        compute = load(form).moe_ffn
-        return compute(tokens, gates, weights, plan, activation, dropout, kernels)
+        return composed.moe_ffn(tokens, gates, weights, plan, activation, dropout, kernels)
     # Cast once for both directions. The op casts nothing, so gradients are rounded to the
     # parameters' dtype alone.
     w1_cast = w2_cast = None

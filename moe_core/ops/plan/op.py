@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_core.ops.backend import Request, load, select
+from moe_core.ops.plan import reference
 
 
 class DispatchPlan(NamedTuple):
@@ -63,7 +64,7 @@ def make_plan(
         limits = limits.long()
     arguments = (expert_ids.long(), num_experts, limits, priority, num_rows)
     if form == "plan.reference":
-        return DispatchPlan(*load(form).make_plan(*arguments))
+        return DispatchPlan(*reference.make_plan(*arguments))
     choices, offsets, slots, kept, counts = torch.ops.moe_core.make_plan(*arguments, form)
     if limits is None:
         kept = None

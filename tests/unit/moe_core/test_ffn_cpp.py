@@ -11,17 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moe_cases import expert_ffn
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.kernels import (
-    expert_ffn,
-    ffn_loop,
-    ffn_x86,
-    library_x86,
-    reference,
-    routing_x86,
-    rows_x86,
-)
+from moe_core.ops import pack_weights
+from moe_core.ops.backend import Request, select
+from moe_core.ops.combine import cpp as combine_cpp
+from moe_core.ops.ffn import cpp as ffn_cpp
+from moe_core.ops.ffn import loop, reference
+from moe_core.ops.ffn.inputs import FFNInputs
+from moe_core.ops.native import library
+from moe_core.ops.plan import cpp as plan_cpp
 
 OPS = torch.ops.moe_core
 DTYPES = [
@@ -32,10 +32,15 @@ DTYPES = [
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 2e-2}  # of the largest value, which is near 1
 
 
+def form(dtype: torch.dtype, weight_dtype: torch.dtype, device: str = "cpu") -> str:
+    request = Request("auto", device, dtype, weight_dtype=weight_dtype, activation="gelu")
+    return select("ffn", request)
+
+
 def inputs(sizes: list[int], model_dim: int, hidden_dim: int, dtypes, seed: int = 0):
     """rows, weights, offsets and a gradient of the output; as large as they are in a network."""
     dtype, weight_dtype = dtypes
-    if not ffn_x86.supports(torch.empty(0, dtype=dtype), torch.empty(0, dtype=weight_dtype)):
+    if form(dtype, weight_dtype) != "ffn.cpp":
         pytest.skip("this CPU or compiler lacks the instructions")
     generator = torch.Generator().manual_seed(seed)
     experts, num_rows = len(sizes), sum(sizes)
@@ -135,22 +140,17 @@ def test_dropout_is_the_loop_s(dtypes, monkeypatch):
     gradients."""
     rows, weights, offsets, grad = inputs([33, 0, 47], 40, 64, dtypes)
     noise = OPS.dropout_noise(rows, weights[0], "gelu", "auto")
-    out, hidden = OPS.expert_ffn(rows, *weights, offsets, noise, "gelu", 0.3, True, "auto")
-    arguments = (rows, hidden, *weights, offsets, noise, "gelu", 0.3, [True] * 5, "auto")
-    found = [out, *OPS.expert_ffn_backward(grad, *arguments)]
-    for_loop = torch.zeros(ffn_loop.hidden_rows(len(rows), 3, dtypes[0]) * 64, dtype=torch.int16)
-    groups = ffn_loop._Groups(rows, offsets, weights[0])
-    for group in groups:
-        own = noise.view(-1, 64)[group.start : group.end]
-        group.block(for_loop)[:, : len(own)] = own.t()
-    loop = (rows, *weights, offsets, for_loop, "gelu", 0.3)
-    out, hidden = ffn_loop.forward(*loop, True)
-    expected = [
-        out,
-        *ffn_loop.backward(
-            grad, rows, hidden, *weights, offsets, for_loop, "gelu", 0.3, [True] * 5
-        ),
-    ]
+    ffn_inputs = FFNInputs(rows, *weights, offsets, noise, "gelu", 0.3, "auto")
+    needs = [True] * 5
+    out, hidden = OPS.expert_ffn(*ffn_inputs, True)
+    found = [out, *OPS.expert_ffn_backward(grad, hidden, needs, *ffn_inputs)]
+    for_loop = torch.zeros(loop.hidden_rows(len(rows), 3, dtypes[0]) * 64, dtype=torch.int16)
+    for group in loop._Groups(rows, offsets, weights[0]):
+        noise_of_group = noise.view(-1, 64)[group.start : group.end]
+        group.block(for_loop)[:, : len(noise_of_group)] = noise_of_group.t()
+    ffn_inputs = ffn_inputs._replace(noise=for_loop)
+    out, hidden = loop.forward(ffn_inputs, True)
+    expected = [out, *loop.backward(ffn_inputs, grad, hidden, needs)]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCES[dtypes[0]] * b.abs().max().item())
 
@@ -179,7 +179,7 @@ def test_packed_weights_give_what_the_weights_do(model_dim, hidden_dim, dtypes):
         [20, 0, 70, 600 if model_dim < 96 else 1], model_dim, hidden_dim, dtypes
     )
     w1, b1, w2, b2 = weights
-    packed = ffn_x86.pack_weights(w1, w2, rows.dtype)
+    packed = pack_weights(w1, w2, rows.dtype, "gelu")
     assert [p.shape for p in packed] == [w1.shape, w2.shape]
     before = torch.get_num_threads()
     try:
@@ -194,7 +194,7 @@ def test_packed_weights_give_what_the_weights_do(model_dim, hidden_dim, dtypes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_leaves_cpp_out(dtype, monkeypatch):
     inputs([1], 32, 32, (dtype, torch.float32))  # skips where there is no C++
-    for module in (ffn_x86, rows_x86, routing_x86):
+    for module in (ffn_cpp, combine_cpp, plan_cpp):
         monkeypatch.setattr(module, "library", lambda: pytest.fail("C++"))
     layer = MoELayer(MoEConfig(32, 32, 2, hidden_dropout=0.5, kernels="torch"))
     x = torch.randn(5, 32)
@@ -206,49 +206,44 @@ def test_torch_leaves_cpp_out(dtype, monkeypatch):
 
 def test_what_is_not_packed():
     w1, w2 = (torch.zeros(2, 64, 32) for _ in range(2))
-    assert ffn_x86.pack_weights(w1, w2, torch.float64) is None
-    assert ffn_x86.pack_weights(w1.bfloat16(), w2.bfloat16(), torch.bfloat16) is None
-    assert (
-        ffn_x86.pack_weights(w1[:, :48].contiguous(), w2[:, :48].contiguous(), torch.bfloat16)
-        is None
-    )
+    assert pack_weights(w1, w2, torch.float64, "gelu") is None
+    assert pack_weights(w1, w2, torch.float32, "gelu", "torch") is None
+    assert pack_weights(w1.bfloat16(), w2.bfloat16(), torch.bfloat16, "gelu") is None
+    w1, w2 = w1[:, :48].contiguous(), w2[:, :48].contiguous()
+    assert pack_weights(w1, w2, torch.float32, "gelu") is None
 
 
 def test_weights_of_two_dtypes_or_shapes_are_refused():
     """Read as those of the first, the second's memory would end too early."""
     rows, (w1, b1, w2, b2), offsets, _ = inputs([4], 32, 32, DTYPES[0])
-    assert ffn_x86.pack_weights(w1, w2.bfloat16(), rows.dtype) is None
+    assert pack_weights(w1, w2.bfloat16(), rows.dtype, "gelu") is None
     for other in (w2.bfloat16(), w2[:, :16]):
         with pytest.raises(ValueError, match=r"w1 is .* w2 "):
             expert_ffn(rows, w1, b1, other, b2, offsets)
 
 
 def test_other_dtypes_and_devices_are_left_to_others():
-    def takes(rows: torch.dtype, weight: torch.dtype, device: str = "cpu") -> bool:
-        return ffn_x86.supports(
-            torch.empty(1, dtype=rows, device=device), torch.empty(1, dtype=weight, device=device)
-        )
-
-    assert not takes(torch.float64, torch.float64)
-    assert not takes(torch.float16, torch.float32)
-    assert not takes(torch.float32, torch.bfloat16)
-    assert not takes(torch.float32, torch.int16)  # packed bf16
-    assert not takes(torch.float32, torch.float32, "meta")
+    assert form(torch.float64, torch.float64) == "ffn.loop"
+    assert form(torch.float16, torch.float32) == "ffn.loop"
+    assert form(torch.float32, torch.bfloat16) == "ffn.loop"
+    assert form(torch.float32, torch.int16) == "ffn.loop"  # packed bf16
+    assert form(torch.float32, torch.float32, "meta") == "ffn.loop"
 
 
 def test_a_cpu_without_the_instructions_is_left_to_the_loop(monkeypatch):
-    monkeypatch.setattr(library_x86, "_cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(library, "_cpu_flags", lambda: frozenset({"avx2"}))
     for dtype, weight_dtype in DTYPES:
-        assert not ffn_x86.supports(torch.empty(1, dtype=dtype), torch.empty(1, dtype=weight_dtype))
+        assert form(dtype, weight_dtype) == "ffn.loop"
 
 
 COMPUTE = """
 import logging, sys, torch
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-from moe_core.kernels import expert_ffn
+from moe_core.ops import ExpertWeights, expert_ffn
 w, rows = torch.ones(2, 8, 4), torch.ones(6, 4)
 offsets = torch.tensor([3, 6], dtype=torch.int32)
-print("out", float(expert_ffn(rows, w, None, w, None, offsets, "relu").sum()))
+weights = ExpertWeights(w, None, w, None)
+print("out", float(expert_ffn(rows, weights, offsets, "relu").sum()))
 """
 
 
@@ -276,7 +271,7 @@ cp {library} "$2"
 
 def fake_compiler(directory: Path) -> Path:
     compiler = directory / "compiler"
-    compiler.write_text(COMPILER.format(library=library_x86._compiled()))
+    compiler.write_text(COMPILER.format(library=library._compiled()))
     compiler.chmod(0o755)
     return compiler
 
