@@ -31,24 +31,20 @@ class Experts(nn.Module):
     def __init__(self, config: MoEConfig, shard: ExpertShard | None = None, device=None) -> None:
         super().__init__()
         self.config, self.shard = config, shard or config.shard(0, 1)
-        # of the parameters, as a kernel reads them
+        # Copies of the parameters, as a kernel reads them.
         self._copies: PreparedValue[ExpertWeights] = PreparedValue()
         self.activation = ACTIVATIONS[config.activation]
-        experts, hidden = self.shard.num_experts, config.hidden_dim // self.shard.num_parts
-        has_b1, has_b2 = config.bias, config.bias and config.output_bias
-        self.w1 = self._new(True, experts, hidden, config.model_dim, device=device)
-        self.b1 = self._new(has_b1, experts, hidden, device=device)
-        self.w2 = self._new(True, experts, hidden, config.model_dim, device=device)
-        self.b2 = self._new(
-            has_b2, experts, config.model_dim // self.shard.num_parts, device=device
-        )
+        num_experts, num_parts = self.shard.num_experts, self.shard.num_parts
+        hidden_dim, bias_dim = config.hidden_dim // num_parts, config.model_dim // num_parts
+        self.w1 = _new_parameter((num_experts, hidden_dim, config.model_dim), device)
+        self.b1: nn.Parameter | None = None
+        if config.bias:
+            self.b1 = _new_parameter((num_experts, hidden_dim), device)
+        self.w2 = _new_parameter((num_experts, hidden_dim, config.model_dim), device)
+        self.b2: nn.Parameter | None = None
+        if config.bias and config.output_bias:
+            self.b2 = _new_parameter((num_experts, bias_dim), device)
         self.reset_parameters()
-
-    def _new(self, present: bool, *shape: int, device) -> nn.Parameter | None:
-        if not present:
-            return None
-        device = torch.get_default_device() if device is None else torch.device(device)
-        return nn.Parameter(empty(shape, torch.get_default_dtype(), device, reuse=False))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -86,7 +82,9 @@ class Experts(nn.Module):
         """
         parameters = ExpertWeights(self.w1, self.b1, self.w2, self.b2)
         if gather is not None:
-            return ExpertWeights(*(None if p is None else gather(p) for p in parameters))
+            b1 = None if self.b1 is None else gather(self.b1)
+            b2 = None if self.b2 is None else gather(self.b2)
+            return ExpertWeights(gather(self.w1), b1, gather(self.w2), b2)
         w1, w2 = parameters.w1, parameters.w2
         may_pack = not torch.is_grad_enabled()
         is_worth_packing = may_pack and w1.nbytes + w2.nbytes < _MOST_COPIED
@@ -100,8 +98,8 @@ class Experts(nn.Module):
     def _copy(self, weights: ExpertWeights, dtype: torch.dtype, may_pack: bool) -> ExpertWeights:
         """Copies in `dtype`; w1 and w2 in the order that a kernel reads, if there is one."""
 
-        def cast(weight: Tensor | None) -> Tensor | None:
-            if weight is None or weight.dtype == dtype:
+        def cast(weight: Tensor) -> Tensor:
+            if weight.dtype == dtype:
                 return weight
             return empty(weight.shape, dtype, weight.device, reuse=False).copy_(weight)
 
@@ -110,7 +108,9 @@ class Experts(nn.Module):
             config = self.config
             packed = pack_weights(weights.w1, weights.w2, dtype, config.activation, config.kernels)
         w1, w2 = packed or (cast(weights.w1), cast(weights.w2))
-        return ExpertWeights(w1, cast(weights.b1), w2, cast(weights.b2))
+        b1 = None if weights.b1 is None else cast(weights.b1)
+        b2 = None if weights.b2 is None else cast(weights.b2)
+        return ExpertWeights(w1, b1, w2, b2)
 
     def forward(
         self,
@@ -140,9 +140,15 @@ class Experts(nn.Module):
             used = weights()
         dropout = self.config.hidden_dropout if self.training else 0.0
         settings = (self.config.activation, dropout, self.config.kernels)
-        if plan is None:
+        if plan is None or gates is None:
             return expert_ffn(x, used, offsets, *settings)
         return moe_ffn(x, gates, used, plan, *settings)
+
+
+def _new_parameter(shape: tuple[int, ...], device) -> nn.Parameter:
+    """Uninitialised, in torch's default dtype and, where `device` is None, on its default device."""
+    device = torch.get_default_device() if device is None else torch.device(device)
+    return nn.Parameter(empty(shape, torch.get_default_dtype(), device, reuse=False))
 
 
 def _initial(

@@ -48,7 +48,7 @@ def count_tutel_experts(state: Mapping[str, Tensor]) -> dict[str, int]:
     """
     counts = {}
     for layer in _layers(state, "experts.batched_fc1_w"):
-        found = {
+        found: dict[str, int | float | str] = {
             f"gates.{gate}.{name}": value.shape[1 if name == "sim_matrix" else 0]
             for gate, name, value in _gates(state, layer)
             if name in ("wg.weight", "sim_matrix") and value.ndim == 2

@@ -35,9 +35,10 @@ def empty(
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < _SMALLEST or not _AVAILABLE:
         return torch.empty(shape, dtype=dtype, device=device)
-    view = memoryview(_reused(_rounded(size)) if reuse else _new(size))  # its life is the storage's
+    buffer = _reused(_rounded(size)) if reuse else _new(size)
+    view = memoryview(buffer)  # lives as long as the tensor's storage
     if reuse:
-        weakref.finalize(view, _give_back, view.obj).atexit = False
+        weakref.finalize(view, _give_back, buffer).atexit = False
     return torch.frombuffer(view, dtype=dtype, count=math.prod(shape)).view(shape)
 
 

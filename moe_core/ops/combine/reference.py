@@ -24,7 +24,7 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
     Returns:
         [T, M] in the wider dtype of rows and gates.
     """
-    total = None
+    total: Tensor | None = None
     for k in range(slots.shape[1]):
         term = _rows_at(rows, slots[:, k])
         if gates is not None:
@@ -36,6 +36,7 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
             # A fill, not a product with 0: the row of a dropped choice may hold anything.
             term.masked_fill_(~kept[:, k : k + 1], 0)
         total = term if total is None else total.add_(term)
+    assert total is not None, "top_k is at least 1"
     return total
 
 

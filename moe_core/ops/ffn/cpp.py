@@ -58,14 +58,14 @@ def backward(
 ) -> list[Tensor | None]:
     """Gradients of rows, w1, b1, w2 and b2; None where `needs` is False."""
     tensors = (inputs.rows, inputs.w1, inputs.b1, inputs.w2, inputs.b2)
-    gradients = []
-    for i, (tensor, is_needed) in enumerate(zip(tensors, needs, strict=True)):
-        gradient = None
-        if is_needed:
-            is_bias = i in (2, 4)  # computed in fp32
+    gradients: list[Tensor | None] = []
+    for tensor, is_needed in zip(tensors, needs, strict=True):
+        if is_needed and tensor is not None:
+            is_bias = tensor is inputs.b1 or tensor is inputs.b2
             dtype = torch.float32 if is_bias else tensor.dtype
-            gradient = empty(tensor.shape, dtype, tensor.device)
-        gradients.append(gradient)
+            gradients.append(empty(tensor.shape, dtype, tensor.device))
+        else:
+            gradients.append(None)
     call = _Call(inputs)
     grad_rows, grad_w1, grad_b1, grad_w2, grad_b2 = gradients
     call.run("backward", [grad, hidden, grad_rows, grad_w1, grad_w2, grad_b1, grad_b2])
@@ -76,7 +76,7 @@ def backward(
     if grad_rows is not None:
         grad_rows[call.num_used_rows :] = 0
     return [
-        None if gradient is None else gradient.to(tensor.dtype)
+        None if gradient is None or tensor is None else gradient.to(tensor.dtype)
         for gradient, tensor in zip(gradients, tensors, strict=True)
     ]
 

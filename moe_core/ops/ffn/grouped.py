@@ -45,8 +45,10 @@ def backward(
     rows, w1, b1, w2, b2 = inputs[:5]
     offsets, activation = inputs.offsets, inputs.activation
     if len(rows) == 0:
-        tensors = zip((rows, w1, b1, w2, b2), needs, strict=True)
-        return [torch.zeros_like(t) if is_needed else None for t, is_needed in tensors]
+        return [
+            torch.zeros_like(tensor) if is_needed and tensor is not None else None
+            for tensor, is_needed in zip((rows, w1, b1, w2, b2), needs, strict=True)
+        ]
     needs_rows, needs_w1, needs_b1, needs_w2, needs_b2 = needs
     z = hidden.view(len(rows), -1)
     gradients: list[Tensor | None] = [None] * 5
@@ -60,9 +62,9 @@ def backward(
         gradients[0] = grouped_linear(dz, transposed, None, offsets)
     if needs_w1:
         gradients[1] = grouped_weight_grad(dz, rows, offsets).to(w1.dtype)
-    if needs_b1:
+    if needs_b1 and b1 is not None:
         gradients[2] = group_sum(dz, offsets).to(b1.dtype)
-    if needs_b2:
+    if needs_b2 and b2 is not None:
         gradients[4] = group_sum(grad, offsets).to(b2.dtype)
     return gradients
 

@@ -79,12 +79,12 @@ def backward(
     h_buffer, dz_buffer = groups.hidden_buffer(), groups.hidden_buffer()
     grad_rows = groups.output() if needs[0] else None
     parameters = (inputs.w1, inputs.b1, inputs.w2, inputs.b2)
-    gradients = []
+    gradients: list[Tensor | None] = []
     for parameter, is_needed in zip(parameters, needs[1:], strict=True):
-        gradient = None
-        if is_needed:
-            gradient = empty(parameter.shape, parameter.dtype, parameter.device)
-        gradients.append(gradient)
+        if is_needed and parameter is not None:
+            gradients.append(empty(parameter.shape, parameter.dtype, parameter.device))
+        else:
+            gradients.append(None)
     grad_w1, grad_b1, grad_w2, grad_b2 = gradients
     for group in groups:
         e = group.expert
@@ -208,15 +208,18 @@ class _Cast:
     experts in turn."""
 
     def __init__(self, rows: Tensor, weight: Tensor) -> None:
-        self.same = rows.dtype == weight.dtype
-        self.buffer = None if self.same else empty(weight.shape[1:], rows.dtype, rows.device)
+        self.buffer: Tensor | None = None  # None: the dtypes are the same
+        if rows.dtype != weight.dtype:
+            self.buffer = empty(weight.shape[1:], rows.dtype, rows.device)
 
     def __call__(self, weight: Tensor) -> Tensor:
-        return weight if self.same else self.buffer.copy_(weight)
+        if self.buffer is None:
+            return weight
+        return self.buffer.copy_(weight)
 
     def product(self, a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0) -> None:
         """out [H, M] = scale * a [H, n] @ b [n, M]."""
-        if self.same or len(b) < _FEW_ROWS:
+        if self.buffer is None or len(b) < _FEW_ROWS:
             _product(a.to(out.dtype), b.to(out.dtype), out, scale=scale)
         else:
             _product(a, b, self.buffer, scale=scale)

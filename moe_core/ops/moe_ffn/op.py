@@ -59,9 +59,23 @@ def moe_ffn(
     noise = None
     if dropout > 0:
         noise = torch.ops.moe_core.fused_dropout_noise(plan.choices, weights.w1)
-    rows = (plan.choices, plan.offsets, plan.slots, plan.kept)
-    casts = (w1_cast, w2_cast)
-    inputs = MoEFFNInputs(tokens, gates, *weights, *casts, *rows, noise, activation, dropout)
+    inputs = MoEFFNInputs(
+        tokens,
+        gates,
+        w1=weights.w1,
+        b1=weights.b1,
+        w2=weights.w2,
+        b2=weights.b2,
+        w1_cast=w1_cast,
+        w2_cast=w2_cast,
+        choices=plan.choices,
+        offsets=plan.offsets,
+        slots=plan.slots,
+        kept=plan.kept,
+        noise=noise,
+        activation=activation,
+        dropout=dropout,
+    )
     is_differentiated = any(t is not None and t.requires_grad for t in (tokens, gates, *weights))
     keep_hidden = is_differentiated and torch.is_grad_enabled()
     return torch.ops.moe_core.moe_ffn(*inputs, keep_hidden)[0]

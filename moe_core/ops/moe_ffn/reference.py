@@ -24,7 +24,7 @@ def moe_ffn(
     """The whole layer after routing, one choice at a time: x [T, M], expert_ids and gates [T, K] ->
     [T, M]."""
     num_tokens, top_k = expert_ids.shape
-    tokens = range(num_tokens)
+    tokens = list(range(num_tokens))
     if priority is not None:
         tokens = sorted(tokens, key=lambda t: -priority[t].item())  # stable, as Python's sort is
     filled = [0] * len(w1)

@@ -108,18 +108,18 @@ def _backward(
         **call.constants,
     )
     gradients: list[Tensor | None] = [None] * 6
-    if needs_w2:
+    if gated is not None:
         gradients[4] = call.weight_grad(gated, grad, inputs.weight_dtype)
     del gated, results
-    if needs_b1:
+    if sums is not None and b1 is not None:
         gradients[3] = call.sum_blocks(sums, b1)
-    if needs_gates or needs_b2:
+    if dots is not None:
         grad_gates = torch.zeros_like(gates)  # dropped choices keep the 0
         sums = call.new(needs_b2, call.num_blocks, call.model_dim)
         call.gate_grad(grad, gates, b2, dots, grad_gates, sums)
         if needs_gates:
             gradients[1] = grad_gates
-        if needs_b2:
+        if sums is not None and b2 is not None:
             gradients[5] = call.sum_blocks(sums, b2)
     if needs_w1:
         gradients[2] = call.weight_grad(grad_z, call.tokens, inputs.weight_dtype)
@@ -231,4 +231,5 @@ def _shared_memory(tokens: Tensor) -> int:
     """Bytes for a program whose tiles hold halves; 0 where they do not."""
     if not tokens.is_cuda or tokens.dtype == torch.float32:
         return 0
-    return torch.cuda.get_device_properties(tokens.device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(tokens.device)
+    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined]

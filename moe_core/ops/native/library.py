@@ -31,7 +31,7 @@ _log = logging.getLogger("moe_core")
 def usable(dtype: torch.dtype) -> bool:
     """Whether this CPU has the instructions for fp32 or bf16, and the library compiles."""
     if dtype == torch.float32:
-        return _cpu_flags() >= _AVX512 and library() is not None
+        return _cpu_flags() >= _AVX512 and find_library() is not None
     return dtype == torch.bfloat16 and _cpu_flags() >= _AVX512 | _AMX and _tiles()
 
 
@@ -64,12 +64,20 @@ def _cpu_flags() -> frozenset[str]:
 @functools.cache
 def _tiles() -> bool:
     """Whether the library is there and the system lets this process use AMX."""
-    return library() is not None and library().request_tiles() == 0
+    return find_library() is not None and library().request_tiles() == 0
+
+
+def library() -> ctypes.CDLL:
+    """The library, where `usable` said that it is there."""
+    found = find_library()
+    assert found is not None
+    return found
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """None where it does not compile; one line of the log then says why."""
+def find_library() -> ctypes.CDLL | None:
+    """The library, compiled if need be. None where it does not compile; one line of the log then
+    says why."""
     path = None
     try:
         path = _compiled()

@@ -54,14 +54,16 @@ def make_plan(
     """
     form = select("plan", Request(kernels, expert_ids.device.type, expert_ids.dtype))
     num_choices = expert_ids.numel()
-    limits = capacity
+    limits: Tensor | None = None
     if capacity is None:
         num_rows = num_choices
-    elif not isinstance(capacity, Tensor):
+    elif isinstance(capacity, Tensor):
+        limits = capacity.long()
+    else:
         num_rows = min(num_choices, num_experts * capacity)
-        limits = expert_ids.new_full((num_experts,), capacity)
-    if limits is not None:
-        limits = limits.long()
+        limits = expert_ids.new_full((num_experts,), capacity, dtype=torch.int64)
+    if num_rows is None:
+        raise ValueError("num_rows is needed with a capacity for each expert")
     arguments = (expert_ids.long(), num_experts, limits, priority, num_rows)
     if form == "plan.reference":
         return DispatchPlan(*reference.make_plan(*arguments))

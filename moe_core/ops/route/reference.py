@@ -27,7 +27,7 @@ def largest(logits: Tensor, top_k: int) -> Tensor:
     # -inf marks the experts that are chosen already, so no logit may have that value.
     lowest = torch.finfo(logits.dtype).min
     remaining = logits.nan_to_num(nan=math.inf, posinf=math.inf, neginf=lowest)
-    ids = []
+    ids: list[Tensor] = []
     for k in range(top_k):
         if k > 0:
             remaining = remaining.scatter(1, ids[-1], -math.inf)

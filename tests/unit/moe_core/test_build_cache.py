@@ -149,7 +149,7 @@ def test_a_library_that_does_not_load_is_compiled_anew_by_the_next_process(
         lambda: compiled_library(NAME, lambda path: path.write_bytes(b"")),
     )
     with caplog.at_level(logging.WARNING, "moe_core"):
-        assert native_library.library.__wrapped__() is None
+        assert native_library.find_library.__wrapped__() is None
     assert len(caplog.records) == 1
     assert compiled() == 1
 
@@ -162,12 +162,12 @@ cp {library} "$2"
 LOAD = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-from moe_core.ops.native.library import library
+from moe_core.ops.native.library import find_library as library
 print("loaded", library() is not None)
 """
 
 
-@pytest.mark.skipif(native_library.library() is None, reason="no compiler here")
+@pytest.mark.skipif(native_library.find_library() is None, reason="no compiler here")
 @pytest.mark.parametrize("size", [0, 5000])
 def test_a_truncated_library_ends_no_process(size, tmp_path):
     """Loading it as it is would be a bus error, or no C++ for ever."""
