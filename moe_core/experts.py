@@ -146,7 +146,7 @@ class Experts(nn.Module):
 
 
 def _new_parameter(shape: tuple[int, ...], device) -> nn.Parameter:
-    """Uninitialised, in torch's default dtype and, where `device` is None, on its default device."""
+    """Uninitialised, in torch's default dtype; `device` None is torch's default device."""
     device = torch.get_default_device() if device is None else torch.device(device)
     return nn.Parameter(empty(shape, torch.get_default_dtype(), device, reuse=False))
 

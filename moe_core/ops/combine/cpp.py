@@ -6,13 +6,12 @@ Tokens are gathered by torch.
 # T tokens, K top-k, N rows, M model dim
 
 from collections.abc import Sequence
-from ctypes import c_long
 
 import torch
 from torch import Tensor
 
 from moe_core.ops.combine.reference import dispatch_rows
-from moe_core.ops.native.library import library, pointer
+from moe_core.ops.native.library import call
 
 __all__ = ["combine_rows_backward", "dispatch_rows", "sum_rows"]
 
@@ -53,6 +52,5 @@ def _call(
 ) -> None:
     # Outputs are contiguous already, so they are not copied.
     contiguous = [None if t is None else t.contiguous() for t in tensors]
-    is_bf16 = [dtype == torch.bfloat16 for dtype in dtypes]
-    numbers = [c_long(number) for number in (*sizes, *is_bf16)]
-    getattr(library(), function)(*map(pointer, contiguous), *numbers)
+    is_bf16 = [int(dtype == torch.bfloat16) for dtype in dtypes]
+    call(function, contiguous, list(sizes) + is_bf16)

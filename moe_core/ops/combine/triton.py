@@ -129,7 +129,7 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
     if out.numel():
         block_n, block_m = _tile(width)
         grid = (triton.cdiv(num_tokens, block_n), triton.cdiv(width, block_m))
-        inputs = (rows, *map(_plain, (slots, kept, gates)))
+        inputs = (rows, _plain(slots), _plain(kept), _plain(gates))
         _sum_kernel[grid](
             *inputs, out, num_tokens, width, top_k, _sum_dtype(dtype), block_n, block_m
         )

@@ -12,7 +12,7 @@ from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.buffers import empty
 from moe_core.ops.ffn.dropout import Dropout
 from moe_core.ops.ffn.inputs import FFNInputs
-from moe_core.ops.native.library import PACKED_DTYPES, library, pointer
+from moe_core.ops.native.library import PACKED_DTYPES, call, library, pointer
 
 
 def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -30,7 +30,7 @@ def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     packed = [empty(w.shape, PACKED_DTYPES[dtype], w.device, reuse=False) for w in sources]
     is_bf16 = dtype == torch.bfloat16
     sizes = (num_experts, hidden_dim, model_dim, is_bf16, torch.get_num_threads())
-    library().pack_weights(*map(pointer, sources + packed), *map(c_long, sizes))
+    call("pack_weights", sources + packed, sizes)
     return packed[0], packed[1]
 
 
@@ -103,7 +103,7 @@ class _Call:
                 f"w1 is {list(w1.shape)} in {w1.dtype}, w2 {list(w2.shape)} in {w2.dtype}"
             )
         ends = inputs.offsets.tolist()
-        starts = [0, *ends[:-1]]
+        starts = [0] + ends[:-1]
         self.num_used_rows = ends[-1]
         self.unused_experts = [e for e in range(len(ends)) if starts[e] == ends[e]]
         self.tensors = [

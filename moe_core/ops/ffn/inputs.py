@@ -29,3 +29,8 @@ class FFNInputs(NamedTuple):
     activation: str
     dropout: float
     kernels: str
+
+    def needs_gradients(self) -> bool:
+        """Whether rows, weights or biases require a gradient."""
+        tensors = (self.rows, self.w1, self.b1, self.w2, self.b2)
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)

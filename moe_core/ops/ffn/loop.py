@@ -14,6 +14,7 @@
 
 # E experts, N rows, n rows of one expert rounded up, M model dim, H hidden dim
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -113,7 +114,7 @@ def backward(
                 gradient[e] = 0
     if grad_rows is not None:
         grad_rows = groups.trimmed(grad_rows)
-    return [grad_rows, *gradients]
+    return [grad_rows] + gradients
 
 
 def _product(
@@ -162,15 +163,20 @@ class _Groups:
 
     def __init__(self, rows: Tensor, offsets: Tensor, weight: Tensor) -> None:
         num_experts, self.hidden_dim, _ = weight.shape
-        ends, self.step = offsets.tolist(), _step(rows.dtype)
-        self.rows, self.end, self.used, self.unused, place = rows, ends[-1], [], [], 0
-        for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            size = -(-(end - start) // self.step) * self.step
-            if size:
+        ends = offsets.tolist()
+        self.rows, self.end, self.step = rows, ends[-1], _step(rows.dtype)
+        self.used: list[_Group] = []
+        self.unused: list[int] = []
+        start = place = 0
+        for e, end in enumerate(ends):
+            num_steps = math.ceil((end - start) / self.step)
+            size = num_steps * self.step
+            if size > 0:
                 self.used.append(_Group(e, start, end, size, place, self.hidden_dim))
             else:
                 self.unused.append(e)
             place += size
+            start = end
         self.rows_computed = place
         self.largest = max((group.size for group in self.used), default=0)
         self.hidden_size = hidden_rows(len(rows), num_experts, rows.dtype) * self.hidden_dim

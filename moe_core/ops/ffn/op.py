@@ -49,8 +49,7 @@ def expert_ffn(
     if dropout > 0:
         noise = torch.ops.moe_core.dropout_noise(rows, weights.w1, activation, kernels)
     inputs = FFNInputs(rows, *weights, offsets, noise, activation, dropout, kernels)
-    is_differentiated = any(t is not None and t.requires_grad for t in (rows, *weights))
-    keep_hidden = is_differentiated and torch.is_grad_enabled()
+    keep_hidden = inputs.needs_gradients() and torch.is_grad_enabled()
     return torch.ops.moe_core.expert_ffn(*inputs, keep_hidden)[0]
 
 
@@ -97,8 +96,7 @@ def _hidden_size(rows: Tensor, w1: Tensor, activation: str, kernels: str):
 def _expert_ffn(*arguments):
     """out [N, M], and the hidden layer before the activation in the form's own order if it is
     kept."""
-    *fields, keep_hidden = arguments
-    inputs = FFNInputs(*fields)
+    inputs, keep_hidden = FFNInputs._make(arguments[:-1]), arguments[-1]
     return _form_of(inputs).forward(inputs, keep_hidden)
 
 
@@ -109,7 +107,7 @@ def _expert_ffn(*arguments):
 )
 def _expert_ffn_backward(grad, hidden, needs, *fields):
     """Gradients of rows, w1, b1, w2 and b2; empty ones where `needs` is False."""
-    inputs = FFNInputs(*fields)
+    inputs = FFNInputs._make(fields)
     gradients = _form_of(inputs).backward(inputs, grad.contiguous(), hidden, needs)
     return [inputs.rows.new_empty(0) if g is None else g for g in gradients]
 
@@ -127,8 +125,7 @@ def _dropout_noise(rows: Tensor, w1: Tensor, activation: str, kernels: str) -> T
 
 @_expert_ffn.register_fake
 def _(*arguments):
-    *fields, keep_hidden = arguments
-    inputs = FFNInputs(*fields)
+    inputs, keep_hidden = FFNInputs._make(arguments[:-1]), arguments[-1]
     rows = inputs.rows
     size = 0
     if keep_hidden:
@@ -182,8 +179,8 @@ def _differentiate(ctx, grad, _):
     num_arguments = len(FFNInputs._fields) + 1
     if grad is None:
         return (None,) * num_arguments
-    *tensors, hidden = ctx.saved_tensors
-    inputs = FFNInputs(*tensors, *ctx.settings)
+    tensors, hidden = ctx.saved_tensors[:-1], ctx.saved_tensors[-1]
+    inputs = FFNInputs._make(tensors + ctx.settings)
     needs = list(ctx.needs_input_grad[:_NUM_DIFFERENTIABLE])
     computed = torch.ops.moe_core.expert_ffn_backward(grad, hidden, needs, *inputs)
     gradients = [None] * num_arguments

@@ -13,12 +13,14 @@ from torch import Tensor
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """rows [N, I], weight [E, O, I], bias [E, O], offsets [E] -> [N, O]: each expert's rows through
     its own."""
-    ends = offsets.tolist()
-    parts = [
-        F.linear(rows[start:end], weight[e], None if bias is None else bias[e])
-        for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
-    ]
-    return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weight.shape[1])])
+    parts = []
+    start = 0
+    for e, end in enumerate(offsets.tolist()):
+        bias_of_expert = None if bias is None else bias[e]
+        parts.append(F.linear(rows[start:end], weight[e], bias_of_expert))
+        start = end
+    parts.append(rows.new_zeros(len(rows) - start, weight.shape[1]))
+    return torch.cat(parts)
 
 
 def expert_ffn(

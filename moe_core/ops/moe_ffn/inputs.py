@@ -27,6 +27,11 @@ class MoEFFNInputs(NamedTuple):
     activation: str
     dropout: float
 
+    def needs_gradients(self) -> bool:
+        """Whether tokens, gates, weights or biases require a gradient."""
+        tensors = (self.tokens, self.gates, self.w1, self.b1, self.w2, self.b2)
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
     @property
     def weight_dtype(self) -> torch.dtype:
         """Of the parameters, and so of their gradients."""

@@ -76,8 +76,7 @@ def moe_ffn(
         activation=activation,
         dropout=dropout,
     )
-    is_differentiated = any(t is not None and t.requires_grad for t in (tokens, gates, *weights))
-    keep_hidden = is_differentiated and torch.is_grad_enabled()
+    keep_hidden = inputs.needs_gradients() and torch.is_grad_enabled()
     return torch.ops.moe_core.moe_ffn(*inputs, keep_hidden)[0]
 
 
@@ -91,8 +90,8 @@ def moe_ffn(
 )
 def _moe_ffn(*arguments):
     """out [T, M] and, if it is kept, the hidden layer before the activation [N, H]."""
-    *fields, keep_hidden = arguments
-    return load("moe_ffn.triton").forward(MoEFFNInputs(*fields), keep_hidden)
+    inputs, keep_hidden = MoEFFNInputs._make(arguments[:-1]), arguments[-1]
+    return load("moe_ffn.triton").forward(inputs, keep_hidden)
 
 
 @torch.library.custom_op(
@@ -102,7 +101,8 @@ def _moe_ffn(*arguments):
 )
 def _moe_ffn_backward(grad, hidden, needs, *fields):
     """Gradients of tokens, gates, w1, b1, w2 and b2; empty ones where `needs` is False."""
-    gradients = load("moe_ffn.triton").backward(MoEFFNInputs(*fields), grad, hidden, needs)
+    inputs = MoEFFNInputs._make(fields)
+    gradients = load("moe_ffn.triton").backward(inputs, grad, hidden, needs)
     return [grad.new_empty(0) if g is None else g for g in gradients]
 
 
@@ -120,8 +120,7 @@ def _dropout_noise(choices: Tensor, w1: Tensor) -> Tensor:
 
 @_moe_ffn.register_fake
 def _(*arguments):
-    *fields, keep_hidden = arguments
-    inputs = MoEFFNInputs(*fields)
+    inputs, keep_hidden = MoEFFNInputs._make(arguments[:-1]), arguments[-1]
     tokens = inputs.tokens
     dtype = torch.promote_types(tokens.dtype, inputs.gates.dtype)
     num_kept = inputs.choices.shape[0] if keep_hidden else 0
@@ -146,7 +145,7 @@ def _(choices, w1):
 
 @register_flop_formula(torch.ops.moe_core.moe_ffn)
 def _flops(*shapes, out_shape=None, **kwargs) -> int:
-    inputs = MoEFFNInputs(*shapes[:-1])
+    inputs = MoEFFNInputs._make(shapes[:-1])
     _, hidden_dim, model_dim = inputs.w1
     return 2 * 2 * inputs.choices[0] * hidden_dim * model_dim
 
@@ -174,8 +173,8 @@ def _differentiate(ctx, grad, _):
     num_arguments = len(MoEFFNInputs._fields) + 1
     if grad is None:
         return (None,) * num_arguments
-    *tensors, hidden = ctx.saved_tensors
-    inputs = MoEFFNInputs(*tensors, *ctx.settings)
+    tensors, hidden = ctx.saved_tensors[:-1], ctx.saved_tensors[-1]
+    inputs = MoEFFNInputs._make(tensors + ctx.settings)
     needs = list(ctx.needs_input_grad[:_NUM_DIFFERENTIABLE])
     computed = torch.ops.moe_core.moe_ffn_backward(grad, hidden, needs, *inputs)
     gradients = [None] * num_arguments

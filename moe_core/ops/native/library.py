@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import subprocess
+from collections.abc import Sequence
 from ctypes import c_long, c_void_p
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def description() -> str:
     if usable(torch.bfloat16):
         names.append("AMX")
     return f"C++ ({', '.join(names)})" if names else ""
+
+
+def call(function: str, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> int:
+    """Call a function of the library with contiguous tensors, None as a null pointer, and then
+    numbers as `long`."""
+    arguments: list = [pointer(tensor) for tensor in tensors]
+    arguments += [c_long(number) for number in numbers]
+    return getattr(library(), function)(*arguments)
 
 
 def pointer(tensor: Tensor | None) -> c_void_p:
@@ -99,18 +108,16 @@ def find_library() -> ctypes.CDLL | None:
 def _compiled() -> Path:
     """The library for these sources, compiler and flags."""
     program = shlex.split(os.environ.get("CXX") or "g++")
-    version = subprocess.run(
-        [*program, "--version"], check=True, capture_output=True, text=True
-    ).stdout
-    compiler = [*program, *_FLAGS]
-    key = "\n".join(
-        [platform.machine(), version, *compiler, *(source.read_text() for source in _SOURCES)]
-    )
+    asked = subprocess.run(program + ["--version"], check=True, capture_output=True, text=True)
+    compiler = program + _FLAGS
+    contents = [source.read_text() for source in _SOURCES]
+    key = "\n".join([platform.machine(), asked.stdout] + compiler + contents)
     name = f"x86-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
     def compile_to(library: Path) -> None:
         _log.info("moe_core kernels: compiling %s, once (about 10 s)", library.with_name(name))
-        command = [*compiler, "-o", str(library), *map(str, _SOURCES[:-1])]
+        sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
+        command = compiler + ["-o", str(library)] + sources
         subprocess.run(command, check=True, capture_output=True, text=True)
 
     return compiled_library(name, compile_to)

@@ -2,12 +2,10 @@
 
 # T tokens, E experts, K top-k, N rows
 
-from ctypes import c_long
-
 import torch
 from torch import Tensor
 
-from moe_core.ops.native.library import library, pointer
+from moe_core.ops.native.library import call
 
 
 def make_plan(
@@ -40,7 +38,7 @@ def make_plan(
     offsets = expert_ids.new_empty(num_experts, dtype=torch.int32)
     tensors = (expert_ids, order, limits, choices, offsets, slots, kept, counts)
     sizes = (num_tokens, top_k, num_experts, num_rows, order_stride)
-    if library().make_plan(*map(pointer, tensors), *map(c_long, sizes)):
+    if call("make_plan", tensors, sizes):
         raise ValueError(
             f"expert_ids must be at least 0 and below num_experts ({num_experts}), and num_rows"
             f" ({num_rows}) at least the number of choices that are kept"

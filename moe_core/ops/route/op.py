@@ -39,7 +39,8 @@ def route(
     """
     form = select("route", Request(kernels, logits.device.type, logits.dtype))
     if form == "route.reference":
-        return *reference.route(noisy, top_k, normalize), None
+        gates, ids, probs = reference.route(noisy, top_k, normalize)
+        return gates, ids, probs, None
     computes_loss = loss in KERNEL_LOSSES
     fused_loss = loss if computes_loss else "none"
     # Only these losses look at the logits without noise.

@@ -181,7 +181,8 @@ def route(
         over the tokens.
     """
     noisy, clean = _logits(noisy, clean)
-    (num_tokens, num_experts), block_t, block_e = noisy.shape, *_route_block(noisy.shape[1])
+    num_tokens, num_experts = noisy.shape
+    block_t, block_e = _route_block(num_experts)
     assert 1 <= top_k <= num_experts
     num_blocks = triton.cdiv(num_tokens, block_t)
     ids = noisy.new_empty(num_tokens, top_k, dtype=torch.int64)
@@ -211,7 +212,8 @@ def route_backward(
     sums."""
     noisy, clean = _logits(noisy, clean)
     grad_gates, grad_probs, grad_sums = (None if g is None else g.contiguous() for g in grads)
-    (num_tokens, num_experts), block_t, block_e = noisy.shape, *_route_block(noisy.shape[1])
+    num_tokens, num_experts = noisy.shape
+    block_t, block_e = _route_block(num_experts)
     grad_noisy = torch.empty_like(noisy)
     # a loss without clean logits leaves the zeros
     grad_clean = None if clean is None else torch.zeros_like(clean)

@@ -16,12 +16,10 @@ from moe_cases import expert_ffn
 from moe_core import MoEConfig, MoELayer
 from moe_core.ops import pack_weights
 from moe_core.ops.backend import Request, select
-from moe_core.ops.combine import cpp as combine_cpp
 from moe_core.ops.ffn import cpp as ffn_cpp
 from moe_core.ops.ffn import loop, reference
 from moe_core.ops.ffn.inputs import FFNInputs
 from moe_core.ops.native import library
-from moe_core.ops.plan import cpp as plan_cpp
 
 OPS = torch.ops.moe_core
 DTYPES = [
@@ -194,7 +192,7 @@ def test_packed_weights_give_what_the_weights_do(model_dim, hidden_dim, dtypes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_leaves_cpp_out(dtype, monkeypatch):
     inputs([1], 32, 32, (dtype, torch.float32))  # skips where there is no C++
-    for module in (ffn_cpp, combine_cpp, plan_cpp):
+    for module in (library, ffn_cpp):
         monkeypatch.setattr(module, "library", lambda: pytest.fail("C++"))
     layer = MoELayer(MoEConfig(32, 32, 2, hidden_dropout=0.5, kernels="torch"))
     x = torch.randn(5, 32)
