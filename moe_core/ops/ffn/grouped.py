@@ -35,7 +35,9 @@ def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     z = grouped_linear(rows, w1, b1, offsets)  # [N, H]
     h = _drop(activate(inputs.activation, z, torch.empty_like(z)), inputs)
     out = grouped_linear(h, w2.transpose(1, 2), b2, offsets)
-    return out, z.flatten() if keep_hidden else z.new_empty(0)
+    if keep_hidden:
+        return out, z.flatten()
+    return out, z.new_empty(0)
 
 
 def backward(
@@ -112,20 +114,24 @@ def _contracted(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return out
     # On a B200 a product over no rows is what its registers held before (NVIDIA/cutlass issue
     # 2674).
-    return out.masked_fill_((offsets.diff(prepend=offsets.new_zeros(1)) == 0).view(-1, 1, 1), 0)
+    sizes = offsets.diff(prepend=offsets.new_zeros(1))
+    return out.masked_fill_((sizes == 0).view(-1, 1, 1), 0)
 
 
 def _aligned(x: Tensor, pad_rows: bool = False) -> Tensor:
     """x as F.grouped_mm wants it: one dense dimension, its start and all other strides on multiples
     of 16 bytes."""
     unit = _ALIGNMENT // x.element_size()
-    columns, rows = -x.shape[-1] % unit, -x.shape[-2] % unit if pad_rows else 0
-    if columns or rows:
-        return F.pad(x, (0, columns, 0, rows))
+    missing_columns = -x.shape[-1] % unit
+    missing_rows = 0
+    if pad_rows:
+        missing_rows = -x.shape[-2] % unit
+    if missing_columns > 0 or missing_rows > 0:
+        return F.pad(x, (0, missing_columns, 0, missing_rows))
     on_unit = x.data_ptr() % _ALIGNMENT == 0 and all(s % unit == 0 for s in x.stride() if s != 1)
     # an expanded gradient is neither of the two
     plain = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]
     transposed = x.stride(-2) == 1 and x.stride(-1) >= x.shape[-2]
-    return (
-        x if on_unit and (plain or transposed) else x.clone(memory_format=torch.contiguous_format)
-    )
+    if on_unit and (plain or transposed):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -41,12 +41,16 @@ def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile,
     The first leaves room for a second program on a multiprocessor, which multiplies while one
     computes its activation. The second reads less for each product.
     """
-    rows = 128 if rows_per_expert > 64 else 64
+    rows = 64
+    if rows_per_expert > 64:
+        rows = 128
     if shared_memory < 160_000:  # fp32, or not a data centre's GPU
-        tile = Tile(rows, 128 if rows == 64 else 64, 32, 4, 3)
+        tile = Tile(rows, 64 * 128 // rows, 32, 4, 3)
         return tile, tile
     small = Tile(rows, 128, 64, 8, 3)
-    return small, Tile(rows, 256, 64, 8, 3) if width >= 256 else small
+    if width < 256:
+        return small, small
+    return small, Tile(rows, 256, 64, 8, 3)
 
 
 def forward(inputs: MoEFFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
@@ -151,9 +155,14 @@ class _Call:
         self.blocks = self.offsets.new_empty(3, self.num_blocks, dtype=torch.int32)
         if self.num_blocks:
             block_e = triton.next_power_of_2(self.num_experts)
-            size = (self.small.rows, 32, block_e)
             blocks_kernel[(triton.cdiv(self.num_blocks, 32),)](
-                self.offsets, self.blocks, self.num_blocks, self.num_experts, *size
+                self.offsets,
+                self.blocks,
+                self.num_blocks,
+                self.num_experts,
+                self.small.rows,
+                32,
+                block_e,
             )
 
     def new(self, is_needed: bool, *shape: int) -> Tensor | None:
@@ -164,36 +173,45 @@ class _Call:
 
     def over_blocks(self, kernel, tile: Tile, width: int, arguments: tuple, **constants) -> None:
         """A program for each tile of each block."""
-        if self.num_blocks:
-            kernel[(self.num_blocks * triton.cdiv(width, tile.columns),)](
-                *arguments, self.num_blocks, self.model_dim, self.hidden_dim, **constants,
-                BLOCK_N=tile.rows, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
-                **{"BLOCK_M" if kernel is model_kernel else "BLOCK_H": tile.columns},
-            )  # fmt: skip
+        if self.num_blocks == 0:
+            return
+        sizes = (self.num_blocks, self.model_dim, self.hidden_dim)
+        kernel[(self.num_blocks * triton.cdiv(width, tile.columns),)](
+            *arguments,
+            *sizes,
+            **constants,
+            BLOCK_N=tile.rows,
+            BLOCK_COLUMNS=tile.columns,
+            BLOCK_K=tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
 
     def to_tokens(self, h: Tensor, w: Tensor, bias, gates, kept) -> Tensor:
         """h [N, H] times w [E, H, M], summed for each token with its gates: [T, M]."""
-        dtype = h.dtype if gates is None else torch.promote_types(h.dtype, gates.dtype)
-        alone = self.top_k == 1  # a token has one row at most: it goes where it belongs
-        num_out, out_dtype = (len(self.slots), dtype) if alone else (self.num_rows, h.dtype)
-        new = torch.zeros if alone and kept is not None else torch.empty
-        out = new(num_out, self.model_dim, dtype=out_dtype, device=h.device)
-        places = (self.choices, gates) if alone else (None, None)
-        self.over_blocks(
-            model_kernel, self.large, self.model_dim, (h, self.blocks, w, bias, *places, out)
-        )
-        return out if alone else sum_rows(out, self.slots, kept, gates)
+        if self.top_k > 1:
+            rows = h.new_empty(self.num_rows, self.model_dim)
+            to_rows = (h, self.blocks, w, bias, None, None, rows)
+            self.over_blocks(model_kernel, self.large, self.model_dim, to_rows)
+            return sum_rows(rows, self.slots, kept, gates)
+        # A token has one row at most. The kernel weights it and writes it to the token's place.
+        dtype = h.dtype
+        if gates is not None:
+            dtype = torch.promote_types(dtype, gates.dtype)
+        out = h.new_empty(len(self.slots), self.model_dim, dtype=dtype)
+        if kept is not None:
+            out.zero_()
+        to_places = (h, self.blocks, w, bias, self.choices, gates, out)
+        self.over_blocks(model_kernel, self.large, self.model_dim, to_places)
+        return out
 
     def weight_grad(self, a: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
         """For each expert a^T [H, n] times its rows of source [T, M]: [E, H, M]."""
         out = a.new_empty(self.num_experts, self.hidden_dim, self.model_dim, dtype=dtype)
         lines, columns = min(self.large.rows, 128), self.large.columns
-        grid = (
-            self.num_experts
-            * triton.cdiv(self.hidden_dim, lines)
-            * triton.cdiv(self.model_dim, columns)
-        )
-        weight_grad_kernel[(grid,)](
+        tiles_down = triton.cdiv(self.hidden_dim, lines)
+        tiles_across = triton.cdiv(self.model_dim, columns)
+        weight_grad_kernel[(self.num_experts * tiles_down * tiles_across,)](
             a, source, self.choices, self.offsets, out, self.model_dim, self.hidden_dim, self.top_k,
             triton.next_power_of_2(self.num_experts), lines, columns, self.large.depth,
             num_warps=self.large.warps, num_stages=self.large.stages,
@@ -203,23 +221,25 @@ class _Call:
     def gate_grad(
         self, grad: Tensor, gates: Tensor, b2, dots: Tensor, grad_gates: Tensor, sums
     ) -> None:
-        if self.num_blocks:
-            block_m, block_d = (
-                min(triton.next_power_of_2(self.model_dim), 64),
-                triton.next_power_of_2(dots.shape[1]),
-            )
-            gate_grad_kernel[(self.num_blocks,)](
-                grad, self.choices, self.blocks, gates, b2, dots, grad_gates, sums,
-                self.num_blocks, self.model_dim,
-                self.top_k, dots.shape[1], self.small.rows, block_m, block_d,
-            )  # fmt: skip
+        if self.num_blocks == 0:
+            return
+        num_dots = dots.shape[1]
+        block_m = min(triton.next_power_of_2(self.model_dim), 64)
+        block_d = triton.next_power_of_2(num_dots)
+        gate_grad_kernel[(self.num_blocks,)](
+            grad, self.choices, self.blocks, gates, b2, dots, grad_gates, sums,
+            self.num_blocks, self.model_dim, self.top_k, num_dots, self.small.rows,
+            block_m, block_d,
+        )  # fmt: skip
 
     def sum_blocks(self, sums: Tensor, bias: Tensor) -> Tensor:
         """Of each expert's blocks the sum of sums [B, width]: like `bias` [E, width]."""
-        out, block_m = torch.empty_like(bias, memory_format=torch.contiguous_format), 128
-        grid = (self.num_experts, triton.cdiv(bias.shape[1], block_m))
-        size = (self.small.rows, triton.next_power_of_2(self.num_experts), 16, block_m)
-        sum_blocks_kernel[grid](sums, self.offsets, out, bias.shape[1], *size)
+        out = torch.empty_like(bias, memory_format=torch.contiguous_format)
+        width, block_m = bias.shape[1], 128
+        block_e = triton.next_power_of_2(self.num_experts)
+        sum_blocks_kernel[(self.num_experts, triton.cdiv(width, block_m))](
+            sums, self.offsets, out, width, self.small.rows, block_e, 16, block_m
+        )
         return out
 
 

@@ -93,7 +93,7 @@ def _product(
 @triton.jit
 def _gathered_product(
     source, choices, w, expert, n, columns, M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """source [T, M] at the tokens of the rows n, times w[expert] [H, M] transposed, at these
     columns of H."""
@@ -101,7 +101,7 @@ def _gathered_product(
     token = tl.load(choices + n) // TOP_K
     a = source + token[:, None] * M + k[None, :]
     b = w + (expert * H + columns % H)[None, :] * M + k[:, None]
-    return _product(a, b, M, 1, BLOCK_N, BLOCK_H, BLOCK_K)
+    return _product(a, b, M, 1, BLOCK_N, BLOCK_COLUMNS, BLOCK_K)
 
 
 @triton.jit
@@ -142,19 +142,19 @@ def hidden_kernel(
     tokens, choices, blocks, w1, b1, noise, z, h, num_blocks,
     M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
     LEAST: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """z [N, H], if it is wanted, before the activation, and h [N, H] after it."""
-    tiles_of_block: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    tiles_of_block: tl.constexpr = (H + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     expert, start, end = _block(blocks, tl.program_id(0) // tiles_of_block, num_blocks)
     if start < end:
         n, columns = (
             start + tl.arange(0, BLOCK_N),
-            tl.program_id(0) % tiles_of_block * BLOCK_H + tl.arange(0, BLOCK_H),
+            tl.program_id(0) % tiles_of_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS),
         )
         row = tl.minimum(n, end - 1)
         value = _gathered_product(
-            tokens, choices, w1, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_H, BLOCK_K
+            tokens, choices, w1, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_COLUMNS, BLOCK_K
         )
         if b1 is not None:
             value += tl.load(b1 + expert * H + columns, mask=columns < H, other=0.0).to(tl.float32)[
@@ -176,24 +176,24 @@ def hidden_kernel(
 @triton.jit(do_not_specialize=["num_blocks"])
 def model_kernel(
     h, blocks, w, bias, choices, gates, out, num_blocks,
-    M: tl.constexpr, H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    M: tl.constexpr, H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """h [N, H] times w [E, H, M] and the bias: out [N, M]; or, with `choices`, at their places,
     with their gates."""
-    tiles_of_block: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    tiles_of_block: tl.constexpr = (M + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     expert, start, end = _block(blocks, tl.program_id(0) // tiles_of_block, num_blocks)
     if start < end:
         n, columns = (
             start + tl.arange(0, BLOCK_N),
-            tl.program_id(0) % tiles_of_block * BLOCK_M + tl.arange(0, BLOCK_M),
+            tl.program_id(0) % tiles_of_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS),
         )
         k, row = tl.arange(0, BLOCK_K), tl.minimum(n, end - 1)
         a = h + row[:, None] * H + k[None, :]
         # a remainder keeps columns out of bounds inside: of a minimum Triton does not know that 16
         # bytes lie together
         b = w + expert * H * M + k[:, None] * M + (columns % M)[None, :]
-        value = _product(a, b, H, M, BLOCK_N, BLOCK_M, BLOCK_K)
+        value = _product(a, b, H, M, BLOCK_N, BLOCK_COLUMNS, BLOCK_K)
         if bias is not None:
             value += tl.load(bias + expert * M + columns, mask=columns < M, other=0.0).to(
                 tl.float32
@@ -241,26 +241,27 @@ def hidden_grad_kernel(
     grad, choices, blocks, w2, z, noise, gates, grad_z, gated, dots, sums, num_blocks,
     M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
     LEAST: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """From the output's gradient [T, M]: that of z [N, H]; gate * h [N, H], which the gradient of
     w2 needs; for each row and tile <h, its gradient without the gate>; for each block the sum of
     its rows' gradients of z."""
-    tiles_of_block: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    tiles_of_block: tl.constexpr = (H + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     block, tile = tl.program_id(0) // tiles_of_block, tl.program_id(0) % tiles_of_block
     expert, start, end = _block(blocks, block, num_blocks)
     if start < end:
-        n, columns = start + tl.arange(0, BLOCK_N), tile * BLOCK_H + tl.arange(0, BLOCK_H)
+        n = start + tl.arange(0, BLOCK_N)
+        columns = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         row = tl.minimum(n, end - 1)
         grad_h = _gathered_product(
-            grad, choices, w2, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_H, BLOCK_K
+            grad, choices, w2, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_COLUMNS, BLOCK_K
         )
         gate = tl.load(gates + tl.load(choices + row)).to(tl.float32)
         # in halves, for the registers
         left, right = tl.split(
-            tl.permute(tl.reshape(grad_h, (BLOCK_N, 2, BLOCK_H // 2)), (0, 2, 1))
+            tl.permute(tl.reshape(grad_h, (BLOCK_N, 2, BLOCK_COLUMNS // 2)), (0, 2, 1))
         )
-        columns = tile * BLOCK_H + tl.arange(0, BLOCK_H // 2)
+        columns = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS // 2)
         dot = _slopes(
             left,
             block,
@@ -278,7 +279,7 @@ def hidden_grad_kernel(
             LEAST,
             SCALE,
         )
-        columns += BLOCK_H // 2
+        columns += BLOCK_COLUMNS // 2
         dot += _slopes(
             right,
             block,

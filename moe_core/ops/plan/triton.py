@@ -100,13 +100,11 @@ def make_plan(
     assert num_choices < 2**31, "offsets are int32"
     expert_ids = expert_ids.contiguous()
     assert limits is None or limits.shape == (num_experts,)
-    order = (
-        None
-        if priority is None
-        else priority.t().contiguous().argsort(descending=True, stable=True)
-    )
-    # [K, T], or [T] for every k
-    order_stride = num_tokens if order is not None and order.dim() == 2 else 0
+    order, order_stride = None, 0
+    if priority is not None:
+        order = priority.t().contiguous().argsort(descending=True, stable=True)
+        if order.dim() == 2:  # [K, T]; of [T] the same row serves every k
+            order_stride = num_tokens
     grid = (triton.cdiv(num_tokens, _BLOCK), top_k)
     # [E, K * B], counts to begin with
     ends = expert_ids.new_zeros(num_experts, top_k * grid[0], dtype=torch.int32)
