@@ -7,9 +7,9 @@
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
 from moe_core.config import ExpertShard, MoEConfig
 from moe_core.files import open_regular
-from moe_core.kernels import release_buffers
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.losses import AuxiliaryLoss, RoutingScores
+from moe_core.ops import release_buffers
 from moe_core.prepared import PreparedValue, prepared
 from moe_core.registry import register_activation, register_loss, register_router
 from moe_core.training import (

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_core.config import MoEConfig, expert_capacity
-from moe_core.dispatch import DispatchPlan, combine, dispatch, make_plan
-from moe_core.experts import Experts, ExpertWeights
-from moe_core.kernels import fused_ffn
+from moe_core.experts import Experts
+from moe_core.ops import DispatchPlan, ExpertWeights, combine, dispatch, make_plan
 from moe_core.parallel import ExpertGroup, ParallelStrategy
 from moe_core.parallel.gather import strategy_weights
 from moe_core.parallel.pipeline import Pipeline
@@ -188,7 +187,7 @@ class MoELayer(nn.Module):
         stay = self.group.size == 1 or strategy.r == 0  # no row leaves this rank
         if isinstance(experts, Experts):
             weights = self._shared_weights(strategy, tokens.dtype)
-            if stay and fused_ffn.supports(tokens, self.config.activation, kernels):
+            if stay:
                 return experts(tokens, plan.offsets, weights=weights, gates=gates, plan=plan)
             experts = partial(experts, weights=weights)
         if stay:

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_core.config import ExpertShard
-from moe_core.experts import Experts, ExpertWeights
+from moe_core.experts import Experts
+from moe_core.ops import ExpertWeights
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.part import Part
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_core.dispatch import DispatchPlan
+from moe_core.ops import DispatchPlan
 from moe_core.parallel.all_to_all import Algorithm, Crossing, Splits
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.strategy import ParallelStrategy

@@ -21,12 +21,12 @@ BASICS = [
         "moe_core.precision",
         "moe_core.prepared",
         "moe_core.losses",
-        "moe_core.kernels",
+        "moe_core.ops",
     ),
     *("moe_core.files", "moe_core.registry", "moe_core.activations"),
     *("moe_core.parallel.groups", "moe_core.parallel.strategy"),
 ]
-PARTS = ["moe_core.router", "moe_core.dispatch", "moe_core.experts", "moe_core.parallel"]
+PARTS = ["moe_core.router", "moe_core.experts", "moe_core.parallel"]
 # What the other packages may import from.
 PUBLIC = (
     "moe_core",
@@ -43,13 +43,14 @@ MODELS_AND_DATA = [*SHARED, "swinv2_moe.models", "swinv2_moe.data"]
 ALLOWED = {
     "moe_core": ["moe_core"],  # what stands on the layer: training, checkpoint, __init__
     "moe_core.layer": [*BASICS, *PARTS, "moe_core.rounding"],
-    "moe_core.rounding": [*BASICS, "moe_core.router", "moe_core.dispatch"],
+    "moe_core.rounding": [*BASICS, "moe_core.router"],
     **dict.fromkeys(PARTS, BASICS),
-    "moe_core.parallel": [*BASICS, "moe_core.dispatch", "moe_core.experts", "moe_core.cost_model"],
+    "moe_core.parallel": [*BASICS, "moe_core.experts", "moe_core.cost_model"],
     "moe_core.cost_model": BASICS,
     **dict.fromkeys(BASICS, ()),
-    **{f"moe_core.{name}": ["moe_core.registry"] for name in ("config", "losses", "activations")},
-    "moe_core.kernels": ["moe_core.files", "moe_core.activations"],
+    **{f"moe_core.{name}": ["moe_core.registry"] for name in ("losses", "activations")},
+    "moe_core.config": ["moe_core.registry", "moe_core.ops"],
+    "moe_core.ops": ["moe_core.files", "moe_core.activations"],
     "moe_core.parallel.groups": ["moe_core.parallel.lane", "moe_core.parallel.part"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],
@@ -125,7 +126,7 @@ def test_imports_run_one_way(path):
     ("name", "imported"),
     [
         ("moe_core.router", "moe_core.layer.MoELayer"),
-        ("moe_core.kernels.rows", "moe_core.dispatch"),
+        ("moe_core.ops.combine.op", "moe_core.router"),
         ("moe_core.parallel.groups", "moe_core.parallel.pipeline.Pipeline"),
         ("moe_core.layer", "moe_core.training"),
         ("moe_core.layer", "swinv2_moe.config"),
