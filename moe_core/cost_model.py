@@ -8,7 +8,7 @@
    worth a trial.
 4. `calibrate` measures the machine at hand; `PROFILES` holds named ones.
 
-Rows are taken to be balanced over the experts. How well it predicts: docs/planner.md.
+Rows are taken to be balanced over the experts. How well it predicts: docs/explanation/planner.md.
 """
 
 # W ranks of the group, g of them on each of N nodes; T tokens of a rank, E experts, K top-k, M

@@ -3,8 +3,8 @@
 The MoE layers' times come from moe_core's cost model, under the strategy (r, d, all-to-all
 algorithm) that is best for all of them together. The rest is counted here: the trunk's products,
 all other work by the activations it makes, the all-reduce of the trunk's gradients beside its
-backward pass, the optimiser's reading and writing. docs/planner.md has the formulas, what is
-assumed, and the errors against published figures.
+backward pass, the optimiser's reading and writing. docs/explanation/planner.md has the
+formulas, what is assumed, and the errors against published figures.
 """
 
 # W GPUs, g of them on each of N nodes

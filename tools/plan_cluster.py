@@ -1,5 +1,5 @@
 """Predict a configuration's step time and memory from 1 to 4,096 GPUs, without a GPU
-(docs/planner.md).
+(docs/explanation/planner.md).
 
 python tools/plan_cluster.py --nodes 4 --gpus-per-node 8 --cfg
 configs/in22k/swin_moe_base_window12_192_32expert.yaml python tools/plan_cluster.py --nodes 2
@@ -124,7 +124,7 @@ def main() -> None:
     )
     planner.draw(plan, own, title, Path(args.output))
     console = Console(highlight=False)
-    console.print(f"{title}; predicted (docs/planner.md)", soft_wrap=True)
+    console.print(f"{title}; predicted (docs/explanation/planner.md)", soft_wrap=True)
     console.print(table_of(plan, machine, own))
     for note in notes:
         console.print(note, soft_wrap=True)

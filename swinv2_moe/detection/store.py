@@ -24,7 +24,7 @@ _MAX_RECORD = 1 << 20  # bytes
 
 @HOOKS.register_module()
 class ExpertStoreHook(Hook):
-    """`<work_dir>/checkpoints/step-<iteration>`, `latest` and `best`, as docs/checkpoints.md
+    """`<work_dir>/checkpoints/step-<iteration>`, `latest`, `best`, as docs/reference/checkpoints.md
     describes them.
 
     With the experts spread over the ranks each writes its own; otherwise the main rank writes

@@ -146,9 +146,9 @@ def test_memory_is_sharded_and_recomputation_saves_activations():
 
 
 def test_published_images_per_second(monkeypatch):
-    """The second table of docs/planner.md: SwinV2-MoE-B beside its dense model on A100s (arXiv
-    2206.03382, table 7)."""
-    lines = (ROOT / "docs" / "planner.md").read_text().splitlines()
+    """The second table of docs/explanation/planner.md: SwinV2-MoE-B beside its dense
+    model on A100s (arXiv 2206.03382, table 7)."""
+    lines = (ROOT / "docs" / "explanation" / "planner.md").read_text().splitlines()
     stated = {
         tuple(line.split(" | ")[0].strip("| ").split(", ")): line.strip("| ").split(" | ")[1:3]
         for line in lines

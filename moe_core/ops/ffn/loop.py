@@ -5,7 +5,7 @@
 2. Where the weights have another dtype than the rows (autocast), each is cast when its turn comes:
    a copy of all at once, and its gradient, would cost more than the products of few rows.
 3. An expert's hidden layer lies transposed, [H, n]: four of the six products are faster so
-   (docs/performance.md).
+   (docs/explanation/performance.md).
 4. In half precision oneDNN compiles a kernel for each new shape, which takes several times as long
    as a product of few rows. So an expert computes on a multiple of `step` rows: its own and the
    first of the next ones, whose results are overwritten when their turn comes. Few shapes are left.

@@ -32,7 +32,7 @@ from moe_core.layer import MoELayer
 from moe_core.parallel.strategy import ParallelStrategy, valid_r
 
 A100 = PROFILES["a100-hdr"]
-DOCUMENT = Path(__file__).parents[3] / "docs" / "planner.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "explanation" / "planner.md"
 
 
 def shape_of(num_experts: int, rows: float = 8, **fields) -> LayerShape:
@@ -367,8 +367,8 @@ def test_calibration_tells_the_links_apart(run_processes):
     run_processes(calibrate_two_nodes, 4)
 
 
-# --- published ratios: arXiv 2206.03382, table 2 and section 5.2; docs/planner.md explains each
-# formula and setting
+# --- published ratios: arXiv 2206.03382, table 2 and section 5.2; docs/explanation/planner.md
+# explains each formula and setting
 
 # PyTorch 1.8 ran fp32 products as TF32, whose peak is half of bf16's
 PAPER = replace(A100, flops_fp32=A100.flops / 2)
