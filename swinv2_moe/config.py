@@ -6,10 +6,10 @@ the key, its value and what is allowed. A YAML file may name others to start fro
 """
 
 import ast
+import copy
 import difflib
 import os
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 from yacs.config import CfgNode
@@ -167,17 +167,11 @@ _C.TEST.CROP_RATIO = 0.875
 
 
 def default_config() -> CfgNode:
-    """A mutable copy of every key with its default."""
-    return _defaults().clone()
-
-
-@cache
-def _defaults() -> CfgNode:
-    """The keys above and those of every model type. Shared: not to be changed."""
+    """A mutable copy of every key with its default: those above and those of every model type."""
     defaults = _C.clone()
     for model_type in model_types().values():
         section = model_type.section
-        defaults.MODEL[section.name] = CfgNode(dict(section.defaults))
+        defaults.MODEL[section.name] = CfgNode(copy.deepcopy(dict(section.defaults)))
     return defaults
 
 
@@ -339,7 +333,7 @@ def _checked(
         group: the defaults, None: all; `prefix` is its name with a dot.
         source: what messages begin with.
     """
-    group = _defaults() if group is None else group
+    group = default_config() if group is None else group
     values = {}
     for key, value in content.items():
         name = prefix + (key if isinstance(key, str) else short(key))
@@ -410,7 +404,7 @@ def _lookup(config: CfgNode, keys: Sequence[str]) -> object:
 
 def _nearest(name: str) -> str:
     name = name[:200]
-    known = list(flatten(_defaults()))
+    known = list(flatten(default_config()))
     leaf = {key.rsplit(".", 1)[-1]: key for key in known}
     groups = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}
     close = difflib.get_close_matches(name, [*groups, *known], n=1, cutoff=0.6)
@@ -426,5 +420,5 @@ def _nearest(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for key, value in flatten(_defaults()).items():
+    for key, value in flatten(default_config()).items():
         print(f"{key}: {value!r}")
