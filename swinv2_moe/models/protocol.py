@@ -72,7 +72,7 @@ class MoEModel(nn.Module):
         expert_group = ExpertGroup.of(expert_group)
         stages = self.block_stages()
         if num_experts:
-            check_moe_blocks(moe_blocks, [len(blocks) for blocks in stages])
+            _check_moe_blocks(moe_blocks, [len(blocks) for blocks in stages])
         for i, blocks in enumerate(stages):
             for j, block in enumerate(blocks):
                 self.adapt_block(block)
@@ -163,7 +163,7 @@ class WithAuxLoss(nn.Module):
         return self.model.forward_with_aux(images)
 
 
-def check_moe_blocks(moe_blocks: Sequence[Sequence[int]], depths: Sequence[int]) -> None:
+def _check_moe_blocks(moe_blocks: Sequence[Sequence[int]], depths: Sequence[int]) -> None:
     """Raise ValueError unless `moe_blocks` names blocks that stages of `depths` blocks have."""
     if not any(moe_blocks):
         raise ValueError(f"moe_blocks ({moe_blocks}) names no block for the experts")
