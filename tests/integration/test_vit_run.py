@@ -61,6 +61,15 @@ def test_a_run_goes_on_with_its_experts_over_two_ranks(trained, run_tool, start_
     assert meta["windows"] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", ["TRAIN.SHARD_TRUNK True", "TRAIN.USE_CHECKPOINT True"])
+def test_its_blocks_are_sharded_and_recomputed(trained, start_ranks, tmp_path, keys):
+    words = arguments(tmp_path / "two", steps=2, batch_size=8)
+    outcomes = start_ranks(2, "tools/train.py", *words, *keys.split())
+    assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
+    assert losses(tmp_path / "two") == pytest.approx(losses(trained), rel=1e-4)
+
+
 def test_it_is_evaluated_and_inspected(trained, run_tool, tmp_path):
     out = run_tool("evaluate", "--resume", trained, "--output", tmp_path / "evaluation.json")
     assert "360" in out
