@@ -6,6 +6,7 @@ the key, its value and what is allowed. A YAML file may name others to start fro
 """
 
 import ast
+import copy
 import difflib
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from yacs.config import CfgNode
 from swinv2_moe.config_checks import check_config, flatten
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
+from swinv2_moe.model_types import model_types
 
 _MAX_FILES = 32  # that BASE may name, one by one and together
 
@@ -65,7 +67,8 @@ _C.DATA.MAX_PIXELS = 120_000_000
 _C.DATA.MAX_BAD_SHARE = 0.01
 
 _C.MODEL = CfgNode()
-# swinv2_moe: res-post-norm, cosine attention; swin_moe: the released pre-norm form
+# swinv2_moe: res-post-norm, cosine attention; swin_moe: the released pre-norm form; or another file
+# models/*_moe.py. Each reads a group of keys that its file declares: MODEL.SWINV2, ...
 _C.MODEL.TYPE = "swinv2_moe"
 _C.MODEL.NUM_CLASSES = 0  # 0: as many as the data has
 _C.MODEL.DROP_RATE = 0.0
@@ -79,17 +82,6 @@ _C.MODEL.UPCYCLE_NOISE = 0.0  # std of noise on those copies, in units of the de
 _C.MODEL.NEW_HEAD = False  # PRETRAINED has other classes: leave its head out
 # or take rows of its head: a file with the old class's number for each class, from 0
 _C.MODEL.CLASS_MAP = ""
-
-_C.MODEL.SWINV2 = CfgNode()
-_C.MODEL.SWINV2.PATCH_SIZE = 4
-_C.MODEL.SWINV2.IN_CHANS = 3
-_C.MODEL.SWINV2.EMBED_DIM = 96
-_C.MODEL.SWINV2.DEPTHS = [2, 2, 18, 2]
-_C.MODEL.SWINV2.NUM_HEADS = [3, 6, 12, 24]
-_C.MODEL.SWINV2.WINDOW_SIZE = 12
-_C.MODEL.SWINV2.MLP_RATIO = 4.0
-_C.MODEL.SWINV2.QKV_BIAS = True
-_C.MODEL.SWINV2.PRETRAINED_WINDOW_SIZES = [0, 0, 0, 0]
 
 _C.MODEL.MOE = CfgNode()
 _C.MODEL.MOE.NUM_EXPERTS = 0  # over all ranks; 0: the dense model
@@ -175,8 +167,12 @@ _C.TEST.CROP_RATIO = 0.875
 
 
 def default_config() -> CfgNode:
-    """A mutable copy of every key with its default."""
-    return _C.clone()
+    """A mutable copy of every key with its default: those above and those of every model type."""
+    defaults = _C.clone()
+    for model_type in model_types().values():
+        section = model_type.section
+        defaults.MODEL[section.name] = CfgNode(copy.deepcopy(dict(section.defaults)))
+    return defaults
 
 
 def load_config(
@@ -329,14 +325,15 @@ def _check_bases(file: Path, bases: object) -> None:
 
 
 def _checked(
-    content: dict, group: CfgNode = _C, prefix: str = "", source: str = ""
+    content: dict, group: CfgNode | None = None, prefix: str = "", source: str = ""
 ) -> dict[str, object]:
     """`{"TRAIN.BASE_LR": 1e-3, ...}` of nested `content`, each value in the type of its default.
 
     Args:
-        group: the defaults; `prefix` is its name with a dot.
+        group: the defaults, None: all; `prefix` is its name with a dot.
         source: what messages begin with.
     """
+    group = default_config() if group is None else group
     values = {}
     for key, value in content.items():
         name = prefix + (key if isinstance(key, str) else short(key))
@@ -407,7 +404,7 @@ def _lookup(config: CfgNode, keys: Sequence[str]) -> object:
 
 def _nearest(name: str) -> str:
     name = name[:200]
-    known = list(flatten(_C))
+    known = list(flatten(default_config()))
     leaf = {key.rsplit(".", 1)[-1]: key for key in known}
     groups = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}
     close = difflib.get_close_matches(name, [*groups, *known], n=1, cutoff=0.6)
@@ -423,5 +420,5 @@ def _nearest(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for key, value in flatten(_C).items():
+    for key, value in flatten(default_config()).items():
         print(f"{key}: {value!r}")

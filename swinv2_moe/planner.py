@@ -20,6 +20,7 @@ from torch import nn
 from yacs.config import CfgNode
 
 from moe_core import MoEConfig, cost_model, expert_parameters, moe_layers
+from swinv2_moe.model_types import model_section
 from swinv2_moe.models.build import build_model
 from swinv2_moe.models.complexity import count
 from swinv2_moe.plots import new_figure, save_png, tidy
@@ -74,7 +75,7 @@ def describe(config: CfgNode) -> Model:
     classes = config.MODEL.NUM_CLASSES or ASSUMED_CLASSES
     with torch.device("meta"):
         model = build_model(config, classes)
-    size, channels = config.DATA.IMG_SIZE, config.MODEL.SWINV2.IN_CHANS
+    size, channels = config.DATA.IMG_SIZE, model_section(config).IN_CHANS
     experts = sum(p.numel() for p in expert_parameters(model).values())
     layers = _layers(model, torch.empty(1, channels, size, size, device="meta"))
     images = [torch.empty(n, channels, size, size, device="meta") for n in (1, 2)]

@@ -6,6 +6,7 @@ from pathlib import Path
 from swinv2_moe.config import config_from_text
 from swinv2_moe.engine.checkpoint import checkpoints_below, damage_of, read_meta
 from swinv2_moe.errors import UserError
+from swinv2_moe.model_types import model_section, model_type
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,21 @@ def _epoch(training: dict | None) -> float | None:
 
 def _model(meta: dict, directory: Path) -> str:
     config = config_from_text(meta["config"], f"checkpoint {directory}")
-    swin, moe = config.MODEL.SWINV2, config.MODEL.MOE
-    depths = "-".join(map(str, swin.DEPTHS))
+    trunk, moe = model_section(config), config.MODEL.MOE
+    sizes = [
+        f"{name} {_joined(trunk[key])}" for name, key in model_type(config).section.sizes.items()
+    ]
     experts = (
         f"{moe.NUM_EXPERTS} experts, top-{moe.TOP_K}, {moe.ROUTER} router"
         if moe.NUM_EXPERTS
         else "dense"
     )
-    return (
-        f"{config.MODEL.TYPE}, dim {swin.EMBED_DIM}, depths {depths}, {config.DATA.IMG_SIZE} px,"
-        f" {experts}"
-    )
+    return f"{config.MODEL.TYPE}, {', '.join(sizes)}, {config.DATA.IMG_SIZE} px, {experts}"
+
+
+def _joined(value: object) -> str:
+    """2 as "2", [2, 2, 18, 2] as "2-2-18-2"."""
+    return "-".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _sections(files: dict[str, dict]) -> dict[str, tuple[int, int]]:

@@ -19,6 +19,7 @@ from swinv2_moe.data.images import to_mode
 from swinv2_moe.data.sources import Source
 from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.errors import UserError
+from swinv2_moe.model_types import model_section, model_type
 
 IGNORE = -1  # the target of an image that no metric may count
 _MASK = 2**64 - 1
@@ -61,10 +62,11 @@ class ImageDataset(Dataset):
     """
 
     def __init__(self, source: Source, config: CfgNode, is_train: bool, max_tries: int = 1):
-        channels, size = config.MODEL.SWINV2.IN_CHANS, config.DATA.IMG_SIZE
+        channels, size = model_section(config).IN_CHANS, config.DATA.IMG_SIZE
         if channels not in (1, 3):
+            section = model_type(config).section.name
             raise UserError(
-                f"MODEL.SWINV2.IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB)"
+                f"MODEL.{section}.IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB)"
                 " channels"
             )
         self.source, self.is_train = source, is_train

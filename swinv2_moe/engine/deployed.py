@@ -16,7 +16,7 @@ from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.distributed import World, expert_group, open_world
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import SwinTransformerV2MoE, build_model
+from swinv2_moe.models import MoEModel, build_model
 
 # What a checkpoint's configuration says of the machines and the data it was trained on
 _NOT_THE_MODELS = "MODEL.NUM_CLASSES 0 DATA.GLOBAL_BATCH_SIZE 0 MODEL.MOE.EXPERT_PARALLEL_SIZE 0"
@@ -34,7 +34,7 @@ class Deployed:
     source: Checkpoint
     config: CfgNode
 
-    def model(self, num_classes: int) -> SwinTransformerV2MoE:
+    def model(self, num_classes: int) -> MoEModel:
         """Its model on this rank's device, in evaluation mode; with `num_classes` 0 the model
         without its classifier.
 
@@ -42,7 +42,11 @@ class Deployed:
             UserError: the weights do not fit the configuration or so many classes.
         """
         model = build_model(self.config, num_classes, expert_group(self.config, self.world))
-        fit = _without_head if num_classes == 0 else lambda found: found
+        head = model.classifier_names() if num_classes == 0 else ()
+
+        def fit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: tensor for name, tensor in tensors.items() if name not in head}
+
         # a measurement says what became of NaN
         checkpoint.load_weights(self.source, model, fit, finite=False)
         return model.to(self.world.device).eval()
@@ -142,7 +146,3 @@ def _kind(data: Path, trained_on: str) -> str:
     if (data / "index.json").is_file():
         return "shards"
     return "folder" if (data / "train").is_dir() or trained_on == "digits" else trained_on
-
-
-def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith("head.fc.")}

@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 from yacs.config import CfgNode
 
 from swinv2_moe.engine.parallelize import placed_like
-from swinv2_moe.models import SwinTransformerV2MoE
+from swinv2_moe.models import MoEModel
 
 _REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
 
 
 def build_optimizer(
-    config: CfgNode, model: SwinTransformerV2MoE, learning_rate: float
+    config: CfgNode, model: MoEModel, learning_rate: float
 ) -> torch.optim.Optimizer:
     """AdamW or SGD; no weight decay on biases, 1-D parameters and the model's exceptions; layer
     decay by depth."""

@@ -27,7 +27,7 @@ from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import (
     Complexity,
-    SwinTransformerV2MoE,
+    MoEModel,
     build_model,
     load_dense,
     measure_model,
@@ -147,16 +147,16 @@ def _warnings(trainer: Trainer) -> list[str]:
     return start_warnings(config, trainer.data, rate) + differing_versions(world)
 
 
-def _build_model(config: CfgNode, num_classes: int, world: World) -> SwinTransformerV2MoE:
+def _build_model(config: CfgNode, num_classes: int, world: World) -> MoEModel:
     seed_everything(config.SEED)  # the same weights on any number of ranks
     return build_model(config, num_classes, expert_group(config, world))
 
 
-def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE, world: World) -> None:
+def _load_pretrained(config: CfgNode, model: MoEModel, world: World) -> None:
     source = config.MODEL.PRETRAINED
     if not source:
         return
-    fit = partial(fit_head, expected=model.state_dict(), config=config)
+    fit = partial(fit_head, model=model, config=config)
     try:
         found = None
         if Path(source).is_dir():
@@ -176,11 +176,13 @@ def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE, world: World)
                     " random"
                 )
     except UserError as error:
-        hint = (
-            " (other classes? MODEL.NEW_HEAD True starts a new head, MODEL.CLASS_MAP takes over"
-            " some of its rows)"
-        )
-        raise UserError(f"{error}{hint if 'head.fc' in str(error) else ''}") from error
+        hint = ""
+        if f"{model.classifier}." in str(error):
+            hint = (
+                " (other classes? MODEL.NEW_HEAD True starts a new head, MODEL.CLASS_MAP takes over"
+                " some of its rows)"
+            )
+        raise UserError(f"{error}{hint}") from error
 
 
 def _headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> str:

@@ -16,6 +16,7 @@ from moe_core import prepared
 from swinv2_moe.data.datasets import IGNORE, ImageDataset, collate
 from swinv2_moe.data.sources import Source
 from swinv2_moe.export.programs import Program
+from swinv2_moe.model_types import model_section
 
 # Images [B, C, S, S] and targets [b]: the first b <= B images count, the others fill the batch.
 # IGNORE: without a label
@@ -55,7 +56,7 @@ def validation_batches(config: CfgNode, source: Source, count: int, batch_size: 
 def random_batches(config: CfgNode, count: int, batch_size: int) -> Batches:
     """`count` images of normal noise, of the mean and deviation of normalised ones; the same at
     every call."""
-    shape = (batch_size, config.MODEL.SWINV2.IN_CHANS, config.DATA.IMG_SIZE, config.DATA.IMG_SIZE)
+    shape = (batch_size, model_section(config).IN_CHANS, config.DATA.IMG_SIZE, config.DATA.IMG_SIZE)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(config.SEED)

@@ -21,7 +21,7 @@ from yacs.config import CfgNode
 
 from moe_core.checkpoint import sync_file
 from swinv2_moe.data.sources import load_sources
-from swinv2_moe.engine.checkpoint import Checkpoint, count_classes, publish
+from swinv2_moe.engine.checkpoint import count_classes, publish
 from swinv2_moe.engine.deployed import Deployed, open_deployed
 from swinv2_moe.errors import UserError
 from swinv2_moe.export import programs
@@ -32,6 +32,7 @@ from swinv2_moe.export.comparison import (
     random_batches,
     validation_batches,
 )
+from swinv2_moe.model_types import model_section
 
 # For the difference between logits, as a share of the largest one, of 99 in 100 images. It was
 # 2e-7, 0.03 and 0.03 (8 experts, Tiny-ImageNet); rounding that sends a token to another expert
@@ -121,7 +122,7 @@ def export_model(
             raise UserError(
                 f"one process exports, here are {deployed.world.size}: start it without torchrun"
             )
-        class_names = _class_names(deployed.source)
+        class_names = _class_names(deployed)
         model = deployed.model(len(class_names))
         _check_capacity(deployed.config, choices)
         is_chosen = bool(data or dataset or _WHERE_DATA_IS.intersection(opts[::2]))
@@ -204,9 +205,12 @@ def check_agreement(kind: str, dtype: str, found: Comparison) -> None:
         )
 
 
-def _class_names(source: Checkpoint) -> list[str]:
+def _class_names(deployed: Deployed) -> list[str]:
     """In the order of the logits; numbers where the checkpoint does not know their names."""
-    return source.meta["class_names"] or [str(number) for number in range(count_classes(source))]
+    names = deployed.source.meta["class_names"]
+    if names:
+        return names
+    return [str(number) for number in range(count_classes(deployed.source, deployed.config))]
 
 
 def _check_capacity(config: CfgNode, choices: Choices) -> None:
@@ -254,7 +258,7 @@ def _batches(
 def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict:
     """What a program that uses the logits has to know, and where they come from."""
     config, batch = deployed.config, choices.batch_size or None
-    shape = [batch, config.MODEL.SWINV2.IN_CHANS, config.DATA.IMG_SIZE, config.DATA.IMG_SIZE]
+    shape = [batch, model_section(config).IN_CHANS, config.DATA.IMG_SIZE, config.DATA.IMG_SIZE]
     return {
         "input": {"name": programs.INPUT, "dtype": "float32", "shape": shape},
         "output": {"name": programs.OUTPUT, "dtype": "float32", "shape": [batch, len(class_names)]},
@@ -277,7 +281,7 @@ def preprocessing(config: CfgNode) -> dict:
     """
     data = config.DATA
     return {
-        "mode": "L" if config.MODEL.SWINV2.IN_CHANS == 1 else "RGB",
+        "mode": "L" if model_section(config).IN_CHANS == 1 else "RGB",
         "resize": math.floor(data.IMG_SIZE / config.TEST.CROP_RATIO) if config.TEST.CROP else None,
         "interpolation": "bilinear" if data.INTERPOLATION == "random" else data.INTERPOLATION,
         "mean": data.MEAN,

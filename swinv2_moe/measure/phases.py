@@ -54,7 +54,7 @@ from moe_core.parallel import all_to_all
 from swinv2_moe.data import Batch, Data
 from swinv2_moe.engine.saver import Cost, Saver
 from swinv2_moe.engine.trainer import Trainer
-from swinv2_moe.models.swinv2_moe import MoEMlp
+from swinv2_moe.models import MoEMlp
 
 _MOVES = ("moe_core::dispatch_rows", "moe_core::combine_rows")
 # of a row's element: weighted and added; backward weighted, and multiplied and added for the gate

@@ -5,16 +5,12 @@ from yacs.config import CfgNode
 
 from moe_core.parallel import ExpertGroup, ParallelStrategy
 from swinv2_moe.errors import UserError
+from swinv2_moe.model_types import model_section, model_type
 from swinv2_moe.models.complexity import Complexity, count
-from swinv2_moe.models.swin_moe import SwinTransformerMoE
-from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
-
-_TYPES = {"swinv2_moe": SwinTransformerV2MoE, "swin_moe": SwinTransformerMoE}
+from swinv2_moe.models.protocol import MoEModel
 
 
-def build_model(
-    config: CfgNode, num_classes: int, group: ExpertGroup | None = None
-) -> SwinTransformerV2MoE:
+def build_model(config: CfgNode, num_classes: int, group: ExpertGroup | None = None) -> MoEModel:
     """A freshly initialised model; its values follow torch's seed and not the number of ranks.
 
     Raises:
@@ -28,20 +24,13 @@ def build_model(
     return model
 
 
-def _model(config: CfgNode, num_classes: int, group: ExpertGroup | None) -> SwinTransformerV2MoE:
-    swin, moe = config.MODEL.SWINV2, config.MODEL.MOE
-    return _TYPES[config.MODEL.TYPE](
+def _model(config: CfgNode, num_classes: int, group: ExpertGroup | None) -> MoEModel:
+    moe = config.MODEL.MOE
+    trunk = {key.lower(): value for key, value in model_section(config).items()}
+    return model_type(config).model(
+        **trunk,
         img_size=config.DATA.IMG_SIZE,
         num_classes=num_classes,
-        patch_size=swin.PATCH_SIZE,
-        in_chans=swin.IN_CHANS,
-        embed_dim=swin.EMBED_DIM,
-        depths=swin.DEPTHS,
-        num_heads=swin.NUM_HEADS,
-        window_size=swin.WINDOW_SIZE,
-        mlp_ratio=swin.MLP_RATIO,
-        qkv_bias=swin.QKV_BIAS,
-        pretrained_window_sizes=swin.PRETRAINED_WINDOW_SIZES,
         drop_rate=config.MODEL.DROP_RATE,
         attn_drop_rate=config.MODEL.ATTN_DROP_RATE,
         drop_path_rate=config.MODEL.DROP_PATH_RATE,
@@ -88,4 +77,4 @@ def measure_model(config: CfgNode, num_classes: int) -> Complexity:
     memory."""
     with torch.device("meta"):
         model = build_model(config, num_classes)
-    return count(model, config.DATA.IMG_SIZE, config.MODEL.SWINV2.IN_CHANS)
+    return count(model, config.DATA.IMG_SIZE, model_section(config).IN_CHANS)

@@ -38,6 +38,7 @@ SHARED = [
     "swinv2_moe.files",
     "swinv2_moe.forms",
     "swinv2_moe.config",
+    "swinv2_moe.model_types",
 ]
 MODELS_AND_DATA = [*SHARED, "swinv2_moe.models", "swinv2_moe.data"]
 ALLOWED = {
@@ -57,10 +58,21 @@ ALLOWED = {
     "swinv2_moe.plots": ["swinv2_moe.errors"],
     "swinv2_moe.files": ["moe_core", "swinv2_moe.errors"],
     "swinv2_moe.forms": ["swinv2_moe.files"],
-    "swinv2_moe.config": ["swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config_checks"],
-    "swinv2_moe.config_checks": ["swinv2_moe.errors"],
+    "swinv2_moe.model_types": ["swinv2_moe.errors"],
+    "swinv2_moe.config": [
+        "swinv2_moe.errors",
+        "swinv2_moe.files",
+        "swinv2_moe.config_checks",
+        "swinv2_moe.model_types",
+    ],
+    "swinv2_moe.config_checks": ["swinv2_moe.errors", "swinv2_moe.model_types"],
     "swinv2_moe.models": SHARED,
-    "swinv2_moe.data": ["swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config"],
+    "swinv2_moe.data": [
+        "swinv2_moe.errors",
+        "swinv2_moe.files",
+        "swinv2_moe.config",
+        "swinv2_moe.model_types",
+    ],
     "swinv2_moe.engine": MODELS_AND_DATA,
     "swinv2_moe.detection": [*MODELS_AND_DATA, "swinv2_moe.engine", "swinv2_moe.plots"],
     "swinv2_moe.measure": [*MODELS_AND_DATA, "swinv2_moe.engine", "swinv2_moe.plots"],

@@ -21,7 +21,7 @@ from swinv2_moe.measure import phases, roofline
 from swinv2_moe.measure.phases import MemoryTraffic, Work, bytes_read, counted, without_experts
 from swinv2_moe.measure.roofline import Peak, Phase, Roofline
 from swinv2_moe.measure.rounds import Times
-from swinv2_moe.models.swinv2_moe import MoEMlp
+from swinv2_moe.models import MoEMlp
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
 FLOAT, LONG, INT = 4, 8, 4  # bytes
