@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 
 from moe_core.parallel.groups import (
-    CollectiveError,
     ExpertGroup,
     StrategyGroups,
-    check_ranks_per_node,
-    device_of,
     local_world_size,
     ranks_on_each_node,
 )
+from moe_core.parallel.ranks import CollectiveError, device_of
+from moe_core.parallel.strategy import check_ranks_per_node
 
 
 def make_expert_groups(
@@ -53,8 +52,7 @@ def make_expert_groups(
     except RuntimeError as error:
         raise CollectiveError(
             f"making the process groups of experts failed on rank {dist.get_rank()} of {num_ranks};"
-            " has another one"
-            f" ended, or not come in time? ({error})"
+            f" has another one ended, or not come in time? ({error})"
         ) from error
 
 
