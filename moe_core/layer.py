@@ -22,11 +22,11 @@ from moe_core.router import Routing, make_router, perturb_input, route
 
 
 class RoutingStats(NamedTuple):
-    """What a forward pass did with the tokens of this rank, for logs; detached, on the device."""
+    """Statistics of the tokens of this rank in a forward pass, for logs; detached, on the device."""
 
     # [E] choices per expert, before any drop and without those that fill tiles (round_to)
     counts: Tensor
-    # scalar: share of these choices that found their expert full, or rounded down
+    # scalar: share of these choices that were dropped: their expert was full, or rounded down
     dropped_share: Tensor
     entropy: Tensor  # scalar: mean entropy of the router's probabilities, in nats
 
@@ -40,8 +40,8 @@ class MoELayer(nn.Module):
             shares (parts of one expert where ranks are more); None: all experts in this process.
             Give several layers one ExpertGroup, rather than a process group each, and they share
             what their strategies set up.
-        strategy: how the group is used; it changes neither the result nor who owns which parameter.
-            "auto" tries strategies while training and keeps the fastest (moe_core.parallel.tuner).
+        strategy: how the group is used; it changes neither the result nor which rank owns which
+            parameter. "auto" tries strategies while training and keeps the fastest (moe_core.parallel.tuner).
         router: in place of the configured one, a module from tokens [T, M] to logits [T, E]; or
             several of them, of which each call takes one.
         experts: in place of the built-in ones, a module from (rows [N, M], offsets [E_local]) to
@@ -87,8 +87,7 @@ class MoELayer(nn.Module):
 
     @property
     def last_routing(self) -> RoutingStats | None:
-        """Of the last forward pass; worked out now, since most passes are not asked. None before
-        the first."""
+        """Statistics of the last forward pass, computed when read; None before the first."""
         return None if self._last is None else _statistics(*self._last)
 
     def extra_repr(self) -> str:
@@ -151,6 +150,7 @@ class MoELayer(nn.Module):
     def _forward(
         self, x: Tensor, top_k, capacity_factor, strategy, router: int
     ) -> tuple[Tensor, Tensor]:
+        """`forward` of all tokens: route, plan, exchange with the experts and combine."""
         config = self.config
         top_k = min(config.top_k if top_k is None else top_k, config.num_experts)
         capacity_factor = config.capacity_factor if capacity_factor is None else capacity_factor

@@ -160,7 +160,7 @@ class _Search:
         return min(rivals, key=self.median) if self.seconds else rivals[0]
 
     def loss(self, strategy: ParallelStrategy) -> float:
-        """Time expected to be lost by one more trial, in calls of the best."""
+        """Expected cost of one more trial over a call of the best strategy, in such calls."""
         if not self.seconds:
             return 0.0
         if strategy in self.seconds:
@@ -191,7 +191,7 @@ class Tuner:
         try:
             self.ranks_per_node = group.ranks_per_node()
         except ValueError as error:
-            _log.info("2dh is not tried: %s", error)
+            _log.info("no all-to-all by node is tried: %s", error)
             self.ranks_per_node = group.size
         self.trials = 0
         self.lost = 0.0  # time spent on slower strategies, in calls of the best one
@@ -209,8 +209,8 @@ class Tuner:
     def key(
         self, config: MoEConfig, top_k: int, element_size: int, built_in: bool, capacity: int
     ) -> Key:
-        """Of a call that needs room for `capacity` rows of one rank for one expert; the same on all
-        ranks."""
+        """The key of a call with at most `capacity` rows of one rank for one expert; the same on
+        all ranks."""
         return Key(
             config.model_dim,
             config.hidden_dim,
@@ -226,8 +226,8 @@ class Tuner:
     def choose(
         self, layer: nn.Module, key: Key, explore: bool
     ) -> tuple[ParallelStrategy, Trial | None]:
-        """The strategy of a call, and the trial that it is, if it is one. The ranks of the group
-        call this together.
+        """The strategy of a call, and its trial if the call is one. All ranks of the group call
+        this.
 
         The layer's last trial has to finish its backward pass before the next begins: gradient
         accumulation and recomputed activations repeat a strategy.
@@ -264,8 +264,7 @@ class Tuner:
             self._searches[Key(**entry["key"])] = _Search({strategy: 0.0}, strategy)
 
     def _known(self, key: Key) -> ParallelStrategy:
-        """Without a trial: what is decided or best so far, else what is for the nearest capacity,
-        else the default."""
+        """The best strategy so far for this key, else for the nearest capacity, else the default."""
         if key in self._searches:
             return self._searches[key].best()
         others = [other for other in self._searches if other._replace(bucket=key.bucket) == key]
