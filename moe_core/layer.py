@@ -22,7 +22,7 @@ from moe_core.router import Routing, make_router, perturb_input, route
 
 
 class RoutingStats(NamedTuple):
-    """Statistics of the tokens of this rank in a forward pass, for logs; detached, on the device."""
+    """Statistics of this rank's tokens in a forward pass, for logs; detached, on the device."""
 
     # [E] choices per expert, before any drop and without those that fill tiles (round_to)
     counts: Tensor
@@ -41,7 +41,8 @@ class MoELayer(nn.Module):
             Give several layers one ExpertGroup, rather than a process group each, and they share
             what their strategies set up.
         strategy: how the group is used; it changes neither the result nor which rank owns which
-            parameter. "auto" tries strategies while training and keeps the fastest (moe_core.parallel.tuner).
+            parameter. "auto" tries strategies while training and keeps the fastest
+            (moe_core.parallel.tuner).
         router: in place of the configured one, a module from tokens [T, M] to logits [T, E]; or
             several of them, of which each call takes one.
         experts: in place of the built-in ones, a module from (rows [N, M], offsets [E_local]) to

@@ -264,7 +264,8 @@ class Tuner:
             self._searches[Key(**entry["key"])] = _Search({strategy: 0.0}, strategy)
 
     def _known(self, key: Key) -> ParallelStrategy:
-        """The best strategy so far for this key, else for the nearest capacity, else the default."""
+        """The best strategy so far for this key, else for the nearest capacity, else the
+        default."""
         if key in self._searches:
             return self._searches[key].best()
         others = [other for other in self._searches if other._replace(bucket=key.bucket) == key]
