@@ -11,7 +11,13 @@ from moe_core.layer import MoELayer, RoutingStats
 from moe_core.losses import AuxiliaryLoss, RoutingScores
 from moe_core.ops import release_buffers
 from moe_core.prepared import PreparedValue, prepared
-from moe_core.registry import register_activation, register_loss, register_router
+from moe_core.registry import (
+    ALL_TO_ALLS,
+    register_activation,
+    register_all_to_all,
+    register_loss,
+    register_router,
+)
 from moe_core.training import (
     WithoutExperts,
     average_expert_gradients,
@@ -24,6 +30,7 @@ from moe_core.training import (
 )
 
 __all__ = [
+    "ALL_TO_ALLS",
     "AuxiliaryLoss",
     "ExpertShard",
     "MoEConfig",
@@ -43,6 +50,7 @@ __all__ = [
     "open_regular",
     "prepared",
     "register_activation",
+    "register_all_to_all",
     "register_loss",
     "register_router",
     "release_buffers",

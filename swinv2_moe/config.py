@@ -92,7 +92,7 @@ _C.MODEL.MOE.STRATEGY = "off"
 # 0: weights travel; 1: tokens do; E < ranks: any divisor of ranks / E (moe_core ParallelStrategy)
 _C.MODEL.MOE.R = 1
 _C.MODEL.MOE.PIPELINE_DEGREE = 1  # chunks that travel while others are worked on
-_C.MODEL.MOE.ALL_TO_ALL = "linear"  # or 2dh: inside the nodes, then between them
+_C.MODEL.MOE.ALL_TO_ALL = "linear"  # or 2dh: inside the nodes, then between them; or registered
 _C.MODEL.MOE.RANKS_PER_NODE = 0  # for 2dh; 0: as torchrun says
 _C.MODEL.MOE.KERNELS = "auto"  # auto: triton on a GPU, else torch; or one of the two
 # per stage, the blocks (from 0) whose FFN is a mixture of experts

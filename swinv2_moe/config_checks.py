@@ -5,6 +5,7 @@ import math
 
 from yacs.config import CfgNode
 
+from moe_core import ALL_TO_ALLS
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_section, model_type, model_types
 
@@ -15,7 +16,7 @@ _CHOICES = {
     "DATA.INTERPOLATION": ("nearest", "bilinear", "bicubic", "random"),
     "MODEL.MOE.KERNELS": ("auto", "triton", "torch"),
     "MODEL.MOE.STRATEGY": ("off", "fixed", "auto"),
-    "MODEL.MOE.ALL_TO_ALL": ("linear", "2dh"),
+    "MODEL.MOE.ALL_TO_ALL": ALL_TO_ALLS,
     "MODEL.MOE.ROUTER": ("linear", "cosine"),
     "MODEL.MOE.AUX_LOSS": ("gshard", "load_importance", "load_importance_tutel", "none"),
     "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd"),

@@ -17,7 +17,7 @@ from swinv2_moe.command import run_command  # first: it makes Ctrl-C one line
 
 # isort: split
 
-from moe_core import cost_model
+from moe_core.parallel import PROFILES, Machine
 from swinv2_moe import planner
 from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
@@ -49,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--profile",
         default="a100-hdr",
-        choices=[*cost_model.PROFILES, "here"],
+        choices=[*PROFILES, "here"],
         help=(
             "the hardware (default: a100-hdr); here: this machine's processor, measured, with"
             " a100-hdr's links"
@@ -68,7 +68,7 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def table_of(plan: list[planner.Prediction], machine: cost_model.Machine, own: int) -> Table:
+def table_of(plan: list[planner.Prediction], machine: Machine, own: int) -> Table:
     table = Table(
         box=SIMPLE_HEAD, collapse_padding=True, caption="* your cluster   ! more than a GPU has"
     )

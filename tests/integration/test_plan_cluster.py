@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from tool_cases import command
 
-from moe_core import cost_model
+from moe_core.parallel import PROFILES, cost_model
 from swinv2_moe import planner
 from swinv2_moe.config import load_config
 
@@ -134,7 +134,7 @@ def test_scales():
 
 def test_memory_is_sharded_and_recomputation_saves_activations():
     config = load_config(CFG[1])
-    machine, model = cost_model.PROFILES["h100"], planner.describe(config)
+    machine, model = PROFILES["h100"], planner.describe(config)
     one, eight = (planner.predict(model, config, machine, gpus, 8, 64) for gpus in (1, 8))
     assert one.memory > eight.memory > 16 * (model.trunk_parameters + model.expert_parameters / 8)
     less = load_config(CFG[1], ["TRAIN.USE_CHECKPOINT", "true"])
@@ -163,7 +163,7 @@ def test_published_images_per_second(monkeypatch):
         config = load_config(file, ["TRAIN.ACCUMULATION_STEPS", "1"])
         model = planner.describe(config)
         for gpus in (8, 32, 128):
-            found = planner.predict(model, config, cost_model.PROFILES["a100-hdr"], gpus, 8, 128)
+            found = planner.predict(model, config, PROFILES["a100-hdr"], gpus, 8, 128)
             published, predicted = map(float, stated[name, f"{gpus} GPUs"])
             assert found.images / found.step / gpus == pytest.approx(predicted, abs=0.51)
             assert predicted == pytest.approx(published, rel=0.15)
