@@ -98,7 +98,7 @@ class MoELayer(nn.Module):
         )
 
     def __prepare_scriptable__(self) -> "MoELayer":
-        """torch.jit.script asks every module for what it is to compile."""
+        """torch.jit.script calls this for every module that it compiles."""
         raise NotImplementedError(
             "torch.jit.script cannot compile a MoELayer: use torch.compile or torch.export"
         )
@@ -294,8 +294,8 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def _equalise_replicas(self) -> None:
-        """Replicas begin with the first one's experts, as DistributedDataParallel does with what is
-        shared."""
+        """Copy the experts of the first replica to the others, as DistributedDataParallel does with
+        shared parameters."""
         if self.group.num_replicas == 1:
             return
         for parameter in self.experts.parameters():

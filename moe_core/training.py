@@ -1,5 +1,5 @@
-"""What a training loop has to know about sharded experts: which parameters, how to average, the
-global norm, and what their strategies have been found to be."""
+"""Sharded experts in a training loop: their parameters, the average and the norm of gradients, and
+the decisions on their strategies."""
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,9 @@ class WithoutExperts(nn.Module):
     """A model as DistributedDataParallel is to see it:
     `DistributedDataParallel(WithoutExperts(model))`.
 
-    It calls the model, and its parameters are the shared ones alone: each rank has other experts.
-    It has no buffers, so each rank keeps its own. The model is not a submodule: names and state
-    dicts are for the model itself to give.
+    It calls the model. Its parameters are the shared ones alone, since each rank has other experts.
+    It has no buffers, so each rank keeps those of its model. The model is not a submodule: names
+    and state dicts are those of the model itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,13 +72,16 @@ def average_expert_gradients(model: nn.Module) -> None:
 
 
 def strategy_decisions(model: nn.Module) -> list[dict]:
-    """What the tuners of the model's layers have decided, as JSON takes it; empty where none is at
-    work."""
+    """The decisions of the tuners of the model's layers, as JSON values; empty without tuners."""
     return [decision for tuner in _tuners(model) for decision in tuner.state_dict()]
 
 
 def load_strategy_decisions(model: nn.Module, decisions: list[dict]) -> None:
-    """Take over what `strategy_decisions` gave, in place of trials."""
+    """Load the result of `strategy_decisions`, in place of trials.
+
+    Raises:
+        ValueError: a strategy that is not valid, or an all-to-all that is not registered.
+    """
     for tuner in _tuners(model):
         tuner.load_state_dict(decisions)
 

@@ -73,7 +73,9 @@ def flexible_all_to_all(
     Source: arXiv 2206.03382, section 3.3 (Flexible all-to-all).
     """
     size = group.size
-    divided, name = (x.shape[1], "rows") if back else (x.shape[0], "experts")
+    divided, name = x.shape[0], "experts"
+    if back:
+        divided, name = x.shape[1], "rows"
     if divided % size:
         raise ValueError(f"the number of {name} ({divided}) must be divisible by the size ({size})")
     options = (group, None, algorithm, ranks_per_node)

@@ -4,15 +4,15 @@
 2. A message of n bytes costs `latency + n / bandwidth` of its link (the alpha-beta model); a matrix
    product costs its FLOPs at the machine's rate and the reading of its weights; everything else
    costs its bytes and its kernels.
-3. `layer_time` adds up, and takes off what a pipeline hides; `ranked` does so for every strategy
-   worth a trial.
+3. `layer_time` adds these up and subtracts what a pipeline hides; `ranked` does so for every
+   strategy worth a trial.
 4. The machine is a named one (`machine.PROFILES`) or the one at hand (`calibration.calibrate`).
 
 Rows are taken to be balanced over the experts. How well it predicts: docs/explanation/planner.md.
 """
 
 # W ranks of the group, g of them on each of N nodes; T tokens of a rank, E experts, K top-k, M
-# model dim, H hidden dim n rows that a rank has for one expert; s = max(W / E, 1) ranks of one
+# model dim, H hidden dim; n rows that a rank has for one expert; s = max(W / E, 1) ranks of one
 # expert; d chunks
 
 import math
@@ -63,7 +63,7 @@ class LayerShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Elements of one whole expert."""
+        """Elements of one expert."""
         biases = self.bias * self.hidden_dim + self.output_bias * self.model_dim
         return 2 * self.model_dim * self.hidden_dim + biases
 
@@ -153,10 +153,10 @@ class LayerTime:
 
     routing: float  # router, top-k, losses
     dispatch: float  # tokens to rows and back, reordering by expert
-    exchange: float  # all-to-all, there and back, what is hidden included
+    exchange: float  # all-to-all in both directions, including what is hidden
     gather: float  # expert weights to those who share them, gradients back
     experts: float  # their products
-    hidden: float  # of exchange and experts: the time that both work at once
+    hidden: float  # of exchange and experts: the time in which both are at work
 
     @property
     def total(self) -> float:
@@ -189,7 +189,7 @@ def _pass_time(
 ) -> LayerTime:
     chunks = _num_chunks(strategy)
     cost = _exchange_cost(shape, group_size, strategy)
-    exchange = _exchange_seconds(machine, shape, cost, strategy) / chunks  # one chunk, one way
+    exchange = _exchange_seconds(machine, shape, cost, strategy) / chunks  # one direction
     experts = _experts_seconds(machine, shape, group_size, strategy, backward) / chunks
     counts = 0.0
     if shape.counts_first and not backward:

@@ -195,13 +195,13 @@ def ranks_on_each_node(ranks: Sequence[int], local_world_size: int) -> int:
     """How many of an expert group's `ranks` lie on each node, where so many ranks of the world
     do."""
     nodes = [rank // local_world_size for rank in ranks]
-    here = nodes.count(nodes[0])
-    if nodes != [node for node in dict.fromkeys(nodes) for _ in range(here)]:
+    per_node = nodes.count(nodes[0])
+    if nodes != [node for node in dict.fromkeys(nodes) for _ in range(per_node)]:
         raise ValueError(
             f"the expert group's ranks lie on nodes {nodes} (LOCAL_WORLD_SIZE {local_world_size}):"
             " each node must hold equally many, side by side; or give ranks_per_node"
         )
-    return here
+    return per_node
 
 
 def local_world_size() -> int:

@@ -118,8 +118,8 @@ def _common_ranks_per_node(
 ) -> int | None:
     """How many ranks of an expert group share a node, where torchrun says so and all expert groups
     are alike."""
-    here = local_world_size()
-    bounds = torch.tensor([here, -here], device=device_of(experts))
+    size = local_world_size()
+    bounds = torch.tensor([size, -size], device=device_of(experts))
     for process_group in (experts, replicas):  # one after the other: over the world
         if process_group is not None:
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=process_group)

@@ -157,7 +157,9 @@ class _Search:
         if self.decided is not None:
             return self.decided
         rivals = self.survivors or list(self.seconds) or [next(iter(self.predicted))]
-        return min(rivals, key=self.median) if self.seconds else rivals[0]
+        if not self.seconds:
+            return rivals[0]
+        return min(rivals, key=self.median)
 
     def loss(self, strategy: ParallelStrategy) -> float:
         """Expected cost of one more trial over a call of the best strategy, in such calls."""

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_cases import make_layer
 from torch import Tensor, nn
@@ -136,7 +136,10 @@ def examples_of(strategy: st.SearchStrategy, number: int) -> list:
     """The same for all ranks, who must not search on their own."""
     found = []
 
-    @settings(max_examples=number, derandomize=True, database=None)
+    # on a busy machine the first example is slow
+    unhurried = [HealthCheck.too_slow]
+
+    @settings(max_examples=number, derandomize=True, database=None, suppress_health_check=unhurried)
     @given(strategy)
     def collect(example) -> None:
         found.append(example)
