@@ -75,9 +75,11 @@ class MoELayer(nn.Module):
                 f" expert-parallel size ({self.group.size})"
             )
         self.strategy = strategy
-        self.router = make_router(config, device) if router is None else router
-        if isinstance(router, Sequence):
-            self.router = nn.ModuleList(router)
+        if router is None:
+            router = make_router(config, device)
+        elif isinstance(router, Sequence):
+            router = nn.ModuleList(router)
+        self.router: nn.Module = router
         self._untried_experts = experts is not None and self.group.size > 1
         self.experts = Experts(config, self.shard, device) if experts is None else experts
         self._exchanges: dict[ParallelStrategy, Exchange] = {}
@@ -181,7 +183,7 @@ class MoELayer(nn.Module):
             return tokens.detach().requires_grad_()
         return tokens
 
-    def _exchange_of(self, strategy: ParallelStrategy) -> Exchange:
+    def _exchange_of(self, strategy: ParallelStrategy | str) -> Exchange:
         """The exchange of a strategy, made and checked when first asked for.
 
         Raises:
@@ -206,7 +208,7 @@ class MoELayer(nn.Module):
     ) -> tuple[ParallelStrategy, Trial | None]:
         """The strategy of this call and the trial that it is, if any. For "auto", what the group's
         tuner has found for this capacity, or tries now."""
-        if strategy != "auto":
+        if isinstance(strategy, ParallelStrategy):
             return strategy, None
         if self.group.size == 1:
             return ParallelStrategy(), None

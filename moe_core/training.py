@@ -37,13 +37,13 @@ class WithoutExperts(nn.Module):
         super().__init__()
         experts = set(expert_parameters(model).values())
         self.shared = nn.ParameterList(p for p in model.parameters() if p not in experts)
-        object.__setattr__(self, "model", model)  # not registered
+        self._model = [model]  # in a list, so that it is not registered
 
     def forward(self, *args, **kwargs):
-        return self.model(*args, **kwargs)
+        return self._model[0](*args, **kwargs)
 
     def train(self, mode: bool = True) -> "WithoutExperts":
-        self.model.train(mode)
+        self._model[0].train(mode)
         return super().train(mode)
 
 
@@ -121,7 +121,7 @@ def _gradients_by_group(model: nn.Module) -> dict[dist.ProcessGroup | None, list
     for layer in moe_layers(model).values():
         for parameter in layer.experts.parameters():
             owners[parameter] = layer.group.process_group
-    gradients = {}
+    gradients: dict[dist.ProcessGroup | None, list[Tensor]] = {}
     for parameter in model.parameters():
         group = owners.get(parameter)
         if isinstance(parameter, DTensor):

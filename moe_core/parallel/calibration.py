@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ def _compute_seconds(device: torch.device) -> list[float]:
     seconds = []
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.ones(size, size, dtype=dtype, device=device)
-        product = _fastest(lambda a=a: a @ a, device, repeats=5)
+        product = _fastest(partial(torch.matmul, a, a), device, repeats=5)
         seconds.append(product / (2 * size**3))
     source = torch.ones(num_elements, device=device)
     target = torch.empty_like(source)
@@ -84,7 +85,9 @@ def _link_seconds(
             near.append(other)
     intra = _measure_link(process_group, near, device)
     inter = _measure_link(process_group, far, device)
-    return [*(intra or inter), *(inter or intra)]
+    measured = intra or inter
+    assert measured is not None, "a group of several ranks has peers"
+    return list(intra or measured) + list(inter or measured)
 
 
 def _measure_link(

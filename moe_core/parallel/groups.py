@@ -16,6 +16,9 @@ from moe_core.parallel.rank_subset import RankSubset
 from moe_core.parallel.ranks import Ranks
 from moe_core.parallel.strategy import check_ranks_per_node
 
+# The process groups inside a node and between nodes; None without torch.distributed.
+NodeGroups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+
 
 @dataclass(frozen=True)
 class StrategyGroups:
@@ -29,9 +32,9 @@ class StrategyGroups:
         owners: by size: so many consecutive ranks, which gather each other's weights.
     """
 
-    exchange: dist.ProcessGroup
-    nodes: Mapping[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]
-    owners: Mapping[int, dist.ProcessGroup]
+    exchange: dist.ProcessGroup | None
+    nodes: Mapping[int, NodeGroups]
+    owners: Mapping[int, dist.ProcessGroup | None]
 
 
 class ExpertGroup:
@@ -136,7 +139,7 @@ class ExpertGroup:
         process_group = self._strategy_groups.owners.get(size, self.process_group)
         return RankSubset(self, self._block(size), process_group)
 
-    def _node_groups(self, ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    def _node_groups(self, ranks_per_node: int) -> NodeGroups:
         exchange = self._strategy_groups.exchange
         return self._strategy_groups.nodes.get(ranks_per_node, (exchange, exchange))
 

@@ -70,6 +70,7 @@ class Hierarchical(AllToAll):
 
     def _tables(self, counts: RowCounts) -> tuple[Tensor, Tensor, Tensor]:
         """Rows sent and received [N, g] and relayed [g, N]."""
+        assert counts.relayed is not None
         shape = (self.num_nodes, self.ranks_per_node)
         return counts.send.reshape(shape), counts.receive.reshape(shape), counts.relayed
 

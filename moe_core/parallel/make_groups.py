@@ -123,7 +123,7 @@ def _common_ranks_per_node(
     for process_group in (experts, replicas):  # one after the other: over the world
         if process_group is not None:
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=process_group)
-    largest, smallest = bounds[0].item(), -bounds[1].item()
+    largest, smallest = int(bounds[0]), -int(bounds[1])
     if smallest == 0 or smallest != largest:
         return None
     try:

@@ -36,7 +36,8 @@ class RankSubset:
         self.members = members
         self.process_group = process_group
         self.size = len(members)
-        self._is_shared = self.size > 1 and process_group.size() > self.size
+        self._group_size = 1 if process_group is None else process_group.size()
+        self._is_shared = 1 < self.size < self._group_size
 
     def all_to_all(
         self, rows: Tensor, send: Tensor | None = None, receive: Tensor | None = None
@@ -90,7 +91,7 @@ class RankSubset:
         """Sizes by member -> by rank of the process group."""
         if not self._is_shared:
             return sizes
-        by_rank = [0] * self.process_group.size()
+        by_rank = [0] * self._group_size
         for member, size in zip(self.members, sizes, strict=True):
             by_rank[member] = size
         return by_rank

@@ -39,7 +39,10 @@ class Ranks:
         return device_of(self.process_group)
 
     def all_reduce(
-        self, values: Tensor, operation: str, op: dist.ReduceOp = dist.ReduceOp.SUM
+        self,
+        values: Tensor,
+        operation: str,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     ) -> Tensor:
         """Reduce `values` over the ranks, in place; returns them."""
         if self.process_group is not None:
@@ -122,8 +125,8 @@ class Ranks:
             ) from error
 
 
-def device_of(process_group: dist.ProcessGroup) -> torch.device:
-    """The device of the tensors that the collectives of a process group take."""
+def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
+    """The device of the tensors that the collectives of a process group take; None: the world."""
     if "nccl" in dist.get_backend(process_group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

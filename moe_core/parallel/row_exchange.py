@@ -105,6 +105,7 @@ class PendingExchange:
 
     def finish(self) -> Tensor:
         wait, self._wait = self._wait, None
+        assert wait is not None, "rows arrive once"
         return wait()
 
 

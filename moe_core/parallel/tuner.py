@@ -70,13 +70,19 @@ class Key(NamedTuple):
         )
 
 
+Time = float | torch.cuda.Event  # of a CPU, of a GPU
+
+
 class Trial:
     """One timed call: `begin` and `end` enclose what the strategy affects, forward and backward."""
 
     def __init__(self, key: Key, strategy: ParallelStrategy, is_warm_up: bool) -> None:
         self.key, self.strategy, self.is_warm_up = key, strategy, is_warm_up
-        self._start = self._gradient_start = None
-        self._forward = self._backward = None  # functions that give seconds
+        self._start: Time | None = None
+        self._gradient_start: Time | None = None
+        # They give seconds.
+        self._forward: Callable[[], float] | None = None
+        self._backward: Callable[[], float] | None = None
 
     @property
     def finished(self) -> bool:
@@ -85,6 +91,8 @@ class Trial:
     @property
     def seconds(self) -> float:
         """Of the forward and of the backward part."""
+        assert self._forward is not None
+        assert self._backward is not None
         return self._forward() + self._backward()
 
     def begin(self, tokens: Tensor) -> Tensor:
@@ -104,7 +112,7 @@ class Trial:
         self._backward = _between(self._gradient_start, _now(grad))
 
 
-def _now(tensor: Tensor) -> "float | torch.cuda.Event":
+def _now(tensor: Tensor) -> Time:
     if not tensor.is_cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -313,9 +321,9 @@ class Tuner:
 
     def _record(self, trial: Trial) -> None:
         """Take in a finished trial; the ranks' mean, so that all of them go on alike."""
-        seconds = torch.tensor(trial.seconds, dtype=torch.float64, device=self.ranks.device)
-        self.ranks.all_reduce(seconds, "mean of trial times")
-        seconds = seconds.item() / self.ranks.size
+        total = torch.tensor(trial.seconds, dtype=torch.float64, device=self.ranks.device)
+        self.ranks.all_reduce(total, "mean of trial times")
+        seconds = total.item() / self.ranks.size
         search = self._searches[trial.key]
         search.under_way -= 1
         if search.decided is not None:  # loaded in the meantime
