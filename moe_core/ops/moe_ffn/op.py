@@ -173,7 +173,8 @@ def _differentiate(ctx, grad, _):
     num_arguments = len(MoEFFNInputs._fields) + 1
     if grad is None:
         return (None,) * num_arguments
-    tensors, hidden = ctx.saved_tensors[:-1], ctx.saved_tensors[-1]
+    saved = ctx.saved_tensors  # activation checkpointing allows one access
+    tensors, hidden = saved[:-1], saved[-1]
     inputs = MoEFFNInputs._make(tensors + ctx.settings)
     needs = list(ctx.needs_input_grad[:_NUM_DIFFERENTIABLE])
     computed = torch.ops.moe_core.moe_ffn_backward(grad, hidden, needs, *inputs)
