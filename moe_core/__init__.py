@@ -5,13 +5,21 @@
 """
 
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
-from moe_core.config import ExpertShard, MoEConfig
+from moe_core.config import KERNELS, ExpertShard, MoEConfig
 from moe_core.files import open_regular
 from moe_core.kernels import release_buffers
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.losses import AuxiliaryLoss, RoutingScores
 from moe_core.prepared import PreparedValue, prepared
-from moe_core.registry import register_activation, register_loss, register_router
+from moe_core.registry import (
+    ACTIVATIONS,
+    LOSSES,
+    ROUTERS,
+    Registry,
+    register_activation,
+    register_loss,
+    register_router,
+)
 from moe_core.training import (
     WithoutExperts,
     average_expert_gradients,
@@ -24,11 +32,16 @@ from moe_core.training import (
 )
 
 __all__ = [
+    "ACTIVATIONS",
+    "KERNELS",
+    "LOSSES",
+    "ROUTERS",
     "AuxiliaryLoss",
     "ExpertShard",
     "MoEConfig",
     "MoELayer",
     "PreparedValue",
+    "Registry",
     "RoutingScores",
     "RoutingStats",
     "WithoutExperts",

@@ -4,6 +4,7 @@ import torch
 from yacs.config import CfgNode
 
 from moe_core.parallel import ExpertGroup, ParallelStrategy
+from swinv2_moe.config.sections import moe_defaults
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.complexity import Complexity, count
 from swinv2_moe.models.swin_moe import SwinTransformerMoE
@@ -64,23 +65,7 @@ def _strategy(moe: CfgNode) -> ParallelStrategy | str:
 
 
 def _moe_fields(moe: CfgNode) -> dict:
-    return {
-        "top_k": moe.TOP_K,
-        "capacity_factor": moe.CAPACITY_FACTOR,
-        "round_to": moe.ROUND_TO,
-        "router": moe.ROUTER,
-        "gate_noise": moe.GATE_NOISE,
-        "normalize_gates": moe.NORMALIZE_GATES,
-        "batch_prioritized": moe.BATCH_PRIORITIZED,
-        "aux_loss": moe.AUX_LOSS,
-        "global_balance": moe.GLOBAL_BALANCE,
-        "kernels": moe.KERNELS,
-        "input_jitter": moe.INPUT_JITTER,
-        "input_dropout": moe.INPUT_DROPOUT,
-        "hidden_dropout": moe.HIDDEN_DROPOUT,
-        "output_bias": moe.OUTPUT_BIAS,
-        "init_std": moe.INIT_STD,
-    }
+    return {name: moe[name.upper()] for name in moe_defaults()}
 
 
 def measure_model(config: CfgNode, num_classes: int) -> Complexity:

@@ -11,17 +11,8 @@ from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.parallel import ExpertGroup, ParallelStrategy
+from swinv2_moe.config import PUBLISHED_MOE
 from swinv2_moe.models.attention import FusedWindowAttention
-
-# Swin-MoE's recipe, arXiv 2206.03382, section 5
-PUBLISHED_MOE = {
-    "top_k": 1,
-    "capacity_factor": 1.25,
-    "gate_noise": 1.0,
-    "normalize_gates": False,
-    "batch_prioritized": True,
-    "aux_loss": "load_importance",
-}
 
 
 @register_notrace_module  # reason: routing depends on the input
@@ -85,7 +76,7 @@ class SwinTransformerV2MoE(SwinTransformerV2):
     Args:
         num_experts: of each MoE layer, over the whole `expert_group`; 0: the dense model.
         moe_blocks: per stage, the blocks (from 0) whose FFN becomes a mixture of experts.
-        moe: further MoEConfig fields, over the published recipe.
+        moe: further MoEConfig fields, over the published recipe (`PUBLISHED_MOE`).
         eval_capacity_factor: in evaluation mode; None: as in training.
         freeze_moe: the MoE layers are not trained, and route as in evaluation: with that Swin-MoE
             beats its dense model on COCO (arXiv 2206.03382).

@@ -56,8 +56,10 @@ ALLOWED = {
     "swinv2_moe.plots": ["swinv2_moe.errors"],
     "swinv2_moe.files": ["moe_core", "swinv2_moe.errors"],
     "swinv2_moe.forms": ["swinv2_moe.files"],
-    "swinv2_moe.config": ["swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config_checks"],
-    "swinv2_moe.config_checks": ["swinv2_moe.errors"],
+    "swinv2_moe.imports": ["swinv2_moe.errors"],
+    "swinv2_moe.config": [
+        *("moe_core", "swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.imports"),
+    ],
     "swinv2_moe.models": SHARED,
     "swinv2_moe.data": ["swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config"],
     "swinv2_moe.engine": MODELS_AND_DATA,

@@ -2,22 +2,27 @@
 
 import difflib
 import math
+from collections.abc import Collection
 
 from yacs.config import CfgNode
 
+from moe_core import ACTIVATIONS, KERNELS, LOSSES, ROUTERS
+from swinv2_moe.config.defaults import flatten
 from swinv2_moe.errors import UserError
 
-_CHOICES = {
+# A registry holds what has been registered by the time of the check.
+CHOICES: dict[str, Collection] = {
     "DEVICE": ("auto", "cpu", "cuda"),
     "AMP_DTYPE": ("bfloat16", "float16"),
     "DATA.DATASET": ("digits", "folder", "list", "shards", "cifar10", "cifar100", "imagenet"),
     "DATA.INTERPOLATION": ("nearest", "bilinear", "bicubic", "random"),
     "MODEL.TYPE": ("swinv2_moe", "swin_moe"),
-    "MODEL.MOE.KERNELS": ("auto", "triton", "torch"),
+    "MODEL.MOE.KERNELS": KERNELS,
     "MODEL.MOE.STRATEGY": ("off", "fixed", "auto"),
     "MODEL.MOE.ALL_TO_ALL": ("linear", "2dh"),
-    "MODEL.MOE.ROUTER": ("linear", "cosine"),
-    "MODEL.MOE.AUX_LOSS": ("gshard", "load_importance", "load_importance_tutel", "none"),
+    "MODEL.MOE.ROUTER": ROUTERS,
+    "MODEL.MOE.AUX_LOSS": LOSSES,
+    "MODEL.MOE.ACTIVATION": ACTIVATIONS,
     "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd"),
     "AUG.REMODE": ("const", "rand", "pixel"),
     "AUG.MIXUP_MODE": ("batch", "pair", "elem"),
@@ -92,22 +97,10 @@ _RANGES = {  # inclusive
 }
 
 
-def flatten(config: CfgNode, prefix: str = "") -> dict[str, object]:
-    """`{"TRAIN.BASE_LR": 1e-3, ...}`, in the order of definition."""
-    flat = {}
-    for key, value in config.items():
-        flat |= (
-            flatten(value, f"{prefix}{key}.")
-            if isinstance(value, CfgNode)
-            else {f"{prefix}{key}": value}
-        )
-    return flat
-
-
 def check_config(config: CfgNode) -> None:
     """Raise UserError for a value out of range or values that contradict each other."""
     flat = flatten(config)
-    for name, allowed in _CHOICES.items():
+    for name, allowed in CHOICES.items():
         if flat[name] not in allowed:
             close = difflib.get_close_matches(str(flat[name]), map(str, allowed), n=1)
             hint = f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,71 @@
+"""The yacs tree: every key with its default, made from the sections."""
+
+from dataclasses import fields
+
+from yacs.config import CfgNode
+
+from swinv2_moe.config.sections import (
+    AugmentConfig,
+    CheckpointConfig,
+    CropConfig,
+    DataConfig,
+    ExpertsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+    TrunkConfig,
+    is_key,
+    moe_defaults,
+)
+
+
+def _group(section: type) -> CfgNode:
+    """A group of keys with the defaults of a section."""
+    group = CfgNode()
+    for field in fields(section):
+        if is_key(field):
+            group[field.name.upper()] = _with_lists(field.default)
+    return group
+
+
+def _with_lists(value: object) -> object:
+    """A tuple as a list, and tuples in it too."""
+    if isinstance(value, tuple):
+        return [_with_lists(item) for item in value]
+    return value
+
+
+def _tree() -> CfgNode:
+    config = _group(RunConfig)
+    config.CHECKPOINT = _group(CheckpointConfig)
+    config.DATA = _group(DataConfig)
+    config.MODEL = _group(ModelConfig)
+    config.MODEL.SWINV2 = _group(TrunkConfig)
+    config.MODEL.MOE = _group(ExpertsConfig)
+    for name, default in moe_defaults().items():
+        config.MODEL.MOE[name.upper()] = default
+    config.TRAIN = _group(TrainConfig)
+    config.TRAIN.OPTIMIZER = _group(OptimizerConfig)
+    config.AUG = _group(AugmentConfig)
+    config.TEST = _group(CropConfig)
+    return config
+
+
+DEFAULTS = _tree()  # shared: `default_config` copies it
+
+
+def default_config() -> CfgNode:
+    """A mutable copy of every key with its default."""
+    return DEFAULTS.clone()
+
+
+def flatten(config: CfgNode, prefix: str = "") -> dict[str, object]:
+    """`{"TRAIN.BASE_LR": 1e-3, ...}`, in the order of definition."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, CfgNode):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
