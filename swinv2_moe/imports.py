@@ -22,6 +22,11 @@ def imported_files() -> tuple[Path, ...]:
     return tuple(_imported)
 
 
+def import_arguments() -> list[str]:
+    """These files as arguments of another command."""
+    return [word for file in _imported for word in ("--import", str(file))]
+
+
 def import_file(name: str) -> None:
     """Run a Python file as a module of its own; one that has been imported is not run again.
 

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from swinv2_moe.command import run_command  # first: it makes Ctrl-C one line
+from swinv2_moe.command import CommandParser, run_command  # first: it makes Ctrl-C one line
 
 # isort: split
 
@@ -24,9 +24,7 @@ from swinv2_moe.errors import UserError
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "--nodes", type=int, required=True, help="nodes of your cluster; its row is marked"
     )

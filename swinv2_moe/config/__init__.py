@@ -1,11 +1,11 @@
 """Configuration: yacs files and KEY VALUE pairs outside, typed frozen sections inside.
 
-`load_config` reads and checks a yacs tree. `data_section`, `model_section`, `train_section` and their
-siblings make from it what one part of the program needs. `python -m swinv2_moe.config` lists every
-key.
+`load_config` reads and checks a yacs tree. `data_section`, `model_section`, `train_section` and
+their siblings make from it what one part of the program needs. `python -m swinv2_moe.config` lists
+every key.
 """
 
-from swinv2_moe.config.checks import check_config
+from swinv2_moe.config.checks import CHOICES, check_config
 from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config.load import config_from_text, load_config, merge_opts, resolve_batch_size
 from swinv2_moe.config.sections import (
@@ -30,6 +30,7 @@ from swinv2_moe.config.typed import (
 )
 
 __all__ = [
+    "CHOICES",
     "PUBLISHED_MOE",
     "AugmentConfig",
     "CheckpointConfig",

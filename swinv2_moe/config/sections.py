@@ -133,8 +133,8 @@ PUBLISHED_MOE = {
     "batch_prioritized": True,
     "aux_loss": "load_importance",
 }
-# Fields of MoEConfig that are no keys: the trunk gives the shape, and its feed-forward layers, which
-# can become experts, have biases.
+# Fields of MoEConfig that are no keys: the trunk gives the shape, and its feed-forward layers,
+# which can become experts, have biases.
 _NO_KEYS = ("model_dim", "hidden_dim", "num_experts", "bias")
 
 

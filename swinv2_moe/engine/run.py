@@ -25,6 +25,7 @@ from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.stopping import StoppedElsewhere
 from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
+from swinv2_moe.imports import imported_files
 from swinv2_moe.models import (
     Complexity,
     SwinTransformerV2MoE,
@@ -89,6 +90,8 @@ def train(
         stack.enter_context(recorder.engine_log())
         recorder.config(config)
         recorder.say(_headline(trainer, size, source))
+        for file in imported_files():
+            recorder.say(f"imported {file}")
         for warning in warnings:
             recorder.say(f"warning: {warning}")
         saver = Saver(

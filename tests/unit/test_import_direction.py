@@ -62,8 +62,10 @@ ALLOWED = {
     ],
     "swinv2_moe.models": SHARED,
     "swinv2_moe.data": ["swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config"],
-    "swinv2_moe.engine": MODELS_AND_DATA,
-    "swinv2_moe.detection": [*MODELS_AND_DATA, "swinv2_moe.engine", "swinv2_moe.plots"],
+    "swinv2_moe.engine": [*MODELS_AND_DATA, "swinv2_moe.imports"],
+    "swinv2_moe.detection": [
+        *(*MODELS_AND_DATA, "swinv2_moe.engine", "swinv2_moe.plots", "swinv2_moe.imports"),
+    ],
     "swinv2_moe.measure": [*MODELS_AND_DATA, "swinv2_moe.engine", "swinv2_moe.plots"],
     "swinv2_moe.export": [*MODELS_AND_DATA, "swinv2_moe.engine"],
     "tools": ["moe_core", "swinv2_moe"],
