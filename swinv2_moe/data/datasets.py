@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, default_collate
-from yacs.config import CfgNode
 
+from swinv2_moe.config import DataConfig
 from swinv2_moe.data.images import to_mode
 from swinv2_moe.data.sources import Source
 from swinv2_moe.data.transforms import build_transform
@@ -60,8 +60,8 @@ class ImageDataset(Dataset):
     image is a blank one with target IGNORE.
     """
 
-    def __init__(self, source: Source, config: CfgNode, is_train: bool, max_tries: int = 1):
-        channels, size = config.MODEL.SWINV2.IN_CHANS, config.DATA.IMG_SIZE
+    def __init__(self, source: Source, config: DataConfig, is_train: bool, max_tries: int = 1):
+        channels, size = config.in_chans, config.img_size
         if channels not in (1, 3):
             raise UserError(
                 f"MODEL.SWINV2.IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB)"
@@ -71,7 +71,7 @@ class ImageDataset(Dataset):
         self.transform = build_transform(config, is_train)
         self.mode = "L" if channels == 1 else "RGB"
         self.shape = (channels, size, size)
-        self.seed, self.epoch = config.SEED, 0
+        self.seed, self.epoch = config.seed, 0
         self.max_tries = min(len(source), max_tries)
 
     def __len__(self) -> int:

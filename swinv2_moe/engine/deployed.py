@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from yacs.config import CfgNode
 
-from swinv2_moe.config import config_from_text, default_config, merge_opts
+from swinv2_moe.config import (
+    DataConfig,
+    config_from_text,
+    data_section,
+    default_config,
+    merge_opts,
+)
 from swinv2_moe.engine import checkpoint
 from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.checkpoint import Checkpoint
@@ -34,6 +40,11 @@ class Deployed:
     source: Checkpoint
     config: CfgNode
 
+    @property
+    def data(self) -> DataConfig:
+        """The section of the data that the checkpoint is used with."""
+        return data_section(self.config)
+
     def model(self, num_classes: int) -> SwinTransformerV2MoE:
         """Its model on this rank's device, in evaluation mode; with `num_classes` 0 the model
         without its classifier.
@@ -54,9 +65,9 @@ class Deployed:
         Raises:
             UserError: the data has another number of classes.
         """
-        own, data = self.source.meta["class_names"] or class_names, self.config.DATA
+        own, data = self.source.meta["class_names"] or class_names, self.data
         if len(own) != len(class_names):
-            where = data.DATASET if data.DATASET in ("digits", "list") else data.PATH
+            where = data.dataset if data.dataset in ("digits", "list") else data.path
             raise UserError(
                 f"checkpoint {self.source.directory} has {len(own):,} classes, the data ({where})"
                 " has"
@@ -80,9 +91,9 @@ class Deployed:
             "checkpoint": str(self.source.directory),
             "step": self.source.meta["step"],
             "passed_over": list(self.source.skipped),
-            "dataset": self.config.DATA.DATASET,
-            "data": self.config.DATA.PATH,
-            "image_size": self.config.DATA.IMG_SIZE,
+            "dataset": self.data.dataset,
+            "data": self.data.path,
+            "image_size": self.data.img_size,
             "world_size": self.world.size,
             "torch": torch.__version__,
         }

@@ -10,7 +10,7 @@ import torch
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.config import flatten, resolve_batch_size
+from swinv2_moe.config import data_section, flatten, resolve_batch_size
 from swinv2_moe.data import Data, build_data
 from swinv2_moe.engine import checkpoint, optim
 from swinv2_moe.engine.agreement import check_same_data, check_same_start, differing_versions
@@ -124,7 +124,7 @@ def _load_data(config: CfgNode, world: World) -> tuple[Data, Staging | None]:
     Raises:
         UserError: on every rank, what one of them finds wrong; what `check_same_data` raises.
     """
-    data = world.everywhere(lambda: build_data(config, world.rank, world.size))
+    data = world.everywhere(lambda: build_data(data_section(config), world.rank, world.size))
     staging = world.everywhere(lambda: read_staging(config.DATA.PATH))
     train_images, val_images = data.train_loader.dataset.source, data.val_loader.dataset.source
     check_same_data(config.DATA.PATH, world, train_images, val_images, data.class_names)

@@ -18,7 +18,7 @@ from moe_core import (
     prepared,
     strategy_decisions,
 )
-from swinv2_moe.config import config_from_text
+from swinv2_moe.config import config_from_text, data_section
 from swinv2_moe.data import Batch, Data, UnreadableImages
 from swinv2_moe.engine import checkpoint, optim
 from swinv2_moe.engine.checkpoint import Checkpoint
@@ -70,7 +70,9 @@ class Trainer:
             config, self.optimizer, self.steps_per_epoch, world.size
         )
         self.scaler = optim.LossScaler(config.AMP_ENABLE and config.AMP_DTYPE == "float16")
-        self.mixup = build_mixup(config, data.num_classes)
+        self.mixup = build_mixup(
+            data_section(config).augment, config.MODEL.LABEL_SMOOTHING, data.num_classes
+        )
         self.autocast = build_autocast(config, world)
         self.unreadable = UnreadableImages(
             data.train_size + data.val_size, config.DATA.MAX_BAD_SHARE

@@ -20,6 +20,7 @@ from torch import nn
 from yacs.config import CfgNode
 
 from moe_core.checkpoint import sync_file
+from swinv2_moe.config import DataConfig
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.engine.checkpoint import Checkpoint, count_classes, publish
 from swinv2_moe.engine.deployed import Deployed, open_deployed
@@ -228,12 +229,12 @@ def _batches(
 ) -> tuple[Batches, dict[str, str | None]]:
     """What programs are compared on, and what model.json says of it; data that was not chosen may
     be missing."""
-    config, sizes = deployed.config, (choices.images, choices.compared_batch)
+    data, sizes = deployed.data, (choices.images, choices.compared_batch)
     try:
-        sources = load_sources(config)
+        sources = load_sources(data)
         if len(sources.class_names) != len(class_names):
             raise UserError(
-                f"DATA.PATH is {config.DATA.PATH!r}: it has {len(sources.class_names)} classes, the"
+                f"DATA.PATH is {data.path!r}: it has {len(sources.class_names)} classes, the"
                 " checkpoint knows"
                 f" {len(class_names)}"
             )
@@ -245,29 +246,30 @@ def _batches(
             "without_data": str(error),
             "other_class_names": None,
         }
-        return random_batches(config, *sizes), facts
+        return random_batches(data, *sizes), facts
     renamed = deployed.compare_classes(sources.class_names)
     facts = {"compared_on": "validation images", "without_data": None, "other_class_names": renamed}
-    return validation_batches(config, sources.val, *sizes), facts
+    return validation_batches(data, sources.val, *sizes), facts
 
 
 def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict:
     """What a program that uses the logits has to know, and where they come from."""
-    config, batch = deployed.config, choices.batch_size or None
-    shape = [batch, config.MODEL.SWINV2.IN_CHANS, config.DATA.IMG_SIZE, config.DATA.IMG_SIZE]
+    data, experts = deployed.data, deployed.config.MODEL.MOE
+    batch = choices.batch_size or None
+    shape = [batch, data.in_chans, data.img_size, data.img_size]
     return {
         "input": {"name": programs.INPUT, "dtype": "float32", "shape": shape},
         "output": {"name": programs.OUTPUT, "dtype": "float32", "shape": [batch, len(class_names)]},
-        "preprocessing": preprocessing(config),
+        "preprocessing": preprocessing(data),
         "class_names": class_names,
         "dtype": choices.dtype,
-        "num_experts": config.MODEL.MOE.NUM_EXPERTS,
-        "capacity_factor": config.MODEL.MOE.EVAL_CAPACITY_FACTOR,
+        "num_experts": experts.NUM_EXPERTS,
+        "capacity_factor": experts.EVAL_CAPACITY_FACTOR,
         **deployed.facts(),
     }
 
 
-def preprocessing(config: CfgNode) -> dict:
+def preprocessing(config: DataConfig) -> dict:
     """How a picture becomes the model's input, which is square: what `build_transform` does in
     evaluation.
 
@@ -275,13 +277,13 @@ def preprocessing(config: CfgNode) -> dict:
     resized to, before the middle is cut out; None: the whole picture is squashed into the square.
     Then values from 0 to 1 are normalised by `mean` and `std`.
     """
-    data = config.DATA
+    crop = config.test
     return {
-        "mode": "L" if config.MODEL.SWINV2.IN_CHANS == 1 else "RGB",
-        "resize": math.floor(data.IMG_SIZE / config.TEST.CROP_RATIO) if config.TEST.CROP else None,
-        "interpolation": "bilinear" if data.INTERPOLATION == "random" else data.INTERPOLATION,
-        "mean": data.MEAN,
-        "std": data.STD,
+        "mode": "L" if config.in_chans == 1 else "RGB",
+        "resize": math.floor(config.img_size / crop.crop_ratio) if crop.crop else None,
+        "interpolation": "bilinear" if config.interpolation == "random" else config.interpolation,
+        "mean": list(config.mean),
+        "std": list(config.std),
     }
 
 

@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.config import resolve_batch_size
+from swinv2_moe.config import data_section, resolve_batch_size
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.engine.agreement import check_same_data
@@ -290,17 +290,18 @@ class _Subject:
     @classmethod
     def of(cls, deployed: Deployed) -> "_Subject":
         world, config = deployed.world, resolve_batch_size(deployed.config, deployed.world.size)
-        sources = world.everywhere(lambda: load_sources(config))
-        check_same_data(config.DATA.PATH, world, *sources)
+        data = data_section(config)
+        sources = world.everywhere(lambda: load_sources(data))
+        check_same_data(data.path, world, *sources)
         renamed = deployed.compare_classes(sources.class_names)
         return cls(
             world,
             deployed.model(len(sources.class_names)),
-            evaluation_loader(config, sources.val, world.rank, world.size),
+            evaluation_loader(data, sources.val, world.rank, world.size),
             build_autocast(config, world),
             sources.class_names,
             renamed,
-            UnreadableImages(len(sources.val), config.DATA.MAX_BAD_SHARE),
+            UnreadableImages(len(sources.val), data.max_bad_share),
         )
 
     def facts(self) -> dict:

@@ -100,11 +100,11 @@ def take_samples(run: RunRecord, data: str | None = None, opts: Sequence[str] = 
 
 @torch.inference_mode()
 def _predict(deployed: Deployed) -> Samples:
-    config = deployed.config
-    sources = load_sources(config)
+    data = deployed.data
+    sources = load_sources(data)
     renamed = deployed.compare_classes(sources.class_names)
     model = deployed.model(len(sources.class_names))
-    dataset = ImageDataset(sources.val, config, is_train=False)
+    dataset = ImageDataset(sources.val, data, is_train=False)
     chosen = [
         dataset[i] for i in np.linspace(0, len(dataset) - 1, min(_IMAGES, len(dataset))).astype(int)
     ]
@@ -112,13 +112,13 @@ def _predict(deployed: Deployed) -> Samples:
     if not chosen:
         return Samples(problem="No predictions: none of the images chosen for them can be read.")
     images = torch.stack([sample.image for sample in chosen])
-    with record_choices(model) as choices, build_autocast(config, deployed.world)():
+    with record_choices(model) as choices, build_autocast(deployed.config, deployed.world)():
         logits = model(images.to(deployed.world.device))
     pictures = columns(
         images,
         {name: ids.cpu() for name, ids in choices.items()},
-        config.DATA.MEAN,
-        config.DATA.STD,
+        data.mean,
+        data.std,
     )
     titles = ["images", *(place(name) for name in choices)]
     known = deployed.source.meta["class_names"] or sources.class_names

@@ -31,7 +31,7 @@ from isolated import Outcome, digest, isolated
 from trainer_cases import QUICKSTART, SMALL, make_trainer
 
 from swinv2_moe.command import run_command
-from swinv2_moe.config import load_config
+from swinv2_moe.config import data_section, load_config
 from swinv2_moe.convert import export_weights, import_weights
 from swinv2_moe.data.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
@@ -239,7 +239,7 @@ def shards(work: Path, count: int, rng: random.Random) -> Iterator[Case]:
     good, source, target = work / "good", work / "source", work / "target"
     secret = work / "secret"
     config = load_config(QUICKSTART, SMALL.split())
-    make_shards(load_sources(config), str(good), Options(shard_mb=0.1), workers=1)
+    make_shards(load_sources(data_section(config)), str(good), Options(shard_mb=0.1), workers=1)
     index = json.loads((good / "index.json").read_text())
     files = sorted(path.relative_to(good) for path in good.rglob("*") if path.is_file())
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from trainer_cases import QUICKSTART, SMALL
 from yacs.config import CfgNode
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import data_section, load_config
 from swinv2_moe.data import evaluation_loader
 from swinv2_moe.data.sources import ImageArrays, load_sources
 from swinv2_moe.engine.distributed import World, expert_group, seed_everything
@@ -46,11 +46,14 @@ def small_config(*opts: str) -> CfgNode:
 def make_loader(
     config: CfgNode, size: int, batch: int, rank: int = 0, ranks: int = 1
 ) -> DataLoader:
-    val, config = load_sources(config).val, config.clone()
+    val, config = load_sources(data_section(config)).val, config.clone()
     config.defrost()
     config.DATA.BATCH_SIZE = batch
     return evaluation_loader(
-        config, FirstDigits(val.label, val.images[:size], val.targets[:size]), rank, ranks
+        data_section(config),
+        FirstDigits(val.label, val.images[:size], val.targets[:size]),
+        rank,
+        ranks,
     )
 
 
