@@ -10,7 +10,7 @@ import torch
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.config import data_section, flatten, resolve_batch_size
+from swinv2_moe.config import data_section, flatten, resolve_batch_size, train_section
 from swinv2_moe.data import Data, build_data
 from swinv2_moe.engine import checkpoint, optim
 from swinv2_moe.engine.agreement import check_same_data, check_same_start, differing_versions
@@ -145,9 +145,10 @@ def _starting_point(root: Path, resume: str | None, world: World) -> Checkpoint 
 
 def _warnings(trainer: Trainer) -> list[str]:
     """Every rank calls this."""
-    config, world = trainer.config, trainer.world
-    rate = optim.scaled_learning_rate(config, config.TRAIN.BASE_LR, world.size)
-    return start_warnings(config, trainer.data, rate) + differing_versions(world)
+    config, world = train_section(trainer.config), trainer.world
+    rate = optim.scaled_learning_rate(config, config.base_lr, world.size)
+    lines = start_warnings(config, data_section(trainer.config), trainer.data, rate)
+    return lines + differing_versions(world)
 
 
 def _build_model(config: CfgNode, num_classes: int, world: World) -> SwinTransformerV2MoE:
@@ -231,7 +232,8 @@ def _run_events(
     recorder.event("global_batch_size", trainer.global_batch)
     recorder.event("train_samples", trainer.data.train_size)
     recorder.event("eval_samples", trainer.data.val_size)
-    rate = optim.scaled_learning_rate(config, config.TRAIN.BASE_LR, trainer.world.size)
+    schedule = train_section(config)
+    rate = optim.scaled_learning_rate(schedule, schedule.base_lr, trainer.world.size)
     recorder.event("opt_base_learning_rate", rate)
     recorder.event("init_stop")
     recorder.event("run_start")
