@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from swinv2_moe.config import data_section, load_config
+from swinv2_moe.config import data_section, load_config, model_section
 from swinv2_moe.data import build_data
 from swinv2_moe.engine.checkpoint import open_checkpoint
 from swinv2_moe.engine.distributed import World, expert_group, seed_everything
@@ -40,7 +40,14 @@ def make_trainer(rank: int, size: int, options: str = "") -> Trainer:
     data = build_data(data_section(config), rank, size)
     seed_everything(config.SEED)
     return Trainer(
-        config, world, data, build_model(config, data.num_classes, expert_group(config, world))
+        config,
+        world,
+        data,
+        build_model(
+            model_section(config),
+            data.num_classes,
+            expert_group(model_section(config).experts, world),
+        ),
     )
 
 

@@ -172,6 +172,12 @@ class ExpertsConfig:
     # A layer of a block with the first stage's channels; None: the dense model.
     layer: MoEConfig | None
 
+    def layer_fields(self) -> dict[str, object]:
+        """What layers of any stage have in common, by MoEConfig's fields; none of a dense model."""
+        if self.layer is None:
+            return {}
+        return {name: getattr(self.layer, name) for name in moe_defaults()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -234,3 +240,6 @@ class TrainConfig:
 
     optimizer: OptimizerConfig
     batch_size: int  # DATA.BATCH_SIZE
+    amp_enable: bool
+    amp_dtype: str
+    compile: bool

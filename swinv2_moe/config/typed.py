@@ -53,11 +53,14 @@ def model_section(config: CfgNode) -> ModelConfig:
 
 
 def train_section(config: CfgNode) -> TrainConfig:
-    """TRAIN, with OPTIMIZER and the batch size, on which learning rates depend."""
+    """TRAIN, with OPTIMIZER and what else a training step needs."""
     return TrainConfig(
         **_values(config.TRAIN),
         optimizer=OptimizerConfig(**_values(config.TRAIN.OPTIMIZER)),
         batch_size=config.DATA.BATCH_SIZE,
+        amp_enable=config.AMP_ENABLE,
+        amp_dtype=config.AMP_DTYPE,
+        compile=config.COMPILE,
     )
 
 

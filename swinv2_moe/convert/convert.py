@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.config import config_from_text
+from swinv2_moe.config import ModelConfig, config_from_text, model_section
 from swinv2_moe.convert import layouts
 from swinv2_moe.convert.files import (
     check_new,
@@ -70,21 +70,25 @@ def import_weights(
     if kind == "single":
         tensors, own_config, own_names, step = _read_single(source)
         config, class_names = config or own_config, class_names or own_names
-        model = _meta_model(config, _num_classes(tensors, config, class_names, source))
+        section = model_section(config)
+        model = _meta_model(section, _num_classes(tensors, section, class_names, source))
     elif config is None:
         raise UserError(f"import {kind}: needs --cfg")
     elif kind == "dense":
-        num_classes = _num_classes(read_weights(source), config, class_names, source)
+        section = model_section(config)
+        num_classes = _num_classes(read_weights(source), section, class_names, source)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.SEED)  # of the routers
-            model = build_model(config, num_classes)
+            model = build_model(section, num_classes)
         load_dense(model, source, upcycle=True, noise=noise, seed=config.SEED)
         tensors = model.state_dict()
     else:
-        layouts.check_layout(kind, config)
+        section = model_section(config)
+        layouts.check_layout(kind, section)
         sources = find_sources(source)
         states = layouts.with_own_names(kind, read_states(sources))
-        model = _meta_model(config, _num_classes(states[0], config, class_names, sources.path))
+        num_classes = _num_classes(states[0], section, class_names, sources.path)
+        model = _meta_model(section, num_classes)
         tensors = layouts.joined(states, model, sources)
     write_weights(output, model, _fitting(tensors, model, source), config, class_names or [], step)
 
@@ -107,7 +111,8 @@ def export_weights(
     """
     found = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
     config = config_from_text(found.meta["config"], f"checkpoint {found.directory}")
-    model = _meta_model(config, count_classes(found))
+    section = model_section(config)
+    model = _meta_model(section, count_classes(found))
     if kind == "single":
         if ranks is not None or output.suffix != ".safetensors":
             raise UserError(
@@ -122,7 +127,7 @@ def export_weights(
         metadata["class_names"] = json.dumps(found.meta["class_names"])
         write_files([(output, read_weights_of(found, model))], metadata)
         return
-    layouts.check_layout(kind, config)
+    layouts.check_layout(kind, section)
     files, master = _targets(kind, output, ranks)
     for file in [*files, *filter(None, [master])]:
         check_new(file)
@@ -199,23 +204,21 @@ def _read_single(file: Path) -> tuple[dict[str, Tensor], CfgNode, list[str], int
     return tensors, config, class_names, step
 
 
-def _meta_model(config: CfgNode, num_classes: int) -> nn.Module:
+def _meta_model(config: ModelConfig, num_classes: int) -> nn.Module:
     with torch.device("meta"):
         return build_model(config, num_classes)
 
 
 def _num_classes(
-    state: dict[str, Tensor], config: CfgNode, class_names: list[str] | None, source: Path
+    state: dict[str, Tensor], config: ModelConfig, class_names: list[str] | None, source: Path
 ) -> int:
     """The classes of the classifier in `state` (timm's name for it or Microsoft's)."""
     head = state.get(_HEAD, state.get("head.weight"))
-    found = len(head) if head is not None and head.ndim else config.MODEL.NUM_CLASSES
+    found = len(head) if head is not None and head.ndim else config.num_classes
     if not found:
         raise UserError(f"{source}: has no classifier ({_HEAD}), and MODEL.NUM_CLASSES is 0")
-    if config.MODEL.NUM_CLASSES not in (0, found):
-        raise UserError(
-            f"{source}: has {found} classes, MODEL.NUM_CLASSES is {config.MODEL.NUM_CLASSES}"
-        )
+    if config.num_classes not in (0, found):
+        raise UserError(f"{source}: has {found} classes, MODEL.NUM_CLASSES is {config.num_classes}")
     if class_names and len(class_names) != found:
         raise UserError(f"{source}: has {found} classes, the names are {len(class_names)}")
     return found

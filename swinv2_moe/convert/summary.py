@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from swinv2_moe.config import config_from_text
+from swinv2_moe.config import config_from_text, model_section
 from swinv2_moe.engine.checkpoint import checkpoints_below, damage_of, read_meta
 from swinv2_moe.errors import UserError
 
@@ -73,18 +73,13 @@ def _epoch(training: dict | None) -> float | None:
 
 
 def _model(meta: dict, directory: Path) -> str:
-    config = config_from_text(meta["config"], f"checkpoint {directory}")
-    swin, moe = config.MODEL.SWINV2, config.MODEL.MOE
-    depths = "-".join(map(str, swin.DEPTHS))
-    experts = (
-        f"{moe.NUM_EXPERTS} experts, top-{moe.TOP_K}, {moe.ROUTER} router"
-        if moe.NUM_EXPERTS
-        else "dense"
-    )
-    return (
-        f"{config.MODEL.TYPE}, dim {swin.EMBED_DIM}, depths {depths}, {config.DATA.IMG_SIZE} px,"
-        f" {experts}"
-    )
+    config = model_section(config_from_text(meta["config"], f"checkpoint {directory}"))
+    trunk, layer = config.trunk, config.experts.layer
+    depths = "-".join(map(str, trunk.depths))
+    experts = "dense"
+    if layer is not None:
+        experts = f"{layer.num_experts} experts, top-{layer.top_k}, {layer.router} router"
+    return f"{config.type}, dim {trunk.embed_dim}, depths {depths}, {config.img_size} px, {experts}"
 
 
 def _sections(files: dict[str, dict]) -> dict[str, tuple[int, int]]:

@@ -12,10 +12,12 @@ from yacs.config import CfgNode
 
 from swinv2_moe.config import (
     DataConfig,
+    ModelConfig,
     config_from_text,
     data_section,
     default_config,
     merge_opts,
+    model_section,
 )
 from swinv2_moe.engine import checkpoint
 from swinv2_moe.engine.agreement import check_same_start
@@ -45,6 +47,11 @@ class Deployed:
         """The section of the data that the checkpoint is used with."""
         return data_section(self.config)
 
+    @property
+    def model_config(self) -> ModelConfig:
+        """The section of the model."""
+        return model_section(self.config)
+
     def model(self, num_classes: int) -> SwinTransformerV2MoE:
         """Its model on this rank's device, in evaluation mode; with `num_classes` 0 the model
         without its classifier.
@@ -52,7 +59,8 @@ class Deployed:
         Raises:
             UserError: the weights do not fit the configuration or so many classes.
         """
-        model = build_model(self.config, num_classes, expert_group(self.config, self.world))
+        config = self.model_config
+        model = build_model(config, num_classes, expert_group(config.experts, self.world))
         fit = _without_head if num_classes == 0 else lambda found: found
         # a measurement says what became of NaN
         checkpoint.load_weights(self.source, model, fit, finite=False)

@@ -10,7 +10,13 @@ import torch
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.config import data_section, flatten, resolve_batch_size, train_section
+from swinv2_moe.config import (
+    data_section,
+    flatten,
+    model_section,
+    resolve_batch_size,
+    train_section,
+)
 from swinv2_moe.data import Data, build_data
 from swinv2_moe.engine import checkpoint, optim
 from swinv2_moe.engine.agreement import check_same_data, check_same_start, differing_versions
@@ -80,7 +86,7 @@ def train(
         trainer = Trainer(config, world, data, model)
         if source is not None:
             trainer.resume(source)
-        size = measure_model(config, data.num_classes)
+        size = measure_model(model_section(config), data.num_classes)
         warnings = _warnings(trainer)
         # on all ranks at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
@@ -153,14 +159,15 @@ def _warnings(trainer: Trainer) -> list[str]:
 
 def _build_model(config: CfgNode, num_classes: int, world: World) -> SwinTransformerV2MoE:
     seed_everything(config.SEED)  # the same weights on any number of ranks
-    return build_model(config, num_classes, expert_group(config, world))
+    section = model_section(config)
+    return build_model(section, num_classes, expert_group(section.experts, world))
 
 
 def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE, world: World) -> None:
     source = config.MODEL.PRETRAINED
     if not source:
         return
-    fit = partial(fit_head, expected=model.state_dict(), config=config)
+    fit = partial(fit_head, expected=model.state_dict(), config=model_section(config))
     try:
         found = None
         if Path(source).is_dir():

@@ -26,7 +26,7 @@ from yacs.config import CfgNode
 
 from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup, all_to_all
-from swinv2_moe.config import data_section, flatten, load_config, resolve_batch_size
+from swinv2_moe.config import data_section, flatten, load_config, model_section, resolve_batch_size
 from swinv2_moe.data import Batch, build_data
 from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
@@ -244,7 +244,8 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
 def _trainer(config: CfgNode, world: World) -> Trainer:
     images = world.everywhere(lambda: build_data(data_section(config), world.rank, world.size))
     seed_everything(config.SEED)
-    model = build_model(config, images.num_classes, expert_group(config, world))
+    section = model_section(config)
+    model = build_model(section, images.num_classes, expert_group(section.experts, world))
     for layer in moe_layers(model).values():
         apart = layer.strategy != "auto" and layer.strategy.r > 0 and layer.shard.num_parts == 1
         if layer.group.size > 1 and not apart:

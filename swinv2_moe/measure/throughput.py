@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from yacs.config import CfgNode
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.config import flatten, load_config
+from swinv2_moe.config import flatten, load_config, model_section
 from swinv2_moe.data import Batch, Data
 from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
@@ -245,7 +245,7 @@ def measure(plan: Plan, rounds: int, warmup: int) -> Iterator[Row]:
                 "MODEL.MOE.STRATEGY is 'auto': its trials would be timed too; name the strategy to"
                 " measure"
             )
-        sizes = [measure_model(own, _classes(own)) for own in plan[0][1:]]
+        sizes = [measure_model(model_section(own), _classes(own)) for own in plan[0][1:]]
         for combination, *configs in plan:
             try:
                 row = _measure(combination, configs, sizes, rounds, warmup, world)
@@ -332,7 +332,9 @@ def _training(config: CfgNode, world: World) -> Subject:
 
 def _model(config: CfgNode, world: World) -> SwinTransformerV2MoE:
     seed_everything(config.SEED)
-    return build_model(config, _classes(config), expert_group(config, world)).to(world.device)
+    section = model_section(config)
+    group = expert_group(section.experts, world)
+    return build_model(section, _classes(config), group).to(world.device)
 
 
 def _batch(config: CfgNode, world: World) -> Batch:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from yacs.config import CfgNode
 
+from swinv2_moe.config import ModelConfig
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import read_bounded
 
@@ -15,7 +15,7 @@ _NAMES = ("head.fc.weight", "head.fc.bias")
 
 
 def fit_head(
-    tensors: dict[str, Tensor], expected: dict[str, Tensor], config: CfgNode
+    tensors: dict[str, Tensor], expected: dict[str, Tensor], config: ModelConfig
 ) -> dict[str, Tensor]:
     """Pretrained `tensors` with the head that MODEL.NEW_HEAD and MODEL.CLASS_MAP ask for; without
     them, as they are.
@@ -26,15 +26,15 @@ def fit_head(
     Raises:
         UserError: a class map that cannot be read or does not fit either side.
     """
-    if config.MODEL.NEW_HEAD:
+    if config.new_head:
         return tensors | {name: expected[name] for name in _NAMES}
-    if not config.MODEL.CLASS_MAP or not all(name in tensors for name in _NAMES):
+    if not config.class_map or not all(name in tensors for name in _NAMES):
         return tensors
     there, here = (len(side[_NAMES[1]]) for side in (tensors, expected))
-    rows = read_class_map(Path(config.MODEL.CLASS_MAP))
+    rows = read_class_map(Path(config.class_map))
     if len(rows) != here or max(rows, default=0) >= there:
         raise UserError(
-            f"MODEL.CLASS_MAP {config.MODEL.CLASS_MAP}: {len(rows)} lines up to class"
+            f"MODEL.CLASS_MAP {config.class_map}: {len(rows)} lines up to class"
             f" {max(rows, default=0)}, the model"
             f" has {here} classes and the pretrained weights have {there} (0 to {there - 1})"
         )

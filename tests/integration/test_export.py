@@ -14,7 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from tool_cases import ROOT, command
 
-from swinv2_moe.config import data_section, load_config
+from swinv2_moe.config import data_section, load_config, model_section
 from swinv2_moe.data import build_transform
 from swinv2_moe.engine.checkpoint import write_weights
 from swinv2_moe.engine.deployed import open_deployed
@@ -49,7 +49,10 @@ def checkpoints(tmp_path_factory, small):
     root = tmp_path_factory.mktemp("checkpoints")
     for name, keys in MODELS.items():
         config = load_config(None, [*small, *keys.split()])
-        model, generator = build_model(config, len(CLASSES)), torch.Generator().manual_seed(0)
+        model, generator = (
+            build_model(model_section(config), len(CLASSES)),
+            torch.Generator().manual_seed(0),
+        )
         tensors = {
             key: torch.randn(t.shape, generator=generator) * 0.2
             for key, t in model.state_dict().items()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from yacs.config import CfgNode
 
-from swinv2_moe.config import data_section, load_config
+from swinv2_moe.config import data_section, load_config, model_section
 from swinv2_moe.data import build_data
 from swinv2_moe.engine.distributed import World, seed_everything
 from swinv2_moe.engine.saver import Saver
@@ -52,7 +52,10 @@ def make_trainer(tmp_path) -> Callable[..., Trainer]:
         data = build_data(data_section(config))
         seed_everything(config.SEED)
         return Trainer(
-            config, World(0, 1, torch.device("cpu")), data, build_model(config, data.num_classes)
+            config,
+            World(0, 1, torch.device("cpu")),
+            data,
+            build_model(model_section(config), data.num_classes),
         )
 
     return make
