@@ -19,7 +19,7 @@ from swinv2_moe.command import CommandParser, run_command  # first: it makes Ctr
 
 from moe_core import cost_model
 from swinv2_moe import planner
-from swinv2_moe.config import load_config, model_section, train_section
+from swinv2_moe.config import load_config, model_config, train_config
 from swinv2_moe.errors import UserError
 
 
@@ -107,8 +107,8 @@ def main() -> None:
     args = parse()
     config = load_config(args.cfg, args.opts)
     batch_size, own = args.batch_size or config.DATA.BATCH_SIZE, args.nodes * args.gpus_per_node
-    machine, model = planner.machine_named(args.profile), planner.describe(model_section(config))
-    training, plan, notes = train_section(config), [], []
+    machine, model = planner.machine_named(args.profile), planner.describe(model_config(config))
+    training, plan, notes = train_config(config), [], []
     for gpus in planner.scales(args.gpus_per_node, own):
         try:
             plan.append(

@@ -6,7 +6,7 @@ python -m swinv2_moe.config
 import argparse
 
 from swinv2_moe.config.checks import CHOICES
-from swinv2_moe.config.defaults import DEFAULTS, flatten
+from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import add_import_argument
 
@@ -20,7 +20,7 @@ def main() -> None:
         parser.parse_args()
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
-    for key, value in flatten(DEFAULTS).items():
+    for key, value in flatten(default_config()).items():
         line = f"{key}: {value!r}"
         if key in CHOICES:
             line += f"  # {', '.join(map(str, CHOICES[key]))}"

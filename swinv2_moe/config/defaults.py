@@ -1,5 +1,6 @@
 """The yacs tree: every key with its default, made from the sections."""
 
+import functools
 from dataclasses import fields
 
 from yacs.config import CfgNode
@@ -36,6 +37,7 @@ def _with_lists(value: object) -> object:
     return value
 
 
+@functools.cache
 def _tree() -> CfgNode:
     config = _group(RunConfig)
     config.CHECKPOINT = _group(CheckpointConfig)
@@ -52,12 +54,9 @@ def _tree() -> CfgNode:
     return config
 
 
-DEFAULTS = _tree()  # shared: `default_config` copies it
-
-
 def default_config() -> CfgNode:
     """A mutable copy of every key with its default."""
-    return DEFAULTS.clone()
+    return _tree().clone()
 
 
 def flatten(config: CfgNode, prefix: str = "") -> dict[str, object]:

@@ -8,13 +8,13 @@ the key, its value and what is allowed. A YAML file may name others to start fro
 import ast
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from yacs.config import CfgNode
 
 from swinv2_moe.config.checks import check_config
-from swinv2_moe.config.defaults import DEFAULTS, default_config, flatten
+from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
 
@@ -73,6 +73,11 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
     check_config(config)
     config.freeze()
     return config
+
+
+def as_opts(values: Mapping[str, object]) -> list[str]:
+    """`{"SEED": 1}` as the KEY VALUE pairs that `load_config` and its siblings accept."""
+    return [str(word) for pair in values.items() for word in pair]
 
 
 def merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
@@ -171,14 +176,15 @@ def _check_bases(file: Path, bases: object) -> None:
 
 
 def _checked(
-    content: dict, group: CfgNode = DEFAULTS, prefix: str = "", source: str = ""
+    content: dict, group: CfgNode | None = None, prefix: str = "", source: str = ""
 ) -> dict[str, object]:
     """`{"TRAIN.BASE_LR": 1e-3, ...}` of nested `content`, each value in the type of its default.
 
     Args:
-        group: the defaults; `prefix` is its name with a dot.
+        group: the defaults, None: all; `prefix` is its name with a dot.
         source: what messages begin with.
     """
+    group = default_config() if group is None else group
     values = {}
     for key, value in content.items():
         name = prefix + (key if isinstance(key, str) else short(key))
@@ -249,7 +255,7 @@ def _lookup(config: CfgNode, keys: Sequence[str]) -> object:
 
 def _nearest(name: str) -> str:
     name = name[:200]
-    known = list(flatten(DEFAULTS))
+    known = list(flatten(default_config()))
     leaf = {key.rsplit(".", 1)[-1]: key for key in known}
     groups = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}
     close = difflib.get_close_matches(name, [*groups, *known], n=1, cutoff=0.6)

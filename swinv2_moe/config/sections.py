@@ -3,7 +3,7 @@
 A field with a default is a key of the section's group: `DataConfig.img_size` is `DATA.IMG_SIZE`. A
 field without a default belongs to another group, and is there because the same code needs it. Lists
 are tuples here. `swinv2_moe.config.defaults` makes the yacs tree from these classes, and
-`data_section(config)` and its siblings make a section from a tree.
+`data_config(config)` and its siblings make a section from a tree.
 """
 
 from dataclasses import MISSING, Field, dataclass, fields

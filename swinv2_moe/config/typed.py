@@ -18,17 +18,17 @@ from swinv2_moe.config.sections import (
 )
 
 
-def run_section(config: CfgNode) -> RunConfig:
+def run_config(config: CfgNode) -> RunConfig:
     """What concerns the run as such: keys without a group."""
     return RunConfig(**_values(config))
 
 
-def checkpoint_section(config: CfgNode) -> CheckpointConfig:
+def checkpoint_config(config: CfgNode) -> CheckpointConfig:
     """CHECKPOINT."""
     return CheckpointConfig(**_values(config.CHECKPOINT))
 
 
-def data_section(config: CfgNode) -> DataConfig:
+def data_config(config: CfgNode) -> DataConfig:
     """DATA, with AUG, TEST and what else reading images needs."""
     return DataConfig(
         **_values(config.DATA),
@@ -41,7 +41,7 @@ def data_section(config: CfgNode) -> DataConfig:
     )
 
 
-def model_section(config: CfgNode) -> ModelConfig:
+def model_config(config: CfgNode) -> ModelConfig:
     """MODEL, with SWINV2 and MOE and what else building a model needs."""
     return ModelConfig(
         **_values(config.MODEL),
@@ -52,7 +52,7 @@ def model_section(config: CfgNode) -> ModelConfig:
     )
 
 
-def train_section(config: CfgNode) -> TrainConfig:
+def train_config(config: CfgNode) -> TrainConfig:
     """TRAIN, with OPTIMIZER and what else a training step needs."""
     return TrainConfig(
         **_values(config.TRAIN),

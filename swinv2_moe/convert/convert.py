@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.config import ModelConfig, config_from_text, model_section
+from swinv2_moe.config import ModelConfig, config_from_text, model_config
 from swinv2_moe.convert import layouts
 from swinv2_moe.convert.files import (
     check_new,
@@ -70,12 +70,12 @@ def import_weights(
     if kind == "single":
         tensors, own_config, own_names, step = _read_single(source)
         config, class_names = config or own_config, class_names or own_names
-        section = model_section(config)
+        section = model_config(config)
         model = _meta_model(section, _num_classes(tensors, section, class_names, source))
     elif config is None:
         raise UserError(f"import {kind}: needs --cfg")
     elif kind == "dense":
-        section = model_section(config)
+        section = model_config(config)
         num_classes = _num_classes(read_weights(source), section, class_names, source)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.SEED)  # of the routers
@@ -83,7 +83,7 @@ def import_weights(
         load_dense(model, source, upcycle=True, noise=noise, seed=config.SEED)
         tensors = model.state_dict()
     else:
-        section = model_section(config)
+        section = model_config(config)
         layouts.check_layout(kind, section)
         sources = find_sources(source)
         states = layouts.with_own_names(kind, read_states(sources))
@@ -111,7 +111,7 @@ def export_weights(
     """
     found = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
     config = config_from_text(found.meta["config"], f"checkpoint {found.directory}")
-    section = model_section(config)
+    section = model_config(config)
     model = _meta_model(section, count_classes(found))
     if kind == "single":
         if ranks is not None or output.suffix != ".safetensors":

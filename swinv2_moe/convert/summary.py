@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from swinv2_moe.config import config_from_text, model_section
+from swinv2_moe.config import config_from_text, model_config
 from swinv2_moe.engine.checkpoint import checkpoints_below, damage_of, read_meta
 from swinv2_moe.errors import UserError
 
@@ -73,7 +73,7 @@ def _epoch(training: dict | None) -> float | None:
 
 
 def _model(meta: dict, directory: Path) -> str:
-    config = model_section(config_from_text(meta["config"], f"checkpoint {directory}"))
+    config = model_config(config_from_text(meta["config"], f"checkpoint {directory}"))
     trunk, layer = config.trunk, config.experts.layer
     depths = "-".join(map(str, trunk.depths))
     experts = "dense"

@@ -13,11 +13,12 @@ from yacs.config import CfgNode
 from swinv2_moe.config import (
     DataConfig,
     ModelConfig,
+    as_opts,
     config_from_text,
-    data_section,
+    data_config,
     default_config,
     merge_opts,
-    model_section,
+    model_config,
 )
 from swinv2_moe.engine import checkpoint
 from swinv2_moe.engine.agreement import check_same_start
@@ -26,12 +27,17 @@ from swinv2_moe.engine.distributed import World, expert_group, open_world
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerV2MoE, build_model
 
-# What a checkpoint's configuration says of the machines and the data it was trained on
-_NOT_THE_MODELS = "MODEL.NUM_CLASSES 0 DATA.GLOBAL_BATCH_SIZE 0 MODEL.MOE.EXPERT_PARALLEL_SIZE 0"
-_NOT_THE_MODELS += (
-    " MODEL.MOE.STRATEGY off MODEL.MOE.RANKS_PER_NODE 0 MODEL.MOE.KERNELS auto AUG.MIXUP 0"
-    " AUG.CUTMIX 0"
-)
+# Keys about the machines and the data of the training, with their values for any other use.
+_NOT_THE_MODELS = {
+    "MODEL.NUM_CLASSES": 0,
+    "DATA.GLOBAL_BATCH_SIZE": 0,
+    "MODEL.MOE.EXPERT_PARALLEL_SIZE": 0,
+    "MODEL.MOE.STRATEGY": "off",
+    "MODEL.MOE.RANKS_PER_NODE": 0,
+    "MODEL.MOE.KERNELS": "auto",
+    "AUG.MIXUP": 0,
+    "AUG.CUTMIX": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -45,12 +51,12 @@ class Deployed:
     @property
     def data(self) -> DataConfig:
         """The section of the data that the checkpoint is used with."""
-        return data_section(self.config)
+        return data_config(self.config)
 
     @property
     def model_config(self) -> ModelConfig:
         """The section of the model."""
-        return model_section(self.config)
+        return model_config(self.config)
 
     def model(self, num_classes: int) -> SwinTransformerV2MoE:
         """Its model on this rank's device, in evaluation mode; with `num_classes` 0 the model
@@ -151,9 +157,12 @@ def _configuration(
         dataset = _kind(
             Path(data).expanduser(), config_from_text(source.meta["config"], name).DATA.DATASET
         )
-    chosen = [("DATA.PATH", data), ("DATA.DATASET", dataset)]
-    pairs = [part for key, value in chosen if value is not None for part in (key, value)]
-    return config_from_text(source.meta["config"], name, [*_NOT_THE_MODELS.split(), *pairs, *opts])
+    keys = dict(_NOT_THE_MODELS)
+    if data is not None:
+        keys["DATA.PATH"] = data
+    if dataset is not None:
+        keys["DATA.DATASET"] = dataset
+    return config_from_text(source.meta["config"], name, [*as_opts(keys), *opts])
 
 
 def _kind(data: Path, trained_on: str) -> str:

@@ -11,11 +11,11 @@ from yacs.config import CfgNode
 
 from moe_core import moe_layers
 from swinv2_moe.config import (
-    data_section,
+    data_config,
     flatten,
-    model_section,
+    model_config,
     resolve_batch_size,
-    train_section,
+    train_config,
 )
 from swinv2_moe.data import Data, build_data
 from swinv2_moe.engine import checkpoint, optim
@@ -86,7 +86,7 @@ def train(
         trainer = Trainer(config, world, data, model)
         if source is not None:
             trainer.resume(source)
-        size = measure_model(model_section(config), data.num_classes)
+        size = measure_model(model_config(config), data.num_classes)
         warnings = _warnings(trainer)
         # on all ranks at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
@@ -130,7 +130,7 @@ def _load_data(config: CfgNode, world: World) -> tuple[Data, Staging | None]:
     Raises:
         UserError: on every rank, what one of them finds wrong; what `check_same_data` raises.
     """
-    data = world.everywhere(lambda: build_data(data_section(config), world.rank, world.size))
+    data = world.everywhere(lambda: build_data(data_config(config), world.rank, world.size))
     staging = world.everywhere(lambda: read_staging(config.DATA.PATH))
     train_images, val_images = data.train_loader.dataset.source, data.val_loader.dataset.source
     check_same_data(config.DATA.PATH, world, train_images, val_images, data.class_names)
@@ -151,15 +151,15 @@ def _starting_point(root: Path, resume: str | None, world: World) -> Checkpoint 
 
 def _warnings(trainer: Trainer) -> list[str]:
     """Every rank calls this."""
-    config, world = train_section(trainer.config), trainer.world
+    config, world = train_config(trainer.config), trainer.world
     rate = optim.scaled_learning_rate(config, config.base_lr, world.size)
-    lines = start_warnings(config, data_section(trainer.config), trainer.data, rate)
+    lines = start_warnings(config, data_config(trainer.config), trainer.data, rate)
     return lines + differing_versions(world)
 
 
 def _build_model(config: CfgNode, num_classes: int, world: World) -> SwinTransformerV2MoE:
     seed_everything(config.SEED)  # the same weights on any number of ranks
-    section = model_section(config)
+    section = model_config(config)
     return build_model(section, num_classes, expert_group(section.experts, world))
 
 
@@ -167,7 +167,7 @@ def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE, world: World)
     source = config.MODEL.PRETRAINED
     if not source:
         return
-    fit = partial(fit_head, expected=model.state_dict(), config=model_section(config))
+    fit = partial(fit_head, expected=model.state_dict(), config=model_config(config))
     try:
         found = None
         if Path(source).is_dir():
@@ -239,7 +239,7 @@ def _run_events(
     recorder.event("global_batch_size", trainer.global_batch)
     recorder.event("train_samples", trainer.data.train_size)
     recorder.event("eval_samples", trainer.data.val_size)
-    schedule = train_section(config)
+    schedule = train_config(config)
     rate = optim.scaled_learning_rate(schedule, schedule.base_lr, trainer.world.size)
     recorder.event("opt_base_learning_rate", rate)
     recorder.event("init_stop")

@@ -18,7 +18,7 @@ from moe_core import (
     prepared,
     strategy_decisions,
 )
-from swinv2_moe.config import config_from_text, data_section, train_section
+from swinv2_moe.config import config_from_text, data_config, train_config
 from swinv2_moe.data import Batch, Data, UnreadableImages
 from swinv2_moe.engine import checkpoint, optim
 from swinv2_moe.engine.checkpoint import Checkpoint
@@ -64,7 +64,7 @@ class Trainer:
         self.wrapped = parallelize(self.model, world, config.COMPILE, config.TRAIN.SHARD_TRUNK)
         self.global_batch = config.DATA.BATCH_SIZE * config.TRAIN.ACCUMULATION_STEPS * world.size
         self.steps_per_epoch = _steps_per_epoch(config, data)
-        schedule = train_section(config)
+        schedule = train_config(config)
         rate = optim.scaled_learning_rate(schedule, schedule.base_lr, world.size)
         self.optimizer = optim.build_optimizer(schedule, self.model, rate)
         self.schedule = optim.build_schedule(
@@ -72,7 +72,7 @@ class Trainer:
         )
         self.scaler = optim.LossScaler(config.AMP_ENABLE and config.AMP_DTYPE == "float16")
         self.mixup = build_mixup(
-            data_section(config).augment, config.MODEL.LABEL_SMOOTHING, data.num_classes
+            data_config(config).augment, config.MODEL.LABEL_SMOOTHING, data.num_classes
         )
         self.autocast = build_autocast(config, world)
         self.unreadable = UnreadableImages(

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from yacs.config import CfgNode
 
 from moe_core.checkpoint import sync_file
-from swinv2_moe.config import DataConfig
+from swinv2_moe.config import DataConfig, ExpertsConfig
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.engine.checkpoint import Checkpoint, count_classes, publish
 from swinv2_moe.engine.deployed import Deployed, open_deployed
@@ -124,7 +123,7 @@ def export_model(
             )
         class_names = _class_names(deployed.source)
         model = deployed.model(len(class_names))
-        _check_capacity(deployed.config, choices)
+        _check_capacity(deployed.model_config.experts, choices)
         is_chosen = bool(data or dataset or _WHERE_DATA_IS.intersection(opts[::2]))
         batches, compared_on = _batches(deployed, class_names, choices, is_chosen)
         found = _facts(deployed, class_names, choices) | compared_on | {"programs": {}}
@@ -210,16 +209,15 @@ def _class_names(source: Checkpoint) -> list[str]:
     return source.meta["class_names"] or [str(number) for number in range(count_classes(source))]
 
 
-def _check_capacity(config: CfgNode, choices: Choices) -> None:
-    moe = config.MODEL.MOE
-    if choices.capacity_factor is not None and not moe.NUM_EXPERTS:
+def _check_capacity(experts: ExpertsConfig, choices: Choices) -> None:
+    if choices.capacity_factor is not None and not experts.num_experts:
         raise UserError(
             f"--capacity-factor {choices.capacity_factor:g}: the model is dense, it has no experts"
         )
-    if choices.batch_size == 0 and moe.NUM_EXPERTS and moe.EVAL_CAPACITY_FACTOR:
+    if choices.batch_size == 0 and experts.num_experts and experts.eval_capacity_factor:
         raise UserError(
             "--batch-size 0 (any) needs --capacity-factor 0 (dropless): at"
-            f" {moe.EVAL_CAPACITY_FACTOR:g}, the rows of"
+            f" {experts.eval_capacity_factor:g}, the rows of"
             " an expert follow from the number of images"
         )
 
@@ -254,7 +252,7 @@ def _batches(
 
 def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict:
     """What a program that uses the logits has to know, and where they come from."""
-    data, experts = deployed.data, deployed.config.MODEL.MOE
+    data, experts = deployed.data, deployed.model_config.experts
     batch = choices.batch_size or None
     shape = [batch, data.in_chans, data.img_size, data.img_size]
     return {
@@ -263,8 +261,8 @@ def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict
         "preprocessing": preprocessing(data),
         "class_names": class_names,
         "dtype": choices.dtype,
-        "num_experts": experts.NUM_EXPERTS,
-        "capacity_factor": experts.EVAL_CAPACITY_FACTOR,
+        "num_experts": experts.num_experts,
+        "capacity_factor": experts.eval_capacity_factor,
         **deployed.facts(),
     }
 

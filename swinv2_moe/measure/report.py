@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader
 from PIL import Image
 from torch import Tensor
 
-from swinv2_moe.config import default_config, flatten
+from swinv2_moe.config import default_config, flatten, model_config
 from swinv2_moe.data.datasets import ImageDataset, Sample
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.engine.deployed import Deployed, open_deployed
@@ -173,12 +173,10 @@ def _status(run: RunRecord) -> str:
 
 
 def _experts(run: RunRecord) -> str:
-    moe = run.config.MODEL.MOE
-    return (
-        f"{moe.NUM_EXPERTS} experts in {len(run.layers)} layers, top {moe.TOP_K}"
-        if run.layers
-        else "dense"
-    )
+    layer = model_config(run.config).experts.layer
+    if layer is None or not run.layers:
+        return "dense"
+    return f"{layer.num_experts} experts in {len(run.layers)} layers, top {layer.top_k}"
 
 
 def _facts(run: RunRecord) -> dict[str, str]:

@@ -196,7 +196,7 @@ def draw_routing(
     """
     _check(output, count, limit)
     with open_deployed(resume, data, dataset, [*opts, *_DROPLESS]) as deployed:
-        if not deployed.config.MODEL.MOE.NUM_EXPERTS:
+        if not deployed.model_config.experts.num_experts:
             raise UserError(
                 f"checkpoint {deployed.source.directory}: a dense model, it has no experts"
             )
@@ -220,7 +220,7 @@ def draw_routing(
     }
     figures = {
         "routing.png": pictures_figure(
-            pictures, labels, list(layers), deployed.config.MODEL.MOE.NUM_EXPERTS
+            pictures, labels, list(layers), deployed.model_config.experts.num_experts
         )
     }
     figures["classes.png"] = classes_figure(tables, sources.class_names, found)

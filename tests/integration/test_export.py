@@ -14,7 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from tool_cases import ROOT, command
 
-from swinv2_moe.config import data_section, load_config, model_section
+from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import build_transform
 from swinv2_moe.engine.checkpoint import write_weights
 from swinv2_moe.engine.deployed import open_deployed
@@ -50,7 +50,7 @@ def checkpoints(tmp_path_factory, small):
     for name, keys in MODELS.items():
         config = load_config(None, [*small, *keys.split()])
         model, generator = (
-            build_model(model_section(config), len(CLASSES)),
+            build_model(model_config(config), len(CLASSES)),
             torch.Generator().manual_seed(0),
         )
         tensors = {
@@ -277,7 +277,7 @@ def test_the_example_says_what_the_model_says(exported, checkpoints, photographs
     with open_deployed(str(checkpoints / "experts"), opts=["DEVICE", "cpu"]) as deployed:
         model, transform = (
             deployed.model(len(CLASSES)),
-            build_transform(data_section(deployed.config), is_train=False),
+            build_transform(data_config(deployed.config), is_train=False),
         )
     for file in photographs:
         done = run_alone("examples/classify.py", exported[0], file)
@@ -306,12 +306,12 @@ def test_the_example_prepares_pictures_as_the_evaluation_does(size, keys, monkey
         np.random.default_rng(0).integers(0, 256, (*reversed(size), 3), dtype=np.uint8)
     )
     spec = {
-        "preprocessing": preprocessing(data_section(config)),
+        "preprocessing": preprocessing(data_config(config)),
         "input": {"shape": [1, 3, 192, 192]},
     }
     found, wanted = (
         torch.from_numpy(prepare(picture, spec)),
-        build_transform(data_section(config), is_train=False)(picture),
+        build_transform(data_config(config), is_train=False)(picture),
     )
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 

@@ -7,7 +7,7 @@ import pytest
 from moe_core import ACTIVATIONS, LOSSES, ROUTERS
 from swinv2_moe import imports
 from swinv2_moe.command import CommandParser, resume_command
-from swinv2_moe.config import config_from_text, load_config, model_section
+from swinv2_moe.config import config_from_text, load_config, model_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import import_file, imported_files
 
@@ -50,7 +50,7 @@ def test_a_registered_activation_is_a_choice_and_is_in_the_help(write, capsys):
     file = write(SQUARED_RELU)
     CommandParser().parse_args(["--import", str(file)])
     config = load_config(None, opts)
-    assert model_section(config).experts.layer.activation == "squared_relu_from_outside"
+    assert model_config(config).experts.layer.activation == "squared_relu_from_outside"
     assert imported_files() == (file,)
     with pytest.raises(SystemExit):
         CommandParser().parse_args(["--help"])

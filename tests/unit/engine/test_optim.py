@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swinv2_moe.config import train_section
+from swinv2_moe.config import train_config
 from swinv2_moe.engine import train
 from swinv2_moe.engine.checkpoint import open_checkpoint
 from swinv2_moe.engine.optim import (
@@ -49,7 +49,7 @@ def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
     config = make_config(
         tmp_path, keys | {"TRAIN.MIN_LR": 4e-4, "TRAIN.LAYER_DECAY": 0.5, "DATA.BATCH_SIZE": 128}
     )
-    config = train_section(config)
+    config = train_config(config)
     rate = scaled_learning_rate(config, config.base_lr, world_size=2)
     assert rate == pytest.approx(4e-3 * 2 * 128 / 512)
     optimizer = build_optimizer(config, make_trainer().model, rate)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from swinv2_moe.config import data_section, load_config, train_section
+from swinv2_moe.config import data_config, load_config, train_config
 from swinv2_moe.engine import train
 from swinv2_moe.engine.optim import scaled_learning_rate
 from swinv2_moe.engine.run_warnings import LossWatch, start_warnings
@@ -81,7 +81,7 @@ def test_learning_rates(keys, says, make_trainer):
     trainer = make_trainer(keys)
     highest = keys["TRAIN.BASE_LR"] * 256 / 512
     config = trainer.config
-    lines = start_warnings(train_section(config), data_section(config), trainer.data, highest)
+    lines = start_warnings(train_config(config), data_config(config), trainer.data, highest)
     assert [says in line for line in lines] == [True] * (says is not None)
 
 
@@ -93,10 +93,10 @@ def test_the_configurations_of_this_repository_have_usual_learning_rates(make_tr
     assert len(files) > 30
     for file in files:
         config = load_config(file, ["MODEL.PRETRAINED", "weights"], data="data")
-        training = train_section(config)
+        training = train_config(config)
         for ranks in (1, 8):
             rate = scaled_learning_rate(training, training.base_lr, ranks)
-            lines = start_warnings(training, data_section(config), trainer.data, rate)
+            lines = start_warnings(training, data_config(config), trainer.data, rate)
             assert lines == [], file
 
 
