@@ -20,7 +20,7 @@ help:
 	@echo "make bench   the MoE layer, its parts and the network beside dense ones, into benchmarks/results; make bench-gpu on a GPU"
 	@echo "make test    lint, then the whole test suite, detection included"
 	@echo "make test-newest   the same with the newest torch that pyproject.toml allows, in $(NEWEST)"
-	@echo "make lint    ruff alone"
+	@echo "make lint    ruff and mypy alone"
 	@echo "make setup   the environment alone, in $(VENV)"
 	@echo "make clean   remove $(VENV), $(NEWEST), caches and build leftovers; output/ and data/ stay"
 	@echo "Each makes the environment first if it is not there. Another Python: make PYTHON=python3.12 ..."
@@ -72,6 +72,7 @@ test-newest:
 lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

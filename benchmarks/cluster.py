@@ -31,8 +31,14 @@ import torch.distributed as dist
 from netns import Cluster, node_bytes_sent, require
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.cost_model import candidates
-from moe_core.parallel import ParallelStrategy, all_to_all, make_expert_groups
+from moe_core.parallel import (
+    ParallelStrategy,
+    Tuner,
+    all_to_all,
+    count_traffic,
+    make_expert_groups,
+)
+from moe_core.parallel.cost_model import candidates
 from swinv2_moe.measure.rounds import machine, median_and_spread, ratios
 
 FLOATS = 2**20 // 4  # in one MiB
@@ -108,7 +114,7 @@ def exchange(rank: int, world_size: int, per_node: int, rounds: int) -> dict:
         for name, way in ways.items():
             before = node_bytes_sent()
             dist.barrier()
-            with group.count_traffic() as traffic:
+            with count_traffic(group) as traffic:
                 way()
             dist.barrier()
             far = sum(
@@ -163,19 +169,20 @@ def tuner(rank: int, world_size: int, per_node: int, workload: str, rounds: int)
         Step(make_expert_groups(world_size), ParallelStrategy(), factors=factors, **dims)()
     tuned = Step(group, "auto", factors=factors, **dims)
     first = []
-    while len(group.tuner.decisions() if group.tuner else ()) < len(factors) and len(first) < 200:
+    tuner_of_group = Tuner.of(group)
+    while len(tuner_of_group.decisions()) < len(factors) and len(first) < 200:
         first.append(timed(tuned))
     fixed = candidates(dims["num_experts"], world_size, world_size // per_node)
     steps = {"tuner": tuned} | {str(s): Step(group, s, factors=factors, **dims) for s in fixed}
     times = interleaved(steps, rounds)
     decisions = {
-        f"capacity <= {2**key.bucket}": str(s) for key, s in group.tuner.decisions().items()
+        f"capacity <= {2**key.bucket}": str(s) for key, s in tuner_of_group.decisions().items()
     }
     return {
         "exploring_ms": first,
         "ms": times,
         "decisions": decisions,
-        "trials": group.tuner.trials,
+        "trials": tuner_of_group.trials,
     }
 
 

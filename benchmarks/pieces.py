@@ -23,8 +23,7 @@ from results_file import Table, publish
 from torch import Tensor
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.dispatch import combine, dispatch, make_plan
-from moe_core.kernels import fused_ffn
+from moe_core.ops import combine, dispatch, make_plan
 from moe_core.precision import without_autocast
 from moe_core.router import route
 from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
@@ -78,14 +77,13 @@ def pieces(
         "dispatch": (lambda: dispatch(tokens, plan), [tokens]),
         "experts": (lambda: layer.experts(rows, plan.offsets), [rows, *weights]),
         "combine": (lambda: combine(rows, gates, plan), [rows, gates]),
-        "the whole layer": (lambda: layer(x)[0], [x, *layer.parameters()]),
-    }
-    # in place of the three before
-    if fused_ffn.supports(tokens, config.activation, config.kernels):
-        parts["dispatch to combine as one"] = (
+        # In place of the three before. On a CPU these are three ops, too.
+        "dispatch to combine as one": (
             lambda: layer.experts(tokens, plan.offsets, gates=gates, plan=plan),
             [tokens, gates, *weights],
-        )
+        ),
+        "the whole layer": (lambda: layer(x)[0], [x, *layer.parameters()]),
+    }
     return parts
 
 

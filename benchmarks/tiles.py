@@ -1,6 +1,6 @@
 """The experts on a GPU with other tiles, and by F.grouped_mm: which is the fastest, for each shape.
 
-    python benchmarks/tiles.py                     (a GPU; triton_ffn.tiles has what is in use)
+    python benchmarks/tiles.py                     (a GPU; moe_ffn_triton.tiles has what is in use)
 
 From tokens to tokens in bf16, forward alone and forward and backward, in interleaved rounds. `in
 use`: what the layer takes; `F.grouped_mm`: dispatch, grouped products and combine as ops of their
@@ -23,9 +23,9 @@ from results_file import Table, publish
 from torch import Tensor
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.dispatch import combine, dispatch, make_plan
-from moe_core.kernels import triton_ffn
-from moe_core.kernels.triton_ffn import Tile
+from moe_core.ops import combine, dispatch, make_plan
+from moe_core.ops.moe_ffn import triton as moe_ffn_triton
+from moe_core.ops.moe_ffn.triton import Tile
 from moe_core.router import route
 from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
 
@@ -75,7 +75,7 @@ def alternatives(rows: int) -> dict[str, tuple[Tile | None, Tile | None]]:
 
 def main(command: Sequence[str] | None = None) -> None:
     args = arguments(command)
-    in_use, table, data, left_out = triton_ffn.tiles, [], [], []
+    in_use, table, data, left_out = moe_ffn_triton.tiles, [], [], []
     for shape in args.shapes:
         tokens, model_dim, num_experts, *rest = map(int, shape.split("x"))
         config = MoEConfig(
@@ -96,7 +96,7 @@ def main(command: Sequence[str] | None = None) -> None:
         def between(
             tiles: tuple[Tile | None, Tile | None], layer=layer, x=x, gates=gates, plan=plan
         ) -> Tensor:
-            triton_ffn.tiles = lambda *sizes: tuple(
+            moe_ffn_triton.tiles = lambda *sizes: tuple(
                 new or old for new, old in zip(tiles, in_use(*sizes), strict=True)
             )
             return layer.experts(x, plan.offsets, gates=gates, plan=plan)
@@ -130,7 +130,7 @@ def main(command: Sequence[str] | None = None) -> None:
                 cells += [median_and_spread(times[name], 3), median_and_spread(ratio, 3)]
                 data.append({"shape": shape, "tiles": name, "ms": list(times[name])})
             table.append([shape, name, *cells])
-    triton_ffn.tiles = in_use
+    moe_ffn_triton.tiles = in_use
     columns = [
         "TxMxE(xK)",
         "tiles",

@@ -25,6 +25,7 @@ from swinv2_moe.measure.throughput import (
     prepare,
     prepared_for_inference,
 )
+from swinv2_moe.model_types import model_section
 from swinv2_moe.models.attention import FusedWindowAttention
 
 TOLERANCE = 1e-4  # in fp32, of the largest value
@@ -39,7 +40,7 @@ def eager():
 def check(subject: Subject, config) -> None:
     device = next(subject.model.parameters()).device
     images = torch.randn(
-        2, config.MODEL.SWINV2.IN_CHANS, *2 * [config.DATA.IMG_SIZE], device=device
+        2, model_section(config).IN_CHANS, *2 * [config.DATA.IMG_SIZE], device=device
     )
     training = subject.model.training
     subject.model.eval()

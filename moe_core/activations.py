@@ -49,5 +49,5 @@ def activation_grad(name: str, grad: Tensor, z: Tensor) -> Tensor:
     """Write the gradient of z over `grad`, that of the activation of z."""
     if name in _GRADS_IN_PLACE:
         return _GRADS_IN_PLACE[name](grad, z)
-    _, pull_back = torch.func.vjp(ACTIVATIONS[name], z)
-    return grad.copy_(pull_back(grad)[0])
+    vjp = torch.func.vjp(ACTIVATIONS[name], z)[1]
+    return grad.copy_(vjp(grad)[0])

@@ -118,19 +118,15 @@ def damage(file: Path, record: dict[str, int | str]) -> str | None:
             size = os.fstat(content.fileno()).st_size
             if size != record["bytes"]:
                 return f"has {size:,} bytes, {record['bytes']:,} were written"
-            return (
-                None
-                if _digest(content) == record["sha256"]
-                else "is damaged (its checksum differs)"
-            )
+            if _digest(content) != record["sha256"]:
+                return "is damaged (its checksum differs)"
+            return None
     except PermissionError:
         raise
+    except FileNotFoundError:
+        return "is missing"
     except OSError as error:
-        return (
-            "is missing"
-            if isinstance(error, FileNotFoundError)
-            else f"cannot be read ({error.strerror})"
-        )
+        return f"cannot be read ({error.strerror})"
 
 
 def load_tensors(
@@ -179,7 +175,7 @@ def load_tensors(
 
 def count_experts(directory: Path) -> dict[str, int]:
     """How many expert files each layer has below `directory`."""
-    layers = sorted((directory / "experts").glob("*")) if (directory / "experts").is_dir() else []
+    layers = sorted(directory.glob("experts/*"))
     return {layer.name: len(list(layer.glob("*.safetensors"))) for layer in layers}
 
 
@@ -221,7 +217,10 @@ def _read_part(content, name: str, shard: ExpertShard) -> Tensor:
     """A shard's part of one expert's tensor."""
     if shard.num_parts == 1:
         return content[...]
-    length = content.get_shape()[0] if content.get_shape() else 1
+    shape = content.get_shape()
+    if len(shape) == 0:
+        raise ValueError(f"{name} is a scalar, which does not divide over {shard.num_parts} ranks")
+    length = shape[0]
     if length % shard.num_parts:
         raise ValueError(
             f"{name} has {length} entries, which do not divide over {shard.num_parts} ranks"

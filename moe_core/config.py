@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moe_core.ops.backend import KERNELS
 from moe_core.registry import ACTIVATIONS, LOSSES, ROUTERS
-
-KERNELS = ("auto", "triton", "torch")
 
 
 @dataclass(frozen=True)

@@ -4,28 +4,19 @@
 # ranks share one)
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+import moe_core.activations  # noqa: F401 - registers the built-in ones
 from moe_core.config import ExpertShard, MoEConfig
-from moe_core.kernels import empty, expert_ffn, moe_ffn, pack_weights
+from moe_core.ops import DispatchPlan, ExpertWeights, empty, expert_ffn, moe_ffn, pack_weights
 from moe_core.precision import expert_dtype
 from moe_core.prepared import PreparedValue
 from moe_core.registry import ACTIVATIONS
 
 _MOST_COPIED = 1 << 28  # bytes of weights that `prepared` may hold twice in one dtype
-
-
-class ExpertWeights(NamedTuple):
-    """What one pass computes with: [E, H, M], [E, H] or None, [E, H, M], [E, M] or None."""
-
-    w1: Tensor
-    b1: Tensor | None
-    w2: Tensor
-    b2: Tensor | None
 
 
 class Experts(nn.Module):
@@ -40,24 +31,20 @@ class Experts(nn.Module):
     def __init__(self, config: MoEConfig, shard: ExpertShard | None = None, device=None) -> None:
         super().__init__()
         self.config, self.shard = config, shard or config.shard(0, 1)
-        # of the parameters, as a kernel reads them
+        # Copies of the parameters, as a kernel reads them.
         self._copies: PreparedValue[ExpertWeights] = PreparedValue()
         self.activation = ACTIVATIONS[config.activation]
-        experts, hidden = self.shard.num_experts, config.hidden_dim // self.shard.num_parts
-        has_b1, has_b2 = config.bias, config.bias and config.output_bias
-        self.w1 = self._new(True, experts, hidden, config.model_dim, device=device)
-        self.b1 = self._new(has_b1, experts, hidden, device=device)
-        self.w2 = self._new(True, experts, hidden, config.model_dim, device=device)
-        self.b2 = self._new(
-            has_b2, experts, config.model_dim // self.shard.num_parts, device=device
-        )
+        num_experts, num_parts = self.shard.num_experts, self.shard.num_parts
+        hidden_dim, bias_dim = config.hidden_dim // num_parts, config.model_dim // num_parts
+        self.w1 = _new_parameter((num_experts, hidden_dim, config.model_dim), device)
+        self.b1: nn.Parameter | None = None
+        if config.bias:
+            self.b1 = _new_parameter((num_experts, hidden_dim), device)
+        self.w2 = _new_parameter((num_experts, hidden_dim, config.model_dim), device)
+        self.b2: nn.Parameter | None = None
+        if config.bias and config.output_bias:
+            self.b2 = _new_parameter((num_experts, bias_dim), device)
         self.reset_parameters()
-
-    def _new(self, present: bool, *shape: int, device) -> nn.Parameter | None:
-        if not present:
-            return None
-        device = torch.get_default_device() if device is None else torch.device(device)
-        return nn.Parameter(empty(shape, torch.get_default_dtype(), device, reuse=False))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -69,37 +56,61 @@ class Experts(nn.Module):
         seed = int(torch.randint(2**62, (1,), device="cpu"))
         for e in range(len(self.w1)):
             generator = torch.Generator().manual_seed(seed + self.shard.first_expert + e)
-            for weight, bias, bias_dim in (
-                (self.w1, self.b1, hidden_dim),
-                (self.w2, self.b2, model_dim),
+            matrix = (hidden_dim, model_dim)
+            for tensor, shape, fan_in in (
+                (self.w1, matrix, model_dim),
+                (self.b1, (hidden_dim,), model_dim),
+                (self.w2, matrix, hidden_dim),
+                (self.b2, (model_dim,), hidden_dim),
             ):
-                fan_in = model_dim if weight is self.w1 else hidden_dim
-                for tensor, shape in ((weight, (hidden_dim, model_dim)), (bias, (bias_dim,))):
-                    if tensor is not None:
-                        whole = _initial(shape, self.config.init_std, fan_in, generator)
-                        tensor[e].copy_(whole.chunk(self.shard.num_parts)[self.shard.part])
+                if tensor is not None:
+                    values = _initial(shape, self.config.init_std, fan_in, generator)
+                    tensor[e].copy_(values.chunk(self.shard.num_parts)[self.shard.part])
 
     def weights(
         self, dtype: torch.dtype, gather: Callable[[Tensor], Tensor] | None = None
     ) -> ExpertWeights:
-        """What to compute with in `dtype`. Read it within the module's call, after its hooks.
+        """The weights to compute with in `dtype`. Read them within the module's call, after its
+        hooks.
 
-        These are the parameters, which the kernel casts; within `prepared`, copies of them
-        (`_copy`). `gather` joins each parameter with those of the ranks that share it.
+        Args:
+            gather: joins a parameter with those of the ranks that share it.
+
+        Returns:
+            The parameters, which the op casts. Within `prepared`, copies in `dtype`, without
+            gradients also in the order that a kernel reads.
         """
         parameters = ExpertWeights(self.w1, self.b1, self.w2, self.b2)
         if gather is not None:
-            return ExpertWeights(*(None if p is None else gather(p) for p in parameters))
+            b1 = None if self.b1 is None else gather(self.b1)
+            b2 = None if self.b2 is None else gather(self.b2)
+            return ExpertWeights(gather(self.w1), b1, gather(self.w2), b2)
         w1, w2 = parameters.w1, parameters.w2
-        forward_only = not torch.is_grad_enabled()
-        packing = forward_only and self.config.kernels != "torch"
-        if dtype == w1.dtype and not (packing and w1.nbytes + w2.nbytes < _MOST_COPIED):
+        may_pack = not torch.is_grad_enabled()
+        is_worth_packing = may_pack and w1.nbytes + w2.nbytes < _MOST_COPIED
+        if dtype == w1.dtype and not is_worth_packing:
             return parameters
         sources = [p for p in parameters if p is not None]
-        key = (dtype, forward_only, w1.device)
-        pack_for = self.config.activation if packing else None
-        copies = self._copies.get(sources, key, lambda: _copy(parameters, dtype, pack_for))
+        key = (dtype, may_pack, w1.device)
+        copies = self._copies.get(sources, key, lambda: self._copy(parameters, dtype, may_pack))
         return copies or parameters
+
+    def _copy(self, weights: ExpertWeights, dtype: torch.dtype, may_pack: bool) -> ExpertWeights:
+        """Copies in `dtype`; w1 and w2 in the order that a kernel reads, if there is one."""
+
+        def cast(weight: Tensor) -> Tensor:
+            if weight.dtype == dtype:
+                return weight
+            return empty(weight.shape, dtype, weight.device, reuse=False).copy_(weight)
+
+        packed = None
+        if may_pack:
+            config = self.config
+            packed = pack_weights(weights.w1, weights.w2, dtype, config.activation, config.kernels)
+        w1, w2 = packed or (cast(weights.w1), cast(weights.w2))
+        b1 = None if weights.b1 is None else cast(weights.b1)
+        b2 = None if weights.b2 is None else cast(weights.b2)
+        return ExpertWeights(w1, b1, w2, b2)
 
     def forward(
         self,
@@ -107,48 +118,37 @@ class Experts(nn.Module):
         offsets: Tensor,
         weights: Callable[[], ExpertWeights] | None = None,
         gates: Tensor | None = None,
-        plan: Sequence[Tensor | None] | None = None,
+        plan: DispatchPlan | None = None,
     ) -> Tensor:
         """Each row through its expert.
 
         Args:
             x: rows [N, M] grouped by expert; with `gates` and `plan`, tokens [T, M].
             offsets: [E], where each expert's rows end.
-            weights: reads what to compute with; called here, so that hooks of this module have run.
-                None: `weights()`.
-            gates, plan: gate values [T, K] and a DispatchPlan. Dispatch and combine are then parts
-                of the same op.
+            weights: reads the weights to compute with. It is called here, so that hooks of this
+                module have run. None: `self.weights`.
+            gates, plan: gate values [T, K] and the plan. Dispatch and combine are then part of this
+                call.
 
         Returns:
             Like x.
         """
-        dtype = x.dtype if plan is not None else expert_dtype(x)
-        w1, b1, w2, b2 = self.weights(dtype) if weights is None else weights()
-        config = self.config
-        dropout = config.hidden_dropout if self.training else 0.0
-        if plan is not None:
-            return moe_ffn(x, gates, w1, b1, w2, b2, *plan[:4], config.activation, dropout)
-        return expert_ffn(
-            x.to(dtype), w1, b1, w2, b2, offsets, config.activation, dropout, config.kernels
-        )
+        x = x.to(expert_dtype(x))
+        if weights is None:
+            used = self.weights(x.dtype)
+        else:
+            used = weights()
+        dropout = self.config.hidden_dropout if self.training else 0.0
+        settings = (self.config.activation, dropout, self.config.kernels)
+        if plan is None or gates is None:
+            return expert_ffn(x, used, offsets, *settings)
+        return moe_ffn(x, gates, used, plan, *settings)
 
 
-def _copy(weights: ExpertWeights, dtype: torch.dtype, pack_for: str | None) -> ExpertWeights:
-    """Copies in `dtype`; w1 and w2 in the order of a kernel without gradients, if there is one for
-    `pack_for`.
-
-    Args:
-        pack_for: the activation; None: no kernel reads another order.
-    """
-
-    def cast(weight: Tensor | None) -> Tensor | None:
-        if weight is None or weight.dtype == dtype:
-            return weight
-        return empty(weight.shape, dtype, weight.device, reuse=False).copy_(weight)
-
-    packed = pack_weights(weights.w1, weights.w2, dtype, pack_for) if pack_for else None
-    w1, w2 = packed or (cast(weights.w1), cast(weights.w2))
-    return ExpertWeights(w1, cast(weights.b1), w2, cast(weights.b2))
+def _new_parameter(shape: tuple[int, ...], device) -> nn.Parameter:
+    """Uninitialised, in torch's default dtype; `device` None is torch's default device."""
+    device = torch.get_default_device() if device is None else torch.device(device)
+    return nn.Parameter(empty(shape, torch.get_default_dtype(), device, reuse=False))
 
 
 def _initial(

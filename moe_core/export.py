@@ -87,7 +87,7 @@ class _Plan(NamedTuple):
 def _plan(
     expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None
 ) -> _Plan:
-    """`dispatch.make_plan` in operations that ONNX has, the rows of each expert filled up to its
+    """`ops.make_plan` in operations that ONNX has, the rows of each expert filled up to its
     capacity.
 
     Args: as there.
@@ -158,11 +158,12 @@ class _Batched(nn.Module):
     def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
         """rows [E * C, M] -> the same."""
         e = self.experts
-        w1, b1, w2, b2 = (None if p is None else p.to(rows.dtype) for p in (e.w1, e.b1, e.w2, e.b2))
-        hidden = self.experts.activation(
-            _product(rows.unflatten(0, (len(sizes), -1)), w1.transpose(1, 2), b1)
-        )
-        return _product(hidden, w2, b2).flatten(0, 1)
+        dtype = rows.dtype
+        b1 = None if e.b1 is None else e.b1.to(dtype)
+        b2 = None if e.b2 is None else e.b2.to(dtype)
+        rows = rows.unflatten(0, (len(sizes), -1))  # [E, C, M]
+        hidden = e.activation(_product(rows, e.w1.to(dtype).transpose(1, 2), b1))
+        return _product(hidden, e.w2.to(dtype), b2).flatten(0, 1)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

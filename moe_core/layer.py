@@ -1,11 +1,9 @@
-"""The mixture-of-experts layer: route, dispatch, exchange, experts, exchange, combine."""
+"""The mixture-of-experts layer: route, plan, and exchange tokens with the experts."""
 
 # T tokens, E experts, K top-k, N kept rows, M model dim
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,24 +11,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_core.config import MoEConfig, expert_capacity
-from moe_core.dispatch import DispatchPlan, combine, dispatch, make_plan
-from moe_core.experts import Experts, ExpertWeights
-from moe_core.kernels import fused_ffn
-from moe_core.parallel import ExpertGroup, ParallelStrategy
-from moe_core.parallel.gather import strategy_weights
-from moe_core.parallel.pipeline import Pipeline
-from moe_core.parallel.tuner import Tuner
+from moe_core.experts import Experts
+from moe_core.ops import DispatchPlan, make_plan
+from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
+from moe_core.parallel.exchange import Exchange, apply_experts, make_exchange
+from moe_core.parallel.tuner import Trial
 from moe_core.precision import expert_dtype, without_autocast
 from moe_core.rounding import round_to_tiles
 from moe_core.router import Routing, make_router, perturb_input, route
 
 
 class RoutingStats(NamedTuple):
-    """What a forward pass did with the tokens of this rank, for logs; detached, on the device."""
+    """Statistics of this rank's tokens in a forward pass, for logs; detached, on the device."""
 
     # [E] choices per expert, before any drop and without those that fill tiles (round_to)
     counts: Tensor
-    # scalar: share of these choices that found their expert full, or rounded down
+    # scalar: share of these choices that were dropped: their expert was full, or rounded down
     dropped_share: Tensor
     entropy: Tensor  # scalar: mean entropy of the router's probabilities, in nats
 
@@ -44,8 +40,9 @@ class MoELayer(nn.Module):
             shares (parts of one expert where ranks are more); None: all experts in this process.
             Give several layers one ExpertGroup, rather than a process group each, and they share
             what their strategies set up.
-        strategy: how the group is used; it changes neither the result nor who owns which parameter.
-            "auto" tries strategies while training and keeps the fastest (moe_core.parallel.tuner).
+        strategy: how the group is used; it changes neither the result nor which rank owns which
+            parameter. "auto" tries strategies while training and keeps the fastest
+            (moe_core.parallel.tuner).
         router: in place of the configured one, a module from tokens [T, M] to logits [T, E]; or
             several of them, of which each call takes one.
         experts: in place of the built-in ones, a module from (rows [N, M], offsets [E_local]) to
@@ -75,8 +72,7 @@ class MoELayer(nn.Module):
         if experts is not None and self.shard.num_parts > 1:
             raise ValueError(
                 f"an experts module needs num_experts ({config.num_experts}) to be at least the"
-                " expert-parallel size"
-                f" ({self.group.size})"
+                f" expert-parallel size ({self.group.size})"
             )
         self.strategy = strategy
         self.router = make_router(config, device) if router is None else router
@@ -84,14 +80,15 @@ class MoELayer(nn.Module):
             self.router = nn.ModuleList(router)
         self._untried_experts = experts is not None and self.group.size > 1
         self.experts = Experts(config, self.shard, device) if experts is None else experts
-        self._check_strategy(strategy)
+        self._exchanges: dict[ParallelStrategy, Exchange] = {}
+        if strategy != "auto":
+            self._exchange_of(strategy)
         self._equalise_replicas()
         self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     @property
     def last_routing(self) -> RoutingStats | None:
-        """Of the last forward pass; worked out now, since most passes are not asked. None before
-        the first."""
+        """Statistics of the last forward pass, computed when read; None before the first."""
         return None if self._last is None else _statistics(*self._last)
 
     def extra_repr(self) -> str:
@@ -101,7 +98,7 @@ class MoELayer(nn.Module):
         )
 
     def __prepare_scriptable__(self) -> "MoELayer":
-        """torch.jit.script asks every module for what it is to compile."""
+        """torch.jit.script calls this for every module that it compiles."""
         raise NotImplementedError(
             "torch.jit.script cannot compile a MoELayer: use torch.compile or torch.export"
         )
@@ -123,8 +120,8 @@ class MoELayer(nn.Module):
         `capacity_factor` of 0 means 0. `router` is the number of one of several.
 
         Args:
-            mask: bool [...]; the layer does as if the tokens where it is False were not there: no
-                capacity, no part in the loss or in the statistics, 0 for y.
+            mask: bool [...]; tokens where it is False are ignored: they take no capacity and no
+                part in the loss or in the statistics, and their y is 0.
             num_tokens: how many are True, where the caller knows; otherwise they are counted, which
                 waits for the device.
 
@@ -141,11 +138,11 @@ class MoELayer(nn.Module):
         forward = self._forward if self.group.size == 1 else self._forward_uncompiled
         if mask is None:
             return forward(x, top_k, capacity_factor, strategy, router)
-        tokens, present = x.reshape(-1, x.shape[-1]), _positions(mask.flatten(), num_tokens)
-        y, aux_loss = forward(
-            tokens.index_select(0, present), top_k, capacity_factor, strategy, router
-        )
-        return torch.zeros_like(tokens).index_copy(0, present, y).view_as(x), aux_loss
+        tokens = x.reshape(-1, x.shape[-1])  # [T, M]
+        positions = _positions(mask.flatten(), num_tokens)
+        kept_tokens = tokens.index_select(0, positions)
+        y, aux_loss = forward(kept_tokens, top_k, capacity_factor, strategy, router)
+        return torch.zeros_like(tokens).index_copy(0, positions, y).view_as(x), aux_loss
 
     @torch.compiler.disable
     def _forward_uncompiled(self, *args) -> tuple[Tensor, Tensor]:
@@ -154,84 +151,73 @@ class MoELayer(nn.Module):
     def _forward(
         self, x: Tensor, top_k, capacity_factor, strategy, router: int
     ) -> tuple[Tensor, Tensor]:
+        """`forward` of all tokens: route, plan, exchange with the experts and combine."""
         config = self.config
         top_k = min(config.top_k if top_k is None else top_k, config.num_experts)
         capacity_factor = config.capacity_factor if capacity_factor is None else capacity_factor
         strategy = self.strategy if strategy is None else strategy
         self._check(x, top_k, capacity_factor, strategy, router)
+
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
         routing = self._route(tokens, top_k, router)
         capacity = self._capacity(tokens, top_k, capacity_factor)
-        if self.training and config.round_to:
-            routing, plan = round_to_tiles(routing, config, capacity)
+        routing, plan = self._plan(routing, capacity)
+        self._keep_statistics(routing, plan, top_k)
+
+        tokens = self._expert_input(tokens)
+        strategy, trial = self._choose(strategy, tokens, plan, top_k, capacity)
+        exchange = self._exchange_of(strategy)
+        if trial is None:
+            y = exchange(self.experts, tokens, routing.gates, plan)
         else:
-            plan = self._plan(routing, capacity)
-        # not the choices that fill tiles
-        kept = None if plan.kept is None else plan.kept[:, :top_k]
-        self._last = (routing.probs.detach(), plan.counts, kept)
-        tokens = tokens.to(expert_dtype(tokens))
-        if self.group.size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
-            tokens = (
-                tokens.detach().requires_grad_()
-            )  # all ranks go back or none, also with an x that needs no gradient
-        if strategy == "auto":
-            y = self._through_experts_tuned(tokens, routing.gates, plan, top_k, capacity)
-        else:
-            y = self._through_experts(tokens, routing.gates, plan, strategy)
+            y = trial.end(exchange(self.experts, trial.begin(tokens), routing.gates, plan))
         return y.to(x.dtype).view_as(x), routing.aux_loss
 
-    def _through_experts(
-        self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, strategy: ParallelStrategy
-    ) -> Tensor:
-        """tokens [T, M] -> the experts' answers, weighted by `gates` [T, K] and summed [T, M]."""
-        experts, kernels = self.experts, self.config.kernels
-        stay = self.group.size == 1 or strategy.r == 0  # no row leaves this rank
-        if isinstance(experts, Experts):
-            weights = self._shared_weights(strategy, tokens.dtype)
-            if stay and fused_ffn.supports(tokens, self.config.activation, kernels):
-                return experts(tokens, plan.offsets, weights=weights, gates=gates, plan=plan)
-            experts = partial(experts, weights=weights)
-        if stay:
-            rows = _apply(experts, dispatch(tokens, plan, kernels), plan.offsets)
-            return combine(rows, gates, plan, kernels)
-        pipeline = Pipeline(plan, self.config.num_experts, self.group, strategy)
-        rows = dispatch(tokens, pipeline.plan, kernels)  # [r * N, M]
-        rows = pipeline.run(rows, partial(_apply, experts))
-        return combine(rows, gates.repeat_interleave(strategy.r, 1), pipeline.plan, kernels)
+    def _expert_input(self, tokens: Tensor) -> Tensor:
+        """The tokens in the dtype of the experts. Over several ranks they require a gradient, also
+        where x does not: all ranks have a backward pass, or none."""
+        tokens = tokens.to(expert_dtype(tokens))
+        if self.group.size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
+            return tokens.detach().requires_grad_()
+        return tokens
 
-    def _shared_weights(
-        self, strategy: ParallelStrategy, dtype: torch.dtype
-    ) -> Callable[[], ExpertWeights] | None:
-        """Reads the experts' weights from the ranks that share them; once, however many chunks are
-        computed with them.
+    def _exchange_of(self, strategy: ParallelStrategy) -> Exchange:
+        """The exchange of a strategy, made and checked when first asked for.
 
-        Called within the experts' own call. None: this rank's own are all that is needed.
+        Raises:
+            ValueError: a strategy that does not fit the group or the experts.
         """
-        if self.group.size == 1:
-            return None
-        read = partial(
-            strategy_weights, self.experts, self.config.num_experts, self.group, strategy.r, dtype
-        )
-        return functools.cache(read)
+        if not isinstance(strategy, ParallelStrategy):
+            raise ValueError(f"strategy ({strategy!r}) must be a ParallelStrategy or 'auto'")
+        if strategy not in self._exchanges:
+            exchange = make_exchange(self.config, self.group, strategy)
+            if strategy.r != 1 and not isinstance(self.experts, Experts):
+                raise ValueError(f"r ({strategy.r}) must be 1 with an experts module of one's own")
+            self._exchanges[strategy] = exchange
+        return self._exchanges[strategy]
 
-    def _through_experts_tuned(
-        self, tokens: Tensor, gates: Tensor, plan: DispatchPlan, top_k: int, capacity: int | None
-    ) -> Tensor:
-        """The same with the strategy that the group's tuner has found for this capacity, or tries
-        now."""
+    def _choose(
+        self,
+        strategy: ParallelStrategy | str,
+        tokens: Tensor,
+        plan: DispatchPlan,
+        top_k: int,
+        capacity: int | None,
+    ) -> tuple[ParallelStrategy, Trial | None]:
+        """The strategy of this call and the trial that it is, if any. For "auto", what the group's
+        tuner has found for this capacity, or tries now."""
+        if strategy != "auto":
+            return strategy, None
         if self.group.size == 1:
-            return self._through_experts(tokens, gates, plan, ParallelStrategy())
-        needed = capacity
+            return ParallelStrategy(), None
         if capacity is None:
             rows = plan.offsets.diff(prepend=plan.offsets.new_zeros(1))  # [E]
-            needed = self.group.max(int(rows.max()), tokens.device)
-        tuner, built_in = Tuner.of(self.group), isinstance(self.experts, Experts)
-        key = tuner.key(self.config, top_k, tokens.element_size(), built_in, needed)
+            capacity = self.group.ranks.max(int(rows.max()), tokens.device)
+        tuner = Tuner.of(self.group)
+        built_in = isinstance(self.experts, Experts)
+        key = tuner.key(self.config, top_k, tokens.element_size(), built_in, capacity)
         explore = self.training and torch.is_grad_enabled() and tokens.requires_grad
-        strategy, trial = tuner.choose(self, key, explore)
-        if trial is None:
-            return self._through_experts(tokens, gates, plan, strategy)
-        return trial.end(self._through_experts(trial.begin(tokens), gates, plan, strategy))
+        return tuner.choose(self, key, explore)
 
     def _route(self, tokens: Tensor, top_k: int, router: int) -> Routing:
         # At least fp32, autocast or not: a bf16 softmax flips close choices.
@@ -246,14 +232,22 @@ class MoELayer(nn.Module):
         if capacity_factor == 0:
             return None
         # len would fix it in torch.export
-        most_tokens = self.group.max(tokens.shape[0], tokens.device)
+        most_tokens = self.group.ranks.max(tokens.shape[0], tokens.device)
         return expert_capacity(most_tokens, self.config.num_experts, top_k, capacity_factor)
 
-    def _plan(self, routing: Routing, capacity: int | None) -> DispatchPlan:
-        priority = routing.probs.detach().amax(1) if self.config.batch_prioritized else None
-        return make_plan(
-            routing.expert_ids, self.config.num_experts, capacity, priority, self.config.kernels
-        )
+    def _plan(self, routing: Routing, capacity: int | None) -> tuple[Routing, DispatchPlan]:
+        """The plan, and the routing that it is of: token rounding adds a choice to each token."""
+        config = self.config
+        if self.training and config.round_to:
+            return round_to_tiles(routing, config, capacity)
+        priority = routing.probs.detach().amax(1) if config.batch_prioritized else None
+        plan = make_plan(routing.expert_ids, config.num_experts, capacity, priority, config.kernels)
+        return routing, plan
+
+    def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
+        """Keep what `last_routing` is computed from; not the choices that fill tiles."""
+        kept = None if plan.kept is None else plan.kept[:, :top_k]
+        self._last = (routing.probs.detach(), plan.counts, kept)
 
     # Everything that can be wrong is found on every rank before the first collective.
 
@@ -274,8 +268,8 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"router ({router}) must be below the layer's number of routers ({num_routers})"
             )
-        if strategy is not self.strategy:
-            self._check_strategy(strategy)
+        if strategy != "auto":
+            self._exchange_of(strategy)
         if self.group.size > 1:
             for name, parameter in self.named_parameters():
                 if parameter.device != x.device:
@@ -284,42 +278,30 @@ class MoELayer(nn.Module):
                     )
             self._try_experts(x)
 
-    def _check_strategy(self, strategy: ParallelStrategy) -> None:
-        if strategy == "auto":
-            return
-        if not isinstance(strategy, ParallelStrategy):
-            raise ValueError(f"strategy ({strategy!r}) must be a ParallelStrategy or 'auto'")
-        strategy.check(self.config.num_experts, self.group.size)
-        if strategy.r != 1 and not isinstance(self.experts, Experts):
-            raise ValueError(f"r ({strategy.r}) must be 1 with an experts module of one's own")
-        if strategy.all_to_all == "2dh":
-            self.group.ranks_per_node(strategy.ranks_per_node)
-
     def _try_experts(self, x: Tensor) -> None:
+        """Try an experts module of the user's on one row for each expert, once."""
         if not self._untried_experts:
             return
         training = [module for module in self.experts.modules() if module.training]
         self.experts.eval()  # statistics of batches, say, must not see these rows
         with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
             rows = x.new_zeros(self.shard.num_experts, self.config.model_dim)
-            _apply(
-                self.experts,
-                rows,
-                torch.arange(1, len(rows) + 1, dtype=torch.int32, device=x.device),
-            )
+            offsets = torch.arange(1, len(rows) + 1, dtype=torch.int32, device=x.device)
+            apply_experts(self.experts, rows, offsets)
         for module in training:
             module.training = True
         self._untried_experts = False
 
     @torch.no_grad()
     def _equalise_replicas(self) -> None:
-        """Replicas begin with the first one's experts, as DistributedDataParallel does with what is
-        shared."""
-        group = self.group
-        for parameter in self.experts.parameters() if group.num_replicas > 1 else ():
+        """Copy the experts of the first replica to the others, as DistributedDataParallel does with
+        shared parameters."""
+        if self.group.num_replicas == 1:
+            return
+        for parameter in self.experts.parameters():
             if not parameter.is_meta:
-                value = parameter.to(group.device, copy=True)
-                dist.broadcast(value, group_src=0, group=group.replicas)
+                value = parameter.to(self.group.ranks.device, copy=True)
+                self.group.replicas.broadcast(value, "broadcast of the first replica's experts")
                 parameter.copy_(value)
 
 
@@ -347,23 +329,11 @@ def _positions(mask: Tensor, count: int | None) -> Tensor:
     return mask.nonzero_static(size=count).squeeze(1)
 
 
-def _apply(experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, offsets: Tensor) -> Tensor:
-    out = experts(rows, offsets)
-    if out.shape != rows.shape:
-        raise ValueError(
-            f"the experts returned shape {tuple(out.shape)} for rows of shape {tuple(rows.shape)}"
-        )
-    return out
-
-
 @torch.no_grad()
 def _statistics(probs: Tensor, counts: Tensor, kept: Tensor | None) -> RoutingStats:
     """probs [T, E], counts [E] and kept [T, K], None where nothing can drop."""
-    dropped_share = (
-        counts.new_zeros((), dtype=torch.float32)
-        if kept is None
-        else (~kept).sum() / max(kept.numel(), 1)
-    )
-    return RoutingStats(
-        counts, dropped_share, torch.special.entr(probs).sum() / max(probs.shape[0], 1)
-    )
+    dropped_share = counts.new_zeros((), dtype=torch.float32)
+    if kept is not None:
+        dropped_share = (~kept).sum() / max(kept.numel(), 1)
+    entropy = torch.special.entr(probs).sum() / max(probs.shape[0], 1)
+    return RoutingStats(counts, dropped_share, entropy)

@@ -117,10 +117,12 @@ def auxiliary_loss(
     Raises:
         ValueError: a registered loss returned another shape.
     """
+    total_tokens: int | Tensor = num_tokens
     if reduce is not None and kind != "none":
         totals = reduce(torch.cat([sums.flatten(), sums.new_full((1,), num_tokens)]))
-        sums, num_tokens = totals[:-1].view_as(sums), totals[-1]  # the number stays on the device
-    loss = LOSSES[kind]().value(sums, num_tokens)
+        sums = totals[:-1].view_as(sums)
+        total_tokens = totals[-1]  # stays on the device
+    loss = LOSSES[kind]().value(sums, total_tokens)
     if loss.ndim != 0:
         raise ValueError(f"aux_loss {kind!r} returned shape {list(loss.shape)}, not a scalar")
     return loss

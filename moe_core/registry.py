@@ -1,4 +1,4 @@
-"""Named alternatives that a configuration chooses from: routers, losses, activations.
+"""Named alternatives that a configuration chooses from: routers, losses, activations, all-to-alls.
 
 A new one is a file of its own, inside this package or outside of it:
 
@@ -21,7 +21,8 @@ class Registry(Mapping[str, Any]):
     """Alternatives of one kind by name, in the order of their registration.
 
     Args:
-        kind: what messages call one of them, as the field of MoEConfig that names it.
+        kind: what messages call one of them, as the field of MoEConfig or ParallelStrategy that
+            names it.
     """
 
     def __init__(self, kind: str) -> None:
@@ -73,6 +74,7 @@ class Registry(Mapping[str, Any]):
 ROUTERS = Registry("router")
 LOSSES = Registry("aux_loss")
 ACTIVATIONS = Registry("activation")
+ALL_TO_ALLS = Registry("all_to_all")
 
 
 def register_router(name: str) -> Callable[[Value], Value]:
@@ -103,3 +105,14 @@ def register_activation(name: str) -> Callable[[Value], Value]:
         ValueError: the name is taken.
     """
     return ACTIVATIONS.register(name)
+
+
+def register_all_to_all(name: str) -> Callable[[Value], Value]:
+    """Register an all-to-all algorithm: a subclass of `moe_core.parallel.AllToAll`.
+
+    Every rank registers the same algorithms, so that all tuners rank the same strategies.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    return ALL_TO_ALLS.register(name)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_core.config import MoEConfig
-from moe_core.dispatch import DispatchPlan, make_plan
+from moe_core.ops import DispatchPlan, make_plan
 from moe_core.router import Routing
 
 
@@ -47,6 +47,7 @@ def round_to_tiles(
     gates = routing.probs.gather(1, ids)
     plan = make_plan(ids, config.num_experts, limits, gates.detach(), config.kernels, num_rows)
     if config.normalize_gates and top_k > 1:
+        assert plan.kept is not None
         gates = gates.where(plan.kept, 0)
         total = gates.sum(1, keepdim=True)
         gates = gates / total.where(total > 0, 1)  # 0 where no choice is kept

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core.config import MoEConfig
-from moe_core.kernels import routing
 from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
+from moe_core.ops import route as choose_experts
 from moe_core.registry import ROUTERS, register_router
 
 
@@ -109,7 +109,7 @@ def route(
 
     In training the logits get `gate_noise * N(0, 1) / E`; the choice, the gate values and the
     loss's probabilities are those of the noisy logits. `reduce` sums over ranks for a loss of all
-    their tokens (`losses.auxiliary_loss`); `kernels`: see kernels.routing.choose. Source: arXiv
+    their tokens (`losses.auxiliary_loss`); `kernels`: see ops.backend.select. Source: arXiv
     2206.03382, section 4.1; exact semantics as in its public code.
     """
     if logits.ndim != 2 or logits.shape[1] != config.num_experts:
@@ -118,53 +118,19 @@ def route(
             f" {config.num_experts}]"
         )
     noise_std = config.gate_noise / config.num_experts if training else 0.0
-    noisy = logits + noise_std * torch.randn_like(logits) if noise_std else logits
-    # Tutel's loss needs its noise scale also in evaluation, where no noise is drawn
-    loss_noise = (
-        config.gate_noise / config.num_experts
-        if config.aux_loss == "load_importance_tutel"
-        else noise_std
+    noisy = logits
+    if noise_std > 0:
+        noisy = logits + noise_std * torch.randn_like(logits)
+    loss_noise_std = noise_std
+    if config.aux_loss == "load_importance_tutel":
+        # Tutel's loss needs its noise scale also in evaluation, where no noise is drawn.
+        loss_noise_std = config.gate_noise / config.num_experts
+    normalize = config.normalize_gates and top_k > 1
+    gates, ids, probs, sums = choose_experts(
+        logits, noisy, top_k, normalize, config.aux_loss, loss_noise_std, kernels
     )
-    arguments = (logits, noisy, top_k, config.normalize_gates and top_k > 1)
-    chosen = routing.choose(kernels, logits.device.type, logits.dtype)
-    if chosen == "torch":
-        gates, ids, probs, sums = _route_by_torch(*arguments, config.aux_loss, loss_noise)
-    elif config.aux_loss in routing.LOSSES:
-        gates, ids, probs, sums = routing.route(*arguments, config.aux_loss, loss_noise, chosen)
-    else:
-        gates, ids, probs, _ = routing.route(*arguments, "none", loss_noise, chosen)
-        sums = expert_sums(config.aux_loss, RoutingScores(logits, noisy, probs, ids, loss_noise))
-    return Routing(
-        ids, gates, auxiliary_loss(config.aux_loss, sums, logits.shape[0], reduce), probs
-    )
-
-
-def _route_by_torch(
-    logits: Tensor, noisy: Tensor, top_k: int, normalize: bool, loss: str, noise_std: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gates and ids [T, K], probs [T, E], the loss's sums [n, E]; `kernels.routing.route` is held
-    to it."""
-    probs = noisy.softmax(-1)
-    ids = _largest(noisy.detach(), top_k)
-    gates = probs.gather(1, ids)
-    if normalize:
-        gates = gates / gates.sum(-1, keepdim=True)
-    return gates, ids, probs, expert_sums(loss, RoutingScores(logits, noisy, probs, ids, noise_std))
-
-
-def _largest(logits: Tensor, top_k: int) -> Tensor:
-    """Indices [T, K] of the largest logits [T, E], in falling order; NaN counts as infinity.
-
-    Of equal logits the lowest index comes first. `torch.topk` does not promise that, `Tensor.max`
-    does. By logits, not probabilities: rounding makes some of these equal.
-    """
-    # -inf marks the experts that are chosen already, so that no logit may have that value.
-    remaining = logits.nan_to_num(
-        nan=math.inf, posinf=math.inf, neginf=torch.finfo(logits.dtype).min
-    )
-    ids = []
-    for k in range(top_k):
-        if k > 0:
-            remaining = remaining.scatter(1, ids[-1], -math.inf)
-        ids.append(remaining.max(1, keepdim=True).indices)
-    return torch.cat(ids, 1)
+    if sums is None:
+        scores = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
+        sums = expert_sums(config.aux_loss, scores)
+    aux_loss = auxiliary_loss(config.aux_loss, sums, logits.shape[0], reduce)
+    return Routing(ids, gates, aux_loss, probs)

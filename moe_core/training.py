@@ -1,5 +1,5 @@
-"""What a training loop has to know about sharded experts: which parameters, how to average, the
-global norm, and what their strategies have been found to be."""
+"""Sharded experts in a training loop: their parameters, the average and the norm of gradients, and
+the decisions on their strategies."""
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,9 @@ class WithoutExperts(nn.Module):
     """A model as DistributedDataParallel is to see it:
     `DistributedDataParallel(WithoutExperts(model))`.
 
-    It calls the model, and its parameters are the shared ones alone: each rank has other experts.
-    It has no buffers, so each rank keeps its own. The model is not a submodule: names and state
-    dicts are for the model itself to give.
+    It calls the model. Its parameters are the shared ones alone, since each rank has other experts.
+    It has no buffers, so each rank keeps those of its model. The model is not a submodule: names
+    and state dicts are those of the model itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,7 +55,7 @@ def average_expert_gradients(model: nn.Module) -> None:
     Within a group the exchange's backward has already summed them over the ranks; replicas are
     summed here, and both sums become means. Every rank calls this, once per optimiser step.
     """
-    pending = []
+    waits = []
     for layer in moe_layers(model).values():
         group = layer.group
         for parameter in layer.experts.parameters():
@@ -65,33 +65,33 @@ def average_expert_gradients(model: nn.Module) -> None:
                 parameter.grad = torch.zeros_like(parameter)  # another replica may have used it
             parameter.grad.div_(group.size * group.num_replicas)
             if group.num_replicas > 1:
-                pending.append(
-                    (group, dist.all_reduce(parameter.grad, group=group.replicas, async_op=True))
-                )
-    for group, work in pending:
-        with group.named_errors("sum of expert gradients over replicas"):
-            work.wait()
+                operation = "sum of expert gradients over replicas"
+                waits.append(group.replicas.start_all_reduce(parameter.grad, operation))
+    for wait in waits:
+        wait()
 
 
 def strategy_decisions(model: nn.Module) -> list[dict]:
-    """What the tuners of the model's layers have decided, as JSON takes it; empty where none is at
-    work."""
+    """The decisions of the tuners of the model's layers, as JSON values; empty without tuners."""
     return [decision for tuner in _tuners(model) for decision in tuner.state_dict()]
 
 
 def load_strategy_decisions(model: nn.Module, decisions: list[dict]) -> None:
-    """Take over what `strategy_decisions` gave, in place of trials."""
+    """Load the result of `strategy_decisions`, in place of trials.
+
+    Raises:
+        ValueError: a strategy that is not valid, or an all-to-all that is not registered.
+    """
     for tuner in _tuners(model):
         tuner.load_state_dict(decisions)
 
 
 def _tuners(model: nn.Module) -> set[Tuner]:
-    layers = moe_layers(model).values()
-    return {
-        Tuner.of(layer.group)
-        for layer in layers
-        if layer.strategy == "auto" and layer.group.size > 1
-    }
+    tuned = set()
+    for layer in moe_layers(model).values():
+        if layer.strategy == "auto" and layer.group.size > 1:
+            tuned.add(Tuner.of(layer.group))
+    return tuned
 
 
 @torch.no_grad()
@@ -100,15 +100,16 @@ def global_grad_norm(model: nn.Module) -> Tensor:
     are DTensors (FSDP2), a layer's experts from all ranks of its group."""
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
-    expert_groups = {layer.group.process_group: layer.group for layer in moe_layers(model).values()}
-    for group, gradients in _gradients_by_group(model).items():
+    groups = [layer.group for layer in moe_layers(model).values()]
+    expert_ranks = {group.process_group: group.ranks for group in groups}
+    for process_group, gradients in _gradients_by_group(model).items():
         part = _squared_norm(gradients, device)
         # replicas have the same gradients: one group's count
-        if group is not None and group.size() > 1:
-            if group in expert_groups:
-                expert_groups[group].all_reduce(part, group, "gradient norm")
+        if process_group is not None and process_group.size() > 1:
+            if process_group in expert_ranks:
+                expert_ranks[process_group].all_reduce(part, "gradient norm")
             else:
-                dist.all_reduce(part, group=group)
+                dist.all_reduce(part, group=process_group)
         total = total + part
     return total.sqrt()
 
@@ -116,19 +117,19 @@ def global_grad_norm(model: nn.Module) -> Tensor:
 def _gradients_by_group(model: nn.Module) -> dict[dist.ProcessGroup | None, list[Tensor]]:
     """This rank's gradients by the ranks that hold the rest; None: nobody does. The order is the
     same on all ranks, and so are the groups, also where a gradient is missing."""
-    owners = {
-        p: layer.group.process_group
-        for layer in moe_layers(model).values()
-        for p in layer.experts.parameters()
-    }
-    found = {}
+    owners = {}
+    for layer in moe_layers(model).values():
+        for parameter in layer.experts.parameters():
+            owners[parameter] = layer.group.process_group
+    gradients = {}
     for parameter in model.parameters():
-        sharded = isinstance(parameter, DTensor)
-        group = parameter.device_mesh.get_group() if sharded else owners.get(parameter)
-        found.setdefault(group, []).extend(
-            [] if parameter.grad is None else [_local(parameter.grad)]
-        )
-    return found
+        group = owners.get(parameter)
+        if isinstance(parameter, DTensor):
+            group = parameter.device_mesh.get_group()
+        of_group = gradients.setdefault(group, [])
+        if parameter.grad is not None:
+            of_group.append(_local(parameter.grad))
+    return gradients
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -48,23 +48,21 @@ def count_tutel_experts(state: Mapping[str, Tensor]) -> dict[str, int]:
     """
     counts = {}
     for layer in _layers(state, "experts.batched_fc1_w"):
-        found = {
-            f"gates.{gate}.{name}": value.shape[1 if name == "sim_matrix" else 0]
-            for gate, name, value in _gates(state, layer)
-            if name in ("wg.weight", "sim_matrix") and value.ndim == 2
-        }
+        candidates: dict[str, object] = {}
+        for gate, name, value in _gates(state, layer):
+            if name in ("wg.weight", "sim_matrix") and value.ndim == 2:
+                expert_dim = 1 if name == "sim_matrix" else 0
+                candidates[f"gates.{gate}.{name}"] = value.shape[expert_dim]
         if layer + _COUNT in state:
             count = state[layer + _COUNT]
-            found[_COUNT] = count.item() if count.numel() == 1 else str(list(count.shape))
-        if len(set(found.values())) != 1 or not all(
-            isinstance(n, int) and n > 0 for n in found.values()
-        ):
-            said = (
-                ", ".join(f"{name}: {number}" for name, number in found.items())
-                or f"neither gates nor {_COUNT}"
-            )
-            raise ValueError(f"{_named(layer)}: how many experts is not clear ({said})")
-        counts[layer.removesuffix(".")] = found.popitem()[1]
+            candidates[_COUNT] = count.item() if count.numel() == 1 else list(count.shape)
+        num_experts = next(iter(candidates.values()), None)
+        is_same = all(number == num_experts for number in candidates.values())
+        if not isinstance(num_experts, int) or num_experts < 1 or not is_same:
+            listed = ", ".join(f"{name}: {number}" for name, number in candidates.items())
+            reason = listed or f"neither gates nor {_COUNT}"
+            raise ValueError(f"{_named(layer)}: how many experts is not clear ({reason})")
+        counts[layer.removesuffix(".")] = num_experts
     return counts
 
 

@@ -23,6 +23,9 @@ from swinv2_moe.engine.stopping import StoppedElsewhere
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.imports import add_import_argument, import_arguments
 
+_REGISTERED = tuple(
+    f"MODEL.MOE.{name}" for name in ("ROUTER", "AUX_LOSS", "ACTIVATION", "ALL_TO_ALL")
+)
 _ROOT = Path(__file__).parents[1]  # of the repository, which holds the commands
 
 
@@ -35,10 +38,7 @@ class CommandParser(argparse.ArgumentParser):
         add_import_argument(self)
 
     def format_help(self) -> str:
-        lines = [
-            f"{key}: {', '.join(CHOICES[key])}"
-            for key in ("MODEL.MOE.ROUTER", "MODEL.MOE.AUX_LOSS", "MODEL.MOE.ACTIVATION")
-        ]
+        lines = [f"{key}: {', '.join(CHOICES[key])}" for key in _REGISTERED]
         self.epilog = "\n".join(lines)
         return super().format_help()
 

@@ -72,6 +72,7 @@ def add_import_argument(parser: argparse.ArgumentParser) -> None:
         action=_Import,
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help="a Python file to run first, which registers a router, a loss or an activation;"
+        help="a Python file to run first, which registers a router, a loss, an activation or an"
+        " all-to-all;"
         " repeatable",
     )

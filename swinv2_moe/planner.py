@@ -3,8 +3,8 @@
 The MoE layers' times come from moe_core's cost model, under the strategy (r, d, all-to-all
 algorithm) that is best for all of them together. The rest is counted here: the trunk's products,
 all other work by the activations it makes, the all-reduce of the trunk's gradients beside its
-backward pass, the optimiser's reading and writing. docs/planner.md has the formulas, what is
-assumed, and the errors against published figures.
+backward pass, the optimiser's reading and writing. docs/explanation/planner.md has the
+formulas, what is assumed, and the errors against published figures.
 """
 
 # W GPUs, g of them on each of N nodes
@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moe_core import MoEConfig, cost_model, expert_parameters, moe_layers
+from moe_core import MoEConfig, expert_parameters, moe_layers
+from moe_core.parallel import PROFILES, Machine, ParallelStrategy, calibrate, cost_model
 from swinv2_moe.config import ModelConfig, TrainConfig
 from swinv2_moe.models.build import build_model
 from swinv2_moe.models.complexity import count
@@ -55,7 +56,7 @@ class Prediction:
 
     gpus: int
     nodes: int
-    strategy: cost_model.ParallelStrategy | None  # None: nothing is exchanged
+    strategy: ParallelStrategy | None  # None: nothing is exchanged
     # seconds of an optimiser step on the slowest path, by what they are spent on
     parts: dict[str, float]
     images: int  # of a step, over all GPUs
@@ -75,7 +76,7 @@ def describe(config: ModelConfig) -> Model:
     classes = config.num_classes or ASSUMED_CLASSES
     with torch.device("meta"):
         model = build_model(config, classes)
-    size, channels = config.img_size, config.trunk.in_chans
+    size, channels = config.img_size, config.in_chans
     experts = sum(p.numel() for p in expert_parameters(model).values())
     layers = _layers(model, torch.empty(1, channels, size, size, device="meta"))
     images = [torch.empty(n, channels, size, size, device="meta") for n in (1, 2)]
@@ -144,7 +145,7 @@ def scales(gpus_per_node: int, gpus: int) -> list[int]:
 def predict(
     model: Model,
     config: TrainConfig,
-    machine: cost_model.Machine,
+    machine: Machine,
     gpus: int,
     gpus_per_node: int,
     batch_size: int,
@@ -200,11 +201,11 @@ def predict(
 
 
 def _best(
-    machine: cost_model.Machine,
+    machine: Machine,
     shapes: Sequence[tuple[cost_model.LayerShape, int]],
     gpus: int,
     gpus_per_node: int,
-) -> tuple[cost_model.ParallelStrategy | None, cost_model.LayerTime]:
+) -> tuple[ParallelStrategy | None, cost_model.LayerTime]:
     """The strategy with the shortest total over all layers, and that total."""
     nothing = cost_model.LayerTime(0, 0, 0, 0, 0, 0)
     if not shapes:
@@ -221,7 +222,7 @@ def _best(
 
 
 def _exposed_all_reduce(
-    machine: cost_model.Machine, parameters: int, gpus: int, gpus_per_node: int, backward: float
+    machine: Machine, parameters: int, gpus: int, gpus_per_node: int, backward: float
 ) -> float:
     """What is left of the fp32 gradients' all-reduce behind the trunk's backward pass: at least the
     last bucket."""
@@ -231,7 +232,7 @@ def _exposed_all_reduce(
     return max(buckets * bucket - backward, bucket)
 
 
-def _all_reduce(machine: cost_model.Machine, num_bytes: float, near: int, nodes: int) -> float:
+def _all_reduce(machine: Machine, num_bytes: float, near: int, nodes: int) -> float:
     """Over `near` GPUs in each of so many nodes: inside a node and between nodes in turn, as NCCL's
     trees do, so that a GPU's network link carries 1/near of the bytes."""
     inside = machine.intra.seconds(2 * math.log2(near), 2 * num_bytes * (near - 1) / near)
@@ -243,7 +244,7 @@ def _all_reduce(machine: cost_model.Machine, num_bytes: float, near: int, nodes:
 def _strategy_bytes(
     shapes: Sequence[tuple[cost_model.LayerShape, int]],
     gpus: int,
-    strategy: cost_model.ParallelStrategy | None,
+    strategy: ParallelStrategy | None,
 ) -> float:
     """Kept for the backward pass beyond one GPU's: gathered weights, and rows copied to r hidden
     parts."""
@@ -259,14 +260,14 @@ def _strategy_bytes(
     return total
 
 
-def machine_named(profile: str) -> cost_model.Machine:
+def machine_named(profile: str) -> Machine:
     """A named profile, or this machine (`here`) with an A100 cluster's links, which one process
     cannot measure."""
     if profile != "here":
-        return cost_model.PROFILES[profile]
-    links = cost_model.PROFILES["a100-hdr"]
+        return PROFILES[profile]
+    links = PROFILES["a100-hdr"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return replace(cost_model.calibrate(None, 1, device), intra=links.intra, inter=links.inter)
+    return replace(calibrate(None, 1, device), intra=links.intra, inter=links.inter)
 
 
 def draw(plan: Sequence[Prediction], own: int, title: str, path: Path) -> None:
@@ -327,7 +328,7 @@ def _around(gpus: list[int], own: int) -> tuple[float, float]:
     return column - 0.5, column + 0.5
 
 
-def _short(strategy: cost_model.ParallelStrategy | None) -> str:
+def _short(strategy: ParallelStrategy | None) -> str:
     if strategy is None or strategy.r == 0:
         return "-\n" if strategy is None else "r=0\n"
     return f"r={strategy.r} d={strategy.pipeline_degree}\n{strategy.all_to_all}"

@@ -6,6 +6,11 @@ import signal
 import pytest
 import torch
 from gloo_processes import run_on_processes
+from hypothesis import settings
+
+# A busy machine takes any time for one example.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 # Of a launcher that started pytest (torchrun, srun), and of a terminal or CI system that wants
 # colours or other widths.

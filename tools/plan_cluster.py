@@ -1,5 +1,5 @@
 """Predict a configuration's step time and memory from 1 to 4,096 GPUs, without a GPU
-(docs/planner.md).
+(docs/explanation/planner.md).
 
 python tools/plan_cluster.py --nodes 4 --gpus-per-node 8 --cfg
 configs/in22k/swin_moe_base_window12_192_32expert.yaml python tools/plan_cluster.py --nodes 2
@@ -17,7 +17,7 @@ from swinv2_moe.command import CommandParser, run_command  # first: it makes Ctr
 
 # isort: split
 
-from moe_core import cost_model
+from moe_core.parallel import PROFILES, Machine
 from swinv2_moe import planner
 from swinv2_moe.config import load_config, model_config, train_config
 from swinv2_moe.errors import UserError
@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--profile",
         default="a100-hdr",
-        choices=[*cost_model.PROFILES, "here"],
+        choices=[*PROFILES, "here"],
         help=(
             "the hardware (default: a100-hdr); here: this machine's processor, measured, with"
             " a100-hdr's links"
@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def table_of(plan: list[planner.Prediction], machine: cost_model.Machine, own: int) -> Table:
+def table_of(plan: list[planner.Prediction], machine: Machine, own: int) -> Table:
     table = Table(
         box=SIMPLE_HEAD, collapse_padding=True, caption="* your cluster   ! more than a GPU has"
     )
@@ -122,7 +122,7 @@ def main() -> None:
     )
     planner.draw(plan, own, title, Path(args.output))
     console = Console(highlight=False)
-    console.print(f"{title}; predicted (docs/planner.md)", soft_wrap=True)
+    console.print(f"{title}; predicted (docs/explanation/planner.md)", soft_wrap=True)
     console.print(table_of(plan, machine, own))
     for note in notes:
         console.print(note, soft_wrap=True)

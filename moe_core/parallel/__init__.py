@@ -1,18 +1,39 @@
-"""Expert parallelism over explicit process groups: strategies, all-to-all, pipelining."""
+"""Expert parallelism over explicit process groups: strategies, all-to-all, pipelining, costs."""
 
+from moe_core.parallel.linear import Linear  # the default is registered first
+
+# isort: split
+from moe_core.parallel.algorithm import AllToAll, RowCounts
 from moe_core.parallel.all_to_all import all_to_all, flexible_all_to_all
-from moe_core.parallel.groups import CollectiveError, ExpertGroup, Traffic
+from moe_core.parallel.calibration import calibrate
+from moe_core.parallel.groups import ExpertGroup
+from moe_core.parallel.hierarchical import Hierarchical
+from moe_core.parallel.machine import PROFILES, ExchangeCost, Link, LinkTraffic, Machine
 from moe_core.parallel.make_groups import make_expert_groups
+from moe_core.parallel.ranks import CollectiveError, Ranks
 from moe_core.parallel.strategy import ParallelStrategy, valid_r
+from moe_core.parallel.traffic import Traffic, count_traffic
 from moe_core.parallel.tuner import Tuner
 
 __all__ = [
+    "PROFILES",
+    "AllToAll",
     "CollectiveError",
+    "ExchangeCost",
     "ExpertGroup",
+    "Hierarchical",
+    "Linear",
+    "Link",
+    "LinkTraffic",
+    "Machine",
     "ParallelStrategy",
+    "Ranks",
+    "RowCounts",
     "Traffic",
     "Tuner",
     "all_to_all",
+    "calibrate",
+    "count_traffic",
     "flexible_all_to_all",
     "make_expert_groups",
     "valid_r",

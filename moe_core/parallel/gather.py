@@ -8,74 +8,71 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_core.config import ExpertShard
-from moe_core.experts import Experts, ExpertWeights
+from moe_core.experts import Experts
+from moe_core.ops import ExpertWeights
 from moe_core.parallel.groups import ExpertGroup
-from moe_core.parallel.part import Part
+from moe_core.parallel.rank_subset import RankSubset
 
 
-def strategy_weights(
-    experts: Experts, num_experts: int, group: ExpertGroup, r: int, dtype: torch.dtype
+def gather_weights(
+    experts: Experts, group: ExpertGroup, r: int, dtype: torch.dtype
 ) -> ExpertWeights:
-    """What this rank computes with under strategy r; the gradients return to the owners, summed
-    over the ranks.
+    """What this rank computes with under strategy r, in `dtype`. Gradients return to the owners,
+    summed over the ranks.
 
     r = 0: all experts. Otherwise this rank's own; where s ranks share one, the 1/r of its hidden
-    dim that s/r of them hold. The output bias is cut likewise, along M, and 0 elsewhere: the r
-    partial results add up to the whole.
+    dim that s/r of them hold. The output bias is cut likewise, along M, and 0 elsewhere, so that
+    the r partial results add up to the expert's.
     """
-    model_dim, shard = experts.config.model_dim, experts.shard
-    joined = group.size if r == 0 else shard.num_parts // r
-    if joined == 1:
+    config, shard = experts.config, experts.shard
+    num_gathered = group.size if r == 0 else shard.num_parts // r
+    if num_gathered == 1:
         weights = experts.weights(dtype)
     else:
-        owners, first = group.owners(joined), num_experts if r == 0 else 1
+        owners = group.owners(num_gathered)
+        num_experts = config.num_experts if r == 0 else 1
 
-        def gather(own: Tensor) -> Tensor:
-            return _Gather.apply(own, group, owners, dtype).view(first, -1, *own.shape[2:])
+        def gather(parameter: Tensor) -> Tensor:
+            gathered = _Gather.apply(parameter, owners, dtype)
+            return gathered.view(num_experts, -1, *parameter.shape[2:])
 
         weights = experts.weights(dtype, gather)
     b2 = weights.b2
-    if b2 is not None and b2.shape[1] < model_dim:
-        before = shard.part // joined * b2.shape[1]
-        weights = weights._replace(b2=F.pad(b2, (before, model_dim - before - b2.shape[1])))
-    return weights
+    if b2 is None or b2.shape[1] == config.model_dim:
+        return weights
+    before = shard.part // num_gathered * b2.shape[1]
+    after = config.model_dim - before - b2.shape[1]
+    return weights._replace(b2=F.pad(b2, (before, after)))
 
 
 @torch.no_grad()
-def join_parts(own: Tensor, shard: ExpertShard, group: ExpertGroup) -> Tensor:
-    """This rank's part [1, n, ...] of an expert that several ranks share -> the whole, on each of
-    them; else `own`."""
+def join_parts(tensor: Tensor, shard: ExpertShard, group: ExpertGroup) -> Tensor:
+    """This rank's part [1, n, ...] of an expert that several ranks share -> the expert's tensor, on
+    each of them; where no ranks share one, `tensor`."""
     if shard.num_parts == 1:
-        return own
-    return _gather(own, group, group.owners(shard.num_parts)).view(1, -1, *own.shape[2:])
+        return tensor
+    gathered = _gather(tensor, group.owners(shard.num_parts))
+    return gathered.view(1, -1, *tensor.shape[2:])
 
 
 class _Gather(torch.autograd.Function):
-    """own [n, ...] of every rank -> [ranks * n, ...] in `dtype`; gradients are summed in the
+    """parameter [n, ...] of every owner -> [ranks * n, ...] in `dtype`; gradients are summed in the
     parameter's own dtype."""
 
     @staticmethod
-    def forward(ctx, own, group, owners, dtype):
-        ctx.group, ctx.owners, ctx.dtype = group, owners, own.dtype
-        _count(group, owners, own.numel())
-        return _gather(own.to(dtype), group, owners)
+    def forward(ctx, parameter, owners, dtype):
+        ctx.owners = owners
+        ctx.dtype = parameter.dtype
+        return _gather(parameter.to(dtype), owners)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        with ctx.group.named_errors("reduce-scatter of expert gradients"):
-            own = ctx.owners.reduce_scatter(grad.to(ctx.dtype))
-        _count(ctx.group, ctx.owners, own.numel())
-        return own, None, None, None
+        owners = ctx.owners
+        with owners.group.ranks.named_errors("reduce-scatter of expert gradients"):
+            return owners.reduce_scatter(grad.to(ctx.dtype)), None, None
 
 
-def _gather(own: Tensor, group: ExpertGroup, owners: Part) -> Tensor:
-    with group.named_errors("all-gather of expert weights"):
-        return owners.gather(own)
-
-
-def _count(group: ExpertGroup, owners: Part, elements: int) -> None:
-    if group.traffic is not None:
-        for rank in owners.members:
-            if rank != group.rank:
-                group.traffic.add(rank, elements)
+def _gather(tensor: Tensor, owners: RankSubset) -> Tensor:
+    with owners.group.ranks.named_errors("all-gather of expert weights"):
+        return owners.gather(tensor)

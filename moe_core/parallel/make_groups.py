@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 
 from moe_core.parallel.groups import (
-    CollectiveError,
     ExpertGroup,
     StrategyGroups,
-    check_ranks_per_node,
-    device_of,
     local_world_size,
     ranks_on_each_node,
 )
+from moe_core.parallel.ranks import CollectiveError, device_of
+from moe_core.parallel.strategy import check_ranks_per_node
 
 
 def make_expert_groups(
@@ -53,8 +52,7 @@ def make_expert_groups(
     except RuntimeError as error:
         raise CollectiveError(
             f"making the process groups of experts failed on rank {dist.get_rank()} of {num_ranks};"
-            " has another one"
-            f" ended, or not come in time? ({error})"
+            f" has another one ended, or not come in time? ({error})"
         ) from error
 
 
@@ -69,9 +67,8 @@ def _make(
     if len(groups[0]) == 1:
         return ExpertGroup(experts, replicas, ranks_per_node)
     per_node = ranks_per_node or _common_ranks_per_node(groups, experts, replicas)
-    return ExpertGroup(
-        experts, replicas, ranks_per_node, _make_strategy_groups(groups, timeout, per_node)
-    )
+    strategy_groups = _make_strategy_groups(groups, timeout, per_node)
+    return ExpertGroup(experts, replicas, ranks_per_node, strategy_groups)
 
 
 def _make_strategy_groups(
@@ -95,18 +92,24 @@ def _make_strategy_groups(
 def _subgroup(
     partition: Sequence[list[int]], timeout: timedelta | None, purpose: str
 ) -> dist.ProcessGroup:
-    """This rank's one of the process groups into which `partition` cuts the world."""
-    own, _ = dist.new_subgroups_by_enumeration(
+    """The process group of this rank, of those into which `partition` cuts the world."""
+    subgroup, _ = dist.new_subgroups_by_enumeration(
         partition, timeout=timeout, group_desc=f"moe_core {purpose}"
     )
-    return own
+    return subgroup
 
 
 def _blocks(groups: list[list[int]], size: int) -> list[list[int]]:
-    return [group[first : first + size] for group in groups for first in range(0, len(group), size)]
+    """Every group cut into blocks of consecutive ranks."""
+    blocks = []
+    for group in groups:
+        for first in range(0, len(group), size):
+            blocks.append(group[first : first + size])
+    return blocks
 
 
 def _strides(groups: list[list[int]], step: int) -> list[list[int]]:
+    """Every group cut into ranks with the same place in their block of `step`."""
     return [group[first::step] for group in groups for first in range(step)]
 
 
@@ -115,8 +118,8 @@ def _common_ranks_per_node(
 ) -> int | None:
     """How many ranks of an expert group share a node, where torchrun says so and all expert groups
     are alike."""
-    here = local_world_size()
-    bounds = torch.tensor([here, -here], device=device_of(experts))
+    size = local_world_size()
+    bounds = torch.tensor([size, -size], device=device_of(experts))
     for process_group in (experts, replicas):  # one after the other: over the world
         if process_group is not None:
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=process_group)

@@ -30,8 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_core.config import MoEConfig
-from moe_core.cost_model import LayerShape, Machine, calibrate, ranked
+from moe_core.parallel.calibration import calibrate
+from moe_core.parallel.cost_model import LayerShape, ranked
 from moe_core.parallel.groups import ExpertGroup
+from moe_core.parallel.machine import Machine
 from moe_core.parallel.strategy import ParallelStrategy
 
 _log = logging.getLogger(__name__)
@@ -57,8 +59,15 @@ class Key(NamedTuple):
     def shape(self) -> LayerShape:
         rows = 2**self.bucket
         tokens = max(rows * self.num_experts // self.top_k, 1)
-        dims = (self.model_dim, self.hidden_dim, self.num_experts, self.top_k)
-        return LayerShape(tokens, *dims, rows, self.element_size)
+        return LayerShape(
+            tokens,
+            self.model_dim,
+            self.hidden_dim,
+            self.num_experts,
+            self.top_k,
+            rows,
+            self.element_size,
+        )
 
 
 class Trial:
@@ -83,7 +92,7 @@ class Trial:
         return _Mark.apply(tokens, self._gradient_ends)
 
     def end(self, y: Tensor) -> Tensor:
-        # Set as a whole: where activations are recomputed, a forward pass may begin again and break
+        # Set at the end: where activations are recomputed, a forward pass may begin again and break
         # off.
         self._forward = _between(self._start, _now(y))
         return _Mark.apply(y, self._gradient_begins)
@@ -148,10 +157,12 @@ class _Search:
         if self.decided is not None:
             return self.decided
         rivals = self.survivors or list(self.seconds) or [next(iter(self.predicted))]
-        return min(rivals, key=self.median) if self.seconds else rivals[0]
+        if not self.seconds:
+            return rivals[0]
+        return min(rivals, key=self.median)
 
     def loss(self, strategy: ParallelStrategy) -> float:
-        """Time expected to be lost by one more trial, in calls of the best."""
+        """Expected cost of one more trial over a call of the best strategy, in such calls."""
         if not self.seconds:
             return 0.0
         if strategy in self.seconds:
@@ -175,11 +186,14 @@ class Tuner:
         machine: Machine | None = None,
         degrees: Sequence[int] = (1, 2, 4, 8),
     ) -> None:
-        self.group, self.machine, self.degrees = group, machine, tuple(degrees)
+        # not the group itself, whose tuner would then keep it alive
+        self.ranks = group.ranks
+        self.machine = machine
+        self.degrees = tuple(degrees)
         try:
             self.ranks_per_node = group.ranks_per_node()
         except ValueError as error:
-            _log.info("2dh is not tried: %s", error)
+            _log.info("no all-to-all by node is tried: %s", error)
             self.ranks_per_node = group.size
         self.trials = 0
         self.lost = 0.0  # time spent on slower strategies, in calls of the best one
@@ -189,26 +203,33 @@ class Tuner:
 
     @classmethod
     def of(cls, group: ExpertGroup) -> "Tuner":
-        """The group's tuner, made when first asked for."""
-        if group.tuner is None:
-            group.tuner = cls(group)
-        return group.tuner
+        """The group's tuner, which its layers share; made when first asked for."""
+        if group not in tuners:
+            tuners[group] = cls(group)
+        return tuners[group]
 
     def key(
         self, config: MoEConfig, top_k: int, element_size: int, built_in: bool, capacity: int
     ) -> Key:
-        """Of a call that needs room for `capacity` rows of one rank for one expert; the same on all
-        ranks."""
-        dims = (config.model_dim, config.hidden_dim, config.num_experts, top_k, element_size)
+        """The key of a call with at most `capacity` rows of one rank for one expert; the same on
+        all ranks."""
         return Key(
-            *dims, self.group.size, self.ranks_per_node, built_in, max(capacity - 1, 0).bit_length()
+            config.model_dim,
+            config.hidden_dim,
+            config.num_experts,
+            top_k,
+            element_size,
+            self.ranks.size,
+            self.ranks_per_node,
+            built_in,
+            bucket=max(capacity - 1, 0).bit_length(),
         )
 
     def choose(
         self, layer: nn.Module, key: Key, explore: bool
     ) -> tuple[ParallelStrategy, Trial | None]:
-        """The strategy of a call, and the trial that it is, if it is one. The ranks of the group
-        call this together.
+        """The strategy of a call, and its trial if the call is one. All ranks of the group call
+        this.
 
         The layer's last trial has to finish its backward pass before the next begins: gradient
         accumulation and recomputed activations repeat a strategy.
@@ -226,11 +247,9 @@ class Tuner:
         return self._known(key), None
 
     def decisions(self) -> dict[Key, ParallelStrategy]:
-        return {
-            key: search.decided
-            for key, search in self._searches.items()
-            if search.decided is not None
-        }
+        """What has been decided, by key."""
+        searches = self._searches.items()
+        return {key: search.decided for key, search in searches if search.decided is not None}
 
     def state_dict(self) -> list[dict]:
         """The decisions, as JSON takes them."""
@@ -247,14 +266,15 @@ class Tuner:
             self._searches[Key(**entry["key"])] = _Search({strategy: 0.0}, strategy)
 
     def _known(self, key: Key) -> ParallelStrategy:
-        """Without a trial: what is decided or best so far, else what is for the nearest capacity,
-        else the default."""
+        """The best strategy so far for this key, else for the nearest capacity, else the
+        default."""
         if key in self._searches:
             return self._searches[key].best()
-        alike = [other for other in self._searches if other[:-1] == key[:-1]]
-        if not alike:
+        others = [other for other in self._searches if other._replace(bucket=key.bucket) == key]
+        if not others:
             return ParallelStrategy()
-        return self._searches[min(alike, key=lambda other: abs(other.bucket - key.bucket))].best()
+        nearest = min(others, key=lambda other: abs(other.bucket - key.bucket))
+        return self._searches[nearest].best()
 
     def _next_trial(self, key: Key) -> Trial | None:
         if key not in self._searches:
@@ -277,13 +297,15 @@ class Tuner:
 
     def _begin(self, key: Key) -> _Search:
         if self.machine is None:
-            self.machine = calibrate(
-                self.group.process_group, key.ranks_per_node, self.group.device
-            )
-        found = ranked(self.machine, key.shape(), key.group_size, key.ranks_per_node, self.degrees)
-        predicted = {
-            strategy: seconds for strategy, seconds in found if key.built_in or strategy.r == 1
-        }
+            ranks = self.ranks
+            self.machine = calibrate(ranks.process_group, key.ranks_per_node, ranks.device)
+        strategies = ranked(
+            self.machine, key.shape(), key.group_size, key.ranks_per_node, self.degrees
+        )
+        predicted = {}
+        for strategy, seconds in strategies:
+            if key.built_in or strategy.r == 1:
+                predicted[strategy] = seconds
         # a decision for another capacity is a better guess than the model's
         near = self._known(key)
         order = sorted(predicted, key=lambda strategy: strategy != near)
@@ -291,9 +313,9 @@ class Tuner:
 
     def _record(self, trial: Trial) -> None:
         """Take in a finished trial; the ranks' mean, so that all of them go on alike."""
-        seconds = torch.tensor(trial.seconds, dtype=torch.float64, device=self.group.device)
-        self.group.all_reduce(seconds, self.group.process_group, "mean of trial times")
-        seconds = seconds.item() / self.group.size
+        seconds = torch.tensor(trial.seconds, dtype=torch.float64, device=self.ranks.device)
+        self.ranks.all_reduce(seconds, "mean of trial times")
+        seconds = seconds.item() / self.ranks.size
         search = self._searches[trial.key]
         search.under_way -= 1
         if search.decided is not None:  # loaded in the meantime
@@ -321,20 +343,30 @@ class Tuner:
 
     def _decide(self, key: Key, search: _Search) -> None:
         search.decided, search.queue = search.best(), []
-        guess = next(iter(search.predicted))
+        predicted = next(iter(search.predicted))
         _log.info(
             "M=%d H=%d E=%d K=%d over %d ranks, capacity up to %d: %s, %s; predicted %s, %s; %d"
             " tried in %d rounds",
-            *(
-                *key[:4],
-                key.group_size,
-                2**key.bucket,
-                search.decided,
-                _milliseconds(search, search.decided),
-            ),
-            *(guess, _milliseconds(search, guess), len(search.seconds), search.rounds),
+            key.model_dim,
+            key.hidden_dim,
+            key.num_experts,
+            key.top_k,
+            key.group_size,
+            2**key.bucket,
+            search.decided,
+            _milliseconds(search, search.decided),
+            predicted,
+            _milliseconds(search, predicted),
+            len(search.seconds),
+            search.rounds,
         )
 
 
 def _milliseconds(search: _Search, strategy: ParallelStrategy) -> str:
-    return f"{1000 * search.median(strategy):.2f} ms" if strategy in search.seconds else "not tried"
+    if strategy not in search.seconds:
+        return "not tried"
+    return f"{1000 * search.median(strategy):.2f} ms"
+
+
+# by group; `Tuner.of` fills it
+tuners: WeakKeyDictionary[ExpertGroup, Tuner] = WeakKeyDictionary()

@@ -25,7 +25,6 @@ from swinv2_moe.config.sections import (
     OptimizerConfig,
     RunConfig,
     TrainConfig,
-    TrunkConfig,
 )
 from swinv2_moe.config.typed import (
     checkpoint_config,
@@ -47,7 +46,6 @@ __all__ = [
     "OptimizerConfig",
     "RunConfig",
     "TrainConfig",
-    "TrunkConfig",
     "as_opts",
     "check_config",
     "checkpoint_config",

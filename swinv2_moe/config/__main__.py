@@ -9,6 +9,7 @@ from swinv2_moe.config.checks import CHOICES
 from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import add_import_argument
+from swinv2_moe.model_types import model_types
 
 
 def main() -> None:
@@ -22,7 +23,9 @@ def main() -> None:
         parser.exit(2, f"error: {error}\n")
     for key, value in flatten(default_config()).items():
         line = f"{key}: {value!r}"
-        if key in CHOICES:
+        if key == "MODEL.TYPE":
+            line += f"  # {', '.join(model_types())}"
+        elif key in CHOICES:
             line += f"  # {', '.join(map(str, CHOICES[key]))}"
         print(line)
 

@@ -6,9 +6,10 @@ from collections.abc import Collection
 
 from yacs.config import CfgNode
 
-from moe_core import ACTIVATIONS, KERNELS, LOSSES, ROUTERS
+from moe_core import ACTIVATIONS, ALL_TO_ALLS, KERNELS, LOSSES, ROUTERS
 from swinv2_moe.config.defaults import flatten
 from swinv2_moe.errors import UserError
+from swinv2_moe.model_types import model_section, model_type, model_types
 
 # A registry holds what has been registered by the time of the check.
 CHOICES: dict[str, Collection] = {
@@ -16,17 +17,15 @@ CHOICES: dict[str, Collection] = {
     "AMP_DTYPE": ("bfloat16", "float16"),
     "DATA.DATASET": ("digits", "folder", "list", "shards", "cifar10", "cifar100", "imagenet"),
     "DATA.INTERPOLATION": ("nearest", "bilinear", "bicubic", "random"),
-    "MODEL.TYPE": ("swinv2_moe", "swin_moe"),
     "MODEL.MOE.KERNELS": KERNELS,
     "MODEL.MOE.STRATEGY": ("off", "fixed", "auto"),
-    "MODEL.MOE.ALL_TO_ALL": ("linear", "2dh"),
+    "MODEL.MOE.ALL_TO_ALL": ALL_TO_ALLS,
     "MODEL.MOE.ROUTER": ROUTERS,
     "MODEL.MOE.AUX_LOSS": LOSSES,
     "MODEL.MOE.ACTIVATION": ACTIVATIONS,
     "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd"),
     "AUG.REMODE": ("const", "rand", "pixel"),
     "AUG.MIXUP_MODE": ("batch", "pair", "elem"),
-    "MODEL.SWINV2.IN_CHANS": (1, 3),
 }
 _INFINITY = float("inf")
 _RANGES = {  # inclusive
@@ -51,10 +50,6 @@ _RANGES = {  # inclusive
     "MODEL.DROP_PATH_RATE": (0, 0.999),
     "MODEL.LABEL_SMOOTHING": (0, 0.999),
     "MODEL.UPCYCLE_NOISE": (0, _INFINITY),
-    "MODEL.SWINV2.PATCH_SIZE": (1, _INFINITY),
-    "MODEL.SWINV2.EMBED_DIM": (1, _INFINITY),
-    "MODEL.SWINV2.WINDOW_SIZE": (1, _INFINITY),
-    "MODEL.SWINV2.MLP_RATIO": (0.1, _INFINITY),
     "MODEL.MOE.NUM_EXPERTS": (0, _INFINITY),
     "MODEL.MOE.EXPERT_PARALLEL_SIZE": (0, _INFINITY),
     "MODEL.MOE.R": (0, _INFINITY),
@@ -100,60 +95,37 @@ _RANGES = {  # inclusive
 def check_config(config: CfgNode) -> None:
     """Raise UserError for a value out of range or values that contradict each other."""
     flat = flatten(config)
-    for name, allowed in CHOICES.items():
-        if flat[name] not in allowed:
-            close = difflib.get_close_matches(str(flat[name]), map(str, allowed), n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise UserError(
-                f"{name} is {flat[name]!r}, allowed: {', '.join(map(str, allowed))}{hint}"
-            )
-    for name, (low, high) in _RANGES.items():
-        if not (low <= flat[name] <= high and math.isfinite(flat[name])):
-            limit = f"at least {low}" if high == _INFINITY else f"between {low} and {high}"
-            limit = limit if math.isfinite(flat[name]) else "finite"
-            raise UserError(f"{name} is {flat[name]}, it must be {limit}")
+    _check_choice("MODEL.TYPE", config.MODEL.TYPE, tuple(model_types()))
+    section = model_type(config).section
+    choices = CHOICES | {f"MODEL.{section.name}.IN_CHANS": (1, 3)}
+    for name, allowed in choices.items():
+        _check_choice(name, flat[name], allowed)
+    trunk = {f"MODEL.{section.name}.{key}": limits for key, limits in section.ranges.items()}
+    for name, limits in (_RANGES | trunk).items():
+        _check_range(name, flat[name], *limits)
     _check_model(config)
     _check_recipe(config)
 
 
+def _check_choice(name: str, value: object, allowed: Collection) -> None:
+    if value in allowed:
+        return
+    close = difflib.get_close_matches(str(value), map(str, allowed), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise UserError(f"{name} is {value!r}, allowed: {', '.join(map(str, allowed))}{hint}")
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if low <= value <= high and math.isfinite(value):
+        return
+    limit = f"at least {low}" if high == _INFINITY else f"between {low} and {high}"
+    limit = limit if math.isfinite(value) else "finite"
+    raise UserError(f"{name} is {value}, it must be {limit}")
+
+
 def _check_model(config: CfgNode) -> None:
-    swin, moe = config.MODEL.SWINV2, config.MODEL.MOE
-    stages = len(swin.DEPTHS)
-    for name, value in (
-        ("SWINV2.NUM_HEADS", swin.NUM_HEADS),
-        ("SWINV2.PRETRAINED_WINDOW_SIZES", swin.PRETRAINED_WINDOW_SIZES),
-        ("MOE.BLOCKS", moe.BLOCKS),
-    ):
-        if len(value) != stages:
-            raise UserError(
-                f"MODEL.{name} is {value}, it must have one entry for each of the {stages} stages"
-                " of"
-                f" MODEL.SWINV2.DEPTHS ({swin.DEPTHS})"
-            )
-    for name in ("DEPTHS", "NUM_HEADS"):
-        if not swin[name] or min(swin[name]) < 1:
-            raise UserError(
-                f"MODEL.SWINV2.{name} is {swin[name]}, it must have an entry of at least 1 for each"
-                " stage"
-            )
-    for stage, heads in enumerate(swin.NUM_HEADS):
-        dim = swin.EMBED_DIM * 2**stage
-        if dim % heads:
-            raise UserError(
-                f"MODEL.SWINV2.NUM_HEADS is {swin.NUM_HEADS}: the {dim} channels of stage {stage}"
-                f" (MODEL.SWINV2.EMBED_DIM {swin.EMBED_DIM}) cannot be divided over {heads} heads"
-            )
-    for stage, blocks in enumerate(moe.BLOCKS):
-        wrong = [
-            block
-            for block in blocks
-            if not (isinstance(block, int) and 0 <= block < swin.DEPTHS[stage])
-        ]
-        if wrong:
-            raise UserError(
-                f"MODEL.MOE.BLOCKS is {moe.BLOCKS}: stage {stage} has no block {wrong[0]}, its"
-                f" {swin.DEPTHS[stage]} blocks count from 0"
-            )
+    model_type(config).section.check(config)
+    moe = config.MODEL.MOE
     if moe.NUM_EXPERTS and not any(moe.BLOCKS):
         raise UserError(
             f"MODEL.MOE.NUM_EXPERTS is {moe.NUM_EXPERTS} but MODEL.MOE.BLOCKS names no block to put"
@@ -169,29 +141,6 @@ def _check_model(config: CfgNode) -> None:
             "MODEL.MOE.AUX_LOSS is 'load_importance_tutel', it needs MODEL.MOE.GATE_NOISE (0.0)"
             " above 0"
         )
-    check_image_size(config)
-
-
-def check_image_size(config: CfgNode) -> None:
-    """Every stage's feature map must be whole windows, or no larger than one window."""
-    size, swin = config.DATA.IMG_SIZE, config.MODEL.SWINV2
-    if not _tiles(size, swin):
-        unit = swin.PATCH_SIZE * 2 ** (len(swin.DEPTHS) - 1)
-        good = [s for s in range(unit, size + 16 * unit, unit) if _tiles(s, swin)]
-        near = sorted(sorted(good, key=lambda s: abs(s - size))[:3])
-        raise UserError(
-            f"DATA.IMG_SIZE is {size}, windows of {swin.WINDOW_SIZE} (MODEL.SWINV2.WINDOW_SIZE) on"
-            " patches of"
-            f" {swin.PATCH_SIZE} cannot tile it; sizes near it that work:"
-            f" {', '.join(map(str, near))}"
-        )
-
-
-def _tiles(size: int, swin: CfgNode) -> bool:
-    if size % (swin.PATCH_SIZE * 2 ** (len(swin.DEPTHS) - 1)):
-        return False
-    sides = [size // swin.PATCH_SIZE // 2**stage for stage in range(len(swin.DEPTHS))]
-    return all(side <= swin.WINDOW_SIZE or side % swin.WINDOW_SIZE == 0 for side in sides)
 
 
 def _check_recipe(config: CfgNode) -> None:
@@ -214,8 +163,8 @@ def _check_recipe(config: CfgNode) -> None:
             f"DATA.DATASET is {data.DATASET!r}: DATA.PATH (or --data) must name its directory"
         )
     for name, value, length in (
-        ("DATA.MEAN", data.MEAN, config.MODEL.SWINV2.IN_CHANS),
-        ("DATA.STD", data.STD, config.MODEL.SWINV2.IN_CHANS),
+        ("DATA.MEAN", data.MEAN, model_section(config).IN_CHANS),
+        ("DATA.STD", data.STD, model_section(config).IN_CHANS),
         ("AUG.SCALE", aug.SCALE, 2),
         ("AUG.RATIO", aug.RATIO, 2),
         ("TRAIN.OPTIMIZER.BETAS", train.OPTIMIZER.BETAS, 2),

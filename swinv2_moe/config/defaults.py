@@ -1,6 +1,6 @@
 """The yacs tree: every key with its default, made from the sections."""
 
-import functools
+import copy
 from dataclasses import fields
 
 from yacs.config import CfgNode
@@ -15,10 +15,10 @@ from swinv2_moe.config.sections import (
     OptimizerConfig,
     RunConfig,
     TrainConfig,
-    TrunkConfig,
     is_key,
     moe_defaults,
 )
+from swinv2_moe.model_types import model_types
 
 
 def _group(section: type) -> CfgNode:
@@ -37,13 +37,16 @@ def _with_lists(value: object) -> object:
     return value
 
 
-@functools.cache
-def _tree() -> CfgNode:
+def default_config() -> CfgNode:
+    """A mutable tree of every key with its default: those of the sections and of every registered
+    model type."""
     config = _group(RunConfig)
     config.CHECKPOINT = _group(CheckpointConfig)
     config.DATA = _group(DataConfig)
     config.MODEL = _group(ModelConfig)
-    config.MODEL.SWINV2 = _group(TrunkConfig)
+    for model_type in model_types().values():
+        section = model_type.section
+        config.MODEL[section.name] = CfgNode(copy.deepcopy(dict(section.defaults)))
     config.MODEL.MOE = _group(ExpertsConfig)
     for name, default in moe_defaults().items():
         config.MODEL.MOE[name.upper()] = default
@@ -52,11 +55,6 @@ def _tree() -> CfgNode:
     config.AUG = _group(AugmentConfig)
     config.TEST = _group(CropConfig)
     return config
-
-
-def default_config() -> CfgNode:
-    """A mutable copy of every key with its default."""
-    return _tree().clone()
 
 
 def flatten(config: CfgNode, prefix: str = "") -> dict[str, object]:

@@ -6,6 +6,7 @@ are tuples here. `swinv2_moe.config.defaults` makes the yacs tree from these cla
 `data_config(config)` and its siblings make a section from a tree.
 """
 
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 
 from moe_core import MoEConfig
@@ -104,25 +105,10 @@ class DataConfig:
 
     augment: AugmentConfig
     test: CropConfig
-    in_chans: int  # MODEL.SWINV2.IN_CHANS
+    in_chans: int  # of the model type's group, MODEL.SWINV2 say
     num_classes: int  # MODEL.NUM_CLASSES
     seed: int
     device: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrunkConfig:
-    """MODEL.SWINV2: the shape of the trunk, in timm's words."""
-
-    patch_size: int = 4
-    in_chans: int = 3
-    embed_dim: int = 96
-    depths: tuple[int, ...] = (2, 2, 18, 2)
-    num_heads: tuple[int, ...] = (3, 6, 12, 24)
-    window_size: int = 12
-    mlp_ratio: float = 4.0
-    qkv_bias: bool = True
-    pretrained_window_sizes: tuple[int, ...] = (0, 0, 0, 0)
 
 
 # Swin-MoE's recipe, arXiv 2206.03382, section 5: the defaults of MODEL.MOE and of the registered
@@ -169,11 +155,12 @@ class ExpertsConfig:
     # routers and experts stay as PRETRAINED has them and route as in evaluation
     freeze: bool = False
 
-    # A layer of a block with the first stage's channels; None: the dense model.
+    # What all layers have in common: model_dim and hidden_dim are 1, each block has its own. None:
+    # the dense model.
     layer: MoEConfig | None
 
     def layer_fields(self) -> dict[str, object]:
-        """What layers of any stage have in common, by MoEConfig's fields; none of a dense model."""
+        """The fields of `layer` without its shape; none of a dense model."""
         if self.layer is None:
             return {}
         return {name: getattr(self.layer, name) for name in moe_defaults()}
@@ -183,7 +170,8 @@ class ExpertsConfig:
 class ModelConfig:
     """MODEL: the network and the weights that it starts from."""
 
-    # swinv2_moe: res-post-norm, cosine attention; swin_moe: the released pre-norm form
+    # swinv2_moe: res-post-norm, cosine attention; swin_moe: the released pre-norm form; or another
+    # file models/*_moe.py, which declares its group of keys (swinv2_moe.model_types)
     type: str = "swinv2_moe"
     num_classes: int = 0  # 0: as many as the data has
     drop_rate: float = 0.0
@@ -198,7 +186,9 @@ class ModelConfig:
     # or take rows of its head: a file with the old class's number for each class, from 0
     class_map: str = ""
 
-    trunk: TrunkConfig
+    # The keys of the type's group, MODEL.SWINV2 say, in lower case: arguments of its class.
+    trunk: Mapping[str, object]
+    in_chans: int  # of that group
     experts: ExpertsConfig
     img_size: int  # DATA.IMG_SIZE
     use_checkpoint: bool  # TRAIN.USE_CHECKPOINT

@@ -13,9 +13,9 @@ from swinv2_moe.config.sections import (
     OptimizerConfig,
     RunConfig,
     TrainConfig,
-    TrunkConfig,
     moe_defaults,
 )
+from swinv2_moe.model_types import model_section
 
 
 def run_config(config: CfgNode) -> RunConfig:
@@ -34,7 +34,7 @@ def data_config(config: CfgNode) -> DataConfig:
         **_values(config.DATA),
         augment=AugmentConfig(**_values(config.AUG)),
         test=CropConfig(**_values(config.TEST)),
-        in_chans=config.MODEL.SWINV2.IN_CHANS,
+        in_chans=model_section(config).IN_CHANS,
         num_classes=config.MODEL.NUM_CLASSES,
         seed=config.SEED,
         device=config.DEVICE,
@@ -42,10 +42,12 @@ def data_config(config: CfgNode) -> DataConfig:
 
 
 def model_config(config: CfgNode) -> ModelConfig:
-    """MODEL, with SWINV2 and MOE and what else building a model needs."""
+    """MODEL, with the group of its type, MOE and what else building a model needs."""
+    trunk = model_section(config)
     return ModelConfig(
         **_values(config.MODEL),
-        trunk=TrunkConfig(**_values(config.MODEL.SWINV2)),
+        trunk=_values(trunk),
+        in_chans=trunk.IN_CHANS,
         experts=_experts(config),
         img_size=config.DATA.IMG_SIZE,
         use_checkpoint=config.TRAIN.USE_CHECKPOINT,
@@ -65,12 +67,11 @@ def train_config(config: CfgNode) -> TrainConfig:
 
 
 def _experts(config: CfgNode) -> ExpertsConfig:
-    values, trunk = _values(config.MODEL.MOE), config.MODEL.SWINV2
+    values = _values(config.MODEL.MOE)
     layer_values = {name: values.pop(name) for name in moe_defaults()}
     layer = None
     if values["num_experts"]:
-        hidden_dim = int(trunk.EMBED_DIM * trunk.MLP_RATIO)
-        layer = MoEConfig(trunk.EMBED_DIM, hidden_dim, values["num_experts"], **layer_values)
+        layer = MoEConfig(1, 1, values["num_experts"], **layer_values)
     return ExpertsConfig(**values, layer=layer)
 
 

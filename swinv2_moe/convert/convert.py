@@ -31,6 +31,7 @@ from swinv2_moe.engine.checkpoint import (
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import parse_json
 from swinv2_moe.forms import COUNT, TEXT, list_of
+from swinv2_moe.model_types import model_types
 from swinv2_moe.models import build_model, load_dense
 from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.models.weights import check_finite, compare
@@ -39,7 +40,6 @@ IMPORTS = ("swin-moe", "tutel", "single", "dense")
 EXPORTS = ("swin-moe", "tutel", "single")
 # A single file's metadata: format (this), step, config (YAML), class_names (JSON)
 SINGLE_FORMAT = "swinv2-moe single file 1"
-_HEAD = "head.fc.weight"
 
 
 def import_weights(
@@ -112,7 +112,7 @@ def export_weights(
     found = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
     config = config_from_text(found.meta["config"], f"checkpoint {found.directory}")
     section = model_config(config)
-    model = _meta_model(section, count_classes(found))
+    model = _meta_model(section, count_classes(found, config))
     if kind == "single":
         if ranks is not None or output.suffix != ".safetensors":
             raise UserError(
@@ -213,10 +213,11 @@ def _num_classes(
     state: dict[str, Tensor], config: ModelConfig, class_names: list[str] | None, source: Path
 ) -> int:
     """The classes of the classifier in `state` (timm's name for it or Microsoft's)."""
-    head = state.get(_HEAD, state.get("head.weight"))
+    name = f"{model_types()[config.type].model.classifier}.weight"
+    head = state.get(name, state.get("head.weight"))
     found = len(head) if head is not None and head.ndim else config.num_classes
     if not found:
-        raise UserError(f"{source}: has no classifier ({_HEAD}), and MODEL.NUM_CLASSES is 0")
+        raise UserError(f"{source}: has no classifier ({name}), and MODEL.NUM_CLASSES is 0")
     if config.num_classes not in (0, found):
         raise UserError(f"{source}: has {found} classes, MODEL.NUM_CLASSES is {config.num_classes}")
     if class_names and len(class_names) != found:

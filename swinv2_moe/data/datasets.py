@@ -64,8 +64,7 @@ class ImageDataset(Dataset):
         channels, size = config.in_chans, config.img_size
         if channels not in (1, 3):
             raise UserError(
-                f"MODEL.SWINV2.IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB)"
-                " channels"
+                f"IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB) channels"
             )
         self.source, self.is_train = source, is_train
         self.transform = build_transform(config, is_train)

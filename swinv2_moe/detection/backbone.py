@@ -14,7 +14,8 @@ from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup, make_expert_groups
 from swinv2_moe.detection.weights import load_pretrained, own_experts
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import SwinTransformerMoE, SwinTransformerV2MoE, take_aux_loss
+from swinv2_moe.model_types import model_types
+from swinv2_moe.models import SwinTransformerV2MoE, take_aux_loss
 from swinv2_moe.models.padding import Size, mask_blocks, stage_maps
 
 # What the backbone sets itself, and what collects the others.
@@ -27,7 +28,6 @@ _SET_HERE = {
     "expert_group",
     "kwargs",
 }
-_FORMS = {"swinv2_moe": SwinTransformerV2MoE, "swin_moe": SwinTransformerMoE}
 
 
 @MODELS.register_module()
@@ -40,7 +40,8 @@ class SwinV2MoE(BaseModule):
     routing: models/padding.py.
 
     Args:
-        model: "swinv2_moe", or "swin_moe" for the released, pre-norm form.
+        model: a model type with SwinV2's windows: "swinv2_moe", or "swin_moe" for the released,
+            pre-norm form.
         out_indices: the stages whose maps come out; the last one must be among them.
         patch_size: in pixels; map i has stride `patch_size * 2**i` and `embed_dim * 2**i` channels.
         aux_loss_weight: of the MoE layers' auxiliary loss among the detector's losses.
@@ -79,13 +80,14 @@ class SwinV2MoE(BaseModule):
             raise UserError(f"backbone.out_indices ({out_indices!r}) must be a list of stages")
         self.out_indices, self.aux_loss_weight = tuple(out_indices), aux_loss_weight
         self.with_cp, self.pretrained = with_cp, pretrained
-        if model not in _FORMS:
-            raise UserError(f"backbone.model ({model!r}) must be one of {', '.join(_FORMS)}")
+        forms = _forms()
+        if model not in forms:
+            raise UserError(f"backbone.model ({model!r}) must be one of {', '.join(forms)}")
         _check_stages(**trunk)
         group = _expert_group() if expert_parallel and trunk.get("num_experts") else None
         try:
             self.trunk = mask_blocks(
-                _FORMS[model](
+                forms[model](
                     # sets nothing that stays: windows and masks follow each batch
                     img_size=32 * patch_size,
                     patch_size=patch_size,
@@ -98,7 +100,7 @@ class SwinV2MoE(BaseModule):
             )
         except (ValueError, AssertionError) as error:  # timm asserts what it checks
             raise UserError(f"backbone: {error}") from error
-        last = len(self.trunk.layers) - 1
+        last = len(self.trunk.block_stages()) - 1
         if not self.out_indices or self.out_indices[-1] != last or min(self.out_indices) < 0:
             raise UserError(
                 f"backbone.out_indices ({list(out_indices)}) must end with the last stage ({last})"
@@ -169,6 +171,12 @@ def _check_weights(pretrained: str | None, init_cfg: dict | None) -> None:
         raise UserError(
             f"backbone.init_cfg ({init_cfg!r}) must be None; backbone.pretrained names the weights"
         )
+
+
+def _forms() -> dict[str, type[SwinTransformerV2MoE]]:
+    """The model types that run at any image size: those with SwinV2's windows."""
+    models = {name: model_type.model for name, model_type in model_types().items()}
+    return {name: cls for name, cls in models.items() if issubclass(cls, SwinTransformerV2MoE)}
 
 
 def _check_names(trunk: dict) -> None:

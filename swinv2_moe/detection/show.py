@@ -22,6 +22,7 @@ from swinv2_moe.data.images import decode, read_file, to_mode
 from swinv2_moe.detection.run import build_detector
 from swinv2_moe.engine.routing import expert_colours, record_choices
 from swinv2_moe.errors import UserError
+from swinv2_moe.models import block_name
 from swinv2_moe.plots import new_figure, save_png
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
@@ -148,9 +149,7 @@ def draw(
     _draw_objects(figure.add_subplot(grid[:, 0]), photo, found, meta)
     for number, (name, ids) in enumerate(experts.items()):
         axes = figure.add_subplot(grid[number // columns, 1 + number % columns])
-        _draw_experts(
-            axes, photo, ids, name.removeprefix("backbone.trunk.").removesuffix(".mlp.moe")
-        )
+        _draw_experts(axes, photo, ids, block_name(name.removeprefix("backbone.trunk.")))
     if experts:
         colours = expert_colours(1 + max(int(ids.max()) for ids in experts.values())) / 255
         patches = [Patch(color=colour, label=str(expert)) for expert, colour in enumerate(colours)]

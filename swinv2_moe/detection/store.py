@@ -16,7 +16,6 @@ from swinv2_moe.engine.optim import optimizer_sections
 from swinv2_moe.engine.saver import Saver
 from swinv2_moe.files import read_json
 from swinv2_moe.forms import NUMBER, record
-from swinv2_moe.models.positions import position_windows
 
 _RECORD = record({"score": NUMBER})
 _MAX_RECORD = 1 << 20  # bytes
@@ -24,7 +23,7 @@ _MAX_RECORD = 1 << 20  # bytes
 
 @HOOKS.register_module()
 class ExpertStoreHook(Hook):
-    """`<work_dir>/checkpoints/step-<iteration>`, `latest` and `best`, as docs/checkpoints.md
+    """`<work_dir>/checkpoints/step-<iteration>`, `latest`, `best`, as docs/reference/checkpoints.md
     describes them.
 
     With the experts spread over the ranks each writes its own; otherwise the main rank writes
@@ -124,7 +123,7 @@ class ExpertStoreHook(Hook):
             "step": iteration,
             "training": training,
             "config": self.config,
-            "backbone_windows": position_windows(model.backbone.trunk),
+            "backbone_windows": model.backbone.trunk.position_windows(),
             "class_names": list(
                 (runner.train_dataloader.dataset.metainfo or {}).get("classes", [])
             ),

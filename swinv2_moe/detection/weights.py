@@ -8,7 +8,6 @@ from moe_core import count_experts, moe_layers
 from swinv2_moe.engine import checkpoint
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerV2MoE, load_dense, load_strict
-from swinv2_moe.models.positions import position_windows
 from swinv2_moe.models.weight_files import read_weights
 
 _KEY = "backbone.pretrained"
@@ -36,11 +35,11 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
     prefix = _OF_DETECTOR if any(name.startswith(_OF_DETECTOR) for name in tensors) else ""
     _check_facts(trunk, source, _facts(_below(prefix, tensors), _below(prefix, experts)))
     windows = found.meta.get("backbone_windows" if prefix else "windows")
-    if windows not in (None, position_windows(trunk)):
+    if windows not in (None, trunk.position_windows()):
         raise UserError(
             f"{_KEY} {source}: its positions are measured by windows of {windows}, the backbone's"
             " by"
-            f" {position_windows(trunk)}; backbone.pretrained_window_sizes={windows} measures them"
+            f" {trunk.position_windows()}; backbone.pretrained_window_sizes={windows} measures them"
             " likewise"
         )
     checkpoint.load_weights(found, _in_detector(trunk) if prefix else trunk, _without_head)

@@ -30,7 +30,8 @@ from moe_core.checkpoint import TRUNK, count_experts, damage, load_tensors, save
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.meta import DamagedError, read_meta, write_meta
 from swinv2_moe.errors import UserError
-from swinv2_moe.models.positions import check_windows, position_windows
+from swinv2_moe.model_types import model_type
+from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.weights import check_finite, compare
 
 Fit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -263,7 +264,7 @@ def describe(
         "experts": {
             name: [step] * layer.config.num_experts for name, layer in moe_layers(model).items()
         },
-        "windows": position_windows(model),
+        "windows": model.position_windows(),
         "config": config.dump(),
     }
 
@@ -380,22 +381,23 @@ def load_strategies(checkpoint: Checkpoint, model: nn.Module) -> None:
         ) from error
 
 
-def count_classes(checkpoint: Checkpoint) -> int:
-    """How many outputs the classifier has.
+def count_classes(checkpoint: Checkpoint, config: CfgNode) -> int:
+    """The number of outputs of the classifier of a checkpoint with this configuration.
 
     Raises:
         UserError: there is none.
     """
+    weight = f"{model_type(config).model.classifier}.weight"
     try:
         with safe_open(checkpoint.directory / TRUNK, "pt") as trunk:
-            shape = trunk.get_slice("head.fc.weight").get_shape()
+            shape = trunk.get_slice(weight).get_shape()
     except SafetensorError as error:
         raise UserError(
             f"checkpoint {checkpoint.directory}: has no classifier ({error})"
         ) from error
     if len(shape) != 2:
         raise UserError(
-            f"checkpoint {checkpoint.directory}: its classifier (head.fc.weight) has shape {shape}"
+            f"checkpoint {checkpoint.directory}: its classifier ({weight}) has shape {shape}"
         )
     return shape[0]
 

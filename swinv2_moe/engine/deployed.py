@@ -25,7 +25,7 @@ from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.distributed import World, expert_group, open_world
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import SwinTransformerV2MoE, build_model
+from swinv2_moe.models import MoEModel, build_model
 
 # Keys about the machines and the data of the training, with their values for any other use.
 _NOT_THE_MODELS = {
@@ -58,7 +58,7 @@ class Deployed:
         """The section of the model."""
         return model_config(self.config)
 
-    def model(self, num_classes: int) -> SwinTransformerV2MoE:
+    def model(self, num_classes: int) -> MoEModel:
         """Its model on this rank's device, in evaluation mode; with `num_classes` 0 the model
         without its classifier.
 
@@ -67,7 +67,11 @@ class Deployed:
         """
         config = self.model_config
         model = build_model(config, num_classes, expert_group(config.experts, self.world))
-        fit = _without_head if num_classes == 0 else lambda found: found
+        head = model.classifier_names() if num_classes == 0 else ()
+
+        def fit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: tensor for name, tensor in tensors.items() if name not in head}
+
         # a measurement says what became of NaN
         checkpoint.load_weights(self.source, model, fit, finite=False)
         return model.to(self.world.device).eval()
@@ -170,7 +174,3 @@ def _kind(data: Path, trained_on: str) -> str:
     if (data / "index.json").is_file():
         return "shards"
     return "folder" if (data / "train").is_dir() or trained_on == "digits" else trained_on
-
-
-def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith("head.fc.")}

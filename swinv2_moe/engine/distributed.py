@@ -3,7 +3,7 @@
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_core.parallel import CollectiveError, ExpertGroup, make_expert_groups
+from moe_core.parallel import CollectiveError, ExpertGroup, Ranks, make_expert_groups
 from swinv2_moe.config import ExpertsConfig
 from swinv2_moe.errors import UserError
 
@@ -34,27 +34,22 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def ranks(self) -> Ranks:
+        """The collectives of all processes."""
+        return Ranks(self.group, f"rank {self.rank} of {self.size}", "within TIMEOUT")
+
     def barrier(self) -> None:
-        if self.group is not None:
-            device_ids = [self.device.index] if self.device.type == "cuda" else None
-            with self.named_errors("barrier"):
-                dist.barrier(group=self.group, device_ids=device_ids)
+        """Wait until every rank is here."""
+        self.ranks.barrier(self.device)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The elementwise sum over all ranks."""
-        if self.group is not None:
-            with self.named_errors("sum over all ranks"):
-                dist.all_reduce(values, group=self.group)
-        return values
+        """The elementwise sum over all ranks, in place."""
+        return self.ranks.all_reduce(values, "sum over all ranks")
 
     def gather(self, value: object) -> list:
         """Every rank's `value` (picklable, small), on every rank."""
-        if self.group is None:
-            return [value]
-        values = [None] * self.size
-        with self.named_errors("gathering from all ranks"):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        return self.ranks.gather_objects(value, "gathering from all ranks")
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """[N, ...] of every rank, i-th rows of all before the next ones -> [N * size, ...] on the
@@ -65,10 +60,10 @@ class World:
         """
         if self.group is None:
             return rows.cpu()
-        parts = [torch.empty_like(rows) for _ in range(self.size)] if self.is_main else None
-        with self.named_errors("gathering rows from all ranks"):
-            dist.gather(rows, parts, dst=0, group=self.group)
-        return torch.stack(parts, dim=1).flatten(0, 1).cpu() if self.is_main else rows[:0].cpu()
+        parts = self.ranks.gather_to_first(rows, "gathering rows from all ranks")
+        if parts is None:
+            return rows[:0].cpu()
+        return torch.stack(parts, dim=1).flatten(0, 1).cpu()
 
     def agree(self, value: object) -> object:
         """The main rank's `value` (picklable, small), on every rank."""
@@ -89,21 +84,10 @@ class World:
                 raise UserError(f"{problem}{alone}")
         return loaded
 
-    @contextmanager
-    def named_errors(self, operation: str) -> Iterator[None]:
-        """Gives a collective that fails or times out the name of the operation: a rank has died, or
-        is stuck."""
-        try:
-            yield
-        except RuntimeError as error:
-            from_collective = isinstance(error, dist.DistError) or "gloo" in str(error)
-            if isinstance(error, CollectiveError) or not from_collective:
-                raise
-            raise CollectiveError(
-                f"{operation} failed on rank {self.rank} of {self.size}; has another one ended, or"
-                " not come within"
-                f" TIMEOUT? ({error})"
-            ) from error
+    def named_errors(self, operation: str) -> AbstractContextManager[None]:
+        """Gives a collective that fails or times out within the block the name of the operation: a
+        rank has ended, or is stuck."""
+        return self.ranks.named_errors(operation)
 
 
 @contextmanager

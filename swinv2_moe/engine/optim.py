@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from swinv2_moe.config import TrainConfig
 from swinv2_moe.engine.parallelize import placed_like
-from swinv2_moe.models import SwinTransformerV2MoE
+from swinv2_moe.models import MoEModel
 
 _REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
 
 
 def build_optimizer(
-    config: TrainConfig, model: SwinTransformerV2MoE, learning_rate: float
+    config: TrainConfig, model: MoEModel, learning_rate: float
 ) -> torch.optim.Optimizer:
     """AdamW or SGD; no weight decay on biases, 1-D parameters and the model's exceptions; layer
     decay by depth."""

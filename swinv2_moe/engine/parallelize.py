@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_core import WithoutExperts, expert_parameters
 from swinv2_moe.engine.distributed import World
-from swinv2_moe.models import SwinTransformerV2MoE, WithAuxLoss
+from swinv2_moe.models import MoEModel, WithAuxLoss
 
 
 def parallelize(
-    model: SwinTransformerV2MoE, world: World, compile: bool = False, shard: bool = False
+    model: MoEModel, world: World, compile: bool = False, shard: bool = False
 ) -> nn.Module:
     """The model with its aux loss as second output, compiled if asked, its shared parameters
     replicated or, if `shard`, sharded (and not compiled)."""
@@ -33,15 +33,15 @@ def parallelize(
     return DistributedDataParallel(WithoutExperts(wrapped), process_group=world.group)
 
 
-def settle_buckets(replicated: nn.Module, model: SwinTransformerV2MoE, world: World) -> None:
+def settle_buckets(replicated: nn.Module, model: MoEModel, world: World) -> None:
     """Comes before the first step, and has no effect on the model. After its first backward pass
     DDP puts the gradients into other buckets, by the order in which they came; from three ranks on
     that changes how they are summed, so the first step after a resume would differ from the
     uninterrupted run's by a rounding error."""
     if not isinstance(replicated, DistributedDataParallel) or world.size < 3:
         return
-    was_training, weight = model.training, model.patch_embed.proj.weight
-    images = torch.zeros(2, weight.shape[1], *model.patch_embed.img_size, device=weight.device)
+    was_training = model.training
+    images = torch.zeros(2, *model.input_shape(), device=world.device)
     model.eval()
     logits, aux_loss = replicated(images)
     (logits.sum() + aux_loss).backward()
@@ -49,7 +49,7 @@ def settle_buckets(replicated: nn.Module, model: SwinTransformerV2MoE, world: Wo
     model.zero_grad(set_to_none=True)
 
 
-def shard_trunk(model: SwinTransformerV2MoE, world: World) -> None:
+def shard_trunk(model: MoEModel, world: World) -> None:
     """Give each rank 1/W of every shared parameter, as a DTensor; a block is gathered while it is
     at work.
 
@@ -57,7 +57,7 @@ def shard_trunk(model: SwinTransformerV2MoE, world: World) -> None:
     """
     mesh = DeviceMesh.from_group(world.group, world.device.type)
     experts = set(expert_parameters(model).values())
-    blocks = [block for stage in model.layers for block in stage.blocks]
+    blocks = [block for blocks in model.block_stages() for block in blocks]
     for module in (*blocks, model):
         # Also the root's own parameters go back to shards after a forward pass without a backward
         # one.
@@ -69,9 +69,7 @@ def shard_trunk(model: SwinTransformerV2MoE, world: World) -> None:
         module.reshard()
 
 
-def averaged_copy(
-    model: SwinTransformerV2MoE, world: World, decay: float, shard: bool
-) -> ModelEmaV3 | None:
+def averaged_copy(model: MoEModel, world: World, decay: float, shard: bool) -> ModelEmaV3 | None:
     """The moving average of the weights, sharded like them; None at a decay of 0. Comes before
     `parallelize`: a sharded model cannot be copied."""
     if not decay:

@@ -4,7 +4,7 @@ image.
 B images, C channels, S pixels a side, h x w tokens, K choices of a token, E experts
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,41 +15,57 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core import MoELayer, moe_layers
+from swinv2_moe.models import MoEModel, block_name
 
 _SIDE = 128  # pixels that a picture of an image has at least
 _GAP = 4  # pixels between pictures
+_COLOUR_MAPS = ("Set1", "tab20", "tab20b", "tab20c")
 
 
 @contextmanager
 def record_choices(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The experts that the tokens of the latest forward pass chose, in each MoE layer, until the
-    end of the block.
+    """Record the experts chosen in the latest forward pass, in each MoE layer.
 
-    A layer's name gives int64 [B, h, w, K] on the model's device: each token at its place in the
-    image, its first choice first. Forward hooks write this down and change nothing. It is what the
-    router wants, whether or not the expert has room. In evaluation mode only: in training noise
-    comes after the router. Not for a compiled model: what was compiled earlier has no hooks.
+    Forward hooks record what the router chose, whether or not the expert has room. They work in
+    evaluation mode only, since the noise of training is added after the router, and not for a
+    compiled model, which was compiled without the hooks.
+
+    Args:
+        model: a MoEModel, or a module that contains one.
+
+    Yields:
+        By the layer's name, int64 [B, h, w, K] on the model's device: each token at its place in
+        the image, its first choice first.
     """
     choices: dict[str, Tensor] = {}
     with ExitStack() as hooks:
-        for name, layer in moe_layers(model).items():
-            _watch(model.get_submodule(name.removesuffix(".mlp.moe")), layer, name, choices, hooks)
+        for prefix, backbone in model.named_modules():
+            if isinstance(backbone, MoEModel):
+                _watch(backbone, f"{prefix}." if prefix else "", choices, hooks)
         yield choices
 
 
-def _watch(
-    block: nn.Module, layer: MoELayer, name: str, choices: dict[str, Tensor], hooks: ExitStack
-) -> None:
-    def chosen(router: nn.Module, args: tuple, logits: Tensor) -> None:  # logits [T, E]
+def _watch(backbone: MoEModel, prefix: str, choices: dict[str, Tensor], hooks: ExitStack) -> None:
+    for name, layer in moe_layers(backbone).items():
+        block = backbone.get_submodule(block_name(name))
+        record, place = _hooks(backbone, layer, prefix + name, choices)
+        hooks.callback(layer.router.register_forward_hook(record).remove)
+        hooks.callback(block.register_forward_hook(place).remove)
+
+
+def _hooks(
+    backbone: MoEModel, layer: MoELayer, name: str, choices: dict[str, Tensor]
+) -> tuple[Callable, Callable]:
+    """Forward hooks of a layer's router and of its block."""
+
+    def record(router: nn.Module, args: tuple, logits: Tensor) -> None:  # logits [T, E]
         assert not layer.training, "the noise of training is not in these logits"
         choices[name] = logits.topk(min(layer.config.top_k, logits.shape[1])).indices
 
-    # x [B, h, w, M]; tokens are in this order
-    def placed(block: nn.Module, args: tuple, x: Tensor) -> None:
-        choices[name] = choices[name].unflatten(0, x.shape[:3])
+    def place(block: nn.Module, args: tuple, output: Tensor) -> None:
+        choices[name] = backbone.token_maps(choices[name], output)
 
-    for module, hook in ((layer.router, chosen), (block, placed)):
-        hooks.callback(module.register_forward_hook(hook).remove)
+    return record, place
 
 
 @dataclass
@@ -68,8 +84,11 @@ class RoutingSample:
 
 @contextmanager
 def sample_choices(model: nn.Module, num_images: int, count: int) -> Iterator[RoutingSample]:
-    """Keeps up to `count` images, spread evenly over the `num_images` that are about to go through
-    `model`, and their choices, on the CPU; as `record_choices`."""
+    """Keep some of the images that go through `model`, and their choices, on the CPU.
+
+    Up to `count` images are kept, spread evenly over the `num_images` of the forward passes to
+    come. Conditions as in `record_choices`.
+    """
     wanted, sample, seen = spread(num_images, count), RoutingSample(), 0
 
     def keep(model: nn.Module, args: tuple, output: Tensor) -> None:
@@ -90,7 +109,7 @@ def sample_choices(model: nn.Module, num_images: int, count: int) -> Iterator[Ro
 
 
 def spread(size: int, count: int) -> list[int]:
-    """Up to `count` of the numbers below `size`, evenly apart, from 0 on."""
+    """Up to `count` evenly spaced numbers below `size`, from 0 on."""
     count = min(size, count)
     return [i * size // count for i in range(count)]
 
@@ -98,15 +117,24 @@ def spread(size: int, count: int) -> list[int]:
 def columns(
     images: Tensor, choices: dict[str, Tensor], mean: Sequence[float], std: Sequence[float]
 ) -> list[np.ndarray]:
-    """Pictures uint8 [B, s, s, 3] of normalised images [B, C, S, S], then the same painted by each
-    layer's choices [B, h, w, K]; `montage` puts them side by side."""
+    """The columns of a routing picture: the images, then these painted by each layer's choices.
+
+    Args:
+        images: normalised, [B, C, S, S].
+        choices: of each layer [B, h, w, K].
+
+    Returns:
+        uint8 [B, s, s, 3] for each column, as `montage` takes them.
+    """
     photos = to_pixels(images, mean, std)
     return [photos, *(paint(photos, ids[..., 0].cpu().numpy()) for ids in choices.values())]
 
 
 def to_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Normalised images [B, C, S, S] (C 1 or 3) -> uint8 [B, s, s, 3], by a whole factor larger or
-    smaller, so that 128 <= s < 256."""
+    """Normalised images [B, C, S, S] (C 1 or 3) -> uint8 [B, s, s, 3].
+
+    The side is scaled by an integer factor such that 128 <= s < 256.
+    """
     pixels = denormalise(images, mean, std)
     size = pixels.shape[-1]
     if size < _SIDE:
@@ -124,13 +152,20 @@ def denormalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> 
 
 
 def paint(photos: np.ndarray, experts: np.ndarray) -> np.ndarray:
-    """uint8 [B, s, s, 3]: the luminance of `photos` (uint8 [B, s, s, 3]), each patch in the colour
-    of its expert (integers [B, h, w])."""
+    """Paint each patch of `photos` in the colour of its expert.
+
+    Args:
+        photos: uint8 [B, s, s, 3].
+        experts: integers [B, h, w].
+
+    Returns:
+        uint8 [B, s, s, 3]: the mean of the photographs in grey and the colours.
+    """
     side, (_, height, width) = photos.shape[1], experts.shape
     rows, cols = np.arange(side) * height // side, np.arange(side) * width // side
     tint = expert_colours(int(experts.max()) + 1)[experts][:, rows][:, :, cols]
-    luminance = photos @ np.array([0.299, 0.587, 0.114], np.float32)  # Rec. 601
-    return ((luminance[..., None] + tint) / 2).astype(np.uint8)
+    grey = photos.mean(-1, keepdims=True)
+    return ((grey + tint) / 2).astype(np.uint8)
 
 
 def montage(columns: Sequence[np.ndarray]) -> np.ndarray:
@@ -145,41 +180,11 @@ def montage(columns: Sequence[np.ndarray]) -> np.ndarray:
 
 @cache
 def expert_colours(count: int) -> np.ndarray:
-    """uint8 [count, 3], a colour for each expert, the same whatever `count` is.
+    """uint8 [count, 3]: a colour for each expert, the same whatever `count` is.
 
-    Each is the one that differs most, in Oklab, from all before (Glasbey et al., Color Research and
-    Application 32, 2007), among the light and vivid ones. Lightness counts a tenth: that of a
-    painted patch is the photograph's.
+    The colours are those of matplotlib's qualitative maps. They repeat after 69 experts.
     """
-    levels = np.arange(0, 256, 15)
-    candidates = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), -1).reshape(-1, 3)
-    lab = _oklab(candidates)
-    vivid = (lab[:, 0] > 0.6) & (np.hypot(lab[:, 1], lab[:, 2]) > 0.15)
-    candidates, lab = candidates[vivid], lab[vivid] * [0.1, 1, 1]
-    # orange; from there the first eight are the best
-    chosen = [int((candidates == [255, 120, 0]).all(1).argmax())]
-    distance = np.full(len(lab), np.inf)
-    while len(chosen) < count:
-        distance = np.minimum(distance, np.linalg.norm(lab - lab[chosen[-1]], axis=1))
-        chosen.append(int(distance.argmax()))
-    return candidates[chosen[:count]].astype(np.uint8)
+    from matplotlib import colormaps  # importing it takes half a second
 
-
-def _oklab(colours: np.ndarray) -> np.ndarray:
-    """sRGB of 0 to 255 [N, 3] -> lightness and two colour axes [N, 3] (B. Ottosson, 2020)."""
-    srgb = colours / 255
-    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    cones = np.cbrt(linear @ np.array(_TO_CONES).T)
-    return cones @ np.array(_TO_LAB).T
-
-
-_TO_CONES = [
-    [0.4122214708, 0.5363325363, 0.0514459929],
-    [0.2119034982, 0.6806995451, 0.1073969566],
-    [0.0883024619, 0.2817188376, 0.6299787005],
-]
-_TO_LAB = [
-    [0.2104542553, 0.7936177850, -0.0040720468],
-    [1.9779984951, -2.4285922050, 0.4505937099],
-    [0.0259040371, 0.7827717662, -0.8086757660],
-]
+    colours = np.concatenate([colormaps[name].colors for name in _COLOUR_MAPS])
+    return (255 * np.resize(colours, (count, 3))).round().astype(np.uint8)

@@ -34,7 +34,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.imports import imported_files
 from swinv2_moe.models import (
     Complexity,
-    SwinTransformerV2MoE,
+    MoEModel,
     build_model,
     load_dense,
     measure_model,
@@ -157,17 +157,17 @@ def _warnings(trainer: Trainer) -> list[str]:
     return lines + differing_versions(world)
 
 
-def _build_model(config: CfgNode, num_classes: int, world: World) -> SwinTransformerV2MoE:
+def _build_model(config: CfgNode, num_classes: int, world: World) -> MoEModel:
     seed_everything(config.SEED)  # the same weights on any number of ranks
     section = model_config(config)
     return build_model(section, num_classes, expert_group(section.experts, world))
 
 
-def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE, world: World) -> None:
+def _load_pretrained(config: CfgNode, model: MoEModel, world: World) -> None:
     source = config.MODEL.PRETRAINED
     if not source:
         return
-    fit = partial(fit_head, expected=model.state_dict(), config=model_config(config))
+    fit = partial(fit_head, model=model, config=model_config(config))
     try:
         found = None
         if Path(source).is_dir():
@@ -187,11 +187,13 @@ def _load_pretrained(config: CfgNode, model: SwinTransformerV2MoE, world: World)
                     " random"
                 )
     except UserError as error:
-        hint = (
-            " (other classes? MODEL.NEW_HEAD True starts a new head, MODEL.CLASS_MAP takes over"
-            " some of its rows)"
-        )
-        raise UserError(f"{error}{hint if 'head.fc' in str(error) else ''}") from error
+        hint = ""
+        if f"{model.classifier}." in str(error):
+            hint = (
+                " (other classes? MODEL.NEW_HEAD True starts a new head, MODEL.CLASS_MAP takes over"
+                " some of its rows)"
+            )
+        raise UserError(f"{error}{hint}") from error
 
 
 def _headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> str:

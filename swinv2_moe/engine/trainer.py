@@ -41,7 +41,7 @@ from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.stopping import Stopped, StopSignal
 from swinv2_moe.engine.timing import Batches, TimeToTarget
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import SwinTransformerV2MoE, frozen_moe
+from swinv2_moe.models import MoEModel, frozen_moe
 
 
 class Trainer:
@@ -53,9 +53,7 @@ class Trainer:
     done, and no random state is ever saved.
     """
 
-    def __init__(
-        self, config: CfgNode, world: World, data: Data, model: SwinTransformerV2MoE
-    ) -> None:
+    def __init__(self, config: CfgNode, world: World, data: Data, model: MoEModel) -> None:
         self.config, self.world, self.data = config, world, data
         self.model = model.to(world.device)
         self.ema = averaged_copy(
@@ -92,7 +90,7 @@ class Trainer:
         self.loss_watch = LossWatch()
 
     @property
-    def deployed(self) -> SwinTransformerV2MoE:
+    def deployed(self) -> MoEModel:
         """The weights that are validated: the averaged ones where there are any."""
         return self.ema.module if self.ema else self.model
 

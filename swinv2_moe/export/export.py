@@ -21,7 +21,7 @@ from torch import nn
 from moe_core.checkpoint import sync_file
 from swinv2_moe.config import DataConfig, ExpertsConfig
 from swinv2_moe.data.sources import load_sources
-from swinv2_moe.engine.checkpoint import Checkpoint, count_classes, publish
+from swinv2_moe.engine.checkpoint import count_classes, publish
 from swinv2_moe.engine.deployed import Deployed, open_deployed
 from swinv2_moe.errors import UserError
 from swinv2_moe.export import programs
@@ -121,7 +121,7 @@ def export_model(
             raise UserError(
                 f"one process exports, here are {deployed.world.size}: start it without torchrun"
             )
-        class_names = _class_names(deployed.source)
+        class_names = _class_names(deployed)
         model = deployed.model(len(class_names))
         _check_capacity(deployed.model_config.experts, choices)
         is_chosen = bool(data or dataset or _WHERE_DATA_IS.intersection(opts[::2]))
@@ -204,9 +204,12 @@ def check_agreement(kind: str, dtype: str, found: Comparison) -> None:
         )
 
 
-def _class_names(source: Checkpoint) -> list[str]:
+def _class_names(deployed: Deployed) -> list[str]:
     """In the order of the logits; numbers where the checkpoint does not know their names."""
-    return source.meta["class_names"] or [str(number) for number in range(count_classes(source))]
+    names = deployed.source.meta["class_names"]
+    if names:
+        return names
+    return [str(number) for number in range(count_classes(deployed.source, deployed.config))]
 
 
 def _check_capacity(experts: ExpertsConfig, choices: Choices) -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_core.export import StandardMoE
-from swinv2_moe.models import SwinTransformerV2MoE
+from swinv2_moe.models import MoEMlp, MoEModel
 from swinv2_moe.models.attention import FusedWindowAttention
-from swinv2_moe.models.swinv2_moe import MoEMlp
 
 
 class StandardForm(nn.Module):
@@ -27,7 +26,7 @@ class StandardForm(nn.Module):
 
     def __init__(
         self,
-        model: SwinTransformerV2MoE,
+        model: MoEModel,
         dtype: torch.dtype = torch.float32,
         batched_experts: bool = False,
     ) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.export.forms import StandardForm
-from swinv2_moe.models import SwinTransformerV2MoE
+from swinv2_moe.models import MoEModel
 
 DTYPES = {"onnx": ("float32", "bfloat16", "int8"), "torch": ("float32", "bfloat16")}
 FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
@@ -56,7 +56,7 @@ def check_packages(kind: str) -> None:
 
 def write_program(
     kind: str,
-    model: SwinTransformerV2MoE,
+    model: MoEModel,
     images: Tensor,
     dtype: str,
     any_batch: bool,

@@ -44,7 +44,7 @@ from swinv2_moe.engine.record import Bar
 from swinv2_moe.engine.trainer import build_autocast
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.rounds import interleaved, machine, quartiles, ratios
-from swinv2_moe.models.swinv2_moe import MoEMlp
+from swinv2_moe.models import MoEMlp
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 
 BINS = 15

@@ -147,6 +147,11 @@ def _loads(run: RunRecord, suffix: str) -> Iterator[Panel]:
 
 
 def place(layer: str) -> str:
-    """ "layers.2.blocks.1.mlp.moe" -> "stage 3, block 2": counted from 1, as papers do."""
+    """The stage and block of an MoE layer, counted from 1 as in papers.
+
+    "layers.2.blocks.1.mlp.moe" -> "stage 3, block 2"; "blocks.1.mlp.moe" -> "block 2".
+    """
     numbers = [int(part) + 1 for part in layer.split(".") if part.isdecimal()]
-    return "stage {}, block {}".format(*numbers) if len(numbers) == 2 else layer
+    if len(numbers) == 2:
+        return "stage {}, block {}".format(*numbers)
+    return f"block {numbers[0]}" if len(numbers) == 1 else layer

@@ -50,11 +50,11 @@ from moe_core import (
     expert_parameters,
     moe_layers,
 )
-from moe_core.parallel import all_to_all
+from moe_core.parallel import all_to_all, count_traffic
 from swinv2_moe.data import Batch, Data
 from swinv2_moe.engine.saver import Cost, Saver
 from swinv2_moe.engine.trainer import Trainer
-from swinv2_moe.models.swinv2_moe import MoEMlp
+from swinv2_moe.models import MoEMlp
 
 _MOVES = ("moe_core::dispatch_rows", "moe_core::combine_rows")
 # of a row's element: weighted and added; backward weighted, and multiplied and added for the gate
@@ -366,7 +366,7 @@ def exchange(trainer: Trainer, calls: Sequence[Call], batch: Batch) -> Task:
     if not calls:
         return Task(lambda: world.sum(shared), Work(exchange=sent))
     group, rows = calls[0].layer.group, calls[0].chunks[0][0]
-    with group.count_traffic() as traffic:
+    with count_traffic(group) as traffic:
         trainer.train_step([batch])
     # there and back, forward and backward
     elements, ways = sum(traffic.elements.values()), 4 * len(calls)
@@ -379,7 +379,7 @@ def exchange(trainer: Trainer, calls: Sequence[Call], batch: Batch) -> Task:
             all_to_all(message, group)
         world.sum(shared)
         if len(replicated):
-            group.all_reduce(replicated, group.replicas, "expert gradients")
+            group.replicas.all_reduce(replicated, "expert gradients")
 
     return Task(run, Work(exchange=sent))
 

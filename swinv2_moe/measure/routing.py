@@ -38,6 +38,7 @@ from swinv2_moe.engine.trainer import build_autocast
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.routing_figures import classes_figure, load_figure, pictures_figure
 from swinv2_moe.measure.run_record import read_run
+from swinv2_moe.models import block_name
 from swinv2_moe.plots import save_png
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
@@ -291,7 +292,7 @@ def _count(
     the others."""
     data = deployed.data
     layers = {
-        _short(name): LayerChoices(layer.config.num_experts)
+        block_name(name): LayerChoices(layer.config.num_experts)
         for name, layer in moe_layers(model).items()
     }
     unreadable = UnreadableImages(len(source), data.max_bad_share)
@@ -305,7 +306,7 @@ def _count(
             images, counted = _forward(model, images, deployed), targets >= 0
             pixels = denormalise(images[counted], data.mean, data.std)
             for name, ids in choices.items():
-                layers[_short(name)].add(ids[counted], pixels)
+                layers[block_name(name)].add(ids[counted], pixels)
             classes.append(targets[counted].numpy())
             unreadable.add(bad)
             bar.advance("")
@@ -318,10 +319,6 @@ def _forward(model: nn.Module, images: Tensor, deployed: Deployed) -> Tensor:
     with build_autocast(deployed.config, deployed.world)():
         model(images)
     return images
-
-
-def _short(layer: str) -> str:
-    return layer.removesuffix(".mlp.moe")
 
 
 def _save(figures: "dict[str, Figure]", output: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from swinv2_moe.engine.routing import expert_colours, montage
 from swinv2_moe.measure.run_record import RunRecord
+from swinv2_moe.models import block_name
 from swinv2_moe.plots import new_figure, thin, tidy
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
@@ -100,7 +101,7 @@ def load_figure(run: RunRecord) -> "Figure":
         thinned = [thin(steps, expert) for expert in zip(*loads, strict=True)]
         shares = np.array([values for _, values in thinned])
         axes.stackplot(thinned[0][0], shares / shares.sum(0), colors=colours, linewidth=0)
-        axes.set(title=layer.removesuffix(".mlp.moe"), xlabel="step", ylim=(0, 1))
+        axes.set(title=block_name(layer), xlabel="step", ylim=(0, 1))
         axes.margins(x=0)
         tidy(axes)
     panels[0, 0].set_ylabel("share of the tokens")

@@ -66,7 +66,7 @@ from swinv2_moe.measure.rounds import (
     ratios,
     working_memory,
 )
-from swinv2_moe.models import Complexity, SwinTransformerV2MoE, build_model, measure_model
+from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def measure(plan: Plan, rounds: int, warmup: int) -> Iterator[Row]:
 class Subject(NamedTuple):
     """A model and what is timed of it."""
 
-    model: SwinTransformerV2MoE
+    model: MoEModel
     run: Callable[[], object]  # one pass, or one step
     optimizer: torch.optim.Optimizer | None
 
@@ -341,7 +341,7 @@ def _training(config: CfgNode, world: World) -> Subject:
     return Subject(trainer.model, lambda: trainer.train_step([batch]), trainer.optimizer)
 
 
-def _model(config: CfgNode, world: World) -> SwinTransformerV2MoE:
+def _model(config: CfgNode, world: World) -> MoEModel:
     seed_everything(config.SEED)
     section = model_config(config)
     group = expert_group(section.experts, world)
@@ -403,7 +403,7 @@ def _held(subject: Subject) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _routing(model: SwinTransformerV2MoE) -> tuple[float, float]:
+def _routing(model: MoEModel) -> tuple[float, float]:
     """Of this rank's last pass: the dropped share of all choices; the largest load of an expert in
     any layer."""
     stats = [layer.last_routing for layer in moe_layers(model).values()]

@@ -5,16 +5,14 @@ import torch
 from moe_core.parallel import ExpertGroup, ParallelStrategy
 from swinv2_moe.config import ExpertsConfig, ModelConfig
 from swinv2_moe.errors import UserError
+from swinv2_moe.model_types import model_types
 from swinv2_moe.models.complexity import Complexity, count
-from swinv2_moe.models.swin_moe import SwinTransformerMoE
-from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
-
-_TYPES = {"swinv2_moe": SwinTransformerV2MoE, "swin_moe": SwinTransformerMoE}
+from swinv2_moe.models.protocol import MoEModel
 
 
 def build_model(
     config: ModelConfig, num_classes: int, group: ExpertGroup | None = None
-) -> SwinTransformerV2MoE:
+) -> MoEModel:
     """A freshly initialised model; its values follow torch's seed and not the number of ranks.
 
     Raises:
@@ -28,14 +26,12 @@ def build_model(
     return model
 
 
-def _model(
-    config: ModelConfig, num_classes: int, group: ExpertGroup | None
-) -> SwinTransformerV2MoE:
+def _model(config: ModelConfig, num_classes: int, group: ExpertGroup | None) -> MoEModel:
     experts = config.experts
-    return _TYPES[config.type](
+    return model_types()[config.type].model(
+        **config.trunk,
         img_size=config.img_size,
         num_classes=num_classes,
-        **vars(config.trunk),
         drop_rate=config.drop_rate,
         attn_drop_rate=config.attn_drop_rate,
         drop_path_rate=config.drop_path_rate,
@@ -65,4 +61,4 @@ def measure_model(config: ModelConfig, num_classes: int) -> Complexity:
     memory."""
     with torch.device("meta"):
         model = build_model(config, num_classes)
-    return count(model, config.img_size, config.trunk.in_chans)
+    return count(model, config.img_size, config.in_chans)

@@ -8,29 +8,29 @@ from torch import Tensor
 from swinv2_moe.config import ModelConfig
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import read_bounded
+from swinv2_moe.models.protocol import MoEModel
 
 _MAX_BYTES = 1 << 26  # of a class map
 _MAX_DIGITS = 9
-_NAMES = ("head.fc.weight", "head.fc.bias")
 
 
-def fit_head(
-    tensors: dict[str, Tensor], expected: dict[str, Tensor], config: ModelConfig
-) -> dict[str, Tensor]:
+def fit_head(tensors: dict[str, Tensor], model: MoEModel, config: ModelConfig) -> dict[str, Tensor]:
     """Pretrained `tensors` with the head that MODEL.NEW_HEAD and MODEL.CLASS_MAP ask for; without
-    them, as they are.
+    them, unchanged.
 
     Args:
-        expected: the model's own tensors, whose head is the new one.
+        model: its own head is the new one.
 
     Raises:
         UserError: a class map that cannot be read or does not fit either side.
     """
+    names, expected = model.classifier_names(), model.state_dict()
     if config.new_head:
-        return tensors | {name: expected[name] for name in _NAMES}
-    if not config.class_map or not all(name in tensors for name in _NAMES):
+        return tensors | {name: expected[name] for name in names}
+    if not config.class_map or not all(name in tensors for name in names):
         return tensors
-    there, here = (len(side[_NAMES[1]]) for side in (tensors, expected))
+    bias = names[1]
+    there, here = len(tensors[bias]), len(expected[bias])
     rows = read_class_map(Path(config.class_map))
     if len(rows) != here or max(rows, default=0) >= there:
         raise UserError(
@@ -39,7 +39,7 @@ def fit_head(
             f" has {here} classes and the pretrained weights have {there} (0 to {there - 1})"
         )
     rows = torch.tensor(rows)
-    taken = {name: tensors[name][rows.clamp(min=0)] for name in _NAMES}
+    taken = {name: tensors[name][rows.clamp(min=0)] for name in names}
     for name, tensor in taken.items():
         tensor[rows < 0] = expected[name][rows < 0].to(tensor)
     return tensors | taken

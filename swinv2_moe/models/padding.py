@@ -25,8 +25,9 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2Block, window_parti
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from swinv2_moe.models.moe_mlp import MoEMlp
 from swinv2_moe.models.swin_moe import PreNormBlock
-from swinv2_moe.models.swinv2_moe import MoEMlp, SwinTransformerV2MoE
+from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
 
 Size = tuple[int, int]  # height, width
 

@@ -9,27 +9,21 @@ changed, MODEL.SWINV2.PRETRAINED_WINDOW_SIZES.
 
 from collections.abc import Sequence
 
-from timm.models.swin_transformer_v2 import SwinTransformerV2
 from torch import Tensor
 
 from swinv2_moe.errors import UserError
+from swinv2_moe.models.protocol import MoEModel
 
 _LARGEST_STEP = 1.1  # log2(8 + 1) / log2(8) = 1.06, of a window of two tokens
 # [1, 2w-1, 2w-1, 2], in Microsoft's and older timm files
 _TABLE = "layers.{}.blocks.0.attn.relative_coords_table"
 
 
-def position_windows(model: SwinTransformerV2) -> list[int]:
-    """[S]: the window side by which each stage measures positions."""
-    attentions = [stage.blocks[0].attn for stage in model.layers]
-    return [
-        attention.pretrained_window_size[0] or attention.window_size[0] for attention in attentions
-    ]
-
-
 def windows_of_tables(state: dict[str, Tensor], stages: int) -> list[int] | None:
-    """The same of dense weights, from the coordinates that some files hold; None where they do
-    not."""
+    """The window side with which each stage of dense weights was trained.
+
+    It is computed from the coordinate tables that some files hold. None for files without them.
+    """
     tables = [state.get(_TABLE.format(stage)) for stage in range(stages)]
     if any(table is None for table in tables):
         return None
@@ -51,16 +45,19 @@ def _window_of(table: Tensor) -> int:
     return round(8 / (8**next_token - 1)) + 1
 
 
-def check_windows(model: SwinTransformerV2, trained: Sequence[int] | None, source: str) -> None:
-    """Nothing, where the weights' windows are not known.
+def check_windows(model: MoEModel, trained: Sequence[int] | None, source: str) -> None:
+    """Compare the windows of weights with the model's.
+
+    Args:
+        trained: the weights' windows; None or empty where they are not known.
 
     Raises:
-        UserError: the model would measure positions otherwise than its weights have learned to.
+        UserError: the model would measure positions otherwise than its weights were trained to.
     """
-    if trained is None:
+    if not trained:
         return
-    here = position_windows(model)
-    if list(trained) != here:
+    here = model.position_windows()
+    if here and list(trained) != here:
         raise UserError(
             f"{source}: its position biases know windows of {list(trained)}, the model would use"
             f" them for {here};"

@@ -12,8 +12,9 @@ from timm.models import swin_transformer, swin_transformer_v2
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from torch import Tensor, nn
 
+from swinv2_moe.model_types import register_model_type
 from swinv2_moe.models.attention import DotProductWindowAttention
-from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
+from swinv2_moe.models.swinv2_moe import SWINV2, SwinTransformerV2MoE
 
 
 class PreNormBlock(SwinTransformerV2Block):
@@ -38,6 +39,7 @@ class PreNormMerging(swin_transformer_v2.PatchMerging):
     forward = swin_transformer.PatchMerging.forward
 
 
+@register_model_type("swin_moe", SWINV2)
 class SwinTransformerMoE(SwinTransformerV2MoE):
     """SwinTransformerV2MoE's arguments, the released architecture; FFNs and experts have no second
     bias."""

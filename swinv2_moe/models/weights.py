@@ -6,17 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from timm.models.swin_transformer_v2 import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from moe_core import ExpertShard, moe_layers
 from swinv2_moe.errors import UserError
-from swinv2_moe.models.positions import check_windows, windows_of_tables
+from swinv2_moe.models.protocol import MoEModel
 from swinv2_moe.models.weight_files import read_weights, unwrapped
 
-_DENSE_FFN = re.compile(
-    r"(?P<block>layers\.\d+\.blocks\.\d+)\.mlp\.(?P<name>fc[12]\.(weight|bias))"
-)
+_DENSE_FFN = re.compile(r"(?P<block>(.+\.)?blocks\.\d+)\.mlp\.(?P<name>fc[12]\.(weight|bias))")
 _EMBEDDING = "patch_embed.proj.weight"
 # Buffers that every program recomputes; other files may hold them.
 RECOMPUTED = ("relative_coords_table", "relative_position_index", "attn_mask")
@@ -84,15 +81,16 @@ def _printable(name: str) -> str:
 
 
 def load_dense(
-    model: nn.Module,
+    model: MoEModel,
     source: str | Path | dict[str, Tensor],
     upcycle: bool = False,
     noise: float = 0.0,
     seed: int = 0,
     fit: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda found: found,
 ) -> list[str]:
-    """Dense SwinV2 weights (timm's naming or Microsoft's; a dict, .safetensors or .pth) into a
-    model with experts.
+    """Load dense weights (a dict, .safetensors or .pth) into a model with experts.
+
+    The layouts are those of the model's `convert_dense`.
 
     The trunk loads as it is. In MoE blocks the dense FFN goes into every expert if `upcycle`,
     otherwise it is left out and the experts keep their own values; routers keep theirs. (Sparse
@@ -113,9 +111,8 @@ def load_dense(
     """
     name = "the given weights" if isinstance(source, dict) else f"weights {source}"
     dense = unwrapped(source) if isinstance(source, dict) else read_weights(Path(source))
-    check_windows(model, windows_of_tables(dense, len(model.layers)), name)
     _check_values(dense, name)
-    dense = fit(checkpoint_filter_fn(dense, model))
+    dense = fit(model.convert_dense(dense, name))
     expected = model.state_dict()
     layers, kept, ffns = moe_layers(model), [], {}
     for key in list(dense):

@@ -57,7 +57,7 @@ def on_one_rank(group: ExpertGroup, ranks: list[int], config: dict):
     aux_loss, x_grad, gradients = loss_and_gradients(layer, *rows)
     average_expert_gradients(layer)
     for parameter in layer.router.parameters():  # as DistributedDataParallel does
-        for process_group in filter(None, (group.process_group, group.replicas)):
+        for process_group in filter(None, (group.process_group, group.replicas.process_group)):
             dist.all_reduce(parameter.grad, group=process_group)
         parameter.grad /= size
     return layer, aux_loss, x_grad / size, gradients

@@ -117,8 +117,8 @@ def compare(model: nn.Module, single: nn.Module, rtol: float, atol: float) -> No
 def assert_replicas_equal(model: nn.Module, group: ExpertGroup) -> None:
     for name, parameter in expert_parameters(model).items():
         copies = [torch.empty_like(parameter) for _ in range(group.num_replicas)]
-        if group.replicas is not None:
-            dist.all_gather(copies, parameter.detach(), group=group.replicas)
+        if group.num_replicas > 1:
+            dist.all_gather(copies, parameter.detach(), group=group.replicas.process_group)
             assert all(torch.equal(copy, parameter) for copy in copies), name
 
 

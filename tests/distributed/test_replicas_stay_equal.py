@@ -115,7 +115,7 @@ def check_fifty_steps(rank: int, seed: int, shard: bool) -> None:
     assert len({tuple(other) for other in trainer.world.gather(history)}) == 1
     experts = expert_parameters(trainer.model)
     group = next(iter(moe_layers(trainer.model).values())).group
-    assert_equal_on(group.replicas, bits(trainer, experts), 2)
+    assert_equal_on(group.replicas.process_group, bits(trainer, experts), 2)
     everyone = trainer.world.gather(next(iter(experts.values())).detach())
     assert not everyone[rank].equal(before)
     assert not everyone[0].equal(everyone[1])  # other experts

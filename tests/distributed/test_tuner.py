@@ -13,16 +13,16 @@ from moe_cases import make_layer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_core.cost_model import PROFILES
-from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner, make_expert_groups
+from moe_core.parallel import PROFILES, ExpertGroup, ParallelStrategy, Tuner, make_expert_groups
 from moe_core.parallel import tuner as tuner_module
+from moe_core.parallel.tuner import tuners
 
 SHAPE = {"model_dim": 8, "hidden_dim": 16}
 
 
 def tuned_group(ranks_per_node: int = 2, degrees=(1, 2)) -> ExpertGroup:
     group = make_expert_groups(dist.get_world_size(), ranks_per_node=ranks_per_node)
-    group.tuner = Tuner(group, PROFILES["a100-hdr"], degrees)
+    tuners[group] = Tuner(group, PROFILES["a100-hdr"], degrees)
     return group
 
 
@@ -60,17 +60,17 @@ def finds_the_fastest(rank: int) -> None:
     x = torch.randn(6, 8, dtype=torch.float64)
     for _ in range(80):
         torch.testing.assert_close(step([layer], x), step([expected], x))
-        assert same_everywhere(str(group.tuner.state_dict()))
-    assert list(group.tuner.decisions().values()) == [fastest]
-    assert group.tuner.lost < tuner_module.BUDGET
+        assert same_everywhere(str(tuners[group].state_dict()))
+    assert list(tuners[group].decisions().values()) == [fastest]
+    assert tuners[group].lost < tuner_module.BUDGET
     for name, parameter in layer.named_parameters():  # 80 steps' gradients, whatever was tried
         torch.testing.assert_close(parameter.grad, expected.get_parameter(name).grad)
-    check_state(group.tuner, layer, x, fastest)
+    check_state(tuners[group], layer, x, fastest)
 
 
 def check_state(tuner: Tuner, layer: nn.Module, x: torch.Tensor, fastest: ParallelStrategy) -> None:
     state = json.loads(json.dumps(tuner.state_dict()))
-    fresh = layer.group.tuner = Tuner(layer.group, PROFILES["h100"])
+    fresh = tuners[layer.group] = Tuner(layer.group, PROFILES["h100"])
     fresh.load_state_dict(state)
     trials = tuner.trials
     step([layer], x)
@@ -90,7 +90,7 @@ def respects_its_limits(rank: int) -> None:
         make_layer(seed, group=group, num_experts=4, capacity_factor=0.0, strategy="auto", **SHAPE)
         for seed in (0, 1)
     )
-    tuner = group.tuner
+    tuner = tuners[group]
     x = torch.randn(9, 8, dtype=torch.float64)
     # evaluation, and training without a backward pass, leave it alone
     layers.eval()
@@ -136,14 +136,14 @@ def without_budget(rank: int) -> None:
     ]
     x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     y, _ = layers[0](x)
-    group.tuner.lost = 1e9
+    tuners[group].lost = 1e9
     layers[1](y)[0].sum().backward()
     for _ in range(3):
         step(layers, x)
-    (search,) = group.tuner._searches.values()
+    (search,) = tuners[group]._searches.values()
     assert search.decided == next(iter(search.predicted))
     assert search.seconds == {}
-    assert group.tuner.trials == 1
+    assert tuners[group].trials == 1
 
 
 def test_a_spent_budget_leaves_the_prediction(run_processes):
@@ -163,8 +163,8 @@ def spends_little(rank: int) -> None:
     layer = make_layer(group=group, num_experts=2, strategy="auto", **SHAPE)
     for _ in range(40):
         step([layer], torch.randn(6, 8, dtype=torch.float64))
-    assert group.tuner.lost <= tuner_module.BUDGET + 9
-    assert list(group.tuner.decisions().values()) == [ParallelStrategy(0, ranks_per_node=2)]
+    assert tuners[group].lost <= tuner_module.BUDGET + 9
+    assert list(tuners[group].decisions().values()) == [ParallelStrategy(0, ranks_per_node=2)]
 
 
 def test_spends_no_more_than_its_budget(run_processes):
@@ -178,9 +178,9 @@ def calibrates(rank: int) -> None:
     for _ in range(30):
         step([layer], torch.randn(6, 8, dtype=torch.float64))
     assert time.perf_counter() - started < 30
-    assert same_everywhere(str(group.tuner.machine))
+    assert same_everywhere(str(tuners[group].machine))
     assert {
-        s.all_to_all for search in group.tuner._searches.values() for s in search.predicted
+        s.all_to_all for search in tuners[group]._searches.values() for s in search.predicted
     } == {"linear"}
 
 

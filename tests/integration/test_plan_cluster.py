@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from tool_cases import command
 
-from moe_core import cost_model
+from moe_core.parallel import PROFILES, cost_model
 from swinv2_moe import planner
 from swinv2_moe.config import load_config, model_config, train_config
 
@@ -134,10 +134,9 @@ def test_scales():
 
 def test_memory_is_sharded_and_recomputation_saves_activations():
     config = load_config(CFG[1])
-    machine, model = cost_model.PROFILES["h100"], planner.describe(model_config(config))
-    one, eight = (
-        planner.predict(model, train_config(config), machine, gpus, 8, 64) for gpus in (1, 8)
-    )
+    machine, model = PROFILES["h100"], planner.describe(model_config(config))
+    training = train_config(config)
+    one, eight = (planner.predict(model, training, machine, gpus, 8, 64) for gpus in (1, 8))
     assert one.memory > eight.memory > 16 * (model.trunk_parameters + model.expert_parameters / 8)
     less = load_config(CFG[1], ["TRAIN.USE_CHECKPOINT", "true"])
     recomputing = planner.describe(model_config(less))
@@ -148,9 +147,9 @@ def test_memory_is_sharded_and_recomputation_saves_activations():
 
 
 def test_published_images_per_second(monkeypatch):
-    """The second table of docs/planner.md: SwinV2-MoE-B beside its dense model on A100s (arXiv
-    2206.03382, table 7)."""
-    lines = (ROOT / "docs" / "planner.md").read_text().splitlines()
+    """The second table of docs/explanation/planner.md: SwinV2-MoE-B beside its dense
+    model on A100s (arXiv 2206.03382, table 7)."""
+    lines = (ROOT / "docs" / "explanation" / "planner.md").read_text().splitlines()
     stated = {
         tuple(line.split(" | ")[0].strip("| ").split(", ")): line.strip("| ").split(" | ")[1:3]
         for line in lines
@@ -165,9 +164,7 @@ def test_published_images_per_second(monkeypatch):
         config = load_config(file, ["TRAIN.ACCUMULATION_STEPS", "1"])
         model = planner.describe(model_config(config))
         for gpus in (8, 32, 128):
-            found = planner.predict(
-                model, train_config(config), cost_model.PROFILES["a100-hdr"], gpus, 8, 128
-            )
+            found = planner.predict(model, train_config(config), PROFILES["a100-hdr"], gpus, 8, 128)
             published, predicted = map(float, stated[name, f"{gpus} GPUs"])
             assert found.images / found.step / gpus == pytest.approx(predicted, abs=0.51)
             assert predicted == pytest.approx(published, rel=0.15)

@@ -53,6 +53,12 @@ def whole(data, tmp_path_factory):
     return make
 
 
+def environment() -> dict[str, str]:
+    """Without torch's warning of more data workers than cores."""
+    ignored = "ignore:This DataLoader will create:UserWarning"
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ignored}
+
+
 def stopped_at(ended: list[Outcome], run: Path) -> tuple[str, int]:
     """The signal and the step of a run that stopped as it should; rank 0 alone says so, in one
     line."""
@@ -215,7 +221,7 @@ def start_command(*launcher: str, data: Path, run: Path, keys: str = "") -> subp
             *keys.split(),
         ],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -248,9 +254,8 @@ def test_the_command_line(number, data, tmp_path):
     assert name == number.name
     words = shlex.split(SAYS.search(done.out)[3])
     assert words[:2] == [sys.executable, "tools/train.py"]
-    again = subprocess.run(
-        [*words, "TRAIN.MAX_STEPS", str(step + 1)], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [*words, "TRAIN.MAX_STEPS", str(step + 1)]
+    again = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert (again.returncode, again.stderr) == (0, "")
     assert f"going on from {run}/checkpoints/step-{step:08d}, step {step} " in again.stdout
     assert [number for number, _ in steps(run)] == list(range(1, step + 2))

@@ -1,4 +1,4 @@
-"""Every command of docs/user-guide.md, one after the other, on small photographs."""
+"""Every command of docs/tutorial/first-model.md, one after the other, on small photographs."""
 
 import os
 import re
@@ -12,9 +12,8 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(
-    r"^```bash\n(.*?)^```", (ROOT / "docs" / "user-guide.md").read_text(), re.DOTALL | re.MULTILINE
-)
+TUTORIAL = (ROOT / "docs" / "tutorial" / "first-model.md").read_text()
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", TUTORIAL, re.DOTALL | re.MULTILINE)
 TRAINING = "tools/train.py "
 CUT = (
     "TRAIN.MAX_STEPS 2 TRAIN.EPOCHS 1 TRAIN.WARMUP_EPOCHS 0 DATA.BATCH_SIZE 8 DATA.NUM_WORKERS 0"

@@ -5,8 +5,8 @@
 
 TIMM_CHECKOUT is timm's source at the installed release, with its tests: `pip download --no-deps
 --no-binary :all: timm==VERSION`, unpacked. Every test of tests/test_models.py that timm runs on its
-own `swinv2_tiny_window8_256` runs on the names below in its place, once with experts and once
-without. The exit status is 1 if one fails.
+own `swinv2_tiny_window8_256` or `vit_tiny_patch16_224` runs on the names below in its place, once
+with experts and once without. The exit status is 1 if one fails.
 """
 
 import argparse
@@ -19,7 +19,8 @@ import torch
 
 from swinv2_moe.models import swin_moe, swinv2_moe
 
-TIMMS_NAME = "swinv2_tiny_window8_256"
+TIMMS_NAME, TIMMS_VIT = "swinv2_tiny_window8_256", "vit_tiny_patch16_224"
+VIT = "vit_moe_tiny_patch16_224"
 NANO, TINY, RELEASED = (
     "swinv2_moe_nano_window4_16",
     "swinv2_moe_tiny_window8_256",
@@ -48,21 +49,32 @@ def values_for(test: str, values: list) -> list:
             image size.
 
     Returns:
-        Empty for a test that timm does not run on its SwinV2, or that needs published weights.
+        Empty for a test that timm runs on neither of its two, or that needs published weights.
     """
-    own = [value for value in values if _name(value).partition(".")[0] == TIMMS_NAME]
-    if not own or test in NEED_WEIGHTS:
+    if test in NEED_WEIGHTS:
         return []
-    if test in ON_META_DEVICE:
-        return timm.list_models(["swinv2_moe_*", "swin_moe_*"])
-    if isinstance(own[0], str):
+    swins = [value for value in values if _name(value).partition(".")[0] == TIMMS_NAME]
+    vits = [value for value in values if _name(value).partition(".")[0] == TIMMS_VIT]
+    if test in ON_META_DEVICE and swins:
+        return timm.list_models(["swinv2_moe_*", "swin_moe_*"])  # it takes no sequences of tokens
+    return _swins(test, swins) + _vits(vits)
+
+
+def _swins(test: str, values: list) -> list:
+    if values and isinstance(values[0], str):
         four_stages_alone = test.startswith("test_swin_family")
         return [TINY, RELEASED] if four_stages_alone else [NANO, TINY, RELEASED]
     replaced = []
-    for _, *others in own:
+    for _, *others in values:
         replaced.append((TINY, *others))
         replaced.append((RELEASED, *(192 if other == 256 else other for other in others)))
     return replaced
+
+
+def _vits(values: list) -> list:
+    if values and isinstance(values[0], str):
+        return [VIT]
+    return [(VIT, *others) for _, *others in values]
 
 
 def _name(value: str | tuple) -> str:

@@ -21,44 +21,63 @@ BASICS = [
         "moe_core.precision",
         "moe_core.prepared",
         "moe_core.losses",
-        "moe_core.kernels",
+        "moe_core.ops",
     ),
     *("moe_core.files", "moe_core.registry", "moe_core.activations"),
-    *("moe_core.parallel.groups", "moe_core.parallel.strategy"),
 ]
-PARTS = ["moe_core.router", "moe_core.dispatch", "moe_core.experts", "moe_core.parallel"]
+PARTS = ["moe_core.router", "moe_core.experts", "moe_core.parallel"]
+# Process groups and all-to-all algorithms: they know neither layers nor costs of one.
+RANKS = [
+    f"moe_core.parallel.{name}"
+    for name in (
+        *("machine", "strategy", "ranks", "rank_subset", "traffic", "comm_stream", "groups"),
+        *("algorithm", "linear", "hierarchical", "row_exchange"),
+    )
+]
 # What the other packages may import from.
 PUBLIC = (
     "moe_core",
-    *(f"moe_core.{part}" for part in ("parallel", "cost_model", "checkpoint", "export", "tutel")),
+    *(
+        f"moe_core.{part}"
+        for part in ("parallel", "parallel.cost_model", "checkpoint", "export", "tutel")
+    ),
 )
 SHARED = [
     "moe_core",
     "swinv2_moe.errors",
     "swinv2_moe.files",
     "swinv2_moe.forms",
+    "swinv2_moe.model_types",
     "swinv2_moe.config",
 ]
 MODELS_AND_DATA = [*SHARED, "swinv2_moe.models", "swinv2_moe.data"]
 ALLOWED = {
     "moe_core": ["moe_core"],  # what stands on the layer: training, checkpoint, __init__
     "moe_core.layer": [*BASICS, *PARTS, "moe_core.rounding"],
-    "moe_core.rounding": [*BASICS, "moe_core.router", "moe_core.dispatch"],
+    "moe_core.rounding": [*BASICS, "moe_core.router"],
     **dict.fromkeys(PARTS, BASICS),
-    "moe_core.parallel": [*BASICS, "moe_core.dispatch", "moe_core.experts", "moe_core.cost_model"],
-    "moe_core.cost_model": BASICS,
+    "moe_core.parallel": [*BASICS, "moe_core.experts"],
+    **{name: ["moe_core.registry", *RANKS] for name in RANKS},
+    "moe_core.parallel.cost_model": [
+        *("moe_core.config", "moe_core.registry"),
+        *("moe_core.parallel.machine", "moe_core.parallel.strategy"),
+    ],
+    "moe_core.parallel.machine": [],
+    "moe_core.parallel.ranks": [],
     **dict.fromkeys(BASICS, ()),
-    **{f"moe_core.{name}": ["moe_core.registry"] for name in ("config", "losses", "activations")},
-    "moe_core.kernels": ["moe_core.files", "moe_core.activations"],
-    "moe_core.parallel.groups": ["moe_core.parallel.lane", "moe_core.parallel.part"],
+    **{f"moe_core.{name}": ["moe_core.registry"] for name in ("losses", "activations")},
+    "moe_core.config": ["moe_core.registry", "moe_core.ops"],
+    "moe_core.ops": ["moe_core.files", "moe_core.activations"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],
     "swinv2_moe.plots": ["swinv2_moe.errors"],
     "swinv2_moe.files": ["moe_core", "swinv2_moe.errors"],
     "swinv2_moe.forms": ["swinv2_moe.files"],
     "swinv2_moe.imports": ["swinv2_moe.errors"],
+    "swinv2_moe.model_types": ["swinv2_moe.errors"],
     "swinv2_moe.config": [
         *("moe_core", "swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.imports"),
+        "swinv2_moe.model_types",
     ],
     "swinv2_moe.models": SHARED,
     "swinv2_moe.data": ["swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config"],
@@ -129,8 +148,11 @@ def test_imports_run_one_way(path):
     ("name", "imported"),
     [
         ("moe_core.router", "moe_core.layer.MoELayer"),
-        ("moe_core.kernels.rows", "moe_core.dispatch"),
-        ("moe_core.parallel.groups", "moe_core.parallel.pipeline.Pipeline"),
+        ("moe_core.ops.combine.op", "moe_core.router"),
+        ("moe_core.parallel.groups", "moe_core.parallel.exchange.Exchanged"),
+        ("moe_core.parallel.groups", "moe_core.parallel.tuner.Tuner"),
+        ("moe_core.parallel.linear", "moe_core.parallel.cost_model.volume"),
+        ("moe_core.parallel.cost_model", "moe_core.parallel.tuner.Tuner"),
         ("moe_core.layer", "moe_core.training"),
         ("moe_core.layer", "swinv2_moe.config"),
         ("moe_core.checkpoint", "timm"),

@@ -221,13 +221,13 @@ def test_a_detectors_training(save, make_trainer):
     assert "is of the training of a detector" in refusal(make_trainer(), directory)
 
 
-def test_a_checkpoint_without_a_classifier(save):
+def test_a_checkpoint_without_a_classifier(save, make_trainer):
     directory = save()
     rewrite_trunk(
         directory, lambda tensors: {n: t for n, t in tensors.items() if not n.startswith("head.")}
     )
     with pytest.raises(UserError, match="has no classifier") as caught:
-        count_classes(open_checkpoint(directory))
+        count_classes(open_checkpoint(directory), make_trainer().config)
     assert "\n" not in str(caught.value)
 
 

@@ -194,8 +194,7 @@ def test_pixels(size, side, channels):
 
 
 def test_paint():
-    """The patch of row 0, column 1 has the colour of expert 2, whose lightness is the
-    photograph's."""
+    """The patch of row 0, column 1 has the colour of expert 2, over the photograph in grey."""
     photos = np.zeros((1, 6, 6, 3), np.uint8)
     photos[0, :, 3:] = 255
     experts = np.array([[[0, 2], [1, 0]]])
@@ -226,8 +225,9 @@ def test_colours():
     colours = expert_colours(64)
     assert len(np.unique(colours, axis=0)) == 64
     assert (expert_colours(8) == colours[:8]).all()
+    assert expert_colours(256).shape == (256, 3)
     distances = np.abs(colours[:8, None].astype(int) - colours[None, :8]).max(-1)
-    assert distances[~np.eye(8, dtype=bool)].min() >= 90  # of 255, in some channel
+    assert distances[~np.eye(8, dtype=bool)].min() >= 60  # of 255, in some channel
 
 
 def pictures_of(run: Path) -> list[tuple[int, np.ndarray]]:

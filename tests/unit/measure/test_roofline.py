@@ -13,15 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer_cases import make_trainer
 
 from moe_core import expert_parameters, moe_layers
-from moe_core.cost_model import LayerShape, volume
-from moe_core.parallel import ParallelStrategy
+from moe_core.parallel import ParallelStrategy, count_traffic
+from moe_core.parallel.cost_model import LayerShape, volume
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases, roofline
 from swinv2_moe.measure.phases import MemoryTraffic, Work, bytes_read, counted, without_experts
 from swinv2_moe.measure.roofline import Peak, Phase, Roofline
 from swinv2_moe.measure.rounds import Times
-from swinv2_moe.models.swinv2_moe import MoEMlp
+from swinv2_moe.models import MoEMlp
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
 FLOAT, LONG, INT = 4, 8, 4  # bytes
@@ -227,11 +227,11 @@ def exchange_on_two_ranks(rank: int) -> None:
     tokens = [call.x.numel() // call.layer.config.model_dim for call in calls]
     even = [LayerShape.of(layer.config, n, FLOAT) for layer, n in zip(layers, tokens, strict=True)]
     even = sum(
-        2 * 2 * FLOAT * volume(shape, 2, ParallelStrategy()).there.elements for shape in even
+        2 * 2 * FLOAT * volume(shape, 2, ParallelStrategy()).dispatch.elements for shape in even
     )
     everyone = trainer.world.gather(task.work.exchange - shared)
     assert 0.3 * even < statistics.mean(everyone) < 1.7 * even  # fresh routers are not quite even
-    with layers[0].group.count_traffic() as found:
+    with count_traffic(layers[0].group) as found:
         task.run()
     again = FLOAT * sum(found.elements.values())
     assert again == pytest.approx(task.work.exchange - shared, rel=1e-3)

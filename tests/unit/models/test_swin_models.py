@@ -12,13 +12,13 @@ from timm.optim import param_groups_layer_decay
 
 from moe_core import moe_layers
 from swinv2_moe.models import (
+    MoEMlp,
     SwinTransformerMoE,
     SwinTransformerV2MoE,
     WithAuxLoss,
     load_dense,
     take_aux_loss,
 )
-from swinv2_moe.models.swinv2_moe import MoEMlp
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerV2MoE, load_dense
-from swinv2_moe.models.positions import position_windows, windows_of_tables
+from swinv2_moe.models.positions import windows_of_tables
 
 BEFORE = [4, 4, 2]  # the windows of `nano`: its last map has only 2 x 2 tokens
 
@@ -29,7 +29,7 @@ def test_the_bias_of_positions_that_both_windows_have_stays(nano, randomize):
     small = randomize(SwinTransformerV2MoE(**nano), seed=2)
     large = SwinTransformerV2MoE(
         **nano
-        | {"img_size": 32, "window_size": 8, "pretrained_window_sizes": position_windows(small)}
+        | {"img_size": 32, "window_size": 8, "pretrained_window_sizes": small.position_windows()}
     )
     load_dense(large, small.state_dict())
     for stage, window in enumerate(BEFORE):
@@ -53,7 +53,7 @@ def test_windows_are_read_from_the_tables_of_a_file(nano, make_model, randomize)
             f"{name}.relative_coords_table": module.relative_coords_table
             for name, module in _attentions(theirs)
         }
-        expected = position_windows(theirs)
+        expected = SwinTransformerV2MoE(**nano | change).position_windows()
         assert windows_of_tables(tables, 3) == expected
         ours = make_model(img_size=32, window_size=8, pretrained_window_sizes=expected)
         assert load_dense(ours, theirs.state_dict() | tables) == []

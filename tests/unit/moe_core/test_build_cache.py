@@ -11,8 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from moe_core.kernels import library_x86
-from moe_core.kernels.build_cache import cache_directory, compiled_library
+from moe_core.ops.native import library as native_library
+from moe_core.ops.native.build_cache import cache_directory, compiled_library
 
 NAME = "x86-test.so"
 CONTENT = os.urandom(10_000)
@@ -144,10 +144,12 @@ def test_a_library_that_does_not_load_is_compiled_anew_by_the_next_process(
     home, monkeypatch, caplog
 ):
     monkeypatch.setattr(
-        library_x86, "_compiled", lambda: compiled_library(NAME, lambda path: path.write_bytes(b""))
+        native_library,
+        "_compiled",
+        lambda: compiled_library(NAME, lambda path: path.write_bytes(b"")),
     )
     with caplog.at_level(logging.WARNING, "moe_core"):
-        assert library_x86.library.__wrapped__() is None
+        assert native_library.find_library.__wrapped__() is None
     assert len(caplog.records) == 1
     assert compiled() == 1
 
@@ -160,16 +162,16 @@ cp {library} "$2"
 LOAD = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-from moe_core.kernels.library_x86 import library
+from moe_core.ops.native.library import find_library as library
 print("loaded", library() is not None)
 """
 
 
-@pytest.mark.skipif(library_x86.library() is None, reason="no compiler here")
+@pytest.mark.skipif(native_library.find_library() is None, reason="no compiler here")
 @pytest.mark.parametrize("size", [0, 5000])
 def test_a_truncated_library_ends_no_process(size, tmp_path):
     """Loading it as it is would be a bus error, or no C++ for ever."""
-    good = library_x86._compiled()
+    good = native_library._compiled()
     compiler = tmp_path / "compiler"
     compiler.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && exit\n'

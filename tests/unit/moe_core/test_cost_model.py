@@ -17,22 +17,20 @@ import torch
 import torch.distributed as dist
 
 from moe_core.config import MoEConfig
-from moe_core.cost_model import (
-    PROFILES,
-    LayerShape,
-    Machine,
-    Traffic,
-    calibrate,
-    candidates,
-    layer_time,
-    ranked,
-    volume,
-)
 from moe_core.layer import MoELayer
-from moe_core.parallel.strategy import ParallelStrategy, valid_r
+from moe_core.parallel import (
+    PROFILES,
+    LinkTraffic,
+    Machine,
+    ParallelStrategy,
+    calibrate,
+    count_traffic,
+    valid_r,
+)
+from moe_core.parallel.cost_model import LayerShape, candidates, layer_time, ranked, volume
 
 A100 = PROFILES["a100-hdr"]
-DOCUMENT = Path(__file__).parents[3] / "docs" / "planner.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "explanation" / "planner.md"
 
 
 def shape_of(num_experts: int, rows: float = 8, **fields) -> LayerShape:
@@ -45,7 +43,7 @@ def shape_of(num_experts: int, rows: float = 8, **fields) -> LayerShape:
 
 def enumerate_rows(
     size: int, per_node: int, num_experts: int, rows: int, strategy: ParallelStrategy
-) -> Traffic:
+) -> LinkTraffic:
     """Every row of every rank, sent one by one as the layout says; averaged over the ranks."""
     sent, messages = Counter(), Counter()
     sharers = max(size // num_experts, 1) // strategy.r
@@ -68,7 +66,9 @@ def enumerate_rows(
                 messages[near, a, b, chunk] = 1
     count = {near: sum(key[0] == near for key in messages) for near in (True, False)}
     assert all(value % size == 0 for value in count.values())
-    return Traffic(sent[True] / size, sent[False] / size, count[True] // size, count[False] // size)
+    return LinkTraffic(
+        sent[True] / size, sent[False] / size, count[True] // size, count[False] // size
+    )
 
 
 CASES = [
@@ -94,8 +94,8 @@ def test_rows_are_counted_as_enumerated(case):
     strategy = ParallelStrategy(r, degree, algorithm, per_node)
     found = volume(shape_of(num_experts, 16), size, strategy)
     rows = enumerate_rows(size, per_node, num_experts, 16, strategy)
-    assert found.there == replace(rows, intra=16 * rows.intra, inter=16 * rows.inter)
-    assert found.back == found.there
+    assert found.dispatch == replace(rows, intra=16 * rows.intra, inter=16 * rows.inter)
+    assert found.combine == found.dispatch
 
 
 @pytest.mark.parametrize(
@@ -127,20 +127,20 @@ def test_the_published_orders():
     for r in valid_r(num_experts, size):
         found = volume(shape, size, ParallelStrategy(r))
         if r == 0:
-            assert (found.there.elements, found.weights.elements) == (
+            assert (found.dispatch.elements, found.weights.elements) == (
                 0,
                 parameters * (size - 1) / size,
             )
         else:
             block = size // num_experts // r
-            assert found.there.elements == r * rows * (size - 1) / size
+            assert found.dispatch.elements == r * rows * (size - 1) / size
             assert found.weights.elements == parameters / num_experts / r * (block - 1) / block
 
 
 def test_biases_that_are_not_there_are_not_gathered():
     shape = shape_of(1, bias=False, output_bias=False)
     assert shape.expert_parameters == 2 * 16 * 64
-    assert volume(shape, 2, ParallelStrategy(0)).weights == Traffic(16 * 64, 0, 2, 0)
+    assert volume(shape, 2, ParallelStrategy(0)).weights == LinkTraffic(16 * 64, 0, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -173,12 +173,12 @@ def compare_with_engine(rank, num_experts, per_node):
     layer = MoELayer(config, dist.group.WORLD, router=_InTurn(num_experts))
     shape = LayerShape.of(config, tokens=16 * num_experts, training=False)
     for strategy in candidates(num_experts, 4, 4 // per_node, degrees=(1, 2)):
-        with layer.group.count_traffic() as traffic, torch.no_grad():
+        with count_traffic(layer.group) as traffic, torch.no_grad():
             layer(torch.randn(shape.tokens, 16), strategy=strategy)
         expected = volume(shape, 4, strategy)
         for near, name in ((True, "intra"), (False, "inter")):
             ranks = [other for other in range(4) if (other // per_node == rank // per_node) is near]
-            parts = (expected.there, expected.back, expected.weights)
+            parts = (expected.dispatch, expected.combine, expected.weights)
             elements = sum(getattr(part, name) for part in parts)
             messages = sum(getattr(part, f"{name}_messages") for part in parts)
             found = [
@@ -367,8 +367,8 @@ def test_calibration_tells_the_links_apart(run_processes):
     run_processes(calibrate_two_nodes, 4)
 
 
-# --- published ratios: arXiv 2206.03382, table 2 and section 5.2; docs/planner.md explains each
-# formula and setting
+# --- published ratios: arXiv 2206.03382, table 2 and section 5.2; docs/explanation/planner.md
+# explains each formula and setting
 
 # PyTorch 1.8 ran fp32 products as TF32, whose peak is half of bf16's
 PAPER = replace(A100, flops_fp32=A100.flops / 2)

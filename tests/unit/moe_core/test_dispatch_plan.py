@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_core.dispatch import DispatchPlan, combine, dispatch, make_plan
+from moe_core.ops import DispatchPlan, combine, dispatch, make_plan
 
 
 @st.composite

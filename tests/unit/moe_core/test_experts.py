@@ -12,7 +12,9 @@ from torch.nn.utils import prune
 
 from moe_core import MoEConfig, MoELayer, prepared
 from moe_core.experts import Experts
-from moe_core.kernels import buffers, ffn_loop, ffn_x86
+from moe_core.ops import buffers
+from moe_core.ops.ffn import cpp as ffn_cpp
+from moe_core.ops.ffn import loop as ffn_loop
 
 OFFSETS = torch.tensor([5, 9], dtype=torch.int32)
 ROWS = torch.randn(9, 8, generator=torch.Generator().manual_seed(0))
@@ -294,6 +296,6 @@ def test_weight_gradients_are_the_op_s_own_memory(monkeypatch):
 
     buffers_empty = buffers.empty
     monkeypatch.setattr(ffn_loop, "empty", spy)
-    monkeypatch.setattr(ffn_x86, "empty", spy)
+    monkeypatch.setattr(ffn_cpp, "empty", spy)
     experts(ROWS, OFFSETS).sum().backward()
     assert all(parameter.grad.data_ptr() in places for parameter in experts.parameters())

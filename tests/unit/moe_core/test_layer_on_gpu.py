@@ -6,12 +6,10 @@ import logging
 
 import pytest
 import torch
-from moe_cases import make_layer, plain_forward
+from moe_cases import make_layer, plain_forward, route_by_torch, route_by_triton
 from triton_cases import captured
 
-from moe_core.dispatch import make_plan
-from moe_core.kernels import backend, combine_rows, dispatch_rows, routing
-from moe_core.router import _route_by_torch
+from moe_core.ops import DispatchPlan, backend, combine, dispatch, make_plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,8 +54,8 @@ def test_bf16_equals_plain_torch(shape, top_k, capacity_factor, kernels):
 
 
 def test_auto_takes_triton_and_says_so(caplog):
-    backend._choose.cache_clear()
-    backend._say.cache_clear()
+    backend._languages.cache_clear()
+    backend._log_once.cache_clear()
     caplog.set_level(logging.INFO, "moe_core")
     make_layer(dtype=torch.float32).cuda()(torch.randn(20, 6, device="cuda"))
     (line,) = caplog.messages
@@ -144,7 +142,7 @@ def test_routing_and_plan_at_size_equal_torch(sizes):
     for loss in ("gshard", "load_importance"):
         got, expected = (
             function(logits, logits, top_k, top_k > 1, loss, 0.1)
-            for function in (routing.route, _route_by_torch)
+            for function in (route_by_triton, route_by_torch)
         )
         torch.testing.assert_close(got, expected)
     ids, priority = expected[1], expected[2].amax(1)
@@ -167,13 +165,12 @@ def test_rows_at_size_equal_torch(width, dtype):
     num_tokens, top_k = 5_000, 2
     ids = torch.rand(num_tokens, 16, device="cuda").topk(top_k).indices
     plan = make_plan(ids, 16, 500)
-    where = (plan.choices, plan.slots, plan.kept)
     tokens = torch.randn(num_tokens, width, device="cuda").to(dtype).requires_grad_()
     gates = torch.rand(num_tokens, top_k, device="cuda").requires_grad_()
     weight = torch.randn(num_tokens, width, device="cuda")
     outcomes = []
     for kernels in KERNELS:
-        y = combine_rows(dispatch_rows(tokens, *where, kernels), gates, *where, kernels)
+        y = combine(dispatch(tokens, plan, kernels), gates, plan, kernels)
         outcomes.append([y, *torch.autograd.grad((y * weight).sum(), [tokens, gates])])
     (y, *grads), (expected, *expected_grads) = outcomes
     torch.testing.assert_close(y, expected)
@@ -193,9 +190,11 @@ def test_more_elements_than_32_bits_count():
         choices.unsqueeze(1),
         torch.full((num_tokens, 1), 2.0, device="cuda", dtype=torch.bfloat16),
     )
-    rows = dispatch_rows(tokens, choices, slots, None, "triton")
+    none = choices.new_empty(0)
+    plan = DispatchPlan(choices, none, slots, None, none)
+    rows = dispatch(tokens, plan, "triton")
     assert torch.equal(rows[:, -1], tokens[:, -1].flip(0))
-    y = combine_rows(rows, gates.requires_grad_(), choices, slots, None, "triton")
+    y = combine(rows, gates.requires_grad_(), plan, "triton")
     assert torch.equal(y[:, -1], 2 * tokens[:, -1])
     grad_tokens, grad_gates = torch.autograd.grad(y, (tokens, gates), tokens.detach())
     assert torch.equal(grad_tokens[:, -1], 2 * tokens[:, -1])

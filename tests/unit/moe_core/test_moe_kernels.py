@@ -5,12 +5,14 @@ they run on a CPU."""
 
 import pytest
 import torch
-from moe_cases import make_layer
+from moe_cases import expert_ffn, make_layer
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_core.dispatch import make_plan
-from moe_core.kernels import combine_rows, dispatch_rows, expert_ffn, ffn_x86, grouped, reference
-from moe_core.kernels.grouped import _aligned, group_sum, grouped_linear, grouped_weight_grad
+from moe_core.ops import DispatchPlan, combine, dispatch, make_plan
+from moe_core.ops.ffn import grouped, reference
+from moe_core.ops.ffn.grouped import _aligned, group_sum, grouped_linear, grouped_weight_grad
+from moe_core.ops.ffn.inputs import FFNInputs
+from moe_core.ops.native import library
 
 OPS = torch.ops.moe_core
 DTYPES = {  # of rows and of weights; the last pair as under autocast
@@ -29,7 +31,7 @@ ENDS = {"even": [4, 8, 12], "empty": [0, 7, 7, 12, 12], "one": [12], "none": [0,
 def kernel(request, monkeypatch):
     """The experts' kernel that is chosen on this CPU, and the one for any other."""
     if request.param == "loop":
-        monkeypatch.setattr(ffn_x86, "supports", lambda rows, weight, activation: False)
+        monkeypatch.setattr(library, "usable", lambda dtype: False)
 
 
 def random(*shape: int, dtype=torch.float64, seed: int = 0) -> torch.Tensor:
@@ -84,11 +86,10 @@ def assert_close(found, expected, num_used: int, dtype: torch.dtype) -> None:
         )
 
 
-def plan_inputs(top_k: int, capacity: int | None):
-    """choices, slots, kept of 7 tokens over 4 experts."""
+def plan_inputs(top_k: int, capacity: int | None) -> DispatchPlan:
+    """Of 7 tokens over 4 experts."""
     ids = torch.rand(7, 4, generator=torch.Generator().manual_seed(5)).topk(top_k).indices
-    plan = make_plan(ids, 4, capacity)
-    return plan.choices, plan.slots, plan.kept
+    return make_plan(ids, 4, capacity)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -184,7 +185,7 @@ def test_gradcheck_dropout():
     noise = OPS.dropout_noise(rows, weights[0], "gelu", "auto")
     inputs = [t.requires_grad_() for t in (rows, *weights)]
     assert torch.autograd.gradcheck(
-        lambda *i: OPS.expert_ffn(*i, offsets, noise, "gelu", 0.4, True, "auto")[0], inputs
+        lambda *i: OPS.expert_ffn(*i, offsets, noise, "gelu", 0.4, "auto", True)[0], inputs
     )
 
 
@@ -204,30 +205,25 @@ def test_dropout_noise_is_even_and_follows_the_seed():
 @pytest.mark.parametrize("capacity", [None, 2, 0])
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_gradcheck_dispatch_and_combine(top_k, capacity):
-    choices, slots, kept = plan_inputs(top_k, capacity)
-    num_used = len(choices) if kept is None else int(kept.sum())
+    plan = plan_inputs(top_k, capacity)
+    num_used = int(plan.offsets[-1])
     tokens = random(7, 3).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda t: dispatch_rows(t, choices, slots, kept)[:num_used], tokens
-    )
-    rows, gates = random(len(choices), 3).requires_grad_(), random(7, top_k).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda r, g: combine_rows(r, g, choices, slots, kept), (rows, gates)
-    )
+    assert torch.autograd.gradcheck(lambda t: dispatch(t, plan)[:num_used], tokens)
+    rows = random(len(plan.choices), 3).requires_grad_()
+    gates = random(7, top_k).requires_grad_()
+    assert torch.autograd.gradcheck(lambda r, g: combine(r, g, plan), (rows, gates))
 
 
 @pytest.mark.parametrize(
     "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
 )
 def test_combine_returns_the_wider_dtype_and_gradients_of_each_input(dtypes):
-    choices, slots, kept = plan_inputs(2, 2)
-    rows, gates = (
-        random(len(choices), 3, dtype=dtypes[0]).requires_grad_(),
-        random(7, 2, dtype=dtypes[1]),
-    )
-    out = combine_rows(rows, gates.requires_grad_(), choices, slots, kept)
+    plan = plan_inputs(2, 2)
+    rows = random(len(plan.choices), 3, dtype=dtypes[0]).requires_grad_()
+    gates = random(7, 2, dtype=dtypes[1]).requires_grad_()
+    out = combine(rows, gates, plan)
     assert out.dtype == dtypes[1]
-    torch.testing.assert_close(out, combine_rows(rows.to(dtypes[1]), gates, choices, slots, kept))
+    torch.testing.assert_close(out, combine(rows.to(dtypes[1]), gates, plan))
     out.sum().backward()
     assert (rows.grad.dtype, gates.grad.dtype) == dtypes
 
@@ -238,7 +234,8 @@ def test_combine_returns_the_wider_dtype_and_gradients_of_each_input(dtypes):
     "op", ["dispatch_rows", "combine_rows", "combine_rows_backward", "sum_rows"]
 )
 def test_opcheck_rows(op, top_k, capacity):
-    choices, slots, kept = plan_inputs(top_k, capacity)
+    plan = plan_inputs(top_k, capacity)
+    choices, slots, kept = plan.choices, plan.slots, plan.kept
     tokens, gates = random(7, 3).requires_grad_(), random(7, top_k).requires_grad_()
     rows = random(len(choices), 3).requires_grad_()
     arguments = {
@@ -254,20 +251,21 @@ def test_opcheck_rows(op, top_k, capacity):
         ),
         "sum_rows": (rows.detach(), slots, kept, gates.detach()),
     }
-    torch.library.opcheck(getattr(OPS, op).default, arguments[op])
+    torch.library.opcheck(getattr(OPS, op).default, (*arguments[op], "auto"))
 
 
 def test_fake_kernels_give_the_strides_of_real_ones():
     """What torch.compile plans with, also for transposed rows, which an experts module may
     return."""
-    choices, slots, kept = plan_inputs(2, 2)
+    plan = plan_inputs(2, 2)
+    choices, slots, kept = plan.choices, plan.slots, plan.kept
     rows, gates, tokens = random(3, len(choices)).t(), random(2, 7).t(), random(7, 3)
     of_experts, weights, offsets, _ = ffn_inputs([0, 7, 12])
     for op, inputs in (
-        (OPS.combine_rows_backward, (tokens, rows, gates, choices, slots, kept)),
+        (OPS.combine_rows_backward, (tokens, rows, gates, choices, slots, kept, "auto")),
         (
             OPS.expert_ffn,
-            (of_experts.t().contiguous().t(), *weights, offsets, None, "gelu", 0.0, False, "auto"),
+            (of_experts.t().contiguous().t(), *weights, offsets, None, "gelu", 0.0, "auto", False),
         ),
     ):
         real, fake = (
@@ -283,31 +281,16 @@ def test_fake_kernels_give_the_strides_of_real_ones():
 def test_opcheck_ffn(op, dtypes):
     rows, weights, offsets, grad = ffn_inputs([0, 7, 12], 12, *dtypes)
     noise = OPS.dropout_noise(rows, weights[0], "gelu", "auto")
-    hidden = OPS.expert_ffn(rows, *weights, offsets, noise, "gelu", 0.5, True, "auto")[1]
+    settings = (offsets, noise, "gelu", 0.5, "auto")
+    hidden = OPS.expert_ffn(rows, *weights, *settings, True)[1]
+    needs = [True, False, True, True, False]
     arguments = {
+        "expert_ffn_backward": (grad, hidden, needs, rows, *weights, *settings),
         "expert_ffn": (
-            rows.requires_grad_(),
-            *(w.requires_grad_() for w in weights),
-            offsets,
-            noise,
-            "gelu",
-            0.5,
+            rows.detach().requires_grad_(),
+            *(w.detach().requires_grad_() for w in weights),
+            *settings,
             True,
-            "auto",
-        ),
-        "expert_ffn_backward": (
-            *(
-                grad,
-                rows.detach(),
-                hidden,
-                *(w.detach() for w in weights),
-                offsets,
-                noise,
-                "gelu",
-                0.5,
-            ),
-            [True, False, True, True, False],
-            "auto",
         ),
     }
     torch.library.opcheck(getattr(OPS, op).default, arguments[op])
@@ -337,10 +320,11 @@ def test_grouped_mm_path_equals_reference(with_bias, ends, num_rows, sizes, dtyp
         grad.double(),
         ends[-1],
     )
-    out, hidden = grouped.forward(rows, *weights, offsets, None, "gelu", 0.0, True)
+    inputs = FFNInputs(rows, *weights, offsets, None, "gelu", 0.0, "auto")
+    out, hidden = grouped.forward(inputs, True)
     assert (out.shape, out.dtype, out.is_contiguous()) == (rows.shape, dtype, True)
     needs = [t is not None for t in (rows, *weights)]
-    gradients = grouped.backward(grad, rows, hidden, *weights, offsets, None, "gelu", 0.0, needs)
+    gradients = grouped.backward(inputs, grad, hidden, needs)
     assert_close((out, *(g for g in gradients if g is not None)), expected, ends[-1], dtype)
 
 
@@ -362,11 +346,9 @@ def test_grouped_mm_may_leave_anything_for_an_expert_without_rows(monkeypatch):
 def test_grouped_mm_path_drops_alike_in_both_directions():
     rows, weights, offsets, grad = ffn_inputs([4, 12], 12, torch.float32, torch.float32, 24, 16)
     noise = torch.randint(-32768, 32768, (12 * 16,), dtype=torch.int16)
-    out, hidden = grouped.forward(rows, *weights, offsets, noise, "gelu", 0.25, True)
-    found = (
-        out,
-        *grouped.backward(grad, rows, hidden, *weights, offsets, noise, "gelu", 0.25, [True] * 5),
-    )
+    inputs = FFNInputs(rows, *weights, offsets, noise, "gelu", 0.25, "auto")
+    out, hidden = grouped.forward(inputs, True)
+    found = (out, *grouped.backward(inputs, grad, hidden, [True] * 5))
     kept = (noise >= 16384 - 32768).view(12, 16) / 0.75
     inputs = [t.double().requires_grad_() for t in (rows, *weights)]
     expected = reference.expert_ffn(*inputs, offsets, kept=kept.double())

@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_cases import make_layer
+from moe_cases import make_layer, moe_ffn
 from torch.utils.flop_counter import FlopCounterMode
 from triton_cases import INTERPRETED, compile_launches, run_interpreted
 
-from moe_core.dispatch import make_plan
-from moe_core.kernels import fused_ffn, moe_ffn, reference
+from moe_core.ops import make_plan
+from moe_core.ops.backend import Request, select
+from moe_core.ops.ffn import reference
+from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPS = torch.ops.moe_core
@@ -46,6 +48,10 @@ def random(*shape: int, dtype=torch.float64, seed: int = 0) -> torch.Tensor:
     ).to(DEVICE, dtype)
 
 
+def by_triton(tokens, gates, w1, b1, w2, b2, plan, activation="gelu", dropout=0.0) -> torch.Tensor:
+    return moe_ffn(tokens, gates, w1, b1, w2, b2, plan, activation, dropout, "triton")
+
+
 class Case:
     """Inputs of one call: a plan of T tokens over E experts, and what it is differentiated in."""
 
@@ -65,7 +71,7 @@ class Case:
         )
         self.ids = scores.topk(top_k).indices
         plan = make_plan(self.ids, num_experts, capacity)
-        self.plan, self.capacity = (plan.choices, plan.offsets, plan.slots, plan.kept), capacity
+        self.plan, self.capacity = plan, capacity
         matrix = (num_experts, hidden_dim, model_dim)
         tokens = random(num_tokens, model_dim, dtype=dtype)
         gates = random(num_tokens, top_k, dtype=torch.float32, seed=1).sigmoid()
@@ -98,7 +104,7 @@ class Case:
         """In fp64, expert by expert; `kept` [N, H]: dropout's factors."""
 
         def forward(tokens, gates, w1, b1, w2, b2):
-            choices, offsets, slots, used = self.plan
+            choices, offsets, slots, used, _ = self.plan
             rows = reference.expert_ffn(
                 tokens[choices // slots.shape[1]],
                 w1,
@@ -137,14 +143,14 @@ class TestKernels:
     )
     def test_values_and_gradients_equal_the_reference(self, dtype, sizes):
         case = Case(*sizes, dtype=dtype)
-        found = case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs)
+        found = case.outcome(lambda *inputs: by_triton(*inputs, case.plan), case.inputs)
         assert [t.dtype for t in found] == [torch.float32, dtype, *5 * [torch.float32]]
         assert_close(found, case.reference(), dtype)
 
     @pytest.mark.parametrize("activation", ["relu", "silu"])
     def test_other_activations_without_bias(self, activation):
         case = Case(33, 4, 2, 10, bias=False)
-        found = case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan, activation), case.inputs)
+        found = case.outcome(lambda *inputs: by_triton(*inputs, case.plan, activation), case.inputs)
         assert_close(found, case.reference(activation), torch.float32)
 
     @pytest.mark.slow
@@ -160,17 +166,18 @@ class TestKernels:
         case = Case(
             num_tokens, num_experts, top_k, capacity, *widths, bias=data.draw(st.booleans())
         )
-        found = case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs)
+        found = case.outcome(lambda *inputs: by_triton(*inputs, case.plan), case.inputs)
         assert_close(found, case.reference(), torch.float32)
 
     def test_dropout_is_the_same_in_both_directions(self):
         case, share = Case(33, 4, 2), 0.25
-        noise = OPS.fused_dropout_noise(case.plan[0], case.inputs[2])
+        noise = OPS.fused_dropout_noise(case.plan.choices, case.inputs[2])
         assert abs((noise.double() < -16384).double().mean() - share) < 0.05
         kept = (noise >= -16384) / 0.75
 
         def forward(*inputs):
-            return OPS.moe_ffn(*inputs, None, None, *case.plan, noise, "gelu", share, True)[0]
+            plan = case.plan[:4]
+            return OPS.moe_ffn(*inputs, None, None, *plan, noise, "gelu", share, True)[0]
 
         assert_close(
             case.outcome(forward, case.inputs), case.reference(kept=kept.double()), torch.float32
@@ -180,16 +187,16 @@ class TestKernels:
         case, outcomes = Case(33, 4, 2), []
         for seed in (0, 0, 1):
             torch.manual_seed(seed)
-            outcomes.append(moe_ffn(*case.inputs, *case.plan, "gelu", 0.5))
+            outcomes.append(by_triton(*case.inputs, case.plan, "gelu", 0.5))
         assert torch.equal(outcomes[0], outcomes[1])
         assert not torch.equal(outcomes[0], outcomes[2])
 
     def test_gradients_only_where_they_are_wanted(self):
         case = Case(40, 4, 2, 9)
-        expected = case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs)
+        expected = case.outcome(lambda *inputs: by_triton(*inputs, case.plan), case.inputs)
         for wanted in range(6):
             inputs = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(case.inputs)]
-            moe_ffn(*inputs, *case.plan).backward(case.grad)
+            by_triton(*inputs, case.plan).backward(case.grad)
             torch.testing.assert_close(inputs[wanted].grad, expected[1 + wanted])
             assert all(t.grad is None for i, t in enumerate(inputs) if i != wanted)
 
@@ -198,18 +205,18 @@ class TestKernels:
         case.grad = torch.ones(1, 1, device=DEVICE).expand_as(case.grad)
         turned = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in case.inputs]
         assert_close(
-            case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), turned),
+            case.outcome(lambda *inputs: by_triton(*inputs, case.plan), turned),
             case.reference(),
             torch.float32,
         )
 
     def test_tokens_of_dropped_choices_may_hold_anything(self):
         case = Case(40, 4, 1, 5)
-        dropped = ~case.plan[3][:, 0]
+        dropped = ~case.plan.kept[:, 0]
         assert dropped.any()
         expected = case.reference()
         case.inputs[0][dropped], case.grad[dropped] = float("nan"), float("nan")
-        found = case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs)
+        found = case.outcome(lambda *inputs: by_triton(*inputs, case.plan), case.inputs)
         assert found[0][dropped].eq(0).all()
         for i in (0, 1, 2):  # of each token
             found[i], expected[i] = found[i][~dropped], expected[i][~dropped]
@@ -218,22 +225,22 @@ class TestKernels:
     def test_runs_repeat_bit_by_bit(self):
         case = Case(150, 3, 2, 90)
         runs = [
-            case.outcome(lambda *inputs: moe_ffn(*inputs, *case.plan), case.inputs)
+            case.outcome(lambda *inputs: by_triton(*inputs, case.plan), case.inputs)
             for _ in range(2)
         ]
         assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
     def test_opcheck(self):
         case = Case(7, 4, 2, 2)
-        noise = OPS.fused_dropout_noise(case.plan[0], case.inputs[2])
+        noise = OPS.fused_dropout_noise(case.plan.choices, case.inputs[2])
         inputs = [t.requires_grad_() for t in case.inputs]
-        rest = (None, None, *case.plan, noise, "gelu", 0.5)
+        rest = (None, None, *case.plan[:4], noise, "gelu", 0.5)
         torch.library.opcheck(OPS.moe_ffn.default, (*inputs, *rest, True))
         hidden = OPS.moe_ffn(*inputs, *rest, True)[1]
         inputs = [t.detach() for t in inputs]
         needs = [True, False, True, True, False, True]
         torch.library.opcheck(
-            OPS.moe_ffn_backward.default, (case.grad, hidden, *inputs, *rest, needs)
+            OPS.moe_ffn_backward.default, (case.grad, hidden, needs, *inputs, *rest)
         )
 
     def test_the_backward_pass_keeps_tokens_and_one_hidden_layer(self):
@@ -284,10 +291,8 @@ class TestKernels:
             ("auto", torch.float32, False),
             ("auto", HALF, not INTERPRETED),
         ):
-            assert (
-                fused_ffn.supports(torch.empty(1, dtype=dtype, device=DEVICE), "gelu", kernels)
-                == taken
-            )
+            form = select("moe_ffn", Request(kernels, DEVICE, dtype, activation="gelu"))
+            assert (form == "moe_ffn.triton") == taken
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -311,7 +316,7 @@ def test_under_the_interpreter():
 def test_kernels_compile_without_a_gpu(architecture, shared_memory, dtype, top_k, monkeypatch):
     """For an H100, an A100 and an RTX 4090, within the shared memory of a program there."""
     pytest.importorskip("triton")
-    from moe_core.kernels import triton_ffn
+    from moe_core.ops.moe_ffn import triton as triton_ffn
 
     compiled, tiles = compile_launches(monkeypatch, architecture), triton_ffn.tiles
     monkeypatch.setattr(
@@ -319,7 +324,6 @@ def test_kernels_compile_without_a_gpu(architecture, shared_memory, dtype, top_k
     )
     monkeypatch.setattr(triton_ffn, "sum_rows", lambda rows, slots, *others: rows[slots].sum(1))
     plan = make_plan(torch.arange(2048 * top_k).view(2048, top_k) % 4, 4, 500)
-    plan = (plan.choices, plan.offsets, plan.slots, plan.kept)
     tokens, gates, w = (
         torch.zeros(2048, 384, dtype=dtype),
         torch.zeros(2048, top_k),
@@ -331,10 +335,10 @@ def test_kernels_compile_without_a_gpu(architecture, shared_memory, dtype, top_k
         w.to(dtype),
         torch.zeros(4, 384),
     )  # 384: one tile and half of one
-    y, hidden = triton_ffn.forward(tokens, gates, *weights, *plan, None, "gelu", 0.0, True)
-    triton_ffn.backward(
-        y, tokens, gates, hidden, *weights, *plan, None, "gelu", 0.0, torch.float32, 6 * [True]
-    )
+    casts = (None, None)
+    inputs = MoEFFNInputs(tokens, gates, *weights, *casts, *plan[:4], None, "gelu", 0.0)
+    y, hidden = triton_ffn.forward(inputs, True)
+    triton_ffn.backward(inputs, y, hidden, [True] * 6)
     assert len(compiled) == 7
     for name, kernel in compiled.items():
         assert kernel.metadata.shared <= (shared_memory or 101376), name

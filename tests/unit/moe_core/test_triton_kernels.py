@@ -17,15 +17,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_cases import make_layer
+from moe_cases import make_layer, route_by_torch, route_by_triton
 from triton_cases import INTERPRETED, compile_launches, run_interpreted
 
 from moe_core import MoEConfig
-from moe_core.dispatch import make_plan
-from moe_core.kernels import backend, combine_rows, dispatch_rows, library_x86, routing
-from moe_core.router import _route_by_torch, route
+from moe_core.ops import DispatchPlan, backend, combine, dispatch, make_plan
+from moe_core.ops.native import library
+from moe_core.router import route as choose_experts
 
-ROUTES = (routing.route, _route_by_torch)
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPS = torch.ops.moe_core
 LOSSES = [("none", 0.0), ("gshard", 0.0), ("load_importance", 0.0), ("load_importance", 0.3)]
@@ -41,15 +40,18 @@ def random(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
     ).to(DEVICE, dtype)
 
 
-def plan_for(num_tokens: int, top_k: int, capacity: int | None, num_experts: int = 8):
-    """choices, slots, kept."""
+ROUTES = (route_by_triton, route_by_torch)
+
+
+def plan_for(
+    num_tokens: int, top_k: int, capacity: int | None, num_experts: int = 8
+) -> DispatchPlan:
     ids = (
         torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(5))
         .topk(top_k)
         .indices
     )
-    plan = make_plan(ids.to(DEVICE), num_experts, capacity)
-    return plan.choices, plan.slots, plan.kept
+    return make_plan(ids.to(DEVICE), num_experts, capacity)
 
 
 def tolerance(*dtypes: torch.dtype) -> dict[str, float]:
@@ -74,8 +76,8 @@ def with_gradients(function, inputs, seed: int = 3) -> list[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
-    backend._choose.cache_clear()
-    backend._say.cache_clear()
+    backend._languages.cache_clear()
+    backend._log_once.cache_clear()
 
 
 class TestKernels:
@@ -88,23 +90,19 @@ class TestKernels:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
     def test_rows_equal_torch(self, dtype, sizes):
         num_tokens, width, top_k, capacity = sizes
-        choices, slots, kept = plan_for(num_tokens, top_k, capacity)
-        num_used = len(choices) if kept is None else int(kept.sum())
+        plan = plan_for(num_tokens, top_k, capacity)
+        num_used, num_rows = int(plan.offsets[-1]), len(plan.choices)
         gates_dtype = torch.promote_types(dtype, torch.float32)
         tokens, rows = (
             random(num_tokens, width, dtype=dtype),
-            random(len(choices), width, dtype=dtype, seed=1),
+            random(num_rows, width, dtype=dtype, seed=1),
         )
         gates = random(num_tokens, top_k, dtype=gates_dtype, seed=2)
 
         def run(kernels):
             return [
-                *with_gradients(
-                    lambda x: dispatch_rows(x, choices, slots, kept, kernels)[:num_used], [tokens]
-                ),
-                *with_gradients(
-                    lambda r, g: combine_rows(r, g, choices, slots, kept, kernels), [rows, gates]
-                ),
+                *with_gradients(lambda x: dispatch(x, plan, kernels)[:num_used], [tokens]),
+                *with_gradients(lambda r, g: combine(r, g, plan, kernels), [rows, gates]),
             ]
 
         got, expected = run("triton"), run("torch")
@@ -115,16 +113,14 @@ class TestKernels:
         torch.testing.assert_close(got, expected, **bound)
 
     def test_rows_that_hold_no_choice_may_hold_anything_or_be_missing(self):
-        choices, slots, kept = plan_for(20, 2, 6)
-        num_used = int(kept.sum())
-        assert num_used < len(choices)
-        rows, gates = random(len(choices), 5), random(20, 2, seed=1)
+        plan = plan_for(20, 2, 6)
+        num_used = int(plan.kept.sum())
+        assert num_used < len(plan.choices)
+        rows, gates = random(len(plan.choices), 5), random(20, 2, seed=1)
         rows[num_used:] = float("nan")
 
         def run(kernels, rows):
-            y, *grads = with_gradients(
-                lambda r, g: combine_rows(r, g, choices, slots, kept, kernels), [rows, gates]
-            )
+            y, *grads = with_gradients(lambda r, g: combine(r, g, plan, kernels), [rows, gates])
             assert grads[0][num_used:].eq(0).all()
             return y, grads[0][:num_used], grads[1]
 
@@ -133,13 +129,11 @@ class TestKernels:
         torch.testing.assert_close(run("triton", rows[:num_used]), expected)
 
     def test_gradients_of_any_strides(self):
-        choices, slots, kept = plan_for(20, 2, 3)
-        rows, gates = random(len(choices), 5), random(20, 2, seed=1)
+        plan = plan_for(20, 2, 3)
+        rows, gates = random(len(plan.choices), 5), random(20, 2, seed=1)
         rows, gates = rows.t().contiguous().t().requires_grad_(), gates.requires_grad_()
         got, expected = (  # sum() gives a gradient without strides
-            torch.autograd.grad(
-                combine_rows(rows, gates, choices, slots, kept, kernels).sum(), (rows, gates)
-            )
+            torch.autograd.grad(combine(rows, gates, plan, kernels).sum(), (rows, gates))
             for kernels in ("triton", "torch")
         )
         torch.testing.assert_close(got, expected)
@@ -205,7 +199,7 @@ class TestKernels:
 
     def test_a_tie_goes_to_the_expert_of_the_lowest_number(self):
         logits = torch.tensor([[0.0, 1, 1, 1, 0], [0, 0, 0, 0, 0]], device=DEVICE)
-        ids = routing.route(logits, logits, 4, False, "gshard", 0.0)[1]
+        ids = route_by_triton(logits, logits, 4, False, "gshard", 0.0)[1]
         assert ids.tolist() == [[1, 2, 3, 0], [0, 1, 2, 3]]
 
     # numpy's, in the interpreter
@@ -217,7 +211,7 @@ class TestKernels:
         logits[1, 0 if whole_row else 2 :] = value
         for loss, noise_std in LOSSES:
             x = logits.clone().requires_grad_()
-            gates, ids, probs, sums = routing.route(x, x + 0.1, 3, True, loss, noise_std)
+            gates, ids, probs, sums = route_by_triton(x, x + 0.1, 3, True, loss, noise_std)
             assert all(sorted(set(row)) == sorted(row) for row in ids.tolist())
             assert ((ids >= 0) & (ids < 5)).all()
             torch.testing.assert_close(probs, (logits + 0.1).softmax(1), equal_nan=True)
@@ -226,7 +220,7 @@ class TestKernels:
 
     def test_route_takes_halves(self):
         logits = random(6, 4, dtype=torch.bfloat16).requires_grad_()
-        gates, _, _, _ = routing.route(logits, logits, 2, True, "gshard", 0.0)
+        gates, _, _, _ = route_by_triton(logits, logits, 2, True, "gshard", 0.0)
         assert gates.dtype == torch.float32
         gates[:, 0].sum().backward()
         assert logits.grad.dtype == torch.bfloat16
@@ -238,7 +232,7 @@ class TestKernels:
         for kernels in ("triton", "torch"):
             logits = random(33, 6).requires_grad_()
             torch.manual_seed(0)  # the noise is torch's own
-            outcome = route(logits, config, 2, training=True, kernels=kernels)
+            outcome = choose_experts(logits, config, 2, training=True, kernels=kernels)
             (gradient,) = torch.autograd.grad(outcome.aux_loss + outcome.gates[:, 0].sum(), logits)
             outcomes.append([*outcome, gradient])
         torch.testing.assert_close(*outcomes)
@@ -260,7 +254,7 @@ class TestKernels:
         # with ties
         priority = torch.randint(5, (num_tokens, top_k), generator=generator).to(DEVICE)
         priority = data.draw(st.sampled_from([None, priority[:, 0], priority]))
-        got = routing.make_plan(ids, num_experts, capacity, priority, num_rows)
+        got = make_plan(ids, num_experts, capacity, priority, "triton", num_rows)
         expected = make_plan(ids, num_experts, capacity, priority, "torch", num_rows)
         for ours, theirs in zip(got, expected, strict=True):
             assert (ours is None) == (theirs is None)
@@ -272,15 +266,15 @@ class TestKernels:
             .topk(8)
             .indices.to(DEVICE)
         )
-        got, expected = routing.make_plan(ids, 1024, 1), make_plan(ids, 1024, 1, None, "torch")
+        got, expected = (make_plan(ids, 1024, 1, None, kernels) for kernels in ("triton", "torch"))
         assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
     def test_runs_repeat_bit_by_bit(self):
         def run():
             logits, rows = random(150, 8).requires_grad_(), random(240, 16, seed=1).requires_grad_()
-            gates, ids, _, sums = routing.route(logits, logits, 2, True, "gshard", 0.0)
-            choices, _, slots, kept, _ = routing.make_plan(ids, 8, 30)
-            y = combine_rows(rows, gates, choices, slots, kept, "triton")
+            gates, ids, _, sums = route_by_triton(logits, logits, 2, True, "gshard", 0.0)
+            plan = make_plan(ids, 8, 30, None, "triton")
+            y = combine(rows, gates, plan, "triton")
             return [
                 y,
                 sums,
@@ -290,12 +284,13 @@ class TestKernels:
         assert all(torch.equal(*pair) for pair in zip(run(), run(), strict=True))
 
     def test_opcheck(self):
-        choices, slots, kept = plan_for(7, 2, 2)
+        plan = plan_for(7, 2, 2)
+        choices, slots, kept = plan.choices, plan.slots, plan.kept
         tokens, gates, rows = random(7, 3), random(7, 2), random(len(choices), 3)
         logits, noisy = random(7, 8), random(7, 8, seed=1)
-        _, ids, probs, sums = routing.route(logits, noisy, 2, True, "load_importance", 0.2)
+        _, ids, probs, sums = route_by_triton(logits, noisy, 2, True, "load_importance", 0.2)
         priority = probs.amax(1)
-        loss = (True, "load_importance", 0.2, "triton")
+        loss = (True, "load_importance", 0.2)
         grad_gates = torch.ones_like(gates)
         limits = ids.new_full((8,), 2)
         for op, inputs in (
@@ -304,9 +299,9 @@ class TestKernels:
                 OPS.combine_rows,
                 (rows.requires_grad_(), gates.requires_grad_(), choices, slots, kept, "triton"),
             ),
-            (OPS.make_plan, (ids, 8, limits, priority, 14, "triton")),
+            (OPS.make_plan, (ids, 8, limits, priority, 14, "plan.triton")),
             (OPS.route, (noisy.requires_grad_(), logits.requires_grad_(), 2, *loss)),
-            (OPS.route, (noisy, None, 2, True, "gshard", 0.0, "triton")),
+            (OPS.route, (noisy, None, 2, True, "gshard", 0.0)),
             (OPS.route_backward, (noisy.detach(), None, ids, probs, grad_gates, None, sums, *loss)),
             (
                 OPS.route_backward,
@@ -357,7 +352,8 @@ class TestKernels:
 
     def test_the_log_names_triton(self, caplog):
         caplog.set_level(logging.INFO, "moe_core")
-        assert {backend.choose("triton", DEVICE) for _ in range(3)} == {"triton"}
+        request = backend.Request("triton", DEVICE, torch.float32)
+        assert {backend.select("route", request) for _ in range(3)} == {"route.triton"}
         (line,) = caplog.messages
         version = sys.modules["triton"].__version__
         interpreted = " (interpreted)" if INTERPRETED else ""
@@ -375,7 +371,9 @@ def test_under_the_interpreter():
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
     pytest.importorskip("triton")
-    from moe_core.kernels import triton_routing, triton_rows
+    from moe_core.ops.combine import triton as triton_rows
+    from moe_core.ops.plan import triton as triton_plan
+    from moe_core.ops.route import triton as triton_route
 
     compiled = compile_launches(monkeypatch, architecture)
     plan = make_plan(torch.arange(40).view(20, 2) % 8, 8, 3)
@@ -384,13 +382,11 @@ def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
     grad = triton_rows.sum_rows(rows, plan.slots, plan.kept, gates)
     triton_rows.combine_rows_backward(grad, rows, gates, plan.choices, plan.slots, plan.kept)
     for limits, priority in ((None, None), (torch.full((24,), 3), torch.zeros(20))):
-        triton_routing.make_plan(plan.slots, 24, limits, priority, 40)
+        triton_plan.make_plan(plan.slots, 24, limits, priority, 40)
     logits = torch.zeros(20, 100)
     for clean, loss in ((None, "gshard"), (logits, "load_importance")):
-        gates, ids, probs, sums = triton_routing.route(logits, clean, 2, True, loss, 0.1)
-        triton_routing.route_backward(
-            logits, clean, ids, probs, (gates, None, sums), True, loss, 0.1
-        )
+        gates, ids, probs, sums = triton_route.route(logits, clean, 2, True, loss, 0.1)
+        triton_route.route_backward(logits, clean, ids, probs, (gates, None, sums), True, loss, 0.1)
     assert len(compiled) == 7
     # nothing atomic
     assert not any(re.search(r"\b(atom|red)\.", kernel.asm["ptx"]) for kernel in compiled.values())
@@ -409,7 +405,7 @@ def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
     ],
 )
 def test_the_log_names_what_runs_on_a_cpu_once(kernels, usable, named, caplog, monkeypatch):
-    monkeypatch.setattr(library_x86, "usable", lambda dtype: dtype in usable)
+    monkeypatch.setattr(library, "usable", lambda dtype: dtype in usable)
     caplog.set_level(logging.INFO, "moe_core")
     layer = make_layer(kernels=kernels)
     if layer.config.kernels != kernels:
@@ -422,7 +418,8 @@ def test_the_log_names_what_runs_on_a_cpu_once(kernels, usable, named, caplog, m
 def test_auto_says_why_it_is_not_triton(caplog, monkeypatch):
     # what importing it does where it is not installed
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert [backend.choose("auto", "cuda") for _ in range(2)] == ["torch", "torch"]
+    request = backend.Request("auto", "cuda", torch.float32)
+    assert [backend.select("route", request) for _ in range(2)] == ["route.reference"] * 2
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(
@@ -430,7 +427,7 @@ def test_auto_says_why_it_is_not_triton(caplog, monkeypatch):
     )
     assert "ModuleNotFoundError" in record.getMessage()
     with pytest.raises(ValueError, match=r"'triton'.*'cuda'.*ModuleNotFoundError"):
-        backend.choose("triton", "cuda")
+        backend.select("route", request._replace(kernels="triton"))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a CPU")
@@ -442,13 +439,14 @@ def test_triton_forced_on_a_cpu_without_the_interpreter():
 
 def test_shapes_alone_need_no_kernels(caplog):
     caplog.set_level(logging.INFO, "moe_core")
-    assert backend.choose("triton", "meta") == "torch"
+    request = backend.Request("triton", "meta", torch.float32)
+    assert backend.select("route", request) == "route.reference"
     assert caplog.messages == []
 
 
 def test_another_name():
     with pytest.raises(ValueError, match=r"kernels \('cuda'\) must be one of auto, triton, torch"):
-        backend.choose("cuda", "cpu")
+        backend.select("route", backend.Request("cuda", "cpu", torch.float32))
 
 
 def test_moe_core_needs_no_triton():

@@ -1,0 +1,26 @@
+"""The operations of an MoE layer. Each folder has a specification, fast forms of it and the op.
+
+`backend` has the table of forms. It is the only place that chooses one.
+"""
+
+from moe_core.ops.buffers import empty, release_buffers
+from moe_core.ops.combine.op import combine, dispatch
+from moe_core.ops.ffn.inputs import ExpertWeights
+from moe_core.ops.ffn.op import expert_ffn, pack_weights
+from moe_core.ops.moe_ffn.op import moe_ffn
+from moe_core.ops.plan.op import DispatchPlan, make_plan
+from moe_core.ops.route.op import route
+
+__all__ = [
+    "DispatchPlan",
+    "ExpertWeights",
+    "combine",
+    "dispatch",
+    "empty",
+    "expert_ffn",
+    "make_plan",
+    "moe_ffn",
+    "pack_weights",
+    "release_buffers",
+    "route",
+]

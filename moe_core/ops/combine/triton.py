@@ -1,0 +1,187 @@
+"""Tokens gathered into rows, and rows summed into tokens, in Triton.
+
+Each launcher has the arguments of its torch form in `reference`. Sums are formed in fp32 (fp64 for
+fp64) and rounded once. Every output element is written by one program, in a fixed order of
+additions: nothing is atomic, so runs repeat bit by bit. Indices are 64 bits wide wherever a product
+with M enters: N * M may exceed 2^31.
+"""
+
+# T tokens, K top-k, N rows, M model dim; a program works on a tile of BLOCK_N rows (or tokens) by
+# BLOCK_M columns
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_core.ops.backend import on_its_device
+
+_TILE = 4096  # elements of a tile: 32 for each thread of 4 warps
+_WIDEST = 512
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _dispatch_kernel(
+    tokens,
+    choices,
+    rows,
+    num_rows,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = tl.load(choices + n, mask=n < num_rows, other=0) // TOP_K
+    mask = (n < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    values = tl.load(tokens + token[:, None] * WIDTH + columns[None, :], mask=mask)
+    tl.store(rows + n[:, None] * WIDTH + columns[None, :], values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _sum_kernel(
+    rows, slots, kept, gates, out, num_tokens,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, SUM_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = columns < WIDTH
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=SUM_DTYPE)
+    for k in range(TOP_K):
+        choice = t * TOP_K + k
+        wanted = t < num_tokens
+        # no read at all: the row of a dropped choice may hold anything, or be missing
+        if kept is not None:
+            wanted = wanted & (tl.load(kept + choice, mask=wanted, other=0) != 0)
+        slot = tl.load(slots + choice, mask=wanted, other=0)
+        mask = wanted[:, None] & inside[None, :]
+        term = tl.load(rows + slot[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0).to(
+            SUM_DTYPE
+        )
+        if gates is not None:
+            gate = tl.load(gates + choice, mask=wanted, other=0.0).to(SUM_DTYPE)
+            term = term * gate[:, None]
+        total += term
+    mask = (t < num_tokens)[:, None] & inside[None, :]
+    tl.store(out + t[:, None] * WIDTH + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _combine_backward_kernel(
+    grad, rows, gates, choices, slots, kept, grad_rows, grad_gates, num_rows,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, SUM_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    there = n < num_rows
+    choice = tl.load(choices + n, mask=there, other=0)
+    used = there
+    # a row past the last choice names a choice as well, but is not that choice's slot
+    if kept is not None:
+        is_kept = tl.load(kept + choice, mask=there, other=0) != 0
+        used = there & is_kept & (tl.load(slots + choice, mask=there, other=0) == n)
+    gate = tl.load(gates + choice, mask=used, other=0.0).to(SUM_DTYPE)
+    token = choice // TOP_K
+    dot = tl.zeros([BLOCK_N, BLOCK_M], dtype=SUM_DTYPE)
+    for start in range(0, WIDTH, BLOCK_M):
+        columns = start + tl.arange(0, BLOCK_M)
+        inside = (columns < WIDTH)[None, :]
+        of_row = n[:, None] * WIDTH + columns[None, :]
+        of_token = token[:, None] * WIDTH + columns[None, :]
+        grads = tl.load(grad + of_token, mask=used[:, None] & inside, other=0.0).to(SUM_DTYPE)
+        values = tl.load(rows + of_row, mask=used[:, None] & inside, other=0.0).to(SUM_DTYPE)
+        dot += grads * values
+        tl.store(
+            grad_rows + of_row,
+            (grads * gate[:, None]).to(grad_rows.dtype.element_ty),
+            mask=there[:, None] & inside,
+        )
+    tl.store(grad_gates + choice, tl.sum(dot, axis=1).to(grad_gates.dtype.element_ty), mask=used)
+
+
+@on_its_device
+def dispatch_rows(tokens: Tensor, choices: Tensor, top_k: int) -> Tensor:
+    """tokens [T, M] of any dtype, choices [N] int64 -> [N, M]."""
+    tokens = _rows_of(tokens)
+    _check_indices(tokens.device, choices)
+    (num_rows,), width = choices.shape, tokens.shape[1]
+    rows = tokens.new_empty(num_rows, width)
+    if rows.numel():
+        block_n, block_m = _tile(width)
+        grid = (triton.cdiv(num_rows, block_n), triton.cdiv(width, block_m))
+        _dispatch_kernel[grid](
+            tokens, choices.contiguous(), rows, num_rows, width, top_k, block_n, block_m
+        )
+    return rows
+
+
+@on_its_device
+def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None) -> Tensor:
+    """rows [N, M], slots, kept and gates [T, K] -> [T, M] in the wider dtype."""
+    rows = _rows_of(rows)
+    _check_indices(rows.device, slots, kept, gates)
+    assert all(x is None or x.shape == slots.shape for x in (kept, gates))
+    (num_tokens, top_k), width = slots.shape, rows.shape[1]
+    dtype = rows.dtype if gates is None else torch.promote_types(rows.dtype, gates.dtype)
+    out = rows.new_empty(num_tokens, width, dtype=dtype)
+    if out.numel():
+        block_n, block_m = _tile(width)
+        grid = (triton.cdiv(num_tokens, block_n), triton.cdiv(width, block_m))
+        inputs = (rows, _plain(slots), _plain(kept), _plain(gates))
+        _sum_kernel[grid](
+            *inputs, out, num_tokens, width, top_k, _sum_dtype(dtype), block_n, block_m
+        )
+    return out
+
+
+@on_its_device
+def combine_rows_backward(
+    grad: Tensor, rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of rows [N, M] (0 where a row holds no choice) and of gates [T, K], in one pass
+    over the rows."""
+    grad, rows = _rows_of(grad), _rows_of(rows)
+    _check_indices(rows.device, gates, choices, slots, kept)
+    assert grad.shape == (slots.shape[0], rows.shape[1])
+    assert choices.shape == rows.shape[:1]
+    assert all(x is None or x.shape == slots.shape for x in (kept, gates))
+    (num_rows, width), top_k = rows.shape, slots.shape[1]
+    grad_rows = torch.empty_like(rows)
+    # dropped choices keep the 0
+    grad_gates = torch.zeros_like(gates, memory_format=torch.contiguous_format)
+    if rows.numel():
+        block_n, block_m = _tile(width)
+        inputs = (grad, rows, *map(_plain, (gates, choices, slots, kept)))
+        dtype = _sum_dtype(torch.promote_types(grad.dtype, rows.dtype))
+        _combine_backward_kernel[(triton.cdiv(num_rows, block_n),)](
+            *inputs, grad_rows, grad_gates, num_rows, width, top_k, dtype, block_n, block_m
+        )
+    return grad_rows, grad_gates
+
+
+def _tile(width: int) -> tuple[int, int]:
+    block_m = min(triton.next_power_of_2(width), _WIDEST)
+    return min(_TILE // block_m, 64), block_m
+
+
+def _sum_dtype(dtype: torch.dtype):
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def _plain(x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    x = x.contiguous()
+    # a pointer to single bits is a special case in Triton
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    assert x.dim() == 2
+    return x.contiguous()  # a gradient may be an expanded one
+
+
+def _check_indices(device: torch.device, *tensors: Tensor | None) -> None:
+    assert all(x is None or x.device == device for x in tensors)

@@ -1,0 +1,248 @@
+"""The experts' networks as a loop over the experts, for CPUs.
+
+1. What one expert computes stays in the cache for its next product, and an expert without rows
+   costs nothing.
+2. Where the weights have another dtype than the rows (autocast), each is cast when its turn comes:
+   a copy of all at once, and its gradient, would cost more than the products of few rows.
+3. An expert's hidden layer lies transposed, [H, n]: four of the six products are faster so
+   (docs/explanation/performance.md).
+4. In half precision oneDNN compiles a kernel for each new shape, which takes several times as long
+   as a product of few rows. So an expert computes on a multiple of `step` rows: its own and the
+   first of the next ones, whose results are overwritten when their turn comes. Few shapes are left.
+5. Everything large lies in buffers that are used again.
+"""
+
+# E experts, N rows, n rows of one expert rounded up, M model dim, H hidden dim
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_core.activations import activate, activation_grad
+from moe_core.ops.buffers import empty
+from moe_core.ops.ffn.dropout import Dropout
+from moe_core.ops.ffn.inputs import FFNInputs
+
+# of an expert: below it writing a weight's fp32 gradient takes longer than its product in fp32
+_FEW_ROWS = 64
+
+
+def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
+    """Rows of the hidden layer as it is kept, at most: each expert's rounded up."""
+    return num_rows + num_experts * (_step(dtype) - 1)
+
+
+def _step(dtype: torch.dtype) -> int:
+    # 16: of a tile in AMX, whose other rows would be computed in vain anyway
+    return 16 if dtype.itemsize == 2 else 1
+
+
+def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
+    """out [N, M] and, if it is kept, each expert's hidden layer [H, n] before the activation, one
+    after the other."""
+    rows, activation = inputs.rows, inputs.activation
+    groups = _Groups(rows, inputs.offsets, inputs.w1)
+    dropout = _GroupDropout(inputs, groups)
+    cast = _Cast(rows, inputs.w1)
+    h_buffer = groups.hidden_buffer()
+    out = groups.output()
+    hidden = empty((groups.hidden_size if keep_hidden else 0,), rows.dtype, rows.device)
+    w1, w2 = inputs.w1.unbind(), inputs.w2.unbind()
+    b1 = None if inputs.b1 is None else inputs.b1.to(rows.dtype)
+    b2 = None if inputs.b2 is None else inputs.b2.to(rows.dtype)
+    for group in groups:
+        e = group.expert
+        x = groups.window(rows, group)
+        h = group.block(h_buffer, 0)
+        z = group.block(hidden) if keep_hidden else h
+        bias = None if b1 is None else b1[e].unsqueeze(1)
+        _product(cast(w1[e]), x.t(), z, bias)
+        activate(activation, z, h)
+        dropout(h, group)
+        bias = None if b2 is None else b2[e]
+        _product(h.t(), cast(w2[e]), group.window_of(out), bias, dropout.scale)
+    if keep_hidden:
+        hidden[groups.rows_computed * groups.hidden_dim :] = 0
+    return groups.trimmed(out), hidden
+
+
+def backward(
+    inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
+) -> list[Tensor | None]:
+    """Gradients of rows, w1, b1, w2 and b2; None where `needs` is False."""
+    rows, activation = inputs.rows, inputs.activation
+    groups = _Groups(rows, inputs.offsets, inputs.w1)
+    dropout = _GroupDropout(inputs, groups)
+    cast = _Cast(rows, inputs.w1)
+    h_buffer, dz_buffer = groups.hidden_buffer(), groups.hidden_buffer()
+    grad_rows = groups.output() if needs[0] else None
+    parameters = (inputs.w1, inputs.b1, inputs.w2, inputs.b2)
+    gradients: list[Tensor | None] = []
+    for parameter, is_needed in zip(parameters, needs[1:], strict=True):
+        if is_needed and parameter is not None:
+            gradients.append(empty(parameter.shape, parameter.dtype, parameter.device))
+        else:
+            gradients.append(None)
+    grad_w1, grad_b1, grad_w2, grad_b2 = gradients
+    for group in groups:
+        e = group.expert
+        z = group.block(hidden)
+        x, dy = groups.window(rows, group), groups.window(grad, group)
+        if grad_w2 is not None:
+            h = group.block(h_buffer, 0)
+            activate(activation, z, h)
+            dropout(h, group)
+            cast.product(group.without_others(h), dy, grad_w2[e], dropout.scale)
+        if grad_b2 is not None:
+            torch.sum(grad[group.start : group.end], 0, dtype=grad_b2.dtype, out=grad_b2[e])
+        dz = group.block(dz_buffer, 0)
+        _product(cast(inputs.w2[e]), dy.t(), dz, scale=dropout.scale)
+        dropout(dz, group)
+        group.without_others(activation_grad(activation, dz, z))
+        if grad_b1 is not None:
+            torch.sum(dz, 1, dtype=grad_b1.dtype, out=grad_b1[e])
+        if grad_w1 is not None:
+            cast.product(dz, x, grad_w1[e])
+        if grad_rows is not None:
+            _product(dz.t(), cast(inputs.w1[e]), group.window_of(grad_rows))
+    for gradient in gradients:
+        if gradient is not None:
+            for e in groups.unused:
+                gradient[e] = 0
+    if grad_rows is not None:
+        grad_rows = groups.trimmed(grad_rows)
+    return [grad_rows] + gradients
+
+
+def _product(
+    a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, scale: float = 1.0
+) -> None:
+    """out = scale * a @ b + bias."""
+    if bias is not None:
+        torch.addmm(bias, a, b, alpha=scale, out=out)
+    elif scale != 1:
+        torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
+    else:
+        torch.mm(a, b, out=out)
+
+
+class _Group(NamedTuple):
+    """One expert's rows, start to end. It computes on `size` rows from start; its hidden layer
+    begins at `place`."""
+
+    expert: int
+    start: int
+    end: int
+    size: int
+    place: int
+    hidden_dim: int
+
+    def block(self, flat: Tensor, place: int | None = None) -> Tensor:
+        """[H, n], at this group's place or another one."""
+        start = self.place if place is None else place
+        return flat.narrow(0, start * self.hidden_dim, self.size * self.hidden_dim).view(
+            self.hidden_dim, self.size
+        )
+
+    def window_of(self, out: Tensor) -> Tensor:
+        """[n, M]."""
+        return out.narrow(0, self.start, self.size)
+
+    def without_others(self, hidden: Tensor) -> Tensor:
+        """Zeros in [H, n] for the rows of other experts, over which a product is to sum."""
+        if self.size > self.end - self.start:
+            hidden[:, self.end - self.start :] = 0
+        return hidden
+
+
+class _Groups:
+    """The experts that have rows, in their order."""
+
+    def __init__(self, rows: Tensor, offsets: Tensor, weight: Tensor) -> None:
+        num_experts, self.hidden_dim, _ = weight.shape
+        ends = offsets.tolist()
+        self.rows, self.end, self.step = rows, ends[-1], _step(rows.dtype)
+        self.used: list[_Group] = []
+        self.unused: list[int] = []
+        start = place = 0
+        for e, end in enumerate(ends):
+            num_steps = math.ceil((end - start) / self.step)
+            size = num_steps * self.step
+            if size > 0:
+                self.used.append(_Group(e, start, end, size, place, self.hidden_dim))
+            else:
+                self.unused.append(e)
+            place += size
+            start = end
+        self.rows_computed = place
+        self.largest = max((group.size for group in self.used), default=0)
+        self.hidden_size = hidden_rows(len(rows), num_experts, rows.dtype) * self.hidden_dim
+
+    def __iter__(self) -> Iterator[_Group]:
+        return iter(self.used)
+
+    def hidden_buffer(self) -> Tensor:
+        """Room for any expert's hidden layer."""
+        return empty((self.largest * self.hidden_dim,), self.rows.dtype, self.rows.device)
+
+    def output(self) -> Tensor:
+        """[N + step - 1, M], of which `trimmed` is the result."""
+        return empty(
+            (len(self.rows) + self.step - 1, self.rows.shape[1]), self.rows.dtype, self.rows.device
+        )
+
+    def trimmed(self, output: Tensor) -> Tensor:
+        """[N, M], with zeros for rows of no expert."""
+        output[self.end :] = 0
+        return output[: len(self.rows)]
+
+    def window(self, rows: Tensor, group: _Group) -> Tensor:
+        """[n, M]: the group's rows and the next ones; zeros past the last expert's, where anything
+        may lie."""
+        if group.start + group.size <= self.end:
+            return rows.narrow(0, group.start, group.size)
+        padded = rows.new_zeros(group.size, rows.shape[1])
+        padded[: self.end - group.start] = rows[group.start : self.end]
+        return padded
+
+
+class _Cast:
+    """A weight in the rows' dtype, and a gradient back in the weight's; one buffer serves all
+    experts in turn."""
+
+    def __init__(self, rows: Tensor, weight: Tensor) -> None:
+        self.buffer: Tensor | None = None  # None: the dtypes are the same
+        if rows.dtype != weight.dtype:
+            self.buffer = empty(weight.shape[1:], rows.dtype, rows.device)
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        if self.buffer is None:
+            return weight
+        return self.buffer.copy_(weight)
+
+    def product(self, a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0) -> None:
+        """out [H, M] = scale * a [H, n] @ b [n, M]."""
+        if self.buffer is None or len(b) < _FEW_ROWS:
+            _product(a.to(out.dtype), b.to(out.dtype), out, scale=scale)
+        else:
+            _product(a, b, self.buffer, scale=scale)
+            out.copy_(self.buffer)
+
+
+class _GroupDropout:
+    """Writes zeros where a number is dropped. The next product has to apply `scale`."""
+
+    def __init__(self, inputs: FFNInputs, groups: _Groups) -> None:
+        self.noise, self.scale = inputs.noise, 1.0
+        if inputs.noise is not None:
+            self.threshold, self.scale = Dropout.of(inputs.dropout)
+            self.factors = groups.hidden_buffer()
+
+    def __call__(self, values: Tensor, group: _Group) -> None:
+        if self.noise is None:
+            return
+        noise, factors = group.block(self.noise), group.block(self.factors, 0)
+        values.mul_(torch.ge(noise, self.threshold, out=factors))

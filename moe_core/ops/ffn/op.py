@@ -1,0 +1,193 @@
+"""The experts' feed-forward networks, forward and backward, as one torch.library op.
+
+`out = dropout(act(rows_e w1[e]^T + b1[e])) w2[e] + b2[e]` for each expert e's rows. The backward
+pass gets the hidden layer as it was before the activation and computes the activation once more.
+"""
+
+# E experts, N rows, M model dim, H hidden dim
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from moe_core.ops.backend import Request, load, select
+from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs
+
+_NUM_TENSORS = FFNInputs._fields.index("activation")
+_NUM_DIFFERENTIABLE = FFNInputs._fields.index("offsets")
+_SCHEMA = (
+    "Tensor rows, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor offsets, Tensor? noise,"
+    " str activation, float dropout, str kernels"
+)
+
+
+def expert_ffn(
+    rows: Tensor,
+    weights: ExpertWeights,
+    offsets: Tensor,
+    activation: str = "gelu",
+    dropout: float = 0.0,
+    kernels: str = "auto",
+) -> Tensor:
+    """Each expert's rows through its own network; differentiable in rows, weights and biases.
+
+    Args:
+        rows: [N, M], expert 0's rows first. Their dtype is the one that is computed in.
+        weights: may have another dtype than the rows. Their gradients have the weights' dtype.
+            Where no gradients are needed, w1 and w2 may be those of `pack_weights`.
+        offsets: [E] int32, where each expert's rows end.
+        activation: a name of moe_core.registry.ACTIVATIONS.
+        dropout: the share of the activations that become 0, to the nearest 1/65536.
+        kernels: see `backend.select`.
+
+    Returns:
+        [N, M]. Rows past offsets[-1] hold nothing meaningful.
+    """
+    noise = None
+    if dropout > 0:
+        noise = torch.ops.moe_core.dropout_noise(rows, weights.w1, activation, kernels)
+    inputs = FFNInputs(rows, *weights, offsets, noise, activation, dropout, kernels)
+    keep_hidden = inputs.needs_gradients() and torch.is_grad_enabled()
+    return torch.ops.moe_core.expert_ffn(*inputs, keep_hidden)[0]
+
+
+def pack_weights(
+    w1: Tensor, w2: Tensor, dtype: torch.dtype, activation: str, kernels: str = "auto"
+) -> tuple[Tensor, Tensor] | None:
+    """fp32 weights [E, H, M] in `dtype` and in the order in which a form reads them.
+
+    Returns:
+        Integers of that shape; None where the form that runs reads the ordinary order alone.
+    """
+    form = _form(w1.device.type, dtype, w1.dtype, activation, kernels)
+    pack = getattr(form, "pack_weights", None)
+    return None if pack is None else pack(w1, w2, dtype)
+
+
+# 1. Ops
+
+
+def _form(
+    device: str, dtype: torch.dtype, weight_dtype: torch.dtype, activation: str, kernels: str
+) -> ModuleType:
+    request = Request(kernels, device, dtype, weight_dtype=weight_dtype, activation=activation)
+    return load(select("ffn", request))
+
+
+def _form_of(inputs: FFNInputs) -> ModuleType:
+    rows = inputs.rows
+    return _form(rows.device.type, rows.dtype, inputs.w1.dtype, inputs.activation, inputs.kernels)
+
+
+def _hidden_size(rows: Tensor, w1: Tensor, activation: str, kernels: str):
+    """Numbers of the hidden layer as the form keeps it: an integer or a symbol."""
+    form = _form(rows.device.type, rows.dtype, w1.dtype, activation, kernels)
+    num_experts, hidden_dim, _ = w1.shape
+    return form.hidden_rows(rows.shape[0], num_experts, rows.dtype) * hidden_dim
+
+
+@torch.library.custom_op(
+    "moe_core::expert_ffn",
+    mutates_args=(),
+    schema=f"({_SCHEMA}, bool keep_hidden) -> (Tensor, Tensor)",
+)
+def _expert_ffn(*arguments):
+    """out [N, M], and the hidden layer before the activation in the form's own order if it is
+    kept."""
+    inputs, keep_hidden = FFNInputs._make(arguments[:-1]), arguments[-1]
+    return _form_of(inputs).forward(inputs, keep_hidden)
+
+
+@torch.library.custom_op(
+    "moe_core::expert_ffn_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor hidden, bool[] needs, {_SCHEMA}) -> Tensor[]",
+)
+def _expert_ffn_backward(grad, hidden, needs, *fields):
+    """Gradients of rows, w1, b1, w2 and b2; empty ones where `needs` is False."""
+    inputs = FFNInputs._make(fields)
+    gradients = _form_of(inputs).backward(inputs, grad.contiguous(), hidden, needs)
+    return [inputs.rows.new_empty(0) if g is None else g for g in gradients]
+
+
+@torch.library.custom_op(
+    "moe_core::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def _dropout_noise(rows: Tensor, w1: Tensor, activation: str, kernels: str) -> Tensor:
+    """int16, one for each number of the hidden layer."""
+    size = _hidden_size(rows, w1, activation, kernels)
+    # Four of them from each draw of the generator, which is slow on a CPU.
+    draws = torch.empty(-(-size // 4), dtype=torch.int64, device=rows.device)
+    return draws.random_(-(2**63), None).view(torch.int16)[:size]
+
+
+@_expert_ffn.register_fake
+def _(*arguments):
+    inputs, keep_hidden = FFNInputs._make(arguments[:-1]), arguments[-1]
+    rows = inputs.rows
+    size = 0
+    if keep_hidden:
+        size = _hidden_size(rows, inputs.w1, inputs.activation, inputs.kernels)
+    return rows.new_empty(rows.shape), rows.new_empty(size)
+
+
+@_expert_ffn_backward.register_fake
+def _(grad, hidden, needs, *fields):
+    gradients = []
+    for tensor, is_needed in zip(fields[:_NUM_DIFFERENTIABLE], needs, strict=True):
+        shape = tensor.shape if is_needed else 0
+        like = tensor if is_needed else grad
+        gradients.append(like.new_empty(shape))
+    return gradients
+
+
+@_dropout_noise.register_fake
+def _(rows, w1, activation, kernels):
+    return rows.new_empty(_hidden_size(rows, w1, activation, kernels), dtype=torch.int16)
+
+
+@register_flop_formula(torch.ops.moe_core.expert_ffn)
+def _flops(rows_shape, w1_shape, *others, out_shape=None, **kwargs) -> int:
+    return 2 * 2 * rows_shape[0] * w1_shape[1] * w1_shape[2]
+
+
+@register_flop_formula(torch.ops.moe_core.expert_ffn_backward)
+def _backward_flops(
+    grad_shape, hidden_shape, needs, rows_shape, w1_shape, *others, out_shape=None, **kwargs
+) -> int:
+    needs_rows, needs_w1, _, needs_w2, _ = needs
+    num_products = 1 + needs_rows + needs_w1 + needs_w2
+    return 2 * num_products * rows_shape[0] * w1_shape[1] * w1_shape[2]
+
+
+# 2. Autograd
+
+
+def _save(ctx, inputs, output) -> None:
+    fields = inputs[:-1]
+    _, hidden = output
+    ctx.save_for_backward(*fields[:_NUM_TENSORS], hidden)
+    ctx.settings = fields[_NUM_TENSORS:]
+    ctx.mark_non_differentiable(hidden)
+    # Or zeros as large as the hidden layer would be made for its gradient.
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad, _):
+    num_arguments = len(FFNInputs._fields) + 1
+    if grad is None:
+        return (None,) * num_arguments
+    tensors, hidden = ctx.saved_tensors[:-1], ctx.saved_tensors[-1]
+    inputs = FFNInputs._make(tensors + ctx.settings)
+    needs = list(ctx.needs_input_grad[:_NUM_DIFFERENTIABLE])
+    computed = torch.ops.moe_core.expert_ffn_backward(grad, hidden, needs, *inputs)
+    gradients = [None] * num_arguments
+    for i, is_needed in enumerate(needs):
+        if is_needed:
+            gradients[i] = computed[i]
+    return tuple(gradients)
+
+
+torch.library.register_autograd("moe_core::expert_ffn", _differentiate, setup_context=_save)

@@ -1,0 +1,187 @@
+"""Tokens through their experts and back: dispatch, both products and combine.
+
+The Triton form is one torch.library op. It keeps neither the gathered rows nor the experts' outputs
+for the backward pass, only tokens and the hidden layer. The torch form is one op after the other.
+"""
+
+# T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from moe_core.ops.backend import Request, load, select
+from moe_core.ops.ffn.inputs import ExpertWeights
+from moe_core.ops.moe_ffn import composed
+from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
+from moe_core.ops.plan.op import DispatchPlan
+
+_NUM_TENSORS = MoEFFNInputs._fields.index("activation")
+_NUM_DIFFERENTIABLE = MoEFFNInputs._fields.index("w1_cast")
+_SCHEMA = (
+    "Tensor tokens, Tensor gates, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w1_cast,"
+    " Tensor? w2_cast, Tensor choices, Tensor offsets, Tensor slots, Tensor? kept, Tensor? noise,"
+    " str activation, float dropout"
+)
+
+
+def moe_ffn(
+    tokens: Tensor,
+    gates: Tensor,
+    weights: ExpertWeights,
+    plan: DispatchPlan,
+    activation: str = "gelu",
+    dropout: float = 0.0,
+    kernels: str = "auto",
+) -> Tensor:
+    """`y_t = sum_k gates_tk * expert_tk(tokens_t)` of the kept choices; differentiable in tokens,
+    gates and weights.
+
+    Args:
+        tokens: [T, M]. Their dtype is the one that is computed in.
+        gates: [T, K].
+        weights, activation, dropout, kernels: as `expert_ffn`'s.
+        plan: of these tokens.
+
+    Returns:
+        [T, M] in the wider dtype of tokens and gates.
+    """
+    request = Request(kernels, tokens.device.type, tokens.dtype, activation=activation)
+    form = select("moe_ffn", request)
+    if form == "moe_ffn.composed":
+        return composed.moe_ffn(tokens, gates, weights, plan, activation, dropout, kernels)
+    # Cast once for both directions. The op casts nothing, so gradients are rounded to the
+    # parameters' dtype alone.
+    w1_cast = w2_cast = None
+    if weights.w1.dtype != tokens.dtype:
+        w1_cast = weights.w1.detach().to(tokens.dtype)
+        w2_cast = weights.w2.detach().to(tokens.dtype)
+    noise = None
+    if dropout > 0:
+        noise = torch.ops.moe_core.fused_dropout_noise(plan.choices, weights.w1)
+    inputs = MoEFFNInputs(
+        tokens,
+        gates,
+        w1=weights.w1,
+        b1=weights.b1,
+        w2=weights.w2,
+        b2=weights.b2,
+        w1_cast=w1_cast,
+        w2_cast=w2_cast,
+        choices=plan.choices,
+        offsets=plan.offsets,
+        slots=plan.slots,
+        kept=plan.kept,
+        noise=noise,
+        activation=activation,
+        dropout=dropout,
+    )
+    keep_hidden = inputs.needs_gradients() and torch.is_grad_enabled()
+    return torch.ops.moe_core.moe_ffn(*inputs, keep_hidden)[0]
+
+
+# 1. Ops
+
+
+@torch.library.custom_op(
+    "moe_core::moe_ffn",
+    mutates_args=(),
+    schema=f"({_SCHEMA}, bool keep_hidden) -> (Tensor, Tensor)",
+)
+def _moe_ffn(*arguments):
+    """out [T, M] and, if it is kept, the hidden layer before the activation [N, H]."""
+    inputs, keep_hidden = MoEFFNInputs._make(arguments[:-1]), arguments[-1]
+    return load("moe_ffn.triton").forward(inputs, keep_hidden)
+
+
+@torch.library.custom_op(
+    "moe_core::moe_ffn_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor hidden, bool[] needs, {_SCHEMA}) -> Tensor[]",
+)
+def _moe_ffn_backward(grad, hidden, needs, *fields):
+    """Gradients of tokens, gates, w1, b1, w2 and b2; empty ones where `needs` is False."""
+    inputs = MoEFFNInputs._make(fields)
+    gradients = load("moe_ffn.triton").backward(inputs, grad, hidden, needs)
+    return [grad.new_empty(0) if g is None else g for g in gradients]
+
+
+@torch.library.custom_op(
+    "moe_core::fused_dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def _dropout_noise(choices: Tensor, w1: Tensor) -> Tensor:
+    """int16 [N, H]."""
+    noise = torch.empty(len(choices), w1.shape[1], dtype=torch.int16, device=w1.device)
+    return noise.random_(-32768, 32768)
+
+
+# 2. Fake kernels, FLOPs and autograd
+
+
+@_moe_ffn.register_fake
+def _(*arguments):
+    inputs, keep_hidden = MoEFFNInputs._make(arguments[:-1]), arguments[-1]
+    tokens = inputs.tokens
+    dtype = torch.promote_types(tokens.dtype, inputs.gates.dtype)
+    num_kept = inputs.choices.shape[0] if keep_hidden else 0
+    hidden = tokens.new_empty(num_kept, inputs.w1.shape[1])
+    return tokens.new_empty(tokens.shape, dtype=dtype), hidden
+
+
+@_moe_ffn_backward.register_fake
+def _(grad, hidden, needs, *fields):
+    gradients = []
+    for tensor, is_needed in zip(fields[:_NUM_DIFFERENTIABLE], needs, strict=True):
+        shape = tensor.shape if is_needed else 0
+        like = tensor if is_needed else grad
+        gradients.append(like.new_empty(shape))
+    return gradients
+
+
+@_dropout_noise.register_fake
+def _(choices, w1):
+    return w1.new_empty(choices.shape[0], w1.shape[1], dtype=torch.int16)
+
+
+@register_flop_formula(torch.ops.moe_core.moe_ffn)
+def _flops(*shapes, out_shape=None, **kwargs) -> int:
+    inputs = MoEFFNInputs._make(shapes[:-1])
+    _, hidden_dim, model_dim = inputs.w1
+    return 2 * 2 * inputs.choices[0] * hidden_dim * model_dim
+
+
+@register_flop_formula(torch.ops.moe_core.moe_ffn_backward)
+def _backward_flops(grad_shape, hidden_shape, needs, *shapes, out_shape=None, **kwargs) -> int:
+    needs_tokens, _, needs_w1, _, needs_w2, _ = needs
+    num_products = 1 + needs_tokens + needs_w1 + needs_w2
+    num_rows, hidden_dim = hidden_shape
+    model_dim = grad_shape[1]
+    return 2 * num_products * num_rows * hidden_dim * model_dim
+
+
+def _save(ctx, inputs, output) -> None:
+    fields = inputs[:-1]
+    _, hidden = output
+    ctx.save_for_backward(*fields[:_NUM_TENSORS], hidden)
+    ctx.settings = fields[_NUM_TENSORS:]
+    ctx.mark_non_differentiable(hidden)
+    # Or zeros as large as the hidden layer would be made for its gradient.
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad, _):
+    num_arguments = len(MoEFFNInputs._fields) + 1
+    if grad is None:
+        return (None,) * num_arguments
+    tensors, hidden = ctx.saved_tensors[:-1], ctx.saved_tensors[-1]
+    inputs = MoEFFNInputs._make(tensors + ctx.settings)
+    needs = list(ctx.needs_input_grad[:_NUM_DIFFERENTIABLE])
+    computed = torch.ops.moe_core.moe_ffn_backward(grad, hidden, needs, *inputs)
+    gradients = [None] * num_arguments
+    for i, is_needed in enumerate(needs):
+        if is_needed:
+            gradients[i] = computed[i]
+    return tuple(gradients)
+
+
+torch.library.register_autograd("moe_core::moe_ffn", _differentiate, setup_context=_save)

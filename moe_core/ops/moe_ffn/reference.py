@@ -1,0 +1,39 @@
+"""The whole layer after routing in plain, slow torch: the specification.
+
+The other forms are held to it, output and every gradient.
+"""
+
+# T tokens, K top-k, M model dim
+
+import torch
+from torch import Tensor
+
+
+def moe_ffn(
+    x: Tensor,
+    expert_ids: Tensor,
+    gates: Tensor,
+    w1,
+    b1,
+    w2,
+    b2,
+    activation,
+    capacity=None,
+    priority=None,
+) -> Tensor:
+    """The whole layer after routing, one choice at a time: x [T, M], expert_ids and gates [T, K] ->
+    [T, M]."""
+    num_tokens, top_k = expert_ids.shape
+    tokens = list(range(num_tokens))
+    if priority is not None:
+        tokens = sorted(tokens, key=lambda t: -priority[t].item())  # stable, as Python's sort is
+    filled = [0] * len(w1)
+    y = [torch.zeros_like(x[0]) for _ in range(num_tokens)]
+    for k in range(top_k):
+        for t in tokens:
+            e = int(expert_ids[t, k])
+            filled[e] += 1
+            if capacity is None or filled[e] <= capacity:
+                hidden = activation(w1[e] @ x[t] + b1[e])
+                y[t] = y[t] + gates[t, k] * (hidden @ w2[e] + b2[e])
+    return torch.stack(y)

@@ -1,0 +1,255 @@
+"""Launches the kernels of `triton_kernels`, in both directions."""
+
+# T tokens, E experts, K top-k, N rows, B blocks of rows, M model dim, H hidden dim
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from moe_core.ops.backend import KERNEL_ACTIVATIONS
+from moe_core.ops.combine.triton import sum_rows
+from moe_core.ops.ffn.dropout import Dropout
+from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
+from moe_core.ops.moe_ffn.triton_kernels import (
+    blocks_kernel,
+    gate_grad_kernel,
+    hidden_grad_kernel,
+    hidden_kernel,
+    model_kernel,
+    sum_blocks_kernel,
+    weight_grad_kernel,
+)
+
+
+class Tile(NamedTuple):
+    """What a program computes at a time: rows x columns, `depth` of the contracted dimension in
+    each step."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile, Tile]:
+    """For products that end in an activation and for the others, given the bytes of shared memory
+    for a program.
+
+    The first leaves room for a second program on a multiprocessor, which multiplies while one
+    computes its activation. The second reads less for each product.
+    """
+    rows = 64
+    if rows_per_expert > 64:
+        rows = 128
+    if shared_memory < 160_000:  # fp32, or not a data centre's GPU
+        tile = Tile(rows, 64 * 128 // rows, 32, 4, 3)
+        return tile, tile
+    small = Tile(rows, 128, 64, 8, 3)
+    if width < 256:
+        return small, small
+    return small, Tile(rows, 256, 64, 8, 3)
+
+
+def forward(inputs: MoEFFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
+    """out [T, M] in the wider dtype of tokens and gates, and, if it is kept, the hidden layer [N,
+    H] before the activation."""
+    with torch.cuda.device_of(inputs.tokens):
+        return _forward(inputs, keep_hidden)
+
+
+def backward(
+    inputs: MoEFFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
+) -> list[Tensor | None]:
+    """Gradients of tokens, gates, w1, b1, w2 and b2, None where `needs` is False; those of weights
+    in their dtype."""
+    with torch.cuda.device_of(inputs.tokens):
+        return _backward(inputs, grad, hidden, needs)
+
+
+def _forward(inputs: MoEFFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
+    call = _Call(inputs)
+    w1, w2 = inputs.cast_w1.contiguous(), inputs.cast_w2.contiguous()
+    b1, b2 = _contiguous(inputs.b1), _contiguous(inputs.b2)
+    noise, gates = inputs.noise, inputs.gates.contiguous()
+    h = call.tokens.new_empty(call.num_rows, call.hidden_dim)
+    hidden = call.tokens.new_empty(call.num_rows if keep_hidden else 0, call.hidden_dim)
+    kept_hidden = hidden if keep_hidden else None
+    call.over_blocks(
+        hidden_kernel,
+        call.small,
+        call.hidden_dim,
+        (call.tokens, call.choices, call.blocks, w1, b1, noise, kept_hidden, h),
+        TOP_K=call.top_k,
+        **call.constants,
+    )
+    return call.to_tokens(h, w2, b2, gates, inputs.kept), hidden
+
+
+def _backward(
+    inputs: MoEFFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
+) -> list[Tensor | None]:
+    call = _Call(inputs)
+    needs_tokens, needs_gates, needs_w1, needs_b1, needs_w2, needs_b2 = needs
+    w1, w2 = inputs.cast_w1.contiguous(), inputs.cast_w2.contiguous()
+    b1, b2 = _contiguous(inputs.b1), _contiguous(inputs.b2)
+    noise, gates = inputs.noise, inputs.gates.contiguous()
+    grad = grad.to(call.tokens.dtype).contiguous()
+    grad_z = torch.empty_like(hidden)
+    gated = torch.empty_like(hidden) if needs_w2 else None
+    num_dots = triton.cdiv(call.hidden_dim, call.small.columns)
+    dots = call.new(needs_gates or needs_b2, call.num_rows, num_dots)
+    sums = call.new(needs_b1, call.num_blocks, call.hidden_dim)
+    results = (grad_z, gated, dots, sums)
+    call.over_blocks(
+        hidden_grad_kernel,
+        call.small,
+        call.hidden_dim,
+        (grad, call.choices, call.blocks, w2, hidden, noise, gates, *results),
+        TOP_K=call.top_k,
+        **call.constants,
+    )
+    gradients: list[Tensor | None] = [None] * 6
+    if gated is not None:
+        gradients[4] = call.weight_grad(gated, grad, inputs.weight_dtype)
+    del gated, results
+    if sums is not None and b1 is not None:
+        gradients[3] = call.sum_blocks(sums, b1)
+    if dots is not None:
+        grad_gates = torch.zeros_like(gates)  # dropped choices keep the 0
+        sums = call.new(needs_b2, call.num_blocks, call.model_dim)
+        call.gate_grad(grad, gates, b2, dots, grad_gates, sums)
+        if needs_gates:
+            gradients[1] = grad_gates
+        if sums is not None and b2 is not None:
+            gradients[5] = call.sum_blocks(sums, b2)
+    if needs_w1:
+        gradients[2] = call.weight_grad(grad_z, call.tokens, inputs.weight_dtype)
+    if needs_tokens:
+        gradients[0] = call.to_tokens(grad_z, w1, None, None, inputs.kept)
+    return gradients
+
+
+class _Call:
+    """One call's sizes, its blocks of rows, and the launches that both directions share."""
+
+    def __init__(self, inputs: MoEFFNInputs) -> None:
+        self.num_experts, self.hidden_dim, self.model_dim = inputs.w1.shape
+        self.tokens = inputs.tokens.contiguous()
+        self.choices = inputs.choices.contiguous()
+        self.offsets = inputs.offsets.contiguous()
+        self.slots = inputs.slots.contiguous()
+        self.num_rows, self.top_k = len(self.choices), self.slots.shape[1]
+        rows_per_expert = self.num_rows / self.num_experts
+        self.small, self.large = tiles(rows_per_expert, self.model_dim, _shared_memory(self.tokens))
+        dropout = Dropout.of(inputs.dropout)
+        self.constants = {
+            "ACTIVATION": KERNEL_ACTIVATIONS.index(inputs.activation),
+            "LEAST": dropout.threshold,
+            "SCALE": dropout.scale,
+        }
+        # Every expert may begin a block, and every row is in one.
+        self.num_blocks = self.num_rows // self.small.rows + min(self.num_experts, self.num_rows)
+        self.blocks = self.offsets.new_empty(3, self.num_blocks, dtype=torch.int32)
+        if self.num_blocks:
+            block_e = triton.next_power_of_2(self.num_experts)
+            blocks_kernel[(triton.cdiv(self.num_blocks, 32),)](
+                self.offsets,
+                self.blocks,
+                self.num_blocks,
+                self.num_experts,
+                self.small.rows,
+                32,
+                block_e,
+            )
+
+    def new(self, is_needed: bool, *shape: int) -> Tensor | None:
+        """For sums in fp32."""
+        if not is_needed:
+            return None
+        return self.tokens.new_empty(shape, dtype=torch.float32)
+
+    def over_blocks(self, kernel, tile: Tile, width: int, arguments: tuple, **constants) -> None:
+        """A program for each tile of each block."""
+        if self.num_blocks == 0:
+            return
+        sizes = (self.num_blocks, self.model_dim, self.hidden_dim)
+        kernel[(self.num_blocks * triton.cdiv(width, tile.columns),)](
+            *arguments,
+            *sizes,
+            **constants,
+            BLOCK_N=tile.rows,
+            BLOCK_COLUMNS=tile.columns,
+            BLOCK_K=tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    def to_tokens(self, h: Tensor, w: Tensor, bias, gates, kept) -> Tensor:
+        """h [N, H] times w [E, H, M], summed for each token with its gates: [T, M]."""
+        if self.top_k > 1:
+            rows = h.new_empty(self.num_rows, self.model_dim)
+            to_rows = (h, self.blocks, w, bias, None, None, rows)
+            self.over_blocks(model_kernel, self.large, self.model_dim, to_rows)
+            return sum_rows(rows, self.slots, kept, gates)
+        # A token has one row at most. The kernel weights it and writes it to the token's place.
+        dtype = h.dtype
+        if gates is not None:
+            dtype = torch.promote_types(dtype, gates.dtype)
+        out = h.new_empty(len(self.slots), self.model_dim, dtype=dtype)
+        if kept is not None:
+            out.zero_()
+        to_places = (h, self.blocks, w, bias, self.choices, gates, out)
+        self.over_blocks(model_kernel, self.large, self.model_dim, to_places)
+        return out
+
+    def weight_grad(self, a: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """For each expert a^T [H, n] times its rows of source [T, M]: [E, H, M]."""
+        out = a.new_empty(self.num_experts, self.hidden_dim, self.model_dim, dtype=dtype)
+        lines, columns = min(self.large.rows, 128), self.large.columns
+        tiles_down = triton.cdiv(self.hidden_dim, lines)
+        tiles_across = triton.cdiv(self.model_dim, columns)
+        weight_grad_kernel[(self.num_experts * tiles_down * tiles_across,)](
+            a, source, self.choices, self.offsets, out, self.model_dim, self.hidden_dim, self.top_k,
+            triton.next_power_of_2(self.num_experts), lines, columns, self.large.depth,
+            num_warps=self.large.warps, num_stages=self.large.stages,
+        )  # fmt: skip
+        return out
+
+    def gate_grad(
+        self, grad: Tensor, gates: Tensor, b2, dots: Tensor, grad_gates: Tensor, sums
+    ) -> None:
+        if self.num_blocks == 0:
+            return
+        num_dots = dots.shape[1]
+        block_m = min(triton.next_power_of_2(self.model_dim), 64)
+        block_d = triton.next_power_of_2(num_dots)
+        gate_grad_kernel[(self.num_blocks,)](
+            grad, self.choices, self.blocks, gates, b2, dots, grad_gates, sums,
+            self.num_blocks, self.model_dim, self.top_k, num_dots, self.small.rows,
+            block_m, block_d,
+        )  # fmt: skip
+
+    def sum_blocks(self, sums: Tensor, bias: Tensor) -> Tensor:
+        """Of each expert's blocks the sum of sums [B, width]: like `bias` [E, width]."""
+        out = torch.empty_like(bias, memory_format=torch.contiguous_format)
+        width, block_m = bias.shape[1], 128
+        block_e = triton.next_power_of_2(self.num_experts)
+        sum_blocks_kernel[(self.num_experts, triton.cdiv(width, block_m))](
+            sums, self.offsets, out, width, self.small.rows, block_e, 16, block_m
+        )
+        return out
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _shared_memory(tokens: Tensor) -> int:
+    """Bytes for a program whose tiles hold halves; 0 where they do not."""
+    if not tokens.is_cuda or tokens.dtype == torch.float32:
+        return 0
+    properties = torch.cuda.get_device_properties(tokens.device)
+    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined]

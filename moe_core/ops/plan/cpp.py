@@ -1,0 +1,46 @@
+"""The dispatch plan in C++: one pass over the choices."""
+
+# T tokens, E experts, K top-k, N rows
+
+import torch
+from torch import Tensor
+
+from moe_core.ops.native.library import call
+
+
+def make_plan(
+    expert_ids: Tensor,
+    num_experts: int,
+    limits: Tensor | None,
+    priority: Tensor | None,
+    num_rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """What `reference.make_plan` returns, number for number.
+
+    Raises:
+        ValueError: an expert id that is out of range, or num_rows too small.
+    """
+    num_tokens, top_k = expert_ids.shape
+    assert expert_ids.numel() < 2**31, "offsets are int32"
+    expert_ids = expert_ids.contiguous()
+    order, order_stride = None, 0
+    if priority is not None:
+        order = priority.t().argsort(descending=True, stable=True).contiguous()
+        if order.dim() == 2:  # [K, T]; of [T] the same row serves every k
+            order_stride = num_tokens
+    kept = None
+    if limits is not None:
+        limits = limits.contiguous()
+        kept = torch.empty_like(expert_ids, dtype=torch.bool)
+    choices = expert_ids.new_empty(num_rows)
+    slots = torch.empty_like(expert_ids)
+    counts = expert_ids.new_empty(num_experts)
+    offsets = expert_ids.new_empty(num_experts, dtype=torch.int32)
+    tensors = (expert_ids, order, limits, choices, offsets, slots, kept, counts)
+    sizes = (num_tokens, top_k, num_experts, num_rows, order_stride)
+    if call("make_plan", tensors, sizes):
+        raise ValueError(
+            f"expert_ids must be at least 0 and below num_experts ({num_experts}), and num_rows"
+            f" ({num_rows}) at least the number of choices that are kept"
+        )
+    return choices, offsets, slots, kept, counts

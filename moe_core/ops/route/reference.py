@@ -1,0 +1,35 @@
+"""Routing in plain torch: the specification, differentiable by autograd."""
+
+# T tokens, E experts, K top-k
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def route(noisy: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [T, E] -> gates [T, K], expert ids [T, K] int64 and probabilities [T, E]."""
+    probs = noisy.softmax(-1)
+    ids = largest(noisy.detach(), top_k)
+    gates = probs.gather(1, ids)
+    if normalize:
+        gates = gates / gates.sum(-1, keepdim=True)
+    return gates, ids, probs
+
+
+def largest(logits: Tensor, top_k: int) -> Tensor:
+    """Indices [T, K] of the largest logits [T, E], in falling order. NaN counts as infinity.
+
+    Of equal logits the lowest index comes first. `torch.topk` does not promise that, `Tensor.max`
+    does. The order is that of logits, not of probabilities: rounding makes some of these equal.
+    """
+    # -inf marks the experts that are chosen already, so no logit may have that value.
+    lowest = torch.finfo(logits.dtype).min
+    remaining = logits.nan_to_num(nan=math.inf, posinf=math.inf, neginf=lowest)
+    ids: list[Tensor] = []
+    for k in range(top_k):
+        if k > 0:
+            remaining = remaining.scatter(1, ids[-1], -math.inf)
+        ids.append(remaining.max(1, keepdim=True).indices)
+    return torch.cat(ids, 1)

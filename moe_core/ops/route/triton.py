@@ -1,0 +1,246 @@
+"""Routing in Triton.
+
+One pass over the logits gives softmax, top-K, gate values and, for each block of tokens, the sums
+of the auxiliary loss. One more pass over what it wrote gives the gradient of the logits.
+
+Nothing is atomic: block sums are added up in a fixed order afterwards, so runs repeat bit by bit.
+"""
+
+# T tokens, E experts, K top-k; a program works on BLOCK_T tokens and all E
+# (padded: BLOCK_E)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_core.ops.backend import KERNEL_LOSSES, on_its_device
+
+_TILE = 2048  # logits of a program
+
+
+@triton.jit
+def _softmax(logits):
+    """Over axis 1, where padding is -inf."""
+    exponentials = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    return exponentials / tl.sum(exponentials, axis=1)[:, None]
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_kernel(
+    noisy, clean, ids, gates, probs, block_sums, num_tokens,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
+    NOISE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    cells = t[:, None] * NUM_EXPERTS + e[None, :]
+    mask = (t < num_tokens)[:, None] & (e < NUM_EXPERTS)[None, :]
+    padding = (e >= NUM_EXPERTS)[None, :]
+    noisy_logits = tl.where(padding, float("-inf"), tl.load(noisy + cells, mask=mask, other=0.0))
+    p = _softmax(noisy_logits)
+    tl.store(probs + cells, p, mask=mask)
+
+    # By logits: rounding never ties what is not tied there. NaN is the largest, as for torch.topk;
+    # a tie goes to the expert of the lowest number. One expert is taken out in every round,
+    # whatever the values are.
+    key = tl.where(noisy_logits != noisy_logits, float("inf"), noisy_logits)
+    available = (t >= 0)[:, None] & (e < NUM_EXPERTS)[None, :]
+    k_index = tl.arange(0, BLOCK_K)[None, :]
+    chosen_ids = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.int32)
+    chosen_p = tl.zeros([BLOCK_T, BLOCK_K], dtype=p.dtype)
+    first = tl.zeros([BLOCK_T], dtype=tl.int32)
+    last = tl.zeros([BLOCK_T], dtype=tl.int32)
+    for k in range(TOP_K):
+        largest = tl.max(tl.where(available, key, float("-inf")), axis=1)
+        last = tl.min(tl.where(available & (key == largest[:, None]), e[None, :], BLOCK_E), axis=1)
+        hit = e[None, :] == last[:, None]
+        chosen_ids = tl.where(k_index == k, last[:, None], chosen_ids)
+        chosen_p = tl.where(k_index == k, tl.sum(tl.where(hit, p, 0.0), axis=1)[:, None], chosen_p)
+        first = tl.where(k == 0, last, first)
+        available = available & (e[None, :] != last[:, None])
+    if NORMALIZE:
+        chosen_p = chosen_p / tl.sum(chosen_p, axis=1)[:, None]
+    chosen_cells = t[:, None] * TOP_K + k_index
+    chosen_mask = (t < num_tokens)[:, None] & (k_index < TOP_K)
+    tl.store(ids + chosen_cells, chosen_ids.to(tl.int64), mask=chosen_mask)
+    tl.store(gates + chosen_cells, chosen_p, mask=chosen_mask)
+
+    if LOSS == 1:  # GShard: probabilities and first choices of each expert
+        one = tl.sum(tl.where(mask, p, 0.0), axis=0)
+        two = tl.sum(tl.where(mask & (e[None, :] == first[:, None]), 1.0, 0.0), axis=0).to(p.dtype)
+    elif LOSS >= 2:  # importance and load of each expert
+        clean_logits = noisy_logits
+        q = p
+        if clean is not None:
+            clean_logits = tl.where(
+                padding, float("-inf"), tl.load(clean + cells, mask=mask, other=0.0)
+            )
+            q = _softmax(clean_logits)
+        threshold = tl.sum(tl.where(e[None, :] == last[:, None], noisy_logits, 0.0), axis=1)
+        compared = clean_logits
+        if LOSS == 3:
+            compared = q
+        margin = compared - threshold[:, None]
+        if NOISE > 0:
+            chosen = 0.5 * (1 + tl.erf(margin * (0.7071067811865476 / NOISE)))
+        else:
+            chosen = tl.where(margin >= 0, 1.0, 0.0).to(p.dtype)
+        one = tl.sum(tl.where(mask, q, 0.0), axis=0)
+        two = tl.sum(tl.where(mask, chosen, 0.0), axis=0)
+    if LOSS > 0:
+        tl.store(block_sums + (2 * block) * NUM_EXPERTS + e, one, mask=e < NUM_EXPERTS)
+        tl.store(block_sums + (2 * block + 1) * NUM_EXPERTS + e, two, mask=e < NUM_EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_backward_kernel(
+    noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean, num_tokens,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
+    NOISE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    there = t < num_tokens
+    cells = t[:, None] * NUM_EXPERTS + e[None, :]
+    mask = there[:, None] & (e < NUM_EXPERTS)[None, :]
+    p = tl.load(probs + cells, mask=mask, other=0.0)
+    grad_p = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
+    if grad_probs is not None:
+        grad_p += tl.load(grad_probs + cells, mask=mask, other=0.0)
+    if LOSS == 1:
+        grad_p += tl.load(grad_sums + e, mask=e < NUM_EXPERTS, other=0.0)[None, :]
+
+    if grad_gates is not None:
+        # gate_k = p_k / s with s = sum_j p_j: dp_k = (dgate_k - sum_j dgate_j p_j / s) / s
+        total = tl.zeros([BLOCK_T], dtype=p.dtype)
+        weighted = tl.zeros([BLOCK_T], dtype=p.dtype)
+        chosen_grad = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
+        chosen = (t < 0)[:, None] & (e < NUM_EXPERTS)[None, :]  # none yet
+        for k in range(TOP_K):
+            hit = e[None, :] == tl.load(ids + t * TOP_K + k, mask=there, other=0)[:, None]
+            grad = tl.load(grad_gates + t * TOP_K + k, mask=there, other=0.0)
+            gate = tl.sum(tl.where(hit, p, 0.0), axis=1)
+            total += gate
+            weighted += grad * gate
+            chosen_grad = tl.where(hit, grad[:, None], chosen_grad)
+            chosen = chosen | hit
+        if NORMALIZE:
+            total = tl.where(there, total, 1.0)  # no 0 / 0 past the end
+            chosen_grad = tl.where(
+                chosen, (chosen_grad - (weighted / total)[:, None]) / total[:, None], 0.0
+            )
+        grad_p += chosen_grad
+    grad_logits = p * (grad_p - tl.sum(p * grad_p, axis=1)[:, None])
+
+    if LOSS >= 2:
+        last = tl.load(ids + t * TOP_K + TOP_K - 1, mask=there, other=0)
+        if clean is None:
+            clean_logits = tl.load(noisy + cells, mask=mask, other=0.0)
+        else:
+            clean_logits = tl.load(clean + cells, mask=mask, other=0.0)
+        q = _softmax(tl.where((e < NUM_EXPERTS)[None, :], clean_logits, float("-inf")))
+        grad_q = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
+        grad_q += tl.load(grad_sums + e, mask=e < NUM_EXPERTS, other=0.0)[None, :]
+        # of the load by its argument, times the load's gradient
+        slope = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
+        if NOISE > 0:
+            threshold = tl.load(noisy + t * NUM_EXPERTS + last, mask=there, other=0.0)
+            compared = clean_logits
+            if LOSS == 3:
+                compared = q
+            z = (compared - threshold[:, None]) * (1 / NOISE)
+            slope += tl.exp(-0.5 * z * z) * (0.3989422804014327 / NOISE)
+            slope *= tl.load(grad_sums + NUM_EXPERTS + e, mask=e < NUM_EXPERTS, other=0.0)[None, :]
+            slope = tl.where(mask, slope, 0.0)
+        if LOSS == 3:
+            grad_q += slope
+        q_grad = q * (grad_q - tl.sum(q * grad_q, axis=1)[:, None])
+        if LOSS == 2:
+            q_grad += slope
+        grad_logits -= tl.where(e[None, :] == last[:, None], tl.sum(slope, axis=1)[:, None], 0.0)
+        if clean is None:
+            grad_logits += q_grad
+        else:
+            tl.store(grad_clean + cells, q_grad, mask=mask)
+    tl.store(grad_noisy + cells, grad_logits, mask=mask)
+
+
+@on_its_device
+def route(
+    noisy: Tensor, clean: Tensor | None, top_k: int, normalize: bool, loss: str, noise_std: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """noisy and clean logits [T, E], clean None where they are the same -> what router.route
+    computes from them.
+
+    Returns:
+        gates [T, K], ids [T, K] int64, probs [T, E], and the two sums per expert [2, E] of `loss`
+        over the tokens.
+    """
+    noisy, clean = _logits(noisy, clean)
+    num_tokens, num_experts = noisy.shape
+    block_t, block_e = _route_block(num_experts)
+    assert 1 <= top_k <= num_experts
+    num_blocks = triton.cdiv(num_tokens, block_t)
+    ids = noisy.new_empty(num_tokens, top_k, dtype=torch.int64)
+    gates, probs = noisy.new_empty(num_tokens, top_k), torch.empty_like(noisy)
+    block_sums = noisy.new_empty(num_blocks if loss != "none" else 0, 2, num_experts)
+    if num_blocks:
+        _route_kernel[(num_blocks,)](
+            noisy, clean, ids, gates, probs, block_sums, num_tokens, num_experts, top_k, normalize,
+            KERNEL_LOSSES.index(loss), noise_std, block_t, block_e, triton.next_power_of_2(top_k),
+            num_warps=_num_warps(block_e),
+        )  # fmt: skip
+    return gates, ids, probs, block_sums.sum(0)
+
+
+@on_its_device
+def route_backward(
+    noisy: Tensor,
+    clean: Tensor | None,
+    ids: Tensor,
+    probs: Tensor,
+    grads: tuple[Tensor | None, Tensor | None, Tensor],
+    normalize: bool,
+    loss: str,
+    noise_std: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of noisy and of clean (None for None), from those of gates, probs (None: zeros) and
+    sums."""
+    noisy, clean = _logits(noisy, clean)
+    grad_gates, grad_probs, grad_sums = (None if g is None else g.contiguous() for g in grads)
+    num_tokens, num_experts = noisy.shape
+    block_t, block_e = _route_block(num_experts)
+    grad_noisy = torch.empty_like(noisy)
+    # a loss without clean logits leaves the zeros
+    grad_clean = None if clean is None else torch.zeros_like(clean)
+    if num_tokens:
+        _route_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
+            noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean,
+            num_tokens, num_experts, ids.shape[1], normalize, KERNEL_LOSSES.index(loss), noise_std,
+            block_t, block_e, num_warps=_num_warps(block_e),
+        )  # fmt: skip
+    return grad_noisy, grad_clean
+
+
+def _logits(noisy: Tensor, clean: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    assert noisy.dim() == 2
+    assert noisy.dtype in (torch.float32, torch.float64)
+    assert clean is None or (clean.shape, clean.dtype, clean.device) == (
+        noisy.shape,
+        noisy.dtype,
+        noisy.device,
+    )
+    return noisy.contiguous(), None if clean is None else clean.contiguous()
+
+
+def _route_block(num_experts: int) -> tuple[int, int]:
+    block_e = triton.next_power_of_2(num_experts)
+    return max(min(_TILE // block_e, 64), 1), block_e
+
+
+def _num_warps(block_e: int) -> int:
+    return 4 if block_e <= _TILE else 16

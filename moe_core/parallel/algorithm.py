@@ -1,0 +1,106 @@
+"""The interface of an all-to-all algorithm."""
+
+# W ranks, M model dim, n columns of a table of counts
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_core.parallel.groups import ExpertGroup
+from moe_core.parallel.machine import ExchangeCost
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """How many rows one all-to-all sends; on the host."""
+
+    send: Tensor  # [W] rows from this rank to every rank
+    receive: Tensor  # [W] rows from every rank to this one
+    # rows that pass through this rank, in the form that the algorithm chooses; None: no rows do
+    relayed: Tensor | None = None
+
+    def reversed(self) -> "RowCounts":
+        """The counts of an all-to-all that takes the rows back."""
+        return RowCounts(self.receive, self.send, self.relayed)
+
+
+class AllToAll(ABC):
+    """An all-to-all algorithm on one group. Every method is called by all ranks of the group.
+
+    A new algorithm is a subclass in a file of its own:
+
+    >>> from moe_core import register_all_to_all
+    >>> from moe_core.parallel import AllToAll
+    >>> @register_all_to_all("mine")
+    ... class Mine(AllToAll):
+    ...     def send(self, rows, counts): ...
+    ...     @staticmethod
+    ...     def cost(elements, group_size, ranks_per_node): ...
+
+    From then on `ParallelStrategy(all_to_all="mine")` is valid, and tuners try it.
+
+    `exchange_counts`, `send` and `send_back` run on the group's communication stream, which may be
+    a thread beside the caller's. They communicate over `self.ranks` or other subsets of the group,
+    and make no process group.
+
+    Args:
+        group: the ranks.
+        ranks_per_node: as the strategy says; None: `group.ranks_per_node()` may know.
+
+    Attributes:
+        by_node: whether messages inside a node and between nodes differ. Such an algorithm is tried
+            where there are several nodes of several ranks.
+        ranks: all ranks of the group, for collectives.
+
+    Raises:
+        ValueError: the group does not suit the algorithm; on all ranks alike.
+    """
+
+    by_node = False
+
+    def __init__(self, group: ExpertGroup, ranks_per_node: int | None = None) -> None:
+        self.group = group
+        self.ranks = group.all_ranks()
+
+    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tell every rank how many rows it will get.
+
+        Args:
+            counts: [W, n] rows from this rank to every rank, in n columns of their own.
+
+        Returns:
+            [W, n] rows from every rank to this one, and [..., n] the rows that pass through this
+            rank (`RowCounts.relayed` of each column); None where none do.
+        """
+        return self.ranks.all_to_all(counts), None
+
+    def equal_counts(self, num_rows: int) -> RowCounts:
+        """The counts where every rank sends `num_rows` to every rank.
+
+        An algorithm that relays rows overrides this together with `exchange_counts`.
+        """
+        each = torch.full((self.group.size,), num_rows, device="cpu")
+        return RowCounts(each, each)
+
+    @abstractmethod
+    def send(self, rows: Tensor, counts: RowCounts) -> Tensor:
+        """rows [sum(send), M] by destination -> [sum(receive), M] by source, a new tensor."""
+
+    def send_back(self, rows: Tensor, counts: RowCounts) -> Tensor:
+        """The inverse of `send`: rows [sum(receive), M] by source -> [sum(send), M] by destination.
+
+        An algorithm that relays rows overrides this.
+        """
+        return self.send(rows, counts.reversed())
+
+    @staticmethod
+    @abstractmethod
+    def cost(elements: float, group_size: int, ranks_per_node: int) -> ExchangeCost:
+        """What one rank does for one exchange, with rows balanced over the ranks.
+
+        Args:
+            elements: of the rows that one rank sends, those for itself included.
+            ranks_per_node: divides group_size.
+        """

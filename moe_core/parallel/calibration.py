@@ -1,0 +1,136 @@
+"""Measures the machine at hand for the cost model."""
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from moe_core.parallel.machine import Link, Machine
+from moe_core.parallel.strategy import node_size
+
+LinkTimes = tuple[float, float]  # seconds of a message and of a byte
+
+
+def calibrate(
+    process_group: dist.ProcessGroup | None, ranks_per_node: int, device: torch.device | str
+) -> Machine:
+    """The machine at hand, measured in well under a second; the same on all ranks of the group, who
+    all call this.
+
+    The slowest rank counts. Without a process group nothing is sent and the links cost nothing;
+    ranks that all share a node, or none, have one kind of link, which stands for both.
+
+    Args:
+        ranks_per_node: consecutive ranks of the group share a node.
+        device: where the work is; with NCCL, a CUDA device.
+
+    Raises:
+        ValueError: ranks_per_node that does not divide the group.
+    """
+    device = torch.device(device)
+    intra = inter = Link(0.0, math.inf)
+    with torch.no_grad():
+        seconds = _compute_seconds(device)
+        if process_group is not None and process_group.size() > 1:
+            seconds += _link_seconds(process_group, ranks_per_node, device)
+            slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=process_group)
+            seconds = slowest.tolist()
+            intra = Link(seconds[4], 1 / seconds[5])
+            inter = Link(seconds[6], 1 / seconds[7])
+    flop_fp32, flop_bf16, copied_byte, kernel = seconds[:4]
+    name, memory = "this CPU", math.inf
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
+    return Machine(
+        name, intra, inter, 1 / flop_bf16, 1 / flop_fp32, 1 / copied_byte, kernel, memory
+    )
+
+
+def _compute_seconds(device: torch.device) -> list[float]:
+    """Seconds of a FLOP in fp32 and bf16, of a copied byte, and of a short kernel."""
+    is_cuda = device.type == "cuda"
+    size, num_elements = (4096, 2**26) if is_cuda else (256, 2**20)
+    seconds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.ones(size, size, dtype=dtype, device=device)
+        product = _fastest(lambda a=a: a @ a, device, repeats=5)
+        seconds.append(product / (2 * size**3))
+    source = torch.ones(num_elements, device=device)
+    target = torch.empty_like(source)
+    copy = _fastest(lambda: target.copy_(source), device, repeats=5)
+    num_bytes = 2 * 4 * num_elements  # read and written
+    seconds.append(copy / num_bytes)
+    short = torch.ones(1, device=device)
+    kernels = _fastest(lambda: [short.add_(1) for _ in range(50)], device, repeats=3)
+    seconds.append(kernels / 50)
+    return seconds
+
+
+def _link_seconds(
+    process_group: dist.ProcessGroup, ranks_per_node: int, device: torch.device
+) -> list[float]:
+    """Seconds of a message and of a byte, inside a node and between nodes."""
+    rank = process_group.rank()
+    per_node = node_size(ranks_per_node, process_group.size())
+    near, far = [], []
+    for other in range(process_group.size()):
+        if other // per_node != rank // per_node:
+            far.append(other)
+        elif other != rank:
+            near.append(other)
+    intra = _measure_link(process_group, near, device)
+    inter = _measure_link(process_group, far, device)
+    return [*(intra or inter), *(inter or intra)]
+
+
+def _measure_link(
+    process_group: dist.ProcessGroup, peers: list[int], device: torch.device
+) -> LinkTimes | None:
+    """From exchanges with these peers alone; None without any."""
+    if not peers:
+        return None
+    # over 100 Mbit/s Ethernet that is a tenth of a second
+    total = 2**26 if device.type == "cuda" else 2**20
+    small = 64
+    large = max(total // len(peers), 2**16)
+    small_seconds = _exchange_seconds(process_group, peers, small, device)
+    large_seconds = _exchange_seconds(process_group, peers, large, device)
+    # noise must not make a link free
+    transfer = max(large_seconds - small_seconds, 0.1 * large_seconds)
+    return small_seconds / len(peers), transfer / (len(peers) * (large - small))
+
+
+def _exchange_seconds(
+    process_group: dist.ProcessGroup, peers: list[int], num_bytes: int, device: torch.device
+) -> float:
+    """An exchange of so many bytes with each peer."""
+    splits = [num_bytes if other in peers else 0 for other in range(process_group.size())]
+    sent = torch.ones(sum(splits), dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+
+    def exchange() -> None:
+        dist.all_to_all_single(received, sent, splits, splits, group=process_group)
+
+    return _fastest(exchange, device, repeats=2)
+
+
+def _fastest(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest run after one that is not counted."""
+    best = math.inf
+    for repeat in range(repeats + 1):
+        _synchronize(device)
+        start = time.perf_counter()
+        work()
+        _synchronize(device)
+        if repeat:
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

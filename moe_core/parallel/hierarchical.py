@@ -1,0 +1,93 @@
+"""The two-dimensional hierarchical (2DH) all-to-all: inside the nodes, then between them.
+
+With g ranks on each of N nodes; rank (a, j) is local rank j of node a:
+
+1. Order the rows by (local rank, node) of their destination.
+2. All-to-all inside the node, g - 1 messages: local rank j collects what this node sends to the
+   local rank j of any node.
+3. Order what arrived by (node of the destination, local rank of the source).
+4. All-to-all between equal local ranks of the nodes, N - 1 messages.
+
+`send_back` takes the same steps in reverse, so that it needs no other counts.
+
+Source: arXiv 2206.03382 (Tutel), section 3.4.
+"""
+
+# W ranks, g ranks per node, N nodes, M model dim, n columns of a table of counts
+
+import torch
+from torch import Tensor
+
+from moe_core.parallel.algorithm import AllToAll, RowCounts
+from moe_core.parallel.groups import ExpertGroup
+from moe_core.parallel.machine import ExchangeCost, LinkTraffic
+from moe_core.registry import register_all_to_all
+
+
+@register_all_to_all("2dh")
+class Hierarchical(AllToAll):
+    """Fewer and larger messages than the linear all-to-all, most rows twice.
+
+    Raises:
+        ValueError: ranks_per_node that does not divide the group, or is not known.
+    """
+
+    by_node = True
+
+    def __init__(self, group: ExpertGroup, ranks_per_node: int | None = None) -> None:
+        super().__init__(group, ranks_per_node)
+        self.ranks_per_node = group.ranks_per_node(ranks_per_node)
+        self.num_nodes = group.size // self.ranks_per_node
+        self.inside = group.inside_node(self.ranks_per_node)
+        self.between = group.between_nodes(self.ranks_per_node)
+
+    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """The relayed rows are [g, N, n], from a local rank of this node to a node."""
+        columns = counts.shape[1]
+        by_node = counts.view(self.num_nodes, self.ranks_per_node, columns)
+        by_local_rank = by_node.transpose(0, 1).contiguous()  # [g, N, n]
+        relayed = self.inside.all_to_all(by_local_rank)
+        received = self.between.all_to_all(relayed.transpose(0, 1).contiguous())  # [N, g, n]
+        return received.view_as(counts), relayed
+
+    def equal_counts(self, num_rows: int) -> RowCounts:
+        each = super().equal_counts(num_rows).send
+        return RowCounts(each, each, each.view(self.ranks_per_node, self.num_nodes))
+
+    def send(self, rows: Tensor, counts: RowCounts) -> Tensor:
+        send, receive, relayed = self._tables(counts)
+        rows = _transpose_blocks(rows, send)  # [N, g] -> [g, N]
+        rows = self.inside.all_to_all(rows, send.sum(0), relayed.sum(1))
+        rows = _transpose_blocks(rows, relayed)  # [g, N] -> [N, g]
+        return self.between.all_to_all(rows, relayed.sum(0), receive.sum(1))
+
+    def send_back(self, rows: Tensor, counts: RowCounts) -> Tensor:
+        send, receive, relayed = self._tables(counts)
+        rows = self.between.all_to_all(rows, receive.sum(1), relayed.sum(0))
+        rows = _transpose_blocks(rows, relayed.T)  # [N, g] -> [g, N]
+        rows = self.inside.all_to_all(rows, relayed.sum(1), send.sum(0))
+        return _transpose_blocks(rows, send.T)  # [g, N] -> [N, g]
+
+    def _tables(self, counts: RowCounts) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows sent and received [N, g] and relayed [g, N]."""
+        shape = (self.num_nodes, self.ranks_per_node)
+        return counts.send.reshape(shape), counts.receive.reshape(shape), counts.relayed
+
+    @staticmethod
+    def cost(elements: float, group_size: int, ranks_per_node: int) -> ExchangeCost:
+        num_nodes = group_size // ranks_per_node
+        inside = elements * (ranks_per_node - 1) / ranks_per_node
+        between = elements * (num_nodes - 1) / num_nodes
+        first = LinkTraffic(intra=inside, intra_messages=ranks_per_node - 1)
+        second = LinkTraffic(inter=between, inter_messages=num_nodes - 1)
+        return ExchangeCost((first, second), copies=2)
+
+
+def _transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
+    """Blocks of rows in the order of `sizes` [A, B], reordered as [B, A]."""
+    blocks = rows.split(sizes.flatten().tolist())
+    num_columns = sizes.shape[1]
+    reordered = []
+    for column in range(num_columns):
+        reordered += blocks[column::num_columns]
+    return torch.cat(reordered)

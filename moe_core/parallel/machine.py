@@ -1,0 +1,120 @@
+"""What a rank's processor and links can do, and what an all-to-all asks of them."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """One message of n bytes takes `latency + n / bandwidth` seconds."""
+
+    latency: float  # seconds that one more message of an exchange costs a rank
+    bandwidth: float  # bytes/s that one rank sends
+
+    def seconds(self, messages: float, num_bytes: float) -> float:
+        return messages * self.latency + num_bytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class LinkTraffic:
+    """What one rank sends to other ranks, averaged over the ranks: elements and messages, to ranks
+    of its node (`intra`) and of others (`inter`)."""
+
+    intra: float = 0.0
+    inter: float = 0.0
+    intra_messages: int = 0
+    inter_messages: int = 0
+
+    @property
+    def elements(self) -> float:
+        return self.intra + self.inter
+
+
+@dataclass(frozen=True)
+class ExchangeCost:
+    """What one rank does for one all-to-all, averaged over the ranks.
+
+    Attributes:
+        stages: what the rank sends, one stage after the other. A stage uses both kinds of links at
+            the same time.
+        copies: how many times the rows are copied on the way.
+    """
+
+    stages: tuple[LinkTraffic, ...] = ()
+    copies: int = 0
+
+    @property
+    def traffic(self) -> LinkTraffic:
+        """The sum of all stages."""
+        return LinkTraffic(
+            sum(stage.intra for stage in self.stages),
+            sum(stage.inter for stage in self.stages),
+            sum(stage.intra_messages for stage in self.stages),
+            sum(stage.inter_messages for stage in self.stages),
+        )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank of a cluster and its links to the ranks of its node (`intra`) and of others
+    (`inter`)."""
+
+    name: str
+    intra: Link
+    inter: Link
+    flops: float  # FLOP/s that large products reach in bf16 or fp16
+    flops_fp32: float  # the same in fp32: the router's, and the experts' without mixed precision
+    memory_bandwidth: float  # bytes/s
+    kernel_overhead: float  # seconds that the shortest kernel takes
+    memory: float = math.inf  # bytes
+
+    def rate(self, element_size: int) -> float:
+        """FLOP/s of products whose elements have so many bytes."""
+        return self.flops if element_size <= 2 else self.flops_fp32
+
+
+# One constant is fitted for the A100, the share of its peak that products reach; one for its
+# network, the latency of a message; both to Tutel's all-to-all shares (arXiv 2206.03382, table 2:
+# 33.7% at 16 and 56.7% at 256 GPUs). Peaks, memory and link rates are the data sheets'. The newer
+# GPUs inherit the A100's shares and latencies: untested.
+_REACHED = 0.514  # fitted: share of the peak that the experts' products reach
+_INTER_LATENCY = 75e-6  # fitted: seconds that one more message of a linear all-to-all costs
+# 7/8 of 128 MiB in 600 us over 8 GPUs (the same paper, appendix A.2), of NVLink 3's 300 GB/s
+_INTRA_REACHED = 0.653
+_KERNEL = 5e-6  # an estimate: launch and run of a short kernel, and a message inside a node
+
+
+def _gpu(
+    name: str,
+    nvlink: float,
+    network: float,
+    peak: float,
+    peak_fp32: float,
+    hbm: float,
+    memory: float,
+) -> Machine:
+    """Rates of the data sheet in units of 1e9 (bytes/s one way), 1e12 (FLOP/s, bytes/s) and GiB."""
+    return Machine(
+        name,
+        intra=Link(_KERNEL, nvlink * 1e9 * _INTRA_REACHED),
+        inter=Link(_INTER_LATENCY, network * 1e9),
+        flops=peak * 1e12 * _REACHED,
+        flops_fp32=peak_fp32 * 1e12 * _REACHED,
+        memory_bandwidth=hbm * 1e12,
+        kernel_overhead=_KERNEL,
+        memory=memory * 2**30,
+    )
+
+
+PROFILES = {
+    # A100 SXM 80 GB: NVLink 3 at 300 GB/s, HDR InfiniBand 200 Gb/s per GPU, 312 TFLOP/s dense bf16,
+    # 19.5 fp32
+    "a100-hdr": _gpu(
+        "a100-hdr", nvlink=300, network=25, peak=312, peak_fp32=19.5, hbm=2.039, memory=80
+    ),
+    # H100 SXM 80 GB: NVLink 4 at 450 GB/s, NDR InfiniBand 400 Gb/s per GPU, 989 TFLOP/s dense bf16,
+    # 67 fp32
+    "h100": _gpu("h100", nvlink=450, network=50, peak=989, peak_fp32=67, hbm=3.35, memory=80),
+    # H200 SXM 141 GB: an H100 with HBM3e
+    "h200": _gpu("h200", nvlink=450, network=50, peak=989, peak_fp32=67, hbm=4.8, memory=141),
+}

@@ -1,0 +1,103 @@
+"""Some ranks of an expert group, and the collectives among them."""
+
+# P ranks of a subset, M model dim
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_core.parallel.traffic import record_sent
+
+if TYPE_CHECKING:
+    from moe_core.parallel.groups import ExpertGroup
+
+
+class RankSubset:
+    """Some ranks of an expert group. The group is cut into such subsets, and all of them
+    communicate at the same time.
+
+    A subset has a process group of its own, or it shares the process group of the whole expert
+    group. In a shared one, an all-to-all takes place among all ranks of the expert group, and ranks
+    outside of the subset are sent no rows.
+
+    Args:
+        group: the expert group, which `count_traffic` may count.
+        members: ranks in the expert group, this one among them.
+        process_group: of the members alone, or of the whole expert group; None: one rank without
+            torch.distributed.
+    """
+
+    def __init__(
+        self, group: "ExpertGroup", members: range, process_group: dist.ProcessGroup | None
+    ) -> None:
+        self.group = group
+        self.members = members
+        self.process_group = process_group
+        self.size = len(members)
+        self._is_shared = self.size > 1 and process_group.size() > self.size
+
+    def all_to_all(
+        self, rows: Tensor, send: Tensor | None = None, receive: Tensor | None = None
+    ) -> Tensor:
+        """rows [sum(send), ...] by destination -> [sum(receive), ...] by source.
+
+        Args:
+            send, receive: rows for and from each member [P], on the host; None: as many for each.
+        """
+        if self.size == 1:
+            return rows.clone()
+        equal = [len(rows) // self.size] * self.size
+        send_sizes = equal if send is None else send.tolist()
+        receive_sizes = equal if receive is None else receive.tolist()
+        received = rows.new_empty(sum(receive_sizes), *rows.shape[1:])
+        self._record(rows, send_sizes)
+        if send is None and receive is None and not self._is_shared:
+            dist.all_to_all_single(received, rows, group=self.process_group)
+            return received
+        dist.all_to_all_single(
+            received,
+            rows,
+            self._by_rank(receive_sizes),
+            self._by_rank(send_sizes),
+            group=self.process_group,
+        )
+        return received
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """shard [n, ...] of every member -> [P * n, ...], on each of them."""
+        if self._is_shared:
+            return self.all_to_all(torch.cat([shard] * self.size))
+        self._record(shard, [len(shard)] * self.size)
+        gathered = shard.new_empty(self.size * shard.shape[0], *shard.shape[1:])
+        dist.all_gather_into_tensor(gathered, shard.contiguous(), group=self.process_group)
+        return gathered
+
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        """rows [P * n, ...] of every member -> the n of this one, summed over the members."""
+        rows = rows.contiguous()
+        num_rows = rows.shape[0] // self.size
+        shape = (num_rows, *rows.shape[1:])
+        if self._is_shared:
+            return self.all_to_all(rows).view(self.size, *shape).sum(0)
+        self._record(rows, [num_rows] * self.size)
+        reduced = rows.new_empty(shape)
+        dist.reduce_scatter_tensor(reduced, rows, group=self.process_group)
+        return reduced
+
+    def _by_rank(self, sizes: list[int]) -> list[int]:
+        """Sizes by member -> by rank of the process group."""
+        if not self._is_shared:
+            return sizes
+        by_rank = [0] * self.process_group.size()
+        for member, size in zip(self.members, sizes, strict=True):
+            by_rank[member] = size
+        return by_rank
+
+    def _record(self, rows: Tensor, sizes: list[int]) -> None:
+        """Report rows sent to each member, unless they are integers: counts of rows."""
+        if rows.is_floating_point():
+            width = rows.shape[1:].numel()
+            sent = {m: size * width for m, size in zip(self.members, sizes, strict=True)}
+            record_sent(self.group, sent)

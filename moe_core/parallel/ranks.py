@@ -1,0 +1,129 @@
+"""Collectives among the ranks of a process group, with errors that name the operation."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class CollectiveError(RuntimeError):
+    """A collective that failed or timed out; names the operation and the ranks."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one process group.
+
+    A collective over one rank without torch.distributed returns its input.
+
+    Args:
+        process_group: None: one rank without torch.distributed.
+        description: this rank among the others, for errors, as in "rank 0 of 4".
+        time_limit: how errors refer to the timeout.
+    """
+
+    process_group: dist.ProcessGroup | None
+    description: str
+    time_limit: str = "in time"
+
+    @property
+    def size(self) -> int:
+        return 1 if self.process_group is None else self.process_group.size()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors that collectives take."""
+        return device_of(self.process_group)
+
+    def all_reduce(
+        self, values: Tensor, operation: str, op: dist.ReduceOp = dist.ReduceOp.SUM
+    ) -> Tensor:
+        """Reduce `values` over the ranks, in place; returns them."""
+        if self.process_group is not None:
+            with self.named_errors(operation):
+                dist.all_reduce(values, op, group=self.process_group)
+        return values
+
+    def start_all_reduce(self, values: Tensor, operation: str) -> Callable[[], None]:
+        """Begin to sum `values` over the ranks, in place; returns a function that waits."""
+        if self.process_group is None:
+            return lambda: None
+        with self.named_errors(operation):
+            work = dist.all_reduce(values, group=self.process_group, async_op=True)
+
+        def wait() -> None:
+            with self.named_errors(operation):
+                work.wait()
+
+        return wait
+
+    def max(self, value: int, device: torch.device, operation: str = "maximum") -> int:
+        """The largest `value` of all ranks."""
+        if self.size == 1:
+            return value
+        largest = torch.tensor(value, device=device)
+        return int(self.all_reduce(largest, operation, dist.ReduceOp.MAX))
+
+    def broadcast(self, values: Tensor, operation: str) -> Tensor:
+        """Overwrite `values` by those of the first rank; returns them."""
+        if self.process_group is not None:
+            with self.named_errors(operation):
+                dist.broadcast(values, group_src=0, group=self.process_group)
+        return values
+
+    def gather_objects(self, value: object, operation: str) -> list:
+        """The `value` (picklable, small) of every rank, on every rank."""
+        if self.process_group is None:
+            return [value]
+        values = [None] * self.size
+        with self.named_errors(operation):
+            dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def gather_to_first(self, rows: Tensor, operation: str) -> list[Tensor] | None:
+        """The `rows` of every rank, which have one shape, on the first rank; None on the others."""
+        if self.process_group is None:
+            return [rows]
+        parts = None
+        if self.process_group.rank() == 0:
+            parts = [torch.empty_like(rows) for _ in range(self.size)]
+        with self.named_errors(operation):
+            dist.gather(rows, parts, group_dst=0, group=self.process_group)
+        return parts
+
+    def barrier(self, device: torch.device) -> None:
+        """Wait until every rank is here.
+
+        Args:
+            device: of this rank; NCCL needs to know it.
+        """
+        if self.process_group is None:
+            return
+        device_ids = [device.index] if device.type == "cuda" else None
+        with self.named_errors("barrier"):
+            dist.barrier(group=self.process_group, device_ids=device_ids)
+
+    @contextmanager
+    def named_errors(self, operation: str) -> Iterator[None]:
+        """Raise CollectiveError, with the operation and the ranks, where a collective fails within
+        the block. Other errors pass as they are."""
+        try:
+            yield
+        except RuntimeError as error:
+            from_collective = isinstance(error, dist.DistError) or "gloo" in str(error)
+            if isinstance(error, CollectiveError) or not from_collective:
+                raise
+            raise CollectiveError(
+                f"{operation} failed on {self.description}; has another one ended, or not come"
+                f" {self.time_limit}? ({error})"
+            ) from error
+
+
+def device_of(process_group: dist.ProcessGroup) -> torch.device:
+    """The device of the tensors that the collectives of a process group take."""
+    if "nccl" in dist.get_backend(process_group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,134 @@
+"""Rows on their way between ranks: started now, waited for later, differentiable."""
+
+# W ranks, M model dim, n columns of a table of counts
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_core.parallel.algorithm import AllToAll, RowCounts
+from moe_core.parallel.groups import ExpertGroup
+from moe_core.registry import ALL_TO_ALLS
+
+
+class RowExchange:
+    """Runs an all-to-all algorithm on the communication stream of a group, in order.
+
+    Args:
+        name: of the algorithm, as registered.
+        ranks_per_node: None: the group may know.
+
+    Raises:
+        ValueError: a name that is not registered; a group that the algorithm refuses.
+    """
+
+    def __init__(self, group: ExpertGroup, name: str, ranks_per_node: int | None = None) -> None:
+        self.group = group
+        self.name = name
+        self.algorithm: AllToAll = ALL_TO_ALLS[name](group, ranks_per_node)
+
+    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor | None]:
+        """counts [W, n] for every rank -> [W, n] from every rank, and the relayed [..., n]."""
+
+        def run(counts: Tensor) -> tuple[Tensor, ...]:
+            received, relayed = self.algorithm.exchange_counts(counts)
+            return (received,) if relayed is None else (received, relayed)
+
+        tables = self._wait(self.group.comm_stream.submit(run, counts.contiguous()))
+        received = tables[0]
+        if received.shape != counts.shape:
+            raise ValueError(
+                f"all_to_all {self.name!r} returned counts of shape {list(received.shape)}, not"
+                f" {list(counts.shape)}"
+            )
+        return received, tables[1] if len(tables) > 1 else None
+
+    def start(self, rows: Tensor, counts: RowCounts, back: bool = False) -> Callable[[], Tensor]:
+        """Begin to send rows [sum(send), M].
+
+        Args:
+            back: rows [sum(receive), M] return to the ranks that they came from.
+
+        Returns:
+            A function that waits for the rows [sum(receive), M] ([sum(send), M] where they return).
+            It raises ValueError, with the algorithm's name, where another number arrives.
+        """
+        send = self.algorithm.send_back if back else self.algorithm.send
+        expected = counts.send if back else counts.receive
+        shape = [int(expected.sum()), *rows.shape[1:]]
+        wait = self.group.comm_stream.submit(lambda rows: (send(rows, counts),), rows.contiguous())
+
+        def finish() -> Tensor:
+            (received,) = self._wait(wait)
+            if list(received.shape) != shape:
+                raise ValueError(
+                    f"all_to_all {self.name!r} returned rows of shape {list(received.shape)}, not"
+                    f" {shape}"
+                )
+            return received
+
+        return finish
+
+    def _wait(self, wait: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        with self.group.ranks.named_errors(f"{self.name} all-to-all"):
+            return wait()
+
+
+class PendingExchange:
+    """The rows of one exchange on their way; their gradient is sent the opposite way.
+
+    `depart` and `arrive` are two autograd nodes, so that work can be done between them, and in the
+    backward pass too: autograd runs the latest node first, so every gradient that can depart does
+    so before the first one has to arrive.
+
+    Args:
+        back: the rows return to the ranks that they came from.
+    """
+
+    def __init__(self, exchange: RowExchange, counts: RowCounts, back: bool = False) -> None:
+        self._exchange = exchange
+        self._counts = counts
+        self._back = back
+        self._wait: Callable[[], Tensor] | None = None
+
+    def depart(self, rows: Tensor) -> Tensor:
+        """Begin to send the rows; returns a token [0] for `arrive`."""
+        return _Depart.apply(rows, self)
+
+    def arrive(self, token: Tensor) -> Tensor:
+        """Wait for the rows of this rank."""
+        return _Arrive.apply(token, self)
+
+    def start(self, rows: Tensor, gradient: bool = False) -> None:
+        self._wait = self._exchange.start(rows, self._counts, self._back != gradient)
+
+    def finish(self) -> Tensor:
+        wait, self._wait = self._wait, None
+        return wait()
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, pending):
+        ctx.pending = pending
+        pending.start(rows)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, token_grad):
+        return ctx.pending.finish(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token, pending):
+        ctx.pending = pending
+        return pending.finish()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        ctx.pending.start(grad, gradient=True)
+        return grad.new_empty(0), None

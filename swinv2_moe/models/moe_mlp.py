@@ -1,0 +1,67 @@
+"""The adapter around MoELayer that takes the place of a timm block's FFN."""
+
+import torch
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+
+from moe_core import MoELayer
+
+_LAYER = ".mlp.moe"  # what the name of an MoE layer adds to its block's
+
+
+@register_notrace_module  # reason: routing depends on the input
+class MoEMlp(nn.Module):
+    """An MoE layer in the place of a block's FFN: a tensor in, a tensor out.
+
+    timm's block expects one result, so the auxiliary loss is kept here until `take_aux_loss`. If
+    `frozen`, the layer always works as in evaluation (no noise, the capacity of evaluation) and has
+    no auxiliary loss.
+    """
+
+    def __init__(self, moe: MoELayer, eval_capacity_factor: float, frozen: bool = False) -> None:
+        super().__init__()
+        self.moe = moe.requires_grad_(not frozen)
+        self.eval_capacity_factor = eval_capacity_factor
+        self.frozen = frozen
+        self.aux_loss: Tensor | None = None
+        self.train(self.training)
+
+    def forward(self, x: Tensor, **mask) -> Tensor:
+        """x [..., M] -> [..., M]; `mask` and `num_tokens`, if any, are MoELayer's."""
+        capacity_factor = None if self.training else self.eval_capacity_factor
+        y, aux_loss = self.moe(x, capacity_factor=capacity_factor, **mask)
+        self.aux_loss = None if self.frozen else aux_loss
+        return y
+
+    def train(self, mode: bool = True) -> "MoEMlp":
+        """Set the mode; a frozen layer stays in evaluation mode."""
+        return super().train(mode and not self.frozen)
+
+    def __getstate__(self) -> dict:
+        # part of a graph, which neither copy nor pickle can take
+        return self.__dict__ | {"aux_loss": None}
+
+
+def frozen_moe(model: nn.Module) -> nn.ModuleList:
+    """The MoE layers that are not trained. Their weights do not change during training."""
+    layers = [module for module in model.modules() if isinstance(module, MoEMlp)]
+    return nn.ModuleList(layer for layer in layers if layer.frozen)
+
+
+def take_aux_loss(model: nn.Module) -> Tensor:
+    """Return and clear the sum of the auxiliary losses of the latest forward pass.
+
+    The sum is 0 for a dense model.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoEMlp)]
+    losses = [layer.aux_loss for layer in layers if layer.aux_loss is not None]
+    for layer in layers:
+        layer.aux_loss = None
+    if losses:
+        return torch.stack(losses).sum()
+    return torch.zeros((), device=next(model.parameters()).device)
+
+
+def block_name(layer: str) -> str:
+    """The name of the block that an MoE layer is in: "blocks.1.mlp.moe" -> "blocks.1"."""
+    return layer.removesuffix(_LAYER)

@@ -1,0 +1,181 @@
+"""What training, checkpoints, parallelism, routing pictures and detection need of a model.
+
+A backbone is a subclass of `MoEModel` and of one of timm's models. From timm's it has patch_embed,
+group_matcher, set_grad_checkpointing, get_classifier and the initialisation; `MoEModel` adds the
+experts and says where they are.
+"""
+
+# B images, T tokens, K choices of a token, h x w tokens of a map, M model dim
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_core import MoEConfig, MoELayer
+from moe_core.parallel import ExpertGroup, ParallelStrategy
+from swinv2_moe.config import PUBLISHED_MOE
+from swinv2_moe.models.moe_mlp import MoEMlp, take_aux_loss
+
+# The experts' biases have two dimensions, so timm does not recognise them as biases.
+_NO_WEIGHT_DECAY = (
+    "router.temperature",
+    "router.sim_matrix",
+    "router.projector",
+    "experts.b1",
+    "experts.b2",
+)
+
+
+class MoEModel(nn.Module):
+    """Base class of the models: a timm model with mixtures of experts in `moe_blocks`.
+
+    >>> class VisionTransformerMoE(MoEModel, VisionTransformer): ...
+
+    A subclass defines `block_stages` and overrides what else differs. A block keeps its FFN as
+    `block.mlp`, with the layers fc1 and fc2.
+
+    Args:
+        num_experts: of each MoE layer, over all ranks of `expert_group`; 0: the dense model.
+        moe_blocks: per stage, the blocks (from 0) whose FFN becomes a mixture of experts.
+        moe: further MoEConfig fields, over the published recipe.
+        eval_capacity_factor: in evaluation mode; None: as in training.
+        freeze_moe: the MoE layers are not trained, and route as in evaluation.
+        expert_group: the ranks over which the experts are spread; None: all here.
+        expert_strategy: how the ranks exchange tokens; "auto" is tuned while training.
+        device, dtype: of every parameter; None: torch's defaults.
+        kwargs: of timm's class.
+
+    Raises:
+        ValueError: moe_blocks that name a stage or block which does not exist; what MoEConfig and
+            MoELayer raise.
+    """
+
+    classifier = "head"  # name of the linear layer that gives the logits
+
+    def __init__(
+        self,
+        *,
+        num_experts: int = 0,
+        moe_blocks: Sequence[Sequence[int]] = (),
+        moe: dict | None = None,
+        eval_capacity_factor: float | None = None,
+        freeze_moe: bool = False,
+        expert_group: ExpertGroup | dist.ProcessGroup | None = None,
+        expert_strategy: ParallelStrategy | str = ParallelStrategy(),  # noqa: B008 - frozen
+        device=None,
+        dtype=None,
+        **kwargs,
+    ) -> None:
+        super().__init__(device=device, dtype=dtype, **kwargs)
+        # one for all layers: they share what it sets up
+        expert_group = ExpertGroup.of(expert_group)
+        stages = self.block_stages()
+        if num_experts:
+            _check_moe_blocks(moe_blocks, [len(blocks) for blocks in stages])
+        for i, blocks in enumerate(stages):
+            for j, block in enumerate(blocks):
+                self.adapt_block(block)
+                if not num_experts or i >= len(moe_blocks) or j not in moe_blocks[i]:
+                    continue
+                dim, hidden_dim = block.mlp.fc1.in_features, block.mlp.fc1.out_features
+                config = MoEConfig(dim, hidden_dim, num_experts, **PUBLISHED_MOE | (moe or {}))
+                capacity_factor = eval_capacity_factor
+                if capacity_factor is None:
+                    capacity_factor = config.capacity_factor
+                layer = MoELayer(config, expert_group, strategy=expert_strategy, device=device)
+                block.mlp = MoEMlp(layer.to(dtype), capacity_factor, freeze_moe)
+        self.init_weights(needs_reset=False)
+
+    # Defined by each model
+
+    def block_stages(self) -> list[Sequence[nn.Module]]:
+        """The blocks of each stage, in the order of the forward pass. A ViT has one stage."""
+        raise NotImplementedError
+
+    # Overridden where a model differs
+
+    def adapt_block(self, block: nn.Module) -> None:
+        """Replace what differs from timm's block. Called before the experts are put in."""
+
+    def token_maps(self, values: Tensor, output: Tensor) -> Tensor:
+        """Values of the tokens of an MoE layer, at their places in the image.
+
+        Args:
+            values: [T, K], in the order of the layer's tokens.
+            output: of the layer's block, [B, h, w, M] here.
+
+        Returns:
+            [B, h, w, K], without tokens that have no place, such as a class token.
+        """
+        return values.unflatten(0, output.shape[:3])
+
+    def position_windows(self) -> list[int]:
+        """For each stage the window side in tokens that its position biases were trained with.
+
+        Empty for a model whose positions do not depend on windows.
+        """
+        return []
+
+    def convert_dense(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
+        """Dense weights in timm's or another layout, under the names of this model.
+
+        Args:
+            source: names the weights in messages.
+
+        Raises:
+            UserError: weights that this model cannot use.
+        """
+        return tensors
+
+    # The same for all models
+
+    def input_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        return self.patch_embed.proj.in_channels, *self.patch_embed.img_size
+
+    def classifier_names(self) -> tuple[str, str]:
+        """The names of the classifier's weight and bias."""
+        return f"{self.classifier}.weight", f"{self.classifier}.bias"
+
+    def forward_with_aux(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """images [B, C, H, W] -> logits [B, classes] and the sum of the auxiliary losses."""
+        return self(images), take_aux_loss(self)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """timm's exceptions, the cosine router and the experts' biases."""
+        names = [name for name, _ in self.named_parameters()]
+        ours = {name for name in names if any(part in name for part in _NO_WEIGHT_DECAY)}
+        return super().no_weight_decay() | ours
+
+
+class WithAuxLoss(nn.Module):
+    """The model with its auxiliary loss as a second output: what DistributedDataParallel and
+    torch.compile wrap."""
+
+    def __init__(self, model: MoEModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """As `MoEModel.forward_with_aux`."""
+        return self.model.forward_with_aux(images)
+
+
+def _check_moe_blocks(moe_blocks: Sequence[Sequence[int]], depths: Sequence[int]) -> None:
+    """Raise ValueError unless `moe_blocks` names blocks that stages of `depths` blocks have."""
+    if not any(moe_blocks):
+        raise ValueError(f"moe_blocks ({moe_blocks}) names no block for the experts")
+    if len(moe_blocks) > len(depths):
+        raise ValueError(
+            f"moe_blocks ({moe_blocks}) has {len(moe_blocks)} stages, the model has {len(depths)}"
+        )
+    for stage, blocks in enumerate(moe_blocks):
+        for block in blocks:
+            if not 0 <= block < depths[stage]:
+                raise ValueError(
+                    f"moe_blocks names block {block} of stage {stage}, which has {depths[stage]}"
+                    " blocks"
+                )

@@ -1,0 +1,68 @@
+"""A model type of one file: registered by a decorator, then configured, built and checked."""
+
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+
+from swinv2_moe import model_types
+from swinv2_moe.config import default_config, load_config, model_config
+from swinv2_moe.errors import UserError
+from swinv2_moe.model_types import Section, model_section, register_model_type
+from swinv2_moe.models import MoEModel, build_model, measure_model
+
+DEFAULTS = {"PATCH_SIZE": 8, "IN_CHANS": 1, "EMBED_DIM": 8, "DEPTH": 2, "NUM_HEADS": 2}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_registered(monkeypatch):
+    monkeypatch.setattr(model_types, "_TYPES", dict(model_types.model_types()))
+
+
+def register() -> None:
+    section = Section("MINE", DEFAULTS, ranges={"DEPTH": (1, 9)})
+
+    @register_model_type("mine", section)
+    class Mine(MoEModel, VisionTransformer):
+        def block_stages(self):
+            return [self.blocks]
+
+
+def test_a_type_of_ones_own_is_configured_and_built():
+    register()
+    opts = "MODEL.TYPE mine MODEL.MINE.EMBED_DIM 16 DATA.IMG_SIZE 16 DATA.MEAN [0.5] DATA.STD [0.5]"
+    opts += " MODEL.MOE.NUM_EXPERTS 2 MODEL.MOE.BLOCKS [[1]]"
+    config = load_config(None, opts.split())
+    assert model_section(config).EMBED_DIM == 16
+    model = build_model(model_config(config), num_classes=3)
+    assert type(model).__name__ == "Mine"
+    logits, aux_loss = model.forward_with_aux(torch.randn(2, 1, 16, 16))
+    assert logits.shape == (2, 3)
+    assert aux_loss > 0
+    parameters = sum(p.numel() for p in model.parameters())
+    assert measure_model(model_config(config), 3).parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("opts", "text"),
+    [
+        (["MODEL.TYPE", "mines"], "did you mean mine?"),
+        (["MODEL.TYPE", "mine", "MODEL.MINE.DEPTH", "10"], "MODEL.MINE.DEPTH is 10"),
+        (["MODEL.TYPE", "mine", "MODEL.MINE.DEPHT", "1"], "did you mean MODEL.MINE.DEPTH?"),
+        (["MODEL.TYPE", "mine"], "DATA.MEAN"),  # one channel
+    ],
+)
+def test_its_values_are_checked(opts, text):
+    register()
+    with pytest.raises(UserError) as raised:
+        load_config(None, opts)
+    assert text in str(raised.value)
+
+
+def test_defaults_are_not_shared():
+    default_config().MODEL.SWINV2.DEPTHS.append(1)
+    assert default_config().MODEL.SWINV2.DEPTHS == [2, 2, 18, 2]
+
+
+def test_a_name_that_is_taken_is_refused():
+    with pytest.raises(ValueError, match="'vit_moe' is registered already"):
+        register_model_type("vit_moe", Section("OTHER", DEFAULTS))

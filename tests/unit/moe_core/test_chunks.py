@@ -1,0 +1,63 @@
+"""The order in which rows are sent, against plain enumeration."""
+
+# W ranks, E experts, T tokens, K top-k, r hidden parts, d chunks
+
+import itertools
+
+import pytest
+import torch
+
+from moe_core.dispatch import make_plan
+from moe_core.parallel import ParallelStrategy, valid_r
+from moe_core.parallel.chunks import ChunkLayout
+
+CASES = [
+    (num_experts, r, degree, capacity)
+    for num_experts in (8, 4, 2, 1)
+    for r in valid_r(num_experts, 4)[1:]
+    for degree in (1, 2, 3, 8)
+    for capacity in (None, 3)
+]
+
+
+def run_of(row: int, num_rows: int, num_sharers: int, degree: int) -> tuple[int, int]:
+    """(sharer, chunk) of an expert's row: the last unit that begins at it or before."""
+    units = max(2 * (degree - 1), 1)
+    starts = [num_rows * u // (num_sharers * units) for u in range(num_sharers * units)]
+    unit = max(u for u, start in enumerate(starts) if start <= row)
+    return unit // units, (unit % units + 1) // 2
+
+
+@pytest.mark.parametrize(("num_experts", "r", "degree", "capacity"), CASES)
+def test_rows_are_sent_as_enumerated(num_experts, r, degree, capacity):
+    torch.manual_seed(0)
+    expert_ids = torch.rand(11, num_experts).argsort(1)[:, :2]
+    plan = make_plan(expert_ids, num_experts, capacity)
+    counts = plan.offsets.diff(prepend=plan.offsets.new_zeros(1)).long()
+    layout = ChunkLayout.of(num_experts, 4, ParallelStrategy(r, degree))
+    run_sizes = layout.run_sizes(counts)
+    num_rows = int(counts.sum())
+    arranged = layout.arrange(plan, run_sizes, num_rows)
+
+    ranks_per_expert = max(4 // num_experts, 1)
+    sharers = ranks_per_expert // r
+    sent = []  # (chunk, rank, expert, row, choice)
+    starts = [0, *plan.offsets.tolist()]
+    for expert, part in itertools.product(range(num_experts), range(r)):
+        for row in range(int(counts[expert])):
+            sharer, chunk = run_of(row, int(counts[expert]), sharers, degree)
+            rank = expert * 4 // num_experts + part * sharers + sharer
+            choice = int(plan.choices[starts[expert] + row]) * r + part
+            sent.append((chunk, rank, expert, row, choice))
+    sent.sort()
+    assert arranged.choices.tolist() == [choice for *_, choice in sent]
+    by_rank = layout.by_rank(run_sizes)  # [W, E_l, d]
+    for chunk, rank in itertools.product(range(degree), range(4)):
+        expected = sum(row[:2] == (chunk, rank) for row in sent)
+        assert int(by_rank[rank, :, chunk].sum()) == expected
+    # every kept choice finds its rows
+    slots = arranged.slots.flatten()
+    for row, choice in enumerate(arranged.choices.tolist()):
+        assert slots[choice] == row
+    if arranged.kept is not None:
+        assert arranged.kept.sum() == len(sent)

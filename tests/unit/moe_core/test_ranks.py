@@ -1,0 +1,51 @@
+"""Collectives of one rank, and the errors of those that fail."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_core.parallel import CollectiveError, ExpertGroup, Ranks, count_traffic
+
+ALONE = Ranks(None, "rank 0 of 1", "within TIMEOUT")
+
+
+def test_one_rank_needs_no_torch_distributed():
+    values = torch.arange(3)
+    assert ALONE.size == 1
+    assert ALONE.all_reduce(values, "sum") is values
+    assert ALONE.broadcast(values, "broadcast") is values
+    assert ALONE.max(7, torch.device("cpu")) == 7
+    assert ALONE.gather_objects("a", "gathering") == ["a"]
+    (gathered,) = ALONE.gather_to_first(values, "gathering")
+    assert gathered is values
+    ALONE.barrier(torch.device("cpu"))
+    ALONE.start_all_reduce(values, "sum")()
+    assert values.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "error", [dist.DistNetworkError("reset"), RuntimeError("[gloo/pair.cc:1] timed out")]
+)
+def test_a_collective_that_fails_is_named(error):
+    message = r"^the sum failed on rank 0 of 1; has another one ended, or not come within TIMEOUT\?"
+    with pytest.raises(CollectiveError, match=message) as caught, ALONE.named_errors("the sum"):
+        raise error
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), ValueError("gloo"), CollectiveError("gloo: named")]
+)
+def test_other_errors_pass_as_they_are(error):
+    with pytest.raises(type(error)) as caught, ALONE.named_errors("the sum"):
+        raise error
+    assert caught.value is error
+
+
+def test_traffic_is_counted_within_the_block_alone():
+    group = ExpertGroup()
+    with pytest.raises(KeyError, match="stop"), count_traffic(group) as traffic:
+        raise KeyError("stop")
+    assert not traffic.messages
+    with count_traffic(group) as again:
+        assert again is not traffic

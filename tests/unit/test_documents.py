@@ -1,0 +1,62 @@
+"""Documents agree with the repository: links, make targets, files of the README, keys."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from swinv2_moe.config import default_config, flatten
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), ROOT / "data" / "README.md", *ROOT.glob("docs/**/*.md")])
+FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a document."""
+    text = FENCE.sub("", document.read_text())
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    kept = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.strip().replace(" ", "-") for heading in kept}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_resolve(document):
+    for link in LINK.findall(FENCE.sub("", document.read_text())):
+        if link.startswith(("http:", "https:", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), f"{link}: no such file"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: no such heading"
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in DOCUMENTS:
+        if document.name != "CHANGELOG.md":
+            named = re.findall(r"(?:^|`)make ([a-z-]+)", document.read_text(), re.MULTILINE)
+            assert set(named) <= targets, document
+
+
+def test_files_in_the_readme_exist():
+    text = (ROOT / "README.md").read_text()
+    tree = re.search(r"## What is inside\n\n```\n(.*?)```", text, re.DOTALL)[1]
+    folder = ""
+    for line in tree.splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder = name
+            name = ""
+        assert (ROOT / folder / name).exists(), line
+    for name in re.findall(r"\b(?:tools|configs|data|examples)/[\w/]+\.(?:py|yaml)", text):
+        assert (ROOT / name).is_file(), name
+
+
+def test_the_configuration_reference_has_every_key_and_default():
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    stated = dict(re.findall(r"^\| `([A-Z0-9_.]+)` \| `(.*?)` \|", text, re.MULTILINE))
+    defaults = flatten(default_config())
+    assert stated == {key: repr(value) for key, value in defaults.items()}
