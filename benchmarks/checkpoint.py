@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import build_data
 from swinv2_moe.engine.distributed import World, seed_everything
 from swinv2_moe.engine.saver import Cost, Saver
@@ -70,9 +70,11 @@ class Bench:
         for i, (mode, (staging, *_)) in enumerate(MODES.items()):
             config = load_config(QUICKSTART, [*keys.split(), "CHECKPOINT.STAGING_MB", str(staging)])
             self.savers[mode] = Saver(root / str(i), world, config, report=self.costs.append)
-        data = build_data(config)
+        data = build_data(data_config(config))
         seed_everything(0)
-        self.trainer = Trainer(config, world, data, build_model(config, data.num_classes))
+        self.trainer = Trainer(
+            config, world, data, build_model(model_config(config), data.num_classes)
+        )
         self.batches = list(data.train_loader)
         self.trainer.wrapped.train()
 

@@ -26,7 +26,7 @@ from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 from yacs.config import CfgNode
 
-from swinv2_moe.config import default_config
+from swinv2_moe.config import data_config, default_config
 from swinv2_moe.data.datasets import ImageDataset, preserved_random_states, seed_random_states
 from swinv2_moe.data.images import FORMATS, decode, to_mode
 from swinv2_moe.data.make_shards import Options, make_shards
@@ -128,7 +128,7 @@ def rates(name: str, seconds: dict[str, list[float]], amount: float, unit: str) 
 
 def decoding(source: ImageFiles, size: int, rounds: int) -> None:
     contents = [source.read(i) for i in range(len(source))]
-    transform = build_transform(recipe(size), is_train=True)
+    transform = build_transform(data_config(recipe(size)), is_train=True)
     found = decoders(size)
     reference = [np.asarray(found["Pillow"](content), int) for content in contents]
     for name, decoder in found.items():
@@ -173,7 +173,8 @@ def reading(files: ImageFiles, shards: str, size: int, rounds: int) -> None:
     )
     rates("read, cold", cold, megabytes, "MB/s")
     datasets = {
-        name: ImageDataset(source, recipe(size), is_train=True) for name, source in sources.items()
+        name: ImageDataset(source, data_config(recipe(size)), is_train=True)
+        for name, source in sources.items()
     }
     whole = {name: dataset.__getitems__ for name, dataset in datasets.items()}
     rates("pipeline", interleaved(whole, len(files), rounds), len(files), "images/s")

@@ -15,7 +15,7 @@ import os
 import time
 
 from swinv2_moe.command import run_command
-from swinv2_moe.config import load_config
+from swinv2_moe.config import as_opts, data_config, load_config
 from swinv2_moe.data.images import MAX_PIXELS
 from swinv2_moe.data.index_shards import index_shards
 from swinv2_moe.data.make_shards import Options, make_shards
@@ -80,10 +80,10 @@ def make(args: argparse.Namespace) -> dict:
         "DATA.TRAIN_LIST": args.train_list,
         "DATA.VAL_LIST": args.val_list,
     }
-    keys["MODEL.NUM_CLASSES"] = str(args.num_classes)
-    config = load_config(opts=[text for pair in keys.items() for text in pair], data=args.data)
+    keys["MODEL.NUM_CLASSES"] = args.num_classes
+    config = load_config(opts=as_opts(keys), data=args.data)
     options = Options(args.seed, args.shard_mb, args.short_side, args.check, args.max_pixels)
-    return make_shards(load_sources(config), args.output, options, args.workers)
+    return make_shards(load_sources(data_config(config)), args.output, options, args.workers)
 
 
 def main() -> None:

@@ -5,14 +5,18 @@
 """
 
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
-from moe_core.config import ExpertShard, MoEConfig
+from moe_core.config import KERNELS, ExpertShard, MoEConfig
 from moe_core.files import open_regular
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.losses import AuxiliaryLoss, RoutingScores
 from moe_core.ops import release_buffers
 from moe_core.prepared import PreparedValue, prepared
 from moe_core.registry import (
+    ACTIVATIONS,
     ALL_TO_ALLS,
+    LOSSES,
+    ROUTERS,
+    Registry,
     register_activation,
     register_all_to_all,
     register_loss,
@@ -30,12 +34,17 @@ from moe_core.training import (
 )
 
 __all__ = [
+    "ACTIVATIONS",
     "ALL_TO_ALLS",
+    "KERNELS",
+    "LOSSES",
+    "ROUTERS",
     "AuxiliaryLoss",
     "ExpertShard",
     "MoEConfig",
     "MoELayer",
     "PreparedValue",
+    "Registry",
     "RoutingScores",
     "RoutingStats",
     "WithoutExperts",

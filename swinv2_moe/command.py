@@ -18,11 +18,29 @@ from pathlib import Path
 from yacs.config import CfgNode
 
 from moe_core.parallel import CollectiveError
-from swinv2_moe.config import load_config
+from swinv2_moe.config import CHOICES, load_config
 from swinv2_moe.engine.stopping import StoppedElsewhere
 from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.imports import add_import_argument, import_arguments
 
+_REGISTERED = tuple(
+    f"MODEL.MOE.{name}" for name in ("ROUTER", "AUX_LOSS", "ACTIVATION", "ALL_TO_ALL")
+)
 _ROOT = Path(__file__).parents[1]  # of the repository, which holds the commands
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The arguments of a command, and of its subcommands. Each has --import, and its help lists
+    what the files that come before --help have registered."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        add_import_argument(self)
+
+    def format_help(self) -> str:
+        lines = [f"{key}: {', '.join(CHOICES[key])}" for key in _REGISTERED]
+        self.epilog = "\n".join(lines)
+        return super().format_help()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,13 +141,14 @@ def resume_command(
     output: str | None = None,
     opts: Sequence[str] = (),
 ) -> str:
-    """The command line that goes on with a training, started as this process was.
+    """The command line that goes on with a training, started as this process was and with the same
+    --import files.
 
     Args:
         script: tools/train.py, by the path that is to be typed.
         cfg, data, output, opts: its arguments, as in `add_config_arguments`.
     """
-    words = [*_launcher(), script, "--cfg", cfg]
+    words = [*_launcher(), script, *import_arguments(), "--cfg", cfg]
     words += ["--data", data] if data else []
     words += ["--output", output] if output else []
     words += ["--resume", "auto"]
@@ -168,10 +187,15 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def run_tool(*command: object) -> None:
-    """Run another command of this repository ("tools/train.py", ...), printed first; its failure,
-    which it has named, ends this process too. Ctrl-C reaches both: the other one saves and says so,
-    and this one ends after it."""
-    words = [str(word) for word in command]
+    """Run another command of this repository ("tools/train.py", ...), printed first. One of tools/
+    gets this process's --import files.
+
+    A failure, which the command has named, ends this process too. Ctrl-C reaches both: the other
+    one saves and says so, and this one ends after it.
+    """
+    script, *arguments = [str(word) for word in command]
+    imports = import_arguments() if script.startswith("tools/") else []
+    words = [script, *imports, *arguments]
     print(f"\n$ python {shlex.join(words)}", flush=True)
     process = subprocess.Popen([sys.executable, str(_ROOT / words[0]), *words[1:]])
     try:

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from yacs.config import CfgNode
 
 from moe_core import MoEConfig, expert_parameters, moe_layers
 from moe_core.parallel import PROFILES, Machine, ParallelStrategy, calibrate, cost_model
-from swinv2_moe.model_types import model_section
+from swinv2_moe.config import ModelConfig, TrainConfig
 from swinv2_moe.models.build import build_model
 from swinv2_moe.models.complexity import count
 from swinv2_moe.plots import new_figure, save_png, tidy
@@ -48,6 +47,7 @@ class Model:
     kept: int  # elements that it keeps as configured
     # MoE layers: shape, tokens of an image, how many are alike
     layers: tuple[tuple[MoEConfig, int, int], ...]
+    expert_parallel_size: int  # GPUs that share the experts; 0: all
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class Prediction:
         return self.parts["all-to-all"] / self.step
 
 
-def describe(config: CfgNode) -> Model:
+def describe(config: ModelConfig) -> Model:
     """Count the configured model on the meta device: no memory, and a few seconds."""
-    classes = config.MODEL.NUM_CLASSES or ASSUMED_CLASSES
+    classes = config.num_classes or ASSUMED_CLASSES
     with torch.device("meta"):
         model = build_model(config, classes)
-    size, channels = config.DATA.IMG_SIZE, model_section(config).IN_CHANS
+    size, channels = config.img_size, config.in_chans
     experts = sum(p.numel() for p in expert_parameters(model).values())
     layers = _layers(model, torch.empty(1, channels, size, size, device="meta"))
     images = [torch.empty(n, channels, size, size, device="meta") for n in (1, 2)]
@@ -89,7 +89,15 @@ def describe(config: CfgNode) -> Model:
         macs -= (
             alike * tokens * min(moe.top_k, moe.num_experts) * 2 * moe.model_dim * moe.hidden_dim
         )
-    return Model(parameters - experts, experts, macs, whole - one_whole, kept - one, layers)
+    return Model(
+        trunk_parameters=parameters - experts,
+        expert_parameters=experts,
+        trunk_macs=macs,
+        activations=whole - one_whole,
+        kept=kept - one,
+        layers=layers,
+        expert_parallel_size=config.experts.expert_parallel_size,
+    )
 
 
 @torch.no_grad()
@@ -136,7 +144,7 @@ def scales(gpus_per_node: int, gpus: int) -> list[int]:
 
 def predict(
     model: Model,
-    config: CfgNode,
+    config: TrainConfig,
     machine: Machine,
     gpus: int,
     gpus_per_node: int,
@@ -147,10 +155,10 @@ def predict(
     Raises:
         ValueError: experts that this number of GPUs cannot share.
     """
-    size = 2 if config.AMP_ENABLE else 4
-    repeats, recomputed = config.TRAIN.ACCUMULATION_STEPS, config.TRAIN.USE_CHECKPOINT
+    size = 2 if config.amp_enable else 4
+    repeats, recomputed = config.accumulation_steps, config.use_checkpoint
     # GPUs that share the experts; others replicate
-    group = min(config.MODEL.MOE.EXPERT_PARALLEL_SIZE or gpus, gpus)
+    group = min(model.expert_parallel_size or gpus, gpus)
     if gpus % group:
         raise ValueError(
             f"the number of GPUs ({gpus}) must be a multiple of MODEL.MOE.EXPERT_PARALLEL_SIZE"

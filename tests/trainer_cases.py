@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import build_data
 from swinv2_moe.engine.checkpoint import open_checkpoint
 from swinv2_moe.engine.distributed import World, expert_group, seed_everything
@@ -37,10 +37,17 @@ def make_trainer(rank: int, size: int, options: str = "") -> Trainer:
     batch = f"DATA.BATCH_SIZE {GLOBAL_BATCH // size}"
     config = load_config(QUICKSTART, f"{SMALL} {batch} {options}".split())
     world = World(rank, size, torch.device("cpu"), dist.group.WORLD if size > 1 else None)
-    data = build_data(config, rank, size)
+    data = build_data(data_config(config), rank, size)
     seed_everything(config.SEED)
     return Trainer(
-        config, world, data, build_model(config, data.num_classes, expert_group(config, world))
+        config,
+        world,
+        data,
+        build_model(
+            model_config(config),
+            data.num_classes,
+            expert_group(model_config(config).experts, world),
+        ),
     )
 
 

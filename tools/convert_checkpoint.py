@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from swinv2_moe.command import run_command
+from swinv2_moe.command import CommandParser, run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.convert import EXPORTS, IMPORTS, Summary, export_weights, import_weights, summarize
 from swinv2_moe.engine.checkpoint import DamagedError
@@ -29,9 +29,7 @@ _MAX_NAMES_BYTES = 1 << 26
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "inspect", help="what a checkpoint holds; exit status 1 if a file is damaged"

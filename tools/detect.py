@@ -18,15 +18,19 @@ import os
 
 from rich.console import Console
 
-from swinv2_moe.command import check_output_file, output_directory, run_command, write_results
+from swinv2_moe.command import (
+    CommandParser,
+    check_output_file,
+    output_directory,
+    run_command,
+    write_results,
+)
 
 IS_MAIN = os.environ.get("RANK", "0") == "0"
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train a detector, or go on with it")
     test = commands.add_parser("test", help="average precision of boxes and masks")

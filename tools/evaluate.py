@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from swinv2_moe.command import (
+    CommandParser,
     add_checkpoint_arguments,
     check_output_file,
     run_command,
@@ -28,9 +29,7 @@ EXTREMES = 5  # classes of either end in the table, where there are many
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     add_checkpoint_arguments(parser)
     parser.add_argument(
         "--capacity-factor", type=float, metavar="F", help="0: dropless; default: the checkpoint's"

@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from swinv2_moe.command import add_checkpoint_arguments, run_command
+from swinv2_moe.command import CommandParser, add_checkpoint_arguments, run_command
 from swinv2_moe.export import Choices, export_model
 from swinv2_moe.export.programs import DTYPES
 from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
@@ -24,9 +24,7 @@ ROUNDS = 20
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     add_checkpoint_arguments(
         parser, required=True, metavar="DIR", help="a directory that is not there yet"
     )

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from swinv2_moe.command import (
+    CommandParser,
     add_checkpoint_arguments,
     check_output_file,
     run_command,
@@ -22,9 +23,7 @@ from swinv2_moe.engine.few_shot import CLASSIFIERS, Protocol, evaluate_few_shot
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     add_checkpoint_arguments(parser)
     parser.add_argument(
         "--shots",

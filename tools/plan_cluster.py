@@ -13,20 +13,18 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from swinv2_moe.command import run_command  # first: it makes Ctrl-C one line
+from swinv2_moe.command import CommandParser, run_command  # first: it makes Ctrl-C one line
 
 # isort: split
 
 from moe_core.parallel import PROFILES, Machine
 from swinv2_moe import planner
-from swinv2_moe.config import load_config
+from swinv2_moe.config import load_config, model_config, train_config
 from swinv2_moe.errors import UserError
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "--nodes", type=int, required=True, help="nodes of your cluster; its row is marked"
     )
@@ -109,12 +107,12 @@ def main() -> None:
     args = parse()
     config = load_config(args.cfg, args.opts)
     batch_size, own = args.batch_size or config.DATA.BATCH_SIZE, args.nodes * args.gpus_per_node
-    machine, model = planner.machine_named(args.profile), planner.describe(config)
-    plan, notes = [], []
+    machine, model = planner.machine_named(args.profile), planner.describe(model_config(config))
+    training, plan, notes = train_config(config), [], []
     for gpus in planner.scales(args.gpus_per_node, own):
         try:
             plan.append(
-                planner.predict(model, config, machine, gpus, args.gpus_per_node, batch_size)
+                planner.predict(model, training, machine, gpus, args.gpus_per_node, batch_size)
             )
         except ValueError as error:
             notes.append(f"{gpus:,} GPUs left out: {error}")

@@ -1,14 +1,13 @@
 """Train the quickstart twice, with experts and without, and show both side by side: what `make
 train` runs."""
 
-import argparse
 import itertools
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from swinv2_moe.command import resume_command, run_command
+from swinv2_moe.command import CommandParser, resume_command, run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.engine import train
 
@@ -18,7 +17,7 @@ DENSE = ["MODEL.MOE.NUM_EXPERTS", "0"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "--output", default="output/quickstart", help="run directory; -2, -3, ... where it is taken"
     )

@@ -5,10 +5,9 @@ python tools/report.py output/mine                                     writes
 output/mine/report.html python tools/report.py output/mine --compare output/dense --output both.html
 """
 
-import argparse
 from pathlib import Path
 
-from swinv2_moe.command import run_command
+from swinv2_moe.command import CommandParser, run_command
 from swinv2_moe.config import config_from_text
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.report import render
@@ -16,9 +15,7 @@ from swinv2_moe.measure.run_record import read_runs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("run", metavar="RUN_DIR", help="of tools/train.py, finished or not")
     parser.add_argument("--compare", metavar="RUN_DIR", help="another run, side by side")
     parser.add_argument("--output", metavar="HTML", help="default: report.html in RUN_DIR")

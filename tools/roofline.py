@@ -16,7 +16,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Column, Table
 
-from swinv2_moe.command import output_directory, run_command
+from swinv2_moe.command import CommandParser, output_directory, run_command
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import roofline
 from swinv2_moe.measure.roofline import PHASES, Roofline
@@ -24,9 +24,7 @@ from swinv2_moe.measure.rounds import check_rounds, median_and_spread
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own"
     )

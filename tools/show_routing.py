@@ -15,14 +15,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from swinv2_moe.command import add_checkpoint_arguments, run_command, write_results
+from swinv2_moe.command import CommandParser, add_checkpoint_arguments, run_command, write_results
 from swinv2_moe.measure.routing import draw_routing
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     add_checkpoint_arguments(
         parser, default="routing", metavar="DIR", help="a directory (default: routing)"
     )

@@ -17,7 +17,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Column, Table
 
-from swinv2_moe.command import output_directory, run_command
+from swinv2_moe.command import CommandParser, output_directory, run_command
 from swinv2_moe.measure import throughput
 from swinv2_moe.measure.rounds import latencies, median_and_spread
 from swinv2_moe.measure.throughput import DTYPES, PASSES, SWITCH, Options, Row, Side
@@ -26,9 +26,7 @@ DEFAULT = Options()
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own"
     )

@@ -5,17 +5,20 @@ torchrun --nproc_per_node 2 tools/train.py --cfg configs/quickstart_digits.yaml 
 output/digits2
 """
 
-import argparse
 import sys
 
-from swinv2_moe.command import add_config_arguments, config_from, resume_command, run_command
+from swinv2_moe.command import (
+    CommandParser,
+    add_config_arguments,
+    config_from,
+    resume_command,
+    run_command,
+)
 from swinv2_moe.engine import train
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     add_config_arguments(parser)
     parser.add_argument(
         "--resume",

@@ -6,7 +6,6 @@ experts beside dense.
 Each step is a command of its own, printed as it is run; started again, it goes on where it was.
 """
 
-import argparse
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from swinv2_moe.command import run_command, run_tool, run_training
+from swinv2_moe.command import CommandParser, run_command, run_tool, run_training
 from swinv2_moe.data.unpack import image_folder
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_json
@@ -26,9 +25,7 @@ MAX_BYTES = 1 << 26  # of a file with results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     kinds = "a directory with train/ and val/, or a tar of one"
     parser.add_argument(
         "--pretrain", required=True, metavar="DATA", help=f"to pretrain on at 64 px: {kinds}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.config import config_from_text
+from swinv2_moe.config import ModelConfig, config_from_text, model_config
 from swinv2_moe.convert import layouts
 from swinv2_moe.convert.files import (
     check_new,
@@ -31,7 +31,7 @@ from swinv2_moe.engine.checkpoint import (
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import parse_json
 from swinv2_moe.forms import COUNT, TEXT, list_of
-from swinv2_moe.model_types import model_type
+from swinv2_moe.model_types import model_types
 from swinv2_moe.models import build_model, load_dense
 from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.models.weights import check_finite, compare
@@ -70,21 +70,25 @@ def import_weights(
     if kind == "single":
         tensors, own_config, own_names, step = _read_single(source)
         config, class_names = config or own_config, class_names or own_names
-        model = _meta_model(config, _num_classes(tensors, config, class_names, source))
+        section = model_config(config)
+        model = _meta_model(section, _num_classes(tensors, section, class_names, source))
     elif config is None:
         raise UserError(f"import {kind}: needs --cfg")
     elif kind == "dense":
-        num_classes = _num_classes(read_weights(source), config, class_names, source)
+        section = model_config(config)
+        num_classes = _num_classes(read_weights(source), section, class_names, source)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.SEED)  # of the routers
-            model = build_model(config, num_classes)
+            model = build_model(section, num_classes)
         load_dense(model, source, upcycle=True, noise=noise, seed=config.SEED)
         tensors = model.state_dict()
     else:
-        layouts.check_layout(kind, config)
+        section = model_config(config)
+        layouts.check_layout(kind, section)
         sources = find_sources(source)
         states = layouts.with_own_names(kind, read_states(sources))
-        model = _meta_model(config, _num_classes(states[0], config, class_names, sources.path))
+        num_classes = _num_classes(states[0], section, class_names, sources.path)
+        model = _meta_model(section, num_classes)
         tensors = layouts.joined(states, model, sources)
     write_weights(output, model, _fitting(tensors, model, source), config, class_names or [], step)
 
@@ -107,7 +111,8 @@ def export_weights(
     """
     found = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
     config = config_from_text(found.meta["config"], f"checkpoint {found.directory}")
-    model = _meta_model(config, count_classes(found, config))
+    section = model_config(config)
+    model = _meta_model(section, count_classes(found, config))
     if kind == "single":
         if ranks is not None or output.suffix != ".safetensors":
             raise UserError(
@@ -122,7 +127,7 @@ def export_weights(
         metadata["class_names"] = json.dumps(found.meta["class_names"])
         write_files([(output, read_weights_of(found, model))], metadata)
         return
-    layouts.check_layout(kind, config)
+    layouts.check_layout(kind, section)
     files, master = _targets(kind, output, ranks)
     for file in [*files, *filter(None, [master])]:
         check_new(file)
@@ -199,24 +204,22 @@ def _read_single(file: Path) -> tuple[dict[str, Tensor], CfgNode, list[str], int
     return tensors, config, class_names, step
 
 
-def _meta_model(config: CfgNode, num_classes: int) -> nn.Module:
+def _meta_model(config: ModelConfig, num_classes: int) -> nn.Module:
     with torch.device("meta"):
         return build_model(config, num_classes)
 
 
 def _num_classes(
-    state: dict[str, Tensor], config: CfgNode, class_names: list[str] | None, source: Path
+    state: dict[str, Tensor], config: ModelConfig, class_names: list[str] | None, source: Path
 ) -> int:
     """The classes of the classifier in `state` (timm's name for it or Microsoft's)."""
-    name = f"{model_type(config).model.classifier}.weight"
+    name = f"{model_types()[config.type].model.classifier}.weight"
     head = state.get(name, state.get("head.weight"))
-    found = len(head) if head is not None and head.ndim else config.MODEL.NUM_CLASSES
+    found = len(head) if head is not None and head.ndim else config.num_classes
     if not found:
         raise UserError(f"{source}: has no classifier ({name}), and MODEL.NUM_CLASSES is 0")
-    if config.MODEL.NUM_CLASSES not in (0, found):
-        raise UserError(
-            f"{source}: has {found} classes, MODEL.NUM_CLASSES is {config.MODEL.NUM_CLASSES}"
-        )
+    if config.num_classes not in (0, found):
+        raise UserError(f"{source}: has {found} classes, MODEL.NUM_CLASSES is {config.num_classes}")
     if class_names and len(class_names) != found:
         raise UserError(f"{source}: has {found} classes, the names are {len(class_names)}")
     return found

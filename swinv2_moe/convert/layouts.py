@@ -11,10 +11,10 @@ going.
 import re
 
 from torch import Tensor, nn
-from yacs.config import CfgNode
 
 from moe_core import MoELayer, moe_layers
 from moe_core.tutel import count_tutel_experts, from_tutel, to_tutel
+from swinv2_moe.config import ModelConfig
 from swinv2_moe.convert.files import Sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.weights import RECOMPUTED
@@ -22,11 +22,11 @@ from swinv2_moe.models.weights import RECOMPUTED
 _FC1 = "experts.batched_fc1_w"
 
 
-def check_layout(kind: str, config: CfgNode) -> None:
+def check_layout(kind: str, config: ModelConfig) -> None:
     """Raise UserError if a layout cannot hold the configured model."""
-    if kind == "swin-moe" and config.MODEL.TYPE != "swin_moe":
+    if kind == "swin-moe" and config.type != "swin_moe":
         raise UserError(
-            f"swin-moe files are of MODEL.TYPE 'swin_moe', this model is {config.MODEL.TYPE!r}"
+            f"swin-moe files are of MODEL.TYPE 'swin_moe', this model is {config.type!r}"
         )
 
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from swinv2_moe.config import config_from_text
+from swinv2_moe.config import config_from_text, model_config
 from swinv2_moe.engine.checkpoint import checkpoints_below, damage_of, read_meta
 from swinv2_moe.errors import UserError
-from swinv2_moe.model_types import model_section, model_type
+from swinv2_moe.model_types import model_types
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,18 @@ def _epoch(training: dict | None) -> float | None:
 
 
 def _model(meta: dict, directory: Path) -> str:
-    config = config_from_text(meta["config"], f"checkpoint {directory}")
-    trunk, moe = model_section(config), config.MODEL.MOE
-    sizes = [
-        f"{name} {_joined(trunk[key])}" for name, key in model_type(config).section.sizes.items()
-    ]
-    experts = (
-        f"{moe.NUM_EXPERTS} experts, top-{moe.TOP_K}, {moe.ROUTER} router"
-        if moe.NUM_EXPERTS
-        else "dense"
-    )
-    return f"{config.MODEL.TYPE}, {', '.join(sizes)}, {config.DATA.IMG_SIZE} px, {experts}"
+    config = model_config(config_from_text(meta["config"], f"checkpoint {directory}"))
+    layer, shown = config.experts.layer, model_types()[config.type].section.sizes
+    sizes = [f"{name} {_joined(config.trunk[key.lower()])}" for name, key in shown.items()]
+    experts = "dense"
+    if layer is not None:
+        experts = f"{layer.num_experts} experts, top-{layer.top_k}, {layer.router} router"
+    return f"{config.type}, {', '.join(sizes)}, {config.img_size} px, {experts}"
 
 
 def _joined(value: object) -> str:
-    """2 as "2", [2, 2, 18, 2] as "2-2-18-2"."""
-    return "-".join(map(str, value)) if isinstance(value, list) else str(value)
+    """2 as "2", (2, 2, 18, 2) as "2-2-18-2"."""
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _sections(files: dict[str, dict]) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""`build_data(config, rank, world_size)`: the one entry from a configuration to loaders."""
+"""`build_data(config, rank, world_size)` makes the loaders of a run."""
 
 import signal
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 from torch.utils.data import DataLoader, Sampler
-from yacs.config import CfgNode
 
+from swinv2_moe.config import DataConfig
 from swinv2_moe.data.datasets import Batch, ImageDataset, collate
 from swinv2_moe.data.samplers import Order, TrainSampler, ValSampler, shard_order
 from swinv2_moe.data.shards import ShardedImages
@@ -42,7 +42,7 @@ class Data:
         self.train_loader.sampler.skip_steps = skip_steps
 
 
-def build_data(config: CfgNode, rank: int = 0, world_size: int = 1) -> Data:
+def build_data(config: DataConfig, rank: int = 0, world_size: int = 1) -> Data:
     """Check the data that `config` names and build this rank's loaders.
 
     Raises:
@@ -51,7 +51,7 @@ def build_data(config: CfgNode, rank: int = 0, world_size: int = 1) -> Data:
     """
     sources = load_sources(config)
     num_classes = _check_num_classes(config, len(sources.class_names))
-    size, batch = len(sources.train), config.DATA.BATCH_SIZE
+    size, batch = len(sources.train), config.batch_size
     if size < batch * world_size:
         raise UserError(
             f"DATA.BATCH_SIZE is {batch}: a step over {world_size}"
@@ -59,11 +59,11 @@ def build_data(config: CfgNode, rank: int = 0, world_size: int = 1) -> Data:
             f" {batch * world_size} images, the training set has {size}"
         )
     # One more than may be bad in all: where so many in a row are, UnreadableImages stops the run.
-    max_tries = int(config.DATA.MAX_BAD_SHARE * (size + len(sources.val))) + 1
+    max_tries = int(config.max_bad_share * (size + len(sources.val))) + 1
     train_set = ImageDataset(sources.train, config, is_train=True, max_tries=max_tries)
     order = _shard_order(config, sources.train)
     return Data(
-        _loader(config, train_set, TrainSampler(size, batch, rank, world_size, config.SEED, order)),
+        _loader(config, train_set, TrainSampler(size, batch, rank, world_size, config.seed, order)),
         evaluation_loader(config, sources.val, rank, world_size),
         num_classes,
         sources.class_names,
@@ -73,7 +73,7 @@ def build_data(config: CfgNode, rank: int = 0, world_size: int = 1) -> Data:
 
 
 def evaluation_loader(
-    config: CfgNode, source: Source, rank: int = 0, world_size: int = 1
+    config: DataConfig, source: Source, rank: int = 0, world_size: int = 1
 ) -> DataLoader:
     """Every image of a source once over all ranks, through the evaluation transform, in `Batch`es;
     as many of them on each rank."""
@@ -81,8 +81,8 @@ def evaluation_loader(
     return _loader(config, dataset, ValSampler(len(dataset), rank, world_size))
 
 
-def _check_num_classes(config: CfgNode, found: int) -> int:
-    wanted = config.MODEL.NUM_CLASSES
+def _check_num_classes(config: DataConfig, found: int) -> int:
+    wanted = config.num_classes
     if wanted not in (0, found):
         raise UserError(
             f"MODEL.NUM_CLASSES is {wanted}, the data has {found} classes (0 takes what the data"
@@ -91,30 +91,30 @@ def _check_num_classes(config: CfgNode, found: int) -> int:
     return found
 
 
-def _shard_order(config: CfgNode, source: Source) -> Order | None:
+def _shard_order(config: DataConfig, source: Source) -> Order | None:
     """For shards an order that reads them almost sequentially; a rank's workers share its part of
     it, batch by batch, so that what one reads ahead serves the others from the machine's page
     cache."""
     return (
-        partial(shard_order, source.counts, config.DATA.SHARD_STREAMS)
+        partial(shard_order, source.counts, config.shard_streams)
         if isinstance(source, ShardedImages)
         else None
     )
 
 
-def _loader(config: CfgNode, dataset: ImageDataset, sampler: Sampler[int]) -> DataLoader:
+def _loader(config: DataConfig, dataset: ImageDataset, sampler: Sampler[int]) -> DataLoader:
     """Workers are started for each epoch, so that they get the dataset with its epoch; torch gives
     each one thread."""
     return Loader(
         dataset,
-        batch_size=config.DATA.BATCH_SIZE,
+        batch_size=config.batch_size,
         sampler=sampler,
         # digits lie in memory
-        num_workers=0 if config.DATA.DATASET == "digits" else config.DATA.NUM_WORKERS,
+        num_workers=0 if config.dataset == "digits" else config.num_workers,
         collate_fn=collate,
-        pin_memory=config.DATA.PIN_MEMORY and config.DEVICE != "cpu" and torch.cuda.is_available(),
+        pin_memory=config.pin_memory and config.device != "cpu" and torch.cuda.is_available(),
         # or each epoch would draw from the global one
-        generator=torch.Generator().manual_seed(config.SEED),
+        generator=torch.Generator().manual_seed(config.seed),
     )
 
 

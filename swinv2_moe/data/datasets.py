@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, default_collate
-from yacs.config import CfgNode
 
+from swinv2_moe.config import DataConfig
 from swinv2_moe.data.images import to_mode
 from swinv2_moe.data.sources import Source
 from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.errors import UserError
-from swinv2_moe.model_types import model_section, model_type
 
 IGNORE = -1  # the target of an image that no metric may count
 _MASK = 2**64 - 1
@@ -61,19 +60,17 @@ class ImageDataset(Dataset):
     image is a blank one with target IGNORE.
     """
 
-    def __init__(self, source: Source, config: CfgNode, is_train: bool, max_tries: int = 1):
-        channels, size = model_section(config).IN_CHANS, config.DATA.IMG_SIZE
+    def __init__(self, source: Source, config: DataConfig, is_train: bool, max_tries: int = 1):
+        channels, size = config.in_chans, config.img_size
         if channels not in (1, 3):
-            section = model_type(config).section.name
             raise UserError(
-                f"MODEL.{section}.IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB)"
-                " channels"
+                f"IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB) channels"
             )
         self.source, self.is_train = source, is_train
         self.transform = build_transform(config, is_train)
         self.mode = "L" if channels == 1 else "RGB"
         self.shape = (channels, size, size)
-        self.seed, self.epoch = config.SEED, 0
+        self.seed, self.epoch = config.seed, 0
         self.max_tries = min(len(source), max_tries)
 
     def __len__(self) -> int:

@@ -6,13 +6,13 @@ import os
 import numpy as np
 from PIL import Image, TiffImagePlugin
 
-from swinv2_moe.config import default_config
+from swinv2_moe.config import DataConfig
 from swinv2_moe.files import read_bounded
 
 # Pillow's names. Others can do more than hold pixels: for EPS Pillow starts Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
 _TILE_SIZE = (322, 323)  # TIFF's tags of its width and length
-MAX_PIXELS = default_config().DATA.MAX_PIXELS  # where no configuration says
+MAX_PIXELS = DataConfig.max_pixels  # where no configuration says
 MAX_FILE_BYTES = 1 << 30  # of an image file
 
 

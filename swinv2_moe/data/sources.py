@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
-from yacs.config import CfgNode
 
+from swinv2_moe.config import DataConfig
 from swinv2_moe.data.images import MAX_PIXELS, decode, read_file
 from swinv2_moe.data.lists import read_list
 from swinv2_moe.data.shards import load_shards
@@ -93,27 +93,27 @@ class Sources(NamedTuple):
     class_names: list[str]
 
 
-def load_sources(config: CfgNode) -> Sources:
+def load_sources(config: DataConfig) -> Sources:
     """The two sources that DATA.DATASET names; nothing is downloaded.
 
     Raises:
         UserError: a path, folder, list line or label that cannot be used; train and val with
             different classes.
     """
-    name = config.DATA.DATASET
+    name = config.dataset
     if name == "digits":
         return _digits()
-    root = os.path.expanduser(config.DATA.PATH)
+    root = os.path.expanduser(config.path)
     if root or name != "list":
         check_directory("DATA.PATH", root)
     if name == "list":
         return _lists(config, root)
     if name == "shards":
-        return Sources(*load_shards(root, config.DATA.MAX_PIXELS))
+        return Sources(*load_shards(root, config.max_pixels))
     if name in ("cifar10", "cifar100"):
         return _cifar(CIFAR10 if name == "cifar10" else CIFAR100, root)
     hint = " (data/README.md says how to unpack ImageNet)" if name == "imagenet" else ""
-    return _folders(root, hint, config.DATA.MAX_PIXELS)
+    return _folders(root, hint, config.max_pixels)
 
 
 def check_directory(key: str, path: str) -> None:
@@ -224,9 +224,9 @@ def _scan(folder: str, classes: list[str], max_pixels: int) -> ImageFiles:
     )
 
 
-def _lists(config: CfgNode, root: str) -> Sources:
-    data, limit = config.DATA, config.MODEL.NUM_CLASSES
-    train = ImageFiles(*read_list("DATA.TRAIN_LIST", data.TRAIN_LIST, root, limit), data.MAX_PIXELS)
+def _lists(config: DataConfig, root: str) -> Sources:
+    limit, max_pixels = config.num_classes, config.max_pixels
+    train = ImageFiles(*read_list("DATA.TRAIN_LIST", config.train_list, root, limit), max_pixels)
     if not limit:
         labels = np.unique(train.targets)
         limit = int(labels[-1]) + 1
@@ -234,12 +234,12 @@ def _lists(config: CfgNode, root: str) -> Sources:
             # enough of them to name a few
             gap = np.setdiff1d(np.arange(min(limit, len(labels) + 3)), labels)
             raise UserError(
-                f"DATA.TRAIN_LIST is {data.TRAIN_LIST!r}: its labels reach {limit - 1} but"
+                f"DATA.TRAIN_LIST is {config.train_list!r}: its labels reach {limit - 1} but"
                 f" {limit - len(labels)} below"
                 f" have no image ({_some(gap.tolist())}); labels count from 0, MODEL.NUM_CLASSES"
                 " (0) would allow gaps"
             )
-    val = ImageFiles(*read_list("DATA.VAL_LIST", data.VAL_LIST, root, limit), data.MAX_PIXELS)
+    val = ImageFiles(*read_list("DATA.VAL_LIST", config.val_list, root, limit), max_pixels)
     return Sources(train, val, [str(label) for label in range(limit)])
 
 

@@ -6,7 +6,7 @@ import tarfile
 import zlib
 from pathlib import Path
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import data_config, load_config
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError, one_line
 
@@ -33,7 +33,7 @@ def image_folder(data: Path, target: Path) -> Path:
             raise UserError(f"{data}: cannot be unpacked ({one_line(str(error))})") from error
         temporary.rename(target)
     folder = target if data.is_file() else data
-    load_sources(load_config(data=str(folder)))
+    load_sources(data_config(load_config(data=str(folder))))
     return folder.resolve()
 
 

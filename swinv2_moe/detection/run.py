@@ -22,6 +22,7 @@ from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.distributed import World, open_world
 from swinv2_moe.engine.run_lock import only_run
 from swinv2_moe.errors import UserError
+from swinv2_moe.imports import imported_files
 
 MoERunner = registry.runner.MoERunner
 # may be another on each machine's own disk
@@ -79,6 +80,8 @@ def train(config: Config, resume: str | None = None) -> dict[str, float]:
         config.load_from = resume
     with _world(config) as world, only_run(Path(config.work_dir), world, "--work-dir"):
         runner = MoERunner.from_cfg(config)
+        for file in imported_files():
+            runner.logger.info(f"imported {file}")
         runner.train()
         scalars = runner.message_hub.log_scalars
         return {

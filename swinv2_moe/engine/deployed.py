@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from yacs.config import CfgNode
 
-from swinv2_moe.config import config_from_text, default_config, merge_opts
+from swinv2_moe.config import (
+    DataConfig,
+    ModelConfig,
+    as_opts,
+    config_from_text,
+    data_config,
+    default_config,
+    merge_opts,
+    model_config,
+)
 from swinv2_moe.engine import checkpoint
 from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.checkpoint import Checkpoint
@@ -18,12 +27,17 @@ from swinv2_moe.engine.distributed import World, expert_group, open_world
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, build_model
 
-# What a checkpoint's configuration says of the machines and the data it was trained on
-_NOT_THE_MODELS = "MODEL.NUM_CLASSES 0 DATA.GLOBAL_BATCH_SIZE 0 MODEL.MOE.EXPERT_PARALLEL_SIZE 0"
-_NOT_THE_MODELS += (
-    " MODEL.MOE.STRATEGY off MODEL.MOE.RANKS_PER_NODE 0 MODEL.MOE.KERNELS auto AUG.MIXUP 0"
-    " AUG.CUTMIX 0"
-)
+# Keys about the machines and the data of the training, with their values for any other use.
+_NOT_THE_MODELS = {
+    "MODEL.NUM_CLASSES": 0,
+    "DATA.GLOBAL_BATCH_SIZE": 0,
+    "MODEL.MOE.EXPERT_PARALLEL_SIZE": 0,
+    "MODEL.MOE.STRATEGY": "off",
+    "MODEL.MOE.RANKS_PER_NODE": 0,
+    "MODEL.MOE.KERNELS": "auto",
+    "AUG.MIXUP": 0,
+    "AUG.CUTMIX": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,16 @@ class Deployed:
     source: Checkpoint
     config: CfgNode
 
+    @property
+    def data(self) -> DataConfig:
+        """The section of the data that the checkpoint is used with."""
+        return data_config(self.config)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The section of the model."""
+        return model_config(self.config)
+
     def model(self, num_classes: int) -> MoEModel:
         """Its model on this rank's device, in evaluation mode; with `num_classes` 0 the model
         without its classifier.
@@ -41,7 +65,8 @@ class Deployed:
         Raises:
             UserError: the weights do not fit the configuration or so many classes.
         """
-        model = build_model(self.config, num_classes, expert_group(self.config, self.world))
+        config = self.model_config
+        model = build_model(config, num_classes, expert_group(config.experts, self.world))
         head = model.classifier_names() if num_classes == 0 else ()
 
         def fit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -58,9 +83,9 @@ class Deployed:
         Raises:
             UserError: the data has another number of classes.
         """
-        own, data = self.source.meta["class_names"] or class_names, self.config.DATA
+        own, data = self.source.meta["class_names"] or class_names, self.data
         if len(own) != len(class_names):
-            where = data.DATASET if data.DATASET in ("digits", "list") else data.PATH
+            where = data.dataset if data.dataset in ("digits", "list") else data.path
             raise UserError(
                 f"checkpoint {self.source.directory} has {len(own):,} classes, the data ({where})"
                 " has"
@@ -84,9 +109,9 @@ class Deployed:
             "checkpoint": str(self.source.directory),
             "step": self.source.meta["step"],
             "passed_over": list(self.source.skipped),
-            "dataset": self.config.DATA.DATASET,
-            "data": self.config.DATA.PATH,
-            "image_size": self.config.DATA.IMG_SIZE,
+            "dataset": self.data.dataset,
+            "data": self.data.path,
+            "image_size": self.data.img_size,
             "world_size": self.world.size,
             "torch": torch.__version__,
         }
@@ -136,9 +161,12 @@ def _configuration(
         dataset = _kind(
             Path(data).expanduser(), config_from_text(source.meta["config"], name).DATA.DATASET
         )
-    chosen = [("DATA.PATH", data), ("DATA.DATASET", dataset)]
-    pairs = [part for key, value in chosen if value is not None for part in (key, value)]
-    return config_from_text(source.meta["config"], name, [*_NOT_THE_MODELS.split(), *pairs, *opts])
+    keys = dict(_NOT_THE_MODELS)
+    if data is not None:
+        keys["DATA.PATH"] = data
+    if dataset is not None:
+        keys["DATA.DATASET"] = dataset
+    return config_from_text(source.meta["config"], name, [*as_opts(keys), *opts])
 
 
 def _kind(data: Path, trained_on: str) -> str:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from yacs.config import CfgNode
 
 from moe_core.parallel import CollectiveError, ExpertGroup, Ranks, make_expert_groups
+from swinv2_moe.config import ExpertsConfig
 from swinv2_moe.errors import UserError
 
 T = TypeVar("T")
@@ -129,19 +129,18 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def expert_group(config: CfgNode, world: World) -> ExpertGroup | None:
+def expert_group(config: ExpertsConfig, world: World) -> ExpertGroup | None:
     """The ranks that share this one's experts, and its replicas; None for a single process or a
     dense model.
 
     Raises:
         UserError: sizes that do not divide.
     """
-    moe = config.MODEL.MOE
-    if world.group is None or not moe.NUM_EXPERTS:
+    if world.group is None or not config.num_experts:
         return None
     try:
         return make_expert_groups(
-            moe.EXPERT_PARALLEL_SIZE or world.size, world.timeout, moe.RANKS_PER_NODE or None
+            config.expert_parallel_size or world.size, world.timeout, config.ranks_per_node or None
         )
     except ValueError as error:
         raise UserError(f"MODEL.MOE: {error}") from error

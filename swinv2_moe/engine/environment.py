@@ -12,13 +12,16 @@ from pathlib import Path
 import torch
 
 from swinv2_moe.engine.distributed import World
+from swinv2_moe.imports import imported_files
 
 _PACKAGES = ("torch", "torchvision", "timm", "triton", "numpy")
 
 
 def describe_environment(world: World) -> dict:
-    """When, by which command and commit, with which versions, on what; ready for JSON."""
+    """When, by which command and commit, with which versions and imported files, on what; ready for
+    JSON."""
     on_gpu = world.device.type == "cuda"
+    imported = imported_files()
     return {
         "started": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -28,6 +31,7 @@ def describe_environment(world: World) -> dict:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
+        **({"imported": ", ".join(map(str, imported))} if imported else {}),
         **code_versions(),
     }
 

@@ -37,6 +37,7 @@ from torch import nn
 from yacs.config import CfgNode
 
 from moe_core import prepared
+from swinv2_moe.config import data_config
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.engine.agreement import check_same_data
@@ -110,7 +111,7 @@ def evaluate_few_shot(
     """
     with open_deployed(resume, data, dataset, opts, asdict(protocol)) as deployed:
         world, config = deployed.world, deployed.config
-        sources = world.everywhere(lambda: load_sources(config))
+        sources = world.everywhere(lambda: load_sources(data_config(config)))
         check_same_data(config.DATA.PATH, world, *sources)
         _check_counts(sources.train.targets, sources, protocol, "training images")
         model = deployed.model(num_classes=0)
@@ -271,7 +272,7 @@ def _extract(
     world: World,
     unreadable: UnreadableImages,
 ) -> Features:
-    loader = evaluation_loader(config, images, world.rank, world.size)
+    loader = evaluation_loader(data_config(config), images, world.rank, world.size)
     console = Console()
     with Bar(console, what, len(loader), 0, visible=world.is_main and console.is_terminal) as bar:
         autocast = build_autocast(config, world)

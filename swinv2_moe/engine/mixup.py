@@ -1,20 +1,20 @@
 """Mixup and cutmix."""
 
 from timm.data import Mixup
-from yacs.config import CfgNode
+
+from swinv2_moe.config import AugmentConfig
 
 
-def build_mixup(config: CfgNode, num_classes: int) -> Mixup | None:
+def build_mixup(config: AugmentConfig, label_smoothing: float, num_classes: int) -> Mixup | None:
     """timm's mixup and cutmix, or None where both are off."""
-    aug = config.AUG
-    if aug.MIXUP_PROB == 0 or (aug.MIXUP == 0 and aug.CUTMIX == 0):
+    if config.mixup_prob == 0 or (config.mixup == 0 and config.cutmix == 0):
         return None
     return Mixup(
-        mixup_alpha=aug.MIXUP,
-        cutmix_alpha=aug.CUTMIX,
-        prob=aug.MIXUP_PROB,
-        switch_prob=aug.MIXUP_SWITCH_PROB,
-        mode=aug.MIXUP_MODE,
-        label_smoothing=config.MODEL.LABEL_SMOOTHING,
+        mixup_alpha=config.mixup,
+        cutmix_alpha=config.cutmix,
+        prob=config.mixup_prob,
+        switch_prob=config.mixup_switch_prob,
+        mode=config.mixup_mode,
+        label_smoothing=label_smoothing,
         num_classes=num_classes,
     )

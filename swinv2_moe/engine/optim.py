@@ -7,8 +7,8 @@ from timm.optim import param_groups_layer_decay
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from yacs.config import CfgNode
 
+from swinv2_moe.config import TrainConfig
 from swinv2_moe.engine.parallelize import placed_like
 from swinv2_moe.models import MoEModel
 
@@ -16,24 +16,24 @@ _REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
 
 
 def build_optimizer(
-    config: CfgNode, model: MoEModel, learning_rate: float
+    config: TrainConfig, model: MoEModel, learning_rate: float
 ) -> torch.optim.Optimizer:
     """AdamW or SGD; no weight decay on biases, 1-D parameters and the model's exceptions; layer
     decay by depth."""
     groups = param_groups_layer_decay(
         model,
-        weight_decay=config.TRAIN.WEIGHT_DECAY,
+        weight_decay=config.weight_decay,
         no_weight_decay_list=model.no_weight_decay(),
-        layer_decay=config.TRAIN.LAYER_DECAY,
+        layer_decay=config.layer_decay,
     )
     groups = [part for group in groups for part in _sharded_apart(group)]
-    options = config.TRAIN.OPTIMIZER
-    if options.NAME == "sgd":
+    options = config.optimizer
+    if options.name == "sgd":
         return torch.optim.SGD(
-            groups, lr=learning_rate, momentum=options.MOMENTUM, nesterov=options.MOMENTUM > 0
+            groups, lr=learning_rate, momentum=options.momentum, nesterov=options.momentum > 0
         )
     return torch.optim.AdamW(
-        groups, lr=learning_rate, betas=tuple(options.BETAS), eps=options.EPS, fused=True
+        groups, lr=learning_rate, betas=options.betas, eps=options.eps, fused=True
     )
 
 
@@ -45,24 +45,24 @@ def _sharded_apart(group: dict) -> list[dict]:
     return [group | {"params": part} for part in (whole, sharded) if part]
 
 
-def scaled_learning_rate(config: CfgNode, per_512: float, world_size: int) -> float:
+def scaled_learning_rate(config: TrainConfig, per_512: float, world_size: int) -> float:
     """A learning rate of the configuration for the run's global batch."""
-    batch = config.DATA.BATCH_SIZE * config.TRAIN.ACCUMULATION_STEPS * world_size
+    batch = config.batch_size * config.accumulation_steps * world_size
     return per_512 * batch / _REFERENCE_BATCH
 
 
 def build_schedule(
-    config: CfgNode, optimizer: torch.optim.Optimizer, steps_per_epoch: int, world_size: int
+    config: TrainConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int, world_size: int
 ) -> CosineLRScheduler:
     """Linear warm-up, then half a cosine down to MIN_LR; a function of the step alone
     (`step_update(step)`)."""
-    warmup = config.TRAIN.WARMUP_EPOCHS * steps_per_epoch
+    warmup = config.warmup_epochs * steps_per_epoch
     return CosineLRScheduler(
         optimizer,
-        t_initial=config.TRAIN.EPOCHS * steps_per_epoch - warmup,
-        lr_min=scaled_learning_rate(config, config.TRAIN.MIN_LR, world_size),
+        t_initial=config.epochs * steps_per_epoch - warmup,
+        lr_min=scaled_learning_rate(config, config.min_lr, world_size),
         warmup_t=warmup,
-        warmup_lr_init=scaled_learning_rate(config, config.TRAIN.WARMUP_LR, world_size),
+        warmup_lr_init=scaled_learning_rate(config, config.warmup_lr, world_size),
         warmup_prefix=True,
         cycle_limit=1,
         t_in_epochs=False,

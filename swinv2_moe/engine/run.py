@@ -10,7 +10,13 @@ import torch
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.config import flatten, resolve_batch_size
+from swinv2_moe.config import (
+    data_config,
+    flatten,
+    model_config,
+    resolve_batch_size,
+    train_config,
+)
 from swinv2_moe.data import Data, build_data
 from swinv2_moe.engine import checkpoint, optim
 from swinv2_moe.engine.agreement import check_same_data, check_same_start, differing_versions
@@ -25,6 +31,7 @@ from swinv2_moe.engine.saver import Saver
 from swinv2_moe.engine.stopping import StoppedElsewhere
 from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
+from swinv2_moe.imports import imported_files
 from swinv2_moe.models import (
     Complexity,
     MoEModel,
@@ -79,7 +86,7 @@ def train(
         trainer = Trainer(config, world, data, model)
         if source is not None:
             trainer.resume(source)
-        size = measure_model(config, data.num_classes)
+        size = measure_model(model_config(config), data.num_classes)
         warnings = _warnings(trainer)
         # on all ranks at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
@@ -89,6 +96,8 @@ def train(
         stack.enter_context(recorder.engine_log())
         recorder.config(config)
         recorder.say(_headline(trainer, size, source))
+        for file in imported_files():
+            recorder.say(f"imported {file}")
         for warning in warnings:
             recorder.say(f"warning: {warning}")
         saver = Saver(
@@ -121,7 +130,7 @@ def _load_data(config: CfgNode, world: World) -> tuple[Data, Staging | None]:
     Raises:
         UserError: on every rank, what one of them finds wrong; what `check_same_data` raises.
     """
-    data = world.everywhere(lambda: build_data(config, world.rank, world.size))
+    data = world.everywhere(lambda: build_data(data_config(config), world.rank, world.size))
     staging = world.everywhere(lambda: read_staging(config.DATA.PATH))
     train_images, val_images = data.train_loader.dataset.source, data.val_loader.dataset.source
     check_same_data(config.DATA.PATH, world, train_images, val_images, data.class_names)
@@ -142,21 +151,23 @@ def _starting_point(root: Path, resume: str | None, world: World) -> Checkpoint 
 
 def _warnings(trainer: Trainer) -> list[str]:
     """Every rank calls this."""
-    config, world = trainer.config, trainer.world
-    rate = optim.scaled_learning_rate(config, config.TRAIN.BASE_LR, world.size)
-    return start_warnings(config, trainer.data, rate) + differing_versions(world)
+    config, world = train_config(trainer.config), trainer.world
+    rate = optim.scaled_learning_rate(config, config.base_lr, world.size)
+    lines = start_warnings(config, data_config(trainer.config), trainer.data, rate)
+    return lines + differing_versions(world)
 
 
 def _build_model(config: CfgNode, num_classes: int, world: World) -> MoEModel:
     seed_everything(config.SEED)  # the same weights on any number of ranks
-    return build_model(config, num_classes, expert_group(config, world))
+    section = model_config(config)
+    return build_model(section, num_classes, expert_group(section.experts, world))
 
 
 def _load_pretrained(config: CfgNode, model: MoEModel, world: World) -> None:
     source = config.MODEL.PRETRAINED
     if not source:
         return
-    fit = partial(fit_head, model=model, config=config)
+    fit = partial(fit_head, model=model, config=model_config(config))
     try:
         found = None
         if Path(source).is_dir():
@@ -230,7 +241,8 @@ def _run_events(
     recorder.event("global_batch_size", trainer.global_batch)
     recorder.event("train_samples", trainer.data.train_size)
     recorder.event("eval_samples", trainer.data.val_size)
-    rate = optim.scaled_learning_rate(config, config.TRAIN.BASE_LR, trainer.world.size)
+    schedule = train_config(config)
+    rate = optim.scaled_learning_rate(schedule, schedule.base_lr, trainer.world.size)
     recorder.event("opt_base_learning_rate", rate)
     recorder.event("init_stop")
     recorder.event("run_start")

@@ -5,8 +5,8 @@ from collections import deque
 from statistics import median
 
 import numpy as np
-from yacs.config import CfgNode
 
+from swinv2_moe.config import DataConfig, TrainConfig
 from swinv2_moe.data import Data
 
 # The highest learning rate of a schedule. Published recipes lie well within; 0 is taken for
@@ -14,38 +14,39 @@ from swinv2_moe.data import Data
 _USUAL_RATES = {"adamw": (1e-8, 0.1), "sgd": (1e-6, 10.0)}
 
 
-def start_warnings(config: CfgNode, data: Data, learning_rate: float) -> list[str]:
+def start_warnings(
+    config: TrainConfig, images: DataConfig, data: Data, learning_rate: float
+) -> list[str]:
     """What is odd about a run before its first step, one line each.
 
     Args:
+        images: where `data` comes from.
         learning_rate: the highest of the schedule, scaled to the global batch.
     """
     lines = []
-    low, high = _USUAL_RATES[config.TRAIN.OPTIMIZER.NAME]
+    low, high = _USUAL_RATES[config.optimizer.name]
     if learning_rate and not low <= learning_rate <= high:
         lines.append(
             f"the learning rate reaches {learning_rate:g} (TRAIN.BASE_LR is"
-            f" {config.TRAIN.BASE_LR:g}, for 512 images a"
-            f" step), {config.TRAIN.OPTIMIZER.NAME} usually trains with {low:g} to {high:g}"
+            f" {config.base_lr:g}, for 512 images a"
+            f" step), {config.optimizer.name} usually trains with {low:g} to {high:g}"
         )
     targets = np.asarray(data.train_loader.dataset.source.targets)
     if (targets == targets[0]).all():
         lines.append(
-            f"{_place(config)}: all {len(targets):,} training images are of one class"
+            f"{_place(images)}: all {len(targets):,} training images are of one class"
             f" ({data.class_names[targets[0]]!r}), there is nothing to learn"
         )
     return lines
 
 
-def _place(config: CfgNode) -> str:
+def _place(images: DataConfig) -> str:
     """The key that says where the training images are, and its value."""
-    if config.DATA.DATASET == "list":
-        return f"DATA.TRAIN_LIST {config.DATA.TRAIN_LIST}"
-    return (
-        f"DATA.PATH {config.DATA.PATH}"
-        if config.DATA.PATH
-        else f"DATA.DATASET {config.DATA.DATASET}"
-    )
+    if images.dataset == "list":
+        return f"DATA.TRAIN_LIST {images.train_list}"
+    if images.path:
+        return f"DATA.PATH {images.path}"
+    return f"DATA.DATASET {images.dataset}"
 
 
 class LossWatch:

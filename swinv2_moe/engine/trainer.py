@@ -18,7 +18,7 @@ from moe_core import (
     prepared,
     strategy_decisions,
 )
-from swinv2_moe.config import config_from_text
+from swinv2_moe.config import config_from_text, data_config, train_config
 from swinv2_moe.data import Batch, Data, UnreadableImages
 from swinv2_moe.engine import checkpoint, optim
 from swinv2_moe.engine.checkpoint import Checkpoint
@@ -62,13 +62,16 @@ class Trainer:
         self.wrapped = parallelize(self.model, world, config.COMPILE, config.TRAIN.SHARD_TRUNK)
         self.global_batch = config.DATA.BATCH_SIZE * config.TRAIN.ACCUMULATION_STEPS * world.size
         self.steps_per_epoch = _steps_per_epoch(config, data)
-        rate = optim.scaled_learning_rate(config, config.TRAIN.BASE_LR, world.size)
-        self.optimizer = optim.build_optimizer(config, self.model, rate)
+        schedule = train_config(config)
+        rate = optim.scaled_learning_rate(schedule, schedule.base_lr, world.size)
+        self.optimizer = optim.build_optimizer(schedule, self.model, rate)
         self.schedule = optim.build_schedule(
-            config, self.optimizer, self.steps_per_epoch, world.size
+            schedule, self.optimizer, self.steps_per_epoch, world.size
         )
         self.scaler = optim.LossScaler(config.AMP_ENABLE and config.AMP_DTYPE == "float16")
-        self.mixup = build_mixup(config, data.num_classes)
+        self.mixup = build_mixup(
+            data_config(config).augment, config.MODEL.LABEL_SMOOTHING, data.num_classes
+        )
         self.autocast = build_autocast(config, world)
         self.unreadable = UnreadableImages(
             data.train_size + data.val_size, config.DATA.MAX_BAD_SHARE

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from yacs.config import CfgNode
 
 from moe_core import prepared
+from swinv2_moe.config import DataConfig
 from swinv2_moe.data.datasets import IGNORE, ImageDataset, collate
 from swinv2_moe.data.sources import Source
 from swinv2_moe.export.programs import Program
-from swinv2_moe.model_types import model_section
 
 # Images [B, C, S, S] and targets [b]: the first b <= B images count, the others fill the batch.
 # IGNORE: without a label
@@ -38,7 +37,7 @@ class Comparison:
     program_top1: float | None
 
 
-def validation_batches(config: CfgNode, source: Source, count: int, batch_size: int) -> Batches:
+def validation_batches(config: DataConfig, source: Source, count: int, batch_size: int) -> Batches:
     """`count` images or, if it has fewer, all of the set, spread evenly over it; an unreadable one
     is blank."""
     dataset, count = ImageDataset(source, config, is_train=False), min(count, len(source))
@@ -53,13 +52,13 @@ def validation_batches(config: CfgNode, source: Source, count: int, batch_size: 
     return batches
 
 
-def random_batches(config: CfgNode, count: int, batch_size: int) -> Batches:
+def random_batches(config: DataConfig, count: int, batch_size: int) -> Batches:
     """`count` images of normal noise, of the mean and deviation of normalised ones; the same at
     every call."""
-    shape = (batch_size, model_section(config).IN_CHANS, config.DATA.IMG_SIZE, config.DATA.IMG_SIZE)
+    shape = (batch_size, config.in_chans, config.img_size, config.img_size)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        generator = torch.Generator().manual_seed(config.SEED)
+        generator = torch.Generator().manual_seed(config.seed)
         for start in range(0, count, batch_size):
             yield (
                 torch.randn(shape, generator=generator),

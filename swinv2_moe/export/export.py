@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from yacs.config import CfgNode
 
 from moe_core.checkpoint import sync_file
+from swinv2_moe.config import DataConfig, ExpertsConfig
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.engine.checkpoint import count_classes, publish
 from swinv2_moe.engine.deployed import Deployed, open_deployed
@@ -32,7 +32,6 @@ from swinv2_moe.export.comparison import (
     random_batches,
     validation_batches,
 )
-from swinv2_moe.model_types import model_section
 
 # For the difference between logits, as a share of the largest one, of 99 in 100 images. It was
 # 2e-7, 0.03 and 0.03 (8 experts, Tiny-ImageNet); rounding that sends a token to another expert
@@ -124,7 +123,7 @@ def export_model(
             )
         class_names = _class_names(deployed)
         model = deployed.model(len(class_names))
-        _check_capacity(deployed.config, choices)
+        _check_capacity(deployed.model_config.experts, choices)
         is_chosen = bool(data or dataset or _WHERE_DATA_IS.intersection(opts[::2]))
         batches, compared_on = _batches(deployed, class_names, choices, is_chosen)
         found = _facts(deployed, class_names, choices) | compared_on | {"programs": {}}
@@ -213,16 +212,15 @@ def _class_names(deployed: Deployed) -> list[str]:
     return [str(number) for number in range(count_classes(deployed.source, deployed.config))]
 
 
-def _check_capacity(config: CfgNode, choices: Choices) -> None:
-    moe = config.MODEL.MOE
-    if choices.capacity_factor is not None and not moe.NUM_EXPERTS:
+def _check_capacity(experts: ExpertsConfig, choices: Choices) -> None:
+    if choices.capacity_factor is not None and not experts.num_experts:
         raise UserError(
             f"--capacity-factor {choices.capacity_factor:g}: the model is dense, it has no experts"
         )
-    if choices.batch_size == 0 and moe.NUM_EXPERTS and moe.EVAL_CAPACITY_FACTOR:
+    if choices.batch_size == 0 and experts.num_experts and experts.eval_capacity_factor:
         raise UserError(
             "--batch-size 0 (any) needs --capacity-factor 0 (dropless): at"
-            f" {moe.EVAL_CAPACITY_FACTOR:g}, the rows of"
+            f" {experts.eval_capacity_factor:g}, the rows of"
             " an expert follow from the number of images"
         )
 
@@ -232,12 +230,12 @@ def _batches(
 ) -> tuple[Batches, dict[str, str | None]]:
     """What programs are compared on, and what model.json says of it; data that was not chosen may
     be missing."""
-    config, sizes = deployed.config, (choices.images, choices.compared_batch)
+    data, sizes = deployed.data, (choices.images, choices.compared_batch)
     try:
-        sources = load_sources(config)
+        sources = load_sources(data)
         if len(sources.class_names) != len(class_names):
             raise UserError(
-                f"DATA.PATH is {config.DATA.PATH!r}: it has {len(sources.class_names)} classes, the"
+                f"DATA.PATH is {data.path!r}: it has {len(sources.class_names)} classes, the"
                 " checkpoint knows"
                 f" {len(class_names)}"
             )
@@ -249,29 +247,30 @@ def _batches(
             "without_data": str(error),
             "other_class_names": None,
         }
-        return random_batches(config, *sizes), facts
+        return random_batches(data, *sizes), facts
     renamed = deployed.compare_classes(sources.class_names)
     facts = {"compared_on": "validation images", "without_data": None, "other_class_names": renamed}
-    return validation_batches(config, sources.val, *sizes), facts
+    return validation_batches(data, sources.val, *sizes), facts
 
 
 def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict:
     """What a program that uses the logits has to know, and where they come from."""
-    config, batch = deployed.config, choices.batch_size or None
-    shape = [batch, model_section(config).IN_CHANS, config.DATA.IMG_SIZE, config.DATA.IMG_SIZE]
+    data, experts = deployed.data, deployed.model_config.experts
+    batch = choices.batch_size or None
+    shape = [batch, data.in_chans, data.img_size, data.img_size]
     return {
         "input": {"name": programs.INPUT, "dtype": "float32", "shape": shape},
         "output": {"name": programs.OUTPUT, "dtype": "float32", "shape": [batch, len(class_names)]},
-        "preprocessing": preprocessing(config),
+        "preprocessing": preprocessing(data),
         "class_names": class_names,
         "dtype": choices.dtype,
-        "num_experts": config.MODEL.MOE.NUM_EXPERTS,
-        "capacity_factor": config.MODEL.MOE.EVAL_CAPACITY_FACTOR,
+        "num_experts": experts.num_experts,
+        "capacity_factor": experts.eval_capacity_factor,
         **deployed.facts(),
     }
 
 
-def preprocessing(config: CfgNode) -> dict:
+def preprocessing(config: DataConfig) -> dict:
     """How a picture becomes the model's input, which is square: what `build_transform` does in
     evaluation.
 
@@ -279,13 +278,13 @@ def preprocessing(config: CfgNode) -> dict:
     resized to, before the middle is cut out; None: the whole picture is squashed into the square.
     Then values from 0 to 1 are normalised by `mean` and `std`.
     """
-    data = config.DATA
+    crop = config.test
     return {
-        "mode": "L" if model_section(config).IN_CHANS == 1 else "RGB",
-        "resize": math.floor(data.IMG_SIZE / config.TEST.CROP_RATIO) if config.TEST.CROP else None,
-        "interpolation": "bilinear" if data.INTERPOLATION == "random" else data.INTERPOLATION,
-        "mean": data.MEAN,
-        "std": data.STD,
+        "mode": "L" if config.in_chans == 1 else "RGB",
+        "resize": math.floor(config.img_size / crop.crop_ratio) if crop.crop else None,
+        "interpolation": "bilinear" if config.interpolation == "random" else config.interpolation,
+        "mean": list(config.mean),
+        "std": list(config.std),
     }
 
 

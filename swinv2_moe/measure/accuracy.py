@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.config import resolve_batch_size
+from swinv2_moe.config import as_opts, data_config, resolve_batch_size
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.engine.agreement import check_same_data
@@ -80,9 +80,7 @@ class RoutingOptions:
             "MODEL.MOE.EVAL_CAPACITY_FACTOR": self.capacity_factor,
             "MODEL.MOE.TOP_K": self.top_k,
         }
-        return [
-            str(part) for key, value in keys.items() if value is not None for part in (key, value)
-        ]
+        return as_opts({key: value for key, value in keys.items() if value is not None})
 
     def check_experts(self, source: Checkpoint, num_experts: int) -> None:
         """Raise UserError where something is asked for that a dense model has not."""
@@ -122,10 +120,10 @@ def evaluate_checkpoint(
     with open_deployed(
         resume, data, dataset, [*opts, *routing.opts()], asdict(routing)
     ) as deployed:
-        moe, world = deployed.config.MODEL.MOE, deployed.world
-        routing.check_experts(deployed.source, moe.NUM_EXPERTS)
+        experts, world = deployed.model_config.experts, deployed.world
+        routing.check_experts(deployed.source, experts.num_experts)
         subject = _Subject.of(deployed)
-        own = moe.EVAL_CAPACITY_FACTOR
+        own = experts.eval_capacity_factor
         factors = sorted({own, *routing.sweep}, key=_room)
         passes = {factor: subject.predictions(factor) for factor in factors}
         speeds = subject.speeds(factors, own) if routing.sweep else None
@@ -135,8 +133,8 @@ def evaluate_checkpoint(
         raise UserError(f"checkpoint {deployed.source.directory}: its outputs are not finite")
     measured = {factor: one.measured(subject.class_names) for factor, one in passes.items()}
     found = deployed.facts() | subject.facts() | measured[own]
-    if moe.NUM_EXPERTS:
-        found |= {"num_experts": moe.NUM_EXPERTS, "top_k": moe.TOP_K, "capacity_factor": own}
+    if (layer := experts.layer) is not None:
+        found |= {"num_experts": layer.num_experts, "top_k": layer.top_k, "capacity_factor": own}
         found |= {"dropped_share_by_layer": passes[own].by_layer}
     if speeds:
         accuracy = {factor: {key: one[key] for key in _SWEPT} for factor, one in measured.items()}
@@ -290,17 +288,18 @@ class _Subject:
     @classmethod
     def of(cls, deployed: Deployed) -> "_Subject":
         world, config = deployed.world, resolve_batch_size(deployed.config, deployed.world.size)
-        sources = world.everywhere(lambda: load_sources(config))
-        check_same_data(config.DATA.PATH, world, *sources)
+        data = data_config(config)
+        sources = world.everywhere(lambda: load_sources(data))
+        check_same_data(data.path, world, *sources)
         renamed = deployed.compare_classes(sources.class_names)
         return cls(
             world,
             deployed.model(len(sources.class_names)),
-            evaluation_loader(config, sources.val, world.rank, world.size),
+            evaluation_loader(data, sources.val, world.rank, world.size),
             build_autocast(config, world),
             sources.class_names,
             renamed,
-            UnreadableImages(len(sources.val), config.DATA.MAX_BAD_SHARE),
+            UnreadableImages(len(sources.val), data.max_bad_share),
         )
 
     def facts(self) -> dict:

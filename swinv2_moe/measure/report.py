@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader
 from PIL import Image
 from torch import Tensor
 
-from swinv2_moe.config import default_config, flatten
+from swinv2_moe.config import default_config, flatten, model_config
 from swinv2_moe.data.datasets import ImageDataset, Sample
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.engine.deployed import Deployed, open_deployed
@@ -100,11 +100,11 @@ def take_samples(run: RunRecord, data: str | None = None, opts: Sequence[str] = 
 
 @torch.inference_mode()
 def _predict(deployed: Deployed) -> Samples:
-    config = deployed.config
-    sources = load_sources(config)
+    data = deployed.data
+    sources = load_sources(data)
     renamed = deployed.compare_classes(sources.class_names)
     model = deployed.model(len(sources.class_names))
-    dataset = ImageDataset(sources.val, config, is_train=False)
+    dataset = ImageDataset(sources.val, data, is_train=False)
     chosen = [
         dataset[i] for i in np.linspace(0, len(dataset) - 1, min(_IMAGES, len(dataset))).astype(int)
     ]
@@ -112,13 +112,13 @@ def _predict(deployed: Deployed) -> Samples:
     if not chosen:
         return Samples(problem="No predictions: none of the images chosen for them can be read.")
     images = torch.stack([sample.image for sample in chosen])
-    with record_choices(model) as choices, build_autocast(config, deployed.world)():
+    with record_choices(model) as choices, build_autocast(deployed.config, deployed.world)():
         logits = model(images.to(deployed.world.device))
     pictures = columns(
         images,
         {name: ids.cpu() for name, ids in choices.items()},
-        config.DATA.MEAN,
-        config.DATA.STD,
+        data.mean,
+        data.std,
     )
     titles = ["images", *(place(name) for name in choices)]
     known = deployed.source.meta["class_names"] or sources.class_names
@@ -173,12 +173,10 @@ def _status(run: RunRecord) -> str:
 
 
 def _experts(run: RunRecord) -> str:
-    moe = run.config.MODEL.MOE
-    return (
-        f"{moe.NUM_EXPERTS} experts in {len(run.layers)} layers, top {moe.TOP_K}"
-        if run.layers
-        else "dense"
-    )
+    layer = model_config(run.config).experts.layer
+    if layer is None or not run.layers:
+        return "dense"
+    return f"{layer.num_experts} experts in {len(run.layers)} layers, top {layer.top_k}"
 
 
 def _facts(run: RunRecord) -> dict[str, str]:

@@ -26,7 +26,14 @@ from yacs.config import CfgNode
 
 from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup, all_to_all
-from swinv2_moe.config import flatten, load_config, resolve_batch_size
+from swinv2_moe.config import (
+    as_opts,
+    data_config,
+    flatten,
+    load_config,
+    model_config,
+    resolve_batch_size,
+)
 from swinv2_moe.data import Batch, build_data
 from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
@@ -171,21 +178,20 @@ def configuration(
         UserError: what `load_config` raises; a key whose step has other phases, an `opts` that is
             not measured.
     """
-    keys = ["DATA.NUM_WORKERS", "0", *REPEATABLE.split()]
+    keys = {"DATA.NUM_WORKERS": 0} | REPEATABLE
     if batch_size is not None:
         if batch_size < 1:
             raise UserError(f"--batch-size is {batch_size}, it must be at least 1")
-        keys += ["DATA.BATCH_SIZE", str(batch_size), "DATA.GLOBAL_BATCH_SIZE", "0"]
-    config = load_config(file, [*opts, *keys], data=data)
+        keys |= {"DATA.BATCH_SIZE": batch_size, "DATA.GLOBAL_BATCH_SIZE": 0}
+    config = load_config(file, [*opts, *as_opts(keys)], data=data)
     check_opts(
         opts,
         config,
         dict.fromkeys(("DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"), "--batch-size decides"),
     )
-    values = {"COMPILE": config.COMPILE, "MODEL.MOE.FREEZE": config.MODEL.MOE.FREEZE}
-    values |= {f"TRAIN.{name}": config.TRAIN[name] for name in ("SHARD_TRUNK", "USE_CHECKPOINT")}
-    for name, value in values.items():
-        if value:
+    values = flatten(config)
+    for name in ("COMPILE", "MODEL.MOE.FREEZE", "TRAIN.SHARD_TRUNK", "TRAIN.USE_CHECKPOINT"):
+        if values[name]:
             raise UserError(
                 f"{name} is True: the phases of such a step cannot be timed one by one; set it to"
                 " false"
@@ -242,16 +248,17 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
 
 
 def _trainer(config: CfgNode, world: World) -> Trainer:
-    images = world.everywhere(lambda: build_data(config, world.rank, world.size))
+    images = world.everywhere(lambda: build_data(data_config(config), world.rank, world.size))
     seed_everything(config.SEED)
-    model = build_model(config, images.num_classes, expert_group(config, world))
+    section = model_config(config)
+    experts = section.experts
+    model = build_model(section, images.num_classes, expert_group(experts, world))
     for layer in moe_layers(model).values():
         apart = layer.strategy != "auto" and layer.strategy.r > 0 and layer.shard.num_parts == 1
         if layer.group.size > 1 and not apart:
             raise UserError(
-                f"MODEL.MOE.STRATEGY is {config.MODEL.MOE.STRATEGY!r} and R {config.MODEL.MOE.R}"
-                " for"
-                f" {config.MODEL.MOE.NUM_EXPERTS} experts on {layer.group.size} ranks: the exchange"
+                f"MODEL.MOE.STRATEGY is {experts.strategy!r} and R {experts.r} for"
+                f" {experts.num_experts} experts on {layer.group.size} ranks: the exchange"
                 " is told apart only"
                 " where whole experts stay and rows travel (off, or fixed with R 1; no more ranks"
                 " than experts)"
@@ -262,13 +269,13 @@ def _trainer(config: CfgNode, world: World) -> Trainer:
 
 
 def _title(trainer: Trainer) -> str:
-    config, ranks = trainer.config, trainer.world.size
+    model, data = model_config(trainer.config), data_config(trainer.config)
+    ranks = trainer.world.size
     where = "one rank" if ranks == 1 else f"each of {ranks} ranks"
     return (
-        f"{config.MODEL.TYPE}, {config.MODEL.MOE.NUM_EXPERTS} experts, {config.DATA.IMG_SIZE} px,"
+        f"{model.type}, {model.experts.num_experts} experts, {data.img_size} px,"
         f" {_dtype(trainer)}:"
-        f" {config.DATA.BATCH_SIZE} images of {config.DATA.PATH or config.DATA.DATASET} a step on"
-        f" {where}"
+        f" {data.batch_size} images of {data.path or data.dataset} a step on {where}"
     )
 
 

@@ -18,8 +18,15 @@ from swinv2_moe.engine.distributed import World
 from swinv2_moe.errors import UserError
 
 # A training step that can be repeated: one batch, and an update that changes nothing.
-REPEATABLE = "AUG.MIXUP 0 AUG.CUTMIX 0 TRAIN.ACCUMULATION_STEPS 1 TRAIN.EMA_DECAY 0 TRAIN.BASE_LR 0"
-REPEATABLE += " TRAIN.WARMUP_LR 0 TRAIN.MIN_LR 0"
+REPEATABLE = {
+    "AUG.MIXUP": 0,
+    "AUG.CUTMIX": 0,
+    "TRAIN.ACCUMULATION_STEPS": 1,
+    "TRAIN.EMA_DECAY": 0,
+    "TRAIN.BASE_LR": 0,
+    "TRAIN.WARMUP_LR": 0,
+    "TRAIN.MIN_LR": 0,
+}
 _PRODUCT_SIDE = {"cpu": 2048, "cuda": 8192}  # of the matrices whose product stands for the peak
 
 

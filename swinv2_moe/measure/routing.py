@@ -197,13 +197,13 @@ def draw_routing(
     """
     _check(output, count, limit)
     with open_deployed(resume, data, dataset, [*opts, *_DROPLESS]) as deployed:
-        if not deployed.config.MODEL.MOE.NUM_EXPERTS:
+        if not deployed.model_config.experts.num_experts:
             raise UserError(
                 f"checkpoint {deployed.source.directory}: a dense model, it has no experts"
             )
         run = read_run(Path(resume)) if (Path(resume) / "checkpoints").is_dir() else None
-        sources = load_sources(deployed.config)
-        shown = _files(images, deployed.config.DATA.MAX_PIXELS) if images else sources.val
+        sources = load_sources(deployed.data)
+        shown = _files(images, deployed.data.max_pixels) if images else sources.val
         shown = _Drawn(shown, spread(len(shown), count))
         labels = [
             Path(shown.name(i)).stem if images else sources.class_names[t]
@@ -221,7 +221,7 @@ def draw_routing(
     }
     figures = {
         "routing.png": pictures_figure(
-            pictures, labels, list(layers), deployed.config.MODEL.MOE.NUM_EXPERTS
+            pictures, labels, list(layers), deployed.model_config.experts.num_experts
         )
     }
     figures["classes.png"] = classes_figure(tables, sources.class_names, found)
@@ -274,13 +274,13 @@ def _paint_all(
     model: nn.Module, source: Source, deployed: Deployed, must_be_readable: bool
 ) -> list[np.ndarray]:
     """The images, and these painted by each layer's choices: uint8 [N, s, s, 3] each."""
-    data, parts = deployed.config.DATA, []
+    data, parts = deployed.data, []
     with prepared(model), record_choices(model) as choices:
-        for images, _, unreadable in evaluation_loader(deployed.config, source):
+        for images, _, unreadable in evaluation_loader(data, source):
             if must_be_readable and unreadable:
                 raise UserError(f"--images {unreadable[0]}: cannot be read as an image")
             _forward(model, images, deployed)
-            parts.append(columns(images, choices, data.MEAN, data.STD))
+            parts.append(columns(images, choices, data.mean, data.std))
     return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
 
@@ -290,13 +290,13 @@ def _count(
 ) -> tuple[dict[str, LayerChoices], np.ndarray, list[str]]:
     """Of the images that can be read the choices in each layer and the classes [N]; the paths of
     the others."""
-    config = deployed.config
+    data = deployed.data
     layers = {
         block_name(name): LayerChoices(layer.config.num_experts)
         for name, layer in moe_layers(model).items()
     }
-    unreadable = UnreadableImages(len(source), config.DATA.MAX_BAD_SHARE)
-    loader, console, classes = evaluation_loader(config, source), Console(), []
+    unreadable = UnreadableImages(len(source), data.max_bad_share)
+    loader, console, classes = evaluation_loader(data, source), Console(), []
     with (
         prepared(model),
         record_choices(model) as choices,
@@ -304,7 +304,7 @@ def _count(
     ):
         for images, targets, bad in loader:
             images, counted = _forward(model, images, deployed), targets >= 0
-            pixels = denormalise(images[counted], config.DATA.MEAN, config.DATA.STD)
+            pixels = denormalise(images[counted], data.mean, data.std)
             for name, ids in choices.items():
                 layers[block_name(name)].add(ids[counted], pixels)
             classes.append(targets[counted].numpy())

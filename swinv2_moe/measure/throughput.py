@@ -38,7 +38,15 @@ from torch.distributed.tensor import DTensor
 from yacs.config import CfgNode
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.config import flatten, load_config
+from swinv2_moe.config import (
+    DataConfig,
+    ModelConfig,
+    as_opts,
+    data_config,
+    flatten,
+    load_config,
+    model_config,
+)
 from swinv2_moe.data import Batch, Data
 from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
@@ -58,7 +66,6 @@ from swinv2_moe.measure.rounds import (
     ratios,
     working_memory,
 )
-from swinv2_moe.model_types import model_section
 from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 
@@ -72,8 +79,12 @@ SWITCH = ("off", "on")
 ASSUMED_CLASSES = 1000  # where the configuration leaves the number to the data
 
 # nothing is loaded
-_SPEED_ALONE = f"DATA.DATASET digits DATA.GLOBAL_BATCH_SIZE 0 MODEL.UPCYCLE False {REPEATABLE}"
-_DENSE = ["MODEL.MOE.NUM_EXPERTS", "0", "MODEL.MOE.FREEZE", "False"]
+_SPEED_ALONE = REPEATABLE | {
+    "DATA.DATASET": "digits",
+    "DATA.GLOBAL_BATCH_SIZE": 0,
+    "MODEL.UPCYCLE": False,
+}
+_DENSE = {"MODEL.MOE.NUM_EXPERTS": 0, "MODEL.MOE.FREEZE": False}
 
 
 @dataclass(frozen=True)
@@ -189,11 +200,11 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
             measured.
     """
 
-    def load(*more: object) -> CfgNode:
-        return load_config(file, [*opts, *_SPEED_ALONE.split(), *map(str, more)])
+    def load(keys: dict[str, object]) -> CfgNode:
+        return load_config(file, [*opts, *as_opts(_SPEED_ALONE | keys)])
 
-    moe = load().MODEL.MOE
-    if not moe.NUM_EXPERTS:
+    moe = model_config(load({})).experts
+    if moe.layer is None:
         raise UserError(
             f"{file}: MODEL.MOE.NUM_EXPERTS is 0, a model with experts is to be measured beside its"
             " dense one"
@@ -208,21 +219,19 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
     )
     for mode, batch, dtype, factor, compile in itertools.product(*map(dict.fromkeys, choices)):
         if factor is None:
-            factor = moe.CAPACITY_FACTOR if mode == "training" else moe.EVAL_CAPACITY_FACTOR
-        keys = [
-            "DATA.BATCH_SIZE",
-            batch,
-            "COMPILE",
-            compile == "on",
-            "AMP_ENABLE",
-            dtype != "float32",
-        ]
-        keys += ["AMP_DTYPE", "bfloat16", _CAPACITY_FACTOR[mode], factor]
-        config = load(*keys)
+            training = mode == "training"
+            factor = moe.layer.capacity_factor if training else moe.eval_capacity_factor
+        keys = {
+            "DATA.BATCH_SIZE": batch,
+            "COMPILE": compile == "on",
+            "AMP_ENABLE": dtype != "float32",
+            "AMP_DTYPE": "bfloat16",
+            _CAPACITY_FACTOR[mode]: factor,
+        }
+        config = load(keys)
         check_opts(opts, config, _DECIDED_BY)
-        found.append(
-            (Combination(mode, batch, dtype, factor, compile), config, load(*keys, *_DENSE))
-        )
+        combination = Combination(mode, batch, dtype, factor, compile)
+        found.append((combination, config, load(keys | _DENSE)))
     return found
 
 
@@ -246,7 +255,7 @@ def measure(plan: Plan, rounds: int, warmup: int) -> Iterator[Row]:
                 "MODEL.MOE.STRATEGY is 'auto': its trials would be timed too; name the strategy to"
                 " measure"
             )
-        sizes = [measure_model(own, _classes(own)) for own in plan[0][1:]]
+        sizes = [measure_model(own, _classes(own)) for own in map(model_config, plan[0][1:])]
         for combination, *configs in plan:
             try:
                 row = _measure(combination, configs, sizes, rounds, warmup, world)
@@ -309,7 +318,7 @@ def prepare(mode: str, config: CfgNode, world: World) -> Subject:
 
 def _inference(config: CfgNode, world: World) -> Subject:
     """The forward pass of the evaluation."""
-    model, images = _model(config, world).eval(), _batch(config, world).images
+    model, images = _model(config, world).eval(), _batch(data_config(config), world).images
     autocast = build_autocast(config, world)
     if config.COMPILE:
         model.compile()
@@ -324,8 +333,9 @@ def _inference(config: CfgNode, world: World) -> Subject:
 
 def _training(config: CfgNode, world: World) -> Subject:
     """The Trainer's step on one batch, again and again."""
-    batch = _batch(config, world)
-    data = Data([batch], [], _classes(config), [], config.DATA.BATCH_SIZE * world.size, 0)
+    section = data_config(config)
+    batch = _batch(section, world)
+    data = Data([batch], [], _classes(section), [], section.batch_size * world.size, 0)
     trainer = Trainer(config, world, data, _model(config, world))
     trainer.wrapped.train()
     return Subject(trainer.model, lambda: trainer.train_step([batch]), trainer.optimizer)
@@ -333,27 +343,28 @@ def _training(config: CfgNode, world: World) -> Subject:
 
 def _model(config: CfgNode, world: World) -> MoEModel:
     seed_everything(config.SEED)
-    return build_model(config, _classes(config), expert_group(config, world)).to(world.device)
+    section = model_config(config)
+    group = expert_group(section.experts, world)
+    return build_model(section, _classes(section), group).to(world.device)
 
 
-def _batch(config: CfgNode, world: World) -> Batch:
-    seed_everything(config.SEED, world.rank)
-    size, channels = config.DATA.IMG_SIZE, model_section(config).IN_CHANS
-    images = torch.randn(config.DATA.BATCH_SIZE, channels, size, size, device=world.device)
+def _batch(config: DataConfig, world: World) -> Batch:
+    seed_everything(config.seed, world.rank)
+    shape = (config.batch_size, config.in_chans, config.img_size, config.img_size)
+    images = torch.randn(shape, device=world.device)
     return Batch(images, torch.randint(_classes(config), (len(images),), device=world.device), [])
 
 
-def _classes(config: CfgNode) -> int:
-    return config.MODEL.NUM_CLASSES or ASSUMED_CLASSES
+def _classes(config: DataConfig | ModelConfig) -> int:
+    return config.num_classes or ASSUMED_CLASSES
 
 
 def headline(plan: Plan, ranks: int) -> str:
     """What is measured, on how many ranks."""
-    config = plan[0][1]
-    layers, experts = sum(map(len, config.MODEL.MOE.BLOCKS)), config.MODEL.MOE.NUM_EXPERTS
+    config = model_config(plan[0][1])
+    layers, experts = sum(map(len, config.experts.blocks)), config.experts.num_experts
     return (
-        f"{config.MODEL.TYPE}, {config.DATA.IMG_SIZE} px: {experts} experts in {layers} layers,"
-        " beside dense;"
+        f"{config.type}, {config.img_size} px: {experts} experts in {layers} layers, beside dense;"
         f" {ranks} {'process' if ranks == 1 else 'processes'}"
     )
 

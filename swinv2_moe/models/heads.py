@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from yacs.config import CfgNode
 
+from swinv2_moe.config import ModelConfig
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import read_bounded
 from swinv2_moe.models.protocol import MoEModel
@@ -14,7 +14,7 @@ _MAX_BYTES = 1 << 26  # of a class map
 _MAX_DIGITS = 9
 
 
-def fit_head(tensors: dict[str, Tensor], model: MoEModel, config: CfgNode) -> dict[str, Tensor]:
+def fit_head(tensors: dict[str, Tensor], model: MoEModel, config: ModelConfig) -> dict[str, Tensor]:
     """Pretrained `tensors` with the head that MODEL.NEW_HEAD and MODEL.CLASS_MAP ask for; without
     them, unchanged.
 
@@ -25,16 +25,16 @@ def fit_head(tensors: dict[str, Tensor], model: MoEModel, config: CfgNode) -> di
         UserError: a class map that cannot be read or does not fit either side.
     """
     names, expected = model.classifier_names(), model.state_dict()
-    if config.MODEL.NEW_HEAD:
+    if config.new_head:
         return tensors | {name: expected[name] for name in names}
-    if not config.MODEL.CLASS_MAP or not all(name in tensors for name in names):
+    if not config.class_map or not all(name in tensors for name in names):
         return tensors
     bias = names[1]
     there, here = len(tensors[bias]), len(expected[bias])
-    rows = read_class_map(Path(config.MODEL.CLASS_MAP))
+    rows = read_class_map(Path(config.class_map))
     if len(rows) != here or max(rows, default=0) >= there:
         raise UserError(
-            f"MODEL.CLASS_MAP {config.MODEL.CLASS_MAP}: {len(rows)} lines up to class"
+            f"MODEL.CLASS_MAP {config.class_map}: {len(rows)} lines up to class"
             f" {max(rows, default=0)}, the model"
             f" has {here} classes and the pretrained weights have {there} (0 to {there - 1})"
         )

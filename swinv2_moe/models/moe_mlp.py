@@ -6,15 +6,6 @@ from torch import Tensor, nn
 
 from moe_core import MoELayer
 
-# Swin-MoE's recipe, arXiv 2206.03382, section 5
-PUBLISHED_MOE = {
-    "top_k": 1,
-    "capacity_factor": 1.25,
-    "gate_noise": 1.0,
-    "normalize_gates": False,
-    "batch_prioritized": True,
-    "aux_loss": "load_importance",
-}
 _LAYER = ".mlp.moe"  # what the name of an MoE layer adds to its block's
 
 

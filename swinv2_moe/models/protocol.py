@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.parallel import ExpertGroup, ParallelStrategy
-from swinv2_moe.models.moe_mlp import PUBLISHED_MOE, MoEMlp, take_aux_loss
+from swinv2_moe.config import PUBLISHED_MOE
+from swinv2_moe.models.moe_mlp import MoEMlp, take_aux_loss
 
 # The experts' biases have two dimensions, so timm does not recognise them as biases.
 _NO_WEIGHT_DECAY = (

@@ -31,7 +31,7 @@ from isolated import Outcome, digest, isolated
 from trainer_cases import QUICKSTART, SMALL, make_trainer
 
 from swinv2_moe.command import run_command
-from swinv2_moe.config import load_config
+from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.convert import export_weights, import_weights
 from swinv2_moe.data.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
@@ -162,11 +162,11 @@ def weights(work: Path, count: int, rng: random.Random) -> Iterator[Case]:
     config = load_config(QUICKSTART, f"{SMALL} MODEL.NUM_CLASSES 10".split())
     dense = load_config(QUICKSTART, f"{SMALL} MODEL.NUM_CLASSES 10 MODEL.MOE.NUM_EXPERTS 0".split())
     torch.manual_seed(0)
-    state = build_model(dense, 10).state_dict()
+    state = build_model(model_config(dense), 10).state_dict()
     good, changed, output = work / "good", work / "changed", work / "imported"
     good.mkdir()
     torch.save({"model": state}, good / "dense.pth")
-    model = build_model(config, 10)
+    model = build_model(model_config(config), 10)
     save_imports(good, config, model)
 
     def read_dense(file: Path) -> Callable[[], str]:
@@ -239,7 +239,7 @@ def shards(work: Path, count: int, rng: random.Random) -> Iterator[Case]:
     good, source, target = work / "good", work / "source", work / "target"
     secret = work / "secret"
     config = load_config(QUICKSTART, SMALL.split())
-    make_shards(load_sources(config), str(good), Options(shard_mb=0.1), workers=1)
+    make_shards(load_sources(data_config(config)), str(good), Options(shard_mb=0.1), workers=1)
     index = json.loads((good / "index.json").read_text())
     files = sorted(path.relative_to(good) for path in good.rglob("*") if path.is_file())
 

@@ -14,7 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from tool_cases import ROOT, command
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import build_transform
 from swinv2_moe.engine.checkpoint import write_weights
 from swinv2_moe.engine.deployed import open_deployed
@@ -49,7 +49,10 @@ def checkpoints(tmp_path_factory, small):
     root = tmp_path_factory.mktemp("checkpoints")
     for name, keys in MODELS.items():
         config = load_config(None, [*small, *keys.split()])
-        model, generator = build_model(config, len(CLASSES)), torch.Generator().manual_seed(0)
+        model, generator = (
+            build_model(model_config(config), len(CLASSES)),
+            torch.Generator().manual_seed(0),
+        )
         tensors = {
             key: torch.randn(t.shape, generator=generator) * 0.2
             for key, t in model.state_dict().items()
@@ -274,7 +277,7 @@ def test_the_example_says_what_the_model_says(exported, checkpoints, photographs
     with open_deployed(str(checkpoints / "experts"), opts=["DEVICE", "cpu"]) as deployed:
         model, transform = (
             deployed.model(len(CLASSES)),
-            build_transform(deployed.config, is_train=False),
+            build_transform(data_config(deployed.config), is_train=False),
         )
     for file in photographs:
         done = run_alone("examples/classify.py", exported[0], file)
@@ -302,10 +305,13 @@ def test_the_example_prepares_pictures_as_the_evaluation_does(size, keys, monkey
     picture = Image.fromarray(
         np.random.default_rng(0).integers(0, 256, (*reversed(size), 3), dtype=np.uint8)
     )
-    spec = {"preprocessing": preprocessing(config), "input": {"shape": [1, 3, 192, 192]}}
+    spec = {
+        "preprocessing": preprocessing(data_config(config)),
+        "input": {"shape": [1, 3, 192, 192]},
+    }
     found, wanted = (
         torch.from_numpy(prepare(picture, spec)),
-        build_transform(config, is_train=False)(picture),
+        build_transform(data_config(config), is_train=False)(picture),
     )
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 

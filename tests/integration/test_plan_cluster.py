@@ -11,7 +11,7 @@ from tool_cases import command
 
 from moe_core.parallel import PROFILES, cost_model
 from swinv2_moe import planner
-from swinv2_moe.config import load_config
+from swinv2_moe.config import load_config, model_config, train_config
 
 ROOT = Path(__file__).parents[2]
 CFG = ("--cfg", str(ROOT / "configs" / "quickstart_digits.yaml"))
@@ -134,13 +134,14 @@ def test_scales():
 
 def test_memory_is_sharded_and_recomputation_saves_activations():
     config = load_config(CFG[1])
-    machine, model = PROFILES["h100"], planner.describe(config)
-    one, eight = (planner.predict(model, config, machine, gpus, 8, 64) for gpus in (1, 8))
+    machine, model = PROFILES["h100"], planner.describe(model_config(config))
+    training = train_config(config)
+    one, eight = (planner.predict(model, training, machine, gpus, 8, 64) for gpus in (1, 8))
     assert one.memory > eight.memory > 16 * (model.trunk_parameters + model.expert_parameters / 8)
     less = load_config(CFG[1], ["TRAIN.USE_CHECKPOINT", "true"])
-    recomputing = planner.describe(less)
+    recomputing = planner.describe(model_config(less))
     assert recomputing.kept < model.kept == model.activations == recomputing.activations
-    slower = planner.predict(recomputing, less, machine, 1, 8, 64)
+    slower = planner.predict(recomputing, train_config(less), machine, 1, 8, 64)
     assert slower.memory < one.memory
     assert slower.step > one.step
 
@@ -161,9 +162,9 @@ def test_published_images_per_second(monkeypatch):
     for name, file in (("dense", "dense"), ("MoE", "32expert")):
         file = ROOT / "configs" / "in22k" / f"swin_moe_base_window12_192_{file}.yaml"
         config = load_config(file, ["TRAIN.ACCUMULATION_STEPS", "1"])
-        model = planner.describe(config)
+        model = planner.describe(model_config(config))
         for gpus in (8, 32, 128):
-            found = planner.predict(model, config, PROFILES["a100-hdr"], gpus, 8, 128)
+            found = planner.predict(model, train_config(config), PROFILES["a100-hdr"], gpus, 8, 128)
             published, predicted = map(float, stated[name, f"{gpus} GPUs"])
             assert found.images / found.step / gpus == pytest.approx(predicted, abs=0.51)
             assert predicted == pytest.approx(published, rel=0.15)

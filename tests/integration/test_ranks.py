@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tool_cases import command
 
 from moe_core import moe_layers
-from swinv2_moe.config import load_config
+from swinv2_moe.config import load_config, model_config
 from swinv2_moe.models import build_model
 
 QUICKSTART = "configs/quickstart_digits.yaml"
@@ -143,11 +143,11 @@ def test_ranks_share_the_experts_out(request):
     everywhere."""
     config = load_config(request.config.rootpath / QUICKSTART)
     torch.manual_seed(5)
-    single = build_model(config, 10).state_dict()
+    single = build_model(model_config(config), 10).state_dict()
     parts = []
     for rank in range(4):
         torch.manual_seed(5)
-        model = build_model(config, 10, ProcessGroupOfFour(rank))
+        model = build_model(model_config(config), 10, ProcessGroupOfFour(rank))
         assert [layer.shard.num_experts for layer in moe_layers(model).values()] == [2, 2]
         parts.append(model.state_dict())
     for name, tensor in single.items():

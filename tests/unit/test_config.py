@@ -9,8 +9,7 @@ import sys
 import pytest
 import yaml
 
-from swinv2_moe import config as config_module
-from swinv2_moe.config import config_from_text, default_config, flatten, load_config
+from swinv2_moe.config import config_from_text, default_config, flatten, load, load_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_bounded
 
@@ -235,7 +234,7 @@ def test_files_that_share_a_base_give_what_they_gave_one_after_the_other(tmp_pat
 def test_a_base_that_is_named_twice_at_each_level_is_read_once(tmp_path, monkeypatch):
     reads = []
     monkeypatch.setattr(
-        config_module,
+        load,
         "read_bounded",
         lambda file, limit: reads.append(file) or read_bounded(file, limit),
     )

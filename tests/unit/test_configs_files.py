@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import load_config, model_config
 from swinv2_moe.models import measure_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -49,7 +49,7 @@ def test_the_ten_published_experiments_are_there():
 @functools.cache
 def measure(name: str, *opts: str):
     config = load(CONFIGS / "in22k" / f"swin_moe_{name}.yaml", *opts)
-    return measure_model(config, config.MODEL.NUM_CLASSES)
+    return measure_model(model_config(config), config.MODEL.NUM_CLASSES)
 
 
 @pytest.mark.parametrize("size", ["small", "base"])

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swinv2_moe.config import default_config
-from swinv2_moe.config_checks import flatten
+from swinv2_moe.config import default_config, flatten
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), ROOT / "data" / "README.md", *ROOT.glob("docs/**/*.md")])

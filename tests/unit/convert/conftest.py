@@ -10,7 +10,7 @@ from tool_cases import Finished, command
 from torch import nn
 from yacs.config import CfgNode
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import load_config, model_config
 from swinv2_moe.engine.checkpoint import load_weights, open_checkpoint, write_weights
 from swinv2_moe.models import build_model
 
@@ -49,7 +49,7 @@ def load() -> Callable[[Path, CfgNode], nn.Module]:
     mode."""
 
     def load_model(directory: Path, config: CfgNode) -> nn.Module:
-        model = build_model(config, config.MODEL.NUM_CLASSES)
+        model = build_model(model_config(config), config.MODEL.NUM_CLASSES)
         load_weights(open_checkpoint(directory), model)
         return model.eval()
 
@@ -63,7 +63,7 @@ def make_checkpoint(make_config, tmp_path) -> Callable[..., tuple[Path, nn.Modul
 
     def make(*opts: object) -> tuple[Path, nn.Module]:
         config = make_config(*opts)
-        model = build_model(config, CLASSES)
+        model = build_model(model_config(config), CLASSES)
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for parameter in model.parameters():

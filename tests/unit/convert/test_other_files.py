@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup
+from swinv2_moe.config import model_config
 from swinv2_moe.engine.checkpoint import open_checkpoint, write_meta, write_weights
 from swinv2_moe.models import build_model, load_dense
 
@@ -136,7 +137,7 @@ def test_averaged_weights_are_those_exported(convert, make_checkpoint, make_conf
 
 def dense_file(make_config, tmp_path, opts, suffix=".pth"):
     torch.manual_seed(2)
-    dense = build_model(make_config(*opts, "MODEL.MOE.NUM_EXPERTS", 0), 5)
+    dense = build_model(model_config(make_config(*opts, "MODEL.MOE.NUM_EXPERTS", 0)), 5)
     file = tmp_path / f"dense{suffix}"
     if suffix == ".safetensors":
         save_file(dense.state_dict(), file)
@@ -209,10 +210,10 @@ class Group(ExpertGroup):
 @pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])
 def test_ranks_upcycle_their_own_part_of_the_same_experts(ranks, opts, make_config, tmp_path):
     file, _ = dense_file(make_config, tmp_path, opts)
-    whole = build_model(make_config(*opts), 5)
+    whole = build_model(model_config(make_config(*opts)), 5)
     load_dense(whole, file, upcycle=True, noise=0.1, seed=3)
     for rank in range(ranks):
-        part = build_model(make_config(*opts), 5, Group(rank, ranks))
+        part = build_model(model_config(make_config(*opts)), 5, Group(rank, ranks))
         load_dense(part, file, upcycle=True, noise=0.1, seed=3)
         for name, layer in moe_layers(part).items():
             shard, experts = layer.shard, whole.get_submodule(name).experts

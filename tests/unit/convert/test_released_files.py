@@ -7,7 +7,7 @@ import pytest
 import torch
 from released_files import make_released, place, write_released
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import load_config, model_config
 from swinv2_moe.convert import layouts
 from swinv2_moe.convert.files import Sources, find_sources, read_states
 from swinv2_moe.engine.checkpoint import load_weights, open_checkpoint
@@ -50,7 +50,10 @@ def test_an_imported_model_computes_what_the_released_weights_do(
         tmp_path / "new",
     ]
     assert convert("import", "swin-moe", *arguments) == (0, "", "")
-    model, expected = load(tmp_path / "new", config), place(released, build_model(config, 5)).eval()
+    model, expected = (
+        load(tmp_path / "new", config),
+        place(released, build_model(model_config(config), 5)).eval(),
+    )
     assert_same(model.state_dict(), expected.state_dict())
     assert torch.equal(model(images), expected(images))
 
@@ -70,7 +73,10 @@ def test_other_forms_of_biases_and_gates(
     assert (
         convert("import", "swin-moe", stem, *cfg(*opts), "--output", tmp_path / "new").status == 0
     )
-    model, expected = load(tmp_path / "new", config), place(released, build_model(config, 5)).eval()
+    model, expected = (
+        load(tmp_path / "new", config),
+        place(released, build_model(model_config(config), 5)).eval(),
+    )
     assert_same(model.state_dict(), expected.state_dict())
     assert torch.equal(model(images), expected(images))
     newer = [] if legacy else ["--newer"]
@@ -92,7 +98,8 @@ def test_a_global_file_is_one_whole_model(convert, cfg, make_config, load, tmp_p
         new = tmp_path / f"new{i}"
         assert convert("import", "swin-moe", tmp_path / source, *cfg(), "--output", new).status == 0
         assert_same(
-            load(new, config).state_dict(), place(released, build_model(config, 5)).state_dict()
+            load(new, config).state_dict(),
+            place(released, build_model(model_config(config), 5)).state_dict(),
         )
     assert convert("export", "swin-moe", new, "--output", tmp_path / "y.pth").status == 0
     back = torch.load(tmp_path / "y.pth.global", weights_only=True)["model"]
@@ -118,7 +125,7 @@ def test_rank_files_may_hold_the_whole_model_each(convert, cfg, make_config, loa
     )
     assert_same(
         load(tmp_path / "new", config).state_dict(),
-        place(released, build_model(config, 5)).state_dict(),
+        place(released, build_model(model_config(config), 5)).state_dict(),
     )
 
 
@@ -159,7 +166,7 @@ def test_exported_files_are_no_larger_than_what_they_hold(convert, cfg, make_con
 def test_published_sizes_name_by_name(name, ranks):
     config = load_config(IN22K / f"swin_moe_{name}.yaml")
     with torch.device("meta"):
-        model = build_model(config, 21841)
+        model = build_model(model_config(config), 21841)
     released = make_released(config, ranks, 21841, device="meta")
     states = layouts.with_own_names(
         "swin-moe", [released.master | state for state in released.ranks]
@@ -185,7 +192,7 @@ def test_published_small_with_8_experts_on_32_ranks(convert, tmp_path):
     assert convert(
         "import", "swin-moe", stem, "--cfg", IN22K / name, "--output", tmp_path / "new"
     ) == (0, "", "")
-    model, expected = (build_model(config, 21841).eval() for _ in range(2))
+    model, expected = (build_model(model_config(config), 21841).eval() for _ in range(2))
     load_weights(open_checkpoint(tmp_path / "new"), model)
     place(released, expected)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(173.3e6, abs=0.05e6)

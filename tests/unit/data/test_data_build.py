@@ -12,6 +12,7 @@ import torch
 from sklearn.datasets import load_digits
 from torchvision.datasets import CIFAR10, ImageFolder
 
+from swinv2_moe.config import data_config
 from swinv2_moe.data import build_data, lists
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
@@ -20,7 +21,7 @@ from swinv2_moe.errors import UserError
 def refusal(config, rank=0, world_size=1) -> str:
     """The one line that building refuses with."""
     with pytest.raises(UserError) as caught:
-        build_data(config, rank, world_size)
+        build_data(data_config(config), rank, world_size)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -30,7 +31,7 @@ def refusal(config, rank=0, world_size=1) -> str:
 
 
 def test_digits_are_sklearns_with_a_stratified_fifth_held_out(make_config):
-    sources = load_sources(make_config())
+    sources = load_sources(data_config(make_config()))
     assert (len(sources.train), len(sources.val)) == (1437, 360)
     pixels, targets = load_digits(return_X_y=True)
     originals = {
@@ -52,14 +53,16 @@ def test_digits_are_sklearns_with_a_stratified_fifth_held_out(make_config):
 
 
 def test_digits_validation_part_does_not_depend_on_the_seed(make_config):
-    parts = [load_sources(make_config({"SEED": seed})).val for seed in (0, 1)]
+    parts = [load_sources(data_config(make_config({"SEED": seed}))).val for seed in (0, 1)]
     assert np.array_equal(parts[0].images, parts[1].images)
     assert np.array_equal(parts[0].targets, parts[1].targets)
 
 
 def test_digits_build(make_config):
     data = build_data(
-        make_config({"DATA.BATCH_SIZE": 128, "DATA.NUM_WORKERS": 2}), rank=1, world_size=2
+        data_config(make_config({"DATA.BATCH_SIZE": 128, "DATA.NUM_WORKERS": 2})),
+        rank=1,
+        world_size=2,
     )
     assert (data.num_classes, data.class_names) == (10, list("0123456789"))
     assert (data.train_size, data.val_size) == (1437, 360)
@@ -71,10 +74,10 @@ def test_digits_build(make_config):
 
 
 def test_a_resume_in_mid_epoch_gives_the_same_batches(make_config):
-    data = build_data(make_config({"DATA.BATCH_SIZE": 256}))
+    data = build_data(data_config(make_config({"DATA.BATCH_SIZE": 256})))
     data.set_epoch(4)
     whole = list(data.train_loader)
-    again = build_data(make_config({"DATA.BATCH_SIZE": 256}))
+    again = build_data(data_config(make_config({"DATA.BATCH_SIZE": 256})))
     again.set_epoch(4, skip_steps=3)
     rest = list(again.train_loader)
     assert len(rest) == len(whole) - 3
@@ -91,7 +94,7 @@ def test_a_class_count_mismatch_names_both_numbers(make_config):
     assert refusal(make_config({"MODEL.NUM_CLASSES": 12})).startswith(
         "MODEL.NUM_CLASSES is 12, the data has 10 classes"
     )
-    assert build_data(make_config({"MODEL.NUM_CLASSES": 10})).num_classes == 10
+    assert build_data(data_config(make_config({"MODEL.NUM_CLASSES": 10}))).num_classes == 10
 
 
 # folder, imagenet
@@ -110,7 +113,7 @@ def test_folder_is_torchvisions_image_folder(folder_config, dataset):
     open(f"{root}/train/cat/notes.txt", "w").close()
     os.makedirs(f"{root}/train/dog/deeper")
     shutil.copy(f"{root}/val/dog/0.png", f"{root}/train/dog/deeper/x.JPEG")
-    sources = load_sources(folder_config)
+    sources = load_sources(data_config(folder_config))
     for source, split in ((sources.train, "train"), (sources.val, "val")):
         reference = ImageFolder(f"{root}/{split}")
         assert [
@@ -121,7 +124,7 @@ def test_folder_is_torchvisions_image_folder(folder_config, dataset):
 
 def test_folder_paths_may_have_spaces_and_any_script(make_config, make_folder):
     root = make_folder(("two words", "čeština", "日本"), name="my images")
-    data = build_data(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
+    data = build_data(data_config(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)})))
     assert sum(len(batch.unreadable) for batch in data.val_loader) == 0
     assert data.class_names == ["two words", "čeština", "日本"]
 
@@ -134,7 +137,7 @@ def test_a_class_folder_of_another_encoding(make_config, make_folder):
             shutil.copytree(
                 root / split / "cat", os.fsdecode(os.path.join(os.fsencode(root / split), name))
             )
-    data = build_data(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
+    data = build_data(data_config(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)})))
     assert data.class_names == ["cat", "dog", "\\xe8t\\xe9", "\\xe9t\\xe9"]
     assert (data.val_size, sum(len(batch.unreadable) for batch in data.val_loader)) == (16, 0)
 
@@ -236,7 +239,7 @@ def list_config(make_config, make_folder, tmp_path):
 
 def test_list_lines(list_config, tmp_path):
     config = list_config()
-    data = build_data(config)
+    data = build_data(data_config(config))
     assert (data.num_classes, data.class_names, data.train_size, data.val_size) == (
         2,
         ["0", "1"],
@@ -247,7 +250,7 @@ def test_list_lines(list_config, tmp_path):
     assert torch.cat([batch.targets for batch in batches]).tolist() == [0, 1] * 4
     assert [path for batch in batches for path in batch.unreadable] == []
     config.DATA.DATASET, config.DATA.PATH = "folder", str(tmp_path / "images")
-    by_folder = torch.cat([batch.images for batch in build_data(config).val_loader])
+    by_folder = torch.cat([batch.images for batch in build_data(data_config(config)).val_loader])
     assert torch.equal(
         torch.cat([batch.images for batch in batches]), by_folder[[0, 4, 1, 5, 2, 6, 3, 7]]
     )
@@ -265,7 +268,7 @@ def test_list_paths_may_hold_spaces_and_be_absolute_and_lines_may_be_windows(lis
         "train/dog/2.png 1",
     ]
     (root / "train.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
-    source = load_sources(config).train
+    source = load_sources(data_config(config)).train
     assert [source.name(i) for i in (0, 1)] == [
         f"{root}/train/cat/my own 0.png",
         f"{root}/train/dog/0.png",
@@ -278,7 +281,7 @@ def test_list_paths_and_lists_are_relative_to_data_path_when_it_is_given(list_co
     config = list_config(DATA__PATH=str(tmp_path / "images"))
     shutil.move(tmp_path / "images/train.txt", tmp_path / "elsewhere.txt")
     config.DATA.TRAIN_LIST, config.DATA.VAL_LIST = str(tmp_path / "elsewhere.txt"), "val.txt"
-    sources = load_sources(config)
+    sources = load_sources(data_config(config))
     assert sources.train.open(0).size == sources.val.open(0).size == (24, 20)
 
 
@@ -294,7 +297,7 @@ def test_swins_json_map(list_config, tmp_path):
         json.dumps(entries),
         json.dumps([[p, str(n), "n01440764"] for p, n in entries], indent=1),
     ):
-        source = load_sources(list_config(text)).train
+        source = load_sources(data_config(list_config(text))).train
         assert source.targets.tolist() == [0] * 4 + [1] * 4
         assert source.name(5) == str(tmp_path / "images/train/dog/1.png")
 
@@ -374,7 +377,7 @@ def test_labels_are_held_to_the_class_count(list_config):
         "train.txt:2: label 1 is out of range, with 1 classes"
     )
     # a list need not show every class
-    data = build_data(list_config(val=val, MODEL__NUM_CLASSES=5))
+    data = build_data(data_config(list_config(val=val, MODEL__NUM_CLASSES=5)))
     assert data.num_classes == len(data.class_names) == 5
 
 
@@ -406,7 +409,7 @@ def test_a_list_with_one_path_that_would_make_all_of_them_long(list_config, monk
         for label, name in enumerate(("cat", "dog"))
         for i in range(4)
     ] * 100
-    assert len(load_sources(list_config("".join(lines))).train) == 800
+    assert len(load_sources(data_config(list_config("".join(lines)))).train) == 800
     long = "./" * 2000 + lines[0]
     assert "has a path of 4,015 bytes, among many that are far shorter" in refusal(
         list_config("".join([*lines, long]))
@@ -447,7 +450,11 @@ def test_cifar_is_read_by_torchvision(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(CIFAR10, "test_list", [["test", None]])
     monkeypatch.setattr(CIFAR10, "meta", {"filename": "meta", "key": "label_names", "md5": None})
     data = build_data(
-        make_config({"DATA.DATASET": "cifar10", "DATA.PATH": str(tmp_path), "DATA.NUM_WORKERS": 1})
+        data_config(
+            make_config(
+                {"DATA.DATASET": "cifar10", "DATA.PATH": str(tmp_path), "DATA.NUM_WORKERS": 1}
+            )
+        )
     )
     assert (data.train_size, data.val_size, data.class_names) == (12, 8, list("abcdefghij"))
     assert data.train_loader.num_workers == 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from swinv2_moe.config import data_config
 from swinv2_moe.data import IGNORE, Batch, UnreadableImages, build_data
 from swinv2_moe.data.datasets import ImageDataset, read_image, seed_random_states
 from swinv2_moe.data.sources import ImageFiles
@@ -49,20 +50,21 @@ def folder_config(make_config, make_folder, full_augmentation):
 
 def test_augmentation_is_the_same_for_any_number_of_workers(folder_config):
     config = folder_config()
-    reference, _ = epoch_images(build_data(config), epoch=3)
+    reference, _ = epoch_images(build_data(data_config(config)), epoch=3)
     assert len(reference) == 16
     for workers in (1, 2):
         config.DATA.NUM_WORKERS = workers
-        assert epoch_images(build_data(config), epoch=3)[0] == reference
+        assert epoch_images(build_data(data_config(config)), epoch=3)[0] == reference
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_augmentation_and_steps_are_the_same_for_any_number_of_ranks(folder_config, world_size):
     config = folder_config(DATA__BATCH_SIZE=8)
-    reference, whole = epoch_images(build_data(config), epoch=1)
+    reference, whole = epoch_images(build_data(data_config(config)), epoch=1)
     config.DATA.BATCH_SIZE = 8 // world_size
     ranks = [
-        epoch_images(build_data(config, rank, world_size), epoch=1) for rank in range(world_size)
+        epoch_images(build_data(data_config(config), rank, world_size), epoch=1)
+        for rank in range(world_size)
     ]
     together = {index: image for images, _ in ranks for index, image in images.items()}
     assert together == reference
@@ -76,7 +78,7 @@ def test_augmentation_and_steps_are_the_same_for_any_number_of_ranks(folder_conf
 
 def test_epoch_seed_and_index_each_change_the_augmentation(folder_config):
     config = folder_config()
-    data = build_data(config)
+    data = build_data(data_config(config))
     epochs = [epoch_images(data, epoch)[0] for epoch in (0, 1, 0)]
     assert epochs[0] == epochs[2]
     assert all(epochs[0][index] != epochs[1][index] for index in epochs[0])
@@ -90,7 +92,7 @@ def test_epoch_seed_and_index_each_change_the_augmentation(folder_config):
     source.paths[1], source.targets[1] = source.paths[0], source.targets[0]
     assert not torch.equal(data.train_loader.dataset[0].image, data.train_loader.dataset[1].image)
     config.SEED = 1
-    other = epoch_images(build_data(config))[0]
+    other = epoch_images(build_data(data_config(config)))[0]
     assert all(epochs[0][index] != other[index] for index in epochs[0])
 
 
@@ -110,7 +112,7 @@ def test_generators_of_one_sample_are_not_copies_of_each_other():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loading_leaves_the_random_states_alone(folder_config, workers):
-    data = build_data(folder_config(DATA__NUM_WORKERS=workers))
+    data = build_data(data_config(folder_config(DATA__NUM_WORKERS=workers)))
 
     seed_random_states(5)
     want = draws()
@@ -121,7 +123,7 @@ def test_loading_leaves_the_random_states_alone(folder_config, workers):
 
 
 def test_workers_run_one_thread_each_and_end_with_the_epoch(folder_config):
-    data = build_data(folder_config(DATA__NUM_WORKERS=2))
+    data = build_data(data_config(folder_config(DATA__NUM_WORKERS=2)))
     data.train_loader.dataset.transform = lambda image: torch.full(
         (3, 16, 16), float(torch.get_num_threads())
     )
@@ -133,7 +135,7 @@ def test_workers_run_one_thread_each_and_end_with_the_epoch(folder_config):
 def test_workers_outlive_the_signals_that_make_a_run_save(folder_config):
     """A scheduler signals every process of a job, Ctrl-C all in the foreground; torch's workers
     would end, and their run with an error."""
-    data = build_data(folder_config(DATA__NUM_WORKERS=2))
+    data = build_data(data_config(folder_config(DATA__NUM_WORKERS=2)))
     batches = iter(data.train_loader)
 
     def signal_workers():
@@ -149,7 +151,7 @@ def test_workers_outlive_the_signals_that_make_a_run_save(folder_config):
 
 
 def test_batch_types(folder_config):
-    batch = next(iter(build_data(folder_config()).train_loader))
+    batch = next(iter(build_data(data_config(folder_config())).train_loader))
     assert isinstance(batch, Batch)
     assert (batch.images.shape, batch.images.dtype) == ((4, 3, 16, 16), torch.float32)
     assert (batch.targets.shape, batch.targets.dtype) == ((4,), torch.int64)
@@ -158,7 +160,7 @@ def test_batch_types(folder_config):
 
 def test_val_targets_count_every_image_once_over_ranks(folder_config):
     config = folder_config(DATA__BATCH_SIZE=3)  # 16 images over 3 ranks: 6 each, 2 of them padding
-    ranks = [list(build_data(config, rank, 3).val_loader) for rank in range(3)]
+    ranks = [list(build_data(data_config(config), rank, 3).val_loader) for rank in range(3)]
     assert [[len(batch.targets) for batch in rank] for rank in ranks] == [[3, 3]] * 3
     targets = torch.cat([batch.targets for rank in ranks for batch in rank])
     assert (targets == IGNORE).sum() == 2
@@ -181,7 +183,7 @@ def test_an_unreadable_image_is_replaced_in_training_and_blank_in_validation(
     folder_config, kind, workers
 ):
     config = folder_config(DATA__NUM_WORKERS=workers, DATA__MAX_BAD_SHARE=0.5)
-    data = build_data(config)
+    data = build_data(data_config(config))
     whole = epoch_images(data)[0]
     bad = []
     for split in ("train", "val"):
@@ -207,7 +209,7 @@ def test_an_unreadable_image_is_replaced_in_training_and_blank_in_validation(
 
 def test_the_replacement_is_augmented_like_any_image_and_deterministic(folder_config):
     config = folder_config(DATA__MAX_BAD_SHARE=0.5)
-    data = build_data(config)
+    data = build_data(data_config(config))
     damage(Path(f"{config.DATA.PATH}/train/cat/2.png"), "empty")
     dataset = data.train_loader.dataset
     first, again = dataset[2], dataset[2]
@@ -220,7 +222,7 @@ def test_the_replacement_is_augmented_like_any_image_and_deterministic(folder_co
 
 def test_a_run_over_vanished_images_stops_instead_of_walking_the_whole_set(folder_config):
     config = folder_config(DATA__MAX_BAD_SHARE=0.125)
-    data = build_data(config)
+    data = build_data(data_config(config))
     shutil.rmtree(f"{config.DATA.PATH}/train")
     samples = [data.train_loader.dataset[index] for index in range(16)]
     assert all(len(sample.unreadable) == 5 for sample in samples)  # one more than 4 of all 32
@@ -288,12 +290,14 @@ def test_a_broken_exif_tag_prints_nothing(tmp_path):
 @pytest.mark.parametrize("channels", [0, 2, 4])
 def test_only_one_or_three_channels(make_config, channels):
     config = make_config({"MODEL.SWINV2.IN_CHANS": channels})
-    with pytest.raises(UserError, match=rf"MODEL\.SWINV2\.IN_CHANS is {channels}"):
-        ImageDataset(ImageFiles("", np.array([b""]), np.zeros(1)), config, is_train=True)
+    with pytest.raises(UserError, match=rf"IN_CHANS is {channels}"):
+        ImageDataset(
+            ImageFiles("", np.array([b""]), np.zeros(1)), data_config(config), is_train=True
+        )
 
 
 def test_grey_batches(folder_config):
     config = folder_config()
     config.MODEL.SWINV2.IN_CHANS, config.DATA.MEAN, config.DATA.STD = 1, [0.5], [0.25]
-    batch = next(iter(build_data(config).train_loader))
+    batch = next(iter(build_data(data_config(config)).train_loader))
     assert batch.images.shape == (4, 1, 16, 16)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torchvision.datasets import ImageFolder
 
+from swinv2_moe.config import data_config
 from swinv2_moe.data import UnreadableImages, build_data
 
 DATA = Path(os.environ.get("SWINV2_MOE_TEST_DATA", Path(__file__).parents[4] / "shared" / "data"))
@@ -32,7 +33,7 @@ def test_photographs_load_with_the_default_recipe(imagenette, make_config):
         {"DATA.DATASET": "folder", "DATA.PATH": str(imagenette), "DATA.NUM_WORKERS": 2}
     )
     config.DATA.IMG_SIZE, config.DATA.BATCH_SIZE = 64, 50
-    data = build_data(config)
+    data = build_data(data_config(config))
     assert (data.train_size, data.val_size, data.num_classes) == (1000, 1000, 10)
     unreadable = UnreadableImages(data.train_size + data.val_size, config.DATA.MAX_BAD_SHARE)
     for loader in (data.train_loader, data.val_loader):
@@ -59,8 +60,12 @@ def test_a_list_of_the_photographs_equals_the_folder(imagenette, make_config, tm
     lists = {
         f"DATA.{split.upper()}_LIST": str(tmp_path / f"{split}.txt") for split in ("train", "val")
     }
-    by_folder = build_data(make_config(keys, {"DATA.DATASET": "folder"}), rank=3, world_size=5)
-    by_list = build_data(make_config(keys, lists, {"DATA.DATASET": "list"}), rank=3, world_size=5)
+    by_folder = build_data(
+        data_config(make_config(keys, {"DATA.DATASET": "folder"})), rank=3, world_size=5
+    )
+    by_list = build_data(
+        data_config(make_config(keys, lists, {"DATA.DATASET": "list"})), rank=3, world_size=5
+    )
     for loader in ("train_loader", "val_loader"):
         a, b = (next(iter(getattr(data, loader))) for data in (by_folder, by_list))
         assert torch.equal(a.images, b.images)

@@ -9,6 +9,7 @@ from PIL import Image
 from timm.data.auto_augment import posterize
 from torchvision.transforms import InterpolationMode
 
+from swinv2_moe.config import data_config
 from swinv2_moe.data import build_transform
 from swinv2_moe.data.transforms import _augment_ops
 from swinv2_moe.errors import UserError
@@ -30,7 +31,7 @@ def normalised(image):
 def test_eval_crop_is_swinv2s_recipe(make_config):
     """At 192 px: short side to 219, the middle 192 x 192."""
     image = picture(300, 200)
-    got = build_transform(make_config({"DATA.IMG_SIZE": 192}), is_train=False)(image)
+    got = build_transform(data_config(make_config({"DATA.IMG_SIZE": 192})), is_train=False)(image)
     resized = image.resize((int(219 * 300 / 200), 219), Image.Resampling.BICUBIC)
     left, top = round((resized.width - 192) / 2), round((219 - 192) / 2)
     assert math.floor(192 / 0.875) == 219
@@ -43,7 +44,7 @@ def test_eval_without_crop_resizes_both_sides(make_config):
     )
     image = picture(300, 200)
     want = normalised(image.resize((64, 64), Image.Resampling.BILINEAR))
-    torch.testing.assert_close(build_transform(config, is_train=False)(image), want)
+    torch.testing.assert_close(build_transform(data_config(config), is_train=False)(image), want)
 
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "random"])
@@ -53,15 +54,19 @@ def test_train_with_everything_off_is_eval_without_crop(
 ):
     config = make_config(no_augmentation, {"TEST.CROP": False, "DATA.INTERPOLATION": interpolation})
     image = picture(*size)
-    train, val = (build_transform(config, is_train=is_train)(image) for is_train in (True, False))
+    train, val = (
+        build_transform(data_config(config), is_train=is_train)(image) for is_train in (True, False)
+    )
     assert torch.equal(train, val)
 
 
 def test_flip_alone_is_a_mirror_and_nothing_is_turned_upside_down(make_config, no_augmentation):
     config = make_config(no_augmentation, {"TEST.CROP": False})
-    transform = build_transform(make_config(no_augmentation, {"AUG.HFLIP": 1.0}), is_train=True)
+    transform = build_transform(
+        data_config(make_config(no_augmentation, {"AUG.HFLIP": 1.0})), is_train=True
+    )
     image = picture()
-    want = build_transform(config, is_train=False)(image).flip(-1)
+    want = build_transform(data_config(config), is_train=False)(image).flip(-1)
     # mirrored before the 8-bit rounding or after
     torch.testing.assert_close(transform(image), want, atol=0.05, rtol=0)
 
@@ -78,7 +83,7 @@ def test_flip_alone_is_a_mirror_and_nothing_is_turned_upside_down(make_config, n
     ids=str,
 )
 def test_each_key_changes_pictures(make_config, no_augmentation, keys):
-    transform = build_transform(make_config(no_augmentation, keys), is_train=True)
+    transform = build_transform(data_config(make_config(no_augmentation, keys)), is_train=True)
     image = picture()
     assert len({transform(image).numpy().tobytes() for _ in range(10)}) > 1
 
@@ -92,7 +97,7 @@ def test_the_crop_and_the_erasing_follow_their_keys(make_config, full_augmentati
         "AUG.REPROB": 0.1,
     }
     config = make_config(full_augmentation, keys, {"DATA.INTERPOLATION": "nearest"})
-    crop, *_, erase = build_transform(config, is_train=True).transforms
+    crop, *_, erase = build_transform(data_config(config), is_train=True).transforms
     assert (crop.size, tuple(crop.scale), tuple(crop.ratio)) == ((16, 16), (0.3, 0.4), (0.9, 1.1))
     assert crop.interpolation == InterpolationMode.NEAREST
     assert (erase.probability, erase.mode, erase.max_count) == (0.1, "rand", 3)
@@ -108,7 +113,7 @@ def test_shape_and_type_at_every_size_and_policy(
     channels = len(mode)  # 3 or 1
     config = make_config(full_augmentation, {"DATA.IMG_SIZE": size, "AUG.AUTO_AUGMENT": policy})
     config.DATA.MEAN, config.DATA.STD = MEAN[:channels], STD[:channels]
-    transform = build_transform(config, is_train)
+    transform = build_transform(data_config(config), is_train)
     for image in (picture(mode=mode), picture(8, 8, mode), picture(1, 1, mode)):
         for _ in range(3 if is_train else 1):
             out = transform(image)
@@ -120,7 +125,9 @@ def test_shape_and_type_at_every_size_and_policy(
 @pytest.mark.parametrize("policy", ["rand-m10-inc1", "original", "originalr", "augmix-m10"])
 def test_no_posterise_goes_below_one_bit(make_config, policy):
     """Pillow 13 raises a ValueError for the 0 bits that timm's strongest level asks for."""
-    transform = build_transform(make_config({"AUG.AUTO_AUGMENT": policy}), is_train=True)
+    transform = build_transform(
+        data_config(make_config({"AUG.AUTO_AUGMENT": policy})), is_train=True
+    )
     ops = [op for op in _augment_ops(transform) if op.name.startswith("Posterize")]
     assert ops
     for op in ops:
@@ -131,4 +138,4 @@ def test_no_posterise_goes_below_one_bit(make_config, policy):
 def test_an_unknown_policy_is_the_users_mistake(make_config):
     for policy in ("rnad-m9", "rand-x9"):
         with pytest.raises(UserError, match=rf"AUG\.AUTO_AUGMENT is '{policy}'"):
-            build_transform(make_config({"AUG.AUTO_AUGMENT": policy}), is_train=True)
+            build_transform(data_config(make_config({"AUG.AUTO_AUGMENT": policy})), is_train=True)

@@ -12,6 +12,7 @@ import pytest
 from PIL import EpsImagePlugin, Image, ImageFile, PngImagePlugin
 from yacs.config import CfgNode
 
+from swinv2_moe.config import data_config
 from swinv2_moe.data import build_data, files
 from swinv2_moe.data.datasets import ImageDataset, read_image
 from swinv2_moe.data.images import FORMATS, MAX_FILE_BYTES, MAX_PIXELS, decode
@@ -162,7 +163,7 @@ def test_the_limit_is_configured_and_what_exceeds_it_is_a_bad_image(
     config = make_source(
         make_config({"DATA.MAX_PIXELS": limit, "DATA.MAX_BAD_SHARE": 0.5}), dataset
     )
-    data = build_data(config)
+    data = build_data(data_config(config))
     for loader in (data.train_loader, data.val_loader):
         named = {name for batch in loader for name in batch.unreadable}
         assert len(named) <= count
@@ -184,7 +185,7 @@ def test_what_is_no_ordinary_file_is_a_bad_image(tmp_path: Path, make_config, ki
         path.touch()
         os.truncate(path, MAX_FILE_BYTES + 1)
     source = ImageFiles(str(tmp_path), np.array([b"a.png"]), np.zeros(1, np.int64))
-    sample = ImageDataset(source, make_config(), is_train=False)[0]
+    sample = ImageDataset(source, data_config(make_config()), is_train=False)[0]
     assert sample.unreadable == [str(path)]
 
 

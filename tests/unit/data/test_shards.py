@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from webdataset import TarWriter, WebDataset
 
+from swinv2_moe.config import data_config
 from swinv2_moe.data import build_data, files, shards
 from swinv2_moe.data.index_shards import index_shards
 from swinv2_moe.data.make_shards import Options, make_shards
@@ -35,7 +36,9 @@ def quiet(monkeypatch):
 @pytest.fixture
 def sources(make_config, make_folder) -> Sources:
     root = make_folder(("cat", "cow", "dog"), per_class=10)
-    return load_sources(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
+    return load_sources(
+        data_config(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
+    )
 
 
 @pytest.fixture
@@ -195,7 +198,9 @@ def test_images_that_are_missing_or_empty_are_left_out_and_counted(
     make_folder, make_config, tmp_path, check
 ):
     root = make_folder(per_class=110)
-    sources = load_sources(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
+    sources = load_sources(
+        data_config(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
+    )
     (root / "train/cat/5.png").unlink()
     (root / "train/dog/6.png").write_bytes(b"")
     (root / "val/dog/7.png").write_bytes((root / "val/dog/7.png").read_bytes()[:700])
@@ -274,7 +279,7 @@ def test_the_loader_reads_every_image_once_with_any_number_of_workers_and_goes_o
     reference = None
     for workers in (0, 1, 2):
         shard_config.DATA.NUM_WORKERS = workers
-        data = build_data(shard_config)
+        data = build_data(data_config(shard_config))
         assert (data.train_size, data.val_size, data.class_names) == (30, 30, ["cat", "cow", "dog"])
         data.set_epoch(2)
         batches = list(data.train_loader)
@@ -329,9 +334,11 @@ def test_an_image_damaged_within_its_shard_is_named(shard_config, made):
         file.seek(offset + size // 2)
         file.write(bytes(size - size // 2))
     shard_config.DATA.MAX_BAD_SHARE = 0.5
-    batches = list(build_data(shard_config).train_loader)
+    batches = list(build_data(data_config(shard_config)).train_loader)
     assert {name for batch in batches for name in batch.unreadable} <= {source.name(3)}
-    assert build_data(shard_config).train_loader.dataset[3].unreadable == [source.name(3)]
+    assert build_data(data_config(shard_config)).train_loader.dataset[3].unreadable == [
+        source.name(3)
+    ]
 
 
 def edit_index(made: Path, edit) -> None:
@@ -405,17 +412,19 @@ def damage(made: Path, kind: str) -> None:
 )
 def test_shards_that_are_not_as_they_were_made(shard_config, made, kind, message):
     damage(made, kind)
-    assert re.search(message, refusal(build_data, shard_config))
+    assert re.search(message, refusal(build_data, data_config(shard_config)))
 
 
 def test_shards_that_are_taken_for_folders(make_config, made):
     config = make_config({"DATA.DATASET": "folder", "DATA.PATH": str(made)})
-    assert refusal(load_sources, config).endswith("; these are shards: DATA.DATASET shards")
+    assert refusal(load_sources, data_config(config)).endswith(
+        "; these are shards: DATA.DATASET shards"
+    )
 
 
 def test_a_class_count_that_contradicts_the_shards(shard_config):
     shard_config.MODEL.NUM_CLASSES = 2
-    assert refusal(build_data, shard_config).startswith(
+    assert refusal(build_data, data_config(shard_config)).startswith(
         "MODEL.NUM_CLASSES is 2, the data has 3 classes"
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from swinv2_moe.config import data_config
 from swinv2_moe.data import files
 from swinv2_moe.data.datasets import ImageDataset, read_image
 from swinv2_moe.data.make_shards import Options, make_shards
@@ -121,7 +122,7 @@ def test_every_broken_image_is_named_and_the_others_become_samples(
     sources, kind, is_train, make_config
 ):
     source, names = sources[kind == "shards"], sources[2]
-    dataset = ImageDataset(source, make_config(), is_train, max_tries=len(source))
+    dataset = ImageDataset(source, data_config(make_config()), is_train, max_tries=len(source))
     named = set()
     for sample in dataset.__getitems__(list(range(len(source)))):
         assert sample.image.shape == (3, 16, 16)

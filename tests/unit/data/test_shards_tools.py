@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tool_cases import command
 
+from swinv2_moe.config import data_config
 from swinv2_moe.data import build_data
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +35,7 @@ def test_from_a_folder_to_a_local_disk_to_batches(
     assert f"{local}: 8 shards, " in staged.out
     assert "bytes/s" in staged.out
     assert stage(shards, shards).status == 2
-    data = build_data(make_config({"DATA.DATASET": "shards", "DATA.PATH": str(local)}))
+    data = build_data(data_config(make_config({"DATA.DATASET": "shards", "DATA.PATH": str(local)})))
     assert sum(len(batch.targets) for batch in data.train_loader) == 12
 
 

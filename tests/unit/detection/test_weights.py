@@ -10,7 +10,7 @@ pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 from mmdet.registry import MODELS
 from safetensors.torch import save_file
 
-from swinv2_moe.config import default_config, merge_opts
+from swinv2_moe.config import default_config, merge_opts, model_config
 from swinv2_moe.detection import registry  # noqa: F401
 from swinv2_moe.engine.checkpoint import write_weights
 from swinv2_moe.errors import UserError
@@ -39,7 +39,7 @@ def trained(options: str = ""):
     config = default_config()
     merge_opts(config, f"{TRAINED} {options}".split())
     torch.manual_seed(7)
-    return config, build_model(config, 5)
+    return config, build_model(model_config(config), 5)
 
 
 def write_run(directory: Path, options: str = "") -> tuple[str, torch.nn.Module]:

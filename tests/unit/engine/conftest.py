@@ -10,7 +10,7 @@ import pytest
 import torch
 from yacs.config import CfgNode
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import build_data
 from swinv2_moe.engine.distributed import World, seed_everything
 from swinv2_moe.engine.saver import Saver
@@ -49,10 +49,13 @@ def make_trainer(tmp_path) -> Callable[..., Trainer]:
 
     def make(keys: dict[str, object] | None = None) -> Trainer:
         config = _config(tmp_path, keys)
-        data = build_data(config)
+        data = build_data(data_config(config))
         seed_everything(config.SEED)
         return Trainer(
-            config, World(0, 1, torch.device("cpu")), data, build_model(config, data.num_classes)
+            config,
+            World(0, 1, torch.device("cpu")),
+            data,
+            build_model(model_config(config), data.num_classes),
         )
 
     return make

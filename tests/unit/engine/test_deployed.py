@@ -2,6 +2,7 @@
 
 import pytest
 
+from swinv2_moe.config import model_config
 from swinv2_moe.engine.checkpoint import Checkpoint, write_weights
 from swinv2_moe.engine.deployed import Deployed, open_deployed
 from swinv2_moe.errors import UserError
@@ -13,7 +14,7 @@ def checkpoints(tmp_path_factory, make_config):
     """Weights that say they were trained on shards, a list, CIFAR-10 and the digits."""
     root = tmp_path_factory.mktemp("checkpoints")
     config = make_config(root)
-    model = build_model(config, num_classes=10)
+    model = build_model(model_config(config), num_classes=10)
     config.defrost()
     for kind in ("shards", "list", "cifar10", "digits"):
         config.DATA.DATASET = kind

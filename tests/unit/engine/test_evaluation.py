@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from trainer_cases import QUICKSTART, SMALL
 from yacs.config import CfgNode
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import evaluation_loader
 from swinv2_moe.data.sources import ImageArrays, load_sources
 from swinv2_moe.engine.distributed import World, expert_group, seed_everything
@@ -46,18 +46,21 @@ def small_config(*opts: str) -> CfgNode:
 def make_loader(
     config: CfgNode, size: int, batch: int, rank: int = 0, ranks: int = 1
 ) -> DataLoader:
-    val, config = load_sources(config).val, config.clone()
+    val, config = load_sources(data_config(config)).val, config.clone()
     config.defrost()
     config.DATA.BATCH_SIZE = batch
     return evaluation_loader(
-        config, FirstDigits(val.label, val.images[:size], val.targets[:size]), rank, ranks
+        data_config(config),
+        FirstDigits(val.label, val.images[:size], val.targets[:size]),
+        rank,
+        ranks,
     )
 
 
 def make_model(config: CfgNode, world: World = ALONE) -> nn.Module:
     """In training mode; the experts' part of the result is as large as the trunk's."""
     seed_everything(0)
-    model = build_model(config, 10, expert_group(config, world))
+    model = build_model(model_config(config), 10, expert_group(model_config(config).experts, world))
     for name, parameter in model.named_parameters():
         if name.endswith("norm2.weight"):  # 0 at first
             nn.init.ones_(parameter)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from trainer_cases import QUICKSTART, SMALL
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data.datasets import ImageDataset, collate
 from swinv2_moe.data.samplers import ValSampler
 from swinv2_moe.data.sources import Source, load_sources
@@ -189,8 +189,10 @@ def extract_digits(rank: int, size: int) -> tuple[nn.Module, ImageDataset, Featu
     config = load_config(QUICKSTART, SMALL.split())
     world = World(rank, size, torch.device("cpu"), dist.group.WORLD if size > 1 else None)
     seed_everything(0)
-    model = build_model(config, 7, expert_group(config, world))
-    images = ImageDataset(FewDigits(load_sources(config).val, 43), config, is_train=False)
+    model = build_model(model_config(config), 7, expert_group(model_config(config).experts, world))
+    images = ImageDataset(
+        FewDigits(load_sources(data_config(config)).val, 43), data_config(config), is_train=False
+    )
     loader = DataLoader(images, 8, sampler=ValSampler(len(images), rank, size), collate_fn=collate)
     return model, images, *extract_features(model, loader, world, nullcontext)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from swinv2_moe.config import train_config
 from swinv2_moe.engine import train
 from swinv2_moe.engine.checkpoint import open_checkpoint
 from swinv2_moe.engine.optim import (
@@ -48,7 +49,8 @@ def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
     config = make_config(
         tmp_path, keys | {"TRAIN.MIN_LR": 4e-4, "TRAIN.LAYER_DECAY": 0.5, "DATA.BATCH_SIZE": 128}
     )
-    rate = scaled_learning_rate(config, config.TRAIN.BASE_LR, world_size=2)
+    config = train_config(config)
+    rate = scaled_learning_rate(config, config.base_lr, world_size=2)
     assert rate == pytest.approx(4e-3 * 2 * 128 / 512)
     optimizer = build_optimizer(config, make_trainer().model, rate)
     schedule = build_schedule(config, optimizer, steps_per_epoch=10, world_size=2)

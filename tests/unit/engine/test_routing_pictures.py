@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer_cases import make_trainer as make_trainer_of
 
 from moe_core import moe_layers
+from swinv2_moe.config import model_config
 from swinv2_moe.engine import train
 from swinv2_moe.engine.record import Recorder
 from swinv2_moe.engine.routing import (
@@ -41,7 +42,7 @@ def make_model(make_config, tmp_path):
 
     def make(keys=None):
         torch.manual_seed(0)
-        return build_model(make_config(tmp_path, keys), num_classes=10).eval()
+        return build_model(model_config(make_config(tmp_path, keys)), num_classes=10).eval()
 
     return make
 

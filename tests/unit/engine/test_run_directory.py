@@ -8,7 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moe_core import moe_layers
-from swinv2_moe.config import flatten, load_config
+from swinv2_moe.config import flatten, load_config, model_config
 from swinv2_moe.engine import train
 from swinv2_moe.engine.evaluation import evaluate as measure
 from swinv2_moe.errors import UserError
@@ -53,7 +53,7 @@ def test_summary(run):
     root, config, returned = run
     summary = json.loads((root / "summary.json").read_text())
     assert summary == returned
-    size = measure_model(config, 10)
+    size = measure_model(model_config(config), 10)
     assert (summary["parameters"], summary["active_macs"]) == size
     assert (summary["epochs"], summary["steps"], summary["world_size"]) == (3, 15, 1)
     assert summary["images_per_second"] > 0
@@ -136,7 +136,7 @@ def test_a_dense_run(tmp_path, make_config, read_metrics):
     steps, _ = read_metrics(tmp_path / "run")
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["aux_loss"] == 0 and "moe_layers" not in line for line in steps)
-    assert summary["parameters"] < measure_model(make_config(tmp_path), 10).parameters
+    assert summary["parameters"] < measure_model(model_config(make_config(tmp_path)), 10).parameters
     assert not (tmp_path / "run" / "checkpoints" / "latest" / "experts").exists()
 
 

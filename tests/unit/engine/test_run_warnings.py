@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import data_config, load_config, train_config
 from swinv2_moe.engine import train
 from swinv2_moe.engine.optim import scaled_learning_rate
 from swinv2_moe.engine.run_warnings import LossWatch, start_warnings
@@ -80,7 +80,8 @@ def test_a_run_that_goes_on_knows_its_start_and_warns_once():
 def test_learning_rates(keys, says, make_trainer):
     trainer = make_trainer(keys)
     highest = keys["TRAIN.BASE_LR"] * 256 / 512
-    lines = start_warnings(trainer.config, trainer.data, highest)
+    config = trainer.config
+    lines = start_warnings(train_config(config), data_config(config), trainer.data, highest)
     assert [says in line for line in lines] == [True] * (says is not None)
 
 
@@ -92,9 +93,11 @@ def test_the_configurations_of_this_repository_have_usual_learning_rates(make_tr
     assert len(files) > 30
     for file in files:
         config = load_config(file, ["MODEL.PRETRAINED", "weights"], data="data")
+        training = train_config(config)
         for ranks in (1, 8):
-            rate = scaled_learning_rate(config, config.TRAIN.BASE_LR, ranks)
-            assert start_warnings(config, trainer.data, rate) == [], file
+            rate = scaled_learning_rate(training, training.base_lr, ranks)
+            lines = start_warnings(training, data_config(config), trainer.data, rate)
+            assert lines == [], file
 
 
 def write_images(root, train_classes, val_classes):

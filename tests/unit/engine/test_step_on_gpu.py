@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from trainer_cases import QUICKSTART, SMALL
 from triton_cases import captured
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import load_config, model_config
 from swinv2_moe.models import build_model
 
 pytestmark = [
@@ -22,7 +22,9 @@ class Step:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = build_model(load_config(QUICKSTART, SMALL.split()), num_classes=10).cuda()
+        self.model = build_model(
+            model_config(load_config(QUICKSTART, SMALL.split())), num_classes=10
+        ).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, capturable=True)
         size = self.model.patch_embed.img_size
         self.images = torch.randn(16, 3, *size, device="cuda")

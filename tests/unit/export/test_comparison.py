@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from swinv2_moe.config import load_config
+from swinv2_moe.config import data_config, load_config
 from swinv2_moe.data.datasets import IGNORE
 from swinv2_moe.data.sources import ImageArrays
 from swinv2_moe.errors import UserError
@@ -43,10 +43,10 @@ def config():
     ],
 )
 def test_every_image_counts_once_and_batches_are_whole(config, length, count, batch_size, chosen):
-    batches = list(validation_batches(config, images_of(length), count, batch_size)())
+    batches = list(validation_batches(data_config(config), images_of(length), count, batch_size)())
     assert [targets.tolist() for _, targets in batches] == chosen
     assert {images.shape for images, _ in batches} == {(batch_size, 3, 16, 16)}
-    random = list(random_batches(config, count, batch_size)())
+    random = list(random_batches(data_config(config), count, batch_size)())
     assert sum(len(targets) for _, targets in random) == count
     assert {images.shape for images, _ in random} == {(batch_size, 3, 16, 16)}
     assert {int(target) for _, targets in random for target in targets} == {IGNORE}

@@ -5,7 +5,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from swinv2_moe import model_types
-from swinv2_moe.config import default_config, load_config
+from swinv2_moe.config import default_config, load_config, model_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import Section, model_section, register_model_type
 from swinv2_moe.models import MoEModel, build_model, measure_model
@@ -33,13 +33,13 @@ def test_a_type_of_ones_own_is_configured_and_built():
     opts += " MODEL.MOE.NUM_EXPERTS 2 MODEL.MOE.BLOCKS [[1]]"
     config = load_config(None, opts.split())
     assert model_section(config).EMBED_DIM == 16
-    model = build_model(config, num_classes=3)
+    model = build_model(model_config(config), num_classes=3)
     assert type(model).__name__ == "Mine"
     logits, aux_loss = model.forward_with_aux(torch.randn(2, 1, 16, 16))
     assert logits.shape == (2, 3)
     assert aux_loss > 0
     parameters = sum(p.numel() for p in model.parameters())
-    assert measure_model(config, 3).parameters == parameters
+    assert measure_model(model_config(config), 3).parameters == parameters
 
 
 @pytest.mark.parametrize(

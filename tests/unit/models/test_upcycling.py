@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_core import moe_layers
-from swinv2_moe.config import load_config
+from swinv2_moe.config import load_config, model_config
 from swinv2_moe.models import build_model, load_dense
 
 CONFIG = (
@@ -28,7 +28,7 @@ def test_timms_swinv2_t_keeps_its_logits(tmp_path):
     config = load_config(
         CONFIG, ["MODEL.PRETRAINED", str(tmp_path / "dense.safetensors")], data="anywhere"
     )
-    sparse = build_model(config, 1000).eval()
+    sparse = build_model(model_config(config), 1000).eval()
     kept = load_dense(
         sparse,
         config.MODEL.PRETRAINED,

@@ -6,7 +6,7 @@ import torch
 from timm.optim import param_groups_layer_decay
 
 from moe_core import moe_layers
-from swinv2_moe.config import load_config
+from swinv2_moe.config import load_config, model_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model, load_dense
 from swinv2_moe.models.vit_moe import VisionTransformerMoE
@@ -120,12 +120,12 @@ def test_init_weights_after_to_empty(make):
 
 
 def test_a_configured_model():
-    model = build_model(configure("MODEL.VIT.GLOBAL_POOL", "avg"), num_classes=7)
+    model = build_model(model_config(configure("MODEL.VIT.GLOBAL_POOL", "avg")), num_classes=7)
     assert isinstance(model, VisionTransformerMoE)
     assert list(moe_layers(model)) == ["blocks.1.mlp.moe"]
     assert model.classifier_names() == ("head.weight", "head.bias")
     assert model(torch.randn(2, 3, 16, 16)).shape == (2, 7)
-    dense = build_model(load_config(None, ["MODEL.TYPE", "vit_moe"]), num_classes=7)
+    dense = build_model(model_config(load_config(None, ["MODEL.TYPE", "vit_moe"])), num_classes=7)
     assert moe_layers(dense) == {}
 
 

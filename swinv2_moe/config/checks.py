@@ -2,23 +2,27 @@
 
 import difflib
 import math
+from collections.abc import Collection
 
 from yacs.config import CfgNode
 
-from moe_core import ALL_TO_ALLS
+from moe_core import ACTIVATIONS, ALL_TO_ALLS, KERNELS, LOSSES, ROUTERS
+from swinv2_moe.config.defaults import flatten
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_section, model_type, model_types
 
-_CHOICES = {
+# A registry holds what has been registered by the time of the check.
+CHOICES: dict[str, Collection] = {
     "DEVICE": ("auto", "cpu", "cuda"),
     "AMP_DTYPE": ("bfloat16", "float16"),
     "DATA.DATASET": ("digits", "folder", "list", "shards", "cifar10", "cifar100", "imagenet"),
     "DATA.INTERPOLATION": ("nearest", "bilinear", "bicubic", "random"),
-    "MODEL.MOE.KERNELS": ("auto", "triton", "torch"),
+    "MODEL.MOE.KERNELS": KERNELS,
     "MODEL.MOE.STRATEGY": ("off", "fixed", "auto"),
     "MODEL.MOE.ALL_TO_ALL": ALL_TO_ALLS,
-    "MODEL.MOE.ROUTER": ("linear", "cosine"),
-    "MODEL.MOE.AUX_LOSS": ("gshard", "load_importance", "load_importance_tutel", "none"),
+    "MODEL.MOE.ROUTER": ROUTERS,
+    "MODEL.MOE.AUX_LOSS": LOSSES,
+    "MODEL.MOE.ACTIVATION": ACTIVATIONS,
     "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd"),
     "AUG.REMODE": ("const", "rand", "pixel"),
     "AUG.MIXUP_MODE": ("batch", "pair", "elem"),
@@ -88,24 +92,12 @@ _RANGES = {  # inclusive
 }
 
 
-def flatten(config: CfgNode, prefix: str = "") -> dict[str, object]:
-    """`{"TRAIN.BASE_LR": 1e-3, ...}`, in the order of definition."""
-    flat = {}
-    for key, value in config.items():
-        flat |= (
-            flatten(value, f"{prefix}{key}.")
-            if isinstance(value, CfgNode)
-            else {f"{prefix}{key}": value}
-        )
-    return flat
-
-
 def check_config(config: CfgNode) -> None:
     """Raise UserError for a value out of range or values that contradict each other."""
     flat = flatten(config)
     _check_choice("MODEL.TYPE", config.MODEL.TYPE, tuple(model_types()))
     section = model_type(config).section
-    choices = _CHOICES | {f"MODEL.{section.name}.IN_CHANS": (1, 3)}
+    choices = CHOICES | {f"MODEL.{section.name}.IN_CHANS": (1, 3)}
     for name, allowed in choices.items():
         _check_choice(name, flat[name], allowed)
     trunk = {f"MODEL.{section.name}.{key}": limits for key, limits in section.ranges.items()}
@@ -115,7 +107,7 @@ def check_config(config: CfgNode) -> None:
     _check_recipe(config)
 
 
-def _check_choice(name: str, value: object, allowed: tuple) -> None:
+def _check_choice(name: str, value: object, allowed: Collection) -> None:
     if value in allowed:
         return
     close = difflib.get_close_matches(str(value), map(str, allowed), n=1)

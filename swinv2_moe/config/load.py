@@ -1,4 +1,4 @@
-"""Configuration: yacs defaults under the names Swin users know, merged strictly.
+"""Configuration files and KEY VALUE pairs, merged strictly over the defaults.
 
 `load_config(file, opts)` is the one entry. Whatever cannot work stops there, in one line that names
 the key, its value and what is allowed. A YAML file may name others to start from: `BASE:
@@ -6,173 +6,19 @@ the key, its value and what is allowed. A YAML file may name others to start fro
 """
 
 import ast
-import copy
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from yacs.config import CfgNode
 
-from swinv2_moe.config_checks import check_config, flatten
+from swinv2_moe.config.checks import check_config
+from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
-from swinv2_moe.model_types import model_types
 
 _MAX_FILES = 32  # that BASE may name, one by one and together
-
-_C = CfgNode()
-_C.OUTPUT = "output"  # run directory; tools/train.py --output overrides it
-_C.SEED = 0
-_C.PRINT_FREQ = 10  # optimiser steps between two logged steps
-_C.SAVE_FREQ = 1  # epochs between two checkpoints; the best and the last epoch are always saved
-_C.EVENT_LOG = False  # OUTPUT/events.log, in the MLPerf log format (needs the mlperf extra)
-_C.DEVICE = "auto"
-_C.TIMEOUT = 600  # seconds after which a rank gives up on ranks that do not answer
-_C.AMP_ENABLE = False
-_C.AMP_DTYPE = "bfloat16"
-# torch.compile of the model; over several ranks its experts stay uncompiled, and it is untried
-_C.COMPILE = False
-
-_C.CHECKPOINT = CfgNode()
-# optimiser steps between two checkpoints inside an epoch; 0: after epochs only
-_C.CHECKPOINT.STEPS = 0
-_C.CHECKPOINT.KEEP_LAST = 2  # besides the best
-# of each layer in one save, in turn (not in the best and the last epoch's); 0: all
-_C.CHECKPOINT.EXPERTS = 0
-# memory per rank for saving while training goes on; beyond it, training waits
-_C.CHECKPOINT.STAGING_MB = 4096
-
-_C.DATA = CfgNode()
-_C.DATA.DATASET = "digits"
-# folder: holds train/ and val/ with a folder per class; list: what listed paths are relative to
-_C.DATA.PATH = ""
-#                    shards: what data/make_shards.py made
-_C.DATA.TRAIN_LIST = ""  # list: one "path label" a line, or Swin's JSON map
-_C.DATA.VAL_LIST = ""
-# shards: places from which they are read in turn; ranks that divide it read each their own
-_C.DATA.SHARD_STREAMS = 64
-_C.DATA.BATCH_SIZE = 128  # images per rank per forward pass
-# images per step over all ranks, however many they are; 0: as BATCH_SIZE says
-_C.DATA.GLOBAL_BATCH_SIZE = 0
-_C.DATA.IMG_SIZE = 192
-_C.DATA.INTERPOLATION = "bicubic"
-_C.DATA.MEAN = [0.485, 0.456, 0.406]  # ImageNet's, as timm and torchvision use them
-_C.DATA.STD = [0.229, 0.224, 0.225]
-_C.DATA.NUM_WORKERS = 2
-_C.DATA.PIN_MEMORY = True
-# of an image, more than any but a few cameras take; larger ones count as unreadable
-_C.DATA.MAX_PIXELS = 120_000_000
-# the run stops once more than this share of the images could not be read
-_C.DATA.MAX_BAD_SHARE = 0.01
-
-_C.MODEL = CfgNode()
-# swinv2_moe: res-post-norm, cosine attention; swin_moe: the released pre-norm form; or another file
-# models/*_moe.py. Each reads a group of keys that its file declares: MODEL.SWINV2, ...
-_C.MODEL.TYPE = "swinv2_moe"
-_C.MODEL.NUM_CLASSES = 0  # 0: as many as the data has
-_C.MODEL.DROP_RATE = 0.0
-_C.MODEL.ATTN_DROP_RATE = 0.0
-_C.MODEL.DROP_PATH_RATE = 0.1
-_C.MODEL.LABEL_SMOOTHING = 0.1
-# a checkpoint directory of this project, or a dense SwinV2 .safetensors/.pth
-_C.MODEL.PRETRAINED = ""
-_C.MODEL.UPCYCLE = False  # PRETRAINED is dense: copy each dense FFN into every expert of its block
-_C.MODEL.UPCYCLE_NOISE = 0.0  # std of noise on those copies, in units of the dense weights' own
-_C.MODEL.NEW_HEAD = False  # PRETRAINED has other classes: leave its head out
-# or take rows of its head: a file with the old class's number for each class, from 0
-_C.MODEL.CLASS_MAP = ""
-
-_C.MODEL.MOE = CfgNode()
-_C.MODEL.MOE.NUM_EXPERTS = 0  # over all ranks; 0: the dense model
-# ranks that share the experts; groups of so many are replicas; 0: all ranks
-_C.MODEL.MOE.EXPERT_PARALLEL_SIZE = 0
-# of those ranks. off: the plainest; fixed: the four keys below; auto: found in training
-_C.MODEL.MOE.STRATEGY = "off"
-# 0: weights travel; 1: tokens do; E < ranks: any divisor of ranks / E (moe_core ParallelStrategy)
-_C.MODEL.MOE.R = 1
-_C.MODEL.MOE.PIPELINE_DEGREE = 1  # chunks that travel while others are worked on
-_C.MODEL.MOE.ALL_TO_ALL = "linear"  # or 2dh: inside the nodes, then between them; or registered
-_C.MODEL.MOE.RANKS_PER_NODE = 0  # for 2dh; 0: as torchrun says
-_C.MODEL.MOE.KERNELS = "auto"  # auto: triton on a GPU, else torch; or one of the two
-# per stage, the blocks (from 0) whose FFN is a mixture of experts
-_C.MODEL.MOE.BLOCKS = [[], [], [], []]
-_C.MODEL.MOE.TOP_K = 1
-# > 0: limit; 0: dropless; < 0: dropless up to the limit of its absolute value
-_C.MODEL.MOE.CAPACITY_FACTOR = 1.25
-_C.MODEL.MOE.EVAL_CAPACITY_FACTOR = 1.25
-# in training each expert's rows are a multiple of it, as GPU kernels like (128); 0: off
-_C.MODEL.MOE.ROUND_TO = 0
-_C.MODEL.MOE.ROUTER = "linear"
-_C.MODEL.MOE.GATE_NOISE = 1.0
-_C.MODEL.MOE.NORMALIZE_GATES = False
-_C.MODEL.MOE.BATCH_PRIORITIZED = True
-_C.MODEL.MOE.AUX_LOSS = "load_importance"
-_C.MODEL.MOE.AUX_LOSS_WEIGHT = 0.01
-# the auxiliary loss looks at the batch of all ranks, not at each rank's own
-_C.MODEL.MOE.GLOBAL_BALANCE = False
-# routers and experts stay as PRETRAINED has them and route as in evaluation
-_C.MODEL.MOE.FREEZE = False
-_C.MODEL.MOE.INPUT_JITTER = 0.0
-_C.MODEL.MOE.INPUT_DROPOUT = 0.0
-_C.MODEL.MOE.HIDDEN_DROPOUT = 0.0  # after the experts' activation
-_C.MODEL.MOE.OUTPUT_BIAS = True  # the second bias of each expert
-_C.MODEL.MOE.INIT_STD = 0.02
-
-_C.TRAIN = CfgNode()
-_C.TRAIN.EPOCHS = 90
-_C.TRAIN.WARMUP_EPOCHS = 10
-# for 512 images a step; scaled linearly with the global batch, like the two below
-_C.TRAIN.BASE_LR = 1.25e-4
-_C.TRAIN.WARMUP_LR = 1.25e-7
-_C.TRAIN.MIN_LR = 1.25e-6
-_C.TRAIN.WEIGHT_DECAY = 0.1
-_C.TRAIN.LAYER_DECAY = 1.0
-_C.TRAIN.CLIP_GRAD = 3.0  # global norm over all ranks; 0: off
-_C.TRAIN.ACCUMULATION_STEPS = 1
-_C.TRAIN.USE_CHECKPOINT = False  # recompute activations in the backward pass
-# FSDP2 shards the shared parameters, their gradients and moments over the ranks
-_C.TRAIN.SHARD_TRUNK = False
-_C.TRAIN.EMA_DECAY = 0.0  # 0: no averaged copy of the weights
-_C.TRAIN.MAX_STEPS = 0  # for trials: stop here, in mid-epoch; 0: no limit
-# the validation accuracy, in percent, whose first time is reported; 0: none
-_C.TRAIN.TARGET_TOP1 = 0.0
-# steps in a row with a loss or gradient not finite that are skipped; one more stops
-_C.TRAIN.SKIP_NON_FINITE = 0
-_C.TRAIN.OPTIMIZER = CfgNode()
-_C.TRAIN.OPTIMIZER.NAME = "adamw"
-_C.TRAIN.OPTIMIZER.EPS = 1e-8
-_C.TRAIN.OPTIMIZER.BETAS = [0.9, 0.999]
-_C.TRAIN.OPTIMIZER.MOMENTUM = 0.9
-
-_C.AUG = CfgNode()
-_C.AUG.SCALE = [0.08, 1.0]  # random resized crop: share of the area
-_C.AUG.RATIO = [0.75, 1.3333333333333333]
-_C.AUG.HFLIP = 0.5
-_C.AUG.COLOR_JITTER = 0.4
-_C.AUG.AUTO_AUGMENT = "rand-m9-mstd0.5-inc1"
-_C.AUG.REPROB = 0.25
-_C.AUG.REMODE = "pixel"
-_C.AUG.RECOUNT = 1
-_C.AUG.MIXUP = 0.8
-_C.AUG.CUTMIX = 1.0
-_C.AUG.MIXUP_PROB = 1.0
-_C.AUG.MIXUP_SWITCH_PROB = 0.5
-_C.AUG.MIXUP_MODE = "batch"
-
-_C.TEST = CfgNode()
-# resize the short side to IMG_SIZE / CROP_RATIO, then centre crop; else resize both sides
-_C.TEST.CROP = True
-_C.TEST.CROP_RATIO = 0.875
-
-
-def default_config() -> CfgNode:
-    """A mutable copy of every key with its default: those above and those of every model type."""
-    defaults = _C.clone()
-    for model_type in model_types().values():
-        section = model_type.section
-        defaults.MODEL[section.name] = CfgNode(copy.deepcopy(dict(section.defaults)))
-    return defaults
 
 
 def load_config(
@@ -227,6 +73,11 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
     check_config(config)
     config.freeze()
     return config
+
+
+def as_opts(values: Mapping[str, object]) -> list[str]:
+    """`{"SEED": 1}` as the KEY VALUE pairs that `load_config` and its siblings accept."""
+    return [str(word) for pair in values.items() for word in pair]
 
 
 def merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
@@ -417,8 +268,3 @@ def _nearest(name: str) -> str:
         if close
         else "; `python -m swinv2_moe.config` lists every key"
     )
-
-
-if __name__ == "__main__":
-    for key, value in flatten(default_config()).items():
-        print(f"{key}: {value!r}")

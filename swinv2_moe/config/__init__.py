@@ -1,0 +1,62 @@
+"""Configuration: yacs files and KEY VALUE pairs outside, typed frozen sections inside.
+
+`load_config` reads and checks a yacs tree. `data_config`, `model_config`, `train_config` and
+their siblings make from it what one part of the program needs. `python -m swinv2_moe.config` lists
+every key.
+"""
+
+from swinv2_moe.config.checks import CHOICES, check_config
+from swinv2_moe.config.defaults import default_config, flatten
+from swinv2_moe.config.load import (
+    as_opts,
+    config_from_text,
+    load_config,
+    merge_opts,
+    resolve_batch_size,
+)
+from swinv2_moe.config.sections import (
+    PUBLISHED_MOE,
+    AugmentConfig,
+    CheckpointConfig,
+    CropConfig,
+    DataConfig,
+    ExpertsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
+from swinv2_moe.config.typed import (
+    checkpoint_config,
+    data_config,
+    model_config,
+    run_config,
+    train_config,
+)
+
+__all__ = [
+    "CHOICES",
+    "PUBLISHED_MOE",
+    "AugmentConfig",
+    "CheckpointConfig",
+    "CropConfig",
+    "DataConfig",
+    "ExpertsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "TrainConfig",
+    "as_opts",
+    "check_config",
+    "checkpoint_config",
+    "config_from_text",
+    "data_config",
+    "default_config",
+    "flatten",
+    "load_config",
+    "merge_opts",
+    "model_config",
+    "resolve_batch_size",
+    "run_config",
+    "train_config",
+]

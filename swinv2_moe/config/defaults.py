@@ -1,0 +1,68 @@
+"""The yacs tree: every key with its default, made from the sections."""
+
+import copy
+from dataclasses import fields
+
+from yacs.config import CfgNode
+
+from swinv2_moe.config.sections import (
+    AugmentConfig,
+    CheckpointConfig,
+    CropConfig,
+    DataConfig,
+    ExpertsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+    is_key,
+    moe_defaults,
+)
+from swinv2_moe.model_types import model_types
+
+
+def _group(section: type) -> CfgNode:
+    """A group of keys with the defaults of a section."""
+    group = CfgNode()
+    for field in fields(section):
+        if is_key(field):
+            group[field.name.upper()] = _with_lists(field.default)
+    return group
+
+
+def _with_lists(value: object) -> object:
+    """A tuple as a list, and tuples in it too."""
+    if isinstance(value, tuple):
+        return [_with_lists(item) for item in value]
+    return value
+
+
+def default_config() -> CfgNode:
+    """A mutable tree of every key with its default: those of the sections and of every registered
+    model type."""
+    config = _group(RunConfig)
+    config.CHECKPOINT = _group(CheckpointConfig)
+    config.DATA = _group(DataConfig)
+    config.MODEL = _group(ModelConfig)
+    for model_type in model_types().values():
+        section = model_type.section
+        config.MODEL[section.name] = CfgNode(copy.deepcopy(dict(section.defaults)))
+    config.MODEL.MOE = _group(ExpertsConfig)
+    for name, default in moe_defaults().items():
+        config.MODEL.MOE[name.upper()] = default
+    config.TRAIN = _group(TrainConfig)
+    config.TRAIN.OPTIMIZER = _group(OptimizerConfig)
+    config.AUG = _group(AugmentConfig)
+    config.TEST = _group(CropConfig)
+    return config
+
+
+def flatten(config: CfgNode, prefix: str = "") -> dict[str, object]:
+    """`{"TRAIN.BASE_LR": 1e-3, ...}`, in the order of definition."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, CfgNode):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,91 @@
+"""From a yacs tree to the typed sections: each part of the program receives its own."""
+
+from yacs.config import CfgNode
+
+from moe_core import MoEConfig
+from swinv2_moe.config.sections import (
+    AugmentConfig,
+    CheckpointConfig,
+    CropConfig,
+    DataConfig,
+    ExpertsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+    moe_defaults,
+)
+from swinv2_moe.model_types import model_section
+
+
+def run_config(config: CfgNode) -> RunConfig:
+    """What concerns the run as such: keys without a group."""
+    return RunConfig(**_values(config))
+
+
+def checkpoint_config(config: CfgNode) -> CheckpointConfig:
+    """CHECKPOINT."""
+    return CheckpointConfig(**_values(config.CHECKPOINT))
+
+
+def data_config(config: CfgNode) -> DataConfig:
+    """DATA, with AUG, TEST and what else reading images needs."""
+    return DataConfig(
+        **_values(config.DATA),
+        augment=AugmentConfig(**_values(config.AUG)),
+        test=CropConfig(**_values(config.TEST)),
+        in_chans=model_section(config).IN_CHANS,
+        num_classes=config.MODEL.NUM_CLASSES,
+        seed=config.SEED,
+        device=config.DEVICE,
+    )
+
+
+def model_config(config: CfgNode) -> ModelConfig:
+    """MODEL, with the group of its type, MOE and what else building a model needs."""
+    trunk = model_section(config)
+    return ModelConfig(
+        **_values(config.MODEL),
+        trunk=_values(trunk),
+        in_chans=trunk.IN_CHANS,
+        experts=_experts(config),
+        img_size=config.DATA.IMG_SIZE,
+        use_checkpoint=config.TRAIN.USE_CHECKPOINT,
+    )
+
+
+def train_config(config: CfgNode) -> TrainConfig:
+    """TRAIN, with OPTIMIZER and what else a training step needs."""
+    return TrainConfig(
+        **_values(config.TRAIN),
+        optimizer=OptimizerConfig(**_values(config.TRAIN.OPTIMIZER)),
+        batch_size=config.DATA.BATCH_SIZE,
+        amp_enable=config.AMP_ENABLE,
+        amp_dtype=config.AMP_DTYPE,
+        compile=config.COMPILE,
+    )
+
+
+def _experts(config: CfgNode) -> ExpertsConfig:
+    values = _values(config.MODEL.MOE)
+    layer_values = {name: values.pop(name) for name in moe_defaults()}
+    layer = None
+    if values["num_experts"]:
+        layer = MoEConfig(1, 1, values["num_experts"], **layer_values)
+    return ExpertsConfig(**values, layer=layer)
+
+
+def _values(group: CfgNode) -> dict[str, object]:
+    """`{"img_size": 192, ...}` of the keys of a group, without the groups in it."""
+    return {
+        key.lower(): _with_tuples(value)
+        for key, value in group.items()
+        if not isinstance(value, CfgNode)
+    }
+
+
+def _with_tuples(value: object) -> object:
+    """A list as a tuple, and lists in it too."""
+    if isinstance(value, list):
+        return tuple(_with_tuples(item) for item in value)
+    return value

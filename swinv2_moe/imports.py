@@ -1,0 +1,78 @@
+"""Python files of the user, run before the configuration is read: `--import FILE`.
+
+Such a file registers routers, losses and activations (`moe_core.register_router` and its siblings).
+Files are named on the command line alone, never by a configuration or a checkpoint.
+"""
+
+import argparse
+import sys
+import traceback
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+from swinv2_moe.errors import UserError, one_line
+
+# Registration is for the whole process, and so is the list of what has been imported.
+_imported: list[Path] = []
+
+
+def imported_files() -> tuple[Path, ...]:
+    """The files that this process has imported, in order."""
+    return tuple(_imported)
+
+
+def import_arguments() -> list[str]:
+    """These files as arguments of another command."""
+    return [word for file in _imported for word in ("--import", str(file))]
+
+
+def import_file(name: str) -> None:
+    """Run a Python file as a module of its own; one that has been imported is not run again.
+
+    Raises:
+        UserError: there is no such file, or it raises; the line names the file.
+    """
+    file = Path(name).resolve()
+    if file in _imported:
+        return
+    if not file.is_file():
+        problem = "is not a file" if file.exists() else "does not exist"
+        raise UserError(f"--import {name}: {problem}")
+    module_name = f"imported_{file.stem}"
+    spec = spec_from_loader(module_name, SourceFileLoader(module_name, str(file)))
+    module = module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        message = one_line(str(error))
+        raise UserError(
+            f"--import {name}: {_line_in(file, error)}{type(error).__name__}: {message}"
+        ) from error
+    _imported.append(file)
+
+
+def _line_in(file: Path, error: BaseException) -> str:
+    """ "line 12, " where the file's own code raised; syntax errors name their line themselves."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+    return f"line {lines[-1]}, " if lines else ""
+
+
+class _Import(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        import_file(values)
+
+
+def add_import_argument(parser: argparse.ArgumentParser) -> None:
+    """--import FILE, which runs the file as the arguments are parsed; it can be repeated."""
+    parser.add_argument(
+        "--import",
+        action=_Import,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="a Python file to run first, which registers a router, a loss, an activation or an"
+        " all-to-all;"
+        " repeatable",
+    )

@@ -1,0 +1,71 @@
+"""Typed sections of a configuration, and the defaults that they define."""
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from moe_core import MoEConfig
+from swinv2_moe.config import (
+    PUBLISHED_MOE,
+    as_opts,
+    checkpoint_config,
+    data_config,
+    default_config,
+    load_config,
+    model_config,
+    run_config,
+    train_config,
+)
+
+EXPERTS = {"MODEL.MOE.NUM_EXPERTS": 4, "MODEL.MOE.BLOCKS": [[], [], [1], []]}
+# MODEL.MOE's defaults that are not MoEConfig's: the published recipe (arXiv 2206.03382, section 5),
+# and a number where MoEConfig leaves the choice to torch
+DIFFERENT = {
+    "GATE_NOISE": (1.0, 0.0),
+    "NORMALIZE_GATES": (False, True),
+    "BATCH_PRIORITIZED": (True, False),
+    "AUX_LOSS": ("load_importance", "gshard"),
+    "INIT_STD": (0.02, None),
+}
+
+
+def test_the_defaults_of_the_experts_are_those_of_the_engine_but_for_the_recipe():
+    moe, engine = default_config().MODEL.MOE, MoEConfig(1, 1, 1)
+    different = {}
+    for field in fields(MoEConfig):
+        key, default = field.name.upper(), getattr(engine, field.name)
+        if key in moe and key != "NUM_EXPERTS" and moe[key] != default:
+            different[key] = (moe[key], default)
+    assert different == DIFFERENT
+    assert {name.upper() for name in PUBLISHED_MOE} == set(DIFFERENT) - {"INIT_STD"}
+
+
+def test_each_section_has_its_own_keys_and_what_else_it_needs():
+    config = load_config(None, as_opts({"SEED": 3, "DATA.BATCH_SIZE": 6, "AMP_ENABLE": True}))
+    data, train = data_config(config), train_config(config)
+    assert (data.seed, data.batch_size, data.augment.scale) == (3, 6, (0.08, 1.0))
+    assert (data.test.crop_ratio, data.in_chans, data.mean) == (0.875, 3, (0.485, 0.456, 0.406))
+    assert (train.batch_size, train.optimizer.betas, train.amp_enable) == (6, (0.9, 0.999), True)
+    assert (run_config(config).seed, checkpoint_config(config).keep_last) == (3, 2)
+    with pytest.raises(FrozenInstanceError):
+        data.seed = 4
+
+
+def test_the_layer_of_the_experts_is_embedded():
+    opts = as_opts(EXPERTS | {"MODEL.MOE.TOP_K": 2, "MODEL.MOE.ACTIVATION": "silu"})
+    model = model_config(load_config(None, opts))
+    layer = model.experts.layer
+    assert layer.num_experts == 4
+    assert (layer.top_k, layer.activation, layer.gate_noise) == (2, "silu", 1.0)
+    assert model.experts.blocks == ((), (), (1,), ())
+    assert MoEConfig(1, 1, 4, **model.experts.layer_fields()) == layer
+
+
+def test_a_dense_model_has_no_layer_of_experts():
+    experts = model_config(load_config()).experts
+    assert experts.layer is None
+    assert experts.layer_fields() == {}
+
+
+def test_values_as_opts():
+    assert as_opts({"SEED": 1, "AMP_ENABLE": False}) == ["SEED", "1", "AMP_ENABLE", "False"]
