@@ -11,7 +11,6 @@ steps beside it is in it. `cp` copies a full checkpoint, then syncs each file.
 """
 
 import argparse
-import os
 import shutil
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from moe_core.files import fsync
 from swinv2_moe.config import load_config
 from swinv2_moe.data import build_data
 from swinv2_moe.engine.distributed import World, seed_everything
@@ -104,8 +104,7 @@ def copy(source: Path, target: Path) -> float:
     started = time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)
     for file in target.rglob("*.safetensors"):
-        with file.open("rb") as content:
-            os.fsync(content.fileno())
+        fsync(file)
     seconds = time.perf_counter() - started
     shutil.rmtree(target)
     return seconds

@@ -29,7 +29,7 @@ from yacs.config import CfgNode
 from swinv2_moe.config import default_config
 from swinv2_moe.data.datasets import ImageDataset, preserved_random_states, seed_random_states
 from swinv2_moe.data.images import FORMATS, decode, to_mode
-from swinv2_moe.data.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Source, Sources
 from swinv2_moe.data.transforms import build_transform

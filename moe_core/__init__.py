@@ -6,7 +6,6 @@
 
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
 from moe_core.config import ExpertShard, MoEConfig
-from moe_core.files import open_regular
 from moe_core.kernels import release_buffers
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.losses import AuxiliaryLoss, RoutingScores
@@ -40,7 +39,6 @@ __all__ = [
     "load_strategy_decisions",
     "load_tensors",
     "moe_layers",
-    "open_regular",
     "prepared",
     "register_activation",
     "register_loss",

@@ -10,11 +10,10 @@ from mmengine.runner import Runner
 from moe_core import moe_layers
 from swinv2_moe.config import default_config
 from swinv2_moe.detection.runner import sharded_experts
-from swinv2_moe.engine.checkpoint import point
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.optim import optimizer_sections
 from swinv2_moe.engine.saver import Saver
-from swinv2_moe.files import read_json
+from swinv2_moe.files import read_json, replace_link
 from swinv2_moe.forms import NUMBER, record
 from swinv2_moe.models.positions import position_windows
 
@@ -94,7 +93,7 @@ class ExpertStoreHook(Hook):
         if (root / "best").is_symlink():
             best = _best_score(file, runner)
         if newest is not None and (best is None or score > best):
-            point(root / "best", newest.directory.name)
+            replace_link(root / "best", newest.directory.name)
             file.write_text(
                 json.dumps(
                     {"score": score, "metric": self.save_best, "checkpoint": newest.directory.name}

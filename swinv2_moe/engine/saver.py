@@ -26,19 +26,19 @@ from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from moe_core.checkpoint import expert_file, sync_file, tensors_by_file, write_tensors
+from moe_core.checkpoint import expert_file, tensors_by_file, write_tensors
+from moe_core.files import fsync, fsync_and_hash
 from swinv2_moe.engine.checkpoint import (
     Checkpoint,
     checkpoints_below,
     free_name,
     order_of,
-    point,
-    publish,
     write_meta,
 )
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.parallelize import whole_tensors
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import publish_directory, replace_link
 
 # "" (the model), "ema", "optimizer/exp_avg", ... -> named like the parameters
 Sections = dict[str, dict[str, Tensor]]
@@ -247,7 +247,7 @@ class Saver:
             meta = meta | {"experts": self._borrow(plan, meta, files)}
         meta = write_meta(plan.temporary, meta | {"files": dict(sorted(files.items()))})
         final = free_name(self.root / _name(meta))
-        publish(plan.temporary, final)
+        publish_directory(plan.temporary, final)
         self.previous = Checkpoint(final, meta)
         try:
             self._point_and_prune(final, is_best)
@@ -257,9 +257,9 @@ class Saver:
             )
 
     def _point_and_prune(self, newest: Path, is_best: bool) -> None:
-        point(self.root / "latest", newest.name)
+        replace_link(self.root / "latest", newest.name)
         if is_best:
-            point(self.root / "best", newest.name)
+            replace_link(self.root / "best", newest.name)
         used = {
             os.readlink(link)
             for link in (self.root / "latest", self.root / "best")
@@ -376,7 +376,7 @@ class _Job:
     def _finish_file(self, file: str) -> dict:
         if file in self.staged:
             write_tensors(self.directory / file, self.staged[file])
-        return sync_file(self.directory / file)
+        return fsync_and_hash(self.directory / file)
 
 
 def _name(meta: dict) -> str:
@@ -399,4 +399,4 @@ def _link(source: Path, target: Path) -> None:
         raise
     except OSError:
         shutil.copyfile(source, target)
-        sync_file(target)
+        fsync(target)

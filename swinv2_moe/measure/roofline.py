@@ -25,6 +25,7 @@ import torch
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
+from moe_core.files import fsync
 from moe_core.parallel import ExpertGroup, all_to_all
 from swinv2_moe.config import flatten, load_config, resolve_batch_size
 from swinv2_moe.data import Batch, build_data
@@ -344,7 +345,7 @@ def write_file(path: Path, size: int) -> None:
         with path.open("wb", buffering=0) as file:
             for _ in range(size // len(block)):
                 file.write(block)
-            os.fsync(file.fileno())
+        fsync(path)
     except OSError as error:
         raise UserError(f"--output {path.parent}: cannot be written ({error.strerror})") from error
 

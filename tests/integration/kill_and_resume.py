@@ -179,7 +179,13 @@ def saves_under_way(run: Path) -> set[str]:
 def slow_disk(seconds: float) -> None:
     """In this process every file of a checkpoint takes so much longer to write, to wait for and to
     remove, and so does what comes after the files. (The product has no hooks for tests.)"""
-    for name in ("write_tensors", "sync_file", "write_meta", "publish", "point"):
+    for name in (
+        "write_tensors",
+        "fsync_and_hash",
+        "write_meta",
+        "publish_directory",
+        "replace_link",
+    ):
         setattr(saver, name, partial(_slowly, getattr(saver, name), seconds))
     os.unlink = partial(_slowly, os.unlink, seconds)  # what rmtree calls for each file
 

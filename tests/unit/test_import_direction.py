@@ -30,7 +30,10 @@ PARTS = ["moe_core.router", "moe_core.dispatch", "moe_core.experts", "moe_core.p
 # What the other packages may import from.
 PUBLIC = (
     "moe_core",
-    *(f"moe_core.{part}" for part in ("parallel", "cost_model", "checkpoint", "export", "tutel")),
+    *(
+        f"moe_core.{part}"
+        for part in ("parallel", "cost_model", "checkpoint", "export", "files", "tutel")
+    ),
 )
 SHARED = [
     "moe_core",
@@ -59,7 +62,12 @@ ALLOWED = {
     "swinv2_moe.config": ["swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config_checks"],
     "swinv2_moe.config_checks": ["swinv2_moe.errors"],
     "swinv2_moe.models": SHARED,
-    "swinv2_moe.data": ["swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.config"],
+    "swinv2_moe.data": [
+        "moe_core.files",
+        "swinv2_moe.errors",
+        "swinv2_moe.files",
+        "swinv2_moe.config",
+    ],
     "swinv2_moe.engine": MODELS_AND_DATA,
     "swinv2_moe.detection": [*MODELS_AND_DATA, "swinv2_moe.engine", "swinv2_moe.plots"],
     "swinv2_moe.measure": [*MODELS_AND_DATA, "swinv2_moe.engine", "swinv2_moe.plots"],

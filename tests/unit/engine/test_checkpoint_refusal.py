@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_core.checkpoint import sync_file
+from moe_core.files import fsync_and_hash
 from swinv2_moe.engine.checkpoint import (
     count_classes,
     find_checkpoint,
@@ -189,7 +189,7 @@ def rewrite_trunk(directory, change):
     file = directory / "model.safetensors"
     save_file(change(load_file(file)), file)
     meta = read_meta(directory)
-    write_meta(directory, meta | {"files": meta["files"] | {file.name: sync_file(file)}})
+    write_meta(directory, meta | {"files": meta["files"] | {file.name: fsync_and_hash(file)}})
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.complex64, torch.bool])

@@ -191,9 +191,9 @@ def fails_once(monkeypatch, name, after=0):
     [
         ("write_tensors", 0),
         ("write_tensors", 7),
-        ("sync_file", 3),
+        ("fsync_and_hash", 3),
         ("write_meta", 0),
-        ("publish", 0),
+        ("publish_directory", 0),
     ],
 )
 def test_a_failed_save_is_said_and_harms_nothing(function, after, staging, begin, monkeypatch):
@@ -318,7 +318,7 @@ def test_a_checkpoint_of_weights_cannot_be_resumed(begin, make_trainer):
 
 def test_a_run_whose_last_save_fails_says_so(tmp_path, make_config, monkeypatch, capsys):
     config = make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 4, "CHECKPOINT.STEPS": 2})
-    fails_once(monkeypatch, "publish", after=1)
+    fails_once(monkeypatch, "publish_directory", after=1)
     with pytest.raises(UserError, match="the last checkpoint was not saved"):
         train(config)
     assert (
@@ -346,7 +346,7 @@ def test_pruning_killed_half_way_leaves_no_half_a_checkpoint(begin, monkeypatch)
 
 def test_links_that_cannot_be_moved_are_said(begin, monkeypatch):
     trainer, saver, said = begin()
-    fails_once(monkeypatch, "point")
+    fails_once(monkeypatch, "replace_link")
     trainer.save(saver)
     saver.close()  # no error: it is saved
     assert said[0].startswith(
