@@ -24,8 +24,8 @@ from moe_core.files import fsync
 from swinv2_moe.config import load_config
 from swinv2_moe.data import build_data
 from swinv2_moe.engine.distributed import World, seed_everything
-from swinv2_moe.engine.saver import Cost, Saver
-from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.engine.loop import Trainer
+from swinv2_moe.engine.saver import Cost, Saver, save_policy
 from swinv2_moe.measure.rounds import machine, median_and_spread
 from swinv2_moe.models import build_model
 
@@ -69,12 +69,14 @@ class Bench:
         self.savers = {}
         for i, (mode, (staging, *_)) in enumerate(MODES.items()):
             config = load_config(QUICKSTART, [*keys.split(), "CHECKPOINT.STAGING_MB", str(staging)])
-            self.savers[mode] = Saver(root / str(i), world, config, report=self.costs.append)
+            self.savers[mode] = Saver(
+                root / str(i), world, save_policy(config), report=self.costs.append
+            )
         data = build_data(config)
         seed_everything(0)
         self.trainer = Trainer(config, world, data, build_model(config, data.num_classes))
         self.batches = list(data.train_loader)
-        self.trainer.wrapped.train()
+        self.trainer.step.wrapped.train()
 
     def steps(self, count: int) -> float:
         started = time.perf_counter()
@@ -120,7 +122,7 @@ def main() -> None:
         # time
         for mode in MODES:
             bench.window_with_save(mode)
-        size = sum(p.numel() for p in bench.trainer.model.parameters())
+        size = sum(p.numel() for p in bench.trainer.step.model.parameters())
         found, copies = {mode: [] for mode in MODES}, []
         for _ in range(args.rounds):
             plain = bench.plain_window()

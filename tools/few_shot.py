@@ -18,7 +18,7 @@ from swinv2_moe.command import (
     run_command,
     write_results,
 )
-from swinv2_moe.engine.few_shot import CLASSIFIERS, Protocol, evaluate_few_shot
+from swinv2_moe.measure.few_shot import CLASSIFIERS, Protocol, evaluate_few_shot
 
 
 def parse() -> argparse.Namespace:

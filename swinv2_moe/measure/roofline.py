@@ -31,7 +31,7 @@ from swinv2_moe.config import flatten, load_config, resolve_batch_size
 from swinv2_moe.data import Batch, build_data
 from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
-from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.engine.loop import Trainer
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases
 from swinv2_moe.measure.phases import Task, Work
@@ -258,7 +258,7 @@ def _trainer(config: CfgNode, world: World) -> Trainer:
                 " than experts)"
             )
     trainer = Trainer(config, world, images, model)
-    trainer.wrapped.train()
+    trainer.step.wrapped.train()
     return trainer
 
 

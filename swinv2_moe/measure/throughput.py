@@ -4,7 +4,7 @@ Every combination of mode, batch size, dtype, capacity factor and compilation is
 interleaved rounds, in which both models and a large matrix product of the same dtype take turns; no
 other times are ever set against each other.
 
-- Training: the Trainer's own step (forward, both losses, backward, clipping, update, and under
+- Training: the step of a training run (forward, both losses, backward, clipping, update, and under
   torchrun the exchange of rows and gradients), without mixup, accumulation or averaged weights. The
   learning rate is 0: as much work, but every round does it on the same weights.
 - bfloat16: autocast, as in training and evaluation; the weights stay fp32.
@@ -39,11 +39,12 @@ from yacs.config import CfgNode
 
 from moe_core import moe_layers, prepared
 from swinv2_moe.config import flatten, load_config
-from swinv2_moe.data import Batch, Data
+from swinv2_moe.data import Batch
 from swinv2_moe.engine.agreement import check_same_start
+from swinv2_moe.engine.autocast import build_autocast
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.engine.record import dropped_share
-from swinv2_moe.engine.trainer import Trainer, build_autocast
+from swinv2_moe.engine.step import TrainingStep
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.rounds import (
     REPEATABLE,
@@ -322,12 +323,12 @@ def _inference(config: CfgNode, world: World) -> Subject:
 
 
 def _training(config: CfgNode, world: World) -> Subject:
-    """The Trainer's step on one batch, again and again."""
+    """Training steps on one batch."""
     batch = _batch(config, world)
-    data = Data([batch], [], _classes(config), [], config.DATA.BATCH_SIZE * world.size, 0)
-    trainer = Trainer(config, world, data, _model(config, world))
-    trainer.wrapped.train()
-    return Subject(trainer.model, lambda: trainer.train_step([batch]), trainer.optimizer)
+    step = TrainingStep(config, world, _model(config, world), _classes(config))
+    step.wrapped.train()
+    numbers = itertools.count()
+    return Subject(step.model, lambda: step.run([batch], next(numbers)), step.optimizer)
 
 
 def _model(config: CfgNode, world: World) -> SwinTransformerV2MoE:

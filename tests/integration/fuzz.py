@@ -98,10 +98,10 @@ def checkpoints(work: Path, count: int, rng: random.Random) -> Iterator[Case]:
 
     def read() -> str:
         found = find_checkpoint("auto", root / "checkpoints")
-        weights = read_weights_of(found, trainer.model)
+        weights = read_weights_of(found, trainer.step.model)
         trainer.resume(found)
         return tensors_digest(
-            weights | {f"trained {k}": v for k, v in trainer.model.state_dict().items()}
+            weights | {f"trained {k}": v for k, v in trainer.step.model.state_dict().items()}
         )
 
     restore()

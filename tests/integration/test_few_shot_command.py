@@ -183,7 +183,7 @@ def test_bad_input_is_one_line(case, few_shot, run, photographs, places, monkeyp
     def too_late(*args):
         raise AssertionError("images were read")
 
-    monkeypatch.setattr("swinv2_moe.engine.few_shot._extract", too_late)
+    monkeypatch.setattr("swinv2_moe.measure.few_shot._extract", too_late)
     arguments, texts = BAD_INPUT[case]
     finished = few_shot(
         "--resume", run, "--data", photographs, *[a.format(root=places) for a in arguments]

@@ -142,8 +142,8 @@ def test_imports_run_one_way(path):
         ("swinv2_moe.models.factory", "swinv2_moe.data.build"),
         ("swinv2_moe.models.factory", "moe_core.layer.MoELayer"),
         ("swinv2_moe.data.build", "swinv2_moe.models"),
-        ("swinv2_moe.engine.trainer", "swinv2_moe.detection.backbone"),
-        ("swinv2_moe.engine.trainer", "tools.train"),
+        ("swinv2_moe.engine.loop", "swinv2_moe.detection.backbone"),
+        ("swinv2_moe.engine.loop", "tools.train"),
     ],
 )
 def test_the_rules_catch(name, imported):
