@@ -13,14 +13,14 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 
-from rich.box import MARKDOWN
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from swinv2_moe.command import output_directory, run_command
 from swinv2_moe.measure import throughput
 from swinv2_moe.measure.rounds import latencies, median_and_spread
 from swinv2_moe.measure.throughput import DTYPES, PASSES, SWITCH, Options, Row, Side
+from swinv2_moe.tables import number_table
 
 DEFAULT = Options()
 
@@ -87,11 +87,12 @@ def table_of(
 ) -> Table:
     """Markdown: `both` has two columns for each title, with experts and dense; `one` has one."""
     titles = [f"{title}, {side}" for title in both for side in ("experts", "dense")]
-    table = Table("", *(Column(title, justify="right") for title in (*titles, *one)), box=MARKDOWN)
+    lines = []
     for row in rows:
         cells = [cell(row, side) for cell in both.values() for side in (row.moe, row.dense)]
-        table.add_row(str(row.combination), *cells, *(cell(row) for cell in one.values()))
-    return table
+        cells += [cell(row) for cell in one.values()]
+        lines.append([str(row.combination), *cells])
+    return number_table(["", *titles, *one], lines, markdown=True)
 
 
 SPEED = (

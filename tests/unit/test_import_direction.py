@@ -40,6 +40,7 @@ SHARED = [
     "swinv2_moe.errors",
     "swinv2_moe.files",
     "swinv2_moe.forms",
+    "swinv2_moe.tables",
     "swinv2_moe.config",
 ]
 MODELS_AND_DATA = [*SHARED, "swinv2_moe.models", "swinv2_moe.data"]
@@ -56,6 +57,7 @@ ALLOWED = {
     "moe_core.parallel.groups": ["moe_core.parallel.lane", "moe_core.parallel.part"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],
+    "swinv2_moe.tables": [],
     "swinv2_moe.plots": ["swinv2_moe.errors"],
     "swinv2_moe.files": ["moe_core", "swinv2_moe.errors"],
     "swinv2_moe.forms": ["swinv2_moe.files"],

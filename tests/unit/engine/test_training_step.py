@@ -65,5 +65,5 @@ def test_a_loss_that_is_not_finite_is_skipped_then_raised(make_step, batch):
     assert result.was_skipped
     assert not result.has_finite_loss
     assert all(map(torch.equal, before, step.model.parameters()))
-    with pytest.raises(UserError, match="step 2: .* begins at the input images"):
+    with pytest.raises(UserError, match=r"step 2: .* begins at the input images"):
         step.run([bad], 1)
