@@ -55,7 +55,7 @@ def check_sharded_equals_replicated(rank: int, variant: str) -> None:
     )
     assert outcomes[0][1][0, 2] != outcomes[0][1][1, 2]
     torch.testing.assert_close(whole_state(sharded), whole_state(replicated), rtol=1e-4, atol=1e-6)
-    assert sharded.scaler.state() == replicated.scaler.state()
+    assert sharded.step.scaler.state() == replicated.step.scaler.state()
 
 
 def sharded_equals_replicated(rank: int, variants: list[str]) -> None:
@@ -120,7 +120,7 @@ def test_checkpoints_of_one_process_and_of_four_that_shard(run_processes, tmp_pa
 
     back = make_trainer(0, 1, "TRAIN.EMA_DECAY 0.5")
     resume(back, tmp_path / "further" / "latest")
-    assert (back.step, back.scaler.updates) == (4, 4)
+    assert (back.progress.step, back.step.scaler.updates) == (4, 4)
     train_steps(single, 2)
     expected, found = save(single, tmp_path / "expected"), save(back, tmp_path / "back")
     assert_same_files(expected, found, rtol=1e-2, atol=1e-4)

@@ -248,7 +248,7 @@ def exchange_on_two_ranks(rank: int) -> None:
     replicas = make_trainer(rank, 2, "MODEL.MOE.EXPERT_PARALLEL_SIZE 1")
     calls, _ = phases.watch(replicas, batch.images)
     task = phases.exchange(replicas, calls, batch)  # no rows, all gradients
-    assert task.work.exchange == FLOAT * sum(p.numel() for p in replicas.model.parameters())
+    assert task.work.exchange == FLOAT * sum(p.numel() for p in replicas.step.model.parameters())
     task.run()
     dist.barrier()
 
