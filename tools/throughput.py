@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from swinv2_moe.command import output_directory, run_command
-from swinv2_moe.measure import throughput
+from swinv2_moe.measure import throughput, throughput_report
 from swinv2_moe.measure.rounds import latencies, median_and_spread
 from swinv2_moe.measure.throughput import DTYPES, PASSES, SWITCH, Options, Row, Side
 from swinv2_moe.tables import number_table
@@ -139,13 +139,13 @@ def main() -> None:
     console, rows = Console(width=500, highlight=False, markup=False), []
     for row in throughput.measure(plan, options.rounds, options.warmup):
         if not rows:
-            title = throughput.headline(plan, row.ranks)
-            console.print(f"{title}\n{throughput.protocol(row, options.warmup)}")
+            title = throughput_report.headline(plan, row.ranks)
+            console.print(f"{title}\n{throughput_report.protocol(row, options.warmup)}")
         rows.append(row)
-        throughput.write_csv(rows, output / "throughput.csv")
+        throughput_report.write_csv(rows, output / "throughput.csv")
         console.print(f"{row.combination}: experts / dense {median_and_spread(row.ratio(), 3)}")
     if rows:  # the main rank's
-        throughput.draw(rows, title, output / "throughput.png")
+        throughput_report.draw(rows, title, output / "throughput.png")
         both, one = COST
         both = {
             f"ms {'/'.join(latencies(rows[0].product))}": lambda row, side: _latency(side)
