@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from cluster import SIZES, interleaved
+from cluster import SIZES, interleaved_over_ranks
 from results_file import Table, publish
 
 from moe_core.parallel import all_to_all, make_expert_groups
@@ -57,7 +57,7 @@ def measure(args: argparse.Namespace, device: str) -> None:
         }
         if not torch.equal(*(way() for way in ways.values())):
             raise SystemExit(f"{size}: 2dh gives another result than linear")
-        times = interleaved(ways, args.rounds)
+        times = interleaved_over_ranks(ways, args.rounds)
         for name in ALGORITHMS:
             ratio = ratios(times[name], times["linear"])
             layout = f"{group.size // args.ranks_per_node} x {args.ranks_per_node}"

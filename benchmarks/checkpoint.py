@@ -11,7 +11,6 @@ steps beside it is in it. `cp` copies a full checkpoint, then syncs each file.
 """
 
 import argparse
-import os
 import shutil
 import statistics
 import subprocess
@@ -21,11 +20,12 @@ from pathlib import Path
 
 import torch
 
+from moe_core.files import fsync
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import build_data
 from swinv2_moe.engine.distributed import World, seed_everything
-from swinv2_moe.engine.saver import Cost, Saver
-from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.engine.loop import Trainer
+from swinv2_moe.engine.saver import Cost, Saver, save_policy
 from swinv2_moe.measure.rounds import machine, median_and_spread
 from swinv2_moe.models import build_model
 
@@ -69,14 +69,16 @@ class Bench:
         self.savers = {}
         for i, (mode, (staging, *_)) in enumerate(MODES.items()):
             config = load_config(QUICKSTART, [*keys.split(), "CHECKPOINT.STAGING_MB", str(staging)])
-            self.savers[mode] = Saver(root / str(i), world, config, report=self.costs.append)
+            self.savers[mode] = Saver(
+                root / str(i), world, save_policy(config), report=self.costs.append
+            )
         data = build_data(data_config(config))
         seed_everything(0)
         self.trainer = Trainer(
             config, world, data, build_model(model_config(config), data.num_classes)
         )
         self.batches = list(data.train_loader)
-        self.trainer.wrapped.train()
+        self.trainer.step.wrapped.train()
 
     def steps(self, count: int) -> float:
         started = time.perf_counter()
@@ -106,8 +108,7 @@ def copy(source: Path, target: Path) -> float:
     started = time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)
     for file in target.rglob("*.safetensors"):
-        with file.open("rb") as content:
-            os.fsync(content.fileno())
+        fsync(file)
     seconds = time.perf_counter() - started
     shutil.rmtree(target)
     return seconds
@@ -123,7 +124,7 @@ def main() -> None:
         # time
         for mode in MODES:
             bench.window_with_save(mode)
-        size = sum(p.numel() for p in bench.trainer.model.parameters())
+        size = sum(p.numel() for p in bench.trainer.step.model.parameters())
         found, copies = {mode: [] for mode in MODES}, []
         for _ in range(args.rounds):
             plain = bench.plain_window()

@@ -39,7 +39,8 @@ from moe_core.parallel import (
     make_expert_groups,
 )
 from moe_core.parallel.cost_model import candidates
-from swinv2_moe.measure.rounds import machine, median_and_spread, ratios
+from swinv2_moe.engine.distributed import World
+from swinv2_moe.measure.rounds import Times, interleaved, machine, median_and_spread, ratios
 
 FLOATS = 2**20 // 4  # in one MiB
 # floats that each rank sends, itself included
@@ -82,17 +83,14 @@ def cpu_milliseconds(function: Callable[[], object]) -> float:
     return 1e3 * used.item() / os.cpu_count()
 
 
-def interleaved(
+def interleaved_over_ranks(
     alternatives: dict[str, Callable[[], object]], rounds: int
-) -> dict[str, list[float]]:
-    """Of each alternative in each round, after one round to warm up."""
-    times = {name: [] for name in alternatives}
-    for r in range(-1, rounds):
-        for name in reversed(alternatives) if r % 2 else alternatives:
-            milliseconds = timed(alternatives[name])
-            if r >= 0:
-                times[name].append(milliseconds)
-    return times
+) -> dict[str, Times]:
+    """`interleaved` over the default group, after one round to warm up."""
+    world = World(
+        dist.get_rank(), dist.get_world_size(), torch.device("cpu"), group=dist.group.WORLD
+    )
+    return interleaved(alternatives, rounds, warmup=1, world=world)
 
 
 # The rank's side
@@ -110,7 +108,7 @@ def exchange(rank: int, world_size: int, per_node: int, rounds: int) -> dict:
             for name in ("linear", "2dh")
         }
         assert torch.equal(*(way() for way in ways.values()))
-        times = interleaved(ways, rounds)
+        times = interleaved_over_ranks(ways, rounds)
         for name, way in ways.items():
             before = node_bytes_sent()
             dist.barrier()
@@ -157,7 +155,7 @@ def pipeline(rank: int, world_size: int, per_node: int, hidden_dim: int, rounds:
     steps["work"] = Step(
         None, ParallelStrategy(), **shape | {"num_experts": shape["num_experts"] // world_size}
     )
-    times = interleaved(steps, rounds)
+    times = interleaved_over_ranks(steps, rounds)
     return times | {"cores": [cpu_milliseconds(steps["d=1"]) for _ in range(rounds)]}
 
 
@@ -174,7 +172,7 @@ def tuner(rank: int, world_size: int, per_node: int, workload: str, rounds: int)
         first.append(timed(tuned))
     fixed = candidates(dims["num_experts"], world_size, world_size // per_node)
     steps = {"tuner": tuned} | {str(s): Step(group, s, factors=factors, **dims) for s in fixed}
-    times = interleaved(steps, rounds)
+    times = interleaved_over_ranks(steps, rounds)
     decisions = {
         f"capacity <= {2**key.bucket}": str(s) for key, s in tuner_of_group.decisions().items()
     }

@@ -12,6 +12,7 @@ that ImageDataset does for a sample.
 
 import argparse
 import io
+import itertools
 import os
 import random
 import tempfile
@@ -29,11 +30,11 @@ from yacs.config import CfgNode
 from swinv2_moe.config import data_config, default_config
 from swinv2_moe.data.datasets import ImageDataset, preserved_random_states, seed_random_states
 from swinv2_moe.data.images import FORMATS, decode, to_mode
-from swinv2_moe.data.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Source, Sources
 from swinv2_moe.data.transforms import build_transform
-from swinv2_moe.measure.rounds import machine, median_and_spread
+from swinv2_moe.measure.rounds import Times, interleaved, machine, median_and_spread
 
 _TURN = 5  # images
 Decoder = Callable[[bytes], Image.Image]
@@ -90,40 +91,35 @@ def recipe(size: int) -> CfgNode:
     return config
 
 
-def interleaved(
+def by_turns(
     alternatives: dict[str, Callable[[list[int]], object]],
     count: int,
     rounds: int,
     clock: Callable[[], float] = time.process_time,
-    before: Callable[[], None] = lambda: None,
-) -> dict[str, list[float]]:
-    """Seconds that each alternative takes for images 0 to `count` in each round, after one to warm
-    up.
+    before_round: Callable[[], object] = lambda: None,
+) -> dict[str, Times]:
+    """Milliseconds of each alternative for images 0 to `count`, in each round after one to warm up.
 
-    A machine's mood changes within a round; they share it, because each takes few images at a time.
+    The speed of a machine changes within a round. The alternatives share that, since each takes few
+    images at a time.
     """
     order = np.random.default_rng(0).permutation(count).tolist()
-    times = {name: [] for name in alternatives}
-    for r in range(-1, rounds):
-        before()
-        spent = dict.fromkeys(alternatives, 0.0)
-        for start in range(0, count, _TURN):
-            for name in reversed(alternatives) if (start // _TURN + r) % 2 else alternatives:
-                started = clock()
-                alternatives[name](order[start : start + _TURN])
-                spent[name] += clock() - started
-        if r >= 0:
-            for name, seconds in spent.items():
-                times[name].append(seconds)
-    return times
+    parts = [order[start : start + _TURN] for start in range(0, count, _TURN)]
+
+    def takes_turns(work: Callable[[list[int]], object]) -> Callable[[], object]:
+        following = itertools.cycle(parts)
+        return lambda: work(next(following))
+
+    work = {name: takes_turns(alternative) for name, alternative in alternatives.items()}
+    return interleaved(
+        work, rounds, warmup=1, turns=len(parts), clock=clock, before_round=before_round
+    )
 
 
-def rates(name: str, seconds: dict[str, list[float]], amount: float, unit: str) -> None:
-    for alternative, times in seconds.items():
-        print(
-            f"| {name} | {alternative} | {median_and_spread([amount / t for t in times], 0)} {unit}"
-            " |"
-        )
+def rates(name: str, found: dict[str, Times], amount: float, unit: str) -> None:
+    for alternative, times in found.items():
+        speed = median_and_spread([1e3 * amount / t for t in times], 0)
+        print(f"| {name} | {alternative} | {speed} {unit} |")
 
 
 def decoding(source: ImageFiles, size: int, rounds: int) -> None:
@@ -152,10 +148,8 @@ def decoding(source: ImageFiles, size: int, rounds: int) -> None:
     }
     whole = {name: partial(augmented, decoder) for name, decoder in found.items()}
     print("\n| | | median (quartiles) |\n|---|---|---|")
-    rates("decode", interleaved(alone, len(contents), rounds), len(contents), "images/s")
-    rates(
-        "decode and augment", interleaved(whole, len(contents), rounds), len(contents), "images/s"
-    )
+    rates("decode", by_turns(alone, len(contents), rounds), len(contents), "images/s")
+    rates("decode and augment", by_turns(whole, len(contents), rounds), len(contents), "images/s")
 
 
 def reading(files: ImageFiles, shards: str, size: int, rounds: int) -> None:
@@ -167,9 +161,9 @@ def reading(files: ImageFiles, shards: str, size: int, rounds: int) -> None:
         name: lambda images, s=source: [s.read(i) for i in images]
         for name, source in sources.items()
     }
-    rates("read", interleaved(read, len(files), rounds), megabytes, "MB/s")
-    cold = interleaved(
-        read, len(files), rounds, clock=time.perf_counter, before=lambda: drop_pages(on_disk)
+    rates("read", by_turns(read, len(files), rounds), megabytes, "MB/s")
+    cold = by_turns(
+        read, len(files), rounds, clock=time.perf_counter, before_round=lambda: drop_pages(on_disk)
     )
     rates("read, cold", cold, megabytes, "MB/s")
     datasets = {
@@ -177,7 +171,7 @@ def reading(files: ImageFiles, shards: str, size: int, rounds: int) -> None:
         for name, source in sources.items()
     }
     whole = {name: dataset.__getitems__ for name, dataset in datasets.items()}
-    rates("pipeline", interleaved(whole, len(files), rounds), len(files), "images/s")
+    rates("pipeline", by_turns(whole, len(files), rounds), len(files), "images/s")
 
 
 def drop_pages(paths: list) -> None:

@@ -17,7 +17,8 @@ from results_file import Table, publish
 
 from swinv2_moe.command import run_command
 from swinv2_moe.measure.rounds import median_and_spread
-from swinv2_moe.measure.throughput import Options, combinations, headline, measure
+from swinv2_moe.measure.throughput import Options, combinations, measure
+from swinv2_moe.measure.throughput_report import headline
 
 CONFIG = Path(__file__).parent.parent / "configs/in22k"
 CONFIGS = {  # the V2 form of the published recipes

@@ -32,10 +32,10 @@ from swinv2_moe.measure.rounds import interleaved, synchronize
 from swinv2_moe.measure.throughput import (
     Options,
     combinations,
-    headline,
     prepare,
     prepared_for_inference,
 )
+from swinv2_moe.measure.throughput_report import headline
 
 # Kinds, by an operator's name. Of operators that call each other the outermost with a kind decides.
 EXPERTS, EXPERTS_REST, PRODUCTS = "experts: products", "experts: besides", "other matrix products"

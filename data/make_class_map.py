@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from swinv2_moe.command import run_command
-from swinv2_moe.data.class_maps import IMAGENETS, NO_CLASS, class_names, map_classes
+from swinv2_moe.data.prepare.class_maps import IMAGENETS, NO_CLASS, class_names, map_classes
 from swinv2_moe.errors import UserError
 
 

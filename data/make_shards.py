@@ -17,8 +17,8 @@ import time
 from swinv2_moe.command import run_command
 from swinv2_moe.config import as_opts, data_config, load_config
 from swinv2_moe.data.images import MAX_PIXELS
-from swinv2_moe.data.index_shards import index_shards
-from swinv2_moe.data.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.index_shards import index_shards
+from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.data.sources import load_sources
 

@@ -7,7 +7,7 @@ python tools/train.py --cfg CONFIG --data LOCAL --opts DATA.DATASET shards
 import argparse
 
 from swinv2_moe.command import run_command
-from swinv2_moe.data.staging import stage
+from swinv2_moe.data.prepare.staging import stage
 
 
 def main() -> None:

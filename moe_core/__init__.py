@@ -6,7 +6,6 @@
 
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
 from moe_core.config import KERNELS, ExpertShard, MoEConfig
-from moe_core.files import open_regular
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.losses import AuxiliaryLoss, RoutingScores
 from moe_core.ops import release_buffers
@@ -56,7 +55,6 @@ __all__ = [
     "load_strategy_decisions",
     "load_tensors",
     "moe_layers",
-    "open_regular",
     "prepared",
     "register_activation",
     "register_all_to_all",

@@ -10,8 +10,6 @@ ranks there were.
 
 # E experts on this rank
 
-import hashlib
-import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,7 +86,7 @@ def save_tensors(
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one safetensors file; `sync_file` makes it last.
+    """Write one safetensors file; `moe_core.files.fsync` makes it durable.
 
     Raises:
         OSError: it cannot be written.
@@ -98,35 +96,6 @@ def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
     except SafetensorError as error:  # what it makes of a full disk, for one
         raise OSError(f"{file} cannot be written ({error})") from error
-
-
-def sync_file(file: Path) -> dict[str, int | str]:
-    """Wait until a file is on the disk; returns its record, `{"bytes": ..., "sha256": ...}`."""
-    with file.open("rb") as content:
-        os.fsync(content.fileno())
-        return {"bytes": os.fstat(content.fileno()).st_size, "sha256": _digest(content)}
-
-
-def damage(file: Path, record: dict[str, int | str]) -> str | None:
-    """What tells a file from the one that was recorded, in a phrase; None if nothing does.
-
-    Raises:
-        PermissionError: it may be whole, but must not be read.
-    """
-    try:
-        with open_regular(file) as content:
-            size = os.fstat(content.fileno()).st_size
-            if size != record["bytes"]:
-                return f"has {size:,} bytes, {record['bytes']:,} were written"
-            if _digest(content) != record["sha256"]:
-                return "is damaged (its checksum differs)"
-            return None
-    except PermissionError:
-        raise
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
 
 
 def load_tensors(
@@ -187,13 +156,6 @@ def _prefix(layer: str) -> str:
     """What the names of a layer's expert parameters begin with; "" is a layer that is the whole
     model."""
     return f"{layer}.experts." if layer else "experts."
-
-
-def _digest(content) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
-    while size := content.readinto(buffer):
-        digest.update(buffer[:size])
-    return digest.hexdigest()
 
 
 def _read(file: Path, read: Callable[[str, Any], Tensor]) -> dict[str, Tensor]:

@@ -1,10 +1,21 @@
-"""Opening files that may not be what their name promises."""
+"""Files that other programs may have touched, and files that must survive a crash.
+
+Reading opens regular files only. Writing follows one order: write under a temporary name, fsync,
+rename, fsync the directory.
+"""
 
 import errno
+import fcntl
+import hashlib
 import os
 import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
+
+CHUNK = 1 << 20  # bytes that are read at a time
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -28,3 +39,134 @@ def open_regular(path: str | Path) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def read_chunks(file: BinaryIO, size: int = CHUNK) -> Iterator[memoryview]:
+    """The rest of a file in pieces of at most `size` bytes.
+
+    All pieces are views of one buffer: each is valid until the next is requested.
+    """
+    buffer = memoryview(bytearray(size))
+    reader = cast(BufferedReader, file)  # BinaryIO declares no readinto
+    while count := reader.readinto(buffer):
+        yield buffer[:count]
+
+
+def sha256(chunks: Iterable[bytes | memoryview]) -> str:
+    """The SHA-256 of consecutive pieces of a content, in hexadecimal."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fsync(path: str | Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_and_hash(path: Path) -> dict[str, int | str]:
+    """Wait until a file is on the disk.
+
+    Returns:
+        Its record, `{"bytes": size, "sha256": checksum}`.
+    """
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+        return {"bytes": size, "sha256": sha256(read_chunks(file))}
+
+
+def damage(path: Path, record: dict[str, int | str]) -> str | None:
+    """Compare a file with the record that `fsync_and_hash` returned for it.
+
+    Returns:
+        The difference in a phrase, or None if there is none.
+
+    Raises:
+        PermissionError: the file may be intact, but cannot be read.
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record["bytes"]:
+                return f"has {size:,} bytes, {record['bytes']:,} were written"
+            if sha256(read_chunks(file)) != record["sha256"]:
+                return "is damaged (its checksum differs)"
+    except PermissionError:
+        raise
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None
+
+
+@contextmanager
+def atomic_write(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path`, and rename it to `path` when it is on the disk.
+
+    If the block raises, `path` is unchanged and the temporary file is removed.
+
+    Args:
+        mode: permissions of a new file, before the umask.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.tmp")
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, mode)
+
+    try:
+        with open(temporary, "wb", buffering=CHUNK, opener=opener) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+    fsync(folder or ".")
+
+
+@contextmanager
+def exclusive_lock(path: str | Path) -> Iterator[None]:
+    """Wait for the lock of a file and hold it until the end of the block.
+
+    The file is created if it is missing, and never removed.
+
+    Raises:
+        OSError: the file cannot be opened, or its file system has no locks.
+    """
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def try_lock(descriptor: int, inherited: bool) -> bool:
+    """Lock an open file without waiting.
+
+    A file system without locks counts as locked.
+
+    Args:
+        inherited: whether forked processes hold the lock too, until the last of them ends.
+
+    Returns:
+        False if another process holds the lock.
+    """
+    lock = fcntl.flock if inherited else fcntl.lockf
+    try:
+        lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

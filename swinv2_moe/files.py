@@ -1,16 +1,23 @@
-"""Reading files that nobody has checked yet: bounded in size, depth and kind."""
+"""Reading and writing files.
+
+What is read may be hostile: reading is bounded in size, depth and kind. What is written appears
+complete under its name or not at all. `moe_core.files` has the primitives.
+"""
 
 import errno
+import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
-from moe_core import open_regular
-from swinv2_moe.errors import short
+from moe_core.files import atomic_write, fsync, open_regular, try_lock
+from swinv2_moe.errors import UserError, short
 
 MAX_YAML_CHARS = 1 << 16
 # characters of a document with its aliases written out, and _VALUE_SIZE for each value
@@ -147,3 +154,107 @@ def check_inner_path(path: object) -> str:
     except (AttributeError, ValueError) as error:
         raise ValueError(f"{short(path)} does not name a file below its directory") from error
     return path
+
+
+class HashedFile:
+    """A binary file that is read or written from front to back, with its size and checksum so
+    far."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.bytes = 0
+
+    def read(self, size: int) -> bytes:
+        content = self._file.read(size)
+        self._update(content)
+        return content
+
+    def write(self, content: bytes | memoryview) -> int:
+        self._update(content)
+        return self._file.write(content)
+
+    def _update(self, content: bytes | memoryview) -> None:
+        self._digest.update(content)
+        self.bytes += len(content)
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+
+@contextmanager
+def new_file(path: str | Path) -> Iterator[HashedFile]:
+    """Write a file that appears under its name when it is on the disk. See
+    `moe_core.files.atomic_write`.
+
+    Raises:
+        UserError: an OSError in the block, such as a full disk; nothing is left behind.
+    """
+    try:
+        with atomic_write(path) as file:
+            yield HashedFile(file)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def write_json(path: str | Path, content: object) -> None:
+    """Write a JSON file. Raises what `new_file` raises."""
+    with new_file(path) as file:
+        file.write(json.dumps(content).encode())
+
+
+def make_directory(path: str | Path) -> None:
+    """Make a directory and its parents, unless they exist.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be made ({error.strerror})") from error
+
+
+def publish_directory(temporary: Path, final: Path) -> None:
+    """Rename a directory whose files are on the disk, after its subdirectories are.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    for path in temporary.rglob("*"):
+        if path.is_dir():
+            fsync(path)
+    fsync(temporary)
+    temporary.rename(final)
+    fsync(final.parent)
+
+
+def replace_link(link: Path, target: str) -> None:
+    """Make `link` a symbolic link to `target`; an earlier link is replaced atomically.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    temporary = link.with_name(f".{link.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(link)
+    fsync(link.parent)
+
+
+@contextmanager
+def only_process(directory: str | Path) -> Iterator[None]:
+    """Exclude other processes that call this for `directory` until the end of the block, and until
+    processes that are forked in it end.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        if not try_lock(lock, inherited=True):
+            raise UserError(f"{directory}: another process is writing there")
+        yield
+    finally:
+        os.close(lock)

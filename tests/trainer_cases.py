@@ -9,8 +9,8 @@ from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import build_data
 from swinv2_moe.engine.checkpoint import open_checkpoint
 from swinv2_moe.engine.distributed import World, expert_group, seed_everything
-from swinv2_moe.engine.saver import Saver
-from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.engine.loop import Trainer, mean_over_ranks
+from swinv2_moe.engine.saver import Saver, save_policy
 from swinv2_moe.models import build_model
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart_digits.yaml"
@@ -53,10 +53,10 @@ def make_trainer(rank: int, size: int, options: str = "") -> Trainer:
 
 def save(trainer: Trainer, root: Path, **how) -> Path:
     """The trainer's state as a checkpoint in `root`; every rank calls this."""
-    saver = Saver(root, trainer.world, trainer.config)
+    saver = Saver(root, trainer.world, save_policy(trainer.config))
     trainer.save(saver, **how)
     saver.close()
-    return root / f"step-{trainer.step:08d}"
+    return root / f"step-{trainer.progress.step:08d}"
 
 
 def resume(trainer: Trainer, directory: Path) -> None:
@@ -67,14 +67,17 @@ def train_steps(trainer: Trainer, count: int) -> list[tuple[float, float, float]
     """The loss and auxiliary loss (means over the ranks) and the gradient norm of the next so many
     steps."""
     trainer.data.set_epoch(
-        trainer.epoch, skip_steps=trainer.epoch_step * trainer.config.TRAIN.ACCUMULATION_STEPS
+        trainer.progress.epoch,
+        skip_steps=trainer.progress.epoch_step * trainer.config.TRAIN.ACCUMULATION_STEPS,
     )
     size, found = trainer.config.TRAIN.ACCUMULATION_STEPS, []
     batches = [
         batch for batch, _ in zip(trainer.data.train_loader, range(count * size), strict=False)
     ]
-    trainer.wrapped.train()
+    trainer.step.wrapped.train()
     for step in range(count):
-        loss, aux_loss, norm = trainer.train_step(batches[step * size : (step + 1) * size])
-        found.append((trainer._mean(loss), trainer._mean(aux_loss), norm))
+        result = trainer.train_step(batches[step * size : (step + 1) * size])
+        loss = mean_over_ranks(trainer.world, result.loss)
+        aux_loss = mean_over_ranks(trainer.world, result.aux_loss)
+        found.append((loss, aux_loss, result.grad_norm))
     return found

@@ -14,9 +14,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
 
 from swinv2_moe.command import CommandParser, run_command
 from swinv2_moe.config import load_config
@@ -24,6 +22,7 @@ from swinv2_moe.convert import EXPORTS, IMPORTS, Summary, export_weights, import
 from swinv2_moe.engine.checkpoint import DamagedError
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_bounded
+from swinv2_moe.tables import number_table
 
 _MAX_NAMES_BYTES = 1 << 26
 
@@ -98,20 +97,18 @@ def show(summary: Summary) -> None:
         f"{summary.directory}\nstep {summary.step}, {epoch}, saved {summary.saved}", markup=False
     )
     console.print(f"{summary.model}{classes}", markup=False)
-    table = Table(
-        "section", Column("files", justify="right"), Column("MB", justify="right"), box=SIMPLE_HEAD
-    )
-    for name, (files, size) in summary.sections.items():
-        table.add_row(name, f"{files:,}", f"{size / 1e6:,.1f}")
-    console.print(table)
+    sections = [
+        [name, f"{files:,}", f"{size / 1e6:,.1f}"]
+        for name, (files, size) in summary.sections.items()
+    ]
+    console.print(number_table(["section", "files", "MB"], sections))
     if summary.layers:
-        numbers = (Column(name, justify="right") for name in ("experts", "MB"))
-        table = Table("layer", *numbers, "steps behind", box=SIMPLE_HEAD)
-        for name, layer in summary.layers.items():
-            table.add_row(
-                name, str(layer.experts), f"{layer.bytes / 1e6:,.1f}", ages_in_words(layer.ages)
-            )
-        console.print(table)
+        layers = [
+            [name, str(layer.experts), f"{layer.bytes / 1e6:,.1f}", ages_in_words(layer.ages)]
+            for name, layer in summary.layers.items()
+        ]
+        columns = ["layer", "experts", "MB", "steps behind"]
+        console.print(number_table(columns, layers, text_columns=["steps behind"]))
     damaged = [f"{file} {problem}" for file, problem in summary.damaged.items()]
     console.print("\n".join(damaged) or "every file has its checksum", markup=False)
 

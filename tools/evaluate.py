@@ -11,9 +11,7 @@ Nothing is compiled here, whatever COMPILE says.
 import argparse
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
 
 from swinv2_moe.command import (
     CommandParser,
@@ -24,6 +22,7 @@ from swinv2_moe.command import (
 )
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.accuracy import RoutingOptions, draw_sweep, evaluate_checkpoint
+from swinv2_moe.tables import number_table
 
 EXTREMES = 5  # classes of either end in the table, where there are many
 
@@ -83,21 +82,13 @@ def show(found: dict) -> None:
         *percent(found, "top1", "top5", "confidence", "ece"),
         f"{found['loss']:.4f}",
     ]
-    console.print(table_of(["images", "top-1", "top-5", "confidence", "ECE", "loss"], [row]))
-    console.print(table_of(["class", "images", "top-1"], class_rows(found["per_class"])))
+    console.print(number_table(["images", "top-1", "top-5", "confidence", "ECE", "loss"], [row]))
+    console.print(number_table(["class", "images", "top-1"], class_rows(found["per_class"])))
     if "sweep" in found:
         columns = ["capacity", "dropped", "top-1", "top-5", "images/s", "relative"]
-        console.print(table_of(columns, map(sweep_row, found["sweep"])))
+        console.print(number_table(columns, map(sweep_row, found["sweep"])))
     if unreadable := found["unreadable_images"]:
         console.print(f"{len(unreadable)} images could not be read; the first: {unreadable[0]}")
-
-
-def table_of(columns: list[str], rows) -> Table:
-    numbers = (Column(name, justify="right") for name in columns[1:])
-    table = Table(columns[0], *numbers, box=SIMPLE_HEAD, collapse_padding=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def class_rows(classes: list[dict]) -> list[list[str]]:

@@ -11,14 +11,13 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
 
 from swinv2_moe.command import CommandParser, add_checkpoint_arguments, run_command
 from swinv2_moe.export import Choices, export_model
 from swinv2_moe.export.programs import DTYPES
 from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
+from swinv2_moe.tables import number_table
 
 ROUNDS = 20
 
@@ -83,11 +82,10 @@ def show(found: dict, output: Path) -> None:
         experts = f"{found['num_experts']} experts, capacity factor {found['capacity_factor']:g}"
     console.print(f"{found['checkpoint']}, step {found['step']}, {experts}; {found['dtype']}")
     batch, _, size, _ = found["input"]["shape"]
-    files = (Column(program["file"], justify="right") for program in programs)
-    table = Table(f"{batch or 'any number'} x {size} px", *files, box=SIMPLE_HEAD)
-    for name, cell in ROWS.items():
-        table.add_row(name, *map(cell, programs))
-    console.print(table)
+    columns = [f"{batch or 'any number'} x {size} px"]
+    columns += [program["file"] for program in programs]
+    rows = [[name, *map(cell, programs)] for name, cell in ROWS.items()]
+    console.print(number_table(columns, rows))
     one = next(iter(programs))
     compared = f"{one['images']} {found['compared_on']}, timed in batches of {one['timed_batch']}"
     console.print(f"{compared}: {output}/model.json")

@@ -8,9 +8,7 @@ with any classes torchrun --nproc_per_node 8 tools/few_shot.py --resume output/m
 
 import argparse
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
 
 from swinv2_moe.command import (
     CommandParser,
@@ -19,7 +17,8 @@ from swinv2_moe.command import (
     run_command,
     write_results,
 )
-from swinv2_moe.engine.few_shot import CLASSIFIERS, Protocol, evaluate_few_shot
+from swinv2_moe.measure.few_shot import CLASSIFIERS, Protocol, evaluate_few_shot
+from swinv2_moe.tables import number_table
 
 
 def parse() -> argparse.Namespace:
@@ -55,23 +54,14 @@ def show(found: dict) -> None:
         f" {found['val_images']:,} images at {found['image_size']} px, {found['classes']} classes",
         markup=False,
     )
-    table = Table(
-        "classifier",
-        *(Column(name, justify="right") for name in ("top-1", "std", "draws")),
-        box=SIMPLE_HEAD,
-    )
+    rows = []
     for shots, result in found["few_shot"].items():
+        name = f"{shots}-shot {found['classifier']}"
         std = "-" if result["std"] is None else f"{result['std']:.2f}"
-        table.add_row(
-            f"{shots}-shot {found['classifier']}",
-            f"{result['mean']:.2f}%",
-            std,
-            str(len(result["top1"])),
-        )
-    table.add_row(
-        f"{found['knn']['neighbors']}-NN, all images", f"{found['knn']['top1']:.2f}%", "-", "-"
-    )
-    console.print(table)
+        rows.append([name, f"{result['mean']:.2f}%", std, str(len(result["top1"]))])
+    knn = found["knn"]
+    rows.append([f"{knn['neighbors']}-NN, all images", f"{knn['top1']:.2f}%", "-", "-"])
+    console.print(number_table(["classifier", "top-1", "std", "draws"], rows))
     if unreadable := found["unreadable_images"]:
         console.print(
             f"{len(unreadable)} images could not be read; the first: {unreadable[0]}", markup=False

@@ -12,15 +12,15 @@ Data without a disk: --opts DATA.DATASET digits. The disk is the one of --output
 import argparse
 import json
 
-from rich.box import MARKDOWN
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from swinv2_moe.command import CommandParser, output_directory, run_command
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import roofline
 from swinv2_moe.measure.roofline import PHASES, Roofline
 from swinv2_moe.measure.rounds import check_rounds, median_and_spread
+from swinv2_moe.tables import number_table
 
 
 def parse() -> argparse.Namespace:
@@ -55,7 +55,8 @@ def parse() -> argparse.Namespace:
 
 
 def table_of(found: Roofline) -> Table:
-    titles = (
+    titles = [
+        "phase",
         "ms (quartiles)",
         "of the step",
         "GFLOP",
@@ -64,14 +65,13 @@ def table_of(found: Roofline) -> Table:
         "disk MB",
         "GFLOP/s",
         "memory GB/s",
-    )
-    table = Table(
-        "phase", *(Column(title, justify="right") for title in titles), "bound by", box=MARKDOWN
-    )
-    table.add_column("of its roof", justify="right")
+        "bound by",
+        "of its roof",
+    ]
+    rows = []
     for name in PHASES:
         if name not in found.phases:
-            table.add_row(name, *["-"] * (len(titles) + 2))
+            rows.append([name] + ["-"] * (len(titles) - 1))
             continue
         phase, share = found.phases[name], found.share_of_step(name)
         work, (bound, of_roof) = phase.work, phase.bound()
@@ -79,10 +79,9 @@ def table_of(found: Roofline) -> Table:
         amounts += [phase.rate("flops") / 1e9, phase.rate("memory") / 1e9]
         cells = [f"{amount:,.3g}" if amount else "-" for amount in amounts]
         times = median_and_spread(phase.times, 2)
-        table.add_row(
-            name, times, "-" if share is None else f"{share:.1%}", *cells, bound, f"{of_roof:.1%}"
-        )
-    return table
+        of_step = "-" if share is None else f"{share:.1%}"
+        rows.append([name, times, of_step, *cells, bound, f"{of_roof:.1%}"])
+    return number_table(titles, rows, text_columns=["bound by"], markdown=True)
 
 
 def show(found: Roofline) -> None:

@@ -11,12 +11,11 @@ import argparse
 import math
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
 
 from swinv2_moe.command import CommandParser, add_checkpoint_arguments, run_command, write_results
 from swinv2_moe.measure.routing import draw_routing
+from swinv2_moe.tables import number_table
 
 
 def parse() -> argparse.Namespace:
@@ -46,25 +45,16 @@ def show(found: dict, output: Path) -> None:
         f" {found['image_size']} px, {found['classes']} classes ({found['class_bits']:.2f} bits)",
         markup=False,
     )
-    names = ("used", "load", "class", "chance", "position", "colour", "contrast")
-    table = Table(
-        "layer",
-        *(Column(name, justify="right") for name in names),
-        box=SIMPLE_HEAD,
-        collapse_padding=True,
-    )
+    columns = ["layer", "used", "load", "class", "chance", "position", "colour", "contrast"]
+    rows = []
     for layer, values in found["layers"].items():
         bits, load = values["bits"], values["load"]
         told = [
             bits[name] for name in ("class", "class_by_chance", "position", "colour", "contrast")
         ]
-        table.add_row(
-            layer,
-            f"{values['experts_used']}/{len(load)}",
-            f"{max(load):.2f}",
-            *(f"{value:.3f}" for value in told),
-        )
-    console.print(table)
+        row = [layer, f"{values['experts_used']}/{len(load)}", f"{max(load):.2f}"]
+        rows.append(row + [f"{value:.3f}" for value in told])
+    console.print(number_table(columns, rows))
     console.print(
         "used: experts with tokens; load: the highest, 1 is an even share; then the bits that a"
         " patch's expert tells of"

@@ -13,14 +13,14 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 
-from rich.box import MARKDOWN
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from swinv2_moe.command import CommandParser, output_directory, run_command
-from swinv2_moe.measure import throughput
+from swinv2_moe.measure import throughput, throughput_report
 from swinv2_moe.measure.rounds import latencies, median_and_spread
 from swinv2_moe.measure.throughput import DTYPES, PASSES, SWITCH, Options, Row, Side
+from swinv2_moe.tables import number_table
 
 DEFAULT = Options()
 
@@ -85,11 +85,12 @@ def table_of(
 ) -> Table:
     """Markdown: `both` has two columns for each title, with experts and dense; `one` has one."""
     titles = [f"{title}, {side}" for title in both for side in ("experts", "dense")]
-    table = Table("", *(Column(title, justify="right") for title in (*titles, *one)), box=MARKDOWN)
+    lines = []
     for row in rows:
         cells = [cell(row, side) for cell in both.values() for side in (row.moe, row.dense)]
-        table.add_row(str(row.combination), *cells, *(cell(row) for cell in one.values()))
-    return table
+        cells += [cell(row) for cell in one.values()]
+        lines.append([str(row.combination), *cells])
+    return number_table(["", *titles, *one], lines, markdown=True)
 
 
 SPEED = (
@@ -136,13 +137,13 @@ def main() -> None:
     console, rows = Console(width=500, highlight=False, markup=False), []
     for row in throughput.measure(plan, options.rounds, options.warmup):
         if not rows:
-            title = throughput.headline(plan, row.ranks)
-            console.print(f"{title}\n{throughput.protocol(row, options.warmup)}")
+            title = throughput_report.headline(plan, row.ranks)
+            console.print(f"{title}\n{throughput_report.protocol(row, options.warmup)}")
         rows.append(row)
-        throughput.write_csv(rows, output / "throughput.csv")
+        throughput_report.write_csv(rows, output / "throughput.csv")
         console.print(f"{row.combination}: experts / dense {median_and_spread(row.ratio(), 3)}")
     if rows:  # the main rank's
-        throughput.draw(rows, title, output / "throughput.png")
+        throughput_report.draw(rows, title, output / "throughput.png")
         both, one = COST
         both = {
             f"ms {'/'.join(latencies(rows[0].product))}": lambda row, side: _latency(side)

@@ -9,14 +9,13 @@ Each step is a command of its own, printed as it is run; started again, it goes 
 import time
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
 
 from swinv2_moe.command import CommandParser, run_command, run_tool, run_training
 from swinv2_moe.data.unpack import image_folder
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_json
+from swinv2_moe.tables import number_table
 
 MODELS = {"MoE, 8 experts": "8expert", "dense": "dense"}
 PRETRAIN, FINETUNE = "configs/tiny_imagenet/{}.yaml", "configs/tiny_imagenet/finetune_96.yaml"
@@ -124,12 +123,10 @@ def show(output: Path, seconds: float) -> None:
                 "20 nearest neighbours": f"{few['knn']['top1']:.2f}%",
             }
         )
-    table = Table("", *(Column(label, justify="right") for label in MODELS), box=SIMPLE_HEAD)
-    for row in columns[0]:
-        table.add_row(row, *(column[row] for column in columns))
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     staging = read_json(output / "staged" / "staging.json", MAX_BYTES)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
+    console.print(number_table(["", *MODELS], rows))
     staged = (
         f"Staged {staging['bytes'] / 1e6:.1f} MB in {staging['seconds']:.1f} s, {seconds:,.0f} s in"
         " all."

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_core.files import fsync
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.weight_files import read_weights
 
@@ -144,8 +145,7 @@ def write_files(
                 save_file(content, temporaries[path], metadata)
             else:
                 torch.save(content, temporaries[path])
-            with temporaries[path].open("rb") as file:
-                os.fsync(file.fileno())
+            fsync(temporaries[path])
         for path, temporary in temporaries.items():
             temporary.rename(path)
     # torch and safetensors on a full disk

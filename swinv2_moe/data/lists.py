@@ -17,8 +17,8 @@ from typing import TextIO
 
 import numpy as np
 
+from moe_core.files import open_regular
 from swinv2_moe.errors import UserError, short
-from swinv2_moe.files import open_regular
 
 _JSON = re.compile(r"""\s*\[\s*([\[{]\s*"|\]\s*$)""")
 _SPACE = re.compile(r"\s*")

@@ -23,9 +23,10 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image
 
+from moe_core.files import open_regular
 from swinv2_moe.data.images import MAX_FILE_BYTES, MAX_PIXELS, decode
 from swinv2_moe.errors import UserError, one_line, short
-from swinv2_moe.files import check_plain_name, open_regular, read_json
+from swinv2_moe.files import check_plain_name, read_json
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")

@@ -12,11 +12,11 @@ from pathlib import Path
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS
 from mmengine.config import Config, ConfigDict
-from rich.box import SIMPLE_HEAD
-from rich.table import Column, Table
+from rich.table import Table
 
 from swinv2_moe.detection.annotations import Annotations, check_annotations
 from swinv2_moe.errors import UserError
+from swinv2_moe.tables import number_table
 
 SPLITS = ("train", "val", "test")
 _COLUMNS = ("mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l")
@@ -95,18 +95,14 @@ def _check_metric(config: Config, split: str, files: list[str]) -> None:
 def table_of(metrics: dict[str, float]) -> Table:
     """A row for boxes and one for masks: the mean AP over IoU 0.50 to 0.95, at 0.50, at 0.75, of
     small, medium and large objects, in percent ("-": there are none)."""
-    heads = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large")
-    table = Table(
-        "",
-        *(Column(head, justify="right") for head in heads),
-        box=SIMPLE_HEAD,
-        collapse_padding=True,
-    )
+    rows = []
     for kind, name in (("bbox", "boxes"), ("segm", "masks")):
         values = [metrics.get(f"coco/{kind}_{column}") for column in _COLUMNS]
         if values[0] is not None:
-            table.add_row(
-                name,
-                *("-" if value is None or value < 0 else f"{100 * value:.1f}" for value in values),
-            )
-    return table
+            rows.append([name, *map(_percent, values)])
+    columns = ["", "AP", "AP50", "AP75", "AP small", "AP medium", "AP large"]
+    return number_table(columns, rows)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None or value < 0 else f"{100 * value:.1f}"

@@ -10,7 +10,6 @@ never sees the source. Its setup asks for C++17, where the headers of torch 2.15
 compilers that take the one for the other do it.
 """
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -20,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+
+from moe_core.files import exclusive_lock
 
 _ROOT = Path(__file__).parents[2]
 _COMPILER = """#!/bin/sh
@@ -71,8 +72,7 @@ def compiled_wheel(log: Path) -> Path:
     directory, requirement = wheel_directory(), pinned("onedl-mmcv")
     directory.mkdir(parents=True, exist_ok=True)
     pattern = requirement.replace("-", "_").replace("==", "-") + "-*.whl"
-    with (directory / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive_lock(directory / ".lock"):
         if not list(directory.glob(pattern)):
             print(
                 f"Compiling {requirement} into {directory}: 5 to 15 minutes on 2 cores, once.",

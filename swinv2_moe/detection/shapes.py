@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from swinv2_moe.data.files import make_directory, new_file
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import make_directory, new_file
 
 CLASSES = ("circle", "square", "triangle")
 _CORNERS = (48, 4, 3)  # of each class's polygon

@@ -8,13 +8,11 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
 from moe_core import moe_layers
-from swinv2_moe.config import default_config
 from swinv2_moe.detection.runner import sharded_experts
-from swinv2_moe.engine.checkpoint import point
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.optim import optimizer_sections
-from swinv2_moe.engine.saver import Saver
-from swinv2_moe.files import read_json
+from swinv2_moe.engine.saver import SavePolicy, Saver
+from swinv2_moe.files import read_json, replace_link
 from swinv2_moe.forms import NUMBER, record
 
 _RECORD = record({"score": NUMBER})
@@ -54,9 +52,6 @@ class ExpertStoreHook(Hook):
         self.saver: Saver | None = None
 
     def before_train(self, runner: Runner) -> None:
-        config = default_config()
-        config.defrost()
-        config.CHECKPOINT.KEEP_LAST = self.keep_last
         world = runner.world
         # all have everything: the main rank writes as one process would
         if not sharded_experts(runner.detector):
@@ -64,7 +59,8 @@ class ExpertStoreHook(Hook):
         if world.is_main or world.size > 1:
             root = Path(runner.work_dir) / "checkpoints"
             root.mkdir(parents=True, exist_ok=True)
-            self.saver = Saver(root, world, config, runner.source, runner.logger.info)
+            policy = SavePolicy(keep_last=self.keep_last)
+            self.saver = Saver(root, world, policy, runner.source, runner.logger.info)
             self.config = runner.cfg.pretty_text  # once: formatting it takes a second
 
     def after_train_iter(
@@ -93,7 +89,7 @@ class ExpertStoreHook(Hook):
         if (root / "best").is_symlink():
             best = _best_score(file, runner)
         if newest is not None and (best is None or score > best):
-            point(root / "best", newest.directory.name)
+            replace_link(root / "best", newest.directory.name)
             file.write_text(
                 json.dumps(
                     {"score": score, "metric": self.save_best, "checkpoint": newest.directory.name}

@@ -26,10 +26,12 @@ from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import expert_parameters, load_strategy_decisions, moe_layers
-from moe_core.checkpoint import TRUNK, count_experts, damage, load_tensors, save_tensors, sync_file
+from moe_core.checkpoint import TRUNK, count_experts, load_tensors, save_tensors
+from moe_core.files import damage, fsync_and_hash
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.meta import DamagedError, read_meta, write_meta
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import publish_directory
 from swinv2_moe.model_types import model_type
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.weights import check_finite, compare
@@ -196,23 +198,6 @@ def _check_listing(directory: Path, files: Collection[str]) -> None:
             raise DamagedError(f"checkpoint {directory}: meta.json does not list {name!r}")
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Give a directory whose files are on the disk its final name, at once."""
-    for directory in [path for path in temporary.rglob("*") if path.is_dir()] + [temporary]:
-        _sync_directory(directory)
-    temporary.rename(final)
-    _sync_directory(final.parent)
-
-
-def point(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to `target`, at once."""
-    temporary = link.with_name(f".{link.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    temporary.replace(link)
-    _sync_directory(link.parent)
-
-
 def write_weights(
     directory: Path,
     model: nn.Module,
@@ -238,11 +223,11 @@ def write_weights(
         temporary.mkdir(parents=True)
         save_tensors(temporary, model, tensors)
         files = {
-            str(path.relative_to(temporary)): sync_file(path)
+            str(path.relative_to(temporary)): fsync_and_hash(path)
             for path in sorted(temporary.rglob("*.safetensors"))
         }
         write_meta(temporary, describe(model, step, config, class_names) | {"files": files})
-        publish(temporary, directory)
+        publish_directory(temporary, directory)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"{directory} cannot be written ({error})") from error
@@ -412,9 +397,3 @@ def _compare_expert_counts(section: Path, model: nn.Module) -> list[str]:
         for name in sorted({*found, *wanted})
         if found.get(name, 0) != wanted.get(name, 0)
     ]
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -10,7 +10,8 @@ import re
 from datetime import datetime, timezone
 from pathlib import Path
 
-from moe_core.checkpoint import TRUNK, expert_file, sync_file
+from moe_core.checkpoint import TRUNK, expert_file
+from moe_core.files import fsync
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import parse_json, read_bounded
 from swinv2_moe.forms import (
@@ -145,7 +146,7 @@ def write_meta(directory: Path, meta: dict) -> dict:
     text = json.dumps(meta | {"checksum": _NO_CHECKSUM}, indent=1)
     checksum = hashlib.sha256(text.encode()).hexdigest()
     (directory / "meta.json").write_text(text.replace(_NO_CHECKSUM, checksum))
-    sync_file(directory / "meta.json")
+    fsync(directory / "meta.json")
     return meta
 
 

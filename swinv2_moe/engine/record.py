@@ -19,6 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from yacs.config import CfgNode
 
 from moe_core import RoutingStats, moe_layers
+from moe_core.files import atomic_write
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.events import EventLog
 from swinv2_moe.engine.routing import sample_choices
@@ -272,9 +273,8 @@ def _forget_after(metrics: Path, step: int) -> None:
         lines = [
             line for line in metrics.read_text(errors="replace").splitlines() if _step(line) <= step
         ]
-        kept = metrics.with_name(f".{metrics.name}.tmp")
-        kept.write_text("".join(f"{line}\n" for line in lines))
-        kept.replace(metrics)
+        with atomic_write(metrics) as kept:
+            kept.writelines(f"{line}\n".encode() for line in lines)
 
 
 def _step(line: str) -> float:

@@ -1,4 +1,4 @@
-"""A run from its configuration to its summary."""
+"""A run from its configuration to its summary: what is opened, in which order, and closed."""
 
 import time
 from collections.abc import Iterator
@@ -6,10 +6,8 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
-import torch
 from yacs.config import CfgNode
 
-from moe_core import moe_layers
 from swinv2_moe.config import (
     data_config,
     flatten,
@@ -24,16 +22,16 @@ from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.engine.environment import describe_environment
 from swinv2_moe.engine.events import Staging, load_mllogger, read_staging
+from swinv2_moe.engine.loop import Trainer
 from swinv2_moe.engine.record import Recorder
 from swinv2_moe.engine.run_lock import only_run
+from swinv2_moe.engine.run_report import closing_lines, headline, summarize
 from swinv2_moe.engine.run_warnings import start_warnings
-from swinv2_moe.engine.saver import Saver
+from swinv2_moe.engine.saver import Saver, save_policy
 from swinv2_moe.engine.stopping import StoppedElsewhere
-from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import imported_files
 from swinv2_moe.models import (
-    Complexity,
     MoEModel,
     build_model,
     load_dense,
@@ -91,34 +89,35 @@ def train(
         # on all ranks at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
         recorder = stack.enter_context(
-            closing(Recorder(root, world, trainer.step, config.EVENT_LOG))
+            closing(Recorder(root, world, trainer.progress.step, config.EVENT_LOG))
         )
         stack.enter_context(recorder.engine_log())
         recorder.config(config)
-        recorder.say(_headline(trainer, size, source))
+        recorder.say(headline(trainer, size, source))
         for file in imported_files():
             recorder.say(f"imported {file}")
         for warning in warnings:
             recorder.say(f"warning: {warning}")
+        policy = save_policy(config)
         saver = Saver(
-            root / "checkpoints", world, config, source, recorder.say, recorder.checkpoint
+            root / "checkpoints", world, policy, source, recorder.say, recorder.checkpoint
         )
         stack.callback(saver.wait, _LAST_SAVE_SECONDS)
-        was_finished = trainer.finished
+        was_finished = trainer.progress.finished
         if not was_finished:
-            recorder.begin(describe_environment(world), trainer.step)
+            recorder.begin(describe_environment(world), trainer.progress.step)
         with _run_events(recorder, trainer, began, staging):
             trainer.fit(recorder, saver)
         if trainer.stopped_by:
             recorder.say(
-                f"{trainer.stopped_by}: stopped after step {trainer.step}; to go on:"
+                f"{trainer.stopped_by}: stopped after step {trainer.progress.step}; to go on:"
                 f" {resume_command}"
             )
-        summary = _summary(trainer, size, staging, time.perf_counter() - started)
-        if trainer.finished:
+        summary = summarize(trainer, size, staging, time.perf_counter() - started)
+        if trainer.progress.finished:
             if not was_finished:  # else it keeps its summary
                 recorder.summary(summary)
-            recorder.say(_closing_lines(trainer, summary, root))
+            recorder.say(closing_lines(trainer, summary, root))
     if trainer.stop.came_from_elsewhere(trainer.stopped_by):
         raise StoppedElsewhere
     return None if trainer.stopped_by else summary
@@ -196,32 +195,6 @@ def _load_pretrained(config: CfgNode, model: MoEModel, world: World) -> None:
         raise UserError(f"{error}{hint}") from error
 
 
-def _headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> str:
-    config, data, world = trainer.config, trainer.data, trainer.world
-    layers = moe_layers(trainer.model)
-    experts = (
-        f"{config.MODEL.MOE.NUM_EXPERTS} experts in {len(layers)} layers" if layers else "dense"
-    )
-    where = f"{world.size} {'process' if world.size == 1 else 'processes'} on {_device_name(world)}"
-    lines = [
-        f"{config.MODEL.TYPE} ({experts}): {size.parameters / 1e6:.2f}M parameters,"
-        f" {size.macs / 1e6:,.1f}M MACs/image;"
-        f" {data.train_size:,} + {data.val_size:,} images, {data.num_classes} classes; {where}"
-    ]
-    if source is not None:
-        lines += [f"passed over: {problem}" for problem in source.skipped]
-        lines.append(
-            f"going on from {source.directory}, step {trainer.step} (epoch {trainer.epoch} done)"
-        )
-        lines += filter(None, [source.expert_ages()])
-        if trainer.to_target.target and "time_to_target" not in source.meta["training"]:
-            lines.append(
-                "the checkpoint does not say how long the run has taken: the time to the target"
-                " counts anew"
-            )
-    return "\n".join(lines)
-
-
 @contextmanager
 def _run_events(
     recorder: Recorder, trainer: Trainer, began: float, staging: Staging | None
@@ -229,7 +202,7 @@ def _run_events(
     """What the event log says of this part of a run: what it starts from (since `began`, in seconds
     since 1970), and around the block its training, which has success with the target, or with its
     end where there is none."""
-    if trainer.finished:  # before
+    if trainer.progress.finished:  # before
         yield
         return
     config = trainer.config
@@ -238,7 +211,7 @@ def _run_events(
         recorder.event("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)
     recorder.event("init_start", at=began)
     recorder.event("seed", config.SEED)
-    recorder.event("global_batch_size", trainer.global_batch)
+    recorder.event("global_batch_size", trainer.progress.global_batch)
     recorder.event("train_samples", trainer.data.train_size)
     recorder.event("eval_samples", trainer.data.val_size)
     schedule = train_config(config)
@@ -249,56 +222,8 @@ def _run_events(
     try:
         yield
     finally:
-        succeeded = trainer.to_target.reached if trainer.to_target.target else trainer.finished
+        progress = trainer.progress
+        succeeded = progress.finished
+        if progress.to_target.target:
+            succeeded = progress.to_target.reached is not None
         recorder.event("run_stop", status="success" if succeeded else "aborted")
-
-
-def _closing_lines(trainer: Trainer, summary: dict, root: Path) -> str:
-    lines = [trainer.unreadable.summary()]
-    if summary["images_per_second"]:
-        lines.append(
-            f"{summary['images_per_second']:,.0f} images/s in training,"
-            f" {summary['data_wait_share']:.1%} of the time"
-            " waiting for data"
-        )
-    if summary["staging_seconds"] is not None:
-        rate = summary["staging_bytes_per_second"]
-        speed = f" ({rate / 1e6:,.1f} MB/s)" if rate else ""
-        lines.append(f"staging the data took {summary['staging_seconds']:,.1f} s{speed}")
-    if trainer.to_target.target:
-        lines.append(str(trainer.to_target))
-    lines.append(
-        f"final top-1 {trainer.last_top1:.2f}%, best {trainer.best_top1:.2f}%;"
-        f" checkpoints in {root / 'checkpoints'}, TensorBoard logs in {root / 'tensorboard'}"
-    )
-    return "\n".join(filter(None, lines))
-
-
-def _device_name(world: World) -> str:
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-
-
-def _summary(trainer: Trainer, size: Complexity, staging: Staging | None, seconds: float) -> dict:
-    reached = trainer.to_target.reached
-    return {
-        "val_top1": trainer.last_top1,
-        "best_val_top1": trainer.best_top1,
-        "epochs": trainer.epoch,
-        "steps": trainer.step,
-        "images_per_second": trainer.images / trainer.seconds if trainer.seconds else None,
-        "data_wait_share": trainer.data_wait_share(),
-        "seconds": seconds,
-        "target_top1": trainer.to_target.target or None,
-        "seconds_to_target": reached.seconds if reached else None,
-        "target_epoch": reached.epoch if reached else None,
-        "target_step": reached.step if reached else None,
-        "staging_seconds": staging.seconds if staging else None,
-        "staging_bytes_per_second": staging.rate if staging else None,
-        "parameters": size.parameters,
-        "active_macs": size.macs,
-        "world_size": trainer.world.size,
-        "device": _device_name(trainer.world),
-        "torch": torch.__version__,
-        "unreadable_images": len(trainer.unreadable.paths),
-        "skipped_steps": trainer.skipped,
-    }

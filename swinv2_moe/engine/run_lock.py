@@ -1,12 +1,12 @@
 """The lock of a run directory, which one run at a time may write to."""
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from moe_core.files import try_lock
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.errors import UserError
 
@@ -67,14 +67,9 @@ def _lock(directory: Path) -> TextIO | None:
             file = (directory / _NAME).open("a")
         except FileNotFoundError:  # a run that ends has just removed the directory
             continue
-        try:
-            # lockf: not passed on to the loaders' workers
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file.fileno(), inherited=False):
             file.close()
             return None
-        except OSError:  # a file system without locks
-            return file
         if _is_file_at(file, directory / _NAME):
             return file
         file.close()  # a run that ended removed this file after it was opened here

@@ -1,7 +1,7 @@
 """Writing checkpoints while training goes on.
 
 1. Rank 0 decides where the save goes and which experts it holds anew; the ranks agree on it.
-2. Each rank copies what it has to write; what exceeds CHECKPOINT.STAGING_MB it writes at once.
+2. Each rank copies what it has to write; what exceeds `SavePolicy.staging_mb` it writes at once.
    Training goes on.
 3. In a thread it writes the copies, waits until all is on the disk, and tells the others what it
    wrote, or what failed.
@@ -17,6 +17,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,22 +27,37 @@ from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from moe_core.checkpoint import expert_file, sync_file, tensors_by_file, write_tensors
+from moe_core.checkpoint import expert_file, tensors_by_file, write_tensors
+from moe_core.files import fsync, fsync_and_hash
 from swinv2_moe.engine.checkpoint import (
     Checkpoint,
     checkpoints_below,
     free_name,
     order_of,
-    point,
-    publish,
     write_meta,
 )
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.parallelize import whole_tensors
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import publish_directory, replace_link
 
 # "" (the model), "ema", "optimizer/exp_avg", ... -> named like the parameters
 Sections = dict[str, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """Which checkpoints stay and what a save may hold back. The configuration's CHECKPOINT."""
+
+    keep_last: int = 2  # newest checkpoints that stay, besides `best`
+    experts: int = 0  # experts of each layer that a partial save holds anew; 0: all
+    staging_mb: int = 4096  # MiB of copies; larger states are written while training waits
+
+
+def save_policy(config: CfgNode) -> SavePolicy:
+    """The policy of a configuration."""
+    keys = config.CHECKPOINT
+    return SavePolicy(keys.KEEP_LAST, keys.EXPERTS, keys.STAGING_MB)
 
 
 class Plan(NamedTuple):
@@ -67,6 +83,7 @@ class Saver:
     nothing else.
 
     Args:
+        policy: which checkpoints stay and what a save may hold back.
         source: the checkpoint that the run goes on from, if any. Newer ones in `root` are set aside
             (renamed).
         say: tells the user something, from whichever thread.
@@ -77,14 +94,14 @@ class Saver:
         self,
         root: Path,
         world: World,
-        config: CfgNode,
+        policy: SavePolicy,
         source: Checkpoint | None = None,
         say: Callable[[str], None] = print,
         report: Callable[[Cost], None] = lambda cost: None,
     ) -> None:
         self.root, self.world, self.say, self.report = root, world, say, report
-        self.keep_last, self.experts = config.CHECKPOINT.KEEP_LAST, config.CHECKPOINT.EXPERTS
-        self.staging = Staging(config.CHECKPOINT.STAGING_MB * 2**20)
+        self.policy = policy
+        self.staging = Staging(policy.staging_mb * 2**20)
         # The thread's own group: one group used from two threads would match collectives in
         # different orders.
         self.group = (
@@ -112,7 +129,7 @@ class Saver:
 
         Args:
             meta: what `swinv2_moe.engine.checkpoint.describe` gives.
-            whole: False lets it hold CHECKPOINT.EXPERTS experts of each layer anew, those whose
+            whole: False lets it hold `policy.experts` experts of each layer anew, those whose
                 copies are oldest; the others are links to the copies in the checkpoint before
                 (arXiv 2408.04307, MoC-System, saves in turn).
         """
@@ -172,9 +189,9 @@ class Saver:
         return self.world.agree(plan)
 
     def _oldest_experts(self, model: nn.Module, sections: Collection[str]) -> tuple:
-        """`only` and `borrowed` of the plan: the turn of CHECKPOINT.EXPERTS experts of each layer;
+        """`only` and `borrowed` of the plan: the turn of `policy.experts` experts of each layer;
         () where the checkpoint before cannot lend the others."""
-        if not self.experts or self.previous is None or not self.previous.directory.is_dir():
+        if not self.policy.experts or self.previous is None or not self.previous.directory.is_dir():
             return ()
         meta, layers, only, others = self.previous.meta, moe_layers(model), set(), []
         for i, (name, layer) in enumerate(layers.items()):
@@ -188,8 +205,8 @@ class Saver:
                 for e in range(number)
             ]
             files = [file for *_, file in sorted(turns)]
-            only.update(files[: self.experts])
-            others += files[self.experts :]
+            only.update(files[: self.policy.experts])
+            others += files[self.policy.experts :]
         borrowed = tuple(_in(section, file) for section in sections for file in others)
         return (
             (frozenset(only), borrowed) if all(file in meta["files"] for file in borrowed) else ()
@@ -247,7 +264,7 @@ class Saver:
             meta = meta | {"experts": self._borrow(plan, meta, files)}
         meta = write_meta(plan.temporary, meta | {"files": dict(sorted(files.items()))})
         final = free_name(self.root / _name(meta))
-        publish(plan.temporary, final)
+        publish_directory(plan.temporary, final)
         self.previous = Checkpoint(final, meta)
         try:
             self._point_and_prune(final, is_best)
@@ -257,15 +274,15 @@ class Saver:
             )
 
     def _point_and_prune(self, newest: Path, is_best: bool) -> None:
-        point(self.root / "latest", newest.name)
+        replace_link(self.root / "latest", newest.name)
         if is_best:
-            point(self.root / "best", newest.name)
+            replace_link(self.root / "best", newest.name)
         used = {
             os.readlink(link)
             for link in (self.root / "latest", self.root / "best")
             if link.is_symlink()
         }
-        for old in checkpoints_below(self.root)[self.keep_last :]:
+        for old in checkpoints_below(self.root)[self.policy.keep_last :]:
             if old.name not in used:
                 leftover = old.with_name(f".{old.name}.old.tmp")
                 old.rename(leftover)  # first: a name that it keeps must not stand for a half of it
@@ -376,7 +393,7 @@ class _Job:
     def _finish_file(self, file: str) -> dict:
         if file in self.staged:
             write_tensors(self.directory / file, self.staged[file])
-        return sync_file(self.directory / file)
+        return fsync_and_hash(self.directory / file)
 
 
 def _name(meta: dict) -> str:
@@ -399,4 +416,4 @@ def _link(source: Path, target: Path) -> None:
         raise
     except OSError:
         shutil.copyfile(source, target)
-        sync_file(target)
+        fsync(target)

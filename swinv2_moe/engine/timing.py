@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from swinv2_moe.data import Batch
@@ -32,6 +33,24 @@ class Batches:
         """What the loader took of the time since this was last asked, 0 to 1."""
         (then, before), self._last = self._last, (time.perf_counter(), self.waited)
         return (self.waited - before) / (self._last[0] - then)
+
+
+@dataclass
+class Throughput:
+    """Training proper in this process: without validation, saving at its end and start-up."""
+
+    images: int = 0  # of all ranks
+    seconds: float = 0.0
+    waited: float = 0.0  # seconds that this rank waited for its loader
+
+    def add(self, images: int, seconds: float, waited: float) -> None:
+        self.images += images
+        self.seconds += seconds
+        self.waited += waited
+
+    @property
+    def images_per_second(self) -> float | None:
+        return self.images / self.seconds if self.seconds else None
 
 
 class Validation(NamedTuple):

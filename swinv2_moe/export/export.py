@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moe_core.checkpoint import sync_file
+from moe_core.files import fsync, fsync_and_hash
 from swinv2_moe.config import DataConfig, ExpertsConfig
 from swinv2_moe.data.sources import load_sources
-from swinv2_moe.engine.checkpoint import count_classes, publish
+from swinv2_moe.engine.checkpoint import count_classes
 from swinv2_moe.engine.deployed import Deployed, open_deployed
 from swinv2_moe.errors import UserError
 from swinv2_moe.export import programs
@@ -32,6 +32,7 @@ from swinv2_moe.export.comparison import (
     random_batches,
     validation_batches,
 )
+from swinv2_moe.files import publish_directory
 
 # For the difference between logits, as a share of the largest one, of 99 in 100 images. It was
 # 2e-7, 0.03 and 0.03 (8 experts, Tiny-ImageNet); rounding that sends a token to another expert
@@ -141,7 +142,7 @@ def export_model(
                         directory,
                     )
                     files = {
-                        part.name: sync_file(part)
+                        part.name: fsync_and_hash(part)
                         for part in programs.parts_of(directory / programs.FILES[kind])
                     }
                 found["programs"][kind] = {
@@ -154,8 +155,8 @@ def export_model(
                 )
             with _writing(output):
                 (directory / "model.json").write_text(json.dumps(found, indent=1) + "\n")
-                sync_file(directory / "model.json")
-                publish(directory, output)
+                fsync(directory / "model.json")
+                publish_directory(directory, output)
     return found
 
 

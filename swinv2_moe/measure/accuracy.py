@@ -36,12 +36,12 @@ from swinv2_moe.config import as_opts, data_config, resolve_batch_size
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.engine.agreement import check_same_data
+from swinv2_moe.engine.autocast import build_autocast
 from swinv2_moe.engine.checkpoint import Checkpoint
 from swinv2_moe.engine.deployed import Deployed, open_deployed
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.evaluation import Predictions, predict
 from swinv2_moe.engine.record import Bar
-from swinv2_moe.engine.trainer import build_autocast
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.rounds import interleaved, machine, quartiles, ratios
 from swinv2_moe.models import MoEMlp

@@ -52,8 +52,8 @@ from moe_core import (
 )
 from moe_core.parallel import all_to_all, count_traffic
 from swinv2_moe.data import Batch, Data
-from swinv2_moe.engine.saver import Cost, Saver
-from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.engine.loop import Trainer
+from swinv2_moe.engine.saver import Cost, Saver, save_policy
 from swinv2_moe.models import MoEMlp
 
 _MOVES = ("moe_core::dispatch_rows", "moe_core::combine_rows")
@@ -206,11 +206,11 @@ def watch(trainer: Trainer, images: Tensor) -> tuple[list[Call], Moves]:
         calls[-1].chunks.append((rows[: int(offsets[-1])].detach().clone(), offsets))
 
     hooks = []
-    for layer in moe_layers(trainer.model).values():
+    for layer in moe_layers(trainer.step.model).values():
         hooks.append(layer.register_forward_pre_hook(layer_begins, with_kwargs=True))
         hooks.append(layer.experts.register_forward_pre_hook(experts_begin, with_kwargs=True))
-    with _Moves() as moves, trainer.autocast():
-        trainer.model.forward_with_aux(images)
+    with _Moves() as moves, trainer.step.autocast():
+        trainer.step.model.forward_with_aux(images)
     for hook in hooks:
         hook.remove()
     return calls, moves.calls
@@ -269,12 +269,12 @@ def bytes_read(work: Callable[[], object]) -> int:
 
 def trunk(trainer: Trainer, batch: Batch) -> Task:
     """Forward, cross-entropy, backward."""
-    model, smoothing = trainer.model, trainer.config.MODEL.LABEL_SMOOTHING
+    model, smoothing = trainer.step.model, trainer.config.MODEL.LABEL_SMOOTHING
     with without_experts(model):
         parameters = list(model.parameters())
 
     def run() -> None:
-        with without_experts(model), trainer.autocast():
+        with without_experts(model), trainer.step.autocast():
             logits = model(batch.images)
         loss = F.cross_entropy(logits.float(), batch.targets, label_smoothing=smoothing)
         torch.autograd.grad(loss, parameters)
@@ -312,7 +312,7 @@ def router(trainer: Trainer, calls: Sequence[Call]) -> Task:
 
     def run() -> None:
         for alone, x, options, wanted in prepared:
-            with trainer.autocast():
+            with trainer.step.autocast():
                 y, aux_loss = alone(_not_a_leaf(x), **options)
             torch.autograd.grad(y.sum() + weight * aux_loss, wanted)
 
@@ -350,7 +350,7 @@ def experts(trainer: Trainer, calls: Sequence[Call]) -> Task:
 
     def run() -> None:
         for network, rows, offsets, grad in prepared:
-            with trainer.autocast():
+            with trainer.step.autocast():
                 out = network(_not_a_leaf(rows), offsets)
             torch.autograd.grad(out, [rows, *network.parameters()], grad)
 
@@ -359,7 +359,7 @@ def experts(trainer: Trainer, calls: Sequence[Call]) -> Task:
 
 def exchange(trainer: Trainer, calls: Sequence[Call], batch: Batch) -> Task:
     """What a step of several ranks sends."""
-    model, world = trainer.model, trainer.world
+    model, world = trainer.step.model, trainer.world
     own = sum(p.numel() for p in expert_parameters(model).values())
     shared = torch.zeros(sum(p.numel() for p in model.parameters()) - own, device=world.device)
     sent = _reduced(shared, world.size)
@@ -390,11 +390,11 @@ def _reduced(gradients: Tensor, ranks: int) -> float:
 
 def optimiser(trainer: Trainer, batch: Batch) -> Task:
     """Norm, clipping and update with the gradients of the batch."""
-    loss, _ = trainer.loss(batch)
+    loss, _ = trainer.step.loss(batch)
     loss.backward()
-    average_expert_gradients(trainer.model)
-    gradients = {p: p.grad for p in trainer.model.parameters() if p.grad is not None}
-    trainer.optimizer.zero_grad(set_to_none=True)
+    average_expert_gradients(trainer.step.model)
+    gradients = {p: p.grad for p in trainer.step.model.parameters() if p.grad is not None}
+    trainer.step.optimizer.zero_grad(set_to_none=True)
     clip, name = trainer.config.TRAIN.CLIP_GRAD, trainer.config.TRAIN.OPTIMIZER.NAME
     parts = [_UPDATE[name], _NORM, *([_CLIPPING] if clip else [])]
     flops, moved = (
@@ -404,9 +404,9 @@ def optimiser(trainer: Trainer, batch: Batch) -> Task:
     def run() -> None:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
-        clip_gradients(trainer.model, clip)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad(set_to_none=True)
+        clip_gradients(trainer.step.model, clip)
+        trainer.step.optimizer.step()
+        trainer.step.optimizer.zero_grad(set_to_none=True)
 
     return Task(run, Work(float(flops), float(moved)))
 
@@ -421,7 +421,11 @@ def checkpoint(trainer: Trainer, directory: Path) -> Iterator[tuple[Task, list[C
     """
     costs: list[Cost] = []
     saver = Saver(
-        directory, trainer.world, trainer.config, say=lambda text: None, report=costs.append
+        directory,
+        trainer.world,
+        save_policy(trainer.config),
+        say=lambda text: None,
+        report=costs.append,
     )
 
     def run() -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from swinv2_moe.config import default_config, flatten, model_config
 from swinv2_moe.data.datasets import ImageDataset, Sample
 from swinv2_moe.data.sources import load_sources
+from swinv2_moe.engine.autocast import build_autocast
 from swinv2_moe.engine.deployed import Deployed, open_deployed
 from swinv2_moe.engine.routing import columns, record_choices
-from swinv2_moe.engine.trainer import build_autocast
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.curves import draw_curves, place
 from swinv2_moe.measure.run_record import RunRecord

@@ -25,6 +25,7 @@ import torch
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
+from moe_core.files import fsync
 from moe_core.parallel import ExpertGroup, all_to_all
 from swinv2_moe.config import (
     as_opts,
@@ -37,7 +38,7 @@ from swinv2_moe.config import (
 from swinv2_moe.data import Batch, build_data
 from swinv2_moe.engine.agreement import check_same_start
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
-from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.engine.loop import Trainer
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases
 from swinv2_moe.measure.phases import Task, Work
@@ -264,7 +265,7 @@ def _trainer(config: CfgNode, world: World) -> Trainer:
                 " than experts)"
             )
     trainer = Trainer(config, world, images, model)
-    trainer.wrapped.train()
+    trainer.step.wrapped.train()
     return trainer
 
 
@@ -351,7 +352,7 @@ def write_file(path: Path, size: int) -> None:
         with path.open("wb", buffering=0) as file:
             for _ in range(size // len(block)):
                 file.write(block)
-            os.fsync(file.fileno())
+        fsync(path)
     except OSError as error:
         raise UserError(f"--output {path.parent}: cannot be written ({error.strerror})") from error
 

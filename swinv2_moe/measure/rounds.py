@@ -49,30 +49,54 @@ def interleaved(
     rounds: int,
     warmup: int = 2,
     world: World | None = None,
+    turns: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    before_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
-    """Milliseconds of each alternative in each round; a round runs all of them: they share what the
-    machine does.
+    """Time alternatives in rounds, each of which runs all of them.
 
-    Every other round runs them backwards: none is always the one after the most memory-hungry. With
-    a `world` every rank calls this with the same alternatives; they begin each together, and the
-    slowest rank's time counts.
+    Other work on the machine slows all of them alike. Every other turn runs them backwards, so that
+    none always follows the one that needs most memory.
+
+    Args:
+        warmup: rounds before the first that counts.
+        world: every rank calls this with the same alternatives; they begin each together, and the
+            slowest rank's time counts. None: this process alone.
+        turns: calls of each alternative in a round; their times are added.
+        clock: seconds, such as `time.process_time`.
+        before_round: called before each round, outside of the times.
+
+    Returns:
+        Milliseconds of each alternative in each round.
     """
     times: dict[str, list[float]] = {name: [] for name in alternatives}
     for r in range(-warmup, rounds):
-        for name in reversed(alternatives) if r % 2 else alternatives:
-            if world is not None:
-                world.barrier()
-            synchronize()
-            start = time.perf_counter()
-            alternatives[name]()
-            synchronize()
-            if r >= 0:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    run, everyone = uuid.uuid4().hex[:8], world.gather(times) if world is not None else [times]
-    return {
-        name: Times(map(max, zip(*(found[name] for found in everyone), strict=True)), run)
-        for name in times
-    }
+        before_round()
+        seconds = dict.fromkeys(alternatives, 0.0)
+        for turn in range(turns):
+            is_backwards = (r + turn) % 2 == 1
+            for name in reversed(alternatives) if is_backwards else alternatives:
+                if world is not None:
+                    world.barrier()
+                seconds[name] += _seconds(alternatives[name], clock)
+        if r >= 0:
+            for name in alternatives:
+                times[name].append(1e3 * seconds[name])
+    run = uuid.uuid4().hex[:8]
+    everyone = [times] if world is None else world.gather(times)
+    slowest = {}
+    for name in alternatives:
+        ranks = [times_of_rank[name] for times_of_rank in everyone]
+        slowest[name] = Times(map(max, zip(*ranks, strict=True)), run)
+    return slowest
+
+
+def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    synchronize()
+    start = clock()
+    work()
+    synchronize()
+    return clock() - start
 
 
 def check_rounds(rounds: int, warmup: int) -> None:

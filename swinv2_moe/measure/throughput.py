@@ -4,7 +4,7 @@ Every combination of mode, batch size, dtype, capacity factor and compilation is
 interleaved rounds, in which both models and a large matrix product of the same dtype take turns; no
 other times are ever set against each other.
 
-- Training: the Trainer's own step (forward, both losses, backward, clipping, update, and under
+- Training: the step of a training run (forward, both losses, backward, clipping, update, and under
   torchrun the exchange of rows and gradients), without mixup, accumulation or averaged weights. The
   learning rate is 0: as much work, but every round does it on the same weights.
 - bfloat16: autocast, as in training and evaluation; the weights stay fp32.
@@ -22,7 +22,6 @@ largest load are in every row.
 B images of a rank and pass, W ranks
 """
 
-import csv
 import gc
 import itertools
 import statistics
@@ -31,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -47,11 +46,12 @@ from swinv2_moe.config import (
     load_config,
     model_config,
 )
-from swinv2_moe.data import Batch, Data
+from swinv2_moe.data import Batch
 from swinv2_moe.engine.agreement import check_same_start
+from swinv2_moe.engine.autocast import build_autocast
 from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.engine.record import dropped_share
-from swinv2_moe.engine.trainer import Trainer, build_autocast
+from swinv2_moe.engine.step import TrainingStep
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.rounds import (
     REPEATABLE,
@@ -59,18 +59,12 @@ from swinv2_moe.measure.rounds import (
     check_opts,
     check_rounds,
     interleaved,
-    latencies,
     machine,
     matrix_product,
-    quartiles,
     ratios,
     working_memory,
 )
 from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
-from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # a backward pass has two products for each one of the forward pass
 PASSES = {"inference": 1, "training": 3}
@@ -332,13 +326,13 @@ def _inference(config: CfgNode, world: World) -> Subject:
 
 
 def _training(config: CfgNode, world: World) -> Subject:
-    """The Trainer's step on one batch, again and again."""
+    """Training steps on one batch."""
     section = data_config(config)
     batch = _batch(section, world)
-    data = Data([batch], [], _classes(section), [], section.batch_size * world.size, 0)
-    trainer = Trainer(config, world, data, _model(config, world))
-    trainer.wrapped.train()
-    return Subject(trainer.model, lambda: trainer.train_step([batch]), trainer.optimizer)
+    step = TrainingStep(config, world, _model(config, world), _classes(section))
+    step.wrapped.train()
+    numbers = itertools.count()
+    return Subject(step.model, lambda: step.run([batch], next(numbers)), step.optimizer)
 
 
 def _model(config: CfgNode, world: World) -> MoEModel:
@@ -357,30 +351,6 @@ def _batch(config: DataConfig, world: World) -> Batch:
 
 def _classes(config: DataConfig | ModelConfig) -> int:
     return config.num_classes or ASSUMED_CLASSES
-
-
-def headline(plan: Plan, ranks: int) -> str:
-    """What is measured, on how many ranks."""
-    config = model_config(plan[0][1])
-    layers, experts = sum(map(len, config.experts.blocks)), config.experts.num_experts
-    return (
-        f"{config.type}, {config.img_size} px: {experts} experts in {layers} layers, beside dense;"
-        f" {ranks} {'process' if ranks == 1 else 'processes'}"
-    )
-
-
-def protocol(row: Row, warmup: int) -> str:
-    """How the figures came about, for the head of a table."""
-    rounds, (experts, dense) = len(row.product), (row.moe.size, row.dense.size)
-    return (
-        f"{experts.parameters / 1e6:,.1f}M parameters and {experts.macs / 1e6:,.0f}M MACs/image,"
-        " beside"
-        f" {dense.parameters / 1e6:,.1f}M and {dense.macs / 1e6:,.0f}M\n{row.machine}\nmedians"
-        f" (quartiles) of {rounds}"
-        f" rounds after {warmup} to warm up; percentiles are of these {rounds} passes, MFU is of"
-        " the measured peak;"
-        " fresh weights and noise: 'dropped' and 'largest load' tell how evenly they route"
-    )
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -409,122 +379,4 @@ def _routing(model: MoEModel) -> tuple[float, float]:
     stats = [layer.last_routing for layer in moe_layers(model).values()]
     return dropped_share(stats), max(
         float(found.counts.max() / found.counts.float().mean()) for found in stats
-    )
-
-
-def record(row: Row) -> dict[str, object]:
-    """A row as flat columns: every figure, and every round's milliseconds."""
-    columns = {
-        "run": row.product.run,
-        **row.combination._asdict(),
-        "ranks": row.ranks,
-        "rounds": len(row.product),
-    }
-
-    def add(name: str, values: Sequence[float]) -> None:
-        columns.update(zip((f"{name}_q1", name, f"{name}_q3"), quartiles(values), strict=True))
-
-    add("moe_over_dense", row.ratio())
-    for name in ("moe", "dense"):
-        side: Side = getattr(row, name)
-        add(f"{name}_images_per_second", row.images_per_second(side))
-        add(f"{name}_mfu", row.mfu(side))
-        columns |= {f"{name}_{which}_ms": value for which, value in latencies(side.times).items()}
-        columns |= {f"{name}_parameters": side.size.parameters, f"{name}_macs": side.size.macs}
-        columns |= {f"{name}_peak_bytes": side.peak_memory, f"{name}_held_bytes": side.held}
-        columns |= {
-            f"{name}_first_call_s": side.first_call,
-            f"{name}_ms": " ".join(f"{t:.3f}" for t in side.times),
-        }
-    columns |= {
-        "product_flops": row.product_flops,
-        "product_ms": " ".join(f"{t:.3f}" for t in row.product),
-    }
-    return columns | {
-        "dropped": row.dropped,
-        "largest_load": row.largest_load,
-        "machine": row.machine,
-    }
-
-
-def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Raises:
-    UserError: the file cannot be written.
-    """
-    records = [record(row) for row in rows]
-    try:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, records[0].keys())
-            writer.writeheader()
-            writer.writerows(records)
-    except OSError as error:
-        raise UserError(f"--output {path}: cannot be written ({error.strerror})") from error
-
-
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """A PNG: images/s of both models for every row with quartiles, the ratio above them; a panel
-    for each mode.
-
-    Raises:
-        UserError: a file that cannot be written.
-    """
-    modes = [[row for row in rows if row.combination.mode == mode] for mode in PASSES]
-    modes = [found for found in modes if found]
-    figure = new_figure(max(6.0, 1.1 * len(rows) + 2), 4.6)
-    panels = figure.subplots(
-        1, len(modes), width_ratios=[len(found) for found in modes], squeeze=False
-    )[0]
-    for axes, found in zip(panels, modes, strict=True):
-        _bars(axes, found)
-        axes.set_title(found[0].combination.mode, fontsize=10)
-    panels[0].set_ylabel("images/s; in bold: experts / dense")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False
-    )
-    figure.suptitle(title, fontsize=10)
-    save_png(figure, path)
-
-
-def _bars(axes: "Axes", rows: Sequence[Row]) -> None:
-    tops = [0.0] * len(rows)
-    for offset, name, label, colour in (
-        (-0.2, "moe", "experts", COLOURS[0]),
-        (0.2, "dense", "dense", COLOURS[5]),
-    ):
-        spreads = [quartiles(row.images_per_second(getattr(row, name))) for row in rows]
-        middles = [middle for _, middle, _ in spreads]
-        errors = [
-            [middle - low for low, middle, _ in spreads],
-            [high - middle for _, middle, high in spreads],
-        ]
-        places = [i + offset for i in range(len(rows))]
-        bars = axes.bar(
-            places, middles, 0.38, yerr=errors, color=colour, label=label, error_kw={"linewidth": 1}
-        )
-        axes.bar_label(
-            bars, [f"{middle:.3g}" for middle in middles], label_type="center", fontsize=7
-        )
-        tops = [max(top, high) for top, (*_, high) in zip(tops, spreads, strict=True)]
-    for i, (row, top) in enumerate(zip(rows, tops, strict=True)):
-        ratio = f"{statistics.median(row.ratio()):.2f}"
-        axes.annotate(
-            ratio,
-            (i, top),
-            (0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-            weight="bold",
-        )
-    axes.set_xticks(range(len(rows)), [_label(row.combination) for row in rows], fontsize=8)
-    axes.set_xlim(-0.6, len(rows) - 0.4)
-    axes.set_ylim(0, 1.1 * max(tops))
-    tidy(axes)
-
-
-def _label(combination: Combination) -> str:
-    compiled = "\ncompiled" if combination.compile == "on" else ""
-    return (
-        f"batch {combination.batch_size}\n{combination.dtype}\nf ="
-        f" {combination.capacity_factor:g}{compiled}"
     )

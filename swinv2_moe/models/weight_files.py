@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moe_core import open_regular
+from moe_core.files import open_regular
 from swinv2_moe.errors import UserError
 
 _ZIP = b"PK\x03\x04"  # how torch tells its zip files from the format of before torch 1.6

@@ -13,7 +13,7 @@ from trainer_cases import make_trainer
 from moe_core import expert_parameters, moe_layers
 from moe_core.parallel import ParallelStrategy
 from swinv2_moe.data import Batch
-from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.engine.loop import Trainer
 
 STEPS, CLIP = 50, 0.4
 OPTIONS = (
@@ -56,12 +56,12 @@ def train(trainer: Trainer, seed: int) -> tuple[list[tuple], set[int]]:
     rank, rng = trainer.world.rank, random.Random(seed)  # all ranks draw the same
     own = torch.Generator().manual_seed(100 * seed + rank)
     torch.manual_seed(100 * seed + rank)
-    layers = list(moe_layers(trainer.model).values())
+    layers = list(moe_layers(trainer.step.model).values())
     targets = [layers[0].experts.w1, layers[1].experts.b2]
     if not trainer.config.TRAIN.SHARD_TRUNK:  # hooks of sharded parameters see the average
-        targets += [trainer.model.head.fc.weight, trainer.model.patch_embed.proj.weight]
-    trainer.scaler.GROWTH_INTERVAL, trainer.scaler.scale = 7, 2.0**10
-    trainer.wrapped.train()
+        targets += [trainer.step.model.head.fc.weight, trainer.step.model.patch_embed.proj.weight]
+    trainer.step.scaler.GROWTH_INTERVAL, trainer.step.scaler.scale = 7, 2.0**10
+    trainer.step.wrapped.train()
     history, injected = [], set()
     for step in range(STEPS):
         for layer in layers:
@@ -69,11 +69,11 @@ def train(trainer: Trainer, seed: int) -> tuple[list[tuple], set[int]]:
         batches = random_batches(rng.choice((1, 1, 1, 2)), own)
         target, where, now = rng.choice(targets), rng.randrange(4), rng.random() < 0.15
         handle = overflow(target) if now and where == rank else None
-        _, _, norm = trainer.train_step(batches)
+        norm = trainer.train_step(batches).grad_norm
         if handle is not None:
             handle.remove()
         injected |= {step} if now else set()
-        history.append((norm, trainer.scaler.scale, trainer.scaler.updates))
+        history.append((norm, trainer.step.scaler.scale, trainer.step.scaler.updates))
     return history, injected
 
 
@@ -93,10 +93,10 @@ def check_history(history: list[tuple], injected: set[int]) -> None:
 
 def bits(trainer: Trainer, names) -> Tensor:
     """Parameters and both moments, as one vector of integers."""
-    parameters = dict(trainer.model.named_parameters())
+    parameters = dict(trainer.step.model.named_parameters())
     tensors = []
     for name in names:
-        state = trainer.optimizer.state[parameters[name]]
+        state = trainer.step.optimizer.state[parameters[name]]
         tensors += [parameters[name].detach(), state["exp_avg"], state["exp_avg_sq"], state["step"]]
     return torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors])
 
@@ -109,19 +109,19 @@ def assert_equal_on(group: dist.ProcessGroup, own: Tensor, size: int) -> None:
 
 def check_fifty_steps(rank: int, seed: int, shard: bool) -> None:
     trainer = make_trainer(rank, 4, f"{OPTIONS} TRAIN.SHARD_TRUNK {shard}")
-    before = next(iter(expert_parameters(trainer.model).values())).detach().clone()
+    before = next(iter(expert_parameters(trainer.step.model).values())).detach().clone()
     history, injected = train(trainer, seed)
     check_history(history, injected)
     assert len({tuple(other) for other in trainer.world.gather(history)}) == 1
-    experts = expert_parameters(trainer.model)
-    group = next(iter(moe_layers(trainer.model).values())).group
+    experts = expert_parameters(trainer.step.model)
+    group = next(iter(moe_layers(trainer.step.model).values())).group
     assert_equal_on(group.replicas.process_group, bits(trainer, experts), 2)
     everyone = trainer.world.gather(next(iter(experts.values())).detach())
     assert not everyone[rank].equal(before)
     assert not everyone[0].equal(everyone[1])  # other experts
-    shared = [name for name, p in trainer.model.named_parameters() if name not in experts]
+    shared = [name for name, p in trainer.step.model.named_parameters() if name not in experts]
     if shard:
-        assert all(isinstance(trainer.model.get_parameter(name), DTensor) for name in shared)
+        assert all(isinstance(trainer.step.model.get_parameter(name), DTensor) for name in shared)
     else:
         assert_equal_on(dist.group.WORLD, bits(trainer, shared), 4)
 

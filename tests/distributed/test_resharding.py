@@ -10,7 +10,7 @@ import torch.distributed as dist
 from trainer_cases import make_trainer, resume, save, train_steps
 
 from swinv2_moe.engine.checkpoint import open_checkpoint, read_meta
-from swinv2_moe.engine.saver import Saver
+from swinv2_moe.engine.saver import Saver, save_policy
 
 STEPS_BEFORE, STEPS_AFTER = 3, 5
 SAVED, LOADED, EXPERTS = (1, 2, 4), (1, 2, 4, 8), (2, 4, 8)
@@ -48,7 +48,11 @@ def load_and_go_on(rank: int, sources: list[Path], target: Path, experts: int) -
         assert read_meta(again)["files"] == read_meta(directory)["files"], (
             "bytes and checksum of every tensor's file"
         )
-        assert (trainer.step, trainer.epoch, trainer.epoch_step) == (STEPS_BEFORE, 0, STEPS_BEFORE)
+        assert (trainer.progress.step, trainer.progress.epoch, trainer.progress.epoch_step) == (
+            STEPS_BEFORE,
+            0,
+            STEPS_BEFORE,
+        )
         losses = train_steps(trainer, STEPS_AFTER)
         expected = json.loads((source / "losses.json").read_text())
         difference = (torch.tensor(losses) - torch.tensor(expected)).abs().max()
@@ -86,7 +90,7 @@ def test_every_number_of_ranks(experts, run_processes, tmp_path):
 def save_in_turns(rank: int, root: Path) -> None:
     """Two experts on four ranks: a save writes one expert of each layer, which two ranks join."""
     trainer = make_trainer(rank, 4, f"{options(2, 4)} CHECKPOINT.EXPERTS 1")
-    saver = Saver(root, trainer.world, trainer.config)
+    saver = Saver(root, trainer.world, save_policy(trainer.config))
     for _ in range(3):
         train_steps(trainer, 1)
         trainer.save(saver, whole=False)

@@ -13,7 +13,7 @@ from trainer_cases import QUICKSTART, make_trainer, resume, save, train_steps
 from moe_core import expert_parameters
 from swinv2_moe.config import load_config
 from swinv2_moe.engine.checkpoint import open_checkpoint, read_section
-from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.engine.loop import Trainer
 from swinv2_moe.errors import UserError
 
 VARIANTS = [
@@ -28,7 +28,7 @@ MORE_VARIANTS = [
 
 
 def whole_state(trainer: Trainer) -> dict[str, Tensor]:
-    state = trainer.deployed.state_dict()
+    state = trainer.step.deployed.state_dict()
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
 
 
@@ -55,7 +55,7 @@ def check_sharded_equals_replicated(rank: int, variant: str) -> None:
     )
     assert outcomes[0][1][0, 2] != outcomes[0][1][1, 2]
     torch.testing.assert_close(whole_state(sharded), whole_state(replicated), rtol=1e-4, atol=1e-6)
-    assert sharded.scaler.state() == replicated.scaler.state()
+    assert sharded.step.scaler.state() == replicated.step.scaler.state()
 
 
 def sharded_equals_replicated(rank: int, variants: list[str]) -> None:
@@ -74,7 +74,7 @@ def every_shared_tensor_is_sharded(rank: int) -> None:
     trainer = make_trainer(rank, 4, "TRAIN.SHARD_TRUNK True TRAIN.EMA_DECAY 0.9")
     train_steps(trainer, 1)
     trainer.validate()
-    for model in (trainer.model, trainer.ema.module):
+    for model in (trainer.step.model, trainer.step.ema.module):
         experts = expert_parameters(model)
         shared = [p for name, p in model.named_parameters() if name not in experts]
         assert len(experts) == 8
@@ -84,8 +84,8 @@ def every_shared_tensor_is_sharded(rank: int) -> None:
         # two heads' 512 weights are cut into 1, 1, 0 and 0
         assert local_bytes(shared) < 0.26 * whole + 512 * 4 * 4
         assert trainer.world.sum(torch.tensor(local_bytes(shared))) == whole
-    state = trainer.optimizer.state
-    for name, parameter in trainer.model.named_parameters():
+    state = trainer.step.optimizer.state
+    for name, parameter in trainer.step.model.named_parameters():
         assert local_bytes([state[parameter]["exp_avg"]]) == local_bytes([parameter]), name
 
 
@@ -98,8 +98,10 @@ def goes_on_sharded(rank: int, source: Path, target: Path) -> None:
     saved."""
     trainer = make_trainer(rank, 4, "TRAIN.SHARD_TRUNK True TRAIN.EMA_DECAY 0.5")
     train_steps(trainer, 1)  # a state that is to be replaced
-    trunk = [n for n, t in trainer.model.state_dict().items() if isinstance(t, DTensor)]
-    read = read_section(open_checkpoint(source), "", trainer.model, trainer.model.state_dict())
+    trunk = [n for n, t in trainer.step.model.state_dict().items() if isinstance(t, DTensor)]
+    read = read_section(
+        open_checkpoint(source), "", trainer.step.model, trainer.step.model.state_dict()
+    )
     assert local_bytes([read[name] for name in trunk]) < 0.3 * sum(
         read[name].nbytes for name in trunk
     )
@@ -118,7 +120,7 @@ def test_checkpoints_of_one_process_and_of_four_that_shard(run_processes, tmp_pa
 
     back = make_trainer(0, 1, "TRAIN.EMA_DECAY 0.5")
     resume(back, tmp_path / "further" / "latest")
-    assert (back.step, back.scaler.updates) == (4, 4)
+    assert (back.progress.step, back.step.scaler.updates) == (4, 4)
     train_steps(single, 2)
     expected, found = save(single, tmp_path / "expected"), save(back, tmp_path / "back")
     assert_same_files(expected, found, rtol=1e-2, atol=1e-4)
@@ -135,7 +137,7 @@ def assert_same_files(expected: Path, found: Path, **tolerance) -> None:
 
 def a_number_that_is_not_finite(rank: int) -> None:
     trainer = make_trainer(rank, 2, "TRAIN.SHARD_TRUNK True")
-    weight = trainer.model.layers[1].blocks[0].attn.proj.weight
+    weight = trainer.step.model.layers[1].blocks[0].attn.proj.weight
     if rank == 0:
         weight.detach().to_local()[0, 0] = float("nan")
     with pytest.raises(
@@ -151,7 +153,7 @@ def test_a_number_that_is_not_finite_is_named(run_processes):
 
 def test_one_process_has_nothing_to_shard():
     trainer = make_trainer(0, 1, "TRAIN.SHARD_TRUNK True")
-    assert not any(isinstance(p, DTensor) for p in trainer.model.parameters())
+    assert not any(isinstance(p, DTensor) for p in trainer.step.model.parameters())
 
 
 def test_not_with_compile():

@@ -33,10 +33,10 @@ from trainer_cases import QUICKSTART, SMALL, make_trainer
 from swinv2_moe.command import run_command
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.convert import export_weights, import_weights
-from swinv2_moe.data.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.staging import stage
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import load_sources
-from swinv2_moe.data.staging import stage
 from swinv2_moe.engine import train
 from swinv2_moe.engine.checkpoint import find_checkpoint, read_weights_of
 from swinv2_moe.models import build_model, load_dense
@@ -98,10 +98,10 @@ def checkpoints(work: Path, count: int, rng: random.Random) -> Iterator[Case]:
 
     def read() -> str:
         found = find_checkpoint("auto", root / "checkpoints")
-        weights = read_weights_of(found, trainer.model)
+        weights = read_weights_of(found, trainer.step.model)
         trainer.resume(found)
         return tensors_digest(
-            weights | {f"trained {k}": v for k, v in trainer.model.state_dict().items()}
+            weights | {f"trained {k}": v for k, v in trainer.step.model.state_dict().items()}
         )
 
     restore()
@@ -147,11 +147,11 @@ def checkpoint_changes(
 
 def reseal(checkpoint: Path, file: Path) -> None:
     """The record of a changed file in meta.json made right again, as a hostile writer would."""
-    from moe_core.checkpoint import sync_file
+    from moe_core.files import fsync_and_hash
 
     meta = checkpoint / "meta.json"
     content = json.loads(meta.read_text())
-    content["files"][str(file)] = sync_file(checkpoint / file)
+    content["files"][str(file)] = fsync_and_hash(checkpoint / file)
     meta.write_text(hostile.seal_meta(json.dumps(content, indent=1)))
 
 

@@ -37,7 +37,8 @@ from swinv2_moe.command import run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.engine import saver, train
 from swinv2_moe.engine.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_meta
-from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.engine.loop import Trainer
+from swinv2_moe.engine.step import StepResult
 from swinv2_moe.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -117,8 +118,8 @@ class Gate(NamedTuple):
         """In this process training waits here before this step."""
         train_step = Trainer.train_step
 
-        def wait_and_train(trainer: Trainer, batches: list) -> tuple[float, float, float]:
-            if trainer.step + 1 == step:
+        def wait_and_train(trainer: Trainer, batches: list) -> StepResult:
+            if trainer.progress.step + 1 == step:
                 self.wait_here()
             return train_step(trainer, batches)
 
@@ -179,7 +180,13 @@ def saves_under_way(run: Path) -> set[str]:
 def slow_disk(seconds: float) -> None:
     """In this process every file of a checkpoint takes so much longer to write, to wait for and to
     remove, and so does what comes after the files. (The product has no hooks for tests.)"""
-    for name in ("write_tensors", "sync_file", "write_meta", "publish", "point"):
+    for name in (
+        "write_tensors",
+        "fsync_and_hash",
+        "write_meta",
+        "publish_directory",
+        "replace_link",
+    ):
         setattr(saver, name, partial(_slowly, getattr(saver, name), seconds))
     os.unlink = partial(_slowly, os.unlink, seconds)  # what rmtree calls for each file
 

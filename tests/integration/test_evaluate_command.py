@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tool_cases import command
 
-from moe_core.checkpoint import sync_file
+from moe_core.files import fsync_and_hash
 from swinv2_moe.config import load_config
 from swinv2_moe.engine import train
 from swinv2_moe.engine.checkpoint import read_meta, write_meta
@@ -66,7 +66,9 @@ def runs(tmp_path_factory, photographs, small):
         "norm.weight": torch.full((64,), torch.nan)
     }
     save_file(tensors, root / "nan" / "model.safetensors")
-    files = meta["files"] | {"model.safetensors": sync_file(root / "nan" / "model.safetensors")}
+    files = meta["files"] | {
+        "model.safetensors": fsync_and_hash(root / "nan" / "model.safetensors")
+    }
     write_meta(root / "nan", meta | {"files": files})
     (root / "damaged" / "model.safetensors").unlink()
     write_meta(root / "nameless", meta | {"class_names": []})

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tool_cases import command
 
-from moe_core.checkpoint import sync_file
+from moe_core.files import fsync_and_hash
 from swinv2_moe.config import load_config
 from swinv2_moe.engine import train
 from swinv2_moe.engine.checkpoint import read_meta, write_meta
@@ -84,7 +84,7 @@ def test_the_averaged_weights_are_measured(few_shot, run, photographs, tmp_path)
         tensors = load_file(copy / name) | {"norm.weight": torch.full((64,), torch.nan)}
         save_file(tensors, copy / name)
         meta = read_meta(checkpoint)
-        write_meta(copy, meta | {"files": meta["files"] | {name: sync_file(copy / name)}})
+        write_meta(copy, meta | {"files": meta["files"] | {name: fsync_and_hash(copy / name)}})
         outputs.append(few_shot("--resume", copy, *arguments))
     assert outputs[0].status == 0
     assert outputs[1].status == 2
@@ -183,7 +183,7 @@ def test_bad_input_is_one_line(case, few_shot, run, photographs, places, monkeyp
     def too_late(*args):
         raise AssertionError("images were read")
 
-    monkeypatch.setattr("swinv2_moe.engine.few_shot._extract", too_late)
+    monkeypatch.setattr("swinv2_moe.measure.few_shot._extract", too_late)
     arguments, texts = BAD_INPUT[case]
     finished = few_shot(
         "--resume", run, "--data", photographs, *[a.format(root=places) for a in arguments]

@@ -37,7 +37,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 WHILE_MAKING_SHARDS = """
 import runpy, sys, time
 from pathlib import Path
-from swinv2_moe.data import make_shards, shard_jobs
+from swinv2_moe.data.prepare import make_shards, shard_jobs
 _, reached, moment, *sys.argv = sys.argv
 reached, begun, wait = Path(reached), Path(reached + "-worker"), shard_jobs.wait
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_core import open_regular
+from moe_core.files import open_regular
 from swinv2_moe.files import (
     check_inner_path,
     check_plain_name,

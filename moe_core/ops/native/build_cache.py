@@ -2,15 +2,21 @@
 written."""
 
 import contextlib
-import fcntl
-import hashlib
 import os
 import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from moe_core.files import open_regular
+from moe_core.files import (
+    atomic_write,
+    exclusive_lock,
+    fsync,
+    fsync_and_hash,
+    open_regular,
+    read_chunks,
+    sha256,
+)
 
 
 def compiled_library(name: str, compile_to: Callable[[Path], None]) -> Path:
@@ -25,17 +31,17 @@ def compiled_library(name: str, compile_to: Callable[[Path], None]) -> Path:
     """
     directory = cache_directory()
     library, checksum = directory / name, directory / f"{name}.sha256"
-    with (directory / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive_lock(directory / ".lock"):
         if not _is_as_written(library, checksum):
             unfinished = directory / f"{name}.unfinished"
             unfinished.unlink(missing_ok=True)
             compile_to(unfinished)
             unfinished.chmod(0o700)
-            digest = _fsync_and_hash(unfinished)
-            _write(checksum, digest)
+            digest = fsync_and_hash(unfinished)["sha256"]
+            with atomic_write(checksum, mode=0o600) as file:
+                file.write(str(digest).encode())
             unfinished.replace(library)
-            _fsync_directory(directory)
+            fsync(directory)
     return library
 
 
@@ -78,33 +84,7 @@ def _is_as_written(library: Path, checksum: Path) -> bool:
             if not stat.S_ISREG(found.st_mode) or not _belongs_to_this_user(found):
                 return False
         with open_regular(library) as content:
-            digest = hashlib.sha256(content.read()).hexdigest()
+            digest = sha256(read_chunks(content))
         return checksum.read_bytes() == digest.encode()
     except OSError:
         return False
-
-
-def _fsync_and_hash(file: Path) -> str:
-    """Waits until the file is on the disk; its SHA-256."""
-    with file.open("rb") as content:
-        os.fsync(content.fileno())
-        return hashlib.sha256(content.read()).hexdigest()
-
-
-def _write(file: Path, text: str) -> None:
-    """The file with this text, on the disk; at no time with a part of it."""
-    unfinished = file.with_name(f"{file.name}.unfinished")
-    with unfinished.open("w") as content:
-        content.write(text)
-        content.flush()
-        os.fsync(content.fileno())
-    unfinished.chmod(0o600)
-    unfinished.replace(file)
-
-
-def _fsync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,7 @@ import torch
 from released_files import make_released, write_released
 from safetensors.torch import load_file, save_file
 
-from moe_core.checkpoint import sync_file
+from moe_core.files import fsync_and_hash
 from swinv2_moe.engine.checkpoint import read_meta, write_meta
 
 
@@ -370,7 +370,7 @@ def test_a_checkpoint_without_a_classifier_is_not_exported(convert, make_checkpo
         file,
     )
     meta = read_meta(ours)
-    write_meta(ours, meta | {"files": meta["files"] | {file.name: sync_file(file)}})
+    write_meta(ours, meta | {"files": meta["files"] | {file.name: fsync_and_hash(file)}})
     assert_refused(
         convert("export", "single", ours, "--output", tmp_path / "y.safetensors"),
         "has no classifier",

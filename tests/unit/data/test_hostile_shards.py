@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from swinv2_moe.data import files
-from swinv2_moe.data.class_maps import class_names
+from swinv2_moe import files
 from swinv2_moe.data.datasets import read_image
-from swinv2_moe.data.index_shards import index_shards
-from swinv2_moe.data.make_shards import Options, make_shards
+from swinv2_moe.data.prepare import transfer_bar
+from swinv2_moe.data.prepare.class_maps import class_names
+from swinv2_moe.data.prepare.index_shards import index_shards
+from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.staging import stage
 from swinv2_moe.data.shards import MEMBER, load_shards
 from swinv2_moe.data.sources import ImageArrays, Sources
-from swinv2_moe.data.staging import stage
 from swinv2_moe.data.unpack import image_folder
 from swinv2_moe.errors import UserError
 
@@ -32,7 +33,7 @@ OPTIONS = Options(shard_mb=0.02)
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.TransferBar, "start", lambda self: None)
+    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def whole(tmp_path_factory) -> Path:
     """Finished shards, not to be changed."""
     directory = tmp_path_factory.mktemp("whole") / "shards"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files.TransferBar, "start", lambda self: None)
+        patch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
         make_shards(SOURCES, str(directory), OPTIONS, 1)
     return directory
 

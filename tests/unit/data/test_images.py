@@ -13,10 +13,11 @@ from PIL import EpsImagePlugin, Image, ImageFile, PngImagePlugin
 from yacs.config import CfgNode
 
 from swinv2_moe.config import data_config
-from swinv2_moe.data import build_data, files
+from swinv2_moe.data import build_data
 from swinv2_moe.data.datasets import ImageDataset, read_image
 from swinv2_moe.data.images import FORMATS, MAX_FILE_BYTES, MAX_PIXELS, decode
-from swinv2_moe.data.make_shards import Options, make_shards
+from swinv2_moe.data.prepare import transfer_bar
+from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Sources
 from swinv2_moe.errors import UserError
@@ -124,7 +125,7 @@ def test_a_text_that_unpacks_to_gigabytes_is_an_error_of_its_file() -> None:
 def make_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Pictures of 40 x 30 and 20 x 20 pixels, as a folder or in shards, under a configuration with
     DATA.MAX_PIXELS."""
-    monkeypatch.setattr(files.TransferBar, "start", lambda self: None)
+    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
 
     def make(config: CfgNode, dataset: str) -> CfgNode:
         for split in ("train", "val"):

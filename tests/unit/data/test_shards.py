@@ -17,10 +17,12 @@ import torch
 from PIL import Image
 from webdataset import TarWriter, WebDataset
 
+from swinv2_moe import files
 from swinv2_moe.config import data_config
-from swinv2_moe.data import build_data, files, shards
-from swinv2_moe.data.index_shards import index_shards
-from swinv2_moe.data.make_shards import Options, make_shards
+from swinv2_moe.data import build_data, shards
+from swinv2_moe.data.prepare import transfer_bar
+from swinv2_moe.data.prepare.index_shards import index_shards
+from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageArrays, ImageFiles, Sources, load_sources
 from swinv2_moe.errors import UserError
@@ -30,7 +32,7 @@ SMALL = Options(shard_mb=0.02)  # of noise images: about 6 in a shard
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    monkeypatch.setattr(files.TransferBar, "start", lambda self: None)
+    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
 
 
 @pytest.fixture

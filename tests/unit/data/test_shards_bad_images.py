@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from swinv2_moe.config import data_config
-from swinv2_moe.data import files
 from swinv2_moe.data.datasets import ImageDataset, read_image
-from swinv2_moe.data.make_shards import Options, make_shards
+from swinv2_moe.data.prepare import transfer_bar
+from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Sources
 
@@ -90,7 +90,7 @@ BROKEN = {
 def sources(tmp_path, monkeypatch):
     """The images above, in files and in shards; in shards row i of the files is where the key
     begins with i."""
-    monkeypatch.setattr(files.TransferBar, "start", lambda self: None)
+    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
     contents = {name: image[0] for name, image in READABLE.items()} | BROKEN
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)

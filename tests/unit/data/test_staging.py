@@ -10,17 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swinv2_moe.data import files
-from swinv2_moe.data.make_shards import Options, make_shards
+from swinv2_moe import files
+from swinv2_moe.data.prepare import transfer_bar
+from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.staging import stage
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageArrays, Sources
-from swinv2_moe.data.staging import stage
 from swinv2_moe.errors import UserError
 
 
 @pytest.fixture
 def made(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(files.TransferBar, "start", lambda self: None)
+    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
     source = ImageArrays("noise", pixels, np.arange(40) % 4)
     make_shards(

@@ -13,8 +13,8 @@ from yacs.config import CfgNode
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import build_data
 from swinv2_moe.engine.distributed import World, seed_everything
-from swinv2_moe.engine.saver import Saver
-from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.engine.loop import Trainer
+from swinv2_moe.engine.saver import Saver, save_policy
 from swinv2_moe.models import build_model
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
@@ -67,10 +67,10 @@ def save() -> Callable[..., Path]:
     checkpoint."""
 
     def run(trainer: Trainer, root: Path, **how) -> Path:
-        saver = Saver(root, trainer.world, trainer.config)
+        saver = Saver(root, trainer.world, save_policy(trainer.config))
         trainer.save(saver, **how)
         saver.close()
-        return root / f"step-{trainer.step:08d}"
+        return root / f"step-{trainer.progress.step:08d}"
 
     return run
 

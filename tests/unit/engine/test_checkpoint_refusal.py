@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_core.checkpoint import sync_file
+from moe_core.files import fsync_and_hash
 from swinv2_moe.engine.checkpoint import (
     count_classes,
     find_checkpoint,
@@ -32,27 +32,38 @@ def save(make_trainer, save, tmp_path):
 
 def refusal(trainer, directory):
     """The message with which `trainer` refuses, after checking that nothing of it changed."""
-    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    ema = {n: t.clone() for n, t in trainer.ema.module.state_dict().items()} if trainer.ema else {}
+    before = {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
+    ema = (
+        {n: t.clone() for n, t in trainer.step.ema.module.state_dict().items()}
+        if trainer.step.ema
+        else {}
+    )
     with pytest.raises(UserError) as caught:
         trainer.resume(open_checkpoint(directory))
-    assert all(tensor.equal(before[name]) for name, tensor in trainer.model.state_dict().items())
-    assert not ema or all(
-        tensor.equal(ema[name]) for name, tensor in trainer.ema.module.state_dict().items()
+    assert all(
+        tensor.equal(before[name]) for name, tensor in trainer.step.model.state_dict().items()
     )
-    assert (trainer.epoch, trainer.step, trainer.best_top1, trainer.scaler.updates) == (
+    assert not ema or all(
+        tensor.equal(ema[name]) for name, tensor in trainer.step.ema.module.state_dict().items()
+    )
+    assert (
+        trainer.progress.epoch,
+        trainer.progress.step,
+        trainer.progress.best_top1,
+        trainer.step.scaler.updates,
+    ) == (
         0,
         0,
         -1.0,
         0,
     )
-    assert not trainer.optimizer.state
+    assert not trainer.step.optimizer.state
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def keys_of(trainer, *parts):
-    return [name for name in trainer.model.state_dict() if any(part in name for part in parts)]
+    return [name for name in trainer.step.model.state_dict() if any(part in name for part in parts)]
 
 
 FC = [
@@ -119,7 +130,7 @@ def test_other_architectures(saved, running, named, save, make_trainer):
 
 def test_another_number_of_classes(save, make_trainer):
     trainer = make_trainer()
-    trainer.model.reset_classifier(7)
+    trainer.step.model.reset_classifier(7)
     message = refusal(trainer, save())
     assert "head.fc.weight ([10, 64] there, [7, 64] in the model)" in message
     assert "head.fc.bias ([10] there, [7] in the model)" in message
@@ -159,7 +170,7 @@ def test_damaged_and_missing_files_are_named(file, save, make_trainer):
     assert layer in message
     (directory / file).write_bytes(content)
     trainer.resume(open_checkpoint(directory))
-    assert (trainer.epoch, trainer.step) == (0, 1)
+    assert (trainer.progress.epoch, trainer.progress.step) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +200,7 @@ def rewrite_trunk(directory, change):
     file = directory / "model.safetensors"
     save_file(change(load_file(file)), file)
     meta = read_meta(directory)
-    write_meta(directory, meta | {"files": meta["files"] | {file.name: sync_file(file)}})
+    write_meta(directory, meta | {"files": meta["files"] | {file.name: fsync_and_hash(file)}})
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.complex64, torch.bool])
@@ -206,10 +217,12 @@ def test_weights_to_start_from_are_finite(save, make_trainer):
     rewrite_trunk(
         directory, lambda tensors: tensors | {"norm.weight": torch.full((64,), float("nan"))}
     )
-    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
     with pytest.raises(UserError, match=r"norm\.weight holds values that are NaN or infinite"):
-        load_weights(open_checkpoint(directory, weights_only=True), trainer.model)
-    assert all(tensor.equal(before[name]) for name, tensor in trainer.model.state_dict().items())
+        load_weights(open_checkpoint(directory, weights_only=True), trainer.step.model)
+    assert all(
+        tensor.equal(before[name]) for name, tensor in trainer.step.model.state_dict().items()
+    )
 
 
 def test_a_detectors_training(save, make_trainer):
@@ -238,7 +251,7 @@ def test_the_position_in_an_epoch_that_has_become_shorter(save, make_trainer):
     write_meta(directory, meta | {"training": meta["training"] | {"epoch_step": 10_000}})
     trainer = make_trainer({"DATA.BATCH_SIZE": 16})
     trainer.resume(open_checkpoint(directory))
-    assert trainer.epoch_step == trainer.steps_per_epoch
+    assert trainer.progress.epoch_step == trainer.progress.steps_per_epoch
 
 
 def test_a_path_without_a_checkpoint(tmp_path):

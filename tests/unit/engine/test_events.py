@@ -15,10 +15,10 @@ from swinv2_moe.engine import timing, train
 from swinv2_moe.engine.checkpoint import open_checkpoint
 from swinv2_moe.engine.distributed import World
 from swinv2_moe.engine.events import EventLog, read_staging
+from swinv2_moe.engine.loop import Trainer
 from swinv2_moe.engine.record import Recorder
-from swinv2_moe.engine.saver import Saver
+from swinv2_moe.engine.saver import Saver, save_policy
 from swinv2_moe.engine.timing import Batches, TimeToTarget
-from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -70,7 +70,7 @@ def runs(tmp_path_factory, make_config):
 
 
 def stop_in_epoch(epoch, trainer, batches):
-    if trainer.epoch + 1 == epoch:
+    if trainer.progress.epoch + 1 == epoch:
         trainer.stop.received = "SIGTERM"
     return batches
 
@@ -285,7 +285,7 @@ def test_a_checkpoint_without_times(make_trainer, save, tmp_path):
     source = open_checkpoint(save(trainer, tmp_path / "checkpoints"))
     del source.meta["training"]["time_to_target"]
     trainer.resume(source)
-    assert trainer.to_target.state() == {"seconds": 0, "validations": []}
+    assert trainer.progress.to_target.state() == {"seconds": 0, "validations": []}
 
 
 def slow(clock, seconds):
@@ -324,7 +324,7 @@ def test_a_slow_disk_shows(make_trainer, tmp_path, monkeypatch, read_metrics):
     monkeypatch.setattr(time, "perf_counter", lambda: real() + 1000 * len(readings))
     recorder, saver = (
         Recorder(tmp_path / "run", ALONE, 0),
-        Saver(tmp_path / "checkpoints", ALONE, trainer.config),
+        Saver(tmp_path / "checkpoints", ALONE, save_policy(trainer.config)),
     )
     trainer.fit(recorder, saver)
     recorder.close()

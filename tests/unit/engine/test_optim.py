@@ -21,7 +21,7 @@ def test_weight_decay_groups(make_trainer):
     trainer = make_trainer({"MODEL.MOE.ROUTER": "cosine"})
     decay = {
         id(p): group["weight_decay"]
-        for group in trainer.optimizer.param_groups
+        for group in trainer.step.optimizer.param_groups
         for p in group["params"]
     }
     exempt = (
@@ -34,8 +34,8 @@ def test_weight_decay_groups(make_trainer):
         "sim_matrix",
         "projector",
     )
-    assert len(decay) == len(list(trainer.model.parameters()))
-    for name, parameter in trainer.model.named_parameters():
+    assert len(decay) == len(list(trainer.step.model.parameters()))
+    for name, parameter in trainer.step.model.named_parameters():
         assert decay[id(parameter)] == (0.0 if any(part in name for part in exempt) else 0.05), name
 
 
@@ -52,7 +52,7 @@ def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
     config = train_config(config)
     rate = scaled_learning_rate(config, config.base_lr, world_size=2)
     assert rate == pytest.approx(4e-3 * 2 * 128 / 512)
-    optimizer = build_optimizer(config, make_trainer().model, rate)
+    optimizer = build_optimizer(config, make_trainer().step.model, rate)
     schedule = build_schedule(config, optimizer, steps_per_epoch=10, world_size=2)
 
     def rates(step=None):
@@ -95,16 +95,16 @@ def test_accumulation_beyond_an_epoch(make_config, tmp_path):
 
 def test_the_average_is_what_is_validated_and_saved(make_trainer, save, tmp_path):
     trainer = make_trainer({"TRAIN.EMA_DECAY": 0.5})
-    for parameter in trainer.ema.module.parameters():
+    for parameter in trainer.step.ema.module.parameters():
         parameter.data.zero_()
-    trainer.ema.update(trainer.model)
+    trainer.step.ema.update(trainer.step.model)
     for averaged, parameter in zip(
-        trainer.ema.module.parameters(), trainer.model.parameters(), strict=True
+        trainer.step.ema.module.parameters(), trainer.step.model.parameters(), strict=True
     ):
         torch.testing.assert_close(averaged, 0.5 * parameter)
     accuracy = trainer.validate()
     with torch.no_grad():
-        for parameter in trainer.model.parameters():
+        for parameter in trainer.step.model.parameters():
             parameter.fill_(float("nan"))
     assert trainer.validate() == accuracy
     directory = save(trainer, tmp_path)
@@ -125,11 +125,11 @@ def test_mixed_precision_trains(dtype, make_config, tmp_path, read_metrics):
 
 def test_mixed_precision_reaches_the_model(make_trainer):
     trainer = make_trainer({"AMP_ENABLE": True})
-    with trainer.autocast():
-        assert trainer.wrapped(torch.randn(2, 3, 16, 16))[0].dtype == torch.bfloat16
+    with trainer.step.autocast():
+        assert trainer.step.wrapped(torch.randn(2, 3, 16, 16))[0].dtype == torch.bfloat16
     plain = make_trainer()
-    with plain.autocast():
-        assert plain.wrapped(torch.randn(2, 3, 16, 16))[0].dtype == torch.float32
+    with plain.step.autocast():
+        assert plain.step.wrapped(torch.randn(2, 3, 16, 16))[0].dtype == torch.float32
 
 
 def test_loss_scaler():
@@ -159,16 +159,22 @@ def test_loss_scaler():
 
 def test_a_step_after_an_overflow_changes_nothing(make_trainer):
     trainer = make_trainer({"AMP_ENABLE": True, "AMP_DTYPE": "float16"})
-    trainer.scaler.scale = 2.0**120
-    before = [p.clone() for p in trainer.model.parameters()]
+    trainer.step.scaler.scale = 2.0**120
+    before = [p.clone() for p in trainer.step.model.parameters()]
     batch = next(iter(trainer.data.train_loader))
     trainer.train_step([batch])
-    assert (trainer.step, trainer.scaler.scale, trainer.scaler.updates) == (1, 2.0**119, 0)
-    assert all(p.equal(old) for p, old in zip(trainer.model.parameters(), before, strict=True))
-    trainer.scaler.scale = 2.0**8
+    assert (trainer.progress.step, trainer.step.scaler.scale, trainer.step.scaler.updates) == (
+        1,
+        2.0**119,
+        0,
+    )
+    assert all(p.equal(old) for p, old in zip(trainer.step.model.parameters(), before, strict=True))
+    trainer.step.scaler.scale = 2.0**8
     trainer.train_step([batch])
-    assert trainer.scaler.updates == 1
-    assert not all(p.equal(old) for p, old in zip(trainer.model.parameters(), before, strict=True))
+    assert trainer.step.scaler.updates == 1
+    assert not all(
+        p.equal(old) for p, old in zip(trainer.step.model.parameters(), before, strict=True)
+    )
 
 
 def test_sgd_and_checkpointing_train(make_config, tmp_path, read_metrics):

@@ -21,8 +21,8 @@ def pretrained(make_trainer, save, tmp_path):
     def make(keys=None):
         trainer = make_trainer({"SEED": 3} | (keys or {}))
         with torch.no_grad():
-            trainer.model.head.fc.bias.copy_(torch.arange(10.0))
-        return trainer.model.state_dict(), save(trainer, tmp_path / "before")
+            trainer.step.model.head.fc.bias.copy_(torch.arange(10.0))
+        return trainer.step.model.state_dict(), save(trainer, tmp_path / "before")
 
     return make
 
@@ -34,10 +34,10 @@ def load(make_trainer):
 
     def run(source, keys=None, classes=10):
         trainer = make_trainer({"MODEL.PRETRAINED": str(source)} | (keys or {}))
-        trainer.model.reset_classifier(classes)
-        own = {name: trainer.model.state_dict()[name].clone() for name in HEAD}
-        _load_pretrained(trainer.config, trainer.model, World(0, 1, torch.device("cpu")))
-        return trainer.model.state_dict(), own
+        trainer.step.model.reset_classifier(classes)
+        own = {name: trainer.step.model.state_dict()[name].clone() for name in HEAD}
+        _load_pretrained(trainer.config, trainer.step.model, World(0, 1, torch.device("cpu")))
+        return trainer.step.model.state_dict(), own
 
     return run
 
@@ -150,18 +150,18 @@ def test_frozen_experts_stay_and_route_as_in_evaluation(pretrained, make_trainer
     }
     trainer, again = make_trainer(frozen), make_trainer(frozen)
     for each in (trainer, again):
-        _load_pretrained(each.config, each.model, each.world)
-    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+        _load_pretrained(each.config, each.step.model, each.world)
+    before = {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
     trainer_cases.train_steps(trainer, 2)
-    for name, tensor in trainer.model.state_dict().items():
+    for name, tensor in trainer.step.model.state_dict().items():
         assert torch.equal(tensor, before[name]) == (".moe." in name), name
     images = torch.randn(4, *trainer.data.train_loader.dataset.shape)
-    trainer.wrapped.train()
-    outputs = [trainer.wrapped(images) for _ in range(2)]
+    trainer.step.wrapped.train()
+    outputs = [trainer.step.wrapped(images) for _ in range(2)]
     assert torch.equal(outputs[0][0], outputs[1][0])  # no gate noise
     assert float(outputs[0][1]) == 0  # no auxiliary loss
     trainer_cases.resume(again, save(trainer, tmp_path / "frozen"))
     trainer_cases.train_steps(trainer, 1)
     trainer_cases.train_steps(again, 1)
-    for name, tensor in trainer.model.state_dict().items():
-        assert torch.equal(tensor, again.model.state_dict()[name]), name
+    for name, tensor in trainer.step.model.state_dict().items():
+        assert torch.equal(tensor, again.step.model.state_dict()[name]), name

@@ -9,8 +9,8 @@ import torch
 from moe_core import RoutingStats
 from swinv2_moe.engine import train
 from swinv2_moe.engine.distributed import World
+from swinv2_moe.engine.loop import Trainer
 from swinv2_moe.engine.record import Recorder, dropped_share
-from swinv2_moe.engine.trainer import Trainer
 from swinv2_moe.errors import UserError
 
 ALONE = World(0, 1, torch.device("cpu"))

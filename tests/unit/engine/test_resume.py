@@ -8,7 +8,7 @@ import torch
 from swinv2_moe.config import resolve_batch_size
 from swinv2_moe.engine import train
 from swinv2_moe.engine.checkpoint import open_checkpoint
-from swinv2_moe.engine.trainer import Trainer
+from swinv2_moe.engine.loop import Trainer
 from swinv2_moe.errors import UserError
 
 EVERYTHING = {
@@ -30,7 +30,7 @@ def interrupt_at(monkeypatch, step):
     original = Trainer.train_step
 
     def train_step(self, batches):
-        if self.step + 1 == step:
+        if self.progress.step + 1 == step:
             raise KeyboardInterrupt
         return original(self, batches)
 
@@ -42,7 +42,7 @@ def steps_done_from_now_on(monkeypatch):
     original, steps = Trainer.train_step, []
 
     def train_step(self, batches):
-        steps.append(self.step + 1)
+        steps.append(self.progress.step + 1)
         return original(self, batches)
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
@@ -140,23 +140,28 @@ def test_epochs_of_another_length(tmp_path, make_config, make_trainer, save):
     """Another global batch: the images seen count, steps go on counting, and the schedule follows
     the epochs."""
     first = make_trainer({"DATA.BATCH_SIZE": 100, "TRAIN.EPOCHS": 4})  # 14 steps an epoch
-    first.epoch, first.epoch_step, first.step, first.epoch_loss = 2, 7, 35, 14.0
+    progress = first.progress
+    progress.epoch, progress.epoch_step, progress.step, progress.epoch_loss = 2, 7, 35, 14.0
     directory = save(first, tmp_path)
     second = make_trainer({"DATA.BATCH_SIZE": 300, "TRAIN.EPOCHS": 4})  # 4 steps an epoch
     second.resume(open_checkpoint(directory))
-    assert (second.epoch, second.epoch_step, second.step, second.epoch_loss) == (2, 2, 35, 4.0)
+    progress = second.progress
+    assert (progress.epoch, progress.epoch_step, progress.step) == (2, 2, 35)
+    assert progress.epoch_loss == 4.0
     reference = make_trainer({"DATA.BATCH_SIZE": 300, "TRAIN.EPOCHS": 4})
-    reference.epoch, reference.epoch_step = 2, 2
-    reference._update_schedule()
+    reference.progress.epoch, reference.progress.epoch_step = 2, 2
+    reference.schedule.step_update(reference.progress.schedule_step)
     rates = [
-        [group["lr"] for group in trainer.optimizer.param_groups] for trainer in (second, reference)
+        [group["lr"] for group in trainer.step.optimizer.param_groups]
+        for trainer in (second, reference)
     ]
     assert rates[0] == rates[1]
     third = make_trainer(
         {"DATA.BATCH_SIZE": 1437, "TRAIN.EPOCHS": 4, "AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
     )
     third.resume(open_checkpoint(directory))
-    assert (third.epoch, third.epoch_step, third.step) == (2, 0, 35)
+    progress = third.progress
+    assert (progress.epoch, progress.epoch_step, progress.step) == (2, 0, 35)
 
 
 def test_a_global_batch_size_over_the_ranks(make_config, tmp_path):

@@ -28,7 +28,7 @@ from swinv2_moe.engine.routing import (
     spread,
     to_pixels,
 )
-from swinv2_moe.engine.saver import Saver
+from swinv2_moe.engine.saver import Saver, save_policy
 from swinv2_moe.models import WithAuxLoss, build_model
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -270,7 +270,7 @@ def test_no_picture_of_a_dense_run(make_config, tmp_path):
 def fit(rank: int, root: Path, options: str) -> None:
     trainer = make_trainer_of(rank, 2, options)
     recorder = Recorder(root, trainer.world, 0)
-    trainer.fit(recorder, Saver(root / "checkpoints", trainer.world, trainer.config))
+    trainer.fit(recorder, Saver(root / "checkpoints", trainer.world, save_policy(trainer.config)))
     recorder.close()
 
 

@@ -142,9 +142,9 @@ def test_a_dense_run(tmp_path, make_config, read_metrics):
 
 def test_rows_are_rounded_to_tiles_in_training_alone(make_trainer):
     trainer, ends = make_trainer({"MODEL.MOE.ROUND_TO": 16}), []
-    for layer in moe_layers(trainer.model).values():
+    for layer in moe_layers(trainer.step.model).values():
         layer.experts.register_forward_pre_hook(lambda experts, args: ends.append(args[1]))
-    trainer.wrapped.train()
+    trainer.step.wrapped.train()
     trainer.train_step([next(iter(trainer.data.val_loader))])
     assert all(rows[-1] > 0 and not (rows % 16).any() for rows in ends)
     ends.clear()
@@ -154,20 +154,20 @@ def test_rows_are_rounded_to_tiles_in_training_alone(make_trainer):
 
 def test_validation_leaves_the_model_in_training(make_trainer):
     trainer = make_trainer({"MODEL.MOE.GATE_NOISE": 10.0})
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in trainer.step.model.named_parameters():
         if name.endswith("norm2.weight"):  # 0 at first: experts would not show
             torch.nn.init.ones_(parameter)
     images = next(iter(trainer.data.val_loader)).images
-    trainer.wrapped.train()
-    assert not trainer.model(images).equal(trainer.model(images))
-    frozen = trainer.model.layers[2].blocks[0].mlp.moe.router
+    trainer.step.wrapped.train()
+    assert not trainer.step.model(images).equal(trainer.step.model(images))
+    frozen = trainer.step.model.layers[2].blocks[0].mlp.moe.router
     frozen.eval()
     accuracy = trainer.validate()
     assert accuracy.images == 360
-    assert {module for module in trainer.wrapped.modules() if not module.training} == set(
+    assert {module for module in trainer.step.wrapped.modules() if not module.training} == set(
         frozen.modules()
     )
-    assert not trainer.model(images).equal(trainer.model(images))
-    trainer.model.eval()
-    measure(trainer.model, trainer.data.val_loader, trainer.world, trainer.autocast)
-    assert not any(module.training for module in trainer.model.modules())
+    assert not trainer.step.model(images).equal(trainer.step.model(images))
+    trainer.step.model.eval()
+    measure(trainer.step.model, trainer.data.val_loader, trainer.world, trainer.step.autocast)
+    assert not any(module.training for module in trainer.step.model.modules())

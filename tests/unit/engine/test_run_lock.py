@@ -115,15 +115,15 @@ def test_what_is_left_empty_is_removed(tmp_path):
 
 def test_a_lock_file_that_is_removed_while_it_is_locked(tmp_path, monkeypatch):
     """As by a run that ends: the lock is taken on the file that the next run will find."""
-    lockf, removed = run_lock.fcntl.lockf, []
+    try_lock, removed = run_lock.try_lock, []
 
-    def remove_and_lock(file, how):
+    def remove_and_lock(descriptor, inherited):
         if not removed:
             removed.append((tmp_path / "run" / ".lock").unlink())
             (tmp_path / "run").rmdir()
-        lockf(file, how)
+        return try_lock(descriptor, inherited)
 
-    monkeypatch.setattr(run_lock.fcntl, "lockf", remove_and_lock)
+    monkeypatch.setattr(run_lock, "try_lock", remove_and_lock)
     with only_run(tmp_path / "run", ALONE):
         assert removed
         assert (tmp_path / "run" / ".lock").exists()

@@ -18,15 +18,15 @@ from swinv2_moe.engine.checkpoint import (
     read_section,
     write_meta,
 )
-from swinv2_moe.engine.saver import Saver, Staging
+from swinv2_moe.engine.saver import Saver, Staging, save_policy
 from swinv2_moe.errors import UserError
 
 LAYERS = [f"layers.{i}.blocks.0.mlp.moe" for i in (1, 2)]
 
 
 def step(trainer):
-    trainer.data.set_epoch(trainer.epoch, skip_steps=trainer.epoch_step)
-    trainer.wrapped.train()
+    trainer.data.set_epoch(trainer.progress.epoch, skip_steps=trainer.progress.epoch_step)
+    trainer.step.wrapped.train()
     trainer.train_step([next(iter(trainer.data.train_loader))])
 
 
@@ -37,20 +37,26 @@ def begin(make_trainer, tmp_path):
     def make(keys=None, root=tmp_path / "checkpoints"):
         trainer, said = make_trainer({"DATA.BATCH_SIZE": 16} | (keys or {})), []
         step(trainer)
-        return trainer, Saver(root, trainer.world, trainer.config, say=said.append), said
+        return (
+            trainer,
+            Saver(root, trainer.world, save_policy(trainer.config), say=said.append),
+            said,
+        )
 
     return make
 
 
 def weights(directory: Path, trainer) -> dict[str, torch.Tensor]:
     """The model's weights in a checkpoint."""
-    return read_section(open_checkpoint(directory), "", trainer.model, trainer.model.state_dict())
+    return read_section(
+        open_checkpoint(directory), "", trainer.step.model, trainer.step.model.state_dict()
+    )
 
 
 @pytest.mark.parametrize("staging", [4096, 1, 0])  # MB: all of it, a part, nothing
 def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypatch):
     trainer, saver, _ = begin({"CHECKPOINT.STAGING_MB": staging, "MODEL.SWINV2.EMBED_DIM": 32})
-    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
     gate, threads = threading.Event(), set()
 
     def write_in_the_thread_when_let(file, tensors):
@@ -62,7 +68,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypa
     monkeypatch.setattr(saver_module, "write_tensors", write_in_the_thread_when_let)
     trainer.save(saver)
     with torch.no_grad():
-        for parameter in trainer.model.parameters():
+        for parameter in trainer.step.model.parameters():
             parameter.zero_()
     assert not checkpoints_below(saver.root)
     gate.set()
@@ -77,10 +83,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypa
 
 def test_without_staging_nothing_is_copied(begin, monkeypatch):
     trainer, saver, _ = begin({"CHECKPOINT.STAGING_MB": 0})
-    memory = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in trainer.model.parameters()]
+    memory = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in trainer.step.model.parameters()]
     memory += [
         (t.data_ptr(), t.data_ptr() + t.nbytes)
-        for state in trainer.optimizer.state.values()
+        for state in trainer.step.optimizer.state.values()
         for t in state.values()
     ]
     written = []
@@ -122,7 +128,9 @@ def test_experts_in_turn(begin):
     for _ in range(6):
         trainer.save(saver, whole=False)
         saver.close()
-        states.append({name: tensor.clone() for name, tensor in trainer.model.state_dict().items()})
+        states.append(
+            {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
+        )
         step(trainer)
     # the first has nothing to borrow from
     assert max(written[1:]) == min(written[1:]) < 0.6 * written[0]
@@ -164,7 +172,7 @@ def test_what_cannot_be_borrowed_is_written(begin, make_trainer):
     other = make_trainer(
         {"DATA.BATCH_SIZE": 16, "CHECKPOINT.EXPERTS": 1, "MODEL.MOE.NUM_EXPERTS": 8}
     )
-    saver = Saver(saver.root, other.world, other.config, source)
+    saver = Saver(saver.root, other.world, save_policy(other.config), source)
     step(other), step(other), step(other)
     other.save(saver, whole=False)
     saver.close()
@@ -191,9 +199,9 @@ def fails_once(monkeypatch, name, after=0):
     [
         ("write_tensors", 0),
         ("write_tensors", 7),
-        ("sync_file", 3),
+        ("fsync_and_hash", 3),
         ("write_meta", 0),
-        ("publish", 0),
+        ("publish_directory", 0),
     ],
 )
 def test_a_failed_save_is_said_and_harms_nothing(function, after, staging, begin, monkeypatch):
@@ -263,7 +271,7 @@ def test_the_newest_and_the_best_are_kept(begin):
 def test_another_save_of_the_same_step_replaces_nothing(begin):
     trainer, saver, _ = begin()
     for accuracy in (1.0, 2.0, 3.0):
-        trainer.last_top1 = accuracy
+        trainer.progress.last_top1 = accuracy
         trainer.save(saver)
         saver.close()
     assert [path.name for path in checkpoints_below(saver.root)] == [
@@ -276,7 +284,7 @@ def test_another_save_of_the_same_step_replaces_nothing(begin):
 def test_going_back_sets_newer_checkpoints_aside(begin, make_trainer):
     trainer, saver, _ = begin({"CHECKPOINT.KEEP_LAST": 9})
     for _ in range(3):
-        trainer.save(saver, is_best=trainer.step == 3)
+        trainer.save(saver, is_best=trainer.progress.step == 3)
         saver.close()
         step(trainer)
     (saver.root / ".step-00000009.tmp").mkdir()
@@ -284,7 +292,7 @@ def test_going_back_sets_newer_checkpoints_aside(begin, make_trainer):
     Saver(
         saver.root,
         trainer.world,
-        trainer.config,
+        save_policy(trainer.config),
         open_checkpoint(saver.root / "step-00000002"),
         said.append,
     )
@@ -302,7 +310,7 @@ def test_two_runs_of_the_same_length_set_aside(begin):
     for name in ("set-aside-step-00000001", "set-aside-step-00000001-1"):
         trainer.save(saver)
         saver.close()
-        Saver(saver.root, trainer.world, trainer.config, say=lambda line: None)
+        Saver(saver.root, trainer.world, save_policy(trainer.config), say=lambda line: None)
         assert (saver.root / name).is_dir()
 
 
@@ -318,7 +326,7 @@ def test_a_checkpoint_of_weights_cannot_be_resumed(begin, make_trainer):
 
 def test_a_run_whose_last_save_fails_says_so(tmp_path, make_config, monkeypatch, capsys):
     config = make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 4, "CHECKPOINT.STEPS": 2})
-    fails_once(monkeypatch, "publish", after=1)
+    fails_once(monkeypatch, "publish_directory", after=1)
     with pytest.raises(UserError, match="the last checkpoint was not saved"):
         train(config)
     assert (
@@ -340,13 +348,18 @@ def test_pruning_killed_half_way_leaves_no_half_a_checkpoint(begin, monkeypatch)
     assert [path.name for path in checkpoints_below(saver.root)] == ["step-00000002"]
     assert (saver.root / ".step-00000001.old.tmp").is_dir()
     monkeypatch.undo()
-    Saver(saver.root, trainer.world, trainer.config, open_checkpoint(saver.root / "latest"))
+    Saver(
+        saver.root,
+        trainer.world,
+        save_policy(trainer.config),
+        open_checkpoint(saver.root / "latest"),
+    )
     assert {path.name for path in saver.root.iterdir()} == {"step-00000002", "latest"}
 
 
 def test_links_that_cannot_be_moved_are_said(begin, monkeypatch):
     trainer, saver, said = begin()
-    fails_once(monkeypatch, "point")
+    fails_once(monkeypatch, "replace_link")
     trainer.save(saver)
     saver.close()  # no error: it is saved
     assert said[0].startswith(
@@ -361,7 +374,7 @@ def test_going_on_from_a_checkpoint_of_another_name(begin):
     saver.close()
     aside = saver.root / "set-aside-step-00000001"
     (saver.root / "step-00000001").rename(aside)
-    again = Saver(saver.root, trainer.world, trainer.config, open_checkpoint(aside))
+    again = Saver(saver.root, trainer.world, save_policy(trainer.config), open_checkpoint(aside))
     trainer.save(again)
     again.close()
     assert find_checkpoint("auto", saver.root).directory.name == "step-00000001"

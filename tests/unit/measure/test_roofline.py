@@ -88,7 +88,7 @@ def test_bytes_read(tmp_path):
 @pytest.fixture(scope="module")
 def trainer():
     trainer = make_trainer(0, 1)
-    trainer.wrapped.train()
+    trainer.step.wrapped.train()
     return trainer
 
 
@@ -111,7 +111,7 @@ def shapes(calls):
 
 def test_what_a_forward_pass_gives_to_the_layers(trainer, batch, watched):
     calls, moves = watched
-    assert [call.layer for call in calls] == list(moe_layers(trainer.model).values())
+    assert [call.layer for call in calls] == list(moe_layers(trainer.step.model).values())
     assert shapes(calls) == [
         (32 * 16, 32, 128, 4),
         (32 * 4, 64, 256, 4),
@@ -124,19 +124,19 @@ def test_what_a_forward_pass_gives_to_the_layers(trainer, batch, watched):
         (512, 512),
         (128, 128),
     ]
-    assert not any(layer._forward_pre_hooks for layer in moe_layers(trainer.model).values())
+    assert not any(layer._forward_pre_hooks for layer in moe_layers(trainer.step.model).values())
 
 
 def test_the_trunk_is_the_model_without_its_moe_layers(trainer, batch):
-    before = trainer.model.state_dict()
-    with without_experts(trainer.model):
-        assert not any(isinstance(module, MoEMlp) for module in trainer.model.modules())
-        trunk = sum(p.numel() for p in trainer.model.parameters())
-    assert trainer.model.state_dict().keys() == before.keys()
+    before = trainer.step.model.state_dict()
+    with without_experts(trainer.step.model):
+        assert not any(isinstance(module, MoEMlp) for module in trainer.step.model.modules())
+        trunk = sum(p.numel() for p in trainer.step.model.parameters())
+    assert trainer.step.model.state_dict().keys() == before.keys()
     layers = sum(
-        p.numel() for layer in moe_layers(trainer.model).values() for p in layer.parameters()
+        p.numel() for layer in moe_layers(trainer.step.model).values() for p in layer.parameters()
     )
-    assert trunk + layers == sum(p.numel() for p in trainer.model.parameters())
+    assert trunk + layers == sum(p.numel() for p in trainer.step.model.parameters())
 
 
 def test_flops_of_the_phases_are_those_of_the_step(trainer, batch, watched):
@@ -173,20 +173,20 @@ def test_memory_of_dispatch_and_experts(trainer, watched):
 
 
 def test_the_optimiser_counts_by_parameter(trainer, batch):
-    count = sum(p.numel() for p in trainer.model.parameters())
+    count = sum(p.numel() for p in trainer.step.model.parameters())
     task = phases.optimiser(trainer, batch)
     # AdamW, norm, clipping
     assert task.work == Work(flops=(14 + 2 + 1) * count, memory=(28 + 4 + 8) * count)
     task.run()
-    assert all(p.grad is None for p in trainer.model.parameters())
+    assert all(p.grad is None for p in trainer.step.model.parameters())
 
 
 def test_phases_leave_the_model_as_it_was(trainer, batch, watched):
     """At a learning rate of 0 so does the optimiser; no gradient and no hook stays behind."""
-    trainer.schedule.base_values = [0.0] * len(trainer.optimizer.param_groups)
-    for group in trainer.optimizer.param_groups:
+    trainer.schedule.base_values = [0.0] * len(trainer.step.optimizer.param_groups)
+    for group in trainer.step.optimizer.param_groups:
         group["lr"] = 0.0
-    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
     calls, moves = watched
     for task in (
         phases.trunk(trainer, batch),
@@ -197,9 +197,10 @@ def test_phases_leave_the_model_as_it_was(trainer, batch, watched):
     ):
         task.run()
     assert all(
-        torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items()
+        torch.equal(tensor, before[name])
+        for name, tensor in trainer.step.model.state_dict().items()
     )
-    assert all(p.grad is None for p in trainer.model.parameters())
+    assert all(p.grad is None for p in trainer.step.model.parameters())
 
 
 def test_a_checkpoint_is_what_lies_on_the_disk(trainer, tmp_path):
@@ -215,15 +216,15 @@ def test_a_checkpoint_is_what_lies_on_the_disk(trainer, tmp_path):
 
 def exchange_on_two_ranks(rank: int) -> None:
     trainer = make_trainer(rank, 2)
-    trainer.wrapped.train()
+    trainer.step.wrapped.train()
     images, targets, _ = next(phases.endless(trainer.data))
     batch = Batch(images, targets, [])
     calls, moves = phases.watch(trainer, batch.images)
     task = phases.exchange(trainer, calls, batch)
-    own = sum(p.numel() for p in expert_parameters(trainer.model).values())
+    own = sum(p.numel() for p in expert_parameters(trainer.step.model).values())
     # all-reduced by two: n (2 - 1)
-    shared = FLOAT * (sum(p.numel() for p in trainer.model.parameters()) - own)
-    layers = list(moe_layers(trainer.model).values())
+    shared = FLOAT * (sum(p.numel() for p in trainer.step.model.parameters()) - own)
+    layers = list(moe_layers(trainer.step.model).values())
     tokens = [call.x.numel() // call.layer.config.model_dim for call in calls]
     even = [LayerShape.of(layer.config, n, FLOAT) for layer, n in zip(layers, tokens, strict=True)]
     even = sum(
@@ -247,7 +248,7 @@ def exchange_on_two_ranks(rank: int) -> None:
     replicas = make_trainer(rank, 2, "MODEL.MOE.EXPERT_PARALLEL_SIZE 1")
     calls, _ = phases.watch(replicas, batch.images)
     task = phases.exchange(replicas, calls, batch)  # no rows, all gradients
-    assert task.work.exchange == FLOAT * sum(p.numel() for p in replicas.model.parameters())
+    assert task.work.exchange == FLOAT * sum(p.numel() for p in replicas.step.model.parameters())
     task.run()
     dist.barrier()
 

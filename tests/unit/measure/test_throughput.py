@@ -16,7 +16,7 @@ from PIL import Image
 
 from moe_core import MoEConfig, MoELayer, RoutingStats
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure import throughput
+from swinv2_moe.measure import throughput, throughput_report
 from swinv2_moe.measure.rounds import (
     Times,
     interleaved,
@@ -55,6 +55,22 @@ def test_rounds_alternate_and_warm_up_does_not_count():
     )
     assert "".join(order) == "cba" + "abc" + "cba" + "abc"
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_turns_alternate_and_add_up_to_a_round():
+    order, rounds = [], []
+    seconds = iter(range(1000))
+    times = interleaved(
+        {name: lambda name=name: order.append(name) for name in "ab"},
+        rounds=1,
+        warmup=1,
+        turns=3,
+        clock=lambda: next(seconds),
+        before_round=lambda: rounds.append(len(order)),
+    )
+    assert "".join(order) == "baabba" + "abbaab"
+    assert rounds == [0, 6]
+    assert times == {"a": [3000], "b": [3000]}  # each call takes one tick of the clock
 
 
 def test_one_run_has_one_name_and_every_run_another():
@@ -256,11 +272,15 @@ def test_dropped_is_the_share_of_all_choices(monkeypatch):
 
 def test_no_ratio_of_two_runs_reaches_a_table(tmp_path):
     found = row(side(20, 40, run="a"), side(10, 40, run="b"))
-    for make in (found.ratio, lambda: found.mfu(found.dense), lambda: throughput.record(found)):
+    for make in (
+        found.ratio,
+        lambda: found.mfu(found.dense),
+        lambda: throughput_report.record(found),
+    ):
         with pytest.raises(ValueError, match="times of different runs"):
             make()
     with pytest.raises(ValueError, match="times of different runs"):
-        throughput.write_csv([found], tmp_path / "t.csv")
+        throughput_report.write_csv([found], tmp_path / "t.csv")
     assert not (tmp_path / "t.csv").exists()
 
 
@@ -269,7 +289,7 @@ def test_the_file_holds_every_round(tmp_path):
         row(side(20, 40), side(10.5, 40)),
         row(side(3, peak=None), side(2, peak=None), mode="training"),
     ]
-    throughput.write_csv(rows, tmp_path / "t.csv")
+    throughput_report.write_csv(rows, tmp_path / "t.csv")
     with (tmp_path / "t.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
     assert first["dense_ms"] == "10.500 40.000"
@@ -283,7 +303,7 @@ def test_the_file_holds_every_round(tmp_path):
     assert (float(first["moe_p50_ms"]), float(first["moe_max_ms"])) == pytest.approx((30, 40))
     assert (first["moe_peak_bytes"], second["moe_peak_bytes"]) == (str(2**20), "")
     with pytest.raises(UserError, match=r"--output .*none/t.csv: cannot be written"):
-        throughput.write_csv(rows, tmp_path / "none" / "t.csv")
+        throughput_report.write_csv(rows, tmp_path / "none" / "t.csv")
 
 
 @pytest.mark.parametrize("count", [1, 16])
@@ -293,7 +313,7 @@ def test_figure(count, tmp_path):
         row(side(20 + i, 22, 30), side(18, 19 + i, 21), mode, 2 ** (i % 5))
         for i, mode in enumerate(modes)
     ]
-    throughput.draw(
+    throughput_report.draw(
         rows,
         "swinv2_moe, 192 px: 8 experts in 10 layers, beside dense; 1 process",
         tmp_path / "t.png",
@@ -306,9 +326,9 @@ def test_figure(count, tmp_path):
 
 def test_a_figure_shows_medians_and_ratios(monkeypatch):
     figures = []
-    monkeypatch.setattr(throughput, "save_png", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(throughput_report, "save_png", lambda figure, path: figures.append(figure))
     rows = [row(side(20, 40, 80), side(10, 20, 80)), row(side(4, 4), side(2, 2), "training")]
-    throughput.draw(rows, "a model", Path("t.png"))
+    throughput_report.draw(rows, "a model", Path("t.png"))
     inference, training = figures[0].axes
     # of 8 images: experts, dense
     assert [bar.get_height() for bar in inference.patches] == pytest.approx([200, 400])

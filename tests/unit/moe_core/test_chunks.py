@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from moe_core.dispatch import make_plan
+from moe_core.ops import make_plan
 from moe_core.parallel import ParallelStrategy, valid_r
 from moe_core.parallel.chunks import ChunkLayout
 

@@ -21,7 +21,8 @@ from swinv2_moe.data.datasets import ImageDataset, collate
 from swinv2_moe.data.samplers import ValSampler
 from swinv2_moe.data.sources import Source, load_sources
 from swinv2_moe.engine.distributed import World, expert_group, seed_everything
-from swinv2_moe.engine.few_shot import (
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.few_shot import (
     CLASSIFIERS,
     Features,
     Protocol,
@@ -31,7 +32,6 @@ from swinv2_moe.engine.few_shot import (
     knn_accuracy,
     measure,
 )
-from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
 
 CLASSES, DIM = 5, 16

@@ -1,6 +1,5 @@
 """Shards copied to a local disk, every checksum compared with index.json's on the way."""
 
-import hashlib
 import os
 import shutil
 import threading
@@ -9,10 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
-from swinv2_moe.data.files import TransferBar, make_directory, new_file, only_process, write_json
+from moe_core.files import open_regular, read_chunks, sha256
+from swinv2_moe.data.prepare.transfer_bar import TransferBar
 from swinv2_moe.data.shards import MAX_INDEX_BYTES, SPLITS, read_index
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import open_regular, read_bounded
+from swinv2_moe.files import make_directory, new_file, only_process, read_bounded, write_json
 
 _CHUNK = 4 << 20  # bytes at a time
 
@@ -129,8 +129,11 @@ class _Copying:
         return [future.result() for future in futures]
 
     def _bring(self, file: _File) -> int:
-        source, target = os.path.join(self.source, file.name), os.path.join(self.target, file.name)
-        if _has_size(self.target, file) and (self.trust or self._sha256(target) == file.sha256):
+        """Copy a file unless it is there; returns the number of copied bytes."""
+        source = os.path.join(self.source, file.name)
+        target = os.path.join(self.target, file.name)
+        has_size = _has_size(self.target, file)
+        if has_size and (self.trust or sha256(self._chunks(target)) == file.sha256):
             return 0
         with new_file(target) as copy:
             for chunk in self._chunks(source):
@@ -144,20 +147,13 @@ class _Copying:
                 )
         return file.bytes
 
-    def _sha256(self, path: str) -> str:
-        digest = hashlib.sha256()
-        for chunk in self._chunks(path):
-            digest.update(chunk)
-        return digest.hexdigest()
-
     def _chunks(self, path: str) -> Iterator[memoryview]:
-        buffer = memoryview(bytearray(_CHUNK))
         try:
             with open_regular(path) as file:
-                while size := file.readinto(buffer):
-                    yield buffer[:size]
+                for chunk in read_chunks(file, _CHUNK):
+                    yield chunk
                     with self.lock:
-                        self.done += size
+                        self.done += len(chunk)
                     if self.stopped.is_set():
                         raise UserError("stopped")  # nobody hears it: another error came first
         except OSError as error:

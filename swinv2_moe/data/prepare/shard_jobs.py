@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swinv2_moe.data.files import TransferBar, new_file, write_json
 from swinv2_moe.data.images import MAX_PIXELS
+from swinv2_moe.data.prepare.transfer_bar import TransferBar
 from swinv2_moe.data.shards import (
     FORMAT_VERSION,
     MEMBER,
@@ -26,7 +26,7 @@ from swinv2_moe.data.shards import (
     read_index,
 )
 from swinv2_moe.errors import UserError, short
-from swinv2_moe.files import read_json
+from swinv2_moe.files import new_file, read_json, write_json
 
 MAX_LEFT_OUT = 0.01  # the share of images that may be left out
 _MAX_NUMBER = 2**31 - 1  # size and label of an image

@@ -5,7 +5,6 @@ label in a .cls (the number as text) or a .json (its "label"). Each tar is read 
 checksum.
 """
 
-import hashlib
 import os
 import tarfile
 from collections.abc import Iterator
@@ -14,12 +13,13 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from swinv2_moe.data.files import TransferBar, only_process
+from moe_core.files import open_regular
 from swinv2_moe.data.images import MAX_FILE_BYTES, MAX_PIXELS, decode
-from swinv2_moe.data.shard_jobs import Job, Tick, begin, finish, finish_job, run_jobs
+from swinv2_moe.data.prepare.shard_jobs import Job, Tick, begin, finish, finish_job, run_jobs
+from swinv2_moe.data.prepare.transfer_bar import TransferBar
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.errors import UserError, one_line
-from swinv2_moe.files import open_regular, parse_json
+from swinv2_moe.files import HashedFile, only_process, parse_json
 
 _IMAGES = {"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "jfif"}
 _MAX_LABEL = 2**31 - 1
@@ -70,23 +70,11 @@ def index_shards(
         return finish(root, jobs, [str(label) for label in range(num_classes)] or None, plan)
 
 
-class _Reader:
-    """A file to read front to back that knows the checksum of what was read."""
-
-    def __init__(self, file):
-        self._file, self.digest = file, hashlib.sha256()
-
-    def read(self, size: int) -> bytes:
-        content = self._file.read(size)
-        self.digest.update(content)
-        return content
-
-
 def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: Tick) -> dict:
     path = job.path(root)
     rows, left_out, last, done = [], [], None, 0
     with open_regular(path) as file:
-        reader = _Reader(file)
+        reader = HashedFile(file)
         try:
             with tarfile.open(fileobj=reader, mode="r|", bufsize=1 << 20) as tar:
                 members = _members(tar, os.fstat(file.fileno()).st_size)
@@ -110,7 +98,7 @@ def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: 
             pass
         size = file.tell()
     tick(0, size - done)
-    return finish_job(path, size, reader.digest.hexdigest(), rows, left_out)
+    return finish_job(path, size, reader.sha256, rows, left_out)
 
 
 class _Sample(NamedTuple):

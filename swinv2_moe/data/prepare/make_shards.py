@@ -5,7 +5,6 @@ Which images a shard holds follows from the list of images, the seed and the num
 shard, whichever process writes it.
 """
 
-import hashlib
 import io
 import os
 import re
@@ -14,12 +13,14 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from PIL import Image
 
-from swinv2_moe.data.files import TransferBar, make_directory, new_file, only_process
+from moe_core.files import sha256
 from swinv2_moe.data.images import MAX_PIXELS, decode, to_mode
-from swinv2_moe.data.shard_jobs import Job, Tick, begin, finish, finish_job, run_jobs
+from swinv2_moe.data.prepare.shard_jobs import Job, Tick, begin, finish, finish_job, run_jobs
+from swinv2_moe.data.prepare.transfer_bar import TransferBar
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.data.sources import Source, Sources
 from swinv2_moe.errors import UserError, short
+from swinv2_moe.files import make_directory, new_file, only_process
 
 _QUALITY = 90  # of JPEGs that are made smaller
 _BLOCK = 512  # tars are made of these
@@ -93,10 +94,8 @@ def _require_webdataset() -> None:
 
 def _fingerprint(source: Source) -> str:
     """A checksum of a source's paths or pixels, and targets."""
-    digest = hashlib.sha256()
-    for array in (value for value in vars(source).values() if isinstance(value, np.ndarray)):
-        digest.update(np.ascontiguousarray(array))
-    return digest.hexdigest()
+    arrays = [value for value in vars(source).values() if isinstance(value, np.ndarray)]
+    return sha256(np.ascontiguousarray(array) for array in arrays)
 
 
 def _new_plan(output: str, writers: "dict[str, _Writer]") -> dict:

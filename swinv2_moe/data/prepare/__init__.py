@@ -1,0 +1,1 @@
+"""Offline preparation of data: shards, staging, class maps."""

@@ -1,0 +1,139 @@
+"""Files that appear complete or not at all, their records and locks."""
+
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from moe_core.files import (
+    atomic_write,
+    damage,
+    exclusive_lock,
+    fsync_and_hash,
+    read_chunks,
+    sha256,
+    try_lock,
+)
+from swinv2_moe.errors import UserError
+from swinv2_moe.files import HashedFile, new_file, publish_directory, replace_link
+
+FLOCK = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
+def test_a_file_is_replaced_when_its_block_ends(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    with atomic_write(tmp_path / "file") as file:
+        file.write(b"new")
+        assert (tmp_path / "file").read_text() == "old"
+    assert (tmp_path / "file").read_text() == "new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_block_that_raises_leaves_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+
+    def write_half() -> None:
+        with atomic_write(tmp_path / "file") as file:
+            file.write(b"new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half()
+    assert (tmp_path / "file").read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_relative_name_and_permissions(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with atomic_write("file", mode=0o600) as file:
+        file.write(b"secret")
+    assert Path("file").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_is_an_error_of_the_user(tmp_path: Path) -> None:
+    refused = pytest.raises(UserError, match=r"file: cannot be written \(No space left")
+    with refused, new_file(tmp_path / "file"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert os.listdir(tmp_path) == []
+
+
+def test_checksums_agree_however_a_file_is_read_or_written(tmp_path: Path) -> None:
+    content = os.urandom(3_000_001)
+    with new_file(tmp_path / "file") as file:
+        file.write(content[:1000])
+        file.write(memoryview(content)[1000:])
+    checksum = hashlib.sha256(content).hexdigest()
+    assert (file.bytes, file.sha256) == (len(content), checksum)
+    record = fsync_and_hash(tmp_path / "file")
+    assert record == {"bytes": len(content), "sha256": checksum}
+    with (tmp_path / "file").open("rb") as opened:
+        assert sha256(read_chunks(opened, 999)) == checksum
+    with (tmp_path / "file").open("rb") as opened:
+        reader = HashedFile(opened)
+        while reader.read(1 << 20):
+            pass
+        assert reader.sha256 == checksum
+
+
+def test_damage_names_the_difference(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    record = fsync_and_hash(path)
+    assert damage(path, record) is None
+    path.write_bytes(b"12346")
+    assert damage(path, record) == "is damaged (its checksum differs)"
+    path.write_bytes(b"1234")
+    assert damage(path, record) == "has 4 bytes, 5 were written"
+    path.unlink()
+    assert damage(path, record) == "is missing"
+    path.mkdir()
+    assert damage(path, record) == "cannot be read (not a regular file)"
+
+
+def test_an_exclusive_lock_waits(tmp_path: Path) -> None:
+    order = []
+
+    def second() -> None:
+        with exclusive_lock(tmp_path / "lock"):
+            order.append("second")
+
+    with exclusive_lock(tmp_path / "lock"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+def test_another_process_cannot_take_a_lock(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as file:
+        assert try_lock(file.fileno(), inherited=True)
+        command = [sys.executable, "-c", FLOCK, str(tmp_path / "lock")]
+        assert subprocess.run(command, capture_output=True, check=False).returncode == 1
+    with (tmp_path / "lock").open("w") as first, (tmp_path / "lock").open("w") as second:
+        assert try_lock(first.fileno(), inherited=True)
+        assert not try_lock(second.fileno(), inherited=True)
+
+
+def test_a_file_system_without_locks_counts_as_locked(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*args) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with (tmp_path / "lock").open("w") as file:
+        assert try_lock(file.fileno(), inherited=True)
+
+
+def test_a_directory_and_a_link_get_their_names(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / ".tmp" / "inner").mkdir(parents=True)
+        publish_directory(tmp_path / ".tmp", tmp_path / name)
+        replace_link(tmp_path / "latest", name)
+        assert os.readlink(tmp_path / "latest") == name
+    assert sorted(os.listdir(tmp_path)) == ["first", "latest", "second"]
