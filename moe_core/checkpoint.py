@@ -155,7 +155,9 @@ def _forms(tensors: dict[str, Tensor]) -> dict[str, tuple]:
 def _prefix(layer: str) -> str:
     """What the names of a layer's expert parameters begin with; "" is a layer that is the whole
     model."""
-    return f"{layer}.experts." if layer else "experts."
+    if layer:
+        return f"{layer}.experts."
+    return "experts."
 
 
 def _read(file: Path, read: Callable[[str, Any], Tensor]) -> dict[str, Tensor]:

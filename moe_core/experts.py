@@ -159,6 +159,6 @@ def _initial(
     if std is None:
         bound = 1 / math.sqrt(fan_in)
         return new.uniform_(-bound, bound, generator=generator)
-    return (
-        new.zero_() if len(shape) == 1 else nn.init.trunc_normal_(new, std=std, generator=generator)
-    )
+    if len(shape) == 1:
+        return new.zero_()
+    return nn.init.trunc_normal_(new, std=std, generator=generator)

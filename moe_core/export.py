@@ -168,4 +168,6 @@ class _Batched(nn.Module):
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [E, C, I], weight [E, I, O], bias [E, O] or None -> [E, C, O]."""
-    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight)
+    if bias is None:
+        return torch.bmm(x, weight)
+    return torch.baddbmm(bias.unsqueeze(1), x, weight)

@@ -91,7 +91,9 @@ class MoELayer(nn.Module):
     @property
     def last_routing(self) -> RoutingStats | None:
         """Statistics of the last forward pass, computed when read; None before the first."""
-        return None if self._last is None else _statistics(*self._last)
+        if self._last is None:
+            return None
+        return _statistics(*self._last)
 
     def extra_repr(self) -> str:
         return (

@@ -10,13 +10,17 @@ def expert_dtype(x: Tensor) -> torch.dtype:
     """Autocast's dtype where it is on, else that of x."""
     device = x.device.type
     on = _has_autocast(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on else x.dtype
+    if on:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """A context in which autocast leaves operations on x's device alone."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if _has_autocast(device) else nullcontext()
+    if _has_autocast(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _has_autocast(device: str) -> bool:

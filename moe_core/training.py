@@ -133,7 +133,9 @@ def _gradients_by_group(model: nn.Module) -> dict[dist.ProcessGroup | None, list
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def _squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:

@@ -195,7 +195,9 @@ def _join(name: str, pieces: list[Tensor], num_experts: int) -> Tensor:
             raise ValueError(f"{name} has shape {shape} on rank {rank}, {shapes[0]} on rank 0")
     ranks, local_experts = len(pieces), shapes[0][0]
     if ranks * local_experts == num_experts:
-        return cat(pieces) if ranks > 1 else pieces[0]
+        if ranks > 1:
+            return cat(pieces)
+        return pieces[0]
     if local_experts == 1 and ranks % num_experts == 0:
         return cat(pieces).unflatten(0, (num_experts, -1)).flatten(1, 2)
     raise ValueError(

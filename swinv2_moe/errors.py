@@ -15,7 +15,9 @@ def short(value: object, length: int = 80) -> str:
     # an integer of thousands of digits; nested as deeply as parsers allow
     except (ValueError, RecursionError):
         return f"{type(value).__name__} that is too large to print"
-    return text if len(text) <= length else f"{text[:length]}..."
+    if len(text) <= length:
+        return text
+    return f"{text[:length]}..."
 
 
 def one_line(text: str) -> str:

@@ -110,7 +110,9 @@ def shown(value: object) -> str:
     if isinstance(value, str) and len(value) > _SHOWN:
         return f"{value[:_SHOWN]!r}..."
     text = "null" if value is None else repr(value)
-    return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]}..."
+    if len(text) <= 2 * _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}..."
 
 
 TEXT = form("text", is_text)

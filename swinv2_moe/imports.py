@@ -57,7 +57,9 @@ def _line_in(file: Path, error: BaseException) -> str:
     """ "line 12, " where the file's own code raised; syntax errors name their line themselves."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(file)]
-    return f"line {lines[-1]}, " if lines else ""
+    if lines:
+        return f"line {lines[-1]}, "
+    return ""
 
 
 class _Import(argparse.Action):

@@ -330,5 +330,7 @@ def _around(gpus: list[int], own: int) -> tuple[float, float]:
 
 def _short(strategy: ParallelStrategy | None) -> str:
     if strategy is None or strategy.r == 0:
-        return "-\n" if strategy is None else "r=0\n"
+        if strategy is None:
+            return "-\n"
+        return "r=0\n"
     return f"r={strategy.r} d={strategy.pipeline_degree}\n{strategy.all_to_all}"

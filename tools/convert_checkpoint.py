@@ -128,7 +128,9 @@ def ages_in_words(ages: list[int]) -> str:
 
 def class_names(file: str | None) -> list[str] | None:
     try:
-        return None if file is None else read_bounded(file, _MAX_NAMES_BYTES).decode().splitlines()
+        if file is None:
+            return None
+        return read_bounded(file, _MAX_NAMES_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--class-names {file}: cannot be read ({error})") from error
 

@@ -92,7 +92,9 @@ def show(found: dict, output: Path) -> None:
 
 
 def percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}%"
+    if value is None:
+        return "-"
+    return f"{value:.2f}%"
 
 
 def main() -> None:

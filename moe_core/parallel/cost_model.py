@@ -210,7 +210,9 @@ def _pass_time(
 
 
 def _num_chunks(strategy: ParallelStrategy) -> int:
-    return strategy.pipeline_degree if strategy.r else 1
+    if strategy.r:
+        return strategy.pipeline_degree
+    return 1
 
 
 def _pipelined_seconds(exchange: float, experts: float, chunks: int) -> float:

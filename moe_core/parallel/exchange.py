@@ -168,7 +168,9 @@ class Exchanged(Exchange):
             results = _by_expert(arrived, chunk.by_expert, experts)
             returned.append(returns[i].depart(results))
         outputs = [pending.arrive(token) for pending, token in zip(returns, returned, strict=True)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs)
 
 
 def apply_experts(experts: RowFunction, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -101,7 +101,9 @@ class ExpertGroup:
 
     @classmethod
     def of(cls, group: "dist.ProcessGroup | ExpertGroup | None") -> "ExpertGroup":
-        return group if isinstance(group, ExpertGroup) else cls(group)
+        if isinstance(group, ExpertGroup):
+            return group
+        return cls(group)
 
     def __deepcopy__(self, memo: dict) -> "ExpertGroup":
         return self
@@ -210,4 +212,6 @@ def ranks_on_each_node(ranks: Sequence[int], local_world_size: int) -> int:
 def local_world_size() -> int:
     """The ranks of this node as torchrun says; 0: it says nothing."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(value) if value.isdigit() else 0
+    if value.isdigit():
+        return int(value)
+    return 0

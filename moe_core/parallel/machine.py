@@ -70,7 +70,9 @@ class Machine:
 
     def rate(self, element_size: int) -> float:
         """FLOP/s of products whose elements have so many bytes."""
-        return self.flops if element_size <= 2 else self.flops_fp32
+        if element_size <= 2:
+            return self.flops
+        return self.flops_fp32
 
 
 # One constant is fitted for the A100, the share of its peak that products reach; one for its

@@ -130,4 +130,6 @@ def _common_ranks_per_node(
         shapes = {ranks_on_each_node(ranks, largest) for ranks in groups}
     except ValueError:  # raised again when 2DH is asked for
         return None
-    return shapes.pop() if len(shapes) == 1 else None
+    if len(shapes) == 1:
+        return shapes.pop()
+    return None

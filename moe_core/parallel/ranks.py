@@ -31,7 +31,9 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        return 1 if self.process_group is None else self.process_group.size()
+        if self.process_group is None:
+            return 1
+        return self.process_group.size()
 
     @property
     def device(self) -> torch.device:

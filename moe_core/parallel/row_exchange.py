@@ -33,7 +33,9 @@ class RowExchange:
 
         def run(counts: Tensor) -> tuple[Tensor, ...]:
             received, relayed = self.algorithm.exchange_counts(counts)
-            return (received,) if relayed is None else (received, relayed)
+            if relayed is None:
+                return (received,)
+            return (received, relayed)
 
         tables = self._wait(self.group.comm_stream.submit(run, counts.contiguous()))
         received = tables[0]

@@ -263,8 +263,6 @@ def _nearest(name: str) -> str:
         leaf[key]
         for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], leaf, n=1, cutoff=0.7)
     ]
-    return (
-        f"; did you mean {close[0]}?"
-        if close
-        else "; `python -m swinv2_moe.config` lists every key"
-    )
+    if close:
+        return f"; did you mean {close[0]}?"
+    return "; `python -m swinv2_moe.config` lists every key"

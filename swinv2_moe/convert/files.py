@@ -82,7 +82,9 @@ def rank_file(path: Path, rank: int) -> Path:
 
 
 def _template(path: Path) -> str:
-    return path.name if "{rank}" in path.name else f"{path.name}.rank{{rank}}"
+    if "{rank}" in path.name:
+        return path.name
+    return f"{path.name}.rank{{rank}}"
 
 
 def _ranks_there(path: Path) -> set[int]:

@@ -85,7 +85,9 @@ def _model(meta: dict, directory: Path) -> str:
 
 def _joined(value: object) -> str:
     """2 as "2", (2, 2, 18, 2) as "2-2-18-2"."""
-    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return "-".join(map(str, value))
+    return str(value)
 
 
 def _sections(files: dict[str, dict]) -> dict[str, tuple[int, int]]:

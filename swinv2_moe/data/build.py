@@ -95,11 +95,9 @@ def _shard_order(config: DataConfig, source: Source) -> Order | None:
     """For shards an order that reads them almost sequentially; a rank's workers share its part of
     it, batch by batch, so that what one reads ahead serves the others from the machine's page
     cache."""
-    return (
-        partial(shard_order, source.counts, config.shard_streams)
-        if isinstance(source, ShardedImages)
-        else None
-    )
+    if isinstance(source, ShardedImages):
+        return partial(shard_order, source.counts, config.shard_streams)
+    return None
 
 
 def _loader(config: DataConfig, dataset: ImageDataset, sampler: Sampler[int]) -> DataLoader:

@@ -231,7 +231,9 @@ def _why_no_index(root: str) -> str:
 
 
 def _list(folder: str) -> list[str]:
-    return os.listdir(folder) if os.path.isdir(folder) else []
+    if os.path.isdir(folder):
+        return os.listdir(folder)
+    return []
 
 
 def open_split(root: str, split: str, index: dict, max_pixels: int = MAX_PIXELS) -> ShardedImages:
@@ -307,8 +309,6 @@ def row_problem(rows: np.ndarray, shard: int, size: int, num_classes: int) -> st
     if rows["offset"].max() > size or (rows["offset"] + rows["size"]).max() > size:
         return "rows that point beyond the end of their shard"
     bad = (rows["label"] < 0) | (rows["label"] >= num_classes)
-    return (
-        f"label {rows['label'][bad][0]} is out of range, with {num_classes} classes"
-        if bad.any()
-        else None
-    )
+    if bad.any():
+        return f"label {rows['label'][bad][0]} is out of range, with {num_classes} classes"
+    return None

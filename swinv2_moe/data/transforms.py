@@ -26,7 +26,9 @@ def build_transform(config: DataConfig, is_train: bool) -> Transform:
     Raises:
         UserError: timm does not know AUG.AUTO_AUGMENT.
     """
-    return _train_transform(config) if is_train else _eval_transform(config)
+    if is_train:
+        return _train_transform(config)
+    return _eval_transform(config)
 
 
 def _train_transform(config: DataConfig) -> Transform:

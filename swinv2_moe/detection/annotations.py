@@ -332,4 +332,6 @@ def _listing(directory: Path, folder: str) -> list[tuple[str, int]]:
 
 
 def _such(count: int) -> str:
-    return f" ({count:,} such)" if count > 1 else ""
+    if count > 1:
+        return f" ({count:,} such)"
+    return ""

@@ -231,4 +231,6 @@ def _check_stages(
 
 def _expert_group() -> ExpertGroup | None:
     """All processes."""
-    return make_expert_groups(dist.get_world_size()) if dist.is_initialized() else None
+    if dist.is_initialized():
+        return make_expert_groups(dist.get_world_size())
+    return None

@@ -85,7 +85,9 @@ def _folder(directory: Path, part: Part) -> Path | None:
 
 def _archive(directory: Path, part: Part) -> Path | None:
     path = directory / part.archive
-    return path if path.is_file() else None
+    if path.is_file():
+        return path
+    return None
 
 
 def _link(folder: Path, link: Path) -> None:

@@ -105,4 +105,6 @@ def table_of(metrics: dict[str, float]) -> Table:
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None or value < 0 else f"{100 * value:.1f}"
+    if value is None or value < 0:
+        return "-"
+    return f"{100 * value:.1f}"

@@ -42,7 +42,9 @@ class MoERunner(Runner):
     @property
     def detector(self) -> nn.Module:
         """The model without what wraps it."""
-        return self.model.module if is_model_wrapper(self.model) else self.model
+        if is_model_wrapper(self.model):
+            return self.model.module
+        return self.model
 
     @property
     def world(self) -> World:
@@ -112,7 +114,9 @@ class MoERunner(Runner):
                 self._load_from, Path(), self.world, "checkpoint", weights_only=not self._resume
             )
         root = Path(self.work_dir) / "checkpoints"
-        return checkpoint.find_checkpoint("auto", root, self.world) if self._resume else None
+        if self._resume:
+            return checkpoint.find_checkpoint("auto", root, self.world)
+        return None
 
     def _restore(self, found: Checkpoint) -> None:
         """The state of the training, as `ExpertStoreHook` writes it, at the end of an epoch or
@@ -198,4 +202,6 @@ def sharded_experts(model: nn.Module) -> dict[str, nn.Parameter]:
     """Expert parameters by name, where each rank has others; none where every rank has all of
     them."""
     is_sharded = any(layer.group.size > 1 for layer in moe_layers(model).values())
-    return expert_parameters(model) if is_sharded else {}
+    if is_sharded:
+        return expert_parameters(model)
+    return {}

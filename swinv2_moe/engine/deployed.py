@@ -173,4 +173,6 @@ def _kind(data: Path, trained_on: str) -> str:
     """DATA.DATASET for what lies in the directory `data`: perhaps that of the training, moved."""
     if (data / "index.json").is_file():
         return "shards"
-    return "folder" if (data / "train").is_dir() or trained_on == "digits" else trained_on
+    if (data / "train").is_dir() or trained_on == "digits":
+        return "folder"
+    return trained_on

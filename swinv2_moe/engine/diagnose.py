@@ -32,7 +32,9 @@ def first_non_finite_layer(model: nn.Module, images: Tensor) -> str | None:
     finally:
         for handle in handles:
             handle.remove()
-    return culprits[0] if culprits else None
+    if culprits:
+        return culprits[0]
+    return None
 
 
 def explain_non_finite(step: int, model: nn.Module, images: Tensor, world: World) -> str:

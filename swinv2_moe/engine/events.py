@@ -82,7 +82,9 @@ class Staging(NamedTuple):
     @property
     def rate(self) -> float | None:
         """Bytes/s; None if it took no time that was measured."""
-        return self.bytes / self.seconds if self.seconds else None
+        if self.seconds:
+            return self.bytes / self.seconds
+        return None
 
 
 def read_staging(data_path: str) -> Staging | None:

@@ -200,7 +200,9 @@ def _check_form(directory: Path, meta: dict) -> None:
 
 
 def _training_form(training: dict) -> Form:
-    return _DETECTOR_TRAINING if "iter" in training else _CLASSIFIER_TRAINING
+    if "iter" in training:
+        return _DETECTOR_TRAINING
+    return _CLASSIFIER_TRAINING
 
 
 def _check_files(files: dict[str, dict], experts: dict[str, list[int]]) -> None:

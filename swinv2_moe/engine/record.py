@@ -263,7 +263,9 @@ def _plain(value: object) -> object:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
         value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _forget_after(metrics: Path, step: int) -> None:
@@ -282,4 +284,6 @@ def _step(line: str) -> float:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
         return math.inf
-    return step if isinstance(step, int) else math.inf
+    if isinstance(step, int):
+        return step
+    return math.inf

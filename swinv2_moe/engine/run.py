@@ -120,7 +120,9 @@ def train(
             recorder.say(closing_lines(trainer, summary, root))
     if trainer.stop.came_from_elsewhere(trainer.stopped_by):
         raise StoppedElsewhere
-    return None if trainer.stopped_by else summary
+    if trainer.stopped_by:
+        return None
+    return summary
 
 
 def _load_data(config: CfgNode, world: World) -> tuple[Data, Staging | None]:

@@ -111,4 +111,6 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
 
 
 def _device_name(world: World) -> str:
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return "cpu"

@@ -208,9 +208,9 @@ class Saver:
             only.update(files[: self.policy.experts])
             others += files[self.policy.experts :]
         borrowed = tuple(_in(section, file) for section in sections for file in others)
-        return (
-            (frozenset(only), borrowed) if all(file in meta["files"] for file in borrowed) else ()
-        )
+        if all(file in meta["files"] for file in borrowed):
+            return (frozenset(only), borrowed)
+        return ()
 
     def _tidy(self, source: Checkpoint | None) -> None:
         """Remove what a killed run left, and set aside the checkpoints of steps that are about to
@@ -401,7 +401,9 @@ def _name(meta: dict) -> str:
 
 
 def _in(section: str, file: str) -> str:
-    return f"{section}/{file}" if section else file
+    if section:
+        return f"{section}/{file}"
+    return file
 
 
 def _kind(tensor: Tensor) -> tuple:

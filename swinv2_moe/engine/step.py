@@ -72,7 +72,9 @@ class TrainingStep:
     @property
     def deployed(self) -> MoEModel:
         """The weights to validate: the averaged ones if there are any."""
-        return self.ema.module if self.ema else self.model
+        if self.ema:
+            return self.ema.module
+        return self.model
 
     def run(self, batches: Sequence[Batch], step: int) -> StepResult:
         """One step on accumulated batches. Every rank calls this.
@@ -117,7 +119,9 @@ class TrainingStep:
         """Images and targets on the device, after mixup."""
         images = batch.images.to(self.world.device, non_blocking=True)
         targets = batch.targets.to(self.world.device, non_blocking=True)
-        return self.mixup(images, targets) if self.mixup else (images, targets)
+        if self.mixup:
+            return self.mixup(images, targets)
+        return (images, targets)
 
     def _clip(self) -> Tensor:
         """Average, unscale and clip the gradients; returns their global norm before clipping."""

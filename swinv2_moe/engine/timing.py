@@ -50,7 +50,9 @@ class Throughput:
 
     @property
     def images_per_second(self) -> float | None:
-        return self.images / self.seconds if self.seconds else None
+        if self.seconds:
+            return self.images / self.seconds
+        return None
 
 
 class Validation(NamedTuple):

@@ -40,7 +40,9 @@ def _epoch(key: str) -> Callable[[RunRecord], Points]:
 
 
 def _top5(run: RunRecord) -> Points:
-    return run.epoch_curve("val_top5") if run.has_top5 else ([], [])
+    if run.has_top5:
+        return run.epoch_curve("val_top5")
+    return ([], [])
 
 
 def _aux_loss(run: RunRecord) -> Points:
@@ -154,4 +156,6 @@ def place(layer: str) -> str:
     numbers = [int(part) + 1 for part in layer.split(".") if part.isdecimal()]
     if len(numbers) == 2:
         return "stage {}, block {}".format(*numbers)
-    return f"block {numbers[0]}" if len(numbers) == 1 else layer
+    if len(numbers) == 1:
+        return f"block {numbers[0]}"
+    return layer

@@ -215,4 +215,6 @@ def _environment(run: RunRecord, index: int) -> dict:
 
 def _duration(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+    if hours:
+        return f"{hours} h {rest // 60} min"
+    return f"{rest // 60} min {rest % 60} s"

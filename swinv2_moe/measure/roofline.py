@@ -138,11 +138,9 @@ class Roofline:
     def share_of_step(self, name: str) -> float | None:
         """The median; of data too, though other processes do that meanwhile. None for a
         checkpoint."""
-        return (
-            None
-            if name == "checkpoint"
-            else statistics.median(ratios(self.phases[name].times, self.step))
-        )
+        if name == "checkpoint":
+            return None
+        return statistics.median(ratios(self.phases[name].times, self.step))
 
     def record(self) -> dict:
         """Everything, ready for JSON; times in ms, one a round."""
@@ -281,7 +279,9 @@ def _title(trainer: Trainer) -> str:
 
 
 def _dtype(trainer: Trainer) -> str:
-    return trainer.config.AMP_DTYPE if trainer.config.AMP_ENABLE else "float32"
+    if trainer.config.AMP_ENABLE:
+        return trainer.config.AMP_DTYPE
+    return "float32"
 
 
 def _tasks(trainer: Trainer) -> tuple[dict[str, Task], Callable[[], object]]:

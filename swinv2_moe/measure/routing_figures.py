@@ -131,4 +131,6 @@ def _expert_legend(figure: "Figure", num_experts: int) -> None:
 
 
 def _shorten(label: str) -> str:
-    return label if len(label) <= 18 else f"{label[:17]}…"
+    if len(label) <= 18:
+        return label
+    return f"{label[:17]}…"

@@ -307,7 +307,9 @@ def prepared_for_inference(subjects: Iterable[Subject]) -> Iterator[None]:
 
 def prepare(mode: str, config: CfgNode, world: World) -> Subject:
     """The model of one of the configurations of `combinations`, and its pass or step."""
-    return _training(config, world) if mode == "training" else _inference(config, world)
+    if mode == "training":
+        return _training(config, world)
+    return _inference(config, world)
 
 
 def _inference(config: CfgNode, world: World) -> Subject:

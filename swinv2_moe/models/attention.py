@@ -123,7 +123,9 @@ class FusedWindowAttention(WindowAttention):
 
         device = self.relative_coords_table.device
         kept = self._bias.get(self.cpb_mlp.parameters(), (dtype, device), compute)
-        return compute() if kept is None else kept
+        if kept is None:
+            return compute()
+        return kept
 
     def position_bias(self) -> Tensor:
         """[h, N, N]."""

@@ -53,7 +53,9 @@ def _strategy(experts: ExpertsConfig) -> ParallelStrategy | str:
             experts.all_to_all,
             experts.ranks_per_node or None,
         )
-    return "auto" if experts.strategy == "auto" else ParallelStrategy()
+    if experts.strategy == "auto":
+        return "auto"
+    return ParallelStrategy()
 
 
 def measure_model(config: ModelConfig, num_classes: int) -> Complexity:

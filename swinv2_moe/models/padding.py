@@ -43,7 +43,9 @@ class Presence(NamedTuple):
 
     def keep(self, x: Tensor) -> Tensor:
         """x [B, H, W, C] with 0 for what belongs to no image."""
-        return x if self.tokens is None else x.masked_fill(~self.tokens.unsqueeze(-1), 0)
+        if self.tokens is None:
+            return x
+        return x.masked_fill(~self.tokens.unsqueeze(-1), 0)
 
 
 class _MaskedBlock:

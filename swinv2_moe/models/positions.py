@@ -28,7 +28,9 @@ def windows_of_tables(state: dict[str, Tensor], stages: int) -> list[int] | None
     if any(table is None for table in tables):
         return None
     windows = [_window_of(table) for table in tables]
-    return windows if all(windows) else None
+    if all(windows):
+        return windows
+    return None
 
 
 def _window_of(table: Tensor) -> int:

@@ -77,7 +77,9 @@ def check_finite(tensors: dict[str, Tensor], source: str) -> None:
 
 
 def _printable(name: str) -> str:
-    return name if name.isprintable() else repr(name)
+    if name.isprintable():
+        return name
+    return repr(name)
 
 
 def load_dense(

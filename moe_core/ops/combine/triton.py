@@ -167,7 +167,9 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 def _sum_dtype(dtype: torch.dtype):
-    return tl.float64 if dtype == torch.float64 else tl.float32
+    if dtype == torch.float64:
+        return tl.float64
+    return tl.float32
 
 
 def _plain(x: Tensor | None) -> Tensor | None:
@@ -175,7 +177,9 @@ def _plain(x: Tensor | None) -> Tensor | None:
         return None
     x = x.contiguous()
     # a pointer to single bits is a special case in Triton
-    return x.view(torch.uint8) if x.dtype == torch.bool else x
+    if x.dtype == torch.bool:
+        return x.view(torch.uint8)
+    return x
 
 
 def _rows_of(x: Tensor) -> Tensor:

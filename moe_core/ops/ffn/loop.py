@@ -37,7 +37,9 @@ def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
 
 def _step(dtype: torch.dtype) -> int:
     # 16: of a tile in AMX, whose other rows would be computed in vain anyway
-    return 16 if dtype.itemsize == 2 else 1
+    if dtype.itemsize == 2:
+        return 16
+    return 1
 
 
 def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,9 @@ def pack_weights(
     """
     form = _form(w1.device.type, dtype, w1.dtype, activation, kernels)
     pack = getattr(form, "pack_weights", None)
-    return None if pack is None else pack(w1, w2, dtype)
+    if pack is None:
+        return None
+    return pack(w1, w2, dtype)
 
 
 # 1. Ops

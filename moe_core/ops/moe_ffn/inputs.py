@@ -40,9 +40,13 @@ class MoEFFNInputs(NamedTuple):
     @property
     def cast_w1(self) -> Tensor:
         """w1 in the tokens' dtype."""
-        return self.w1 if self.w1_cast is None else self.w1_cast
+        if self.w1_cast is None:
+            return self.w1
+        return self.w1_cast
 
     @property
     def cast_w2(self) -> Tensor:
         """w2 in the tokens' dtype."""
-        return self.w2 if self.w2_cast is None else self.w2_cast
+        if self.w2_cast is None:
+            return self.w2
+        return self.w2_cast

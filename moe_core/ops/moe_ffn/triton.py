@@ -244,7 +244,9 @@ class _Call:
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+    if x is None:
+        return None
+    return x.contiguous()
 
 
 def _shared_memory(tokens: Tensor) -> int:

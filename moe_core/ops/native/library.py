@@ -43,7 +43,9 @@ def description() -> str:
         names.append("AVX-512")
     if usable(torch.bfloat16):
         names.append("AMX")
-    return f"C++ ({', '.join(names)})" if names else ""
+    if names:
+        return f"C++ ({', '.join(names)})"
+    return ""
 
 
 def call(function: str, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> int:

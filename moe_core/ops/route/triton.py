@@ -243,4 +243,6 @@ def _route_block(num_experts: int) -> tuple[int, int]:
 
 
 def _num_warps(block_e: int) -> int:
-    return 4 if block_e <= _TILE else 16
+    if block_e <= _TILE:
+        return 4
+    return 16

@@ -314,4 +314,6 @@ def _finished(path: str) -> dict | None:
     if not (os.path.exists(_sidecar(path)) and os.path.exists(path)):
         return None
     record, _ = _read_sidecar(path)
-    return record if os.path.getsize(path) == record["bytes"] else None
+    if os.path.getsize(path) == record["bytes"]:
+        return record
+    return None
