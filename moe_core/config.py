@@ -82,7 +82,9 @@ class MoEConfig:
             *sorted((self.num_experts, group_size), reverse=True),
         )
         if large % small:
-            relation = "divisible by" if experts > group_size else "a divisor of"
+            relation = "a divisor of"
+            if experts > group_size:
+                relation = "divisible by"
             raise ValueError(
                 f"num_experts ({experts}) must be {relation} the expert-parallel size"
                 f" ({group_size})"

@@ -82,8 +82,12 @@ class Experts(nn.Module):
         """
         parameters = ExpertWeights(self.w1, self.b1, self.w2, self.b2)
         if gather is not None:
-            b1 = None if self.b1 is None else gather(self.b1)
-            b2 = None if self.b2 is None else gather(self.b2)
+            b1 = None
+            if self.b1 is not None:
+                b1 = gather(self.b1)
+            b2 = None
+            if self.b2 is not None:
+                b2 = gather(self.b2)
             return ExpertWeights(gather(self.w1), b1, gather(self.w2), b2)
         w1, w2 = parameters.w1, parameters.w2
         may_pack = not torch.is_grad_enabled()
@@ -108,8 +112,12 @@ class Experts(nn.Module):
             config = self.config
             packed = pack_weights(weights.w1, weights.w2, dtype, config.activation, config.kernels)
         w1, w2 = packed or (cast(weights.w1), cast(weights.w2))
-        b1 = None if weights.b1 is None else cast(weights.b1)
-        b2 = None if weights.b2 is None else cast(weights.b2)
+        b1 = None
+        if weights.b1 is not None:
+            b1 = cast(weights.b1)
+        b2 = None
+        if weights.b2 is not None:
+            b2 = cast(weights.b2)
         return ExpertWeights(w1, b1, w2, b2)
 
     def forward(
@@ -138,7 +146,9 @@ class Experts(nn.Module):
             used = self.weights(x.dtype)
         else:
             used = weights()
-        dropout = self.config.hidden_dropout if self.training else 0.0
+        dropout = 0.0
+        if self.training:
+            dropout = self.config.hidden_dropout
         settings = (self.config.activation, dropout, self.config.kernels)
         if plan is None or gates is None:
             return expert_ffn(x, used, offsets, *settings)

@@ -67,7 +67,9 @@ class StandardMoE(nn.Module):
         capacity = expert_capacity(
             tokens.shape[0], config.num_experts, top_k, config.capacity_factor
         )
-        priority = routing.probs.amax(1) if config.batch_prioritized else None
+        priority = None
+        if config.batch_prioritized:
+            priority = routing.probs.amax(1)
         plan = _plan(routing.expert_ids, config.num_experts, capacity, priority)
         rows = self.experts(tokens.index_select(0, plan.tokens), plan.sizes)  # [N, M]
         # the last for dropped choices
@@ -159,8 +161,12 @@ class _Batched(nn.Module):
         """rows [E * C, M] -> the same."""
         e = self.experts
         dtype = rows.dtype
-        b1 = None if e.b1 is None else e.b1.to(dtype)
-        b2 = None if e.b2 is None else e.b2.to(dtype)
+        b1 = None
+        if e.b1 is not None:
+            b1 = e.b1.to(dtype)
+        b2 = None
+        if e.b2 is not None:
+            b2 = e.b2.to(dtype)
         rows = rows.unflatten(0, (len(sizes), -1))  # [E, C, M]
         hidden = e.activation(_product(rows, e.w1.to(dtype).transpose(1, 2), b1))
         return _product(hidden, e.w2.to(dtype), b2).flatten(0, 1)

@@ -229,7 +229,9 @@ class MoELayer(nn.Module):
             tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
             module = self.router[router] if isinstance(self.router, nn.ModuleList) else self.router
             logits = module(perturb_input(tokens, self.config, self.training))
-            reduce = self.group.sum if self.config.global_balance else None
+            reduce = None
+            if self.config.global_balance:
+                reduce = self.group.sum
             return route(logits, self.config, top_k, self.training, reduce, self.config.kernels)
 
     def _capacity(self, tokens: Tensor, top_k: int, capacity_factor: float) -> int | None:
@@ -244,13 +246,17 @@ class MoELayer(nn.Module):
         config = self.config
         if self.training and config.round_to:
             return round_to_tiles(routing, config, capacity)
-        priority = routing.probs.detach().amax(1) if config.batch_prioritized else None
+        priority = None
+        if config.batch_prioritized:
+            priority = routing.probs.detach().amax(1)
         plan = make_plan(routing.expert_ids, config.num_experts, capacity, priority, config.kernels)
         return routing, plan
 
     def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
         """Keep what `last_routing` is computed from; not the choices that fill tiles."""
-        kept = None if plan.kept is None else plan.kept[:, :top_k]
+        kept = None
+        if plan.kept is not None:
+            kept = plan.kept[:, :top_k]
         self._last = (routing.probs.detach(), plan.counts, kept)
 
     # Everything that can be wrong is found on every rank before the first collective.
@@ -267,7 +273,9 @@ class MoELayer(nn.Module):
         # torch.compile cannot trace math.isfinite of a value that changes
         if not abs(capacity_factor) < math.inf:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be finite; 0 is dropless")
-        num_routers = len(self.router) if isinstance(self.router, nn.ModuleList) else 1
+        num_routers = 1
+        if isinstance(self.router, nn.ModuleList):
+            num_routers = len(self.router)
         if not 0 <= router < num_routers:
             raise ValueError(
                 f"router ({router}) must be below the layer's number of routers ({num_routers})"

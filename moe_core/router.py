@@ -117,7 +117,9 @@ def route(
             f"the router returned logits of shape {list(logits.shape)}, not [T,"
             f" {config.num_experts}]"
         )
-    noise_std = config.gate_noise / config.num_experts if training else 0.0
+    noise_std = 0.0
+    if training:
+        noise_std = config.gate_noise / config.num_experts
     noisy = logits
     if noise_std > 0:
         noisy = logits + noise_std * torch.randn_like(logits)

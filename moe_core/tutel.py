@@ -51,7 +51,9 @@ def count_tutel_experts(state: Mapping[str, Tensor]) -> dict[str, int]:
         candidates: dict[str, object] = {}
         for gate, name, value in _gates(state, layer):
             if name in ("wg.weight", "sim_matrix") and value.ndim == 2:
-                expert_dim = 1 if name == "sim_matrix" else 0
+                expert_dim = 0
+                if name == "sim_matrix":
+                    expert_dim = 1
                 candidates[f"gates.{gate}.{name}"] = value.shape[expert_dim]
         if layer + _COUNT in state:
             count = state[layer + _COUNT]
@@ -81,7 +83,9 @@ def from_tutel(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """
     state = dict(states[0])
     for layer, num_experts in count_tutel_experts(state).items():
-        prefix = f"{layer}." if layer else ""
+        prefix = ""
+        if layer:
+            prefix = f"{layer}."
         for theirs, ours in _EXPERTS.items():
             name = f"{prefix}experts.{theirs}"
             whole = _join(

@@ -109,7 +109,9 @@ def shown(value: object) -> str:
         return "a list"
     if isinstance(value, str) and len(value) > _SHOWN:
         return f"{value[:_SHOWN]!r}..."
-    text = "null" if value is None else repr(value)
+    text = "null"
+    if value is not None:
+        text = repr(value)
     if len(text) <= 2 * _SHOWN:
         return text
     return f"{text[:_SHOWN]}..."

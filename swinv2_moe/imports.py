@@ -37,7 +37,9 @@ def import_file(name: str) -> None:
     if file in _imported:
         return
     if not file.is_file():
-        problem = "is not a file" if file.exists() else "does not exist"
+        problem = "does not exist"
+        if file.exists():
+            problem = "is not a file"
         raise UserError(f"--import {name}: {problem}")
     module_name = f"imported_{file.stem}"
     spec = spec_from_loader(module_name, SourceFileLoader(module_name, str(file)))

@@ -92,7 +92,9 @@ def check_moe_blocks(config: CfgNode, depths: Sequence[int]) -> None:
     """Raise UserError where MODEL.MOE.BLOCKS names a block that no stage of `depths` has."""
     blocks = config.MODEL.MOE.BLOCKS
     for stage, chosen in enumerate(blocks):
-        depth = depths[stage] if stage < len(depths) else 0
+        depth = 0
+        if stage < len(depths):
+            depth = depths[stage]
         for block in chosen:
             if not (isinstance(block, int) and 0 <= block < depth):
                 raise UserError(

@@ -155,7 +155,9 @@ def predict(
     Raises:
         ValueError: experts that this number of GPUs cannot share.
     """
-    size = 2 if config.amp_enable else 4
+    size = 4
+    if config.amp_enable:
+        size = 2
     repeats, recomputed = config.accumulation_steps, config.use_checkpoint
     # GPUs that share the experts; others replicate
     group = min(model.expert_parallel_size or gpus, gpus)
@@ -266,7 +268,9 @@ def machine_named(profile: str) -> Machine:
     if profile != "here":
         return PROFILES[profile]
     links = PROFILES["a100-hdr"]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
     return replace(calibrate(None, 1, device), intra=links.intra, inter=links.inter)
 
 

@@ -91,8 +91,12 @@ def parse() -> argparse.Namespace:
 
 def show(summary: Summary) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    epoch = "weights alone" if summary.epoch is None else f"epoch {summary.epoch}"
-    classes = f", {summary.classes} named classes" if summary.classes else ""
+    epoch = "weights alone"
+    if summary.epoch is not None:
+        epoch = f"epoch {summary.epoch}"
+    classes = ""
+    if summary.classes:
+        classes = f", {summary.classes} named classes"
     console.print(
         f"{summary.directory}\nstep {summary.step}, {epoch}, saved {summary.saved}", markup=False
     )
@@ -149,7 +153,9 @@ def run(args: argparse.Namespace) -> None:
             args.kind, Path(args.checkpoint), Path(args.output), args.ranks, not args.newer
         )
     elif args.command == "import":
-        config = load_config(args.cfg, args.opts) if args.cfg else None
+        config = None
+        if args.cfg:
+            config = load_config(args.cfg, args.opts)
         names = class_names(args.class_names)
         import_weights(args.kind, Path(args.source), Path(args.output), config, names, args.noise)
     else:

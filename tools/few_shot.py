@@ -57,7 +57,9 @@ def show(found: dict) -> None:
     rows = []
     for shots, result in found["few_shot"].items():
         name = f"{shots}-shot {found['classifier']}"
-        std = "-" if result["std"] is None else f"{result['std']:.2f}"
+        std = "-"
+        if result["std"] is not None:
+            std = f"{result['std']:.2f}"
         rows.append([name, f"{result['mean']:.2f}%", std, str(len(result["top1"]))])
     knn = found["knn"]
     rows.append([f"{knn['neighbors']}-NN, all images", f"{knn['top1']:.2f}%", "-", "-"])

@@ -79,7 +79,9 @@ def table_of(found: Roofline) -> Table:
         amounts += [phase.rate("flops") / 1e9, phase.rate("memory") / 1e9]
         cells = [f"{amount:,.3g}" if amount else "-" for amount in amounts]
         times = median_and_spread(phase.times, 2)
-        of_step = "-" if share is None else f"{share:.1%}"
+        of_step = "-"
+        if share is not None:
+            of_step = f"{share:.1%}"
         rows.append([name, times, of_step, *cells, bound, f"{of_roof:.1%}"])
     return number_table(titles, rows, text_columns=["bound by"], markdown=True)
 
@@ -92,7 +94,9 @@ def show(found: Roofline) -> None:
         f"{found.machine}; medians of {len(found.step)} rounds after {found.warmup} to warm up"
     )
     for peak in found.peaks.values():
-        unit = "FLOP/s" if peak is found.peaks["flops"] else "B/s"
+        unit = "B/s"
+        if peak is found.peaks["flops"]:
+            unit = "FLOP/s"
         console.print(f"peak: {peak.rate / 1e9:,.2f} G{unit}, {peak.what}")
     console.print(table_of(found))
     console.print(

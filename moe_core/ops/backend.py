@@ -192,7 +192,9 @@ def _is_interpreted() -> bool:
 def _triton_name() -> str:
     import triton
 
-    suffix = " (interpreted)" if _is_interpreted() else ""
+    suffix = ""
+    if _is_interpreted():
+        suffix = " (interpreted)"
     return f"triton {triton.__version__}{suffix}"
 
 

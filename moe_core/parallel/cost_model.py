@@ -256,7 +256,9 @@ def _experts_seconds(
 
     Each product reads (or writes, for the gradient) its weights once a chunk.
     """
-    products = 4 if backward else 2
+    products = 2
+    if backward:
+        products = 4
     parts = max(strategy.r, 1)
     chunks = _num_chunks(strategy)
     rows = parts * shape.num_experts * shape.rows_per_expert
@@ -272,7 +274,9 @@ def _experts_seconds(
 def _routing_seconds(machine: Machine, shape: LayerShape, backward: bool) -> float:
     product = 2 * shape.tokens * shape.num_experts * shape.model_dim / machine.flops_fp32
     scores = 4 * shape.tokens * shape.num_experts * ROUTER_PASSES / machine.memory_bandwidth
-    products = 2 if backward else 1
+    products = 1
+    if backward:
+        products = 2
     return products * product + scores + ROUTER_KERNELS * machine.kernel_overhead
 
 

@@ -30,7 +30,9 @@ def gather_weights(
         weights = experts.weights(dtype)
     else:
         owners = group.owners(num_gathered)
-        num_experts = config.num_experts if r == 0 else 1
+        num_experts = 1
+        if r == 0:
+            num_experts = config.num_experts
 
         def gather(parameter: Tensor) -> Tensor:
             gathered = _Gather.apply(parameter, owners, dtype)

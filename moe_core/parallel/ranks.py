@@ -107,7 +107,9 @@ class Ranks:
         """
         if self.process_group is None:
             return
-        device_ids = [device.index] if device.type == "cuda" else None
+        device_ids = None
+        if device.type == "cuda":
+            device_ids = [device.index]
         with self.named_errors("barrier"):
             dist.barrier(group=self.process_group, device_ids=device_ids)
 

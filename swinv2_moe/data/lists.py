@@ -74,7 +74,9 @@ def _find(key: str, file: str, root: str) -> str:
             return path
     if os.path.isdir(file):
         raise UserError(f"{key} is {file!r}: a directory, it must be a file")
-    also = f", nor in DATA.PATH ({root!r})" if root and not os.path.isabs(file) else ""
+    also = ""
+    if root and not os.path.isabs(file):
+        also = f", nor in DATA.PATH ({root!r})"
     raise UserError(f"{key} is {file!r}: no such file{also}")
 
 

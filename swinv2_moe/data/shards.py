@@ -146,7 +146,9 @@ def read_index(root: str, key: str) -> dict:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise UserError(f"{path}: is damaged ({error})") from error
-    version = index.get("format_version") if isinstance(index, dict) else None
+    version = None
+    if isinstance(index, dict):
+        version = index.get("format_version")
     if type(version) is not int or version != FORMAT_VERSION:
         raise UserError(
             f"{path}: format version {short(version)}, this program knows {FORMAT_VERSION}"

@@ -112,7 +112,9 @@ def load_sources(config: DataConfig) -> Sources:
         return Sources(*load_shards(root, config.max_pixels))
     if name in ("cifar10", "cifar100"):
         return _cifar(CIFAR10 if name == "cifar10" else CIFAR100, root)
-    hint = " (data/README.md says how to unpack ImageNet)" if name == "imagenet" else ""
+    hint = ""
+    if name == "imagenet":
+        hint = " (data/README.md says how to unpack ImageNet)"
     return _folders(root, hint, config.max_pixels)
 
 

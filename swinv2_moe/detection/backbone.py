@@ -84,7 +84,9 @@ class SwinV2MoE(BaseModule):
         if model not in forms:
             raise UserError(f"backbone.model ({model!r}) must be one of {', '.join(forms)}")
         _check_stages(**trunk)
-        group = _expert_group() if expert_parallel and trunk.get("num_experts") else None
+        group = None
+        if expert_parallel and trunk.get("num_experts"):
+            group = _expert_group()
         try:
             self.trunk = mask_blocks(
                 forms[model](

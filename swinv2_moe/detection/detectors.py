@@ -17,7 +17,9 @@ class _OnMoE:
     _autocast: AbstractContextManager = nullcontext()  # the caller's, of the forward pass under way
 
     def forward(self, inputs, data_samples=None, mode: str = "tensor"):
-        sizes = None if data_samples is None else [sample.img_shape[:2] for sample in data_samples]
+        sizes = None
+        if data_samples is not None:
+            sizes = [sample.img_shape[:2] for sample in data_samples]
         place = inputs.device.type
         self._autocast = torch.autocast(
             place, torch.get_autocast_dtype(place), torch.is_autocast_enabled(place)

@@ -85,7 +85,9 @@ def _masks(dataset: ConfigDict) -> bool:
 
 def _check_metric(config: Config, split: str, files: list[str]) -> None:
     metric = config.get(f"{split}_evaluator") or {}
-    file = metric.get("ann_file") if isinstance(metric, dict) else None
+    file = None
+    if isinstance(metric, dict):
+        file = metric.get("ann_file")
     if file and files and Path(file) not in map(Path, files):
         raise UserError(
             f"{split}_evaluator.ann_file is {file!r}, but the images are those of {files[0]!r}"

@@ -48,7 +48,9 @@ def wheel_directory() -> Path:
     """Where wheels for this torch and Python are kept: below the user's cache directory."""
     import torch
 
-    gpu = "-sm{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
+    gpu = ""
+    if torch.cuda.is_available():
+        gpu = "-sm{}{}".format(*torch.cuda.get_device_capability())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     return cache / f"swinv2-moe/wheels/torch{version('torch')}-{python}{gpu}"

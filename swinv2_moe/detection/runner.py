@@ -49,7 +49,9 @@ class MoERunner(Runner):
     @property
     def world(self) -> World:
         """The processes of this run."""
-        group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+        group = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            group = dist.group.WORLD
         return World(self.rank, self.world_size, torch.device(get_device()), group)
 
     @staticmethod

@@ -29,10 +29,14 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
         _load_file(trunk, Path(source))
         return
     found = checkpoint.find_checkpoint(source, Path(), key=_KEY, weights_only=True)
-    section = "ema" if found.has("ema") else ""
+    section = ""
+    if found.has("ema"):
+        section = "ema"
     tensors = checkpoint.read_tensors(found, section, nn.Module())
     experts = count_experts(found.directory / section)
-    prefix = _OF_DETECTOR if any(name.startswith(_OF_DETECTOR) for name in tensors) else ""
+    prefix = ""
+    if any(name.startswith(_OF_DETECTOR) for name in tensors):
+        prefix = _OF_DETECTOR
     _check_facts(trunk, source, _facts(_below(prefix, tensors), _below(prefix, experts)))
     windows = found.meta.get("backbone_windows" if prefix else "windows")
     if windows not in (None, trunk.position_windows()):

@@ -281,7 +281,9 @@ def read_section(
     )
     problems = "; ".join(filter(None, [*wrong_experts, compare(expected, tensors)]))
     if problems:
-        what = f"its {section} state" if section else "it"
+        what = "it"
+        if section:
+            what = f"its {section} state"
         raise UserError(
             f"checkpoint {directory}: {what} does not fit the model: {problems}; nothing was loaded"
         )

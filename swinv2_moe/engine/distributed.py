@@ -80,7 +80,9 @@ class World:
         problems = self.gather(problem)
         for rank, problem in enumerate(problems):
             if problem is not None:
-                alone = f" (rank {rank})" if None in problems else ""
+                alone = ""
+                if None in problems:
+                    alone = f" (rank {rank})"
                 raise UserError(f"{problem}{alone}")
         return loaded
 

@@ -190,7 +190,9 @@ class Trainer:
 
     def _bar_text(self, loss: float, rate: float) -> str:
         top1 = self.progress.last_top1
-        accuracy = "-" if top1 is None else f"{top1:.1f}%"
+        accuracy = "-"
+        if top1 is not None:
+            accuracy = f"{top1:.1f}%"
         return f"loss {loss:.3f}  val top-1 {accuracy}  {rate:,.0f} images/s"
 
     def _warn(self, recorder: Recorder, result: StepResult) -> None:

@@ -175,7 +175,9 @@ def check_detector(directory: Path, training: dict, num_groups: int, num_schedul
 
 def _check_checksum(directory: Path, text: bytes, meta: object) -> None:
     """Raise DamagedError unless the text has the checksum that stands in it."""
-    checksum = meta.get("checksum") if isinstance(meta, dict) else None
+    checksum = None
+    if isinstance(meta, dict):
+        checksum = meta.get("checksum")
     if not isinstance(checksum, str):
         raise DamagedError(
             f"checkpoint {directory}: meta.json is not that of a checkpoint, it has no checksum"

@@ -19,7 +19,9 @@ def headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> s
     experts = "dense"
     if num_layers:
         experts = f"{config.MODEL.MOE.NUM_EXPERTS} experts in {num_layers} layers"
-    processes = "process" if world.size == 1 else "processes"
+    processes = "processes"
+    if world.size == 1:
+        processes = "process"
     lines = [
         f"{config.MODEL.TYPE} ({experts}): {size.parameters / 1e6:.2f}M parameters,"
         f" {size.macs / 1e6:,.1f}M MACs/image;"
@@ -67,7 +69,9 @@ def closing_lines(trainer: Trainer, summary: dict, root: Path) -> str:
         )
     if summary["staging_seconds"] is not None:
         rate = summary["staging_bytes_per_second"]
-        speed = f" ({rate / 1e6:,.1f} MB/s)" if rate else ""
+        speed = ""
+        if rate:
+            speed = f" ({rate / 1e6:,.1f} MB/s)"
         lines.append(f"staging the data took {summary['staging_seconds']:,.1f} s{speed}")
     if progress.to_target.target:
         lines.append(str(progress.to_target))

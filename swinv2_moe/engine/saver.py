@@ -217,7 +217,9 @@ class Saver:
         be done again."""
         for leftover in self.root.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-        step = source.meta["step"] if source else 0
+        step = 0
+        if source:
+            step = source.meta["step"]
         mine = order_of(self.previous.directory.resolve()) if self.previous else (step, 0)
         for path in checkpoints_below(self.root):
             if order_of(path) > mine:
@@ -306,7 +308,9 @@ class Saver:
 
     def _failed(self, meta: dict, error: str) -> None:
         self.error = error
-        newest = self.previous.directory.name if self.previous else "none"
+        newest = "none"
+        if self.previous:
+            newest = self.previous.directory.name
         if self.world.is_main:
             self.say(
                 f"the checkpoint of step {meta['step']} was not saved, the newest is {newest}:"
@@ -364,7 +368,9 @@ class _Job:
     def add(self, file: str, tensors: dict[str, Tensor]) -> None:
         """Copy the tensors, or write them if there is no room; an error waits for `finish`, since
         the ranks' other files may need each other."""
-        copies = self.staging.copy(tensors) if self.error is None else None
+        copies = None
+        if self.error is None:
+            copies = self.staging.copy(tensors)
         if copies is not None:
             self.staged[file] = copies
         elif self.error is None:

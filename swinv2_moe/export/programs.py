@@ -75,7 +75,9 @@ def write_program(
     is_torch = kind == "torch"
     computes_in = torch.bfloat16 if is_torch and dtype == "bfloat16" else torch.float32
     form = StandardForm(model, computes_in, batched_experts=is_torch)
-    shapes = ({0: torch.export.Dim("batch", min=1)},) if any_batch else None
+    shapes = None
+    if any_batch:
+        shapes = ({0: torch.export.Dim("batch", min=1)},)
     with _quiet(), torch.no_grad():
         exported = torch.export.export(form, (images,), dynamic_shapes=shapes)
         for node in exported.graph.nodes:

@@ -126,7 +126,9 @@ def evaluate_checkpoint(
         own = experts.eval_capacity_factor
         factors = sorted({own, *routing.sweep}, key=_room)
         passes = {factor: subject.predictions(factor) for factor in factors}
-        speeds = subject.speeds(factors, own) if routing.sweep else None
+        speeds = None
+        if routing.sweep:
+            speeds = subject.speeds(factors, own)
     if not world.is_main:
         return None
     if not all(np.isfinite(one.predictions.losses).all() for one in passes.values()):
@@ -323,12 +325,16 @@ class _Subject:
                 total += torch.stack([layer.last_routing.dropped_share * choices, choices])
             bar.advance("")
 
-        what = f"capacity factor {factor:g}" if layers else "images"
+        what = "images"
+        if layers:
+            what = f"capacity factor {factor:g}"
         with _capacity_factor(self.model, factor), self._bar(what, len(self.loader)) as bar:
             found, paths = predict(self.model, self.loader, self.world, self.autocast, after_batch)
         self.unreadable.add(paths)
         dropped, choices = self.world.sum(totals).T  # [layers]
-        share = float(dropped.sum() / choices.sum()) if layers else None
+        share = None
+        if layers:
+            share = float(dropped.sum() / choices.sum())
         return _Pass(found, share, dict(zip(layers, (dropped / choices).tolist(), strict=True)))
 
     def speeds(self, factors: list[float], base: float) -> dict[float, dict]:

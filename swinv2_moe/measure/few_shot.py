@@ -235,7 +235,9 @@ def measure(
     few_shot = {}
     for shots in sorted(set(protocol.shots)):
         top1 = few_shot_accuracy(train, val, shots, protocol.draws, protocol.classifier)
-        std = float(np.std(top1, ddof=1)) if len(top1) > 1 else None
+        std = None
+        if len(top1) > 1:
+            std = float(np.std(top1, ddof=1))
         few_shot[str(shots)] = {"mean": float(np.mean(top1)), "std": std, "top1": top1}
     knn = {
         "neighbors": protocol.neighbors,

@@ -206,7 +206,9 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 def _environment(run: RunRecord, index: int) -> dict:
     facts = dict(run.environments[index])
-    part = f", part {index + 1}" if len(run.environments) > 1 else ""
+    part = ""
+    if len(run.environments) > 1:
+        part = f", part {index + 1}"
     return {
         "title": f"{run.name}{part}",
         "facts": {key: value for key, value in facts.items() if value is not None},

@@ -201,7 +201,9 @@ def draw_routing(
             raise UserError(
                 f"checkpoint {deployed.source.directory}: a dense model, it has no experts"
             )
-        run = read_run(Path(resume)) if (Path(resume) / "checkpoints").is_dir() else None
+        run = None
+        if (Path(resume) / "checkpoints").is_dir():
+            run = read_run(Path(resume))
         sources = load_sources(deployed.data)
         shown = _files(images, deployed.data.max_pixels) if images else sources.val
         shown = _Drawn(shown, spread(len(shown), count))

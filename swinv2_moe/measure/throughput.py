@@ -120,7 +120,9 @@ class Combination(NamedTuple):
     compile: str
 
     def __str__(self) -> str:
-        compiled = ", compiled" if self.compile == "on" else ""
+        compiled = ""
+        if self.compile == "on":
+            compiled = ", compiled"
         return (
             f"{self.mode}, batch {self.batch_size}, {self.dtype}, f ="
             f" {self.capacity_factor:g}{compiled}"

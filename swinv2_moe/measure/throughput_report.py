@@ -151,7 +151,9 @@ def _bars(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _label(combination: Combination) -> str:
-    compiled = "\ncompiled" if combination.compile == "on" else ""
+    compiled = ""
+    if combination.compile == "on":
+        compiled = "\ncompiled"
     return (
         f"batch {combination.batch_size}\n{combination.dtype}\nf ="
         f" {combination.capacity_factor:g}{compiled}"

@@ -48,7 +48,9 @@ class FusedWindowAttention(WindowAttention):
         """x [B*W, N, h*D], mask [W, N, N] or None -> like x."""
         windows, tokens, _ = x.shape
         qkv = self.project(x).view(windows, tokens, 3, self.num_heads, -1)
-        dropout = self.attn_drop.p if self.training else 0.0
+        dropout = 0.0
+        if self.training:
+            dropout = self.attn_drop.p
         if torch.jit.is_scripting():  # TorchScript compiles this branch alone
             x = self._sdpa(qkv, mask, dropout)
         else:
@@ -93,7 +95,9 @@ class FusedWindowAttention(WindowAttention):
 
     def project(self, x: Tensor) -> Tensor:
         """x [..., h*D] -> queries, keys and values [..., 3*h*D]."""
-        bias = None if self.q_bias is None else torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        bias = None
+        if self.q_bias is not None:
+            bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
         return F.linear(x, self.qkv.weight, bias)
 
     def scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:

@@ -150,7 +150,9 @@ def _presence(sizes: list[Size], x: Tensor, blocks: nn.ModuleList) -> Presence:
     tokens = _present(sizes, size, x.device)
     count = sum(h * w for h, w in sizes) * (len(x) // len(sizes))
     present = _present(sizes, padded, x.device)
-    plain = None if present is None else _window_mask(torch.where(present, 0, -1), window)
+    plain = None
+    if present is not None:
+        plain = _window_mask(torch.where(present, 0, -1), window)
     shift = next((block.shift_size for block in blocks if any(block.shift_size)), None)
     shifted = (
         None if shift is None else _window_mask(_sides(padded, shift, present, x.device), window)

@@ -35,7 +35,9 @@ def windows_of_tables(state: dict[str, Tensor], stages: int) -> list[int] | None
 
 def _window_of(table: Tensor) -> int:
     """0 where the table does not tell."""
-    size = table.shape[1] if table.ndim == 4 else 0
+    size = 0
+    if table.ndim == 4:
+        size = table.shape[1]
     if table.shape != (1, size, size, 2) or size % 2 == 0:
         return 0
     middle = size // 2

@@ -84,7 +84,9 @@ def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -
     """Raises ValueError: says what is wrong, without the file's name."""
     is_zip = content.read(len(_ZIP)) == _ZIP
     content.seek(0)
-    records = _check_zip(content) if is_zip else None
+    records = None
+    if is_zip:
+        records = _check_zip(content)
     if not is_zip and tarfile.is_tarfile(content):  # torch would unpack it
         raise ValueError("cannot be read as weights (a tar file, which torch wrote before 0.1.10)")
     content.seek(0)
@@ -96,7 +98,9 @@ def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -
     ):
         raise ValueError("holds no state dict of tensors")
     for name, tensor in state.items():
-        problem = _why_unusable(tensor) if isinstance(name, str) else "has a name that is no text"
+        problem = "has a name that is no text"
+        if isinstance(name, str):
+            problem = _why_unusable(tensor)
         if problem:
             raise ValueError(f"{name!r} {problem}")
     _check_total(state.values(), file.stat().st_size)
@@ -219,7 +223,9 @@ def _check_records(state: dict[str, Tensor], records: set[tuple[int, int]]) -> N
                 f"{name!r} is damaged: its data takes {size:,} bytes, no record has that size"
             )
         content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        checksum = zlib.crc32(content) if has_checksums else 0
+        checksum = 0
+        if has_checksums:
+            checksum = zlib.crc32(content)
         if (size, checksum) not in records:
             raise ValueError(f"{name!r} is damaged (its checksum differs)")
 

@@ -119,7 +119,9 @@ def load_dense(
     layers, kept, ffns = moe_layers(model), [], {}
     for key in list(dense):
         match = _DENSE_FFN.fullmatch(key)
-        layer = f"{match['block']}.mlp.moe" if match else ""
+        layer = ""
+        if match:
+            layer = f"{match['block']}.mlp.moe"
         if layer in layers:
             tensor = dense.pop(key)
             if upcycle:

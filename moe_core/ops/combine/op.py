@@ -88,7 +88,9 @@ def _combine_rows_backward(
 def _sum(
     rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None, kernels: str
 ) -> Tensor:
-    gate_dtype = None if gates is None else gates.dtype
+    gate_dtype = None
+    if gates is not None:
+        gate_dtype = gates.dtype
     request = Request(kernels, rows.device.type, rows.dtype, gate_dtype=gate_dtype)
     return load(select("combine", request)).sum_rows(rows, slots, kept, gates)
 

@@ -44,7 +44,9 @@ def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     rows, hidden_dim = inputs.rows, inputs.w1.shape[1]
     call = _Call(inputs)
     out = empty(rows.shape, rows.dtype, rows.device)
-    hidden_size = len(rows) * hidden_dim if keep_hidden else 0
+    hidden_size = 0
+    if keep_hidden:
+        hidden_size = len(rows) * hidden_dim
     hidden = empty((hidden_size,), rows.dtype, rows.device)
     call.run("forward", [out, hidden if keep_hidden else None])
     if call.num_used_rows < len(rows):

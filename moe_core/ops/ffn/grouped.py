@@ -30,8 +30,12 @@ def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     if len(rows) == 0:  # F.grouped_mm needs some
         return rows.new_empty(rows.shape), rows.new_empty(0)
     w1, w2 = inputs.w1.to(rows.dtype), inputs.w2.to(rows.dtype)
-    b1 = None if inputs.b1 is None else inputs.b1.to(rows.dtype)
-    b2 = None if inputs.b2 is None else inputs.b2.to(rows.dtype)
+    b1 = None
+    if inputs.b1 is not None:
+        b1 = inputs.b1.to(rows.dtype)
+    b2 = None
+    if inputs.b2 is not None:
+        b2 = inputs.b2.to(rows.dtype)
     z = grouped_linear(rows, w1, b1, offsets)  # [N, H]
     h = _drop(activate(inputs.activation, z, torch.empty_like(z)), inputs)
     out = grouped_linear(h, w2.transpose(1, 2), b2, offsets)

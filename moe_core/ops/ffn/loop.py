@@ -53,18 +53,26 @@ def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     out = groups.output()
     hidden = empty((groups.hidden_size if keep_hidden else 0,), rows.dtype, rows.device)
     w1, w2 = inputs.w1.unbind(), inputs.w2.unbind()
-    b1 = None if inputs.b1 is None else inputs.b1.to(rows.dtype)
-    b2 = None if inputs.b2 is None else inputs.b2.to(rows.dtype)
+    b1 = None
+    if inputs.b1 is not None:
+        b1 = inputs.b1.to(rows.dtype)
+    b2 = None
+    if inputs.b2 is not None:
+        b2 = inputs.b2.to(rows.dtype)
     for group in groups:
         e = group.expert
         x = groups.window(rows, group)
         h = group.block(h_buffer, 0)
         z = group.block(hidden) if keep_hidden else h
-        bias = None if b1 is None else b1[e].unsqueeze(1)
+        bias = None
+        if b1 is not None:
+            bias = b1[e].unsqueeze(1)
         _product(cast(w1[e]), x.t(), z, bias)
         activate(activation, z, h)
         dropout(h, group)
-        bias = None if b2 is None else b2[e]
+        bias = None
+        if b2 is not None:
+            bias = b2[e]
         _product(h.t(), cast(w2[e]), group.window_of(out), bias, dropout.scale)
     if keep_hidden:
         hidden[groups.rows_computed * groups.hidden_dim :] = 0
@@ -80,7 +88,9 @@ def backward(
     dropout = _GroupDropout(inputs, groups)
     cast = _Cast(rows, inputs.w1)
     h_buffer, dz_buffer = groups.hidden_buffer(), groups.hidden_buffer()
-    grad_rows = groups.output() if needs[0] else None
+    grad_rows = None
+    if needs[0]:
+        grad_rows = groups.output()
     parameters = (inputs.w1, inputs.b1, inputs.w2, inputs.b2)
     gradients: list[Tensor | None] = []
     for parameter, is_needed in zip(parameters, needs[1:], strict=True):

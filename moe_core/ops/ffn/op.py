@@ -139,7 +139,9 @@ def _(*arguments):
 def _(grad, hidden, needs, *fields):
     gradients = []
     for tensor, is_needed in zip(fields[:_NUM_DIFFERENTIABLE], needs, strict=True):
-        shape = tensor.shape if is_needed else 0
+        shape = 0
+        if is_needed:
+            shape = tensor.shape
         like = tensor if is_needed else grad
         gradients.append(like.new_empty(shape))
     return gradients

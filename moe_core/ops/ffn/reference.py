@@ -16,7 +16,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
     parts = []
     start = 0
     for e, end in enumerate(offsets.tolist()):
-        bias_of_expert = None if bias is None else bias[e]
+        bias_of_expert = None
+        if bias is not None:
+            bias_of_expert = bias[e]
         parts.append(F.linear(rows[start:end], weight[e], bias_of_expert))
         start = end
     parts.append(rows.new_zeros(len(rows) - start, weight.shape[1]))

@@ -123,7 +123,9 @@ def _(*arguments):
     inputs, keep_hidden = MoEFFNInputs._make(arguments[:-1]), arguments[-1]
     tokens = inputs.tokens
     dtype = torch.promote_types(tokens.dtype, inputs.gates.dtype)
-    num_kept = inputs.choices.shape[0] if keep_hidden else 0
+    num_kept = 0
+    if keep_hidden:
+        num_kept = inputs.choices.shape[0]
     hidden = tokens.new_empty(num_kept, inputs.w1.shape[1])
     return tokens.new_empty(tokens.shape, dtype=dtype), hidden
 
@@ -132,7 +134,9 @@ def _(*arguments):
 def _(grad, hidden, needs, *fields):
     gradients = []
     for tensor, is_needed in zip(fields[:_NUM_DIFFERENTIABLE], needs, strict=True):
-        shape = tensor.shape if is_needed else 0
+        shape = 0
+        if is_needed:
+            shape = tensor.shape
         like = tensor if is_needed else grad
         gradients.append(like.new_empty(shape))
     return gradients

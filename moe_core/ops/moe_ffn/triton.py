@@ -76,7 +76,9 @@ def _forward(inputs: MoEFFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     noise, gates = inputs.noise, inputs.gates.contiguous()
     h = call.tokens.new_empty(call.num_rows, call.hidden_dim)
     hidden = call.tokens.new_empty(call.num_rows if keep_hidden else 0, call.hidden_dim)
-    kept_hidden = hidden if keep_hidden else None
+    kept_hidden = None
+    if keep_hidden:
+        kept_hidden = hidden
     call.over_blocks(
         hidden_kernel,
         call.small,
@@ -98,7 +100,9 @@ def _backward(
     noise, gates = inputs.noise, inputs.gates.contiguous()
     grad = grad.to(call.tokens.dtype).contiguous()
     grad_z = torch.empty_like(hidden)
-    gated = torch.empty_like(hidden) if needs_w2 else None
+    gated = None
+    if needs_w2:
+        gated = torch.empty_like(hidden)
     num_dots = triton.cdiv(call.hidden_dim, call.small.columns)
     dots = call.new(needs_gates or needs_b2, call.num_rows, num_dots)
     sums = call.new(needs_b1, call.num_blocks, call.hidden_dim)

@@ -93,7 +93,9 @@ def _make_plan(
 
 @_make_plan.register_fake
 def _(expert_ids, num_experts, limits, priority, num_rows, form):
-    kept_shape = 0 if limits is None else expert_ids.shape
+    kept_shape = 0
+    if limits is not None:
+        kept_shape = expert_ids.shape
     return (
         expert_ids.new_empty(num_rows),
         expert_ids.new_empty(num_experts, dtype=torch.int32),

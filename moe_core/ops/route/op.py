@@ -42,11 +42,15 @@ def route(
         gates, ids, probs = reference.route(noisy, top_k, normalize)
         return gates, ids, probs, None
     computes_loss = loss in KERNEL_LOSSES
-    fused_loss = loss if computes_loss else "none"
+    fused_loss = "none"
+    if computes_loss:
+        fused_loss = loss
     # Only these losses look at the logits without noise.
     has_clean = noisy is not logits and fused_loss.startswith("load_importance")
     dtype = torch.promote_types(noisy.dtype, torch.float32)
-    clean = logits.to(dtype) if has_clean else None
+    clean = None
+    if has_clean:
+        clean = logits.to(dtype)
     gates, ids, probs, sums = torch.ops.moe_core.route(
         noisy.to(dtype), clean, top_k, normalize, fused_loss, noise_std
     )

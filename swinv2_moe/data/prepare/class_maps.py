@@ -66,7 +66,9 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _recorded(content: object) -> list[str]:
-    names = content.get("class_names") if isinstance(content, dict) else None
+    names = None
+    if isinstance(content, dict):
+        names = content.get("class_names")
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(f"class_names is {short(names)}, it must be a list of strings")
     return names

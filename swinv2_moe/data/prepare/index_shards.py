@@ -92,7 +92,9 @@ def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: 
         except _DAMAGE:
             whole = False
         if not whole:  # tarfile itself takes a cut between two members for the end
-            where = f"after {one_line(last)}" if last else "from the beginning"
+            where = "from the beginning"
+            if last:
+                where = f"after {one_line(last)}"
             raise UserError(f"{path}: is cut off or damaged {where}")
         while reader.read(1 << 20):  # what follows the last member
             pass

@@ -268,7 +268,9 @@ def _read_sidecars(root: str, jobs: list[Job]) -> tuple[np.ndarray, list[dict]]:
 
 def _class_names(root: str, labels: np.ndarray) -> list[str]:
     used = np.unique(labels)  # not a count for each label: one may be as large as any number
-    num_classes = int(used[-1]) + 1 if len(used) else 0
+    num_classes = 0
+    if len(used):
+        num_classes = int(used[-1]) + 1
     if len(used) < num_classes:
         gap = int(np.flatnonzero(used != np.arange(len(used)))[0])
         raise UserError(

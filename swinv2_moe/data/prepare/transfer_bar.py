@@ -26,6 +26,8 @@ class TransferBar(Progress):
     def show(self, images: int, bytes: int) -> None:
         """What has been done so far."""
         seconds = self.tasks[0].elapsed or 1.0
-        done = f"{images:,} images, {images / seconds:,.0f}/s, " if images else ""
+        done = ""
+        if images:
+            done = f"{images:,} images, {images / seconds:,.0f}/s, "
         done += f"{bytes / 1e6:,.0f} MB, {bytes / 1e6 / seconds:,.0f} MB/s"
         self.update(self.task, completed=images if self.unit == "images" else bytes, done=done)
