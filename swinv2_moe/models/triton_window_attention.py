@@ -94,9 +94,10 @@ def _through_unit(grad, along, unit, inverse, COSINE: tl.constexpr):
 
 
 @triton.jit
-def _scores(left, right, scale, bias, mask, left_tokens, right_tokens, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-            N: tl.constexpr):  # fmt: skip
+def _scores(
+    left, right, scale, bias, mask, left_tokens, right_tokens,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """[len(left), len(right)], in units of log 2: what exp2 takes."""
     added = _pairs(bias, left_tokens, right_tokens, LEFT, RIGHT, N).to(tl.float32)
     if mask is not None:
@@ -128,9 +129,8 @@ def _window(step, num_windows, num_masks):
 @triton.jit
 def _forward_rows(
     qkv, bias, mask, scale, out, lse, num_windows, num_masks, N: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr,
-    COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, OWN: tl.constexpr,
-    ROWS: tl.constexpr,
+    D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    OWN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     rows = tl.program_id(0) * OWN + tl.arange(0, ROWS)
@@ -168,9 +168,8 @@ def _forward_rows(
 @triton.jit(do_not_specialize=["num_windows", "num_masks"])
 def _forward_kernel(
     qkv, bias, mask, scale, out, lse, num_windows, num_masks, N: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr,
-    COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, OWN: tl.constexpr,
-    OWN_TAIL: tl.constexpr,
+    D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    OWN: tl.constexpr, OWN_TAIL: tl.constexpr,
 ):  # fmt: skip
     if OWN_TAIL == OWN or tl.program_id(0) < N // OWN:
         _forward_rows(
@@ -218,10 +217,8 @@ def _forward_kernel(
 @triton.jit
 def _backward_queries(
     qkv, bias, mask, scale, out, lse, grad, delta, grad_qkv, grad_bias, grad_scale, num_windows,
-    num_masks,
-    N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, COSINE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TAIL: tl.constexpr, OWN: tl.constexpr, ROWS: tl.constexpr,
+    num_masks, N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, COSINE: tl.constexpr,
+    BLOCK: tl.constexpr, TAIL: tl.constexpr, OWN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries and, of this split, of the position bias and the scale; delta for
     the other kernel."""
@@ -286,32 +283,26 @@ def _backward_queries(
 @triton.jit(do_not_specialize=["num_windows", "num_masks"])
 def _backward_queries_kernel(
     qkv, bias, mask, scale, out, lse, grad, delta, grad_qkv, grad_bias, grad_scale, num_windows,
-    num_masks,
-    N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, COSINE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TAIL: tl.constexpr, OWN: tl.constexpr, OWN_TAIL: tl.constexpr,
+    num_masks, N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, COSINE: tl.constexpr,
+    BLOCK: tl.constexpr, TAIL: tl.constexpr, OWN: tl.constexpr, OWN_TAIL: tl.constexpr,
 ):  # fmt: skip
     if OWN_TAIL == OWN or tl.program_id(0) < N // OWN:
         _backward_queries(
             qkv, bias, mask, scale, out, lse, grad, delta, grad_qkv, grad_bias, grad_scale,
-            num_windows, num_masks,
-            N, HEADS, D, COSINE, BLOCK, TAIL, OWN, OWN,
+            num_windows, num_masks, N, HEADS, D, COSINE, BLOCK, TAIL, OWN, OWN,
         )  # fmt: skip
     else:
         _backward_queries(
             qkv, bias, mask, scale, out, lse, grad, delta, grad_qkv, grad_bias, grad_scale,
-            num_windows, num_masks,
-            N, HEADS, D, COSINE, BLOCK, TAIL, OWN, OWN_TAIL,
+            num_windows, num_masks, N, HEADS, D, COSINE, BLOCK, TAIL, OWN, OWN_TAIL,
         )  # fmt: skip
 
 
 @triton.jit
 def _backward_keys(
     qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks, N: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
-    OWN: tl.constexpr,
-    KEYS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL: tl.constexpr, OWN: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the keys and values; tiles are [keys, rows], so that probabilities are a
     product's left side."""
@@ -349,20 +340,18 @@ def _backward_keys(
 @triton.jit(do_not_specialize=["num_windows", "num_masks"])
 def _backward_keys_kernel(
     qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks, N: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
-    OWN: tl.constexpr,
-    OWN_TAIL: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL: tl.constexpr, OWN: tl.constexpr, OWN_TAIL: tl.constexpr,
 ):  # fmt: skip
     if OWN_TAIL == OWN or tl.program_id(0) < N // OWN:
         _backward_keys(
-            qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks,
-            N, HEADS, D, COSINE, BLOCK, TAIL, OWN, OWN,
+            qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks, N, HEADS, D,
+            COSINE, BLOCK, TAIL, OWN, OWN,
         )  # fmt: skip
     else:
         _backward_keys(
-            qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks,
-            N, HEADS, D, COSINE, BLOCK, TAIL, OWN, OWN_TAIL,
+            qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks, N, HEADS, D,
+            COSINE, BLOCK, TAIL, OWN, OWN_TAIL,
         )  # fmt: skip
 
 

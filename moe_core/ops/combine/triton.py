@@ -41,9 +41,8 @@ def _dispatch_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _sum_kernel(
-    rows, slots, kept, gates, out, num_tokens,
-    WIDTH: tl.constexpr, TOP_K: tl.constexpr, SUM_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    rows, slots, kept, gates, out, num_tokens, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
+    SUM_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -70,9 +69,8 @@ def _sum_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _combine_backward_kernel(
-    grad, rows, gates, choices, slots, kept, grad_rows, grad_gates, num_rows,
-    WIDTH: tl.constexpr, TOP_K: tl.constexpr, SUM_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    grad, rows, gates, choices, slots, kept, grad_rows, grad_gates, num_rows, WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr, SUM_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     there = n < num_rows

@@ -231,9 +231,8 @@ class _Call:
         block_m = min(triton.next_power_of_2(self.model_dim), 64)
         block_d = triton.next_power_of_2(num_dots)
         gate_grad_kernel[(self.num_blocks,)](
-            grad, self.choices, self.blocks, gates, b2, dots, grad_gates, sums,
-            self.num_blocks, self.model_dim, self.top_k, num_dots, self.small.rows,
-            block_m, block_d,
+            grad, self.choices, self.blocks, gates, b2, dots, grad_gates, sums, self.num_blocks,
+            self.model_dim, self.top_k, num_dots, self.small.rows, block_m, block_d,
         )  # fmt: skip
 
     def sum_blocks(self, sums: Tensor, bias: Tensor) -> Tensor:

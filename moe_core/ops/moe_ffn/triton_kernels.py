@@ -31,8 +31,8 @@ _GELU, _RELU, _SILU = (tl.constexpr(i) for i in range(3))
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def blocks_kernel(
-    offsets, blocks, num_blocks,
-    NUM_EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr,
+    offsets, blocks, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """blocks [3, B]: each one's expert, first row and the row behind its last; the two are 0 where
     there is none."""
@@ -139,10 +139,9 @@ def _kept(noise, cells, mask, LEAST: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def hidden_kernel(
-    tokens, choices, blocks, w1, b1, noise, z, h, num_blocks,
-    M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
-    LEAST: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    tokens, choices, blocks, w1, b1, noise, z, h, num_blocks, M: tl.constexpr, H: tl.constexpr,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """z [N, H], if it is wanted, before the activation, and h [N, H] after it."""
     tiles_of_block: tl.constexpr = (H + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
@@ -175,9 +174,8 @@ def hidden_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def model_kernel(
-    h, blocks, w, bias, choices, gates, out, num_blocks,
-    M: tl.constexpr, H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    h, blocks, w, bias, choices, gates, out, num_blocks, M: tl.constexpr, H: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """h [N, H] times w [E, H, M] and the bias: out [N, M]; or, with `choices`, at their places,
     with their gates."""
@@ -214,8 +212,8 @@ def model_kernel(
 
 @triton.jit
 def _slopes(
-    grad_h, block, n, there, columns, gate, z, noise, grad_z, gated, sums,
-    H: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
+    grad_h, block, n, there, columns, gate, z, noise, grad_z, gated, sums, H: tl.constexpr,
+    ACTIVATION: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """What hidden_grad_kernel writes for some columns, from the gradient of h; <h, its gradient> of
     each row."""
@@ -240,8 +238,8 @@ def _slopes(
 def hidden_grad_kernel(
     grad, choices, blocks, w2, z, noise, gates, grad_z, gated, dots, sums, num_blocks,
     M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
-    LEAST: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    LEAST: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """From the output's gradient [T, M]: that of z [N, H]; gate * h [N, H], which the gradient of
     w2 needs; for each row and tile <h, its gradient without the gate>; for each block the sum of
@@ -303,8 +301,7 @@ def hidden_grad_kernel(
 
 @triton.jit
 def weight_grad_kernel(
-    a, source, choices, offsets, out,
-    M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
+    a, source, choices, offsets, out, M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [E, H, M]: for each expert the product over its rows of a [N, H] and source [T, M] at
@@ -333,9 +330,9 @@ def weight_grad_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def gate_grad_kernel(
-    grad, choices, blocks, gates, b2, dots, grad_gates, sums, num_blocks,
-    M: tl.constexpr, TOP_K: tl.constexpr, NUM_DOTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    grad, choices, blocks, gates, b2, dots, grad_gates, sums, num_blocks, M: tl.constexpr,
+    TOP_K: tl.constexpr, NUM_DOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Of a block's rows: the gates' gradients, <h, its gradient> + <b2, output's gradient>; for b2
     the sum of gate * output's gradient."""
@@ -370,9 +367,8 @@ def gate_grad_kernel(
 
 @triton.jit
 def sum_blocks_kernel(
-    sums, offsets, out,
-    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    sums, offsets, out, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """out [E, WIDTH]: of each expert's blocks the sum of sums [B, WIDTH]."""
     expert, e = tl.program_id(0), tl.arange(0, BLOCK_E)

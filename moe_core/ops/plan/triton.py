@@ -63,8 +63,7 @@ def _count_kernel(
 @triton.jit(do_not_specialize=["order_stride", "num_tokens", "num_blocks"])
 def _plan_kernel(
     expert_ids, order, ends, starts, kept_starts, limits, choices, slots, kept, order_stride,
-    num_tokens, num_blocks,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    num_tokens, num_blocks, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     choice, expert, place, count = _place_in_block(
         expert_ids, order, order_stride, num_tokens, TOP_K, BLOCK
@@ -135,7 +134,6 @@ def make_plan(
         kept_bytes = None if kept is None else kept.view(torch.uint8)
         _plan_kernel[grid](
             expert_ids, order, ends, expert_ends - counts, kept_starts, limits, choices, slots,
-            kept_bytes,
-            order_stride, num_tokens, grid[0], top_k, _BLOCK, num_warps=8,
+            kept_bytes, order_stride, num_tokens, grid[0], top_k, _BLOCK, num_warps=8,
         )  # fmt: skip
     return choices, offsets, slots, kept, counts.long()

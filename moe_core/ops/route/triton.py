@@ -28,9 +28,8 @@ def _softmax(logits):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
-    noisy, clean, ids, gates, probs, block_sums, num_tokens,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
-    NOISE: tl.constexpr,
+    noisy, clean, ids, gates, probs, block_sums, num_tokens, NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr, NOISE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
@@ -99,8 +98,7 @@ def _route_kernel(
 def _route_backward_kernel(
     noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean, num_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
-    NOISE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    NOISE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
