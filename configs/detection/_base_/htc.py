@@ -1,5 +1,6 @@
 # Hybrid Task Cascade (arXiv 1901.07518): the cascade with masks refined from stage to stage.
-# Without its semantic branch, which needs COCO's stuff maps.
+# Without its semantic
+# branch, which needs COCO's stuff maps.
 _base_ = "./cascade_mask_rcnn.py"
 
 model = dict(

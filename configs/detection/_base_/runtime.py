@@ -1,6 +1,6 @@
 # What every detection run of this project has: its own names known to mmdetection, experts in
-# checkpoints of one file each, the gradient norm over all ranks, and COCO's metric as
-# faster-coco-eval computes it.
+# checkpoints of one file
+# each, the gradient norm over all ranks, and COCO's metric as faster-coco-eval computes it.
 _base_ = "mmdet::_base_/default_runtime.py"
 
 custom_imports = dict(imports=["swinv2_moe.detection.registry"], allow_failed_imports=False)

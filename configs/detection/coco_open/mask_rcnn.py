@@ -1,9 +1,10 @@
 # Mask R-CNN on a small SwinV2-MoE, from random weights, on 92 photographs of COCO: does it learn
 # them by heart?
 #
-# python tools/detect.py train configs/detection/coco_open/mask_rcnn.py --work-dir output/coco_open
-# python tools/detect.py test configs/detection/coco_open/mask_rcnn.py output/coco_open --split
-# train
+#   python tools/detect.py train configs/detection/coco_open/mask_rcnn.py \
+#       --work-dir output/coco_open
+#   python tools/detect.py test configs/detection/coco_open/mask_rcnn.py output/coco_open \
+#       --split train
 #
 # Hardware: one CPU core, 30 minutes of it.
 # Measured on the training images: box AP 12.3, AP50 26.3; after 24 epochs more (docs/results.md)

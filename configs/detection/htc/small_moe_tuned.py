@@ -1,5 +1,5 @@
-# HTC (without its semantic branch) on SwinV2-MoE-S, 8 experts, MoE layers tuned too; COCO 2017, 36
-# epochs.
+# HTC (without its semantic branch) on SwinV2-MoE-S, 8 experts, MoE layers tuned too; COCO 2017,
+# 36 epochs.
 #
 #   torchrun --nproc_per_node 8 tools/detect.py train configs/detection/htc/small_moe_tuned.py \
 #       --pretrained output/swin_moe_small_window12_192_8expert

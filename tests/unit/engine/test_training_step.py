@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from swinv2_moe.config import model_config
 from swinv2_moe.data import Batch
 from swinv2_moe.engine.distributed import World, seed_everything
 from swinv2_moe.engine.step import TrainingStep
@@ -19,9 +20,8 @@ def make_step(make_config, tmp_path):
     def make(keys: dict[str, object] | None = None) -> TrainingStep:
         config = make_config(tmp_path, {"AUG.MIXUP": 0, "AUG.CUTMIX": 0} | (keys or {}))
         seed_everything(0)
-        step = TrainingStep(
-            config, World(0, 1, torch.device("cpu")), build_model(config, CLASSES), CLASSES
-        )
+        model = build_model(model_config(config), CLASSES)
+        step = TrainingStep(config, World(0, 1, torch.device("cpu")), model, CLASSES)
         step.wrapped.train()
         return step
 
