@@ -157,9 +157,13 @@ class MoELayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`forward` of all tokens: route, plan, exchange with the experts and combine."""
         config = self.config
-        top_k = min(config.top_k if top_k is None else top_k, config.num_experts)
-        capacity_factor = config.capacity_factor if capacity_factor is None else capacity_factor
-        strategy = self.strategy if strategy is None else strategy
+        if top_k is None:
+            top_k = config.top_k
+        if capacity_factor is None:
+            capacity_factor = config.capacity_factor
+        if strategy is None:
+            strategy = self.strategy
+        top_k = min(top_k, config.num_experts)
         self._check(x, top_k, capacity_factor, strategy, router)
 
         tokens = x.reshape(-1, config.model_dim)  # [T, M]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moe_core.ops.autograd import empty_gradients, register_backward
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs
 
@@ -137,14 +138,7 @@ def _(*arguments):
 
 @_expert_ffn_backward.register_fake
 def _(grad, hidden, needs, *fields):
-    gradients = []
-    for tensor, is_needed in zip(fields[:_NUM_DIFFERENTIABLE], needs, strict=True):
-        shape = 0
-        if is_needed:
-            shape = tensor.shape
-        like = tensor if is_needed else grad
-        gradients.append(like.new_empty(shape))
-    return gradients
+    return empty_gradients(grad, fields[:_NUM_DIFFERENTIABLE], needs)
 
 
 @_dropout_noise.register_fake
@@ -166,33 +160,4 @@ def _backward_flops(
     return 2 * num_products * rows_shape[0] * w1_shape[1] * w1_shape[2]
 
 
-# 2. Autograd
-
-
-def _save(ctx, inputs, output) -> None:
-    fields = inputs[:-1]
-    _, hidden = output
-    ctx.save_for_backward(*fields[:_NUM_TENSORS], hidden)
-    ctx.settings = fields[_NUM_TENSORS:]
-    ctx.mark_non_differentiable(hidden)
-    # Or zeros as large as the hidden layer would be made for its gradient.
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad, _):
-    num_arguments = len(FFNInputs._fields) + 1
-    if grad is None:
-        return (None,) * num_arguments
-    saved = ctx.saved_tensors  # activation checkpointing allows one access
-    tensors, hidden = saved[:-1], saved[-1]
-    inputs = FFNInputs._make(tensors + ctx.settings)
-    needs = list(ctx.needs_input_grad[:_NUM_DIFFERENTIABLE])
-    computed = torch.ops.moe_core.expert_ffn_backward(grad, hidden, needs, *inputs)
-    gradients = [None] * num_arguments
-    for i, is_needed in enumerate(needs):
-        if is_needed:
-            gradients[i] = computed[i]
-    return tuple(gradients)
-
-
-torch.library.register_autograd("moe_core::expert_ffn", _differentiate, setup_context=_save)
+register_backward("expert_ffn", FFNInputs, _NUM_TENSORS, _NUM_DIFFERENTIABLE)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moe_core.ops.autograd import empty_gradients, register_backward
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.moe_ffn import composed
@@ -132,14 +133,7 @@ def _(*arguments):
 
 @_moe_ffn_backward.register_fake
 def _(grad, hidden, needs, *fields):
-    gradients = []
-    for tensor, is_needed in zip(fields[:_NUM_DIFFERENTIABLE], needs, strict=True):
-        shape = 0
-        if is_needed:
-            shape = tensor.shape
-        like = tensor if is_needed else grad
-        gradients.append(like.new_empty(shape))
-    return gradients
+    return empty_gradients(grad, fields[:_NUM_DIFFERENTIABLE], needs)
 
 
 @_dropout_noise.register_fake
@@ -163,30 +157,4 @@ def _backward_flops(grad_shape, hidden_shape, needs, *shapes, out_shape=None, **
     return 2 * num_products * num_rows * hidden_dim * model_dim
 
 
-def _save(ctx, inputs, output) -> None:
-    fields = inputs[:-1]
-    _, hidden = output
-    ctx.save_for_backward(*fields[:_NUM_TENSORS], hidden)
-    ctx.settings = fields[_NUM_TENSORS:]
-    ctx.mark_non_differentiable(hidden)
-    # Or zeros as large as the hidden layer would be made for its gradient.
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad, _):
-    num_arguments = len(MoEFFNInputs._fields) + 1
-    if grad is None:
-        return (None,) * num_arguments
-    saved = ctx.saved_tensors  # activation checkpointing allows one access
-    tensors, hidden = saved[:-1], saved[-1]
-    inputs = MoEFFNInputs._make(tensors + ctx.settings)
-    needs = list(ctx.needs_input_grad[:_NUM_DIFFERENTIABLE])
-    computed = torch.ops.moe_core.moe_ffn_backward(grad, hidden, needs, *inputs)
-    gradients = [None] * num_arguments
-    for i, is_needed in enumerate(needs):
-        if is_needed:
-            gradients[i] = computed[i]
-    return tuple(gradients)
-
-
-torch.library.register_autograd("moe_core::moe_ffn", _differentiate, setup_context=_save)
+register_backward("moe_ffn", MoEFFNInputs, _NUM_TENSORS, _NUM_DIFFERENTIABLE)
