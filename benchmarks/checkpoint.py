@@ -23,11 +23,11 @@ import torch
 from moe_core.files import fsync
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import build_data
-from swinv2_moe.engine.distributed import World, seed_everything
-from swinv2_moe.engine.loop import Trainer
-from swinv2_moe.engine.saver import Cost, Saver, save_policy
 from swinv2_moe.measure.rounds import machine, median_and_spread
 from swinv2_moe.models import build_model
+from swinv2_moe.train.distributed import World, seed_everything
+from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.saver import Cost, Saver, save_policy
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart_digits.yaml"
 MODES = {  # staging in MB, experts in a save, whether training waits for the end

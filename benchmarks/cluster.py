@@ -39,8 +39,8 @@ from moe_core.parallel import (
     make_expert_groups,
 )
 from moe_core.parallel.cost_model import candidates
-from swinv2_moe.engine.distributed import World
 from swinv2_moe.measure.rounds import Times, interleaved, machine, median_and_spread, ratios
+from swinv2_moe.train.distributed import World
 
 FLOATS = 2**20 // 4  # in one MiB
 # floats that each rank sends, itself included

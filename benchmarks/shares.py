@@ -27,7 +27,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import moe_core.layer
 from moe_core import MoELayer
 from swinv2_moe.command import run_command
-from swinv2_moe.engine.distributed import World, open_world
 from swinv2_moe.measure.rounds import interleaved, synchronize
 from swinv2_moe.measure.throughput import (
     Options,
@@ -36,6 +35,7 @@ from swinv2_moe.measure.throughput import (
     prepared_for_inference,
 )
 from swinv2_moe.measure.throughput_report import headline
+from swinv2_moe.train.distributed import World, open_world
 
 # Kinds, by an operator's name. Of operators that call each other the outermost with a kind decides.
 EXPERTS, EXPERTS_REST, PRODUCTS = "experts: products", "experts: besides", "other matrix products"

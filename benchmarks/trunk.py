@@ -16,7 +16,6 @@ from results_file import Table, publish
 from timm.models.swin_transformer_v2 import WindowAttention
 
 from swinv2_moe.command import run_command
-from swinv2_moe.engine.distributed import open_world
 from swinv2_moe.measure.rounds import Times, interleaved, median_and_spread, ratios
 from swinv2_moe.measure.throughput import (
     Options,
@@ -27,6 +26,7 @@ from swinv2_moe.measure.throughput import (
 )
 from swinv2_moe.model_types import model_section
 from swinv2_moe.models.attention import FusedWindowAttention
+from swinv2_moe.train.distributed import open_world
 
 TOLERANCE = 1e-4  # in fp32, of the largest value
 

@@ -19,9 +19,9 @@ from yacs.config import CfgNode
 
 from moe_core.parallel import CollectiveError
 from swinv2_moe.config import CHOICES, load_config
-from swinv2_moe.engine.stopping import StoppedElsewhere
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.imports import add_import_argument, import_arguments
+from swinv2_moe.train.stopping import StoppedElsewhere
 
 _REGISTERED = tuple(
     f"MODEL.MOE.{name}" for name in ("ROUTER", "AUX_LOSS", "ACTIVATION", "ALL_TO_ALL")

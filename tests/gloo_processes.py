@@ -28,7 +28,7 @@ _PRELOADED = [
     "torch.utils.tensorboard",
     "torchvision",
 ]
-_PRELOADED += ["sklearn.datasets", "swinv2_moe.engine", "hypothesis", "pytest"]
+_PRELOADED += ["sklearn.datasets", "swinv2_moe.train", "hypothesis", "pytest"]
 multiprocessing.set_forkserver_preload(_PRELOADED)
 
 

@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import build_data
-from swinv2_moe.engine.checkpoint import open_checkpoint
-from swinv2_moe.engine.distributed import World, expert_group, seed_everything
-from swinv2_moe.engine.loop import Trainer, mean_over_ranks
-from swinv2_moe.engine.saver import Saver, save_policy
 from swinv2_moe.models import build_model
+from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.train.distributed import World, expert_group, seed_everything
+from swinv2_moe.train.loop import Trainer, mean_over_ranks
+from swinv2_moe.train.saver import Saver, save_policy
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart_digits.yaml"
 # Three blocks (two with experts), no noise and no limit: nothing depends on how tokens lie on

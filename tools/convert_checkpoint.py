@@ -19,10 +19,10 @@ from rich.console import Console
 from swinv2_moe.command import CommandParser, run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.convert import EXPORTS, IMPORTS, Summary, export_weights, import_weights, summarize
-from swinv2_moe.engine.checkpoint import DamagedError
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_bounded
 from swinv2_moe.tables import number_table
+from swinv2_moe.train.checkpoint import DamagedError
 
 _MAX_NAMES_BYTES = 1 << 26
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from swinv2_moe.command import CommandParser, resume_command, run_command
 from swinv2_moe.config import load_config
-from swinv2_moe.engine import train
+from swinv2_moe.train import train
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart_digits.yaml"
 # top-1 routing: the dense model is the one of equal active MACs

@@ -14,7 +14,7 @@ from swinv2_moe.command import (
     resume_command,
     run_command,
 )
-from swinv2_moe.engine import train
+from swinv2_moe.train import train
 
 
 def main() -> None:

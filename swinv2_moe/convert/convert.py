@@ -22,12 +22,6 @@ from swinv2_moe.convert.files import (
     read_states,
     write_files,
 )
-from swinv2_moe.engine.checkpoint import (
-    count_classes,
-    find_checkpoint,
-    read_weights_of,
-    write_weights,
-)
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import parse_json
 from swinv2_moe.forms import COUNT, TEXT, list_of
@@ -35,6 +29,12 @@ from swinv2_moe.model_types import model_types
 from swinv2_moe.models import build_model, load_dense
 from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.models.weights import check_finite, compare
+from swinv2_moe.train.checkpoint import (
+    count_classes,
+    find_checkpoint,
+    read_weights_of,
+    write_weights,
+)
 
 IMPORTS = ("swin-moe", "tutel", "single", "dense")
 EXPORTS = ("swin-moe", "tutel", "single")

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swinv2_moe.config import config_from_text, model_config
-from swinv2_moe.engine.checkpoint import checkpoints_below, damage_of, read_meta
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_types
+from swinv2_moe.train.checkpoint import checkpoints_below, damage_of, read_meta
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from rich.progress import track
 
 from swinv2_moe.data.images import decode, read_file
 from swinv2_moe.detection.annotations import Annotations, check_annotations
-from swinv2_moe.engine.routing import spread
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import check_inner_path
+from swinv2_moe.train.routing import spread
 
 # What zipfile and the decompressors raise; RuntimeError: encrypted, or compressed in a way that is
 # not known

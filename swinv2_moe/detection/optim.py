@@ -11,8 +11,8 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from moe_core import average_expert_gradients, clip_gradients
-from swinv2_moe.engine.optim import LossScaler
 from swinv2_moe.errors import UserError
+from swinv2_moe.train.optim import LossScaler
 
 _DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

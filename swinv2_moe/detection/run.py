@@ -17,12 +17,12 @@ from torch import nn
 
 from moe_core import expert_parameters
 from swinv2_moe.detection.pth import load_pth, read_pth
-from swinv2_moe.engine import checkpoint
-from swinv2_moe.engine.agreement import check_same_start
-from swinv2_moe.engine.distributed import World, open_world
-from swinv2_moe.engine.run_lock import only_run
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import imported_files
+from swinv2_moe.train import checkpoint
+from swinv2_moe.train.agreement import check_same_start
+from swinv2_moe.train.distributed import World, open_world
+from swinv2_moe.train.run_lock import only_run
 
 MoERunner = registry.runner.MoERunner
 # may be another on each machine's own disk

@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader
 from moe_core import expert_parameters, moe_layers, prepared
 from swinv2_moe.data.build import Loader
 from swinv2_moe.detection.pth import load_pth, read_pth
-from swinv2_moe.engine import checkpoint
-from swinv2_moe.engine.checkpoint import Checkpoint
-from swinv2_moe.engine.distributed import World
-from swinv2_moe.engine.meta import check_detector
-from swinv2_moe.engine.optim import restore_optimizer
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import frozen_moe
+from swinv2_moe.train import checkpoint
+from swinv2_moe.train.checkpoint import Checkpoint
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.meta import check_detector
+from swinv2_moe.train.optim import restore_optimizer
 
 
 @RUNNERS.register_module()

@@ -20,10 +20,10 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from moe_core import moe_layers, prepared
 from swinv2_moe.data.images import decode, read_file, to_mode
 from swinv2_moe.detection.run import build_detector
-from swinv2_moe.engine.routing import expert_colours, record_choices
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import block_name
 from swinv2_moe.plots import new_figure, save_png
+from swinv2_moe.train.routing import expert_colours, record_choices
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.axes import Axes

@@ -9,11 +9,11 @@ from mmengine.runner import Runner
 
 from moe_core import moe_layers
 from swinv2_moe.detection.runner import sharded_experts
-from swinv2_moe.engine.distributed import World
-from swinv2_moe.engine.optim import optimizer_sections
-from swinv2_moe.engine.saver import SavePolicy, Saver
 from swinv2_moe.files import read_json, replace_link
 from swinv2_moe.forms import NUMBER, record
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.optim import optimizer_sections
+from swinv2_moe.train.saver import SavePolicy, Saver
 
 _RECORD = record({"score": NUMBER})
 _MAX_RECORD = 1 << 20  # bytes

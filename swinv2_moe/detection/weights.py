@@ -5,10 +5,10 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from moe_core import count_experts, moe_layers
-from swinv2_moe.engine import checkpoint
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerV2MoE, load_dense, load_strict
 from swinv2_moe.models.weight_files import read_weights
+from swinv2_moe.train import checkpoint
 
 _KEY = "backbone.pretrained"
 _OF_DETECTOR = "backbone.trunk."  # what a trunk's names begin with in a detector

@@ -21,8 +21,6 @@ from torch import nn
 from moe_core.files import fsync, fsync_and_hash
 from swinv2_moe.config import DataConfig, ExpertsConfig
 from swinv2_moe.data.sources import load_sources
-from swinv2_moe.engine.checkpoint import count_classes
-from swinv2_moe.engine.deployed import Deployed, open_deployed
 from swinv2_moe.errors import UserError
 from swinv2_moe.export import programs
 from swinv2_moe.export.comparison import (
@@ -33,6 +31,8 @@ from swinv2_moe.export.comparison import (
     validation_batches,
 )
 from swinv2_moe.files import publish_directory
+from swinv2_moe.train.checkpoint import count_classes
+from swinv2_moe.train.deployed import Deployed, open_deployed
 
 # For the difference between logits, as a share of the largest one, of 99 in 100 images. It was
 # 2e-7, 0.03 and 0.03 (8 experts, Tiny-ImageNet); rounding that sends a token to another expert

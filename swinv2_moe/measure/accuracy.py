@@ -35,17 +35,17 @@ from moe_core import moe_layers, prepared
 from swinv2_moe.config import as_opts, data_config, resolve_batch_size
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import load_sources
-from swinv2_moe.engine.agreement import check_same_data
-from swinv2_moe.engine.autocast import build_autocast
-from swinv2_moe.engine.checkpoint import Checkpoint
-from swinv2_moe.engine.deployed import Deployed, open_deployed
-from swinv2_moe.engine.distributed import World
-from swinv2_moe.engine.evaluation import Predictions, predict
-from swinv2_moe.engine.record import Bar
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.rounds import interleaved, machine, quartiles, ratios
 from swinv2_moe.models import MoEMlp
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
+from swinv2_moe.train.agreement import check_same_data
+from swinv2_moe.train.autocast import build_autocast
+from swinv2_moe.train.checkpoint import Checkpoint
+from swinv2_moe.train.deployed import Deployed, open_deployed
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.evaluation import Predictions, predict
+from swinv2_moe.train.record import Bar
 
 BINS = 15
 ROUNDS, WARMUP = 20, 2  # of timing

@@ -40,12 +40,12 @@ from moe_core import prepared
 from swinv2_moe.config import data_config
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import Source, Sources, load_sources
-from swinv2_moe.engine.agreement import check_same_data
-from swinv2_moe.engine.autocast import build_autocast
-from swinv2_moe.engine.deployed import open_deployed
-from swinv2_moe.engine.distributed import World
-from swinv2_moe.engine.record import Bar
 from swinv2_moe.errors import UserError
+from swinv2_moe.train.agreement import check_same_data
+from swinv2_moe.train.autocast import build_autocast
+from swinv2_moe.train.deployed import open_deployed
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.record import Bar
 
 CLASSIFIERS: dict[str, Callable[[], ClassifierMixin]] = {
     "ridge": partial(RidgeClassifier, alpha=2**10),

@@ -52,9 +52,9 @@ from moe_core import (
 )
 from moe_core.parallel import all_to_all, count_traffic
 from swinv2_moe.data import Batch, Data
-from swinv2_moe.engine.loop import Trainer
-from swinv2_moe.engine.saver import Cost, Saver, save_policy
 from swinv2_moe.models import MoEMlp
+from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.saver import Cost, Saver, save_policy
 
 _MOVES = ("moe_core::dispatch_rows", "moe_core::combine_rows")
 # of a row's element: weighted and added; backward weighted, and multiplied and added for the gate

@@ -18,12 +18,12 @@ from torch import Tensor
 from swinv2_moe.config import default_config, flatten, model_config
 from swinv2_moe.data.datasets import ImageDataset, Sample
 from swinv2_moe.data.sources import load_sources
-from swinv2_moe.engine.autocast import build_autocast
-from swinv2_moe.engine.deployed import Deployed, open_deployed
-from swinv2_moe.engine.routing import columns, record_choices
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.curves import draw_curves, place
 from swinv2_moe.measure.run_record import RunRecord
+from swinv2_moe.train.autocast import build_autocast
+from swinv2_moe.train.deployed import Deployed, open_deployed
+from swinv2_moe.train.routing import columns, record_choices
 
 _IMAGES = 8  # whose predictions are shown
 _ROUTED = 4  # of them with the experts of their patches

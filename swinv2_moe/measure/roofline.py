@@ -36,9 +36,6 @@ from swinv2_moe.config import (
     resolve_batch_size,
 )
 from swinv2_moe.data import Batch, build_data
-from swinv2_moe.engine.agreement import check_same_start
-from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
-from swinv2_moe.engine.loop import Trainer
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases
 from swinv2_moe.measure.phases import Task, Work
@@ -54,6 +51,9 @@ from swinv2_moe.measure.rounds import (
 )
 from swinv2_moe.models import build_model
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
+from swinv2_moe.train.agreement import check_same_start
+from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.train.loop import Trainer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

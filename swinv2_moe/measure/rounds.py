@@ -14,8 +14,8 @@ from yacs.config import CfgNode
 
 from moe_core import release_buffers
 from swinv2_moe.config import default_config, flatten, merge_opts
-from swinv2_moe.engine.distributed import World
 from swinv2_moe.errors import UserError
+from swinv2_moe.train.distributed import World
 
 # A training step that can be repeated: one batch, and an update that changes nothing.
 REPEATABLE = {

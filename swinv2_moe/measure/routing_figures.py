@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from swinv2_moe.engine.routing import expert_colours, montage
 from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.models import block_name
 from swinv2_moe.plots import new_figure, thin, tidy
+from swinv2_moe.train.routing import expert_colours, montage
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.figure import Figure

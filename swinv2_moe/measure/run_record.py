@@ -26,7 +26,7 @@ _SUMMARY = {"parameters": _NUMBER, "active_macs": _NUMBER, "world_size": int, "d
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run that has logged at least one step; keys as `swinv2_moe.engine.record` writes them.
+    """A run that has logged at least one step; keys as `swinv2_moe.train.record` writes them.
 
     `steps`, `epochs` and `environments` (one for each part of a resumed run) are in the order of
     their `step`.
@@ -146,7 +146,7 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def _is_whole(entry: Any) -> bool:
-    """Whether a line of metrics.jsonl is as `swinv2_moe.engine.record` writes them."""
+    """Whether a line of metrics.jsonl is as `swinv2_moe.train.record` writes them."""
     if not _fits(entry, {"step": int}):
         return False
     kinds = [types for key, types in _LINES.items() if key in entry]

@@ -47,11 +47,6 @@ from swinv2_moe.config import (
     model_config,
 )
 from swinv2_moe.data import Batch
-from swinv2_moe.engine.agreement import check_same_start
-from swinv2_moe.engine.autocast import build_autocast
-from swinv2_moe.engine.distributed import World, expert_group, open_world, seed_everything
-from swinv2_moe.engine.record import dropped_share
-from swinv2_moe.engine.step import TrainingStep
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.rounds import (
     REPEATABLE,
@@ -65,6 +60,11 @@ from swinv2_moe.measure.rounds import (
     working_memory,
 )
 from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
+from swinv2_moe.train.agreement import check_same_start
+from swinv2_moe.train.autocast import build_autocast
+from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.train.record import dropped_share
+from swinv2_moe.train.step import TrainingStep
 
 # a backward pass has two products for each one of the forward pass
 PASSES = {"inference": 1, "training": 3}

@@ -81,7 +81,7 @@ def check_the_checkpoint_loads_anywhere(rank: int, data: Path, root: Path) -> No
     from moe_core import load_tensors
     from swinv2_moe.detection.run import build_detector
     from swinv2_moe.detection.runner import MoERunner
-    from swinv2_moe.engine.checkpoint import find_checkpoint
+    from swinv2_moe.train.checkpoint import find_checkpoint
 
     found = find_checkpoint(str(root / "sharded"), Path())
     whole = build_detector(config_of(data, root, False), str(root / "sharded"))

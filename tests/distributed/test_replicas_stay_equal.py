@@ -13,7 +13,7 @@ from trainer_cases import make_trainer
 from moe_core import expert_parameters, moe_layers
 from moe_core.parallel import ParallelStrategy
 from swinv2_moe.data import Batch
-from swinv2_moe.engine.loop import Trainer
+from swinv2_moe.train.loop import Trainer
 
 STEPS, CLIP = 50, 0.4
 OPTIONS = (

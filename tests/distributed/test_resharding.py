@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from trainer_cases import make_trainer, resume, save, train_steps
 
-from swinv2_moe.engine.checkpoint import open_checkpoint, read_meta
-from swinv2_moe.engine.saver import Saver, save_policy
+from swinv2_moe.train.checkpoint import open_checkpoint, read_meta
+from swinv2_moe.train.saver import Saver, save_policy
 
 STEPS_BEFORE, STEPS_AFTER = 3, 5
 SAVED, LOADED, EXPERTS = (1, 2, 4), (1, 2, 4, 8), (2, 4, 8)

@@ -12,9 +12,9 @@ from trainer_cases import QUICKSTART, make_trainer, resume, save, train_steps
 
 from moe_core import expert_parameters
 from swinv2_moe.config import load_config
-from swinv2_moe.engine.checkpoint import open_checkpoint, read_section
-from swinv2_moe.engine.loop import Trainer
 from swinv2_moe.errors import UserError
+from swinv2_moe.train.checkpoint import open_checkpoint, read_section
+from swinv2_moe.train.loop import Trainer
 
 VARIANTS = [
     "TRAIN.ACCUMULATION_STEPS 2 TRAIN.CLIP_GRAD 0.5 TRAIN.USE_CHECKPOINT True TRAIN.EMA_DECAY 0.5",

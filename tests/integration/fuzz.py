@@ -37,9 +37,9 @@ from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.prepare.staging import stage
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import load_sources
-from swinv2_moe.engine import train
-from swinv2_moe.engine.checkpoint import find_checkpoint, read_weights_of
 from swinv2_moe.models import build_model, load_dense
+from swinv2_moe.train import train
+from swinv2_moe.train.checkpoint import find_checkpoint, read_weights_of
 
 SECONDS, BYTES = 20, 1 << 30
 GOOD = ("refused", "right")  # how a case may end
@@ -205,7 +205,7 @@ def weights(work: Path, count: int, rng: random.Random) -> Iterator[Case]:
 
 def save_imports(directory: Path, config, model: torch.nn.Module) -> None:
     """Files that `export` writes, with the tensors of a torch file below "model"."""
-    from swinv2_moe.engine.checkpoint import write_weights
+    from swinv2_moe.train.checkpoint import write_weights
 
     checkpoint = directory.parent / "checkpoint"
     write_weights(checkpoint, model, model.state_dict(), config, [])

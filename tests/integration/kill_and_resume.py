@@ -35,11 +35,11 @@ from gloo_processes import Outcome, Processes
 from moe_core.checkpoint import expert_file
 from swinv2_moe.command import run_command
 from swinv2_moe.config import load_config
-from swinv2_moe.engine import saver, train
-from swinv2_moe.engine.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_meta
-from swinv2_moe.engine.loop import Trainer
-from swinv2_moe.engine.step import StepResult
 from swinv2_moe.errors import UserError
+from swinv2_moe.train import saver, train
+from swinv2_moe.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_meta
+from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.step import StepResult
 
 ROOT = Path(__file__).parents[2]
 # Three blocks (two with experts), nothing that depends on how tokens lie on ranks; with a large EPS

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from swinv2_moe.config import load_config
-from swinv2_moe.engine import train
-from swinv2_moe.engine.checkpoint import read_meta, write_meta
+from swinv2_moe.train import train
+from swinv2_moe.train.checkpoint import read_meta, write_meta
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenette_96.yaml"
 CFG = ("--cfg", str(CONFIG))

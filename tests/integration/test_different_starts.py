@@ -10,7 +10,7 @@ import pytest
 from gloo_processes import Outcome, Processes, run_script
 
 from swinv2_moe.config import load_config
-from swinv2_moe.engine import train
+from swinv2_moe.train import train
 
 CFG = ["--cfg", "configs/quickstart_digits.yaml"]
 

@@ -16,9 +16,9 @@ from tool_cases import ROOT, command
 
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import build_transform
-from swinv2_moe.engine.checkpoint import write_weights
-from swinv2_moe.engine.deployed import open_deployed
 from swinv2_moe.models import build_model
+from swinv2_moe.train.checkpoint import write_weights
+from swinv2_moe.train.deployed import open_deployed
 
 onnx = pytest.importorskip("onnx", reason="needs the export extra")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the export extra")

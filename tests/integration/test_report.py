@@ -11,7 +11,7 @@ import pytest
 from tool_cases import command
 
 from swinv2_moe.config import load_config
-from swinv2_moe.engine import train
+from swinv2_moe.train import train
 
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

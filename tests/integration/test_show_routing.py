@@ -10,7 +10,7 @@ from PIL import Image
 from tool_cases import command
 
 from swinv2_moe.config import load_config
-from swinv2_moe.engine import train
+from swinv2_moe.train import train
 
 LAYERS = ["layers.1.blocks.0", "layers.2.blocks.0"]
 

@@ -26,9 +26,9 @@ from kill_and_resume import (
     write_digits,
 )
 
-from swinv2_moe.engine import evaluation
-from swinv2_moe.engine import run as run_module
-from swinv2_moe.engine.checkpoint import checkpoints_below, open_checkpoint
+from swinv2_moe.train import evaluation
+from swinv2_moe.train import run as run_module
+from swinv2_moe.train.checkpoint import checkpoints_below, open_checkpoint
 
 STEPS = 16  # of the runs that are compared; six an epoch
 HELD = 4  # the step in which a run waits for its signal

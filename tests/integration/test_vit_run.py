@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 from tool_cases import ROOT, command
 
-from swinv2_moe.engine.checkpoint import open_checkpoint
+from swinv2_moe.train.checkpoint import open_checkpoint
 
 CONFIG = ROOT / "configs" / "vit_moe_digits.yaml"
 KEYS = "DEVICE cpu DATA.NUM_WORKERS 0 DATA.BATCH_SIZE 16 PRINT_FREQ 1 TRAIN.WARMUP_EPOCHS 0"

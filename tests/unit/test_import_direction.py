@@ -88,12 +88,12 @@ ALLOWED = {
         "swinv2_moe.files",
         "swinv2_moe.config",
     ],
-    "swinv2_moe.engine": [*MODELS_AND_DATA, "swinv2_moe.imports"],
+    "swinv2_moe.train": [*MODELS_AND_DATA, "swinv2_moe.imports"],
     "swinv2_moe.detection": [
-        *(*MODELS_AND_DATA, "swinv2_moe.engine", "swinv2_moe.plots", "swinv2_moe.imports"),
+        *(*MODELS_AND_DATA, "swinv2_moe.train", "swinv2_moe.plots", "swinv2_moe.imports"),
     ],
-    "swinv2_moe.measure": [*MODELS_AND_DATA, "swinv2_moe.engine", "swinv2_moe.plots"],
-    "swinv2_moe.export": [*MODELS_AND_DATA, "swinv2_moe.engine"],
+    "swinv2_moe.measure": [*MODELS_AND_DATA, "swinv2_moe.train", "swinv2_moe.plots"],
+    "swinv2_moe.export": [*MODELS_AND_DATA, "swinv2_moe.train"],
     "tools": ["moe_core", "swinv2_moe"],
 }
 
@@ -167,8 +167,8 @@ def test_imports_run_one_way(path):
         ("swinv2_moe.models.factory", "swinv2_moe.data.build"),
         ("swinv2_moe.models.factory", "moe_core.layer.MoELayer"),
         ("swinv2_moe.data.build", "swinv2_moe.models"),
-        ("swinv2_moe.engine.loop", "swinv2_moe.detection.backbone"),
-        ("swinv2_moe.engine.loop", "tools.train"),
+        ("swinv2_moe.train.loop", "swinv2_moe.detection.backbone"),
+        ("swinv2_moe.train.loop", "tools.train"),
     ],
 )
 def test_the_rules_catch(name, imported):

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup
 from swinv2_moe.config import model_config
-from swinv2_moe.engine.checkpoint import open_checkpoint, write_meta, write_weights
 from swinv2_moe.models import build_model, load_dense
+from swinv2_moe.train.checkpoint import open_checkpoint, write_meta, write_weights
 
 
 def weights_of(directory):

@@ -10,8 +10,8 @@ from PIL import Image
 pytest.importorskip("mmdet")
 
 from swinv2_moe.detection.show import Detections, _names, _read, draw, image_files
-from swinv2_moe.engine.routing import expert_colours
 from swinv2_moe.errors import UserError
+from swinv2_moe.train.routing import expert_colours
 
 META = {"classes": ("cat", "dog"), "palette": [(255, 0, 0), (0, 0, 255)]}
 NOTHING = Detections(

@@ -17,8 +17,8 @@ pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 from detection_cases import make_data, tiny_config
 
 from swinv2_moe.detection import run
-from swinv2_moe.engine.checkpoint import open_checkpoint, read_weights_of
 from swinv2_moe.errors import UserError
+from swinv2_moe.train.checkpoint import open_checkpoint, read_weights_of
 
 TWO_EPOCHS = {"train_cfg__max_epochs": 2, "train_cfg__val_interval": 1}
 

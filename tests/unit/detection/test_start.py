@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 
 from swinv2_moe.command import run_command
 from swinv2_moe.detection import run
-from swinv2_moe.engine import checkpoint
 from swinv2_moe.errors import UserError
+from swinv2_moe.train import checkpoint
 
 CONFIG = ROOT / "configs/detection/shapes/mask_rcnn.py"
 HOLD = (

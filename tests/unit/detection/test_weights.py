@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from swinv2_moe.config import default_config, merge_opts, model_config
 from swinv2_moe.detection import registry  # noqa: F401
-from swinv2_moe.engine.checkpoint import write_weights
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
+from swinv2_moe.train.checkpoint import write_weights
 
 TRAINED = (
     "DATA.IMG_SIZE 64 MODEL.SWINV2.EMBED_DIM 8 MODEL.SWINV2.DEPTHS [1,1,2,1] MODEL.SWINV2.NUM_HEADS"

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from swinv2_moe.engine.evaluation import Predictions
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.accuracy import (
     RoutingOptions,
@@ -16,6 +15,7 @@ from swinv2_moe.measure.accuracy import (
     measure,
     reliability,
 )
+from swinv2_moe.train.evaluation import Predictions
 
 # Also the bins' own edges, which belong to the bin below
 confidences = st.one_of(st.integers(1, 15).map(lambda m: m / 15), st.floats(1e-6, 1))

@@ -20,7 +20,6 @@ from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data.datasets import ImageDataset, collate
 from swinv2_moe.data.samplers import ValSampler
 from swinv2_moe.data.sources import Source, load_sources
-from swinv2_moe.engine.distributed import World, expert_group, seed_everything
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.few_shot import (
     CLASSIFIERS,
@@ -33,6 +32,7 @@ from swinv2_moe.measure.few_shot import (
     measure,
 )
 from swinv2_moe.models import build_model
+from swinv2_moe.train.distributed import World, expert_group, seed_everything
 
 CLASSES, DIM = 5, 16
 

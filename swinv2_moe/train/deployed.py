@@ -1,0 +1,178 @@
+"""A checkpoint as it is used after its training: its configuration, perhaps for other data, and its
+model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from yacs.config import CfgNode
+
+from swinv2_moe.config import (
+    DataConfig,
+    ModelConfig,
+    as_opts,
+    config_from_text,
+    data_config,
+    default_config,
+    merge_opts,
+    model_config,
+)
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import MoEModel, build_model
+from swinv2_moe.train import checkpoint
+from swinv2_moe.train.agreement import check_same_start
+from swinv2_moe.train.checkpoint import Checkpoint
+from swinv2_moe.train.distributed import World, expert_group, open_world
+
+# Keys about the machines and the data of the training, with their values for any other use.
+_NOT_THE_MODELS = {
+    "MODEL.NUM_CLASSES": 0,
+    "DATA.GLOBAL_BATCH_SIZE": 0,
+    "MODEL.MOE.EXPERT_PARALLEL_SIZE": 0,
+    "MODEL.MOE.STRATEGY": "off",
+    "MODEL.MOE.RANKS_PER_NODE": 0,
+    "MODEL.MOE.KERNELS": "auto",
+    "AUG.MIXUP": 0,
+    "AUG.CUTMIX": 0,
+}
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A checkpoint, whole, among the processes that use it."""
+
+    world: World
+    source: Checkpoint
+    config: CfgNode
+
+    @property
+    def data(self) -> DataConfig:
+        """The section of the data that the checkpoint is used with."""
+        return data_config(self.config)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The section of the model."""
+        return model_config(self.config)
+
+    def model(self, num_classes: int) -> MoEModel:
+        """Its model on this rank's device, in evaluation mode; with `num_classes` 0 the model
+        without its classifier.
+
+        Raises:
+            UserError: the weights do not fit the configuration or so many classes.
+        """
+        config = self.model_config
+        model = build_model(config, num_classes, expert_group(config.experts, self.world))
+        head = model.classifier_names() if num_classes == 0 else ()
+
+        def fit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: tensor for name, tensor in tensors.items() if name not in head}
+
+        # a measurement says what became of NaN
+        checkpoint.load_weights(self.source, model, fit, finite=False)
+        return model.to(self.world.device).eval()
+
+    def compare_classes(self, class_names: Sequence[str]) -> str | None:
+        """A line where the checkpoint has other names for the classes of the data; imported weights
+        may have none.
+
+        Raises:
+            UserError: the data has another number of classes.
+        """
+        own, data = self.source.meta["class_names"] or class_names, self.data
+        if len(own) != len(class_names):
+            where = data.dataset if data.dataset in ("digits", "list") else data.path
+            raise UserError(
+                f"checkpoint {self.source.directory} has {len(own):,} classes, the data ({where})"
+                " has"
+                f" {len(class_names):,}"
+            )
+        other = [
+            i for i, (here, there) in enumerate(zip(own, class_names, strict=True)) if here != there
+        ]
+        if not other:
+            return None
+        first = other[0]
+        return (
+            f"{len(other):,} of {len(own):,} classes have other names: class {first} is"
+            f" {own[first]!r} in the"
+            f" checkpoint, {class_names[first]!r} in the data"
+        )
+
+    def facts(self) -> dict:
+        """What a result is worth nothing without, ready for JSON."""
+        return {
+            "checkpoint": str(self.source.directory),
+            "step": self.source.meta["step"],
+            "passed_over": list(self.source.skipped),
+            "dataset": self.data.dataset,
+            "data": self.data.path,
+            "image_size": self.data.img_size,
+            "world_size": self.world.size,
+            "torch": torch.__version__,
+        }
+
+
+@contextmanager
+def open_deployed(
+    resume: str,
+    data: str | None = None,
+    dataset: str | None = None,
+    opts: Sequence[str] = (),
+    options: Mapping[str, object] | None = None,
+) -> Iterator[Deployed]:
+    """The checkpoint `resume`, or the newest of a run, for the block's length. Every rank calls
+    this.
+
+    Args:
+        data: DATA.PATH; None: the data that the checkpoint was trained on.
+        dataset: DATA.DATASET; None: shards or a folder of images where `data` looks like that, else
+            the training's.
+        opts: KEY VALUE ... over the checkpoint's configuration. DEVICE and TIMEOUT are not the
+            checkpoint's but these.
+        options: what else the ranks must have in common.
+
+    Raises:
+        UserError: there is none that is whole, options that cannot be used, ranks with different
+            ones.
+    """
+    place = default_config()
+    merge_opts(place, opts)
+    with open_world(place.DEVICE, place.TIMEOUT) as world, world.named_errors("a collective"):
+        keys = dict(zip(opts[::2], opts[1::2], strict=True))
+        check_same_start(
+            {"--resume": resume, "--dataset": dataset} | keys | dict(options or {}), world
+        )
+        source = checkpoint.find_checkpoint(resume, Path(resume), world, weights_only=True)
+        if source is None:
+            raise UserError(f"--resume {resume}: name a checkpoint or a run")
+        yield Deployed(world, source, _configuration(source, data, dataset, opts))
+
+
+def _configuration(
+    source: Checkpoint, data: str | None, dataset: str | None, opts: Sequence[str]
+) -> CfgNode:
+    name = f"checkpoint {source.directory}"
+    if data and not dataset:
+        dataset = _kind(
+            Path(data).expanduser(), config_from_text(source.meta["config"], name).DATA.DATASET
+        )
+    keys = dict(_NOT_THE_MODELS)
+    if data is not None:
+        keys["DATA.PATH"] = data
+    if dataset is not None:
+        keys["DATA.DATASET"] = dataset
+    return config_from_text(source.meta["config"], name, [*as_opts(keys), *opts])
+
+
+def _kind(data: Path, trained_on: str) -> str:
+    """DATA.DATASET for what lies in the directory `data`: perhaps that of the training, moved."""
+    if (data / "index.json").is_file():
+        return "shards"
+    if (data / "train").is_dir() or trained_on == "digits":
+        return "folder"
+    return trained_on

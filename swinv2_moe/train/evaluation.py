@@ -1,0 +1,137 @@
+"""A model on a loader, over all ranks: its accuracy, or what it says of every single image.
+
+B images per rank and batch, C classes, N labelled images over all ranks
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_core import prepared
+from swinv2_moe.data import IGNORE, Batch
+from swinv2_moe.train.distributed import World
+
+
+class Accuracy(NamedTuple):
+    """Percentages and mean cross-entropy over `images` labelled images."""
+
+    top1: float
+    top5: float
+    loss: float
+    images: int
+    unreadable: list[str]
+
+
+class Predictions(NamedTuple):
+    """Of the images that count, in the order of the data set."""
+
+    targets: np.ndarray  # int64 [N]
+    predicted: np.ndarray  # int64 [N]
+    # int64 [N], the target's place among the classes, the likeliest first: a top-k hit is below k
+    ranks: np.ndarray
+    confidence: np.ndarray  # float64 [N], the softmax probability of the predicted class
+    losses: np.ndarray  # float64 [N], cross-entropy in nats
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
+) -> Accuracy:
+    """Every image counts once, whatever the number of ranks; targets of -1 (padding, unreadable
+    images) do not count.
+
+    The model is in evaluation mode during the call, and every module back in its own mode
+    afterwards, also when `after_batch` raises. Every rank calls this.
+    """
+    totals = torch.zeros(4, dtype=torch.float64, device=world.device)
+    unreadable: list[str] = []
+    with _evaluation_mode(model):
+        for batch, logits in _outputs(model, loader, world, autocast):
+            totals += _count(logits, batch.targets)
+            unreadable += batch.unreadable
+            after_batch()
+    top1, top5, loss, count = world.sum(totals).tolist()
+    share = 1 / max(count, 1)
+    return Accuracy(100 * top1 * share, 100 * top5 * share, loss * share, int(count), unreadable)
+
+
+@torch.inference_mode()
+def predict(
+    model: nn.Module, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
+) -> tuple[Predictions, list[str]]:
+    """What the model says of every image that counts, as in `evaluate`, and the paths of unreadable
+    images.
+
+    Every rank calls this; the predictions are the main rank's, and of no images on the others.
+
+    Args:
+        loader: Batches of this rank by ValSampler, so that all ranks have as many images.
+    """
+    rows, unreadable = [], []
+    with _evaluation_mode(model):
+        for batch, logits in _outputs(model, loader, world, autocast):
+            rows.append(_describe(logits, batch.targets))
+            unreadable += batch.unreadable
+            after_batch()
+    found = world.gather_rows(torch.cat(rows)).numpy()
+    found = found[found[:, 0] != IGNORE]
+    targets, predicted, ranks = found[:, :3].astype(np.int64).T
+    paths = [path for paths in world.gather(unreadable) for path in paths]
+    return Predictions(targets, predicted, ranks, *found[:, 3:].T), paths
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with prepared(model):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _outputs(model: nn.Module, loader, world: World, autocast) -> Iterator[tuple[Batch, Tensor]]:
+    """Each batch, on the device, and its logits, float32 [B, C]."""
+    for images, targets, unreadable in loader:
+        images, targets = (
+            images.to(world.device, non_blocking=True),
+            targets.to(world.device, non_blocking=True),
+        )
+        with autocast():
+            logits = model(images)
+        yield Batch(images, targets, unreadable), logits.float()
+
+
+def _count(logits: Tensor, targets: Tensor) -> Tensor:
+    """[top-1 hits, top-5 hits, summed loss, labelled images] of a batch."""
+    logits, targets = logits[targets >= 0], targets[targets >= 0]
+    best = logits.topk(min(5, logits.shape[1])).indices
+    hits = best == targets.unsqueeze(1)
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    return torch.stack(
+        [
+            hits[:, 0].sum(),
+            hits.any(1).sum(),
+            loss,
+            torch.tensor(len(targets), device=logits.device),
+        ]
+    )
+
+
+def _describe(logits: Tensor, targets: Tensor) -> Tensor:
+    """float64 [B, 5]: the columns of Predictions, and anything but the target where that is
+    IGNORE."""
+    own = logits.gather(1, targets.clamp(min=0)[:, None])  # [B, 1]
+    earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]  # [B, C]
+    # of equal classes the first one leads, as in argmax
+    ranks = ((logits > own) | ((logits == own) & earlier)).sum(1)
+    losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+    columns = (targets, logits.argmax(1), ranks, logits.softmax(1).amax(1), losses)
+    return torch.stack([column.double() for column in columns], dim=1)

@@ -1,0 +1,350 @@
+"""The loop of a training run: epochs of steps, a validation after each, checkpoints between."""
+
+import time
+
+import torch
+from yacs.config import CfgNode
+
+from moe_core import RoutingStats, moe_layers, prepared, strategy_decisions
+from swinv2_moe.config import config_from_text, train_config
+from swinv2_moe.data import Data, UnreadableImages
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import MoEModel, frozen_moe
+from swinv2_moe.train import checkpoint, optim
+from swinv2_moe.train.checkpoint import Checkpoint
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.environment import peak_memory
+from swinv2_moe.train.evaluation import Accuracy, evaluate
+from swinv2_moe.train.meta import check_classifier
+from swinv2_moe.train.parallelize import load_whole, settle_buckets
+from swinv2_moe.train.progress import Progress
+from swinv2_moe.train.record import Recorder
+from swinv2_moe.train.saver import Saver
+from swinv2_moe.train.step import StepResult, TrainingStep
+from swinv2_moe.train.stopping import Stopped, StopSignal
+from swinv2_moe.train.timing import Batches, Throughput, TimeToTarget
+
+
+class Trainer:
+    """A run: `fit` trains from where `progress` stands to the end; `save` and `resume` move the
+    state of the run to and from disk.
+
+    The order of the images follows from (SEED, epoch), and random numbers from (SEED, step, rank):
+    a resumed run repeats what an uninterrupted one would have done, and no random state is saved.
+    """
+
+    def __init__(self, config: CfgNode, world: World, data: Data, model: MoEModel) -> None:
+        self.config = config
+        self.world = world
+        self.data = data
+        self.stop = StopSignal()
+        self.stopped_by: str | None = None  # the signal that ended the run
+        self.step = TrainingStep(config, world, model, data.num_classes, self.stop)
+        accumulation = config.TRAIN.ACCUMULATION_STEPS
+        self.progress = Progress(
+            epochs=config.TRAIN.EPOCHS,
+            max_steps=config.TRAIN.MAX_STEPS,
+            steps_per_epoch=_steps_per_epoch(config, data),
+            global_batch=config.DATA.BATCH_SIZE * accumulation * world.size,
+            to_target=TimeToTarget(config.TRAIN.TARGET_TOP1),
+        )
+        self.schedule = optim.build_schedule(
+            train_config(config),
+            self.step.optimizer,
+            self.progress.steps_per_epoch,
+            world.size,
+        )
+        self.throughput = Throughput()
+        num_images = data.train_size + data.val_size
+        self.unreadable = UnreadableImages(num_images, config.DATA.MAX_BAD_SHARE)
+
+    def data_wait_share(self) -> float | None:
+        """The share of training time that the slowest rank waited for its loader, 0 to 1; None
+        before training. Every rank calls this."""
+        if not self.throughput.seconds:
+            return None
+        return max(self.world.gather(self.throughput.waited / self.throughput.seconds))
+
+    # The run
+
+    def fit(self, recorder: Recorder, saver: Saver) -> None:
+        """Train what is left, validate and record each epoch, save as SAVE_FREQ and CHECKPOINT say.
+
+        After a signal to stop, the state is saved between two steps, and this returns with the
+        signal in `stopped_by`.
+
+        Raises:
+            UserError: a loss or gradient is not finite, too many images cannot be read, or the
+                last checkpoint could not be written.
+        """
+        self.progress.to_target.start()
+        if not self.config.COMPILE:  # it would compile once more, for this pass alone
+            settle_buckets(self.step.wrapped, self.step.model, self.world)
+        try:
+            with prepared(frozen_moe(self.step.model)):
+                while not self.progress.finished:
+                    self._train_and_validate(recorder, saver)
+        except Stopped as stopped:
+            self.stopped_by = str(stopped)
+            self.save(saver)
+        saver.close()
+
+    def validate(self) -> Accuracy:
+        """Accuracy of the deployed weights on the validation set. Every rank calls this."""
+        step = self.step
+        accuracy = evaluate(
+            step.deployed, self.data.val_loader, self.world, step.autocast, self._check_stop
+        )
+        self._count_unreadable(accuracy.unreadable)
+        return accuracy
+
+    def train_step(self, batches: list) -> StepResult:
+        """One optimiser step on accumulated batches. Every rank calls this.
+
+        Raises:
+            UserError: see `TrainingStep.run`.
+        """
+        result = self.step.run(batches, self.progress.step)
+        self.progress.count_step(result)
+        self.schedule.step_update(self.progress.schedule_step)
+        return result
+
+    def _train_and_validate(self, recorder: Recorder, saver: Saver) -> None:
+        """The rest of an epoch, or of the steps until MAX_STEPS, and the validation."""
+        progress = self.progress
+        started = time.perf_counter()
+        epoch = progress.epoch + 1
+        if not progress.steps_done:
+            with recorder.interval("epoch", epoch_num=epoch):
+                self._train_epoch(recorder, saver)
+        train_loss = mean_over_ranks(self.world, progress.epoch_loss)
+        train_loss /= max(progress.epoch_step, 1)
+        pictures = recorder.routing(
+            self.step.deployed, self.data.val_loader, self.config.DATA, progress.step
+        )
+        with pictures, recorder.interval("eval", epoch_num=epoch):
+            accuracy = self.validate()
+            recorder.event("eval_accuracy", accuracy.top1 / 100, epoch_num=epoch)
+        is_best = progress.count_validation(accuracy.top1)
+        self._record_epoch(recorder, epoch, train_loss, accuracy, time.perf_counter() - started)
+        if progress.to_target.validated(epoch, progress.step, accuracy.top1):
+            recorder.say(str(progress.to_target))
+        is_due = epoch % self.config.SAVE_FREQ == 0 or self._is_time_to_save()
+        if is_best or progress.finished or is_due:
+            self.save(saver, is_best, whole=is_best or progress.finished)
+
+    def _train_epoch(self, recorder: Recorder, saver: Saver) -> None:
+        """The steps that are left of this epoch."""
+        progress = self.progress
+        accumulation = self.config.TRAIN.ACCUMULATION_STEPS
+        self.data.set_epoch(progress.epoch, skip_steps=progress.epoch_step * accumulation)
+        self.step.wrapped.train()
+        loader = Batches(self.data.train_loader, accumulation)
+        title = f"epoch {progress.epoch + 1}/{progress.epochs}"
+        unreadable: list[str] = []
+        images = 0
+        started = time.perf_counter()
+        with recorder.bar(title, progress.steps_per_epoch, progress.epoch_step) as bar:
+            for batches in loader:
+                result = self.train_step(batches)
+                for batch in batches:
+                    unreadable += batch.unreadable
+                images += progress.global_batch
+                rate = images / (time.perf_counter() - started)
+                bar.advance(self._bar_text(result.loss, rate))
+                self._warn(recorder, result)
+                if progress.step % self.config.PRINT_FREQ == 0:
+                    self._record_step(recorder, result, rate, loader.wait_share())
+                    self._count_unreadable(unreadable)
+                    unreadable = []
+                if result.stopping:
+                    raise Stopped(self._signal())
+                if progress.steps_done:
+                    break
+                # at the end of an epoch: after the validation
+                is_inside = progress.epoch_step < progress.steps_per_epoch
+                if is_inside and self._is_time_to_save():
+                    self.save(saver, whole=False)
+        self._count_unreadable(unreadable)
+        self.throughput.add(images, time.perf_counter() - started, loader.waited)
+
+    def _is_time_to_save(self) -> bool:
+        every = self.config.CHECKPOINT.STEPS
+        return bool(every) and self.progress.step % every == 0
+
+    def _check_stop(self) -> None:
+        """Raise Stopped on every rank if any of them has received a signal."""
+        signalled = float(self.stop.received is not None)
+        if self.world.sum(torch.tensor(signalled, device=self.world.device)) > 0:
+            raise Stopped(self._signal())
+
+    def _signal(self) -> str:
+        """The signal that some rank has received."""
+        return next(filter(None, self.world.gather(self.stop.received)))
+
+    def _count_unreadable(self, paths: list[str]) -> None:
+        everyone = self.world.gather(paths)
+        self.unreadable.add([path for part in everyone for path in part])
+
+    # Records
+
+    def _bar_text(self, loss: float, rate: float) -> str:
+        top1 = self.progress.last_top1
+        accuracy = "-"
+        if top1 is not None:
+            accuracy = f"{top1:.1f}%"
+        return f"loss {loss:.3f}  val top-1 {accuracy}  {rate:,.0f} images/s"
+
+    def _warn(self, recorder: Recorder, result: StepResult) -> None:
+        """Report a skipped step, and a loss that has risen."""
+        progress = self.progress
+        if result.was_skipped:
+            recorder.say(
+                f"step {progress.step}: loss or gradient not finite, skipped"
+                f" ({progress.skipped} so far)"
+            )
+        warning = progress.loss_watch.add(result.loss)
+        if warning:
+            recorder.say(f"warning: step {progress.step}: {warning}")
+
+    def _record_step(
+        self, recorder: Recorder, result: StepResult, rate: float, data_wait: float
+    ) -> None:
+        step = self.step
+        values = {
+            "step": self.progress.step,
+            "epoch": self.progress.epoch + 1,
+            "loss": mean_over_ranks(self.world, result.loss),
+            "aux_loss": mean_over_ranks(self.world, result.aux_loss),
+            "lr": max(group["lr"] for group in step.optimizer.param_groups),
+            "grad_norm": result.grad_norm,
+            "images_per_second": rate,
+            "data_wait": max(self.world.gather(data_wait)),
+            "memory_bytes": peak_memory(self.world.device),
+        }
+        if step.scaler.enabled:
+            values["loss_scale"] = step.scaler.scale
+        routing = {
+            name: self._global_routing(layer.last_routing)
+            for name, layer in moe_layers(step.model).items()
+        }
+        recorder.step(values, routing)
+
+    def _global_routing(self, routing: RoutingStats) -> RoutingStats:
+        counts = self.world.sum(routing.counts.clone())
+        shares = torch.stack([routing.dropped_share, routing.entropy.float()])
+        dropped_share, entropy = self.world.sum(shares) / self.world.size
+        return RoutingStats(counts, dropped_share, entropy)
+
+    def _record_epoch(
+        self, recorder: Recorder, epoch: int, train_loss: float, accuracy: Accuracy, seconds: float
+    ) -> None:
+        values = {
+            "epoch": epoch,
+            "train_loss": train_loss,
+            "val_loss": accuracy.loss,
+            "val_top1": accuracy.top1,
+            "val_top5": accuracy.top5,
+            "seconds": seconds,
+        }
+        recorder.epoch(values, self.progress.step)
+        recorder.say(
+            f"epoch {epoch}/{self.progress.epochs}  train loss {train_loss:.4f}"
+            f"  val loss {accuracy.loss:.4f}  top-1 {accuracy.top1:.2f}%"
+            f"  best {self.progress.best_top1:.2f}%  {seconds:.1f} s"
+        )
+
+    # State on disk
+
+    def save(self, saver: Saver, is_best: bool = False, whole: bool = True) -> None:
+        """Begin to write the state of the run. Every rank calls this.
+
+        Args:
+            is_best: see `Saver.save`.
+            whole: see `Saver.save`.
+        """
+        step = self.step
+        sections = {"": step.model.state_dict()}
+        sections |= optim.optimizer_sections(step.optimizer, step.model)
+        if step.ema:
+            sections["ema"] = step.ema.module.state_dict()
+        training = self.progress.state() | {
+            "epoch_loss": mean_over_ranks(self.world, self.progress.epoch_loss),
+            "world_size": self.world.size,
+            "loss_scaler": step.scaler.state(),
+            "strategies": strategy_decisions(step.model),
+        }
+        meta = checkpoint.describe(
+            step.model, self.progress.step, self.config, self.data.class_names, training
+        )
+        saver.save(step.model, sections, meta, is_best, whole)
+
+    def resume(self, source: Checkpoint) -> None:
+        """Load the state of a checkpoint. Everything is read and compared before anything changes.
+
+        Raises:
+            UserError: it does not fit this run, or holds weights alone.
+        """
+        step = self.step
+        training = self._check_training(source)
+        state = step.model.state_dict()
+        weights = checkpoint.read_section(source, "", step.model, state)
+        kinds = source.optimizer_sections()
+        updates = training["loss_scaler"]["updates"]
+        try:
+            optim.check_optimizer_sections(step.optimizer, kinds, updates)
+        except ValueError as error:
+            raise UserError(
+                f"checkpoint {source.directory}: {error}; nothing was loaded"
+            ) from error
+        self._check_frozen(source)
+        parameters = optim.trained_parameters(step.model)
+        moments = {
+            kind: checkpoint.read_section(source, kind, step.model, parameters) for kind in kinds
+        }
+        checkpoint.load_strategies(source, step.model)
+        if step.ema:
+            averaged = checkpoint.read_section(source, "ema", step.model, state)
+            load_whole(step.ema.module, averaged)
+        load_whole(step.model, weights)
+        optim.restore_optimizer(step.optimizer, step.model, moments, updates)
+        step.scaler.load(training["loss_scaler"])
+        self.progress.load(source.meta["step"], training)
+        self.schedule.step_update(self.progress.schedule_step)
+
+    def _check_training(self, source: Checkpoint) -> dict:
+        """The state of the training in a checkpoint of a classifier's run."""
+        training = source.meta["training"]
+        if training is None:
+            raise UserError(
+                f"checkpoint {source.directory} holds weights alone, no state of a training run to"
+                " go on from; to start from them: MODEL.PRETRAINED"
+            )
+        check_classifier(source.directory, training)
+        return training
+
+    def _check_frozen(self, source: Checkpoint) -> None:
+        where = f"checkpoint {source.directory}"
+        was_frozen = config_from_text(source.meta["config"], where).MODEL.MOE.FREEZE
+        if was_frozen != self.config.MODEL.MOE.FREEZE:
+            raise UserError(
+                f"{where}: was written with MODEL.MOE.FREEZE {was_frozen}, which a run cannot"
+                " change on its way; MODEL.PRETRAINED starts another from its weights"
+            )
+
+
+def mean_over_ranks(world: World, value: float) -> float:
+    """The mean of every rank's `value`. Every rank calls this."""
+    total = world.sum(torch.tensor(value, dtype=torch.float64, device=world.device))
+    return float(total) / world.size
+
+
+def _steps_per_epoch(config: CfgNode, data: Data) -> int:
+    accumulation = config.TRAIN.ACCUMULATION_STEPS
+    steps = len(data.train_loader) // accumulation
+    if steps == 0:
+        raise UserError(
+            f"TRAIN.ACCUMULATION_STEPS is {accumulation}, an epoch has only"
+            f" {len(data.train_loader)} batches"
+        )
+    return steps

@@ -1,0 +1,115 @@
+"""How far a training run has come, and its form in a checkpoint."""
+
+from dataclasses import dataclass, field
+
+from swinv2_moe.train.run_warnings import LossWatch
+from swinv2_moe.train.step import StepResult
+from swinv2_moe.train.timing import TimeToTarget
+
+
+@dataclass
+class Progress:
+    """The counters of a run. The first four fields are its configuration."""
+
+    epochs: int  # TRAIN.EPOCHS
+    max_steps: int  # TRAIN.MAX_STEPS; 0: no limit
+    steps_per_epoch: int
+    global_batch: int  # images of a step, over all ranks
+    to_target: TimeToTarget
+    epoch: int = 0  # complete epochs
+    epoch_step: int = 0  # steps of the epoch at hand
+    step: int = 0  # steps in all
+    validated_step: int = 0  # the step of the last validation
+    epoch_loss: float = 0.0  # sum over the steps of the epoch at hand, on this rank
+    skipped: int = 0  # steps whose loss or gradient was not finite
+    best_top1: float = -1.0  # percent
+    last_top1: float | None = None
+    loss_watch: LossWatch = field(default_factory=LossWatch)
+
+    @property
+    def steps_done(self) -> bool:
+        """Whether the last step is done."""
+        has_limit = self.max_steps > 0
+        return self.epoch >= self.epochs or (has_limit and self.step >= self.max_steps)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done and validated."""
+        return self.steps_done and self.validated_step == self.step
+
+    @property
+    def schedule_step(self) -> int:
+        """The argument of the learning-rate schedule.
+
+        It follows epochs: on another number of ranks they may have another number of steps.
+        """
+        return self.epoch * self.steps_per_epoch + self.epoch_step
+
+    def count_step(self, result: StepResult) -> None:
+        """Count a step that was done."""
+        self.step += 1
+        self.epoch_step += 1
+        self.skipped += result.was_skipped
+        if result.has_finite_loss:
+            self.epoch_loss += result.loss
+
+    def count_validation(self, top1: float) -> bool:
+        """Count a validation, and the epoch if it is complete.
+
+        Args:
+            top1: accuracy in percent.
+
+        Returns:
+            Whether this is the best accuracy so far.
+        """
+        self.validated_step = self.step
+        if self.epoch_step == self.steps_per_epoch:
+            self.epoch += 1
+            self.epoch_step = 0
+            self.epoch_loss = 0.0
+        is_best = top1 > self.best_top1
+        self.best_top1 = max(self.best_top1, top1)
+        self.last_top1 = top1
+        return is_best
+
+    def state(self) -> dict:
+        """The state for a checkpoint, ready for JSON, without `step`. `epoch_loss` is this
+        rank's."""
+        return {
+            "epoch": self.epoch,
+            "epoch_step": self.epoch_step,
+            "epoch_loss": self.epoch_loss,
+            "validated_step": self.validated_step,
+            "steps_per_epoch": self.steps_per_epoch,
+            "global_batch": self.global_batch,
+            "best_top1": self.best_top1,
+            "last_top1": self.last_top1,
+            "time_to_target": self.to_target.state(),
+            "loss_watch": self.loss_watch.state(),
+            "skipped": self.skipped,
+        }
+
+    def load(self, step: int, state: dict) -> None:
+        """Continue from a state, perhaps with another global batch.
+
+        The position in the epoch becomes the number of steps that the images seen so far would have
+        been, so that a few images may be seen again.
+
+        Args:
+            step: number of steps before the state was taken.
+            state: as `state()` returns it. Earlier versions lack "time_to_target" and "loss_watch".
+        """
+        self.step = step
+        self.epoch = state["epoch"]
+        self.validated_step = state["validated_step"]
+        self.best_top1 = state["best_top1"]
+        self.last_top1 = state["last_top1"]
+        self.skipped = state["skipped"]
+        if "time_to_target" in state:
+            self.to_target.load(state["time_to_target"])
+        if "loss_watch" in state:
+            self.loss_watch.load(state["loss_watch"])
+        images_seen = state["epoch_step"] * state["global_batch"]
+        self.epoch_step = min(images_seen // self.global_batch, self.steps_per_epoch)
+        summed_loss = state["epoch_loss"] * self.epoch_step
+        self.epoch_loss = summed_loss / max(state["epoch_step"], 1)

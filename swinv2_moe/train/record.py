@@ -1,0 +1,289 @@
+"""What a run leaves for people and programs: progress bar, TensorBoard, metrics.jsonl, events.log,
+summary.json, config.yaml."""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import wraps
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.tensorboard import SummaryWriter
+from yacs.config import CfgNode
+
+from moe_core import RoutingStats, moe_layers
+from moe_core.files import atomic_write
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.events import EventLog
+from swinv2_moe.train.routing import sample_choices
+from swinv2_moe.train.saver import Cost
+
+_PICTURES = 4  # validation images whose routing TensorBoard shows
+
+
+def _records(method: Callable) -> Callable:
+    """For a method of Recorder that writes: it does nothing on other ranks, and what a full disk,
+    say, does not take is lost; the run goes on."""
+
+    @wraps(method)
+    def guarded(self: "Recorder", *args, **kwargs) -> None:
+        try:
+            if self.active:
+                method(self, *args, **kwargs)
+        except OSError as error:
+            if not self.losing:
+                self.say(
+                    f"{self.directory} cannot be written, what is recorded from now on may be lost:"
+                    f" {error}"
+                )
+            self.losing = True
+
+    return guarded
+
+
+class Recorder:
+    """Writes to a run directory and to the terminal on the main rank; on the others it does
+    nothing."""
+
+    def __init__(self, directory: Path, world: World, step: int, event_log: bool = False) -> None:
+        """Go on after `step`: what an earlier run in this directory recorded beyond it is about to
+        be repeated (but what happened stays in the event log)."""
+        self.directory, self.active, self.losing = directory, world.is_main, False
+        self.files, self.events = ExitStack(), None
+        self.console = Console(quiet=not self.active, highlight=False, soft_wrap=True)
+        if self.active:
+            directory.mkdir(parents=True, exist_ok=True)
+            _forget_after(directory / "metrics.jsonl", step)
+            self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
+            self.files.callback(self.writer.close)
+            self.metrics = self.files.enter_context(
+                (directory / "metrics.jsonl").open("a", buffering=1)
+            )
+            if event_log:
+                self.events = self.files.enter_context(closing(EventLog(directory / "events.log")))
+
+    @_records
+    def close(self) -> None:
+        self.files.close()
+
+    def say(self, line: str) -> None:
+        """One line for the person at the terminal."""
+        self.console.print(line, markup=False)
+
+    @contextmanager
+    def engine_log(self) -> Iterator[None]:
+        """Says what moe_core has to tell (its kernels, the strategies it settles on) until the end
+        of the block."""
+        logger, handler = logging.getLogger("moe_core"), logging.Handler(logging.INFO)
+        handler.emit = lambda record: self.say(handler.format(record))
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+
+    @_records
+    def config(self, config: CfgNode) -> None:
+        (self.directory / "config.yaml").write_text(config.dump())
+
+    @_records
+    def begin(self, environment: dict, step: int) -> None:
+        """A part of the run begins after `step`, and what it runs on; an earlier one's summary is
+        not the run's now."""
+        (self.directory / "summary.json").unlink(missing_ok=True)
+        self._write({"step": step, "environment": environment})
+
+    @_records
+    def summary(self, values: dict) -> None:
+        (self.directory / "summary.json").write_text(json.dumps(_plain(values), indent=1) + "\n")
+
+    @_records
+    def step(self, values: dict, routing: dict[str, RoutingStats]) -> None:
+        """A logging step: `values` has `step` and `epoch`; `routing` holds each MoE layer's
+        statistics of this step."""
+        layers = {name: _load(stats) for name, stats in routing.items()}
+        if layers:
+            values["moe/dropped_share"] = dropped_share(routing.values())
+            for key in ("entropy", "load_max"):
+                values[f"moe/{key}"] = float(np.mean([layer[key] for layer in layers.values()]))
+        self._write(values | ({"moe_layers": layers} if layers else {}))
+        step = values["step"]
+        for key, value in values.items():
+            if key not in ("step", "epoch"):
+                self.writer.add_scalar(key if "/" in key else f"train/{key}", value, step)
+        for name, layer in layers.items():
+            for key in ("dropped_share", "entropy", "load_max", "load_min"):
+                self.writer.add_scalar(f"{name}/{key}", layer[key], step)
+            self._add_load(f"{name}/expert_load", layer["load"], step)
+
+    @_records
+    def epoch(self, values: dict, step: int) -> None:
+        """The end of an epoch: `values` has `epoch`, `train_loss`, `val_top1`, ..."""
+        self._write({"step": step} | values)
+        for key, value in values.items():
+            if key != "epoch":
+                self.writer.add_scalar(f"epoch/{key}", value, step)
+        self.writer.flush()
+
+    @_records
+    def event(self, key: str, value: object = None, at: float | None = None, **metadata) -> None:
+        """A line of the event log, where there is one; arguments as in `EventLog.write`."""
+        if self.events:
+            self.events.write(key, value, at, metadata)
+
+    @contextmanager
+    def interval(self, name: str, **metadata) -> Iterator[None]:
+        """`<name>_start` and, however the block ends, `<name>_stop` in the event log."""
+        self.event(f"{name}_start", **metadata)
+        try:
+            yield
+        finally:
+            self.event(f"{name}_stop", **metadata)
+
+    @_records
+    def checkpoint(self, cost: Cost) -> None:
+        """What a save cost the main rank."""
+        self.writer.add_scalar("checkpoint/stall_seconds", cost.stall, cost.step)
+        self.writer.add_scalar("checkpoint/seconds", cost.seconds, cost.step)
+        self.writer.add_scalar("checkpoint/bytes", cost.bytes, cost.step)
+
+    @contextmanager
+    def routing(
+        self, model: nn.Module, loader: DataLoader, data: CfgNode, step: int
+    ) -> Iterator[None]:
+        """Around a validation of `model` on `loader`: four of its images, always the same, and
+        beside each, layer by layer, its patches in the colour of the expert that they chose, in
+        TensorBoard's image tab.
+
+        The pass is the validation's own, with the capacity of evaluation; which choices that
+        dropped is not shown. Only the main rank's images; no rank does anything for it together
+        with others. `data`: the configuration's.
+        """
+        if not self.active or not moe_layers(model):
+            yield
+            return
+        with sample_choices(model, len(loader.sampler), _PICTURES) as sample:
+            yield
+        self._picture("routing", sample.picture(data.MEAN, data.STD), step)
+
+    @_records
+    def _picture(self, tag: str, picture: np.ndarray, step: int) -> None:
+        self.writer.add_image(tag, picture, step, dataformats="HWC")
+
+    def bar(self, description: str, total: int, done: int = 0) -> "Bar":
+        """A progress bar for one epoch; invisible where there is no terminal."""
+        return Bar(
+            self.console, description, total, done, visible=self.active and self.console.is_terminal
+        )
+
+    def _write(self, values: dict) -> None:
+        self.metrics.write(json.dumps(_plain(values)) + "\n")
+
+    def _add_load(self, tag: str, load: list[float], step: int) -> None:
+        """Expert load as a histogram with one bar for each expert, numbered along the axis."""
+        counts = np.asarray(load, dtype=np.float64)
+        ids = np.arange(len(counts), dtype=np.float64)
+        self.writer.add_histogram_raw(
+            tag,
+            min=0.0,
+            max=float(len(counts)),
+            num=float(counts.sum()),
+            sum=float((counts * ids).sum()),
+            sum_squares=float((counts * ids**2).sum()),
+            bucket_limits=(ids + 1).tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
+
+
+class Bar:
+    """A progress bar with free text at its end, as a context manager."""
+
+    def __init__(
+        self, console: Console, description: str, total: int, done: int, visible: bool
+    ) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            transient=True,
+            disable=not visible,
+        )
+        self._task = self._progress.add_task(description, total=total, completed=done, text="")
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._progress.stop()
+
+    def advance(self, text: str) -> None:
+        self._progress.update(self._task, advance=1, text=text)
+
+
+def dropped_share(stats: Iterable[RoutingStats]) -> float:
+    """Of all choices in one or more layers together, those that found their expert full; 0 where
+    none was made."""
+    counts, shares = zip(*((one.counts.sum(), one.dropped_share) for one in stats), strict=True)
+    choices = torch.stack(counts).double()
+    return float(choices @ torch.stack(shares).double() / choices.sum().clamp(min=1))
+
+
+def _load(stats: RoutingStats) -> dict:
+    """A layer's routing as plain numbers; load is relative to an even share, 1 for every expert."""
+    counts = stats.counts.double()
+    load = (counts * len(counts) / counts.sum().clamp(min=1)).tolist()
+    return {
+        "dropped_share": float(stats.dropped_share),
+        "entropy": float(stats.entropy),
+        "load_max": max(load),
+        "load_min": min(load),
+        "load": [round(value, 4) for value in load],
+    }
+
+
+def _plain(value: object) -> object:
+    """JSON has no NaN: null stands for it."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _forget_after(metrics: Path, step: int) -> None:
+    """Drop the lines of steps that a resumed run is going to repeat, and those whose writing was
+    cut off."""
+    if metrics.is_file():
+        lines = [
+            line for line in metrics.read_text(errors="replace").splitlines() if _step(line) <= step
+        ]
+        with atomic_write(metrics) as kept:
+            kept.writelines(f"{line}\n".encode() for line in lines)
+
+
+def _step(line: str) -> float:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+    if isinstance(step, int):
+        return step
+    return math.inf

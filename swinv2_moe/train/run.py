@@ -1,0 +1,231 @@
+"""A run from its configuration to its summary: what is opened, in which order, and closed."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+from yacs.config import CfgNode
+
+from swinv2_moe.config import (
+    data_config,
+    flatten,
+    model_config,
+    resolve_batch_size,
+    train_config,
+)
+from swinv2_moe.data import Data, build_data
+from swinv2_moe.errors import UserError
+from swinv2_moe.imports import imported_files
+from swinv2_moe.models import (
+    MoEModel,
+    build_model,
+    load_dense,
+    measure_model,
+)
+from swinv2_moe.models.heads import fit_head
+from swinv2_moe.train import checkpoint, optim
+from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
+from swinv2_moe.train.checkpoint import Checkpoint
+from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.train.environment import describe_environment
+from swinv2_moe.train.events import Staging, load_mllogger, read_staging
+from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.record import Recorder
+from swinv2_moe.train.run_lock import only_run
+from swinv2_moe.train.run_report import closing_lines, headline, summarize
+from swinv2_moe.train.run_warnings import start_warnings
+from swinv2_moe.train.saver import Saver, save_policy
+from swinv2_moe.train.stopping import StoppedElsewhere
+
+# for a save under way when the run fails; with all ranks well it takes a fraction
+_LAST_SAVE_SECONDS = 60
+
+
+def train(
+    config: CfgNode, resume: str | None = None, resume_command: str = 'train(config, resume="auto")'
+) -> dict | None:
+    """Train (or go on training) what `config` describes in the run directory `config.OUTPUT`.
+
+    Everything that can be wrong with the input is found before anything but a lock is written to
+    the run directory.
+
+    Args:
+        resume: what to go on from: "auto", a run or a checkpoint. None starts afresh.
+        resume_command: what the user is told to do to go on with a run that was stopped.
+
+    Returns:
+        The summary; None of a run that was told to stop before its end.
+
+    Raises:
+        UserError: input that cannot be used, or a loss that is not finite.
+        CollectiveError: another rank has ended, or is stuck.
+        StoppedElsewhere: see there.
+    """
+    began, started = time.time(), time.perf_counter()
+    root = Path(config.OUTPUT)
+    with (
+        open_world(config.DEVICE, config.TIMEOUT) as world,
+        world.named_errors("a collective"),
+        ExitStack() as stack,
+    ):
+        check_same_start(flatten(config) | {"--resume": resume}, world)
+        if config.EVENT_LOG:
+            world.everywhere(load_mllogger)
+        config = resolve_batch_size(config, world.size)
+        # before looking at what another run may be writing
+        stack.enter_context(only_run(root, world))
+        source = _starting_point(root, resume, world)
+        data, staging = _load_data(config, world)
+        model = _build_model(config, data.num_classes, world)
+        if source is None:
+            _load_pretrained(config, model, world)
+        trainer = Trainer(config, world, data, model)
+        if source is not None:
+            trainer.resume(source)
+        size = measure_model(model_config(config), data.num_classes)
+        warnings = _warnings(trainer)
+        # on all ranks at about the same time: they have just exchanged versions
+        stack.enter_context(trainer.stop)
+        recorder = stack.enter_context(
+            closing(Recorder(root, world, trainer.progress.step, config.EVENT_LOG))
+        )
+        stack.enter_context(recorder.engine_log())
+        recorder.config(config)
+        recorder.say(headline(trainer, size, source))
+        for file in imported_files():
+            recorder.say(f"imported {file}")
+        for warning in warnings:
+            recorder.say(f"warning: {warning}")
+        policy = save_policy(config)
+        saver = Saver(
+            root / "checkpoints", world, policy, source, recorder.say, recorder.checkpoint
+        )
+        stack.callback(saver.wait, _LAST_SAVE_SECONDS)
+        was_finished = trainer.progress.finished
+        if not was_finished:
+            recorder.begin(describe_environment(world), trainer.progress.step)
+        with _run_events(recorder, trainer, began, staging):
+            trainer.fit(recorder, saver)
+        if trainer.stopped_by:
+            recorder.say(
+                f"{trainer.stopped_by}: stopped after step {trainer.progress.step}; to go on:"
+                f" {resume_command}"
+            )
+        summary = summarize(trainer, size, staging, time.perf_counter() - started)
+        if trainer.progress.finished:
+            if not was_finished:  # else it keeps its summary
+                recorder.summary(summary)
+            recorder.say(closing_lines(trainer, summary, root))
+    if trainer.stop.came_from_elsewhere(trainer.stopped_by):
+        raise StoppedElsewhere
+    if trainer.stopped_by:
+        return None
+    return summary
+
+
+def _load_data(config: CfgNode, world: World) -> tuple[Data, Staging | None]:
+    """The data and the record of its staging.
+
+    Raises:
+        UserError: on every rank, what one of them finds wrong; what `check_same_data` raises.
+    """
+    data = world.everywhere(lambda: build_data(data_config(config), world.rank, world.size))
+    staging = world.everywhere(lambda: read_staging(config.DATA.PATH))
+    train_images, val_images = data.train_loader.dataset.source, data.val_loader.dataset.source
+    check_same_data(config.DATA.PATH, world, train_images, val_images, data.class_names)
+    return data, staging
+
+
+def _starting_point(root: Path, resume: str | None, world: World) -> Checkpoint | None:
+    """The checkpoint to go on from; None starts afresh, which an existing run in `root` forbids."""
+    if resume is not None:
+        return checkpoint.find_checkpoint(resume, root / "checkpoints", world)
+    if world.agree((root / "metrics.jsonl").exists()):
+        raise UserError(
+            f"--output {root}: already holds a run; --resume auto continues it, another directory"
+            " starts anew"
+        )
+    return None
+
+
+def _warnings(trainer: Trainer) -> list[str]:
+    """Every rank calls this."""
+    config, world = train_config(trainer.config), trainer.world
+    rate = optim.scaled_learning_rate(config, config.base_lr, world.size)
+    lines = start_warnings(config, data_config(trainer.config), trainer.data, rate)
+    return lines + differing_versions(world)
+
+
+def _build_model(config: CfgNode, num_classes: int, world: World) -> MoEModel:
+    seed_everything(config.SEED)  # the same weights on any number of ranks
+    section = model_config(config)
+    return build_model(section, num_classes, expert_group(section.experts, world))
+
+
+def _load_pretrained(config: CfgNode, model: MoEModel, world: World) -> None:
+    source = config.MODEL.PRETRAINED
+    if not source:
+        return
+    fit = partial(fit_head, model=model, config=model_config(config))
+    try:
+        found = None
+        if Path(source).is_dir():
+            found = checkpoint.find_checkpoint(
+                source, Path(), world, "MODEL.PRETRAINED", weights_only=True
+            )
+        if found and not config.MODEL.UPCYCLE:
+            checkpoint.load_weights(found, model, fit)
+        else:
+            dense = checkpoint.read_dense(found, model) if found else source
+            fresh = load_dense(
+                model, dense, config.MODEL.UPCYCLE, config.MODEL.UPCYCLE_NOISE, config.SEED, fit
+            )
+            if fresh and config.MODEL.MOE.FREEZE:
+                raise UserError(
+                    f"MODEL.MOE.FREEZE is True: weights {source} have no {fresh[0]}, it would stay"
+                    " random"
+                )
+    except UserError as error:
+        hint = ""
+        if f"{model.classifier}." in str(error):
+            hint = (
+                " (other classes? MODEL.NEW_HEAD True starts a new head, MODEL.CLASS_MAP takes over"
+                " some of its rows)"
+            )
+        raise UserError(f"{error}{hint}") from error
+
+
+@contextmanager
+def _run_events(
+    recorder: Recorder, trainer: Trainer, began: float, staging: Staging | None
+) -> Iterator[None]:
+    """What the event log says of this part of a run: what it starts from (since `began`, in seconds
+    since 1970), and around the block its training, which has success with the target, or with its
+    end where there is none."""
+    if trainer.progress.finished:  # before
+        yield
+        return
+    config = trainer.config
+    if staging is not None:
+        recorder.event("staging_start", at=staging.started)
+        recorder.event("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)
+    recorder.event("init_start", at=began)
+    recorder.event("seed", config.SEED)
+    recorder.event("global_batch_size", trainer.progress.global_batch)
+    recorder.event("train_samples", trainer.data.train_size)
+    recorder.event("eval_samples", trainer.data.val_size)
+    schedule = train_config(config)
+    rate = optim.scaled_learning_rate(schedule, schedule.base_lr, trainer.world.size)
+    recorder.event("opt_base_learning_rate", rate)
+    recorder.event("init_stop")
+    recorder.event("run_start")
+    try:
+        yield
+    finally:
+        progress = trainer.progress
+        succeeded = progress.finished
+        if progress.to_target.target:
+            succeeded = progress.to_target.reached is not None
+        recorder.event("run_stop", status="success" if succeeded else "aborted")

@@ -1,0 +1,120 @@
+"""What a run says about itself: its first lines, its last lines and summary.json."""
+
+from pathlib import Path
+
+import torch
+
+from moe_core import moe_layers
+from swinv2_moe.models import Complexity
+from swinv2_moe.train.checkpoint import Checkpoint
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.events import Staging
+from swinv2_moe.train.loop import Trainer
+
+
+def headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> str:
+    """The model, the data and the processes; for a resumed run, where it goes on."""
+    config, data, world = trainer.config, trainer.data, trainer.world
+    num_layers = len(moe_layers(trainer.step.model))
+    experts = "dense"
+    if num_layers:
+        experts = f"{config.MODEL.MOE.NUM_EXPERTS} experts in {num_layers} layers"
+    processes = "processes"
+    if world.size == 1:
+        processes = "process"
+    lines = [
+        f"{config.MODEL.TYPE} ({experts}): {size.parameters / 1e6:.2f}M parameters,"
+        f" {size.macs / 1e6:,.1f}M MACs/image;"
+        f" {data.train_size:,} + {data.val_size:,} images, {data.num_classes} classes;"
+        f" {world.size} {processes} on {_device_name(world)}"
+    ]
+    if source is not None:
+        lines += _resume_lines(trainer, source)
+    return "\n".join(lines)
+
+
+def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
+    progress = trainer.progress
+    lines = [f"passed over: {problem}" for problem in source.skipped]
+    lines.append(
+        f"going on from {source.directory}, step {progress.step} (epoch {progress.epoch} done)"
+    )
+    ages = source.expert_ages()
+    if ages:
+        lines.append(ages)
+    if progress.to_target.target and "time_to_target" not in source.meta["training"]:
+        lines.append(
+            "the checkpoint does not say how long the run has taken: the time to the target counts"
+            " anew"
+        )
+    return lines
+
+
+def closing_lines(trainer: Trainer, summary: dict, root: Path) -> str:
+    """Speed, accuracy and places of a run that is finished.
+
+    Args:
+        summary: what `summarize` returns.
+        root: the run directory.
+    """
+    progress = trainer.progress
+    lines = []
+    unreadable = trainer.unreadable.summary()
+    if unreadable:
+        lines.append(unreadable)
+    if summary["images_per_second"]:
+        lines.append(
+            f"{summary['images_per_second']:,.0f} images/s in training,"
+            f" {summary['data_wait_share']:.1%} of the time waiting for data"
+        )
+    if summary["staging_seconds"] is not None:
+        rate = summary["staging_bytes_per_second"]
+        speed = ""
+        if rate:
+            speed = f" ({rate / 1e6:,.1f} MB/s)"
+        lines.append(f"staging the data took {summary['staging_seconds']:,.1f} s{speed}")
+    if progress.to_target.target:
+        lines.append(str(progress.to_target))
+    lines.append(
+        f"final top-1 {progress.last_top1:.2f}%, best {progress.best_top1:.2f}%;"
+        f" checkpoints in {root / 'checkpoints'}, TensorBoard logs in {root / 'tensorboard'}"
+    )
+    return "\n".join(lines)
+
+
+def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, seconds: float) -> dict:
+    """The content of summary.json. Every rank calls this.
+
+    Args:
+        seconds: duration of this part of the run, start-up included.
+    """
+    progress, world = trainer.progress, trainer.world
+    reached = progress.to_target.reached
+    return {
+        "val_top1": progress.last_top1,
+        "best_val_top1": progress.best_top1,
+        "epochs": progress.epoch,
+        "steps": progress.step,
+        "images_per_second": trainer.throughput.images_per_second,
+        "data_wait_share": trainer.data_wait_share(),
+        "seconds": seconds,
+        "target_top1": progress.to_target.target or None,
+        "seconds_to_target": reached.seconds if reached else None,
+        "target_epoch": reached.epoch if reached else None,
+        "target_step": reached.step if reached else None,
+        "staging_seconds": staging.seconds if staging else None,
+        "staging_bytes_per_second": staging.rate if staging else None,
+        "parameters": size.parameters,
+        "active_macs": size.macs,
+        "world_size": world.size,
+        "device": _device_name(world),
+        "torch": torch.__version__,
+        "unreadable_images": len(trainer.unreadable.paths),
+        "skipped_steps": progress.skipped,
+    }
+
+
+def _device_name(world: World) -> str:
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return "cpu"

@@ -1,0 +1,163 @@
+"""One optimiser step over all ranks: forward, backward, clipping and update."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from yacs.config import CfgNode
+
+from moe_core import average_expert_gradients, clip_gradients
+from swinv2_moe.config import data_config, train_config
+from swinv2_moe.data import Batch
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import MoEModel
+from swinv2_moe.train import optim
+from swinv2_moe.train.autocast import build_autocast
+from swinv2_moe.train.diagnose import explain_non_finite
+from swinv2_moe.train.distributed import World, seed_everything
+from swinv2_moe.train.mixup import build_mixup
+from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
+from swinv2_moe.train.stopping import StopSignal
+
+
+class StepResult(NamedTuple):
+    """What one step gives. Losses are means over the images of this rank."""
+
+    loss: float  # with the weighted auxiliary loss
+    aux_loss: float  # unweighted
+    grad_norm: float  # over all ranks, before clipping
+    has_finite_loss: bool  # on every rank
+    was_skipped: bool  # the optimiser left the weights as they were
+    stopping: bool  # some rank has received a signal
+
+
+class TrainingStep:
+    """A model, its optimiser and what they need for a step on given batches.
+
+    Random numbers are seeded from (SEED, step, rank) at each step: the result depends only on the
+    weights, the batches and the number of the step.
+
+    Args:
+        num_classes: size of the targets that mixup makes.
+        stop: its signal is shared with the other ranks at each step.
+    """
+
+    def __init__(
+        self,
+        config: CfgNode,
+        world: World,
+        model: MoEModel,
+        num_classes: int,
+        stop: StopSignal | None = None,
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.stop = stop or StopSignal()
+        self.model = model.to(world.device)
+        self.ema = averaged_copy(
+            self.model, world, config.TRAIN.EMA_DECAY, config.TRAIN.SHARD_TRUNK
+        )
+        self.wrapped = parallelize(self.model, world, config.COMPILE, config.TRAIN.SHARD_TRUNK)
+        schedule = train_config(config)
+        rate = optim.scaled_learning_rate(schedule, schedule.base_lr, world.size)
+        self.optimizer = optim.build_optimizer(schedule, self.model, rate)
+        self.scaler = optim.LossScaler(config.AMP_ENABLE and config.AMP_DTYPE == "float16")
+        augment = data_config(config).augment
+        self.mixup = build_mixup(augment, config.MODEL.LABEL_SMOOTHING, num_classes)
+        self.autocast = build_autocast(config, world)
+        self.skipped_in_a_row = 0
+
+    @property
+    def deployed(self) -> MoEModel:
+        """The weights to validate: the averaged ones if there are any."""
+        if self.ema:
+            return self.ema.module
+        return self.model
+
+    def run(self, batches: Sequence[Batch], step: int) -> StepResult:
+        """One step on accumulated batches. Every rank calls this.
+
+        Args:
+            step: number of steps before this one.
+
+        Raises:
+            UserError: a loss or gradient is not finite, and SKIP_NON_FINITE steps before this one
+                were skipped; the message names the layer where it began.
+        """
+        seed_everything(self.config.SEED, step, self.world.rank)
+        total = torch.zeros(2, device=self.world.device)
+        for i, batch in enumerate(batches):
+            is_last = i == len(batches) - 1
+            with gradient_sync(self.wrapped, enabled=is_last):
+                with self.world.named_errors(f"the forward pass of step {step + 1}"):
+                    loss, aux_loss = self.loss(batch)
+                with self.world.named_errors(f"the backward pass of step {step + 1}"):
+                    (loss * self.scaler.scale / len(batches)).backward()
+            total += torch.stack([loss.detach(), aux_loss.detach()]) / len(batches)
+        norm = self._clip()
+        bad_losses, signals = self._sum_flags(total[0])
+        loss, aux_loss = total.tolist()
+        norm = float(norm)
+        is_finite = bad_losses == 0 and norm < float("inf")
+        was_skipped = self._update(is_finite, batches, step)
+        return StepResult(loss, aux_loss, norm, bad_losses == 0, was_skipped, signals > 0)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss to minimise, with the weighted auxiliary loss, and the unweighted auxiliary
+        loss: scalars."""
+        images, targets = self._mixed(batch)
+        # mixup smooths its own targets
+        smoothing = 0.0 if self.mixup else self.config.MODEL.LABEL_SMOOTHING
+        with self.autocast():
+            logits, aux_loss = self.wrapped(images)
+        loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
+        return loss + self.config.MODEL.MOE.AUX_LOSS_WEIGHT * aux_loss, aux_loss
+
+    def _mixed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Images and targets on the device, after mixup."""
+        images = batch.images.to(self.world.device, non_blocking=True)
+        targets = batch.targets.to(self.world.device, non_blocking=True)
+        if self.mixup:
+            return self.mixup(images, targets)
+        return (images, targets)
+
+    def _clip(self) -> Tensor:
+        """Average, unscale and clip the gradients; returns their global norm before clipping."""
+        average_expert_gradients(self.model)
+        self.scaler.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
+        return clip_gradients(self.model, self.config.TRAIN.CLIP_GRAD)
+
+    def _sum_flags(self, loss: Tensor) -> tuple[float, float]:
+        """The number of ranks whose loss is not finite, and of those that received a signal.
+
+        This is the one wait for the device in a step.
+        """
+        is_bad = (~torch.isfinite(loss)).float()
+        # a fill; a copy would wait for the GPU
+        signalled = torch.full_like(loss, self.stop.received is not None)
+        bad_losses, signals = self.world.sum(torch.stack([is_bad, signalled])).tolist()
+        return bad_losses, signals
+
+    def _update(self, is_finite: bool, batches: Sequence[Batch], step: int) -> bool:
+        """Update the weights, unless a loss or the gradient on some rank is not finite.
+
+        Returns:
+            Whether the step counts as skipped: fp16's search for a loss scale does not.
+        """
+        self.scaler.update(is_finite)
+        was_skipped = False
+        if is_finite:
+            self.optimizer.step()
+            self.skipped_in_a_row = 0
+        elif self.scaler.exhausted:
+            if self.skipped_in_a_row == self.config.TRAIN.SKIP_NON_FINITE:
+                images = self._mixed(batches[-1])[0]
+                raise UserError(explain_non_finite(step + 1, self.model, images, self.world))
+            self.skipped_in_a_row += 1
+            was_skipped = True
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema and is_finite:
+            self.ema.update(self.model)
+        return was_skipped

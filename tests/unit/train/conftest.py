@@ -1,0 +1,101 @@
+"""Runs of a few seconds: the digits, a model of three blocks (two with experts), five steps of 256
+images an epoch."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from yacs.config import CfgNode
+
+from swinv2_moe.config import data_config, load_config, model_config
+from swinv2_moe.data import build_data
+from swinv2_moe.models import build_model
+from swinv2_moe.train.distributed import World, seed_everything
+from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.saver import Saver, save_policy
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
+SMALL = {
+    "MODEL.SWINV2.EMBED_DIM": 16,
+    "MODEL.SWINV2.DEPTHS": [1, 1, 1],
+    "MODEL.MOE.BLOCKS": [[], [0], [0]],
+}
+SMALL |= {
+    "MODEL.MOE.NUM_EXPERTS": 4,
+    "DATA.BATCH_SIZE": 256,
+    "TRAIN.EPOCHS": 2,
+    "TRAIN.WARMUP_EPOCHS": 1,
+}
+SMALL |= {"PRINT_FREQ": 1, "DEVICE": "cpu"}
+
+
+def _config(output: Path, keys: dict[str, object] | None = None) -> CfgNode:
+    opts = [str(part) for pair in (SMALL | (keys or {})).items() for part in pair]
+    return load_config(QUICKSTART, opts, output=str(output))
+
+
+@pytest.fixture(scope="session")
+def make_config() -> Callable[..., CfgNode]:
+    """`make_config(output, {"KEY": value})`."""
+    return _config
+
+
+@pytest.fixture
+def make_trainer(tmp_path) -> Callable[..., Trainer]:
+    """`make_trainer({"KEY": value})`: a trainer in this process that has not begun."""
+
+    def make(keys: dict[str, object] | None = None) -> Trainer:
+        config = _config(tmp_path, keys)
+        data = build_data(data_config(config))
+        seed_everything(config.SEED)
+        return Trainer(
+            config,
+            World(0, 1, torch.device("cpu")),
+            data,
+            build_model(model_config(config), data.num_classes),
+        )
+
+    return make
+
+
+@pytest.fixture
+def save() -> Callable[..., Path]:
+    """`save(trainer, root, is_best=..., whole=...)`: its state as a checkpoint in `root`; that
+    checkpoint."""
+
+    def run(trainer: Trainer, root: Path, **how) -> Path:
+        saver = Saver(root, trainer.world, save_policy(trainer.config))
+        trainer.save(saver, **how)
+        saver.close()
+        return root / f"step-{trainer.progress.step:08d}"
+
+    return run
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 8 MB: room for three checkpoints."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    mount = subprocess.run(command, capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small file system needs the right to mount: {mount.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.fixture(scope="session")
+def read_metrics() -> Callable[[Path], tuple[list[dict], list[dict]]]:
+    """`read_metrics(run)`: its step lines and its epoch lines."""
+
+    def read(run: Path) -> tuple[list[dict], list[dict]]:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if "loss" in line], [
+            line for line in lines if "train_loss" in line
+        ]
+
+    return read

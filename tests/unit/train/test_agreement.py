@@ -1,0 +1,142 @@
+"""What the ranks compare before they do anything together."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from swinv2_moe.data.sources import ImageArrays
+from swinv2_moe.errors import UserError
+from swinv2_moe.train import agreement
+from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
+from swinv2_moe.train.distributed import World
+
+VALUES = {
+    "TRAIN.BASE_LR": 1e-3,
+    "MODEL.MOE.BLOCKS": [[], [0]],
+    "DATA.PATH": "/local/0",
+    "--resume": None,
+    "SEED": 0,
+}
+
+
+@dataclass(frozen=True)
+class WithOthers(World):
+    """Rank 0 among others; where the ranks gather, `others[i]` is what the others give the i-th
+    time."""
+
+    others: list = field(default_factory=list)
+
+    def gather(self, value: object) -> list:
+        return [value, *self.others.pop(0)]
+
+
+def world(*others: list) -> WithOthers:
+    return WithOthers(0, 1 + len(others[0]), torch.device("cpu"), others=list(others))
+
+
+def compare(*others: dict) -> None:
+    """`VALUES` on rank 0 beside those of the other ranks."""
+    printed = [{key: repr(value) for key, value in values.items()} for values in others]
+    check_same_start(VALUES, world(list(map(agreement._digest, printed)), printed))
+
+
+def refusal(*others: dict) -> str:
+    with pytest.raises(UserError) as caught:
+        compare(*others)
+    assert "\n" not in str(caught.value)
+    return str(caught.value).removeprefix("the ranks were started differently: ")
+
+
+def test_a_process_alone_agrees_with_itself():
+    check_same_start(VALUES, World(0, 1, torch.device("cpu")))
+
+
+def test_places_of_data_may_differ():
+    same = {key: value for key, value in VALUES.items() if key != "DATA.PATH"}
+    compare(same, same)
+
+
+def test_the_key_and_both_values_are_named():
+    same = {key: value for key, value in VALUES.items() if key != "DATA.PATH"}
+    assert (
+        refusal(same, same | {"TRAIN.BASE_LR": 1e-2})
+        == "TRAIN.BASE_LR is 0.001 on rank 0, 0.01 on rank 2"
+    )
+    assert (
+        refusal(same | {"MODEL.MOE.BLOCKS": [[], []]})
+        == "MODEL.MOE.BLOCKS is [[], [0]] on rank 0, [[], []] on rank 1"
+    )
+    assert refusal(same | {"--resume": "auto"}) == "--resume is None on rank 0, 'auto' on rank 1"
+    assert refusal(same | {"SEED": "0"}) == "SEED is 0 on rank 0, '0' on rank 1"
+
+
+def test_keys_that_one_rank_lacks():
+    """Another version of this program has other keys."""
+    same = {key: value for key, value in VALUES.items() if key not in ("DATA.PATH", "SEED")}
+    assert (
+        refusal(same | {"NEW.KEY": 1})
+        == "SEED is 0 on rank 0, None on rank 1; NEW.KEY is None on rank 0, 1 on rank 1"
+    )
+
+
+def test_many_differences_are_counted():
+    message = refusal(dict.fromkeys(VALUES, 7) | {"A": 1, "B": 2})
+    assert message.count(" on rank 0, ") == 3
+    assert message.endswith("; and 4 more")
+
+
+def images(targets: list[int]) -> ImageArrays:
+    return ImageArrays("images", np.zeros((len(targets), 2, 2), np.uint8), np.array(targets))
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "names", "says"),
+    [
+        (
+            [0, 1],
+            [0],
+            ["a", "b"],
+            "rank 1 finds 2 + 1 images there, rank 0 3 + 1; their number and their classes must",
+        ),
+        (
+            [0, 1, 1],
+            [0],
+            ["a", "b"],
+            "rank 1 finds 3 + 1 images there, rank 0 3 + 1; their number and their classes",
+        ),
+        ([0, 0, 1], [1], ["a", "b"], "their classes must be the same"),
+        ([0, 0, 1], [0], ["a", "c"], "their classes must be the same"),
+    ],
+)
+def test_other_data(train, val, names, says):
+    seen = []
+
+    class Recording(World):
+        def gather(self, value: object) -> list:
+            seen.append(value)
+            return [value]
+
+    check_same_data("data", Recording(1, 2, torch.device("cpu")), images(train), images(val), names)
+    with pytest.raises(UserError) as caught:
+        check_same_data("data", world(seen), images([0, 0, 1]), images([0]), ["a", "b"])
+    assert str(caught.value).startswith("DATA.PATH is 'data': ")
+    assert says in str(caught.value)
+    check_same_data("data", world([*seen]), images(train), images(val), names)
+
+
+def test_versions(monkeypatch):
+    monkeypatch.setattr(
+        agreement, "code_versions", lambda: {"torch": "2.11.0", "commit": "abc", "triton": None}
+    )
+    same, other = (
+        {"torch": "2.11.0", "commit": "abc", "triton": None},
+        {"torch": "2.10.0", "commit": "abc", "triton": "3"},
+    )
+    assert differing_versions(world([same, same])) == []
+    assert differing_versions(world([same, other])) == [
+        "rank 0 runs torch 2.11.0, rank 2 2.10.0",
+        "rank 0 runs triton None, rank 2 3",
+    ]
+    assert differing_versions(World(0, 1, torch.device("cpu"))) == []

@@ -1,0 +1,156 @@
+"""What a model says of every image: by the definition, against a plain loop, and the same on any
+number of ranks."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader
+from trainer_cases import QUICKSTART, SMALL
+from yacs.config import CfgNode
+
+from swinv2_moe.config import data_config, load_config, model_config
+from swinv2_moe.data import evaluation_loader
+from swinv2_moe.data.sources import ImageArrays, load_sources
+from swinv2_moe.models import build_model
+from swinv2_moe.train.distributed import World, expert_group, seed_everything
+from swinv2_moe.train.evaluation import Predictions, evaluate, predict
+
+ALONE = World(0, 1, torch.device("cpu"))
+# Images and batch size: neither 2 nor 3 ranks divide the first two, and of two images the third
+# rank has none.
+SIZES = [(43, 7), (25, 8), (2, 5)]
+BROKEN = 5
+
+
+class FirstDigits(ImageArrays):
+    """The digits of the validation set up to a size; one of them cannot be read."""
+
+    def open(self, index: int) -> Image.Image:
+        if index == BROKEN:
+            raise OSError("truncated")
+        return super().open(index)
+
+
+def small_config(*opts: str) -> CfgNode:
+    return load_config(QUICKSTART, [*SMALL.split(), "MODEL.MOE.NUM_EXPERTS", "6", *opts])
+
+
+def make_loader(
+    config: CfgNode, size: int, batch: int, rank: int = 0, ranks: int = 1
+) -> DataLoader:
+    val, config = load_sources(data_config(config)).val, config.clone()
+    config.defrost()
+    config.DATA.BATCH_SIZE = batch
+    return evaluation_loader(
+        data_config(config),
+        FirstDigits(val.label, val.images[:size], val.targets[:size]),
+        rank,
+        ranks,
+    )
+
+
+def make_model(config: CfgNode, world: World = ALONE) -> nn.Module:
+    """In training mode; the experts' part of the result is as large as the trunk's."""
+    seed_everything(0)
+    model = build_model(model_config(config), 10, expert_group(model_config(config).experts, world))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm2.weight"):  # 0 at first
+            nn.init.ones_(parameter)
+    return model
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_by_the_definition(data):
+    """Logits of few values, so that many are equal, in batches, some without a target."""
+    images, classes = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 6))
+    logits = data.draw(
+        arrays(np.float32, (images, classes), elements=st.sampled_from([-3.0, 0.0, 0.5, 2.0]))
+    )
+    targets = data.draw(arrays(np.int64, images, elements=st.integers(-1, classes - 1)))
+    batches = zip(*(torch.from_numpy(part).split(5) for part in (logits, targets)), strict=True)
+    found, _ = predict(nn.Identity(), [(*batch, []) for batch in batches], ALONE, nullcontext)
+    counted = targets >= 0
+    logits, targets = logits[counted].astype(np.float64), targets[counted]
+    order = np.argsort(-logits, axis=1, kind="stable")
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    assert found.targets.tolist() == targets.tolist()
+    assert found.predicted.tolist() == order[:, 0].tolist()
+    assert found.ranks.tolist() == [
+        row.tolist().index(target) for row, target in zip(order, targets, strict=True)
+    ]
+    np.testing.assert_allclose(found.confidence, probabilities.max(1), rtol=1e-5)
+    np.testing.assert_allclose(
+        found.losses, -np.log(probabilities[np.arange(len(targets)), targets]), rtol=1e-4
+    )
+
+
+def test_image_by_image():
+    """In the order of the data set, without the broken image, and the model back in training."""
+    config = small_config()
+    model, loader = make_model(config), make_loader(config, 43, 7)
+    found, unreadable = predict(model, loader, ALONE, nullcontext)
+    assert unreadable == [f"digits[{BROKEN}]"]
+    assert all(module.training for module in model.modules())
+    model.eval()
+    samples = [loader.dataset[i] for i in range(43) if i != BROKEN]
+    with torch.no_grad():
+        logits = torch.cat([model(sample.image[None]) for sample in samples])
+    assert found.targets.tolist() == [sample.target for sample in samples]
+    assert found.predicted.tolist() == logits.argmax(1).tolist()
+    assert len(set(found.predicted.tolist())) > 1  # images differ
+    np.testing.assert_allclose(found.confidence, logits.softmax(1).amax(1), atol=1e-5)
+
+
+def test_the_sums_of_training_are_those_of_the_predictions():
+    config = small_config()
+    model = make_model(config)
+    found, _ = predict(model, make_loader(config, 43, 7), ALONE, nullcontext)
+    sums = evaluate(model, make_loader(config, 43, 7), ALONE, nullcontext)
+    assert (sums.images, sums.unreadable) == (42, [f"digits[{BROKEN}]"])
+    assert sums.top1 == pytest.approx(100 * (found.ranks == 0).mean())
+    assert sums.top5 == pytest.approx(100 * (found.ranks < 5).mean())
+    assert sums.loss == pytest.approx(found.losses.mean())
+
+
+def on_rank(rank: int, ranks: int, expected: list[Predictions], limited: Predictions) -> None:
+    world = World(rank, ranks, torch.device("cpu"), dist.group.WORLD)
+    config = small_config()
+    model = make_model(config, world)
+    for (size, batch), alone in zip(SIZES, expected, strict=True):
+        found, unreadable = predict(
+            model, make_loader(config, size, batch, rank, ranks), world, nullcontext
+        )
+        assert unreadable == [f"digits[{BROKEN}]"] * (size > BROKEN)
+        if rank:
+            assert [len(column) for column in found] == [0] * len(found)
+            continue
+        for name in ("targets", "predicted", "ranks"):
+            assert getattr(found, name).tolist() == getattr(alone, name).tolist(), (size, name)
+        for name in ("confidence", "losses"):
+            np.testing.assert_allclose(getattr(found, name), getattr(alone, name), rtol=1e-4)
+    config = small_config("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.5")
+    model = make_model(config, world)
+    found, _ = predict(model, make_loader(config, *SIZES[0], rank, ranks), world, nullcontext)
+    if not rank:  # which tokens are dropped depends on the ranks, which images count does not
+        assert found.targets.tolist() == limited.targets.tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_says_the_same_of_every_image(ranks, run_processes):
+    config = small_config()
+    model = make_model(config)
+    expected = [predict(model, make_loader(config, *size), ALONE, nullcontext)[0] for size in SIZES]
+    assert [len(found.targets) for found in expected] == [42, 24, 2]
+    config = small_config("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.5")
+    limited = predict(make_model(config), make_loader(config, *SIZES[0]), ALONE, nullcontext)[0]
+    assert not np.allclose(limited.losses, expected[0].losses, rtol=1e-4)
+    run_processes(on_rank, ranks, ranks, expected, limited, seconds=120)

@@ -1,0 +1,206 @@
+"""Optimiser, schedule, accumulation, precision, averaging."""
+
+import pytest
+import torch
+
+from swinv2_moe.config import train_config
+from swinv2_moe.train import train
+from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.train.optim import (
+    LossScaler,
+    build_optimizer,
+    build_schedule,
+    scaled_learning_rate,
+)
+
+PLAIN = {"MODEL.MOE.CAPACITY_FACTOR": 0.0, "MODEL.MOE.GATE_NOISE": 0.0, "MODEL.DROP_PATH_RATE": 0.0}
+PLAIN |= {"MODEL.MOE.AUX_LOSS_WEIGHT": 0.0}
+
+
+def test_weight_decay_groups(make_trainer):
+    trainer = make_trainer({"MODEL.MOE.ROUTER": "cosine"})
+    decay = {
+        id(p): group["weight_decay"]
+        for group in trainer.step.optimizer.param_groups
+        for p in group["params"]
+    }
+    exempt = (
+        "bias",
+        "norm",
+        "cpb_mlp",
+        "logit_scale",
+        "experts.b",
+        "temperature",
+        "sim_matrix",
+        "projector",
+    )
+    assert len(decay) == len(list(trainer.step.model.parameters()))
+    for name, parameter in trainer.step.model.named_parameters():
+        assert decay[id(parameter)] == (0.0 if any(part in name for part in exempt) else 0.05), name
+
+
+def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
+    keys = {
+        "TRAIN.EPOCHS": 6,
+        "TRAIN.WARMUP_EPOCHS": 2,
+        "TRAIN.BASE_LR": 4e-3,
+        "TRAIN.WARMUP_LR": 4e-5,
+    }
+    config = make_config(
+        tmp_path, keys | {"TRAIN.MIN_LR": 4e-4, "TRAIN.LAYER_DECAY": 0.5, "DATA.BATCH_SIZE": 128}
+    )
+    config = train_config(config)
+    rate = scaled_learning_rate(config, config.base_lr, world_size=2)
+    assert rate == pytest.approx(4e-3 * 2 * 128 / 512)
+    optimizer = build_optimizer(config, make_trainer().step.model, rate)
+    schedule = build_schedule(config, optimizer, steps_per_epoch=10, world_size=2)
+
+    def rates(step=None):
+        if step is not None:
+            schedule.step_update(step)
+        return max(g["lr"] for g in optimizer.param_groups), min(
+            g["lr"] for g in optimizer.param_groups
+        )
+
+    assert rates()[0] == pytest.approx(2e-5)  # before the first step
+    expected = {0: 2e-5, 10: (2e-5 + 2e-3) / 2, 20: 2e-3, 40: (2e-3 + 2e-4) / 2, 60: 2e-4, 75: 2e-4}
+    for step, value in expected.items():
+        assert rates(step)[0] == pytest.approx(value, rel=1e-6), step
+    highest, lowest = rates(20)
+    assert lowest == pytest.approx(highest * 0.5**4)  # stem, three blocks, head
+
+
+def test_accumulating_half_batches_is_the_full_batch(make_config, tmp_path, read_metrics):
+    losses = []
+    for name, keys in (
+        ("full", {}),
+        ("half", {"DATA.BATCH_SIZE": 128, "TRAIN.ACCUMULATION_STEPS": 2}),
+    ):
+        train(make_config(tmp_path / name, PLAIN | {"TRAIN.MAX_STEPS": 4} | keys))
+        losses.append([line["loss"] for line in read_metrics(tmp_path / name)[0]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] != pytest.approx(losses[0][0], rel=1e-3)
+
+
+def test_accumulation_beyond_an_epoch(make_config, tmp_path):
+    from swinv2_moe.errors import UserError
+
+    config = make_config(tmp_path / "run", {"TRAIN.ACCUMULATION_STEPS": 6})
+    with pytest.raises(
+        UserError, match=r"TRAIN\.ACCUMULATION_STEPS is 6, an epoch has only 5 batches"
+    ):
+        train(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_average_is_what_is_validated_and_saved(make_trainer, save, tmp_path):
+    trainer = make_trainer({"TRAIN.EMA_DECAY": 0.5})
+    for parameter in trainer.step.ema.module.parameters():
+        parameter.data.zero_()
+    trainer.step.ema.update(trainer.step.model)
+    for averaged, parameter in zip(
+        trainer.step.ema.module.parameters(), trainer.step.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(averaged, 0.5 * parameter)
+    accuracy = trainer.validate()
+    with torch.no_grad():
+        for parameter in trainer.step.model.parameters():
+            parameter.fill_(float("nan"))
+    assert trainer.validate() == accuracy
+    directory = save(trainer, tmp_path)
+    twin = make_trainer({"TRAIN.EMA_DECAY": 0.5})
+    twin.resume(open_checkpoint(directory))
+    assert twin.validate() == accuracy
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mixed_precision_trains(dtype, make_config, tmp_path, read_metrics):
+    train(
+        make_config(tmp_path / "run", {"AMP_ENABLE": True, "AMP_DTYPE": dtype, "TRAIN.EPOCHS": 2})
+    )
+    steps, epochs = read_metrics(tmp_path / "run")
+    assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
+    assert ("loss_scale" in steps[0]) == (dtype == "float16")
+
+
+def test_mixed_precision_reaches_the_model(make_trainer):
+    trainer = make_trainer({"AMP_ENABLE": True})
+    with trainer.step.autocast():
+        assert trainer.step.wrapped(torch.randn(2, 3, 16, 16))[0].dtype == torch.bfloat16
+    plain = make_trainer()
+    with plain.step.autocast():
+        assert plain.step.wrapped(torch.randn(2, 3, 16, 16))[0].dtype == torch.float32
+
+
+def test_loss_scaler():
+    scaler = LossScaler(enabled=True)
+    assert scaler.scale == 65536
+    scaler.update(finite=False)
+    assert (scaler.scale, scaler.updates) == (32768, 0)
+    for _ in range(scaler.GROWTH_INTERVAL - 1):
+        scaler.update(finite=True)
+    assert scaler.scale == 32768
+    scaler.update(finite=True)
+    assert (scaler.scale, scaler.updates) == (65536, 2000)
+    twin = LossScaler(enabled=True)
+    twin.load(scaler.state())
+    assert twin.state() == scaler.state()
+    gradient = torch.full((3,), 65536.0)
+    scaler.unscale([gradient])
+    assert gradient.tolist() == [1, 1, 1]
+    while not scaler.exhausted:
+        scaler.update(finite=False)
+    assert scaler.scale < 1
+    off = LossScaler(enabled=False)
+    assert (off.scale, off.exhausted) == (1, True)
+    off.load(twin.state())
+    assert (off.scale, off.updates) == (1, 2000)
+
+
+def test_a_step_after_an_overflow_changes_nothing(make_trainer):
+    trainer = make_trainer({"AMP_ENABLE": True, "AMP_DTYPE": "float16"})
+    trainer.step.scaler.scale = 2.0**120
+    before = [p.clone() for p in trainer.step.model.parameters()]
+    batch = next(iter(trainer.data.train_loader))
+    trainer.train_step([batch])
+    assert (trainer.progress.step, trainer.step.scaler.scale, trainer.step.scaler.updates) == (
+        1,
+        2.0**119,
+        0,
+    )
+    assert all(p.equal(old) for p, old in zip(trainer.step.model.parameters(), before, strict=True))
+    trainer.step.scaler.scale = 2.0**8
+    trainer.train_step([batch])
+    assert trainer.step.scaler.updates == 1
+    assert not all(
+        p.equal(old) for p, old in zip(trainer.step.model.parameters(), before, strict=True)
+    )
+
+
+def test_sgd_and_checkpointing_train(make_config, tmp_path, read_metrics):
+    keys = {"TRAIN.OPTIMIZER.NAME": "sgd", "TRAIN.USE_CHECKPOINT": True, "TRAIN.MAX_STEPS": 2}
+    train(make_config(tmp_path / "run", keys))
+    train(make_config(tmp_path / "run", keys | {"TRAIN.MAX_STEPS": 0, "TRAIN.EPOCHS": 2}), "auto")
+    assert read_metrics(tmp_path / "run")[0][-1]["loss"] < 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_compiled_run_is_the_eager_run(make_config, tmp_path, read_metrics):
+    losses = []
+    shallow = {
+        "MODEL.SWINV2.DEPTHS": [1, 1],
+        "MODEL.SWINV2.NUM_HEADS": [2, 2],
+        "MODEL.MOE.BLOCKS": [[], [0]],
+    }
+    shallow |= {"MODEL.SWINV2.PRETRAINED_WINDOW_SIZES": [0, 0], "TRAIN.MAX_STEPS": 2}
+    for name, compiled in (("eager", False), ("compiled", True)):
+        train(make_config(tmp_path / name, PLAIN | shallow | {"COMPILE": compiled}))
+        losses.append(
+            [
+                line[key]
+                for line in read_metrics(tmp_path / name)[0]
+                for key in ("loss", "grad_norm")
+            ]
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -1,0 +1,167 @@
+"""MODEL.PRETRAINED: weights of an earlier run as the start of another, with other classes or with
+experts."""
+
+import os
+
+import pytest
+import torch
+import trainer_cases
+
+from swinv2_moe.errors import UserError
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.run import _load_pretrained
+
+HEAD = ("head.fc.weight", "head.fc.bias")
+
+
+@pytest.fixture
+def pretrained(make_trainer, save, tmp_path):
+    """`pretrained(keys)`: the weights of a trainer with 10 classes, and their checkpoint."""
+
+    def make(keys=None):
+        trainer = make_trainer({"SEED": 3} | (keys or {}))
+        with torch.no_grad():
+            trainer.step.model.head.fc.bias.copy_(torch.arange(10.0))
+        return trainer.step.model.state_dict(), save(trainer, tmp_path / "before")
+
+    return make
+
+
+@pytest.fixture
+def load(make_trainer):
+    """`load(source, keys)`: the model that starts from it, with as many classes as `classes`
+    says."""
+
+    def run(source, keys=None, classes=10):
+        trainer = make_trainer({"MODEL.PRETRAINED": str(source)} | (keys or {}))
+        trainer.step.model.reset_classifier(classes)
+        own = {name: trainer.step.model.state_dict()[name].clone() for name in HEAD}
+        _load_pretrained(trainer.config, trainer.step.model, World(0, 1, torch.device("cpu")))
+        return trainer.step.model.state_dict(), own
+
+    return run
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_other_classes(as_file, pretrained, load, tmp_path):
+    before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0} if as_file else None)
+    dense = {"MODEL.MOE.NUM_EXPERTS": 0} if as_file else {}
+    source = source / "model.safetensors" if as_file else source
+    with pytest.raises(
+        UserError,
+        match=r"head\.fc\.weight \(\[10, 64\] there, \[4, 64\].*MODEL\.NEW_HEAD True.*CLASS_MAP",
+    ):
+        load(source, dense, classes=4)
+    found, own = load(source, dense | {"MODEL.NEW_HEAD": True}, classes=4)
+    assert all(
+        torch.equal(found[name], own[name] if name in HEAD else before[name]) for name in found
+    )
+    (tmp_path / "map.txt").write_text("7\n1\n1\n0\n")
+    found, _ = load(source, dense | {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes=4)
+    assert found["head.fc.bias"].tolist() == [7.0, 1.0, 1.0, 0.0]
+    assert torch.equal(found["head.fc.weight"], before["head.fc.weight"][[7, 1, 1, 0]])
+    (tmp_path / "map.txt").write_text("7\n-1\n1\n0\n")
+    found, own = load(source, dense | {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes=4)
+    assert torch.equal(found["head.fc.weight"][1], own["head.fc.weight"][1])
+    assert torch.equal(found["head.fc.weight"][[0, 2, 3]], before["head.fc.weight"][[7, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("1 2 3", "3 lines up to class 3, the model has 4 classes"),
+        ("1 2 3 10", "4 lines up to class 10, .* have 10"),
+        ("1 2 x 4", "line 3: 'x' is not"),
+        ("1 2 -3 4", "line 3: '-3' is not"),
+        (None, r"cannot be read .*No such file"),
+        ("1 2 3 " + "4" * 5000, r"line 4: '444\d+\.\.\. is not"),
+        ("pipe", r"cannot be read .*not a regular file"),
+    ],
+)
+def test_class_maps_that_do_not_fit(text, says, pretrained, load, tmp_path):
+    _, source = pretrained()
+    if text == "pipe":
+        os.mkfifo(tmp_path / "map.txt")
+    elif text is not None:
+        (tmp_path / "map.txt").write_text(text)
+    with pytest.raises(UserError, match=rf"MODEL\.CLASS_MAP .*map\.txt: {says}"):
+        load(source, {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes=4)
+
+
+def test_a_dense_run_upcycled(pretrained, load):
+    before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0})
+    found, _ = load(source, {"MODEL.UPCYCLE": True})
+    for block in ("layers.1.blocks.0", "layers.2.blocks.0"):
+        for e in range(4):
+            assert torch.equal(
+                found[f"{block}.mlp.moe.experts.w1"][e], before[f"{block}.mlp.fc1.weight"]
+            )
+            assert torch.equal(
+                found[f"{block}.mlp.moe.experts.w2"][e], before[f"{block}.mlp.fc2.weight"].t()
+            )
+    noisy, _ = load(source, {"MODEL.UPCYCLE": True, "MODEL.UPCYCLE_NOISE": 0.1})
+    first, second = noisy["layers.1.blocks.0.mlp.moe.experts.w1"][:2]
+    std = float(before["layers.1.blocks.0.mlp.fc1.weight"].std())
+    assert float((first - second).std()) == pytest.approx(0.1 * 2**0.5 * std, rel=0.1)
+
+
+def test_what_is_frozen_must_have_been_trained(pretrained, load):
+    _, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0})
+    frozen = {"MODEL.MOE.FREEZE": True}
+    for keys in (frozen, frozen | {"MODEL.UPCYCLE": True}):
+        with pytest.raises(
+            UserError, match=r"FREEZE is True: weights .* have no .*moe\..*, it would stay random"
+        ):
+            load(source / "model.safetensors", keys)
+
+
+def test_a_run_cannot_be_frozen_on_its_way(pretrained, make_trainer):
+    _, source = pretrained()
+    trainer = make_trainer({"MODEL.PRETRAINED": str(source), "MODEL.MOE.FREEZE": True})
+    with pytest.raises(
+        UserError, match=r"was written with MODEL\.MOE\.FREEZE False, which a run cannot change"
+    ):
+        trainer_cases.resume(trainer, source)
+
+
+def test_experts_cannot_be_upcycled_again(pretrained, load):
+    _, source = pretrained()
+    with pytest.raises(UserError, match=r"has experts, MODEL\.UPCYCLE True needs dense weights"):
+        load(source, {"MODEL.UPCYCLE": True})
+
+
+def test_another_window_says_which_one_the_weights_know(pretrained, load):
+    before, source = pretrained()
+    larger = {"DATA.IMG_SIZE": 32, "MODEL.SWINV2.WINDOW_SIZE": 8}
+    with pytest.raises(
+        UserError, match=r"know windows of \[4, 4, 2\], .* for \[8, 8, 4\]; .*_SIZES \[4,4,2\] says"
+    ):
+        load(source, larger)
+    found, _ = load(source, larger | {"MODEL.SWINV2.PRETRAINED_WINDOW_SIZES": [4, 4, 2]})
+    assert all(torch.equal(found[name], before[name]) for name in found)
+
+
+def test_frozen_experts_stay_and_route_as_in_evaluation(pretrained, make_trainer, save, tmp_path):
+    _, source = pretrained()
+    frozen = {
+        "MODEL.PRETRAINED": str(source),
+        "MODEL.MOE.FREEZE": True,
+        "MODEL.DROP_PATH_RATE": 0.0,
+    }
+    trainer, again = make_trainer(frozen), make_trainer(frozen)
+    for each in (trainer, again):
+        _load_pretrained(each.config, each.step.model, each.world)
+    before = {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
+    trainer_cases.train_steps(trainer, 2)
+    for name, tensor in trainer.step.model.state_dict().items():
+        assert torch.equal(tensor, before[name]) == (".moe." in name), name
+    images = torch.randn(4, *trainer.data.train_loader.dataset.shape)
+    trainer.step.wrapped.train()
+    outputs = [trainer.step.wrapped(images) for _ in range(2)]
+    assert torch.equal(outputs[0][0], outputs[1][0])  # no gate noise
+    assert float(outputs[0][1]) == 0  # no auxiliary loss
+    trainer_cases.resume(again, save(trainer, tmp_path / "frozen"))
+    trainer_cases.train_steps(trainer, 1)
+    trainer_cases.train_steps(again, 1)
+    for name, tensor in trainer.step.model.state_dict().items():
+        assert torch.equal(tensor, again.step.model.state_dict()[name]), name

@@ -1,0 +1,86 @@
+"""The counters of a run and their state in a checkpoint."""
+
+import json
+
+import pytest
+
+from swinv2_moe.train.progress import Progress
+from swinv2_moe.train.step import StepResult
+from swinv2_moe.train.timing import TimeToTarget
+
+
+def make(epochs=2, max_steps=0, steps_per_epoch=3, global_batch=10, target=0.0) -> Progress:
+    return Progress(epochs, max_steps, steps_per_epoch, global_batch, TimeToTarget(target))
+
+
+def result(loss=1.0, finite=True, skipped=False) -> StepResult:
+    return StepResult(loss, 0.0, 1.0, finite, skipped, False)
+
+
+def test_steps_and_validations_are_counted() -> None:
+    progress = make()
+    for _ in range(3):
+        progress.count_step(result(2.0))
+    assert (progress.step, progress.epoch_step, progress.epoch_loss) == (3, 3, 6.0)
+    assert not progress.finished
+    assert progress.schedule_step == 3
+    assert progress.count_validation(40.0)
+    assert (progress.epoch, progress.epoch_step, progress.epoch_loss) == (1, 0, 0.0)
+    for _ in range(3):
+        progress.count_step(result())
+    assert not progress.steps_done
+    assert not progress.count_validation(30.0)
+    assert progress.finished
+    assert (progress.best_top1, progress.last_top1) == (40.0, 30.0)
+
+
+def test_a_limit_of_steps_ends_a_run_within_an_epoch() -> None:
+    progress = make(max_steps=2)
+    progress.count_step(result())
+    assert not progress.steps_done
+    progress.count_step(result())
+    assert progress.steps_done
+    assert not progress.finished  # not validated
+    progress.count_validation(10.0)
+    assert progress.finished
+    assert (progress.epoch, progress.epoch_step) == (0, 2)
+
+
+def test_steps_that_are_not_finite() -> None:
+    progress = make()
+    progress.count_step(result(float("nan"), finite=False, skipped=True))
+    assert (progress.step, progress.skipped, progress.epoch_loss) == (1, 1, 0.0)
+
+
+def test_the_state_goes_through_json() -> None:
+    progress = make(target=50.0)
+    for loss in (1.0, 0.1):
+        progress.count_step(result(loss))
+        progress.loss_watch.add(loss)
+    progress.to_target.validated(1, 2, 60.0)
+    state = json.loads(json.dumps(progress.state()))
+    other = make(target=50.0)
+    other.load(2, state)
+    assert other.state() == progress.state()
+    assert other.step == 2
+    assert other.to_target.reached is not None
+
+
+@pytest.mark.parametrize(("global_batch", "epoch_step"), [(10, 2), (5, 3), (30, 0), (100, 0)])
+def test_another_global_batch(global_batch: int, epoch_step: int) -> None:
+    progress = make()
+    for _ in range(2):
+        progress.count_step(result(2.0))
+    other = make(global_batch=global_batch)
+    other.load(2, progress.state())
+    assert other.epoch_step == epoch_step
+    assert other.epoch_loss == 2.0 * epoch_step
+
+
+def test_a_state_of_earlier_versions() -> None:
+    state = make().state()
+    del state["time_to_target"], state["loss_watch"]
+    progress = make()
+    progress.load(0, state)
+    assert progress.to_target.validations == []
+    assert not progress.loss_watch.has_warned

@@ -1,0 +1,98 @@
+"""What a run records survives what happens to the disk, as far as it can."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from moe_core import RoutingStats
+from swinv2_moe.errors import UserError
+from swinv2_moe.train import train
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.record import Recorder, dropped_share
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def steps(directory):
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if "environment" not in line]
+
+
+# TensorBoard's thread ends
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_costs_records_and_not_the_run(small_disk, capsys):
+    recorder = Recorder(small_disk / "run", ALONE, 0)
+    recorder.step({"step": 1, "epoch": 1, "loss": 1.0}, {})
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    for step in range(2, 60):
+        recorder.step({"step": step, "epoch": 1, "loss": 1.0}, {})
+        recorder.epoch({"epoch": 1, "val_top1": 1.0}, step)
+    recorder.summary({"val_top1": 1.0})
+    said = [line for line in capsys.readouterr().out.splitlines() if "may be lost" in line]
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+    (small_disk / "other").unlink()
+    recorder.close()
+    Recorder(small_disk / "run", ALONE, 30).close()
+    assert all(step <= 30 for step in steps(small_disk / "run"))
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b'{"step": 3, "lo',
+        b'{"step": 3, "lo{"step": 4, "loss": 1.0}',
+        b"[]",
+        b"",
+        b'{"step": "3"}',
+        b'{"step": 3\xff\0',
+    ],
+)
+def test_a_line_whose_writing_was_cut_off_is_dropped(rest, tmp_path):
+    lines = [json.dumps({"step": step, "loss": 1.0}).encode() for step in (1, 2, 5)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], rest, lines[2]]) + b"\n")
+    Recorder(tmp_path, ALONE, 4).close()
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_the_share_dropped_is_of_all_choices(tmp_path):
+    """A layer of 30 choices counts three times as much as one of 10."""
+    layers = {
+        name: RoutingStats(torch.tensor([counts, 0]), torch.tensor(share), torch.tensor(0.0))
+        for name, counts, share in (("a", 30, 0.5), ("b", 10, 0.1))
+    }
+    recorder = Recorder(tmp_path, ALONE, 0)
+    recorder.step({"step": 1, "epoch": 1, "loss": 1.0}, layers)
+    recorder.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())[
+        "moe/dropped_share"
+    ] == pytest.approx(16 / 40)
+    assert dropped_share([layers["b"]]) == pytest.approx(0.1)
+    assert dropped_share([RoutingStats(torch.zeros(2), torch.tensor(0.0), torch.tensor(0.0))]) == 0
+
+
+def test_a_run_that_goes_on_has_no_summary_yet(tmp_path, make_config, monkeypatch):
+    """Until its new end; one that was finished keeps the one it has."""
+    train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 1}))
+    summary = tmp_path / "run" / "summary.json"
+    before = summary.read_text()
+    train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 1}), "auto")
+    assert summary.read_text() == before
+    monkeypatch.setattr(Trainer, "fit", lambda *args: None)  # a signal, say
+    train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 3}), "auto")
+    assert not summary.exists()
+
+
+def test_a_disk_without_room_for_checkpoints(small_disk, make_config, capsys):
+    """The run is trained to its end; then it says that its end was not saved."""
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - 1_000_000))
+    config = make_config(small_disk / "run", {"TRAIN.MAX_STEPS": 4, "CHECKPOINT.STEPS": 2})
+    with pytest.raises(UserError, match=r"the last checkpoint was not saved: .*No space left"):
+        train(config)
+    assert capsys.readouterr().out.count("was not saved, the newest is none") == 2
+    assert steps(small_disk / "run") == [1, 2, 3, 4, 4]
+    (small_disk / "other").unlink()
+    assert train(config, "auto")["steps"] == 4

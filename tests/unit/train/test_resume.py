@@ -1,0 +1,176 @@
+"""A run that stops and goes on is the run that never stopped."""
+
+import json
+
+import pytest
+import torch
+
+from swinv2_moe.config import resolve_batch_size
+from swinv2_moe.errors import UserError
+from swinv2_moe.train import train
+from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.train.loop import Trainer
+
+EVERYTHING = {
+    "TRAIN.EPOCHS": 4,
+    "MODEL.DROP_PATH_RATE": 0.2,
+    "MODEL.MOE.GATE_NOISE": 1.0,
+    "TRAIN.EMA_DECAY": 0.9,
+}
+EVERYTHING |= {
+    "AUG.MIXUP": 0.8,
+    "AUG.CUTMIX": 1.0,
+    "AUG.REPROB": 0.25,
+    "MODEL.MOE.HIDDEN_DROPOUT": 0.1,
+}
+EVERYTHING |= {"TRAIN.LAYER_DECAY": 0.9, "TRAIN.ACCUMULATION_STEPS": 2, "DATA.BATCH_SIZE": 128}
+
+
+def interrupt_at(monkeypatch, step):
+    original = Trainer.train_step
+
+    def train_step(self, batches):
+        if self.progress.step + 1 == step:
+            raise KeyboardInterrupt
+        return original(self, batches)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+
+
+def steps_done_from_now_on(monkeypatch):
+    """Their numbers, as they are done."""
+    original, steps = Trainer.train_step, []
+
+    def train_step(self, batches):
+        steps.append(self.progress.step + 1)
+        return original(self, batches)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    return steps
+
+
+def without_measurements(run, read_metrics):
+    """The lines of a run without what its machine did: times, and the peak memory of this
+    process."""
+    steps, epochs = read_metrics(run)
+    measured = ("images_per_second", "data_wait", "seconds", "memory_bytes")
+    return [{k: v for k, v in line.items() if k not in measured} for line in steps + epochs]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, make_config):
+    root = tmp_path_factory.mktemp("whole")
+    return root, train(make_config(root / "run", EVERYTHING))
+
+
+# from the end of an epoch (step 10), from the middle of one (step 12)
+@pytest.mark.parametrize("every", [0, 3])
+def test_an_interrupted_run_goes_on_exactly(
+    every, uninterrupted, tmp_path, make_config, read_metrics, monkeypatch
+):
+    config = make_config(tmp_path / "run", EVERYTHING | {"CHECKPOINT.STEPS": every})
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 13)  # in the third epoch
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "lo')  # what a power cut leaves
+    torch.rand(7), torch.manual_seed(99)  # another state than the first run had
+    again = steps_done_from_now_on(monkeypatch)
+    summary = train(config, "auto")
+    assert again == list(range(13 if every else 11, 21))
+    whole, whole_summary = uninterrupted
+    found, expected = (
+        without_measurements(root / "run", read_metrics) for root in (tmp_path, whole)
+    )
+    assert found == expected
+    assert summary["val_top1"] == whole_summary["val_top1"]
+    assert summary["best_val_top1"] == whole_summary["best_val_top1"]
+    last = "checkpoints/latest"
+    for file in (whole / "run" / last).rglob("*.safetensors"):
+        twin = tmp_path / "run" / last / file.relative_to(whole / "run" / last)
+        assert twin.read_bytes() == file.read_bytes(), file.name
+    metas = [
+        json.loads((root / "run" / last / "meta.json").read_text()) for root in (whole, tmp_path)
+    ]
+    for meta in metas:
+        del meta["training"]["time_to_target"]
+    other = {"config": 0, "saved": 0, "checksum": 0}
+    assert {**metas[0], **other} == {**metas[1], **other}
+
+
+def test_the_whole_run_used_all_of_it(uninterrupted, read_metrics):
+    steps, epochs = read_metrics(uninterrupted[0] / "run")
+    assert len(steps) == 20
+    assert len({line["loss"] for line in steps}) == 20
+    assert len(epochs) == 4
+
+
+def test_an_interruption_before_the_first_checkpoint(
+    tmp_path, make_config, read_metrics, monkeypatch
+):
+    config = make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 3})
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    assert [line["step"] for line in read_metrics(tmp_path / "run")[0]] == [1, 2]
+    train(config, "auto")
+    assert [line["step"] for line in read_metrics(tmp_path / "run")[0]] == [1, 2, 3]
+
+
+def test_resume_auto_without_a_run_starts_one(tmp_path, make_config, read_metrics):
+    train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 1}), "auto")
+    assert len(read_metrics(tmp_path / "run")[0]) == 1
+
+
+def test_resume_from_another_run_leaves_that_one_alone(
+    uninterrupted, tmp_path, make_config, read_metrics
+):
+    source = uninterrupted[0] / "run"
+    before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+    config = make_config(tmp_path / "run", EVERYTHING | {"TRAIN.EPOCHS": 5})
+    summary = train(config, str(source))
+    assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == before
+    assert (summary["epochs"], summary["steps"]) == (5, 25)
+    assert [line["step"] for line in read_metrics(tmp_path / "run")[0]] == [21, 22, 23, 24, 25]
+
+
+def test_epochs_of_another_length(tmp_path, make_config, make_trainer, save):
+    """Another global batch: the images seen count, steps go on counting, and the schedule follows
+    the epochs."""
+    first = make_trainer({"DATA.BATCH_SIZE": 100, "TRAIN.EPOCHS": 4})  # 14 steps an epoch
+    progress = first.progress
+    progress.epoch, progress.epoch_step, progress.step, progress.epoch_loss = 2, 7, 35, 14.0
+    directory = save(first, tmp_path)
+    second = make_trainer({"DATA.BATCH_SIZE": 300, "TRAIN.EPOCHS": 4})  # 4 steps an epoch
+    second.resume(open_checkpoint(directory))
+    progress = second.progress
+    assert (progress.epoch, progress.epoch_step, progress.step) == (2, 2, 35)
+    assert progress.epoch_loss == 4.0
+    reference = make_trainer({"DATA.BATCH_SIZE": 300, "TRAIN.EPOCHS": 4})
+    reference.progress.epoch, reference.progress.epoch_step = 2, 2
+    reference.schedule.step_update(reference.progress.schedule_step)
+    rates = [
+        [group["lr"] for group in trainer.step.optimizer.param_groups]
+        for trainer in (second, reference)
+    ]
+    assert rates[0] == rates[1]
+    third = make_trainer(
+        {"DATA.BATCH_SIZE": 1437, "TRAIN.EPOCHS": 4, "AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
+    )
+    third.resume(open_checkpoint(directory))
+    progress = third.progress
+    assert (progress.epoch, progress.epoch_step, progress.step) == (2, 0, 35)
+
+
+def test_a_global_batch_size_over_the_ranks(make_config, tmp_path):
+    config = make_config(tmp_path, {"DATA.GLOBAL_BATCH_SIZE": 96, "TRAIN.ACCUMULATION_STEPS": 2})
+    assert [resolve_batch_size(config, n).DATA.BATCH_SIZE for n in (1, 2, 4, 8)] == [48, 24, 12, 6]
+    with pytest.raises(
+        UserError, match=r"DATA\.GLOBAL_BATCH_SIZE is 96, .* ranks \(5\) .*ACCUMULATION_STEPS \(2\)"
+    ):
+        resolve_batch_size(config, 5)
+    config = make_config(tmp_path, {"DATA.GLOBAL_BATCH_SIZE": 6, "AUG.MIXUP": 0.8})
+    with pytest.raises(UserError, match=r"DATA\.BATCH_SIZE is 3.*even"):
+        resolve_batch_size(config, 2)

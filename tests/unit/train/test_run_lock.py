@@ -1,0 +1,145 @@
+"""One run at a time in a directory, which is looked at only by the run that has its lock."""
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from swinv2_moe.errors import UserError
+from swinv2_moe.train import checkpoint, run_lock, train
+from swinv2_moe.train import run as run_module
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.run_lock import only_run
+
+ALONE = World(0, 1, torch.device("cpu"))
+HOLD = (
+    "import fcntl, sys; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX);"
+    " print('held', flush=True)"
+)
+
+
+@pytest.fixture
+def another_run():
+    """`another_run(directory)`: another process holds the lock of `directory` until the end of the
+    test."""
+    holders = []
+
+    def hold(directory):
+        command = [sys.executable, "-c", f"{HOLD}; sys.stdin.read()", str(directory / ".lock")]
+        holders.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        assert holders[-1].stdout.readline() == "held\n"
+        return holders[-1]
+
+    yield hold
+    for holder in holders:
+        holder.communicate()
+
+
+def snapshot(directory):
+    paths = [directory, *directory.rglob("*")]
+    return {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in paths}
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_second_run_looks_at_nothing(resume, another_run, make_config, tmp_path, monkeypatch):
+    config = make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 1})
+    train(config)
+    another_run(tmp_path / "run")
+    looked = []
+    monkeypatch.setattr(checkpoint, "find_checkpoint", lambda *args, **kwargs: looked.append(args))
+    monkeypatch.setattr(run_module, "build_data", lambda *args: looked.append(args))
+    before = snapshot(tmp_path)
+    with pytest.raises(
+        UserError, match=rf"^--output {tmp_path / 'run'}: another run is writing there$"
+    ):
+        train(config, resume)
+    assert (looked, snapshot(tmp_path)) == ([], before)
+
+
+def test_a_run_goes_on_from_what_the_one_before_wrote_last(
+    make_config, tmp_path, monkeypatch, capsys
+):
+    """A checkpoint that appears just before the lock is free is the starting point, and is not set
+    aside."""
+    config = make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 2, "CHECKPOINT.STEPS": 1})
+    train(config)
+    newest, kept = tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "kept"
+    shutil.move(newest, kept)
+    (tmp_path / "run" / "checkpoints" / "latest").unlink()
+
+    @contextmanager
+    def wait_for_the_other_run(*args):
+        shutil.move(kept, newest)
+        with only_run(*args):
+            yield
+
+    monkeypatch.setattr(run_module, "only_run", wait_for_the_other_run)
+    assert train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 3}), "auto")["steps"] == 3
+    assert f"going on from {newest}, step 2" in capsys.readouterr().out
+    assert not list((tmp_path / "run" / "checkpoints").glob("set-aside-*"))
+
+
+def test_the_lock_is_free_again(another_run, tmp_path):
+    (tmp_path / "run").mkdir()
+    holder = another_run(tmp_path / "run")
+    with (
+        pytest.raises(UserError, match="another run is writing there"),
+        only_run(tmp_path / "run", ALONE),
+    ):
+        pass
+    holder.communicate()
+    with only_run(tmp_path / "run", ALONE):
+        assert os.listdir(tmp_path / "run") == [".lock"]
+
+
+def test_what_is_left_empty_is_removed(tmp_path):
+    """Directories that it made, whatever ends the block, but none that were there and none with
+    files in them."""
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(KeyboardInterrupt), only_run(tmp_path / "mine" / "a" / "b", ALONE):
+        raise KeyboardInterrupt
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    with only_run(tmp_path / "mine", ALONE):
+        pass
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    with only_run(tmp_path / "mine" / "a", ALONE):
+        (tmp_path / "mine" / "a" / "metrics.jsonl").touch()
+    assert sorted(os.listdir(tmp_path / "mine" / "a")) == [".lock", "metrics.jsonl"]
+
+
+def test_a_lock_file_that_is_removed_while_it_is_locked(tmp_path, monkeypatch):
+    """As by a run that ends: the lock is taken on the file that the next run will find."""
+    try_lock, removed = run_lock.try_lock, []
+
+    def remove_and_lock(descriptor, inherited):
+        if not removed:
+            removed.append((tmp_path / "run" / ".lock").unlink())
+            (tmp_path / "run").rmdir()
+        return try_lock(descriptor, inherited)
+
+    monkeypatch.setattr(run_lock, "try_lock", remove_and_lock)
+    with only_run(tmp_path / "run", ALONE):
+        assert removed
+        assert (tmp_path / "run" / ".lock").exists()
+
+
+def test_directories_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    for name in ("file", "file/run"):
+        refused = pytest.raises(
+            UserError, match=r"^--work-dir .*file is a file, a run needs a directory$"
+        )
+        with refused, only_run(tmp_path / name, ALONE, "--work-dir"):
+            pass
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    refused = pytest.raises(
+        UserError, match=r"^--output .*run: cannot be written \(Is a directory\)$"
+    )
+    with refused, only_run(tmp_path / "run", ALONE):
+        pass

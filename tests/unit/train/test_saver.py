@@ -1,0 +1,380 @@
+"""Saving: behind the training's back, in turns, within bounds; and what happens when it fails."""
+
+import errno
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_core.checkpoint import write_tensors
+from swinv2_moe.errors import UserError
+from swinv2_moe.train import saver as saver_module
+from swinv2_moe.train import train
+from swinv2_moe.train.checkpoint import (
+    checkpoints_below,
+    find_checkpoint,
+    open_checkpoint,
+    read_section,
+    write_meta,
+)
+from swinv2_moe.train.saver import Saver, Staging, save_policy
+
+LAYERS = [f"layers.{i}.blocks.0.mlp.moe" for i in (1, 2)]
+
+
+def step(trainer):
+    trainer.data.set_epoch(trainer.progress.epoch, skip_steps=trainer.progress.epoch_step)
+    trainer.step.wrapped.train()
+    trainer.train_step([next(iter(trainer.data.train_loader))])
+
+
+@pytest.fixture
+def begin(make_trainer, tmp_path):
+    """`begin(keys)`: a trainer after one step, its saver and what that says."""
+
+    def make(keys=None, root=tmp_path / "checkpoints"):
+        trainer, said = make_trainer({"DATA.BATCH_SIZE": 16} | (keys or {})), []
+        step(trainer)
+        return (
+            trainer,
+            Saver(root, trainer.world, save_policy(trainer.config), say=said.append),
+            said,
+        )
+
+    return make
+
+
+def weights(directory: Path, trainer) -> dict[str, torch.Tensor]:
+    """The model's weights in a checkpoint."""
+    return read_section(
+        open_checkpoint(directory), "", trainer.step.model, trainer.step.model.state_dict()
+    )
+
+
+@pytest.mark.parametrize("staging", [4096, 1, 0])  # MB: all of it, a part, nothing
+def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypatch):
+    trainer, saver, _ = begin({"CHECKPOINT.STAGING_MB": staging, "MODEL.SWINV2.EMBED_DIM": 32})
+    before = {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
+    gate, threads = threading.Event(), set()
+
+    def write_in_the_thread_when_let(file, tensors):
+        threads.add(threading.current_thread().name.split("_")[0])
+        if threading.current_thread() is not threading.main_thread():
+            assert gate.wait(20)
+        write_tensors(file, tensors)
+
+    monkeypatch.setattr(saver_module, "write_tensors", write_in_the_thread_when_let)
+    trainer.save(saver)
+    with torch.no_grad():
+        for parameter in trainer.step.model.parameters():
+            parameter.zero_()
+    assert not checkpoints_below(saver.root)
+    gate.set()
+    saver.close()
+    assert (
+        threads
+        == {4096: {"checkpoint"}, 1: {"checkpoint", "MainThread"}, 0: {"MainThread"}}[staging]
+    )
+    torch.testing.assert_close(weights(saver.root / "latest", trainer), before, rtol=0, atol=0)
+    assert saver.staging.taken <= staging * 2**20
+
+
+def test_without_staging_nothing_is_copied(begin, monkeypatch):
+    trainer, saver, _ = begin({"CHECKPOINT.STAGING_MB": 0})
+    memory = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in trainer.step.model.parameters()]
+    memory += [
+        (t.data_ptr(), t.data_ptr() + t.nbytes)
+        for state in trainer.step.optimizer.state.values()
+        for t in state.values()
+    ]
+    written = []
+
+    def write(file, tensors):
+        for tensor in tensors.values():
+            assert tensor.is_contiguous()  # or it would be copied for writing
+            assert any(first <= tensor.data_ptr() < end for first, end in memory)
+        written.append(file)
+        write_tensors(file, tensors)
+
+    monkeypatch.setattr(saver_module, "write_tensors", write)
+    trainer.save(saver)
+    saver.close()
+    assert len(written) == 3 * (1 + 2 * 4)
+
+
+def test_staging_is_bounded_and_used_again():
+    staging, tensors = Staging(limit=100), {"a": torch.ones(10), "b": torch.zeros(10)}
+    first = staging.copy(tensors)
+    assert first["a"].equal(tensors["a"])
+    assert first["b"].equal(tensors["b"])
+    assert staging.copy(tensors) is None
+    small = staging.copy({"c": torch.ones(5)})
+    assert (staging.taken, staging.copy({"c": torch.ones(1)})) == (100, None)
+    staging.give_back(first)
+    staging.give_back(small)
+    again = staging.copy(tensors)
+    assert {t.data_ptr() for t in again.values()} == {t.data_ptr() for t in first.values()}
+    assert staging.taken == 100
+
+
+def test_experts_in_turn(begin):
+    trainer, saver, _ = begin(
+        {"CHECKPOINT.EXPERTS": 1, "CHECKPOINT.KEEP_LAST": 9, "TRAIN.EMA_DECAY": 0.5}
+    )
+    written, states = [], []
+    saver.report = lambda cost: written.append(cost.bytes)
+    for _ in range(6):
+        trainer.save(saver, whole=False)
+        saver.close()
+        states.append(
+            {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
+        )
+        step(trainer)
+    # the first has nothing to borrow from
+    assert max(written[1:]) == min(written[1:]) < 0.6 * written[0]
+    last = open_checkpoint(saver.root / "step-00000006")
+    assert last.meta["experts"] == {LAYERS[0]: [6, 3, 4, 5], LAYERS[1]: [4, 5, 6, 3]}
+    assert (
+        last.expert_ages()
+        == "6 of 8 experts are older than the rest, by up to 3 steps (partial saves)"
+    )
+    found = weights(last.directory, trainer)
+    for name, tensor in found.items():
+        layer = next((layer for layer in LAYERS if name.startswith(f"{layer}.experts.")), None)
+        steps = last.meta["experts"][layer] if layer else [6]
+        expected = [
+            states[s - 1][name][e] if layer else states[s - 1][name] for e, s in enumerate(steps)
+        ]
+        assert torch.equal(tensor, torch.stack(expected) if layer else expected[0]), name
+    for section in ("", "ema/", "optimizer/exp_avg/"):
+        file = f"{section}experts/{LAYERS[0]}/0001.safetensors"
+        assert (last.directory / file).stat().st_ino == (
+            saver.root / "step-00000003" / file
+        ).stat().st_ino
+    shutil.rmtree(saver.root / "step-00000003")  # a link is as good as the file
+    trainer.save(saver, is_best=True)
+    saver.close()
+    assert open_checkpoint(saver.root / "best").expert_ages() is None
+
+
+def test_what_cannot_be_borrowed_is_written(begin, make_trainer):
+    trainer, saver, _ = begin({"CHECKPOINT.EXPERTS": 1})
+    trainer.save(saver, whole=False)
+    saver.close()
+    shutil.rmtree(saver.root / "step-00000001")
+    step(trainer)
+    trainer.save(saver, whole=False)
+    saver.close()
+    assert open_checkpoint(saver.root / "latest").expert_ages() is None
+    source = open_checkpoint(saver.root / "step-00000002")
+    other = make_trainer(
+        {"DATA.BATCH_SIZE": 16, "CHECKPOINT.EXPERTS": 1, "MODEL.MOE.NUM_EXPERTS": 8}
+    )
+    saver = Saver(saver.root, other.world, save_policy(other.config), source)
+    step(other), step(other), step(other)
+    other.save(saver, whole=False)
+    saver.close()
+    assert open_checkpoint(saver.root / "step-00000003").expert_ages() is None
+
+
+def fails_once(monkeypatch, name, after=0):
+    """Make the n-th call of a function that the saver uses fail as on a full disk; later ones
+    work."""
+    real, calls = getattr(saver_module, name), []
+
+    def maybe(*args):
+        calls.append(args)
+        if len(calls) == after + 1:
+            raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
+        return real(*args)
+
+    monkeypatch.setattr(saver_module, name, maybe)
+
+
+@pytest.mark.parametrize("staging", [4096, 0])
+@pytest.mark.parametrize(
+    ("function", "after"),
+    [
+        ("write_tensors", 0),
+        ("write_tensors", 7),
+        ("fsync_and_hash", 3),
+        ("write_meta", 0),
+        ("publish_directory", 0),
+    ],
+)
+def test_a_failed_save_is_said_and_harms_nothing(function, after, staging, begin, monkeypatch):
+    trainer, saver, said = begin({"CHECKPOINT.STAGING_MB": staging})
+    trainer.save(saver)
+    saver.close()
+    fails_once(monkeypatch, function, after)
+    step(trainer)
+    trainer.save(saver)
+    with pytest.raises(
+        UserError, match=r"the last checkpoint was not saved: .*No space left on device"
+    ):
+        saver.close()
+    assert len(said) == 1
+    assert said[0].startswith(
+        "the checkpoint of step 2 was not saved, the newest is step-00000001: "
+    )
+    assert {path.name for path in saver.root.iterdir()} == {"step-00000001", "latest"}
+    assert find_checkpoint("auto", saver.root).meta["step"] == 1
+    step(trainer)
+    trainer.save(saver)
+    saver.close()
+    assert find_checkpoint("auto", saver.root).meta["step"] == 3
+
+
+def test_a_full_disk_leaves_the_run_alive(small_disk, begin):
+    trainer, saver, said = begin({}, small_disk / "checkpoints")
+    trainer.save(saver)
+    saver.close()
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - 300_000))
+    for _ in range(2):
+        step(trainer)
+        trainer.save(saver)
+        saver.wait()
+    assert [line.split(":")[0] for line in said] == [
+        f"the checkpoint of step {n} was not saved, the newest is step-00000001" for n in (2, 3)
+    ]
+    assert find_checkpoint("auto", saver.root).meta["step"] == 1
+    (small_disk / "other").unlink()
+    trainer.save(saver)
+    saver.close()
+    assert find_checkpoint("auto", saver.root).meta["step"] == 3
+
+
+def test_a_directory_that_cannot_be_made(begin):
+    trainer, saver, said = begin()
+    saver.root.write_text("in the way")
+    trainer.save(saver)
+    assert "was not saved, the newest is none: " in said[0]
+    step(trainer)
+    with pytest.raises(UserError, match="the last checkpoint was not saved"):
+        saver.close()
+
+
+def test_the_newest_and_the_best_are_kept(begin):
+    trainer, saver, _ = begin({"CHECKPOINT.KEEP_LAST": 3})
+    for is_best in (False, True, False, False, False, False):
+        trainer.save(saver, is_best=is_best)
+        saver.close()
+        step(trainer)
+    kept = [path.name for path in checkpoints_below(saver.root)]
+    assert kept == [f"step-{n:08d}" for n in (6, 5, 4, 2)]
+    assert (saver.root / "best").resolve().name == "step-00000002"
+    assert (saver.root / "latest").resolve().name == "step-00000006"
+
+
+def test_another_save_of_the_same_step_replaces_nothing(begin):
+    trainer, saver, _ = begin()
+    for accuracy in (1.0, 2.0, 3.0):
+        trainer.progress.last_top1 = accuracy
+        trainer.save(saver)
+        saver.close()
+    assert [path.name for path in checkpoints_below(saver.root)] == [
+        "step-00000001-2",
+        "step-00000001-1",
+    ]
+    assert find_checkpoint("auto", saver.root).meta["training"]["last_top1"] == 3.0
+
+
+def test_going_back_sets_newer_checkpoints_aside(begin, make_trainer):
+    trainer, saver, _ = begin({"CHECKPOINT.KEEP_LAST": 9})
+    for _ in range(3):
+        trainer.save(saver, is_best=trainer.progress.step == 3)
+        saver.close()
+        step(trainer)
+    (saver.root / ".step-00000009.tmp").mkdir()
+    said = []
+    Saver(
+        saver.root,
+        trainer.world,
+        save_policy(trainer.config),
+        open_checkpoint(saver.root / "step-00000002"),
+        said.append,
+    )
+    assert {path.name for path in saver.root.iterdir()} == {
+        "step-00000001",
+        "step-00000002",
+        "set-aside-step-00000003",
+    }
+    assert "step-00000003 is now set-aside-step-00000003" in said[0]
+    assert find_checkpoint("auto", saver.root).meta["step"] == 2
+
+
+def test_two_runs_of_the_same_length_set_aside(begin):
+    trainer, saver, _ = begin()
+    for name in ("set-aside-step-00000001", "set-aside-step-00000001-1"):
+        trainer.save(saver)
+        saver.close()
+        Saver(saver.root, trainer.world, save_policy(trainer.config), say=lambda line: None)
+        assert (saver.root / name).is_dir()
+
+
+def test_a_checkpoint_of_weights_cannot_be_resumed(begin, make_trainer):
+    trainer, saver, _ = begin()
+    trainer.save(saver)
+    saver.close()
+    source = open_checkpoint(saver.root / "latest")
+    write_meta(source.directory, source.meta | {"training": None})
+    with pytest.raises(UserError, match=r"holds weights alone.*MODEL\.PRETRAINED"):
+        make_trainer().resume(open_checkpoint(source.directory))
+
+
+def test_a_run_whose_last_save_fails_says_so(tmp_path, make_config, monkeypatch, capsys):
+    config = make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 4, "CHECKPOINT.STEPS": 2})
+    fails_once(monkeypatch, "publish_directory", after=1)
+    with pytest.raises(UserError, match="the last checkpoint was not saved"):
+        train(config)
+    assert (
+        "the checkpoint of step 4 was not saved, the newest is step-00000002"
+        in capsys.readouterr().out
+    )
+    assert train(config, "auto")["steps"] == 4
+
+
+def test_pruning_killed_half_way_leaves_no_half_a_checkpoint(begin, monkeypatch):
+    trainer, saver, _ = begin({"CHECKPOINT.KEEP_LAST": 1})
+    trainer.save(saver)
+    saver.close()
+    step(trainer)
+    # killed before it
+    monkeypatch.setattr(saver_module.shutil, "rmtree", lambda *args, **kwargs: None)
+    trainer.save(saver)
+    saver.close()
+    assert [path.name for path in checkpoints_below(saver.root)] == ["step-00000002"]
+    assert (saver.root / ".step-00000001.old.tmp").is_dir()
+    monkeypatch.undo()
+    Saver(
+        saver.root,
+        trainer.world,
+        save_policy(trainer.config),
+        open_checkpoint(saver.root / "latest"),
+    )
+    assert {path.name for path in saver.root.iterdir()} == {"step-00000002", "latest"}
+
+
+def test_links_that_cannot_be_moved_are_said(begin, monkeypatch):
+    trainer, saver, said = begin()
+    fails_once(monkeypatch, "replace_link")
+    trainer.save(saver)
+    saver.close()  # no error: it is saved
+    assert said[0].startswith(
+        "step-00000001 is saved, but what lies beside it could not be put in order: "
+    )
+    assert find_checkpoint("auto", saver.root).meta["step"] == 1
+
+
+def test_going_on_from_a_checkpoint_of_another_name(begin):
+    trainer, saver, _ = begin()
+    trainer.save(saver)
+    saver.close()
+    aside = saver.root / "set-aside-step-00000001"
+    (saver.root / "step-00000001").rename(aside)
+    again = Saver(saver.root, trainer.world, save_policy(trainer.config), open_checkpoint(aside))
+    trainer.save(again)
+    again.close()
+    assert find_checkpoint("auto", saver.root).directory.name == "step-00000001"

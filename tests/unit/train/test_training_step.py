@@ -1,0 +1,69 @@
+"""One training step without a data set, a loop or a run directory."""
+
+import pytest
+import torch
+
+from swinv2_moe.config import model_config
+from swinv2_moe.data import Batch
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import build_model
+from swinv2_moe.train.distributed import World, seed_everything
+from swinv2_moe.train.step import TrainingStep
+
+CLASSES = 7
+
+
+@pytest.fixture
+def make_step(make_config, tmp_path):
+    """`make_step({"KEY": value})`: a step of a small model in this process."""
+
+    def make(keys: dict[str, object] | None = None) -> TrainingStep:
+        config = make_config(tmp_path, {"AUG.MIXUP": 0, "AUG.CUTMIX": 0} | (keys or {}))
+        seed_everything(0)
+        model = build_model(model_config(config), CLASSES)
+        step = TrainingStep(config, World(0, 1, torch.device("cpu")), model, CLASSES)
+        step.wrapped.train()
+        return step
+
+    return make
+
+
+@pytest.fixture
+def batch() -> Batch:
+    images = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    return Batch(images, torch.arange(8) % CLASSES, [])
+
+
+def test_a_step_depends_on_its_number_and_weights_alone(make_step, batch):
+    results = [make_step().run([batch], step) for step in (3, 3, 4)]
+    assert results[0] == results[1] != results[2]
+    assert results[0].has_finite_loss
+    assert not results[0].was_skipped
+    assert not results[0].stopping
+
+
+def test_accumulated_batches_are_one_step(make_step, batch):
+    keys = {"MODEL.MOE.GATE_NOISE": 0, "MODEL.DROP_PATH_RATE": 0, "MODEL.MOE.CAPACITY_FACTOR": 0}
+    keys |= {"MODEL.MOE.AUX_LOSS_WEIGHT": 0}
+    halves = [Batch(batch.images[i : i + 4], batch.targets[i : i + 4], []) for i in (0, 4)]
+    together, apart = make_step(keys).run([batch], 0), make_step(keys).run(halves, 0)
+    assert apart.loss == pytest.approx(together.loss, rel=1e-4)
+    assert apart.grad_norm == pytest.approx(together.grad_norm, rel=1e-3)
+
+
+def test_the_signal_is_in_the_result(make_step, batch):
+    step = make_step()
+    step.stop.received = "SIGTERM"
+    assert step.run([batch], 0).stopping
+
+
+def test_a_loss_that_is_not_finite_is_skipped_then_raised(make_step, batch):
+    step = make_step({"TRAIN.SKIP_NON_FINITE": 1})
+    before = [parameter.clone() for parameter in step.model.parameters()]
+    bad = batch._replace(images=batch.images * float("nan"))
+    result = step.run([bad], 0)
+    assert result.was_skipped
+    assert not result.has_finite_loss
+    assert all(map(torch.equal, before, step.model.parameters()))
+    with pytest.raises(UserError, match=r"step 2: .* begins at the input images"):
+        step.run([bad], 1)
