@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
+
+from torch import Tensor
 
 from moe_core.ops.backend import KERNELS
 from moe_core.registry import ACTIVATIONS, LOSSES, ROUTERS
@@ -112,14 +114,27 @@ class ExpertShard(NamedTuple):
     num_parts: int
 
 
+@overload
 def expert_capacity(
     num_tokens: int, num_experts: int, top_k: int, capacity_factor: float
-) -> int | None:
+) -> int | None: ...
+@overload
+def expert_capacity(
+    num_tokens: Tensor, num_experts: int, top_k: int, capacity_factor: float
+) -> Tensor | None: ...
+def expert_capacity(
+    num_tokens: int | Tensor, num_experts: int, top_k: int, capacity_factor: float
+) -> int | Tensor | None:
     """Rows that one rank may send to one expert: `K * floor(|f| * ceil(T / E))`; None (no limit)
     for f = 0.
 
-    `num_tokens` is the group's maximum when ranks hold unequal counts.
+    `num_tokens` is the group's maximum when ranks hold unequal counts. From an int64 tensor follows
+    an int64 tensor, the same number.
     """
     if capacity_factor == 0:
         return None
+    if isinstance(num_tokens, Tensor):
+        per_expert = (num_tokens + num_experts - 1) // num_experts
+        # fp64, as Python's numbers are
+        return top_k * (per_expert.double() * abs(capacity_factor)).floor().long()
     return top_k * math.floor(abs(capacity_factor) * math.ceil(num_tokens / num_experts))

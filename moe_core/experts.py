@@ -131,12 +131,12 @@ class Experts(nn.Module):
         """Each row through its expert.
 
         Args:
-            x: rows [N, M] grouped by expert; with `gates` and `plan`, tokens [T, M].
+            x: rows [N, M] grouped by expert; with a `plan`, tokens [T, M].
             offsets: [E], where each expert's rows end.
             weights: reads the weights to compute with. It is called here, so that hooks of this
                 module have run. None: `self.weights`.
-            gates, plan: gate values [T, K] and the plan. Dispatch and combine are then part of this
-                call.
+            gates, plan: gate values [T, K], None for 1, and the plan. Dispatch and combine are then
+                part of this call.
 
         Returns:
             Like x.
@@ -150,7 +150,7 @@ class Experts(nn.Module):
         if self.training:
             dropout = self.config.hidden_dropout
         settings = (self.config.activation, dropout, self.config.kernels)
-        if plan is None or gates is None:
+        if plan is None:
             return expert_ffn(x, used, offsets, *settings)
         return moe_ffn(x, gates, used, plan, *settings)
 

@@ -14,7 +14,13 @@ from moe_core.config import MoEConfig, expert_capacity
 from moe_core.experts import Experts
 from moe_core.ops import DispatchPlan, make_plan
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
-from moe_core.parallel.exchange import Exchange, apply_experts, make_exchange
+from moe_core.parallel.exchange import (
+    Agreement,
+    Exchange,
+    apply_experts,
+    count_choices,
+    make_exchange,
+)
 from moe_core.parallel.tuner import Trial
 from moe_core.precision import expert_dtype, without_autocast
 from moe_core.rounding import round_to_tiles
@@ -139,7 +145,9 @@ class MoELayer(nn.Module):
         _check_tensors(x, mask)
         # torch.compile leaves a layer over several ranks alone: traced, its collectives got a wrong
         # gradient (torch 2.11), and every new number of rows would be compiled anew.
-        forward = self._forward if self.group.size == 1 else self._forward_uncompiled
+        forward = self._forward
+        if self.group.size > 1:
+            forward = self._forward_uncompiled
         if mask is None:
             return forward(x, top_k, capacity_factor, strategy, router)
         tokens = x.reshape(-1, x.shape[-1])  # [T, M]
@@ -168,17 +176,16 @@ class MoELayer(nn.Module):
 
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
         routing = self._route(tokens, top_k, router)
-        capacity = self._capacity(tokens, top_k, capacity_factor)
-        routing, plan = self._plan(routing, capacity)
-        self._keep_statistics(routing, plan, top_k)
-
         tokens = self._expert_input(tokens)
-        strategy, trial = self._choose(strategy, tokens, plan, top_k, capacity)
+        strategy, trial = self._choose(strategy, tokens, routing, top_k, capacity_factor)
+        if trial is not None:
+            tokens = trial.begin(tokens)
         exchange = self._exchange_of(strategy)
-        if trial is None:
-            y = exchange(self.experts, tokens, routing.gates, plan)
-        else:
-            y = trial.end(exchange(self.experts, trial.begin(tokens), routing.gates, plan))
+        routing, plan, agreement = self._plan(exchange, routing, top_k, capacity_factor)
+        self._keep_statistics(routing, plan, top_k)
+        y = exchange(self.experts, tokens, routing.gates, plan, agreement)
+        if trial is not None:
+            y = trial.end(y)
         return y.to(x.dtype).view_as(x), routing.aux_loss
 
     def _expert_input(self, tokens: Tensor) -> Tensor:
@@ -208,9 +215,9 @@ class MoELayer(nn.Module):
         self,
         strategy: ParallelStrategy | str,
         tokens: Tensor,
-        plan: DispatchPlan,
+        routing: Routing,
         top_k: int,
-        capacity: int | None,
+        capacity_factor: float,
     ) -> tuple[ParallelStrategy, Trial | None]:
         """The strategy of this call and the trial that it is, if any. For "auto", what the group's
         tuner has found for this capacity, or tries now."""
@@ -218,9 +225,10 @@ class MoELayer(nn.Module):
             return strategy, None
         if self.group.size == 1:
             return ParallelStrategy(), None
+        capacity = self._agreed_capacity(tokens, top_k, capacity_factor)
         if capacity is None:
-            rows = plan.offsets.diff(prepend=plan.offsets.new_zeros(1))  # [E]
-            capacity = self.group.ranks.max(int(rows.max()), tokens.device)
+            counts = count_choices(routing.expert_ids, self.config.num_experts)
+            capacity = self.group.ranks.max(int(counts.max()), tokens.device)
         tuner = Tuner.of(self.group)
         built_in = isinstance(self.experts, Experts)
         key = tuner.key(self.config, top_k, tokens.element_size(), built_in, capacity)
@@ -238,23 +246,37 @@ class MoELayer(nn.Module):
                 reduce = self.group.sum
             return route(logits, self.config, top_k, self.training, reduce, self.config.kernels)
 
-    def _capacity(self, tokens: Tensor, top_k: int, capacity_factor: float) -> int | None:
+    def _plan(
+        self, exchange: Exchange, routing: Routing, top_k: int, capacity_factor: float
+    ) -> tuple[Routing, DispatchPlan, Agreement]:
+        """The plan, the routing that it is of, and what the ranks agreed on for it. Token rounding
+        adds a choice to each token."""
+        config = self.config
+        if self.training and config.round_to:
+            capacity = self._agreed_capacity(routing.probs, top_k, capacity_factor)
+            routing, plan = round_to_tiles(routing, config, capacity)
+            return routing, plan, Agreement(capacity)
+        agreement = exchange.agree(routing.expert_ids, top_k, capacity_factor)
+        priority = None
+        if config.batch_prioritized:
+            priority = routing.probs.detach().amax(1)
+        plan = make_plan(
+            routing.expert_ids,
+            config.num_experts,
+            agreement.capacity,
+            priority,
+            config.kernels,
+            num_rows=routing.expert_ids.numel(),
+        )
+        return routing, plan, agreement
+
+    def _agreed_capacity(self, tokens: Tensor, top_k: int, capacity_factor: float) -> int | None:
+        """The capacity on the host, for tokens [T, ...] here."""
         if capacity_factor == 0:
             return None
         # len would fix it in torch.export
         most_tokens = self.group.ranks.max(tokens.shape[0], tokens.device)
         return expert_capacity(most_tokens, self.config.num_experts, top_k, capacity_factor)
-
-    def _plan(self, routing: Routing, capacity: int | None) -> tuple[Routing, DispatchPlan]:
-        """The plan, and the routing that it is of: token rounding adds a choice to each token."""
-        config = self.config
-        if self.training and config.round_to:
-            return round_to_tiles(routing, config, capacity)
-        priority = None
-        if config.batch_prioritized:
-            priority = routing.probs.detach().amax(1)
-        plan = make_plan(routing.expert_ids, config.num_experts, capacity, priority, config.kernels)
-        return routing, plan
 
     def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
         """Keep what `last_routing` is computed from; not the choices that fill tiles."""

@@ -8,7 +8,7 @@ from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.ffn.op import expert_ffn, pack_weights
 from moe_core.ops.moe_ffn.op import moe_ffn
-from moe_core.ops.plan.op import DispatchPlan, make_plan
+from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
 from moe_core.ops.route.op import route
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "dispatch",
     "empty",
     "expert_ffn",
+    "inverse_plan",
     "make_plan",
     "moe_ffn",
     "pack_weights",

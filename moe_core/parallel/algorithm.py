@@ -72,7 +72,8 @@ class AllToAll(ABC):
 
         Returns:
             [W, n] rows from every rank to this one, and [..., n] the rows that pass through this
-            rank (`RowCounts.relayed` of each column); None where none do.
+            rank; None where none do. Each of these rows [n] is a copy of one rank's counts for
+            another, not a sum. Their sums over columns are `RowCounts.relayed`.
         """
         return self.ranks.all_to_all(counts), None
 

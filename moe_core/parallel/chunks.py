@@ -6,10 +6,12 @@ the last chunk have one and the others two: the dispatch of the first chunk and 
 last one are what no work can hide. Unit u begins at row `floor(n * u / (Q * U))`. Nothing is
 rounded up to a multiple of d, so the degree changes neither the capacity nor which tokens are
 dropped.
+
+Everything here is computed where its inputs are, and waits for no device.
 """
 
-# W ranks, E experts, E_l experts of a rank, K top-k, N kept rows, s = max(W / E, 1) ranks of an
-# expert: r hidden parts, each on Q = s / r ranks; d chunks
+# W ranks, E experts, E_l experts of a rank, K top-k, N kept rows, R rows received, s = max(W / E,
+# 1) ranks of an expert: r hidden parts, each on Q = s / r ranks; d chunks
 
 from dataclasses import dataclass
 
@@ -35,38 +37,51 @@ class ChunkLayout:
         num_sharers = ranks_per_expert // strategy.r
         return cls(num_ranks, num_sharers, strategy.r, strategy.pipeline_degree)
 
+    @property
+    def units_per_sharer(self) -> int:
+        """U."""
+        return max(2 * (self.num_chunks - 1), 1)
+
+    def sharers(self, device: torch.device) -> Tensor:
+        """The place of each rank [W] among the Q that compute the same part of an expert."""
+        return torch.arange(self.num_ranks, device=device) % self.num_sharers
+
+    def by_rank(self, counts: Tensor) -> Tensor:
+        """counts [E] -> [W, E_l]: those of each rank's experts."""
+        ranks_per_expert = self.num_parts * self.num_sharers
+        return counts.unsqueeze(1).expand(-1, ranks_per_expert).reshape(self.num_ranks, -1)
+
+    def chunk_sizes(self, counts: Tensor, sharers: Tensor) -> Tensor:
+        """The rows of each chunk [..., d] of experts with counts [...] rows, for the sharers
+        [...]."""
+        chunk = torch.arange(self.num_chunks, device=counts.device)
+        first_units = (2 * chunk - 1).clamp_(min=0)  # [d]
+        last_units = (2 * chunk + 1).clamp_(max=self.units_per_sharer)
+        shift = (sharers * self.units_per_sharer).unsqueeze(-1)
+        num_units = self.num_sharers * self.units_per_sharer
+        counts = counts.unsqueeze(-1)
+        ends = counts * (shift + last_units) // num_units
+        return ends - counts * (shift + first_units) // num_units
+
     def run_sizes(self, counts: Tensor) -> Tensor:
         """counts [E] of each expert's rows -> [E, Q, d] of each run's."""
-        units_per_sharer = max(2 * (self.num_chunks - 1), 1)
-        num_units = self.num_sharers * units_per_sharer
-        first_units = []
-        for sharer in range(self.num_sharers):
-            for chunk in range(self.num_chunks):
-                first_units.append(sharer * units_per_sharer + max(2 * chunk - 1, 0))
-        limits = torch.tensor([*first_units, num_units], device=counts.device)
-        bounds = counts.unsqueeze(1) * limits // num_units  # [E, Q d + 1]
-        return bounds.diff(dim=1).view(-1, self.num_sharers, self.num_chunks)
+        sharers = torch.arange(self.num_sharers, device=counts.device)
+        return self.chunk_sizes(counts.unsqueeze(1), sharers)
 
-    def by_rank(self, run_sizes: Tensor) -> Tensor:
-        """Runs [E, Q, d] -> the rows [W, E_l, d] that each rank's experts are sent."""
-        by_part = run_sizes.unsqueeze(1).expand(-1, self.num_parts, -1, -1)  # [E, r, Q, d]
-        return by_part.reshape(self.num_ranks, -1, self.num_chunks)
-
-    def arrange(self, plan: DispatchPlan, run_sizes: Tensor, num_rows: int) -> DispatchPlan:
+    def arrange(self, plan: DispatchPlan, num_rows: int) -> DispatchPlan:
         """The plan with its rows in the order in which they are sent: by chunk, then by
         destination, then by expert. Each choice has a row for every hidden part.
 
         Args:
-            run_sizes: [E, Q, d].
-            num_rows: N, the sum of run_sizes.
+            num_rows: N, the end of the last expert's rows.
         """
         choices = plan.choices[:num_rows]  # [N]
         if self.num_chunks * self.num_parts * self.num_sharers == 1:
             return plan._replace(choices=choices)
-        device = choices.device
+        run_sizes = self.run_sizes(kept_counts(plan))  # [E, Q, d]
         sizes = run_sizes.flatten()  # [E Q d]
-        run_of_row = torch.arange(len(sizes), device=device)
-        run_of_row = run_of_row.repeat_interleave(sizes, output_size=num_rows)  # [N]
+        run_of_row = _blocks(sizes, num_rows)  # [N]
+        device = choices.device
         place_in_run = torch.arange(num_rows, device=device) - _starts(sizes)[run_of_row]
         starts = self._sent_starts(run_sizes)  # [E Q d, r]
         rows = starts[run_of_row] + place_in_run.unsqueeze(1)  # [N, r]
@@ -92,6 +107,37 @@ class ChunkLayout:
         if kept is not None:
             kept = kept.repeat_interleave(self.num_parts, dim=1)
         return plan._replace(choices=new_choices, slots=slots, kept=kept)
+
+
+def kept_counts(plan: DispatchPlan) -> Tensor:
+    """The rows of each expert [E]: choices that were not dropped."""
+    return plan.offsets.diff(prepend=plan.offsets.new_zeros(1)).long()
+
+
+def plan_received(counts: Tensor, num_rows: int) -> DispatchPlan:
+    """The plan of received rows, which lie by (source, expert): row r is "token" r with one choice,
+    its expert.
+
+    Args:
+        counts: [W, E_l] rows from every rank for every expert.
+        num_rows: R, their sum.
+    """
+    by_expert = counts.t()  # [E_l, W]
+    starts = _starts(counts.flatten())  # by (source, expert)
+    sorted_starts = _starts(by_expert.flatten()).view(by_expert.shape).t().flatten()
+    row = torch.arange(num_rows, device=counts.device)
+    slots = row + (sorted_starts - starts)[_blocks(counts.flatten(), num_rows)]  # [R]
+    choices = torch.empty_like(slots).scatter_(0, slots, row)
+    per_expert = counts.sum(0)
+    return DispatchPlan(
+        choices, per_expert.cumsum(0).int(), slots.unsqueeze(1), kept=None, counts=per_expert
+    )
+
+
+def _blocks(sizes: Tensor, num_rows: int) -> Tensor:
+    """The block of each row, of consecutive blocks of these sizes, `num_rows` in all."""
+    block = torch.arange(len(sizes), device=sizes.device)
+    return block.repeat_interleave(sizes, output_size=num_rows)
 
 
 def _starts(sizes: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 - `Local`: all experts are in this process.
 - `GatheredWeights`: tokens stay, the weights of all experts are gathered (r = 0).
 - `Exchanged`: rows are sent to the ranks of their experts, and the results back (r >= 1).
+
+A call has two steps: the ranks agree on what limits the plan, then the tokens pass the experts.
 """
 
 # T tokens, W ranks, E experts, E_l experts of a rank, K top-k, N kept rows here, R rows received, M
@@ -15,27 +17,68 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_core.config import MoEConfig
+from moe_core.config import MoEConfig, expert_capacity
 from moe_core.experts import Experts
-from moe_core.ops import DispatchPlan, ExpertWeights, combine, dispatch
+from moe_core.ops import DispatchPlan, ExpertWeights, combine, dispatch, inverse_plan
 from moe_core.parallel.algorithm import RowCounts
-from moe_core.parallel.chunks import ChunkLayout
+from moe_core.parallel.chunks import ChunkLayout, kept_counts, plan_received
 from moe_core.parallel.gather import gather_weights
 from moe_core.parallel.groups import ExpertGroup
+from moe_core.parallel.host_copy import start_host_copy
 from moe_core.parallel.row_exchange import PendingExchange, RowExchange
 from moe_core.parallel.strategy import ParallelStrategy
 
-RowFunction = Callable[[Tensor, Tensor], Tensor]  # rows [R, M], offsets [E_l] -> rows [R, M]
+
+class Agreement(NamedTuple):
+    """What the ranks have told each other before tokens are dropped.
+
+    Attributes:
+        capacity: most rows of one rank for one expert, for `make_plan`; None: no limit.
+        messages: the choices of experts that the ranks told each other; None where they exchange
+            none, or exchange the rows of the plan instead.
+    """
+
+    capacity: int | Tensor | None
+    messages: "Messages | None" = None
+
+
+class Messages(NamedTuple):
+    """The tables of messages that the ranks exchange before the rows, on the device.
+
+    A message has n = E_l + 2 columns: rows for each expert of its receiver before the capacity
+    limits them, the receiver's place among the ranks that share an expert's rows, and the sender's
+    T.
+    """
+
+    sent: Tensor  # [W, n] to every rank
+    received: Tensor  # [W, n] from every rank
+    relayed: Tensor | None  # [..., n] that passed through this rank, each a copy of a message
+    capacity: Tensor | None  # scalar; None: rows are not limited any more
+    on_host: Callable[[], list[Tensor]]  # waits for the tables that are not None
 
 
 class Exchange(ABC):
     """Takes tokens to the experts and their results back. Immutable: copies of a layer share it."""
 
     @abstractmethod
+    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
+        """The capacity that follows from the group's largest number of tokens.
+
+        Args:
+            expert_ids: [T, K].
+        """
+
+    @abstractmethod
     def __call__(
-        self, experts: nn.Module, tokens: Tensor, gates: Tensor, plan: DispatchPlan
+        self,
+        experts: nn.Module,
+        tokens: Tensor,
+        gates: Tensor,
+        plan: DispatchPlan,
+        agreement: Agreement,
     ) -> Tensor:
         """tokens [T, M], gates [T, K] -> the experts' results, weighted and summed [T, M]."""
 
@@ -65,8 +108,18 @@ class Local(Exchange):
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
 
+    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
+        num_tokens = expert_ids.shape[0]  # len would fix it in torch.export
+        num_experts = self.config.num_experts
+        return Agreement(expert_capacity(num_tokens, num_experts, top_k, capacity_factor))
+
     def __call__(
-        self, experts: nn.Module, tokens: Tensor, gates: Tensor, plan: DispatchPlan
+        self,
+        experts: nn.Module,
+        tokens: Tensor,
+        gates: Tensor,
+        plan: DispatchPlan,
+        agreement: Agreement,
     ) -> Tensor:
         if isinstance(experts, Experts):
             weights = self._weights(experts, tokens.dtype)
@@ -87,73 +140,127 @@ class GatheredWeights(Local):
         super().__init__(config)
         self.group = group
 
+    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
+        if capacity_factor == 0:
+            return Agreement(None)
+        most_tokens = torch.full((), len(expert_ids), device=expert_ids.device)
+        self.group.ranks.all_reduce(most_tokens, "maximum", dist.ReduceOp.MAX)
+        num_experts = self.config.num_experts
+        return Agreement(expert_capacity(most_tokens, num_experts, top_k, capacity_factor))
+
     def _weights(self, experts: Experts, dtype: torch.dtype) -> Callable[[], ExpertWeights]:
         return partial(gather_weights, experts, self.group, 0, dtype)
 
 
-class ChunkCounts(NamedTuple):
-    """The rows of one chunk; on the host."""
+class Chunk(NamedTuple):
+    """The rows of one chunk."""
 
-    rows: RowCounts
-    by_expert: Tensor  # [W, E_l] rows from every rank for every expert of this rank
+    rows: RowCounts  # on the host
+    by_expert: Tensor  # [W, E_l] from every rank for every expert of this rank, on the device
 
 
 class Exchanged(Exchange):
     """Rows are sent to the ranks of their experts, in chunks that overlap with the experts' work.
 
-    The counts of rows are exchanged first and read back to the host, once.
+    The ranks tell each other how many choices they have for each expert, and how many tokens. From
+    that every rank computes the capacity and the rows that it will receive. Their numbers are read
+    back to the host, once; this is the only wait for the device. Where the plan does not follow
+    from the capacity alone (round_to), the rows of the plan are told instead.
     """
 
     def __init__(
         self, config: MoEConfig, row_exchange: RowExchange, strategy: ParallelStrategy
     ) -> None:
         self.config = config
-        self.row_exchange = row_exchange
         self.group = row_exchange.group
+        self.row_exchange = row_exchange
         self.strategy = strategy
         self.layout = ChunkLayout.of(config.num_experts, self.group.size, strategy)
 
+    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
+        counts = count_choices(expert_ids, self.config.num_experts)
+        messages = self._exchange_messages(counts, len(expert_ids), top_k, capacity_factor)
+        return Agreement(messages.capacity, messages)
+
     def __call__(
-        self, experts: nn.Module, tokens: Tensor, gates: Tensor, plan: DispatchPlan
+        self,
+        experts: nn.Module,
+        tokens: Tensor,
+        gates: Tensor,
+        plan: DispatchPlan,
+        agreement: Agreement,
     ) -> Tensor:
         kernels = self.config.kernels
-        counts = plan.offsets.diff(prepend=plan.offsets.new_zeros(1)).long()  # [E] kept rows
-        run_sizes = self.layout.run_sizes(counts)  # [E, Q, d]
-        chunks = self._exchange_counts(run_sizes)
+        messages = agreement.messages
+        if messages is None:
+            messages = self._exchange_messages(kept_counts(plan), len(tokens))
+        chunks = self._chunks(messages)
         num_sent = sum(int(chunk.rows.send.sum()) for chunk in chunks)  # r N
-        plan = self.layout.arrange(plan, run_sizes, num_sent // self.strategy.r)
+        plan = self.layout.arrange(plan, num_sent // self.strategy.r)
         rows = dispatch(tokens, plan, kernels)  # [r N, M]
-        rows = self._through_experts(rows, chunks, self._row_function(experts, tokens.dtype))
+        rows = self._through_experts(rows, chunks, self._expert_function(experts, tokens.dtype))
         gates = gates.repeat_interleave(self.strategy.r, dim=1)  # [T, K r]
         return combine(rows, gates, plan, kernels)
 
-    def _exchange_counts(self, run_sizes: Tensor) -> list[ChunkCounts]:
+    def _exchange_messages(
+        self, counts: Tensor, num_tokens: int, top_k: int = 1, capacity_factor: float = 0.0
+    ) -> Messages:
+        """Tell every rank the counts [E] of rows for its experts, which the capacity may limit."""
+        by_rank = self.layout.by_rank(counts)  # [W, E_l]
+        sharers = self.layout.sharers(counts.device).unsqueeze(1)
+        tokens = torch.full_like(sharers, num_tokens)
+        sent = torch.cat([by_rank, sharers, tokens], dim=1)
+        received, relayed = self.row_exchange.exchange_counts(sent)
+        most_tokens = received[:, -1].max()
+        num_experts = self.config.num_experts
+        capacity = expert_capacity(most_tokens, num_experts, top_k, capacity_factor)
+        tables = [t for t in (sent, received, relayed, capacity) if t is not None]
+        return Messages(sent, received, relayed, capacity, start_host_copy(tables))
+
+    def _chunks(self, messages: Messages) -> list[Chunk]:
         """How many rows each chunk sends and receives."""
-        by_rank = self.layout.by_rank(run_sizes)  # [W, E_l, d]
-        received, relayed = self.row_exchange.exchange_counts(by_rank.flatten(1))
-        tables = [by_rank, received.view_as(by_rank)]
-        if relayed is not None:
-            tables.append(relayed.view(*relayed.shape[:-1], *by_rank.shape[1:]))  # [..., E_l, d]
-        sent, received, *relayed_tables = _to_host(tables)
+        tables = messages.on_host()
+        capacity = None
+        if messages.capacity is not None:
+            capacity = tables.pop()
+        # [W, E_l, d] sent, [W, E_l, d] received, perhaps [..., E_l, d] relayed
+        on_host = [self._chunk_sizes(table, capacity) for table in tables]
+        on_device = self._chunk_sizes(messages.received, messages.capacity)  # [W, E_l, d]
         chunks = []
         for chunk in range(self.layout.num_chunks):
-            by_expert = received[..., chunk]  # [W, E_l]
-            relayed_rows = [table[..., chunk].sum(-1) for table in relayed_tables]
-            rows = RowCounts(sent[..., chunk].sum(1), by_expert.sum(1), *relayed_rows)
-            chunks.append(ChunkCounts(rows, by_expert))
+            rows = RowCounts(*(sizes[..., chunk].sum(-1) for sizes in on_host))
+            chunks.append(Chunk(rows, on_device[..., chunk]))
         return chunks
 
-    def _row_function(self, experts: nn.Module, dtype: torch.dtype) -> RowFunction:
+    def _chunk_sizes(self, messages: Tensor, capacity: Tensor | None) -> Tensor:
+        """messages [..., n] -> the rows [..., E_l, d] that they announce."""
+        counts = messages[..., :-2]
+        if capacity is not None:
+            counts = torch.minimum(counts, capacity)
+        return self.layout.chunk_sizes(counts, messages[..., -2:-1])
+
+    def _expert_function(
+        self, experts: nn.Module, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """From received rows [R, M] by (source, expert), and their counts [W, E_l], to the results
+        in the same order."""
         if not isinstance(experts, Experts):
-            return partial(apply_experts, experts)
+            return partial(_apply_to_received, experts, self.config.kernels)
         # cached: weights are gathered once, however many chunks are computed with them
         weights = functools.cache(
             partial(gather_weights, experts, self.group, self.strategy.r, dtype)
         )
-        return partial(apply_experts, partial(experts, weights=weights))
+
+        def run(rows: Tensor, counts: Tensor) -> Tensor:
+            if counts.shape[1] == 1:
+                return experts(rows, _offsets(counts), weights=weights)
+            plan = plan_received(counts, len(rows))
+            return experts(rows, plan.offsets, weights=weights, plan=plan)
+
+        return run
 
     def _through_experts(
-        self, rows: Tensor, chunks: list[ChunkCounts], experts: RowFunction
+        self, rows: Tensor, chunks: list[Chunk], experts: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         """rows [r N, M] in the order of sending -> the experts' results, likewise."""
         dispatches = [PendingExchange(self.row_exchange, chunk.rows) for chunk in chunks]
@@ -165,7 +272,7 @@ class Exchanged(Exchange):
         returned = []
         for i, chunk in enumerate(chunks):
             arrived = dispatches[i].arrive(sent[i])
-            results = _by_expert(arrived, chunk.by_expert, experts)
+            results = experts(arrived, chunk.by_expert)
             returned.append(returns[i].depart(results))
         outputs = [pending.arrive(token) for pending, token in zip(returns, returned, strict=True)]
         if len(outputs) == 1:
@@ -173,8 +280,12 @@ class Exchanged(Exchange):
         return torch.cat(outputs)
 
 
-def apply_experts(experts: RowFunction, rows: Tensor, offsets: Tensor) -> Tensor:
-    """`experts(rows, offsets)`; raises ValueError where it returns another shape."""
+def apply_experts(experts: nn.Module, rows: Tensor, offsets: Tensor) -> Tensor:
+    """`experts(rows, offsets)` of an experts module of the user's.
+
+    Raises:
+        ValueError: it returns another shape than the rows'.
+    """
     out = experts(rows, offsets)
     if out.shape != rows.shape:
         raise ValueError(
@@ -183,41 +294,21 @@ def apply_experts(experts: RowFunction, rows: Tensor, offsets: Tensor) -> Tensor
     return out
 
 
-def _to_host(tables: list[Tensor]) -> list[Tensor]:
-    """All tables in one copy: the only wait for the device."""
-    flat = torch.cat([table.flatten() for table in tables]).cpu()
-    parts = flat.split([table.numel() for table in tables])
-    return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
+def _apply_to_received(experts: nn.Module, kernels: str, rows: Tensor, counts: Tensor) -> Tensor:
+    """An experts module of the user's on received rows [R, M] by (source, expert)."""
+    if counts.shape[1] == 1:
+        return apply_experts(experts, rows, _offsets(counts))
+    plan = plan_received(counts, len(rows))
+    results = apply_experts(experts, dispatch(rows, plan, kernels), plan.offsets)
+    return dispatch(results, inverse_plan(plan), kernels)
 
 
-def _by_expert(rows: Tensor, counts: Tensor, experts: RowFunction) -> Tensor:
-    """Rows [R, M] by (source, expert) through the experts, which take them by expert.
-
-    Args:
-        counts: [W, E_l], on the host.
-    """
-    offsets = counts.sum(0).cumsum(0).int().to(rows.device)
-    num_ranks, num_experts = counts.shape
-    if num_experts == 1:
-        return experts(rows, offsets)
-    expert = torch.arange(num_experts, device=rows.device).repeat(num_ranks)
-    expert = expert.repeat_interleave(counts.flatten().to(rows.device), output_size=len(rows))
-    order = expert.argsort(stable=True)
-    inverse = order.argsort()
-    results = experts(_Permute.apply(rows, order, inverse), offsets)
-    return _Permute.apply(results, inverse, order)
+def _offsets(counts: Tensor) -> Tensor:
+    """counts [W, E_l] -> where each expert's rows end, sorted by expert [E_l]."""
+    return counts.sum(0).cumsum(0).int()
 
 
-class _Permute(torch.autograd.Function):
-    """Rows in another order; their gradients in the inverse one, without autograd's scatter."""
-
-    @staticmethod
-    def forward(ctx, rows, order, inverse):
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
+def count_choices(expert_ids: Tensor, num_experts: int) -> Tensor:
+    """expert_ids [T, K] -> how often each expert was chosen [E]."""
+    ids = expert_ids.flatten().long()
+    return ids.new_zeros(num_experts).scatter_add_(0, ids, torch.ones_like(ids))

@@ -69,7 +69,7 @@ class Ranks:
         """The largest `value` of all ranks."""
         if self.size == 1:
             return value
-        largest = torch.tensor(value, device=device)
+        largest = torch.full((), value, device=device)  # no copy from the host
         return int(self.all_reduce(largest, operation, dist.ReduceOp.MAX))
 
     def broadcast(self, values: Tensor, operation: str) -> Tensor:

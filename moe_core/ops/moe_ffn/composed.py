@@ -7,12 +7,12 @@ from torch import Tensor
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.ffn.op import expert_ffn
-from moe_core.ops.plan.op import DispatchPlan
+from moe_core.ops.plan.op import DispatchPlan, inverse_plan
 
 
 def moe_ffn(
     tokens: Tensor,
-    gates: Tensor,
+    gates: Tensor | None,
     weights: ExpertWeights,
     plan: DispatchPlan,
     activation: str,
@@ -22,4 +22,6 @@ def moe_ffn(
     """As `op.moe_ffn`; differentiated by the ops."""
     rows = dispatch(tokens, plan, kernels)
     rows = expert_ffn(rows, weights, plan.offsets, activation, dropout, kernels)
+    if gates is None:
+        return dispatch(rows, inverse_plan(plan), kernels)
     return combine(rows, gates, plan, kernels)

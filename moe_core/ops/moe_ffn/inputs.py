@@ -12,7 +12,7 @@ class MoEFFNInputs(NamedTuple):
     """The arguments of the op `moe_core::moe_ffn`, in its order."""
 
     tokens: Tensor  # [T, M]
-    gates: Tensor  # [T, K]
+    gates: Tensor | None  # [T, K]; None: all 1, and the plan only reorders
     w1: Tensor  # [E, H, M]
     b1: Tensor | None  # [E, H]
     w2: Tensor  # [E, H, M]

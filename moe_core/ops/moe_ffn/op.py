@@ -20,7 +20,7 @@ from moe_core.ops.plan.op import DispatchPlan
 _NUM_TENSORS = MoEFFNInputs._fields.index("activation")
 _NUM_DIFFERENTIABLE = MoEFFNInputs._fields.index("w1_cast")
 _SCHEMA = (
-    "Tensor tokens, Tensor gates, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w1_cast,"
+    "Tensor tokens, Tensor? gates, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w1_cast,"
     " Tensor? w2_cast, Tensor choices, Tensor offsets, Tensor slots, Tensor? kept, Tensor? noise,"
     " str activation, float dropout"
 )
@@ -28,7 +28,7 @@ _SCHEMA = (
 
 def moe_ffn(
     tokens: Tensor,
-    gates: Tensor,
+    gates: Tensor | None,
     weights: ExpertWeights,
     plan: DispatchPlan,
     activation: str = "gelu",
@@ -40,7 +40,7 @@ def moe_ffn(
 
     Args:
         tokens: [T, M]. Their dtype is the one that is computed in.
-        gates: [T, K].
+        gates: [T, K]. None: all 1, where the plan only reorders: K = 1, and every choice is kept.
         weights, activation, dropout, kernels: as `expert_ffn`'s.
         plan: of these tokens.
 
@@ -123,7 +123,9 @@ def _dropout_noise(choices: Tensor, w1: Tensor) -> Tensor:
 def _(*arguments):
     inputs, keep_hidden = MoEFFNInputs._make(arguments[:-1]), arguments[-1]
     tokens = inputs.tokens
-    dtype = torch.promote_types(tokens.dtype, inputs.gates.dtype)
+    dtype = tokens.dtype
+    if inputs.gates is not None:
+        dtype = torch.promote_types(dtype, inputs.gates.dtype)
     num_kept = 0
     if keep_hidden:
         num_kept = inputs.choices.shape[0]

@@ -73,7 +73,7 @@ def _forward(inputs: MoEFFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     call = _Call(inputs)
     w1, w2 = inputs.cast_w1.contiguous(), inputs.cast_w2.contiguous()
     b1, b2 = _contiguous(inputs.b1), _contiguous(inputs.b2)
-    noise, gates = inputs.noise, inputs.gates.contiguous()
+    noise, gates = inputs.noise, _contiguous(inputs.gates)
     h = call.tokens.new_empty(call.num_rows, call.hidden_dim)
     hidden = call.tokens.new_empty(call.num_rows if keep_hidden else 0, call.hidden_dim)
     kept_hidden = None
@@ -97,7 +97,7 @@ def _backward(
     needs_tokens, needs_gates, needs_w1, needs_b1, needs_w2, needs_b2 = needs
     w1, w2 = inputs.cast_w1.contiguous(), inputs.cast_w2.contiguous()
     b1, b2 = _contiguous(inputs.b1), _contiguous(inputs.b2)
-    noise, gates = inputs.noise, inputs.gates.contiguous()
+    noise, gates = inputs.noise, _contiguous(inputs.gates)
     grad = grad.to(call.tokens.dtype).contiguous()
     grad_z = torch.empty_like(hidden)
     gated = None
@@ -122,7 +122,9 @@ def _backward(
     if sums is not None and b1 is not None:
         gradients[3] = call.sum_blocks(sums, b1)
     if dots is not None:
-        grad_gates = torch.zeros_like(gates)  # dropped choices keep the 0
+        grad_gates = None
+        if gates is not None:
+            grad_gates = torch.zeros_like(gates)  # dropped choices keep the 0
         sums = call.new(needs_b2, call.num_blocks, call.model_dim)
         call.gate_grad(grad, gates, b2, dots, grad_gates, sums)
         if needs_gates:
@@ -223,7 +225,7 @@ class _Call:
         return out
 
     def gate_grad(
-        self, grad: Tensor, gates: Tensor, b2, dots: Tensor, grad_gates: Tensor, sums
+        self, grad: Tensor, gates: Tensor | None, b2, dots: Tensor, grad_gates: Tensor | None, sums
     ) -> None:
         if self.num_blocks == 0:
             return

@@ -254,7 +254,9 @@ def hidden_grad_kernel(
         grad_h = _gathered_product(
             grad, choices, w2, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_COLUMNS, BLOCK_K
         )
-        gate = tl.load(gates + tl.load(choices + row)).to(tl.float32)
+        gate = tl.full([BLOCK_N], 1.0, tl.float32)
+        if gates is not None:
+            gate = tl.load(gates + tl.load(choices + row)).to(tl.float32)
         # in halves, for the registers
         left, right = tl.split(
             tl.permute(tl.reshape(grad_h, (BLOCK_N, 2, BLOCK_COLUMNS // 2)), (0, 2, 1))
@@ -342,7 +344,9 @@ def gate_grad_kernel(
         n, d = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
         there = n < end
         choice = tl.load(choices + n, mask=there, other=0)
-        gate = tl.load(gates + choice, mask=there, other=0.0).to(tl.float32)
+        gate = tl.where(there, 1.0, 0.0)
+        if gates is not None:
+            gate = tl.load(gates + choice, mask=there, other=0.0).to(tl.float32)
         cells = n[:, None] * NUM_DOTS + d[None, :]
         dot = tl.sum(
             tl.load(dots + cells, mask=there[:, None] & (d < NUM_DOTS)[None, :], other=0.0), 1
@@ -362,7 +366,8 @@ def gate_grad_kernel(
                 if sums is not None:
                     total = tl.sum(values * gate[:, None], 0)
                     tl.store(sums + block.to(tl.int64) * M + columns, total, mask=columns < M)
-        tl.store(grad_gates + choice, dot.to(grad_gates.dtype.element_ty), mask=there)
+        if grad_gates is not None:
+            tl.store(grad_gates + choice, dot.to(grad_gates.dtype.element_ty), mask=there)
 
 
 @triton.jit

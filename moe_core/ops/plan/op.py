@@ -44,8 +44,9 @@ def make_plan(
 
     Args:
         expert_ids: [T, K] integers.
-        capacity: most choices kept per expert, one number or one for each [E]; None keeps all.
-        num_rows: with a capacity for each expert, N. It must be at least the number of choices that
+        capacity: most choices kept per expert; a tensor on the device is one number or one for each
+            expert [E]. None keeps all.
+        num_rows: N where the capacity is a tensor. It must be at least the number of choices that
             are kept, which only the device knows.
         kernels: see `backend.select`. All forms give the same plan, number for number.
 
@@ -58,12 +59,12 @@ def make_plan(
     if capacity is None:
         num_rows = num_choices
     elif isinstance(capacity, Tensor):
-        limits = capacity.long()
+        limits = capacity.long().expand(num_experts).contiguous()
     else:
         num_rows = min(num_choices, num_experts * capacity)
         limits = expert_ids.new_full((num_experts,), capacity, dtype=torch.int64)
     if num_rows is None:
-        raise ValueError("num_rows is needed with a capacity for each expert")
+        raise ValueError("num_rows is needed with a capacity that is a tensor")
     arguments = (expert_ids.long(), num_experts, limits, priority, num_rows)
     if form == "plan.reference":
         return DispatchPlan(*reference.make_plan(*arguments))
@@ -71,6 +72,12 @@ def make_plan(
     if limits is None:
         kept = None
     return DispatchPlan(choices, offsets, slots, kept, counts)
+
+
+def inverse_plan(plan: DispatchPlan) -> DispatchPlan:
+    """The plan that takes rows back to their tokens, of a plan that only reorders: K = 1 and every
+    choice is kept."""
+    return plan._replace(choices=plan.slots.flatten(), slots=plan.choices.unsqueeze(1))
 
 
 @torch.library.custom_op("moe_core::make_plan", mutates_args=())

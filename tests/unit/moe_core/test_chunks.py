@@ -9,7 +9,7 @@ import torch
 
 from moe_core.ops import make_plan
 from moe_core.parallel import ParallelStrategy, valid_r
-from moe_core.parallel.chunks import ChunkLayout
+from moe_core.parallel.chunks import ChunkLayout, kept_counts, plan_received
 
 CASES = [
     (num_experts, r, degree, capacity)
@@ -33,11 +33,10 @@ def test_rows_are_sent_as_enumerated(num_experts, r, degree, capacity):
     torch.manual_seed(0)
     expert_ids = torch.rand(11, num_experts).argsort(1)[:, :2]
     plan = make_plan(expert_ids, num_experts, capacity)
-    counts = plan.offsets.diff(prepend=plan.offsets.new_zeros(1)).long()
+    counts = kept_counts(plan)
     layout = ChunkLayout.of(num_experts, 4, ParallelStrategy(r, degree))
-    run_sizes = layout.run_sizes(counts)
     num_rows = int(counts.sum())
-    arranged = layout.arrange(plan, run_sizes, num_rows)
+    arranged = layout.arrange(plan, num_rows)
 
     ranks_per_expert = max(4 // num_experts, 1)
     sharers = ranks_per_expert // r
@@ -51,7 +50,8 @@ def test_rows_are_sent_as_enumerated(num_experts, r, degree, capacity):
             sent.append((chunk, rank, expert, row, choice))
     sent.sort()
     assert arranged.choices.tolist() == [choice for *_, choice in sent]
-    by_rank = layout.by_rank(run_sizes)  # [W, E_l, d]
+    sharers_of_ranks = layout.sharers(counts.device).unsqueeze(1)
+    by_rank = layout.chunk_sizes(layout.by_rank(counts), sharers_of_ranks)  # [W, E_l, d]
     for chunk, rank in itertools.product(range(degree), range(4)):
         expected = sum(row[:2] == (chunk, rank) for row in sent)
         assert int(by_rank[rank, :, chunk].sum()) == expected
@@ -61,3 +61,15 @@ def test_rows_are_sent_as_enumerated(num_experts, r, degree, capacity):
         assert slots[choice] == row
     if arranged.kept is not None:
         assert arranged.kept.sum() == len(sent)
+
+
+def test_received_rows_are_sorted_by_expert():
+    counts = torch.tensor([[2, 0, 3], [0, 0, 1], [4, 0, 2]])  # [W, E_l]
+    num_rows = int(counts.sum())
+    plan = plan_received(counts, num_rows)
+    expert_of_row = torch.arange(3).repeat(3).repeat_interleave(counts.flatten())
+    order = expert_of_row.argsort(stable=True)
+    assert torch.equal(plan.choices, order)
+    assert torch.equal(plan.slots.flatten()[order], torch.arange(num_rows))
+    assert plan.offsets.tolist() == [6, 6, 12]
+    assert plan.offsets.dtype == torch.int32

@@ -1,0 +1,28 @@
+"""Copies from a device to the host that do not stop the host at once."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def start_host_copy(tables: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Begin to copy integer tables of one dtype to the host, in one transfer.
+
+    Returns:
+        A function that waits for them. On a CPU they are the tables themselves.
+    """
+    if not tables[0].is_cuda:
+        return lambda: list(tables)
+    flat = torch.cat([table.flatten() for table in tables])
+    pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+    pinned.copy_(flat, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[Tensor]:
+        copied.synchronize()
+        parts = pinned.split([table.numel() for table in tables])
+        return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
+
+    return wait
