@@ -1,0 +1,80 @@
+"""How often a layer waits for its device: the reads of device tensors on the host."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from host_reads import count_reads
+from moe_cases import make_layer
+from triton_cases import INTERPRETED, run_interpreted
+
+from moe_core import MoELayer
+from moe_core.parallel import ExpertGroup, ParallelStrategy
+
+CONFIGS = [
+    {"capacity_factor": 1.25, "top_k": 2},
+    {"capacity_factor": 0.0, "top_k": 2},
+    {"capacity_factor": 0.5, "batch_prioritized": True},
+]
+
+
+def step(layer: MoELayer, x: torch.Tensor, strategy: ParallelStrategy) -> None:
+    y, aux_loss = layer(x, strategy=strategy)
+    (y.sum() + aux_loss).backward()
+
+
+def waits_at_most_once(rank: int, ranks_per_node: int) -> None:
+    group = ExpertGroup(dist.group.WORLD)
+    strategies = {
+        ParallelStrategy(1): 1,
+        ParallelStrategy(1, 3): 1,
+        ParallelStrategy(1, 2, "2dh", ranks_per_node): 1,
+        ParallelStrategy(0): 0,
+    }
+    for config in CONFIGS:
+        for num_experts in (4, 1):
+            shape = {"model_dim": 16, "hidden_dim": 32, "num_experts": num_experts}
+            layer = make_layer(
+                dtype=torch.float32, group=group, kernels="triton", **shape, **config
+            )
+            x = torch.randn(6 + rank, 16)
+            for strategy, expected in strategies.items():
+                reads = count_reads(functools.partial(step, layer, x, strategy))
+                assert len(reads) == expected, (config, num_experts, strategy, reads)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs by the test below, in Triton's interpreter")
+class TestKernels:
+    def test_several_ranks_wait_once_in_forward_and_backward(self, run_processes):
+        run_processes(waits_at_most_once, 2, 1)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="it starts the interpreter")
+def test_with_the_kernels_of_a_gpu():
+    """They read no offsets on the host, as the loop over experts on a CPU does."""
+    run_interpreted(__file__)
+
+
+def test_one_rank_never_waits():
+    for config in CONFIGS:
+        layer = make_layer(dtype=torch.float32, kernels="torch", **config)
+        # the loop over experts on a CPU reads where their rows end
+        layer.experts = RowsThemselves()
+        x = torch.randn(6, 6, requires_grad=True)
+        assert count_reads(functools.partial(step, layer, x, ParallelStrategy())) == []
+
+
+class RowsThemselves(torch.nn.Module):
+    def forward(self, rows, offsets):
+        return rows
+
+
+@pytest.mark.parametrize(
+    "read",
+    [int, float, bool, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.nonzero],
+)
+def test_reads_are_noticed(read):
+    values = torch.ones(1)
+    assert len(count_reads(lambda: read(values.max()))) == 1
+    assert len(count_reads(lambda: read(torch.ones(1, device="cpu") * 2))) == 0
