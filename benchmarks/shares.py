@@ -49,7 +49,7 @@ KINDS = {
     # autograd calls an operator as GeneratedBackwardFor_ its name
     EXPERTS: r"(moe_core::|GeneratedBackwardFor_moe_core_)(expert|moe)_ffn(_backward|_default)?",
     # and what the experts' operator calls besides products
-    EXPERTS_REST: r"moe_core::(fused_)?dropout_noise",
+    EXPERTS_REST: r"moe_core::dropout_(noise|seed)",
     PRODUCTS: r"aten::(linear|matmul|mm|addmm|bmm|baddbmm|_grouped_mm|conv\w*)",
     "attention": r"aten::_?scaled_dot_product_\w+|swinv2_moe::\w+",
     ROUTING: ROUTING,

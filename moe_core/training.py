@@ -58,12 +58,15 @@ def average_expert_gradients(model: nn.Module) -> None:
     waits = []
     for layer in moe_layers(model).values():
         group = layer.group
+        num_ranks = group.size * group.num_replicas
+        if num_ranks == 1:
+            continue
         for parameter in layer.experts.parameters():
             if parameter.grad is None:
                 if group.num_replicas == 1 or not parameter.requires_grad:
                     continue
                 parameter.grad = torch.zeros_like(parameter)  # another replica may have used it
-            parameter.grad.div_(group.size * group.num_replicas)
+            parameter.grad.div_(num_ranks)
             if group.num_replicas > 1:
                 operation = "sum of expert gradients over replicas"
                 waits.append(group.replicas.start_all_reduce(parameter.grad, operation))
@@ -154,5 +157,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
         # a norm that is not finite leaves them: scaling by it would spread the NaN to every
         # gradient
         factor = max_norm / (norm.nan_to_num(0.0, 0.0) + 1e-6)
-        torch._foreach_mul_(gradients, factor.clamp(max=1.0))
+        is_on_host = not norm.is_cuda
+        if is_on_host and factor >= 1:
+            return norm
+        torch._foreach_mul_(gradients, factor.clamp(max=1.0))  # reads nothing back from a GPU
     return norm

@@ -23,7 +23,7 @@ KERNELS = ("auto", "triton", "torch")
 KERNEL_ACTIVATIONS = ("gelu", "relu", "silu")
 # The auxiliary losses whose sums the Triton router computes, in the order of their numbers there.
 KERNEL_LOSSES = ("none", "gshard", "load_importance", "load_importance_tutel")
-_HALVES = (torch.bfloat16, torch.float16)
+_HALVES_AND_FP32 = (torch.bfloat16, torch.float16, torch.float32)
 _FP32_AND_BF16 = (torch.float32, torch.bfloat16)
 _log = logging.getLogger("moe_core")
 
@@ -52,13 +52,8 @@ def _everything(request: Request) -> bool:
     return True
 
 
-def _triton_moe_ffn(request: Request) -> bool:
-    if request.activation not in KERNEL_ACTIVATIONS:
-        return False
-    # In fp32 its products do without tensor cores, to be exact. So fp32 has to be asked for.
-    return request.dtype in _HALVES or (
-        request.dtype == torch.float32 and request.kernels == "triton"
-    )
+def _triton_ffn(request: Request) -> bool:
+    return request.activation in KERNEL_ACTIVATIONS and request.dtype in _HALVES_AND_FP32
 
 
 def _grouped_mm(request: Request) -> bool:
@@ -103,12 +98,13 @@ FORMS = {
         Form("torch", "combine.reference", _everything),
     ),
     "ffn": (
+        Form("triton", "ffn.triton", _triton_ffn),
         Form("cpp", "ffn.cpp", _cpp_ffn),
         Form("torch", "ffn.grouped", _grouped_mm),
         Form("torch", "ffn.loop", _everything),
     ),
     "moe_ffn": (  # dispatch, ffn and combine as one
-        Form("triton", "moe_ffn.triton", _triton_moe_ffn),
+        Form("triton", "moe_ffn.triton", _triton_ffn),
         Form("torch", "moe_ffn.composed", _everything),
     ),
 }

@@ -25,7 +25,9 @@ class FFNInputs(NamedTuple):
     w2: Tensor
     b2: Tensor | None
     offsets: Tensor  # [E] int32
-    noise: Tensor | None  # int16, one for each number of the hidden layer
+    # int16, one for each number of the hidden layer; for a form with SEEDED_DROPOUT int64 [1], its
+    # seed; None: no dropout
+    noise: Tensor | None
     activation: str
     dropout: float
     kernels: str

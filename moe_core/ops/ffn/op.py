@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.ops.autograd import empty_gradients, register_backward
 from moe_core.ops.backend import Request, load, select
+from moe_core.ops.ffn.dropout import draw_seed
 from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs
 
 _NUM_TENSORS = FFNInputs._fields.index("activation")
@@ -84,6 +85,10 @@ def _form_of(inputs: FFNInputs) -> ModuleType:
     return _form(rows.device.type, rows.dtype, inputs.w1.dtype, inputs.activation, inputs.kernels)
 
 
+def _has_seeded_dropout(form: ModuleType) -> bool:
+    return getattr(form, "SEEDED_DROPOUT", False)
+
+
 def _hidden_size(rows: Tensor, w1: Tensor, activation: str, kernels: str):
     """Numbers of the hidden layer as the form keeps it: an integer or a symbol."""
     form = _form(rows.device.type, rows.dtype, w1.dtype, activation, kernels)
@@ -119,7 +124,10 @@ def _expert_ffn_backward(grad, hidden, needs, *fields):
     "moe_core::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def _dropout_noise(rows: Tensor, w1: Tensor, activation: str, kernels: str) -> Tensor:
-    """int16, one for each number of the hidden layer."""
+    """int16, one for each number of the hidden layer; or the form's seed."""
+    form = _form(rows.device.type, rows.dtype, w1.dtype, activation, kernels)
+    if _has_seeded_dropout(form):
+        return draw_seed(rows.device)
     size = _hidden_size(rows, w1, activation, kernels)
     # Four of them from each draw of the generator, which is slow on a CPU.
     draws = torch.empty(-(-size // 4), dtype=torch.int64, device=rows.device)
@@ -143,6 +151,9 @@ def _(grad, hidden, needs, *fields):
 
 @_dropout_noise.register_fake
 def _(rows, w1, activation, kernels):
+    form = _form(rows.device.type, rows.dtype, w1.dtype, activation, kernels)
+    if _has_seeded_dropout(form):
+        return rows.new_empty(1, dtype=torch.int64)
     return rows.new_empty(_hidden_size(rows, w1, activation, kernels), dtype=torch.int16)
 
 

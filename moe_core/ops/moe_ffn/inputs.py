@@ -23,7 +23,7 @@ class MoEFFNInputs(NamedTuple):
     offsets: Tensor
     slots: Tensor
     kept: Tensor | None
-    noise: Tensor | None  # int16 [N, H]
+    seed: Tensor | None  # int64 [1], of dropout; None: no dropout
     activation: str
     dropout: float
 

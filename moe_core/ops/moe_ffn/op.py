@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.ops.autograd import empty_gradients, register_backward
 from moe_core.ops.backend import Request, load, select
+from moe_core.ops.ffn.dropout import draw_seed
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.moe_ffn import composed
 from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
@@ -21,7 +22,7 @@ _NUM_TENSORS = MoEFFNInputs._fields.index("activation")
 _NUM_DIFFERENTIABLE = MoEFFNInputs._fields.index("w1_cast")
 _SCHEMA = (
     "Tensor tokens, Tensor? gates, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w1_cast,"
-    " Tensor? w2_cast, Tensor choices, Tensor offsets, Tensor slots, Tensor? kept, Tensor? noise,"
+    " Tensor? w2_cast, Tensor choices, Tensor offsets, Tensor slots, Tensor? kept, Tensor? seed,"
     " str activation, float dropout"
 )
 
@@ -57,9 +58,9 @@ def moe_ffn(
     if weights.w1.dtype != tokens.dtype:
         w1_cast = weights.w1.detach().to(tokens.dtype)
         w2_cast = weights.w2.detach().to(tokens.dtype)
-    noise = None
+    seed = None
     if dropout > 0:
-        noise = torch.ops.moe_core.fused_dropout_noise(plan.choices, weights.w1)
+        seed = torch.ops.moe_core.dropout_seed(tokens)
     inputs = MoEFFNInputs(
         tokens,
         gates,
@@ -73,7 +74,7 @@ def moe_ffn(
         offsets=plan.offsets,
         slots=plan.slots,
         kept=plan.kept,
-        noise=noise,
+        seed=seed,
         activation=activation,
         dropout=dropout,
     )
@@ -108,12 +109,11 @@ def _moe_ffn_backward(grad, hidden, needs, *fields):
 
 
 @torch.library.custom_op(
-    "moe_core::fused_dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+    "moe_core::dropout_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
-def _dropout_noise(choices: Tensor, w1: Tensor) -> Tensor:
-    """int16 [N, H]."""
-    noise = torch.empty(len(choices), w1.shape[1], dtype=torch.int16, device=w1.device)
-    return noise.random_(-32768, 32768)
+def _dropout_seed(like: Tensor) -> Tensor:
+    """int64 [1] from the generator of the device of `like`."""
+    return draw_seed(like.device)
 
 
 # 2. Fake kernels, FLOPs and autograd
@@ -138,9 +138,9 @@ def _(grad, hidden, needs, *fields):
     return empty_gradients(grad, fields[:_NUM_DIFFERENTIABLE], needs)
 
 
-@_dropout_noise.register_fake
-def _(choices, w1):
-    return w1.new_empty(choices.shape[0], w1.shape[1], dtype=torch.int16)
+@_dropout_seed.register_fake
+def _(like):
+    return like.new_empty(1, dtype=torch.int64)
 
 
 @register_flop_formula(torch.ops.moe_core.moe_ffn)

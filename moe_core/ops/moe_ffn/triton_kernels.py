@@ -12,7 +12,8 @@ launches them.
    not needed either (SonicMoE, arXiv 2512.14080). `weight_grad_kernel` contracts over an expert's
    rows, `model_kernel` gives the tokens' gradient.
 
-Products of halves are summed in fp32. Every output element is written by one program, in a fixed
+Products of halves are summed in fp32. Those of fp32 are three TF32 products ("tf32x3"), on tensor
+cores at nearly the accuracy of fp32. Every output element is written by one program, in a fixed
 order of additions: nothing is atomic, so runs repeat bit by bit. Rows are counted in 64 bits: N * H
 may exceed 2^31.
 """
@@ -84,7 +85,7 @@ def _product(
         else:
             left = tl.load(a, mask=(start + k < DEPTH)[None, :], other=0.0)
             right = tl.load(b, mask=(start + k < DEPTH)[:, None], other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
+        total = tl.dot(left, right, total, input_precision="tf32x3")
         a += BLOCK_K
         b += BLOCK_K * STEP_B
     return total
@@ -132,14 +133,28 @@ def _activation(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _kept(noise, cells, mask, LEAST: tl.constexpr, SCALE: tl.constexpr):
-    """Dropout's factors: SCALE where the noise is at least LEAST, else 0."""
-    return tl.where(tl.load(noise + cells, mask=mask, other=0) >= LEAST, SCALE, 0.0)
+def _hash(x):
+    """As moe_core.ops.ffn.dropout's, of uint32."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _kept(seed, n, columns, LEAST: tl.constexpr, SCALE: tl.constexpr):
+    """Dropout's factors for the rows n and these columns of H: SCALE where the noise is at least
+    LEAST, else 0."""
+    state = _hash(_hash(n.to(tl.uint32)) ^ tl.load(seed).to(tl.uint32))
+    steps = columns.to(tl.uint32) * 0x9E3779B9
+    noise = _hash(state[:, None] + steps[None, :]) >> 16
+    return tl.where(noise.to(tl.int32) - 32768 >= LEAST, SCALE, 0.0)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def hidden_kernel(
-    tokens, choices, blocks, w1, b1, noise, z, h, num_blocks, M: tl.constexpr, H: tl.constexpr,
+    tokens, choices, blocks, w1, b1, seed, z, h, num_blocks, M: tl.constexpr, H: tl.constexpr,
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -167,8 +182,8 @@ def hidden_kernel(
         value, _ = _activation(
             value.to(tl.float32), ACTIVATION
         )  # of what the backward pass will read
-        if noise is not None:
-            value *= _kept(noise, cells, mask, LEAST, SCALE)
+        if seed is not None:
+            value *= _kept(seed, n, columns, LEAST, SCALE)
         tl.store(h + cells, value.to(h.dtype.element_ty), mask=mask)
 
 
@@ -212,15 +227,15 @@ def model_kernel(
 
 @triton.jit
 def _slopes(
-    grad_h, block, n, there, columns, gate, z, noise, grad_z, gated, sums, H: tl.constexpr,
+    grad_h, block, n, there, columns, gate, z, seed, grad_z, gated, sums, H: tl.constexpr,
     ACTIVATION: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """What hidden_grad_kernel writes for some columns, from the gradient of h; <h, its gradient> of
     each row."""
     cells, mask = n[:, None] * H + columns[None, :], there[:, None] & (columns < H)[None, :]
     value, slope = _activation(tl.load(z + cells, mask=mask, other=0.0).to(tl.float32), ACTIVATION)
-    if noise is not None:
-        kept = _kept(noise, cells, mask, LEAST, SCALE)
+    if seed is not None:
+        kept = _kept(seed, n, columns, LEAST, SCALE)
         value *= kept
         slope *= kept
     dot = tl.sum(tl.where(mask, value * grad_h, 0.0), 1)
@@ -236,7 +251,7 @@ def _slopes(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def hidden_grad_kernel(
-    grad, choices, blocks, w2, z, noise, gates, grad_z, gated, dots, sums, num_blocks,
+    grad, choices, blocks, w2, z, seed, gates, grad_z, gated, dots, sums, num_blocks,
     M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
     LEAST: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -270,7 +285,7 @@ def hidden_grad_kernel(
             columns,
             gate,
             z,
-            noise,
+            seed,
             grad_z,
             gated,
             sums,
@@ -288,7 +303,7 @@ def hidden_grad_kernel(
             columns,
             gate,
             z,
-            noise,
+            seed,
             grad_z,
             gated,
             sums,
@@ -325,7 +340,7 @@ def weight_grad_kernel(
         right = tl.load(
             source + token[:, None] * M + m[None, :], mask=there & (m < M)[None, :], other=0.0
         )
-        total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
+        total = tl.dot(tl.trans(left), right, total, input_precision="tf32x3")
     cells = (expert.to(tl.int64) * H + h)[:, None] * M + m[None, :]
     tl.store(out + cells, total.to(out.dtype.element_ty), mask=(h < H)[:, None] & (m < M)[None, :])
 

@@ -1,0 +1,61 @@
+"""The experts' networks by the kernels of `moe_ffn`: rows are tokens that are in order already."""
+
+# E experts, N rows, M model dim, H hidden dim
+
+import torch
+from torch import Tensor
+
+from moe_core.ops.ffn.inputs import FFNInputs
+from moe_core.ops.moe_ffn import triton as moe_ffn
+from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
+
+SEEDED_DROPOUT = True  # `noise` is a seed
+
+
+def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
+    """Rows of the hidden layer as it is kept."""
+    return num_rows
+
+
+def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
+    """out [N, M] and, if it is kept, the hidden layer before the activation [N * H]."""
+    out, hidden = moe_ffn.forward(_with_plan(inputs), keep_hidden)
+    return out, hidden.flatten()
+
+
+def backward(
+    inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
+) -> list[Tensor | None]:
+    """Gradients of rows, w1, b1, w2 and b2; None where `needs` is False."""
+    needs_rows, *needs_weights = needs
+    hidden = hidden.view(len(inputs.rows), -1)
+    needs = [needs_rows, False, *needs_weights]  # no gates
+    grad_rows, _, *gradients = moe_ffn.backward(_with_plan(inputs), grad, hidden, needs)
+    return [grad_rows, *gradients]
+
+
+def _with_plan(inputs: FFNInputs) -> MoEFFNInputs:
+    """The rows as tokens of one choice each, in their own order."""
+    rows = inputs.rows
+    order = torch.arange(len(rows), device=rows.device)
+    w1_cast = w2_cast = None
+    if inputs.w1.dtype != rows.dtype:
+        w1_cast = inputs.w1.to(rows.dtype)
+        w2_cast = inputs.w2.to(rows.dtype)
+    return MoEFFNInputs(
+        rows,
+        gates=None,
+        w1=inputs.w1,
+        b1=inputs.b1,
+        w2=inputs.w2,
+        b2=inputs.b2,
+        w1_cast=w1_cast,
+        w2_cast=w2_cast,
+        choices=order,
+        offsets=inputs.offsets,
+        slots=order.unsqueeze(1),
+        kept=None,
+        seed=inputs.noise,
+        activation=inputs.activation,
+        dropout=inputs.dropout,
+    )
