@@ -92,11 +92,30 @@ def _make_strategy_groups(
 def _subgroup(
     partition: Sequence[list[int]], timeout: timedelta | None, purpose: str
 ) -> dist.ProcessGroup:
-    """The process group of this rank, of those into which `partition` cuts the world."""
-    subgroup, _ = dist.new_subgroups_by_enumeration(
-        partition, timeout=timeout, group_desc=f"moe_core {purpose}"
-    )
+    """The process group of this rank, of those into which `partition` cuts the world.
+
+    NCCL's watchdog prints the description when a collective times out.
+    """
+    rank = dist.get_rank()
+    subgroup = None
+    for ranks in partition:
+        description = f"moe_core {purpose} of ranks {_ranks_name(ranks)}"
+        process_group = dist.new_group(ranks, timeout=timeout, group_desc=description)
+        if rank in ranks:
+            subgroup = process_group
+    assert subgroup is not None, "a partition of the world"
     return subgroup
+
+
+def _ranks_name(ranks: list[int]) -> str:
+    """Ranks at equal distances, as "0-7" or "0-24 by 8"."""
+    if len(ranks) == 1:
+        return str(ranks[0])
+    step = ranks[1] - ranks[0]
+    name = f"{ranks[0]}-{ranks[-1]}"
+    if step > 1:
+        name += f" by {step}"
+    return name
 
 
 def _blocks(groups: list[list[int]], size: int) -> list[list[int]]:

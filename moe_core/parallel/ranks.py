@@ -10,7 +10,12 @@ from torch import Tensor
 
 
 class CollectiveError(RuntimeError):
-    """A collective that failed or timed out; names the operation and the ranks."""
+    """A collective that failed or timed out; names the operation and the ranks.
+
+    A collective of NCCL that times out ends the process instead: torch's watchdog logs the
+    operation and the description of the process group, which names its purpose and its ranks, and
+    aborts.
+    """
 
 
 @dataclass(frozen=True)

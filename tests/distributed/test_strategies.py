@@ -145,7 +145,7 @@ def makes_no_process_group(rank: int) -> None:
             layer(tokens_of(rank, 3)[0], strategy=strategy)[0].sum().backward()
     assert names == []
     make_expert_groups(2)
-    assert set(names) == {"new_subgroups_by_enumeration"}
+    assert set(names) == {"new_group"}
 
 
 def test_process_groups_are_made_by_make_expert_groups_alone(run_processes):

@@ -28,7 +28,7 @@ def backward(
 ) -> list[Tensor | None]:
     """Gradients of rows, w1, b1, w2 and b2; None where `needs` is False."""
     needs_rows, *needs_weights = needs
-    hidden = hidden.view(len(inputs.rows), -1)
+    hidden = hidden.view(len(inputs.rows), inputs.w1.shape[1])
     needs = [needs_rows, False, *needs_weights]  # no gates
     grad_rows, _, *gradients = moe_ffn.backward(_with_plan(inputs), grad, hidden, needs)
     return [grad_rows, *gradients]
