@@ -54,11 +54,13 @@ class ChunkLayout:
     def chunk_sizes(self, counts: Tensor, sharers: Tensor) -> Tensor:
         """The rows of each chunk [..., d] of experts with counts [...] rows, for the sharers
         [...]."""
+        num_units = self.num_sharers * self.units_per_sharer
+        if num_units == 1:
+            return counts.unsqueeze(-1)
         chunk = torch.arange(self.num_chunks, device=counts.device)
         first_units = (2 * chunk - 1).clamp_(min=0)  # [d]
         last_units = (2 * chunk + 1).clamp_(max=self.units_per_sharer)
         shift = (sharers * self.units_per_sharer).unsqueeze(-1)
-        num_units = self.num_sharers * self.units_per_sharer
         counts = counts.unsqueeze(-1)
         ends = counts * (shift + last_units) // num_units
         return ends - counts * (shift + first_units) // num_units

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core.config import MoEConfig, expert_capacity
@@ -207,9 +208,8 @@ class Exchanged(Exchange):
     ) -> Messages:
         """Tell every rank the counts [E] of rows for its experts, which the capacity may limit."""
         by_rank = self.layout.by_rank(counts)  # [W, E_l]
-        sharers = self.layout.sharers(counts.device).unsqueeze(1)
-        tokens = torch.full_like(sharers, num_tokens)
-        sent = torch.cat([by_rank, sharers, tokens], dim=1)
+        sent = F.pad(by_rank, (0, 2), value=num_tokens)  # [W, E_l + 2]
+        sent[:, -2] = self.layout.sharers(counts.device)
         received, relayed = self.row_exchange.exchange_counts(sent)
         most_tokens = received[:, -1].max()
         num_experts = self.config.num_experts
