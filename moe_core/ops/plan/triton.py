@@ -1,8 +1,10 @@
 """The dispatch plan in Triton.
 
-A choice's row is the number of choices before it, ordered by expert, then k, then token. Blocks of
-tokens count their choices for each expert and k. A cumulative sum of these counts is where each
-block's rows start. Within a block a choice counts the ones before it of the same expert.
+A choice's row is the number of choices before it, ordered by expert, then k, then token.
+
+1. `_count_kernel`: each block of tokens counts its choices for each expert and k, a cell each.
+2. `_scan_kernel`: the cumulative sum of the cells is where each block's rows end.
+3. `_plan_kernel`: within a block a choice counts the ones before it of the same expert.
 """
 
 # T tokens, E experts, K top-k, N rows, B blocks
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from moe_core.ops.backend import on_its_device
 
+_TILE = 4096  # counts that a program of the scan reads at a time
 _BLOCK = 128  # tokens of a program; the counts of all blocks take T * K * E / 32 bytes
 
 
@@ -58,6 +61,41 @@ def _count_kernel(
     cell = (expert * TOP_K + tl.program_id(1)) * num_blocks + tl.program_id(0)
     # by each choice of the expert, all the same number
     tl.store(counts + cell, count, mask=expert >= 0)
+
+
+@triton.jit(do_not_specialize=["num_cells"])
+def _scan_kernel(
+    counts, limits, ends, starts, kept_starts, offsets, totals, num_cells,
+    NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """For one expert: where the rows of each of its cells [K * B] end, where its rows start before
+    and after the limits, where they end after the limits (offsets), and its number of choices."""
+    expert = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    of_expert = tl.zeros([BLOCK_E], dtype=tl.int32)
+    for first in range(0, num_cells, BLOCK_C):
+        cell = first + tl.arange(0, BLOCK_C)
+        mask = (e < NUM_EXPERTS)[:, None] & (cell < num_cells)[None, :]
+        values = tl.load(counts + e[:, None] * num_cells + cell[None, :], mask=mask, other=0)
+        of_expert += tl.sum(values, 1)
+    start = tl.sum(tl.where(e < expert, of_expert, 0))
+    total = tl.sum(tl.where(e == expert, of_expert, 0))
+    kept = of_expert
+    if limits is not None:
+        limit = tl.load(limits + e, mask=e < NUM_EXPERTS, other=0)
+        kept = tl.minimum(of_expert.to(tl.int64), limit).to(tl.int32)
+    kept_start = tl.sum(tl.where(e < expert, kept, 0))
+    tl.store(starts + expert, start)
+    tl.store(kept_starts + expert, kept_start)
+    tl.store(offsets + expert, kept_start + tl.sum(tl.where(e == expert, kept, 0)))
+    tl.store(totals + expert, total.to(tl.int64))
+    end = start
+    for first in range(0, num_cells, BLOCK_C):
+        cell = first + tl.arange(0, BLOCK_C)
+        mask = cell < num_cells
+        values = tl.load(counts + expert * num_cells + cell, mask=mask, other=0)
+        tl.store(ends + expert * num_cells + cell, end + tl.cumsum(values, 0), mask=mask)
+        end += tl.sum(values)
 
 
 @triton.jit(do_not_specialize=["order_stride", "num_tokens", "num_blocks"])
@@ -105,35 +143,29 @@ def make_plan(
         if order.dim() == 2:  # [K, T]; of [T] the same row serves every k
             order_stride = num_tokens
     grid = (triton.cdiv(num_tokens, _BLOCK), top_k)
-    # [E, K * B], counts to begin with
-    ends = expert_ids.new_zeros(num_experts, top_k * grid[0], dtype=torch.int32)
+    num_cells = top_k * grid[0]
+    cells = expert_ids.new_zeros(num_experts, num_cells, dtype=torch.int32)
     if num_choices:
         _count_kernel[grid](
-            expert_ids,
-            order,
-            ends,
-            order_stride,
-            num_tokens,
-            grid[0],
-            top_k,
-            _BLOCK,
-            num_warps=8,
+            expert_ids, order, cells, order_stride, num_tokens, grid[0], top_k, _BLOCK, num_warps=8
         )
-        ends = ends.flatten().cumsum(0, dtype=torch.int32).view_as(ends)
-    expert_ends = ends[:, -1].contiguous() if num_choices else ends.sum(1, dtype=torch.int32)
-    counts = expert_ends.diff(prepend=expert_ends.new_zeros(1))
+    ends = torch.empty_like(cells)
+    starts, kept_starts = cells.new_empty(2, num_experts).unbind()
+    offsets, counts = cells.new_empty(num_experts), expert_ids.new_empty(num_experts)
+    block_e = triton.next_power_of_2(num_experts)
+    block_c = max(_TILE // block_e, 1)
+    _scan_kernel[(num_experts,)](
+        cells, limits, ends, starts, kept_starts, offsets, counts, num_cells, num_experts, block_e,
+        block_c,
+    )  # fmt: skip
     choices, slots = expert_ids.new_zeros(num_rows), torch.empty_like(expert_ids)
-    kept = kept_starts = None
-    offsets = expert_ends
+    kept = kept_bytes = None
     if limits is not None:
         kept = torch.empty_like(expert_ids, dtype=torch.bool)
-        kept_counts = torch.minimum(counts, limits).int()
-        offsets = kept_counts.cumsum(0, dtype=torch.int32)
-        kept_starts = offsets - kept_counts
+        kept_bytes = kept.view(torch.uint8)
     if num_choices:
-        kept_bytes = None if kept is None else kept.view(torch.uint8)
         _plan_kernel[grid](
-            expert_ids, order, ends, expert_ends - counts, kept_starts, limits, choices, slots,
-            kept_bytes, order_stride, num_tokens, grid[0], top_k, _BLOCK, num_warps=8,
+            expert_ids, order, ends, starts, kept_starts, limits, choices, slots, kept_bytes,
+            order_stride, num_tokens, grid[0], top_k, _BLOCK, num_warps=8,
         )  # fmt: skip
-    return choices, offsets, slots, kept, counts.long()
+    return choices, offsets, slots, kept, counts
