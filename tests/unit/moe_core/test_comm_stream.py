@@ -1,0 +1,115 @@
+"""Exchanges on a communication stream beside work: a side stream of a GPU, and its twin on a CPU, a
+thread. The exchange is a fake one, slow on purpose, within one process."""
+
+# N rows, M model dim, d chunks
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_core.parallel.comm_stream import CommStream
+from moe_core.parallel.row_exchange import PendingExchange
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+on_each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def slow(tensor: Tensor) -> None:
+    """Delay what follows on the current stream, or in this thread."""
+    if tensor.is_cuda:
+        torch.cuda._sleep(20_000_000)
+    else:
+        time.sleep(0.01)
+
+
+class SlowReversal:
+    """An exchange that reverses the order of the rows; as `RowExchange` to `PendingExchange`."""
+
+    def __init__(self) -> None:
+        self.stream = CommStream(concurrent=True)
+        self.started: list[str] = []
+
+    def start(self, rows: Tensor, counts: str, back: bool):
+        self.started.append(f"{counts} {'back' if back else 'there'}")
+
+        def run(rows: Tensor) -> tuple[Tensor]:
+            slow(rows)
+            return (rows.flip(0),)
+
+        wait = self.stream.submit(run, rows.contiguous())
+        return lambda: wait()[0]
+
+
+@on_each_device
+def test_results_come_in_order_and_may_outlive_their_input(device):
+    stream = CommStream(concurrent=True)
+
+    def run(tensor: Tensor) -> tuple[Tensor]:
+        slow(tensor)
+        return (2 * tensor,)
+
+    waits = []
+    for i in range(5):
+        tensor = torch.full((1000, 100), float(i), device=device)
+        waits.append(stream.submit(run, tensor))
+        del tensor
+        torch.full((1000, 100), -1.0, device=device)  # may take the memory, if it is free
+    for i, wait in enumerate(waits):
+        (result,) = wait()
+        torch.full((1000, 100), -1.0, device=device)
+        assert result.eq(2 * i).all()
+
+
+@on_each_device
+def test_the_pipeline_gives_what_one_pass_gives(device):
+    """Two ways and the work between them in d chunks, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(60, 8, generator=generator).to(device).requires_grad_()
+    weight = torch.randn(8, 8, generator=generator).to(device).requires_grad_()
+    target = torch.randn(60, 8, generator=generator).to(device)
+    expected = (rows @ weight).tanh()
+    expected_grads = torch.autograd.grad(expected, [rows, weight], target)
+    for num_chunks in (1, 2, 5):
+        exchange = SlowReversal()
+        chunks = rows.chunk(num_chunks)
+        names = [str(i) for i in range(num_chunks)]
+        there = [PendingExchange(exchange, name) for name in names]
+        back = [PendingExchange(exchange, name, back=True) for name in names]
+        sent = [there[i].depart(chunk) for i, chunk in enumerate(chunks)]
+        returned = []
+        for i in range(num_chunks):
+            results = (there[i].arrive(sent[i]) @ weight).tanh()
+            returned.append(back[i].depart(results))
+        y = torch.cat([back[i].arrive(token) for i, token in enumerate(returned)])
+        torch.testing.assert_close(y, expected)
+        grads = torch.autograd.grad(y, [rows, weight], target)
+        torch.testing.assert_close(grads, expected_grads)
+        forward = [f"{name} there" for name in names] + [f"{name} back" for name in names]
+        assert exchange.started[: 2 * num_chunks] == forward
+        # every gradient departs before the first one has to arrive
+        assert sorted(exchange.started[2 * num_chunks : 3 * num_chunks]) == sorted(
+            f"{name} there" for name in names
+        )
+
+
+@on_each_device
+def test_a_failure_is_raised_where_the_caller_waits(device):
+    stream = CommStream(concurrent=False)
+
+    def fail(tensor: Tensor) -> tuple[Tensor]:
+        raise ValueError("no such rank")
+
+    wait = stream.submit(fail, torch.ones(1, device=device))
+    with pytest.raises(ValueError, match="no such rank"):
+        wait()
