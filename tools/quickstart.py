@@ -48,7 +48,7 @@ def first_free(path: Path) -> Path:
 def show(summaries: dict[str, dict], output: Path) -> None:
     titles = ["", "final top-1", "best", "parameters", "MACs/image", "images/s", "seconds"]
     rows = []
-    for name, label in (("moe", "MoE, 8 experts"), ("dense", "dense")):
+    for name, label in (("moe", "8 experts"), ("dense", "dense")):
         summary = summaries[name]
         row = [
             label,

@@ -38,9 +38,22 @@ def main() -> None:
     parser.add_argument(
         "--transfer", required=True, metavar="DATA", help=f"to fine-tune on at 96 px: {kinds}"
     )
-    parser.add_argument("--output", default="output/workflow", metavar="DIR")
-    parser.add_argument("--epochs", type=int, default=6, help="of pretraining (default: 6)")
-    parser.add_argument("--finetune-epochs", type=int, default=15, help="(default: 15)")
+    parser.add_argument(
+        "--output",
+        default="output/workflow",
+        metavar="DIR",
+        help="directory of all steps (default: output/workflow)",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=6, metavar="N", help="epochs of pretraining (default: 6)"
+    )
+    parser.add_argument(
+        "--finetune-epochs",
+        type=int,
+        default=15,
+        metavar="N",
+        help="epochs of fine-tuning (default: 15)",
+    )
     add_opts_argument(parser, help="configuration keys for all trainings")
     args = parser.parse_args()
     output = Path(args.output)
