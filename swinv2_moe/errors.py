@@ -1,19 +1,19 @@
-"""The one exception that stands for a user's mistake: tools print its single line and exit 2,
-without a traceback."""
+"""The exception for a user's mistake, and functions that format its message."""
 
 
 class UserError(Exception):
-    """Something the user gave (configuration, data, checkpoint) cannot be used; the message names
-    it and its value."""
+    """Input of the user (configuration, data, checkpoint) cannot be used.
+
+    The message names the input and its value. Tools print it in one line, without a traceback, and
+    exit with status 2.
+    """
 
 
 def short(value: object, length: int = 80) -> str:
-    """How a message shows a value that a file holds: its `repr`, of at most `length` characters and
-    three dots."""
+    """The `repr` of a value from a file, for messages: at most `length` characters and "..."."""
     try:
         text = repr(value)
-    # an integer of thousands of digits; nested as deeply as parsers allow
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # an integer of thousands of digits; deep nesting
         return f"{type(value).__name__} that is too large to print"
     if len(text) <= length:
         return text
@@ -21,6 +21,6 @@ def short(value: object, length: int = 80) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` as a terminal can show it: spaces for line ends, escapes for control characters."""
+    """`text` in one line: spaces for line ends, escapes for control characters."""
     joined = " ".join(text.split())
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in joined)

@@ -1,7 +1,7 @@
 """Reading and writing files.
 
-What is read may be hostile: reading is bounded in size, depth and kind. What is written appears
-complete under its name or not at all. `moe_core.files` has the primitives.
+Input may be hostile: readers limit its size, depth and kind. Writers are atomic: a file appears
+complete under its name or not at all. They use the primitives of `moe_core.files`.
 """
 
 import errno
@@ -20,12 +20,12 @@ from moe_core.files import atomic_write, fsync, open_regular, try_lock
 from swinv2_moe.errors import UserError, short
 
 MAX_YAML_CHARS = 1 << 16
-# characters of a document with its aliases written out, and _VALUE_SIZE for each value
+# size of a document with expanded aliases: its characters, and _VALUE_SIZE for each value
 MAX_YAML_SIZE = 1 << 17
 MAX_YAML_DEPTH = 32
 _VALUE_SIZE = 16
-_CHUNK = 1 << 24  # bytes at a time
-_MAX_NAME = 255  # bytes, of every usual file system
+_CHUNK = 1 << 24  # bytes
+_MAX_NAME = 255  # bytes; the limit of common file systems
 _NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f/]")
 
 
@@ -36,11 +36,15 @@ def read_bounded(path: str | Path, max_bytes: int) -> bytes:
         OSError: it cannot be read, is not a regular file, or is larger; `strerror` says which.
     """
     with open_regular(path) as file:
-        size, content = os.fstat(file.fileno()).st_size, b""
+        size = os.fstat(file.fileno()).st_size
+        content = b""
         if size <= max_bytes:
-            content = file.read(size + 1)  # read() sets aside as much memory as it is asked for
-        # it grows, or has no size (/proc)
-        while size < len(content) <= max_bytes and (more := file.read(_CHUNK)):
+            content = file.read(size + 1)  # read() allocates as many bytes as it is asked for
+        # The file may be growing, or report no size (/proc).
+        while size < len(content) <= max_bytes:
+            more = file.read(_CHUNK)
+            if not more:
+                break
             content += more
     if max(size, len(content)) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
@@ -74,8 +78,8 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML document of plain values.
 
     Raises:
-        ValueError: it is not one, or it is too long, nested too deeply, or too large with its
-            aliases written out; the message is one line.
+        ValueError: it is not YAML, too long, nested too deeply, or too large with expanded
+            aliases; the message is one line.
     """
     try:
         _check_yaml_size(text)
@@ -90,13 +94,13 @@ def parse_yaml(text: str) -> Any:
 def _check_yaml_size(text: str) -> None:
     if len(text) > MAX_YAML_CHARS:
         raise ValueError(f"longer than {MAX_YAML_CHARS:,} characters")
-    sizes: dict[str | None, int] = {}  # of each anchor's value
-    # those that are being read: anchor, size so far
+    sizes: dict[str | None, int] = {}  # by anchor
+    # open collections, from the outermost: anchor, size so far
     values: list[tuple[str | None, int]] = [(None, 0)]
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         anchor, size = values.pop()
         if isinstance(event, yaml.CollectionStartEvent):
-            # until its end: an alias of it within it goes on forever
+            # Until its end is read: an alias inside its own collection would expand forever.
             sizes[event.anchor] = MAX_YAML_SIZE + 1
             values.append((anchor, size))
             anchor, size = event.anchor, _VALUE_SIZE
@@ -117,8 +121,7 @@ def _check_yaml_size(text: str) -> None:
 
 
 def check_plain_name(name: object) -> str:
-    """`name` if it is the name of a file within one directory: no separator, no control character,
-    not "." or "..".
+    """Return `name` if it is a file name: no separator or control character, not "." or "..".
 
     Raises:
         ValueError: it is not; the message has its value.
@@ -141,24 +144,24 @@ def _is_encodable(name: str) -> bool:
 
 
 def check_inner_path(path: object) -> str:
-    """`path` if it names a file below whatever directory it is joined to: relative, plain names
-    between separators.
+    """Return `path` if it is a relative path of plain names, which stays below its directory.
 
     Raises:
         ValueError: it does not; the message has its value.
     """
     try:
-        *folders, name = path.split(os.sep)
-        for part in (name, *(folder for folder in folders if folder != ".")):
-            check_plain_name(part)
+        parts = path.split(os.sep)
+        check_plain_name(parts[-1])
+        for folder in parts[:-1]:
+            if folder != ".":
+                check_plain_name(folder)
     except (AttributeError, ValueError) as error:
         raise ValueError(f"{short(path)} does not name a file below its directory") from error
     return path
 
 
 class HashedFile:
-    """A binary file that is read or written from front to back, with its size and checksum so
-    far."""
+    """A binary file, read or written sequentially, with its size and checksum so far."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -185,8 +188,9 @@ class HashedFile:
 
 @contextmanager
 def new_file(path: str | Path) -> Iterator[HashedFile]:
-    """Write a file that appears under its name when it is on the disk. See
-    `moe_core.files.atomic_write`.
+    """Write a file that appears under its name once it is on the disk.
+
+    See `moe_core.files.atomic_write`.
 
     Raises:
         UserError: an OSError in the block, such as a full disk; nothing is left behind.
@@ -217,7 +221,7 @@ def make_directory(path: str | Path) -> None:
 
 
 def publish_directory(temporary: Path, final: Path) -> None:
-    """Rename a directory whose files are on the disk, after its subdirectories are.
+    """Rename a directory whose files are on the disk, after flushing all directories in it.
 
     Raises:
         OSError: it cannot be renamed.
@@ -231,7 +235,7 @@ def publish_directory(temporary: Path, final: Path) -> None:
 
 
 def replace_link(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to `target`; an earlier link is replaced atomically.
+    """Make `link` a symbolic link to `target`, atomically replacing an existing link.
 
     Raises:
         OSError: it cannot be made.
@@ -245,8 +249,9 @@ def replace_link(link: Path, target: str) -> None:
 
 @contextmanager
 def only_process(directory: str | Path) -> Iterator[None]:
-    """Exclude other processes that call this for `directory` until the end of the block, and until
-    processes that are forked in it end.
+    """Lock `directory` against other processes that call this.
+
+    The lock lasts until the end of the block, and until processes that are forked in it end.
 
     Raises:
         UserError: another process holds the lock.

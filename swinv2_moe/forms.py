@@ -1,4 +1,4 @@
-"""Forms of JSON values: what a file has to hold, checked once where it is read.
+"""Validators of JSON values, for checking a file where it is read.
 
 POINT = record({"x": NUMBER, "y": NUMBER})
 list_of(POINT)(value, "points")  # ValueError: points/3/x is 'a', it must be a finite number
@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 from swinv2_moe.files import check_plain_name
 
-Form = Callable[[object, str], None]  # takes a value and the name of its place; raises ValueError
+Form = Callable[[object, str], None]  # arguments: value and name of its place; raises ValueError
 
-_LARGEST = 2**53  # the largest integer that every JSON reader takes exactly
+_LARGEST = 2**53  # up to here, every JSON reader represents integers exactly
 _SHOWN = 40  # characters of a wrong value in a message
 
 
 def form(what: str, accepts: Callable[[object], bool]) -> Form:
-    """Values that `accepts` is true of; `what` they are, for messages."""
+    """Values for which `accepts` is true. `what`: a description of them for messages."""
 
     def check(value: object, place: str) -> None:
         if not accepts(value):
@@ -26,7 +26,7 @@ def form(what: str, accepts: Callable[[object], bool]) -> Form:
 
 
 def list_of(item: Form, length: int | None = None) -> Form:
-    """Lists, of any or one length, whose items have all the same form."""
+    """Lists of items of one form; `length` None means any length."""
 
     def check(value: object, place: str) -> None:
         LIST(value, place)
@@ -39,7 +39,7 @@ def list_of(item: Form, length: int | None = None) -> Form:
 
 
 def object_of(name: Form, item: Form) -> Form:
-    """Objects with any names of one form, and values of another."""
+    """Objects whose names have the form `name` and whose values have the form `item`."""
 
     def check(value: object, place: str) -> None:
         OBJECT(value, place)
@@ -51,8 +51,7 @@ def object_of(name: Form, item: Form) -> Form:
 
 
 def record(required: dict[str, Form], optional: dict[str, Form] | None = None) -> Form:
-    """Objects with these names, of which `optional` ones may be missing; others are not looked
-    at."""
+    """Objects with the required names; `optional` ones may be missing, others are not checked."""
 
     def check(value: object, place: str) -> None:
         OBJECT(value, place)
@@ -85,24 +84,29 @@ def _is_number(value: object) -> bool:
 
 
 def is_text(value: object) -> bool:
-    """Whether it is text that can be written: JSON may hold halves of surrogate pairs."""
+    """Whether it is text that can be encoded. JSON may contain unpaired surrogates."""
+    if not isinstance(value, str):
+        return False
     try:
-        return isinstance(value, str) and bool(value.encode() or True)
+        value.encode()
     except UnicodeEncodeError:
         return False
+    return True
 
 
 def _is_relative_path(value: object) -> bool:
+    if not is_text(value) or not value.isprintable():
+        return False
     try:
-        return (
-            is_text(value) and value.isprintable() and all(map(check_plain_name, value.split("/")))
-        )
+        for name in value.split("/"):
+            check_plain_name(name)
     except ValueError:
         return False
+    return True
 
 
 def shown(value: object) -> str:
-    """A value for a message: short, in one line."""
+    """A short representation of a value, in one line, for messages."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

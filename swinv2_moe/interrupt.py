@@ -1,20 +1,21 @@
-"""Ctrl-C ends a command with one line and exit status 130, also while the command's modules are
-imported.
+"""Ctrl-C ends a command with one line and exit status 130, also during the command's imports.
 
-swinv2_moe.command imports this before anything that takes seconds to import, and so this imports
-next to nothing.
+swinv2_moe.command imports this module before those that take seconds. Therefore it imports almost
+nothing.
 """
 
 import os
 import signal
 import sys
 
-INTERRUPTED = 130  # what shells report of a process that SIGINT has ended
+INTERRUPTED = 130  # exit status in shells of a process that SIGINT has ended
 
 
 def end_interrupted() -> None:
-    """Exit after a KeyboardInterrupt: one line on the main rank's stderr. A second Ctrl-C ends what
-    is left at once."""
+    """Exit after a KeyboardInterrupt, with one line on the main rank's stderr.
+
+    A second Ctrl-C ends the process immediately.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get("RANK", "0") == "0":
         print("interrupted", file=sys.stderr)

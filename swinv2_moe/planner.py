@@ -1,10 +1,10 @@
-"""Step time and memory of a configured model on any number of GPUs, predicted without one.
+"""Predict step time and memory of a configured model on any number of GPUs, without a GPU.
 
-The MoE layers' times come from moe_core's cost model, under the strategy (r, d, all-to-all
-algorithm) that is best for all of them together. The rest is counted here: the trunk's products,
-all other work by the activations it makes, the all-reduce of the trunk's gradients beside its
-backward pass, the optimiser's reading and writing. docs/explanation/planner.md has the
-formulas, what is assumed, and the errors against published figures.
+moe_core's cost model predicts the MoE layers, with the strategy (r, d, all-to-all algorithm) that
+is fastest for all of them together. This module adds the trunk's matrix products, its other
+operations (proportional to its activations), the all-reduce of its gradients, which overlaps with
+the backward pass, and the memory traffic of the optimiser. docs/explanation/planner.md has the
+formulas, the assumptions and the errors against published figures.
 """
 
 # W GPUs, g of them on each of N nodes
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,28 +26,35 @@ from swinv2_moe.models.build import build_model
 from swinv2_moe.models.complexity import count
 from swinv2_moe.plots import new_figure, save_png, tidy
 
-LARGEST = 4096
-ASSUMED_CLASSES = 1000  # where the configuration leaves the number to the data
-# What is not a product (norms, softmax, window shifts, launches, waiting) is taken to read or write
-# each activation that autograd keeps so many times a step. Fitted to dense SwinV2-B's 291 images/s
-# on an A100 (arXiv 2206.03382).
+LARGEST = 4096  # GPUs
+ASSUMED_CLASSES = 1000  # if the data set determines the number of classes
+# Operations other than matrix products (norms, softmax, window shifts, launches, waiting) are
+# assumed to read or write each activation that autograd keeps so many times a step. Fitted to dense
+# SwinV2-B's 291 images/s on an A100 (arXiv 2206.03382).
 ACTIVATION_PASSES = 67
 STATE_BYTES = 16  # a parameter in fp32, its gradient and AdamW's two moments
-UPDATE_BYTES = 28  # of them a step reads all four and writes three
+UPDATE_BYTES = 28  # a step reads all four and writes three
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
+
+
+class LayerKind(NamedTuple):
+    """MoE layers of the same configuration and number of tokens."""
+
+    config: MoEConfig
+    tokens: int  # of an image
+    count: int  # of layers
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a prediction needs to know of a model; all per image unless said."""
+    """Properties of a model for a prediction; counts are per image."""
 
     trunk_parameters: int  # all but the experts
     expert_parameters: int  # over all ranks
     trunk_macs: int
-    activations: int  # elements that autograd keeps where nothing is recomputed
-    kept: int  # elements that it keeps as configured
-    # MoE layers: shape, tokens of an image, how many are alike
-    layers: tuple[tuple[MoEConfig, int, int], ...]
+    activations: int  # elements that autograd keeps without recomputation
+    kept: int  # elements that autograd keeps with the configured recomputation
+    layers: tuple["LayerKind", ...]
     expert_parallel_size: int  # GPUs that share the experts; 0: all
 
 
@@ -57,7 +65,7 @@ class Prediction:
     gpus: int
     nodes: int
     strategy: ParallelStrategy | None  # None: nothing is exchanged
-    # seconds of an optimiser step on the slowest path, by what they are spent on
+    # seconds of an optimiser step that do not overlap with others, by activity
     parts: dict[str, float]
     images: int  # of a step, over all GPUs
     memory: float  # bytes on a GPU
@@ -79,44 +87,52 @@ def describe(config: ModelConfig) -> Model:
     size, channels = config.img_size, config.in_chans
     experts = sum(p.numel() for p in expert_parameters(model).values())
     layers = _layers(model, torch.empty(1, channels, size, size, device="meta"))
-    images = [torch.empty(n, channels, size, size, device="meta") for n in (1, 2)]
-    # the second image alone: weights' copies drop out
-    one, kept = (_saved_elements(model, batch) for batch in images)
+    kept = _saved_elements_per_image(model, size, channels)
     model.set_grad_checkpointing(False)
-    one_whole, whole = (_saved_elements(model, batch) for batch in images)
+    activations = _saved_elements_per_image(model, size, channels)
     parameters, macs = count(model, size, channels)
-    for moe, tokens, alike in layers:
-        macs -= (
-            alike * tokens * min(moe.top_k, moe.num_experts) * 2 * moe.model_dim * moe.hidden_dim
-        )
+    for moe, tokens, num_layers in layers:
+        choices = tokens * min(moe.top_k, moe.num_experts)
+        macs -= num_layers * choices * 2 * moe.model_dim * moe.hidden_dim
     return Model(
         trunk_parameters=parameters - experts,
         expert_parameters=experts,
         trunk_macs=macs,
-        activations=whole - one_whole,
-        kept=kept - one,
+        activations=activations,
+        kept=kept,
         layers=layers,
         expert_parallel_size=config.experts.expert_parallel_size,
     )
 
 
 @torch.no_grad()
-def _layers(model: nn.Module, image: torch.Tensor) -> tuple[tuple[MoEConfig, int, int], ...]:
-    found: Counter = Counter()
+def _layers(model: nn.Module, image: torch.Tensor) -> tuple[LayerKind, ...]:
+    counts: Counter = Counter()  # by configuration and tokens
 
     def record(layer: nn.Module, args: tuple) -> None:
-        found[layer.config, math.prod(args[0].shape[:-1])] += 1
+        counts[layer.config, math.prod(args[0].shape[:-1])] += 1
 
     hooks = [layer.register_forward_pre_hook(record) for layer in moe_layers(model).values()]
     model(image)
     for hook in hooks:
         hook.remove()
-    return tuple((moe, tokens, alike) for (moe, tokens), alike in found.items())
+    return tuple(LayerKind(moe, tokens, number) for (moe, tokens), number in counts.items())
+
+
+def _saved_elements_per_image(model: nn.Module, size: int, channels: int) -> int:
+    """Elements that autograd keeps of one image.
+
+    The difference of two images and one: it excludes what does not depend on the images, such as
+    copies of weights.
+    """
+    one = torch.empty(1, channels, size, size, device="meta")
+    two = torch.empty(2, channels, size, size, device="meta")
+    return _saved_elements(model, two) - _saved_elements(model, one)
 
 
 def _saved_elements(model: nn.Module, images: torch.Tensor) -> int:
-    """Elements that autograd keeps of one forward pass, parameters aside, each once."""
-    own = {p.untyped_storage() for p in model.parameters()}
+    """Elements of distinct tensors that autograd keeps of one forward pass, without parameters."""
+    parameters = {p.untyped_storage() for p in model.parameters()}
     saved = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,20 +142,25 @@ def _saved_elements(model: nn.Module, images: torch.Tensor) -> int:
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(images)
-    return sum(
-        t.untyped_storage().nbytes() // t.element_size()
-        for storage, t in saved.items()
-        if storage not in own
-    )
+    elements = 0
+    for storage, tensor in saved.items():
+        if storage not in parameters:
+            elements += storage.nbytes() // tensor.element_size()
+    return elements
 
 
 def scales(gpus_per_node: int, gpus: int) -> list[int]:
     """1, 2, 4, ... inside a node, then a node times 1, 2, 4, ... up to 4,096 GPUs; and `gpus`."""
-    inside = [2**k for k in range(gpus_per_node.bit_length()) if 2**k < gpus_per_node]
-    nodes = [
-        gpus_per_node * 2**k for k in range(LARGEST.bit_length()) if gpus_per_node * 2**k <= LARGEST
-    ]
-    return sorted({*inside, *nodes, gpus})
+    sizes = {gpus}
+    size = 1
+    while size < gpus_per_node:
+        sizes.add(size)
+        size *= 2
+    size = gpus_per_node
+    while size <= LARGEST:
+        sizes.add(size)
+        size *= 2
+    return sorted(sizes)
 
 
 def predict(
@@ -158,8 +179,8 @@ def predict(
     size = 4
     if config.amp_enable:
         size = 2
-    repeats, recomputed = config.accumulation_steps, config.use_checkpoint
-    # GPUs that share the experts; others replicate
+    repeats = config.accumulation_steps
+    # GPUs that share one copy of the experts
     group = min(model.expert_parallel_size or gpus, gpus)
     if gpus % group:
         raise ValueError(
@@ -169,21 +190,22 @@ def predict(
     for moe, _, _ in model.layers:
         moe.shard(0, group)
     shapes = [
-        (cost_model.LayerShape.of(moe, batch_size * tokens, size), alike)
-        for moe, tokens, alike in model.layers
+        (cost_model.LayerShape.of(moe, batch_size * tokens, size), num_layers)
+        for moe, tokens, num_layers in model.layers
     ]
     strategy, layers = _best(machine, shapes, group, gpus_per_node)
     trunk = 6 * model.trunk_macs * batch_size / machine.rate(size)
     trunk += ACTIVATION_PASSES * model.activations * batch_size * size / machine.memory_bandwidth
-    trunk *= 4 / 3 if recomputed else 1  # the forward pass twice
-    own_experts = model.expert_parameters / group
-    own_parameters = model.trunk_parameters + own_experts
+    if config.use_checkpoint:
+        trunk *= 4 / 3  # the forward pass twice
+    gpu_experts = model.expert_parameters / group
+    gpu_parameters = model.trunk_parameters + gpu_experts
     all_reduce = _exposed_all_reduce(
         machine, model.trunk_parameters, gpus, gpus_per_node, trunk * 2 / 3
     )
-    if group < gpus and own_experts:  # after the backward pass, between GPUs that are a group apart
+    if group < gpus and gpu_experts:  # after the backward pass, between the groups
         near = min(max(gpus_per_node // group, 1), gpus // group)
-        all_reduce += _all_reduce(machine, 4 * own_experts, near, gpus // group // near)
+        all_reduce += _all_reduce(machine, 4 * gpu_experts, near, gpus // group // near)
     parts = {
         "trunk": repeats * trunk,
         "experts": repeats * layers.experts,
@@ -191,15 +213,16 @@ def predict(
         "all-to-all": repeats * layers.exposed_exchange,
         "weight gather": repeats * layers.gather,
         "gradient all-reduce": all_reduce,
-        "optimiser": own_parameters * UPDATE_BYTES / machine.memory_bandwidth,
+        "optimiser": gpu_parameters * UPDATE_BYTES / machine.memory_bandwidth,
     }
-    # and a copy in the dtype of products
-    memory = own_parameters * (STATE_BYTES + (size if size < 4 else 0))
-    memory += 4 * model.trunk_parameters * (gpus > 1)  # DistributedDataParallel's buckets
+    memory = gpu_parameters * STATE_BYTES
+    if size < 4:
+        memory += gpu_parameters * size  # a copy in the dtype of matrix products
+    if gpus > 1:
+        memory += 4 * model.trunk_parameters  # DistributedDataParallel's buckets
     memory += model.kept * batch_size * size + _strategy_bytes(shapes, group, strategy)
-    return Prediction(
-        gpus, math.ceil(gpus / gpus_per_node), strategy, parts, repeats * batch_size * gpus, memory
-    )
+    nodes, images = math.ceil(gpus / gpus_per_node), repeats * batch_size * gpus
+    return Prediction(gpus, nodes, strategy, parts, images, memory)
 
 
 def _best(
@@ -216,18 +239,23 @@ def _best(
     totals = []
     for strategy in cost_model.candidates(shapes[0][0].num_experts, gpus, nodes):
         total = nothing
-        for shape, alike in shapes:
-            total = total.plus(cost_model.layer_time(machine, shape, gpus, strategy), alike)
+        for shape, num_layers in shapes:
+            time = cost_model.layer_time(machine, shape, gpus, strategy)
+            total = total.plus(time, num_layers)
         totals.append((strategy, total))
     strategy, total = min(totals, key=lambda pair: pair[1].total)
-    return (strategy if gpus > 1 else None), total
+    if gpus == 1:
+        return None, total
+    return strategy, total
 
 
 def _exposed_all_reduce(
     machine: Machine, parameters: int, gpus: int, gpus_per_node: int, backward: float
 ) -> float:
-    """What is left of the fp32 gradients' all-reduce behind the trunk's backward pass: at least the
-    last bucket."""
+    """Seconds of the fp32 gradients' all-reduce that do not overlap with the trunk's backward pass.
+
+    At least the last bucket does not.
+    """
     near = min(gpus, gpus_per_node)
     buckets = math.ceil(4 * parameters / BUCKET_BYTES)
     bucket = _all_reduce(machine, 4 * parameters / buckets, near, math.ceil(gpus / near))
@@ -235,8 +263,11 @@ def _exposed_all_reduce(
 
 
 def _all_reduce(machine: Machine, num_bytes: float, near: int, nodes: int) -> float:
-    """Over `near` GPUs in each of so many nodes: inside a node and between nodes in turn, as NCCL's
-    trees do, so that a GPU's network link carries 1/near of the bytes."""
+    """Seconds of an all-reduce over `near` GPUs in each of `nodes` nodes.
+
+    First inside a node, then between nodes, as NCCL's trees do: a GPU's network link carries 1/near
+    of the bytes.
+    """
     inside = machine.intra.seconds(2 * math.log2(near), 2 * num_bytes * (near - 1) / near)
     return inside + machine.inter.seconds(
         2 * math.log2(nodes), 2 * num_bytes / near * (nodes - 1) / nodes
@@ -248,23 +279,23 @@ def _strategy_bytes(
     gpus: int,
     strategy: ParallelStrategy | None,
 ) -> float:
-    """Kept for the backward pass beyond one GPU's: gathered weights, and rows copied to r hidden
-    parts."""
+    """Bytes that the strategy keeps for the backward pass: gathered weights, and copies of rows."""
     if strategy is None:
         return 0.0
     total = 0.0
-    for shape, alike in shapes:
+    for shape, num_layers in shapes:
         gathered = cost_model.volume(shape, gpus, strategy).weights.elements
-        copies = (
-            2 * max(strategy.r - 1, 0) * shape.num_experts * shape.rows_per_expert * shape.model_dim
-        )
-        total += alike * (gathered + copies) * shape.element_size
+        rows = shape.num_experts * shape.rows_per_expert * shape.model_dim
+        copies = 2 * max(strategy.r - 1, 0) * rows
+        total += num_layers * (gathered + copies) * shape.element_size
     return total
 
 
 def machine_named(profile: str) -> Machine:
-    """A named profile, or this machine (`here`) with an A100 cluster's links, which one process
-    cannot measure."""
+    """A named profile, or this machine (`here`).
+
+    The links of `here` are those of an A100 cluster, since one process cannot measure them.
+    """
     if profile != "here":
         return PROFILES[profile]
     links = PROFILES["a100-hdr"]
@@ -274,9 +305,10 @@ def machine_named(profile: str) -> Machine:
     return replace(calibrate(None, 1, device), intra=links.intra, inter=links.inter)
 
 
-def draw(plan: Sequence[Prediction], own: int, title: str, path: Path) -> None:
-    """A PNG: step time by part as stacked bars, and below it the shares of communication; `own`
-    GPUs are marked.
+def draw(plan: Sequence[Prediction], user_gpus: int, title: str, path: Path) -> None:
+    """A PNG: step time by part as stacked bars, and the shares of communication.
+
+    The column of `user_gpus` is marked.
 
     Raises:
         UserError: a file that cannot be written.
@@ -292,8 +324,11 @@ def draw(plan: Sequence[Prediction], own: int, title: str, path: Path) -> None:
     shares.set_ylabel("% of the step")
     shares.set_ylim(bottom=0)
     shares.set_xlabel("GPUs; best r, pipeline degree and all-to-all (grey: your cluster)")
+    counts = [row.gpus for row in plan]
     for axes in (bars, shares):
-        axes.axvspan(*_around([row.gpus for row in plan], own), color="0.9", zorder=0)
+        if user_gpus in counts:
+            column = counts.index(user_gpus)
+            axes.axvspan(column - 0.5, column + 0.5, color="0.9", zorder=0)
         tidy(axes)
     save_png(figure, path)
 
@@ -315,26 +350,16 @@ def _stack(axes, plan: Sequence[Prediction], labels: list[str]) -> None:
         heights = [1e3 * row.parts[name] for row in plan]
         drawn = axes.bar(labels, heights, bottom=tops, label=name, color=colour, width=0.72)
         tops = [top + height for top, height in zip(tops, heights, strict=True)]
-    axes.bar_label(
-        drawn,
-        [f"{top:,.0f}" if top >= 100 else f"{top:.3g}" for top in tops],
-        padding=2,
-        fontsize=9,
-    )
+    labels = [f"{top:,.0f}" if top >= 100 else f"{top:.3g}" for top in tops]
+    axes.bar_label(drawn, labels, padding=2, fontsize=9)
     axes.set_ylabel("one step, ms")
     axes.set_ylim(0, 1.3 * max(tops))
     axes.legend(ncols=4, frameon=False, loc="upper left")
 
 
-def _around(gpus: list[int], own: int) -> tuple[float, float]:
-    """The band of one column; empty if it was left out."""
-    column = gpus.index(own) if own in gpus else math.nan
-    return column - 0.5, column + 0.5
-
-
 def _short(strategy: ParallelStrategy | None) -> str:
-    if strategy is None or strategy.r == 0:
-        if strategy is None:
-            return "-\n"
+    if strategy is None:
+        return "-\n"
+    if strategy.r == 0:
         return "r=0\n"
     return f"r={strategy.r} d={strategy.pipeline_degree}\n{strategy.all_to_all}"

@@ -1,5 +1,7 @@
-"""What the figures of all commands share. Without pyplot: no display is needed, and nothing global
-is changed."""
+"""Functions that the figures of all commands share.
+
+They do not use pyplot: no display is needed, and no global state changes.
+"""
 
 import re
 from collections.abc import Sequence
@@ -16,11 +18,11 @@ if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Readable on white and on black, and told apart by the colour-blind: Paul Tol's bright scheme,
-# without its pale yellow
+# Paul Tol's bright scheme without its pale yellow: readable on white and on black, and
+# distinguishable by the colour-blind.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#66ccee", "#bbbbbb")
-_POINTS = 400  # of a curve: more cannot be told apart
-_INK = "#123456"  # a colour that no figure uses: text and axes in it take the page's own
+_POINTS = 400  # points of a curve: more cannot be distinguished
+_INK = "#123456"  # a colour that no figure uses, which `to_svg` replaces by the page's text colour
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -31,14 +33,14 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def tidy(axes: "Axes") -> None:
-    """Two spines and a faint grid behind what is drawn."""
+    """Leave two spines, and draw a faint grid behind the data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
 
 
 def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """A curve of at most 400 points: the means of consecutive ones, as many of them for each."""
+    """Reduce a curve to at most 400 points: means of groups of consecutive points."""
     x, y = np.asarray(steps, float), np.asarray(values, float)
     if len(x) <= _POINTS:
         return x, y
@@ -48,10 +50,12 @@ def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[np.ndarray, np.
 
 
 def save_png(figure: "Figure", path: Path, option: str = "--output") -> None:
-    """Raises:
-    UserError: a file that cannot be written; the message begins with `option`.
+    """Write the figure as a PNG.
+
+    Raises:
+        UserError: a file that cannot be written; the message begins with `option`.
     """
-    _take_literally(figure)
+    _disable_formulas(figure)
     try:
         figure.savefig(path, format="png", dpi=130)
     except OSError as error:
@@ -59,12 +63,10 @@ def save_png(figure: "Figure", path: Path, option: str = "--output") -> None:
 
 
 def to_svg(figure: "Figure", label: str) -> str:
-    """An <svg> element for a page: as wide as there is room, its text and axes in the page's
-    colour.
+    """An <svg> element for a page, as wide as its container, in the page's text colour.
 
     Args:
-        label: what a screen reader says, and different for each figure of a page, since it makes
-            the ids.
+        label: text for screen readers. It must be unique in the page, since ids derive from it.
     """
     import matplotlib
     from matplotlib.spines import Spine
@@ -76,7 +78,7 @@ def to_svg(figure: "Figure", label: str) -> str:
         part.set_color(_INK)
     for part in figure.findobj(Spine):
         part.set_edgecolor(_INK)
-    _take_literally(figure)
+    _disable_formulas(figure)
     file = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):  # text stays text
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
@@ -84,21 +86,23 @@ def to_svg(figure: "Figure", label: str) -> str:
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     referenced = set(re.findall(r"#([\w.-]+)", svg))
-    svg = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in referenced else "", svg)
+
+    def keep_referenced(attribute: re.Match) -> str:
+        return attribute[0] if attribute[1] in referenced else ""
+
+    svg = re.sub(r' id="([^"]+)"', keep_referenced, svg)
     attributes = f'role="img" aria-label="{escape(label, quote=True)}"'
     return re.sub(r'width="[^"]*pt" height="[^"]*pt"', attributes, svg, count=1)
 
 
-def _take_literally(figure: "Figure") -> None:
-    """A $ in a name begins no formula. The powers of ten at a logarithmic axis are formulas."""
+def _disable_formulas(figure: "Figure") -> None:
+    """Draw $ in names as text. Only the tick labels of logarithmic axes remain formulas."""
     from matplotlib.text import Text
 
-    axes = [
-        axis
-        for axes in figure.axes
-        for axis in (axes.xaxis, axes.yaxis)
-        if axis.get_scale() == "log"
-    ]
-    powers = {label for axis in axes for label in axis.get_ticklabels(which="both")}
+    powers: set[Text] = set()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":
+                powers.update(axis.get_ticklabels(which="both"))
     for text in figure.findobj(Text):
         text.set_parse_math(text in powers)

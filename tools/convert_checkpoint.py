@@ -1,22 +1,22 @@
-"""Look into a checkpoint, make one from other programs' weights, or theirs from one.
+"""Inspect a checkpoint, or convert it from and to the files of other programs.
 
-python tools/convert_checkpoint.py inspect output/mine
-python tools/convert_checkpoint.py import swin-moe
-swin_moe_small_patch4_window12_192_8expert_32gpu_22k.pth \\
-    --cfg configs/in22k/swin_moe_small_window12_192_8expert.yaml --output output/released
-python tools/convert_checkpoint.py export swin-moe output/released --ranks 32 --output theirs.pth
+    python tools/convert_checkpoint.py inspect output/mine
+    python tools/convert_checkpoint.py import swin-moe \\
+        swin_moe_small_patch4_window12_192_8expert_32gpu_22k.pth \\
+        --cfg configs/in22k/swin_moe_small_window12_192_8expert.yaml --output output/released
+    python tools/convert_checkpoint.py export swin-moe output/released --ranks 32 \\
+        --output theirs.pth
 """
 
 import argparse
 import dataclasses
 import json
 import sys
-from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
 
-from swinv2_moe.command import CommandParser, run_command
+from swinv2_moe.command import CommandParser, add_opts_argument, run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.convert import EXPORTS, IMPORTS, Summary, export_weights, import_weights, summarize
 from swinv2_moe.errors import UserError
@@ -31,55 +31,65 @@ def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
-        "inspect", help="what a checkpoint holds; exit status 1 if a file is damaged"
+        "inspect", help="print what a checkpoint holds; exit status 1 if a file is damaged"
     )
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help="its directory, or a run's")
-    command.add_argument("--json", action="store_true", help="as JSON")
-    command = commands.add_parser("import", help="a checkpoint from other weights")
     command.add_argument(
-        "kind", choices=IMPORTS, help="single: what `export single` wrote; dense: to be upcycled"
+        "checkpoint", metavar="CHECKPOINT", help="directory of a checkpoint or run"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command = commands.add_parser("import", help="write a checkpoint from other programs' weights")
+    command.add_argument(
+        "kind",
+        choices=IMPORTS,
+        help="single: a file of `export single`; dense: weights to be upcycled",
     )
     command.add_argument(
         "source",
         metavar="SOURCE",
-        help="the file; of several ranks X.pth for X.pth.rank0, ..., or x-{rank}.pth",
-    )
-    command.add_argument("--cfg", metavar="FILE", help="the model; a single file holds its own")
-    command.add_argument(
-        "--opts",
-        nargs="+",
-        default=[],
-        metavar="KEY VALUE",
-        help="any configuration keys, in pairs",
+        help="the file; for files of several ranks, X.pth for X.pth.rank0, ..., or x-{rank}.pth",
     )
     command.add_argument(
-        "--class-names", metavar="FILE", help="one a line, in the order of the classifier's outputs"
+        "--cfg", metavar="FILE", help="configuration of the model; a single file contains it"
+    )
+    add_opts_argument(command)
+    command.add_argument(
+        "--class-names",
+        metavar="FILE",
+        help="text file with a name per line, in the order of the classifier's outputs",
     )
     command.add_argument(
-        "--noise", type=float, default=0.0, metavar="STD", help="dense: on experts, relative"
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="STD",
+        help="dense: relative noise that is added to the experts",
     )
     command.add_argument(
-        "--output", required=True, metavar="DIR", help="the checkpoint's directory"
+        "--output", required=True, metavar="DIR", help="directory of the new checkpoint"
     )
-    command = commands.add_parser("export", help="other programs' files from a checkpoint")
+    command = commands.add_parser("export", help="write other programs' files from a checkpoint")
     command.add_argument(
         "kind", choices=EXPORTS, help="single: one .safetensors file with all the weights"
     )
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help="its directory, or a run's")
+    command.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="directory of a checkpoint or run"
+    )
     command.add_argument(
         "--ranks",
         type=int,
         metavar="N",
-        help="a file for each of N ranks; default: the whole model",
+        help="write a file for each of N ranks; default: one for the whole model",
     )
     command.add_argument(
-        "--newer", action="store_true", help="swin-moe: as newer Tutel reads it, not as released"
+        "--newer",
+        action="store_true",
+        help="swin-moe: layout of newer Tutel in place of that of the released files",
     )
     command.add_argument(
         "--output",
         required=True,
         metavar="FILE",
-        help="the file; of ranks .rank0, ... is added, or put for {rank}",
+        help="the file; with --ranks, .rank0, ... is added, or the rank replaces {rank}",
     )
     args = parser.parse_args()
     if args.command == "import" and args.noise and args.kind != "dense":
@@ -112,22 +122,26 @@ def show(summary: Summary) -> None:
             for name, layer in summary.layers.items()
         ]
         columns = ["layer", "experts", "MB", "steps behind"]
-        console.print(number_table(columns, layers, text_columns=["steps behind"]))
-    damaged = [f"{file} {problem}" for file, problem in summary.damaged.items()]
-    console.print("\n".join(damaged) or "every file has its checksum", markup=False)
+        console.print(number_table(columns, layers, text_columns=["layer", "steps behind"]))
+    for file, problem in summary.damaged.items():
+        console.print(f"{file} {problem}", markup=False)
+    if not summary.damaged:
+        console.print("every file has its checksum")
 
 
 def ages_in_words(ages: list[int]) -> str:
-    """[40, 20, 0, 40] -> "40: experts 0, 3; 20: expert 1"."""
-    ordered = sorted((-age, expert) for expert, age in enumerate(ages) if age)
-    groups = [
-        (-age, [str(expert) for _, expert in group])
-        for age, group in groupby(ordered, lambda pair: pair[0])
-    ]
-    return (
-        "; ".join(f"{age}: expert{'s' * (len(own) > 1)} {', '.join(own)}" for age, own in groups)
-        or "0"
-    )
+    """[40, 20, 0, 40] -> "40: experts 0, 3; 20: expert 1". No ages: "0"."""
+    experts_by_age: dict[int, list[str]] = {}
+    for expert, age in enumerate(ages):
+        if age:
+            experts_by_age.setdefault(age, []).append(str(expert))
+    if not experts_by_age:
+        return "0"
+    groups = []
+    for age, experts in sorted(experts_by_age.items(), reverse=True):
+        noun = "experts" if len(experts) > 1 else "expert"
+        groups.append(f"{age}: {noun} {', '.join(experts)}")
+    return "; ".join(groups)
 
 
 def class_names(file: str | None) -> list[str] | None:
@@ -143,7 +157,7 @@ def main() -> None:
     args = parse()
     try:
         run(args)
-    except PermissionError as error:  # of a directory on the way, say
+    except PermissionError as error:  # for example of a parent directory
         raise UserError(f"{error.filename}: no permission") from error
 
 
@@ -161,11 +175,14 @@ def run(args: argparse.Namespace) -> None:
     else:
         try:
             summary = summarize(Path(args.checkpoint))
-        except DamagedError as error:  # meta.json: there is nothing more to tell
+        except DamagedError as error:  # of meta.json: the rest cannot be read
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)
-        print(json.dumps(dataclasses.asdict(summary), indent=1)) if args.json else show(summary)
-        sys.exit(1 if summary.damaged else 0)
+        if args.json:
+            print(json.dumps(dataclasses.asdict(summary), indent=1))
+        else:
+            show(summary)
+        sys.exit(int(bool(summary.damaged)))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Detection on data in COCO's format with mmdetection: train, test, show what is found and where it
-is routed, export.
+"""Train, test, show and export mmdetection models on data in COCO's format.
 
     python tools/detect.py train configs/detection/shapes/mask_rcnn.py --work-dir output/shapes
     python tools/detect.py test configs/detection/shapes/mask_rcnn.py output/shapes --output ap.json
-    python tools/detect.py show configs/detection/shapes/mask_rcnn.py output/shapes data/shapes/val
-    --output pictures python tools/detect.py export configs/detection/shapes/mask_rcnn.py
-    output/shapes shapes.pth torchrun --nproc_per_node 8 tools/detect.py train
-    configs/detection/cascade_mask_rcnn/base_moe_frozen.py \\
+    python tools/detect.py show configs/detection/shapes/mask_rcnn.py output/shapes \\
+        data/shapes/val --output pictures
+    python tools/detect.py export configs/detection/shapes/mask_rcnn.py output/shapes shapes.pth
+    torchrun --nproc_per_node 8 tools/detect.py train \\
+        configs/detection/cascade_mask_rcnn/base_moe_frozen.py \\
         --pretrained output/swin_moe_base_window12_192_32expert
 
-Needs the detection extra, which make detection installs. Annotations and images are checked first
-(data/README.md).
+Needs the detection extra, which `make detection` installs. Annotations and images are checked
+first (data/README.md).
 """
 
 import argparse
@@ -20,6 +20,7 @@ from rich.console import Console
 
 from swinv2_moe.command import (
     CommandParser,
+    add_opts_argument,
     check_output_file,
     output_directory,
     run_command,
@@ -32,23 +33,17 @@ IS_MAIN = os.environ.get("RANK", "0") == "0"
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="train a detector, or go on with it")
+    train = commands.add_parser("train", help="start or continue training a detector")
     test = commands.add_parser("test", help="average precision of boxes and masks")
     show = commands.add_parser("show", help="pictures of images with boxes, masks and routing")
     export = commands.add_parser(
-        "export", help="all weights as one .pth, for mmdetection's own tools"
+        "export", help="write all weights to one .pth file for mmdetection's tools"
     )
     for command in (train, test, show, export):
         command.add_argument(
             "config", metavar="CONFIG", help="below configs/detection, or your own"
         )
-        command.add_argument(
-            "--opts",
-            nargs="+",
-            default=[],
-            metavar="KEY=VALUE",
-            help="any keys of the configuration",
-        )
+        add_opts_argument(command, help="any keys of the configuration", metavar="KEY=VALUE")
     for command in (test, show, export):
         command.add_argument(
             "checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint directory, or a .pth"
@@ -59,26 +54,33 @@ def parse() -> argparse.Namespace:
     train.add_argument(
         "--pretrained",
         metavar="RUN",
-        help="the backbone's weights: any run of this project, or a file",
+        help="weights of the backbone: a run of this project, or a file",
     )
     train.add_argument(
         "--resume",
         metavar="auto|RUN",
-        help="auto: the newest whole checkpoint of the work directory",
+        help="continue from a run; auto: from the newest complete checkpoint of --work-dir",
     )
     test.add_argument(
-        "--split", choices=["train", "test"], default="test", help="whose images (default: test)"
+        "--split",
+        choices=["train", "test"],
+        default="test",
+        help="of which data set (default: test)",
     )
     test.add_argument("--output", metavar="JSON", help="a file for the results")
-    show.add_argument("images", nargs="+", metavar="IMAGE", help="images, or folders of them")
+    show.add_argument("images", nargs="+", metavar="IMAGE", help="images and folders of images")
     show.add_argument(
         "--output",
         default="detections",
         metavar="DIR",
-        help="for the pictures (default: detections)",
+        help="directory for the pictures (default: detections)",
     )
     show.add_argument(
-        "--threshold", type=float, default=0.3, metavar="SCORE", help="lowest shown (default: 0.3)"
+        "--threshold",
+        type=float,
+        default=0.3,
+        metavar="SCORE",
+        help="lowest score that is shown (default: 0.3)",
     )
     export.add_argument("file", metavar="FILE.pth")
     return parser.parse_args()
@@ -88,24 +90,22 @@ def main() -> None:
     args = parse()
     if args.command == "test":
         check_output_file(args.output)
-    # not above: --help needs no mmdetection, and its absence is one line here
+    # Imported here, so that --help works without mmdetection; without it, this raises UserError.
     from swinv2_moe.detection import run
 
-    pretrained = (
-        [f"model.backbone.pretrained={args.pretrained}"]
-        if getattr(args, "pretrained", None)
-        else []
-    )
-    config = run.load_config(
-        args.config, [*args.opts, *pretrained], getattr(args, "work_dir", None)
-    )
+    opts, work_dir = args.opts, None
+    if args.command == "train":
+        work_dir = args.work_dir
+        if args.pretrained:
+            opts = opts + [f"model.backbone.pretrained={args.pretrained}"]
+    config = run.load_config(args.config, opts, work_dir)
     {"train": train, "test": test, "show": show, "export": export}[args.command](args, config)
 
 
 def train(args: argparse.Namespace, config) -> None:
     from swinv2_moe.detection import run
 
-    check(config, "train", "val")
+    check(config, ["train", "val"])
     if IS_MAIN:
         counts = run.count_parameters(config)
         trained = (
@@ -120,16 +120,20 @@ def test(args: argparse.Namespace, config) -> None:
 
     if args.split == "train":
         evaluation.test_on_train_images(config)
-    check(config, "test")
+    check(config, ["test"])
     report(run.test(config, args.checkpoint), args.output)
 
 
-def check(config, *splits: str) -> None:
-    """On the main rank: the others wait for it where the process group is made."""
+def check(config, splits: list[str]) -> None:
+    """Check the data sets on the main rank.
+
+    The other ranks wait for it where the process group is created.
+    """
     from swinv2_moe.detection import evaluation
 
-    for annotations in evaluation.check_datasets(config, splits) if IS_MAIN else ():
-        print(annotations, flush=True)
+    if IS_MAIN:
+        for annotations in evaluation.check_datasets(config, splits):
+            print(annotations, flush=True)
 
 
 def report(metrics: dict, output: str | None) -> None:
@@ -143,9 +147,8 @@ def report(metrics: dict, output: str | None) -> None:
 def show(args: argparse.Namespace, config) -> None:
     from swinv2_moe.detection.show import show
 
-    for file, objects in show(
-        config, args.checkpoint, args.images, output_directory(args.output), args.threshold
-    ):
+    output = output_directory(args.output)
+    for file, objects in show(config, args.checkpoint, args.images, output, args.threshold):
         print(f"{file}: {objects} objects")
 
 

@@ -1,11 +1,12 @@
-"""Accuracy of a checkpoint on its validation images, or on others of the same classes.
+"""Accuracy of a checkpoint on its validation images, or on other images of the same classes.
 
-python tools/evaluate.py --resume output/mine
-python tools/evaluate.py --resume output/mine --capacity-factor 0 --top-k 2 --output accuracy.json
-torchrun --nproc_per_node 8 tools/evaluate.py --resume output/mine --data DIR --sweep 0.5 0.75 1
-1.25 2 0
+    python tools/evaluate.py --resume output/mine
+    python tools/evaluate.py --resume output/mine --capacity-factor 0 --top-k 2 \\
+        --output accuracy.json
+    torchrun --nproc_per_node 8 tools/evaluate.py --resume output/mine --data DIR \\
+        --sweep 0.5 0.75 1 1.25 2 0
 
-Nothing is compiled here, whatever COMPILE says.
+The model is not compiled; COMPILE is ignored.
 """
 
 import argparse
@@ -17,6 +18,8 @@ from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
     check_output_file,
+    print_passed_over,
+    print_unreadable,
     run_command,
     write_results,
 )
@@ -24,17 +27,20 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.measure.accuracy import RoutingOptions, draw_sweep, evaluate_checkpoint
 from swinv2_moe.tables import number_table
 
-EXTREMES = 5  # classes of either end in the table, where there are many
+EXTREMES = 5  # of many classes, the table shows so many of the worst and of the best
 
 
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     add_checkpoint_arguments(parser)
     parser.add_argument(
-        "--capacity-factor", type=float, metavar="F", help="0: dropless; default: the checkpoint's"
+        "--capacity-factor",
+        type=float,
+        metavar="F",
+        help="0: dropless; default: that of the checkpoint",
     )
     parser.add_argument(
-        "--top-k", type=int, metavar="K", help="experts a token; default: the checkpoint's"
+        "--top-k", type=int, metavar="K", help="experts per token; default: that of the checkpoint"
     )
     parser.add_argument(
         "--sweep",
@@ -42,7 +48,7 @@ def parse() -> argparse.Namespace:
         type=float,
         default=[],
         metavar="F",
-        help="accuracy and speed at these factors too; a PNG",
+        help="also measure accuracy and speed at these capacity factors, and draw a PNG",
     )
     args = parser.parse_args()
     check_output_file(args.output)
@@ -57,78 +63,80 @@ def parse() -> argparse.Namespace:
 
 
 def figure_of(args: argparse.Namespace) -> Path:
-    """Beside the results."""
+    """The file of the sweep's figure, next to the results."""
     return Path(args.output or "sweep").with_suffix(".png")
 
 
-def show(found: dict) -> None:
+def show(results: dict) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    for problem in found["passed_over"]:
-        console.print(f"passed over: {problem}")
+    print_passed_over(console, results)
     experts = "dense"
-    if "num_experts" in found:
+    if "num_experts" in results:
         experts = (
-            f"{found['num_experts']} experts, K = {found['top_k']}, capacity factor"
-            f" {found['capacity_factor']:g}"
+            f"{results['num_experts']} experts, K = {results['top_k']}, "
+            f"capacity factor {results['capacity_factor']:g} "
+            f"({results['dropped_share']:.2%} dropped)"
         )
-        experts += f" ({found['dropped_share']:.2%} dropped)"
-    console.print(
-        f"{found['checkpoint']}, step {found['step']}, {experts}, {found['image_size']} px"
-    )
-    if found["other_class_names"]:
-        console.print(found["other_class_names"])
-    row = [
-        f"{found['images']:,}",
-        *percent(found, "top1", "top5", "confidence", "ece"),
-        f"{found['loss']:.4f}",
-    ]
+    size = results["image_size"]
+    console.print(f"{results['checkpoint']}, step {results['step']}, {experts}, {size} px")
+    if results["other_class_names"]:
+        console.print(results["other_class_names"])
+    row = [f"{results['images']:,}"]
+    row += [percent(results[key]) for key in ("top1", "top5", "confidence", "ece")]
+    row.append(f"{results['loss']:.4f}")
     console.print(number_table(["images", "top-1", "top-5", "confidence", "ECE", "loss"], [row]))
-    console.print(number_table(["class", "images", "top-1"], class_rows(found["per_class"])))
-    if "sweep" in found:
+    console.print(number_table(["class", "images", "top-1"], class_rows(results["per_class"])))
+    if "sweep" in results:
         columns = ["capacity", "dropped", "top-1", "top-5", "images/s", "relative"]
-        console.print(number_table(columns, map(sweep_row, found["sweep"])))
-    if unreadable := found["unreadable_images"]:
-        console.print(f"{len(unreadable)} images could not be read; the first: {unreadable[0]}")
+        rows = [sweep_row(entry) for entry in results["sweep"]]
+        console.print(number_table(columns, rows))
+    print_unreadable(console, results)
 
 
 def class_rows(classes: list[dict]) -> list[list[str]]:
-    """The worst first; of many classes the two ends."""
-    ordered = sorted((one for one in classes if one["images"]), key=lambda one: one["top1"])
-    rows = [[one["name"], f"{one['images']:,}", f"{one['top1']:.2f}%"] for one in ordered]
+    """The classes that have images, the worst first. Of many classes only the two ends."""
+    with_images = [entry for entry in classes if entry["images"]]
+    rows = []
+    for entry in sorted(with_images, key=lambda entry: entry["top1"]):
+        rows.append([entry["name"], f"{entry['images']:,}", percent(entry["top1"])])
     if len(rows) > 4 * EXTREMES:
         rows[EXTREMES:-EXTREMES] = [[f"... {len(rows) - 2 * EXTREMES:,} more", "", ""]]
     return rows
 
 
-def sweep_row(one: dict) -> list[str]:
-    speeds = [spread(one["images_per_second"], digits=0), spread(one["speed_ratio"], digits=3)]
+def sweep_row(entry: dict) -> list[str]:
     return [
-        f"{one['capacity_factor']:g}",
-        f"{one['dropped_share']:.2%}",
-        *percent(one, "top1", "top5"),
-        *speeds,
+        f"{entry['capacity_factor']:g}",
+        f"{entry['dropped_share']:.2%}",
+        percent(entry["top1"]),
+        percent(entry["top5"]),
+        spread(entry["images_per_second"], digits=0),
+        spread(entry["speed_ratio"], digits=3),
     ]
 
 
-def percent(found: dict, *keys: str) -> list[str]:
-    return ["-" if found[key] is None else f"{found[key]:.2f}%" for key in keys]
+def percent(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}%"
 
 
-def spread(one: dict, digits: int) -> str:
-    low, high = one["quartiles"]
-    return f"{one['median']:,.{digits}f} ({low:,.{digits}f} - {high:,.{digits}f})"
+def spread(figure: dict, digits: int) -> str:
+    """The median and, in brackets, the quartiles."""
+    low, high = figure["quartiles"]
+    return f"{figure['median']:,.{digits}f} ({low:,.{digits}f} - {high:,.{digits}f})"
 
 
 def main() -> None:
     args = parse()
     routing = RoutingOptions(args.capacity_factor, args.top_k, tuple(args.sweep))
-    found = evaluate_checkpoint(args.resume, args.data, args.dataset, args.opts, routing)
-    if found is None:  # the main rank has it
+    results = evaluate_checkpoint(args.resume, args.data, args.dataset, args.opts, routing)
+    if results is None:  # not the main rank
         return
-    show(found)
-    write_results(args.output, found)
+    show(results)
+    write_results(args.output, results)
     if args.sweep:
-        draw_sweep(found, figure_of(args))
+        draw_sweep(results, figure_of(args))
         print(f"figure: {figure_of(args)}")
 
 

@@ -1,10 +1,12 @@
-"""A checkpoint as programs that run without this project, ONNX or torch.export's, compared with the
-model.
+"""Export a checkpoint to programs that run without this project, and compare them with the model.
 
-python tools/export.py --resume output/mine --output output/mine/exported
-python tools/export.py --resume output/mine --output exported --format onnx --dtype int8 --images
-1000 python tools/export.py --resume output/mine --output exported --format onnx torch
---capacity-factor 0
+The formats are ONNX and torch.export.
+
+    python tools/export.py --resume output/mine --output output/mine/exported
+    python tools/export.py --resume output/mine --output exported --format onnx --dtype int8 \\
+        --images 1000
+    python tools/export.py --resume output/mine --output exported --format onnx torch \\
+        --capacity-factor 0
 """
 
 import argparse
@@ -13,7 +15,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from swinv2_moe.command import CommandParser, add_checkpoint_arguments, run_command
+from swinv2_moe.command import (
+    CommandParser,
+    add_checkpoint_arguments,
+    print_passed_over,
+    run_command,
+)
 from swinv2_moe.export import Choices, export_model
 from swinv2_moe.export.programs import DTYPES
 from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
@@ -24,15 +31,13 @@ ROUNDS = 20
 
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    add_checkpoint_arguments(
-        parser, required=True, metavar="DIR", help="a directory that is not there yet"
-    )
+    add_checkpoint_arguments(parser, required=True, metavar="DIR", help="a new directory")
     parser.add_argument(
         "--format",
         nargs="+",
         default=["onnx"],
         metavar="FORMAT",
-        help=f"of {', '.join(DTYPES)} (default: onnx)",
+        help=f"one or more of {', '.join(DTYPES)} (default: onnx)",
     )
     parser.add_argument(
         "--dtype", default="float32", help="float32, bfloat16 or, for onnx, int8 (default: float32)"
@@ -42,13 +47,20 @@ def parse() -> argparse.Namespace:
         type=int,
         default=1,
         metavar="B",
-        help="images at a time (default: 1); 0: any",
+        help="images of a batch (default: 1); 0: any number",
     )
     parser.add_argument(
-        "--capacity-factor", type=float, metavar="F", help="0: dropless; default: the evaluation's"
+        "--capacity-factor",
+        type=float,
+        metavar="F",
+        help="0: dropless; default: that of evaluation",
     )
     parser.add_argument(
-        "--images", type=int, default=64, metavar="N", help="validation images to compare on (64)"
+        "--images",
+        type=int,
+        default=64,
+        metavar="N",
+        help="validation images to compare on (default: 64)",
     )
     return parser.parse_args()
 
@@ -63,31 +75,37 @@ ROWS = {
     "top-1 of the model": lambda program: percent(program["model_top1"]),
     "ms": lambda program: median_and_spread(program["milliseconds"]["program"], 2),
     "ms of the model": lambda program: median_and_spread(program["milliseconds"]["model"], 2),
-    "relative to it": lambda program: median_and_spread(
-        ratios(*map(program["milliseconds"].get, ("program", "model"))), 3
-    ),
+    "relative to it": lambda program: median_and_spread(time_ratios(program), 3),
 }
+
+
+def time_ratios(program: dict) -> list[float]:
+    """The program's time relative to the model's, of each round."""
+    milliseconds = program["milliseconds"]
+    return ratios(milliseconds["program"], milliseconds["model"])
 
 
 def show(found: dict, output: Path) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    for problem in found["passed_over"]:
-        console.print(f"passed over: {problem}")
+    print_passed_over(console, found)
     if found["without_data"]:
         console.print(f"compared on random images: {found['without_data']}")
     if found["other_class_names"]:
         console.print(found["other_class_names"])
-    experts, programs = "dense", found["programs"].values()
+    experts = "dense"
     if found["num_experts"]:
         experts = f"{found['num_experts']} experts, capacity factor {found['capacity_factor']:g}"
     console.print(f"{found['checkpoint']}, step {found['step']}, {experts}; {found['dtype']}")
     batch, _, size, _ = found["input"]["shape"]
+    programs = list(found["programs"].values())
     columns = [f"{batch or 'any number'} x {size} px"]
     columns += [program["file"] for program in programs]
-    rows = [[name, *map(cell, programs)] for name, cell in ROWS.items()]
+    rows = []
+    for name, cell in ROWS.items():
+        rows.append([name] + [cell(program) for program in programs])
     console.print(number_table(columns, rows))
-    one = next(iter(programs))
-    compared = f"{one['images']} {found['compared_on']}, timed in batches of {one['timed_batch']}"
+    images, batch = programs[0]["images"], programs[0]["timed_batch"]
+    compared = f"{images} {found['compared_on']}, timed in batches of {batch}"
     console.print(f"{compared}: {output}/model.json")
 
 
@@ -103,10 +121,8 @@ def main() -> None:
         tuple(args.format), args.dtype, args.batch_size, args.capacity_factor, args.images
     )
     output, timer = Path(args.output), partial(interleaved, rounds=ROUNDS)
-    show(
-        export_model(args.resume, output, choices, args.data, args.dataset, args.opts, timer),
-        output,
-    )
+    found = export_model(args.resume, output, choices, args.data, args.dataset, args.opts, timer)
+    show(found, output)
 
 
 if __name__ == "__main__":

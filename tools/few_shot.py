@@ -1,9 +1,10 @@
-"""Few-shot linear and nearest-neighbour accuracy of a checkpoint's frozen features, on its own data
-or other images.
+"""Few-shot linear and nearest-neighbour accuracy of a checkpoint's frozen features.
 
-python tools/few_shot.py --resume output/mine --data DIR               DIR holds train/ and val/,
-with any classes torchrun --nproc_per_node 8 tools/few_shot.py --resume output/mine --data DIR
---shots 5 --output five_shot.json
+The images are those of the training, or DIR with train/ and val/, with any classes.
+
+    python tools/few_shot.py --resume output/mine --data DIR
+    torchrun --nproc_per_node 8 tools/few_shot.py --resume output/mine --data DIR \\
+        --shots 5 --output five_shot.json
 """
 
 import argparse
@@ -14,6 +15,8 @@ from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
     check_output_file,
+    print_passed_over,
+    print_unreadable,
     run_command,
     write_results,
 )
@@ -30,13 +33,19 @@ def parse() -> argparse.Namespace:
         type=int,
         default=[1, 5, 10],
         metavar="N",
-        help="training images a class",
+        help="training images per class (default: 1 5 10)",
     )
     parser.add_argument(
-        "--draws", type=int, default=5, help="of those images, for each N (default: 5)"
+        "--draws",
+        type=int,
+        default=5,
+        help="random draws of the training images for each N (default: 5)",
     )
     parser.add_argument(
-        "--classifier", choices=CLASSIFIERS, default="ridge", help="default: ridge, as published"
+        "--classifier",
+        choices=CLASSIFIERS,
+        default="ridge",
+        help="linear classifier (default: ridge, as published)",
     )
     parser.add_argument("--knn", type=int, default=20, metavar="K", help="neighbours (default: 20)")
     args = parser.parse_args()
@@ -44,40 +53,36 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def show(found: dict) -> None:
+def show(results: dict) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    for problem in found["passed_over"]:
-        console.print(f"passed over: {problem}", markup=False)
+    print_passed_over(console, results)
     console.print(
-        f"{found['checkpoint']}, step {found['step']}: {found['features']} features of"
-        f" {found['train_images']:,} +"
-        f" {found['val_images']:,} images at {found['image_size']} px, {found['classes']} classes",
+        f"{results['checkpoint']}, step {results['step']}: {results['features']} features of "
+        f"{results['train_images']:,} + {results['val_images']:,} images "
+        f"at {results['image_size']} px, {results['classes']} classes",
         markup=False,
     )
     rows = []
-    for shots, result in found["few_shot"].items():
-        name = f"{shots}-shot {found['classifier']}"
+    for shots, result in results["few_shot"].items():
+        name = f"{shots}-shot {results['classifier']}"
         std = "-"
         if result["std"] is not None:
             std = f"{result['std']:.2f}"
         rows.append([name, f"{result['mean']:.2f}%", std, str(len(result["top1"]))])
-    knn = found["knn"]
+    knn = results["knn"]
     rows.append([f"{knn['neighbors']}-NN, all images", f"{knn['top1']:.2f}%", "-", "-"])
     console.print(number_table(["classifier", "top-1", "std", "draws"], rows))
-    if unreadable := found["unreadable_images"]:
-        console.print(
-            f"{len(unreadable)} images could not be read; the first: {unreadable[0]}", markup=False
-        )
+    print_unreadable(console, results)
 
 
 def main() -> None:
     args = parse()
     protocol = Protocol(tuple(args.shots), args.draws, args.classifier, args.knn)
-    found = evaluate_few_shot(args.resume, args.data, args.dataset, args.opts, protocol)
-    if found is None:  # the main rank has them
+    results = evaluate_few_shot(args.resume, args.data, args.dataset, args.opts, protocol)
+    if results is None:  # not the main rank
         return
-    show(found)
-    write_results(args.output, found)
+    show(results)
+    write_results(args.output, results)
 
 
 if __name__ == "__main__":

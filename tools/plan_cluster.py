@@ -1,19 +1,25 @@
 """Predict a configuration's step time and memory from 1 to 4,096 GPUs, without a GPU
 (docs/explanation/planner.md).
 
-python tools/plan_cluster.py --nodes 4 --gpus-per-node 8 --cfg
-configs/in22k/swin_moe_base_window12_192_32expert.yaml python tools/plan_cluster.py --nodes 2
---gpus-per-node 8 --cfg configs/imagenette_96.yaml --profile h100 --batch-size 64
+    python tools/plan_cluster.py --nodes 4 --gpus-per-node 8 \\
+        --cfg configs/in22k/swin_moe_base_window12_192_32expert.yaml
+    python tools/plan_cluster.py --nodes 2 --gpus-per-node 8 \\
+        --cfg configs/imagenette_96.yaml --profile h100 --batch-size 64
 """
 
 import argparse
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from swinv2_moe.command import CommandParser, run_command  # first: it makes Ctrl-C one line
+# First: it makes Ctrl-C during the slow imports end with one line.
+from swinv2_moe.command import (
+    CommandParser,
+    add_config_argument,
+    add_opts_argument,
+    run_command,
+)
 
 # isort: split
 
@@ -21,37 +27,28 @@ from moe_core.parallel import PROFILES, Machine
 from swinv2_moe import planner
 from swinv2_moe.config import load_config, model_config, train_config
 from swinv2_moe.errors import UserError
+from swinv2_moe.tables import number_table
 
 
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument(
-        "--nodes", type=int, required=True, help="nodes of your cluster; its row is marked"
+        "--nodes", type=int, required=True, help="nodes of your cluster; its row is marked with *"
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, required=True, help="for every row of the table"
+        "--gpus-per-node", type=int, required=True, help="the same in every row of the table"
     )
-    parser.add_argument(
-        "--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own"
-    )
-    parser.add_argument(
-        "--opts",
-        nargs="+",
-        default=[],
-        metavar="KEY VALUE",
-        help="any configuration keys, in pairs",
-    )
+    add_config_argument(parser)
+    add_opts_argument(parser)
     parser.add_argument(
         "--batch-size", type=int, help="images per GPU and forward pass (DATA.BATCH_SIZE)"
     )
     parser.add_argument(
         "--profile",
         default="a100-hdr",
-        choices=[*PROFILES, "here"],
-        help=(
-            "the hardware (default: a100-hdr); here: this machine's processor, measured, with"
-            " a100-hdr's links"
-        ),
+        choices=list(PROFILES) + ["here"],
+        help="the hardware (default: a100-hdr); here: measure this machine's processor, and use the"
+        " links of a100-hdr",
     )
     parser.add_argument(
         "--output", default="plan.png", metavar="PNG", help="the figure (default: plan.png)"
@@ -66,64 +63,61 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def table_of(plan: list[planner.Prediction], machine: Machine, own: int) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD, collapse_padding=True, caption="* your cluster   ! more than a GPU has"
+def table_of(plan: list[planner.Prediction], machine: Machine, user_gpus: int) -> Table:
+    """The predictions, with the user's cluster in bold."""
+    table = number_table(
+        ["GPUs", "nodes", "step, ms", "images/s", "all-to-all", "r", "d", "algorithm", "GiB a GPU"],
+        [cells_of(row, machine, user_gpus) for row in plan],
+        text_columns=[],
     )
-    for column in (
-        "GPUs",
-        "nodes",
-        "step, ms",
-        "images/s",
-        "all-to-all",
-        "r",
-        "d",
-        "algorithm",
-        "GiB a GPU",
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in plan:
-        strategy = row.strategy
-        choice = ["-"] * 3
-        if strategy is not None:
-            choice = [
-                str(strategy.r),
-                *([str(strategy.pipeline_degree), strategy.all_to_all] if strategy.r else "--"),
-            ]
-        table.add_row(
-            f"{'* ' if row.gpus == own else ''}{row.gpus:,}",
-            f"{row.nodes:,}",
-            f"{1e3 * row.step:,.1f}",
-            f"{row.images / row.step:,.0f}",
-            f"{row.exchange_share:.1%}",
-            *choice,
-            f"{'! ' if row.memory > machine.memory else ''}{row.memory / 2**30:.3g}",
-            style="bold" if row.gpus == own else None,
-        )
+    table.caption = "* your cluster   ! more than a GPU has"
+    for column in table.columns:
+        column.no_wrap = True
+    for line, row in zip(table.rows, plan, strict=True):
+        if row.gpus == user_gpus:
+            line.style = "bold"
     return table
+
+
+def cells_of(row: planner.Prediction, machine: Machine, user_gpus: int) -> list[str]:
+    gpus = f"{row.gpus:,}"
+    if row.gpus == user_gpus:
+        gpus = f"* {gpus}"
+    memory = f"{row.memory / 2**30:.3g}"
+    if row.memory > machine.memory:
+        memory = f"! {memory}"
+    r, degree, algorithm = "-", "-", "-"
+    if row.strategy is not None:
+        r = str(row.strategy.r)
+        if row.strategy.r:
+            degree, algorithm = str(row.strategy.pipeline_degree), row.strategy.all_to_all
+    step, rate = f"{1e3 * row.step:,.1f}", f"{row.images / row.step:,.0f}"
+    share = f"{row.exchange_share:.1%}"
+    return [gpus, f"{row.nodes:,}", step, rate, share, r, degree, algorithm, memory]
 
 
 def main() -> None:
     args = parse()
     config = load_config(args.cfg, args.opts)
-    batch_size, own = args.batch_size or config.DATA.BATCH_SIZE, args.nodes * args.gpus_per_node
-    machine, model = planner.machine_named(args.profile), planner.describe(model_config(config))
-    training, plan, notes = train_config(config), [], []
-    for gpus in planner.scales(args.gpus_per_node, own):
+    batch_size = args.batch_size or config.DATA.BATCH_SIZE
+    user_gpus = args.nodes * args.gpus_per_node
+    machine = planner.machine_named(args.profile)
+    model, training = planner.describe(model_config(config)), train_config(config)
+    plan, notes = [], []
+    for gpus in planner.scales(args.gpus_per_node, user_gpus):
         try:
-            plan.append(
-                planner.predict(model, training, machine, gpus, args.gpus_per_node, batch_size)
-            )
+            row = planner.predict(model, training, machine, gpus, args.gpus_per_node, batch_size)
+            plan.append(row)
         except ValueError as error:
             notes.append(f"{gpus:,} GPUs left out: {error}")
     title = (
-        f"{Path(args.cfg).stem} on {machine.name}, {args.gpus_per_node} GPUs a node, {batch_size}"
-        " images per GPU"
+        f"{Path(args.cfg).stem} on {machine.name}, {args.gpus_per_node} GPUs a node, "
+        f"{batch_size} images per GPU"
     )
-    planner.draw(plan, own, title, Path(args.output))
+    planner.draw(plan, user_gpus, title, Path(args.output))
     console = Console(highlight=False)
     console.print(f"{title}; predicted (docs/explanation/planner.md)", soft_wrap=True)
-    console.print(table_of(plan, machine, own))
+    console.print(table_of(plan, machine, user_gpus))
     for note in notes:
         console.print(note, soft_wrap=True)
     console.print(f"figure: {args.output}", soft_wrap=True)

@@ -1,74 +1,71 @@
-"""Train the quickstart twice, with experts and without, and show both side by side: what `make
-train` runs."""
+"""Train the quickstart with experts and dense, and compare the two runs. `make train` runs this."""
 
 import itertools
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from swinv2_moe.command import CommandParser, resume_command, run_command
+from swinv2_moe.command import CommandParser, add_opts_argument, resume_command, run_command
 from swinv2_moe.config import load_config
+from swinv2_moe.tables import number_table
 from swinv2_moe.train import train
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart_digits.yaml"
-# top-1 routing: the dense model is the one of equal active MACs
+# Top-1 routing: the dense model has as many active MACs.
 DENSE = ["MODEL.MOE.NUM_EXPERTS", "0"]
 
 
 def main() -> None:
     parser = CommandParser(description=__doc__)
     parser.add_argument(
-        "--output", default="output/quickstart", help="run directory; -2, -3, ... where it is taken"
+        "--output",
+        default="output/quickstart",
+        metavar="DIR",
+        help="the directory of both runs (default: output/quickstart); -2, -3, ... if it exists",
     )
-    parser.add_argument(
-        "--opts",
-        nargs="+",
-        default=[],
-        metavar="KEY VALUE",
-        help="configuration keys for both runs",
-    )
+    add_opts_argument(parser, help="configuration keys for both runs")
     args = parser.parse_args()
     output = first_free(Path(args.output))
     summaries = {}
     for name, opts in (("moe", []), ("dense", DENSE)):
-        opts, run = [*opts, *args.opts], str(output / name)
-        going_on = resume_command("tools/train.py", cfg=str(CONFIG), output=run, opts=opts)
-        summaries[name] = train(load_config(CONFIG, opts, output=run), resume_command=going_on)
-        if summaries[name] is None:  # told to stop
+        opts, run = opts + args.opts, str(output / name)
+        continuation = resume_command("tools/train.py", cfg=str(CONFIG), output=run, opts=opts)
+        config = load_config(CONFIG, opts, output=run)
+        summaries[name] = train(config, resume_command=continuation)
+        if summaries[name] is None:  # the training was told to stop
             return
     show(summaries, output)
 
 
 def first_free(path: Path) -> Path:
-    """`path`, or with the first number behind it under which nothing lies yet."""
-    candidates = itertools.chain(
-        [path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
-    )
-    return next(candidate for candidate in candidates if not candidate.exists())
+    """`path` if nothing has this name, else the first free one of path-2, path-3, ..."""
+    if not path.exists():
+        return path
+    numbered = (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
+    return next(candidate for candidate in numbered if not candidate.exists())
 
 
 def show(summaries: dict[str, dict], output: Path) -> None:
-    table = Table(
-        "", "final top-1", "best", "parameters", "MACs/image", "images/s", "seconds", box=None
-    )
-    for name, label in (("moe", "MoE, 8 experts"), ("dense", "dense")):
-        s = summaries[name]
-        table.add_row(
+    titles = ["", "final top-1", "best", "parameters", "MACs/image", "images/s", "seconds"]
+    rows = []
+    for name, label in (("moe", "8 experts"), ("dense", "dense")):
+        summary = summaries[name]
+        row = [
             label,
-            f"{s['val_top1']:.2f}%",
-            f"{s['best_val_top1']:.2f}%",
-            f"{s['parameters'] / 1e6:.2f}M",
-            f"{s['active_macs'] / 1e6:.2f}M",
-            f"{s['images_per_second']:,.0f}",
-            f"{s['seconds']:.0f}",
-        )
+            f"{summary['val_top1']:.2f}%",
+            f"{summary['best_val_top1']:.2f}%",
+            f"{summary['parameters'] / 1e6:.2f}M",
+            f"{summary['active_macs'] / 1e6:.2f}M",
+            f"{summary['images_per_second']:,.0f}",
+            f"{summary['seconds']:.0f}",
+        ]
+        rows.append(row)
     config = f"{CONFIG.parent.name}/{CONFIG.name}"
     on_two_ranks = ".venv/bin/torchrun --nproc_per_node 2 tools/train.py"
     on_two_ranks += f" --cfg {config} --output {output}/two"
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nValidation on the held-out fifth of the digits", markup=False)
-    console.print(table)
+    console.print(number_table(titles, rows))
     console.print(
         f"""
 Checkpoint    {output}/moe/checkpoints/best

@@ -1,22 +1,29 @@
-"""How far each phase of a training step is from this machine's measured peaks: table, roofline.json
-and roofline.png.
+"""Compare each phase of a training step with this machine's measured peaks.
 
-python tools/roofline.py --cfg configs/quickstart_digits.yaml --output output/roofline
-python tools/roofline.py --cfg configs/imagenette_96.yaml --data DIR --batch-size 64 --output
-output/roofline torchrun --nproc_per_node 2 tools/roofline.py --cfg configs/quickstart_digits.yaml
---output output/roofline2
+Prints a table and writes roofline.json and roofline.png.
 
-Data without a disk: --opts DATA.DATASET digits. The disk is the one of --output.
+    python tools/roofline.py --cfg configs/quickstart_digits.yaml --output output/roofline
+    python tools/roofline.py --cfg configs/imagenette_96.yaml --data DIR --batch-size 64 \\
+        --output output/roofline
+    torchrun --nproc_per_node 2 tools/roofline.py --cfg configs/quickstart_digits.yaml \\
+        --output output/roofline2
+
+The disk that is measured is that of --output. --opts DATA.DATASET digits needs no data set.
 """
 
 import argparse
-import json
 
 from rich.console import Console
 from rich.table import Table
 
-from swinv2_moe.command import CommandParser, output_directory, run_command
-from swinv2_moe.errors import UserError
+from swinv2_moe.command import (
+    CommandParser,
+    add_config_argument,
+    add_opts_argument,
+    output_directory,
+    run_command,
+    write_results,
+)
 from swinv2_moe.measure import roofline
 from swinv2_moe.measure.roofline import PHASES, Roofline
 from swinv2_moe.measure.rounds import check_rounds, median_and_spread
@@ -25,9 +32,7 @@ from swinv2_moe.tables import number_table
 
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    parser.add_argument(
-        "--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own"
-    )
+    add_config_argument(parser)
     parser.add_argument(
         "--data", metavar="DIR", help="the data set (DATA.PATH); a folder with train/ and val/"
     )
@@ -35,22 +40,18 @@ def parse() -> argparse.Namespace:
         "--output",
         required=True,
         metavar="DIR",
-        help="for the results, and the disk that is measured",
+        help="directory for the results; its disk is measured",
     )
     parser.add_argument(
         "--batch-size", type=int, metavar="N", help="images per rank; default: as configured"
     )
-    parser.add_argument("--rounds", type=int, default=10, metavar="N")
     parser.add_argument(
-        "--warmup", type=int, default=2, metavar="N", help="rounds before those that count"
+        "--rounds", type=int, default=10, metavar="N", help="measured rounds (default: 10)"
     )
     parser.add_argument(
-        "--opts",
-        nargs="+",
-        default=[],
-        metavar="KEY VALUE",
-        help="any configuration keys, in pairs",
+        "--warmup", type=int, default=2, metavar="N", help="unmeasured rounds first (default: 2)"
     )
+    add_opts_argument(parser)
     return parser.parse_args()
 
 
@@ -77,17 +78,15 @@ def table_of(found: Roofline) -> Table:
         work, (bound, of_roof) = phase.work, phase.bound()
         amounts = [work.flops / 1e9, work.memory / 1e6, work.exchange / 1e6, work.disk / 1e6]
         amounts += [phase.rate("flops") / 1e9, phase.rate("memory") / 1e9]
-        cells = [f"{amount:,.3g}" if amount else "-" for amount in amounts]
-        times = median_and_spread(phase.times, 2)
-        of_step = "-"
-        if share is not None:
-            of_step = f"{share:.1%}"
-        rows.append([name, times, of_step, *cells, bound, f"{of_roof:.1%}"])
-    return number_table(titles, rows, text_columns=["bound by"], markdown=True)
+        row = [name, median_and_spread(phase.times, 2)]
+        row.append("-" if share is None else f"{share:.1%}")
+        row += [f"{amount:,.3g}" if amount else "-" for amount in amounts]
+        rows.append(row + [bound, f"{of_roof:.1%}"])
+    return number_table(titles, rows, text_columns=["phase", "bound by"], markdown=True)
 
 
 def show(found: Roofline) -> None:
-    # wide: a line of the table is a line
+    # wide enough that no row of the table wraps
     console = Console(width=500, highlight=False, markup=False)
     console.print(
         f"{found.title}, without mixup, accumulation or averaged weights\n"
@@ -99,14 +98,14 @@ def show(found: Roofline) -> None:
             unit = "FLOP/s"
         console.print(f"peak: {peak.rate / 1e9:,.2f} G{unit}, {peak.what}")
     console.print(table_of(found))
+    accounted = [100 * share for share in found.accounted()]
     console.print(
-        f"whole step: {median_and_spread(found.step, 2)} ms, of which its phases, alone, make"
-        f" {median_and_spread([100 * share for share in found.accounted()], 1)}%; data are read"
-        " meanwhile, a checkpoint"
-        f" makes training stand still for {found.stall:.2f} s"
+        f"whole step: {median_and_spread(found.step, 2)} ms; its phases, measured alone, add up to"
+        f" {median_and_spread(accounted, 1)}% of it. Data are read in parallel. Saving a checkpoint"
+        f" stops training for {found.stall:.2f} s."
     )
     if any(phase.bound()[1] > 1 for phase in found.phases.values()):
-        console.print("above 100% of a roof: operators found in a cache what others had left there")
+        console.print("above 100% of a roof: the data were already in a cache")
 
 
 def main() -> None:
@@ -115,16 +114,11 @@ def main() -> None:
     config = roofline.configuration(args.cfg, args.opts, args.data, args.batch_size)
     output = output_directory(args.output)
     found = roofline.measure(config, output, args.rounds, args.warmup)
-    if found is None:  # the main rank has it
+    if found is None:  # not the main rank
         return
     show(found)
     roofline.draw(found, output / "roofline.png")
-    try:
-        (output / "roofline.json").write_text(json.dumps(found.record(), indent=1) + "\n")
-    except OSError as error:
-        raise UserError(
-            f"--output {output}/roofline.json: cannot be written ({error.strerror})"
-        ) from error
+    write_results(output / "roofline.json", found.record())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What the experts of a checkpoint have specialised in: images whose patches have the colour of
-their expert, heat maps of expert by class, expert load over training, and what the expert tells of
-a patch, in bits.
+"""Show what the experts of a checkpoint have specialised in.
 
-python tools/show_routing.py --resume output/mine                           with its own validation
-images python tools/show_routing.py --resume output/mine --images holiday/         the pictures with
-others
+Draws images whose patches have the colour of their expert, heat maps of expert by class, and expert
+load over training. Prints the mutual information of expert and patch in bits.
+
+    python tools/show_routing.py --resume output/mine
+    python tools/show_routing.py --resume output/mine --images holiday/
+
+--images replaces the validation images in the pictures.
 """
 
 import argparse
@@ -13,7 +15,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from swinv2_moe.command import CommandParser, add_checkpoint_arguments, run_command, write_results
+from swinv2_moe.command import (
+    CommandParser,
+    add_checkpoint_arguments,
+    print_passed_over,
+    print_unreadable,
+    run_command,
+    write_results,
+)
 from swinv2_moe.measure.routing import draw_routing
 from swinv2_moe.tables import number_table
 
@@ -24,59 +33,58 @@ def parse() -> argparse.Namespace:
         parser, default="routing", metavar="DIR", help="a directory (default: routing)"
     )
     parser.add_argument(
-        "--images", nargs="+", default=[], metavar="PATH", help="for the pictures: images, folders"
+        "--images",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="images and folders for the pictures",
     )
     parser.add_argument(
-        "--count", type=int, default=8, help="images in the picture, drawn evenly (default: 8)"
+        "--count", type=int, default=8, help="images in the pictures, evenly spaced (default: 8)"
     )
     parser.add_argument(
-        "--limit", type=int, help="validation images to measure on, drawn evenly (default: all)"
+        "--limit", type=int, help="validation images to measure on, evenly spaced (default: all)"
     )
     return parser.parse_args()
 
 
-def show(found: dict, output: Path) -> None:
+def show(results: dict, output: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    for problem in found["passed_over"]:
-        console.print(f"passed over: {problem}", markup=False)
+    print_passed_over(console, results)
     console.print(
-        f"{found['checkpoint']}, step {found['step']}: dropless, {found['images']:,} validation"
-        " images at"
-        f" {found['image_size']} px, {found['classes']} classes ({found['class_bits']:.2f} bits)",
+        f"{results['checkpoint']}, step {results['step']}: dropless, "
+        f"{results['images']:,} validation images at {results['image_size']} px, "
+        f"{results['classes']} classes ({results['class_bits']:.2f} bits)",
         markup=False,
     )
     columns = ["layer", "used", "load", "class", "chance", "position", "colour", "contrast"]
     rows = []
-    for layer, values in found["layers"].items():
+    for layer, values in results["layers"].items():
         bits, load = values["bits"], values["load"]
-        told = [
-            bits[name] for name in ("class", "class_by_chance", "position", "colour", "contrast")
-        ]
         row = [layer, f"{values['experts_used']}/{len(load)}", f"{max(load):.2f}"]
-        rows.append(row + [f"{value:.3f}" for value in told])
+        for name in ("class", "class_by_chance", "position", "colour", "contrast"):
+            row.append(f"{bits[name]:.3f}")
+        rows.append(row)
     console.print(number_table(columns, rows))
     console.print(
-        "used: experts with tokens; load: the highest, 1 is an even share; then the bits that a"
-        " patch's expert tells of"
-        f" it, {math.log2(len(load)):.2f} at most (chance: with shuffled classes)"
+        "used: experts with tokens. load: the highest; 1 is an even share. class to contrast: "
+        "mutual information of a patch and its expert, at most "
+        f"{math.log2(len(load)):.2f} bits. chance: class, with the images' classes shuffled."
     )
-    if unreadable := found["unreadable_images"]:
-        console.print(
-            f"{len(unreadable)} images could not be read; the first: {unreadable[0]}", markup=False
-        )
-    console.print(f"{', '.join(found['figures'])} and routing.json in {output}", markup=False)
-    if "load.png" not in found["figures"]:
+    print_unreadable(console, results)
+    console.print(f"{', '.join(results['figures'])} and routing.json in {output}", markup=False)
+    if "load.png" not in results["figures"]:
         console.print("no load.png: --resume names a checkpoint, not a run", markup=False)
 
 
 def main() -> None:
     args = parse()
     output = Path(args.output)
-    found = draw_routing(
+    results = draw_routing(
         args.resume, output, args.images, args.data, args.dataset, args.opts, args.count, args.limit
     )
-    write_results(output / "routing.json", found)
-    show(found, output)
+    write_results(output / "routing.json", results)
+    show(results, output)
 
 
 if __name__ == "__main__":

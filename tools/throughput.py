@@ -1,12 +1,13 @@
-"""Images/s of a configuration's model beside its dense twin, in interleaved rounds: tables,
-throughput.csv and .png.
+"""Measure images/s of a configuration's model and of the same model without experts.
 
-python tools/throughput.py --cfg configs/quickstart_digits.yaml --output output/throughput
---batch-sizes 1 64 python tools/throughput.py --cfg FILE --output DIR --mode inference training
---dtypes float32 bfloat16 \\
-    --capacity-factors 1.25 0 --compile off on
-torchrun --nproc_per_node 8 tools/throughput.py --cfg FILE --output DIR --mode training
---batch-sizes 128
+Both run in interleaved rounds. Prints tables and writes throughput.csv and throughput.png.
+
+    python tools/throughput.py --cfg configs/quickstart_digits.yaml --output output/throughput \\
+        --batch-sizes 1 64
+    python tools/throughput.py --cfg FILE --output DIR --mode inference training \\
+        --dtypes float32 bfloat16 --capacity-factors 1.25 0 --compile off on
+    torchrun --nproc_per_node 8 tools/throughput.py --cfg FILE --output DIR --mode training \\
+        --batch-sizes 128
 """
 
 import argparse
@@ -16,7 +17,13 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from swinv2_moe.command import CommandParser, output_directory, run_command
+from swinv2_moe.command import (
+    CommandParser,
+    add_config_argument,
+    add_opts_argument,
+    output_directory,
+    run_command,
+)
 from swinv2_moe.measure import throughput, throughput_report
 from swinv2_moe.measure.rounds import latencies, median_and_spread
 from swinv2_moe.measure.throughput import DTYPES, PASSES, SWITCH, Options, Row, Side
@@ -27,11 +34,9 @@ DEFAULT = Options()
 
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
+    add_config_argument(parser)
     parser.add_argument(
-        "--cfg", required=True, metavar="FILE", help="a YAML file below configs/, or your own"
-    )
-    parser.add_argument(
-        "--output", required=True, metavar="DIR", help="where throughput.csv and throughput.png go"
+        "--output", required=True, metavar="DIR", help="for throughput.csv and throughput.png"
     )
     parser.add_argument(
         "--mode", nargs="+", default=DEFAULT.mode, metavar="MODE", help=_choices(PASSES)
@@ -42,7 +47,7 @@ def parse() -> argparse.Namespace:
         type=int,
         default=DEFAULT.batch_sizes,
         metavar="N",
-        help="per rank",
+        help="images per rank",
     )
     parser.add_argument(
         "--dtypes", nargs="+", default=DEFAULT.dtypes, metavar="DTYPE", help=_choices(DTYPES)
@@ -53,26 +58,22 @@ def parse() -> argparse.Namespace:
         type=float,
         default=(),
         metavar="F",
-        help="0: dropless; default: as configured",
+        help="0: dropless (default: as configured)",
     )
     parser.add_argument(
         "--compile", nargs="+", default=DEFAULT.compile, metavar="SWITCH", help=_choices(SWITCH)
     )
-    parser.add_argument("--rounds", type=int, default=DEFAULT.rounds, metavar="N")
+    parser.add_argument(
+        "--rounds", type=int, default=DEFAULT.rounds, metavar="N", help="measured rounds"
+    )
     parser.add_argument(
         "--warmup",
         type=int,
         default=DEFAULT.warmup,
         metavar="N",
-        help="rounds before those that count",
+        help="unmeasured rounds first",
     )
-    parser.add_argument(
-        "--opts",
-        nargs="+",
-        default=[],
-        metavar="KEY VALUE",
-        help="any configuration keys, in pairs",
-    )
+    add_opts_argument(parser)
     return parser.parse_args()
 
 
@@ -81,16 +82,29 @@ def _choices(allowed: Sequence[str]) -> str:
 
 
 def table_of(
-    rows: Sequence[Row], both: dict[str, Callable[[Row, Side], str]], one: dict[str, Callable]
+    rows: Sequence[Row],
+    per_model: dict[str, Callable[[Row, Side], str]],
+    per_row: dict[str, Callable[[Row], str]],
 ) -> Table:
-    """Markdown: `both` has two columns for each title, with experts and dense; `one` has one."""
-    titles = [f"{title}, {side}" for title in both for side in ("experts", "dense")]
+    """A table in Markdown with a line for each row.
+
+    Args:
+        per_model: cells by title; each title has a column for the experts and one for dense.
+        per_row: cells by title; each title has one column.
+    """
+    titles = [""]
+    for title in per_model:
+        titles += [f"{title}, experts", f"{title}, dense"]
+    titles += list(per_row)
     lines = []
     for row in rows:
-        cells = [cell(row, side) for cell in both.values() for side in (row.moe, row.dense)]
-        cells += [cell(row) for cell in one.values()]
-        lines.append([str(row.combination), *cells])
-    return number_table(["", *titles, *one], lines, markdown=True)
+        cells = [str(row.combination)]
+        for cell in per_model.values():
+            cells += [cell(row, row.moe), cell(row, row.dense)]
+        for cell in per_row.values():
+            cells.append(cell(row))
+        lines.append(cells)
+    return number_table(titles, lines, markdown=True)
 
 
 SPEED = (
@@ -102,10 +116,8 @@ SPEED = (
 )
 COST = (
     {
-        "peak MiB": lambda row, side: (
-            "-" if side.peak_memory is None else f"{side.peak_memory / 2**20:,.1f}"
-        ),
-        "held MiB": lambda row, side: f"{side.held / 2**20:,.1f}",
+        "peak MiB": lambda row, side: _mebibytes(side.peak_memory),
+        "held MiB": lambda row, side: _mebibytes(side.held),
     },
     {
         "dropped": lambda row: f"{row.dropped:.1%}",
@@ -116,7 +128,14 @@ COMPILATION = {"first call, s": lambda row, side: f"{side.first_call:.1f}"}
 
 
 def _rate(values: Sequence[float]) -> str:
-    return median_and_spread(values, 0 if min(values) >= 100 else 2)
+    digits = 0 if min(values) >= 100 else 2
+    return median_and_spread(values, digits)
+
+
+def _mebibytes(num_bytes: float | None) -> str:
+    if num_bytes is None:
+        return "-"
+    return f"{num_bytes / 2**20:,.1f}"
 
 
 def _share(values: Sequence[float]) -> str:
@@ -129,12 +148,20 @@ def _latency(side: Side) -> str:
 
 def main() -> None:
     args = parse()
-    chosen = (args.mode, args.batch_sizes, args.dtypes, args.capacity_factors, args.compile)
-    options = Options(*map(tuple, chosen), args.rounds, args.warmup)
+    options = Options(
+        tuple(args.mode),
+        tuple(args.batch_sizes),
+        tuple(args.dtypes),
+        tuple(args.capacity_factors),
+        tuple(args.compile),
+        args.rounds,
+        args.warmup,
+    )
     plan = throughput.combinations(args.cfg, args.opts, options)
     output = output_directory(args.output)
-    # wide: a line of a table is a line
-    console, rows = Console(width=500, highlight=False, markup=False), []
+    # wide enough that no row of a table wraps
+    console = Console(width=500, highlight=False, markup=False)
+    rows: list[Row] = []
     for row in throughput.measure(plan, options.rounds, options.warmup):
         if not rows:
             title = throughput_report.headline(plan, row.ranks)
@@ -142,18 +169,17 @@ def main() -> None:
         rows.append(row)
         throughput_report.write_csv(rows, output / "throughput.csv")
         console.print(f"{row.combination}: experts / dense {median_and_spread(row.ratio(), 3)}")
-    if rows:  # the main rank's
+    if rows:  # only on the main rank
         throughput_report.draw(rows, title, output / "throughput.png")
-        both, one = COST
-        both = {
-            f"ms {'/'.join(latencies(rows[0].product))}": lambda row, side: _latency(side)
-        } | both
-        both = both | (COMPILATION if "on" in args.compile else {})
-        console.print(
-            table_of(rows, *SPEED),
-            table_of(rows, both, one),
-            f"{output}/throughput.csv, throughput.png",
-        )
+        speed_per_model, speed_per_row = SPEED
+        console.print(table_of(rows, speed_per_model, speed_per_row))
+        cost_per_model, cost_per_row = COST
+        percentiles = "/".join(latencies(rows[0].product))
+        cost_per_model = {f"ms {percentiles}": lambda row, side: _latency(side)} | cost_per_model
+        if "on" in args.compile:
+            cost_per_model |= COMPILATION
+        console.print(table_of(rows, cost_per_model, cost_per_row))
+        console.print(f"{output}/throughput.csv, throughput.png")
 
 
 if __name__ == "__main__":

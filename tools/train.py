@@ -1,15 +1,15 @@
-"""Train SwinV2-MoE as a configuration says.
+"""Train the model of a configuration.
 
-python tools/train.py --cfg configs/quickstart_digits.yaml --output output/digits
-torchrun --nproc_per_node 2 tools/train.py --cfg configs/quickstart_digits.yaml --output
-output/digits2
+    python tools/train.py --cfg configs/quickstart_digits.yaml --output output/digits
+    torchrun --nproc_per_node 2 tools/train.py --cfg configs/quickstart_digits.yaml \\
+        --output output/digits2
 """
 
 import sys
 
 from swinv2_moe.command import (
     CommandParser,
-    add_config_arguments,
+    add_training_arguments,
     config_from,
     resume_command,
     run_command,
@@ -19,15 +19,15 @@ from swinv2_moe.train import train
 
 def main() -> None:
     parser = CommandParser(description=__doc__)
-    add_config_arguments(parser)
+    add_training_arguments(parser)
     parser.add_argument(
         "--resume",
         metavar="auto|DIR",
-        help="go on from a checkpoint or run; auto: from --output's last",
+        help="continue from a checkpoint or run; auto: from the newest checkpoint of --output",
     )
     args = parser.parse_args()
-    going_on = resume_command(sys.argv[0], args.cfg, args.data, args.output, args.opts)
-    train(config_from(args), args.resume, going_on)
+    continuation = resume_command(sys.argv[0], args.cfg, args.data, args.output, args.opts)
+    train(config_from(args), args.resume, continuation)
 
 
 if __name__ == "__main__":

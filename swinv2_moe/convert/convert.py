@@ -1,5 +1,7 @@
-"""Checkpoints of this project from files of weights, and the other way; all is checked before
-anything is written."""
+"""Convert files of weights to checkpoints of this project and back.
+
+Everything is checked before a file is written.
+"""
 
 import json
 import math
@@ -50,26 +52,25 @@ def import_weights(
     class_names: list[str] | None = None,
     noise: float = 0.0,
 ) -> None:
-    """Write the checkpoint directory `output` from a file of weights, or one of each rank.
+    """Write the checkpoint directory `output` from a file of weights, or from files of ranks.
 
     Args:
         kind: one of IMPORTS.
-        source: for swin-moe and tutel what `find_sources` takes.
-        config: the model; None: the one that a single file holds.
-        class_names: in the order of the classifier's outputs; None: those in the file, otherwise
-            none.
-        noise: of upcycled experts (`load_dense`); its seed is config.SEED.
+        source: for swin-moe and tutel, see `find_sources`.
+        config: the model; None: the configuration in a single file.
+        class_names: in the order of the classifier's outputs; None: those in the file, if any.
+        noise: on upcycled experts (`load_dense`); its seed is config.SEED.
 
     Raises:
-        UserError: whatever does not fit, named; nothing is written then.
+        UserError: input that cannot be used or does not fit the model; nothing is written.
     """
     check_new(output)
     if not 0 <= noise < math.inf:
         raise UserError(f"--noise is {noise}, it must be finite and not negative")
     step = 0
     if kind == "single":
-        tensors, own_config, own_names, step = _read_single(source)
-        config, class_names = config or own_config, class_names or own_names
+        tensors, file_config, file_names, step = _read_single(source)
+        config, class_names = config or file_config, class_names or file_names
         section = model_config(config)
         model = _meta_model(section, _num_classes(tensors, section, class_names, source))
     elif config is None:
@@ -86,7 +87,7 @@ def import_weights(
         section = model_config(config)
         layouts.check_layout(kind, section)
         sources = find_sources(source)
-        states = layouts.with_own_names(kind, read_states(sources))
+        states = layouts.with_project_names(kind, read_states(sources))
         num_classes = _num_classes(states[0], section, class_names, sources.path)
         model = _meta_model(section, num_classes)
         tensors = layouts.joined(states, model, sources)
@@ -96,23 +97,24 @@ def import_weights(
 def export_weights(
     kind: str, checkpoint: Path, output: Path, ranks: int | None = None, legacy: bool = True
 ) -> None:
-    """Write the weights to deploy (the averaged ones where there are any) of a checkpoint or run as
-    another's files.
+    """Write the weights of a checkpoint or run to files of another program.
+
+    Averaged weights are used if there are any.
 
     Args:
         kind: one of EXPORTS.
-        output: the file; of several ranks what `rank_file` makes of it, and X.master for swin-moe.
-        ranks: for how many ranks; None: one file with the whole model (for swin-moe X.global).
-        legacy: of swin-moe, Tutel's form of the released files; otherwise that of newer code.
+        output: the file; for several ranks see `rank_file`, and X.master for swin-moe.
+        ranks: number of ranks; None: one file with the whole model (for swin-moe X.global).
+        legacy: for swin-moe: Tutel's layout in the released files, not that of newer Tutel.
 
     Raises:
-        UserError: no whole checkpoint, ranks that do not divide, a file that exists; nothing is
-            written then.
+        UserError: no complete checkpoint, a wrong number of ranks, a file that exists; nothing is
+            written.
     """
-    found = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
-    config = config_from_text(found.meta["config"], f"checkpoint {found.directory}")
+    source = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
+    config = config_from_text(source.meta["config"], f"checkpoint {source.directory}")
     section = model_config(config)
-    model = _meta_model(section, count_classes(found, config))
+    model = _meta_model(section, count_classes(source, config))
     if kind == "single":
         if ranks is not None or output.suffix != ".safetensors":
             raise UserError(
@@ -121,25 +123,26 @@ def export_weights(
         check_new(output)
         metadata = {
             "format": SINGLE_FORMAT,
-            "step": str(found.meta["step"]),
+            "step": str(source.meta["step"]),
             "config": config.dump(),
         }
-        metadata["class_names"] = json.dumps(found.meta["class_names"])
-        write_files([(output, read_weights_of(found, model))], metadata)
+        metadata["class_names"] = json.dumps(source.meta["class_names"])
+        write_files([(output, read_weights_of(source, model))], metadata)
         return
     layouts.check_layout(kind, section)
     files, master = _targets(kind, output, ranks)
-    for file in [*files, *filter(None, [master])]:
+    for file in files:
         check_new(file)
-    states = layouts.split(
-        kind, read_weights_of(found, model), len(files), legacy and kind == "swin-moe"
-    )
+    if master is not None:
+        check_new(master)
+    weights, legacy = read_weights_of(source, model), legacy and kind == "swin-moe"
+    states = layouts.split(kind, weights, len(files), legacy)
     has_output_bias = any(layer.config.output_bias for layer in moe_layers(model).values())
     write_files(_contents(kind, states, files, master, has_output_bias))
 
 
 def _targets(kind: str, output: Path, ranks: int | None) -> tuple[list[Path], Path | None]:
-    """The files that an export writes: of each rank, and of what they share."""
+    """The files that an export writes: one for each rank, and perhaps the master file."""
     if kind == "swin-moe":
         stem = output.with_name(output.name.removesuffix(".global"))
         if ranks is None:
@@ -167,26 +170,32 @@ def _contents(
     master: Path | None,
     has_output_bias: bool,
 ) -> Iterator[tuple[Path, dict]]:
-    """What goes into each file; a rank's experts are copied when its turn comes."""
+    """The content of each file. Only one rank's experts are copied at a time."""
+
+    def content(state: dict[str, Tensor]) -> dict:
+        if kind == "swin-moe":
+            return {"model": compact(state)}
+        return compact(state)
+
     for file, state in zip(files, states, strict=True):
         if master:
             state = {
                 name: value
                 for name, value in state.items()
-                if layouts.is_rank_own(name, has_output_bias)
+                if layouts.is_rank_specific(name, has_output_bias)
             }
-        yield file, {"model": compact(state)} if kind == "swin-moe" else compact(state)
+        yield file, content(state)
     if master:
-        rest = {
+        shared = {
             name: value
             for name, value in states[0].items()
-            if not layouts.is_rank_own(name, has_output_bias)
+            if not layouts.is_rank_specific(name, has_output_bias)
         }
-        yield master, {"model": compact(rest)}
+        yield master, content(shared)
 
 
 def _read_single(file: Path) -> tuple[dict[str, Tensor], CfgNode, list[str], int]:
-    """What `export single` wrote: tensors, configuration, class names, step."""
+    """Read a file of `export single`: tensors, configuration, class names, step."""
     if file.suffix != ".safetensors":
         raise UserError(f"{file}: a single file is a .safetensors file")
     tensors = read_weights(file)
@@ -212,21 +221,29 @@ def _meta_model(config: ModelConfig, num_classes: int) -> nn.Module:
 def _num_classes(
     state: dict[str, Tensor], config: ModelConfig, class_names: list[str] | None, source: Path
 ) -> int:
-    """The classes of the classifier in `state` (timm's name for it or Microsoft's)."""
+    """The number of classes of the classifier in `state`, under timm's or Microsoft's name."""
     name = f"{model_types()[config.type].model.classifier}.weight"
     head = state.get(name, state.get("head.weight"))
-    found = len(head) if head is not None and head.ndim else config.num_classes
-    if not found:
+    num_classes = config.num_classes
+    if head is not None and head.ndim:
+        num_classes = len(head)
+    if not num_classes:
         raise UserError(f"{source}: has no classifier ({name}), and MODEL.NUM_CLASSES is 0")
-    if config.num_classes not in (0, found):
-        raise UserError(f"{source}: has {found} classes, MODEL.NUM_CLASSES is {config.num_classes}")
-    if class_names and len(class_names) != found:
-        raise UserError(f"{source}: has {found} classes, the names are {len(class_names)}")
-    return found
+    if config.num_classes not in (0, num_classes):
+        raise UserError(
+            f"{source}: has {num_classes} classes, MODEL.NUM_CLASSES is {config.num_classes}"
+        )
+    if class_names and len(class_names) != num_classes:
+        raise UserError(f"{source}: has {num_classes} classes, the names are {len(class_names)}")
+    return num_classes
 
 
 def _fitting(tensors: dict[str, Tensor], model: nn.Module, source: Path) -> dict[str, Tensor]:
-    """The tensors in the model's types, if they are exactly those of the model."""
+    """The tensors in the model's dtypes, after checking that they are exactly the model's.
+
+    Raises:
+        UserError: other names or shapes, or values that are not finite.
+    """
     expected = model.state_dict()
     problems = compare(expected, tensors)
     if problems:

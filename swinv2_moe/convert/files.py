@@ -1,5 +1,7 @@
-"""Files of weights, one or one of each rank: found by name, read without running code in them,
-written all or none."""
+"""Files of weights, for the whole model or for each rank.
+
+They are found by name, read without running code in them, and written all or none.
+"""
 
 import os
 import re
@@ -20,64 +22,66 @@ _MEMBER = re.compile(r"(?P<stem>.+)\.(rank\d+|master|global)")
 
 
 class Sources(NamedTuple):
-    """The files that a path stands for: one whole model (`path` itself), or one a rank and what all
-    ranks share."""
+    """The files that a path stands for.
+
+    Either one file of the whole model (`path` itself), or one for each rank and perhaps `master`,
+    which holds what the ranks share.
+    """
 
     path: Path
     ranks: list[Path]
     master: Path | None = None
 
     def missing(self, num_ranks: int) -> str:
-        """The files that further ranks would have."""
-        return ", ".join(
-            rank_file(self.path, rank).name for rank in range(len(self.ranks), num_ranks)
-        )
+        """The names of the files that are missing for `num_ranks` ranks."""
+        return _names(self.path, range(len(self.ranks), num_ranks))
 
 
 def find_sources(path: Path) -> Sources:
-    """X, X.global or X.rank0, X.rank1, ... and X.master, whichever of them or X itself `path`
-    names.
+    """Find the files of a model, of which `path` names one, or X for the following.
 
-    In place of the ending, `{rank}` may stand anywhere in the file's name, as in Tutel's own tools.
+    X.global is the whole model. X.rank0, X.rank1, ... and X.master are those of several ranks. In
+    place of the ending, `{rank}` may stand anywhere in the file's name, as in Tutel's tools.
 
     Raises:
-        UserError: nothing there, a directory, both forms, or a rank's file that is missing.
+        UserError: no file, a directory, both forms, or a missing file of a rank.
     """
     match = _MEMBER.fullmatch(path.name)
     if path.is_dir():
         raise UserError(f"{path}: is a directory; name one of the files in it")
-    # or not a file, which will be said
+    # A .global file that does not exist is reported when it is read.
     if path.name.endswith(".global") or (match is None and path.exists()):
         return Sources(path, [path])
-    stem = path.with_name(match["stem"]) if match else path
-    whole, master = stem.with_name(f"{stem.name}.global"), stem.with_name(f"{stem.name}.master")
-    ranks = _ranks_there(stem)
-    if match is None and whole.is_file():
+    stem = path
+    if match is not None:
+        stem = path.with_name(match["stem"])
+    whole_model = stem.with_name(f"{stem.name}.global")
+    ranks = _existing_ranks(stem)
+    if match is None and whole_model.is_file():
         if ranks:
-            raise UserError(
-                f"{path}: there are both {whole.name} and {rank_file(stem, min(ranks)).name}; name"
-                " one"
-            )
-        return Sources(whole, [whole])
-    if not ranks and not master.is_file():
+            other = rank_file(stem, min(ranks))
+            raise UserError(f"{path}: there are both {whole_model.name} and {other.name}; name one")
+        return Sources(whole_model, [whole_model])
+    master: Path | None = stem.with_name(f"{stem.name}.master")
+    if not master.is_file():
+        master = None
+    if not ranks and master is None:
+        first = rank_file(stem, 0)
         raise UserError(
-            f"{path}: no such file, and no {rank_file(stem, 0).name} or {whole.name} beside it"
+            f"{path}: no such file, and no {first.name} or {whole_model.name} beside it"
         )
     missing = [rank for rank in range(max(len(ranks), 1)) if rank not in ranks]
     if missing:
-        raise UserError(
-            f"{path}: missing {', '.join(rank_file(stem, rank).name for rank in missing)}"
-        )
-    return Sources(
-        stem,
-        [rank_file(stem, rank) for rank in sorted(ranks)],
-        master if master.is_file() else None,
-    )
+        raise UserError(f"{path}: missing {_names(stem, missing)}")
+    return Sources(stem, [rank_file(stem, rank) for rank in sorted(ranks)], master)
+
+
+def _names(path: Path, ranks: Iterable[int]) -> str:
+    return ", ".join(rank_file(path, rank).name for rank in ranks)
 
 
 def rank_file(path: Path, rank: int) -> Path:
-    """The file of a rank where `path` stands for that of all: X.rank0, or what is in the place of
-    `{rank}`."""
+    """The file of a rank: `path` with .rank0, ... appended, or with `{rank}` replaced."""
     return path.with_name(_template(path).replace("{rank}", str(rank)))
 
 
@@ -87,7 +91,7 @@ def _template(path: Path) -> str:
     return f"{path.name}.rank{{rank}}"
 
 
-def _ranks_there(path: Path) -> set[int]:
+def _existing_ranks(path: Path) -> set[int]:
     pattern = re.escape(_template(path)).replace(r"\{rank\}", r"(0|[1-9]\d*)")
     try:
         matches = [re.fullmatch(pattern, name) for name in os.listdir(path.parent)]
@@ -97,21 +101,24 @@ def _ranks_there(path: Path) -> set[int]:
 
 
 def read_states(sources: Sources) -> list[dict[str, Tensor]]:
-    """Each rank's whole state dict; what the ranks share is the same memory. Tensors stay in their
-    files until used.
+    """Read the complete state dict of each rank.
+
+    The ranks share the memory of `master`'s tensors. Tensors stay in their files until used.
 
     Raises:
-        UserError: a file that cannot be read, no file of what the ranks share, ranks that hold
-            different names.
+        UserError: a file that cannot be read, a missing master file, ranks with different names.
     """
-    shared = read_weights(sources.master) if sources.master else {}
+    shared = {}
+    if sources.master:
+        shared = read_weights(sources.master)
     states = [shared | read_weights(file) for file in sources.ranks]
     if not sources.master and all(".experts." in name for name in states[0]):
         raise UserError(
             f"{sources.ranks[0]}: holds experts alone, and {sources.path.name}.master is missing"
         )
     for file, state in zip(sources.ranks, states, strict=True):
-        if different := sorted(state.keys() ^ states[0].keys()):
+        different = sorted(state.keys() ^ states[0].keys())
+        if different:
             raise UserError(
                 f"{file} and {sources.ranks[0].name} hold different names: {', '.join(different)}"
             )
@@ -132,8 +139,9 @@ def check_new(path: Path) -> None:
 def write_files(
     contents: Iterable[tuple[Path, dict]], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write each dictionary of tensors (.safetensors) or object (torch.save) and, when all are on
-    the disk, name them.
+    """Write all files under temporary names and rename them once all are on the disk.
+
+    Contents are dictionaries of tensors for .safetensors, and any object for torch.save.
 
     Raises:
         UserError: a file cannot be written; none is left behind.
@@ -150,7 +158,7 @@ def write_files(
             fsync(temporaries[path])
         for path, temporary in temporaries.items():
             temporary.rename(path)
-    # torch and safetensors on a full disk
+    # torch and safetensors raise the latter two on a full disk.
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--output {path}: cannot be written ({reason})") from error
@@ -160,11 +168,10 @@ def write_files(
 
 
 def compact(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same, with a copy of each tensor that is a part of a larger one: torch.save would write
-    all of that."""
-    return {
-        name: value
-        if value.untyped_storage().nbytes() == value.nbytes
-        else value.contiguous().clone()
-        for name, value in state.items()
-    }
+    """Copy tensors that are parts of larger ones, whose whole storage torch.save would write."""
+    compacted = {}
+    for name, tensor in state.items():
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.contiguous().clone()
+        compacted[name] = tensor
+    return compacted

@@ -1,12 +1,12 @@
-"""State dicts of others, of one process or of each rank of many, to and from this project's names.
+"""Convert other programs' state dicts, of the whole model or of each rank, and back.
 
-`swin-moe` is what microsoft/Swin-Transformer saves (models/swin_transformer_moe.py, utils_moe.py):
-its own names, with Tutel's MoE layers as `mlp._moe_layer`. `tutel` has this project's names but for
-what lies inside the MoE layers. Buffers that both programs recompute are left out, coming and
-going.
+`swin-moe` is the layout of microsoft/Swin-Transformer (models/swin_transformer_moe.py,
+utils_moe.py): its own names, with Tutel's MoE layers as `mlp._moe_layer`. `tutel` has this
+project's names, except for Tutel's inside the MoE layers. Buffers that both programs recompute are
+omitted in both directions.
 """
 
-# E experts, H hidden dim of a whole expert, M model dim
+# E experts, W ranks, s parts of an expert, H hidden dim of an expert, M model dim
 
 import re
 
@@ -31,15 +31,17 @@ def check_layout(kind: str, config: ModelConfig) -> None:
 
 
 def released_name(name: str) -> str:
-    """A parameter's name in the released models: patches are merged at the end of a stage there,
-    not at the start."""
+    """A parameter's name in the released models, which merge patches at the end of a stage.
+
+    This project merges them at the start of the next stage.
+    """
     name = re.sub(
         r"^layers\.(\d+)\.downsample\.", lambda m: f"layers.{int(m[1]) - 1}.downsample.", name
     )
     return re.sub(r"^head\.fc\.", "head.", name).replace(".mlp.moe.", ".mlp._moe_layer.")
 
 
-def own_name(name: str) -> str:
+def project_name(name: str) -> str:
     """The inverse of `released_name`."""
     name = re.sub(
         r"^layers\.(\d+)\.downsample\.", lambda m: f"layers.{int(m[1]) + 1}.downsample.", name
@@ -47,10 +49,12 @@ def own_name(name: str) -> str:
     return re.sub(r"^head\.", "head.fc.", name).replace(".mlp._moe_layer.", ".mlp.moe.")
 
 
-def with_own_names(kind: str, states: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The same states with Tutel's names in the MoE layers and this project's elsewhere, without
-    recomputed buffers."""
-    rename = own_name if kind == "swin-moe" else str
+def with_project_names(kind: str, states: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The states with Tutel's names in the MoE layers and this project's elsewhere.
+
+    Recomputed buffers are omitted.
+    """
+    rename = project_name if kind == "swin-moe" else str
     return [
         {rename(name): value for name, value in state.items() if not name.endswith(RECOMPUTED)}
         for state in states
@@ -60,11 +64,10 @@ def with_own_names(kind: str, states: list[dict[str, Tensor]]) -> list[dict[str,
 def joined(
     states: list[dict[str, Tensor]], model: nn.Module, sources: Sources
 ) -> dict[str, Tensor]:
-    """One state dict with this project's names, the experts whole.
+    """One state dict with this project's names and complete experts.
 
     Raises:
-        UserError: experts or ranks that do not add up to the model's, a bias that the model cannot
-            hold.
+        UserError: a wrong number of experts or ranks, or a bias that the model does not have.
     """
     layers = moe_layers(model)
     try:
@@ -79,9 +82,8 @@ def joined(
         if not (layer.config.bias and layer.config.output_bias) and bias in state:
             if state[bias].any():
                 raise UserError(
-                    f"{sources.path}: the second bias of {name} (batched_fc2_bias) is not zero, and"
-                    " the model has"
-                    " none (MODEL.MOE.OUTPUT_BIAS false)"
+                    f"{sources.path}: the second bias of {name} (batched_fc2_bias) is not zero, "
+                    "and the model has none (MODEL.MOE.OUTPUT_BIAS false)"
                 )
             del state[bias]
     return state
@@ -90,8 +92,11 @@ def joined(
 def _check_experts(
     name: str, count: int, layer: MoELayer, states: list[dict[str, Tensor]], sources: Sources
 ) -> None:
-    """A wrong number of experts or of ranks, said as such and not as hundreds of tensors of another
-    shape."""
+    """Check the number of experts and ranks, before hundreds of tensors have a wrong shape.
+
+    Raises:
+        UserError: a wrong number.
+    """
     config, ranks = layer.config, len(states)
     if count != config.num_experts:
         raise UserError(
@@ -100,24 +105,26 @@ def _check_experts(
         )
     piece = states[0][f"{name}.{_FC1}"]  # [E/W, H, M] or [1, H/s, M]
     if piece.shape[2:] != (config.model_dim,) or not piece.numel():
-        return  # another architecture: its tensors will be named
+        return  # another architecture, which is reported with the names of its tensors
     needed, rest = divmod(config.num_experts * config.hidden_dim * config.model_dim, piece.numel())
     if ranks != needed and not rest:
-        missing = f"; missing {sources.missing(needed)}" if 1 < ranks < needed else ""
+        missing = ""
+        if 1 < ranks < needed:
+            missing = f"; missing {sources.missing(needed)}"
         raise UserError(
-            f"{sources.path}: {count} experts of {config.hidden_dim} hidden units in pieces of"
-            f" {list(piece.shape)}"
-            f" ({name}) are those of {needed} ranks, there are files of {ranks}{missing}"
+            f"{sources.path}: {count} experts of {config.hidden_dim} hidden units in pieces of "
+            f"{list(piece.shape)} ({name}) are those of {needed} ranks, there are files of "
+            f"{ranks}{missing}"
         )
 
 
 def split(
     kind: str, state: dict[str, Tensor], num_ranks: int, legacy: bool
 ) -> list[dict[str, Tensor]]:
-    """The inverse of `joined` and `with_own_names`: each rank's state dict.
+    """The state dict of each rank: the inverse of `joined` and `with_project_names`.
 
     Raises:
-        UserError: `num_ranks` that the experts do not divide over.
+        UserError: the experts cannot be divided over `num_ranks`.
     """
     if num_ranks > 1 and not any(".experts." in name for name in state):
         raise UserError(f"--ranks {num_ranks}: the model has no experts")
@@ -129,12 +136,11 @@ def split(
     return [{rename(name): value for name, value in state.items()} for state in states]
 
 
-def is_rank_own(name: str, has_output_bias: bool) -> bool:
-    """Whether the released code keeps a tensor in the ranks' files: the trained parameters of
-    experts.
+def is_rank_specific(name: str, has_output_bias: bool) -> bool:
+    """Whether the released code stores a tensor in the ranks' files: trained parameters of experts.
 
-    Without MODEL.MOE.OUTPUT_BIAS Tutel's second bias stays at zero, is not trained and is kept with
-    what ranks share.
+    Without MODEL.MOE.OUTPUT_BIAS, Tutel's second bias stays zero, is not trained and is stored in
+    the master file.
     """
     return ".experts.batched_" in name and (
         has_output_bias or not name.endswith("batched_fc2_bias")

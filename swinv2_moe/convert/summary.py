@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and whether it is as it was written."""
+"""Summary of a checkpoint's content, with a check of its files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +11,18 @@ from swinv2_moe.train.checkpoint import checkpoints_below, damage_of, read_meta
 
 @dataclass(frozen=True)
 class Summary:
-    """A checkpoint in figures; sizes in bytes."""
+    """Content of a checkpoint; sizes in bytes."""
 
     directory: str
     step: int
-    epoch: float | None  # such as 2.5, in the middle of the third; None: weights alone
+    epoch: float | None  # 2.5: in the middle of the third; None: only weights
     saved: str
     model: str
     classes: int | None  # None: without names
     # "weights", "ema", "optimizer/exp_avg": number of files, size
     sections: dict[str, tuple[int, int]]
     layers: dict[str, "Layer"]
-    damaged: dict[str, str]  # file: what is wrong with it
+    damaged: dict[str, str]  # problem by file
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,35 @@ class Layer:
 
     experts: int
     bytes: int
-    ages: list[int]  # of each expert's copy: steps that it is older than the checkpoint
+    ages: list[int]  # of each expert's copy: steps before the checkpoint's step
 
 
 def summarize(path: Path) -> Summary:
-    """A checkpoint directory, or the newest one of a run; every file is read to compare its
-    checksum.
+    """Summarize a checkpoint directory, or the newest checkpoint of a run.
+
+    Every file is read to compare its checksum.
 
     Raises:
         UserError: there is no checkpoint.
-        DamagedError: meta.json is not as it was written.
+        DamagedError: meta.json is damaged.
     """
-    below = checkpoints_below(path / "checkpoints")
-    directory = below[0] if below else path
+    directory = path
+    checkpoints = checkpoints_below(path / "checkpoints")
+    if checkpoints:
+        directory = checkpoints[0]
     if not (directory / "meta.json").is_file():
         raise UserError(f"checkpoint {path}: holds no checkpoint (a directory with meta.json)")
     meta = read_meta(directory)
     step, files = meta["step"], meta["files"]
-    damaged = {name: damage_of(directory, name, record) for name, record in sorted(files.items())}
+    damaged = {}
+    for name, record in sorted(files.items()):
+        problem = damage_of(directory, name, record)
+        if problem:
+            damaged[name] = problem
+    layers = {}
+    for name, steps in meta["experts"].items():
+        ages = [step - expert_step for expert_step in steps]
+        layers[name] = Layer(len(steps), _size(files, f"experts/{name}/"), ages)
     return Summary(
         str(directory),
         step,
@@ -57,26 +68,23 @@ def summarize(path: Path) -> Summary:
         _model(meta, directory),
         len(meta["class_names"]) or None,
         _sections(files),
-        {
-            name: Layer(len(steps), _size(files, f"experts/{name}/"), [step - own for own in steps])
-            for name, steps in meta["experts"].items()
-        },
-        {name: problem for name, problem in damaged.items() if problem},
+        layers,
+        damaged,
     )
 
 
 def _epoch(training: dict | None) -> float | None:
     if training is None:
         return None
-    if "iter" in training:  # a detector's
+    if "iter" in training:  # of a detector
         return training["epoch"]
     return round(training["epoch"] + training["epoch_step"] / training["steps_per_epoch"], 3)
 
 
 def _model(meta: dict, directory: Path) -> str:
     config = model_config(config_from_text(meta["config"], f"checkpoint {directory}"))
-    layer, shown = config.experts.layer, model_types()[config.type].section.sizes
-    sizes = [f"{name} {_joined(config.trunk[key.lower()])}" for name, key in shown.items()]
+    layer, keys = config.experts.layer, model_types()[config.type].section.sizes
+    sizes = [f"{name} {_joined(config.trunk[key.lower()])}" for name, key in keys.items()]
     experts = "dense"
     if layer is not None:
         experts = f"{layer.num_experts} experts, top-{layer.top_k}, {layer.router} router"

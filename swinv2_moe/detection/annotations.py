@@ -1,4 +1,4 @@
-"""A COCO annotation file, checked before anything is learnt from it. Needs nothing of mmdetection.
+"""Check a COCO annotation file before training, without needing mmdetection.
 
 N annotations, I images
 """
@@ -15,13 +15,13 @@ from swinv2_moe.data.images import MAX_PIXELS
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import check_inner_path, read_json
 
-MAX_BYTES = 1 << 33  # of an annotation file: COCO's have 0.5 GB, the largest public ones 6
-# pixels that a box may reach over its image's edge: COCO's own are rounded to hundredths
+MAX_BYTES = 1 << 33  # of an annotation file. COCO's have 0.5 GB, the largest public ones 6 GB.
+# Pixels by which a box may exceed its image: COCO's boxes are rounded to hundredths.
 OUTSIDE = 1.0
-# COCO 2017 has 2 boxes without height among 860,001 (annotations 918 and 2206849), which
-# mmdetection leaves out.
+# Allowed share of boxes without area. COCO 2017 has 2 among 860,001 (annotations 918 and 2206849),
+# which mmdetection omits.
 NO_AREA_SHARE = 1e-4
-_MAX_NUMBER = 2**53  # of either sign: beyond, floats leave integers out
+_MAX_NUMBER = 2**53  # absolute value; floats do not represent all larger integers
 _MAX_OUTLINE = 2**24  # pixels
 _TABLES = ("images", "annotations", "categories")
 _KEYS = {
@@ -40,27 +40,24 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Annotations:
-    """What a checked file holds."""
+    """Content of a checked file."""
 
     file: str
     image_files: list[str]  # relative to the directory of the images
     image_sizes: np.ndarray  # [I, 2] width and height
     boxes: int
-    crowd_boxes: int  # regions of many objects: neither learnt from nor counted as errors
-    thin_boxes: int  # less than a pixel wide or high: left out
-    images_without_boxes: int  # left out of training, part of evaluation
+    crowd_boxes: int  # regions of many objects: ignored in training and evaluation
+    thin_boxes: int  # less than a pixel wide or high: omitted
+    images_without_boxes: int  # omitted from training, part of evaluation
     class_names: list[str]
 
     def __str__(self) -> str:
-        text = (
-            f"{self.file}: {len(self.image_files):,} images ({self.images_without_boxes:,} without"
-            " objects),"
+        return (
+            f"{self.file}: "
+            f"{len(self.image_files):,} images ({self.images_without_boxes:,} without objects), "
+            f"{self.boxes:,} objects ({self.crowd_boxes:,} crowds, "
+            f"{self.thin_boxes:,} thinner than a pixel), {len(self.class_names):,} classes"
         )
-        text += (
-            f" {self.boxes:,} objects ({self.crowd_boxes:,} crowds, {self.thin_boxes:,} thinner"
-            " than a pixel),"
-        )
-        return f"{text} {len(self.class_names):,} classes"
 
 
 def check_annotations(
@@ -69,22 +66,21 @@ def check_annotations(
     class_names: Sequence[str] | None = None,
     masks: bool = True,
 ) -> Annotations:
-    """Read an annotation file of COCO's instance format and compare it with itself, the images and
-    the model's classes.
+    """Read an annotation file and check its consistency with the images and the model's classes.
 
     Args:
-        file: as instances_train2017.json; https://cocodataset.org/#format-data names its keys.
-        images: the directory that its file names are relative to.
-        class_names: the classes that the model knows, in its order; None: those of the file.
+        file: in COCO's instance format, as instances_train2017.json
+            (https://cocodataset.org/#format-data).
+        images: the directory of the images; file names are relative to it.
+        class_names: the model's classes in order; None: those of the file.
         masks: every object must have its segmentation.
 
     Raises:
-        UserError: a file or an image that is missing, empty or (the file) not JSON of this form;
-            ids that come twice or that nothing has; an image whose name leads out of `images`, or
-            with more than MAX_PIXELS; boxes outside their images, without area (more than 1 in
-            10,000), or no boxes at all; masks that do not fit their images; classes that the file
-            lacks or has in another order. The message names the file, the first annotation (or
-            image) and its value, and how many there are.
+        UserError: a missing or empty file or image, or a file of another format; duplicate or
+            unknown ids; an image outside `images` or with more than MAX_PIXELS; no boxes, boxes
+            outside their images, or too many without area (1 in 10,000); masks that do not fit
+            their images; missing classes or another order of classes. The message names the file,
+            the first annotation or image with its value, and the number of such errors.
     """
     file = str(file)
     tables = _read(file)
@@ -93,29 +89,18 @@ def check_annotations(
         _check_unique(file, table, np.array([row["id"] for row in tables[table]], np.int64))
     _check_classes(file, tables["categories"], class_names)
     rows = tables["annotations"]
-    sizes = np.array([[row["width"], row["height"]] for row in tables["images"]], np.int64).reshape(
-        -1, 2
-    )
+    sizes = [[row["width"], row["height"]] for row in tables["images"]]
+    sizes = np.array(sizes, np.int64).reshape(-1, 2)
     _check(file, _IMAGE, tables["images"], (sizes < 1).any(1), "{width} x {height} px")
     is_too_large = sizes.astype(float).prod(1) > MAX_PIXELS
-    _check(
-        file,
-        _IMAGE,
-        tables["images"],
-        is_too_large,
-        f"{{width}} x {{height}} px, the limit is {MAX_PIXELS:,}",
-    )
-    image_of = _known(file, rows, "image_id", tables["images"])
-    _known(file, rows, "category_id", tables["categories"])
+    problem = f"{{width}} x {{height}} px, the limit is {MAX_PIXELS:,}"
+    _check(file, _IMAGE, tables["images"], is_too_large, problem)
+    image_of = _indices_of(file, rows, "image_id", tables["images"])
+    _indices_of(file, rows, "category_id", tables["categories"])
     thin = _check_boxes(file, rows, sizes[image_of])
     if masks:
-        _check(
-            file,
-            _NAME,
-            rows,
-            [not row.get("segmentation") for row in rows],
-            "no segmentation, which a mask needs",
-        )
+        without = [not row.get("segmentation") for row in rows]
+        _check(file, _NAME, rows, without, "no segmentation, which a mask needs")
         _check_masks(file, rows, sizes[image_of])
     names = [row["file_name"] for row in tables["images"]]
     _check_names(file, tables["images"])
@@ -165,7 +150,9 @@ def _check_keys(
         for key, kind in keys.items():
             value = row.get(key)
             if not isinstance(value, kind) or (isinstance(value, int) and abs(value) > _MAX_NUMBER):
-                problem = f'"{key}" is {short(value)}' if key in row else f'has no "{key}"'
+                problem = f'has no "{key}"'
+                if key in row:
+                    problem = f'"{key}" is {short(value)}'
                 raise UserError(
                     f'{file}: entry {number} of "{table}" (id {short(row.get("id"))}): {problem}'
                 )
@@ -181,30 +168,33 @@ def _check_unique(file: str, table: str, ids: np.ndarray) -> None:
 
 
 def _check_classes(file: str, categories: list[dict], class_names: Sequence[str] | None) -> None:
-    """mmdetection numbers classes in the file's order and passes over names that it does not
-    find."""
+    """Check the classes: mmdetection numbers them in the file's order and ignores missing names."""
     names = [row["name"] for row in categories]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"{file}: the category {short(twice)} comes more than once")
     if class_names is None:
         return
-    if missing := [name for name in class_names if name not in names]:
+    missing = [name for name in class_names if name not in names]
+    if missing:
         raise UserError(
             f"{file}: no category {missing[0]!r}, which the model is to know{_such(len(missing))}"
         )
-    for known, found in zip(
-        class_names, [name for name in names if name in class_names], strict=True
-    ):
-        if known != found:
+    file_order = [name for name in names if name in class_names]
+    for expected, name in zip(class_names, file_order, strict=True):
+        if expected != name:
             raise UserError(
-                f"{file}: its categories come in another order than the model's: {found!r}, not"
-                f" {known!r}"
+                f"{file}: its categories come in another order than the model's: {name!r}, not"
+                f" {expected!r}"
             )
 
 
-def _known(file: str, rows: list[dict], key: str, owners: list[dict]) -> np.ndarray:
-    """Where in `owners` each row's `key` is, int64 [N]."""
+def _indices_of(file: str, rows: list[dict], key: str, owners: list[dict]) -> np.ndarray:
+    """The index in `owners` of the id that each row's `key` refers to, int64 [N].
+
+    Raises:
+        UserError: an id that no owner has.
+    """
     ids = np.array([owner["id"] for owner in owners], np.int64)
     wanted = np.array([row[key] for row in rows], np.int64)
     order = np.argsort(ids)
@@ -215,7 +205,10 @@ def _known(file: str, rows: list[dict], key: str, owners: list[dict]) -> np.ndar
 
 
 def _check_boxes(file: str, rows: list[dict], sizes: np.ndarray) -> int:
-    """`sizes` [N, 2] of the boxes' images; the number of boxes that are too thin to learn from."""
+    """Check the boxes and return the number of those thinner than a pixel.
+
+    `sizes` [N, 2]: width and height of the boxes' images.
+    """
     wrong = [len(row["bbox"]) != 4 or not all(map(_is_number, row["bbox"])) for row in rows]
     _check(file, _NAME, rows, wrong, "the box {bbox} is not four numbers")
     boxes = np.array([row["bbox"] for row in rows], np.float64)
@@ -238,26 +231,21 @@ def _is_number(value: object) -> bool:
 
 
 def _check_masks(file: str, rows: list[dict], sizes: np.ndarray) -> None:
-    """pycocotools takes as much memory for a mask as its size or its outline asks for. `sizes` as
-    above."""
-    wrong = [
-        not _is_drawable(row["segmentation"], *size)
-        for row, size in zip(rows, sizes.tolist(), strict=True)
-    ]
+    """Check the masks: pycocotools allocates as much memory as their size or outline requires.
+
+    `sizes` as in `_check_boxes`.
+    """
+    wrong = []
+    for row, (width, height) in zip(rows, sizes.tolist(), strict=True):
+        wrong.append(not _is_drawable(row["segmentation"], width, height))
     if any(wrong):
         width, height = sizes[wrong.index(True)]
-        _check(
-            file,
-            _NAME,
-            rows,
-            wrong,
-            f"its segmentation does not fit an image of {width} x {height} px",
-        )
+        problem = f"its segmentation does not fit an image of {width} x {height} px"
+        _check(file, _NAME, rows, wrong, problem)
 
 
 def _is_drawable(segmentation: object, width: int, height: int) -> bool:
-    """Whether a mask has its image's size or, of polygons, none has an outline of more than
-    _MAX_OUTLINE pixels."""
+    """Whether a mask has its image's size, or all polygons an outline of at most _MAX_OUTLINE."""
     if isinstance(segmentation, dict):
         return segmentation.get("size", [height, width]) == [height, width]
     try:
@@ -270,7 +258,7 @@ def _is_drawable(segmentation: object, width: int, height: int) -> bool:
 
 
 def _bound(polygon: list) -> float:
-    """At least the outline and each number, from one pass: there are millions of them."""
+    """An upper bound of the outline and each number, fast to compute for millions of polygons."""
     return 2 * sum(map(abs, polygon))
 
 
@@ -282,7 +270,7 @@ def _outline(polygon: list) -> float:
 
 
 def _check(file: str, name: str, rows: list[dict], wrong: Iterable[bool], what: str) -> None:
-    """Raise UserError for the first row that is wrong; `name` and `what` are filled in from it."""
+    """Raise UserError for the first wrong row; its values fill the templates `name` and `what`."""
     wrong = np.asarray(wrong, bool)
     if wrong.any():
         row = {key: short(value) for key, value in rows[wrong.argmax()].items()}
@@ -292,7 +280,7 @@ def _check(file: str, name: str, rows: list[dict], wrong: Iterable[bool], what: 
 
 
 def _check_names(file: str, images: list[dict]) -> None:
-    """Folders below the directory of the images are common; what lies elsewhere is none of them."""
+    """Check that the images are in the directory or in folders below it."""
     for image in images:
         try:
             check_inner_path(image["file_name"])
@@ -303,14 +291,14 @@ def _check_names(file: str, images: list[dict]) -> None:
 def _check_files(file: str, directory: Path, names: list[str]) -> None:
     sizes = file_sizes(directory, names)
     for problem, wrong in (("missing", None), ("empty", 0)):
-        if found := [name for name in names if sizes.get(name) == wrong]:
-            share = f"{len(found):,} of its {len(names):,} images are {problem}"
-            raise UserError(f"{file}: {share} in {directory}, the first: {found[0]}")
+        affected = [name for name in names if sizes.get(name) == wrong]
+        if affected:
+            share = f"{len(affected):,} of its {len(names):,} images are {problem}"
+            raise UserError(f"{file}: {share} in {directory}, the first: {affected[0]}")
 
 
 def file_sizes(directory: Path, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of each file below `directory` that there is; one listing for each folder, not one call
-    for each file.
+    """Size in bytes of the existing files below `directory`, from one listing for each folder.
 
     Raises:
         UserError: a folder that cannot be read.

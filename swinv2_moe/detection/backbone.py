@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup, make_expert_groups
-from swinv2_moe.detection.weights import load_pretrained, own_experts
+from swinv2_moe.detection.weights import load_pretrained, rank_experts
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_types
 from swinv2_moe.models import SwinTransformerV2MoE, take_aux_loss
 from swinv2_moe.models.padding import Size, mask_blocks, stage_maps
 
-# What the backbone sets itself, and what collects the others.
+# Arguments of the trunk that the backbone sets, and the collector of others.
 _SET_HERE = {
     "img_size",
     "num_classes",
@@ -32,32 +32,30 @@ _SET_HERE = {
 
 @MODELS.register_module()
 class SwinV2MoE(BaseModule):
-    """The maps of chosen stages, each through a LayerNorm of its own, as Swin Transformer's
-    detection code has them.
+    """The feature maps of chosen stages, each with a LayerNorm, as in Swin Transformer's detection.
 
-    Padding, to patches, windows and merged pairs, and around images smaller than their batch's
-    canvas if the detector says how large they are (`images_of`), is left out of attention and
-    routing: models/padding.py.
+    Attention and routing ignore padding (models/padding.py): to patches, windows and merged pairs,
+    and around images that are smaller than their batch, if the detector gives their sizes
+    (`images_of`).
 
     Args:
         model: a model type with SwinV2's windows: "swinv2_moe", or "swin_moe" for the released,
             pre-norm form.
         out_indices: the stages whose maps come out; the last one must be among them.
         patch_size: in pixels; map i has stride `patch_size * 2**i` and `embed_dim * 2**i` channels.
-        aux_loss_weight: of the MoE layers' auxiliary loss among the detector's losses.
-        expert_parallel: the experts are spread over all processes, instead of all of them in each.
-        with_cp: activations are recomputed in the backward pass.
-        pretrained: a run of this project (a detector's, too), a checkpoint of one, or a file of
+        aux_loss_weight: weight of the MoE layers' auxiliary loss.
+        expert_parallel: distribute the experts over all processes; False: each process has all.
+        with_cp: recompute activations in the backward pass.
+        pretrained: a run of this project (classifier or detector), a checkpoint, or a file of
             weights.
-        init_cfg: None; mmengine's other backbones take weights here, this one takes them as
-            `pretrained`.
-        trunk: what SwinTransformerV2MoE takes: embed_dim, depths, num_heads, window_size,
+        init_cfg: must be None; use `pretrained` for weights.
+        trunk: arguments of SwinTransformerV2MoE: embed_dim, depths, num_heads, window_size,
             num_experts, moe_blocks, moe, eval_capacity_factor, freeze_moe, drop_path_rate,
-            pretrained_window_sizes (by which positions are measured), ...
+            pretrained_window_sizes (the unit of positions), ...
 
     Raises:
-        UserError: an argument that does not exist, values that do not fit each other or the number
-            of processes; of the wrong type, also a TypeError, as mmdetection's backbones raise it.
+        UserError: an unknown argument, or values that do not fit each other or the number of
+            processes. For a wrong type it is also a TypeError, as of mmdetection's backbones.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class SwinV2MoE(BaseModule):
         try:
             self.trunk = mask_blocks(
                 forms[model](
-                    # sets nothing that stays: windows and masks follow each batch
+                    # no lasting effect: windows and masks are computed for each batch
                     img_size=32 * patch_size,
                     patch_size=patch_size,
                     num_classes=0,
@@ -112,11 +110,14 @@ class SwinV2MoE(BaseModule):
             nn.LayerNorm(self.trunk.feature_info[i]["num_chs"]) for i in self.out_indices
         )
         self._image_sizes: list[Size] | None = None
-        self._register_load_state_dict_pre_hook(self._take_own_experts)
+        self._register_load_state_dict_pre_hook(self._keep_rank_experts)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """images [B, 3, H, W] -> of each of `out_indices` a map [B, C, H / stride, W / stride],
-        rounded up."""
+        """Feature maps of images [B, 3, H, W].
+
+        Returns:
+            For each of `out_indices` a map [B, C, H / stride, W / stride], rounded up.
+        """
         norms = dict(zip(self.out_indices, self.norms, strict=True))
         maps = []
         for i, (x, presence) in enumerate(
@@ -128,27 +129,27 @@ class SwinV2MoE(BaseModule):
 
     @contextmanager
     def images_of(self, sizes: Sequence[Size] | None) -> Iterator[None]:
-        """Until the end of the block, the images of a batch have these sizes (pixels, from the top
-        left corner).
+        """Within the block, a batch's images have these sizes (pixels, from the top left corner).
 
-        mmdetection hands a backbone the batch alone, so the detector says here what it knows of it.
+        mmdetection passes only the batch to a backbone, so that the detector gives the sizes here.
         """
-        self._image_sizes = None if sizes is None else [tuple(size) for size in sizes]
+        self._image_sizes = None
+        if sizes is not None:
+            self._image_sizes = [tuple(size) for size in sizes]
         try:
             yield
         finally:
             self._image_sizes = None
 
     def aux_loss(self) -> Tensor | None:
-        """Of the forward pass just done, weighted; None where no experts are trained."""
+        """The weighted auxiliary loss of the last forward pass; None if no experts are trained."""
         loss = take_aux_loss(self.trunk)
         if not any(layer.experts.w1.requires_grad for layer in moe_layers(self.trunk).values()):
             return None
         return self.aux_loss_weight * loss
 
     def init_weights(self) -> None:
-        """Nothing but `pretrained`: the trunk has initialised itself, and mmengine's method would
-        do it again.
+        """Load `pretrained`, if given. The trunk has already initialised itself.
 
         Raises:
             UserError: weights that cannot be read or do not fit.
@@ -157,9 +158,9 @@ class SwinV2MoE(BaseModule):
             load_pretrained(self.trunk, self.pretrained)
         self._is_init = True
 
-    def _take_own_experts(self, state: dict[str, Tensor], prefix: str, *_) -> None:
-        """mmengine's files hold whole models."""
-        state.update(own_experts(state, self, prefix))
+    def _keep_rank_experts(self, state: dict[str, Tensor], prefix: str, *_) -> None:
+        """Keep this rank's experts: mmengine's files contain the whole model."""
+        state.update(rank_experts(state, self, prefix))
 
 
 class _WrongArgument(UserError, TypeError):
@@ -203,7 +204,7 @@ def _check_stages(
     pretrained_window_sizes: Sequence[int] = (0, 0, 0, 0),
     **others,
 ) -> None:
-    """timm's defaults; it checks none of this."""
+    """Check the arguments of stages, which timm does not. The defaults are timm's."""
     sequences = {
         "depths": depths,
         "num_heads": num_heads,
@@ -214,9 +215,8 @@ def _check_stages(
             raise UserError(f"backbone.{name} ({value!r}) must have a number for each stage")
     if len(pretrained_window_sizes) < len(depths):
         raise UserError(
-            f"backbone.pretrained_window_sizes ({pretrained_window_sizes!r}) must have a number for"
-            " each of the stages"
-            f" {depths!r}"
+            f"backbone.pretrained_window_sizes ({pretrained_window_sizes!r}) must have a number "
+            f"for each of the stages {depths!r}"
         )
     if len(depths) != len(num_heads):
         raise UserError(
@@ -232,7 +232,7 @@ def _check_stages(
 
 
 def _expert_group() -> ExpertGroup | None:
-    """All processes."""
+    """The group of all processes; None for a single process."""
     if dist.is_initialized():
         return make_expert_groups(dist.get_world_size())
     return None

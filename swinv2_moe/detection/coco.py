@@ -1,5 +1,4 @@
-"""COCO 2017 as it is downloaded, laid out as the configurations expect it. Needs nothing of
-mmdetection."""
+"""Arrange the files of COCO 2017 as the configurations expect, without needing mmdetection."""
 
 import lzma
 import os
@@ -19,8 +18,7 @@ from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import check_inner_path
 from swinv2_moe.train.routing import spread
 
-# What zipfile and the decompressors raise; RuntimeError: encrypted, or compressed in a way that is
-# not known
+# Exceptions of zipfile and the decompressors. RuntimeError: encrypted, or an unknown compression.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError)
 _SITE = "http://images.cocodataset.org"
 
@@ -35,7 +33,10 @@ class Part:
 
     @property
     def address(self) -> str:
-        return f"{_SITE}/{'annotations' if self.folder == 'annotations' else 'zips'}/{self.archive}"
+        directory = "zips"
+        if self.folder == "annotations":
+            directory = "annotations"
+        return f"{_SITE}/{directory}/{self.archive}"
 
 
 PARTS = (
@@ -46,16 +47,17 @@ PARTS = (
 
 
 def lay_out(source: Path, target: Path) -> list[str]:
-    """Make `target` hold train2017/, val2017/ and annotations/ of `source`: archives are unpacked,
-    folders that are elsewhere are linked to; nothing is moved or removed. train/ and val/ without
-    the year are taken as well.
+    """Create train2017/, val2017/ and annotations/ in `target` from `source`.
+
+    Archives are unpacked, folders are linked to; nothing is moved or removed. The folders may also
+    be named train/ and val/.
 
     Returns:
-        What is missing and where it comes from, a line for each part; none: all is there.
+        A line for each missing part, with its address.
 
     Raises:
-        UserError: no directory; an archive that is broken or cannot be unpacked (the same call goes
-            on from there).
+        UserError: no directory; an archive that is broken or cannot be unpacked. Another call
+            continues where it stopped.
     """
     if not source.is_dir():
         raise UserError(f"{source}: no such directory")
@@ -71,8 +73,7 @@ def lay_out(source: Path, target: Path) -> list[str]:
 
 
 def splits(directory: Path) -> Iterator[tuple[Path, Path]]:
-    """(annotation file, directory of the images) of training and validation in what `lay_out`
-    made."""
+    """(annotation file, directory of images) of training and validation, made by `lay_out`."""
     for part in PARTS[:2]:
         images = _folder(directory, part)
         yield directory / "annotations" / f"instances_{images.name}.json", images
@@ -103,21 +104,19 @@ def _link(folder: Path, link: Path) -> None:
 
 
 def unpack(archive: Path, target: Path, folder: str) -> None:
-    """Unpack the files of an archive's one folder into `target`; those that are there in their full
-    size stay.
+    """Unpack an archive's only folder into `target`; files of the right size are kept.
 
     Raises:
-        UserError: not such an archive, a broken one, or no room; no half-written file gets its
-            name.
+        UserError: another archive, a broken one, or no space. No incomplete file gets its name.
     """
     try:
         with zipfile.ZipFile(archive) as content:
             files = [member for member in content.infolist() if not member.is_dir()]
-            if strange := [
-                member.filename for member in files if not _is_in(folder, member.filename)
-            ]:
-                raise UserError(f"{archive}: holds {strange[0]!r}, which is not in {folder}/")
-            todo = [member for member in files if not _is_there(target, member)]
+            for member in files:
+                if not _is_in(folder, member.filename):
+                    name = member.filename
+                    raise UserError(f"{archive}: holds {name!r}, which is not in {folder}/")
+            todo = [member for member in files if not _is_unpacked(target, member)]
             for member in track(todo, f"unpacking {archive.name}", disable=not todo):
                 _extract(content, member, target)
     except _DAMAGE as error:
@@ -134,13 +133,13 @@ def _is_in(folder: str, name: str) -> bool:
         return False
 
 
-def _is_there(target: Path, member: zipfile.ZipInfo) -> bool:
+def _is_unpacked(target: Path, member: zipfile.ZipInfo) -> bool:
     path = target / member.filename
     return path.is_file() and path.stat().st_size == member.file_size
 
 
 def _extract(content: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path) -> None:
-    """Whole or not at all: a full disk or a kill must not leave a file of the right name."""
+    """Extract a file atomically: a full disk or a kill leaves no incomplete file of this name."""
     final = target / member.filename
     member.filename += ".part"
     part = Path(content.extract(member, target))  # compares the checksum
@@ -151,19 +150,20 @@ def check_split(file: Path, images: Path, decode_count: int | None) -> Annotatio
     """Check the annotations and decode images.
 
     Args:
-        decode_count: so many of the images, evenly spaced; None: all of them.
+        decode_count: number of images to decode, evenly spaced; None: all.
 
     Raises:
-        UserError: as `check_annotations`; images that are broken or of another size than the
-            annotations say.
+        UserError: as `check_annotations`; or images that are broken or have another size than in
+            the annotations.
     """
     found = check_annotations(file, images)
-    rows = spread(
-        len(found.image_files), len(found.image_files) if decode_count is None else decode_count
-    )
+    num_images = len(found.image_files)
+    if decode_count is None:
+        decode_count = num_images
+    rows = spread(num_images, decode_count)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         problems = pool.map(partial(_problem, found, images), rows)
-        problems = [one for one in track(problems, f"decoding {images.name}", len(rows)) if one]
+        problems = list(filter(None, track(problems, f"decoding {images.name}", len(rows))))
     if problems:
         raise UserError(
             f"{images}: {len(problems):,} of {len(rows):,} images are unusable, the first:"

@@ -8,13 +8,12 @@ from mmdet.registry import MODELS
 
 
 class _OnMoE:
-    """Tells the backbone how large each image is, and adds its auxiliary loss to the detector's
-    losses.
+    """Mixin that passes image sizes to the backbone and adds its auxiliary loss.
 
-    Mixed precision is for backbone and neck: mmcv's RoIAlign and NMS take no bfloat16.
+    Only backbone and neck use autocast: mmcv's RoIAlign and NMS do not support bfloat16.
     """
 
-    _autocast: AbstractContextManager = nullcontext()  # the caller's, of the forward pass under way
+    _autocast: AbstractContextManager = nullcontext()  # the caller's, in the current forward pass
 
     def forward(self, inputs, data_samples=None, mode: str = "tensor"):
         sizes = None

@@ -1,12 +1,11 @@
-"""The data sets of a configuration, checked before the first step, and what a test found, as a
-table.
+"""Check the data sets of a configuration before training, and show the results of a test.
 
 The metric is mmdetection's FasterCocoMetric. faster-coco-eval agrees with pycocotools to the last
 bits of every precision and is several times faster (docs/results.md).
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mmdet.datasets import CocoDataset
@@ -22,11 +21,11 @@ SPLITS = ("train", "val", "test")
 _COLUMNS = ("mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l")
 
 
-def check_datasets(config: Config, splits: tuple[str, ...]) -> list[Annotations]:
-    """Check every COCO data set of some of SPLITS; each file once.
+def check_datasets(config: Config, splits: Sequence[str]) -> list[Annotations]:
+    """Check every COCO data set of the given SPLITS; each annotation file once.
 
     Raises:
-        UserError: as `check_annotations`; a metric whose annotation file is not that of its data
+        UserError: as `check_annotations`; or a metric has another annotation file than the data
             set.
     """
     checked: dict[tuple[str, str], Annotations] = {}
@@ -56,12 +55,17 @@ def test_on_train_images(config: Config) -> None:
 
 
 def _coco_datasets(part: ConfigDict | None) -> Iterator[ConfigDict]:
-    """The COCO data sets below a data loader, whatever repeats or joins them."""
+    """The COCO data sets of a data loader, also inside wrappers that repeat or concatenate them."""
     if part is None:
         return
-    for inner in [*part.get("datasets", ()), *([part.dataset] if "dataset" in part else ())]:
+    wrapped = list(part.get("datasets", ()))
+    if "dataset" in part:
+        wrapped.append(part.dataset)
+    for inner in wrapped:
         yield from _coco_datasets(inner)
-    kind = DATASETS.get(part.type) if isinstance(part.get("type"), str) else part.get("type")
+    kind = part.get("type")
+    if isinstance(kind, str):
+        kind = DATASETS.get(kind)
     if isinstance(kind, type) and issubclass(kind, CocoDataset):
         yield part
 
@@ -69,9 +73,8 @@ def _coco_datasets(part: ConfigDict | None) -> Iterator[ConfigDict]:
 def _paths(dataset: ConfigDict) -> tuple[str, str]:
     """The annotation file and the directory of the images, as mmengine's BaseDataset joins them."""
     root = dataset.get("data_root") or ""
-    return os.path.join(root, dataset.ann_file), os.path.join(
-        root, dataset.get("data_prefix", {}).get("img", "")
-    )
+    images = dataset.get("data_prefix", {}).get("img", "")
+    return os.path.join(root, dataset.ann_file), os.path.join(root, images)
 
 
 def _classes(dataset: ConfigDict) -> tuple[str, ...]:
@@ -95,13 +98,16 @@ def _check_metric(config: Config, split: str, files: list[str]) -> None:
 
 
 def table_of(metrics: dict[str, float]) -> Table:
-    """A row for boxes and one for masks: the mean AP over IoU 0.50 to 0.95, at 0.50, at 0.75, of
-    small, medium and large objects, in percent ("-": there are none)."""
+    """A row for boxes and one for masks, in percent.
+
+    AP is the mean over IoU 0.50 to 0.95, also for small, medium and large objects. "-": there are
+    none.
+    """
     rows = []
     for kind, name in (("bbox", "boxes"), ("segm", "masks")):
         values = [metrics.get(f"coco/{kind}_{column}") for column in _COLUMNS]
         if values[0] is not None:
-            rows.append([name, *map(_percent, values)])
+            rows.append([name] + [_percent(value) for value in values])
     columns = ["", "AP", "AP50", "AP75", "AP small", "AP medium", "AP large"]
     return number_table(columns, rows)
 

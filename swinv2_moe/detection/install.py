@@ -1,13 +1,11 @@
-"""Installs the detection extra: mmcv's operators compiled for the torch that is here, once a
-machine, then the rest.
+"""Install the detection extra, with mmcv's operators compiled for the installed torch.
 
-    python -m swinv2_moe.detection.install LOG      as `make detection` and `make test` do
+    python -m swinv2_moe.detection.install LOG      (`make detection` and `make test` run this)
 
-mmcv comes as source alone. Compiled in isolation, as pip does by default, it finds no torch and
-becomes a wheel without operators; and pip keeps that wheel for any torch. So it is compiled here,
-against this environment, into a directory named after the versions of torch and Python, and pip
-never sees the source. Its setup asks for C++17, where the headers of torch 2.15 need C++20:
-compilers that take the one for the other do it.
+mmcv is distributed as source. pip's isolated build has no torch, compiles a wheel without
+operators, and caches it for any torch. Therefore this module compiles mmcv in this environment,
+once for each version of torch and Python, and pip installs the wheel. mmcv's setup requests C++17,
+but the headers of torch 2.15 need C++20: wrappers of the compilers replace the option.
 """
 
 import os
@@ -41,32 +39,33 @@ import mmdet.models
 
 
 class InstallError(Exception):
-    """Named in one line; the log has the rest."""
+    """The installation failed. The message is one line; the log has the details."""
 
 
 def wheel_directory() -> Path:
-    """Where wheels for this torch and Python are kept: below the user's cache directory."""
+    """The directory of wheels for this torch and Python, below the user's cache directory."""
     import torch
 
     gpu = ""
     if torch.cuda.is_available():
-        gpu = "-sm{}{}".format(*torch.cuda.get_device_capability())
+        major, minor = torch.cuda.get_device_capability()
+        gpu = f"-sm{major}{minor}"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     return cache / f"swinv2-moe/wheels/torch{version('torch')}-{python}{gpu}"
 
 
 def pinned(package: str) -> str:
-    """`package==version` as constraints.txt has it."""
-    lines = (
-        line.split(";")[0].strip() for line in (_ROOT / "constraints.txt").read_text().splitlines()
-    )
-    return next(line for line in lines if line.startswith(f"{package}=="))
+    """`package==version` from constraints.txt."""
+    lines = (_ROOT / "constraints.txt").read_text().splitlines()
+    requirements = (line.split(";")[0].strip() for line in lines)
+    return next(line for line in requirements if line.startswith(f"{package}=="))
 
 
 def compiled_wheel(log: Path) -> Path:
-    """mmcv's wheel for this environment: the one that is kept, or a new one. Processes wait for
-    each other here.
+    """mmcv's wheel for this environment, compiled if it is not cached.
+
+    A lock excludes other processes meanwhile.
 
     Raises:
         InstallError: it cannot be compiled.
@@ -83,44 +82,37 @@ def compiled_wheel(log: Path) -> Path:
             for leftover in directory.glob("unfinished-*"):  # of a compilation that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix="unfinished-", dir=directory) as unfinished:
-                _pip_install(log, "ninja", "setuptools", "packaging")
+                _pip_install(log, ["ninja", "setuptools", "packaging"])
                 _compile(log, requirement, unfinished)
                 for wheel in Path(unfinished).glob(pattern):
-                    wheel.rename(directory / wheel.name)  # a name there is a whole wheel's
+                    wheel.rename(directory / wheel.name)  # atomic: only complete wheels
         return next(directory.glob(pattern))
 
 
 def _compile(log: Path, requirement: str, target: str) -> None:
     environment = {
-        "CFLAGS": "-O1 -g0",  # half the time of setup.py's own
+        "CFLAGS": "-O1 -g0",  # half the compile time of setup.py's flags
         "CXX": _for_cxx20(os.environ.get("CXX", "c++"), Path(target) / "c++"),
         "MAX_JOBS": os.environ.get("MAX_JOBS", str(os.cpu_count())),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # ninja is there
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # for ninja
     }
     nvcc = _nvcc()
     if nvcc is not None:
         environment["PYTORCH_NVCC"] = _for_cxx20(nvcc, Path(target) / "nvcc")
-    options = [
-        "--no-build-isolation",
-        "--no-deps",
-        "--no-cache-dir",
-        "--no-binary",
-        "onedl-mmcv",
-        "--wheel-dir",
-        target,
-    ]
-    _pip(log, "wheel", *options, requirement, environment=environment)
+    command = ["wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir"]
+    command += ["--no-binary", "onedl-mmcv", "--wheel-dir", target, requirement]
+    _pip(log, command, environment)
 
 
 def _for_cxx20(command: str, file: Path) -> str:
-    """A program that runs the compiler `command`, for C++20 in place of C++17."""
+    """Write a program that runs the compiler `command` with C++20 in place of C++17."""
     file.write_text(_COMPILER.format(command=command))
     file.chmod(0o755)
     return str(file)
 
 
 def _nvcc() -> str | None:
-    """The compiler that torch would take for CUDA; None: mmcv is compiled without."""
+    """The CUDA compiler that torch would use; None: mmcv is compiled without CUDA."""
     import torch
 
     if not torch.cuda.is_available() and os.environ.get("FORCE_CUDA") != "1":
@@ -132,35 +124,28 @@ def _nvcc() -> str | None:
 
 @contextmanager
 def _constraints() -> Iterator[Path]:
-    """A file of the versions in constraints.txt, but of torch and torchvision those that are here:
-    mmcv is compiled for this torch."""
-    here = {package: version(package) for package in ("torch", "torchvision")}
+    """constraints.txt with the installed versions of torch and torchvision.
+
+    mmcv is compiled for the installed torch, which must therefore stay.
+    """
+    installed = {package: version(package) for package in ("torch", "torchvision")}
     pins = (_ROOT / "constraints.txt").read_text().splitlines()
-    pins = [pin for pin in pins if pin.split("==")[0] not in here]
+    pins = [pin for pin in pins if pin.split("==")[0] not in installed]
+    pins += [f"{package}=={number}" for package, number in installed.items()]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "constraints.txt"
-        file.write_text(
-            "\n".join([*pins, *(f"{package}=={number}" for package, number in here.items())])
-        )
+        file.write_text("\n".join(pins))
         yield file
 
 
-def _pip_install(log: Path, *requirements: object) -> None:
+def _pip_install(log: Path, requirements: list[str]) -> None:
     with _constraints() as constraints:
-        _pip(log, "install", "--constraint", constraints, *requirements)
+        _pip(log, ["install", "--constraint", str(constraints)] + requirements)
 
 
-def _pip(log: Path, *arguments: object, environment: dict[str, str] | None = None) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        *map(str, arguments),
-        "--no-input",
-        "--progress-bar",
-        "off",
-    ]
-    if "wheel" in arguments:
+def _pip(log: Path, arguments: list[str], environment: dict[str, str] | None = None) -> None:
+    command = [sys.executable, "-m", "pip"] + arguments + ["--no-input", "--progress-bar", "off"]
+    if arguments[0] == "wheel":
         command.append("--verbose")  # the compiler's messages
     with log.open("a") as output:
         done = subprocess.run(
@@ -175,27 +160,25 @@ def _pip(log: Path, *arguments: object, environment: dict[str, str] | None = Non
 
 
 def install(log: Path) -> None:
-    """All of the extra into this environment, tried out.
+    """Install all of the extra into this environment and test it.
 
     Raises:
-        InstallError: what failed; the log says why.
+        InstallError: a step failed; the log has the reason.
     """
     log.write_text("")
     wheel = compiled_wheel(log)
-    # it may be there for another torch
-    _pip(log, "install", "--no-deps", "--force-reinstall", wheel)
-    _pip_install(log, "--editable", f"{_ROOT}[detection]")
+    # The installed wheel, if any, may be for another torch.
+    _pip(log, ["install", "--no-deps", "--force-reinstall", str(wheel)])
+    _pip_install(log, ["--editable", f"{_ROOT}[detection]"])
     done = subprocess.run(
         [sys.executable, "-c", _CHECK], capture_output=True, text=True, check=False
     )
     if done.returncode:
         log.write_text(log.read_text() + done.stderr)
         reason = done.stderr.strip().splitlines()[-1]
-        hint = (
-            " (Debian/Ubuntu: sudo apt install libgl1 libglib2.0-0)"
-            if "cannot open shared object" in reason
-            else ""
-        )
+        hint = ""
+        if "cannot open shared object" in reason:
+            hint = " (Debian/Ubuntu: sudo apt install libgl1 libglib2.0-0)"
         if "_ext" in reason or "nms" in reason:
             hint = f" (remove {wheel} to compile it anew)"
         raise InstallError(f"mmcv and mmdetection do not work: {reason}{hint}")

@@ -22,44 +22,45 @@ def parameter_groups(
 ) -> list[dict]:
     """The trained parameters, grouped by learning rate and weight decay: two groups for each rate.
 
-    Neck, heads and the outputs' norms learn at `lr`, the backbone's last block at `lr *
-    layer_decay`, and so on down, as timm counts layers (BEiT's rule, arXiv 2106.08254). No weight
-    decay on 1-D parameters, biases, position networks, temperatures and cosine routers.
+    The learning rate of neck, heads and output norms is `lr`. That of the backbone's last block is
+    `lr * layer_decay`, and so on towards the input, as timm counts layers (BEiT, arXiv 2106.08254).
+    1-D parameters, biases, position networks, temperatures and cosine routers have no weight decay.
     """
     trunk = detector.backbone.trunk
-    own = param_groups_layer_decay(
+    trunk_groups = param_groups_layer_decay(
         trunk,
         weight_decay=weight_decay,
         no_weight_decay_list=trunk.no_weight_decay(),
         layer_decay=layer_decay,
     )
-    in_trunk = {
-        p: (group["lr_scale"] * layer_decay, group["weight_decay"])
-        for group in own
-        for p in group["params"]
-    }
+    trunk_options = {}  # scale of the learning rate and weight decay, by parameter
+    for group in trunk_groups:
+        for p in group["params"]:
+            trunk_options[p] = (group["lr_scale"] * layer_decay, group["weight_decay"])
     groups: dict[tuple, dict] = {}
     for p in detector.parameters():
-        if p.requires_grad:
-            scale, decay = in_trunk.get(p, (1.0, weight_decay if p.ndim > 1 else 0.0))
-            group = groups.setdefault(
-                (scale, decay), {"params": [], "lr": lr * scale, "weight_decay": decay}
-            )
-            group["params"].append(p)
+        if not p.requires_grad:
+            continue
+        default = (1.0, weight_decay if p.ndim > 1 else 0.0)
+        scale, decay = trunk_options.get(p, default)
+        new_group = {"params": [], "lr": lr * scale, "weight_decay": decay}
+        groups.setdefault((scale, decay), new_group)["params"].append(p)
     return list(groups.values())
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class LayerDecayConstructor(DefaultOptimWrapperConstructor):
-    """A MoEOptimWrapper from `optimizer` (lr and weight_decay included) and
-    `paramwise_cfg=dict(layer_decay=...)`.
+    """Builds a MoEOptimWrapper with layer-wise learning rates.
 
-    Not mmengine's own: of its `custom_keys` the longest match alone counts, so that a key for a
-    layer's rate puts weight decay back on the norms in it.
+    The configuration is `optimizer` (with lr and weight_decay) and
+    `paramwise_cfg=dict(layer_decay=...)`. mmengine's constructor cannot be used: only the longest
+    match of its `custom_keys` counts, so that a key for a layer's learning rate enables weight
+    decay on the layer's norms.
     """
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
-        model = model.module if is_model_wrapper(model) else model
+        if is_model_wrapper(model):
+            model = model.module
         optimizer, paramwise = dict(self.optimizer_cfg), dict(self.paramwise_cfg or {})
         layer_decay = paramwise.pop("layer_decay", 1.0)
         if paramwise:
@@ -76,19 +77,19 @@ class LayerDecayConstructor(DefaultOptimWrapperConstructor):
 
 @OPTIM_WRAPPERS.register_module()
 class MoEOptimWrapper(OptimWrapper):
-    """Steps that leave replicas equal to the bit, wherever the experts are, in fp32 or mixed
-    precision.
+    """Optimiser wrapper for detectors with sharded or replicated experts, in fp32 or autocast.
 
-    The gradient norm is the whole model's and the same on all ranks: mmengine's is each rank's own,
-    which with sharded experts differs. fp16's loss scale follows from that norm alone, for the same
-    reason.
+    After a step, replicated parameters are bitwise equal on all ranks. Therefore the gradient norm
+    and fp16's loss scale are those of the complete model, the same on all ranks. mmengine's norm is
+    that of each rank, which differs for sharded experts.
 
     Args:
-        dtype: of autocast in backbone and neck, "bfloat16" or "float16"; None: fp32.
+        dtype: autocast dtype of backbone and neck, "bfloat16" or "float16"; None: fp32.
         clip_grad: `dict(max_norm=...)`; None: no clipping.
 
     Raises:
-        UserError: other values; in a step, a gradient that is not finite and not fp16's overflow.
+        UserError: other values; in a step, a gradient norm that is not finite, unless it is an
+            overflow of fp16.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class MoEOptimWrapper(OptimWrapper):
                 f"optim_wrapper.clip_grad ({dict(clip_grad)}) must be dict(max_norm=...)"
             )
         self.model = model
-        self.max_norm = clip_grad["max_norm"] if clip_grad else 0.0
+        self.max_norm = 0.0
+        if clip_grad:
+            self.max_norm = clip_grad["max_norm"]
         self.dtype, self.scaler = _DTYPES[dtype], LossScaler(dtype == "float16")
 
     @contextmanager
@@ -122,7 +125,9 @@ class MoEOptimWrapper(OptimWrapper):
             yield
 
     def backward(self, loss: Tensor, **kwargs) -> None:
-        super().backward(loss * self.scaler.scale if self.scaler.enabled else loss, **kwargs)
+        if self.scaler.enabled:
+            loss = loss * self.scaler.scale
+        super().backward(loss, **kwargs)
 
     def step(self, **kwargs) -> None:
         average_expert_gradients(self.model)
@@ -137,7 +142,7 @@ class MoEOptimWrapper(OptimWrapper):
         self.scaler.update(finite)
 
     def state_dict(self) -> dict:
-        return {**super().state_dict(), "loss_scaler": self.scaler.state()}
+        return super().state_dict() | {"loss_scaler": self.scaler.state()}
 
     def load_state_dict(self, state_dict: dict) -> None:
         state_dict = dict(state_dict)

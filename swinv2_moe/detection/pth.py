@@ -1,5 +1,4 @@
-"""Detectors in .pth files, mmengine's among them: read without running code in them, and loaded
-whole or not at all."""
+"""Read .pth files of detectors without running code in them, and load them completely or not."""
 
 from pathlib import Path
 
@@ -11,11 +10,10 @@ from swinv2_moe.models.weight_files import read_torch_file, unwrapped
 
 
 def read_pth(file: str) -> dict:
-    """What the file holds, on the CPU: a state dict, or one below "state_dict" and perhaps a
-    training's state.
+    """The content of the file on the CPU: a state dict, or "state_dict" and a training's state.
 
-    mmengine's own reader runs whatever a file names that torch refuses, and its `resume` the file's
-    configuration: that is left out here.
+    Unlike mmengine's reader, this runs no code that the file names. The file's configuration, which
+    mmengine's `resume` would run, is removed.
 
     Raises:
         UserError: it cannot be read.
@@ -27,7 +25,7 @@ def read_pth(file: str) -> dict:
 
 
 def load_pth(model: nn.Module, content: dict, file: str) -> None:
-    """The weights in what `read_pth` returned, into a model.
+    """Load the weights of `read_pth`'s result into a model.
 
     Raises:
         UserError: they do not fit.

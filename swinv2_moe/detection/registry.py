@@ -1,12 +1,11 @@
-"""Registers everything here that a detection config can name; `custom_imports` of the configs
-imports it."""
+"""Register everything that detection configs can name; their `custom_imports` imports this."""
 
 import os
 
 from swinv2_moe.data.images import MAX_PIXELS
 from swinv2_moe.errors import UserError
 
-# OpenCV, by which mmcv decodes images, allows a thousand million pixels. It reads this where it is
+# mmcv decodes images with OpenCV, whose default limit is 10^9 pixels. OpenCV reads this when it is
 # first imported.
 os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
 

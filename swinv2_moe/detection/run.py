@@ -1,11 +1,11 @@
-"""Detection runs from their configuration: what tools/detect.py calls."""
+"""Run detection from a configuration; tools/detect.py calls these functions."""
 
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from swinv2_moe.detection import registry  # before mmengine: it says in one line what is missing
+from swinv2_moe.detection import registry  # first: it reports missing packages in one line
 
 # isort: split
 
@@ -25,12 +25,12 @@ from swinv2_moe.train.distributed import World, open_world
 from swinv2_moe.train.run_lock import only_run
 
 MoERunner = registry.runner.MoERunner
-# may be another on each machine's own disk
-_PLACES_OF_DATA = ("data_root", "ann_file", "data_prefix")
+# keys that may differ between machines
+_DATA_PATHS = ("data_root", "ann_file", "data_prefix")
 
 
 def load_config(file: str, options: Sequence[str] = (), work_dir: str | None = None) -> Config:
-    """The configuration in a file of configs/detection, with `KEY=VALUE` options over it.
+    """Read a file of configs/detection and override keys with `KEY=VALUE` options.
 
     Raises:
         UserError: no such file, not a detection configuration, or an option that cannot be read.
@@ -42,7 +42,7 @@ def load_config(file: str, options: Sequence[str] = (), work_dir: str | None = N
         config.merge_from_dict(_parsed(options))
     except UserError:
         raise
-    except Exception as error:  # a configuration is Python: anything may be raised in it
+    except Exception as error:  # a configuration is Python code, which may raise anything
         raise UserError(
             f"configuration {file}: {' '.join(str(error).split()) or type(error).__name__}"
         ) from error
@@ -65,10 +65,10 @@ def _parsed(options: Sequence[str]) -> dict:
 
 
 def train(config: Config, resume: str | None = None) -> dict[str, float]:
-    """Train, under torchrun on all its processes; returns the last validation's metrics.
+    """Train on all processes of torchrun, and return the metrics of the last validation.
 
     Args:
-        resume: "auto" (the newest whole checkpoint of `work_dir`, or a fresh start), a run or a
+        resume: "auto" (the newest complete checkpoint of `work_dir`, if any), a run or a
             checkpoint.
 
     Raises:
@@ -92,7 +92,7 @@ def train(config: Config, resume: str | None = None) -> dict[str, float]:
 
 
 def test(config: Config, source: str) -> dict[str, float]:
-    """The metrics on the test set of a checkpoint of the store (a run's newest), or of a .pth.
+    """Metrics on the test set of a run's newest checkpoint, a checkpoint, or a .pth file.
 
     Raises:
         UserError, CollectiveError: as `train`.
@@ -104,8 +104,11 @@ def test(config: Config, source: str) -> dict[str, float]:
 
 @contextmanager
 def _world(config: Config) -> Iterator[World]:
-    """The processes that torchrun started, if it did, for the length of the block; all have the
-    same configuration."""
+    """The processes of this run, within the block, after checking that they agree.
+
+    Raises:
+        UserError: the processes have different configurations.
+    """
     with open_world() as world, world.named_errors("a collective"):
         check_same_start(dict(_values(config.to_dict())), world)
         config.launcher = "none" if world.size == 1 else "pytorch"
@@ -113,11 +116,10 @@ def _world(config: Config) -> Iterator[World]:
 
 
 def _values(part: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """What a configuration holds, by names like "model.neck.in_channels[0]", without the places of
-    data."""
+    """A configuration's values by names like "model.neck.in_channels[0]", without paths of data."""
     if isinstance(part, dict):
         for key, value in part.items():
-            if key not in _PLACES_OF_DATA:
+            if key not in _DATA_PATHS:
                 yield from _values(value, f"{name}.{key}" if name else str(key))
     elif isinstance(part, (list, tuple)):
         for i, value in enumerate(part):
@@ -127,8 +129,7 @@ def _values(part: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def build_detector(config: Config, source: str | None = None) -> nn.Module:
-    """The detector on this one process's CPU, in evaluation mode, with the weights of a checkpoint
-    if one is given.
+    """The detector on the CPU, in evaluation mode, with the weights of a checkpoint if given.
 
     Raises:
         UserError: a checkpoint that cannot be used.
@@ -146,7 +147,7 @@ def build_detector(config: Config, source: str | None = None) -> nn.Module:
 
 
 def export_pth(config: Config, source: str, file: str) -> None:
-    """All weights of a checkpoint in one .pth, as mmdetection's own tools read it.
+    """Write all weights of a checkpoint to one .pth file for mmdetection's tools.
 
     Raises:
         UserError: a checkpoint that cannot be used, or `file` exists.
@@ -158,7 +159,7 @@ def export_pth(config: Config, source: str, file: str) -> None:
 
 
 def count_parameters(config: Config) -> dict[str, int]:
-    """How many parameters the detector has: `all`, `trained`, and `trained_experts` among these."""
+    """Number of parameters: `all`, `trained`, and `trained_experts`, a part of `trained`."""
     model = build_detector(config)
     experts = expert_parameters(model).values()
     return {

@@ -1,5 +1,4 @@
-"""mmengine's runner over checkpoints of the per-expert store, and over several processes on any
-device."""
+"""mmengine's runner with checkpoints of the per-expert store and distributed experts."""
 
 import os
 from collections.abc import Iterator
@@ -30,18 +29,20 @@ from swinv2_moe.train.optim import restore_optimizer
 
 @RUNNERS.register_module()
 class MoERunner(Runner):
-    """`load_from` may name a run, a checkpoint of the store, or a .pth file; `resume` without it
-    means the newest of `work_dir`. Weights fit exactly or not at all.
+    """Runner that reads checkpoints of the per-expert store.
+
+    `load_from` may name a run, a checkpoint or a .pth file. `resume` without it uses the newest
+    checkpoint of `work_dir`. Weights must fit exactly.
 
     Raises:
         UserError: a checkpoint that is missing, damaged or another model's.
     """
 
-    source: Checkpoint | None = None  # what the run goes on from
+    source: Checkpoint | None = None  # the checkpoint that the run resumes from
 
     @property
     def detector(self) -> nn.Module:
-        """The model without what wraps it."""
+        """The model without its wrapper."""
         if is_model_wrapper(self.model):
             return self.model.module
         return self.model
@@ -59,21 +60,25 @@ class MoERunner(Runner):
         dataloader: DataLoader | dict, seed: int | None = None, diff_rank_seed: bool = False
     ) -> DataLoader:
         loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
-        loader.__class__ = Loader  # workers hear no Ctrl-C; mmengine takes no class of its own
+        # Its workers ignore Ctrl-C. mmengine has no option for the class.
+        loader.__class__ = Loader
         return loader
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
         if not self.distributed or model_wrapper_cfg is not None:
             return super().wrap_model(model_wrapper_cfg, model)
+        device_ids = None
+        if torch.cuda.is_available():
+            device_ids = [int(os.environ["LOCAL_RANK"])]
         wrapper = {
-            "device_ids": [int(os.environ["LOCAL_RANK"])] if torch.cuda.is_available() else None,
-            "init_sync": False,  # _init_model_weights does that
+            "device_ids": device_ids,
+            "init_sync": False,  # _init_model_weights synchronises
             "find_unused_parameters": self.cfg.get("find_unused_parameters", False),
         }
-        # so that DistributedDataParallel does not average theirs
+        # so that DistributedDataParallel does not average the gradients of sharded experts
         with _without_gradients(sharded_experts(model)):
             wrapped = super().wrap_model(wrapper, model)
-        wrapped.broadcast_buffers = False  # as an argument it warns from torch 2.15 on
+        wrapped.broadcast_buffers = False  # the argument warns from torch 2.15 on
         return wrapped
 
     def build_train_loop(self, loop) -> BaseLoop:
@@ -105,10 +110,11 @@ class MoERunner(Runner):
         if self._resume:
             self._restore(found)
         self._has_loaded = True
-        self.logger.info(f"{'going on from' if self._resume else 'weights of'} {found.directory}")
+        origin = "going on from" if self._resume else "weights of"
+        self.logger.info(f"{origin} {found.directory}")
 
     def _find(self) -> Checkpoint | None:
-        """The checkpoint of the store that is meant, if any."""
+        """The checkpoint of the store to load, if any."""
         if self._load_from and not Path(self._load_from).is_dir():
             return None
         if self._load_from:
@@ -121,8 +127,7 @@ class MoERunner(Runner):
         return None
 
     def _restore(self, found: Checkpoint) -> None:
-        """The state of the training, as `ExpertStoreHook` writes it, at the end of an epoch or
-        iteration."""
+        """Restore the training state, which `ExpertStoreHook` writes after epochs or iterations."""
         training = found.meta["training"]
         if training is None:
             raise UserError(
@@ -148,7 +153,7 @@ class MoERunner(Runner):
         self.source = found
 
     def load_checkpoint(self, filename: str, *args, **kwargs) -> dict:
-        """A .pth of mmengine's; weights that do not fit are an error, where mmengine only warns."""
+        """Load a .pth file of mmengine; weights that do not fit raise, where mmengine warns."""
         content = read_pth(filename)
         self.call_hook("after_load_checkpoint", checkpoint=content)
         load_pth(self.detector, content, filename)
@@ -157,7 +162,7 @@ class MoERunner(Runner):
         return content
 
     def resume(self, filename: str, *args, **kwargs) -> None:
-        """Go on from a .pth of mmengine's."""
+        """Resume from a .pth file of mmengine."""
         try:
             super().resume(filename, *args, **kwargs)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -176,7 +181,7 @@ class MoERunner(Runner):
 
 
 def run_prepared(loop: BaseLoop, model: nn.Module) -> BaseLoop:
-    """The loop, which from now on runs within `moe_core.prepared(model)`."""
+    """Make the loop run within `moe_core.prepared(model)`."""
     run = loop.run
 
     def run_within() -> object:
@@ -189,7 +194,7 @@ def run_prepared(loop: BaseLoop, model: nn.Module) -> BaseLoop:
 
 @contextmanager
 def _without_gradients(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Parameters that are trained seem not to be within the block."""
+    """Set `requires_grad` of trained parameters to False within the block."""
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -201,8 +206,7 @@ def _without_gradients(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
 
 
 def sharded_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Expert parameters by name, where each rank has others; none where every rank has all of
-    them."""
+    """Expert parameters by name if the ranks have different experts, otherwise none."""
     is_sharded = any(layer.group.size > 1 for layer in moe_layers(model).values())
     if is_sharded:
         return expert_parameters(model)

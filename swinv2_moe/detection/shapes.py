@@ -1,7 +1,7 @@
-"""A generated data set for detection: circles, squares and triangles on textures, in COCO's format.
+"""Generate a data set for detection: circles, squares and triangles on textures, in COCO's format.
 
-Easy enough that a detector learns it from 40 images in minutes on a CPU: each class has its own
-hue, roughly, and the background is nearly grey.
+A detector learns it from 40 images in minutes on a CPU: each class has a range of hues, and the
+background is nearly grey.
 """
 
 import colorsys
@@ -18,32 +18,29 @@ from swinv2_moe.files import make_directory, new_file
 
 CLASSES = ("circle", "square", "triangle")
 _CORNERS = (48, 4, 3)  # of each class's polygon
-_HUES = (0.02, 0.35, 0.62)  # of each class, of 1: red, green, blue
-_EDGE = 4  # pixels of the mask's side for one of the image's: smooth edges
+_HUES = (0.02, 0.35, 0.62)  # of each class, from 0 to 1: red, green, blue
+_EDGE = 4  # oversampling of masks, for smooth edges
 _SPLITS = ("train", "val")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Raises:
-    UserError: numbers that no image can have.
+    """Options of a generated data set.
+
+    Raises:
+        UserError: values out of range.
     """
 
     train: int = 40
     val: int = 10
-    min_size: int = 160  # pixels a side, drawn for height and width apart
+    min_size: int = 160  # pixels; height and width are drawn independently
     max_size: int = 256
     max_objects: int = 6
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {
-            "train": 1,
-            "val": 1,
-            "min_size": 64,
-            "max_objects": 1,
-            "seed": 0,
-        }.items():
+        minimum = {"train": 1, "val": 1, "min_size": 64, "max_objects": 1, "seed": 0}
+        for name, least in minimum.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}, it must be at least {least}")
         if self.max_size < self.min_size:
@@ -53,17 +50,16 @@ class Options:
 
 
 def make_shapes(directory: Path, options: Options) -> dict[str, int]:
-    """Write train/*.png, val/*.png and annotations/instances_{train,val}.json below a new or empty
-    directory.
+    """Write train/*.png, val/*.png and annotations/instances_{train,val}.json.
 
-    The same options give the same bytes. An image depends on the seed, the split and its number
-    alone.
+    The same options give the same bytes. An image depends only on the seed, the split and its
+    number.
 
     Returns:
         The number of objects of each split.
 
     Raises:
-        UserError: a directory with something in it, or one that cannot be written.
+        UserError: a directory that is not new or empty, or cannot be written.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: must be a new or empty directory")
@@ -113,11 +109,11 @@ def _draw_image(
 ) -> tuple[Image.Image, list[tuple[int, np.ndarray]]]:
     """An image and its objects: class, and corners [N, 2] in pixels, x and y."""
     width, height = (int(side) for side in rng.integers(options.min_size, options.max_size + 1, 2))
-    picture = Image.fromarray(
-        _texture(rng, width, height, rng.uniform(60, 200) + rng.uniform(-10, 10, 3))
-    )
+    background = rng.uniform(60, 200) + rng.uniform(-10, 10, 3)
+    picture = Image.fromarray(_texture(rng, width, height, background))
+    num_objects = int(rng.integers((options.max_objects + 1) // 2, options.max_objects + 1))
     objects = []
-    for _ in range(int(rng.integers((options.max_objects + 1) // 2, options.max_objects + 1))):
+    for _ in range(num_objects):
         label = int(rng.integers(len(CLASSES)))
         polygon = _place(rng, label, width, height, [other for _, other in objects])
         if polygon is not None:
@@ -130,8 +126,7 @@ def _draw_image(
 def _place(
     rng: np.random.Generator, label: int, width: int, height: int, others: list
 ) -> np.ndarray | None:
-    """Corners of an object that overlaps no other's box, [N, 2]; None: there is hardly room for
-    it."""
+    """Corners [N, 2] of an object whose box overlaps no other; None after 50 failed attempts."""
     corners = _CORNERS[label]
     for _ in range(50):
         radius = rng.uniform(0.14, 0.24) * min(width, height)
@@ -154,16 +149,14 @@ def _mask(polygon: np.ndarray, width: int, height: int) -> Image.Image:
 
 
 def _colour(rng: np.random.Generator, label: int) -> np.ndarray:
-    hue, saturation, value = (
-        _HUES[label] + rng.uniform(-0.08, 0.08),
-        rng.uniform(0.6, 1),
-        rng.uniform(0.5, 1),
-    )
+    hue = _HUES[label] + rng.uniform(-0.08, 0.08)
+    saturation = rng.uniform(0.6, 1)
+    value = rng.uniform(0.5, 1)
     return 255 * np.array(colorsys.hsv_to_rgb(hue, saturation, value))
 
 
 def _texture(rng: np.random.Generator, width: int, height: int, colour: np.ndarray) -> np.ndarray:
-    """uint8 [height, width, 3]: a colour (of 255) with blotches, stripes and grain."""
+    """uint8 [height, width, 3]: a colour (0 to 255) with blotches, stripes and grain."""
     blotches = [Image.fromarray(grid) for grid in rng.normal(0, 6, (3, 4, 4)).astype(np.float32)]
     smooth = np.stack(
         [np.asarray(grid.resize((width, height), Image.Resampling.BICUBIC)) for grid in blotches],

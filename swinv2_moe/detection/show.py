@@ -1,11 +1,10 @@
-"""What a detector finds in images, beside the experts that their patches go to.
+"""Draw the detections in images, and the experts of their patches.
 
 H x W pixels, h x w tokens, E experts
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,7 @@ _LUMINANCE = np.array([0.299, 0.587, 0.114])  # Rec. 601
 
 @dataclass
 class Detections:
-    """One image's, the best first."""
+    """Detections in one image, the highest score first."""
 
     boxes: np.ndarray  # [N, 4] left, top, right, bottom in pixels
     masks: np.ndarray  # bool [N, H, W]; [0, H, W] of a detector without masks
@@ -46,12 +45,14 @@ class Detections:
 def show(
     config: Config, checkpoint: str, images: Sequence[str], output: Path, threshold: float = 0.3
 ) -> Iterator[tuple[Path, int]]:
-    """Draw images (files, or folders of them) one after the other: `output`/<name>.png and how many
-    objects it shows.
+    """Draw images (files or folders) to `output`/<name>.png.
+
+    Yields:
+        The path of each picture and its number of objects.
 
     Raises:
-        UserError: no images, one that cannot be read, a checkpoint that does not fit, nowhere to
-            write.
+        UserError: no images, an unreadable image, a checkpoint that does not fit, or a file that
+            cannot be written.
     """
     files = image_files(images)
     detector = build_detector(config, checkpoint)
@@ -66,8 +67,10 @@ def show(
 
 
 def image_files(names: Sequence[str]) -> list[Path]:
-    """Raises:
-    UserError: no such file; a folder without images.
+    """The named files, and the images in the named folders, sorted by name.
+
+    Raises:
+        UserError: no such file, or a folder without images.
     """
     files = []
     for path in map(Path, names):
@@ -86,13 +89,14 @@ def image_files(names: Sequence[str]) -> list[Path]:
 
 
 def _names(files: Iterable[Path]) -> Iterator[str]:
-    """A PNG's name for each file, none twice: of files of one name the later ones get a number."""
+    """A unique PNG name for each file: if a name is used, _2, _3, ... is appended."""
     used = set()
     for file in files:
-        endings = chain([""], (f"_{number}" for number in count(2)))
-        name = next(
-            name for name in (f"{file.stem}{ending}.png" for ending in endings) if name not in used
-        )
+        name = f"{file.stem}.png"
+        number = 2
+        while name in used:
+            name = f"{file.stem}_{number}.png"
+            number += 1
         used.add(name)
         yield name
 
@@ -106,27 +110,29 @@ def _read(file: Path) -> np.ndarray:
 
 
 def _pipeline(config: Config) -> list[dict]:
-    """The test's steps, from pixels that are there and without annotations."""
+    """The test pipeline, for arrays of pixels and without annotations."""
     steps = [step for step in get_test_pipeline_cfg(config) if step.type != "LoadAnnotations"]
-    return [{"type": "mmdet.LoadImageFromNDArray"}, *steps[1:]]
+    return [{"type": "mmdet.LoadImageFromNDArray"}] + steps[1:]
 
 
 @torch.inference_mode()
 def _look(
     detector: nn.Module, pipeline: Compose, photo: np.ndarray, threshold: float
 ) -> tuple[Detections, dict[str, np.ndarray]]:
-    """What is in the photograph, and each MoE layer's first choices, int64 [h, w]."""
+    """The detections in the photograph, and each MoE layer's first choices, int64 [h, w]."""
     data = pipeline({"img": photo[..., ::-1], "img_id": 0})
     data = {"inputs": [data["inputs"]], "data_samples": [data["data_samples"]]}
     instances = detector.test_step(data)[0].pred_instances
     instances = instances[instances.scores >= threshold].cpu().numpy()
-    masks = instances.masks if "masks" in instances else np.zeros((0, *photo.shape[:2]), bool)
+    masks = np.zeros((0,) + photo.shape[:2], bool)
+    if "masks" in instances:
+        masks = instances.masks
     found = Detections(instances.bboxes, masks, instances.labels, instances.scores)
     if not moe_layers(detector):
         return found, {}
     pixels = detector.data_preprocessor(data)["inputs"]
     height, width = data["data_samples"][0].img_shape
-    with record_choices(detector) as choices:  # of the image alone: padding has no experts
+    with record_choices(detector) as choices:  # without padding, which is not routed
         detector.backbone(pixels[..., :height, :width])
     return found, {name: ids[0, ..., 0].cpu().numpy() for name, ids in choices.items()}
 
@@ -134,17 +140,22 @@ def _look(
 def draw(
     photo: np.ndarray, found: Detections, experts: dict[str, np.ndarray], meta: dict
 ) -> "Figure":
-    """The photograph (uint8 [H, W, 3]) with what was found, and beside it, once for each MoE layer,
-    its patches in the colours of their experts ([h, w] by layer name). `meta` has the names and
-    colours of the classes."""
+    """The photograph with its detections, and its patches in the colours of their experts.
+
+    Args:
+        photo: uint8 [H, W, 3].
+        experts: experts of the patches, int64 [h, w], by MoE layer.
+        meta: names and colours of the classes.
+    """
     from matplotlib.patches import Patch
 
     height, width = photo.shape[:2]
     rows = min(len(experts), 2) or 1
     columns = -(-len(experts) // rows)
-    figure = new_figure(
-        _WIDTH * (1 + columns / rows), _WIDTH * height / width + 0.3 + 0.4 * bool(experts)
-    )
+    inches = _WIDTH * height / width + 0.3
+    if experts:
+        inches += 0.4  # for the legend
+    figure = new_figure(_WIDTH * (1 + columns / rows), inches)
     grid = figure.add_gridspec(rows, 1 + columns, width_ratios=[rows] + [1] * columns)
     _draw_objects(figure.add_subplot(grid[:, 0]), photo, found, meta)
     for number, (name, ids) in enumerate(experts.items()):
@@ -174,19 +185,22 @@ def _draw_objects(axes: "Axes", photo: np.ndarray, found: Detections, meta: dict
         found.boxes, found.labels, found.scores, colours, strict=True
     ):
         left, top, right, bottom = box
+        size = (right - left, bottom - top)
         axes.add_patch(
-            Rectangle(
-                (left, top), right - left, bottom - top, fill=False, edgecolor=colour, linewidth=1.5
-            )
+            Rectangle((left, top), size[0], size[1], fill=False, edgecolor=colour, linewidth=1.5)
         )
+        text = f"{meta['classes'][label]} {score:.2f}"
+        text_colour = "white" if colour @ _LUMINANCE < 0.6 else "black"
+        alignment = "bottom" if top > 0.05 * len(photo) else "top"  # inside the picture
+        background = {"facecolor": colour, "edgecolor": "none", "pad": 1}
         axes.text(
             left,
             top,
-            f"{meta['classes'][label]} {score:.2f}",
+            text,
             fontsize=8,
-            color="white" if colour @ _LUMINANCE < 0.6 else "black",
-            verticalalignment="bottom" if top > 0.05 * len(photo) else "top",  # within the picture
-            bbox={"facecolor": colour, "edgecolor": "none", "pad": 1},
+            color=text_colour,
+            verticalalignment=alignment,
+            bbox=background,
             clip_on=True,
         )
 

@@ -1,4 +1,4 @@
-"""Saving a detector's training in the per-expert store, while it goes on."""
+"""Save a detector's training in the per-expert store."""
 
 import json
 from pathlib import Path
@@ -21,17 +21,16 @@ _MAX_RECORD = 1 << 20  # bytes
 
 @HOOKS.register_module()
 class ExpertStoreHook(Hook):
-    """`<work_dir>/checkpoints/step-<iteration>`, `latest`, `best`, as docs/reference/checkpoints.md
-    describes them.
+    """Writes `<work_dir>/checkpoints/step-<iteration>`, `latest` and `best`.
 
-    With the experts spread over the ranks each writes its own; otherwise the main rank writes
-    alone.
+    docs/reference/checkpoints.md describes them. If the experts are distributed, each rank writes
+    its experts; otherwise only the main rank writes.
 
     Args:
-        interval: epochs between checkpoints, or iterations.
-        by_epoch: which of the two.
-        keep_last: how many of the newest stay, besides `best`.
-        save_best: the metric by which `best` is; larger is better. None: no `best`.
+        interval: epochs or iterations between checkpoints.
+        by_epoch: `interval` counts epochs; False: iterations.
+        keep_last: number of newest checkpoints to keep, besides `best`.
+        save_best: the metric of `best`, where larger is better. None: no `best`.
     """
 
     priority = "VERY_LOW"
@@ -43,12 +42,10 @@ class ExpertStoreHook(Hook):
         keep_last: int = 1,
         save_best: str | None = None,
     ) -> None:
-        self.interval, self.by_epoch, self.keep_last, self.save_best = (
-            interval,
-            by_epoch,
-            keep_last,
-            save_best,
-        )
+        self.interval = interval
+        self.by_epoch = by_epoch
+        self.keep_last = keep_last
+        self.save_best = save_best
         self.saver: Saver | None = None
 
     def before_train(self, runner: Runner) -> None:

@@ -1,4 +1,4 @@
-"""A trunk's weights from what this project has trained."""
+"""Load weights that this project has trained into a detector's trunk."""
 
 from pathlib import Path
 
@@ -11,19 +11,19 @@ from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.train import checkpoint
 
 _KEY = "backbone.pretrained"
-_OF_DETECTOR = "backbone.trunk."  # what a trunk's names begin with in a detector
+_DETECTOR_PREFIX = "backbone.trunk."  # of a trunk's names in a detector
 
 
 def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
-    """The weights of a run (its newest whole checkpoint), of a checkpoint, or of a file, into a
-    trunk without head.
+    """Load the weights of a run, a checkpoint or a file into a trunk without head.
 
-    A run is one of tools/train.py or tools/detect.py. A file is one of `convert_checkpoint.py
-    export single`, or has dense weights for a dense trunk.
+    Args:
+        source: a run of tools/train.py or tools/detect.py (its newest complete checkpoint is used),
+            a checkpoint, a file of `convert_checkpoint.py export single`, or a file of dense
+            weights for a dense trunk.
 
     Raises:
-        UserError: what cannot be read or is another model's, with both values; nothing is loaded
-            then.
+        UserError: weights that cannot be read or are another model's; nothing is loaded.
     """
     if not Path(source).is_dir():
         _load_file(trunk, Path(source))
@@ -35,18 +35,23 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
     tensors = checkpoint.read_tensors(found, section, nn.Module())
     experts = count_experts(found.directory / section)
     prefix = ""
-    if any(name.startswith(_OF_DETECTOR) for name in tensors):
-        prefix = _OF_DETECTOR
+    if any(name.startswith(_DETECTOR_PREFIX) for name in tensors):
+        prefix = _DETECTOR_PREFIX
     _check_facts(trunk, source, _facts(_below(prefix, tensors), _below(prefix, experts)))
-    windows = found.meta.get("backbone_windows" if prefix else "windows")
+    windows_key = "windows"
+    if prefix:
+        windows_key = "backbone_windows"
+    windows = found.meta.get(windows_key)
     if windows not in (None, trunk.position_windows()):
         raise UserError(
-            f"{_KEY} {source}: its positions are measured by windows of {windows}, the backbone's"
-            " by"
-            f" {trunk.position_windows()}; backbone.pretrained_window_sizes={windows} measures them"
-            " likewise"
+            f"{_KEY} {source}: its positions are measured by windows of {windows}, the backbone's "
+            f"by {trunk.position_windows()}; backbone.pretrained_window_sizes={windows} measures "
+            "them likewise"
         )
-    checkpoint.load_weights(found, _in_detector(trunk) if prefix else trunk, _without_head)
+    model: nn.Module = trunk
+    if prefix:
+        model = _in_detector(trunk)
+    checkpoint.load_weights(found, model, _without_head)
 
 
 def _below(prefix: str, values: dict) -> dict:
@@ -58,7 +63,7 @@ def _below(prefix: str, values: dict) -> dict:
 
 
 def _in_detector(trunk: SwinTransformerV2MoE) -> nn.Module:
-    """The trunk under the names that it has in a detector."""
+    """A module whose parameter names are those of a detector with this trunk."""
     return nn.ModuleDict({"backbone": nn.ModuleDict({"trunk": trunk})})
 
 
@@ -72,51 +77,54 @@ def _load_file(trunk: SwinTransformerV2MoE, file: Path) -> None:
     _check_facts(trunk, str(file), _facts(tensors, experts))
     if experts:
         tensors = _without_head(tensors)
-        load_strict(trunk, tensors | own_experts(tensors, trunk), f"{_KEY} {file}")
+        load_strict(trunk, tensors | rank_experts(tensors, trunk), f"{_KEY} {file}")
     else:
         load_dense(trunk, tensors, fit=_without_head)
 
 
-def own_experts(state: dict[str, Tensor], model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """Of expert tensors in `state` that are whole, where the model's are not, this rank's part."""
-    own = {}
+def rank_experts(state: dict[str, Tensor], model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """This rank's part of the expert tensors that `state` has complete and `model` in part."""
+    parts = {}
     for layer_name, layer in moe_layers(model).items():
         first, count, part, num_parts = layer.shard
         for name, parameter in layer.experts.named_parameters():
             key = f"{prefix}{layer_name}.experts.{name}"
-            if (
-                key in state
-                and state[key].shape != parameter.shape
-                and len(state[key]) == layer.config.num_experts
-            ):
-                own[key] = state[key][first : first + count].chunk(num_parts, 1)[part]
-    return own
+            if key not in state or state[key].shape == parameter.shape:
+                continue
+            if len(state[key]) == layer.config.num_experts:
+                parts[key] = state[key][first : first + count].chunk(num_parts, 1)[part]
+    return parts
 
 
 def _facts(tensors: dict[str, Tensor], experts: dict[str, int]) -> dict:
-    """What tells models apart, under the names of the backbone's arguments."""
-    blocks = {
-        tuple(map(int, name.split(".")[1:4:2]))
-        for name in tensors
-        if name.startswith("layers.") and ".blocks." in name
-    }
-    depths = [
-        sum(stage == i for stage, _ in blocks)
-        for i in range(1 + max((stage for stage, _ in blocks), default=-1))
-    ]
+    """Properties that distinguish models, under the names of the backbone's arguments.
+
+    Args:
+        tensors: the trunk's state dict.
+        experts: number of experts by MoE layer.
+    """
+    blocks = set()  # (stage, block)
+    for name in tensors:
+        if name.startswith("layers.") and ".blocks." in name:
+            parts = name.split(".")
+            blocks.add((int(parts[1]), int(parts[3])))
+    num_stages = 1 + max((stage for stage, _ in blocks), default=-1)
+    depths, heads = [], []
+    for stage in range(num_stages):
+        depths.append(sum(block_stage == stage for block_stage, _ in blocks))
+        heads.append(_length(tensors.get(f"layers.{stage}.blocks.0.attn.cpb_mlp.2.weight")))
+    model, patch_size = "swin_moe", None
+    if any(name.endswith("logit_scale") for name in tensors):
+        model = "swinv2_moe"
     embedding = tensors.get("patch_embed.proj.weight")
-    heads = [
-        tensors.get(f"layers.{stage}.blocks.0.attn.cpb_mlp.2.weight")
-        for stage in range(len(depths))
-    ]
+    if embedding is not None:
+        patch_size = embedding.shape[-1]
     return {
-        "model": "swinv2_moe"
-        if any(name.endswith("logit_scale") for name in tensors)
-        else "swin_moe",
-        "patch_size": None if embedding is None else embedding.shape[-1],
-        "embed_dim": None if embedding is None else embedding.shape[0],
+        "model": model,
+        "patch_size": patch_size,
+        "embed_dim": _length(embedding),
         "depths": depths,
-        "num_heads": [None if weight is None else len(weight) for weight in heads],
+        "num_heads": heads,
         "num_experts": max(experts.values(), default=0),
         "MoE layers": sorted(
             name.removesuffix(".mlp.moe").replace("layers.", "").replace(".blocks", "")
@@ -125,13 +133,19 @@ def _facts(tensors: dict[str, Tensor], experts: dict[str, int]) -> dict:
     }
 
 
-def _check_facts(trunk: SwinTransformerV2MoE, source: str, there: dict) -> None:
+def _length(tensor: Tensor | None) -> int | None:
+    if tensor is None:
+        return None
+    return tensor.shape[0]
+
+
+def _check_facts(trunk: SwinTransformerV2MoE, source: str, facts: dict) -> None:
     layers = {name: layer.config.num_experts for name, layer in moe_layers(trunk).items()}
-    here = _facts(trunk.state_dict(), layers)
+    expected = _facts(trunk.state_dict(), layers)
     differ = [
-        f"{name} is {there[name]} there, {here[name]} in the backbone"
-        for name in here
-        if there[name] != here[name]
+        f"{name} is {facts[name]} there, {expected[name]} in the backbone"
+        for name in expected
+        if facts[name] != expected[name]
     ]
     if differ:
         raise UserError(
@@ -140,10 +154,9 @@ def _check_facts(trunk: SwinTransformerV2MoE, source: str, there: dict) -> None:
 
 
 def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A classifier's, or a detector's, trunk."""
-    of_detector = {
-        name: tensor for name, tensor in tensors.items() if name.startswith(_OF_DETECTOR)
-    }
-    return of_detector or {
-        n: tensor for n, tensor in tensors.items() if not n.startswith(("norm.", "head."))
-    }
+    """The tensors of the trunk in a detector's or a classifier's state dict."""
+    trunk = {name: tensor for name, tensor in tensors.items() if name.startswith(_DETECTOR_PREFIX)}
+    if trunk:
+        return trunk
+    heads = ("norm.", "head.")
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(heads)}

@@ -1,4 +1,4 @@
-"""Trained models as programs that run without this project."""
+"""Export of trained models to programs that run without this project."""
 
 from swinv2_moe.export.export import Choices, export_model
 

@@ -1,5 +1,4 @@
-"""A program beside the model that it was made from, on validation images or, without any, on random
-ones.
+"""Compare a program with the model that it was exported from, on validation or random images.
 
 B images of a batch, C channels, S their side
 """
@@ -17,20 +16,22 @@ from swinv2_moe.data.datasets import IGNORE, ImageDataset, collate
 from swinv2_moe.data.sources import Source
 from swinv2_moe.export.programs import Program
 
-# Images [B, C, S, S] and targets [b]: the first b <= B images count, the others fill the batch.
-# IGNORE: without a label
+# Images [B, C, S, S] and targets [b]: the first b <= B images count, the others pad the batch.
+# The target of an image without a label is IGNORE.
 Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Over `images`, logits of both less their mean over the classes, which no probability depends
-    on; an image's difference is the largest of its logits'."""
+    """Differences between program and model over all images.
+
+    Logits are compared after subtracting their mean over the classes, which does not change the
+    probabilities. An image's difference is the largest of its logits' differences.
+    """
 
     images: int
     max_abs_difference: float
-    # of 99 in 100 images it is at most this; of fewer than 100 images the largest
-    p99_abs_difference: float
+    p99_abs_difference: float  # the 99th percentile, rounded up to an image's difference
     max_abs_logit: float  # of the model's
     same_top1: float  # percent
     model_top1: float | None  # accuracy in percent; None: no image has a label
@@ -38,8 +39,7 @@ class Comparison:
 
 
 def validation_batches(config: DataConfig, source: Source, count: int, batch_size: int) -> Batches:
-    """`count` images or, if it has fewer, all of the set, spread evenly over it; an unreadable one
-    is blank."""
+    """`count` images of the set, evenly spaced, or all of them; unreadable ones are blank."""
     dataset, count = ImageDataset(source, config, is_train=False), min(count, len(source))
     indices = np.linspace(0, len(source) - 1, count).round().astype(int)
 
@@ -53,8 +53,7 @@ def validation_batches(config: DataConfig, source: Source, count: int, batch_siz
 
 
 def random_batches(config: DataConfig, count: int, batch_size: int) -> Batches:
-    """`count` images of normal noise, of the mean and deviation of normalised ones; the same at
-    every call."""
+    """`count` images of normal noise, with the moments of normalised images; equal at each call."""
     shape = (batch_size, config.in_chans, config.img_size, config.img_size)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -72,29 +71,46 @@ def random_batches(config: DataConfig, count: int, batch_size: int) -> Batches:
 def compare(
     model: nn.Module, program: Program, batches: Batches, device: torch.device
 ) -> Comparison:
-    """Both on every batch. The model is in evaluation mode and on `device`, where the program
-    expects its images."""
+    """Run model and program on every batch.
+
+    Args:
+        model: in evaluation mode, on `device`.
+        device: of the program's input.
+    """
     rows = []  # [b, 5] of each batch: difference, largest logit, both predictions, target
     with prepared(model):
         for images, targets in batches():
             images = images.to(device)
-            logits = [run(images)[: len(targets)].float().cpu() for run in (model, program)]
-            wanted, found = (each - each.mean(1, keepdim=True) for each in logits)
-            predictions = (each.argmax(1) for each in logits)
-            columns = ((found - wanted).abs().amax(1), wanted.abs().amax(1), *predictions, targets)
+            model_logits = model(images)[: len(targets)].float().cpu()
+            program_logits = program(images)[: len(targets)].float().cpu()
+            expected, actual = _centred(model_logits), _centred(program_logits)
+            columns = [
+                (actual - expected).abs().amax(1),
+                expected.abs().amax(1),
+                model_logits.argmax(1),
+                program_logits.argmax(1),
+                targets,
+            ]
             rows.append(torch.stack([column.double() for column in columns], dim=1))
-    difference, logit, wanted, found, target = torch.cat(rows).T
+    difference, logit, model_top1, program_top1, target = torch.cat(rows).T
     labelled = target != IGNORE
     return Comparison(
         images=len(target),
         max_abs_difference=float(difference.max()),
         p99_abs_difference=float(difference.quantile(0.99, interpolation="higher")),
         max_abs_logit=float(logit.max()),
-        same_top1=_percent(wanted == found),
-        model_top1=_percent((wanted == target)[labelled]) if labelled.any() else None,
-        program_top1=_percent((found == target)[labelled]) if labelled.any() else None,
+        same_top1=100 * float((model_top1 == program_top1).double().mean()),
+        model_top1=_accuracy((model_top1 == target)[labelled]),
+        program_top1=_accuracy((program_top1 == target)[labelled]),
     )
 
 
-def _percent(hits: Tensor) -> float:
+def _centred(logits: Tensor) -> Tensor:
+    return logits - logits.mean(1, keepdim=True)
+
+
+def _accuracy(hits: Tensor) -> float | None:
+    """Percent; None without images."""
+    if not len(hits):
+        return None
     return 100 * float(hits.double().mean())

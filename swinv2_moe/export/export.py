@@ -1,10 +1,9 @@
-"""From a checkpoint to a directory of programs that run without this project.
+"""Export a checkpoint to a directory of programs that run without this project.
 
     model.onnx, model.pt2   the programs
-    model.json              what it takes to use them, and how they compare with the model
+    model.json              their input, output and preprocessing, and the comparison with the model
 
-The directory appears when each program, read back from its file, has been found to agree with the
-model.
+The directory appears after each program has been read back from its file and agrees with the model.
 """
 
 import json
@@ -34,21 +33,21 @@ from swinv2_moe.files import publish_directory
 from swinv2_moe.train.checkpoint import count_classes
 from swinv2_moe.train.deployed import Deployed, open_deployed
 
-# For the difference between logits, as a share of the largest one, of 99 in 100 images. It was
-# 2e-7, 0.03 and 0.03 (8 experts, Tiny-ImageNet); rounding that sends a token to another expert
-# changes more, so that a few may exceed it.
+# Largest difference between logits, relative to the largest logit, in 99% of the images. Measured
+# with 8 experts on Tiny-ImageNet: 2e-7, 0.03 and 0.03. An image may exceed it when rounding routes
+# a token to another expert.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "int8": 0.2}
-LEAST_SAME_TOP1 = 90  # percent of the images; there it was 100, 98 and 98
-_WHERE_DATA_IS = {"DATA.DATASET", "DATA.PATH", "DATA.TRAIN_LIST", "DATA.VAL_LIST"}
-_COMPARED_BATCH = 8  # where the program takes any
+LEAST_SAME_TOP1 = 90  # percent of the images; measured: 100, 98 and 98
+_DATA_KEYS = {"DATA.DATASET", "DATA.PATH", "DATA.TRAIN_LIST", "DATA.VAL_LIST"}
+_COMPARED_BATCH = 8  # if the program accepts any batch size
 
-# milliseconds of each, round by round
+# milliseconds of each function by round
 Timer = Callable[[dict[str, Callable[[], object]]], dict[str, Sequence[float]]]
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What is exported.
+    """Options of an export.
 
     Raises:
         UserError: a choice that is not supported.
@@ -56,9 +55,9 @@ class Choices:
 
     formats: tuple[str, ...] = ("onnx",)
     dtype: str = "float32"
-    batch_size: int = 1  # 0: any number of images at a time, for a model that has no capacity
-    capacity_factor: float | None = None  # 0: dropless; None: as the checkpoint is evaluated
-    images: int = 64  # on which programs and model are compared; all, where there are fewer
+    batch_size: int = 1  # 0: any number of images, for a model without capacity
+    capacity_factor: float | None = None  # 0: dropless; None: as in evaluation
+    images: int = 64  # number of images for the comparison; all, if there are fewer
 
     def __post_init__(self) -> None:
         supported = "; ".join(
@@ -71,16 +70,14 @@ class Choices:
                 raise UserError(
                     f"--dtype is {self.dtype!r}, not supported with --format {kind}: {supported}"
                 )
-        for option, value, least in (
-            ("batch-size", self.batch_size, 0),
-            ("images", self.images, 1),
-        ):
-            if value < least:
-                raise UserError(f"--{option} is {value}, it must be at least {least}")
+        if self.batch_size < 0:
+            raise UserError(f"--batch-size is {self.batch_size}, it must be at least 0")
+        if self.images < 1:
+            raise UserError(f"--images is {self.images}, it must be at least 1")
 
     @property
     def compared_batch(self) -> int:
-        """Images at a time in the comparison."""
+        """Batch size of the comparison."""
         return self.batch_size or _COMPARED_BATCH
 
 
@@ -93,19 +90,18 @@ def export_model(
     opts: Sequence[str] = (),
     timer: Timer | None = None,
 ) -> dict:
-    """Write the programs of the checkpoint or run `resume` to the new directory `output`; or
-    nothing, if that fails.
+    """Write the programs of the checkpoint or run `resume` to the new directory `output`.
 
-    A torch program is for the device that DEVICE means; ONNX is compared on the CPU. The comparison
-    takes validation images or, where the data of the training is not here and no other is named,
-    random ones.
+    A torch program is for the device of DEVICE; ONNX is compared on the CPU. The comparison uses
+    validation images. If the training's data are missing and no others are named, it uses random
+    images. On failure, nothing is written.
 
     Args:
         data, dataset, opts: as in `open_deployed`.
-        timer: times the model beside each program on one batch; None: nobody does.
+        timer: times the model and each program on one batch; None: they are not timed.
 
     Returns:
-        What model.json holds.
+        The content of model.json.
 
     Raises:
         UserError: several processes, a package that is missing, input or output that cannot be
@@ -116,7 +112,7 @@ def export_model(
     for kind in choices.formats:
         programs.check_packages(kind)
     if choices.capacity_factor is not None:
-        opts = [*opts, "MODEL.MOE.EVAL_CAPACITY_FACTOR", str(choices.capacity_factor)]
+        opts = list(opts) + ["MODEL.MOE.EVAL_CAPACITY_FACTOR", str(choices.capacity_factor)]
     with open_deployed(resume, data, dataset, opts) as deployed:
         if deployed.world.size > 1:
             raise UserError(
@@ -125,88 +121,88 @@ def export_model(
         class_names = _class_names(deployed)
         model = deployed.model(len(class_names))
         _check_capacity(deployed.model_config.experts, choices)
-        is_chosen = bool(data or dataset or _WHERE_DATA_IS.intersection(opts[::2]))
+        is_chosen = bool(data or dataset or _DATA_KEYS.intersection(opts[::2]))
         batches, compared_on = _batches(deployed, class_names, choices, is_chosen)
-        found = _facts(deployed, class_names, choices) | compared_on | {"programs": {}}
+        record = _facts(deployed, class_names, choices) | compared_on | {"programs": {}}
         with _new_directory(output) as directory:
             for kind in dict.fromkeys(choices.formats):
-                device = torch.device("cpu") if kind == "onnx" else deployed.world.device
-                images = next(batches())[0][: choices.batch_size or 2].to(device)
+                device = deployed.world.device
+                if kind == "onnx":
+                    device = torch.device("cpu")
+                task = _Task(kind, model.to(device), device, choices, batches, directory)
                 with _writing(output):
-                    programs.write_program(
-                        kind,
-                        model.to(device),
-                        images,
-                        choices.dtype,
-                        choices.batch_size == 0,
-                        directory,
-                    )
-                    files = {
-                        part.name: fsync_and_hash(part)
-                        for part in programs.parts_of(directory / programs.FILES[kind])
-                    }
-                found["programs"][kind] = {
-                    "file": programs.FILES[kind],
-                    "files": files,
-                    "device": device.type,
-                }
-                found["programs"][kind] |= _examine(
-                    kind, model, device, choices.dtype, batches, timer, directory
-                )
+                    files = task.write()
+                entry = {"file": programs.FILES[kind], "files": files, "device": device.type}
+                record["programs"][kind] = entry | task.examine(timer)
             with _writing(output):
-                (directory / "model.json").write_text(json.dumps(found, indent=1) + "\n")
+                (directory / "model.json").write_text(json.dumps(record, indent=1) + "\n")
                 fsync(directory / "model.json")
                 publish_directory(directory, output)
-    return found
+    return record
 
 
-def _examine(
-    kind: str,
-    model: nn.Module,
-    device: torch.device,
-    dtype: str,
-    batches: Batches,
-    timer: Timer | None,
-    directory: Path,
-) -> dict:
-    """What model.json says of a program, which is read back from its file."""
-    program = programs.load_program(kind, directory)
-    comparison = compare(model, program, batches, device)
-    check_agreement(kind, dtype, comparison)
-    found = asdict(comparison)
-    if timer is not None:
-        images = next(batches())[0].to(device)
-        with torch.inference_mode():
-            times = timer({"model": lambda: model(images), "program": lambda: program(images)})
-        found |= {
-            "timed_batch": len(images),
-            "milliseconds": {name: list(rounds) for name, rounds in times.items()},
-        }
-    return found
+@dataclass(frozen=True)
+class _Task:
+    """One program to be written and compared with the model."""
+
+    kind: str
+    model: nn.Module
+    device: torch.device
+    choices: Choices
+    batches: Batches
+    directory: Path
+
+    def write(self) -> dict[str, dict]:
+        """Write the program; returns size and checksum of each of its files."""
+        example, _ = next(self.batches())
+        images = example[: self.choices.batch_size or 2].to(self.device)
+        any_batch = self.choices.batch_size == 0
+        programs.write_program(
+            self.kind, self.model, images, self.choices.dtype, any_batch, self.directory
+        )
+        parts = programs.parts_of(self.directory / programs.FILES[self.kind])
+        return {part.name: fsync_and_hash(part) for part in parts}
+
+    def examine(self, timer: Timer | None) -> dict:
+        """Compare the program, read back from its file, with the model; entries of model.json."""
+        program = programs.load_program(self.kind, self.directory)
+        comparison = compare(self.model, program, self.batches, self.device)
+        check_agreement(self.kind, self.choices.dtype, comparison)
+        entries = asdict(comparison)
+        if timer is not None:
+            example, _ = next(self.batches())
+            images = example.to(self.device)
+            with torch.inference_mode():
+                times = timer(
+                    {"model": lambda: self.model(images), "program": lambda: program(images)}
+                )
+            entries["timed_batch"] = len(images)
+            entries["milliseconds"] = {name: list(rounds) for name, rounds in times.items()}
+        return entries
 
 
 def check_agreement(kind: str, dtype: str, found: Comparison) -> None:
-    """Raises:
-    UserError: the program differs from the model by more than TOLERANCES, or in its top-1 too
-    often.
+    """Check that a program agrees with the model.
+
+    Raises:
+        UserError: their logits differ by more than TOLERANCES, or their top-1 differs too often.
     """
     difference, allowed = found.p99_abs_difference, TOLERANCES[dtype] * found.max_abs_logit
-    if not difference <= allowed:  # nor if it is NaN
+    if not difference <= allowed:  # also if it is NaN
         raise UserError(
-            f"the {kind} program's logits differ from the model's by {difference:.3g}; with --dtype"
-            f" {dtype},"
-            f" {allowed:.3g} is allowed ({TOLERANCES[dtype]:g} of the largest): nothing is written"
+            f"the {kind} program's logits differ from the model's by {difference:.3g}; with "
+            f"--dtype {dtype}, {allowed:.3g} is allowed ({TOLERANCES[dtype]:g} of the largest): "
+            "nothing is written"
         )
     if found.same_top1 < LEAST_SAME_TOP1:
         raise UserError(
-            f"the {kind} program (--dtype {dtype}) has the model's top-1 in {found.same_top1:.1f}%"
-            f" of {found.images}"
-            f" images; {LEAST_SAME_TOP1}% is needed: nothing is written"
+            f"the {kind} program (--dtype {dtype}) has the model's top-1 in {found.same_top1:.1f}% "
+            f"of {found.images} images; {LEAST_SAME_TOP1}% is needed: nothing is written"
         )
 
 
 def _class_names(deployed: Deployed) -> list[str]:
-    """In the order of the logits; numbers where the checkpoint does not know their names."""
+    """Class names in the order of the logits; numbers if the checkpoint has no names."""
     names = deployed.source.meta["class_names"]
     if names:
         return names
@@ -220,25 +216,26 @@ def _check_capacity(experts: ExpertsConfig, choices: Choices) -> None:
         )
     if choices.batch_size == 0 and experts.num_experts and experts.eval_capacity_factor:
         raise UserError(
-            "--batch-size 0 (any) needs --capacity-factor 0 (dropless): at"
-            f" {experts.eval_capacity_factor:g}, the rows of"
-            " an expert follow from the number of images"
+            "--batch-size 0 (any) needs --capacity-factor 0 (dropless): at "
+            f"{experts.eval_capacity_factor:g}, the rows of an expert follow from the number of "
+            "images"
         )
 
 
 def _batches(
     deployed: Deployed, class_names: list[str], choices: Choices, is_chosen: bool
 ) -> tuple[Batches, dict[str, str | None]]:
-    """What programs are compared on, and what model.json says of it; data that was not chosen may
-    be missing."""
-    data, sizes = deployed.data, (choices.images, choices.compared_batch)
+    """The batches of the comparison, and entries of model.json about them.
+
+    If the data were not chosen (`is_chosen`) and cannot be used, the batches are random.
+    """
+    data, batch_size = deployed.data, choices.compared_batch
     try:
         sources = load_sources(data)
         if len(sources.class_names) != len(class_names):
             raise UserError(
-                f"DATA.PATH is {data.path!r}: it has {len(sources.class_names)} classes, the"
-                " checkpoint knows"
-                f" {len(class_names)}"
+                f"DATA.PATH is {data.path!r}: it has {len(sources.class_names)} classes, the "
+                f"checkpoint knows {len(class_names)}"
             )
     except UserError as error:
         if is_chosen:
@@ -248,18 +245,18 @@ def _batches(
             "without_data": str(error),
             "other_class_names": None,
         }
-        return random_batches(data, *sizes), facts
+        return random_batches(data, choices.images, batch_size), facts
     renamed = deployed.compare_classes(sources.class_names)
     facts = {"compared_on": "validation images", "without_data": None, "other_class_names": renamed}
-    return validation_batches(data, sources.val, *sizes), facts
+    return validation_batches(data, sources.val, choices.images, batch_size), facts
 
 
 def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict:
-    """What a program that uses the logits has to know, and where they come from."""
+    """Entries of model.json about input, output, preprocessing and checkpoint."""
     data, experts = deployed.data, deployed.model_config.experts
     batch = choices.batch_size or None
     shape = [batch, data.in_chans, data.img_size, data.img_size]
-    return {
+    facts = {
         "input": {"name": programs.INPUT, "dtype": "float32", "shape": shape},
         "output": {"name": programs.OUTPUT, "dtype": "float32", "shape": [batch, len(class_names)]},
         "preprocessing": preprocessing(data),
@@ -267,23 +264,28 @@ def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict
         "dtype": choices.dtype,
         "num_experts": experts.num_experts,
         "capacity_factor": experts.eval_capacity_factor,
-        **deployed.facts(),
     }
+    return facts | deployed.facts()
 
 
 def preprocessing(config: DataConfig) -> dict:
-    """How a picture becomes the model's input, which is square: what `build_transform` does in
-    evaluation.
+    """How an image becomes the model's square input, as `build_transform` does in evaluation.
 
-    `mode` is Pillow's; of 16 bits a channel the upper 8 count. `resize` is what the short side is
-    resized to, before the middle is cut out; None: the whole picture is squashed into the square.
-    Then values from 0 to 1 are normalised by `mean` and `std`.
+    `mode` is Pillow's; of 16 bits per channel, the upper 8 are used. `resize` is the length of the
+    short side before the centre crop; None: the image is stretched to the square. Then values from
+    0 to 1 are normalised by `mean` and `std`.
     """
-    crop = config.test
+    mode = "L" if config.in_chans == 1 else "RGB"
+    resize = None
+    if config.test.crop:
+        resize = math.floor(config.img_size / config.test.crop_ratio)
+    interpolation = config.interpolation
+    if interpolation == "random":
+        interpolation = "bilinear"
     return {
-        "mode": "L" if config.in_chans == 1 else "RGB",
-        "resize": math.floor(config.img_size / crop.crop_ratio) if crop.crop else None,
-        "interpolation": "bilinear" if config.interpolation == "random" else config.interpolation,
+        "mode": mode,
+        "resize": resize,
+        "interpolation": interpolation,
         "mean": list(config.mean),
         "std": list(config.std),
     }
@@ -291,8 +293,7 @@ def preprocessing(config: DataConfig) -> dict:
 
 @contextmanager
 def _new_directory(output: Path) -> Iterator[Path]:
-    """A directory beside `output`, to be renamed to it in the block; otherwise nothing of it
-    stays."""
+    """A temporary directory next to `output`, which the block renames to it or which is removed."""
     with _writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         private = tempfile.TemporaryDirectory(
@@ -300,14 +301,15 @@ def _new_directory(output: Path) -> Iterator[Path]:
         )
     with private:
         with _writing(output):
-            # with the permissions of any new directory
-            (directory := Path(private.name) / output.name).mkdir()
+            # mkdir gives it the usual permissions, which TemporaryDirectory does not.
+            directory = Path(private.name) / output.name
+            directory.mkdir()
         yield directory
 
 
 @contextmanager
 def _writing(output: Path) -> Iterator[None]:
-    """Raises UserError where what the block writes cannot be written."""
+    """Turn an OSError of the block into UserError."""
     try:
         yield
     except OSError as error:

@@ -1,10 +1,12 @@
-"""A model as exporters can take it: standard operations, and constants where the weights alone
-decide.
+"""A model in standard operations, which exporters support.
+
+Values that depend only on weights are constants.
 
 B images, W windows of an image, N tokens of a window, h heads, D channels of a head
 """
 
 import copy
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +17,10 @@ from swinv2_moe.models.attention import FusedWindowAttention
 
 
 class StandardForm(nn.Module):
-    """A copy of the model that computes in `dtype`: float32 images [B, C, S, S] -> float32 logits
-    [B, classes].
+    """A copy of the model that computes in `dtype`.
 
-    Routers stay in float32, and so do the probabilities that they decide by.
+    Input: float32 images [B, C, S, S]. Output: float32 logits [B, classes]. Routers and their
+    probabilities stay in float32.
 
     Args:
         batched_experts: as `batched` of StandardMoE.
@@ -31,16 +33,20 @@ class StandardForm(nn.Module):
         batched_experts: bool = False,
     ) -> None:
         super().__init__()
-        instead = {}  # what deepcopy takes for a copy of a module
+        replacements = {}  # deepcopy's memo: replacement by id of the original module
         for module in model.modules():
             if isinstance(module, MoEMlp):
-                instead[id(module)] = StandardMoE(
+                replacements[id(module)] = StandardMoE(
                     module.moe, module.eval_capacity_factor, batched_experts
                 )
             elif isinstance(module, FusedWindowAttention):
-                instead[id(module)] = _Attention(module)
-        self.model, self.dtype = copy.deepcopy(model, instead).eval().requires_grad_(False), dtype
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                replacements[id(module)] = _Attention(module)
+        self.model, self.dtype = (
+            copy.deepcopy(model, replacements).eval().requires_grad_(False),
+            dtype,
+        )
+        tensors = chain(self.model.named_parameters(), self.model.named_buffers())
+        for name, tensor in tensors:
             if tensor.is_floating_point() and ".router." not in name:
                 tensor.data = tensor.data.to(dtype)
 
@@ -49,8 +55,7 @@ class StandardForm(nn.Module):
 
 
 class _Attention(nn.Module):
-    """FusedWindowAttention written out, with its position bias, which no image changes, as a
-    constant."""
+    """FusedWindowAttention in standard operations, with its position bias as a constant."""
 
     bias: Tensor  # [h, N, N]
 
@@ -60,7 +65,7 @@ class _Attention(nn.Module):
         self.register_buffer("bias", attention.position_bias().contiguous())
         self.attention = copy.deepcopy(attention)
         for name in ("cpb_mlp", "relative_coords_table", "relative_position_index"):
-            delattr(self.attention, name)  # or they would be in the file, unused
+            delattr(self.attention, name)  # otherwise the file would contain them, unused
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x [B*W, N, h*D], mask [W, N, N] or None -> like x."""

@@ -1,12 +1,12 @@
-"""A model as a file that runs without this project: a torch.export program or an ONNX model.
+"""Write a model to a file that runs without this project: torch.export or ONNX.
 
 | format | float32 | bfloat16 | int8 |
 | --- | --- | --- | --- |
 | torch | yes | weights and computation | no |
 | onnx | yes | weights of matrix products | weights of matrix products |
 
-ONNX with bfloat16 weights computes in float32; with int8 weights, activations are quantised as they
-come. Routers stay in float32. B images, C channels, S their side
+ONNX with bfloat16 weights computes in float32; with int8 weights, activations are quantised
+dynamically. Routers stay in float32. B images, C channels, S their side
 """
 
 import io
@@ -29,14 +29,14 @@ DTYPES = {"onnx": ("float32", "bfloat16", "int8"), "torch": ("float32", "bfloat1
 FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 INPUT, OUTPUT = "images", "logits"
 
-# the modules that an ONNX node is from
-_SCOPES, _ROUTER = "pkg.torch.onnx.name_scopes", re.compile(r"\brouter\b")
+_SCOPES = "pkg.torch.onnx.name_scopes"  # metadata key: the modules that an ONNX node is from
+_ROUTER = re.compile(r"\brouter\b")
 
 Program = Callable[[Tensor], Tensor]  # float32 images [B, C, S, S] -> float32 logits [B, classes]
 
 
 def check_packages(kind: str) -> None:
-    """Whether what writes and runs the format is there.
+    """Check that the packages that write and run the format are installed.
 
     Raises:
         UserError: one of the optional packages is missing.
@@ -62,26 +62,28 @@ def write_program(
     any_batch: bool,
     directory: Path,
 ) -> None:
-    """The file FILES[kind] in `directory`, for batches of the shape of `images`, or of any number
-    of such images.
+    """Write the file FILES[kind] in `directory`.
 
     Args:
-        images: [B, C, S, S] on the model's device.
-        any_batch: needs two images or more, and a model without a capacity.
+        images: an example batch [B, C, S, S] on the model's device.
+        any_batch: the program accepts any batch size, in place of B. Needs B >= 2 and a model
+            without capacity.
 
     Raises:
         OSError: the file cannot be written.
     """
     is_torch = kind == "torch"
-    computes_in = torch.bfloat16 if is_torch and dtype == "bfloat16" else torch.float32
-    form = StandardForm(model, computes_in, batched_experts=is_torch)
+    compute_dtype = torch.float32
+    if is_torch and dtype == "bfloat16":
+        compute_dtype = torch.bfloat16
+    form = StandardForm(model, compute_dtype, batched_experts=is_torch)
     shapes = None
     if any_batch:
         shapes = ({0: torch.export.Dim("batch", min=1)},)
     with _quiet(), torch.no_grad():
         exported = torch.export.export(form, (images,), dynamic_shapes=shapes)
         for node in exported.graph.nodes:
-            node.meta.pop("stack_trace", None)  # where on this machine its line of code is
+            node.meta.pop("stack_trace", None)  # contains paths of this machine
         if is_torch:
             _write_torch(exported, directory / FILES[kind])
         else:
@@ -89,20 +91,21 @@ def write_program(
 
 
 def load_program(kind: str, directory: Path) -> Program:
-    """The program in a directory, on as many threads as torch has here; onnxruntime's on the
-    CPU."""
+    """The program in a directory, with torch's number of threads; ONNX runs on the CPU."""
     with _quiet():
-        return (_load_onnx if kind == "onnx" else _load_torch)(directory / FILES[kind])
+        if kind == "onnx":
+            return _load_onnx(directory / FILES[kind])
+        return _load_torch(directory / FILES[kind])
 
 
 def parts_of(file: Path) -> list[Path]:
-    """A program's files: ONNX keeps the weights of a large one in a second file, beside it."""
+    """A program's files: ONNX stores the weights of a large model in a second file next to it."""
     return sorted(file.parent.glob(f"{file.name}*"))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Exporters and quantisers warn of what is checked here afterwards."""
+    """Suppress warnings of exporters and quantisers; the program is compared afterwards."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
@@ -116,7 +119,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _write_torch(exported: torch.export.ExportedProgram, file: Path) -> None:
-    archive = io.BytesIO()  # on a full disk torch's own writer would abort the process
+    archive = io.BytesIO()  # on a full disk, torch's file writer aborts the process
     torch.export.save(exported, archive)
     file.write_bytes(archive.getbuffer())
 
@@ -142,19 +145,22 @@ def _write_onnx(exported: torch.export.ExportedProgram, dtype: str, file: Path) 
         node.name for node in products if _ROUTER.search(node.metadata_props.get(_SCOPES, ""))
     ]
     if dtype == "bfloat16":
-        _store_as_bfloat16(
-            program.model.graph, [node for node in products if node.name not in routers]
-        )
-    whole = file.with_name("float32.onnx") if dtype == "int8" else file
-    program.save(whole)
-    if dtype == "int8":
-        del program, products  # the weights are read anew
-        _quantize(whole, file, routers)
+        not_routers = [node for node in products if node.name not in routers]
+        _store_as_bfloat16(program.model.graph, not_routers)
+    if dtype != "int8":
+        program.save(file)
+        return
+    unquantized = file.with_name("float32.onnx")
+    program.save(unquantized)
+    del program, products  # free memory: the quantiser reads the weights again
+    _quantize(unquantized, file, routers)
 
 
 def _stable_sort(values, stable: bool = True, dim: int = -1, descending: bool = False):
-    """aten::sort.stable, for which torch 2.11 has no translation. Of equals ONNX's TopK takes the
-    lower index first."""
+    """aten::sort.stable, for which torch 2.11 has no translation.
+
+    Of equal values, ONNX's TopK returns the lower index first.
+    """
     from onnxscript import opset18 as op
 
     size = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
@@ -162,8 +168,10 @@ def _stable_sort(values, stable: bool = True, dim: int = -1, descending: bool = 
 
 
 def _store_as_bfloat16(graph, products: list) -> None:
-    """The weights of matrix products behind a Cast to float32, which onnxruntime does once, on
-    loading."""
+    """Store the weights of matrix products in bfloat16, followed by a Cast to float32.
+
+    onnxruntime does the cast once, on loading.
+    """
     import onnx_ir as ir
 
     for node in products:
@@ -180,31 +188,34 @@ def _store_as_bfloat16(graph, products: list) -> None:
         del graph.initializers[weight.name]
 
 
-def _quantize(whole: Path, file: Path, kept: list[str]) -> None:
-    """Dynamic quantisation of all products but `kept`: int8 weights, and uint8 activations whose
-    range is found as they come. The file `whole` is removed."""
+def _quantize(source: Path, file: Path, excluded: list[str]) -> None:
+    """Quantise the model in `source` dynamically and remove that file.
+
+    Weights of matrix products become int8. Activations become uint8, with a range that is computed
+    at run time. Products in `excluded` stay as they are.
+    """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    size = sum(part.stat().st_size for part in parts_of(whole))
-    model = onnx.load(whole, load_external_data=False)
-    # the quantiser transposes weights, whose shapes these would contradict
+    size = sum(part.stat().st_size for part in parts_of(source))
+    model = onnx.load(source, load_external_data=False)
+    # The quantiser transposes weights; the recorded shapes would be wrong.
     del model.graph.value_info[:]
-    onnx.save(model, whole)
+    onnx.save(model, source)
     quantize_dynamic(
-        whole,
+        source,
         file,
         op_types_to_quantize=["MatMul"],
         per_channel=True,
         weight_type=QuantType.QInt8,
-        # what becomes of a Gemm before that
-        nodes_to_exclude=kept + [f"{name}_MatMul" for name in kept],
-        # a quarter of it is left, and one protobuf message takes 2 GiB
+        # the quantiser first turns a Gemm into NAME_MatMul
+        nodes_to_exclude=excluded + [f"{name}_MatMul" for name in excluded],
+        # a quarter of the size is left, and a protobuf message is limited to 2 GiB
         use_external_data_format=size >= 2**32,
     )
     for part in parts_of(file):
-        shutil.copymode(whole, part)  # the second one would be for this user alone
-    for part in parts_of(whole):
+        shutil.copymode(source, part)  # the external data file is otherwise private
+    for part in parts_of(source):
         part.unlink()
 
 
@@ -215,4 +226,9 @@ def _load_onnx(file: Path) -> Program:
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3  # errors
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
+
+    def run(images: Tensor) -> Tensor:
+        outputs = session.run([OUTPUT], {INPUT: images.numpy()})
+        return torch.from_numpy(outputs[0])
+
+    return run

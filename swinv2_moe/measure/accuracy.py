@@ -1,18 +1,16 @@
-"""Accuracy of a checkpoint: overall, per class, its calibration, and how both follow the capacity
-factor.
+"""Accuracy and calibration of a checkpoint, overall, per class and by capacity factor.
 
-- Top-k: the target is among the k likeliest classes; of equally likely ones the first counts as
-  likelier.
+- Top-k: the target is among the k most probable classes. Of equally probable classes, the first one
+  ranks higher.
 - Calibration: the expected calibration error in 15 bins of equal width (Guo et al. 2017, arXiv
   1706.04599, equation 3).
-- Dropped share: of all choices of an expert by a token, those that found it full; over all MoE
-  layers and batches, repeated and blank images included.
-- Speed: forward passes of one batch of the images, already on the device; the slowest rank's time
-  counts.
+- Dropped share: the share of token-expert choices that exceed the expert's capacity, over all MoE
+  layers and batches. Repeated and blank images are included.
+- Speed: forward passes of one batch that is already on the device. The slowest rank's time counts.
 
-Every image counts once on any number of ranks. Dropless (capacity factor 0), what is said of an
-image depends, rounding aside, neither on that number nor on the batch size. With a limit it does:
-which tokens find their expert full is up to the images that share a batch.
+Every image counts once on any number of ranks. Without capacity (factor 0), an image's result
+depends neither on the number of ranks nor on the batch size, except for rounding. With a capacity
+it does: the images of a batch compete for the experts.
 
 N images, C classes
 """
@@ -23,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -47,15 +45,17 @@ from swinv2_moe.train.distributed import World
 from swinv2_moe.train.evaluation import Predictions, predict
 from swinv2_moe.train.record import Bar
 
+if TYPE_CHECKING:  # importing matplotlib takes half a second
+    from matplotlib.axes import Axes
+
 BINS = 15
 ROUNDS, WARMUP = 20, 2  # of timing
-_SWEPT = ("top1", "top5", "loss", "ece", "dropped_share")  # what is kept of each factor in a sweep
+_SWEPT = ("top1", "top5", "loss", "ece", "dropped_share")  # reported for each factor of a sweep
 
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """Routing other than the checkpoint's configuration says; each is None or empty where it is not
-    asked for.
+    """Options that override the checkpoint's routing; None or empty leaves it as configured.
 
     Raises:
         UserError: a factor that is not finite.
@@ -63,19 +63,16 @@ class RoutingOptions:
 
     capacity_factor: float | None = None
     top_k: int | None = None
-    sweep: tuple[float, ...] = ()  # capacity factors to compare with that one
+    sweep: tuple[float, ...] = ()  # further capacity factors to compare with
 
     def __post_init__(self) -> None:
-        for option, factors in (
-            ("capacity-factor", [self.capacity_factor or 0.0]),
-            ("sweep", self.sweep),
-        ):
-            for factor in factors:
-                if not math.isfinite(factor):
-                    raise UserError(f"--{option} is {factor}, it must be finite (0: dropless)")
+        if self.capacity_factor is not None:
+            _check_finite("capacity-factor", self.capacity_factor)
+        for factor in self.sweep:
+            _check_finite("sweep", factor)
 
     def opts(self) -> list[str]:
-        """As KEY VALUE ..."""
+        """The overrides as KEY VALUE ..."""
         keys = {
             "MODEL.MOE.EVAL_CAPACITY_FACTOR": self.capacity_factor,
             "MODEL.MOE.TOP_K": self.top_k,
@@ -83,18 +80,23 @@ class RoutingOptions:
         return as_opts({key: value for key, value in keys.items() if value is not None})
 
     def check_experts(self, source: Checkpoint, num_experts: int) -> None:
-        """Raise UserError where something is asked for that a dense model has not."""
-        asked = {
+        """Raise UserError if an option is given for a dense model."""
+        options = {
             "capacity-factor": self.capacity_factor,
             "top-k": self.top_k,
             "sweep": self.sweep or None,
         }
-        for option, value in asked.items():
+        for option, value in options.items():
             if value is not None and not num_experts:
                 raise UserError(
                     f"--{option}: checkpoint {source.directory} is a dense model's, it has no"
                     " experts"
                 )
+
+
+def _check_finite(option: str, factor: float) -> None:
+    if not math.isfinite(factor):
+        raise UserError(f"--{option} is {factor}, it must be finite (0: dropless)")
 
 
 def evaluate_checkpoint(
@@ -104,82 +106,104 @@ def evaluate_checkpoint(
     opts: Sequence[str] = (),
     routing: RoutingOptions = RoutingOptions(),
 ) -> dict | None:
-    """All that the head of this module says, of the checkpoint or run `resume`. Every rank calls
-    this.
+    """Measure the checkpoint or run `resume` as this module's docstring says. Called by every rank.
 
-    Other arguments as in `open_deployed`.
+    Args:
+        data, dataset, opts: as in `open_deployed`.
 
     Returns:
-        On the main rank what is worth keeping, ready for JSON: accuracy, confidence and calibration
-        in percent, dropped shares of 1. On the others None.
+        On the main rank the results, ready for JSON: accuracy, confidence and calibration in
+        percent, dropped shares from 0 to 1. None on the other ranks.
 
     Raises:
         UserError: input that cannot be used, other classes in the data, outputs that are not
             finite.
     """
-    with open_deployed(
-        resume, data, dataset, [*opts, *routing.opts()], asdict(routing)
-    ) as deployed:
+    opts = list(opts) + routing.opts()
+    with open_deployed(resume, data, dataset, opts, asdict(routing)) as deployed:
         experts, world = deployed.model_config.experts, deployed.world
         routing.check_experts(deployed.source, experts.num_experts)
         subject = _Subject.of(deployed)
-        own = experts.eval_capacity_factor
-        factors = sorted({own, *routing.sweep}, key=_room)
+        configured = experts.eval_capacity_factor
+        factors = sorted({configured} | set(routing.sweep), key=_capacity_order)
         passes = {factor: subject.predictions(factor) for factor in factors}
-        speeds = None
+        speeds = {}
         if routing.sweep:
-            speeds = subject.speeds(factors, own)
+            speeds = subject.speeds(factors, configured)
     if not world.is_main:
         return None
-    if not all(np.isfinite(one.predictions.losses).all() for one in passes.values()):
-        raise UserError(f"checkpoint {deployed.source.directory}: its outputs are not finite")
-    measured = {factor: one.measured(subject.class_names) for factor, one in passes.items()}
-    found = deployed.facts() | subject.facts() | measured[own]
-    if (layer := experts.layer) is not None:
-        found |= {"num_experts": layer.num_experts, "top_k": layer.top_k, "capacity_factor": own}
-        found |= {"dropped_share_by_layer": passes[own].by_layer}
+    for evaluated in passes.values():
+        if not np.isfinite(evaluated.predictions.losses).all():
+            raise UserError(f"checkpoint {deployed.source.directory}: its outputs are not finite")
+    measured = {factor: passes[factor].measured(subject.class_names) for factor in factors}
+    results = deployed.facts() | subject.facts() | measured[configured]
+    layer = experts.layer
+    if layer is not None:
+        results["num_experts"] = layer.num_experts
+        results["top_k"] = layer.top_k
+        results["capacity_factor"] = configured
+        results["dropped_share_by_layer"] = passes[configured].by_layer
     if speeds:
-        accuracy = {factor: {key: one[key] for key in _SWEPT} for factor, one in measured.items()}
-        rows = [
-            {"capacity_factor": factor} | accuracy[factor] | speeds[factor] for factor in factors
-        ]
-        found |= {"rounds": ROUNDS, "sweep": rows}
-    return found
+        rows = []
+        for factor in factors:
+            accuracy = {key: measured[factor][key] for key in _SWEPT}
+            rows.append({"capacity_factor": factor} | accuracy | speeds[factor])
+        results["rounds"] = ROUNDS
+        results["sweep"] = rows
+    return results
 
 
-def measure(found: Predictions, class_names: Sequence[str]) -> dict:
-    """Accuracy, mean confidence and calibration in percent and the mean cross-entropy. None: the
-    accuracy of a class without images, and top-5 where there are no more than five classes.
+def measure(predictions: Predictions, class_names: Sequence[str]) -> dict:
+    """Accuracy, mean confidence and calibration in percent, and the mean cross-entropy.
+
+    None stands for the accuracy of a class without images, and for top-5 of at most five classes.
 
     Args:
-        found: of at least one image.
+        predictions: of at least one image.
     """
-    hits = found.ranks == 0
-    counts = np.bincount(found.targets, minlength=len(class_names))
-    correct = np.bincount(found.targets[hits], minlength=len(class_names))
-    per_class = zip(class_names, counts.tolist(), correct.tolist(), strict=True)
+    hits = predictions.ranks == 0
+    top5 = None
+    if len(class_names) > 5:
+        top5 = _percent(predictions.ranks < 5)
     return {
         "images": len(hits),
-        "top1": 100 * float(hits.mean()),
-        "top5": 100 * float((found.ranks < 5).mean()) if len(class_names) > 5 else None,
-        "loss": float(found.losses.mean()),
-        "confidence": 100 * float(found.confidence.mean()),
-        "ece": 100 * calibration_error(found.confidence, hits),
-        "reliability": reliability(found.confidence, hits),
-        "per_class": [
-            {"name": name, "images": n, "top1": 100 * c / n if n else None}
-            for name, n, c in per_class
-        ],
+        "top1": _percent(hits),
+        "top5": top5,
+        "loss": float(predictions.losses.mean()),
+        "confidence": _percent(predictions.confidence),
+        "ece": 100 * calibration_error(predictions.confidence, hits),
+        "reliability": reliability(predictions.confidence, hits),
+        "per_class": _per_class(predictions.targets, hits, class_names),
     }
 
 
+def _per_class(targets: np.ndarray, hits: np.ndarray, class_names: Sequence[str]) -> list[dict]:
+    counts = np.bincount(targets, minlength=len(class_names)).tolist()
+    correct = np.bincount(targets[hits], minlength=len(class_names)).tolist()
+    classes = []
+    for name, images, right in zip(class_names, counts, correct, strict=True):
+        top1 = None
+        if images:
+            top1 = 100 * right / images
+        classes.append({"name": name, "images": images, "top1": top1})
+    return classes
+
+
+def _percent(shares: np.ndarray) -> float | None:
+    """100 times the mean; None of an empty array."""
+    if not len(shares):
+        return None
+    return 100 * float(shares.mean())
+
+
 def calibration_error(confidence: np.ndarray, hits: np.ndarray, bins: int = BINS) -> float:
-    """The expected calibration error: the mean over bins, by their images, of |accuracy - mean
-    confidence|; of 1.
+    """Expected calibration error, from 0 to 1.
+
+    It is the mean of |accuracy - mean confidence| over the bins, weighted by their images.
 
     Args:
-        confidence: [N], N > 0, of 1: the softmax probability of the predicted class.
-        hits: bool [N], whether that is the target.
+        confidence: [N], N > 0: the softmax probability of the predicted class, from 0 to 1.
+        hits: bool [N], whether the predicted class is the target.
 
     Source: Guo et al. 2017, arXiv 1706.04599, equation 3.
     """
@@ -188,18 +212,18 @@ def calibration_error(confidence: np.ndarray, hits: np.ndarray, bins: int = BINS
 
 
 def reliability(confidence: np.ndarray, hits: np.ndarray, bins: int = BINS) -> list[dict]:
-    """Each bin of `calibration_error` up to a confidence: its images, mean confidence and accuracy,
-    in percent."""
-    chosen = [_bin_of(confidence, bins) == m for m in range(bins)]
-    return [
-        {
-            "up_to": 100 * (m + 1) / bins,
-            "images": int(own.sum()),
-            "confidence": 100 * float(confidence[own].mean()) if own.any() else None,
-            "top1": 100 * float(hits[own].mean()) if own.any() else None,
-        }
-        for m, own in enumerate(chosen)
-    ]
+    """The bins of `calibration_error`: upper confidence, images, mean confidence and accuracy.
+
+    Confidence and accuracy are in percent; None in an empty bin.
+    """
+    bin_of_image = _bin_of(confidence, bins)
+    rows = []
+    for m in range(bins):
+        in_bin = bin_of_image == m
+        row = {"up_to": 100 * (m + 1) / bins, "images": int(in_bin.sum())}
+        row |= {"confidence": _percent(confidence[in_bin]), "top1": _percent(hits[in_bin])}
+        rows.append(row)
+    return rows
 
 
 def _bin_of(confidence: np.ndarray, bins: int) -> np.ndarray:
@@ -207,9 +231,8 @@ def _bin_of(confidence: np.ndarray, bins: int) -> np.ndarray:
     return np.digitize(confidence, np.arange(1, bins) / bins, right=True)
 
 
-def draw_sweep(found: dict, path: Path) -> None:
-    """A PNG of what `evaluate_checkpoint` found in a sweep: top-1 against images/s, with the
-    quartiles of the rounds.
+def draw_sweep(results: dict, path: Path) -> None:
+    """A PNG of the sweep in `evaluate_checkpoint`'s results: top-1 against images/s.
 
     Raises:
         UserError: a file that cannot be written.
@@ -217,24 +240,29 @@ def draw_sweep(found: dict, path: Path) -> None:
     figure = new_figure(9, 5)
     axes = figure.subplots()
     rows = sorted(
-        found["sweep"],
+        results["sweep"],
         key=lambda row: (row["top1"], row["images_per_second"]["median"]),
         reverse=True,
     )
-    colours = [COLOURS[row["capacity_factor"] == found["capacity_factor"]] for row in rows]
+    colours = [COLOURS[row["capacity_factor"] == results["capacity_factor"]] for row in rows]
     for row, colour in zip(rows, colours, strict=True):
         speed, (low, high) = row["images_per_second"].values()
-        axes.errorbar(
-            speed,
-            row["top1"],
-            xerr=[[speed - low], [high - speed]],
-            fmt="o",
-            capsize=3,
-            color=colour,
-        )
+        errors = [[speed - low], [high - speed]]
+        axes.errorbar(speed, row["top1"], xerr=errors, fmt="o", capsize=3, color=colour)
+    _label_points(axes, rows, colours)
+    model = f"{results['num_experts']} experts, K = {results['top_k']}"
+    axes.set_title(f"{results['checkpoint']}, {model}", loc="left")
+    rounds = f"median and quartiles of {results['rounds']} rounds"
+    axes.set_xlabel(f"images/s, {rounds}\n{results['machine']}")
+    axes.set_ylabel("top-1, %")
+    tidy(axes)
+    save_png(figure, path)
+
+
+def _label_points(axes: "Axes", rows: list[dict], colours: list[str]) -> None:
+    """Label the points, sorted from the top, in a column on the right, since points may overlap."""
     bottom, top = axes.get_ylim()
-    # of the last label: they stand in a column, for points may lie close together
-    height = math.inf
+    height = math.inf  # of the label above
     style = {"textcoords": ("axes fraction", "data"), "va": "center", "fontsize": 9, "zorder": 0}
     style["arrowprops"] = {"arrowstyle": "-", "color": COLOURS[5], "relpos": (0, 0.5)}
     for row, colour in zip(rows, colours, strict=True):
@@ -242,19 +270,10 @@ def draw_sweep(found: dict, path: Path) -> None:
         label = f"f = {row['capacity_factor']:g}, {row['dropped_share']:.1%} dropped"
         point = row["images_per_second"]["median"], row["top1"]
         axes.annotate(label, point, (1.02, height), color=colour, **style)
-    axes.set_title(
-        f"{found['checkpoint']}, {found['num_experts']} experts, K = {found['top_k']}", loc="left"
-    )
-    axes.set_xlabel(
-        f"images/s, median and quartiles of {found['rounds']} rounds\n{found['machine']}"
-    )
-    axes.set_ylabel("top-1, %")
-    tidy(axes)
-    save_png(figure, path)
 
 
-def _room(factor: float) -> float:
-    """For sorting by the room that tokens find."""
+def _capacity_order(factor: float) -> float:
+    """Sort key: by capacity, unlimited (0) last."""
     return abs(factor) or math.inf
 
 
@@ -264,10 +283,10 @@ def _spread(values: list[float]) -> dict:
 
 
 class _Pass(NamedTuple):
-    """Over all validation images, at one capacity factor."""
+    """Results of all validation images at one capacity factor."""
 
     predictions: Predictions
-    dropped_share: float | None  # of a dense model None
+    dropped_share: float | None  # None for a dense model
     by_layer: dict[str, float]
 
     def measured(self, class_names: Sequence[str]) -> dict:
@@ -276,8 +295,7 @@ class _Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class _Subject:
-    """A checkpoint's model on its device, and the validation images; every method is for all
-    ranks."""
+    """A checkpoint's model on its device, and the validation images. All ranks call each method."""
 
     world: World
     model: nn.Module
@@ -316,7 +334,7 @@ class _Subject:
     def predictions(self, factor: float) -> _Pass:
         """Raises UserError where too many images cannot be read."""
         layers = moe_layers(self.model)
-        # dropped choices, choices
+        # columns: dropped choices, choices
         totals = torch.zeros(len(layers), 2, dtype=torch.float64, device=self.world.device)
 
         def after_batch() -> None:
@@ -338,8 +356,7 @@ class _Subject:
         return _Pass(found, share, dict(zip(layers, (dropped / choices).tolist(), strict=True)))
 
     def speeds(self, factors: list[float], base: float) -> dict[float, dict]:
-        """Images/s of all ranks together at each factor, and over those at `base` in the same
-        rounds."""
+        """Images/s of all ranks together at each factor, and their ratio to `base` by round."""
         images = next(iter(self.loader)).images.to(self.world.device)
 
         @torch.inference_mode()
@@ -351,14 +368,17 @@ class _Subject:
         with prepared(self.model), self._bar("timing", len(factors) * (WARMUP + ROUNDS)) as bar:
             passes = {str(factor): partial(forward, factor) for factor in factors}
             times = interleaved(passes, ROUNDS, WARMUP, self.world)
-        count, found = sum(self.world.gather(len(images))), {}
+        num_images = sum(self.world.gather(len(images)))
+        speeds = {}
         for factor in factors:
-            own = times[str(factor)]
-            found[factor] = {
-                "images_per_second": _spread([1e3 * count / milliseconds for milliseconds in own])
+            rounds = times[str(factor)]
+            rates = [1e3 * num_images / milliseconds for milliseconds in rounds]
+            relative = ratios(times[str(base)], rounds)
+            speeds[factor] = {
+                "images_per_second": _spread(rates),
+                "speed_ratio": _spread(relative),
             }
-            found[factor]["speed_ratio"] = _spread(ratios(times[str(base)], own))
-        return found
+        return speeds
 
     def _bar(self, what: str, total: int) -> Bar:
         console = Console()
@@ -367,7 +387,7 @@ class _Subject:
 
 @contextmanager
 def _capacity_factor(model: nn.Module, factor: float) -> Iterator[None]:
-    """Every MoE layer's in evaluation, for the block's length."""
+    """Set the evaluation capacity factor of every MoE layer within the block."""
     layers = [module for module in model.modules() if isinstance(module, MoEMlp)]
     before = [layer.eval_capacity_factor for layer in layers]
     try:
@@ -375,5 +395,5 @@ def _capacity_factor(model: nn.Module, factor: float) -> Iterator[None]:
             layer.eval_capacity_factor = factor
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer.eval_capacity_factor = own
+        for layer, configured in zip(layers, before, strict=True):
+            layer.eval_capacity_factor = configured

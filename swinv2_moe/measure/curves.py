@@ -22,8 +22,7 @@ class Panel(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """What a panel draws: the curves of each run by their labels; `from_zero`: the axis of the
-    values begins there."""
+    """A panel's content: the curves of each run by label. `from_zero`: the y axis starts at 0."""
 
     title: str
     note: str
@@ -32,7 +31,13 @@ class Figure(NamedTuple):
 
 
 def _step(key: str, scale: float = 1) -> Callable[[RunRecord], Points]:
-    return lambda run: run.curve(lambda step: None if step.get(key) is None else scale * step[key])
+    def scaled(step: dict) -> float | None:
+        value = step.get(key)
+        if value is None:
+            return None
+        return scale * value
+
+    return lambda run: run.curve(scaled)
 
 
 def _epoch(key: str) -> Callable[[RunRecord], Points]:
@@ -46,7 +51,9 @@ def _top5(run: RunRecord) -> Points:
 
 
 def _aux_loss(run: RunRecord) -> Points:
-    return run.curve(lambda step: step.get("aux_loss") if "moe_layers" in step else None)
+    if not run.layers:
+        return [], []
+    return run.curve(lambda step: step.get("aux_loss"))
 
 
 _FIGURES = (
@@ -64,12 +71,12 @@ _FIGURES = (
     Figure("Auxiliary loss", "load balancing, before its weight", {"": _aux_loss}),
     Figure(
         "Dropped tokens",
-        "% of the choices, which found their expert full",
+        "% of the choices that exceed an expert's capacity",
         {"": _step("moe/dropped_share", 100)},
     ),
     Figure(
         "Routing entropy",
-        "of the router's probabilities, nats; 0: always certain",
+        "of the router's probabilities, in nats; 0: one expert has probability 1",
         {"": _step("moe/entropy")},
     ),
     Figure(
@@ -83,47 +90,73 @@ _FIGURES = (
 
 
 def draw_curves(runs: Sequence[RunRecord]) -> list[Panel]:
-    """A panel for everything that a run has values of; two runs share their panels, except for the
-    experts' loads."""
-    panels = [panel for figure in _FIGURES if (panel := _draw(figure, runs))]
-    return panels + [
-        panel for run in runs for panel in _loads(run, f" ({run.name})" if len(runs) > 1 else "")
-    ]
+    """The panels of all quantities that a run has logged.
+
+    Two runs share a panel, except that each has its own panels of expert load.
+    """
+    panels = [_draw(figure, runs) for figure in _FIGURES]
+    panels = [panel for panel in panels if panel is not None]
+    for run in runs:
+        suffix = ""
+        if len(runs) > 1:
+            suffix = f" ({run.name})"
+        panels += _loads(run, suffix)
+    return panels
+
+
+class _Line(NamedTuple):
+    """A curve of a panel."""
+
+    run: int
+    curve: int
+    name: str
+    points: Points
+
+    def style(self, num_runs: int) -> dict:
+        """Of several runs, the colour shows the run and the dashes show the curve."""
+        if num_runs == 1:
+            return {"color": COLOURS[self.curve]}
+        if self.curve == 0:
+            return {"color": COLOURS[self.run]}
+        return {"color": COLOURS[self.run], "dashes": (4, 2)}
+
+
+def _lines(figure: Figure, runs: Sequence[RunRecord]) -> list[_Line]:
+    lines = []
+    for i, run in enumerate(runs):
+        for j, (label, curve) in enumerate(figure.curves.items()):
+            name = label
+            if len(runs) > 1:
+                name = f"{run.name} {label}".strip()
+            points = curve(run)
+            if points[0]:
+                lines.append(_Line(i, j, name, points))
+    return lines
 
 
 def _draw(figure: Figure, runs: Sequence[RunRecord]) -> Panel | None:
-    lines = [
-        (i, label, curve(run))
-        for i, run in enumerate(runs)
-        for label, curve in figure.curves.items()
-    ]
-    lines = [line for line in lines if line[2][0]]
+    lines = _lines(figure, runs)
     if not lines:
         return None
     canvas = new_figure(_WIDTH, _HEIGHT)
     axes = canvas.subplots()
-    for i, label, points in lines:
-        number = list(figure.curves).index(label)
-        x, y = thin(*points)
-        style = {"color": COLOURS[number]}
-        if len(runs) > 1:  # colours tell the runs, dashes the curves
-            style = {"color": COLOURS[i], "dashes": (4, 2) if number else ()}
-        axes.plot(x, y, linewidth=1.6, marker="o" if len(x) == 1 else "", **style)
+    for line in lines:
+        steps, values = line.points
+        x, y = thin(steps, values)
+        marker = "o" if len(x) == 1 else ""  # a single point has no line
+        axes.plot(x, y, linewidth=1.6, marker=marker, **line.style(len(runs)))
     if figure.from_zero:
         axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
-    # handles too: of its own accord, a legend leaves out a name that begins with _
     if len(lines) > 1:
-        names = [
-            f"{runs[i].name} {label}".strip() if len(runs) > 1 else label for i, label, _ in lines
-        ]
-        axes.legend(axes.lines, names, frameon=False, fontsize=8)
+        # With explicit handles: otherwise the legend omits names that begin with _.
+        axes.legend(axes.lines, [line.name for line in lines], frameon=False, fontsize=8)
     tidy(axes)
     return Panel(figure.title, figure.note, to_svg(canvas, figure.title))
 
 
 def _loads(run: RunRecord, suffix: str) -> Iterator[Panel]:
-    """Each MoE layer's load over the steps, an expert a row."""
+    """A panel for each MoE layer: a heat map of its experts' load over the steps."""
     for layer in run.layers:
         steps, loads = run.load(layer)
         rows = [thin(steps, expert)[1] for expert in zip(*loads, strict=True)]
@@ -143,9 +176,8 @@ def _loads(run: RunRecord, suffix: str) -> Iterator[Panel]:
         axes.set_ylabel("expert")
         axes.locator_params(axis="y", integer=True)
         title = f"Expert load, {place(layer)}{suffix}"
-        yield Panel(
-            title, "of an even share of the tokens, which is 1 and white", to_svg(canvas, title)
-        )
+        note = "tokens relative to an even share, which is 1 and white"
+        yield Panel(title, note, to_svg(canvas, title))
 
 
 def place(layer: str) -> str:
@@ -155,7 +187,8 @@ def place(layer: str) -> str:
     """
     numbers = [int(part) + 1 for part in layer.split(".") if part.isdecimal()]
     if len(numbers) == 2:
-        return "stage {}, block {}".format(*numbers)
+        stage, block = numbers
+        return f"stage {stage}, block {block}"
     if len(numbers) == 1:
         return f"block {numbers[0]}"
     return layer

@@ -1,5 +1,4 @@
-"""A run, or two side by side, as one HTML page that needs nothing else: no network, no script, no
-other file."""
+"""Report of one run, or of two side by side, as one HTML page without scripts or other files."""
 
 import base64
 import io
@@ -25,13 +24,13 @@ from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.routing import columns, record_choices
 
-_IMAGES = 8  # whose predictions are shown
-_ROUTED = 4  # of them with the experts of their patches
-_GUESSES = 3
+_IMAGES = 8  # validation images with predictions
+_ROUTED = 4  # images with the experts of their patches
+_GUESSES = 3  # classes of a prediction
 
 
 class Prediction(NamedTuple):
-    """One validation image; `guesses` are classes and their probabilities, the likeliest first."""
+    """One validation image. `guesses`: classes and probabilities, the most probable first."""
 
     image: str  # a data URL
     truth: str
@@ -40,8 +39,10 @@ class Prediction(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What the run's newest checkpoint says of some images; `problem`: why it says nothing, or what
-    may mislead."""
+    """Predictions of the run's newest checkpoint.
+
+    `problem`: why there are none, or a warning about them.
+    """
 
     predictions: Sequence[Prediction] = ()
     # a title and a data URL: the images, then one for each MoE layer
@@ -53,46 +54,56 @@ def render(runs: Sequence[RunRecord], data: str | None = None, opts: Sequence[st
     """The page of one run, or of two.
 
     Args:
-        data: where the validation images lie now; None: where they lay in training. Without them,
-            or without a whole checkpoint, the page says so in their place.
+        data: the validation images; None: those of the training. Without images or a complete
+            checkpoint, the page has a message in place of the predictions.
         opts: as in `open_deployed`.
     """
-    folder = Path(__file__).parent
-    template = Environment(loader=FileSystemLoader(folder), autoescape=True).get_template(
-        "report.html.j2"
-    )
-    facts = [_facts(run) for run in runs]
-    defaults, configs = dict(flatten(default_config())), [dict(flatten(run.config)) for run in runs]
-    differing = [
-        key for key, value in defaults.items() if any(config[key] != value for config in configs)
-    ]
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    template = environment.get_template("report.html.j2")
+    sections = [_section(run, data, opts) for run in runs]
+    labels: dict[str, None] = {}  # of the facts of all runs, in order
+    for section in sections:
+        labels |= dict.fromkeys(section["facts"])
     return template.render(
         title=" beside ".join(run.name for run in runs),
         subtitle="; ".join(_status(run) for run in runs),
-        labels=list(dict.fromkeys(label for found in facts for label in found)),
-        runs=[
-            {
-                "name": run.name,
-                "facts": found,
-                "samples": take_samples(run, data, opts),
-                "config": run.config.dump(),
-                "environments": [_environment(run, i) for i in range(len(run.environments))],
-            }
-            for run, found in zip(runs, facts, strict=True)
-        ],
+        labels=list(labels),
+        runs=sections,
         panels=draw_curves(runs),
-        differences=[
-            (key, defaults[key], [config[key] for config in configs]) for key in differing
-        ],
+        differences=_differences(runs),
         footer=f"Made by tools/report.py on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC.",
     )
 
 
+def _section(run: RunRecord, data: str | None, opts: Sequence[str]) -> dict:
+    """The page's values for one run."""
+    return {
+        "name": run.name,
+        "facts": _facts(run),
+        "samples": take_samples(run, data, opts),
+        "config": run.config.dump(),
+        "environments": [_environment(run, i) for i in range(len(run.environments))],
+    }
+
+
+def _differences(runs: Sequence[RunRecord]) -> list[tuple[str, object, list]]:
+    """Configuration keys that are not at their default: key, default, value of each run."""
+    configs = [flatten(run.config) for run in runs]
+    differences = []
+    for key, default in flatten(default_config()).items():
+        values = [config[key] for config in configs]
+        if any(value != default for value in values):
+            differences.append((key, default, values))
+    return differences
+
+
 def take_samples(run: RunRecord, data: str | None = None, opts: Sequence[str] = ()) -> Samples:
-    """Predictions, dropless, for validation images that are spread evenly over the data set."""
-    dropless = ["MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0"] if run.layers else []
+    """Dropless predictions for validation images, evenly spaced over the data set."""
+    opts = list(opts)
+    if run.layers:
+        opts = ["MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0"] + opts
     try:
-        with open_deployed(str(run.directory), data, None, [*dropless, *opts]) as deployed:
+        with open_deployed(str(run.directory), data, None, opts) as deployed:
             return _predict(deployed)
     except UserError as error:
         return Samples(problem=f"No predictions: {error}")
@@ -105,48 +116,54 @@ def _predict(deployed: Deployed) -> Samples:
     renamed = deployed.compare_classes(sources.class_names)
     model = deployed.model(len(sources.class_names))
     dataset = ImageDataset(sources.val, data, is_train=False)
-    chosen = [
-        dataset[i] for i in np.linspace(0, len(dataset) - 1, min(_IMAGES, len(dataset))).astype(int)
-    ]
-    chosen = [sample for sample in chosen if not sample.unreadable]
-    if not chosen:
+    indices = np.linspace(0, len(dataset) - 1, min(_IMAGES, len(dataset))).astype(int)
+    samples = [dataset[i] for i in indices]
+    samples = [sample for sample in samples if not sample.unreadable]
+    if not samples:
         return Samples(problem="No predictions: none of the images chosen for them can be read.")
-    images = torch.stack([sample.image for sample in chosen])
+    images = torch.stack([sample.image for sample in samples])
     with record_choices(model) as choices, build_autocast(deployed.config, deployed.world)():
         logits = model(images.to(deployed.world.device))
-    pictures = columns(
-        images,
-        {name: ids.cpu() for name, ids in choices.items()},
-        data.mean,
-        data.std,
-    )
-    titles = ["images", *(place(name) for name in choices)]
-    known = deployed.source.meta["class_names"] or sources.class_names
-    return Samples(
-        _predictions(
-            chosen, pictures[0], logits.float().softmax(1).cpu(), sources.class_names, known
-        ),
-        [(title, _data_url(_row(p))) for title, p in zip(titles, pictures, strict=True)]
-        if choices
-        else [],
-        renamed or "",
-    )
+    probs = logits.float().softmax(1).cpu()
+    choices = {name: ids.cpu() for name, ids in choices.items()}
+    pictures = columns(images, choices, data.mean, data.std)
+    class_names = deployed.source.meta["class_names"] or sources.class_names
+    predictions = _predictions(samples, pictures[0], probs, sources.class_names, class_names)
+    routing = []
+    if choices:
+        titles = ["images"] + [place(name) for name in choices]
+        for title, column in zip(titles, pictures, strict=True):
+            routing.append((title, _data_url(_row(column))))
+    return Samples(predictions, routing, renamed or "")
 
 
 def _predictions(
-    samples: list[Sample], photos: np.ndarray, probs: Tensor, names: list[str], known: list[str]
+    samples: list[Sample],
+    photos: np.ndarray,
+    probs: Tensor,
+    data_names: list[str],
+    model_names: list[str],
 ) -> list[Prediction]:
-    """`names`: the data's of the classes; `known`: the checkpoint's."""
+    """The most probable classes of each image.
+
+    Args:
+        photos: uint8 [B, s, s, 3].
+        probs: [B, classes].
+        data_names: class names of the data set.
+        model_names: class names of the checkpoint.
+    """
     best = probs.topk(min(_GUESSES, probs.shape[1]))
-    return [
-        Prediction(
-            _data_url(photo),
-            names[sample.target],
-            int(ids[0]) == sample.target,
-            [(known[i], p) for i, p in zip(ids.tolist(), values.tolist(), strict=True)],
-        )
-        for sample, photo, values, ids in zip(samples, photos, *best, strict=True)
-    ]
+    all_ids, all_probs = best.indices.tolist(), best.values.tolist()
+    predictions = []
+    for i, sample in enumerate(samples):
+        guesses = [
+            (model_names[class_id], prob)
+            for class_id, prob in zip(all_ids[i], all_probs[i], strict=True)
+        ]
+        is_right = all_ids[i][0] == sample.target
+        truth = data_names[sample.target]
+        predictions.append(Prediction(_data_url(photos[i]), truth, is_right, guesses))
+    return predictions
 
 
 def _row(pictures: np.ndarray) -> np.ndarray:
@@ -161,15 +178,15 @@ def _data_url(picture: np.ndarray) -> str:
 
 
 def _status(run: RunRecord) -> str:
-    last = run.steps[-1]
-    where = f"step {last['step']:,} of epoch {last['epoch']} of {run.config.TRAIN.EPOCHS}"
-    state = "finished" if run.summary else f"not finished, last logged at {where}"
-    cut = (
-        f"; {run.damaged_lines} damaged lines of metrics.jsonl left out"
-        if run.damaged_lines
-        else ""
-    )
-    return f"{run.config.MODEL.TYPE}, {_experts(run)}; {state}{cut}"
+    state = "finished"
+    if not run.summary:
+        last = run.steps[-1]
+        epochs = f"epoch {last['epoch']} of {run.config.TRAIN.EPOCHS}"
+        state = f"not finished, last logged at step {last['step']:,} of {epochs}"
+    damaged = ""
+    if run.damaged_lines:
+        damaged = f"; {run.damaged_lines} damaged lines of metrics.jsonl left out"
+    return f"{run.config.MODEL.TYPE}, {_experts(run)}; {state}{damaged}"
 
 
 def _experts(run: RunRecord) -> str:
@@ -188,7 +205,9 @@ def _facts(run: RunRecord) -> dict[str, str]:
         facts["top-1, best"] = f"{max(epoch['val_top1'] for epoch in run.epochs):.2f}%"
         if run.has_top5:
             facts["top-5, last"] = f"{run.epochs[-1]['val_top5']:.2f}%"
-    facts["loss, last logged"] = "not finite" if last["loss"] is None else f"{last['loss']:.3f}"
+    facts["loss, last logged"] = "not finite"
+    if last["loss"] is not None:
+        facts["loss, last logged"] = f"{last['loss']:.3f}"
     if summary:
         facts["parameters"] = f"{summary['parameters'] / 1e6:.2f}M"
         facts["MACs an image"] = f"{summary['active_macs'] / 1e6:,.1f}M"
@@ -197,7 +216,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
     if run.layers:
         facts["dropped tokens"] = f"{last['moe/dropped_share']:.2%}"
         facts["largest expert load"] = f"{last['moe/load_max']:.2f} × even"
-    if run.epochs:  # the summary's time is that of the run's last part
+    if run.epochs:  # The summary has only the time since the run was last resumed.
         facts["training and validation"] = _duration(sum(epoch["seconds"] for epoch in run.epochs))
     if summary:
         facts["processes, device"] = f"{summary['world_size']}, {summary['device']}"

@@ -1,24 +1,23 @@
-"""What the experts of a checkpoint have specialised in: pictures of its routing, and mutual
-information in bits.
+"""Expert specialisation of a checkpoint: pictures of its routing, and mutual information in bits.
 
-Measured is what the expert that a token goes to tells of the token's class, position, colour and
-contrast, over a validation set, dropless: no expert is ever full. The estimates are the plug-in
-ones, too large where images are few (Paninski, Neural Computation 15, 2003). So beside the class
-stands what is left of it when images are given each other's classes; images and not tokens, since
-those of an image have its class together. Colour and contrast are cut into kinds: of themselves the
-experts tell as much or more.
+Measured is the mutual information between a token's expert and its class, position, colour or
+contrast, over a validation set, dropless (no expert is ever full).
+
+The plug-in estimates are biased upwards for few images (Paninski, Neural Computation 15, 2003). The
+bias for classes is estimated by shuffling the images' classes: the tokens of an image share its
+class, so that images are shuffled and not tokens. Colour and contrast are quantised, which gives a
+lower bound of their mutual information.
 
 N images, B of a batch, S pixels a side, h x w tokens of an image, K choices of a token, A kinds of
 tokens, E experts
 """
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from moe_core import moe_layers, prepared
 from swinv2_moe.data import UnreadableImages, evaluation_loader
-from swinv2_moe.data.sources import ImageFiles, Source, load_sources
+from swinv2_moe.data.sources import ImageFiles, Source, Sources, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.routing_figures import classes_figure, load_figure, pictures_figure
 from swinv2_moe.measure.run_record import read_run
@@ -45,81 +44,92 @@ if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.figure import Figure
 
 _SHUFFLES = 10
-_LEVELS = 4  # of each of a patch's mean red, green and blue: 64 kinds of colour
-# between kinds; the standard deviation of a patch's brightness, of 255
+_LEVELS = 4  # of a patch's mean red, green and blue each: 64 kinds of colour
+# Limits between the kinds: standard deviation of a patch's brightness, from 0 to 255.
 _CONTRASTS = (1, 2, 4, 8, 16, 32, 64)
 _DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Bits, of what occurred so many times (any shape)."""
+    """Entropy in bits of a distribution, given by counts of any shape."""
     shares = counts[counts > 0] / counts.sum()
     return float((shares * np.log2(1 / shares)).sum())
 
 
 def mutual_information(counts: np.ndarray) -> float:
-    """Bits that one of two things tells of the other, from how often each pair occurred [A, E]: at
-    least 0, at most either's entropy."""
+    """Mutual information in bits of two variables, from the counts of each pair [A, E].
+
+    It is at least 0 and at most the entropy of either variable.
+    """
     return max(0.0, entropy(counts.sum(0)) + entropy(counts.sum(1)) - entropy(counts))
 
 
 def class_table(by_image: np.ndarray, classes: np.ndarray, num_classes: int) -> np.ndarray:
-    """How often each image chose each expert [N, E] -> how often each class did [num_classes, E];
-    classes [N]."""
+    """Choices of each expert by image [N, E] -> by class [num_classes, E]; `classes` is [N]."""
     table = np.zeros((num_classes, by_image.shape[1]), np.int64)
     np.add.at(table, classes, by_image)
     return table
 
 
 def chance_information(by_image: np.ndarray, classes: np.ndarray, num_classes: int) -> float:
-    """Bits that expert and class seem to tell of each other where images are given each other's
-    classes: the mean over 10 seeded shuffles. Arguments as in `class_table`."""
-    shuffles = [np.random.default_rng(seed).permutation(classes) for seed in range(_SHUFFLES)]
-    return float(
-        np.mean(
-            [mutual_information(class_table(by_image, found, num_classes)) for found in shuffles]
-        )
-    )
+    """Estimated mutual information of expert and class when the images' classes are shuffled.
+
+    The mean over 10 seeded shuffles. Arguments as in `class_table`.
+    """
+    bits = []
+    for seed in range(_SHUFFLES):
+        shuffled = np.random.default_rng(seed).permutation(classes)
+        bits.append(mutual_information(class_table(by_image, shuffled, num_classes)))
+    return float(np.mean(bits))
 
 
 @dataclass
 class LayerChoices:
-    """How often what chose each expert of a layer."""
+    """Counts of the choices of each expert of a layer, by image and by kind of token."""
 
     num_experts: int
-    images: list[np.ndarray] = field(default_factory=list)  # of each batch int64 [B, E]
+    images: list[np.ndarray] = field(default_factory=list)  # int64 [B, E] of each batch
     position: np.ndarray | int = 0  # int64 [h * w, E]
     colour: np.ndarray | int = 0  # int64 [64, E]
     contrast: np.ndarray | int = 0  # int64 [8, E]
 
     def add(self, ids: Tensor, pixels: Tensor) -> None:
-        """The choices ids [B, h, w, K] of a batch with pixels [B, 3, S, S] in 0 to 1."""
-        batch, *grid, _ = ids.shape
-        self.images.append(
-            self._table(torch.arange(batch, device=ids.device).view(-1, 1, 1), ids, batch)
-        )
-        positions = torch.arange(math.prod(grid), device=ids.device).view(grid)
+        """Count the choices `ids` [B, h, w, K] of a batch `pixels` [B, 3, S, S], from 0 to 1."""
+        batch, height, width, _ = ids.shape
+        grid = (height, width)
+        numbers = torch.arange(batch, device=ids.device).view(-1, 1, 1)
+        self.images.append(self._table(numbers, ids, batch))
+        positions = torch.arange(height * width, device=ids.device).view(grid)
         self.position += self._table(positions, ids, positions.numel())
         self.colour += self._table(_kind_of_colour(pixels, grid), ids, _LEVELS**3)
         self.contrast += self._table(_kind_of_contrast(pixels, grid), ids, len(_CONTRASTS) + 1)
 
     def _table(self, kinds: Tensor, ids: Tensor, num_kinds: int) -> np.ndarray:
-        """The kinds of tokens, integers [B, h, w] or what expands to that, and their choices ->
-        counts [A, E]."""
+        """Count the choices of each kind of token.
+
+        Args:
+            kinds: integers that broadcast to [B, h, w], below `num_kinds` (A).
+            ids: the tokens' experts [B, h, w, K].
+
+        Returns:
+            Counts [A, E].
+        """
         pairs = (kinds[..., None] * self.num_experts + ids).flatten()
         counts = torch.bincount(pairs, minlength=num_kinds * self.num_experts)
         return counts.view(num_kinds, self.num_experts).cpu().numpy()
 
     def summary(self, classes: np.ndarray, num_classes: int) -> dict:
-        """Load (1: an even share) and mutual information in bits, given the images' classes [N];
-        ready for JSON."""
+        """Load (1: an even share) and mutual information in bits, ready for JSON.
+
+        `classes` [N] are those of the images.
+        """
         by_image = np.concatenate(self.images)
         load = by_image.sum(0)
         return {
             "experts_used": int((load > 0).sum()),
             "load": (load / load.mean()).round(4).tolist(),
             "bits": {
-                "expert": entropy(load),  # the most that it can tell of anything
+                "expert": entropy(load),  # the upper bound of those below
                 "class": mutual_information(class_table(by_image, classes, num_classes)),
                 "class_by_chance": chance_information(by_image, classes, num_classes),
                 "position": mutual_information(self.position),
@@ -130,22 +140,21 @@ class LayerChoices:
 
 
 def _kind_of_colour(pixels: Tensor, grid: Sequence[int]) -> Tensor:
-    red, green, blue = (
-        (F.adaptive_avg_pool2d(pixels, grid) * _LEVELS).long().clamp(max=_LEVELS - 1).unbind(1)
-    )
+    levels = (F.adaptive_avg_pool2d(pixels, grid) * _LEVELS).long().clamp(max=_LEVELS - 1)
+    red, green, blue = levels.unbind(1)
     return (red * _LEVELS + green) * _LEVELS + blue
 
 
 def _kind_of_contrast(pixels: Tensor, grid: Sequence[int]) -> Tensor:
     brightness = pixels.mean(1)  # [B, S, S]
-    mean, squares = (F.adaptive_avg_pool2d(x, grid) for x in (brightness, brightness**2))
-    return torch.bucketize(
-        255 * (squares - mean**2).clamp(min=0).sqrt(), pixels.new_tensor(_CONTRASTS)
-    )
+    mean = F.adaptive_avg_pool2d(brightness, grid)
+    mean_square = F.adaptive_avg_pool2d(brightness**2, grid)
+    deviation = (mean_square - mean**2).clamp(min=0).sqrt()
+    return torch.bucketize(255 * deviation, pixels.new_tensor(_CONTRASTS))
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _Subset:
     """Some images of a source."""
 
     source: Source
@@ -182,22 +191,23 @@ def draw_routing(
     `output`.
 
     Args:
-        images: files and folders of images, from which `count` are drawn evenly for routing.png;
-            none: from the validation images.
-        limit: so many validation images, drawn evenly, in place of all of them.
-
-    Others as in `open_deployed`.
+        images: files and folders of images for routing.png; none: the validation images.
+        data, dataset, opts: as in `open_deployed`.
+        count: number of images in routing.png, evenly spaced.
+        limit: number of validation images to measure on, evenly spaced; None: all.
 
     Returns:
-        What is worth keeping, ready for JSON.
+        The results, ready for JSON.
 
     Raises:
         UserError: several processes, a dense model, a run without metrics, other input that cannot
             be used.
     """
     _check(output, count, limit)
-    with open_deployed(resume, data, dataset, [*opts, *_DROPLESS]) as deployed:
-        if not deployed.model_config.experts.num_experts:
+    opts = list(opts) + list(_DROPLESS)
+    with open_deployed(resume, data, dataset, opts) as deployed:
+        num_experts = deployed.model_config.experts.num_experts
+        if not num_experts:
             raise UserError(
                 f"checkpoint {deployed.source.directory}: a dense model, it has no experts"
             )
@@ -205,41 +215,58 @@ def draw_routing(
         if (Path(resume) / "checkpoints").is_dir():
             run = read_run(Path(resume))
         sources = load_sources(deployed.data)
-        shown = _files(images, deployed.data.max_pixels) if images else sources.val
-        shown = _Drawn(shown, spread(len(shown), count))
-        labels = [
-            Path(shown.name(i)).stem if images else sources.class_names[t]
-            for i, t in enumerate(shown.targets)
-        ]
+        shown = _choose(images, count, sources, deployed)
         model = deployed.model(num_classes=0)
-        pictures = _paint_all(model, shown, deployed, must_be_readable=bool(images))
-        measured = _Drawn(sources.val, spread(len(sources.val), limit or len(sources.val)))
+        pictures = _paint_all(model, shown.images, deployed, must_be_readable=bool(images))
+        all_images = len(sources.val)
+        measured = _Subset(sources.val, spread(all_images, limit or all_images))
         layers, classes, unreadable = _count(model, measured, deployed)
     num_classes = len(sources.class_names)
-    found = {name: layer.summary(classes, num_classes) for name, layer in layers.items()}
-    tables = {
-        name: class_table(np.concatenate(layer.images), classes, num_classes)
-        for name, layer in layers.items()
-    }
+    summaries, tables = {}, {}
+    for name, layer in layers.items():
+        summaries[name] = layer.summary(classes, num_classes)
+        tables[name] = class_table(np.concatenate(layer.images), classes, num_classes)
     figures = {
-        "routing.png": pictures_figure(
-            pictures, labels, list(layers), deployed.model_config.experts.num_experts
-        )
+        "routing.png": pictures_figure(pictures, shown.labels, list(layers), num_experts),
+        "classes.png": classes_figure(tables, sources.class_names, summaries),
     }
-    figures["classes.png"] = classes_figure(tables, sources.class_names, found)
     if run and run.layers:
         figures["load.png"] = load_figure(run)
     _save(figures, output)
-    facts = deployed.facts() | {
+    results = deployed.facts() | {
         "images": len(classes),
         "classes": num_classes,
         "class_bits": entropy(np.bincount(classes)),
     }
-    return facts | {"layers": found, "figures": list(figures), "unreadable_images": unreadable}
+    results |= {"layers": summaries, "figures": list(figures), "unreadable_images": unreadable}
+    return results
+
+
+class _Shown(NamedTuple):
+    """The images of routing.png and their labels."""
+
+    images: _Subset
+    labels: list[str]
+
+
+def _choose(names: Sequence[str], count: int, sources: Sources, deployed: Deployed) -> _Shown:
+    """`count` of the named images, or of the validation images if there are no names."""
+    if names:
+        files = _files(names, deployed.data.max_pixels)
+        chosen = _Subset(files, spread(len(files), count))
+        labels = [Path(chosen.name(i)).stem for i in range(len(chosen))]
+    else:
+        chosen = _Subset(sources.val, spread(len(sources.val), count))
+        labels = [sources.class_names[target] for target in chosen.targets]
+    return _Shown(chosen, labels)
 
 
 def _check(output: Path, count: int, limit: int | None) -> None:
-    """Raise UserError for what can be seen to be wrong before anything is read."""
+    """Check the arguments before anything is read.
+
+    Raises:
+        UserError: several processes, or a wrong argument.
+    """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: this is for one process, without torchrun"
@@ -254,29 +281,29 @@ def _check(output: Path, count: int, limit: int | None) -> None:
 
 
 def _files(names: Sequence[str], max_pixels: int) -> ImageFiles:
-    """The images that --images names, those of a folder in their order, also from folders in it."""
-    found = []
+    """The images of --images; those of a folder and its subfolders are sorted by name."""
+    files: list[Path] = []
     for path in map(Path, names):
         if not path.exists():
             raise UserError(f"--images {path}: no such file or directory")
-        inside = (
-            sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
-            if path.is_dir()
-            else [path]
-        )
+        if not path.is_dir():
+            files.append(path)
+            continue
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
         if not inside:
             raise UserError(f"--images {path}: holds no images ({' '.join(IMG_EXTENSIONS)} count)")
-        found += inside
-    paths = np.array([os.fsencode(path) for path in found])
-    return ImageFiles("", paths, np.zeros(len(found), np.int64), max_pixels)
+        files += inside
+    paths = np.array([os.fsencode(path) for path in files])
+    return ImageFiles("", paths, np.zeros(len(files), np.int64), max_pixels)
 
 
 @torch.inference_mode()
 def _paint_all(
     model: nn.Module, source: Source, deployed: Deployed, must_be_readable: bool
 ) -> list[np.ndarray]:
-    """The images, and these painted by each layer's choices: uint8 [N, s, s, 3] each."""
-    data, parts = deployed.data, []
+    """The images, and the same painted by each layer's choices: uint8 [N, s, s, 3] each."""
+    data = deployed.data
+    parts = []  # of each batch
     with prepared(model), record_choices(model) as choices:
         for images, _, unreadable in evaluation_loader(data, source):
             if must_be_readable and unreadable:
@@ -290,22 +317,26 @@ def _paint_all(
 def _count(
     model: nn.Module, source: Source, deployed: Deployed
 ) -> tuple[dict[str, LayerChoices], np.ndarray, list[str]]:
-    """Of the images that can be read the choices in each layer and the classes [N]; the paths of
-    the others."""
+    """Count the choices of all images that can be read.
+
+    Returns:
+        The choices in each layer, the images' classes [N], and the paths of unreadable images.
+    """
     data = deployed.data
-    layers = {
-        block_name(name): LayerChoices(layer.config.num_experts)
-        for name, layer in moe_layers(model).items()
-    }
+    layers = {}
+    for name, moe_layer in moe_layers(model).items():
+        layers[block_name(name)] = LayerChoices(moe_layer.config.num_experts)
     unreadable = UnreadableImages(len(source), data.max_bad_share)
-    loader, console, classes = evaluation_loader(data, source), Console(), []
+    loader, console = evaluation_loader(data, source), Console()
+    classes = []  # of each batch
     with (
         prepared(model),
         record_choices(model) as choices,
         Bar(console, "validation images", len(loader), 0, visible=console.is_terminal) as bar,
     ):
         for images, targets, bad in loader:
-            images, counted = _forward(model, images, deployed), targets >= 0
+            images = _forward(model, images, deployed)
+            counted = targets >= 0
             pixels = denormalise(images[counted], data.mean, data.std)
             for name, ids in choices.items():
                 layers[block_name(name)].add(ids[counted], pixels)
@@ -316,7 +347,7 @@ def _count(
 
 
 def _forward(model: nn.Module, images: Tensor, deployed: Deployed) -> Tensor:
-    """Run the model, for the choices; returns the images on its device."""
+    """Run the model, whose choices are being recorded; returns the images on its device."""
     images = images.to(deployed.world.device, non_blocking=True)
     with build_autocast(deployed.config, deployed.world)():
         model(images)
@@ -330,5 +361,5 @@ def _save(figures: "dict[str, Figure]", output: Path) -> None:
         raise UserError(f"--output {output}: cannot be made ({error.strerror})") from error
     for name, figure in figures.items():
         save_png(figure, output / name)
-    if "load.png" not in figures:  # perhaps there is one, of another checkpoint
+    if "load.png" not in figures:  # remove that of another checkpoint
         (output / "load.png").unlink(missing_ok=True)

@@ -24,29 +24,33 @@ _LEGEND_ENTRY = 0.8  # inches
 def pictures_figure(
     pictures: Sequence[np.ndarray], labels: Sequence[str], layers: Sequence[str], num_experts: int
 ) -> "Figure":
-    """A row an image, a column a layer: `pictures` are the images and the same painted by each
-    layer's choices, uint8 [N, s, s, 3] each."""
+    """A grid with a row for each image and a column for each layer.
+
+    `pictures`: the images, and the same painted by each layer's choices; uint8 [N, s, s, 3] each.
+    """
     picture, side = montage(pictures), pictures[0].shape[1]
     height, width = picture.shape[:2]
-    names = [_shorten(label) for label in labels]
+    names, titles = [_shorten(label) for label in labels], [""] + list(layers)
     inches = 1.5 * len(pictures) + 0.1 * max(map(len, names)) + 0.3
     figure = new_figure(inches, 1.5 * len(labels) + 0.8 + 0.2 * _legend_rows(num_experts, inches))
     axes = figure.add_subplot()
     axes.imshow(picture)
-    axes.set_xticks(np.linspace(side / 2, width - side / 2, len(pictures)), ["", *layers])
+    axes.set_xticks(np.linspace(side / 2, width - side / 2, len(pictures)), titles)
     axes.set_yticks(np.linspace(side / 2, height - side / 2, len(names)), names)
     axes.tick_params(length=0, labeltop=True, labelbottom=False)
     axes.spines[:].set_visible(False)
-    axes.set_anchor("SE")  # room that is left over is the labels'
+    axes.set_anchor("SE")  # leave the remaining space to the labels
     _expert_legend(figure, num_experts)
     return figure
 
 
 def classes_figure(
-    tables: dict[str, np.ndarray], class_names: Sequence[str], found: dict[str, dict]
+    tables: dict[str, np.ndarray], class_names: Sequence[str], summaries: dict[str, dict]
 ) -> "Figure":
-    """For each layer a heat map of how much likelier than otherwise a class makes an expert, from
-    counts [C, E]."""
+    """For each layer a heat map of P(expert | class) / P(expert), from counts [C, E].
+
+    `summaries`: of each layer, as `LayerChoices.summary` returns it.
+    """
     cols = min(len(tables), 4)
     rows = -(-len(tables) // cols)
     shown = min(len(class_names), _MOST_CLASSES)
@@ -61,7 +65,7 @@ def classes_figure(
         axes.set_yticks(range(len(order)), [_shorten(class_names[i]) for i in order], fontsize=6)
         axes.set_xticks(range(0, table.shape[1], -(-table.shape[1] // 8)))
         axes.set_xlabel("expert")
-        bits = found[layer]["bits"]
+        bits = summaries[layer]["bits"]
         axes.set_title(
             f"{layer}\n{bits['class']:.3f} bits ({bits['class_by_chance']:.3f} by chance)",
             fontsize=9,
@@ -74,14 +78,21 @@ def classes_figure(
 
 
 def preferences(table: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """From how often each class chose each expert [C, E]: P(expert | class) / P(expert) [C, E], 1
-    where there is nothing to say; and the up to `most` classes that tell most about the expert, by
-    the expert they prefer."""
+    """P(expert | class) / P(expert), and the most informative classes.
+
+    Args:
+        table: choices of each expert by each class [C, E].
+        most: the largest number of classes.
+
+    Returns:
+        The ratios [C, E], 1 where there are no choices; and up to `most` classes with the largest
+        share of the mutual information, sorted by the expert that they prefer.
+    """
     expected = np.outer(table.sum(1), table.sum(0)) / table.sum()
     lift = np.divide(table, expected, out=np.ones(table.shape), where=expected > 0)
-    # a class's part of the mutual information
-    told = (table * np.log2(np.where(table > 0, lift, 1))).sum(1)
-    chosen = np.argsort(-told, kind="stable")[:most]
+    # each class's part of the mutual information [C]
+    information = (table * np.log2(np.where(table > 0, lift, 1))).sum(1)
+    chosen = np.argsort(-information, kind="stable")[:most]
     favourite, strength = lift.argmax(1), lift.max(1)
     return lift, chosen[np.lexsort((-strength[chosen], favourite[chosen]))]
 
@@ -110,7 +121,7 @@ def load_figure(run: RunRecord) -> "Figure":
 
 
 def _tints(num_experts: int) -> np.ndarray:
-    """RGB of 0 to 1 [E, 3]: the experts' colours as they are on a medium grey."""
+    """The experts' colours on medium grey: RGB from 0 to 1 [E, 3]."""
     return (expert_colours(num_experts) / 255 + 0.5) / 2
 
 

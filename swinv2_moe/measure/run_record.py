@@ -1,5 +1,4 @@
-"""What a run directory holds, read back: configuration, logged steps, epochs, environment,
-summary."""
+"""Read a run directory: configuration, logged steps, epochs, environment and summary."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +13,9 @@ from swinv2_moe.files import parse_json, read_bounded
 
 _MAX_BYTES = 1 << 32  # of metrics.jsonl
 _NUMBER = int | float
-_LIMIT = 2**63  # beyond any number that a run logs
-_LINES = {  # of metrics.jsonl: what a reader may rely on, by the key that tells the kind
+_LIMIT = 2**63  # larger than any number that a run logs
+# Required keys and types of a line of metrics.jsonl, by the key that identifies its kind.
+_LINES = {
     "environment": {"environment": dict},
     "loss": {"epoch": int, "images_per_second": _NUMBER},
     "moe_layers": {"moe_layers": dict, "moe/dropped_share": _NUMBER, "moe/load_max": _NUMBER},
@@ -48,7 +48,7 @@ class RunRecord:
 
     @property
     def has_top5(self) -> bool:
-        """With no more than five classes it is always 100%, and says nothing."""
+        """Whether top-5 is informative: with at most five classes it is always 100%."""
         return any(epoch["val_top5"] < 100 for epoch in self.epochs)
 
     def curve(self, value: Callable[[dict], Any]) -> tuple[list[int], list]:
@@ -60,20 +60,26 @@ class RunRecord:
         return self.curve(lambda step: step.get("moe_layers", {}).get(layer, {}).get("load"))
 
     def epoch_curve(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps at the ends of epochs and what the epochs say for `key`."""
+        """Steps at the ends of epochs and the epochs' values of `key`."""
         return _curve(self.epochs, lambda epoch: epoch.get(key))
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
-    """As `read_run`; of runs with one name each has as much of its path for a name as tells them
-    apart."""
+    """As `read_run`; the names have as many parts of the path as distinguish the runs."""
     paths = [directory.resolve().parts for directory in directories]
-    depths = range(1, max(map(len, paths)))
-    depth = next((n for n in depths if len({path[-n:] for path in paths}) == len(paths)), 1)
-    runs = map(read_run, directories)
-    return [
-        replace(run, name="/".join(path[-depth:])) for run, path in zip(runs, paths, strict=True)
-    ]
+    depth = _distinguishing_depth(paths)
+    runs = []
+    for directory, path in zip(directories, paths, strict=True):
+        runs.append(replace(read_run(directory), name="/".join(path[-depth:])))
+    return runs
+
+
+def _distinguishing_depth(paths: Sequence[tuple[str, ...]]) -> int:
+    """The number of last parts by which the paths differ; 1 if they are equal."""
+    for depth in range(1, max(map(len, paths))):
+        if len({path[-depth:] for path in paths}) == len(paths):
+            return depth
+    return 1
 
 
 def read_run(directory: Path) -> RunRecord:
@@ -87,7 +93,7 @@ def read_run(directory: Path) -> RunRecord:
     lines = _read(
         directory / "metrics.jsonl", f"{directory}: holds no run (no metrics.jsonl)"
     ).splitlines()
-    entries = [entry for entry in map(_parse, lines) if _is_whole(entry)]
+    entries = [entry for entry in map(_parse, lines) if _is_entry(entry)]
     steps = [entry for entry in entries if "loss" in entry]
     if not steps:
         raise UserError(
@@ -95,7 +101,7 @@ def read_run(directory: Path) -> RunRecord:
             " begun?"
         )
     text = _read(directory / "config.yaml", f"{directory}: holds no config.yaml")
-    if not text.strip():  # else it would mean the defaults
+    if not text.strip():  # it would be read as the default configuration
         raise UserError(f"{directory / 'config.yaml'}: is empty")
     return RunRecord(
         directory,
@@ -145,8 +151,8 @@ def _is_a(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and (not isinstance(value, _NUMBER) or -_LIMIT < value < _LIMIT)
 
 
-def _is_whole(entry: Any) -> bool:
-    """Whether a line of metrics.jsonl is as `swinv2_moe.train.record` writes them."""
+def _is_entry(entry: Any) -> bool:
+    """Whether this is a complete line of metrics.jsonl, as `swinv2_moe.train.record` writes it."""
     if not _fits(entry, {"step": int}):
         return False
     kinds = [types for key, types in _LINES.items() if key in entry]
@@ -164,5 +170,10 @@ def _is_load(layer: Any) -> bool:
 
 
 def _curve(entries: list[dict], value: Callable[[dict], Any]) -> tuple[list[int], list]:
-    found = [(entry["step"], y) for entry in entries if (y := value(entry)) is not None]
-    return [step for step, _ in found], [y for _, y in found]
+    steps, values = [], []
+    for entry in entries:
+        y = value(entry)
+        if y is not None:
+            steps.append(entry["step"])
+            values.append(y)
+    return steps, values

@@ -1,4 +1,4 @@
-"""What a measurement of throughput leaves: lines for a terminal, a CSV file and a figure."""
+"""Report of a throughput measurement: lines for a terminal, a CSV file and a figure."""
 
 import csv
 import statistics
@@ -16,41 +16,41 @@ if TYPE_CHECKING:
 
 
 def headline(plan: Plan, ranks: int) -> str:
-    """What is measured, on how many ranks."""
+    """The measured model and the number of ranks."""
     config = plan[0][1]
     layers, experts = sum(map(len, config.MODEL.MOE.BLOCKS)), config.MODEL.MOE.NUM_EXPERTS
+    processes = "1 process"
+    if ranks > 1:
+        processes = f"{ranks} processes"
     return (
-        f"{config.MODEL.TYPE}, {config.DATA.IMG_SIZE} px: {experts} experts in {layers} layers,"
-        " beside dense;"
-        f" {ranks} {'process' if ranks == 1 else 'processes'}"
+        f"{config.MODEL.TYPE}, {config.DATA.IMG_SIZE} px: {experts} experts in {layers} layers, "
+        f"beside dense; {processes}"
     )
 
 
 def protocol(row: Row, warmup: int) -> str:
-    """How the figures came about, for the head of a table."""
-    rounds, (experts, dense) = len(row.product), (row.moe.size, row.dense.size)
-    return (
-        f"{experts.parameters / 1e6:,.1f}M parameters and {experts.macs / 1e6:,.0f}M MACs/image,"
-        " beside"
-        f" {dense.parameters / 1e6:,.1f}M and {dense.macs / 1e6:,.0f}M\n{row.machine}\nmedians"
-        f" (quartiles) of {rounds}"
-        f" rounds after {warmup} to warm up; percentiles are of these {rounds} passes, MFU is of"
-        " the measured peak;"
-        " fresh weights and noise: 'dropped' and 'largest load' tell how evenly they route"
+    """How the figures were measured, for the head of a table."""
+    rounds, experts, dense = len(row.product), row.moe.size, row.dense.size
+    sizes = (
+        f"{experts.parameters / 1e6:,.1f}M parameters and {experts.macs / 1e6:,.0f}M MACs/image, "
+        f"beside {dense.parameters / 1e6:,.1f}M and {dense.macs / 1e6:,.0f}M"
     )
+    method = (
+        f"medians (quartiles) of {rounds} rounds after {warmup} to warm up; percentiles are of "
+        f"these {rounds} passes, MFU is of the measured peak; the weights and images are random: "
+        "'dropped' and 'largest load' show how evenly they are routed"
+    )
+    return f"{sizes}\n{row.machine}\n{method}"
 
 
 def record(row: Row) -> dict[str, object]:
-    """A row as flat columns: every figure, and every round's milliseconds."""
-    columns = {
-        "run": row.product.run,
-        **row.combination._asdict(),
-        "ranks": row.ranks,
-        "rounds": len(row.product),
-    }
+    """A row as flat columns: all figures, and the milliseconds of each round."""
+    columns = {"run": row.product.run} | row.combination._asdict()
+    columns |= {"ranks": row.ranks, "rounds": len(row.product)}
 
     def add(name: str, values: Sequence[float]) -> None:
-        columns.update(zip((f"{name}_q1", name, f"{name}_q3"), quartiles(values), strict=True))
+        low, middle, high = quartiles(values)
+        columns.update({f"{name}_q1": low, name: middle, f"{name}_q3": high})
 
     add("moe_over_dense", row.ratio())
     for name in ("moe", "dense"):
@@ -90,25 +90,22 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """A PNG: images/s of both models for every row with quartiles, the ratio above them; a panel
-    for each mode.
+    """A PNG with a panel for each mode: images/s of both models with quartiles, and their ratio.
 
     Raises:
         UserError: a file that cannot be written.
     """
-    modes = [[row for row in rows if row.combination.mode == mode] for mode in PASSES]
-    modes = [found for found in modes if found]
+    by_mode = {mode: [row for row in rows if row.combination.mode == mode] for mode in PASSES}
+    by_mode = {mode: mode_rows for mode, mode_rows in by_mode.items() if mode_rows}
+    widths = [len(mode_rows) for mode_rows in by_mode.values()]
     figure = new_figure(max(6.0, 1.1 * len(rows) + 2), 4.6)
-    panels = figure.subplots(
-        1, len(modes), width_ratios=[len(found) for found in modes], squeeze=False
-    )[0]
-    for axes, found in zip(panels, modes, strict=True):
-        _bars(axes, found)
-        axes.set_title(found[0].combination.mode, fontsize=10)
+    panels = figure.subplots(1, len(by_mode), width_ratios=widths, squeeze=False)[0]
+    for axes, (mode, mode_rows) in zip(panels, by_mode.items(), strict=True):
+        _bars(axes, mode_rows)
+        axes.set_title(mode, fontsize=10)
     panels[0].set_ylabel("images/s; in bold: experts / dense")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False
-    )
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     figure.suptitle(title, fontsize=10)
     save_png(figure, path)
 
@@ -132,7 +129,7 @@ def _bars(axes: "Axes", rows: Sequence[Row]) -> None:
         axes.bar_label(
             bars, [f"{middle:.3g}" for middle in middles], label_type="center", fontsize=7
         )
-        tops = [max(top, high) for top, (*_, high) in zip(tops, spreads, strict=True)]
+        tops = [max(top, high) for top, (_, _, high) in zip(tops, spreads, strict=True)]
     for i, (row, top) in enumerate(zip(rows, tops, strict=True)):
         ratio = f"{statistics.median(row.ratio()):.2f}"
         axes.annotate(
@@ -154,7 +151,5 @@ def _label(combination: Combination) -> str:
     compiled = ""
     if combination.compile == "on":
         compiled = "\ncompiled"
-    return (
-        f"batch {combination.batch_size}\n{combination.dtype}\nf ="
-        f" {combination.capacity_factor:g}{compiled}"
-    )
+    capacity = f"f = {combination.capacity_factor:g}"
+    return f"batch {combination.batch_size}\n{combination.dtype}\n{capacity}{compiled}"

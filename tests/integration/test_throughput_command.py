@@ -137,7 +137,7 @@ def test_roofline(roofline, tiny, tmp_path):
     assert [cell.strip() for cell in lines["exchange"]] == ["-"] * 10
     assert set(roofline_module.PHASES) < set(lines)
     assert ", without mixup, accumulation or averaged weights\n" in finished.out
-    assert "of which its phases, alone, make" in finished.out
+    assert "its phases, measured alone, add up to" in finished.out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["roofline.json", "roofline.png"]
     assert (tmp_path / "roofline.png").stat().st_size > 10_000
 

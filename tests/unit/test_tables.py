@@ -14,7 +14,8 @@ def lines(table) -> list[str]:
 
 def test_numbers_stand_on_the_right_and_text_on_the_left() -> None:
     rows = [["a", "1.0", "x"], ["bcd", "100.0", "yz"]]
-    head, _, first, second = lines(number_table(["name", "value", "note"], rows, ["note"]))
+    table = number_table(["name", "value", "note"], rows, text_columns=["name", "note"])
+    head, _, first, second = lines(table)
     assert head.split() == ["name", "value", "note"]
     assert first.index("1.0") + 3 == second.index("100.0") + 5
     assert first.index("x") == second.index("yz")

@@ -168,7 +168,7 @@ def test_published_sizes_name_by_name(name, ranks):
     with torch.device("meta"):
         model = build_model(model_config(config), 21841)
     released = make_released(config, ranks, 21841, device="meta")
-    states = layouts.with_own_names(
+    states = layouts.with_project_names(
         "swin-moe", [released.master | state for state in released.ranks]
     )
     state = layouts.joined(

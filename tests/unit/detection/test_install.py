@@ -25,9 +25,9 @@ class Pip:
         self.fails = fails
 
     def __call__(
-        self, log: Path, *arguments: object, environment: dict[str, str] | None = None
+        self, log: Path, arguments: list[str], environment: dict[str, str] | None = None
     ) -> None:
-        self.calls.append(list(map(str, arguments)))
+        self.calls.append(arguments)
         if "--constraint" in arguments:
             self.constraints = (
                 Path(arguments[arguments.index("--constraint") + 1]).read_text().splitlines()
