@@ -1,10 +1,9 @@
-"""MoELayer for programs that know no operation of ours (torch.export, ONNX): evaluation, in one
-process.
+"""MoELayer in standard operations, for export (torch.export, ONNX): evaluation in one process.
 
-Where the layer has one grouped product, here each expert is an ordinary feed-forward network on its
-own rows. With a capacity of C these are C, empty ones included, so that every shape is fixed, and
-one batched product can serve all experts; dropless they are as many as tokens chose the expert,
-which the program finds out when it runs.
+MoELayer uses one grouped matrix product with custom ops. Here each expert is an ordinary
+feed-forward network. With a capacity of C, each expert has C rows, some of them empty. Every shape
+is then fixed, and one batched product can compute all experts. Without a capacity (dropless), the
+number of an expert's rows is known only at run time.
 """
 
 # T tokens, E experts, K top-k, C capacity, N rows, M model dim, H hidden dim
@@ -23,22 +22,20 @@ from moe_core.router import route
 
 
 class StandardMoE(nn.Module):
-    """`layer(x, capacity_factor=...)[0]` in evaluation mode, with copies of its parameters: x [...,
-    M] -> like x.
+    """`layer(x, capacity_factor=...)[0]` in evaluation mode, with copies of the layer's parameters.
 
-    The same choices, the same drops and, but for rounding, the same values. As in the layer, the
-    router works in at least fp32, the experts in the dtype of x, which has to be theirs.
+    Input x [..., M], output of the same shape and dtype. It makes the same choices and drops the
+    same tokens as the layer; values are equal up to rounding. As in the layer, the router computes
+    in at least fp32, and the experts in the dtype of x, which must be that of their parameters.
 
     Args:
-        layer: of one process, with the built-in experts and one router.
-        capacity_factor: None: the configured one; 0 is dropless.
-        batched: with a capacity, batched products for all experts together. On a CPU torch is
-            faster with them, onnxruntime without (by 16% and 12% of a whole model with 8 experts,
-            on one image).
+        layer: in one process, with the built-in experts and one router.
+        capacity_factor: 0 is dropless; None: the configured one.
+        batched: with a capacity, compute all experts in batched products. On a CPU this is faster
+            in torch (16% of a model with 8 experts, on one image), but slower in onnxruntime (12%).
 
     Raises:
-        ValueError: a layer over several ranks, with several routers or with an experts module of
-            one's own.
+        ValueError: the layer has several ranks, several routers or custom experts.
     """
 
     def __init__(
@@ -54,13 +51,17 @@ class StandardMoE(nn.Module):
                 "only a layer with one router and the built-in experts has a form in standard"
                 " operations"
             )
-        factor = layer.config.capacity_factor if capacity_factor is None else capacity_factor
-        self.config = replace(layer.config, capacity_factor=factor, aux_loss="none")
+        if capacity_factor is None:
+            capacity_factor = layer.config.capacity_factor
+        self.config = replace(layer.config, capacity_factor=capacity_factor, aux_loss="none")
         self.router = copy.deepcopy(layer.router)
-        self.experts = _Batched(layer.experts) if batched and factor else _OneByOne(layer.experts)
+        self.experts: nn.Module = _OneByOne(layer.experts)
+        if batched and capacity_factor:
+            self.experts = _Batched(layer.experts)
 
     def forward(self, x: Tensor) -> Tensor:
-        config, tokens = self.config, x.reshape(-1, self.config.model_dim)  # [T, M]
+        config = self.config
+        tokens = x.reshape(-1, config.model_dim)  # [T, M]
         top_k = min(config.top_k, config.num_experts)
         logits = self.router(tokens.to(torch.promote_types(tokens.dtype, torch.float32)))
         routing = route(logits, config, top_k, training=False, kernels="torch")
@@ -72,46 +73,50 @@ class StandardMoE(nn.Module):
             priority = routing.probs.amax(1)
         plan = _plan(routing.expert_ids, config.num_experts, capacity, priority)
         rows = self.experts(tokens.index_select(0, plan.tokens), plan.sizes)  # [N, M]
-        # the last for dropped choices
+        # The last row, of zeros, is for dropped choices.
         rows = torch.cat([rows, rows.new_zeros(1, config.model_dim)])
         chosen = rows.index_select(0, plan.slots.flatten()).unflatten(0, (-1, top_k))  # [T, K, M]
-        return (chosen * routing.gates.unsqueeze(-1)).sum(1).to(x.dtype).view_as(x)
+        weighted = chosen * routing.gates.unsqueeze(-1)
+        return weighted.sum(1).to(x.dtype).view_as(x)
 
 
 class _Plan(NamedTuple):
-    """Where every choice goes."""
+    """The row of every choice."""
 
-    tokens: Tensor  # [N] int64: the token in each row; 0 where there is none
-    slots: Tensor  # [T, K] int64: the row of each choice; N where dropped
+    tokens: Tensor  # [N] int64: the token in each row; 0 for empty rows
+    slots: Tensor  # [T, K] int64: the row of each choice; N for dropped choices
     sizes: list[int]  # [E]: rows of each expert
 
 
 def _plan(
     expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None
 ) -> _Plan:
-    """`ops.make_plan` in operations that ONNX has, the rows of each expert filled up to its
-    capacity.
+    """`ops.make_plan` in operations that ONNX has, with the rows of each expert padded to capacity.
 
-    Args: as there.
+    The arguments are those of `ops.make_plan`.
     """
     num_tokens, top_k = expert_ids.shape
     device = expert_ids.device
     # A choice is the flat index t * K + k
     choices = torch.arange(num_tokens * top_k, device=device)
-    if capacity is not None:  # in order of precedence: first choices, then second ones, ...
+    if capacity is not None:
+        # In order of precedence: first choices, then second ones, and so on.
         order = torch.arange(num_tokens, device=device)
         if priority is not None:
             order = priority.argsort(descending=True, stable=True)
         choices = (order * top_k + torch.arange(top_k, device=device).unsqueeze(1)).flatten()
     experts = expert_ids.flatten().index_select(0, choices)  # [T * K]
-    # [T * K, E] so far
-    counts = (experts.unsqueeze(1) == torch.arange(num_experts, device=device)).long().cumsum(0)
+    is_chosen = experts.unsqueeze(1) == torch.arange(num_experts, device=device)
+    counts = is_chosen.long().cumsum(0)  # [T * K, E]: choices of each expert so far
     place = counts.gather(1, experts.unsqueeze(1)).squeeze(1) - 1
     if capacity is None:
-        num_rows, sizes = choices.shape[0], counts[-1].tolist()
-        row = (counts[-1].cumsum(0) - counts[-1]).index_select(0, experts) + place
+        num_rows = choices.shape[0]
+        sizes = counts[-1].tolist()
+        offsets = counts[-1].cumsum(0) - counts[-1]
+        row = offsets.index_select(0, experts) + place
     else:
-        num_rows, sizes = num_experts * capacity, [capacity] * num_experts
+        num_rows = num_experts * capacity
+        sizes = [capacity] * num_experts
         row = torch.where(place < capacity, experts * capacity + place, num_rows)
     tokens = choices.new_zeros(num_rows + 1).scatter(0, row, choices // top_k)[:num_rows]
     slots = torch.zeros_like(row).scatter(0, choices, row).view(num_tokens, top_k)
@@ -119,21 +124,27 @@ def _plan(
 
 
 class _OneByOne(nn.ModuleList):
-    """A feed-forward network for each expert."""
+    """The experts as separate feed-forward networks."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(_FeedForward(experts, e) for e in range(len(experts.w1)))
 
     def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
-        """rows [N, M], of each expert so many as `sizes` [E] says -> [N, M]."""
-        return torch.cat([expert(own) for expert, own in zip(self, rows.split(sizes), strict=True)])
+        """rows [N, M], sorted by expert with `sizes` [E] rows each -> [N, M]."""
+        parts = zip(self, rows.split(sizes), strict=True)
+        return torch.cat([expert(expert_rows) for expert, expert_rows in parts])
 
 
 class _FeedForward(nn.Module):
     def __init__(self, experts: Experts, e: int) -> None:
         super().__init__()
-        b1, b2 = (None if bias is None else bias[e] for bias in (experts.b1, experts.b2))
-        self.fc1, self.fc2 = _linear(experts.w1[e], b1), _linear(experts.w2[e].t(), b2)
+        b1, b2 = None, None
+        if experts.b1 is not None:
+            b1 = experts.b1[e]
+        if experts.b2 is not None:
+            b2 = experts.b2[e]
+        self.fc1 = _linear(experts.w1[e], b1)
+        self.fc2 = _linear(experts.w2[e].t(), b2)
         self.activation = experts.activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,8 +152,10 @@ class _FeedForward(nn.Module):
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """weight [O, I], bias [O] or None; both are copied, for a view would be written with all that
-    it looks into."""
+    """weight [O, I], bias [O] or None.
+
+    Both are copied: a view would be exported with the complete tensor that it refers to.
+    """
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
     if bias is not None:
@@ -151,14 +164,14 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 class _Batched(nn.Module):
-    """All experts in two batched products; each has as many rows."""
+    """All experts in two batched products, with the same number of rows each."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
         self.experts = copy.deepcopy(experts)
 
     def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
-        """rows [E * C, M] -> the same."""
+        """rows [E * C, M] -> [E * C, M]."""
         e = self.experts
         dtype = rows.dtype
         b1 = None

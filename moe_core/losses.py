@@ -1,8 +1,9 @@
-"""Auxiliary losses that keep the load of the experts even: pure functions.
+"""Auxiliary losses, which balance the load of the experts: pure functions.
 
-1. `expert_sums` adds up, for each expert, what the loss needs over the tokens of this rank.
-2. `auxiliary_loss` lets `reduce` add these sums up over ranks, all of them in one message, and
-3. applies the formula to the sums. Without `reduce` the loss is that of this rank's tokens.
+1. `expert_sums` computes the sums that a loss needs, for each expert, over the tokens of this rank.
+2. `auxiliary_loss` calls `reduce` to add these sums over ranks, all in one message. Without
+   `reduce` the loss is that of this rank's tokens.
+3. It then applies the formula of the loss to the sums.
 """
 
 # T tokens, E experts, K top-k
@@ -18,25 +19,30 @@ from moe_core.registry import LOSSES, register_loss
 
 
 class RoutingScores(NamedTuple):
-    """What a loss sees of the tokens of this rank."""
+    """The inputs of a loss: the router's scores for the tokens of this rank."""
 
     logits: Tensor  # [T, E] without noise
-    noisy: Tensor  # [T, E] those that the choice was made by
+    noisy: Tensor  # [T, E] with noise: experts are chosen by these
     probs: Tensor  # [T, E] softmax of `noisy`
     expert_ids: Tensor  # [T, K] int64
     noise_std: float
 
 
 class AuxiliaryLoss:
-    """A loss of sums over tokens, so that it can be that of this rank's tokens or of all ranks'."""
+    """A loss that is a function of sums over tokens.
+
+    The sums may be those of this rank's tokens or those of all ranks.
+    """
 
     def sums(self, scores: RoutingScores) -> Tensor:
         """One or more sums over this rank's tokens for each expert: [n, E], differentiable."""
         raise NotImplementedError
 
     def value(self, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
-        """The loss, a scalar, from the sums over so many tokens (a scalar tensor where they are of
-        several ranks)."""
+        """The loss, a scalar, from the sums [n, E] over `num_tokens` tokens.
+
+        `num_tokens` is a scalar tensor where the sums are those of several ranks.
+        """
         raise NotImplementedError
 
 
@@ -69,8 +75,10 @@ class LoadImportanceLoss(AuxiliaryLoss):
 
 @register_loss("load_importance_tutel")
 class TutelLoadImportanceLoss(LoadImportanceLoss):
-    """As Tutel's public code has it, which compares the probability with a logit (its issue 240).
-    For runs that have to repeat the recipe of the released checkpoints."""
+    """The loss of Tutel's public code, which compares a probability with a logit (its issue 240).
+
+    For runs that reproduce the recipe of the released checkpoints.
+    """
 
     def load(self, scores: RoutingScores, clean_probs: Tensor) -> Tensor:
         return expected_load(clean_probs, _threshold(scores), scores.noise_std)
@@ -110,9 +118,10 @@ def auxiliary_loss(
 ) -> Tensor:
     """The named loss, a scalar, from `expert_sums` [n, E] over `num_tokens` tokens.
 
-    `reduce`, a differentiable sum over ranks, is called once (for "none" not at all), with all the
-    sums and the number of tokens in one tensor [n E + 1]; the loss is then that of all ranks'
-    tokens.
+    Args:
+        reduce: a differentiable sum over ranks, for the loss of all ranks' tokens. It is called
+            once, with all sums and the number of tokens in one tensor [n * E + 1]; for "none" it is
+            not called.
 
     Raises:
         ValueError: a registered loss returned another shape.
@@ -129,30 +138,35 @@ def auxiliary_loss(
 
 
 def gshard_sums(probs: Tensor, top1_ids: Tensor) -> Tensor:
-    """Per expert [2, E]: its summed probability and how many tokens [T] have it as their first
-    choice."""
+    """Per expert [2, E]: the sum of its probabilities and the number of tokens whose first choice
+    it is."""
     first = torch.zeros(probs.shape[1], dtype=probs.dtype, device=probs.device)
     first = first.scatter_add(0, top1_ids, torch.ones_like(top1_ids, dtype=probs.dtype))
     return torch.stack([probs.sum(0), first])
 
 
 def gshard_loss(sums: Tensor, num_tokens: int | Tensor) -> Tensor:
-    """`E * sum_e mean_t(p_te) * share of tokens whose first choice is e`: 1 when balanced, E when
-    collapsed.
+    """`E * sum_e mean_t(p_te) * share of tokens whose first choice is e`.
 
-    0 for no tokens. Source: GShard, arXiv 2006.16668, section 2.2, scaled by E^2 so that it does
-    not depend on the number of experts, as Switch Transformer (arXiv 2101.03961, equation 4) does.
+    It is 1 for balanced experts, E if all tokens choose one expert, and 0 without tokens.
+
+    Source: GShard, arXiv 2006.16668, section 2.2. It is scaled by E^2, as in Switch Transformer
+    (arXiv 2101.03961, equation 4), so that it does not depend on the number of experts.
     """
-    at_least_one = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1)
-    return sums.shape[1] * sums[0].dot(sums[1]) / at_least_one**2
+    # At least 1, so that there is no division by 0.
+    if isinstance(num_tokens, Tensor):
+        num_tokens = num_tokens.clamp(min=1)
+    else:
+        num_tokens = max(num_tokens, 1)
+    return sums.shape[1] * sums[0].dot(sums[1]) / num_tokens**2
 
 
 def squared_variation(per_expert: Tensor) -> Tensor:
     """Squared coefficient of variation `unbiased var / (mean^2 + 1e-10)` of a value per expert
     [..., E]; 0 at E = 1.
 
-    Of the summed probabilities it is the importance loss, arXiv 1701.06538, equations 6 and 7; of
-    the expected load the load loss, appendix A there.
+    Applied to the summed probabilities it is the importance loss, arXiv 1701.06538, equations 6 and
+    7. Applied to the expected load it is the load loss, appendix A there.
     """
     if per_expert.shape[-1] == 1:
         return per_expert.sum(-1) * 0
@@ -161,12 +175,16 @@ def squared_variation(per_expert: Tensor) -> Tensor:
 
 
 def expected_load(clean: Tensor, threshold: Tensor, noise_std: float) -> Tensor:
-    """Per expert [E], `sum_t Phi((clean_te - threshold_t) / noise_std)`: the tokens it gets if
-    noise is drawn again.
+    """Per expert [E], `sum_t Phi((clean_te - threshold_t) / noise_std)`.
 
-    clean [T, E] are the logits without noise, threshold [T] the k-th largest noisy logit. Without
-    noise the probability is its own limit, the step function, and the load a constant. Source:
-    arXiv 1701.06538, appendix A.
+    This is the expected number of tokens of the expert if noise is drawn again. Without noise, the
+    probability Phi becomes a step function, and the load has no gradient.
+
+    Args:
+        clean: [T, E], the logits without noise.
+        threshold: [T], the k-th largest noisy logit.
+
+    Source: arXiv 1701.06538, appendix A.
     """
     margin = clean - threshold.unsqueeze(1)
     if noise_std > 0:

@@ -1,5 +1,4 @@
-"""Values computed from weights, kept only while the caller promises that the weights do not
-change."""
+"""Cache of values computed from parameters, for blocks of code in which these do not change."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,19 +12,19 @@ Value = TypeVar("Value")
 
 @contextmanager
 def prepared(model: nn.Module) -> Iterator[None]:
-    """Within this context the parameters and buffers of `model` must not change, so that values
-    computed from them are computed once.
+    """Context in which values computed from the parameters and buffers of `model` are cached.
 
-    Such values are weights in the dtype of computation, weights in the order that a kernel reads,
-    and position biases. They are made by the first pass without gradients that needs them, and
-    dropped at the end of the context. Outside of it nothing is kept from pass to pass.
+    The parameters and buffers must not change in this context. The values are weights in the dtype
+    of computation, weights in the memory layout of a kernel, and position biases. The first pass
+    without gradients that needs a value computes it. The end of the context drops all values.
+    Outside of a context nothing is cached.
 
     >>> with prepared(model), torch.inference_mode():
     ...     outputs = [model(batch) for batch in batches]
 
     A change of a parameter within the context, by an optimiser, `load_state_dict`, `.data` or
-    `functional_call`, is not noticed: results may be those of the weights before. Contexts of the
-    same model may be nested; the outermost counts.
+    `functional_call`, is not detected: results may be those of the previous weights. Contexts of
+    the same model may be nested; the outermost one drops the values.
     """
     attributes = (value for module in model.modules() for value in vars(module).values())
     caches = [
@@ -41,10 +40,10 @@ def prepared(model: nn.Module) -> Iterator[None]:
 
 
 class PreparedValue(Generic[Value]):
-    """A value that a module computes from its parameters. An attribute of the module; `prepared`
-    finds it there.
+    """Cache of a value that a module computes from its parameters.
 
-    Copies and pickles of the module start without values and outside of any context.
+    It must be an attribute of the module, where `prepared` finds it. Copies and pickles of the
+    module start with an empty cache, outside of any context.
     """
 
     def __init__(self) -> None:
@@ -52,7 +51,7 @@ class PreparedValue(Generic[Value]):
 
     @property
     def active(self) -> bool:
-        """Whether values are kept now."""
+        """Whether values are cached now."""
         return self._values is not None
 
     def start(self) -> None:
@@ -64,19 +63,18 @@ class PreparedValue(Generic[Value]):
     def get(
         self, sources: Iterable[Tensor], key: Hashable, compute: Callable[[], Value]
     ) -> Value | None:
-        """`compute()`, kept under `key`; None where nothing can be kept, and the caller computes
-        what it needs.
+        """The cached value of `compute()` for `key`, or None where caching is not possible.
 
-        Nothing is kept outside of `prepared`, while a program is traced or compiled, or where one
-        of `sources`, the tensors that the value depends on, gets a gradient.
+        It is not possible outside of `prepared`, while a program is traced or compiled, or if one
+        of `sources`, the tensors that the value depends on, needs a gradient.
         """
-        values = self._values  # once: another thread may leave the context
+        values = self._values  # read once: another thread may end the context
         if values is None or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
         if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
             return None
         if key not in values:
-            # a pass with gradients may use the value later
+            # Not an inference tensor, because a pass with gradients may use the value later.
             with torch.inference_mode(False), torch.no_grad():
                 values[key] = compute()
         return values[key]

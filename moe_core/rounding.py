@@ -1,18 +1,19 @@
-"""Token rounding: in training every expert gets whole tiles of rows, so that no tile of its
-products is partly empty.
+"""Token rounding: in training, each expert gets a multiple of a tile's rows.
 
-1. Every token names one more expert, its next choice, which may fill a tile.
-2. An expert gets as many rows as tokens chose it, rounded to the nearest multiple of a tile's rows
-   (half a tile up); down where its choices and the next choices for it are too few, or its capacity
-   too small.
-3. By precedence its least probable choices are dropped, or the most probable next choices added.
+No tile of the experts' matrix products is then partly empty.
 
-An expert chosen by less than half a tile of tokens gets no row: `round_to` should be well below K *
-T / E, and `dropped_share` tells if it is not. A pipeline degree above 1 cuts an expert's rows
-anywhere, across tiles too.
+1. Every token has one additional choice, its most probable other expert. It may fill a tile.
+2. The number of an expert's rows is the number of its choices, rounded to the nearest multiple of
+   `round_to`; half a tile is rounded up. It is rounded down where the expert has too few additional
+   choices, or too small a capacity.
+3. An expert drops its least probable choices, or adds its most probable additional ones.
 
-Source: SonicMoE, arXiv 2512.14080, where any token may fill a tile, by score; here a token meets K
-+ 1 experts at most.
+An expert chosen by less than half a tile of tokens gets no rows. So `round_to` should be well below
+K * T / E; otherwise `dropped_share` is high. With a pipeline degree above 1, a chunk may end within
+a tile.
+
+Source: SonicMoE, arXiv 2512.14080. There any token may fill a tile, by score. Here a token has at
+most K + 1 experts.
 """
 
 # T tokens, E experts, K top-k
@@ -28,22 +29,24 @@ from moe_core.router import Routing
 def round_to_tiles(
     routing: Routing, config: MoEConfig, capacity: int | None
 ) -> tuple[Routing, DispatchPlan]:
-    """The routing with next choices, expert_ids and gates [T, K + 1] (K where K = E), and its plan
-    of whole tiles.
+    """The routing with additional choices, and its plan with full tiles.
 
-    Of two choices that are a token's k-th the more probable goes first, whatever
-    `batch_prioritized` says. Gates that are normalised are so over the choices that are kept. The
-    plan's counts are those of the first K choices.
+    Among the k-th choices of all tokens, the more probable ones take precedence, also without
+    `batch_prioritized`. Normalised gates sum to 1 over the kept choices. The plan's counts are
+    those of the first K choices.
+
+    Returns:
+        Routing with expert_ids and gates [T, K + 1] (K where K = E), and the plan.
     """
     num_tokens, top_k = routing.expert_ids.shape
     ids = _with_next_choice(routing)
     counts, limits = _tile_limits(ids, top_k, config.num_experts, config.round_to, capacity)
-    num_rows = min(ids.numel(), num_tokens * top_k + config.num_experts * (config.round_to // 2))
-    num_rows = num_rows // config.round_to * config.round_to
+    round_to = config.round_to
+    max_rounded_up = config.num_experts * (round_to // 2)
+    num_rows = min(ids.numel(), num_tokens * top_k + max_rounded_up)
+    num_rows = num_rows // round_to * round_to
     if capacity is not None:
-        num_rows = min(
-            num_rows, config.num_experts * (capacity // config.round_to * config.round_to)
-        )
+        num_rows = min(num_rows, config.num_experts * (capacity // round_to * round_to))
     gates = routing.probs.gather(1, ids)
     plan = make_plan(ids, config.num_experts, limits, gates.detach(), config.kernels, num_rows)
     if config.normalize_gates and top_k > 1:
@@ -55,24 +58,27 @@ def round_to_tiles(
 
 
 def _with_next_choice(routing: Routing) -> Tensor:
-    """[T, K + 1]: the K choices and the most probable other expert; [T, K] where there is no
-    other."""
+    """[T, K + 1]: the K choices and the most probable other expert; [T, K] where K = E."""
     ids, probs = routing.expert_ids, routing.probs.detach()
     if ids.shape[1] == probs.shape[1]:
         return ids
-    return torch.cat([ids, probs.scatter(1, ids, -1.0).argmax(1, keepdim=True)], 1)
+    others = probs.scatter(1, ids, -1.0)  # below any probability
+    return torch.cat([ids, others.argmax(1, keepdim=True)], 1)
 
 
 def _tile_limits(
     ids: Tensor, top_k: int, num_experts: int, round_to: int, capacity: int | None
 ) -> tuple[Tensor, Tensor]:
-    """For each expert [E], how many of the first K choices it is, and how many rows it gets."""
-    per_choice = ids.new_zeros(ids.shape[1], num_experts).scatter_add_(
-        1, ids.t(), torch.ones_like(ids.t())
-    )
-    counts = per_choice[:top_k].sum(0)
-    wanted, available = counts, per_choice.sum(0)
+    """For each expert [E], the number of its first K choices, and the number of its rows."""
+    choices = ids.t()  # [K + 1, T]
+    counts_by_k = ids.new_zeros(ids.shape[1], num_experts)  # [K + 1, E]
+    counts_by_k.scatter_add_(1, choices, torch.ones_like(choices))
+    counts = counts_by_k[:top_k].sum(0)
+    available = counts_by_k.sum(0)
+    wanted = counts
     if capacity is not None:
-        wanted, available = wanted.clamp(max=capacity), available.clamp(max=capacity)
+        wanted = wanted.clamp(max=capacity)
+        available = available.clamp(max=capacity)
     nearest = (wanted + round_to // 2) // round_to * round_to
-    return counts, torch.where(nearest <= available, nearest, wanted // round_to * round_to)
+    rounded_down = wanted // round_to * round_to
+    return counts, torch.where(nearest <= available, nearest, rounded_down)

@@ -1,19 +1,24 @@
-"""State dicts of Tutel's MoE layers, of one process or of each rank of many, and those of MoELayer.
+"""Converts state dicts between Tutel's MoE layers and MoELayer, for any number of ranks.
 
     Tutel, below a layer's name            here
     experts.batched_fc1_w [E, H, M]        experts.w1
     experts.batched_fc1_bias [E, H]        experts.b1     legacy: [E, 1, H]
     experts.batched_fc2_w [E, H, M]        experts.w2
     experts.batched_fc2_bias [E, M]        experts.b2     legacy: [E, 1, M]
-    gates.0.wg.weight [E, M]               router.weight  several gates: gates.1 is router.1, and so
-    on gates.0.cosine_projector.{weight,bias} router.projector.{weight,bias}
-    gates.0.{temperature,sim_matrix}       router.{temperature,sim_matrix} _num_global_experts, a
-    scalar          the number of experts; legacy: absent
+    gates.0.wg.weight [E, M]               router.weight
+    gates.0.cosine_projector.weight        router.projector.weight
+    gates.0.cosine_projector.bias          router.projector.bias
+    gates.0.temperature                    router.temperature
+    gates.0.sim_matrix                     router.sim_matrix
+    _num_global_experts, a scalar          the number of experts; legacy: absent
 
-Source: the modules of Tutel's public code (experts/ffn.py, gates/{top,cosine_top}.py,
-impls/moe_layer.py); for the legacy form the released Swin-MoE files. Over W ranks each has E/W
-whole experts or, with E < W, one of the s = W/E hidden slices of expert rank // s; the second bias
-is sliced along M, which is padded up to a multiple of s.
+With several gates, gates.0 is router.0, gates.1 is router.1, and so on.
+
+With E >= W, each of W ranks has E/W experts. With E < W, a rank has one of the s = W/E slices of
+expert rank // s along the hidden dim. The second bias is sliced along M, padded to a multiple of s.
+
+Source: Tutel's public code (experts/ffn.py, gates/{top,cosine_top}.py, impls/moe_layer.py); for the
+legacy form, the released Swin-MoE files.
 """
 
 # E experts, W ranks, s = W / E slices of an expert, M model dim, H hidden dim
@@ -24,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch.nn.functional as F
 from torch import Tensor, cat, tensor
 
+# From Tutel's names to MoELayer's.
 _EXPERTS = {
     "batched_fc1_w": "w1",
     "batched_fc1_bias": "b1",
@@ -31,20 +37,21 @@ _EXPERTS = {
     "batched_fc2_bias": "b2",
 }
 _GATE = {
-    name: name.replace("cosine_", "")
-    for name in ("cosine_projector.weight", "cosine_projector.bias")
+    "wg.weight": "weight",
+    "cosine_projector.weight": "projector.weight",
+    "cosine_projector.bias": "projector.bias",
+    "temperature": "temperature",
+    "sim_matrix": "sim_matrix",
 }
-_GATE |= {"wg.weight": "weight", "temperature": "temperature", "sim_matrix": "sim_matrix"}
-_ROUTER = {ours: theirs for theirs, ours in _GATE.items()}
+_ROUTER = {ours: theirs for theirs, ours in _GATE.items()}  # the inverse of _GATE
 _COUNT = "_num_global_experts"
 
 
 def count_tutel_experts(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of experts over all ranks of every Tutel layer in a rank's state dict, by the
-    layer's name.
+    """The total number of experts of each Tutel layer in a rank's state dict, by the layer's name.
 
     Raises:
-        ValueError: a layer whose gates and `_num_global_experts` differ, or which has neither.
+        ValueError: the gates of a layer and its `_num_global_experts` differ, or it has neither.
     """
     counts = {}
     for layer in _layers(state, "experts.batched_fc1_w"):
@@ -57,7 +64,10 @@ def count_tutel_experts(state: Mapping[str, Tensor]) -> dict[str, int]:
                 candidates[f"gates.{gate}.{name}"] = value.shape[expert_dim]
         if layer + _COUNT in state:
             count = state[layer + _COUNT]
-            candidates[_COUNT] = count.item() if count.numel() == 1 else list(count.shape)
+            if count.numel() == 1:
+                candidates[_COUNT] = count.item()
+            else:
+                candidates[_COUNT] = list(count.shape)
         num_experts = next(iter(candidates.values()), None)
         is_same = all(number == num_experts for number in candidates.values())
         if not isinstance(num_experts, int) or num_experts < 1 or not is_same:
@@ -69,17 +79,19 @@ def count_tutel_experts(state: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def from_tutel(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """One state dict with MoELayer's names from those of all ranks, in order; [whole] where there
-    is but one.
+    """Join the state dicts of all ranks into one with MoELayer's names.
 
-    Names that are not a Tutel layer's stay, with the first rank's tensors. A layer always has both
-    biases. With one rank tensors are views of the given ones; otherwise experts are copied, one
+    Tensors outside of Tutel layers are those of the first rank. Each layer must have both biases.
+    With one rank the results are views of the given tensors; with several, experts are copied, one
     tensor at a time.
 
+    Args:
+        states: one state dict for each rank, in order.
+
     Raises:
-        ValueError: ranks that hold different tensors or do not add up to the number of experts, a
-            tensor under both names; what `count_tutel_experts` raises. The message names the tensor
-            or the layer.
+        ValueError: ranks hold different tensors, or a number of experts that does not match the
+            layer's; a tensor exists under both names; or what `count_tutel_experts` raises. The
+            message names the tensor or the layer.
     """
     state = dict(states[0])
     for layer, num_experts in count_tutel_experts(state).items():
@@ -88,19 +100,20 @@ def from_tutel(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
             prefix = f"{layer}."
         for theirs, ours in _EXPERTS.items():
             name = f"{prefix}experts.{theirs}"
-            whole = _join(
-                name, [_piece(name, rank, own) for rank, own in enumerate(states)], num_experts
-            )
-            if ours == "b2":  # without what pads it
-                whole = whole[:, : state[f"{prefix}experts.w1"].shape[2]]
-            _replace(state, name, f"{prefix}experts.{ours}", whole)
+            shards = [_shard(name, rank, rank_state) for rank, rank_state in enumerate(states)]
+            joined = _join(name, shards, num_experts)
+            if ours == "b2":  # remove the padding
+                model_dim = state[f"{prefix}experts.w1"].shape[2]
+                joined = joined[:, :model_dim]
+            _replace(state, name, f"{prefix}experts.{ours}", joined)
         gates = list(_gates(state, prefix))
-        is_only = len({gate for gate, _, _ in gates}) == 1
+        num_gates = len({gate for gate, _, _ in gates})
         for gate, name, value in gates:
-            router = "router" if is_only else f"router.{gate}"
-            _replace(
-                state, f"{prefix}gates.{gate}.{name}", f"{prefix}{router}.{_GATE[name]}", value
-            )
+            router = "router"
+            if num_gates > 1:
+                router = f"router.{gate}"
+            old = f"{prefix}gates.{gate}.{name}"
+            _replace(state, old, f"{prefix}{router}.{_GATE[name]}", value)
         state.pop(prefix + _COUNT, None)
     return state
 
@@ -108,48 +121,50 @@ def from_tutel(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def to_tutel(
     state: Mapping[str, Tensor], num_ranks: int = 1, legacy: bool = False
 ) -> list[dict[str, Tensor]]:
-    """The inverse of `from_tutel`: the state dict of each of `num_ranks` ranks, as views wherever
-    possible.
+    """The inverse of `from_tutel`: a state dict for each of `num_ranks` ranks, views if possible.
 
-    Biases that a layer does not have become zeros, which Tutel needs. A list of one router becomes
-    `gates.0`, which `from_tutel` takes for a single router.
+    Tutel needs both biases, so missing ones become zeros. A list of one router becomes `gates.0`,
+    which `from_tutel` reads as a single router.
 
     Args:
-        state: whole experts, as one process has them.
-        legacy: 3-D biases and no `_num_global_experts`.
+        state: of a layer in one process, with all experts.
+        legacy: write 3-D biases and no `_num_global_experts`.
 
     Raises:
-        ValueError: `num_ranks` that experts, or the hidden dim of one, cannot be divided over.
+        ValueError: the experts, or the hidden dim of one, do not divide over `num_ranks`.
     """
-    rest, pieces = dict(state), {}
+    rest = dict(state)
+    shards = {}
     for prefix in _layers(state, "experts.w1"):
         num_experts, hidden_dim, model_dim = state[f"{prefix}experts.w1"].shape
         _check_ranks(num_experts, hidden_dim, num_ranks, _named(prefix))
         for theirs, ours in _EXPERTS.items():
-            whole = rest.pop(f"{prefix}experts.{ours}", None)
-            if whole is None:
-                whole = state[f"{prefix}experts.w1"].new_zeros(
-                    num_experts, hidden_dim if ours == "b1" else model_dim
-                )
-            whole = _split(whole, num_ranks)  # [W, E/W or 1, ...]
-            is_3d = legacy and theirs.endswith("bias")
-            pieces[f"{prefix}experts.{theirs}"] = whole.unsqueeze(2) if is_3d else whole
+            full = rest.pop(f"{prefix}experts.{ours}", None)
+            if full is None:
+                length = hidden_dim
+                if ours == "b2":
+                    length = model_dim
+                full = state[f"{prefix}experts.w1"].new_zeros(num_experts, length)
+            by_rank = _split(full, num_ranks)  # [W, E/W or 1, ...]
+            if legacy and theirs.endswith("bias"):
+                by_rank = by_rank.unsqueeze(2)
+            shards[f"{prefix}experts.{theirs}"] = by_rank
         for name in [name for name in rest if name.startswith(f"{prefix}router.")]:
             match = re.fullmatch(r"router\.(?:(\d+)\.)?(.+)", name.removeprefix(prefix))
             if match and match[2] in _ROUTER:
-                _replace(
-                    rest, name, f"{prefix}gates.{match[1] or 0}.{_ROUTER[match[2]]}", rest[name]
-                )
+                new = f"{prefix}gates.{match[1] or 0}.{_ROUTER[match[2]]}"
+                _replace(rest, name, new, rest[name])
         if not legacy:
             rest[prefix + _COUNT] = tensor(num_experts)
-    return [
-        rest | {name: whole[rank] for name, whole in pieces.items()} for rank in range(num_ranks)
-    ]
+    states = []
+    for rank in range(num_ranks):
+        states.append(rest | {name: by_rank[rank] for name, by_rank in shards.items()})
+    return states
 
 
 def _layers(state: Mapping[str, Tensor], ending: str) -> list[str]:
-    """What comes before `ending` in the names that have it as whole words: "blocks.1.moe.", or ""
-    for a layer alone."""
+    """The prefixes of the names that end with `ending`: such as "blocks.1.moe.", or "" for the
+    state dict of a single layer."""
     return [name.removesuffix(ending) for name in state if f".{name}".endswith(f".{ending}")]
 
 
@@ -165,45 +180,45 @@ def _replace(state: dict[str, Tensor], old: str, new: str, value: Tensor) -> Non
 
 
 def _gates(state: Mapping[str, Tensor], prefix: str) -> Iterator[tuple[int, str, Tensor]]:
-    """(number, Tutel's name, tensor) of what the gates below `prefix` hold; a gate of one's own is
-    not known here."""
+    """(gate's number, Tutel's name, tensor) of the gates below `prefix`, without custom gates."""
     for name, value in state.items():
-        match = (
-            re.fullmatch(r"gates\.(\d+)\.(.+)", name.removeprefix(prefix))
-            if name.startswith(prefix)
-            else None
-        )
+        if not name.startswith(prefix):
+            continue
+        match = re.fullmatch(r"gates\.(\d+)\.(.+)", name.removeprefix(prefix))
         if match and match[2] in _GATE:
             yield int(match[1]), match[2], value
 
 
-def _piece(name: str, rank: int, state: Mapping[str, Tensor]) -> Tensor:
+def _shard(name: str, rank: int, state: Mapping[str, Tensor]) -> Tensor:
     """A rank's weight [E/W, H, M] or bias [E/W, H]."""
     if name not in state:
         raise ValueError(f"rank {rank} has no {name}")
     value = state[name]
-    if name.endswith("bias") and value.ndim == 3 and value.shape[1] == 1:
-        value = value.squeeze(1)
-    if value.ndim != (2 if name.endswith("bias") else 3):
+    num_dims = 3
+    if name.endswith("bias"):
+        num_dims = 2
+        if value.ndim == 3 and value.shape[1] == 1:  # legacy
+            value = value.squeeze(1)
+    if value.ndim != num_dims:
         raise ValueError(
             f"rank {rank}: {name} has shape {list(value.shape)}, which is not one of Tutel's"
         )
     return value
 
 
-def _join(name: str, pieces: list[Tensor], num_experts: int) -> Tensor:
-    """The ranks' [E/W, ...], or [1, H/s, ...] each, to [E, H, ...]."""
-    shapes = [list(piece.shape) for piece in pieces]
+def _join(name: str, shards: list[Tensor], num_experts: int) -> Tensor:
+    """Join the ranks' [E/W, H, ...], or [1, H/s, ...] with E < W, to [E, H, ...]."""
+    shapes = [list(shard.shape) for shard in shards]
     for rank, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise ValueError(f"{name} has shape {shape} on rank {rank}, {shapes[0]} on rank 0")
-    ranks, local_experts = len(pieces), shapes[0][0]
+    ranks, local_experts = len(shards), shapes[0][0]
     if ranks * local_experts == num_experts:
         if ranks > 1:
-            return cat(pieces)
-        return pieces[0]
+            return cat(shards)
+        return shards[0]
     if local_experts == 1 and ranks % num_experts == 0:
-        return cat(pieces).unflatten(0, (num_experts, -1)).flatten(1, 2)
+        return cat(shards).unflatten(0, (num_experts, -1)).flatten(1, 2)
     raise ValueError(
         f"{name}: {ranks} ranks with {local_experts} each do not make the {num_experts} experts"
     )
@@ -221,18 +236,18 @@ def _check_ranks(num_experts: int, hidden_dim: int, num_ranks: int, layer: str) 
     if hidden_dim % parts:
         raise ValueError(
             f"hidden_dim ({hidden_dim}) of {layer} must be divisible by the {parts} ranks of one"
-            " expert:"
-            f" {num_experts} experts over {num_ranks} ranks"
+            f" expert: {num_experts} experts over {num_ranks} ranks"
         )
 
 
-def _split(whole: Tensor, num_ranks: int) -> Tensor:
-    """[E, H, ...] to [W, E/W, H, ...] or, with E < W, to [W, 1, H/s, ...] with H padded up to a
+def _split(full: Tensor, num_ranks: int) -> Tensor:
+    """Split [E, H, ...] into [W, E/W, H, ...]; with E < W into [W, 1, H/s, ...], with H padded to a
     multiple of s."""
-    num_experts = len(whole)
+    num_experts = len(full)
     if num_experts >= num_ranks:
-        return whole.unflatten(0, (num_ranks, -1))
+        return full.unflatten(0, (num_ranks, -1))
     parts = num_ranks // num_experts
-    if whole.shape[1] % parts:  # a second bias: the hidden dim has been checked
-        whole = F.pad(whole, (0, -whole.shape[1] % parts))
-    return whole.unflatten(1, (parts, -1)).flatten(0, 1).unsqueeze(1)
+    # Only the second bias may need padding: `_check_ranks` has checked the hidden dim.
+    if full.shape[1] % parts:
+        full = F.pad(full, (0, -full.shape[1] % parts))
+    return full.unflatten(1, (parts, -1)).flatten(0, 1).unsqueeze(1)

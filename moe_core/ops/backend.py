@@ -1,8 +1,8 @@
-"""Which form of an operation runs: Triton, C++ or torch.
+"""Selects the form of an operation: Triton, C++ or torch.
 
-`FORMS` is the table. The forms of an operation are tried in its order; the first one that is
-available on the device and supports the arguments runs. The torch form is the last one and supports
-everything. One line of the log, named "moe_core", says what is available.
+The table `FORMS` lists the forms of each operation in order of preference. The first one that is
+available on the device and supports the arguments runs. The last one is a torch form, which
+supports everything. The logger "moe_core" logs the available languages once.
 """
 
 import functools
@@ -29,10 +29,10 @@ _log = logging.getLogger("moe_core")
 
 
 class Request(NamedTuple):
-    """What an operation is called with, as far as its forms differ by it."""
+    """The properties of a call that decide which form runs."""
 
-    kernels: str
-    device: str  # its type
+    kernels: str  # one of KERNELS
+    device: str  # device type
     dtype: torch.dtype  # of the tokens, rows or logits
     weight_dtype: torch.dtype | None = None
     gate_dtype: torch.dtype | None = None
@@ -44,7 +44,7 @@ class Form(NamedTuple):
     """One implementation of an operation."""
 
     language: str  # "triton", "cpp" or "torch"
-    module: str  # below moe_core.ops; imported when it runs first
+    module: str  # relative to moe_core.ops; imported at its first run
     supports: Callable[[Request], bool]
 
 
@@ -103,7 +103,7 @@ FORMS = {
         Form("torch", "ffn.grouped", _grouped_mm),
         Form("torch", "ffn.loop", _everything),
     ),
-    "moe_ffn": (  # dispatch, ffn and combine as one
+    "moe_ffn": (  # dispatch, ffn and combine in one operation
         Form("triton", "moe_ffn.triton", _triton_ffn),
         Form("torch", "moe_ffn.composed", _everything),
     ),
@@ -111,19 +111,21 @@ FORMS = {
 
 
 def select(operation: str, request: Request) -> str:
-    """The module of the form that runs, to be given to `load`.
+    """The module of the form that runs, an argument for `load`.
 
-    `request.kernels` "auto" allows Triton on a CUDA device where it works, C++ on a CPU, and torch.
-    "triton" allows Triton and torch, "torch" torch alone. Under TRITON_INTERPRET=1 Triton's
-    interpreter runs the kernels, also on a CPU; "auto" does not allow it there.
+    `request.kernels` limits the choice. "auto" allows Triton on a CUDA device where it works, C++
+    on a CPU, and torch. "triton" allows Triton and torch. "torch" allows torch alone. With
+    TRITON_INTERPRET=1 Triton's interpreter runs the kernels, also on a CPU; there "auto" does not
+    allow it.
 
     Raises:
-        ValueError: another `kernels`, or Triton asked for where it cannot run.
+        ValueError: `kernels` has another value, or is "triton" where Triton cannot run.
     """
     return _select(operation, *request)
 
 
-@torch.compiler.assume_constant_result  # it logs and imports, neither of which can be traced
+# A constant for torch.compile, which cannot trace logging and imports.
+@torch.compiler.assume_constant_result
 def _select(operation: str, *fields) -> str:
     request = Request(*fields)
     languages = _languages(request.kernels, request.device)
@@ -134,12 +136,12 @@ def _select(operation: str, *fields) -> str:
 
 
 def load(module: str) -> ModuleType:
-    """The module that `select` named."""
+    """Import the module that `select` returned."""
     return importlib.import_module(f"moe_core.ops.{module}")
 
 
 def on_its_device(launcher: Callable) -> Callable:
-    """Triton launches on the current device; this makes it that of the first argument."""
+    """Decorator: make the device of the first argument the current one, where Triton launches."""
 
     @functools.wraps(launcher)
     def launch(first: Tensor, *others):
@@ -154,14 +156,16 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
     """The languages whose forms may run on a device of this type."""
     if kernels not in KERNELS:
         raise ValueError(f"kernels ({kernels!r}) must be one of {', '.join(KERNELS)}")
-    if device == "meta":  # shapes alone: all forms give the same
+    if device == "meta":  # all forms return the same shapes
         return ("torch",)
     if kernels == "torch":
         _log_once(f"torch on {device}")
         return ("torch",)
     if kernels == "auto" and device == "cpu":
-        compiled = library.description()
-        _log_once(f"{compiled} and torch on cpu" if compiled else "torch on cpu")
+        languages = "torch"
+        if library.description():
+            languages = f"{library.description()} and torch"
+        _log_once(f"{languages} on cpu")
         return ("cpp", "torch")
     if kernels == "auto" and device != "cuda":
         _log_once(f"torch on {device}")
@@ -176,7 +180,7 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
     return ("torch",)
 
 
-@functools.cache  # several values of `kernels` lead to one choice: one line
+@functools.cache  # several values of `kernels` may lead to the same message
 def _log_once(choice: str, level: int = logging.INFO) -> None:
     _log.log(level, "moe_core kernels: %s", choice)
 
@@ -195,15 +199,15 @@ def _triton_name() -> str:
 
 
 def _triton_obstacle(device: str) -> str | None:
-    """Why Triton's kernels cannot run on this device type; None: they can."""
+    """Why Triton's kernels cannot run on this device type; None if they can."""
     if device != "cuda" and not _is_interpreted():
         return "that takes a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter"
     try:
         import triton
 
         if not _is_interpreted():
-            # Builds what every launch needs with the C compiler and Python.h, which may be missing.
+            # Compiles Triton's launcher. The C compiler or Python.h may be missing.
             triton.runtime.driver.active.get_current_device()
-    except Exception as error:  # torch's forms still run, and the log gives the reason
+    except Exception as error:  # the torch forms run instead, and the log gives the reason
         return f"{type(error).__name__}: {error}"
     return None

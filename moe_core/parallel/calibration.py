@@ -1,4 +1,4 @@
-"""Measures the machine at hand for the cost model."""
+"""Measures the machine that the program runs on, for the cost model."""
 
 import math
 import time
@@ -17,18 +17,18 @@ LinkTimes = tuple[float, float]  # seconds of a message and of a byte
 def calibrate(
     process_group: dist.ProcessGroup | None, ranks_per_node: int, device: torch.device | str
 ) -> Machine:
-    """The machine at hand, measured in well under a second; the same on all ranks of the group, who
-    all call this.
+    """Measure the machine of this process group, in well under a second.
 
-    The slowest rank counts. Without a process group nothing is sent and the links cost nothing;
-    ranks that all share a node, or none, have one kind of link, which stands for both.
+    A collective: all ranks of the group call it, and all get the same result, that of the slowest
+    rank. Without a process group the links cost nothing. If all ranks share a node, or no two do,
+    there is one kind of link; its values then stand for both.
 
     Args:
-        ranks_per_node: consecutive ranks of the group share a node.
-        device: where the work is; with NCCL, a CUDA device.
+        ranks_per_node: consecutive ranks of the group that share a node.
+        device: the device to measure; with NCCL, a CUDA device.
 
     Raises:
-        ValueError: ranks_per_node that does not divide the group.
+        ValueError: ranks_per_node does not divide the group.
     """
     device = torch.device(device)
     intra = inter = Link(0.0, math.inf)
@@ -54,7 +54,9 @@ def calibrate(
 def _compute_seconds(device: torch.device) -> list[float]:
     """Seconds of a FLOP in fp32 and bf16, of a copied byte, and of a short kernel."""
     is_cuda = device.type == "cuda"
-    size, num_elements = (4096, 2**26) if is_cuda else (256, 2**20)
+    size, num_elements = 256, 2**20
+    if is_cuda:
+        size, num_elements = 4096, 2**26
     seconds = []
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.ones(size, size, dtype=dtype, device=device)
@@ -93,16 +95,17 @@ def _link_seconds(
 def _measure_link(
     process_group: dist.ProcessGroup, peers: list[int], device: torch.device
 ) -> LinkTimes | None:
-    """From exchanges with these peers alone; None without any."""
+    """Measured in exchanges with `peers` alone; None without peers."""
     if not peers:
         return None
-    # over 100 Mbit/s Ethernet that is a tenth of a second
-    total = 2**26 if device.type == "cuda" else 2**20
+    total = 2**20  # bytes: a tenth of a second over Ethernet of 100 Mbit/s
+    if device.type == "cuda":
+        total = 2**26
     small = 64
     large = max(total // len(peers), 2**16)
     small_seconds = _exchange_seconds(process_group, peers, small, device)
     large_seconds = _exchange_seconds(process_group, peers, large, device)
-    # noise must not make a link free
+    # The lower bound keeps the transfer time positive where timings are noisy.
     transfer = max(large_seconds - small_seconds, 0.1 * large_seconds)
     return small_seconds / len(peers), transfer / (len(peers) * (large - small))
 
@@ -110,8 +113,10 @@ def _measure_link(
 def _exchange_seconds(
     process_group: dist.ProcessGroup, peers: list[int], num_bytes: int, device: torch.device
 ) -> float:
-    """An exchange of so many bytes with each peer."""
-    splits = [num_bytes if other in peers else 0 for other in range(process_group.size())]
+    """Seconds of an exchange of `num_bytes` bytes with each peer."""
+    splits = [0] * process_group.size()
+    for peer in peers:
+        splits[peer] = num_bytes
     sent = torch.ones(sum(splits), dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
 
@@ -122,7 +127,7 @@ def _exchange_seconds(
 
 
 def _fastest(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of the fastest run after one that is not counted."""
+    """Seconds of the fastest run, after a warm-up run."""
     best = math.inf
     for repeat in range(repeats + 1):
         _synchronize(device)

@@ -1,14 +1,14 @@
-"""Seconds that one MoE layer takes on a cluster, for any strategy, without running it.
+"""Cost model: predicts the seconds of one MoE layer on a cluster, for any parallel strategy.
 
-1. `volume` counts what a strategy sends, to ranks of the same node and of others.
-2. A message of n bytes costs `latency + n / bandwidth` of its link (the alpha-beta model); a matrix
-   product costs its FLOPs at the machine's rate and the reading of its weights; everything else
-   costs its bytes and its kernels.
-3. `layer_time` adds these up and subtracts what a pipeline hides; `ranked` does so for every
-   strategy worth a trial.
-4. The machine is a named one (`machine.PROFILES`) or the one at hand (`calibration.calibrate`).
+1. `volume` counts what a strategy sends inside a node and between nodes.
+2. A message of n bytes costs `latency + n / bandwidth` of its link (the alpha-beta model). A matrix
+   product costs its FLOPs at the machine's rate, and the time to read its weights. Everything else
+   costs its bytes and its kernel launches.
+3. `layer_time` adds these costs and subtracts the time that a pipeline hides. `ranked` does so for
+   every candidate strategy.
+4. The machine is a known one (`machine.PROFILES`) or a measured one (`calibration.calibrate`).
 
-Rows are taken to be balanced over the experts. How well it predicts: docs/explanation/planner.md.
+The model assumes that the experts' loads are balanced. Its accuracy: docs/explanation/planner.md.
 """
 
 # W ranks of the group, g of them on each of N nodes; T tokens of a rank, E experts, K top-k, M
@@ -25,14 +25,15 @@ from moe_core.parallel.strategy import ParallelStrategy, node_size, valid_r
 from moe_core.registry import ALL_TO_ALLS
 
 GRADIENT_BYTES = 4  # the engine sums weight gradients in the parameters' own dtype
-# over [T, E] in fp32: logits, noise, softmax, top-k, losses; an estimate
-ROUTER_PASSES, ROUTER_KERNELS = 6, 20
-LAYER_KERNELS = 6  # dispatch, combine, offsets, reordering: an estimate
+# Estimates. The router passes over [T, E] in fp32: logits, noise, softmax, top-k, losses.
+ROUTER_PASSES = 6
+ROUTER_KERNELS = 20
+LAYER_KERNELS = 6  # dispatch, combine, offsets, reordering
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One call of a layer on one rank."""
+    """The sizes of one call of a layer on one rank."""
 
     tokens: int
     model_dim: int
@@ -41,25 +42,34 @@ class LayerShape:
     top_k: int
     rows_per_expert: float  # n: kept rows that one rank has for one expert, on average
     element_size: int = 2  # bytes of a row's or a weight's element, in products and on the wire
-    training: bool = True  # forward and backward; else forward
+    training: bool = True  # forward and backward; False: forward alone
     bias: bool = True
     output_bias: bool = True
-    # unequal splits: the counts of rows are exchanged first, like the rows but empty
+    # With unequal splits, the ranks exchange the numbers of rows before the rows.
     counts_first: bool = True
 
     @classmethod
     def of(
         cls, config: MoEConfig, tokens: int, element_size: int = 2, training: bool = True
     ) -> "LayerShape":
-        """The configured layer on so many tokens a rank, spread evenly over the experts up to the
-        capacity."""
+        """The configured layer with `tokens` tokens a rank, spread evenly over the experts."""
         top_k = min(config.top_k, config.num_experts)
         rows = tokens * top_k / config.num_experts
         capacity = expert_capacity(tokens, config.num_experts, top_k, config.capacity_factor)
-        rows = rows if capacity is None else min(rows, capacity)
-        dims = (config.model_dim, config.hidden_dim, config.num_experts)
-        biases = (config.bias, config.bias and config.output_bias)
-        return cls(tokens, *dims, top_k, rows, element_size, training, *biases)
+        if capacity is not None:
+            rows = min(rows, capacity)
+        return cls(
+            tokens,
+            config.model_dim,
+            config.hidden_dim,
+            config.num_experts,
+            top_k,
+            rows,
+            element_size,
+            training,
+            bias=config.bias,
+            output_bias=config.bias and config.output_bias,
+        )
 
     @property
     def expert_parameters(self) -> int:
@@ -69,29 +79,31 @@ class LayerShape:
 
     @property
     def expert_tensors(self) -> int:
-        """Parameters that hold a rank's experts; each is gathered on its own."""
+        """The number of parameter tensors of a rank's experts; each is gathered by itself."""
         return 2 + self.bias + self.output_bias
 
 
 @dataclass(frozen=True)
 class Volume:
-    """What one rank sends in a forward pass; a backward pass sends as much, with gradients in the
-    weights' place."""
+    """What one rank sends in a forward pass.
+
+    A backward pass sends as much, with gradients in place of weights.
+    """
 
     dispatch: LinkTraffic  # rows to the experts
     combine: LinkTraffic  # results to the tokens
-    weights: LinkTraffic  # its own part of the experts to those who gather it
+    weights: LinkTraffic  # the rank's experts to the ranks that gather them
 
 
 def volume(shape: LayerShape, group_size: int, strategy: ParallelStrategy) -> Volume:
-    """Elements and messages of one forward pass, without the counts of rows that precede them.
+    """Elements and messages of one forward pass, without the exchange of the numbers of rows.
 
-    A hierarchical exchange sends most rows twice, once on each kind of link. Weights count as sent
-    to each gatherer.
+    A hierarchical exchange sends most rows twice, once on each kind of link. Weights count once for
+    each rank that gathers them.
 
     Raises:
-        ValueError: r that is not valid here; ranks_per_node that does not divide the group; experts
-            that neither divide over the ranks nor the ranks over them.
+        ValueError: r is not valid for these sizes; ranks_per_node does not divide the group; or
+            neither of the numbers of experts and of ranks divides the other.
     """
     cost = _exchange_cost(shape, group_size, strategy)
     rows = cost.traffic
@@ -104,7 +116,10 @@ def volume(shape: LayerShape, group_size: int, strategy: ParallelStrategy) -> Vo
 
 
 def _exchange_cost(shape: LayerShape, group_size: int, strategy: ParallelStrategy) -> ExchangeCost:
-    """One direction of all chunks, with the messages of one chunk; nothing for r = 0."""
+    """One direction of the exchange: elements of all chunks, messages of one chunk.
+
+    It is empty for r = 0.
+    """
     ranks_per_node = _ranks_per_node(shape.num_experts, group_size, strategy)
     if strategy.r == 0:
         return ExchangeCost()
@@ -119,19 +134,28 @@ def _ranks_per_node(num_experts: int, group_size: int, strategy: ParallelStrateg
             f"num_experts ({num_experts}) and the group's size ({group_size}): neither divides the"
             " other"
         )
-    return node_size(strategy.ranks_per_node or group_size, group_size)  # not given: one node
+    # By default all ranks share one node.
+    return node_size(strategy.ranks_per_node or group_size, group_size)
 
 
 def _sent_elements(shape: LayerShape, strategy: ParallelStrategy) -> float:
-    """Elements of the rows of one rank, those for itself included; as many arrive."""
+    """Elements of the rows that one rank sends, including those to itself.
+
+    It receives the same number.
+    """
     return strategy.r * shape.num_experts * shape.rows_per_expert * shape.model_dim
 
 
 def _gatherers(shape: LayerShape, group_size: int, strategy: ParallelStrategy) -> tuple[int, int]:
-    """Consecutive ranks that gather each other's weights, and how many of them share a node."""
+    """The number of ranks that gather each other's weights, and how many of these share a node.
+
+    These ranks are consecutive.
+    """
     ranks_per_node = _ranks_per_node(shape.num_experts, group_size, strategy)
-    ranks_per_expert = max(group_size // shape.num_experts, 1)
-    ranks = group_size if strategy.r == 0 else ranks_per_expert // strategy.r
+    ranks = group_size
+    if strategy.r:
+        ranks_per_expert = max(group_size // shape.num_experts, 1)
+        ranks = ranks_per_expert // strategy.r
     return ranks, math.gcd(ranks, ranks_per_node)
 
 
@@ -149,14 +173,14 @@ def _weights_traffic(shape: LayerShape, group_size: int, strategy: ParallelStrat
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer on the slowest path; forward, and backward if the shape trains."""
+    """Seconds of one layer, forward and, if `shape.training`, backward."""
 
     routing: float  # router, top-k, losses
     dispatch: float  # tokens to rows and back, reordering by expert
-    exchange: float  # all-to-all in both directions, including what is hidden
-    gather: float  # expert weights to those who share them, gradients back
-    experts: float  # their products
-    hidden: float  # of exchange and experts: the time in which both are at work
+    exchange: float  # all-to-all in both directions, including the hidden part
+    gather: float  # all-gather of expert weights, reduce-scatter of their gradients
+    experts: float  # matrix products and activation
+    hidden: float  # overlap of exchange and experts
 
     @property
     def total(self) -> float:
@@ -165,11 +189,11 @@ class LayerTime:
 
     @property
     def exposed_exchange(self) -> float:
-        """The exchange's part in `total`."""
+        """The part of the exchange that `total` includes: not hidden by the experts' work."""
         return self.exchange - self.hidden
 
     def plus(self, other: "LayerTime", times: int = 1) -> "LayerTime":
-        """The sum of this and so many of the other."""
+        """This time plus `times` times the other."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return LayerTime(*[a + times * b for a, b in pairs])
 
@@ -177,7 +201,11 @@ class LayerTime:
 def layer_time(
     machine: Machine, shape: LayerShape, group_size: int, strategy: ParallelStrategy
 ) -> LayerTime:
-    """Predicted seconds of one layer by part. Raises what `volume` raises."""
+    """Predicted seconds of each part of one layer.
+
+    Raises:
+        ValueError: as `volume`.
+    """
     forward = _pass_time(machine, shape, group_size, strategy, backward=False)
     if not shape.training:
         return forward
@@ -216,25 +244,27 @@ def _num_chunks(strategy: ParallelStrategy) -> int:
 
 
 def _pipelined_seconds(exchange: float, experts: float, chunks: int) -> float:
-    """From the departure of the first chunk to the arrival of the last result.
+    """Seconds from sending the first chunk to receiving the last result.
 
-    One wire, on which all chunks leave one after the other and then results as they are ready,
-    beside one processor.
+    One link works beside one processor. The link sends all chunks one after the other, and then
+    each result when it is ready.
 
     Args:
         exchange, experts: seconds of one chunk.
     """
-    worked, wire = 0.0, chunks * exchange
+    experts_end = 0.0
+    link_end = chunks * exchange
     for chunk in range(1, chunks + 1):
-        worked = max(worked, chunk * exchange) + experts
-        wire = max(wire, worked) + exchange
-    return wire
+        chunk_arrival = chunk * exchange
+        experts_end = max(experts_end, chunk_arrival) + experts
+        link_end = max(link_end, experts_end) + exchange
+    return link_end
 
 
 def _exchange_seconds(
     machine: Machine, shape: LayerShape, cost: ExchangeCost, strategy: ParallelStrategy
 ) -> float:
-    """One direction of all chunks: its stages one after the other, then the copies."""
+    """Seconds of one direction for all chunks: the stages in sequence, then the copies."""
     chunks = _num_chunks(strategy)
     size = shape.element_size
     seconds = 0.0
@@ -242,7 +272,7 @@ def _exchange_seconds(
         intra = machine.intra.seconds(chunks * stage.intra_messages, stage.intra * size)
         inter = machine.inter.seconds(chunks * stage.inter_messages, stage.inter * size)
         seconds += max(intra, inter)
-    # a copy reads and writes
+    # A copy reads and writes each element.
     copied_bytes = cost.copies * 2 * _sent_elements(shape, strategy) * size
     seconds += copied_bytes / machine.memory_bandwidth
     return seconds + cost.copies * chunks * machine.kernel_overhead
@@ -251,10 +281,10 @@ def _exchange_seconds(
 def _experts_seconds(
     machine: Machine, shape: LayerShape, group_size: int, strategy: ParallelStrategy, backward: bool
 ) -> float:
-    """Two products and the activation of all rows that arrive here; backward: two of each, for
-    input and weights.
+    """Seconds of the experts' matrix products and activation.
 
-    Each product reads (or writes, for the gradient) its weights once a chunk.
+    A forward pass has two products. A backward pass has four, for the gradients of input and
+    weights. Each product reads its weights, or writes their gradient, once a chunk.
     """
     products = 2
     if backward:
@@ -283,12 +313,12 @@ def _routing_seconds(machine: Machine, shape: LayerShape, backward: bool) -> flo
 def _dispatch_seconds(
     machine: Machine, shape: LayerShape, group_size: int, strategy: ParallelStrategy
 ) -> float:
-    """Reads and writes of rows; a backward pass moves the same rows."""
+    """Seconds of reading and writing rows; the same in a backward pass."""
     rows = shape.num_experts * shape.rows_per_expert * max(strategy.r, 1)
-    # gathered from tokens: read, written; combined to tokens: read, written
+    # Dispatch reads and writes rows. Combine reads rows and writes tokens.
     moved = 3 * rows + shape.tokens
     if strategy.r and group_size > 1 and shape.num_experts > group_size:
-        moved += 4 * rows  # by source -> by local expert, and back
+        moved += 4 * rows  # reordering from source rank to local expert, and back
     moved_bytes = moved * shape.model_dim * shape.element_size
     return moved_bytes / machine.memory_bandwidth + LAYER_KERNELS * machine.kernel_overhead
 
@@ -296,28 +326,35 @@ def _dispatch_seconds(
 def _gather_seconds(
     machine: Machine, shape: LayerShape, group_size: int, strategy: ParallelStrategy, backward: bool
 ) -> float:
-    """All-gather of weights, or reduce-scatter of their gradients, as NCCL does it: a weight enters
-    each node once, at one of its ranks, and goes on inside; each link at once."""
+    """Seconds of the all-gather of weights, or of the reduce-scatter of their gradients.
+
+    As in NCCL, a weight enters each node once, at one of its ranks, and is passed on inside the
+    node. Both kinds of link work at the same time.
+    """
     ranks, near = _gatherers(shape, group_size, strategy)
     if ranks == 1:
         return 0.0
-    element_size = GRADIENT_BYTES if backward else shape.element_size
+    element_size = shape.element_size
+    if backward:
+        element_size = GRADIENT_BYTES
     nodes = ranks // near
-    own_bytes = shape.expert_parameters * shape.num_experts / group_size * element_size
+    rank_bytes = shape.expert_parameters * shape.num_experts / group_size * element_size
     tensors = shape.expert_tensors
-    intra = machine.intra.seconds(tensors * (near - 1), own_bytes * nodes * (near - 1))
-    inter = machine.inter.seconds(tensors * (nodes - 1), own_bytes * (nodes - 1))
+    intra = machine.intra.seconds(tensors * (near - 1), rank_bytes * nodes * (near - 1))
+    inter = machine.inter.seconds(tensors * (nodes - 1), rank_bytes * (nodes - 1))
     return max(intra, inter)
 
 
 def candidates(
     num_experts: int, group_size: int, num_nodes: int, degrees: Sequence[int] = (1, 2, 4, 8)
 ) -> list[ParallelStrategy]:
-    """Every strategy worth a trial: r = 0 has no chunks and no all-to-all; an algorithm by node
-    needs several nodes of several ranks.
+    """Every strategy that differs in cost.
+
+    r = 0 has no chunks and no all-to-all. An algorithm by node (`by_node`) needs several nodes of
+    several ranks.
 
     Raises:
-        ValueError: ranks that do not divide over the nodes.
+        ValueError: the ranks do not divide over the nodes.
     """
     if group_size % num_nodes:
         raise ValueError(
@@ -343,8 +380,11 @@ def ranked(
     ranks_per_node: int,
     degrees: Sequence[int] = (1, 2, 4, 8),
 ) -> list[tuple[ParallelStrategy, float]]:
-    """The candidates with their predicted seconds, best first. Raises what `candidates` and
-    `volume` raise."""
+    """The candidates with their predicted seconds, best first.
+
+    Raises:
+        ValueError: as `candidates` and `volume`.
+    """
     num_nodes = group_size // node_size(ranks_per_node, group_size)
     timed = []
     for strategy in candidates(shape.num_experts, group_size, num_nodes, degrees):

@@ -1,8 +1,6 @@
-"""How one call of a layer uses its expert group; every choice gives the same result on the same
-parameters."""
+"""How one call of a layer uses its expert group. All strategies compute the same result."""
 
-# W ranks of the group, E experts of the layer, s = W / E ranks that share an expert (E < W), H
-# hidden dim
+# W ranks of the group, E experts of the layer, s = W / E ranks that share an expert (E < W)
 
 from dataclasses import dataclass
 
@@ -11,23 +9,23 @@ from moe_core.registry import ALL_TO_ALLS
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """A per-call choice that moves no parameter and changes neither loss nor gradients.
+    """A choice for each call. It moves no parameter and changes neither loss nor gradients.
 
     Args:
-        r: what travels. 0: the expert weights do, all-gathered, and tokens stay (data parallel). E
-            >= W: 1 sends the tokens to their experts (expert parallel). E < W: 1 or any divisor of
-            s; every token goes to r ranks, each of which computes 1/r of the hidden dim after
-            gathering weights from the s/r ranks beside it (1: expert + data parallel, s: expert +
-            model parallel).
-        pipeline_degree: chunks into which the exchange and the experts' work are cut, so that one
-            chunk travels while another is worked on.
-        all_to_all: the name of an algorithm: "linear" sends a message to every rank; "2dh" goes
-            first to the ranks of this node, then between nodes, in fewer and larger messages; or
-            one of your own (moe_core.register_all_to_all).
-        ranks_per_node: of the group; None: as torchrun says.
+        r: what the ranks exchange. 0: the expert weights, by all-gather; tokens stay (data
+            parallel). With E >= W, 1: the tokens, which go to their experts (expert parallel). With
+            E < W, 1 or a divisor of s: every token goes to r ranks. Each of them computes 1/r of
+            the hidden dim, after it gathers weights from s/r neighbouring ranks (1: expert + data
+            parallel, s: expert + model parallel).
+        pipeline_degree: the number of chunks of an exchange. One chunk is sent while the experts
+            compute another.
+        all_to_all: the name of an algorithm. "linear" sends a message to every rank. "2dh" sends
+            inside the node first and then between nodes, in fewer and larger messages.
+            `moe_core.register_all_to_all` adds others.
+        ranks_per_node: ranks of the group on each node; None: as torchrun sets it.
 
     Raises:
-        ValueError: a value that no group could take; an all_to_all that is not registered.
+        ValueError: a value that is valid for no group, or an all_to_all that is not registered.
 
     Source: arXiv 2206.03382 (Tutel), sections 3.1 to 3.4.
     """
@@ -45,8 +43,7 @@ class ParallelStrategy:
         ALL_TO_ALLS.check(self.all_to_all)
 
     def check(self, num_experts: int, group_size: int) -> None:
-        """Raise ValueError where r is not valid for so many experts over so many ranks; the valid
-        ones are listed."""
+        """Raise ValueError, which lists the valid values, if r is not valid for these sizes."""
         valid = valid_r(num_experts, group_size)
         if self.r not in valid:
             raise ValueError(
@@ -59,13 +56,18 @@ class ParallelStrategy:
 
 
 def valid_r(num_experts: int, group_size: int) -> list[int]:
-    """0 and 1, or 0 and the divisors of W/E where experts are fewer than ranks."""
+    """The valid values of r: 0 and 1; with E < W, 0 and the divisors of W / E."""
     ranks_per_expert = max(group_size // num_experts, 1)
-    return [0, *(r for r in range(1, ranks_per_expert + 1) if ranks_per_expert % r == 0)]
+    divisors = [r for r in range(1, ranks_per_expert + 1) if ranks_per_expert % r == 0]
+    return [0] + divisors
 
 
 def check_ranks_per_node(ranks_per_node: int, group_size: int) -> int:
-    """`ranks_per_node`; raises ValueError where it does not divide the group."""
+    """Return `ranks_per_node`.
+
+    Raises:
+        ValueError: it does not divide the group.
+    """
     if group_size % ranks_per_node:
         raise ValueError(
             f"ranks_per_node ({ranks_per_node}) must divide the expert-parallel size ({group_size})"
@@ -74,8 +76,11 @@ def check_ranks_per_node(ranks_per_node: int, group_size: int) -> int:
 
 
 def node_size(ranks_per_node: int, group_size: int) -> int:
-    """How many ranks of the group share a node; raises ValueError where it does not divide the
-    group."""
+    """The number of ranks of the group that share a node.
+
+    Raises:
+        ValueError: ranks_per_node does not divide the group.
+    """
     if ranks_per_node >= group_size:
         return group_size
     return check_ranks_per_node(ranks_per_node, group_size)

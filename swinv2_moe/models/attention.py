@@ -1,5 +1,7 @@
-"""Window attention with timm's parameters and results, by one kernel: `window_attention`'s on a GPU
-in half precision, scaled_dot_product_attention's elsewhere."""
+"""Window attention with timm's parameters and results, in one fused operation.
+
+That is `window_attention` on a GPU in half precision, and scaled_dot_product_attention elsewhere.
+"""
 
 # B images, W windows of an image, N tokens of a window, h heads, D channels of a head
 
@@ -66,21 +68,21 @@ class FusedWindowAttention(WindowAttention):
     def _fused(self, qkv: Tensor, mask: Tensor | None) -> Tensor:
         """qkv [B*W, N, 3, h, D] -> [B*W, N, h*D]."""
         bias = self._position_bias(qkv.dtype)
-        mask = None if mask is None else mask.to(qkv.dtype)
+        if mask is not None:
+            mask = mask.to(qkv.dtype)
         return window_attention.window_attention(
             qkv, bias, mask, self.temperature().flatten().float(), self.cosine
         )
 
     def _sdpa(self, qkv: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        """The same. TorchScript compiles it, and a trace of it runs with another number of
-        windows."""
+        """As `_fused`. TorchScript compiles it; a trace of it works for any number of windows."""
         windows, tokens, _, _, channels = qkv.shape
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B*W, h, N, D]
         q, k, scale = self.scaled(q, k)
         bias = self._position_bias(q.dtype).unsqueeze(0)  # [1, h, N, N]
         if mask is not None:
-            # one mask per window of an image: fold the windows into the heads, images stay the
-            # batch
+            # The masks differ between the windows of an image. So the windows become part of the
+            # heads' dim, and the batch dim holds images.
             bias = (bias + mask.unsqueeze(1).to(q.dtype)).flatten(0, 1)  # [W*h, N, N]
             folded = [-1, bias.shape[0], tokens, channels]  # [B, W*h, N, D]
             q, k, v = q.reshape(folded), k.reshape(folded), v.reshape(folded)
@@ -101,7 +103,7 @@ class FusedWindowAttention(WindowAttention):
         return F.linear(x, self.qkv.weight, bias)
 
     def scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Queries and keys of unit length, the learned temperature of each head on the queries."""
+        """Queries and keys of unit length, queries times the head's temperature; and the scale."""
         return (
             (F.normalize(q, dim=-1) * self.temperature()).to(q.dtype),
             F.normalize(k, dim=-1).to(q.dtype),
@@ -109,7 +111,7 @@ class FusedWindowAttention(WindowAttention):
         )
 
     def temperature(self) -> Tensor:
-        """[h, 1, 1], by which scores are multiplied."""
+        """[h, 1, 1]: the factor of the scores."""
         return self.logit_scale.clamp(max=math.log(1 / 0.01)).exp()
 
     def _position_bias(self, dtype: torch.dtype) -> Tensor:
@@ -145,8 +147,11 @@ class FusedWindowAttention(WindowAttention):
 
 
 class DotProductWindowAttention(FusedWindowAttention):
-    """The attention of the released Swin-MoE models: dot products over sqrt(D), a bias on q, k and
-    v, and the position network's output as it is."""
+    """The attention of the released Swin-MoE models.
+
+    Scores are dot products divided by sqrt(D). Queries, keys and values have biases. The position
+    bias is the position network's output without a sigmoid.
+    """
 
     cosine = False
 

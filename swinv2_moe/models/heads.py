@@ -1,4 +1,4 @@
-"""The classifier of pretrained weights, for a model with other classes."""
+"""Adapts the classifier of pretrained weights to a model with other classes."""
 
 from pathlib import Path
 
@@ -15,14 +15,15 @@ _MAX_DIGITS = 9
 
 
 def fit_head(tensors: dict[str, Tensor], model: MoEModel, config: ModelConfig) -> dict[str, Tensor]:
-    """Pretrained `tensors` with the head that MODEL.NEW_HEAD and MODEL.CLASS_MAP ask for; without
-    them, unchanged.
+    """Replace the head of pretrained `tensors` as MODEL.NEW_HEAD and MODEL.CLASS_MAP say.
+
+    Without these keys the tensors are returned unchanged.
 
     Args:
-        model: its own head is the new one.
+        model: MODEL.NEW_HEAD uses its head.
 
     Raises:
-        UserError: a class map that cannot be read or does not fit either side.
+        UserError: a class map that cannot be read, or does not match the model or the weights.
     """
     names, expected = model.classifier_names(), model.state_dict()
     if config.new_head:
@@ -30,28 +31,30 @@ def fit_head(tensors: dict[str, Tensor], model: MoEModel, config: ModelConfig) -
     if not config.class_map or not all(name in tensors for name in names):
         return tensors
     bias = names[1]
-    there, here = len(tensors[bias]), len(expected[bias])
+    num_pretrained, num_classes = len(tensors[bias]), len(expected[bias])
     rows = read_class_map(Path(config.class_map))
-    if len(rows) != here or max(rows, default=0) >= there:
+    highest = max(rows, default=0)
+    if len(rows) != num_classes or highest >= num_pretrained:
         raise UserError(
-            f"MODEL.CLASS_MAP {config.class_map}: {len(rows)} lines up to class"
-            f" {max(rows, default=0)}, the model"
-            f" has {here} classes and the pretrained weights have {there} (0 to {there - 1})"
+            f"MODEL.CLASS_MAP {config.class_map}: {len(rows)} lines up to class {highest}, the"
+            f" model has {num_classes} classes and the pretrained weights have {num_pretrained}"
+            f" (0 to {num_pretrained - 1})"
         )
     rows = torch.tensor(rows)
-    taken = {name: tensors[name][rows.clamp(min=0)] for name in names}
-    for name, tensor in taken.items():
+    head = {name: tensors[name][rows.clamp(min=0)] for name in names}
+    for name, tensor in head.items():
         tensor[rows < 0] = expected[name][rows < 0].to(tensor)
-    return tensors | taken
+    return tensors | head
 
 
 def read_class_map(file: Path) -> list[int]:
-    """For each class of the model the number (from 0) of its class in the pretrained weights, or -1
-    where they have none, a line each: Swin's map22kto1k.txt, and what data/make_class_map.py
-    writes.
+    """Read a class map, such as Swin's map22kto1k.txt or a file of data/make_class_map.py.
+
+    It has one line for each class of the model: the number (from 0) of the class in the pretrained
+    weights, or -1 if they do not have it.
 
     Raises:
-        UserError: not such a file.
+        UserError: the file cannot be read, or is not a class map.
     """
     try:
         lines = read_bounded(file, _MAX_BYTES).decode().split()

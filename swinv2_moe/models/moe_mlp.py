@@ -6,16 +6,16 @@ from torch import Tensor, nn
 
 from moe_core import MoELayer
 
-_LAYER = ".mlp.moe"  # what the name of an MoE layer adds to its block's
+_LAYER = ".mlp.moe"  # suffix of an MoE layer's name after its block's name
 
 
 @register_notrace_module  # reason: routing depends on the input
 class MoEMlp(nn.Module):
-    """An MoE layer in the place of a block's FFN: a tensor in, a tensor out.
+    """An MoE layer with the interface of a block's FFN: a tensor in, a tensor out.
 
-    timm's block expects one result, so the auxiliary loss is kept here until `take_aux_loss`. If
-    `frozen`, the layer always works as in evaluation (no noise, the capacity of evaluation) and has
-    no auxiliary loss.
+    timm's block expects one result, so the auxiliary loss is stored here until `take_aux_loss`. If
+    `frozen`, the layer stays in evaluation mode (no noise, the capacity of evaluation) and has no
+    auxiliary loss.
     """
 
     def __init__(self, moe: MoELayer, eval_capacity_factor: float, frozen: bool = False) -> None:
@@ -27,10 +27,14 @@ class MoEMlp(nn.Module):
         self.train(self.training)
 
     def forward(self, x: Tensor, **mask) -> Tensor:
-        """x [..., M] -> [..., M]; `mask` and `num_tokens`, if any, are MoELayer's."""
-        capacity_factor = None if self.training else self.eval_capacity_factor
+        """x [..., M] -> [..., M]; passes `mask` and `num_tokens` on to MoELayer."""
+        capacity_factor = None
+        if not self.training:
+            capacity_factor = self.eval_capacity_factor
         y, aux_loss = self.moe(x, capacity_factor=capacity_factor, **mask)
-        self.aux_loss = None if self.frozen else aux_loss
+        if self.frozen:
+            aux_loss = None
+        self.aux_loss = aux_loss
         return y
 
     def train(self, mode: bool = True) -> "MoEMlp":
@@ -38,7 +42,7 @@ class MoEMlp(nn.Module):
         return super().train(mode and not self.frozen)
 
     def __getstate__(self) -> dict:
-        # part of a graph, which neither copy nor pickle can take
+        # The loss is part of an autograd graph, which cannot be copied or pickled.
         return self.__dict__ | {"aux_loss": None}
 
 

@@ -1,20 +1,20 @@
-"""Images of any size through a trunk: what only fills windows up is neither attended to, nor
-routed, nor merged.
+"""SwinV2 blocks for batches of images of any size, which ignore padding.
 
-1. The images of a batch lie in the top left corner of one canvas. Each stage gets a `Presence`:
-   which tokens of its map belong to an image, and the masks of its windows that follow from that.
-2. A block pads its map to whole windows before it shifts them, so that a window holds the same
-   tokens on any canvas. Within a window tokens attend to each other if they are of the same image
-   and side of the shift's seam; padding attends to padding, which gives no row without a weight.
-3. MoE layers do not see padding, so it costs no capacity and has no part in their loss; after each
-   stage it is zero, as it is in the canvas that fits.
+1. The images of a batch lie in the top left corner of one canvas. Each stage gets a `TokenMask`. It
+   says which tokens of the stage's map belong to an image, and holds the attention masks of its
+   windows.
+2. A block pads its map to a multiple of the window before it shifts it. A window then holds the
+   same tokens on any canvas. Within a window, tokens attend to each other if they belong to the
+   same image and lie on the same side of the shift's seam. Padding attends to padding, so that no
+   row of attention weights is empty.
+3. MoE layers ignore padding: it uses no capacity and has no part in their loss. After each stage
+   padding is set to zero.
 
-timm's blocks take any size too, but they attend to what fills the windows up, and shift before they
-fill.
+timm's blocks also accept any size. But they attend to the padding of windows, and shift before they
+pad.
 """
 
-# B images on a canvas, H x W tokens of a stage's map, h x w of them one image's, W windows of a
-# map, N tokens of each
+# B images on a canvas, H x W tokens of a stage's map, W windows of a map, N tokens of a window
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -32,74 +32,77 @@ from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
 Size = tuple[int, int]  # height, width
 
 
-class Presence(NamedTuple):
-    """Which tokens of a stage's map belong to an image."""
+class TokenMask(NamedTuple):
+    """Which tokens of a stage's map belong to an image, and the attention masks for that."""
 
-    tokens: Tensor | None  # bool [B, H, W]; None: all
-    count: int  # how many, of all images
-    # [W, N, N] or [B*W, N, N], 0 or -inf: for windows as they lie; None: no mask
-    plain: Tensor | None
-    shifted: Tensor | None  # the same for shifted windows
+    tokens: Tensor | None  # bool [B, H, W]; None: all tokens do
+    num_tokens: int  # tokens of all images together
+    # Attention masks of 0 and -inf, [W, N, N] or [B*W, N, N]; None: no mask.
+    windows: Tensor | None
+    shifted_windows: Tensor | None
 
     def keep(self, x: Tensor) -> Tensor:
-        """x [B, H, W, C] with 0 for what belongs to no image."""
+        """x [B, H, W, C] with padding set to 0."""
         if self.tokens is None:
             return x
         return x.masked_fill(~self.tokens.unsqueeze(-1), 0)
 
 
 class _MaskedBlock:
-    """The two halves of a block on a map [B, H, W, C] of which only a part may be present."""
+    """Attention and FFN of a block on a map [B, H, W, C] with padding."""
 
-    def _masked_attention(self, x: Tensor, presence: Presence) -> Tensor:
+    def _masked_attention(self, x: Tensor, token_mask: TokenMask) -> Tensor:
         _, height, width, channels = x.shape
         window, shift = self.window_size, self.shift_size
         x = F.pad(x, (0, 0, 0, -width % window[1], 0, -height % window[0]))
         padded = x.shape[1:3]
+        attention_mask = token_mask.windows
         if any(shift):
             x = x.roll((-shift[0], -shift[1]), (1, 2))
+            attention_mask = token_mask.shifted_windows
         windows = window_partition(x, window).view(-1, self.window_area, channels)
-        windows = self.attn(windows, presence.shifted if any(shift) else presence.plain)
+        windows = self.attn(windows, attention_mask)
         x = window_reverse(windows.view(-1, *window, channels), window, padded)
         if any(shift):
             x = x.roll(shift, (1, 2))
         return x[:, :height, :width]
 
-    def _masked_ffn(self, x: Tensor, presence: Presence) -> Tensor:
-        if isinstance(self.mlp, MoEMlp) and presence.tokens is not None:
-            return self.mlp(x, mask=presence.tokens, num_tokens=presence.count)
+    def _masked_ffn(self, x: Tensor, token_mask: TokenMask) -> Tensor:
+        if isinstance(self.mlp, MoEMlp) and token_mask.tokens is not None:
+            return self.mlp(x, mask=token_mask.tokens, num_tokens=token_mask.num_tokens)
         return self.mlp(x)
 
 
 class MaskedBlock(_MaskedBlock, SwinTransformerV2Block):
     """`x + norm1(attn(x))`, then `x + norm2(mlp(x))`."""
 
-    def forward(self, x: Tensor, presence: Presence) -> Tensor:
-        x = x + self.drop_path1(self.norm1(self._masked_attention(x, presence)))
-        return x + self.drop_path2(self.norm2(self._masked_ffn(x, presence)))
+    def forward(self, x: Tensor, token_mask: TokenMask) -> Tensor:
+        x = x + self.drop_path1(self.norm1(self._masked_attention(x, token_mask)))
+        return x + self.drop_path2(self.norm2(self._masked_ffn(x, token_mask)))
 
 
 class MaskedPreNormBlock(_MaskedBlock, PreNormBlock):
     """`x + attn(norm1(x))`, then `x + mlp(norm2(x))`."""
 
-    def forward(self, x: Tensor, presence: Presence) -> Tensor:
-        x = x + self.drop_path1(self._masked_attention(self.norm1(x), presence))
-        return x + self.drop_path2(self._masked_ffn(self.norm2(x), presence))
+    def forward(self, x: Tensor, token_mask: TokenMask) -> Tensor:
+        x = x + self.drop_path1(self._masked_attention(self.norm1(x), token_mask))
+        return x + self.drop_path2(self._masked_ffn(self.norm2(x), token_mask))
 
 
 def mask_blocks(model: SwinTransformerV2MoE) -> SwinTransformerV2MoE:
-    """The model, whose blocks now want a Presence: for `stage_maps` alone. Parameters and their
-    names stay.
+    """Change the model's blocks in place, so that they take a `TokenMask`, and return the model.
 
-    Its windows must be whole whatever the map (`always_partition`).
+    Only `stage_maps` can run the model afterwards. Parameters and their names stay. The model needs
+    `always_partition=True`, so that its windows have the same size on any canvas.
     """
     for stage in model.layers:
         for block in stage.blocks:
-            assert block.always_partition, (
-                "a window smaller than configured has no place on another canvas"
-            )
-            # same state, another forward: as swin_moe does it
-            block.__class__ = MaskedPreNormBlock if isinstance(block, PreNormBlock) else MaskedBlock
+            assert block.always_partition, "padding needs a model with always_partition=True"
+            # The state stays and only the forward method changes, as in swin_moe.
+            if isinstance(block, PreNormBlock):
+                block.__class__ = MaskedPreNormBlock
+            else:
+                block.__class__ = MaskedBlock
     return model
 
 
@@ -108,85 +111,105 @@ def stage_maps(
     images: Tensor,
     sizes: Sequence[Size] | None = None,
     recompute: bool = False,
-) -> Iterator[tuple[Tensor, Presence]]:
-    """Each stage's output [B, H, W, C], 0 where no image is, from a model of `mask_blocks`.
+) -> Iterator[tuple[Tensor, TokenMask]]:
+    """Yield each stage's output [B, H, W, C], with padding set to 0, and its `TokenMask`.
 
     Args:
+        model: as `mask_blocks` returns it.
         images: [B, 3, height, width], any size.
-        sizes: each image's own, in pixels from the top left corner; None: the whole canvas. A
-            patch, and on the way up a token, is present if any pixel of the image is in it; the
-            rest of it counts as 0.
-        recompute: blocks keep their input alone, and run again in the backward pass.
+        sizes: (height, width) of each image in pixels, from the top left corner; None: each fills
+            the canvas. A token belongs to an image if any pixel of the image is in it; pixels of
+            the token outside of the image count as 0.
+        recompute: activation checkpointing. Blocks store only their input, and run again in the
+            backward pass.
     """
-    canvas, (ph, pw) = images.shape[-2:], model.patch_embed.patch_size
-    sizes = (
-        [canvas] if sizes is None or all(tuple(size) == tuple(canvas) for size in sizes) else sizes
-    )
-    pixels = _present(sizes, canvas, images.device)
-    images = images if pixels is None else images.masked_fill(~pixels.unsqueeze(1), 0)
-    x = model.patch_embed(F.pad(images, (0, -canvas[1] % pw, 0, -canvas[0] % ph)))
-    sizes = [(-(-h // ph), -(-w // pw)) for h, w in sizes]
+    canvas = images.shape[-2:]
+    patch = model.patch_embed.patch_size
+    if sizes is None or _fill(sizes, canvas):
+        sizes = [canvas]
+    pixels = _inside(sizes, canvas, images.device)
+    if pixels is not None:
+        images = images.masked_fill(~pixels.unsqueeze(1), 0)
+    x = model.patch_embed(F.pad(images, (0, -canvas[1] % patch[1], 0, -canvas[0] % patch[0])))
+    sizes = _divided(sizes, patch)
+    recompute = recompute and torch.is_grad_enabled()
     for stage in model.layers:
         x = stage.downsample(x)
         if not isinstance(stage.downsample, nn.Identity):
-            sizes = [(-(-h // 2), -(-w // 2)) for h, w in sizes]
-        presence = _presence(sizes, x, stage.blocks)
+            sizes = _divided(sizes, (2, 2))
+        token_mask = _token_mask(sizes, x, stage.blocks)
         for block in stage.blocks:
-            recomputed = recompute and torch.is_grad_enabled()
-            x = (
-                checkpoint(block, x, presence, use_reentrant=False)
-                if recomputed
-                else block(x, presence)
-            )
-        x = presence.keep(x)
-        yield x, presence
+            if recompute:
+                x = checkpoint(block, x, token_mask, use_reentrant=False)
+            else:
+                x = block(x, token_mask)
+        x = token_mask.keep(x)
+        yield x, token_mask
 
 
-def _presence(sizes: list[Size], x: Tensor, blocks: nn.ModuleList) -> Presence:
-    """Of images of `sizes` (in tokens; one for all where they fill the map alike) on the map x [B,
-    H, W, C]."""
-    size, window = x.shape[1:3], blocks[0].window_size
-    padded = tuple(length + -length % side for length, side in zip(size, window, strict=True))
-    tokens = _present(sizes, size, x.device)
-    count = sum(h * w for h, w in sizes) * (len(x) // len(sizes))
-    present = _present(sizes, padded, x.device)
-    plain = None
-    if present is not None:
-        plain = _window_mask(torch.where(present, 0, -1), window)
-    shift = next((block.shift_size for block in blocks if any(block.shift_size)), None)
-    shifted = (
-        None if shift is None else _window_mask(_sides(padded, shift, present, x.device), window)
-    )
-    return Presence(tokens, count, plain, shifted)
+def _divided(sizes: Sequence[Size], factor: Size) -> list[Size]:
+    """The sizes divided by `factor`, rounded up."""
+    return [(-(-h // factor[0]), -(-w // factor[1])) for h, w in sizes]
 
 
-def _present(sizes: Sequence[Size], canvas: Size, device: torch.device) -> Tensor | None:
-    """bool [len(sizes), *canvas]: inside of each image; None: everywhere."""
-    if all(tuple(size) == tuple(canvas) for size in sizes):
+def _token_mask(sizes: list[Size], x: Tensor, blocks: nn.ModuleList) -> TokenMask:
+    """The mask of a stage with the map x [B, H, W, C].
+
+    Args:
+        sizes: of the images, in tokens; a single one if all images fill the canvas.
+    """
+    size = x.shape[1:3]
+    window = blocks[0].window_size
+    padded = (size[0] + -size[0] % window[0], size[1] + -size[1] % window[1])
+    images_per_size = len(x) // len(sizes)
+    num_tokens = sum(h * w for h, w in sizes) * images_per_size
+    inside = _inside(sizes, padded, x.device)
+    windows = None
+    if inside is not None:
+        windows = _window_mask(torch.where(inside, 0, -1), window)
+    shifted_windows = None
+    shifts = [block.shift_size for block in blocks if any(block.shift_size)]
+    if shifts:
+        sides = _sides(padded, shifts[0], inside, x.device)
+        shifted_windows = _window_mask(sides, window)
+    return TokenMask(_inside(sizes, size, x.device), num_tokens, windows, shifted_windows)
+
+
+def _fill(sizes: Sequence[Size], canvas: Size) -> bool:
+    """Whether every image fills the canvas."""
+    return all(tuple(size) == tuple(canvas) for size in sizes)
+
+
+def _inside(sizes: Sequence[Size], canvas: Size, device: torch.device) -> Tensor | None:
+    """bool [len(sizes), height, width], True inside of the image; None if all fill the canvas."""
+    if _fill(sizes, canvas):
         return None
     heights, widths = torch.tensor(list(sizes), device=device).unsqueeze(-1).unbind(1)  # [B, 1]
-    rows, columns = (torch.arange(length, device=device) for length in canvas)
+    rows = torch.arange(canvas[0], device=device)
+    columns = torch.arange(canvas[1], device=device)
     return (rows < heights).unsqueeze(2) & (columns < widths).unsqueeze(1)
 
 
-def _sides(padded: Size, shift: Size, present: Tensor | None, device: torch.device) -> Tensor:
-    """[1 or B, *padded] of a shifted map: which side of the seams a token is on, -1 for padding.
+def _sides(padded: Size, shift: Size, inside: Tensor | None, device: torch.device) -> Tensor:
+    """The side of the shift's seams that each token of a shifted map is on, -1 for padding.
 
-    Rolled to the end, the first rows (columns) meet the last ones there, which they are no
-    neighbours of.
+    The shift rolls the first rows (columns) to the end, next to rows that are not their neighbours.
+    The seam separates the two.
+
+    Returns:
+        [1 or B, height, width], of size `padded`.
     """
-    rows, columns = (
-        torch.arange(p, device=device) >= p - s for p, s in zip(padded, shift, strict=True)
-    )
+    height, width = padded
+    rows = torch.arange(height, device=device) >= height - shift[0]
+    columns = torch.arange(width, device=device) >= width - shift[1]
     sides = (2 * rows.long().unsqueeze(1) + columns).unsqueeze(0)
-    if present is None:
+    if inside is None:
         return sides
-    return torch.where(present.roll((-shift[0], -shift[1]), (1, 2)), sides, -1)
+    return torch.where(inside.roll((-shift[0], -shift[1]), (1, 2)), sides, -1)
 
 
 def _window_mask(labels: Tensor, window: Size) -> Tensor:
-    """labels [B, H, W] of tokens -> [B*W, N, N]: 0 between tokens of the same label, -inf between
-    others."""
+    """labels [B, H, W] -> [B*W, N, N]: 0 between tokens with the same label, else -inf."""
     labels = window_partition(labels.unsqueeze(-1), window).flatten(1)  # [B*W, N]
     return torch.zeros((), device=labels.device).where(
         labels.unsqueeze(1) == labels.unsqueeze(2), float("-inf")

@@ -1,8 +1,8 @@
-"""Which windows a model's position network knows.
+"""Finds and checks the window sizes that a model's position network was trained with.
 
-Log-spaced coordinates (arXiv 2111.09883, section 3.3) let one network serve any window, if
-positions are measured by the window that it was trained for: the model's own, or where that has
-changed, MODEL.SWINV2.PRETRAINED_WINDOW_SIZES.
+With log-spaced coordinates (arXiv 2111.09883, section 3.3) one network works for any window size.
+But coordinates must be scaled by the window size of training. That is the model's window size, or
+MODEL.SWINV2.PRETRAINED_WINDOW_SIZES if it has changed.
 """
 
 # S stages, w a window's side in tokens
@@ -34,7 +34,7 @@ def windows_of_tables(state: dict[str, Tensor], stages: int) -> list[int] | None
 
 
 def _window_of(table: Tensor) -> int:
-    """0 where the table does not tell."""
+    """The window side of a table; 0 if the table is not valid."""
     size = 0
     if table.ndim == 4:
         size = table.shape[1]
@@ -56,7 +56,7 @@ def check_windows(model: MoEModel, trained: Sequence[int] | None, source: str) -
         trained: the weights' windows; None or empty where they are not known.
 
     Raises:
-        UserError: the model would measure positions otherwise than its weights were trained to.
+        UserError: the model would scale positions differently than in the training of its weights.
     """
     if not trained:
         return

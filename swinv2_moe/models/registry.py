@@ -1,5 +1,7 @@
-"""Names for timm.create_model; any argument of SwinTransformerV2MoE overrides a variant's,
-`num_experts` say."""
+"""Names for timm.create_model.
+
+Arguments of SwinTransformerV2MoE, such as `num_experts`, override those of a variant.
+"""
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model

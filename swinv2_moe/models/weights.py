@@ -1,8 +1,8 @@
-"""Weights into a model: all of them or none, and dense SwinV2 weights into one with experts."""
+"""Loads weights into a model: exactly matching ones, or dense weights into one with experts."""
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -15,18 +15,19 @@ from swinv2_moe.models.weight_files import read_weights, unwrapped
 
 _DENSE_FFN = re.compile(r"(?P<block>(.+\.)?blocks\.\d+)\.mlp\.(?P<name>fc[12]\.(weight|bias))")
 _EMBEDDING = "patch_embed.proj.weight"
-# Buffers that every program recomputes; other files may hold them.
+# Buffers that are recomputed when a model is built. Weight files of other programs may hold them.
 RECOMPUTED = ("relative_coords_table", "relative_position_index", "attn_mask")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _IN_EXPERTS = {"fc1.weight": "w1", "fc1.bias": "b1", "fc2.weight": "w2", "fc2.bias": "b2"}
 
 
 def load_strict(model: nn.Module, state: dict[str, Tensor], source: str) -> None:
-    """Load `state` if it fits the model exactly; otherwise change nothing.
+    """Load `state` if it matches the model exactly; otherwise change nothing.
 
     Raises:
-        UserError: names `source` and every missing key, unexpected key, key of another shape and
-            key that holds no floating-point numbers; or the first value that is NaN or infinite.
+        UserError: `state` does not match, or has a value that is NaN or infinite. The message names
+            `source` and every missing key, unexpected key, key of another shape and key of another
+            kind of dtype; or the first tensor with such a value.
     """
     _check_fit(model, state, source)
     check_finite(state, source)
@@ -39,38 +40,37 @@ def _check_fit(model: nn.Module, state: dict[str, Tensor], source: str) -> None:
         raise UserError(f"{source} does not fit the model: {problems}; nothing was loaded")
 
 
-def compare(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
-    """What keeps `found` from taking the place of `expected`, in one line; empty if nothing
-    does."""
-    common = {key: found[key] for key in expected if key in found}
-    missing = [key for key in expected if key not in found]
-    unexpected = [_printable(key) for key in found if key not in expected]
-    reshaped = [
-        f"{key} ({list(tensor.shape)} there, {list(expected[key].shape)} in the model)"
-        for key, tensor in common.items()
-        if tensor.shape != expected[key].shape
-    ]
-    other_kind = [
-        key
-        for key, tensor in common.items()
-        if expected[key].is_floating_point() and tensor.dtype not in _FLOATS
-    ]
-    parts = (
-        ("missing", missing),
-        ("unexpected", unexpected),
-        ("of another shape", reshaped),
-        ("not of floating point", other_kind),
-    )
-    return "; ".join(f"{len(keys)} {what}: {', '.join(keys)}" for what, keys in parts if keys)
+def compare(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:
+    """The differences that prevent loading `state` in place of `expected`, in one line; "" if
+    there are none."""
+    missing, reshaped, not_float = [], [], []
+    for key, target in expected.items():
+        if key not in state:
+            missing.append(key)
+            continue
+        tensor = state[key]
+        if tensor.shape != target.shape:
+            shapes = f"{list(tensor.shape)} there, {list(target.shape)} in the model"
+            reshaped.append(f"{key} ({shapes})")
+        if target.is_floating_point() and tensor.dtype not in _FLOATS:
+            not_float.append(key)
+    differences = {
+        "missing": missing,
+        "unexpected": [_printable(key) for key in state if key not in expected],
+        "of another shape": reshaped,
+        "not of floating point": not_float,
+    }
+    parts = [f"{len(keys)} {what}: {', '.join(keys)}" for what, keys in differences.items() if keys]
+    return "; ".join(parts)
 
 
 def check_finite(tensors: dict[str, Tensor], source: str) -> None:
-    """Raise UserError where a value is NaN or infinite, or is so in single precision; names the
-    first such tensor."""
+    """Raise UserError if a value is NaN or infinite in fp32; the message names the first such
+    tensor."""
     for name, tensor in tensors.items():
         if tensor.numel() == 0 or tensor.dtype not in _FLOATS:
             continue
-        # either is NaN where any value is
+        # If any value is NaN, so are both extremes.
         extremes = torch.stack(tensor.detach().aminmax()).float()
         if not extremes.isfinite().all():
             raise UserError(f"{source}: {_printable(name)} holds values that are NaN or infinite")
@@ -88,67 +88,84 @@ def load_dense(
     upcycle: bool = False,
     noise: float = 0.0,
     seed: int = 0,
-    fit: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda found: found,
+    fit: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda dense: dense,
 ) -> list[str]:
     """Load dense weights (a dict, .safetensors or .pth) into a model with experts.
 
-    The layouts are those of the model's `convert_dense`.
-
-    The trunk loads as it is. In MoE blocks the dense FFN goes into every expert if `upcycle`,
-    otherwise it is left out and the experts keep their own values; routers keep theirs. (Sparse
-    upcycling: arXiv 2212.05055.)
+    Accepts the layouts of the model's `convert_dense`. Weights outside of MoE blocks load
+    unchanged. With `upcycle`, the dense FFN of a MoE block is copied to every expert; otherwise it
+    is ignored and the experts keep their values. Routers always keep theirs. Source: sparse
+    upcycling, arXiv 2212.05055.
 
     Args:
-        noise: std of what is added to each expert's two weights, in units of the dense weight's own
-            std. It follows from `seed`, the layer and the expert's number in it, so it is the same
-            on any number of ranks.
-        fit: what is done to the weights, under timm's names, before they are compared with the
-            model's.
+        noise: std of the noise added to each expert's two weights, in units of the dense weight's
+            std. It depends on `seed`, the layer and the expert's number, so that it is the same on
+            any number of ranks.
+        fit: changes the weights, under timm's names, before they are compared with the model's.
 
     Returns:
         The model's keys that the dense weights do not cover.
 
     Raises:
-        UserError: a file that cannot be read, weights that do not fit; nothing is loaded then.
+        UserError: a file that cannot be read, or weights that do not match; nothing is loaded then.
     """
-    name = "the given weights" if isinstance(source, dict) else f"weights {source}"
-    dense = unwrapped(source) if isinstance(source, dict) else read_weights(Path(source))
+    if isinstance(source, dict):
+        name = "the given weights"
+        dense = unwrapped(source)
+    else:
+        name = f"weights {source}"
+        dense = read_weights(Path(source))
     _check_values(dense, name)
     dense = fit(model.convert_dense(dense, name))
+    layers = moe_layers(model)
+    ffns = _pop_ffns(dense, layers)
+    if upcycle:
+        for target, tensor in ffns.items():
+            dense[target] = _to_experts(tensor, layers[_layer_name(target)].shard)
+    kept = []
     expected = model.state_dict()
-    layers, kept, ffns = moe_layers(model), [], {}
-    for key in list(dense):
-        match = _DENSE_FFN.fullmatch(key)
-        layer = ""
-        if match:
-            layer = f"{match['block']}.mlp.moe"
-        if layer in layers:
-            tensor = dense.pop(key)
-            if upcycle:
-                target = f"{layer}.experts.{_IN_EXPERTS[match['name']]}"
-                # w2 is stored transposed
-                ffns[target] = tensor.t() if target.endswith("w2") else tensor
-                dense[target] = _to_experts(ffns[target], layers[layer].shard)
     for key in expected:
-        # else missing, which is reported
+        # Any other key that `dense` lacks is reported as missing below.
         is_covered = key in dense or (upcycle and ".mlp.moe.experts." in key)
         if ".mlp.moe." in key and not is_covered:
             kept.append(key)
             dense[key] = expected[key]
     _check_fit(model, dense, name)
     model.load_state_dict(dense)
-    for target, tensor in ffns.items():
-        if noise and target.endswith(("w1", "w2")):
-            shard = layers[target.rpartition(".experts.")[0]].shard
-            _add_noise(
-                model.get_parameter(target), shard, noise * tensor.std().item(), f"{seed} {target}"
-            )
+    if upcycle and noise:
+        for target, tensor in ffns.items():
+            if target.endswith(("w1", "w2")):
+                weight = model.get_parameter(target)
+                shard = layers[_layer_name(target)].shard
+                _add_noise(weight, shard, noise * tensor.std().item(), f"{seed} {target}")
     return kept
 
 
+def _pop_ffns(dense: dict[str, Tensor], layers: Collection[str]) -> dict[str, Tensor]:
+    """Remove the FFNs of MoE blocks from `dense`, and return them under the names of the experts'
+    parameters."""
+    ffns = {}
+    for key in list(dense):
+        match = _DENSE_FFN.fullmatch(key)
+        if match is None:
+            continue
+        layer = f"{match['block']}.mlp.moe"
+        if layer in layers:
+            tensor = dense.pop(key)
+            name = _IN_EXPERTS[match["name"]]
+            if name == "w2":  # stored transposed
+                tensor = tensor.t()
+            ffns[f"{layer}.experts.{name}"] = tensor
+    return ffns
+
+
+def _layer_name(target: str) -> str:
+    """The MoE layer that an experts' parameter belongs to."""
+    return target.rpartition(".experts.")[0]
+
+
 def _check_values(dense: dict[str, Tensor], source: str) -> None:
-    """Raise UserError where timm's filter could not work with the weights, or would hide what is
-    wrong with them."""
+    """Raise UserError for weights that timm's filter fails on, or whose errors it would hide."""
     used = {name: tensor for name, tensor in dense.items() if not name.endswith(RECOMPUTED)}
     for name, tensor in used.items():
         if tensor.dtype not in _FLOATS:
@@ -164,19 +181,20 @@ def _check_values(dense: dict[str, Tensor], source: str) -> None:
 
 
 def _to_experts(tensor: Tensor, shard: ExpertShard) -> Tensor:
-    """The rank's part of a dense FFN's tensor (of its first dim), repeated for each of its experts
-    without a copy."""
+    """The rank's part of a dense FFN's tensor, along the first dim, expanded to its experts."""
     part = tensor.tensor_split(shard.num_parts)[shard.part]
     return part.expand(shard.num_experts, *part.shape)
 
 
 @torch.no_grad()
 def _add_noise(weight: nn.Parameter, shard: ExpertShard, std: float, seed: str) -> None:
-    """Noise for weight [E, H, M], or [E, H/s, M] where s ranks share an expert: drawn for whole
-    experts, one by one."""
+    """Add noise to weight [E, H, M], or [E, H/s, M] where s ranks share an expert.
+
+    The noise is drawn for one full expert at a time, so that it does not depend on s.
+    """
     shape = (weight.shape[1] * shard.num_parts, weight.shape[2])
-    for e, own in enumerate(weight):
+    for e, expert in enumerate(weight):
         digest = hashlib.sha256(f"{seed} {shard.first_expert + e}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
         noise = torch.randn(shape, generator=generator).tensor_split(shard.num_parts)[shard.part]
-        own.add_(noise.to(own), alpha=std)
+        expert.add_(noise.to(expert), alpha=std)

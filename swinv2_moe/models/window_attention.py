@@ -1,10 +1,9 @@
-"""Attention within windows with a position bias, from the projection's output to the next
-projection's input, as a torch.library op on Triton's kernels (`triton_window_attention`), for CUDA
-devices in half precision.
+"""Window attention with a position bias as a torch.library op, for CUDA devices in half precision.
 
-Normalised queries and keys, the bias and mask of each window, the gradient of the bias of each
-window: none of them is ever in memory. scaled_dot_product_attention, which runs elsewhere, needs a
-pass and a tensor for each.
+The op computes everything between the two projections. Its kernels are in
+`triton_window_attention`. They do not store normalised queries and keys, the sum of bias and mask
+for each window, or the gradient of the bias for each window. scaled_dot_product_attention, which
+runs elsewhere, needs a tensor for each of these.
 """
 
 # B images, W windows of an image, N tokens of a window, h heads, D channels of a head
@@ -22,22 +21,23 @@ _log = logging.getLogger(__name__)
 def window_attention(
     qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosine: bool
 ) -> Tensor:
-    """`softmax(scale * q @ k^T + bias + mask) @ v` of each window and head; of bf16, fp16 or fp32,
-    whose products add up in fp32.
+    """`softmax(scale * q @ k^T + bias + mask) @ v` for each window and head.
+
+    In bf16, fp16 or fp32. Matrix products accumulate in fp32.
 
     Args:
         qkv: [B*W, N, 3, h, D], D of 16, 32 or 64.
         bias: [h, N, N].
-        mask: [W, N, N] without gradient, -inf where a token is not to be seen; None: all are.
+        mask: [W, N, N], -inf for pairs of tokens that do not attend to each other; None: no mask.
+            It gets no gradient.
         scale: [h] fp32.
-        cosine: queries and keys are divided by their lengths, as F.normalize does it (arXiv
-            2111.09883, section 3).
+        cosine: normalise queries and keys to unit length (arXiv 2111.09883, section 3).
 
     Returns:
-        [B*W, N, h*D]. Gradients of qkv, bias and scale are the same in every run, to the bit.
+        [B*W, N, h*D]. Results and gradients are the same in every run, bit by bit.
 
     Raises:
-        ValueError: sizes that do not fit each other.
+        ValueError: shapes that do not match each other.
     """
     windows, tokens, _, heads, _ = qkv.shape
     if bias.shape != (heads, tokens, tokens) or scale.shape != (heads,):
@@ -53,26 +53,26 @@ def window_attention(
 
 
 def runs(qkv: Tensor) -> bool:
-    """Whether the op is the way to go for qkv [B*W, N, 3, h, D]; an exported program has to run
-    without Triton."""
-    fits = qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16) and qkv.shape[1] <= 256
-    return (
-        fits
-        and qkv.shape[-1] in (16, 32, 64)
-        and not torch.compiler.is_exporting()
-        and _triton_runs()
-    )
+    """Whether the op supports qkv [B*W, N, 3, h, D] here.
+
+    False during export: an exported program must run without Triton.
+    """
+    if not qkv.is_cuda or qkv.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if qkv.shape[1] > 256 or qkv.shape[-1] not in (16, 32, 64):
+        return False
+    return not torch.compiler.is_exporting() and _triton_runs()
 
 
-# it imports and logs, neither of which torch.compile can trace
+# A constant for torch.compile, which cannot trace imports and logging.
 @torch.compiler.assume_constant_result
 @functools.cache
 def _triton_runs() -> bool:
     try:
         import triton
 
-        triton.runtime.driver.active.get_current_device()  # builds what every launch goes through
-    except Exception as error:  # whatever it is, scaled_dot_product_attention still runs
+        triton.runtime.driver.active.get_current_device()  # compiles Triton's launcher
+    except Exception as error:  # scaled_dot_product_attention runs instead
         _log.warning(
             "window attention by torch, since Triton cannot run: %s: %s",
             type(error).__name__,
@@ -95,8 +95,7 @@ def _kernels():
 def _window_attention(
     qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosine: bool
 ) -> tuple[Tensor, Tensor]:
-    """out [B*W, N, h*D] and the log-sum-exp of the scores [B*W, h, N], which the backward pass
-    reads."""
+    """out [B*W, N, h*D] and, for the backward pass, the log-sum-exp of the scores [B*W, h, N]."""
     return _kernels().forward(qkv, bias, mask, scale, cosine)
 
 
@@ -140,25 +139,26 @@ def _flops(qkv_shape, *others, out_shape=None, **kwargs) -> int:
 
 @register_flop_formula(torch.ops.swinv2_moe.window_attention_backward)
 def _backward_flops(grad_shape, qkv_shape, *others, out_shape=None, **kwargs) -> int:
-    return _flops(qkv_shape) * 5 // 2  # the scores once more, as torch counts its own
+    return _flops(qkv_shape) * 5 // 2  # with the recomputed scores, as torch counts for its own
 
 
 # 2. Autograd
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.cosine = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
+    qkv, bias, mask, scale, ctx.cosine = inputs
+    out, lse = output
+    ctx.save_for_backward(qkv, bias, mask, scale, out, lse)
+    ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad, _):
     if grad is None:
-        return 5 * (None,)
-    _, bias, _, scale, _, _ = saved = ctx.saved_tensors
+        return None, None, None, None, None
+    qkv, bias, mask, scale, out, lse = ctx.saved_tensors
     grad_qkv, grad_bias, grad_scale = torch.ops.swinv2_moe.window_attention_backward(
-        grad, *saved, ctx.cosine
+        grad, qkv, bias, mask, scale, out, lse, ctx.cosine
     )
     return grad_qkv, grad_bias.to(bias.dtype), None, grad_scale.to(scale.dtype), None
 

@@ -10,38 +10,46 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OURS = ("moe_core", "swinv2_moe", "tools")
-# all that moe_core needs besides the standard library
-ENGINE_ROOM = {"torch", "triton", "safetensors"}
+# The packages that moe_core may import, besides the standard library.
+ENGINE_PACKAGES = {"torch", "triton", "safetensors"}
 
-# A module belongs to the longest prefix here that names it, and may import what that one lists, and
-# itself.
+# A module belongs to the longest prefix in ALLOWED that names it. It may import from the modules
+# that this entry lists, and from those of its own prefix.
 BASICS = [
-    *(
-        "moe_core.config",
-        "moe_core.precision",
-        "moe_core.prepared",
-        "moe_core.losses",
-        "moe_core.ops",
-    ),
-    *("moe_core.files", "moe_core.registry", "moe_core.activations"),
+    "moe_core.config",
+    "moe_core.precision",
+    "moe_core.prepared",
+    "moe_core.losses",
+    "moe_core.ops",
+    "moe_core.files",
+    "moe_core.registry",
+    "moe_core.activations",
 ]
 PARTS = ["moe_core.router", "moe_core.experts", "moe_core.parallel"]
-# Process groups and all-to-all algorithms: they know neither layers nor costs of one.
+# Process groups and all-to-all algorithms. They know neither layers nor the cost model.
 RANKS = [
-    f"moe_core.parallel.{name}"
-    for name in (
-        *("machine", "strategy", "ranks", "rank_subset", "traffic", "comm_stream", "groups"),
-        *("algorithm", "linear", "hierarchical", "row_exchange"),
-    )
+    "moe_core.parallel.machine",
+    "moe_core.parallel.strategy",
+    "moe_core.parallel.ranks",
+    "moe_core.parallel.rank_subset",
+    "moe_core.parallel.traffic",
+    "moe_core.parallel.comm_stream",
+    "moe_core.parallel.groups",
+    "moe_core.parallel.algorithm",
+    "moe_core.parallel.linear",
+    "moe_core.parallel.hierarchical",
+    "moe_core.parallel.row_exchange",
 ]
 # What the other packages may import from.
-PUBLIC = (
+PUBLIC = [
     "moe_core",
-    *(
-        f"moe_core.{part}"
-        for part in ("parallel", "parallel.cost_model", "checkpoint", "export", "files", "tutel")
-    ),
-)
+    "moe_core.parallel",
+    "moe_core.parallel.cost_model",
+    "moe_core.checkpoint",
+    "moe_core.export",
+    "moe_core.files",
+    "moe_core.tutel",
+]
 SHARED = [
     "moe_core",
     "swinv2_moe.errors",
@@ -51,24 +59,14 @@ SHARED = [
     "swinv2_moe.tables",
     "swinv2_moe.config",
 ]
-MODELS_AND_DATA = [*SHARED, "swinv2_moe.models", "swinv2_moe.data"]
+MODELS_AND_DATA = SHARED + ["swinv2_moe.models", "swinv2_moe.data"]
+TRAINING = MODELS_AND_DATA + ["swinv2_moe.train"]
+
 ALLOWED = {
-    "moe_core": ["moe_core"],  # what stands on the layer: training, checkpoint, __init__
-    "moe_core.layer": [*BASICS, *PARTS, "moe_core.rounding"],
-    "moe_core.rounding": [*BASICS, "moe_core.router"],
-    **dict.fromkeys(PARTS, BASICS),
-    "moe_core.parallel": [*BASICS, "moe_core.experts"],
-    **{name: ["moe_core.registry", *RANKS] for name in RANKS},
-    "moe_core.parallel.cost_model": [
-        *("moe_core.config", "moe_core.registry"),
-        *("moe_core.parallel.machine", "moe_core.parallel.strategy"),
-    ],
-    "moe_core.parallel.machine": [],
-    "moe_core.parallel.ranks": [],
-    **dict.fromkeys(BASICS, ()),
-    **{f"moe_core.{name}": ["moe_core.registry"] for name in ("losses", "activations")},
-    "moe_core.config": ["moe_core.registry", "moe_core.ops"],
-    "moe_core.ops": ["moe_core.files", "moe_core.activations"],
+    "moe_core": ["moe_core"],  # modules that use the layer: training, checkpoint, __init__
+    "moe_core.layer": BASICS + PARTS + ["moe_core.rounding"],
+    "moe_core.rounding": BASICS + ["moe_core.router"],
+    "moe_core.parallel": BASICS + ["moe_core.experts"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],
     "swinv2_moe.tables": [],
@@ -78,7 +76,10 @@ ALLOWED = {
     "swinv2_moe.imports": ["swinv2_moe.errors"],
     "swinv2_moe.model_types": ["swinv2_moe.errors"],
     "swinv2_moe.config": [
-        *("moe_core", "swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.imports"),
+        "moe_core",
+        "swinv2_moe.errors",
+        "swinv2_moe.files",
+        "swinv2_moe.imports",
         "swinv2_moe.model_types",
     ],
     "swinv2_moe.models": SHARED,
@@ -88,32 +89,51 @@ ALLOWED = {
         "swinv2_moe.files",
         "swinv2_moe.config",
     ],
-    "swinv2_moe.train": [*MODELS_AND_DATA, "swinv2_moe.imports"],
-    "swinv2_moe.detection": [
-        *(*MODELS_AND_DATA, "swinv2_moe.train", "swinv2_moe.plots", "swinv2_moe.imports"),
-    ],
-    "swinv2_moe.measure": [*MODELS_AND_DATA, "swinv2_moe.train", "swinv2_moe.plots"],
-    "swinv2_moe.export": [*MODELS_AND_DATA, "swinv2_moe.train"],
+    "swinv2_moe.train": MODELS_AND_DATA + ["swinv2_moe.imports"],
+    "swinv2_moe.detection": TRAINING + ["swinv2_moe.plots", "swinv2_moe.imports"],
+    "swinv2_moe.measure": TRAINING + ["swinv2_moe.plots"],
+    "swinv2_moe.export": TRAINING,
     "tools": ["moe_core", "swinv2_moe"],
 }
+ALLOWED["moe_core.router"] = BASICS
+ALLOWED["moe_core.experts"] = BASICS
+# By default a basic module imports from no other module of ours.
+for name in BASICS:
+    ALLOWED[name] = []
+ALLOWED["moe_core.losses"] = ["moe_core.registry"]
+ALLOWED["moe_core.activations"] = ["moe_core.registry"]
+ALLOWED["moe_core.config"] = ["moe_core.registry", "moe_core.ops"]
+ALLOWED["moe_core.ops"] = ["moe_core.files", "moe_core.activations"]
+for name in RANKS:
+    ALLOWED[name] = ["moe_core.registry"] + RANKS
+ALLOWED["moe_core.parallel.machine"] = []
+ALLOWED["moe_core.parallel.ranks"] = []
+ALLOWED["moe_core.parallel.cost_model"] = [
+    "moe_core.config",
+    "moe_core.registry",
+    "moe_core.parallel.machine",
+    "moe_core.parallel.strategy",
+]
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Dotted names that a file imports, wherever in it; `from a import b` gives a.b."""
+    """Dotted names that a file imports anywhere in it; `from a import b` gives a.b."""
     package = path.parent.relative_to(ROOT).parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            for alias in node.names:
+                yield alias.name
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            yield from (
-                ".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names
-            )
+            base = ""
+            if node.level:  # a relative import
+                base = ".".join(package[: len(package) - node.level + 1])
+            for alias in node.names:
+                yield ".".join(filter(None, [base, node.module, alias.name]))
 
 
 def within(name: str, prefix: str) -> bool:
@@ -121,26 +141,24 @@ def within(name: str, prefix: str) -> bool:
 
 
 def violations(name: str, imports: Iterator[str]) -> list[str]:
-    layer = max((prefix for prefix in ALLOWED if within(name, prefix)), key=len)
-    root = name.split(".")[0]
-    found = []
+    entry = max((prefix for prefix in ALLOWED if within(name, prefix)), key=len)
+    prefixes = [entry] + ALLOWED[entry]
+    engine_imports = ENGINE_PACKAGES | set(OURS) | sys.stdlib_module_names
+    is_engine = within(name, "moe_core")
+    problems = []
     for imported in imports:
-        top = imported.split(".")[0]
-        if top in OURS and not any(within(imported, prefix) for prefix in [layer, *ALLOWED[layer]]):
-            found.append(f"{name} imports {imported}")
-        if root == "moe_core" and top not in {*OURS, *ENGINE_ROOM, *sys.stdlib_module_names}:
-            found.append(
-                f"{name} imports {imported}: the engine needs no more than {sorted(ENGINE_ROOM)}"
+        package = imported.split(".")[0]
+        if package in OURS and not any(within(imported, prefix) for prefix in prefixes):
+            problems.append(f"{name} imports {imported}")
+        if is_engine and package not in engine_imports:
+            problems.append(
+                f"{name} imports {imported}: moe_core imports only {sorted(ENGINE_PACKAGES)}"
             )
-        if (
-            root != "moe_core"
-            and top == "moe_core"
-            and imported.rpartition(".")[0] not in ("", *PUBLIC)
-        ):
-            found.append(
-                f"{name} reaches into {imported}: use the names that moe_core itself offers"
-            )
-    return found
+        if not is_engine and package == "moe_core":
+            module = imported.rpartition(".")[0]
+            if module and module not in PUBLIC:
+                problems.append(f"{name} imports {imported}: use the public names of moe_core")
+    return problems
 
 
 FILES = sorted(p for package in OURS for p in (ROOT / package).rglob("*.py"))

@@ -1,6 +1,6 @@
-"""Rows summed into tokens in C++: one pass over memory, sums in fp32 that are rounded once.
+"""C++ form: sums rows into tokens in one pass over memory. Sums are in fp32 and rounded once.
 
-Tokens are gathered by torch.
+torch gathers the tokens.
 """
 
 # T tokens, K top-k, N rows, M model dim
@@ -17,10 +17,12 @@ __all__ = ["combine_rows_backward", "dispatch_rows", "sum_rows"]
 
 
 def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None) -> Tensor:
-    """As `reference.sum_rows`; gates in fp32."""
-    dtype = rows.dtype if gates is None else torch.float32
+    """As `reference.sum_rows`, with gates in fp32."""
+    dtype = rows.dtype
+    if gates is not None:
+        dtype = torch.float32
     num_tokens, top_k = slots.shape
-    if rows.shape[0] == 0:  # capacity 0: there is no row that a slot could name
+    if rows.shape[0] == 0:  # capacity 0: slots refer to no row
         return rows.new_zeros(num_tokens, rows.shape[1], dtype=dtype)
     out = rows.new_empty(num_tokens, rows.shape[1], dtype=dtype)
     sizes = (num_tokens, top_k, rows.shape[1], torch.get_num_threads())
@@ -31,13 +33,15 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
 def combine_rows_backward(
     grad: Tensor, rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.combine_rows_backward`; gates in fp32, grad in fp32 or the rows' dtype."""
+    """As `reference.combine_rows_backward`, with gates in fp32, grad in fp32 or the rows' dtype."""
     grad_rows = rows.new_empty(rows.shape)
     grad_gates = gates.new_zeros(gates.shape)
     num_rows, model_dim = rows.shape
     if num_rows == 0:
         return grad_rows, grad_gates
-    num_used = len(choices) if kept is None else int(kept.sum())
+    num_used = len(choices)
+    if kept is not None:
+        num_used = int(kept.sum())
     sizes = (num_rows, num_used, slots.shape[1], model_dim, torch.get_num_threads())
     tensors = (grad, rows, choices, gates, grad_rows, grad_gates)
     _call("rows_combine_backward", tensors, sizes, (rows.dtype, grad.dtype))

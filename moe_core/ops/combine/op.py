@@ -1,8 +1,8 @@
-"""Tokens gathered into rows, and rows summed back into tokens: torch.library ops.
+"""Dispatch gathers tokens into rows; combine sums rows into tokens. Both are torch.library ops.
 
-The backward pass of each is a gather, too. That is deterministic and needs no atomics on a GPU,
-where autograd would scatter. All forms give the same values but for rounding: Triton and C++ add up
-a token's rows in fp32 and round once.
+The backward pass of each is also a gather. Autograd would scatter instead. A gather is
+deterministic and needs no atomic operations on a GPU. All forms give the same values up to
+rounding: Triton and C++ sum a token's rows in fp32 and round once.
 """
 
 # T tokens, K top-k, N rows, M model dim
@@ -23,10 +23,10 @@ def combine(rows: Tensor, gates: Tensor, plan: DispatchPlan, kernels: str = "aut
     """Sum each token's rows, weighted by its gate values; dropped choices add 0.
 
     Args:
-        rows: [N, M]. Rows at the end that hold no choice may be missing: an exchange between ranks
-            does not bring them back.
+        rows: [N, M]. Trailing rows without a choice may be missing, because an exchange between
+            ranks does not return them.
         gates: [T, K].
-        plan: says which rows are whose.
+        plan: the row of each choice.
         kernels: see `backend.select`.
 
     Returns:
@@ -72,7 +72,7 @@ def _combine_rows_backward(
     kept: Tensor | None,
     kernels: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of rows [N, M] (0 where a row holds no choice) and of gates [T, K]."""
+    """Gradients of rows [N, M], 0 for rows without a choice, and of gates [T, K]."""
     choices = choices[: rows.shape[0]]
     request = Request(
         kernels,
@@ -119,7 +119,7 @@ def _(rows, gates, choices, slots, kept, kernels):
 
 @_combine_rows_backward.register_fake
 def _(grad, rows, gates, choices, slots, kept, kernels):
-    # Dense, whatever their strides are.
+    # The gradients are contiguous, whatever the strides of rows and gates.
     return rows.new_empty(rows.shape), gates.new_empty(gates.shape)
 
 
@@ -140,8 +140,9 @@ def _save_combine(ctx, inputs, output) -> None:
 
 
 def _differentiate_combine(ctx, grad):
+    rows, gates, choices, slots, kept = ctx.saved_tensors
     grad_rows, grad_gates = torch.ops.moe_core.combine_rows_backward(
-        grad, *ctx.saved_tensors, ctx.kernels
+        grad, rows, gates, choices, slots, kept, ctx.kernels
     )
     return grad_rows, grad_gates, None, None, None, None
 

@@ -1,4 +1,4 @@
-"""Tokens gathered into rows, and rows summed into tokens, in plain torch: the specification."""
+"""Dispatch of tokens into rows and their combination in plain torch: the specification."""
 
 # T tokens, K top-k, N rows, M model dim
 
@@ -8,7 +8,9 @@ from torch import Tensor
 
 def dispatch_rows(tokens: Tensor, choices: Tensor, top_k: int) -> Tensor:
     """tokens [T, M] -> [N, M]: row n is the token of choice `choices[n]` [N]."""
-    token_ids = choices if top_k == 1 else choices // top_k
+    token_ids = choices
+    if top_k > 1:
+        token_ids = choices // top_k
     return tokens.index_select(0, token_ids)
 
 
@@ -29,13 +31,16 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
         term = _rows_at(rows, slots[:, k])
         if gates is not None:
             gate = gates[:, k : k + 1]
-            # In place, since memory is what costs here. Of one dtype, since a product of two dtypes
-            # is twice as slow.
+            # In place, because memory traffic dominates. In one dtype, because a product of two
+            # dtypes takes twice as long.
             term = term.to(torch.promote_types(term.dtype, gate.dtype)).mul_(gate)
         if kept is not None:
-            # A fill, not a product with 0: the row of a dropped choice may hold anything.
+            # Not a product with 0: the row of a dropped choice may hold NaN.
             term.masked_fill_(~kept[:, k : k + 1], 0)
-        total = term if total is None else total.add_(term)
+        if total is None:
+            total = term
+        else:
+            total.add_(term)
     assert total is not None, "top_k is at least 1"
     return total
 
@@ -43,7 +48,7 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
 def combine_rows_backward(
     grad: Tensor, rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of rows [N, M], 0 where a row holds no choice, and of gates [T, K]."""
+    """Gradients of rows [N, M], 0 for rows without a choice, and of gates [T, K]."""
     grad_rows = grad.index_select(0, choices // slots.shape[1])
     dtype = torch.promote_types(rows.dtype, grad_rows.dtype)
     products = rows.to(dtype) * grad_rows
@@ -57,7 +62,7 @@ def combine_rows_backward(
 
 
 def _rows_at(rows: Tensor, slots: Tensor) -> Tensor:
-    """`rows[slots]`, a copy; zeros where there is no row at all (capacity 0)."""
+    """A copy of `rows[slots]`; zeros without rows (capacity 0)."""
     if rows.shape[0] == 0:
-        return rows.new_zeros(slots.shape[0], *rows.shape[1:])
+        return rows.new_zeros(slots.shape + rows.shape[1:])
     return rows.index_select(0, slots)

@@ -1,13 +1,13 @@
-"""Tokens gathered into rows, and rows summed into tokens, in Triton.
+"""Triton form: gathers tokens into rows, and sums rows into tokens.
 
-Each launcher has the arguments of its torch form in `reference`. Sums are formed in fp32 (fp64 for
-fp64) and rounded once. Every output element is written by one program, in a fixed order of
-additions: nothing is atomic, so runs repeat bit by bit. Indices are 64 bits wide wherever a product
-with M enters: N * M may exceed 2^31.
+Each launcher has the arguments of its torch form in `reference`. Sums are in fp32 (fp64 for fp64)
+and rounded once. One program computes each output element, with a fixed order of additions and no
+atomic operations, so runs repeat bit by bit. Offsets are 64-bit integers, because N * M may exceed
+2^31.
 """
 
-# T tokens, K top-k, N rows, M model dim; a program works on a tile of BLOCK_N rows (or tokens) by
-# BLOCK_M columns
+# T tokens, K top-k, N rows, M model dim
+# A program computes a tile of BLOCK_N rows (or tokens) and BLOCK_M columns.
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_core.ops.backend import on_its_device
 
 _TILE = 4096  # elements of a tile: 32 for each thread of 4 warps
-_WIDEST = 512
+_MAX_BLOCK_M = 512
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -50,17 +50,16 @@ def _sum_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=SUM_DTYPE)
     for k in range(TOP_K):
         choice = t * TOP_K + k
-        wanted = t < num_tokens
-        # no read at all: the row of a dropped choice may hold anything, or be missing
+        is_kept = t < num_tokens
+        # The row of a dropped choice is not read. It may hold NaN, or be missing.
         if kept is not None:
-            wanted = wanted & (tl.load(kept + choice, mask=wanted, other=0) != 0)
-        slot = tl.load(slots + choice, mask=wanted, other=0)
-        mask = wanted[:, None] & inside[None, :]
-        term = tl.load(rows + slot[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0).to(
-            SUM_DTYPE
-        )
+            is_kept = is_kept & (tl.load(kept + choice, mask=is_kept, other=0) != 0)
+        slot = tl.load(slots + choice, mask=is_kept, other=0)
+        mask = is_kept[:, None] & inside[None, :]
+        term = tl.load(rows + slot[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+        term = term.to(SUM_DTYPE)
         if gates is not None:
-            gate = tl.load(gates + choice, mask=wanted, other=0.0).to(SUM_DTYPE)
+            gate = tl.load(gates + choice, mask=is_kept, other=0.0).to(SUM_DTYPE)
             term = term * gate[:, None]
         total += term
     mask = (t < num_tokens)[:, None] & inside[None, :]
@@ -73,38 +72,36 @@ def _combine_backward_kernel(
     TOP_K: tl.constexpr, SUM_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    there = n < num_rows
-    choice = tl.load(choices + n, mask=there, other=0)
-    used = there
-    # a row past the last choice names a choice as well, but is not that choice's slot
+    is_row = n < num_rows
+    choice = tl.load(choices + n, mask=is_row, other=0)
+    used = is_row
+    # `choices` has an entry for unused rows too. Such a row is not the slot of that choice.
     if kept is not None:
-        is_kept = tl.load(kept + choice, mask=there, other=0) != 0
-        used = there & is_kept & (tl.load(slots + choice, mask=there, other=0) == n)
+        is_kept = tl.load(kept + choice, mask=is_row, other=0) != 0
+        used = is_row & is_kept & (tl.load(slots + choice, mask=is_row, other=0) == n)
     gate = tl.load(gates + choice, mask=used, other=0.0).to(SUM_DTYPE)
     token = choice // TOP_K
     dot = tl.zeros([BLOCK_N, BLOCK_M], dtype=SUM_DTYPE)
     for start in range(0, WIDTH, BLOCK_M):
         columns = start + tl.arange(0, BLOCK_M)
         inside = (columns < WIDTH)[None, :]
-        of_row = n[:, None] * WIDTH + columns[None, :]
-        of_token = token[:, None] * WIDTH + columns[None, :]
-        grads = tl.load(grad + of_token, mask=used[:, None] & inside, other=0.0).to(SUM_DTYPE)
-        values = tl.load(rows + of_row, mask=used[:, None] & inside, other=0.0).to(SUM_DTYPE)
+        row_offsets = n[:, None] * WIDTH + columns[None, :]
+        token_offsets = token[:, None] * WIDTH + columns[None, :]
+        grads = tl.load(grad + token_offsets, mask=used[:, None] & inside, other=0.0).to(SUM_DTYPE)
+        values = tl.load(rows + row_offsets, mask=used[:, None] & inside, other=0.0).to(SUM_DTYPE)
         dot += grads * values
-        tl.store(
-            grad_rows + of_row,
-            (grads * gate[:, None]).to(grad_rows.dtype.element_ty),
-            mask=there[:, None] & inside,
-        )
+        row_grads = (grads * gate[:, None]).to(grad_rows.dtype.element_ty)
+        tl.store(grad_rows + row_offsets, row_grads, mask=is_row[:, None] & inside)
     tl.store(grad_gates + choice, tl.sum(dot, axis=1).to(grad_gates.dtype.element_ty), mask=used)
 
 
 @on_its_device
 def dispatch_rows(tokens: Tensor, choices: Tensor, top_k: int) -> Tensor:
     """tokens [T, M] of any dtype, choices [N] int64 -> [N, M]."""
-    tokens = _rows_of(tokens)
+    tokens = _matrix(tokens)
     _check_indices(tokens.device, choices)
-    (num_rows,), width = choices.shape, tokens.shape[1]
+    num_rows = choices.shape[0]
+    width = tokens.shape[1]
     rows = tokens.new_empty(num_rows, width)
     if rows.numel():
         block_n, block_m = _tile(width)
@@ -118,19 +115,22 @@ def dispatch_rows(tokens: Tensor, choices: Tensor, top_k: int) -> Tensor:
 @on_its_device
 def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None) -> Tensor:
     """rows [N, M], slots, kept and gates [T, K] -> [T, M] in the wider dtype."""
-    rows = _rows_of(rows)
+    rows = _matrix(rows)
     _check_indices(rows.device, slots, kept, gates)
     assert all(x is None or x.shape == slots.shape for x in (kept, gates))
-    (num_tokens, top_k), width = slots.shape, rows.shape[1]
-    dtype = rows.dtype if gates is None else torch.promote_types(rows.dtype, gates.dtype)
+    num_tokens, top_k = slots.shape
+    width = rows.shape[1]
+    dtype = rows.dtype
+    if gates is not None:
+        dtype = torch.promote_types(dtype, gates.dtype)
     out = rows.new_empty(num_tokens, width, dtype=dtype)
     if out.numel():
         block_n, block_m = _tile(width)
         grid = (triton.cdiv(num_tokens, block_n), triton.cdiv(width, block_m))
-        inputs = (rows, _plain(slots), _plain(kept), _plain(gates))
         _sum_kernel[grid](
-            *inputs, out, num_tokens, width, top_k, _sum_dtype(dtype), block_n, block_m
-        )
+            rows, _contiguous(slots), _contiguous(kept), _contiguous(gates), out,
+            num_tokens, width, top_k, _sum_dtype(dtype), block_n, block_m,
+        )  # fmt: skip
     return out
 
 
@@ -138,29 +138,33 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
 def combine_rows_backward(
     grad: Tensor, rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of rows [N, M] (0 where a row holds no choice) and of gates [T, K], in one pass
-    over the rows."""
-    grad, rows = _rows_of(grad), _rows_of(rows)
+    """Gradients of rows [N, M], 0 for rows without a choice, and of gates [T, K].
+
+    It passes over the rows once.
+    """
+    grad, rows = _matrix(grad), _matrix(rows)
     _check_indices(rows.device, gates, choices, slots, kept)
     assert grad.shape == (slots.shape[0], rows.shape[1])
     assert choices.shape == rows.shape[:1]
     assert all(x is None or x.shape == slots.shape for x in (kept, gates))
-    (num_rows, width), top_k = rows.shape, slots.shape[1]
+    num_rows, width = rows.shape
+    top_k = slots.shape[1]
     grad_rows = torch.empty_like(rows)
-    # dropped choices keep the 0
+    # Zeros, because the kernel does not write the gradients of dropped choices.
     grad_gates = torch.zeros_like(gates, memory_format=torch.contiguous_format)
     if rows.numel():
         block_n, block_m = _tile(width)
-        inputs = (grad, rows, *map(_plain, (gates, choices, slots, kept)))
-        dtype = _sum_dtype(torch.promote_types(grad.dtype, rows.dtype))
+        sum_dtype = _sum_dtype(torch.promote_types(grad.dtype, rows.dtype))
         _combine_backward_kernel[(triton.cdiv(num_rows, block_n),)](
-            *inputs, grad_rows, grad_gates, num_rows, width, top_k, dtype, block_n, block_m
-        )
+            grad, rows, _contiguous(gates), _contiguous(choices), _contiguous(slots),
+            _contiguous(kept), grad_rows, grad_gates, num_rows, width, top_k, sum_dtype,
+            block_n, block_m,
+        )  # fmt: skip
     return grad_rows, grad_gates
 
 
 def _tile(width: int) -> tuple[int, int]:
-    block_m = min(triton.next_power_of_2(width), _WIDEST)
+    block_m = min(triton.next_power_of_2(width), _MAX_BLOCK_M)
     return min(_TILE // block_m, 64), block_m
 
 
@@ -170,19 +174,19 @@ def _sum_dtype(dtype: torch.dtype):
     return tl.float32
 
 
-def _plain(x: Tensor | None) -> Tensor | None:
+def _contiguous(x: Tensor | None) -> Tensor | None:
     if x is None:
         return None
     x = x.contiguous()
-    # a pointer to single bits is a special case in Triton
+    # Triton treats pointers to bool as pointers to single bits.
     if x.dtype == torch.bool:
         return x.view(torch.uint8)
     return x
 
 
-def _rows_of(x: Tensor) -> Tensor:
+def _matrix(x: Tensor) -> Tensor:
     assert x.dim() == 2
-    return x.contiguous()  # a gradient may be an expanded one
+    return x.contiguous()  # a gradient may be an expanded tensor
 
 
 def _check_indices(device: torch.device, *tensors: Tensor | None) -> None:

@@ -1,7 +1,8 @@
 """Softmax, top-K and gate values of the router's logits.
 
-The Triton form computes them, and the sums of an auxiliary loss that it knows, in one pass over the
-logits. It is a torch.library op with a backward op. The torch form is differentiated by autograd.
+The Triton form reads the logits once. It also computes the sums of the auxiliary losses in
+`KERNEL_LOSSES`. It is a torch.library op with a backward op. Autograd differentiates the torch
+form.
 """
 
 # T tokens, E experts, K top-k
@@ -22,14 +23,14 @@ def route(
     noise_std: float,
     kernels: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Choose the `top_k` experts of the largest logits; differentiable in both logits.
+    """Choose the `top_k` experts with the largest noisy logits; differentiable in both logits.
 
     Args:
         logits: [T, E].
-        noisy: [T, E], what the choice is made by; `logits` itself where there is no noise.
+        noisy: [T, E], the logits with noise; without noise, `logits` itself.
         normalize: whether the gate values of a token sum to 1.
-        loss: the auxiliary loss whose sums are wanted.
-        noise_std: of that loss.
+        loss: the name of the auxiliary loss.
+        noise_std: the standard deviation of the noise, for the loss.
         kernels: see `backend.select`.
 
     Returns:
@@ -45,7 +46,7 @@ def route(
     fused_loss = "none"
     if computes_loss:
         fused_loss = loss
-    # Only these losses look at the logits without noise.
+    # Only these losses read the logits without noise.
     has_clean = noisy is not logits and fused_loss.startswith("load_importance")
     dtype = torch.promote_types(noisy.dtype, torch.float32)
     clean = None
@@ -54,7 +55,9 @@ def route(
     gates, ids, probs, sums = torch.ops.moe_core.route(
         noisy.to(dtype), clean, top_k, normalize, fused_loss, noise_std
     )
-    return gates, ids, probs, sums if computes_loss else None
+    if not computes_loss:
+        sums = None
+    return gates, ids, probs, sums
 
 
 @torch.library.custom_op("moe_core::route", mutates_args=())
@@ -106,7 +109,10 @@ def _(noisy, clean, top_k, normalize, loss, noise_std):
 
 @_route_backward.register_fake
 def _(noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, normalize, loss, noise_std):
-    return noisy.new_empty(noisy.shape), noisy.new_empty(0 if clean is None else clean.shape)
+    grad_clean = noisy.new_empty(0)
+    if clean is not None:
+        grad_clean = noisy.new_empty(clean.shape)
+    return noisy.new_empty(noisy.shape), grad_clean
 
 
 def _save(ctx, inputs, output) -> None:
@@ -114,16 +120,23 @@ def _save(ctx, inputs, output) -> None:
     _, ids, probs, _ = output
     ctx.save_for_backward(noisy, clean, ids, probs)
     ctx.mark_non_differentiable(ids)
-    # Outputs that led nowhere give None, not zeros that would have to be read.
+    # The gradients of unused outputs are None. Zeros would have to be read.
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums):
     noisy, clean, ids, probs = ctx.saved_tensors
-    grads = (grad_gates, grad_probs, grad_sums)
-    settings = (ctx.normalize, ctx.loss, ctx.noise_std)
     grad_noisy, grad_clean = torch.ops.moe_core.route_backward(
-        noisy, clean, ids, probs, *grads, *settings
+        noisy,
+        clean,
+        ids,
+        probs,
+        grad_gates,
+        grad_probs,
+        grad_sums,
+        ctx.normalize,
+        ctx.loss,
+        ctx.noise_std,
     )
     if clean is None:
         grad_clean = None

@@ -19,12 +19,12 @@ def route(noisy: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, T
 
 
 def largest(logits: Tensor, top_k: int) -> Tensor:
-    """Indices [T, K] of the largest logits [T, E], in falling order. NaN counts as infinity.
+    """Indices [T, K] of the largest logits [T, E], in descending order. NaN counts as infinity.
 
-    Of equal logits the lowest index comes first. `torch.topk` does not promise that, `Tensor.max`
-    does. The order is that of logits, not of probabilities: rounding makes some of these equal.
+    Of equal logits the lowest index comes first. `Tensor.max` guarantees that, `torch.topk` does
+    not. The order is that of logits: rounding makes some probabilities equal whose logits differ.
     """
-    # -inf marks the experts that are chosen already, so no logit may have that value.
+    # -inf marks the experts that are already chosen, so no logit may have that value.
     lowest = torch.finfo(logits.dtype).min
     remaining = logits.nan_to_num(nan=math.inf, posinf=math.inf, neginf=lowest)
     ids: list[Tensor] = []

@@ -1,13 +1,15 @@
-"""Routing in Triton.
+"""Triton form of routing.
 
-One pass over the logits gives softmax, top-K, gate values and, for each block of tokens, the sums
-of the auxiliary loss. One more pass over what it wrote gives the gradient of the logits.
+The forward kernel reads the logits once. It computes softmax, top-K, gate values and, for each
+block of tokens, the sums of the auxiliary loss. The backward kernel reads its results once and
+computes the gradient of the logits.
 
-Nothing is atomic: block sums are added up in a fixed order afterwards, so runs repeat bit by bit.
+There are no atomic operations. The block sums are added in a fixed order afterwards, so runs repeat
+bit by bit.
 """
 
-# T tokens, E experts, K top-k; a program works on BLOCK_T tokens and all E
-# (padded: BLOCK_E)
+# T tokens, E experts, K top-k
+# A program handles BLOCK_T tokens and all E experts, padded to BLOCK_E.
 
 import torch
 import triton
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from moe_core.ops.backend import KERNEL_LOSSES, on_its_device
 
-_TILE = 2048  # logits of a program
+_TILE = 2048  # logits that a program handles
 
 
 @triton.jit
@@ -42,9 +44,9 @@ def _route_kernel(
     p = _softmax(noisy_logits)
     tl.store(probs + cells, p, mask=mask)
 
-    # By logits: rounding never ties what is not tied there. NaN is the largest, as for torch.topk;
-    # a tie goes to the expert of the lowest number. One expert is taken out in every round,
-    # whatever the values are.
+    # Order by logits, because rounding makes some probabilities equal whose logits differ. NaN
+    # counts as the largest value, as in torch.topk. Of equal logits the lowest index comes first.
+    # Every iteration removes one expert, also where all logits are -inf.
     key = tl.where(noisy_logits != noisy_logits, float("inf"), noisy_logits)
     available = (t >= 0)[:, None] & (e < NUM_EXPERTS)[None, :]
     k_index = tl.arange(0, BLOCK_K)[None, :]
@@ -68,15 +70,15 @@ def _route_kernel(
     tl.store(gates + chosen_cells, chosen_p, mask=chosen_mask)
 
     if LOSS == 1:  # GShard: probabilities and first choices of each expert
-        one = tl.sum(tl.where(mask, p, 0.0), axis=0)
-        two = tl.sum(tl.where(mask & (e[None, :] == first[:, None]), 1.0, 0.0), axis=0).to(p.dtype)
-    elif LOSS >= 2:  # importance and load of each expert
+        sums_0 = tl.sum(tl.where(mask, p, 0.0), axis=0)
+        is_first = mask & (e[None, :] == first[:, None])
+        sums_1 = tl.sum(tl.where(is_first, 1.0, 0.0), axis=0).to(p.dtype)
+    elif LOSS >= 2:  # importance and load of each expert, see losses.py
         clean_logits = noisy_logits
         q = p
         if clean is not None:
-            clean_logits = tl.where(
-                padding, float("-inf"), tl.load(clean + cells, mask=mask, other=0.0)
-            )
+            clean_logits = tl.load(clean + cells, mask=mask, other=0.0)
+            clean_logits = tl.where(padding, float("-inf"), clean_logits)
             q = _softmax(clean_logits)
         threshold = tl.sum(tl.where(e[None, :] == last[:, None], noisy_logits, 0.0), axis=1)
         compared = clean_logits
@@ -87,11 +89,11 @@ def _route_kernel(
             chosen = 0.5 * (1 + tl.erf(margin * (0.7071067811865476 / NOISE)))
         else:
             chosen = tl.where(margin >= 0, 1.0, 0.0).to(p.dtype)
-        one = tl.sum(tl.where(mask, q, 0.0), axis=0)
-        two = tl.sum(tl.where(mask, chosen, 0.0), axis=0)
+        sums_0 = tl.sum(tl.where(mask, q, 0.0), axis=0)
+        sums_1 = tl.sum(tl.where(mask, chosen, 0.0), axis=0)
     if LOSS > 0:
-        tl.store(block_sums + (2 * block) * NUM_EXPERTS + e, one, mask=e < NUM_EXPERTS)
-        tl.store(block_sums + (2 * block + 1) * NUM_EXPERTS + e, two, mask=e < NUM_EXPERTS)
+        tl.store(block_sums + (2 * block) * NUM_EXPERTS + e, sums_0, mask=e < NUM_EXPERTS)
+        tl.store(block_sums + (2 * block + 1) * NUM_EXPERTS + e, sums_1, mask=e < NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -102,9 +104,9 @@ def _route_backward_kernel(
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
-    there = t < num_tokens
+    is_token = t < num_tokens
     cells = t[:, None] * NUM_EXPERTS + e[None, :]
-    mask = there[:, None] & (e < NUM_EXPERTS)[None, :]
+    mask = is_token[:, None] & (e < NUM_EXPERTS)[None, :]
     p = tl.load(probs + cells, mask=mask, other=0.0)
     grad_p = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
     if grad_probs is not None:
@@ -117,17 +119,17 @@ def _route_backward_kernel(
         total = tl.zeros([BLOCK_T], dtype=p.dtype)
         weighted = tl.zeros([BLOCK_T], dtype=p.dtype)
         chosen_grad = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
-        chosen = (t < 0)[:, None] & (e < NUM_EXPERTS)[None, :]  # none yet
+        chosen = (t < 0)[:, None] & (e < NUM_EXPERTS)[None, :]  # all False
         for k in range(TOP_K):
-            hit = e[None, :] == tl.load(ids + t * TOP_K + k, mask=there, other=0)[:, None]
-            grad = tl.load(grad_gates + t * TOP_K + k, mask=there, other=0.0)
+            hit = e[None, :] == tl.load(ids + t * TOP_K + k, mask=is_token, other=0)[:, None]
+            grad = tl.load(grad_gates + t * TOP_K + k, mask=is_token, other=0.0)
             gate = tl.sum(tl.where(hit, p, 0.0), axis=1)
             total += gate
             weighted += grad * gate
             chosen_grad = tl.where(hit, grad[:, None], chosen_grad)
             chosen = chosen | hit
         if NORMALIZE:
-            total = tl.where(there, total, 1.0)  # no 0 / 0 past the end
+            total = tl.where(is_token, total, 1.0)  # avoids 0 / 0 past the last token
             chosen_grad = tl.where(
                 chosen, (chosen_grad - (weighted / total)[:, None]) / total[:, None], 0.0
             )
@@ -135,7 +137,7 @@ def _route_backward_kernel(
     grad_logits = p * (grad_p - tl.sum(p * grad_p, axis=1)[:, None])
 
     if LOSS >= 2:
-        last = tl.load(ids + t * TOP_K + TOP_K - 1, mask=there, other=0)
+        last = tl.load(ids + t * TOP_K + TOP_K - 1, mask=is_token, other=0)
         if clean is None:
             clean_logits = tl.load(noisy + cells, mask=mask, other=0.0)
         else:
@@ -143,10 +145,10 @@ def _route_backward_kernel(
         q = _softmax(tl.where((e < NUM_EXPERTS)[None, :], clean_logits, float("-inf")))
         grad_q = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
         grad_q += tl.load(grad_sums + e, mask=e < NUM_EXPERTS, other=0.0)[None, :]
-        # of the load by its argument, times the load's gradient
+        # The derivative of the load by its argument, times the gradient of the load.
         slope = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
         if NOISE > 0:
-            threshold = tl.load(noisy + t * NUM_EXPERTS + last, mask=there, other=0.0)
+            threshold = tl.load(noisy + t * NUM_EXPERTS + last, mask=is_token, other=0.0)
             compared = clean_logits
             if LOSS == 3:
                 compared = q
@@ -171,12 +173,13 @@ def _route_backward_kernel(
 def route(
     noisy: Tensor, clean: Tensor | None, top_k: int, normalize: bool, loss: str, noise_std: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """noisy and clean logits [T, E], clean None where they are the same -> what router.route
-    computes from them.
+    """Route by noisy logits [T, E].
+
+    Args:
+        clean: logits without noise [T, E], for the loss; None: the same as `noisy`.
 
     Returns:
-        gates [T, K], ids [T, K] int64, probs [T, E], and the two sums per expert [2, E] of `loss`
-        over the tokens.
+        gates [T, K], ids [T, K] int64, probs [T, E], and the sums per expert [2, E] of `loss`.
     """
     noisy, clean = _logits(noisy, clean)
     num_tokens, num_experts = noisy.shape
@@ -184,8 +187,12 @@ def route(
     assert 1 <= top_k <= num_experts
     num_blocks = triton.cdiv(num_tokens, block_t)
     ids = noisy.new_empty(num_tokens, top_k, dtype=torch.int64)
-    gates, probs = noisy.new_empty(num_tokens, top_k), torch.empty_like(noisy)
-    block_sums = noisy.new_empty(num_blocks if loss != "none" else 0, 2, num_experts)
+    gates = noisy.new_empty(num_tokens, top_k)
+    probs = torch.empty_like(noisy)
+    num_block_sums = num_blocks
+    if loss == "none":
+        num_block_sums = 0
+    block_sums = noisy.new_empty(num_block_sums, 2, num_experts)
     if num_blocks:
         _route_kernel[(num_blocks,)](
             noisy, clean, ids, gates, probs, block_sums, num_tokens, num_experts, top_k, normalize,
@@ -206,15 +213,20 @@ def route_backward(
     loss: str,
     noise_std: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of noisy and of clean (None for None), from those of gates, probs (None: zeros) and
-    sums."""
+    """Gradients of noisy and of clean, which is None where clean is.
+
+    Args:
+        grads: of gates, probs and sums; None stands for zeros.
+    """
     noisy, clean = _logits(noisy, clean)
-    grad_gates, grad_probs, grad_sums = (None if g is None else g.contiguous() for g in grads)
+    grad_gates, grad_probs, grad_sums = (_contiguous(grad) for grad in grads)
     num_tokens, num_experts = noisy.shape
     block_t, block_e = _route_block(num_experts)
     grad_noisy = torch.empty_like(noisy)
-    # a loss without clean logits leaves the zeros
-    grad_clean = None if clean is None else torch.zeros_like(clean)
+    grad_clean = None
+    if clean is not None:
+        # Zeros, because a loss without clean logits does not write them.
+        grad_clean = torch.zeros_like(clean)
     if num_tokens:
         _route_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
             noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean,
@@ -232,7 +244,13 @@ def _logits(noisy: Tensor, clean: Tensor | None) -> tuple[Tensor, Tensor | None]
         noisy.dtype,
         noisy.device,
     )
-    return noisy.contiguous(), None if clean is None else clean.contiguous()
+    return noisy.contiguous(), _contiguous(clean)
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    return x.contiguous()
 
 
 def _route_block(num_experts: int) -> tuple[int, int]:
