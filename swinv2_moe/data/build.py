@@ -13,6 +13,7 @@ from swinv2_moe.data.datasets import Batch, ImageDataset, collate
 from swinv2_moe.data.samplers import Order, TrainSampler, ValSampler, shard_order
 from swinv2_moe.data.shards import ShardedImages
 from swinv2_moe.data.sources import Source, load_sources
+from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
 
 
@@ -103,12 +104,14 @@ def _shard_order(config: DataConfig, source: Source) -> Order | None:
 def _loader(config: DataConfig, dataset: ImageDataset, sampler: Sampler[int]) -> DataLoader:
     """Workers are started for each epoch, so that they get the dataset with its epoch; torch gives
     each one thread."""
+    num_workers = 0
+    if datasets()[config.dataset].use_workers:
+        num_workers = config.num_workers
     return Loader(
         dataset,
         batch_size=config.batch_size,
         sampler=sampler,
-        # digits lie in memory
-        num_workers=0 if config.dataset == "digits" else config.num_workers,
+        num_workers=num_workers,
         collate_fn=collate,
         pin_memory=config.pin_memory and config.device != "cpu" and torch.cuda.is_available(),
         # or each epoch would draw from the global one

@@ -19,6 +19,7 @@ from swinv2_moe.data.images import to_mode
 from swinv2_moe.data.sources import Source
 from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.errors import UserError
+from swinv2_moe.imports import ImportedFiles
 
 IGNORE = -1  # the target of an image that no metric may count
 _MASK = 2**64 - 1
@@ -66,7 +67,11 @@ class ImageDataset(Dataset):
             raise UserError(
                 f"IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB) channels"
             )
-        self.source, self.is_train = source, is_train
+        # Before the source, whose class may be in one of these files: a spawned worker restores
+        # attributes in this order.
+        self.imported_files = ImportedFiles()
+        self.source = source
+        self.is_train = is_train
         self.transform = build_transform(config, is_train)
         self.mode = "L" if channels == 1 else "RGB"
         self.shape = (channels, size, size)

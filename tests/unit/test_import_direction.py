@@ -48,6 +48,7 @@ SHARED = [
     "swinv2_moe.files",
     "swinv2_moe.forms",
     "swinv2_moe.model_types",
+    "swinv2_moe.dataset_registry",
     "swinv2_moe.tables",
     "swinv2_moe.config",
 ]
@@ -77,15 +78,18 @@ ALLOWED = {
     "swinv2_moe.forms": ["swinv2_moe.files"],
     "swinv2_moe.imports": ["swinv2_moe.errors"],
     "swinv2_moe.model_types": ["swinv2_moe.errors"],
+    "swinv2_moe.dataset_registry": [],
     "swinv2_moe.config": [
         *("moe_core", "swinv2_moe.errors", "swinv2_moe.files", "swinv2_moe.imports"),
-        "swinv2_moe.model_types",
+        *("swinv2_moe.model_types", "swinv2_moe.dataset_registry"),
     ],
     "swinv2_moe.models": SHARED,
     "swinv2_moe.data": [
         "moe_core.files",
         "swinv2_moe.errors",
         "swinv2_moe.files",
+        "swinv2_moe.imports",
+        "swinv2_moe.dataset_registry",
         "swinv2_moe.config",
     ],
     "swinv2_moe.train": [*MODELS_AND_DATA, "swinv2_moe.imports"],
