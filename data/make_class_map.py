@@ -46,7 +46,10 @@ def main() -> None:
         " over"
     )
     if missing:
-        print(f"new: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}")
+        shown = missing[:5]
+        if len(missing) > len(shown):
+            shown.append("...")
+        print(f"new: {', '.join(shown)}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Generate a small data set for detection: circles, squares and triangles on textures, with masks,
-in COCO's format.
+"""Generate a small dataset for detection: shapes on textures with masks, in COCO's format.
 
 python data/make_shapes.py data/shapes
 python tools/detect.py train configs/detection/shapes/mask_rcnn.py

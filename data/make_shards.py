@@ -1,12 +1,11 @@
-"""Make shards (tars of the WebDataset format, and an index) of a data set, or the index of shards
-that are there.
+"""Make shards of a dataset (tars of the WebDataset format and an index), or index existing tars.
 
     python data/make_shards.py --data DIR --dataset folder --output SHARDS
-    python data/make_shards.py --data DIR --dataset list --train-list FILE --val-list FILE --output
-    SHARDS python data/make_shards.py --index SHARDS        SHARDS/train/*.tar and SHARDS/val/*.tar
-    come from elsewhere
+    python data/make_shards.py --data DIR --dataset list --train-list FILE --val-list FILE \\
+        --output SHARDS
+    python data/make_shards.py --index SHARDS        for SHARDS/{train,val}/*.tar of other programs
 
-Killed, or out of disk? The same command goes on. data/README.md tells the rest.
+After an interruption run the same command again. See data/README.md.
 """
 
 import argparse
@@ -21,15 +20,21 @@ from swinv2_moe.data.prepare.index_shards import index_shards
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.data.sources import load_sources
+from swinv2_moe.dataset_registry import datasets
+from swinv2_moe.imports import add_import_argument
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_import_argument(parser)
     parser.add_argument("--data", metavar="DIR", help="the images, as DATA.PATH")
     parser.add_argument(
-        "--dataset", choices=["folder", "list", "imagenet", "cifar10", "cifar100"], default="folder"
+        "--dataset",
+        metavar="NAME",
+        default="folder",
+        help=f"as DATA.DATASET: {', '.join(datasets())} (default: %(default)s)",
     )
     parser.add_argument("--train-list", metavar="FILE", default="", help="as DATA.TRAIN_LIST")
     parser.add_argument("--val-list", metavar="FILE", default="", help="as DATA.VAL_LIST")
@@ -58,19 +63,16 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if bool(args.index) == bool(args.output):
         parser.error("give either --output (and --data) or --index")
-    limits = {
-        "workers": 1,
-        "num_classes": 0,
-        "short_side": 0,
-        "seed": 0,
-        "shard_mb": 1e-3,
-        "max_pixels": 1,
-    }
-    for name, least in limits.items():
-        if not least <= getattr(args, name) < math.inf:
-            parser.error(
-                f"--{name.replace('_', '-')} is {getattr(args, name)}, it must be at least {least}"
-            )
+    for option, value, minimum in (
+        ("--workers", args.workers, 1),
+        ("--num-classes", args.num_classes, 0),
+        ("--short-side", args.short_side, 0),
+        ("--seed", args.seed, 0),
+        ("--shard-mb", args.shard_mb, 1e-3),
+        ("--max-pixels", args.max_pixels, 1),
+    ):
+        if not minimum <= value < math.inf:
+            parser.error(f"{option} is {value}, it must be at least {minimum}")
     return args
 
 
@@ -79,30 +81,29 @@ def make(args: argparse.Namespace) -> dict:
         "DATA.DATASET": args.dataset,
         "DATA.TRAIN_LIST": args.train_list,
         "DATA.VAL_LIST": args.val_list,
+        "MODEL.NUM_CLASSES": args.num_classes,
     }
-    keys["MODEL.NUM_CLASSES"] = args.num_classes
     config = load_config(opts=as_opts(keys), data=args.data)
     options = Options(args.seed, args.shard_mb, args.short_side, args.check, args.max_pixels)
     return make_shards(load_sources(data_config(config)), args.output, options, args.workers)
 
 
 def main() -> None:
-    args, started = arguments(), time.monotonic()
+    args = arguments()
+    started = time.monotonic()
     if args.index:
         index = index_shards(
             args.index, args.num_classes, args.check, args.workers, args.max_pixels
         )
     else:
         index = make(args)
-    print(
-        f"{args.index or args.output}: {len(index['class_names']):,} classes,"
-        f" {time.monotonic() - started:.0f} s"
-    )
+    seconds = time.monotonic() - started
+    print(f"{args.index or args.output}: {len(index['class_names']):,} classes, {seconds:.0f} s")
     for split in SPLITS:
         shards = index[split]["shards"]
-        images, size, left_out = (
-            sum(shard[key] for shard in shards) for key in ("images", "bytes", "left_out")
-        )
+        images = sum(shard["images"] for shard in shards)
+        size = sum(shard["bytes"] for shard in shards)
+        left_out = sum(shard["left_out"] for shard in shards)
         print(f"{split}: {images:,} images in {len(shards):,} shards, {size / 1e6:,.1f} MB")
         if left_out:
             first = next(shard.get("first_left_out") for shard in shards if shard["left_out"])

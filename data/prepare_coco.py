@@ -1,12 +1,10 @@
-"""Lay out and check COCO 2017: archives are unpacked, folders elsewhere are linked to, what is
-missing is named.
+"""Lay out and check COCO 2017: unpack archives, link to folders, name missing parts.
 
     python data/prepare_coco.py DOWNLOADS --output data/coco
-    python data/prepare_coco.py data/coco --decode all         what lies there already, every image
-    decoded
+    python data/prepare_coco.py data/coco --decode all         check again, decoding every image
 
 DOWNLOADS holds train2017.zip, val2017.zip and annotations_trainval2017.zip, or the folders in them.
-Nothing is moved or removed. Killed, or out of disk? The same command goes on.
+Nothing is moved or removed. After an interruption run the same command again.
 """
 
 import argparse

@@ -2,8 +2,7 @@
 
     python data/prepare_imagenet.py data/imagenet
 
-torchvision does the work: it checks the archives' MD5 sums and skips a split whose folder is
-already there.
+torchvision checks the archives' MD5 sums and skips a split whose folder exists.
 """
 
 import argparse
@@ -17,6 +16,10 @@ from torchvision.datasets import ImageNet
 
 from swinv2_moe.errors import UserError
 
+# Raised by torchvision for missing or damaged archives.
+_DAMAGE = (RuntimeError, OSError, EOFError, LookupError, TypeError, ValueError)
+_DAMAGE += (pickle.UnpicklingError,)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -29,15 +32,7 @@ def main() -> None:
     try:
         for split in ("train", "val"):
             print(f"{split}: {len(ImageNet(directory, split))} images in 1,000 classes")
-    except (
-        RuntimeError,
-        OSError,
-        EOFError,
-        LookupError,
-        TypeError,
-        ValueError,
-        pickle.UnpicklingError,
-    ) as error:
+    except _DAMAGE as error:
         raise UserError(f"{directory}: {' '.join(str(error).split())}") from error
 
 

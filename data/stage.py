@@ -24,7 +24,9 @@ def main() -> None:
     if args.workers < 1:
         parser.error(f"--workers is {args.workers}, it must be at least 1")
     done = stage(args.shards, args.local, args.workers, args.trust)
-    kept = f" ({done.kept:,} files were there)" if done.kept else ""
+    kept = ""
+    if done.kept:
+        kept = f" ({done.kept:,} files were there)"
     rate = f"{done.bytes / done.seconds:,.0f} bytes/s"
     print(
         f"{args.local}: {done.shards:,} shards, {done.bytes:,} bytes in {done.seconds:.1f} s,"

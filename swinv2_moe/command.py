@@ -19,12 +19,13 @@ from rich.console import Console
 from yacs.config import CfgNode
 
 from moe_core.parallel import CollectiveError
-from swinv2_moe.config import CHOICES, load_config
+from swinv2_moe.config import choices, load_config
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.imports import add_import_argument, import_arguments
 from swinv2_moe.train.stopping import StoppedElsewhere
 
 _REGISTERED = (  # keys whose choices --import can extend
+    "DATA.DATASET",
     "MODEL.MOE.ROUTER",
     "MODEL.MOE.AUX_LOSS",
     "MODEL.MOE.ACTIVATION",
@@ -46,7 +47,8 @@ class CommandParser(argparse.ArgumentParser):
         add_import_argument(self)
 
     def format_help(self) -> str:
-        lines = [f"{key}: {', '.join(CHOICES[key])}" for key in _REGISTERED]
+        allowed = choices()
+        lines = [f"{key}: {', '.join(allowed[key])}" for key in _REGISTERED]
         self.epilog = "\n".join(lines)
         return super().format_help()
 

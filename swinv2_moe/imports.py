@@ -1,6 +1,7 @@
 """Python files of the user, run before the configuration is read: `--import FILE`.
 
-Such a file registers routers, losses and activations (`moe_core.register_router` and its siblings).
+Such a file registers datasets (`swinv2_moe.data.register_dataset`), or routers, losses,
+activations and all-to-all algorithms (`moe_core.register_router` and its siblings).
 Files are named on the command line alone, never by a configuration or a checkpoint.
 """
 
@@ -24,7 +25,10 @@ def imported_files() -> tuple[Path, ...]:
 
 def import_arguments() -> list[str]:
     """These files as arguments of another command."""
-    return [word for file in _imported for word in ("--import", str(file))]
+    words = []
+    for file in _imported:
+        words += ["--import", str(file)]
+    return words
 
 
 def import_file(name: str) -> None:
@@ -55,6 +59,22 @@ def import_file(name: str) -> None:
     _imported.append(file)
 
 
+class ImportedFiles:
+    """Imports the files of this process in the process that unpickles it.
+
+    A pickled object whose classes may be in such a file holds this as its first attribute.
+    """
+
+    def __reduce__(self):
+        return _import_files, (imported_files(),)
+
+
+def _import_files(files: tuple[Path, ...]) -> ImportedFiles:
+    for file in files:
+        import_file(str(file))
+    return ImportedFiles()
+
+
 def _line_in(file: Path, error: BaseException) -> str:
     """ "line 12, " where the file's own code raised; syntax errors name their line themselves."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -76,7 +96,6 @@ def add_import_argument(parser: argparse.ArgumentParser) -> None:
         action=_Import,
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help="a Python file to run first, which registers a router, a loss, an activation or an"
-        " all-to-all;"
-        " repeatable",
+        help="a Python file to run first, which registers a dataset, a router, a loss, an"
+        " activation or an all-to-all algorithm; repeatable",
     )

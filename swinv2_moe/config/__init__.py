@@ -5,7 +5,7 @@ their siblings make from it what one part of the program needs. `python -m swinv
 every key.
 """
 
-from swinv2_moe.config.checks import CHOICES, check_config
+from swinv2_moe.config.checks import check_config, choices
 from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config.load import (
     as_opts,
@@ -35,7 +35,6 @@ from swinv2_moe.config.typed import (
 )
 
 __all__ = [
-    "CHOICES",
     "PUBLISHED_MOE",
     "AugmentConfig",
     "CheckpointConfig",
@@ -49,6 +48,7 @@ __all__ = [
     "as_opts",
     "check_config",
     "checkpoint_config",
+    "choices",
     "config_from_text",
     "data_config",
     "default_config",

@@ -4,12 +4,13 @@ python -m swinv2_moe.config
 """
 
 import argparse
+import os
+import sys
 
-from swinv2_moe.config.checks import CHOICES
+from swinv2_moe.config.checks import choices
 from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import add_import_argument
-from swinv2_moe.model_types import model_types
 
 
 def main() -> None:
@@ -21,12 +22,20 @@ def main() -> None:
         parser.parse_args()
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
+    try:
+        _print_keys()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has ended. Python flushes stdout once more as it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print_keys() -> None:
+    allowed = choices()
     for key, value in flatten(default_config()).items():
         line = f"{key}: {value!r}"
-        if key == "MODEL.TYPE":
-            line += f"  # {', '.join(model_types())}"
-        elif key in CHOICES:
-            line += f"  # {', '.join(map(str, CHOICES[key]))}"
+        if key in allowed:
+            line += f"  # {', '.join(map(str, allowed[key]))}"
         print(line)
 
 

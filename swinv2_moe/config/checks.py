@@ -8,14 +8,14 @@ from yacs.config import CfgNode
 
 from moe_core import ACTIVATIONS, ALL_TO_ALLS, KERNELS, LOSSES, ROUTERS
 from swinv2_moe.config.defaults import flatten
+from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_section, model_type, model_types
 
 # A registry holds what has been registered by the time of the check.
-CHOICES: dict[str, Collection] = {
+_CHOICES: dict[str, Collection] = {
     "DEVICE": ("auto", "cpu", "cuda"),
     "AMP_DTYPE": ("bfloat16", "float16"),
-    "DATA.DATASET": ("digits", "folder", "list", "shards", "cifar10", "cifar100", "imagenet"),
     "DATA.INTERPOLATION": ("nearest", "bilinear", "bicubic", "random"),
     "MODEL.MOE.KERNELS": KERNELS,
     "MODEL.MOE.STRATEGY": ("off", "fixed", "auto"),
@@ -92,60 +92,79 @@ _RANGES = {  # inclusive
 }
 
 
+def choices() -> dict[str, Collection]:
+    """The values that a key may have, for each key that names one of a few alternatives."""
+    registered = {"DATA.DATASET": tuple(datasets()), "MODEL.TYPE": tuple(model_types())}
+    return _CHOICES | registered
+
+
 def check_config(config: CfgNode) -> None:
     """Raise UserError for a value out of range or values that contradict each other."""
     flat = flatten(config)
-    _check_choice("MODEL.TYPE", config.MODEL.TYPE, tuple(model_types()))
-    section = model_type(config).section
-    choices = CHOICES | {f"MODEL.{section.name}.IN_CHANS": (1, 3)}
-    for name, allowed in choices.items():
+    for name, allowed in choices().items():
         _check_choice(name, flat[name], allowed)
-    trunk = {f"MODEL.{section.name}.{key}": limits for key, limits in section.ranges.items()}
-    for name, limits in (_RANGES | trunk).items():
-        _check_range(name, flat[name], *limits)
-    _check_model(config)
-    _check_recipe(config)
+    section = model_type(config).section
+    prefix = f"MODEL.{section.name}"
+    _check_choice(f"{prefix}.IN_CHANS", flat[f"{prefix}.IN_CHANS"], (1, 3))
+    for name, (low, high) in _RANGES.items():
+        _check_range(name, flat[name], low, high)
+    for key, (low, high) in section.ranges.items():
+        _check_range(f"{prefix}.{key}", flat[f"{prefix}.{key}"], low, high)
+    section.check(config)
+    _check_experts(config)
+    _check_schedule(config)
+    _check_dataset(config)
+    _check_lengths(config)
+    _check_augmentation(config)
+    _check_pretrained(config)
 
 
 def _check_choice(name: str, value: object, allowed: Collection) -> None:
     if value in allowed:
         return
-    close = difflib.get_close_matches(str(value), map(str, allowed), n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise UserError(f"{name} is {value!r}, allowed: {', '.join(map(str, allowed))}{hint}")
+    texts = [str(choice) for choice in allowed]
+    nearest = difflib.get_close_matches(str(value), texts, n=1)
+    hint = ""
+    if nearest:
+        hint = f"; did you mean {nearest[0]}?"
+    raise UserError(f"{name} is {value!r}, allowed: {', '.join(texts)}{hint}")
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if low <= value <= high and math.isfinite(value):
+    if not math.isfinite(value):
+        raise UserError(f"{name} is {value}, it must be finite")
+    if low <= value <= high:
         return
-    limit = f"at least {low}" if high == _INFINITY else f"between {low} and {high}"
-    limit = limit if math.isfinite(value) else "finite"
+    limit = f"between {low} and {high}"
+    if high == _INFINITY:
+        limit = f"at least {low}"
     raise UserError(f"{name} is {value}, it must be {limit}")
 
 
-def _check_model(config: CfgNode) -> None:
-    model_type(config).section.check(config)
+def _check_experts(config: CfgNode) -> None:
     moe = config.MODEL.MOE
-    if moe.NUM_EXPERTS and not any(moe.BLOCKS):
+    if not moe.NUM_EXPERTS:
+        return
+    if not any(moe.BLOCKS):
         raise UserError(
             f"MODEL.MOE.NUM_EXPERTS is {moe.NUM_EXPERTS} but MODEL.MOE.BLOCKS names no block to put"
             " them in"
         )
-    if moe.NUM_EXPERTS and moe.TOP_K > moe.NUM_EXPERTS:
+    if moe.TOP_K > moe.NUM_EXPERTS:
         raise UserError(
             f"MODEL.MOE.TOP_K is {moe.TOP_K}, it must be at most MODEL.MOE.NUM_EXPERTS"
             f" ({moe.NUM_EXPERTS})"
         )
-    if moe.NUM_EXPERTS and moe.AUX_LOSS == "load_importance_tutel" and moe.GATE_NOISE == 0:
+    if moe.AUX_LOSS == "load_importance_tutel" and moe.GATE_NOISE == 0:
         raise UserError(
             "MODEL.MOE.AUX_LOSS is 'load_importance_tutel', it needs MODEL.MOE.GATE_NOISE (0.0)"
             " above 0"
         )
 
 
-def _check_recipe(config: CfgNode) -> None:
-    train, data, aug = config.TRAIN, config.DATA, config.AUG
-    if train.WARMUP_EPOCHS >= train.EPOCHS and train.WARMUP_EPOCHS:
+def _check_schedule(config: CfgNode) -> None:
+    train = config.TRAIN
+    if train.WARMUP_EPOCHS and train.WARMUP_EPOCHS >= train.EPOCHS:
         raise UserError(
             f"TRAIN.WARMUP_EPOCHS is {train.WARMUP_EPOCHS}, it must be below TRAIN.EPOCHS"
             f" ({train.EPOCHS})"
@@ -154,57 +173,75 @@ def _check_recipe(config: CfgNode) -> None:
         raise UserError(
             f"TRAIN.MIN_LR is {train.MIN_LR}, it must not exceed TRAIN.BASE_LR ({train.BASE_LR})"
         )
-    if data.DATASET == "list" and not (data.TRAIN_LIST and data.VAL_LIST):
-        raise UserError(
-            "DATA.DATASET is 'list': DATA.TRAIN_LIST and DATA.VAL_LIST must name its two list files"
-        )
-    if data.DATASET not in ("digits", "list") and not data.PATH:
-        raise UserError(
-            f"DATA.DATASET is {data.DATASET!r}: DATA.PATH (or --data) must name its directory"
-        )
-    for name, value, length in (
-        ("DATA.MEAN", data.MEAN, model_section(config).IN_CHANS),
-        ("DATA.STD", data.STD, model_section(config).IN_CHANS),
-        ("AUG.SCALE", aug.SCALE, 2),
-        ("AUG.RATIO", aug.RATIO, 2),
-        ("TRAIN.OPTIMIZER.BETAS", train.OPTIMIZER.BETAS, 2),
-    ):
-        if len(value) != length:
-            raise UserError(f"{name} is {value}, it must have {length} entries")
-    for name, pair in (("AUG.SCALE", aug.SCALE), ("AUG.RATIO", aug.RATIO)):
-        if not 0 < pair[0] <= pair[1]:
-            raise UserError(
-                f"{name} is {pair}, it must be two positive numbers, the smaller one first"
-            )
-    if aug.SCALE[1] > 1:
-        raise UserError(f"AUG.SCALE is {aug.SCALE}, it must not exceed 1")
-    if not all(0 <= beta < 1 for beta in train.OPTIMIZER.BETAS):
-        raise UserError(
-            f"TRAIN.OPTIMIZER.BETAS is {train.OPTIMIZER.BETAS}, its entries must be from 0 to below"
-            " 1"
-        )
-    if config.MODEL.UPCYCLE and not (config.MODEL.PRETRAINED and config.MODEL.MOE.NUM_EXPERTS):
-        raise UserError(
-            "MODEL.UPCYCLE is True: it needs dense weights (MODEL.PRETRAINED) and"
-            " MODEL.MOE.NUM_EXPERTS"
-        )
-    if config.MODEL.MOE.FREEZE and not (config.MODEL.PRETRAINED and config.MODEL.MOE.NUM_EXPERTS):
-        raise UserError(
-            "MODEL.MOE.FREEZE is True: it needs MODEL.MOE.NUM_EXPERTS and trained ones"
-            " (MODEL.PRETRAINED)"
-        )
-    if config.MODEL.NEW_HEAD and config.MODEL.CLASS_MAP:
-        raise UserError(
-            f"MODEL.NEW_HEAD is True: MODEL.CLASS_MAP ({config.MODEL.CLASS_MAP}) needs the old head"
-        )
     if train.SHARD_TRUNK and config.COMPILE:
         raise UserError(
             "TRAIN.SHARD_TRUNK is True: it does not work with COMPILE (True), switch one of them"
             " off"
         )
-    if min(data.STD) <= 0:
-        raise UserError(f"DATA.STD is {data.STD}, its entries must be above 0")
-    if (aug.MIXUP or aug.CUTMIX) and data.BATCH_SIZE % 2:
+
+
+def _check_dataset(config: CfgNode) -> None:
+    data = config.DATA
+    dataset = datasets()[data.DATASET]
+    if dataset.needs_lists and not (data.TRAIN_LIST and data.VAL_LIST):
         raise UserError(
-            f"DATA.BATCH_SIZE is {data.BATCH_SIZE}, AUG.MIXUP and AUG.CUTMIX need an even one"
+            f"DATA.DATASET is {data.DATASET!r}: DATA.TRAIN_LIST and DATA.VAL_LIST must name its two"
+            " list files"
+        )
+    if dataset.needs_path and not data.PATH:
+        raise UserError(
+            f"DATA.DATASET is {data.DATASET!r}: DATA.PATH (or --data) must name its directory"
+        )
+
+
+def _check_lengths(config: CfgNode) -> None:
+    in_chans = model_section(config).IN_CHANS
+    for name, value, length in (
+        ("DATA.MEAN", config.DATA.MEAN, in_chans),
+        ("DATA.STD", config.DATA.STD, in_chans),
+        ("AUG.SCALE", config.AUG.SCALE, 2),
+        ("AUG.RATIO", config.AUG.RATIO, 2),
+        ("TRAIN.OPTIMIZER.BETAS", config.TRAIN.OPTIMIZER.BETAS, 2),
+    ):
+        if len(value) != length:
+            raise UserError(f"{name} is {value}, it must have {length} entries")
+    betas = config.TRAIN.OPTIMIZER.BETAS
+    if not all(0 <= beta < 1 for beta in betas):
+        raise UserError(f"TRAIN.OPTIMIZER.BETAS is {betas}, its entries must be from 0 to below 1")
+    if min(config.DATA.STD) <= 0:
+        raise UserError(f"DATA.STD is {config.DATA.STD}, its entries must be above 0")
+
+
+def _check_augmentation(config: CfgNode) -> None:
+    aug = config.AUG
+    for name, (low, high) in (("AUG.SCALE", aug.SCALE), ("AUG.RATIO", aug.RATIO)):
+        if not 0 < low <= high:
+            raise UserError(
+                f"{name} is {[low, high]}, it must be two positive numbers, the smaller one first"
+            )
+    if aug.SCALE[1] > 1:
+        raise UserError(f"AUG.SCALE is {aug.SCALE}, it must not exceed 1")
+    if (aug.MIXUP or aug.CUTMIX) and config.DATA.BATCH_SIZE % 2:
+        raise UserError(
+            f"DATA.BATCH_SIZE is {config.DATA.BATCH_SIZE}, AUG.MIXUP and AUG.CUTMIX need an even"
+            " one"
+        )
+
+
+def _check_pretrained(config: CfgNode) -> None:
+    model = config.MODEL
+    has_experts_and_weights = model.PRETRAINED and model.MOE.NUM_EXPERTS
+    if model.UPCYCLE and not has_experts_and_weights:
+        raise UserError(
+            "MODEL.UPCYCLE is True: it needs dense weights (MODEL.PRETRAINED) and"
+            " MODEL.MOE.NUM_EXPERTS"
+        )
+    if model.MOE.FREEZE and not has_experts_and_weights:
+        raise UserError(
+            "MODEL.MOE.FREEZE is True: it needs MODEL.MOE.NUM_EXPERTS and trained ones"
+            " (MODEL.PRETRAINED)"
+        )
+    if model.NEW_HEAD and model.CLASS_MAP:
+        raise UserError(
+            f"MODEL.NEW_HEAD is True: MODEL.CLASS_MAP ({model.CLASS_MAP}) needs the old head"
         )

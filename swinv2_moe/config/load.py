@@ -1,8 +1,8 @@
 """Configuration files and KEY VALUE pairs, merged strictly over the defaults.
 
-`load_config(file, opts)` is the one entry. Whatever cannot work stops there, in one line that names
-the key, its value and what is allowed. A YAML file may name others to start from: `BASE:
-[recipe.yaml]` (paths relative to the file).
+`load_config(file, opts)` is the entry. It refuses what cannot work, in one line that names the key,
+its value and what is allowed. A YAML file may name others to start from: `BASE: [recipe.yaml]`
+(paths relative to the file).
 """
 
 import ast
@@ -15,6 +15,7 @@ from yacs.config import CfgNode
 
 from swinv2_moe.config.checks import check_config
 from swinv2_moe.config.defaults import default_config, flatten
+from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
 
@@ -31,7 +32,8 @@ def load_config(
     checked and frozen.
 
     Args:
-        data: DATA.PATH; a configuration of digits then reads a folder of images instead.
+        data: DATA.PATH; replaces a dataset that needs no files, such as digits, by a folder of
+            images.
         output: OUTPUT, the run directory.
 
     Raises:
@@ -43,8 +45,11 @@ def load_config(
         _lay_over(config, _Files().values(Path(file)))
     if data is not None:
         config.DATA.PATH = data
-        config.DATA.DATASET = "folder" if config.DATA.DATASET == "digits" else config.DATA.DATASET
-    config.OUTPUT = output or config.OUTPUT
+        dataset = datasets().get(config.DATA.DATASET)
+        if dataset and not dataset.needs_files:
+            config.DATA.DATASET = "folder"
+    if output:
+        config.OUTPUT = output
     merge_opts(config, opts)
     check_config(config)
     config.freeze()
@@ -63,7 +68,7 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
         content = parse_yaml(text) or {}
         if not isinstance(content, dict):
             raise ValueError(f"expected KEY: VALUE lines, found {type(content).__name__}")
-        _lay_over(config, _checked(content))
+        _lay_over(config, _checked(content, default_config()))
         check_config(config)
     except (ValueError, UserError) as error:
         raise UserError(
@@ -77,7 +82,10 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
 
 def as_opts(values: Mapping[str, object]) -> list[str]:
     """`{"SEED": 1}` as the KEY VALUE pairs that `load_config` and its siblings accept."""
-    return [str(word) for pair in values.items() for word in pair]
+    opts = []
+    for key, value in values.items():
+        opts += [key, str(value)]
+    return opts
 
 
 def merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
@@ -90,48 +98,48 @@ def merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
     if len(opts) % 2:
         raise UserError(f"--opts takes pairs of KEY VALUE; {opts[-1]!r} has no partner")
     for name, text in zip(opts[::2], opts[1::2], strict=True):
-        *groups, key = name.split(".")
-        content: dict = {key: text}
-        for group in reversed(groups):
-            content = {group: content}
-        _lay_over(config, _checked(content, source="--opts "))
+        keys = name.split(".")
+        content: dict = {keys.pop(): text}
+        while keys:
+            content = {keys.pop(): content}
+        _lay_over(config, _checked(content, default_config(), source="--opts "))
 
 
 def resolve_batch_size(config: CfgNode, world_size: int) -> CfgNode:
-    """The configuration with DATA.BATCH_SIZE as DATA.GLOBAL_BATCH_SIZE, if given, makes it on so
-    many ranks.
+    """The configuration with the DATA.BATCH_SIZE that follows from DATA.GLOBAL_BATCH_SIZE and the
+    number of ranks; unchanged if DATA.GLOBAL_BATCH_SIZE is 0.
 
     Raises:
-        UserError: it does not divide over them.
+        UserError: the global batch cannot be divided by ranks times accumulation steps.
     """
-    whole, accumulation = config.DATA.GLOBAL_BATCH_SIZE, config.TRAIN.ACCUMULATION_STEPS
-    if not whole:
+    global_size = config.DATA.GLOBAL_BATCH_SIZE
+    accumulation = config.TRAIN.ACCUMULATION_STEPS
+    if not global_size:
         return config
-    if whole % (world_size * accumulation):
+    if global_size % (world_size * accumulation):
         raise UserError(
-            f"DATA.GLOBAL_BATCH_SIZE is {whole}, it must be divisible by the number of ranks"
-            f" ({world_size}) times"
-            f" TRAIN.ACCUMULATION_STEPS ({accumulation})"
+            f"DATA.GLOBAL_BATCH_SIZE is {global_size}, it must be divisible by the number of ranks"
+            f" ({world_size}) times TRAIN.ACCUMULATION_STEPS ({accumulation})"
         )
     config = config.clone()
     config.defrost()
-    config.DATA.BATCH_SIZE = whole // (world_size * accumulation)
+    config.DATA.BATCH_SIZE = global_size // (world_size * accumulation)
     check_config(config)
     config.freeze()
     return config
 
 
 class _Files:
-    """Configuration files and what they set; each is read once, however many others name it in
-    BASE."""
+    """Configuration files and the values that they set. Each file is read once."""
 
     def __init__(self):
         self._values: dict[str, dict[str, object]] = {}  # by path
-        self._open: list[str] = []  # the file that is read, and those that it is a BASE of
+        # The file that is being read, after the files that name it in BASE.
+        self._open: list[str] = []
 
     def values(self, file: Path) -> dict[str, object]:
-        """`{"TRAIN.BASE_LR": 1e-3, ...}`: what the file's BASE files set, one after the other, then
-        what it sets."""
+        """`{"TRAIN.BASE_LR": 1e-3, ...}`: the values of the file's BASE files, in order, then its
+        own."""
         path = os.path.realpath(file)
         if path in self._open:
             raise UserError(f"config {file}: BASE names itself in a circle")
@@ -147,7 +155,7 @@ class _Files:
         for base in bases:
             values |= self.values(file.parent / base)
         self._open.pop()
-        self._values[path] = values | _checked(content, source=f"config {file}: ")
+        self._values[path] = values | _checked(content, default_config(), source=f"config {file}: ")
         return self._values[path]
 
 
@@ -164,10 +172,8 @@ def _read(file: Path) -> dict:
 
 
 def _check_bases(file: Path, bases: object) -> None:
-    if not (
-        isinstance(bases, list)
-        and all(isinstance(base, str) and "\0" not in base for base in bases)
-    ):
+    is_valid = isinstance(bases, list) and all(map(_can_be_path, bases))
+    if not is_valid:
         raise UserError(f"config {file}: BASE is {short(bases)}, it must be a list of files")
     if len(bases) > _MAX_FILES:
         raise UserError(
@@ -175,19 +181,25 @@ def _check_bases(file: Path, bases: object) -> None:
         )
 
 
+def _can_be_path(value: object) -> bool:
+    return isinstance(value, str) and "\0" not in value
+
+
 def _checked(
-    content: dict, group: CfgNode | None = None, prefix: str = "", source: str = ""
+    content: dict, group: CfgNode, prefix: str = "", source: str = ""
 ) -> dict[str, object]:
     """`{"TRAIN.BASE_LR": 1e-3, ...}` of nested `content`, each value in the type of its default.
 
     Args:
-        group: the defaults, None: all; `prefix` is its name with a dot.
-        source: what messages begin with.
+        group: the defaults of the keys of `content`.
+        prefix: the name of the group with a dot at its end.
+        source: the beginning of messages.
     """
-    group = default_config() if group is None else group
     values = {}
     for key, value in content.items():
-        name = prefix + (key if isinstance(key, str) else short(key))
+        if not isinstance(key, str):
+            key = short(key)
+        name = prefix + key
         if key not in group:
             raise UserError(
                 f"{source}unknown key {one_line(name[:200])} (value"
@@ -207,13 +219,20 @@ def _checked(
 
 def _lay_over(config: CfgNode, values: dict[str, object]) -> None:
     for name, value in values.items():
-        *groups, key = name.split(".")
-        _lookup(config, groups)[key] = value
+        prefix, _, key = name.rpartition(".")
+        group = config
+        if prefix:
+            for group_name in prefix.split("."):
+                group = group[group_name]
+        group[key] = value
 
 
 def _coerce(name: str, value: object, default: object, source: str) -> object:
-    """The value in the default's type: '1e-3' and 1 become floats, tuples become lists; nothing
-    else is converted."""
+    """The value in the default's type.
+
+    For a float, '1e-3' and 1 become floats; for a list, tuples become lists. Nothing else is
+    converted.
+    """
     if isinstance(value, str) and not isinstance(default, str):
         value = _parse_value(value)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -221,13 +240,14 @@ def _coerce(name: str, value: object, default: object, source: str) -> object:
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(default, list) and isinstance(value, (list, tuple)):
-        like = default[0] if default else 0  # lists that are empty by default hold block numbers
-        return [_coerce(f"{name}[{i}]", v, like, source) for i, v in enumerate(value)]
+        element = 0  # lists that are empty by default hold block numbers
+        if default:
+            element = default[0]
+        return [_coerce(f"{name}[{i}]", item, element, source) for i, item in enumerate(value)]
     if type(value) is not type(default):
         raise UserError(
             f"{source}{name} is {_shown(value)} ({type(value).__name__}), it must be of type"
-            f" {type(default).__name__}"
-            f" like its default {default!r}"
+            f" {type(default).__name__} like its default {default!r}"
         )
     return value
 
@@ -238,7 +258,7 @@ def _parse_value(text: str) -> object:
         return text.lower() == "true"
     try:
         return ast.literal_eval(text)
-    # the last two where it nests too deeply
+    # RecursionError and MemoryError: the text nests too deeply.
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return text
 
@@ -247,22 +267,22 @@ def _shown(value: object) -> str:
     return short(value, 200)
 
 
-def _lookup(config: CfgNode, keys: Sequence[str]) -> object:
-    for key in keys:
-        config = config[key]
-    return config
-
-
 def _nearest(name: str) -> str:
+    """The end of a message about an unknown key: the nearest group or key by its full name, else by
+    its last part."""
     name = name[:200]
-    known = list(flatten(default_config()))
-    leaf = {key.rsplit(".", 1)[-1]: key for key in known}
-    groups = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}
-    close = difflib.get_close_matches(name, [*groups, *known], n=1, cutoff=0.6)
-    close = close or [
-        leaf[key]
-        for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], leaf, n=1, cutoff=0.7)
-    ]
-    if close:
-        return f"; did you mean {close[0]}?"
+    names = set()
+    names_by_last_part = {}
+    for key in flatten(default_config()):
+        parts = key.split(".")
+        names_by_last_part[parts[-1]] = key
+        for length in range(1, len(parts) + 1):
+            names.add(".".join(parts[:length]))
+    nearest = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
+    if nearest:
+        return f"; did you mean {nearest[0]}?"
+    last_part = name.rpartition(".")[2]
+    nearest = difflib.get_close_matches(last_part, names_by_last_part, n=1, cutoff=0.7)
+    if nearest:
+        return f"; did you mean {names_by_last_part[nearest[0]]}?"
     return "; `python -m swinv2_moe.config` lists every key"

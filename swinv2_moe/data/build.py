@@ -13,12 +13,13 @@ from swinv2_moe.data.datasets import Batch, ImageDataset, collate
 from swinv2_moe.data.samplers import Order, TrainSampler, ValSampler, shard_order
 from swinv2_moe.data.shards import ShardedImages
 from swinv2_moe.data.sources import Source, load_sources
+from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
 
 
 @dataclass(frozen=True)
 class Data:
-    """Loaders of `Batch`es for this rank, and what a model and a report need to know of the data.
+    """Loaders of `Batch`es for this rank, and the facts that a model and a report need.
 
     `len(train_loader)` and `len(val_loader)` are the same on every rank.
     """
@@ -50,76 +51,92 @@ def build_data(config: DataConfig, rank: int = 0, world_size: int = 1) -> Data:
             for one step.
     """
     sources = load_sources(config)
-    num_classes = _check_num_classes(config, len(sources.class_names))
-    size, batch = len(sources.train), config.batch_size
-    if size < batch * world_size:
+    num_classes = len(sources.class_names)
+    if config.num_classes not in (0, num_classes):
         raise UserError(
-            f"DATA.BATCH_SIZE is {batch}: a step over {world_size}"
-            f" {'rank' if world_size == 1 else 'ranks'} takes"
-            f" {batch * world_size} images, the training set has {size}"
+            f"MODEL.NUM_CLASSES is {config.num_classes}, the data has {num_classes} classes (0"
+            " takes what the data has)"
         )
-    # One more than may be bad in all: where so many in a row are, UnreadableImages stops the run.
-    max_tries = int(config.max_bad_share * (size + len(sources.val))) + 1
+    train_size, val_size = len(sources.train), len(sources.val)
+    _check_step(config.batch_size, world_size, train_size)
+    # One more than may be unreadable in all: so many in a row, and UnreadableImages stops the run.
+    max_tries = int(config.max_bad_share * (train_size + val_size)) + 1
     train_set = ImageDataset(sources.train, config, is_train=True, max_tries=max_tries)
-    order = _shard_order(config, sources.train)
+    sampler = TrainSampler(
+        train_size,
+        config.batch_size,
+        rank,
+        world_size,
+        config.seed,
+        _shard_order(config, sources.train),
+    )
     return Data(
-        _loader(config, train_set, TrainSampler(size, batch, rank, world_size, config.seed, order)),
-        evaluation_loader(config, sources.val, rank, world_size),
-        num_classes,
-        sources.class_names,
-        train_size=size,
-        val_size=len(sources.val),
+        train_loader=_loader(config, train_set, sampler),
+        val_loader=evaluation_loader(config, sources.val, rank, world_size),
+        num_classes=num_classes,
+        class_names=sources.class_names,
+        train_size=train_size,
+        val_size=val_size,
+    )
+
+
+def _check_step(batch_size: int, world_size: int, train_size: int) -> None:
+    step_size = batch_size * world_size
+    if train_size >= step_size:
+        return
+    ranks = f"{world_size} ranks"
+    if world_size == 1:
+        ranks = "1 rank"
+    raise UserError(
+        f"DATA.BATCH_SIZE is {batch_size}: a step over {ranks} takes {step_size} images, the"
+        f" training set has {train_size}"
     )
 
 
 def evaluation_loader(
     config: DataConfig, source: Source, rank: int = 0, world_size: int = 1
 ) -> DataLoader:
-    """Every image of a source once over all ranks, through the evaluation transform, in `Batch`es;
-    as many of them on each rank."""
+    """Batches of every image of a source, once over all ranks, through the evaluation transform.
+
+    Every rank has the same number of batches.
+    """
     dataset = ImageDataset(source, config, is_train=False)
     return _loader(config, dataset, ValSampler(len(dataset), rank, world_size))
 
 
-def _check_num_classes(config: DataConfig, found: int) -> int:
-    wanted = config.num_classes
-    if wanted not in (0, found):
-        raise UserError(
-            f"MODEL.NUM_CLASSES is {wanted}, the data has {found} classes (0 takes what the data"
-            " has)"
-        )
-    return found
-
-
 def _shard_order(config: DataConfig, source: Source) -> Order | None:
-    """For shards an order that reads them almost sequentially; a rank's workers share its part of
-    it, batch by batch, so that what one reads ahead serves the others from the machine's page
-    cache."""
+    """An order that reads shards almost sequentially; None for other sources.
+
+    A rank's workers share its part batch by batch, so that what one worker reads ahead serves the
+    others from the page cache.
+    """
     if isinstance(source, ShardedImages):
         return partial(shard_order, source.counts, config.shard_streams)
     return None
 
 
 def _loader(config: DataConfig, dataset: ImageDataset, sampler: Sampler[int]) -> DataLoader:
-    """Workers are started for each epoch, so that they get the dataset with its epoch; torch gives
-    each one thread."""
+    """A loader that starts its workers for each epoch, since they copy the dataset with its epoch.
+    torch gives each worker one thread."""
+    num_workers = 0
+    if datasets()[config.dataset].use_workers:
+        num_workers = config.num_workers
     return Loader(
         dataset,
         batch_size=config.batch_size,
         sampler=sampler,
-        # digits lie in memory
-        num_workers=0 if config.dataset == "digits" else config.num_workers,
+        num_workers=num_workers,
         collate_fn=collate,
         pin_memory=config.pin_memory and config.device != "cpu" and torch.cuda.is_available(),
-        # or each epoch would draw from the global one
+        # Without one, each epoch would draw from torch's global generator.
         generator=torch.Generator().manual_seed(config.seed),
     )
 
 
 class Loader(DataLoader):
-    """Its workers hear no signal that makes a run save.
+    """A loader whose workers ignore the signals that make a run save.
 
-    Schedulers signal every process of a job, and Ctrl-C every process in the foreground; the run
+    Schedulers signal every process of a job, and Ctrl-C every process in the foreground. The run
     needs its workers until it has saved, and then ends them.
     """
 
@@ -128,6 +145,6 @@ class Loader(DataLoader):
             signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
         )
         try:
-            return super().__iter__()  # from their first moment on: processes inherit the mask
+            return super().__iter__()  # starts the workers, which inherit the mask
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -1,4 +1,4 @@
-"""From a source of images and an index to a training sample, and from samples to a batch.
+"""Samples of a source, batches of samples, and the count of images that cannot be read.
 
 B images per batch, C channels, S DATA.IMG_SIZE
 """
@@ -19,19 +19,20 @@ from swinv2_moe.data.images import to_mode
 from swinv2_moe.data.sources import Source
 from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.errors import UserError
+from swinv2_moe.imports import ImportedFiles
 
 IGNORE = -1  # the target of an image that no metric may count
 _MASK = 2**64 - 1
 
-# Large photograph collections hold thousands of files with broken EXIF tags; each would print two
-# lines. Set on import, so that loader workers have it too.
+# Large collections of photographs have thousands of files with broken EXIF tags, and Pillow warns
+# of each. Set on import, so that it holds in loader workers too.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 class Sample(NamedTuple):
     image: torch.Tensor  # float32 [C, S, S], normalised
     target: int
-    unreadable: list[str]  # paths tried before this image was found
+    unreadable: list[str]  # paths of images that could not be read and that this one replaces
 
 
 class Batch(NamedTuple):
@@ -41,23 +42,28 @@ class Batch(NamedTuple):
 
 
 def collate(samples: list[Sample]) -> Batch:
-    """A list of B samples -> one batch."""
-    return Batch(
-        # straight into shared memory in a worker
-        default_collate([sample.image for sample in samples]),
-        torch.tensor([sample.target for sample in samples], dtype=torch.int64),
-        [path for sample in samples for path in sample.unreadable],
-    )
+    """Make a batch of B samples."""
+    # In a worker default_collate stacks straight into shared memory.
+    images = default_collate([sample.image for sample in samples])
+    targets = torch.tensor([sample.target for sample in samples], dtype=torch.int64)
+    unreadable = []
+    for sample in samples:
+        unreadable += sample.unreadable
+    return Batch(images, targets, unreadable)
 
 
 class ImageDataset(Dataset):
-    """A source's images through a transform.
+    """A source's images through the transform of training or evaluation.
 
-    Training: the augmentation of image `index` depends on (SEED, epoch, index) alone, whatever the
-    number of ranks and workers; the process's own random states are left as they were. An
-    unreadable image is replaced by the next readable one, or by a blank one if `max_tries` in a row
-    cannot be read. Evaluation: index ~i is image i with target IGNORE (padding); an unreadable
-    image is a blank one with target IGNORE.
+    Training: the augmentation of an image depends on (SEED, epoch, index) alone, not on the number
+    of ranks and workers. The random states of the process are restored afterwards. An unreadable
+    image is replaced by the next readable one, or by a blank one after `max_tries` attempts.
+
+    Evaluation: index ~i is image i with target IGNORE, for padding. An unreadable image is replaced
+    by a blank one with target IGNORE.
+
+    Raises:
+        UserError: IN_CHANS is neither 1 nor 3.
     """
 
     def __init__(self, source: Source, config: DataConfig, is_train: bool, max_tries: int = 1):
@@ -66,11 +72,18 @@ class ImageDataset(Dataset):
             raise UserError(
                 f"IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB) channels"
             )
-        self.source, self.is_train = source, is_train
+        # Before the source, whose class may be in one of these files: a spawned worker restores
+        # attributes in this order.
+        self.imported_files = ImportedFiles()
+        self.source = source
+        self.is_train = is_train
         self.transform = build_transform(config, is_train)
-        self.mode = "L" if channels == 1 else "RGB"
+        self.mode = "RGB"
+        if channels == 1:
+            self.mode = "L"
         self.shape = (channels, size, size)
-        self.seed, self.epoch = config.seed, 0
+        self.seed = config.seed
+        self.epoch = 0
         self.max_tries = min(len(source), max_tries)
 
     def __len__(self) -> int:
@@ -80,27 +93,34 @@ class ImageDataset(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Sample]:
-        """A whole batch (the loader prefers this), so that the random states are saved and restored
-        once for it."""
+        """The samples of a batch. The loader calls this instead of `__getitem__`, so that random
+        states are saved and restored once per batch."""
         if not self.is_train:
             return [self._sample(index) for index in indices]
         with preserved_random_states():
             return [self._sample(index) for index in indices]
 
     def _sample(self, index: int) -> Sample:
-        first, is_padding = (index, False) if index >= 0 else (~index, True)
+        is_padding = index < 0
+        if is_padding:
+            index = ~index
         if self.is_train:
-            seed_random_states(self.seed, self.epoch, first)
+            seed_random_states(self.seed, self.epoch, index)
         unreadable = []
-        for position in range(first, first + self.max_tries):
-            position %= len(self.source)
+        for offset in range(self.max_tries):
+            position = (index + offset) % len(self.source)
             image = read_image(self.source, position, self.mode)
-            if image is not None:
-                target = IGNORE if is_padding else int(self.source.targets[position])
-                return Sample(self.transform(image), target, unreadable)
-            unreadable.append(self.source.name(position))
-        # A training loss takes no IGNORE; the run is about to be stopped anyway.
-        target = int(self.source.targets[first]) if self.is_train else IGNORE
+            if image is None:
+                unreadable.append(self.source.name(position))
+                continue
+            target = IGNORE
+            if not is_padding:
+                target = int(self.source.targets[position])
+            return Sample(self.transform(image), target, unreadable)
+        target = IGNORE
+        if self.is_train:
+            # The training loss has no case for IGNORE, and UnreadableImages stops the run here.
+            target = int(self.source.targets[index])
         return Sample(torch.zeros(self.shape), target, unreadable)
 
 
@@ -108,8 +128,8 @@ def read_image(source: Source, index: int, mode: str) -> Image.Image | None:
     """The image in `mode` ("RGB" or "L"), or None if it cannot be read."""
     try:
         return to_mode(source.open(index), mode)
-    # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and more on broken
-    # files
+    # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and others on broken
+    # files.
     except Exception:
         return None
 
@@ -117,35 +137,36 @@ def read_image(source: Source, index: int, mode: str) -> Image.Image | None:
 @contextmanager
 def preserved_random_states() -> Iterator[None]:
     """Restore the states of `random`, `numpy.random` and torch's CPU generator on leaving."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (timm draws from it)
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002 (timm draws from it)
+    torch_state = torch.get_rng_state()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.set_rng_state(states[2])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        torch.set_rng_state(torch_state)
 
 
 def seed_random_states(*numbers: int) -> None:
     """Seed `random`, `numpy.random` and torch's CPU generator from integers, in about 10 us."""
     key = 0
-    # splitmix64's finaliser after each: neighbours in any number get unrelated streams
+    # The finaliser of splitmix64 after each number gives neighbouring numbers unrelated streams.
     for number in numbers:
         key = (key + number + 0x9E3779B97F4A7C15) & _MASK
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
         key ^= key >> 31
     random.seed(key)
-    # Both are Mersenne Twisters seeded with 32 bits: with the same half they would draw the same
-    # numbers.
+    # numpy and torch both seed a Mersenne Twister with 32 bits. Different halves of the key make
+    # them draw different numbers.
     np.random.seed(key >> 32)  # noqa: NPY002
-    # torch.manual_seed takes 100 us more, for other devices
+    # torch.manual_seed seeds every device, which takes 100 us.
     torch.default_generator.manual_seed(key & 0xFFFFFFFF)
 
 
 class UnreadableImages:
-    """The distinct images that could not be read, out of `size`; stops the run beyond `max_share`
-    of them.
+    """The distinct images that could not be read; stops a run that has too many of them.
 
     Args:
         size: training and validation images together.
@@ -153,11 +174,12 @@ class UnreadableImages:
     """
 
     def __init__(self, size: int, max_share: float):
-        self.size, self.max_share = size, max_share
-        self.paths: dict[str, None] = {}  # a set that keeps its order
+        self.size = size
+        self.max_share = max_share
+        self.paths: dict[str, None] = {}  # an ordered set
 
     def add(self, paths: Iterable[str]) -> None:
-        """Count the unreadable paths of some batches, of every rank.
+        """Add paths of unreadable images, from batches of every rank.
 
         Raises:
             UserError: more than `max_share` of the images are unreadable, or all of them.
@@ -167,12 +189,11 @@ class UnreadableImages:
         if count > self.max_share * self.size or count == self.size:
             raise UserError(
                 f"{count} of {self.size} images could not be read, DATA.MAX_BAD_SHARE allows a"
-                " share of"
-                f" {self.max_share}; the first: {next(iter(self.paths))}"
+                f" share of {self.max_share}; the first: {next(iter(self.paths))}"
             )
 
     def summary(self) -> str | None:
-        """One line for the end of a run; None if every image could be read."""
+        """A line for the end of a run; None if every image could be read."""
         if not self.paths:
             return None
         return (

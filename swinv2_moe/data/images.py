@@ -1,4 +1,4 @@
-"""From the bytes of an image file to pixels. Nothing is decoded before the header is checked."""
+"""Decoding of image files. The header is checked before pixels are decoded."""
 
 import io
 import os
@@ -34,20 +34,20 @@ def decode(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     try:
         with _open(content, max_pixels) as image:
             image.load()
-    # Pillow's decoders raise OSError, SyntaxError, struct.error and more on broken files
+    # Pillow's decoders raise OSError, SyntaxError, struct.error and others on broken files.
     except Exception as error:
         raise ValueError(str(error)) from error
     return image
 
 
 def _open(content: bytes, max_pixels: int) -> Image.Image:
-    """The image, of which only the header has been read."""
+    """The image with its header read and its pixels not yet decoded."""
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
     except Image.UnidentifiedImageError as error:  # its message names the file object
         raise ValueError(f"none of the formats {' '.join(FORMATS)}") from error
     sizes = [image.size]
-    # a tile is decoded whole, and may be larger than the image
+    # A tile is decoded as one piece, and may be larger than the image.
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         sizes.append(tuple(image.tag_v2.get(tag, 0) for tag in _TILE_SIZE))
     for width, height in sizes:
@@ -60,4 +60,6 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
     """The image in `mode`, "RGB" or "L"."""
     if image.mode.startswith("I"):  # 16 bits a channel, which convert() would clip at 255
         image = Image.fromarray(np.clip(np.asarray(image) // 256, 0, 255).astype(np.uint8))
-    return image if image.mode == mode else image.convert(mode)  # convert() would copy
+    if image.mode == mode:  # convert() would copy
+        return image
+    return image.convert(mode)

@@ -1,8 +1,10 @@
-"""List files: one `path label` a line, or Swin's JSON map, `[["folder/image.JPEG", 0], ...]`.
+"""List files: one `path label` per line, or Swin's JSON map, `[["folder/image.JPEG", 0], ...]`.
 
 The JSON form is that of ILSVRC2011fall_whole_map_train.txt, which Swin-Transformer's
-data/imagenet22k_dataset.py reads: entry[0] is the path, entry[1] the label; what follows is
-ignored. N images
+data/imagenet22k_dataset.py reads. The first element of an entry is the path, the second the label;
+others are ignored.
+
+N images
 """
 
 import io
@@ -22,18 +24,25 @@ from swinv2_moe.errors import UserError, short
 
 _JSON = re.compile(r"""\s*\[\s*([\[{]\s*"|\]\s*$)""")
 _SPACE = re.compile(r"\s*")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _MAX_LABEL = 2**31 - 1
 _BLOCK = 100_000  # entries
 _MAX_LINE = 8192  # characters: systems take paths of up to 4096 bytes
 _MAX_JSON_BYTES = 1 << 32  # ImageNet-22K's has 0.8 GB
-_MAX_PADDING = 64  # times the bytes of all paths that an array as wide as the longest may take ...
-_SMALL = 1 << 28  # ... beyond so many
+# An array of paths is as wide as the longest path. It may take _SMALL bytes, or _MAX_PADDING times
+# the bytes of all paths.
+_MAX_PADDING = 64
+_SMALL = 1 << 28
+
+# (place, path, label) of an image; place is "file:line" or the like, for messages. Labels of a text
+# file are text.
+Entry = tuple[str, str, object]
 
 
 def read_list(
     key: str, file: str, root: str, num_classes: int
 ) -> tuple[str, np.ndarray, np.ndarray]:
-    """`file` -> the directory its paths are relative to, paths bytes [N], labels int64 [N].
+    """Read a list file.
 
     Args:
         key: the configuration key that names `file`, for messages.
@@ -41,31 +50,36 @@ def read_list(
         root: DATA.PATH; empty: the list file's folder.
         num_classes: labels must be below it; 0: any label that is not negative.
 
+    Returns:
+        The directory that paths are relative to, paths bytes [N], labels int64 [N].
+
     Raises:
         UserError: no such file, no lines, a line or label that cannot be used, no image where the
             paths point.
     """
     file = _find(key, file, root)
-    # ImageNet-22K has 14 million lines: lists of objects would take gigabytes
-    blocks, labels = [], array("q")
-    images = (
-        (path, _label(where, label, num_classes)) for where, path, label in _entries(key, file)
-    )
-    width = length = 0  # of the longest path, of all together
+    images = _images(key, file, num_classes)
+    # ImageNet-22K has 14 million lines: lists of objects would take gigabytes.
+    blocks = []
+    labels = array("q")
+    longest_path = total_bytes = 0
     while block := list(islice(images, _BLOCK)):
         paths = _encoded(file, [path for path, _ in block])
         labels.extend(label for _, label in block)
-        width, length = max(width, max(map(len, paths))), length + sum(map(len, paths))
-        if width * len(labels) > max(_SMALL, _MAX_PADDING * length):
+        lengths = [len(path) for path in paths]
+        longest_path = max(longest_path, max(lengths))
+        total_bytes += sum(lengths)
+        if longest_path * len(labels) > max(_SMALL, _MAX_PADDING * total_bytes):
             raise UserError(
-                f"{file}: has a path of {width:,} bytes, among many that are far shorter"
+                f"{file}: has a path of {longest_path:,} bytes, among many that are far shorter"
             )
         blocks.append(np.array(paths))
     if not blocks:
         raise UserError(f"{key} is {file!r}: the list is empty")
-    root, paths = root or os.path.dirname(file), np.concatenate(blocks)
-    _check_some_exist(key, file, root, paths)
-    return root, paths, np.array(labels, np.int64)
+    root = root or os.path.dirname(file)
+    all_paths = np.concatenate(blocks)
+    _check_some_exist(key, file, root, all_paths)
+    return root, all_paths, np.array(labels, np.int64)
 
 
 def _find(key: str, file: str, root: str) -> str:
@@ -80,12 +94,17 @@ def _find(key: str, file: str, root: str) -> str:
     raise UserError(f"{key} is {file!r}: no such file{also}")
 
 
-def _entries(key: str, file: str) -> Iterator[tuple[str, str, object]]:
-    """(where, path, label) of each image; where is "file:line"."""
+def _images(key: str, file: str, num_classes: int) -> Iterator[tuple[str, int]]:
+    """Path and label of each image."""
+    for place, path, label in _entries(key, file):
+        yield path, _label(place, label, num_classes)
+
+
+def _entries(key: str, file: str) -> Iterator[Entry]:
     try:
         with open_regular(file) as content:
             size = os.fstat(content.fileno()).st_size
-            # paths may be of any encoding
+            # Paths may be of any encoding.
             lines = io.TextIOWrapper(content, "utf-8-sig", "surrogateescape")
             is_json = _JSON.match(lines.read(1000))
             lines.seek(0)
@@ -101,14 +120,15 @@ def _entries(key: str, file: str) -> Iterator[tuple[str, str, object]]:
         raise UserError(f"{file}:{error.lineno}: not valid JSON ({error.msg})") from error
     except RecursionError as error:
         raise UserError(f"{file}: not valid JSON (nested too deeply)") from error
-    except ValueError as error:  # an integer of thousands of digits
+    except ValueError as error:  # such as an integer of thousands of digits
         raise UserError(f"{file}: not valid JSON ({error})") from error
     except OSError as error:
         raise UserError(f"{key} is {file!r}: cannot be read ({error.strerror})") from error
 
 
-def _text_entries(file: str, lines: TextIO) -> Iterator[tuple[str, str, str]]:
-    for number, line in enumerate(iter(partial(lines.readline, _MAX_LINE), ""), start=1):
+def _text_entries(file: str, lines: TextIO) -> Iterator[Entry]:
+    bounded_lines = iter(partial(lines.readline, _MAX_LINE), "")
+    for number, line in enumerate(bounded_lines, start=1):
         if len(line) == _MAX_LINE:
             raise UserError(
                 f"{file}:{number}: a line of more than {_MAX_LINE:,} characters, it begins"
@@ -116,16 +136,17 @@ def _text_entries(file: str, lines: TextIO) -> Iterator[tuple[str, str, str]]:
             )
         fields = line.strip().rsplit(maxsplit=1)
         if len(fields) == 2:
-            yield f"{file}:{number}", *fields
+            yield f"{file}:{number}", fields[0], fields[1]
         elif fields:
             raise UserError(
                 f"{file}:{number}: expected a path and a label, found {fields[0][:60]!r}"
             )
 
 
-def _json_entries(file: str, text: str) -> Iterator[tuple[str, str, object]]:
+def _json_entries(file: str, text: str) -> Iterator[Entry]:
     for number, entry in enumerate(_json_array(text)):
-        if not (isinstance(entry, list) and len(entry) >= 2 and isinstance(entry[0], str)):
+        is_pair = isinstance(entry, list) and len(entry) >= 2
+        if not (is_pair and isinstance(entry[0], str)):
             raise UserError(
                 f"{file}: entry {number}: expected [path, label], found {short(entry, 60)}"
             )
@@ -133,28 +154,35 @@ def _json_entries(file: str, text: str) -> Iterator[tuple[str, str, object]]:
 
 
 def _json_array(text: str) -> Iterator[object]:
-    """The elements of a JSON array, one by one.
+    """The elements of a JSON array, one by one, so that they are not in memory together.
+
+    Args:
+        text: matches _JSON, that is begins with "[".
 
     Raises:
-        json.JSONDecodeError: it is not one.
+        json.JSONDecodeError: it is no array.
     """
-    decode = json.JSONDecoder().raw_decode
+    decoder = json.JSONDecoder()
 
-    def skip(position: int) -> int:
+    def skip_space(position: int) -> int:
         return _SPACE.match(text, position).end()
 
-    position = skip(skip(0) + 1)  # behind "[", which _JSON has seen
-    more = text[position : position + 1] != "]"
-    while more:
-        entry, position = decode(text, position)
+    position = skip_space(0) + len("[")
+    position = skip_space(position)
+    is_at_end = text.startswith("]", position)
+    while not is_at_end:
+        entry, position = decoder.raw_decode(text, position)
         yield entry
-        position = skip(position)
-        more = text[position : position + 1] == ","
-        if not more and text[position : position + 1] != "]":
+        position = skip_space(position)
+        is_at_end = text.startswith("]", position)
+        if is_at_end:
+            break
+        if not text.startswith(",", position):
             raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
-        position = skip(position + 1) if more else position
-    if (end := skip(position + 1)) != len(text):
-        raise json.JSONDecodeError("Extra data", text, end)
+        position = skip_space(position + len(","))
+    position = skip_space(position + len("]"))
+    if position != len(text):
+        raise json.JSONDecodeError("Extra data", text, position)
 
 
 def _encoded(file: str, paths: list[str]) -> list[bytes]:
@@ -162,34 +190,41 @@ def _encoded(file: str, paths: list[str]) -> list[bytes]:
         encoded = [os.fsencode(path) for path in paths]
     except UnicodeEncodeError as error:
         raise UserError(f"{file}: {short(error.object)} is not the name of a file") from error
-    if b"\0" in b"".join(encoded) or not all(encoded):
-        wrong = next(path for path in paths if "\0" in path or not path)
-        raise UserError(f"{file}: {short(wrong)} is not the name of a file")
-    return encoded
+    if all(encoded) and b"\0" not in b"".join(encoded):
+        return encoded
+    invalid = next(path for path in paths if "\0" in path or not path)
+    raise UserError(f"{file}: {short(invalid)} is not the name of a file")
 
 
-def _label(where: str, label: object, num_classes: int) -> int:
-    text = label if isinstance(label, str) else short(label, 60)
-    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
-        raise UserError(f"{where}: label {text[:60]!r} is not an integer")
-    label = int(label)
+def _label(place: str, value: object, num_classes: int) -> int:
+    """The label as a number.
+
+    Args:
+        num_classes: labels must be below it; 0: below _MAX_LABEL.
+    """
+    text = value
+    if not isinstance(text, str):
+        text = short(value, 60)
+    if not _INTEGER.fullmatch(text):
+        raise UserError(f"{place}: label {text[:60]!r} is not an integer")
+    label = int(text)
     if label < 0:
-        raise UserError(f"{where}: label {label} is negative, labels count from 0")
-    if label >= (num_classes or _MAX_LABEL):
-        raise UserError(
-            f"{where}: label {label} is out of range, with {num_classes or _MAX_LABEL} classes"
-        )
+        raise UserError(f"{place}: label {label} is negative, labels count from 0")
+    num_classes = num_classes or _MAX_LABEL
+    if label >= num_classes:
+        raise UserError(f"{place}: label {label} is out of range, with {num_classes} classes")
     return label
 
 
 def _check_some_exist(key: str, file: str, root: str, paths: np.ndarray) -> None:
-    """A wrong root makes every path wrong: say so at once, not image by image."""
+    """Raise UserError if none of some 16 images exists, as with a wrong `root`."""
     sample = paths[:: len(paths) // 16 + 1]
-    if not any(os.path.exists(os.path.join(os.fsencode(root), path)) for path in sample):
-        first = os.path.join(root, os.fsdecode(sample[0]))
-        first = first.encode(errors="surrogateescape").decode(errors="replace")
-        raise UserError(
-            f"{key} is {file!r}: none of the {len(sample)} listed images looked for exists, for"
-            f" example {first};"
-            " DATA.PATH must be the directory that the paths are relative to"
-        )
+    for path in sample:
+        if os.path.exists(os.path.join(os.fsencode(root), path)):
+            return
+    first = os.path.join(root, os.fsdecode(sample[0]))
+    first = first.encode(errors="surrogateescape").decode(errors="replace")
+    raise UserError(
+        f"{key} is {file!r}: none of the {len(sample)} listed images looked for exists, for"
+        f" example {first}; DATA.PATH must be the directory that the paths are relative to"
+    )

@@ -1,4 +1,4 @@
-"""Which image each rank reads at each step, from (seed, epoch, rank) alone.
+"""The images that each rank reads at each step. They depend on (seed, epoch, rank) alone.
 
 N images, W ranks, B images per rank and step, G = B * W images per step over all ranks
 """
@@ -8,48 +8,55 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from torch.utils.data import Sampler
 
-WINDOW = 1024  # consecutive images of a shard that are shuffled among themselves
+WINDOW = 1024  # consecutive images that are shuffled among themselves
 
 Order = Callable[[np.random.Generator], np.ndarray]  # -> int64 [N], every image once
 
 
 def shard_order(counts: np.ndarray, streams: int, rng: np.random.Generator) -> np.ndarray:
-    """An order of all N images, int64 [N], that reads shards from `streams` places in turn, almost
+    """An order of all N images that reads shards from `streams` places in turn, almost
     sequentially.
 
-    The shards' images in a row, shards shuffled, are cut into equal segments, one a stream; inside
-    a segment windows of WINDOW images are shuffled. Position p is of segment p % streams; the N %
-    streams last images come at the end. So where W divides `streams`, rank r reads segments r, r +
-    W, ... alone (TrainSampler).
+    1. Shards are shuffled and their images put in a row.
+    2. The row is cut into `streams` segments of equal length.
+    3. In each segment, windows of WINDOW images are shuffled.
+    4. Position p of the result is from segment p % streams. The last N % streams images of the row
+       come at the end.
+
+    If W divides `streams`, rank r reads only the segments r, r + W, ... (TrainSampler).
 
     Args:
         counts: images of each shard; shard s holds the images from counts[:s].sum() on.
+
+    Returns:
+        int64 [N].
     """
-    starts = np.cumsum(counts) - counts
-    sequence = np.concatenate(
-        [np.arange(starts[s], starts[s] + counts[s]) for s in rng.permutation(len(counts))]
-    )
-    streams = min(streams, len(sequence))
-    length = len(sequence) // streams
-    segments = sequence[: streams * length].reshape(streams, length)
+    stops = np.cumsum(counts)
+    starts = stops - counts
+    shards = rng.permutation(len(counts))
+    row = np.concatenate([np.arange(starts[shard], stops[shard]) for shard in shards])
+    streams = min(streams, len(row))
+    length = len(row) // streams
+    segments = row[: streams * length].reshape(streams, length)
+    rest = row[streams * length :]
+    in_windows = length // WINDOW * WINDOW
     for segment in segments:
-        whole = length // WINDOW * WINDOW
-        windows = segment[:whole].reshape(-1, WINDOW)
+        windows = segment[:in_windows].reshape(-1, WINDOW)
         rng.permuted(windows, axis=1, out=windows)
-        rng.shuffle(segment[whole:])
-    return np.concatenate([segments.T.ravel(), sequence[streams * length :]])
+        rng.shuffle(segment[in_windows:])
+    return np.concatenate([segments.T.ravel(), rest])
 
 
 class TrainSampler(Sampler[int]):
-    """A fresh order of all N images each epoch; step s over all ranks is its positions [s * G, (s +
-    1) * G).
+    """A new order of all N images each epoch.
 
-    Rank r takes positions r, r + W, r + 2 W, ... and the tail that does not fill a step is dropped,
-    so every rank runs the same number of full batches, and the stream of images is that of one
-    process with batches of G.
+    Step s over all ranks is the positions [s * G, (s + 1) * G) of the order. Rank r takes the
+    positions r, r + W, r + 2 W, ... Images at the end that do not fill a step are dropped, so every
+    rank has the same number of full batches. Together they are the images of one process with
+    batches of G.
 
     Args:
-        order: what an epoch's generator makes of the images; default: a permutation of all of them.
+        order: makes the order of an epoch from its random generator; default: a permutation.
     """
 
     def __init__(
@@ -74,18 +81,18 @@ class TrainSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         order = self.order(np.random.default_rng([self.seed, self.epoch]))  # [N]
-        whole_steps = order[: len(self) * self.world_size]
-        mine = whole_steps[self.rank :: self.world_size]  # [num_steps * B]
-        yield from mine[self.skip_steps * self.batch_size :].tolist()
+        full_steps = order[: len(self) * self.world_size]
+        of_rank = full_steps[self.rank :: self.world_size]  # [num_steps * B]
+        yield from of_rank[self.skip_steps * self.batch_size :].tolist()
 
 
 class ValSampler(Sampler[int]):
     """Every image exactly once over all ranks; rank r takes r, r + W, r + 2 W, ...
 
-    All ranks yield the same number of indices, ceil(N / W), since a forward pass with experts
-    spread over ranks is collective: those short of one repeat an earlier image i, written ~i
-    (negative), which a dataset gives the target IGNORE. A repeat rather than a blank: identical
-    blank tokens would fill one expert and push real ones out.
+    All ranks yield ceil(N / W) indices, since a forward pass with experts spread over ranks is
+    collective. A rank without a last image repeats an earlier image i, as ~i (negative), which a
+    dataset gives the target IGNORE. A blank image would not do: its identical tokens would fill one
+    expert and displace others.
     """
 
     def __init__(self, size: int, rank: int, world_size: int):
@@ -97,4 +104,7 @@ class ValSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         for position in range(self.rank, len(self) * self.world_size, self.world_size):
-            yield position if position < self.size else ~(position % self.size)
+            if position < self.size:
+                yield position
+            else:
+                yield ~(position % self.size)

@@ -1,18 +1,17 @@
-"""Images in tars of the WebDataset format, found by an index instead of by reading the tars from
-their beginning.
+"""Shards: images in tars of the WebDataset format, and an index of where each image is.
 
     SHARDS/train/000000.tar ...   <key>.cls, <key>.jpg, ...: what webdataset.WebDataset reads
-    SHARDS/train/members.npy      one row of MEMBER an image, the shards' one after the other;
-    opened as a memory map,
-                                  which all processes of a machine share
+    SHARDS/train/members.npy      MEMBER [N], shard by shard; opened as a memory map, which all
+                                  processes of a machine share
     SHARDS/val/...                the same
-    SHARDS/index.json             class names; for each split its shards and their sizes and
-    checksums; written last
+    SHARDS/index.json             class names; the shards of each split with their sizes and
+                                  checksums; written last
 
 N images, S shards
 """
 
 import errno
+import glob
 import os
 import re
 import stat
@@ -30,7 +29,7 @@ from swinv2_moe.files import check_plain_name, read_json
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
-# bytes of the image alone
+# Offset and size are those of the image's bytes, without the header of the tar's member.
 MEMBER = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("label", "<i4")])
 MAX_INDEX_BYTES = 1 << 26  # of index.json: a million shards
 _MAX_BYTES = 1 << 50  # of a shard
@@ -38,8 +37,7 @@ _MAX_OPEN = 256  # files of a split; the customary limit of a process is 1024
 
 
 class ShardedImages:
-    """N images in the shards of one split, a `Source`; processes that are forked may go on using
-    it.
+    """N images in the shards of one split, a `Source`. Forked processes may share it.
 
     Args:
         split: "train" or "val".
@@ -51,13 +49,14 @@ class ShardedImages:
     """
 
     def __init__(self, root: str, split: str, shards: list[dict], max_pixels: int = MAX_PIXELS):
-        self.root, self.split, self.shards, self.max_pixels = root, split, shards, max_pixels
+        self.root = root
+        self.split = split
+        self.shards = shards
+        self.max_pixels = max_pixels
         self.counts = np.array([shard["images"] for shard in shards], np.int64)  # [S]
-        # MEMBER [N]
-        self.members = _read_members(
-            os.path.join(root, split, "members.npy"), int(self.counts.sum())
-        )
-        # shard -> descriptor, the longest unused first
+        index_file = os.path.join(root, split, "members.npy")
+        self.members = _read_members(index_file, int(self.counts.sum()))  # MEMBER [N]
+        # Shard -> descriptor; the least recently used comes first.
         self._files: OrderedDict[int, int] = OrderedDict()
 
     def __reduce__(self):
@@ -82,12 +81,12 @@ class ShardedImages:
         shard, offset, size, _ = self.members[index].item()
         if size > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"larger than {MAX_FILE_BYTES:,} bytes", self.name(index))
-        # moves no position: a forked worker may share the descriptor
+        # pread does not move the position, which forked workers share.
         return os.pread(self._file(shard), size, offset)
 
     def name(self, index: int) -> str:
         """Such as "train/000012.tar: 00000017-n01440764_18.jpg"."""
-        shard, offset, *_ = self.members[index].item()
+        shard, offset, _, _ = self.members[index].item()
         try:
             header = os.pread(self._file(shard), tarfile.BLOCKSIZE, offset - tarfile.BLOCKSIZE)
             member = tarfile.TarInfo.frombuf(header, "utf-8", "replace").name
@@ -112,7 +111,7 @@ class Shards(NamedTuple):
 
 
 def load_shards(root: str, max_pixels: int = MAX_PIXELS) -> Shards:
-    """The finished shards in `root` (DATA.PATH); looks at the size of each and at every row of the
+    """The finished shards in `root` (DATA.PATH). Checks the size of each and every row of the
     indexes.
 
     Raises:
@@ -120,20 +119,22 @@ def load_shards(root: str, max_pixels: int = MAX_PIXELS) -> Shards:
             label out of range.
     """
     index = read_index(root, "DATA.PATH")
-    return Shards(
-        *(open_split(root, split, index, max_pixels) for split in SPLITS), index["class_names"]
-    )
+    train = open_split(root, "train", index, max_pixels)
+    val = open_split(root, "val", index, max_pixels)
+    return Shards(train, val, index["class_names"])
 
 
 def read_index(root: str, key: str) -> dict:
-    """What SHARDS/index.json holds: "class_names"; for "train" and "val" the records "members" and
-    "shards"; "made".
+    """Read and check SHARDS/index.json.
 
     Args:
         key: what messages call `root`.
 
+    Returns:
+        "class_names"; "train" and "val", each with the records "members" and "shards"; "made".
+
     Raises:
-        UserError: there is none, or it cannot be used.
+        UserError: the file does not exist, or cannot be used.
     """
     path = os.path.join(root, "index.json")
     try:
@@ -165,8 +166,7 @@ def read_index(root: str, key: str) -> dict:
 
 
 def _check_index(index: dict) -> None:
-    """Raise ValueError or KeyError unless an index holds what this module and its users take from
-    it."""
+    """Raise ValueError or KeyError unless the index has all entries that this program reads."""
     for split in SPLITS:
         _check_type(split, index[split], dict)
         _check_record(f"{split}: members", index[split]["members"])
@@ -191,7 +191,7 @@ def _check_shards(split: str, shards: object) -> None:
 
 
 def check_shard(where: str, record: object) -> None:
-    """Raise ValueError unless `record`, which messages call `where`, is one of a shard."""
+    """Raise ValueError unless `record` describes a shard. `where` is its name in messages."""
     _check_record(where, record, images=int, left_out=int)
     if not record["name"].endswith(".tar"):
         raise ValueError(
@@ -203,10 +203,14 @@ def check_shard(where: str, record: object) -> None:
 
 
 def _check_record(where: str, record: object, **more: type) -> None:
-    """Raise ValueError unless `record` names a file with its size and checksum; `more`: what else
-    it has."""
+    """Raise ValueError unless `record` has the name, size and checksum of a file.
+
+    Args:
+        more: types of further entries.
+    """
     _check_type(where, record, dict)
-    for key, kind in {"name": str, "bytes": int, "sha256": str, **more}.items():
+    kinds = {"name": str, "bytes": int, "sha256": str} | more
+    for key, kind in kinds.items():
         if type(record.get(key)) is not kind:
             raise ValueError(f"no {key}, or not of its type")
     check_plain_name(record["name"])
@@ -224,32 +228,32 @@ def _check_type(where: str, value: object, kind: type) -> None:
 def _why_no_index(root: str) -> str:
     if os.path.exists(os.path.join(root, "plan.json")):
         return "data/make_shards.py has not finished there; started again as before, it goes on"
-    if any(name.endswith(".tar") for split in SPLITS for name in _list(os.path.join(root, split))):
-        return (
-            "shards that are being copied have none yet; for other programs' shards,"
-            " data/make_shards.py --index"
-        )
+    for split in SPLITS:
+        if glob.glob(os.path.join(glob.escape(root), split, "*.tar")):
+            return (
+                "shards that are being copied have none yet; for other programs' shards,"
+                " data/make_shards.py --index"
+            )
     return "data/make_shards.py makes shards"
 
 
-def _list(folder: str) -> list[str]:
-    if os.path.isdir(folder):
-        return os.listdir(folder)
-    return []
-
-
 def open_split(root: str, split: str, index: dict, max_pixels: int = MAX_PIXELS) -> ShardedImages:
-    """The checked images of one split."""
+    """The images of one split, after a check of its shards' sizes and of every row of its index.
+
+    Raises:
+        UserError: a shard or a row that cannot be used.
+    """
     images = ShardedImages(root, split, index[split]["shards"], max_pixels)
-    stop = 0
+    num_classes = len(index["class_names"])
+    start = 0
     for number, shard in enumerate(images.shards):
         _check_size(os.path.join(root, split, shard["name"]), shard["bytes"])
-        start, stop = stop, stop + shard["images"]
-        if problem := row_problem(
-            images.members[start:stop], number, shard["bytes"], len(index["class_names"])
-        ):
+        rows = images.members[start : start + shard["images"]]
+        problem = row_problem(rows, number, shard["bytes"], num_classes)
+        if problem:
             members = os.path.join(root, split, "members.npy")
             raise UserError(f"{members}: {problem} ({split}/{shard['name']})")
+        start += shard["images"]
     return images
 
 
@@ -265,7 +269,9 @@ def _read_members(path: str, count: int) -> np.ndarray:
     except (OSError, ValueError) as error:
         problem = getattr(error, "strerror", None) or one_line(str(error))
         raise UserError(f"{path}: cannot be read ({problem})") from error
-    rows = shape[0] if len(shape) == 1 else shape
+    rows = shape
+    if len(shape) == 1:
+        rows = shape[0]
     raise UserError(f"{path}: has {short(rows)} rows, index.json records {count} images")
 
 
@@ -279,7 +285,7 @@ def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
         raise ValueError("not a .npy of version 1.0")
     try:
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    # numpy evaluates the header: RecursionError, TypeError, ... besides its own ValueError
+    # numpy evaluates the header as Python: RecursionError, TypeError and others besides ValueError.
     except Exception as error:
         raise ValueError(f"a damaged header: {error}") from error
     return shape, dtype
@@ -299,18 +305,22 @@ def _check_size(path: str, recorded: int) -> None:
 
 
 def row_problem(rows: np.ndarray, shard: int, size: int, num_classes: int) -> str | None:
-    """What is wrong with a shard's rows, MEMBER [n], in a phrase; None if nothing is."""
+    """A phrase for what is wrong with a shard's rows, MEMBER [n]; None if nothing is.
+
+    Args:
+        shard: its number.
+        size: its bytes.
+    """
     if not len(rows):
         return None
-    if (rows["shard"] != shard).any():
-        return (
-            f"rows of shard {rows['shard'][rows['shard'] != shard][0]} where those of shard {shard}"
-            " should be"
-        )
-    # the sum of larger ones wraps
-    if rows["offset"].max() > size or (rows["offset"] + rows["size"]).max() > size:
+    shards, offsets, labels = rows["shard"], rows["offset"], rows["label"]
+    others = shards[shards != shard]
+    if len(others):
+        return f"rows of shard {others[0]} where those of shard {shard} should be"
+    # Offsets first: the sum of an offset near 2^64 and a size wraps around.
+    if offsets.max() > size or (offsets + rows["size"]).max() > size:
         return "rows that point beyond the end of their shard"
-    bad = (rows["label"] < 0) | (rows["label"] >= num_classes)
-    if bad.any():
-        return f"label {rows['label'][bad][0]} is out of range, with {num_classes} classes"
+    invalid = labels[(labels < 0) | (labels >= num_classes)]
+    if len(invalid):
+        return f"label {invalid[0]} is out of range, with {num_classes} classes"
     return None

@@ -28,11 +28,14 @@ def build_transform(config: DataConfig, is_train: bool) -> Transform:
     """
     if is_train:
         return _train_transform(config)
-    return _eval_transform(config)
+    return _eval_transform(config, config.test.crop)
 
 
 def _train_transform(config: DataConfig) -> Transform:
     aug = config.augment
+    auto_augment = None
+    if aug.auto_augment not in ("", "none"):
+        auto_augment = aug.auto_augment
     try:
         transform = create_transform(
             config.img_size,
@@ -41,7 +44,7 @@ def _train_transform(config: DataConfig) -> Transform:
             ratio=aug.ratio,
             hflip=aug.hflip,
             color_jitter=aug.color_jitter or None,
-            auto_augment=aug.auto_augment if aug.auto_augment not in ("", "none") else None,
+            auto_augment=auto_augment,
             interpolation=config.interpolation,
             mean=config.mean,
             std=config.std,
@@ -49,7 +52,7 @@ def _train_transform(config: DataConfig) -> Transform:
             re_mode=aug.remode,
             re_count=aug.recount,
         )
-    # only the policy string is parsed in there
+    # Of all arguments timm parses only the policy.
     except (AssertionError, ValueError, KeyError) as error:
         raise UserError(
             f"AUG.AUTO_AUGMENT is {aug.auto_augment!r}, timm knows no such policy;"
@@ -58,37 +61,41 @@ def _train_transform(config: DataConfig) -> Transform:
     for op in _augment_ops(transform):
         if op.aug_fn is posterize:
             op.aug_fn = _posterize
-    # all of the picture: a random aspect ratio would still cut a strip off it
     if aug.scale == (1, 1):
+        # The whole image. A random crop of another aspect ratio would cut a strip off.
         transform.transforms[0] = _eval_transform(config, crop=False).transforms[0]
     return transform
 
 
 def _augment_ops(transform: transforms.Compose) -> list[AugmentOp]:
-    """The operations of timm's RandAugment, AugMix (`ops`) and AutoAugment (`policy`, lists of
-    them)."""
-    groups = [
-        group
-        for step in transform.transforms
-        for group in (*getattr(step, "policy", ()), getattr(step, "ops", ()))
-    ]
-    return [op for group in groups for op in group]
+    """The operations in `ops` of timm's RandAugment and AugMix, and `policy` of AutoAugment."""
+    ops = []
+    for step in transform.transforms:
+        ops += getattr(step, "ops", ())
+        for sub_policy in getattr(step, "policy", ()):
+            ops += sub_policy
+    return ops
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **unused: object) -> Image.Image:
-    # timm's strongest level asks for 0 bits, a black picture; Pillow 13 raises a ValueError for it.
+    # timm's strongest level keeps 0 bits, which is a black image and a ValueError in Pillow 13.
     return posterize(image, max(1, bits_to_keep))
 
 
-def _eval_transform(config: DataConfig, crop: bool | None = None) -> transforms.Compose:
-    crop = config.test.crop if crop is None else crop
+def _eval_transform(config: DataConfig, crop: bool) -> transforms.Compose:
+    """Resize the shorter side and crop the centre, or resize both sides."""
+    crop_ratio, crop_mode = 1.0, "squash"
+    if crop:
+        crop_ratio, crop_mode = config.test.crop_ratio, "center"
+    interpolation = config.interpolation
+    if interpolation == "random":  # for training only
+        interpolation = "bilinear"
     return create_transform(
         config.img_size,
         is_training=False,
-        crop_pct=config.test.crop_ratio if crop else 1.0,
-        crop_mode="center" if crop else "squash",  # squash: both sides resized
-        # "random" is a training choice
-        interpolation="bilinear" if config.interpolation == "random" else config.interpolation,
+        crop_pct=crop_ratio,
+        crop_mode=crop_mode,
+        interpolation=interpolation,
         mean=config.mean,
         std=config.std,
     )

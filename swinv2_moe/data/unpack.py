@@ -1,4 +1,4 @@
-"""Data sets that come as one tar."""
+"""Folders of images that come as one tar."""
 
 import lzma
 import shutil
@@ -10,18 +10,19 @@ from swinv2_moe.config import data_config, load_config
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError, one_line
 
-# What tarfile and the decompressors raise; the second line for names and numbers that are none.
+# Raised by tarfile and the decompressors for damaged content,
 _DAMAGE = (tarfile.TarError, zlib.error, lzma.LZMAError, OSError, EOFError)
+# and by tarfile for names and numbers that cannot be parsed.
 _DAMAGE += (ArithmeticError, LookupError, RecursionError, ValueError)
 
 
 def image_folder(data: Path, target: Path) -> Path:
-    """The directory `data`, or `target` where `data` is a tar, which is unpacked there unless it
-    has been before.
+    """The directory `data`; or, if `data` is a tar, `target`, where it is unpacked unless it has
+    been before.
 
     Raises:
-        UserError: a tar that cannot be unpacked; no train/ and val/ with class folders of images in
-            it.
+        UserError: a tar that cannot be unpacked, or a directory without train/ and val/ with class
+            folders of images.
     """
     if data.is_file() and not target.exists():
         temporary = target.with_name(f".{target.name}.tmp")
@@ -32,15 +33,19 @@ def image_folder(data: Path, target: Path) -> Path:
         except _DAMAGE as error:
             raise UserError(f"{data}: cannot be unpacked ({one_line(str(error))})") from error
         temporary.rename(target)
-    folder = target if data.is_file() else data
+    folder = data
+    if data.is_file():
+        folder = target
     load_sources(data_config(load_config(data=str(folder))))
     return folder.resolve()
 
 
 def _checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-    """tarfile's own filter, which keeps what is unpacked below `path`, and what releases of Python
-    lack: symbolic links may lead out of it or in circles, and behind a member of negative size
-    comes the same one again."""
+    """tarfile's filter, which keeps files below `path`, with two more checks.
+
+    Symbolic links may lead out of `path` or in circles. After a member of negative size, tarfile
+    finds the same member again.
+    """
     if member.size < 0:
         raise tarfile.TarError(f"{member.name!r} has {member.size:,} bytes")
     if member.issym():

@@ -20,6 +20,7 @@ from swinv2_moe.config import (
     merge_opts,
     model_config,
 )
+from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.train import checkpoint
@@ -85,7 +86,9 @@ class Deployed:
         """
         own, data = self.source.meta["class_names"] or class_names, self.data
         if len(own) != len(class_names):
-            where = data.dataset if data.dataset in ("digits", "list") else data.path
+            where = data.dataset
+            if datasets()[data.dataset].needs_path:
+                where = data.path
             raise UserError(
                 f"checkpoint {self.source.directory} has {len(own):,} classes, the data ({where})"
                 " has"
@@ -173,6 +176,6 @@ def _kind(data: Path, trained_on: str) -> str:
     """DATA.DATASET for what lies in the directory `data`: perhaps that of the training, moved."""
     if (data / "index.json").is_file():
         return "shards"
-    if (data / "train").is_dir() or trained_on == "digits":
+    if (data / "train").is_dir() or not datasets()[trained_on].needs_files:
         return "folder"
     return trained_on

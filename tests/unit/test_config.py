@@ -351,6 +351,15 @@ def test_data_and_output_arguments(tmp_path):
     assert load_config(None, lists, data="d").DATA.DATASET == "list"
 
 
+def test_the_list_of_keys_ends_silently_when_its_reader_does():
+    command = [sys.executable, "-m", "swinv2_moe.config"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 0
+
+
 def test_the_module_lists_every_key():
     lines = subprocess.run(
         [sys.executable, "-m", "swinv2_moe.config"], capture_output=True, text=True, check=True

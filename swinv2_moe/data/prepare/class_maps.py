@@ -1,5 +1,7 @@
-"""Which class of one data set is which class of another, by name: the lines of MODEL.CLASS_MAP's
-file."""
+"""Class maps: for each class of a dataset the number of the class of the same name in another one.
+
+MODEL.CLASS_MAP names a file of such numbers.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,14 +26,14 @@ _MAX_BYTES = 1 << 26  # of a file that holds names
 
 
 def class_names(source: str) -> list[str]:
-    """The names of a data set's classes in the order of their labels.
+    """The names of a dataset's classes in the order of their labels.
 
     Args:
         source: one of IMAGENETS (timm's lists of WordNet ids); a run or a checkpoint; shards; a
             folder of images, or its train/; a text file with a name in each line.
 
     Raises:
-        UserError: none of these, or a name that comes twice.
+        UserError: none of these, or a duplicate name.
     """
     if source in IMAGENETS:
         return ImageNetInfo(source).label_names()
@@ -46,30 +48,36 @@ def class_names(source: str) -> list[str]:
         raise UserError(f"{source}: no class names in it")
     name, count = Counter(names).most_common(1)[0]
     if count > 1:
-        raise UserError(
-            f"{source}: the class {short(name)} comes {'twice' if count == 2 else f'{count} times'}"
-        )
+        times = f"{count} times"
+        if count == 2:
+            times = "twice"
+        raise UserError(f"{source}: the class {short(name)} comes {times}")
     return names
 
 
 def _names_in(path: Path) -> list[str]:
-    if (path / "checkpoints" / "latest").is_dir():
-        path = path / "checkpoints" / "latest"
-    for file in ("meta.json", "index.json"):
-        if (path / file).is_file():
-            return _recorded(parse_json(read_bounded(path / file, _MAX_BYTES)))
+    latest = path / "checkpoints" / "latest"
+    if latest.is_dir():
+        path = latest
+    for file in (path / "meta.json", path / "index.json"):  # of a checkpoint, of shards
+        if file.is_file():
+            return _names_in_json(read_bounded(file, _MAX_BYTES))
+    train = path / "train"
+    if train.is_dir() and (path / "val").is_dir():
+        path = train
     if path.is_dir():
-        is_root = (path / "train").is_dir() and (path / "val").is_dir()
-        return find_classes(str(path / "train" if is_root else path))[0]
+        return find_classes(str(path))[0]
     lines = read_bounded(path, _MAX_BYTES).decode().splitlines()
     return [line.strip() for line in lines if line.strip()]
 
 
-def _recorded(content: object) -> list[str]:
+def _names_in_json(text: bytes) -> list[str]:
+    content = parse_json(text)
     names = None
     if isinstance(content, dict):
         names = content.get("class_names")
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+    is_valid = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_valid:
         raise ValueError(f"class_names is {short(names)}, it must be a list of strings")
     return names
 

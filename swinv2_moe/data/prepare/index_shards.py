@@ -1,8 +1,7 @@
 """The index (swinv2_moe.data.shards) of tars that another program wrote in the WebDataset format.
 
-A sample is what members of one name but for what follows its first dot make: an image, and its
-label in a .cls (the number as text) or a .json (its "label"). Each tar is read once, for its
-checksum.
+A sample is the members whose names are equal up to the first dot: an image, and its label in a .cls
+(the number as text) or a .json (its "label"). Each tar is read once, index and checksum together.
 """
 
 import os
@@ -24,8 +23,7 @@ from swinv2_moe.files import HashedFile, only_process, parse_json
 _IMAGES = {"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "jfif"}
 _MAX_LABEL = 2**31 - 1
 _MAX_LABEL_BYTES = 1 << 20  # of a .cls or .json
-# What tarfile raises: the others for headers with numbers that are none, or headers of headers of
-# headers.
+# Raised by tarfile; all but TarError for headers with invalid numbers or headers that nest deeply.
 _DAMAGE = (tarfile.TarError, ArithmeticError, LookupError, RecursionError, ValueError)
 
 
@@ -43,17 +41,7 @@ def index_shards(
         UserError: no tars, a damaged one, an image without a label or the reverse, a label that is
             not one.
     """
-    jobs = []
-    for split in SPLITS:
-        folder = os.path.join(root, split)
-        names = (
-            sorted(name for name in os.listdir(folder) if name.endswith(".tar"))
-            if os.path.isdir(folder)
-            else []
-        )
-        if not names:
-            raise UserError(f"--index {root}: there is no {split}/*.tar")
-        jobs += [Job(split, name, number) for number, name in enumerate(names)]
+    jobs = _jobs(root)
     with only_process(root):
         size = sum(os.path.getsize(job.path(root)) for job in jobs)
         asked = {
@@ -65,38 +53,64 @@ def index_shards(
         asked |= {"tars": len(jobs), "bytes": size}
         plan = begin(root, asked, dict, "remove its index.json and plan.json")
         if not os.path.exists(os.path.join(root, "index.json")):
-            work = partial(_index, root, num_classes, max_pixels if check else None)
+            max_decoded = None
+            if check:
+                max_decoded = max_pixels
+            work = partial(_index, root, num_classes, max_decoded)
             run_jobs(root, jobs, work, workers, TransferBar("index", size, "bytes"))
-        return finish(root, jobs, [str(label) for label in range(num_classes)] or None, plan)
+        class_names = None
+        if num_classes:
+            class_names = [str(label) for label in range(num_classes)]
+        return finish(root, jobs, class_names, plan)
+
+
+def _jobs(root: str) -> list[Job]:
+    """A job for each tar."""
+    jobs = []
+    for split in SPLITS:
+        names = []
+        folder = os.path.join(root, split)
+        if os.path.isdir(folder):
+            names = sorted(name for name in os.listdir(folder) if name.endswith(".tar"))
+        if not names:
+            raise UserError(f"--index {root}: there is no {split}/*.tar")
+        jobs += [Job(split, name, number) for number, name in enumerate(names)]
+    return jobs
 
 
 def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: Tick) -> dict:
+    """Index one tar. `max_pixels`: decode every image and leave out larger ones; None: decode
+    none."""
     path = job.path(root)
-    rows, left_out, last, done = [], [], None, 0
+    rows = []
+    left_out = []
+    last_name = None
+    done = 0
     with open_regular(path) as file:
         reader = HashedFile(file)
         try:
             with tarfile.open(fileobj=reader, mode="r|", bufsize=1 << 20) as tar:
                 members = _members(tar, os.fstat(file.fileno()).st_size)
                 for sample in _samples(path, tar, members, num_classes, max_pixels):
-                    if sample.good:
-                        rows.append((sample.image.offset_data, sample.image.size, sample.label))
+                    image = sample.image
+                    if sample.is_usable:
+                        rows.append((image.offset_data, image.size, sample.label))
                     else:
-                        left_out.append(f"{path}: {sample.image.name}")
-                    last = sample.image.name
+                        left_out.append(f"{path}: {image.name}")
+                    last_name = image.name
                     tick(1, tar.offset - done)
                     done = tar.offset
-                whole = os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset) == bytes(
-                    tarfile.BLOCKSIZE
-                )
+                # tarfile takes a cut between two members for the end.
+                end = os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset)
+                is_complete = end == bytes(tarfile.BLOCKSIZE)
         except _DAMAGE:
-            whole = False
-        if not whole:  # tarfile itself takes a cut between two members for the end
-            where = "from the beginning"
-            if last:
-                where = f"after {one_line(last)}"
-            raise UserError(f"{path}: is cut off or damaged {where}")
-        while reader.read(1 << 20):  # what follows the last member
+            is_complete = False
+        if not is_complete:
+            place = "from the beginning"
+            if last_name:
+                place = f"after {one_line(last_name)}"
+            raise UserError(f"{path}: is cut off or damaged {place}")
+        while reader.read(1 << 20):  # the rest, for the checksum
             pass
         size = file.tell()
     tick(0, size - done)
@@ -106,7 +120,7 @@ def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: 
 class _Sample(NamedTuple):
     image: tarfile.TarInfo
     label: int
-    good: bool  # whether there is an image in the bytes
+    is_usable: bool  # as `_is_usable` says of the image
 
 
 def _samples(
@@ -116,16 +130,20 @@ def _samples(
     num_classes: int,
     max_pixels: int | None,
 ) -> Iterator[_Sample]:
-    for key, own in groupby(members, key=itemgetter(0)):
-        image, labels, good = None, {}, True
+    for key, group in groupby(members, key=itemgetter(0)):
+        image = None
+        is_usable = True
+        labels = {}
         where = f"{path}: {one_line(key)}"
-        for _, kind, member in own:  # the tar is read front to back: a content is read now or never
+        # The tar is a stream: the content of a member can be read only here.
+        for _, kind, member in group:
             if kind in _IMAGES:
                 if image is not None:
                     raise UserError(
                         f"{where} has two images, .{image.name.rpartition('.')[2]} and .{kind}"
                     )
-                image, good = member, _is_usable(tar, member, max_pixels)
+                image = member
+                is_usable = _is_usable(tar, member, max_pixels)
             elif kind in ("cls", "json"):
                 if member.size > _MAX_LABEL_BYTES:
                     raise UserError(
@@ -134,7 +152,7 @@ def _samples(
                 labels[kind] = tar.extractfile(member).read()
         if image is None:
             raise UserError(f"{where} has no image ({' '.join(sorted(_IMAGES))} count)")
-        yield _Sample(image, _label(where, labels, num_classes), good)
+        yield _Sample(image, _label(where, labels, num_classes), is_usable)
 
 
 _Member = tuple[str, str, tarfile.TarInfo]
@@ -144,20 +162,20 @@ def _members(tar: tarfile.TarFile, size: int) -> Iterator[_Member]:
     """Key, extension and member of each file in a tar of `size` bytes, named as webdataset names
     them."""
     for member in tar:
-        # where the next one should be: tarfile itself would look for it
+        # tarfile would search for the next member beyond the end.
         if not member.offset < tar.offset <= size:
             raise tarfile.ReadError("a member that does not end within the tar")
         folder, _, name = member.name.rpartition("/")
         stem, _, kind = name.partition(".")
-        # sparse: its bytes do not lie there as they are
+        # The bytes of a sparse member are not stored as they are.
         is_file = member.isfile() and not member.issparse()
         if is_file and stem and kind and not member.name.startswith("__"):
             yield f"{folder}/{stem}".lstrip("/"), kind.lower(), member
 
 
 def _is_usable(tar: tarfile.TarFile, image: tarfile.TarInfo, max_pixels: int | None) -> bool:
-    """Whether there are bytes to read and, unless `max_pixels` is None, a picture of at most so
-    many in them."""
+    """Whether the member is not empty and, unless `max_pixels` is None, an image of at most so many
+    pixels."""
     if not 0 < image.size <= MAX_FILE_BYTES:
         return False
     try:
@@ -171,17 +189,17 @@ def _is_usable(tar: tarfile.TarFile, image: tarfile.TarInfo, max_pixels: int | N
 def _label(where: str, labels: dict[str, bytes], num_classes: int) -> int:
     """The label that a .cls holds, or else the "label" of a .json."""
     try:
-        text = (
-            labels["cls"].decode() if "cls" in labels else str(parse_json(labels["json"])["label"])
-        )
+        if "cls" in labels:
+            text = labels["cls"].decode()
+        else:
+            text = str(parse_json(labels["json"])["label"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f'{where} has no label: no .cls, and no .json with a "label"') from error
     try:
         label = int(text)
     except ValueError as error:
         raise UserError(f"{where}: label {text.strip()[:60]!r} is not an integer") from error
-    if not 0 <= label < (num_classes or _MAX_LABEL):
-        raise UserError(
-            f"{where}: label {label} is out of range, with {num_classes or _MAX_LABEL} classes"
-        )
+    num_classes = num_classes or _MAX_LABEL
+    if not 0 <= label < num_classes:
+        raise UserError(f"{where}: label {label} is out of range, with {num_classes} classes")
     return label

@@ -1,11 +1,11 @@
-"""Making shards (swinv2_moe.data.shards) of any source: all images shuffled once, then written to
-tars.
+"""Making shards (swinv2_moe.data.shards) of any source: images are shuffled and written to tars.
 
-Which images a shard holds follows from the list of images, the seed and the number of images in a
-shard, whichever process writes it.
+The images of a shard depend on the list of images, the seed and the number of images per shard, not
+on the process that writes it.
 """
 
 import io
+import math
 import os
 import re
 from dataclasses import asdict, dataclass
@@ -23,23 +23,24 @@ from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import make_directory, new_file, only_process
 
 _QUALITY = 90  # of JPEGs that are made smaller
-_BLOCK = 512  # tars are made of these
-_ESTIMATE = 256  # images of each split whose size is looked at
-# by content first: some of ImageNet's .JPEG files are PNGs
+_BLOCK = 512  # bytes of a block of a tar
+_ESTIMATE = 256  # images of each split that the number of images per shard is estimated from
+# The content decides before the name: some of ImageNet's .JPEG files are PNGs.
 _KINDS = {b"\xff\xd8": "jpg", b"\x89PNG": "png"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What decides over the content of shards, besides the images.
+    """How shards are made of images.
 
     Args:
-        shard_mb: size of a shard in 10^6 bytes, about; all but the last of a split hold the same
-            number of images.
-        short_side: pixels that an image's shorter side may have; larger ones are made smaller, to
-            JPEG; 0: any.
+        seed: of the order of the images.
+        shard_mb: approximate size of a shard in 10^6 bytes. All but the last of a split hold the
+            same number of images.
+        short_side: store images with a longer short side as JPEGs of this short side, in pixels;
+            0: store all images as they are.
         check: leave out images that cannot be decoded.
-        max_pixels: of an image, where it is decoded; larger ones count as broken.
+        max_pixels: of an image that is decoded; larger ones count as broken.
     """
 
     seed: int = 0
@@ -50,10 +51,12 @@ class Options:
 
 
 def make_shards(sources: Sources, output: str, options: Options, workers: int) -> dict:
-    """Write the images of both splits to shards in `output`, or go on with that; returns what
-    index.json holds.
+    """Write the images of both splits to shards in `output`, or continue an earlier start.
 
     Images that are missing, empty or (where they are decoded) broken are left out.
+
+    Returns:
+        The content of index.json.
 
     Raises:
         UserError: `output` holds something else, a file that cannot be read or written, too many
@@ -63,22 +66,23 @@ def make_shards(sources: Sources, output: str, options: Options, workers: int) -
     make_directory(output)
     with only_process(output):
         writers = {split: _Writer(getattr(sources, split), output, options) for split in SPLITS}
-        asked = {"command": "make", **asdict(options)}
+        asked = {"command": "make"} | asdict(options)
         for split, writer in writers.items():
-            asked |= {
-                f"{split}_images": len(writer.order),
-                f"{split}_sha256": _fingerprint(writer.source),
-            }
+            asked[f"{split}_images"] = len(writer.order)
+            asked[f"{split}_sha256"] = _fingerprint(writer.source)
         plan = begin(output, asked, lambda: _new_plan(output, writers), "take another --output")
         jobs = []
         for split, writer in writers.items():
             make_directory(os.path.join(output, split))
             writer.images_per_shard = _images_per_shard(output, split, plan)
-            count = -(-len(writer.order) // writer.images_per_shard)
+            count = math.ceil(len(writer.order) / writer.images_per_shard)
             jobs += [Job(split, f"{number:06d}.tar", number) for number in range(count)]
         if not os.path.exists(os.path.join(output, "index.json")):
             total = sum(len(writer.order) for writer in writers.values())
-            work = lambda job, tick: writers[job.split].write(job, tick)  # noqa: E731
+
+            def work(job: Job, tick: Tick) -> dict:
+                return writers[job.split].write(job, tick)
+
             run_jobs(output, jobs, work, workers, TransferBar("shards", total, "images"), total)
         return finish(output, jobs, sources.class_names, plan)
 
@@ -99,7 +103,8 @@ def _fingerprint(source: Source) -> str:
 
 
 def _new_plan(output: str, writers: "dict[str, _Writer]") -> dict:
-    if others := [name for name in os.listdir(output) if not name.startswith(".")]:
+    others = [name for name in os.listdir(output) if not name.startswith(".")]
+    if others:
         raise UserError(
             f"--output {output}: is not empty and holds no shards that were begun; found:"
             f" {sorted(others)[0]}"
@@ -120,53 +125,63 @@ class _Writer:
     """Writes the shards of one split."""
 
     def __init__(self, source: Source, output: str, options: Options):
-        self.source, self.output, self.options = source, output, options
+        self.source = source
+        self.output = output
+        self.options = options
         self.order = np.random.default_rng(options.seed).permutation(len(source))
         self.images_per_shard = 0
 
     def estimate(self) -> int:
-        """So many images that a shard has about the wanted size, by the first ones of the order,
-        which is random."""
+        """The number of images that gives a shard about the wanted size, from the first images of
+        the order, which is random."""
         rows = self.order[:_ESTIMATE].tolist()
-        sizes = [len(content) for row in rows if (content := self._content(row))]
+        sizes = []  # in a tar
+        for row in rows:
+            content = self._content(row)
+            if content:
+                # Four blocks for the two headers and the label.
+                num_blocks = 4 + math.ceil(len(content) / _BLOCK)
+                sizes.append(num_blocks * _BLOCK)
         if not sizes:
             raise UserError(
                 f"none of {len(rows)} images that were tried is there, for example"
                 f" {self.source.name(rows[0])}"
             )
-        # two headers, the label, the image
-        padded = [(4 + -(-size // _BLOCK)) * _BLOCK for size in sizes]
-        return max(1, round(1e6 * self.options.shard_mb / np.mean(padded)))
+        return max(1, round(1e6 * self.options.shard_mb / np.mean(sizes)))
 
     def write(self, job: Job, tick: Tick) -> dict:
         from webdataset import TarWriter  # a second to import, for this alone
 
-        path, rows, left_out = job.path(self.output), [], []
+        path = job.path(self.output)
+        start = job.number * self.images_per_shard
+        images = self.order[start : start + self.images_per_shard].tolist()
+        rows = []
+        left_out = []
         with new_file(path) as file, TarWriter(file, encoder=False, mtime=0) as tar:
-            for row in self.order[job.number * self.images_per_shard :][
-                : self.images_per_shard
-            ].tolist():
-                content = self._content(row)
+            for image in images:
+                content = self._content(image)
                 if content is None:
-                    left_out.append(self.source.name(row))
+                    left_out.append(self.source.name(image))
+                    tick(1, 0)
                 else:
-                    rows.append(self._add(tar, row, content))
-                tick(1, len(content or b""))
+                    rows.append(self._add(tar, image, content))
+                    tick(1, len(content))
         return finish_job(path, file.bytes, file.sha256, rows, left_out)
 
     def _add(self, tar, row: int, content: bytes) -> tuple[int, int, int]:
-        """Write one image; returns where its bytes lie, how many there are, and its label."""
+        """Write an image; returns its offset in the tar, its size and its label."""
         stem, extension = os.path.splitext(os.path.basename(self.source.name(row)))
-        kind = next(
-            (kind for start, kind in _KINDS.items() if content.startswith(start)),
-            extension[1:].lower() or "img",
-        )
+        kind = extension.removeprefix(".").lower() or "img"
+        for start, kind_of_content in _KINDS.items():
+            if content.startswith(start):
+                kind = kind_of_content
         label = int(self.source.targets[row])
-        # without dots: the first begins the extension
+        # A key has no dots: the first dot of a member's name begins the extension.
         key = f"{row:08d}-{re.sub('[^A-Za-z0-9]+', '_', stem)[:60]}"
         tar.write({"__key__": key, "cls": str(label).encode()})
         tar.write({"__key__": key, kind: content})
-        return tar.tarstream.offset - -(-len(content) // _BLOCK) * _BLOCK, len(content), label
+        padded_size = math.ceil(len(content) / _BLOCK) * _BLOCK
+        return tar.tarstream.offset - padded_size, len(content), label
 
     def _content(self, row: int) -> bytes | None:
         """The bytes to store; None if there is no image in them."""
@@ -174,7 +189,7 @@ class _Writer:
             content = self.source.read(row)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:  # a file system in trouble: the image may be there tomorrow
+        except OSError as error:  # of the file system: a later start may succeed
             raise UserError(
                 f"{self.source.name(row)}: cannot be read ({error.strerror})"
             ) from error
@@ -190,8 +205,7 @@ class _Writer:
 
 def _smaller(image: Image.Image, short_side: int) -> bytes:
     size = [round(side * short_side / min(image.size)) for side in image.size]
+    resized = to_mode(image, "RGB").resize(size, Image.Resampling.BICUBIC)
     file = io.BytesIO()
-    to_mode(image, "RGB").resize(size, Image.Resampling.BICUBIC).save(
-        file, "JPEG", quality=_QUALITY
-    )
+    resized.save(file, "JPEG", quality=_QUALITY)
     return file.getvalue()

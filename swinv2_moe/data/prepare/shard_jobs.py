@@ -1,9 +1,8 @@
-"""Work on shards by processes that can be killed: what is finished stays, and the index is made of
-it at the end.
+"""Work on shards in processes that can be killed. Finished shards stay; the index is made last.
 
-SHARDS/plan.json                        what was asked for; gone when index.json is there
-SHARDS/train/000000.tar.members.json    rows and checksum of a finished shard, until the indexes
-have them
+SHARDS/plan.json                        options of the command; removed when index.json exists
+SHARDS/train/000000.tar.members.json    "sidecar": rows and checksum of a finished shard, until the
+                                        index has them
 """
 
 import multiprocessing
@@ -42,20 +41,20 @@ class Job(NamedTuple):
         return os.path.join(root, self.split, self.name)
 
 
-Tick = Callable[[int, int], None]  # called with so many images and bytes more
-# does a job, writes its sidecar, returns the summary that `finish_job` makes
-Work = Callable[[Job, Tick], dict]
+Tick = Callable[[int, int], None]  # called with the numbers of images and bytes just done
+Work = Callable[[Job, Tick], dict]  # does a job and returns the summary of `finish_job`
 
 
 def begin(root: str, asked: dict, more: Callable[[], dict], otherwise: str) -> dict:
-    """The plan in `root`: that of an earlier start if there is one, else `asked` with what `more`
-    adds, now written.
+    """The plan in `root`: that of an earlier start, or a new one, which is written.
 
     Args:
-        otherwise: what to do where it was begun in another way, for the message.
+        asked: the options of the command.
+        more: makes the other entries of a new plan.
+        otherwise: the end of the message about an earlier start with other options.
 
     Raises:
-        UserError: the earlier one was asked for something else.
+        UserError: an earlier start had other options.
     """
     file = os.path.join(root, "plan.json")
     if os.path.exists(os.path.join(root, "index.json")):
@@ -65,13 +64,12 @@ def begin(root: str, asked: dict, more: Callable[[], dict], otherwise: str) -> d
     else:
         plan = asked | more()
         write_json(file, plan)
-    plan = {"max_pixels": MAX_PIXELS} | plan  # of before there was a choice
+    plan = {"max_pixels": MAX_PIXELS} | plan  # older plans have no entry for it
     for key, value in asked.items():
         if plan.get(key) != value:
             raise UserError(
                 f"{root} was begun with {key} {short(plan.get(key))}, not {value!r}: go on as it"
-                " was begun, or"
-                f" {otherwise}"
+                f" was begun, or {otherwise}"
             )
     return plan
 
@@ -79,14 +77,25 @@ def begin(root: str, asked: dict, more: Callable[[], dict], otherwise: str) -> d
 def finish_job(
     path: str, size: int, sha256: str, rows: list[tuple[int, int, int]], left_out: list[str]
 ) -> dict:
-    """Record that the shard at `path` is whole.
+    """Write the sidecar of the finished shard at `path`.
 
     Args:
         rows: offset, size and label of each image.
-        left_out: names of the images that it should have and has not.
+        left_out: names of the images that were left out.
+
+    Returns:
+        The sidecar's content without the rows.
     """
-    summary = {"images": len(rows), "bytes": size, "sha256": sha256}
-    summary |= {"left_out": len(left_out), "first_left_out": left_out[0] if left_out else None}
+    first_left_out = None
+    if left_out:
+        first_left_out = left_out[0]
+    summary = {
+        "images": len(rows),
+        "bytes": size,
+        "sha256": sha256,
+        "left_out": len(left_out),
+        "first_left_out": first_left_out,
+    }
     write_json(_sidecar(path), summary | {"rows": rows})
     return summary
 
@@ -102,27 +111,35 @@ def run_jobs(
     """Do the jobs that are not finished yet, in forked processes.
 
     Args:
-        num_images: of all jobs, to stop as soon as too many of them are left out.
+        num_images: of all jobs; None: unknown. If known, the work stops as soon as too many images
+            are left out.
 
     Raises:
-        UserError: a job did; no job is half done under its shard's name.
+        UserError: a job raised it. Unfinished shards are removed.
     """
-    found = {job: _finished(job.path(root)) for job in jobs}
-    todo = [job for job, summary in found.items() if summary is None]
-    finished = [summary for summary in found.values() if summary is not None]
+    todo = []
+    finished = []
+    for job in jobs:
+        summary = _finished(job.path(root))
+        if summary is None:
+            todo.append(job)
+        else:
+            finished.append(summary)
     if finished:
-        bar.skip(
-            sum(s["images"] + s["left_out"] for s in finished), sum(s["bytes"] for s in finished)
-        )
+        num_done = sum(summary["images"] + summary["left_out"] for summary in finished)
+        bar.skip(num_done, sum(summary["bytes"] for summary in finished))
         bar.console.print(
             f"{len(finished):,} of {len(jobs):,} shards were finished before", highlight=False
         )
-    context = multiprocessing.get_context("fork")  # the lists of images are not copied
+    context = multiprocessing.get_context("fork")  # does not copy the lists of images
     counts = context.RawArray("q", 2 * workers)  # images and bytes of each worker
     processes = _start(context, work, todo, workers, counts)
+
+    def show() -> None:
+        bar.show(sum(counts[::2]), sum(counts[1::2]))
+
     try:
         with bar:
-            show = lambda: bar.show(sum(counts[::2]), sum(counts[1::2]))  # noqa: E731
             for summary in _results(dict(processes), show):
                 finished.append(summary)
                 check_left_out(root, finished, num_images)
@@ -130,7 +147,7 @@ def run_jobs(
         for process in processes.values():
             process.terminate()
             process.join()
-        for job in todo:  # of workers that were stopped
+        for job in todo:  # files of workers that were stopped
             temporary = os.path.join(root, job.split, f".{job.name}.tmp")
             if os.path.exists(temporary):
                 os.unlink(temporary)
@@ -139,9 +156,9 @@ def run_jobs(
 def _start(
     context, work: Work, jobs: list[Job], workers: int, counts
 ) -> dict[Connection, multiprocessing.Process]:
-    """Workers that share the jobs, by where their results come from."""
+    """Start workers that share the jobs. Returns them by the connection of their results."""
     processes = {}
-    # in the middle of a fork Ctrl-C would be lost
+    # Ctrl-C in the middle of a fork would be lost.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         for worker in range(min(workers, len(jobs))):
@@ -149,7 +166,8 @@ def _start(
             arguments = (send, counts, worker, work, jobs[worker::workers], os.getpid())
             processes[receive] = context.Process(target=_work, args=arguments, daemon=True)
             processes[receive].start()
-            send.close()  # before the next fork: a worker's end is seen when nobody else can write
+            # Before the next fork, so that only this worker can send: `receive` ends when it does.
+            send.close()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return processes
@@ -161,10 +179,10 @@ def _work(
     def tick(images: int, bytes: int) -> None:
         counts[2 * worker] += images
         counts[2 * worker + 1] += bytes
-        if os.getppid() != parent:  # it was killed
+        if os.getppid() != parent:  # the parent was killed
             os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says what is to be said
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent prints the message
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:
         for job in jobs:
@@ -172,14 +190,14 @@ def _work(
         results.send(None)
     except UserError as error:
         results.send(error)
-    except OSError as error:  # of a shard that is read
+    except OSError as error:  # reading a shard
         results.send(UserError(f"{error.filename or job.path('')}: {error.strerror}"))
 
 
 def _results(
     processes: dict[Connection, multiprocessing.Process], show: Callable[[], None]
 ) -> Iterator[dict]:
-    """What the processes send, until each has sent None."""
+    """The summaries that the processes send, until each has sent None."""
     while processes:
         for connection in wait(list(processes), timeout=0.2):
             try:
@@ -203,44 +221,48 @@ def _results(
 def check_left_out(root: str, summaries: list[dict], num_images: int | None = None) -> None:
     """Raise UserError if more than MAX_LEFT_OUT of the images are left out, or all."""
     left_out = sum(summary["left_out"] for summary in summaries)
-    num_images = num_images or left_out + sum(summary["images"] for summary in summaries)
+    if num_images is None:
+        num_images = left_out + sum(summary["images"] for summary in summaries)
     if left_out > MAX_LEFT_OUT * num_images:
         first = next(summary["first_left_out"] for summary in summaries if summary["left_out"])
         raise UserError(
             f"{left_out:,} of {num_images:,} images are missing, empty or broken, a share of"
-            f" {MAX_LEFT_OUT} may be; the"
-            f" first: {first} (where they come back, remove {root} before the next start)"
+            f" {MAX_LEFT_OUT} may be; the first: {first} (where they come back, remove"
+            f" {root} before the next start)"
         )
 
 
 def finish(root: str, jobs: list[Job], class_names: list[str] | None, plan: dict) -> dict:
-    """Make members.npy and index.json of what the finished jobs left, and remove that; returns what
-    index.json holds.
+    """Make members.npy and index.json from the sidecars and the plan, and remove those.
 
     Args:
-        class_names: None: numbers, as many as the labels of the training images reach.
+        class_names: None: the numbers from 0 to the highest label of the training images.
+
+    Returns:
+        The content of index.json.
 
     Raises:
         UserError: labels that are out of range, labels without an image, too many images left out.
     """
-    path = os.path.join(root, "index.json")
-    index = (
-        read_index(root, "SHARDS")
-        if os.path.exists(path)
-        else _make_index(root, jobs, class_names, plan)
-    )
+    index_file = os.path.join(root, "index.json")
+    if os.path.exists(index_file):
+        index = read_index(root, "SHARDS")
+    else:
+        index = _make_index(root, jobs, class_names, plan)
     for split in SPLITS:
-        open_split(root, split, index)  # looks at labels and sizes
-    if not os.path.exists(path):
-        write_json(path, index)
-    leftovers = [_sidecar(job.path(root)) for job in jobs] + [os.path.join(root, "plan.json")]
-    for path in filter(os.path.exists, leftovers):
-        os.unlink(path)
+        open_split(root, split, index)  # checks labels and sizes
+    if not os.path.exists(index_file):
+        write_json(index_file, index)
+    temporary_files = [_sidecar(job.path(root)) for job in jobs]
+    temporary_files.append(os.path.join(root, "plan.json"))
+    for file in temporary_files:
+        if os.path.exists(file):
+            os.unlink(file)
     return index
 
 
 def _make_index(root: str, jobs: list[Job], class_names: list[str] | None, plan: dict) -> dict:
-    """Writes members.npy of both splits; returns what index.json is to hold."""
+    """Write members.npy of both splits. Returns the content for index.json."""
     index = {"format_version": FORMAT_VERSION, "made": plan}
     for split in SPLITS:
         rows, shards = _read_sidecars(root, [job for job in jobs if job.split == split])
@@ -255,19 +277,27 @@ def _make_index(root: str, jobs: list[Job], class_names: list[str] | None, plan:
 
 def _read_sidecars(root: str, jobs: list[Job]) -> tuple[np.ndarray, list[dict]]:
     """The rows of a split, MEMBER [N], and the records of its shards."""
-    rows, shards = [], []
+    rows = []
+    shards = []
     for job in jobs:
         record, table = _read_sidecar(job.path(root))
         part = np.zeros(len(table), MEMBER)
-        part["offset"], part["size"], part["label"] = table.T
         part["shard"] = job.number
+        part["offset"] = table[:, 0]
+        part["size"] = table[:, 1]
+        part["label"] = table[:, 2]
         rows.append(part)
         shards.append(record)
     return np.concatenate(rows), shards
 
 
 def _class_names(root: str, labels: np.ndarray) -> list[str]:
-    used = np.unique(labels)  # not a count for each label: one may be as large as any number
+    """Numbers from 0 to the highest label.
+
+    Raises:
+        UserError: a label below it has no image.
+    """
+    used = np.unique(labels)  # rather than a count per label: a label may be huge
     num_classes = 0
     if len(used):
         num_classes = int(used[-1]) + 1
@@ -275,8 +305,8 @@ def _class_names(root: str, labels: np.ndarray) -> list[str]:
         gap = int(np.flatnonzero(used != np.arange(len(used)))[0])
         raise UserError(
             f"{root}: the labels of train reach {num_classes - 1} but {num_classes - len(used)}"
-            " below have no image,"
-            f" the first is {gap}; labels count from 0, --num-classes allows gaps"
+            f" below have no image, the first is {gap}; labels count from 0, --num-classes"
+            " allows gaps"
         )
     return [str(label) for label in range(num_classes)]
 
@@ -300,7 +330,8 @@ def _read_sidecar(path: str) -> tuple[dict, np.ndarray]:
     int64 [n, 3]."""
     sidecar = _sidecar(path)
     content = _read_json(sidecar)
-    rows, record = content.pop("rows", None), {"name": os.path.basename(path)} | content
+    rows = content.pop("rows", None)
+    record = {"name": os.path.basename(path)} | content
     try:
         check_shard("the shard", record)
         table = np.array(rows, np.int64).reshape(record["images"], 3)
@@ -312,7 +343,7 @@ def _read_sidecar(path: str) -> tuple[dict, np.ndarray]:
 
 
 def _finished(path: str) -> dict | None:
-    """The record of a shard that is whole."""
+    """The record of the shard at `path`; None if it is not finished."""
     if not (os.path.exists(_sidecar(path)) and os.path.exists(path)):
         return None
     record, _ = _read_sidecar(path)

@@ -1,4 +1,4 @@
-"""Shards copied to a local disk, every checksum compared with index.json's on the way."""
+"""Copying shards to a local disk. Every checksum is compared with that in index.json."""
 
 import os
 import shutil
@@ -18,13 +18,13 @@ _CHUNK = 4 << 20  # bytes at a time
 
 
 class Staged(NamedTuple):
-    """What was done; the first three are in TARGET/staging.json too, for a run's event log."""
+    """The result of staging. TARGET/staging.json has the first three, for a run's event log."""
 
     started: float  # unix seconds
     seconds: float
-    bytes: int  # that were copied
+    bytes: int  # copied now
     shards: int  # in all
-    kept: int  # of all files, those that were there already
+    kept: int  # files that existed before
 
 
 class _File(NamedTuple):
@@ -34,19 +34,20 @@ class _File(NamedTuple):
 
 
 def stage(source: str, target: str, workers: int = 4, trust: bool = False) -> Staged:
-    """Copy the finished shards in `source` to the directory `target`, or go on with that.
+    """Copy the finished shards in `source` to the directory `target`, or continue an earlier start.
 
-    index.json comes last: before, nothing takes `target` for shards.
+    index.json is written last: without it, `target` is not accepted as shards.
 
     Args:
-        workers: threads; reading, hashing and writing let one another run.
-        trust: keep what is there in the right size without comparing its checksum.
+        workers: threads; reading, hashing and writing release the interpreter's lock.
+        trust: keep existing files of the right size without comparing their checksums.
 
     Raises:
         UserError: no finished shards, a damaged one, other shards in `target`, too little space, a
             disk that fills up.
     """
-    started, clock = time.time(), time.monotonic()
+    started = time.time()
+    clock = time.monotonic()
     index = read_index(source, "SHARDS")
     for split in SPLITS:
         make_directory(os.path.join(target, split))
@@ -72,8 +73,8 @@ def _file(split: str, record: dict) -> _File:
 
 
 def _refuse_other_shards(source: str, target: str) -> None:
-    theirs = os.path.join(target, "index.json")
-    if os.path.exists(theirs) and _read(theirs) != _read(os.path.join(source, "index.json")):
+    existing = os.path.join(target, "index.json")
+    if os.path.exists(existing) and _read(existing) != _read(os.path.join(source, "index.json")):
         raise UserError(
             f"LOCAL is {target!r}: it holds other shards than {source!r}; remove it, or take"
             " another directory"
@@ -103,33 +104,37 @@ def _has_size(target: str, file: _File) -> bool:
 
 
 class _Copying:
-    """Threads that copy files until all are there, or one cannot be copied."""
+    """Threads that copy files until all are copied or one cannot be."""
 
     def __init__(self, source: str, target: str, trust: bool):
-        self.source, self.target, self.trust = source, target, trust
-        self.stopped, self.done, self.lock = threading.Event(), 0, threading.Lock()
+        self.source = source
+        self.target = target
+        self.trust = trust
+        self.stopped = threading.Event()
+        self.done = 0  # bytes read
+        self.lock = threading.Lock()  # of `done`
 
     def run(self, files: list[_File], workers: int) -> list[int]:
-        """The bytes that were copied of each file."""
+        """Copy the files. Returns the number of bytes copied of each."""
         with (
             TransferBar("stage", sum(file.bytes for file in files), "bytes") as bar,
             ThreadPoolExecutor(workers) as pool,
         ):
-            futures = [pool.submit(self._bring, file) for file in files]
+            futures = [pool.submit(self._copy, file) for file in files]
             try:
                 waiting = set(futures)
                 while waiting:
                     done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
                     for future in done:
-                        future.result()  # raises what it raised
+                        future.result()  # raises the thread's error
                     bar.show(0, self.done)
             finally:
                 self.stopped.set()
                 pool.shutdown(cancel_futures=True)
         return [future.result() for future in futures]
 
-    def _bring(self, file: _File) -> int:
-        """Copy a file unless it is there; returns the number of copied bytes."""
+    def _copy(self, file: _File) -> int:
+        """Copy a file unless it exists. Returns the number of bytes copied."""
         source = os.path.join(self.source, file.name)
         target = os.path.join(self.target, file.name)
         has_size = _has_size(self.target, file)
@@ -155,6 +160,7 @@ class _Copying:
                     with self.lock:
                         self.done += len(chunk)
                     if self.stopped.is_set():
-                        raise UserError("stopped")  # nobody hears it: another error came first
+                        # Ends the thread. It is not shown: another error stopped the copying.
+                        raise UserError("stopped")
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error

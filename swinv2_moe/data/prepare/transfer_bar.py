@@ -4,10 +4,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class TransferBar(Progress):
-    """A line in the terminal while it is entered: images, images/s, MB, MB/s and the time left.
+    """A context with a line in the terminal: images, images/s, MB, MB/s and the time left.
 
     Args:
-        total: what there is to do, in `unit`s: "images" or "bytes".
+        total: the amount of work, in units of `unit`.
+        unit: "images" or "bytes".
     """
 
     def __init__(self, title: str, total: int, unit: str):
@@ -18,16 +19,20 @@ class TransferBar(Progress):
         self.task = self.add_task("", total=total, done="")
 
     def skip(self, images: int, bytes: int) -> None:
-        """So much of it was done before."""
-        self.update(
-            self.task, total=self.tasks[0].total - (images if self.unit == "images" else bytes)
-        )
+        """Leave out what an earlier start has done."""
+        self.update(self.task, total=self.tasks[0].total - self._count(images, bytes))
 
     def show(self, images: int, bytes: int) -> None:
-        """What has been done so far."""
+        """Show what has been done so far."""
         seconds = self.tasks[0].elapsed or 1.0
         done = ""
         if images:
             done = f"{images:,} images, {images / seconds:,.0f}/s, "
         done += f"{bytes / 1e6:,.0f} MB, {bytes / 1e6 / seconds:,.0f} MB/s"
-        self.update(self.task, completed=images if self.unit == "images" else bytes, done=done)
+        self.update(self.task, completed=self._count(images, bytes), done=done)
+
+    def _count(self, images: int, bytes: int) -> int:
+        """The one of the two that the bar is in units of."""
+        if self.unit == "images":
+            return images
+        return bytes

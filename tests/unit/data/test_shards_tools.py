@@ -51,6 +51,7 @@ def test_from_a_folder_to_a_local_disk_to_batches(
             ["--output", "x", "--dataset", "list", "--data", "."],
             "DATA.TRAIN_LIST and DATA.VAL_LIST must name",
         ),
+        (["--output", "x", "--dataset", "foldr", "--data", "."], "did you mean folder?"),
         (["--index", "nowhere"], "there is no train/*.tar"),
     ],
 )

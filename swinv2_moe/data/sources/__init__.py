@@ -1,0 +1,66 @@
+"""Datasets that DATA.DATASET names. Each file here registers one or several.
+
+Importing this package imports every file in it.
+"""
+
+import dataclasses
+import importlib
+import os
+import pkgutil
+
+import numpy as np
+
+from swinv2_moe.config import DataConfig
+from swinv2_moe.data.sources.base import (
+    ImageArrays,
+    ImageFiles,
+    Source,
+    Sources,
+    check_directory,
+)
+from swinv2_moe.dataset_registry import datasets
+from swinv2_moe.errors import UserError
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["ImageArrays", "ImageFiles", "Source", "Sources", "check_directory", "load_sources"]
+
+
+def load_sources(config: DataConfig) -> Sources:
+    """The sources of the dataset that DATA.DATASET names; nothing is downloaded.
+
+    Raises:
+        UserError: a path, folder, list line or label that cannot be used; train and val with
+            different classes.
+    """
+    dataset = datasets()[config.dataset]
+    path = os.path.expanduser(config.path)
+    if dataset.needs_files and (path or dataset.needs_path):
+        check_directory("DATA.PATH", path)
+    sources = dataset.load(dataclasses.replace(config, path=path))
+    _check(config.dataset, sources)
+    return sources
+
+
+def _check(name: str, sources: object) -> None:
+    """Raise UserError unless the sources have a target for each image and a name for each class."""
+    if not isinstance(sources, Sources):
+        raise UserError(
+            f"DATA.DATASET is {name!r}: its function returned {type(sources).__name__}, not"
+            " swinv2_moe.data.Sources"
+        )
+    num_classes = len(sources.class_names)
+    for split, source in (("train", sources.train), ("val", sources.val)):
+        targets = np.asarray(source.targets)
+        if len(targets) != len(source):
+            raise UserError(
+                f"DATA.DATASET is {name!r}: its {split} source has {len(source):,} images and"
+                f" {len(targets):,} targets"
+            )
+        for label in (targets.min(initial=0), targets.max(initial=0)):
+            if not 0 <= label < num_classes:
+                raise UserError(
+                    f"DATA.DATASET is {name!r}: its {split} source has label {label}, with"
+                    f" {num_classes} classes"
+                )

@@ -1,0 +1,134 @@
+"""What a dataset consists of: two sources of images and the names of the classes.
+
+N images
+"""
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+
+from swinv2_moe.data.images import MAX_PIXELS, decode, read_file
+from swinv2_moe.errors import UserError, one_line
+
+
+class Source(Protocol):
+    """N images that are opened one by one."""
+
+    targets: np.ndarray  # integers [N]
+
+    def __len__(self) -> int: ...
+
+    def open(self, index: int) -> Image.Image:
+        """The image in any mode.
+
+        Raises:
+            Exception: the image cannot be read, or is larger than the source allows.
+        """
+
+    def read(self, index: int) -> bytes:
+        """The content of the image's file."""
+
+    def name(self, index: int) -> str:
+        """The image's path, for messages."""
+
+
+class Sources(NamedTuple):
+    """The images of a dataset."""
+
+    train: Source
+    val: Source
+    class_names: list[str]
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Image files, a `Source`.
+
+    Args:
+        root: the directory that paths are relative to.
+        paths: bytes [N]. An array, since workers would copy the pages of a list of objects.
+        targets: integers [N].
+        max_pixels: of an image.
+    """
+
+    root: str
+    paths: np.ndarray
+    targets: np.ndarray
+    max_pixels: int = MAX_PIXELS
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def open(self, index: int) -> Image.Image:
+        return decode(self.read(index), self.max_pixels)
+
+    def read(self, index: int) -> bytes:
+        return read_file(self._path(index))
+
+    def name(self, index: int) -> str:
+        return printable(self._path(index))
+
+    def _path(self, index: int) -> str:
+        return os.path.join(self.root, os.fsdecode(self.paths[index]))
+
+
+@dataclass(frozen=True)
+class ImageArrays:
+    """Images in memory, a `Source`.
+
+    Args:
+        label: what messages call the dataset.
+        images: uint8 [N, H, W] or [N, H, W, 3].
+        targets: integers [N].
+    """
+
+    label: str
+    images: np.ndarray
+    targets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def open(self, index: int) -> Image.Image:
+        return Image.fromarray(self.images[index])
+
+    def read(self, index: int) -> bytes:
+        file = io.BytesIO()
+        self.open(index).save(file, "PNG")
+        return file.getvalue()
+
+    def name(self, index: int) -> str:
+        return f"{self.label}[{index}]"
+
+
+def check_directory(key: str, path: str) -> None:
+    """Raise UserError unless `path`, the value of a configuration key, is a readable directory."""
+    if not os.path.exists(path):
+        raise UserError(f"{key} is {path!r}: no such directory")
+    if not os.path.isdir(path):
+        raise UserError(f"{key} is {path!r}: a file, it must be a directory")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise UserError(f"{key} is {path!r}: permission denied")
+
+
+def printable(path: str) -> str:
+    """The path with bytes that are not UTF-8 as \\xff, so that different names stay different."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def shortened(names: Sequence[object], count: int = 3) -> str:
+    """The first `count` names, separated by commas, and how many there are in all."""
+    text = ", ".join(one_line(str(name)) for name in names[:count])
+    if len(names) > count:
+        text += f", ... ({len(names)} in all)"
+    return text
+
+
+def content_of(folder: str) -> str:
+    """The first names in a folder, for messages."""
+    return shortened(sorted(os.listdir(folder))) or "nothing"

@@ -1,0 +1,12 @@
+"""shards: tars of images and an index, as data/make_shards.py writes them."""
+
+from swinv2_moe.config import DataConfig
+from swinv2_moe.data.shards import load_shards
+from swinv2_moe.data.sources.base import Sources
+from swinv2_moe.dataset_registry import register_dataset
+
+
+@register_dataset("shards")
+def shards(config: DataConfig) -> Sources:
+    train, val, class_names = load_shards(config.path, config.max_pixels)
+    return Sources(train, val, class_names)
