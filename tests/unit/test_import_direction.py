@@ -1,5 +1,5 @@
-"""Imports run one way (docs/architecture.md): a module imports from its own layer or the ones
-before it."""
+"""Imports run one way (docs/explanation/architecture.md): a module imports from its own layer or
+the ones before it."""
 
 import ast
 import sys
