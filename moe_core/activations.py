@@ -25,7 +25,7 @@ def silu(x: Tensor) -> Tensor:
     return F.silu(x)
 
 
-# For these torch has operations that write into given memory.
+# Built-in activations, for which torch has operations with an output argument.
 _IN_PLACE = {
     "gelu": lambda z, out: _aten.gelu.out(z, out=out),
     "relu": lambda z, out: torch.clamp_min(z, 0, out=out),
@@ -46,7 +46,7 @@ def activate(name: str, z: Tensor, out: Tensor) -> Tensor:
 
 
 def activation_grad(name: str, grad: Tensor, z: Tensor) -> Tensor:
-    """Write the gradient of z over `grad`, that of the activation of z."""
+    """Replace `grad`, the gradient of the activation of z, by the gradient of z, in place."""
     if name in _GRADS_IN_PLACE:
         return _GRADS_IN_PLACE[name](grad, z)
     vjp = torch.func.vjp(ACTIVATIONS[name], z)[1]

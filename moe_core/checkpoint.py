@@ -1,11 +1,10 @@
-"""Tensors named like a model's parameters, on disk: one safetensors file for the trunk, one per
-expert.
+"""Saves and loads a model's tensors: a safetensors file for the trunk, and one for each expert.
 
-    model.safetensors                     what every rank holds
-    experts/<layer>/<expert>.safetensors  each expert, under its number in the whole layer
+    model.safetensors                     tensors that every rank has
+    experts/<layer>/<expert>.safetensors  one expert, by its number among all experts of the layer
 
-Each rank writes the experts it owns and reads those it needs, so a file says nothing of how many
-ranks there were.
+Each rank writes its own experts and reads those that it needs. The files do not depend on the
+number of ranks.
 """
 
 # E experts on this rank
@@ -39,18 +38,17 @@ def tensors_by_file(
     writes_trunk: bool = True,
     only: Collection[str] | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(file, its tensors) of all that this rank has to write of `tensors`, one file after the
-    other.
+    """Yield (file, tensors) for each file that this rank has to write.
 
-    Every rank runs through it to the end: an expert that several ranks share is joined when its
-    turn comes, so no more than one is in memory. It is for the rank with its first part to write;
-    of replicas, for the first.
+    A collective: every rank must iterate to the end. An expert that several ranks share is joined
+    at its turn, so that no more than one is in memory. The rank with its first part writes it; with
+    replicas, the first one.
 
     Args:
-        tensors: named as in `model.state_dict()`, any subset; expert tensors are [E, ...]. They
-            come back as views.
-        writes_trunk: whether what is not an expert's is this rank's to write.
-        only: the expert files to go through; None: all.
+        tensors: any subset of `model.state_dict()`; expert tensors are [E, ...]. The results are
+            views of them.
+        writes_trunk: whether this rank writes the trunk.
+        only: the expert files to yield; None: all.
     """
     trunk = dict(tensors)
     for layer_name, layer in moe_layers(model).items():
@@ -60,7 +58,9 @@ def tensors_by_file(
             for name in tensors
             if name.startswith(prefix)
         }
-        for e in range(shard.num_experts if owned else 0):
+        if not owned:
+            continue
+        for e in range(shard.num_experts):
             file = expert_file(layer_name, shard.first_expert + e)
             if only is None or file in only:
                 parts = {name: tensor[e : e + 1] for name, tensor in owned.items()}
@@ -76,7 +76,7 @@ def tensors_by_file(
 def save_tensors(
     directory: Path, model: nn.Module, tensors: dict[str, Tensor], is_main: bool = True
 ) -> None:
-    """Write `tensors` below `directory`, as `load_tensors` reads them; every rank calls this.
+    """Write `tensors` to `directory`, for `load_tensors`. A collective: every rank calls this.
 
     Raises:
         OSError: a file cannot be written.
@@ -89,40 +89,38 @@ def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     """Write one safetensors file; `moe_core.files.fsync` makes it durable.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
-    except SafetensorError as error:  # what it makes of a full disk, for one
+    except SafetensorError as error:  # for example if the disk is full
         raise OSError(f"{file} cannot be written ({error})") from error
 
 
 def load_tensors(
     directory: Path, model: nn.Module, like: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Everything below `directory` that concerns this rank, on the CPU, named like
-    `model.state_dict()`.
+    """Read this rank's tensors from `directory` to the CPU, with the names of `model.state_dict()`.
 
-    What the files hold is returned as it is; comparing it with the model is the caller's part. Of
-    an expert that several ranks share, only this rank's part is read.
+    The tensors are not compared with the model; the caller does that. Of an expert that several
+    ranks share, only this rank's part is read.
 
     Args:
-        like: tensors of the same names, of which some may be sharded (DTensors on their first dim,
-            as FSDP2 makes them): of those only this rank's rows are read, and come back sharded
-            likewise.
+        like: tensors by name. Some may be DTensors, sharded along the first dim as in FSDP2. Of
+            those, only this rank's rows are read, and the result is sharded likewise.
 
     Raises:
-        FileNotFoundError: no such file, named.
-        ValueError: a file that is not safetensors, experts whose files hold different names, or a
-            tensor that does not divide over the ranks of an expert; the file is named.
+        FileNotFoundError: a file is missing; the message names it.
+        ValueError: a file is not a safetensors file, the files of experts have different names, or
+            a tensor does not divide over the ranks of an expert. The message names the file.
     """
     tensors = _read(
         directory / TRUNK, lambda name, content: _read_like(content, (like or {}).get(name))
     )
     for layer_name, layer in moe_layers(model).items():
         if not (directory / "experts").is_dir():
-            continue  # a dense model's: the comparison will tell
+            continue  # a dense checkpoint: the caller's comparison reports missing tensors
         shard = layer.shard
         files = [
             directory / expert_file(layer_name, shard.first_expert + e)
@@ -143,7 +141,7 @@ def load_tensors(
 
 
 def count_experts(directory: Path) -> dict[str, int]:
-    """How many expert files each layer has below `directory`."""
+    """The number of expert files of each layer in `directory`."""
     layers = sorted(directory.glob("experts/*"))
     return {layer.name: len(list(layer.glob("*.safetensors"))) for layer in layers}
 
@@ -153,15 +151,14 @@ def _forms(tensors: dict[str, Tensor]) -> dict[str, tuple]:
 
 
 def _prefix(layer: str) -> str:
-    """What the names of a layer's expert parameters begin with; "" is a layer that is the whole
-    model."""
+    """The prefix of a layer's expert parameters. The name "" means that the model is the layer."""
     if layer:
         return f"{layer}.experts."
     return "experts."
 
 
 def _read(file: Path, read: Callable[[str, Any], Tensor]) -> dict[str, Tensor]:
-    """What `read` takes of each tensor of a file, given its name and what reads slices of it."""
+    """Read a file: `read(name, slices)` returns the part to load of each tensor."""
     try:
         open_regular(file).close()
     except FileNotFoundError as error:
@@ -189,13 +186,13 @@ def _read_part(content, name: str, shard: ExpertShard) -> Tensor:
         raise ValueError(
             f"{name} has {length} entries, which do not divide over {shard.num_parts} ranks"
         )
-    return content[
-        shard.part * length // shard.num_parts : (shard.part + 1) * length // shard.num_parts
-    ]
+    part_length = length // shard.num_parts
+    start = shard.part * part_length
+    return content[start : start + part_length]
 
 
 def _read_like(content, like: Tensor | None) -> Tensor:
-    """The whole tensor, or this rank's rows of it where `like` has only those."""
+    """The full tensor; if `like` is sharded along the first dim, this rank's rows of it."""
     shape = content.get_shape()
     if (
         not isinstance(like, DTensor)
@@ -204,7 +201,7 @@ def _read_like(content, like: Tensor | None) -> Tensor:
     ):
         return content[...]
     mesh = like.device_mesh
-    each = -(-shape[0] // mesh.size())  # as torch.chunk cuts, and so FSDP2
-    first = min(mesh.get_local_rank() * each, shape[0])
-    local = content[first : first + each].to(like.device)
+    rows_per_rank = -(-shape[0] // mesh.size())  # rounded up, as in torch.chunk and FSDP2
+    first = min(mesh.get_local_rank() * rows_per_rank, shape[0])
+    local = content[first : first + rows_per_rank].to(like.device)
     return DTensor.from_local(local, mesh, like.placements, shape=like.shape, stride=like.stride())

@@ -1,4 +1,4 @@
-"""What one mixture-of-experts layer is; every check on it happens here, once."""
+"""Configuration of one mixture-of-experts layer, with all checks of its values."""
 
 import math
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ class MoEConfig:
     """Shape and routing of one MoE layer.
 
     `top_k` above `num_experts` means all experts. `capacity_factor` f limits the tokens that one
-    rank may send to one expert to `K * floor(|f| * ceil(T / E))`; 0 is dropless (Tutel, arXiv
-    2206.03382, section 4.1, whose f = 0 and f < 0 adapt the size of a padded buffer: rows need no
-    such buffer, so here f < 0 limits like f > 0).
+    rank may send to one expert to `K * floor(|f| * ceil(T / E))`; 0 is dropless.
+
+    Source: Tutel, arXiv 2206.03382, section 4.1. There f = 0 and f < 0 adapt the size of a padded
+    buffer. Rows need no such buffer, so here f < 0 has the same limit as f > 0.
 
     Raises:
-        ValueError: a value out of range; the message names it and what is allowed.
+        ValueError: a value out of range; the message names it and the allowed values.
     """
 
     model_dim: int
@@ -28,21 +29,21 @@ class MoEConfig:
     num_experts: int
     top_k: int = 1
     capacity_factor: float = 1.25
-    router: str = "linear"  # as registered: see moe_core.registry
-    # std of the noise on the logits in training, in units of 1 / num_experts
+    router: str = "linear"  # a registered name, see moe_core.registry
+    # standard deviation of the noise on the logits in training, in units of 1 / num_experts
     gate_noise: float = 0.0
     normalize_gates: bool = True  # gate values of a token sum to 1; only for top_k > 1
-    # when an expert is full, keep the tokens the router is surest of
+    # when an expert is full, keep its tokens with the highest probability, not the first ones
     batch_prioritized: bool = False
-    # in training each expert's rows are a multiple of it (moe_core.rounding), say 128; 0: off
+    # in training, round each expert's rows to a multiple, such as 128 (moe_core.rounding); 0: off
     round_to: int = 0
     aux_loss: str = "gshard"
-    # the loss of the tokens of all data-parallel ranks, not of each rank's own
+    # compute the loss over the tokens of all data-parallel ranks, not over those of each rank
     global_balance: bool = False
     activation: str = "gelu"
     bias: bool = True
-    output_bias: bool = True  # with bias: the second one, b2, too
-    input_jitter: float = 0.0  # the router sees x * U(1 - j, 1 + j) in training
+    output_bias: bool = True  # with `bias`: whether there is b2 besides b1
+    input_jitter: float = 0.0  # the router's input is x * U(1 - j, 1 + j) in training
     input_dropout: float = 0.0  # of the router's input, in training
     hidden_dropout: float = 0.0  # after the activation, in training
     # "triton" and "torch" force one; "auto": Triton on CUDA, C++ on x86, where they work
@@ -72,18 +73,15 @@ class MoEConfig:
             raise ValueError("aux_loss ('load_importance_tutel') needs gate_noise (0.0) above 0")
 
     def shard(self, rank: int, group_size: int) -> "ExpertShard":
-        """What `rank` of an expert-parallel group owns: whole experts, or a part of one where ranks
-        are more.
+        """The experts of `rank` in an expert-parallel group; with more ranks than experts, a part
+        of one.
 
         Raises:
-            ValueError: experts that do not divide over the ranks, or a hidden_dim (model_dim, for
-                its output bias) that does not divide over the ranks of one expert.
+            ValueError: the experts do not divide over the ranks; or hidden_dim (model_dim, for the
+                output bias) does not divide over the ranks of one expert.
         """
-        experts, large, small = (
-            self.num_experts,
-            *sorted((self.num_experts, group_size), reverse=True),
-        )
-        if large % small:
+        experts = self.num_experts
+        if max(experts, group_size) % min(experts, group_size):
             relation = "a divisor of"
             if experts > group_size:
                 relation = "divisible by"
@@ -95,18 +93,20 @@ class MoEConfig:
             owned = experts // group_size
             return ExpertShard(rank * owned, owned, 0, 1)
         parts = group_size // experts
-        for name in ("hidden_dim", *(["model_dim"] if self.bias and self.output_bias else [])):
+        divided = ["hidden_dim"]
+        if self.bias and self.output_bias:
+            divided.append("model_dim")
+        for name in divided:
             if getattr(self, name) % parts:
                 raise ValueError(
                     f"{name} ({getattr(self, name)}) must be divisible by the {parts} ranks of one"
-                    " expert:"
-                    f" num_experts ({experts}) over an expert-parallel size of {group_size}"
+                    f" expert: num_experts ({experts}) over an expert-parallel size of {group_size}"
                 )
         return ExpertShard(rank // parts, 1, rank % parts, parts)
 
 
 class ExpertShard(NamedTuple):
-    """A rank's own experts, and which part of their hidden dim (and of the output bias) it owns."""
+    """The experts of a rank, and its part of their hidden dim (and of the output bias)."""
 
     first_expert: int
     num_experts: int

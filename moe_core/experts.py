@@ -1,7 +1,7 @@
-"""The experts' feed-forward networks, all of a rank in one set of tensors."""
+"""The feed-forward networks of a rank's experts, in one set of tensors."""
 
-# E experts on this rank, N rows, M model dim, H hidden dim of this rank's experts (a part, where
-# ranks share one)
+# E experts on this rank, N rows, M model dim, H hidden dim of this rank's experts (a part of it
+# where several ranks share an expert)
 
 import math
 from collections.abc import Callable
@@ -16,22 +16,21 @@ from moe_core.precision import expert_dtype
 from moe_core.prepared import PreparedValue
 from moe_core.registry import ACTIVATIONS
 
-_MOST_COPIED = 1 << 28  # bytes of weights that `prepared` may hold twice in one dtype
+_MAX_PACKED = 1 << 28  # bytes of weights that `prepared` may copy without a change of dtype
 
 
 class Experts(nn.Module):
-    """`y = dropout(act(x w1^T + b1)) w2 + b2` for each expert: w1 and w2 [E, H, M], b1 [E, H], b2
-    [E, M].
+    """`y = dropout(act(x w1^T + b1)) w2 + b2` for each expert.
 
-    Where several ranks share an expert, each owns the same part of H in w1, b1 and w2, and of M in
-    b2. Expert e of the whole layer starts from the same values on any number of ranks, if the
-    ranks' seeds agree.
+    Parameters are w1 and w2 [E, H, M], b1 [E, H] and b2 [E, M]. If several ranks share an expert,
+    each has the same part of H in w1, b1 and w2, and of M in b2. The initial values of an expert do
+    not depend on the number of ranks, if all ranks have the same seed.
     """
 
     def __init__(self, config: MoEConfig, shard: ExpertShard | None = None, device=None) -> None:
         super().__init__()
         self.config, self.shard = config, shard or config.shard(0, 1)
-        # Copies of the parameters, as a kernel reads them.
+        # Copies of the parameters in the dtype and memory layout of a kernel.
         self._copies: PreparedValue[ExpertWeights] = PreparedValue()
         self.activation = ACTIVATIONS[config.activation]
         num_experts, num_parts = self.shard.num_experts, self.shard.num_parts
@@ -48,8 +47,11 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Each expert from a seed of its own: truncated normal of init_std with zero biases, or as
-        nn.Linear."""
+        """Initialise each expert with its own seed.
+
+        Weights are truncated normal with `init_std` and biases zero; without `init_std`, both are
+        as in nn.Linear.
+        """
         if self.w1.is_meta:
             return
         model_dim, hidden_dim = self.config.model_dim, self.config.hidden_dim
@@ -70,15 +72,16 @@ class Experts(nn.Module):
     def weights(
         self, dtype: torch.dtype, gather: Callable[[Tensor], Tensor] | None = None
     ) -> ExpertWeights:
-        """The weights to compute with in `dtype`. Read them within the module's call, after its
-        hooks.
+        """The weights to compute with in `dtype`.
+
+        Call this within the module's forward, after its hooks.
 
         Args:
-            gather: joins a parameter with those of the ranks that share it.
+            gather: joins a parameter with the parts of the ranks that share it.
 
         Returns:
-            The parameters, which the op casts. Within `prepared`, copies in `dtype`, without
-            gradients also in the order that a kernel reads.
+            The parameters, which the op casts. Within `prepared`, copies in `dtype`; without
+            gradients these are also in the memory layout of a kernel.
         """
         parameters = ExpertWeights(self.w1, self.b1, self.w2, self.b2)
         if gather is not None:
@@ -91,7 +94,7 @@ class Experts(nn.Module):
             return ExpertWeights(gather(self.w1), b1, gather(self.w2), b2)
         w1, w2 = parameters.w1, parameters.w2
         may_pack = not torch.is_grad_enabled()
-        is_worth_packing = may_pack and w1.nbytes + w2.nbytes < _MOST_COPIED
+        is_worth_packing = may_pack and w1.nbytes + w2.nbytes < _MAX_PACKED
         if dtype == w1.dtype and not is_worth_packing:
             return parameters
         sources = [p for p in parameters if p is not None]
@@ -100,7 +103,7 @@ class Experts(nn.Module):
         return copies or parameters
 
     def _copy(self, weights: ExpertWeights, dtype: torch.dtype, may_pack: bool) -> ExpertWeights:
-        """Copies in `dtype`; w1 and w2 in the order that a kernel reads, if there is one."""
+        """Copies in `dtype`; w1 and w2 in the memory layout of the kernel, if it has its own."""
 
         def cast(weight: Tensor) -> Tensor:
             if weight.dtype == dtype:
@@ -128,7 +131,7 @@ class Experts(nn.Module):
         gates: Tensor | None = None,
         plan: DispatchPlan | None = None,
     ) -> Tensor:
-        """Each row through its expert.
+        """Apply to each row the network of its expert.
 
         Args:
             x: rows [N, M] grouped by expert; with a `plan`, tokens [T, M].

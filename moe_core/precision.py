@@ -1,4 +1,4 @@
-"""Which dtype a part of the layer computes in, under autocast or not, on any device."""
+"""The dtype in which a part of the layer computes, with and without autocast, on any device."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,16 +7,15 @@ from torch import Tensor
 
 
 def expert_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, else that of x."""
+    """The dtype of autocast if it is enabled, otherwise that of x."""
     device = x.device.type
-    on = _has_autocast(device) and torch.is_autocast_enabled(device)
-    if on:
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """A context in which autocast leaves operations on x's device alone."""
+    """A context without autocast on the device of x."""
     device = x.device.type
     if _has_autocast(device):
         return torch.autocast(device, enabled=False)
@@ -24,5 +23,5 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
 
 
 def _has_autocast(device: str) -> bool:
-    # torch.amp.is_autocast_available would say it, but torch.compile cannot trace that
+    # Not torch.amp.is_autocast_available, because torch.compile cannot trace it.
     return device != "meta"

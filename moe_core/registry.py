@@ -1,6 +1,6 @@
-"""Named alternatives that a configuration chooses from: routers, losses, activations, all-to-alls.
+"""Registries of routers, losses, activations and all-to-all algorithms, by name.
 
-A new one is a file of its own, inside this package or outside of it:
+A new entry is one file, inside or outside of this package:
 
 >>> from moe_core import register_activation
 >>> @register_activation("squared_relu")
@@ -18,11 +18,10 @@ Value = TypeVar("Value")
 
 
 class Registry(Mapping[str, Any]):
-    """Alternatives of one kind by name, in the order of their registration.
+    """Entries of one kind by name, in the order of their registration.
 
     Args:
-        kind: what messages call one of them, as the field of MoEConfig or ParallelStrategy that
-            names it.
+        kind: the field of MoEConfig or ParallelStrategy that selects an entry, for messages.
     """
 
     def __init__(self, kind: str) -> None:
@@ -33,7 +32,7 @@ class Registry(Mapping[str, Any]):
         """A decorator that adds a class or function under `name`.
 
         Raises:
-            ValueError: the name is taken, or not a text.
+            ValueError: the name is registered already, or is not a non-empty string.
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"{self.kind} is registered as {name!r}, which is not a name")
@@ -49,10 +48,12 @@ class Registry(Mapping[str, Any]):
         return add
 
     def check(self, name: str) -> None:
-        """Raises ValueError, which names the nearest one, where `name` is not registered."""
+        """Raise ValueError, which names the closest match, if `name` is not registered."""
         if name not in self._values:
             nearest = difflib.get_close_matches(str(name), self._values, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            hint = ""
+            if nearest:
+                hint = f"; did you mean {nearest[0]!r}?"
             raise ValueError(
                 f"{self.kind} ({name!r}) must be one of {', '.join(self._values)}{hint}"
             )

@@ -1,4 +1,4 @@
-"""What a rank's processor and links can do, and what an all-to-all asks of them."""
+"""The speed of a rank's processor and links, and the cost of an all-to-all."""
 
 import math
 from dataclasses import dataclass
@@ -17,8 +17,10 @@ class Link:
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """What one rank sends to other ranks, averaged over the ranks: elements and messages, to ranks
-    of its node (`intra`) and of others (`inter`)."""
+    """Elements and messages that one rank sends to other ranks, averaged over the ranks.
+
+    `intra` is inside a node, `inter` between nodes.
+    """
 
     intra: float = 0.0
     inter: float = 0.0
@@ -32,7 +34,7 @@ class LinkTraffic:
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """What one rank does for one all-to-all, averaged over the ranks.
+    """The work of one rank in one all-to-all, averaged over the ranks.
 
     Attributes:
         stages: what the rank sends, one stage after the other. A stage uses both kinds of links at
@@ -69,16 +71,16 @@ class Machine:
     memory: float = math.inf  # bytes
 
     def rate(self, element_size: int) -> float:
-        """FLOP/s of products whose elements have so many bytes."""
+        """FLOP/s of matrix products with elements of `element_size` bytes."""
         if element_size <= 2:
             return self.flops
         return self.flops_fp32
 
 
-# One constant is fitted for the A100, the share of its peak that products reach; one for its
-# network, the latency of a message; both to Tutel's all-to-all shares (arXiv 2206.03382, table 2:
-# 33.7% at 16 and 56.7% at 256 GPUs). Peaks, memory and link rates are the data sheets'. The newer
-# GPUs inherit the A100's shares and latencies: untested.
+# Two constants are fitted to Tutel's all-to-all shares on A100 GPUs (arXiv 2206.03382, table 2:
+# 33.7% at 16 and 56.7% at 256 GPUs): the share of the peak that products reach, and the latency of
+# a message. Peaks, memory and link rates are from the data sheets. The newer GPUs use the shares
+# and latencies of the A100, which is not tested.
 _REACHED = 0.514  # fitted: share of the peak that the experts' products reach
 _INTER_LATENCY = 75e-6  # fitted: seconds that one more message of a linear all-to-all costs
 # 7/8 of 128 MiB in 600 us over 8 GPUs (the same paper, appendix A.2), of NVLink 3's 300 GB/s

@@ -1,5 +1,4 @@
-"""Compiled libraries in the user's cache directory: compiled once, and loaded only as they were
-written."""
+"""Cache of compiled libraries in the user's cache directory, with checksums."""
 
 import contextlib
 import os
@@ -20,11 +19,11 @@ from moe_core.files import (
 
 
 def compiled_library(name: str, compile_to: Callable[[Path], None]) -> Path:
-    """The library `name`, from the cache or made by `compile_to(path)`. Of several processes one
-    compiles it.
+    """The library `name`, from the cache or compiled by `compile_to(path)`.
 
-    A library whose checksum differs from the recorded one is compiled again: loading a truncated
-    one would end the process. So is one that another user owns or can write to.
+    If several processes call this, only one compiles. A library is compiled again if its checksum
+    differs from the recorded one, because loading a truncated library would crash the process; or
+    if another user owns it or can write to it.
 
     Raises:
         OSError, subprocess.CalledProcessError: it cannot be compiled or written.
@@ -46,9 +45,8 @@ def compiled_library(name: str, compile_to: Callable[[Path], None]) -> Path:
 
 
 def cache_directory() -> Path:
-    """The user's; where that cannot be written or trusted, a temporary one that all of the user's
-    processes share."""
-    # a container's user may have no home: Path.home raises the latter
+    """The user's cache directory; if it is not writable or not private, a temporary directory."""
+    # Path.home raises RuntimeError for a user without a home, as in some containers.
     with contextlib.suppress(OSError, RuntimeError):
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return _private(home / "moe_core")
@@ -58,30 +56,30 @@ def cache_directory() -> Path:
 
 
 def _private(directory: Path) -> Path:
-    """The directory, made if need be, in which this user alone can write.
+    """The directory, created if necessary, in which only this user can write.
 
     Raises:
         OSError: it cannot be written, or others can write in it.
     """
     directory.mkdir(0o700, parents=True, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or not _belongs_to_this_user(found):
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or not _belongs_to_this_user(status):
         raise PermissionError(f"{directory} belongs to another user, or others can write in it")
     (directory / ".lock").touch()
     return directory
 
 
-def _belongs_to_this_user(found: os.stat_result) -> bool:
+def _belongs_to_this_user(status: os.stat_result) -> bool:
     """Whether this user owns a file or directory and nobody else can write to it."""
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _is_as_written(library: Path, checksum: Path) -> bool:
-    """Whether the library is there, belongs to this user, and has its recorded checksum."""
+    """Whether the library exists, belongs to this user, and has its recorded checksum."""
     try:
         for file in (library, checksum):
-            found = file.lstat()
-            if not stat.S_ISREG(found.st_mode) or not _belongs_to_this_user(found):
+            status = file.lstat()
+            if not stat.S_ISREG(status.st_mode) or not _belongs_to_this_user(status):
                 return False
         with open_regular(library) as content:
             digest = sha256(read_chunks(content))

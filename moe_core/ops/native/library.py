@@ -1,5 +1,7 @@
-"""The C++ kernels for x86 CPUs, compiled with $CXX (g++) when first needed: once, into the user's
-cache directory."""
+"""The C++ kernels for x86 CPUs.
+
+They are compiled with $CXX (g++) at their first use, once, into the user's cache directory.
+"""
 
 import ctypes
 import functools
@@ -24,7 +26,8 @@ _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _AMX = {"avx512_bf16", "amx_tile", "amx_bf16"}
 _INSTRUCTIONS = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16"
 _FLAGS = f"-std=c++17 -O2 {_INSTRUCTIONS} -fopenmp -fPIC -shared".split()
-# Weights in the order in which a kernel reads them are kept in integers: they are no numbers.
+# Weights in a kernel's memory layout have integer dtypes, because they are not a valid tensor of
+# numbers.
 PACKED_DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 _log = logging.getLogger("moe_core")
 
@@ -37,7 +40,7 @@ def usable(dtype: torch.dtype) -> bool:
 
 
 def description() -> str:
-    """For the log; empty where nothing is usable."""
+    """The usable instruction sets, for the log; "" if there are none."""
     names = []
     if usable(torch.float32):
         names.append("AVX-512")
@@ -49,15 +52,20 @@ def description() -> str:
 
 
 def call(function: str, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> int:
-    """Call a function of the library with contiguous tensors, None as a null pointer, and then
-    numbers as `long`."""
+    """Call a function of the library.
+
+    Its arguments are the pointers of contiguous tensors (None is a null pointer), then `numbers` as
+    `long`.
+    """
     arguments: list = [pointer(tensor) for tensor in tensors]
     arguments += [c_long(number) for number in numbers]
     return getattr(library(), function)(*arguments)
 
 
 def pointer(tensor: Tensor | None) -> c_void_p:
-    return c_void_p(None if tensor is None else tensor.data_ptr())
+    if tensor is None:
+        return c_void_p(None)
+    return c_void_p(tensor.data_ptr())
 
 
 @functools.cache
@@ -67,28 +75,28 @@ def _cpu_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(
-        next((line.split(":")[1].split() for line in lines if line.startswith("flags")), ())
-    )
+    for line in lines:
+        if line.startswith("flags"):
+            return frozenset(line.split(":")[1].split())
+    return frozenset()
 
 
 @functools.cache
 def _tiles() -> bool:
-    """Whether the library is there and the system lets this process use AMX."""
+    """Whether the library exists and the operating system allows this process to use AMX."""
     return find_library() is not None and library().request_tiles() == 0
 
 
 def library() -> ctypes.CDLL:
-    """The library, where `usable` said that it is there."""
-    found = find_library()
-    assert found is not None
-    return found
+    """The library. Call `usable` first: it must have returned True."""
+    loaded = find_library()
+    assert loaded is not None
+    return loaded
 
 
 @functools.cache
 def find_library() -> ctypes.CDLL | None:
-    """The library, compiled if need be. None where it does not compile; one line of the log then
-    says why."""
+    """The library, compiled if necessary. None if it does not compile; the log gives the reason."""
     path = None
     try:
         path = _compiled()
@@ -100,7 +108,7 @@ def find_library() -> ctypes.CDLL | None:
             reason.splitlines()[0],
         )
         if path is not None:
-            path.unlink(missing_ok=True)  # the next process compiles it anew
+            path.unlink(missing_ok=True)  # the next process compiles it again
         return None
     for function in (library.forward_space, library.backward_space, library.make_plan):
         function.restype = c_long
@@ -110,10 +118,10 @@ def find_library() -> ctypes.CDLL | None:
 def _compiled() -> Path:
     """The library for these sources, compiler and flags."""
     program = shlex.split(os.environ.get("CXX") or "g++")
-    asked = subprocess.run(program + ["--version"], check=True, capture_output=True, text=True)
+    version = subprocess.run(program + ["--version"], check=True, capture_output=True, text=True)
     compiler = program + _FLAGS
     contents = [source.read_text() for source in _SOURCES]
-    key = "\n".join([platform.machine(), asked.stdout] + compiler + contents)
+    key = "\n".join([platform.machine(), version.stdout] + compiler + contents)
     name = f"x86-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
     def compile_to(library: Path) -> None:
