@@ -90,7 +90,8 @@ def import_weights(
         num_classes = _num_classes(states[0], section, class_names, sources.path)
         model = _meta_model(section, num_classes)
         tensors = layouts.joined(states, model, sources)
-    write_weights(output, model, _fitting(tensors, model, source), config, class_names or [], step)
+    tensors = _fitting(tensors, model, source)
+    write_weights(output, model, tensors, config.dump(), class_names or [], step)
 
 
 def export_weights(
@@ -112,7 +113,7 @@ def export_weights(
     found = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
     config = config_from_text(found.meta["config"], f"checkpoint {found.directory}")
     section = model_config(config)
-    model = _meta_model(section, count_classes(found, config))
+    model = _meta_model(section, count_classes(found, section))
     if kind == "single":
         if ranks is not None or output.suffix != ".safetensors":
             raise UserError(

@@ -21,7 +21,6 @@ from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.curves import draw_curves, place
 from swinv2_moe.measure.run_record import RunRecord
-from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.routing import columns, record_choices
 
@@ -112,7 +111,7 @@ def _predict(deployed: Deployed) -> Samples:
     if not chosen:
         return Samples(problem="No predictions: none of the images chosen for them can be read.")
     images = torch.stack([sample.image for sample in chosen])
-    with record_choices(model) as choices, build_autocast(deployed.config, deployed.world)():
+    with record_choices(model) as choices, deployed.autocast():
         logits = model(images.to(deployed.world.device))
     pictures = columns(
         images,

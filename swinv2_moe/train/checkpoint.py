@@ -23,14 +23,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from yacs.config import CfgNode
 
 from moe_core import expert_parameters, load_strategy_decisions, moe_layers
 from moe_core.checkpoint import TRUNK, count_experts, load_tensors, save_tensors
 from moe_core.files import damage, fsync_and_hash
+from swinv2_moe.config import ModelConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import publish_directory
-from swinv2_moe.model_types import model_type
+from swinv2_moe.model_types import model_types
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.weights import check_finite, compare
 from swinv2_moe.train.distributed import World
@@ -202,7 +202,7 @@ def write_weights(
     directory: Path,
     model: nn.Module,
     tensors: dict[str, Tensor],
-    config: CfgNode,
+    config: str,
     class_names: list[str],
     step: int = 0,
 ) -> None:
@@ -211,6 +211,7 @@ def write_weights(
     Args:
         model: tells which names are experts'; may be on the meta device.
         tensors: all of `model.state_dict()`'s.
+        config: the whole configuration, as YAML.
 
     Raises:
         UserError: `directory` exists or cannot be written; nothing is left behind.
@@ -236,7 +237,7 @@ def write_weights(
 def describe(
     model: nn.Module,
     step: int,
-    config: CfgNode,
+    config: str,
     class_names: list[str],
     training: dict | None = None,
 ) -> dict:
@@ -250,7 +251,7 @@ def describe(
             name: [step] * layer.config.num_experts for name, layer in moe_layers(model).items()
         },
         "windows": model.position_windows(),
-        "config": config.dump(),
+        "config": config,
     }
 
 
@@ -368,13 +369,13 @@ def load_strategies(checkpoint: Checkpoint, model: nn.Module) -> None:
         ) from error
 
 
-def count_classes(checkpoint: Checkpoint, config: CfgNode) -> int:
-    """The number of outputs of the classifier of a checkpoint with this configuration.
+def count_classes(checkpoint: Checkpoint, config: ModelConfig) -> int:
+    """The number of outputs of the classifier of a checkpoint of this model.
 
     Raises:
         UserError: there is none.
     """
-    weight = f"{model_type(config).model.classifier}.weight"
+    weight = f"{model_types()[config.type].model.classifier}.weight"
     try:
         with safe_open(checkpoint.directory / TRUNK, "pt") as trunk:
             shape = trunk.get_slice(weight).get_shape()

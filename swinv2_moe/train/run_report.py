@@ -14,16 +14,16 @@ from swinv2_moe.train.loop import Trainer
 
 def headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> str:
     """The model, the data and the processes; for a resumed run, where it goes on."""
-    config, data, world = trainer.config, trainer.data, trainer.world
+    config, data, world = trainer.config.model, trainer.data, trainer.world
     num_layers = len(moe_layers(trainer.step.model))
     experts = "dense"
     if num_layers:
-        experts = f"{config.MODEL.MOE.NUM_EXPERTS} experts in {num_layers} layers"
+        experts = f"{config.experts.num_experts} experts in {num_layers} layers"
     processes = "processes"
     if world.size == 1:
         processes = "process"
     lines = [
-        f"{config.MODEL.TYPE} ({experts}): {size.parameters / 1e6:.2f}M parameters,"
+        f"{config.type} ({experts}): {size.parameters / 1e6:.2f}M parameters,"
         f" {size.macs / 1e6:,.1f}M MACs/image;"
         f" {data.train_size:,} + {data.val_size:,} images, {data.num_classes} classes;"
         f" {world.size} {processes} on {_device_name(world)}"

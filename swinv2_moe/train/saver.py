@@ -24,11 +24,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from yacs.config import CfgNode
 
 from moe_core import moe_layers
 from moe_core.checkpoint import expert_file, tensors_by_file, write_tensors
 from moe_core.files import fsync, fsync_and_hash
+from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import publish_directory, replace_link
 from swinv2_moe.train.checkpoint import (
@@ -54,10 +54,9 @@ class SavePolicy:
     staging_mb: int = 4096  # MiB of copies; larger states are written while training waits
 
 
-def save_policy(config: CfgNode) -> SavePolicy:
+def save_policy(config: CheckpointConfig) -> SavePolicy:
     """The policy of a configuration."""
-    keys = config.CHECKPOINT
-    return SavePolicy(keys.KEEP_LAST, keys.EXPERTS, keys.STAGING_MB)
+    return SavePolicy(config.keep_last, config.experts, config.staging_mb)
 
 
 class Plan(NamedTuple):

@@ -39,7 +39,7 @@ def begin(make_trainer, tmp_path):
         step(trainer)
         return (
             trainer,
-            Saver(root, trainer.world, save_policy(trainer.config), say=said.append),
+            Saver(root, trainer.world, save_policy(trainer.config.checkpoint), say=said.append),
             said,
         )
 
@@ -172,7 +172,7 @@ def test_what_cannot_be_borrowed_is_written(begin, make_trainer):
     other = make_trainer(
         {"DATA.BATCH_SIZE": 16, "CHECKPOINT.EXPERTS": 1, "MODEL.MOE.NUM_EXPERTS": 8}
     )
-    saver = Saver(saver.root, other.world, save_policy(other.config), source)
+    saver = Saver(saver.root, other.world, save_policy(other.config.checkpoint), source)
     step(other), step(other), step(other)
     other.save(saver, whole=False)
     saver.close()
@@ -292,7 +292,7 @@ def test_going_back_sets_newer_checkpoints_aside(begin, make_trainer):
     Saver(
         saver.root,
         trainer.world,
-        save_policy(trainer.config),
+        save_policy(trainer.config.checkpoint),
         open_checkpoint(saver.root / "step-00000002"),
         said.append,
     )
@@ -310,7 +310,9 @@ def test_two_runs_of_the_same_length_set_aside(begin):
     for name in ("set-aside-step-00000001", "set-aside-step-00000001-1"):
         trainer.save(saver)
         saver.close()
-        Saver(saver.root, trainer.world, save_policy(trainer.config), say=lambda line: None)
+        Saver(
+            saver.root, trainer.world, save_policy(trainer.config.checkpoint), say=lambda line: None
+        )
         assert (saver.root / name).is_dir()
 
 
@@ -351,7 +353,7 @@ def test_pruning_killed_half_way_leaves_no_half_a_checkpoint(begin, monkeypatch)
     Saver(
         saver.root,
         trainer.world,
-        save_policy(trainer.config),
+        save_policy(trainer.config.checkpoint),
         open_checkpoint(saver.root / "latest"),
     )
     assert {path.name for path in saver.root.iterdir()} == {"step-00000002", "latest"}
@@ -374,7 +376,9 @@ def test_going_on_from_a_checkpoint_of_another_name(begin):
     saver.close()
     aside = saver.root / "set-aside-step-00000001"
     (saver.root / "step-00000001").rename(aside)
-    again = Saver(saver.root, trainer.world, save_policy(trainer.config), open_checkpoint(aside))
+    again = Saver(
+        saver.root, trainer.world, save_policy(trainer.config.checkpoint), open_checkpoint(aside)
+    )
     trainer.save(again)
     again.close()
     assert find_checkpoint("auto", saver.root).directory.name == "step-00000001"
