@@ -92,7 +92,7 @@ class Bench:
         """Seconds of the window, seconds that training stood still, what the saver reports."""
         saver, (_, partial, waits) = self.savers[mode], MODES[mode]
         started = time.perf_counter()
-        self.trainer.save(saver, whole=not partial)
+        self.trainer.save(saver, partial=partial)
         if waits:
             saver.wait()
         stall = time.perf_counter() - started

@@ -19,6 +19,7 @@ from swinv2_moe.command import CommandParser, output_directory, run_command
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import roofline
 from swinv2_moe.measure.roofline import PHASES, Roofline
+from swinv2_moe.measure.roofline_figure import draw
 from swinv2_moe.measure.rounds import check_rounds, median_and_spread
 from swinv2_moe.tables import number_table
 
@@ -118,7 +119,7 @@ def main() -> None:
     if found is None:  # the main rank has it
         return
     show(found)
-    roofline.draw(found, output / "roofline.png")
+    draw(found, output / "roofline.png")
     try:
         (output / "roofline.json").write_text(json.dumps(found.record(), indent=1) + "\n")
     except OSError as error:

@@ -17,11 +17,8 @@ All get what one real batch gives them, and go forward and backward:
 
 What is counted, on one rank:
 
-- FLOPs: torch's FlopCounterMode (products, convolutions, attention), and formulas for dispatch and
-  optimiser.
-- Memory: every operator reads the tensors it is given and writes those it makes, once; a view moves
-  nothing. Where results stay in a cache from one operator to the next less is moved, and a phase
-  may exceed its roof.
+- FLOPs and memory: as `swinv2_moe.measure.work` counts them; FLOPs of dispatch and optimiser by
+  formulas.
 - Exchange: bytes sent to other ranks; an all-reduce of n bytes is 2 n (W - 1) / W.
 - Disk: bytes that reading a batch's images took (from a cache or not), and those of the
   checkpoint's files.
@@ -30,18 +27,15 @@ T tokens, M model dim, W ranks
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core import (
     MoELayer,
@@ -52,6 +46,7 @@ from moe_core import (
 )
 from moe_core.parallel import all_to_all, count_traffic
 from swinv2_moe.data import Batch, Data
+from swinv2_moe.measure.work import Task, Work, counted, operator_name
 from swinv2_moe.models import MoEMlp
 from swinv2_moe.train.checkpoint import describe
 from swinv2_moe.train.saver import Cost, SavePolicy, Saver
@@ -66,104 +61,6 @@ _COMBINE_FLOPS = 5
 # norm's square and sum, and clipping's product.
 _UPDATE = {"adamw": (14, 28), "sgd": (8, 20)}
 _NORM, _CLIPPING = (2, 4), (1, 8)
-# Operators and the argument of which they use the shape or the place, and not what is in it
-_UNREAD = dict.fromkeys(
-    (
-        "aten::copy_",
-        "aten::fill_",
-        "aten::zero_",
-        "aten::normal_",
-        "aten::uniform_",
-        "aten::bernoulli_",
-        "aten::zeros_like",
-        "aten::ones_like",
-        "aten::full_like",
-        "aten::rand_like",
-        "aten::randn_like",
-        "aten::new_zeros",
-        "aten::new_ones",
-        "aten::new_full",
-    ),
-    "self",
-)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a phase does on one rank, counted."""
-
-    flops: float = 0.0
-    memory: float = 0.0  # bytes, as the two below
-    exchange: float = 0.0
-    disk: float = 0.0
-
-
-class Task(NamedTuple):
-    """Work that `run` does, once a call."""
-
-    run: Callable[[], object]
-    work: Work
-
-
-class MemoryTraffic(TorchDispatchMode):
-    """Counts in `bytes` what the operators inside have to read and write, as the module's head
-    says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        # nothing is written yet
-        if not _operator_name(func).startswith(("aten::empty", "aten::new_empty")):
-            self.bytes += self._moved(func, args, kwargs or {}, out)
-        return out
-
-    def _moved(self, func, args: tuple, kwargs: dict, out: object) -> int:
-        given = {id(t): t for t in _tensors_in((args, kwargs))}
-        arguments = func._schema.arguments  # nothing public says which of them are written
-        values = {
-            argument.name: value for argument, value in zip(arguments, args, strict=False)
-        } | kwargs
-        changed = [values.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
-        changed = {id(t): t for t in _tensors_in(changed)}
-        storages = {t.untyped_storage() for t in given.values()}
-        made = [t for t in _tensors_in(out) if t.untyped_storage() not in storages]
-        if not made and not changed:
-            return 0  # a view
-        given.pop(id(values.get(_UNREAD.get(_operator_name(func)))), None)
-        tensors = list(given.values()) + made + list(changed.values())
-        return sum(_size(t) for t in tensors)
-
-
-def _operator_name(func: Callable) -> str:
-    """Without the overload: aten::add."""
-    return func.name().partition(".")[0]
-
-
-def _tensors_in(values: object) -> Iterator[Tensor]:
-    """Those in tuples, lists and dictionaries, however deep."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        yield from _tensors_in(list(values.values()))
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors_in(value)
-
-
-def _size(tensor: Tensor) -> int:
-    """Bytes; what an expanded tensor repeats is there once."""
-    lengths = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.element_size() * math.prod(length for length, stride in lengths if stride)
-
-
-def counted(run: Callable[[], object]) -> Task:
-    """With FLOPs and memory as `run` shows them now."""
-    with FlopCounterMode(display=False) as flops, MemoryTraffic() as traffic:
-        run()
-    return Task(run, Work(float(flops.get_total_flops()), float(traffic.bytes)))
 
 
 def _not_a_leaf(tensor: Tensor) -> Tensor:
@@ -194,7 +91,7 @@ class _Moves(TorchDispatchMode):
         self.calls: list[tuple[Callable, tuple]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if _operator_name(func) in _MOVES:
+        if operator_name(func) in _MOVES:
             self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
 
@@ -351,7 +248,7 @@ def dispatch(moves: Moves) -> Task:
             torch.autograd.grad(operator(*args), wanted, grad)
 
     combined = sum(
-        args[0].numel() for operator, args in moves if _operator_name(operator) == _MOVES[1]
+        args[0].numel() for operator, args in moves if operator_name(operator) == _MOVES[1]
     )
     return Task(run, replace(counted(run).work, flops=float(_COMBINE_FLOPS * combined)))
 

@@ -10,7 +10,6 @@ without mixup or averaged weights, with a learning rate of 0.
 """
 
 import itertools
-import math
 import os
 import shutil
 import statistics
@@ -20,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from yacs.config import CfgNode
@@ -41,7 +40,6 @@ from swinv2_moe.config import (
 from swinv2_moe.data import Batch, Data, build_data
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases
-from swinv2_moe.measure.phases import Task, Work
 from swinv2_moe.measure.rounds import (
     REPEATABLE,
     Times,
@@ -52,16 +50,13 @@ from swinv2_moe.measure.rounds import (
     ratios,
     summed,
 )
+from swinv2_moe.measure.work import Task, Work
 from swinv2_moe.models import build_model
-from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.train.progress import steps_per_epoch
 from swinv2_moe.train.saver import save_policy
 from swinv2_moe.train.step import TrainingStep
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PHASES = ("data", "trunk", "router", "dispatch", "experts", "exchange", "optimiser", "checkpoint")
 OF_THE_STEP = PHASES[1:-1]
@@ -382,81 +377,3 @@ def read_file(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while file.read(2**20):
             pass
-
-
-def draw(found: Roofline, path: Path) -> None:
-    """A PNG: the phases with FLOPs under the roof, and each phase's share of the step and of its
-    roof.
-
-    Raises:
-        UserError: a file that cannot be written.
-    """
-    figure = new_figure(12, 5.2)
-    roof, bars = figure.subplots(1, 2, width_ratios=[1.25, 1])
-    _draw_roof(roof, found)
-    _draw_shares(bars, found)
-    figure.suptitle(found.title, fontsize=10)
-    save_png(figure, path)
-
-
-def _draw_roof(axes: "Axes", found: Roofline) -> None:
-    peak, bandwidth = found.peaks["flops"].rate, found.peaks["memory"].rate
-    points = {name: phase for name, phase in found.phases.items() if phase.work.flops}
-    intensities = [phase.work.flops / phase.work.memory for phase in points.values()]
-    low, high = min(*intensities, peak / bandwidth) / 3, max(*intensities, peak / bandwidth) * 10
-    corners = [low, peak / bandwidth, high]
-    axes.plot(corners, [min(peak, bandwidth * x) / 1e9 for x in corners], color="0.3", label="roof")
-    axes.annotate(
-        f"{peak / 1e9:,.0f} GFLOP/s",
-        (high, peak / 1e9),
-        (0, 4),
-        textcoords="offset points",
-        ha="right",
-    )
-    middle = math.sqrt(low * peak / bandwidth)
-    axes.annotate(
-        f"{bandwidth / 1e9:,.1f} GB/s",
-        (middle, bandwidth * middle / 1e9),
-        (-8, 6),
-        ha="right",
-        textcoords="offset points",
-    )
-    for i, (intensity, name) in enumerate(sorted(zip(intensities, points, strict=True))):
-        place = (intensity, points[name].rate("flops") / 1e9)
-        axes.plot(*place, "o", color=_colour(name))
-        offset = (0, -14 if i % 2 else 7)  # neighbours may be close
-        axes.annotate(
-            name, place, offset, textcoords="offset points", ha="center", color=_colour(name)
-        )
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of memory", ylabel="GFLOP/s")
-    tidy(axes)
-
-
-def _draw_shares(axes: "Axes", found: Roofline) -> None:
-    names = list(found.phases)[::-1]
-    for offset, label, colour, values in (
-        (0.2, "of the step's time", COLOURS[0], [found.share_of_step(name) for name in names]),
-        (-0.2, "of its roof", COLOURS[5], [found.phases[name].bound()[1] for name in names]),
-    ):
-        percent = [100 * (value or 0) for value in values]
-        drawn = axes.barh(
-            [i + offset for i in range(len(names))], percent, 0.38, color=colour, label=label
-        )
-        texts = ["" if value is None else f"{value:.1%}" for value in values]
-        axes.bar_label(drawn, texts, padding=3, fontsize=8)
-    axes.set_yticks(
-        range(len(names)),
-        [f"{name}\n({found.phases[name].bound()[0]})" for name in names],
-        fontsize=8,
-    )
-    axes.set_xlabel("%; in brackets what bounds it")
-    axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
-    tidy(axes)
-    axes.grid(axis="y", visible=False)
-    axes.grid(axis="x", alpha=0.3)
-    # above, where no bar is
-    axes.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
-
-
-def _colour(name: str) -> str:
-    return COLOURS[("trunk", "router", "dispatch", "experts", "optimiser").index(name)]

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from yacs.config import CfgNode
 
 from moe_core import moe_layers, prepared
@@ -65,6 +64,7 @@ from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.train.parallelize import local_part
 from swinv2_moe.train.record import dropped_share
 from swinv2_moe.train.step import TrainingStep
 
@@ -367,17 +367,11 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _held(subject: Subject) -> int:
-    states = subject.optimizer.state.values() if subject.optimizer else ()
-    tensors = [
-        *subject.model.parameters(),
-        *(value for state in states for value in state.values()),
-    ]
-    tensors = [
-        t.to_local() if isinstance(t, DTensor) else t
-        for t in tensors
-        if isinstance(t, torch.Tensor)
-    ]
-    return sum(tensor.nbytes for tensor in tensors)
+    tensors = list(subject.model.parameters())
+    if subject.optimizer:
+        for state in subject.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
 def _routing(model: MoEModel) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.evaluation import Accuracy, evaluate
 from swinv2_moe.train.meta import check_classifier
-from swinv2_moe.train.parallelize import load_whole, settle_buckets
+from swinv2_moe.train.parallelize import load_sharded, settle_buckets
 from swinv2_moe.train.progress import Progress, steps_per_epoch
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.saver import Saver
@@ -130,7 +130,7 @@ class Trainer:
             recorder.say(str(progress.to_target))
         is_due = epoch % self.config.run.save_freq == 0 or self._is_time_to_save()
         if is_best or progress.finished or is_due:
-            self.save(saver, is_best, whole=is_best or progress.finished)
+            self.save(saver, is_best, partial=not (is_best or progress.finished))
 
     def _train_epoch(self, recorder: Recorder, saver: Saver) -> None:
         """The steps that are left of this epoch."""
@@ -163,7 +163,7 @@ class Trainer:
                 # at the end of an epoch: after the validation
                 is_inside = progress.epoch_step < progress.steps_per_epoch
                 if is_inside and self._is_time_to_save():
-                    self.save(saver, whole=False)
+                    self.save(saver, partial=True)
         self._count_unreadable(unreadable)
         self.throughput.add(images, time.perf_counter() - started, loader.waited)
 
@@ -255,12 +255,12 @@ class Trainer:
 
     # State on disk
 
-    def save(self, saver: Saver, is_best: bool = False, whole: bool = True) -> None:
+    def save(self, saver: Saver, is_best: bool = False, partial: bool = False) -> None:
         """Begin to write the state of the run. Every rank calls this.
 
         Args:
             is_best: see `Saver.save`.
-            whole: see `Saver.save`.
+            partial: see `Saver.save`.
         """
         step = self.step
         training = self.progress.state() | {
@@ -272,7 +272,7 @@ class Trainer:
         meta = checkpoint.describe(
             step.model, self.progress.step, self.config.yaml, self.data.class_names, training
         )
-        saver.save(step.model, step.state(), meta, is_best, whole)
+        saver.save(step.model, step.state(), meta, is_best, partial)
 
     def resume(self, source: Checkpoint) -> None:
         """Load the state of a checkpoint. Everything is read and compared before anything changes.
@@ -300,8 +300,8 @@ class Trainer:
         checkpoint.load_strategies(source, step.model)
         if step.ema:
             averaged = checkpoint.read_section(source, "ema", step.model, state)
-            load_whole(step.ema.module, averaged)
-        load_whole(step.model, weights)
+            load_sharded(step.ema.module, averaged)
+        load_sharded(step.model, weights)
         optim.restore_optimizer(step.optimizer, step.model, moments, updates)
         step.scaler.load(training["loss_scaler"])
         self.progress.load(source.meta["step"], training)

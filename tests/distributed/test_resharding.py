@@ -93,7 +93,7 @@ def save_in_turns(rank: int, root: Path) -> None:
     saver = Saver(root, trainer.world, save_policy(trainer.config.checkpoint))
     for _ in range(3):
         train_steps(trainer, 1)
-        trainer.save(saver, whole=False)
+        trainer.save(saver, partial=True)
         saver.close()
     save(trainer, root / "whole")
 

@@ -16,10 +16,12 @@ from moe_core import expert_parameters, moe_layers
 from moe_core.parallel import ParallelStrategy, count_traffic
 from moe_core.parallel.cost_model import LayerShape, volume
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure import phases, roofline
-from swinv2_moe.measure.phases import MemoryTraffic, Work, bytes_read, counted, without_experts
+from swinv2_moe.measure import phases, roofline, roofline_figure
+from swinv2_moe.measure.phases import bytes_read, without_experts
 from swinv2_moe.measure.roofline import Peak, Phase, Roofline
+from swinv2_moe.measure.roofline_figure import draw
 from swinv2_moe.measure.rounds import Times
+from swinv2_moe.measure.work import MemoryTraffic, Work, counted
 from swinv2_moe.models import MoEMlp
 from swinv2_moe.train.saver import SavePolicy
 
@@ -288,7 +290,7 @@ def test_what_the_phases_leave_of_a_step(tmp_path):
     assert whole.share_of_step("trunk") == 0.6
     assert whole.share_of_step("checkpoint") is None
     assert whole.record()["phases"]["checkpoint"]["share_of_roof"] == pytest.approx(0.2)
-    roofline.draw(whole, tmp_path / "r.png")
+    draw(whole, tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 10_000
 
 
@@ -303,8 +305,8 @@ def test_a_figure_shows_the_shares(monkeypatch):
     whole = Roofline(
         "16 images of /data/$x_$", "a machine", found, peaks(), Times([8, 8, 8], "r"), 0.1, 2
     )
-    monkeypatch.setattr(roofline, "save_png", lambda figure, path: figures.append(figure))
-    roofline.draw(whole, Path("r.png"))
+    monkeypatch.setattr(roofline_figure, "save_png", lambda figure, path: figures.append(figure))
+    draw(whole, Path("r.png"))
     roof, bars = figures[0].axes
     # from below: step, then roof
     assert [bar.get_width() for bar in bars.patches] == pytest.approx([0, 50, 20, 25])
