@@ -48,7 +48,7 @@ from moe_core.parallel import all_to_all, count_traffic
 from swinv2_moe.data import Batch, Data
 from swinv2_moe.measure.work import Task, Work, counted, operator_name
 from swinv2_moe.models import MoEMlp
-from swinv2_moe.train.checkpoint import describe
+from swinv2_moe.train.meta import describe
 from swinv2_moe.train.saver import Cost, SavePolicy, Saver
 from swinv2_moe.train.step import TrainingStep
 

@@ -14,7 +14,7 @@ from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.evaluation import Accuracy, evaluate
-from swinv2_moe.train.meta import check_classifier
+from swinv2_moe.train.meta import check_classifier, describe
 from swinv2_moe.train.parallelize import load_sharded, settle_buckets
 from swinv2_moe.train.progress import Progress, steps_per_epoch
 from swinv2_moe.train.record import Recorder
@@ -269,7 +269,7 @@ class Trainer:
             "loss_scaler": step.scaler.state(),
             "strategies": strategy_decisions(step.model),
         }
-        meta = checkpoint.describe(
+        meta = describe(
             step.model, self.progress.step, self.config.yaml, self.data.class_names, training
         )
         saver.save(step.model, step.state(), meta, is_best, partial)

@@ -33,9 +33,9 @@ from swinv2_moe.train.checkpoint import (
     checkpoints_below,
     free_name,
     order_of,
-    write_meta,
 )
 from swinv2_moe.train.distributed import World
+from swinv2_moe.train.meta import write_meta
 from swinv2_moe.train.parallelize import gather_shards
 from swinv2_moe.train.save_job import SaveJob, StagingBuffers
 
@@ -130,7 +130,7 @@ class Saver:
         it returns.
 
         Args:
-            meta: what `swinv2_moe.train.checkpoint.describe` returns.
+            meta: what `swinv2_moe.train.meta.describe` returns.
             partial: write only `policy.experts` experts of each layer, those whose copies are
                 oldest, and link the others to their copies in the previous checkpoint (arXiv
                 2408.04307, MoC-System).
