@@ -117,11 +117,18 @@ class Recorder:
             values["moe/dropped_share"] = dropped_share(routing.values())
             for key in ("entropy", "load_max"):
                 values[f"moe/{key}"] = float(np.mean([layer[key] for layer in layers.values()]))
-        self._write(values | ({"moe_layers": layers} if layers else {}))
+        line = dict(values)
+        if layers:
+            line["moe_layers"] = layers
+        self._write(line)
         step = values["step"]
         for key, value in values.items():
-            if key not in ("step", "epoch"):
-                self.writer.add_scalar(key if "/" in key else f"train/{key}", value, step)
+            if key in ("step", "epoch"):
+                continue
+            tag = key
+            if "/" not in key:
+                tag = f"train/{key}"
+            self.writer.add_scalar(tag, value, step)
         for name, layer in layers.items():
             for key in ("dropped_share", "entropy", "load_max", "load_min"):
                 self.writer.add_scalar(f"{name}/{key}", layer[key], step)
