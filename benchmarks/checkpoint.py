@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from moe_core.files import fsync
-from swinv2_moe.config import data_config, load_config, model_config
+from swinv2_moe.config import all_sections, load_config
 from swinv2_moe.data import build_data
 from swinv2_moe.measure.rounds import machine, median_and_spread
 from swinv2_moe.models import build_model
@@ -67,16 +67,15 @@ class Bench:
         keys += f" MODEL.MOE.NUM_EXPERTS {args.experts} CHECKPOINT.EXPERTS {args.partial}"
         world, self.window, self.costs = World(0, 1, torch.device("cpu")), args.window, []
         self.savers = {}
-        for i, (mode, (staging, *_)) in enumerate(MODES.items()):
-            config = load_config(QUICKSTART, [*keys.split(), "CHECKPOINT.STAGING_MB", str(staging)])
-            self.savers[mode] = Saver(
-                root / str(i), world, save_policy(config), report=self.costs.append
-            )
-        data = build_data(data_config(config))
+        for i, (mode, (staging, _, _)) in enumerate(MODES.items()):
+            opts = [*keys.split(), "CHECKPOINT.STAGING_MB", str(staging)]
+            sections = all_sections(load_config(QUICKSTART, opts))
+            policy = save_policy(sections.checkpoint)
+            self.savers[mode] = Saver(root / str(i), world, policy, report=self.costs.append)
+        data = build_data(sections.data)
         seed_everything(0)
-        self.trainer = Trainer(
-            config, world, data, build_model(model_config(config), data.num_classes)
-        )
+        model = build_model(sections.model, data.num_classes)
+        self.trainer = Trainer(sections, world, data, model)
         self.batches = list(data.train_loader)
         self.trainer.step.wrapped.train()
 
@@ -93,7 +92,7 @@ class Bench:
         """Seconds of the window, seconds that training stood still, what the saver reports."""
         saver, (_, partial, waits) = self.savers[mode], MODES[mode]
         started = time.perf_counter()
-        self.trainer.save(saver, whole=not partial)
+        self.trainer.save(saver, partial=partial)
         if waits:
             saver.wait()
         stall = time.perf_counter() - started

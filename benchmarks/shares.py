@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import moe_core.layer
 from moe_core import MoELayer
 from swinv2_moe.command import run_command
+from swinv2_moe.config import all_sections
 from swinv2_moe.measure.rounds import interleaved, synchronize
 from swinv2_moe.measure.throughput import (
     Options,
@@ -144,7 +145,7 @@ def measure(
 ) -> dict[str, tuple[Shares, float]]:
     """For the model with experts and the dense one, the shares of a pass and its milliseconds."""
     subjects = {
-        name: prepare(mode, config, world)
+        name: prepare(mode, all_sections(config), world)
         for name, config in zip(("experts", "dense"), configs, strict=True)
     }
     runs = {name: subject.run for name, subject in subjects.items()}

@@ -16,6 +16,7 @@ from results_file import Table, publish
 from timm.models.swin_transformer_v2 import WindowAttention
 
 from swinv2_moe.command import run_command
+from swinv2_moe.config import all_sections
 from swinv2_moe.measure.rounds import Times, interleaved, median_and_spread, ratios
 from swinv2_moe.measure.throughput import (
     Options,
@@ -62,7 +63,7 @@ def main() -> None:
         opts = [*args.opts, "DEVICE", args.device]
         for combination, _, config in combinations(args.cfg or CONFIGS[args.device], opts, options):
             with open_world(args.device, config.TIMEOUT) as world:
-                subject = prepare(mode, config, world)
+                subject = prepare(mode, all_sections(config), world)
                 check(subject, config)
 
                 def by_timm(subject: Subject = subject) -> None:

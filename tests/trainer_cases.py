@@ -5,13 +5,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from swinv2_moe.config import data_config, load_config, model_config
-from swinv2_moe.data import build_data
-from swinv2_moe.models import build_model
+from swinv2_moe.config import AllSections, all_sections, load_config
+from swinv2_moe.data import Batch, build_data
+from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.distributed import World, expert_group, seed_everything
 from swinv2_moe.train.loop import Trainer, mean_over_ranks
 from swinv2_moe.train.saver import Saver, save_policy
+from swinv2_moe.train.step import TrainingStep
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart_digits.yaml"
 # Three blocks (two with experts), no noise and no limit: nothing depends on how tokens lie on
@@ -34,26 +35,46 @@ GLOBAL_BATCH = 32
 
 def make_trainer(rank: int, size: int, options: str = "") -> Trainer:
     """A trainer that has not begun; of several ranks the default group is its world."""
+    config, world = _sections(size, options), _world(rank, size)
+    data = build_data(config.data, rank, size)
+    return Trainer(config, world, data, _model(config, world, data.num_classes))
+
+
+def make_step(rank: int, size: int, options: str = "") -> TrainingStep:
+    """The training step of such a trainer, without data."""
+    config, world = _sections(size, options), _world(rank, size)
+    step = TrainingStep(config.train, world, _model(config, world, num_classes=10), 10)
+    step.wrapped.train()
+    return step
+
+
+def make_batch(size: int) -> Batch:
+    """A rank's batch of noise, for `size` ranks."""
+    shape = (GLOBAL_BATCH // size, 3, 16, 16)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return Batch(images, torch.arange(len(images)) % 10, [])
+
+
+def _sections(size: int, options: str) -> AllSections:
     batch = f"DATA.BATCH_SIZE {GLOBAL_BATCH // size}"
-    config = load_config(QUICKSTART, f"{SMALL} {batch} {options}".split())
-    world = World(rank, size, torch.device("cpu"), dist.group.WORLD if size > 1 else None)
-    data = build_data(data_config(config), rank, size)
-    seed_everything(config.SEED)
-    return Trainer(
-        config,
-        world,
-        data,
-        build_model(
-            model_config(config),
-            data.num_classes,
-            expert_group(model_config(config).experts, world),
-        ),
-    )
+    return all_sections(load_config(QUICKSTART, f"{SMALL} {batch} {options}".split()))
+
+
+def _world(rank: int, size: int) -> World:
+    group = None
+    if size > 1:
+        group = dist.group.WORLD
+    return World(rank, size, torch.device("cpu"), group)
+
+
+def _model(config: AllSections, world: World, num_classes: int) -> MoEModel:
+    seed_everything(config.run.seed)
+    return build_model(config.model, num_classes, expert_group(config.model.experts, world))
 
 
 def save(trainer: Trainer, root: Path, **how) -> Path:
     """The trainer's state as a checkpoint in `root`; every rank calls this."""
-    saver = Saver(root, trainer.world, save_policy(trainer.config))
+    saver = Saver(root, trainer.world, save_policy(trainer.config.checkpoint))
     trainer.save(saver, **how)
     saver.close()
     return root / f"step-{trainer.progress.step:08d}"
@@ -66,11 +87,8 @@ def resume(trainer: Trainer, directory: Path) -> None:
 def train_steps(trainer: Trainer, count: int) -> list[tuple[float, float, float]]:
     """The loss and auxiliary loss (means over the ranks) and the gradient norm of the next so many
     steps."""
-    trainer.data.set_epoch(
-        trainer.progress.epoch,
-        skip_steps=trainer.progress.epoch_step * trainer.config.TRAIN.ACCUMULATION_STEPS,
-    )
-    size, found = trainer.config.TRAIN.ACCUMULATION_STEPS, []
+    size, found = trainer.config.train.accumulation_steps, []
+    trainer.data.set_epoch(trainer.progress.epoch, skip_steps=trainer.progress.epoch_step * size)
     batches = [
         batch for batch, _ in zip(trainer.data.train_loader, range(count * size), strict=False)
     ]

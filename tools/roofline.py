@@ -26,6 +26,7 @@ from swinv2_moe.command import (
 )
 from swinv2_moe.measure import roofline
 from swinv2_moe.measure.roofline import PHASES, Roofline
+from swinv2_moe.measure.roofline_figure import draw
 from swinv2_moe.measure.rounds import check_rounds, median_and_spread
 from swinv2_moe.tables import number_table
 
@@ -117,7 +118,7 @@ def main() -> None:
     if found is None:  # not the main rank
         return
     show(found)
-    roofline.draw(found, output / "roofline.png")
+    draw(found, output / "roofline.png")
     write_results(output / "roofline.json", found.record())
 
 

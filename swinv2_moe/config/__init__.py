@@ -16,17 +16,17 @@ from swinv2_moe.config.load import (
 )
 from swinv2_moe.config.sections import (
     PUBLISHED_MOE,
+    AllSections,
     AugmentConfig,
     CheckpointConfig,
-    CropConfig,
     DataConfig,
     ExpertsConfig,
     ModelConfig,
-    OptimizerConfig,
     RunConfig,
     TrainConfig,
 )
 from swinv2_moe.config.typed import (
+    all_sections,
     checkpoint_config,
     data_config,
     model_config,
@@ -36,15 +36,15 @@ from swinv2_moe.config.typed import (
 
 __all__ = [
     "PUBLISHED_MOE",
+    "AllSections",
     "AugmentConfig",
     "CheckpointConfig",
-    "CropConfig",
     "DataConfig",
     "ExpertsConfig",
     "ModelConfig",
-    "OptimizerConfig",
     "RunConfig",
     "TrainConfig",
+    "all_sections",
     "as_opts",
     "check_config",
     "checkpoint_config",

@@ -5,19 +5,7 @@ from dataclasses import fields
 
 from yacs.config import CfgNode
 
-from swinv2_moe.config.sections import (
-    AugmentConfig,
-    CheckpointConfig,
-    CropConfig,
-    DataConfig,
-    ExpertsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-    is_key,
-    moe_defaults,
-)
+from swinv2_moe.config import sections
 from swinv2_moe.model_types import model_types
 
 
@@ -25,7 +13,7 @@ def _group(section: type) -> CfgNode:
     """A group of keys with the defaults of a section."""
     group = CfgNode()
     for field in fields(section):
-        if is_key(field):
+        if sections.is_key(field):
             group[field.name.upper()] = _with_lists(field.default)
     return group
 
@@ -40,20 +28,20 @@ def _with_lists(value: object) -> object:
 def default_config() -> CfgNode:
     """A mutable tree of every key with its default: those of the sections and of every registered
     model type."""
-    config = _group(RunConfig)
-    config.CHECKPOINT = _group(CheckpointConfig)
-    config.DATA = _group(DataConfig)
-    config.MODEL = _group(ModelConfig)
+    config = _group(sections.RunConfig)
+    config.CHECKPOINT = _group(sections.CheckpointConfig)
+    config.DATA = _group(sections.DataConfig)
+    config.MODEL = _group(sections.ModelConfig)
     for model_type in model_types().values():
         section = model_type.section
         config.MODEL[section.name] = CfgNode(copy.deepcopy(dict(section.defaults)))
-    config.MODEL.MOE = _group(ExpertsConfig)
-    for name, default in moe_defaults().items():
+    config.MODEL.MOE = _group(sections.ExpertsConfig)
+    for name, default in sections.moe_defaults().items():
         config.MODEL.MOE[name.upper()] = default
-    config.TRAIN = _group(TrainConfig)
-    config.TRAIN.OPTIMIZER = _group(OptimizerConfig)
-    config.AUG = _group(AugmentConfig)
-    config.TEST = _group(CropConfig)
+    config.TRAIN = _group(sections.TrainConfig)
+    config.TRAIN.OPTIMIZER = _group(sections.OptimizerConfig)
+    config.AUG = _group(sections.AugmentConfig)
+    config.TEST = _group(sections.CropConfig)
     return config
 
 

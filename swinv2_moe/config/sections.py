@@ -229,7 +229,23 @@ class TrainConfig:
     skip_non_finite: int = 0
 
     optimizer: OptimizerConfig
+    augment: AugmentConfig  # mixup and cutmix
     batch_size: int  # DATA.BATCH_SIZE
+    label_smoothing: float  # MODEL.LABEL_SMOOTHING
+    aux_loss_weight: float  # MODEL.MOE.AUX_LOSS_WEIGHT
+    seed: int
     amp_enable: bool
     amp_dtype: str
     compile: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllSections:
+    """Every section of a configuration, and the configuration itself as a run records it."""
+
+    run: RunConfig
+    checkpoint: CheckpointConfig
+    data: DataConfig
+    model: ModelConfig
+    train: TrainConfig
+    yaml: str  # the content of config.yaml, and "config" in the meta.json of checkpoints

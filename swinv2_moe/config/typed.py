@@ -3,37 +3,26 @@
 from yacs.config import CfgNode
 
 from moe_core import MoEConfig
-from swinv2_moe.config.sections import (
-    AugmentConfig,
-    CheckpointConfig,
-    CropConfig,
-    DataConfig,
-    ExpertsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-    moe_defaults,
-)
+from swinv2_moe.config import sections
 from swinv2_moe.model_types import model_section
 
 
-def run_config(config: CfgNode) -> RunConfig:
+def run_config(config: CfgNode) -> sections.RunConfig:
     """What concerns the run as such: keys without a group."""
-    return RunConfig(**_values(config))
+    return sections.RunConfig(**_values(config))
 
 
-def checkpoint_config(config: CfgNode) -> CheckpointConfig:
+def checkpoint_config(config: CfgNode) -> sections.CheckpointConfig:
     """CHECKPOINT."""
-    return CheckpointConfig(**_values(config.CHECKPOINT))
+    return sections.CheckpointConfig(**_values(config.CHECKPOINT))
 
 
-def data_config(config: CfgNode) -> DataConfig:
+def data_config(config: CfgNode) -> sections.DataConfig:
     """DATA, with AUG, TEST and what else reading images needs."""
-    return DataConfig(
+    return sections.DataConfig(
         **_values(config.DATA),
-        augment=AugmentConfig(**_values(config.AUG)),
-        test=CropConfig(**_values(config.TEST)),
+        augment=_augment(config),
+        test=sections.CropConfig(**_values(config.TEST)),
         in_chans=model_section(config).IN_CHANS,
         num_classes=config.MODEL.NUM_CLASSES,
         seed=config.SEED,
@@ -41,10 +30,10 @@ def data_config(config: CfgNode) -> DataConfig:
     )
 
 
-def model_config(config: CfgNode) -> ModelConfig:
+def model_config(config: CfgNode) -> sections.ModelConfig:
     """MODEL, with the group of its type, MOE and what else building a model needs."""
     trunk = model_section(config)
-    return ModelConfig(
+    return sections.ModelConfig(
         **_values(config.MODEL),
         trunk=_values(trunk),
         in_chans=trunk.IN_CHANS,
@@ -54,25 +43,45 @@ def model_config(config: CfgNode) -> ModelConfig:
     )
 
 
-def train_config(config: CfgNode) -> TrainConfig:
+def train_config(config: CfgNode) -> sections.TrainConfig:
     """TRAIN, with OPTIMIZER and what else a training step needs."""
-    return TrainConfig(
+    return sections.TrainConfig(
         **_values(config.TRAIN),
-        optimizer=OptimizerConfig(**_values(config.TRAIN.OPTIMIZER)),
+        optimizer=sections.OptimizerConfig(**_values(config.TRAIN.OPTIMIZER)),
+        augment=_augment(config),
         batch_size=config.DATA.BATCH_SIZE,
+        label_smoothing=config.MODEL.LABEL_SMOOTHING,
+        aux_loss_weight=config.MODEL.MOE.AUX_LOSS_WEIGHT,
+        seed=config.SEED,
         amp_enable=config.AMP_ENABLE,
         amp_dtype=config.AMP_DTYPE,
         compile=config.COMPILE,
     )
 
 
-def _experts(config: CfgNode) -> ExpertsConfig:
+def all_sections(config: CfgNode) -> sections.AllSections:
+    """Every section, for code that builds the parts of a run, and the text that the run records."""
+    return sections.AllSections(
+        run=run_config(config),
+        checkpoint=checkpoint_config(config),
+        data=data_config(config),
+        model=model_config(config),
+        train=train_config(config),
+        yaml=config.dump(),
+    )
+
+
+def _augment(config: CfgNode) -> sections.AugmentConfig:
+    return sections.AugmentConfig(**_values(config.AUG))
+
+
+def _experts(config: CfgNode) -> sections.ExpertsConfig:
     values = _values(config.MODEL.MOE)
-    layer_values = {name: values.pop(name) for name in moe_defaults()}
+    layer_values = {name: values.pop(name) for name in sections.moe_defaults()}
     layer = None
     if values["num_experts"]:
         layer = MoEConfig(1, 1, values["num_experts"], **layer_values)
-    return ExpertsConfig(**values, layer=layer)
+    return sections.ExpertsConfig(**values, layer=layer)
 
 
 def _values(group: CfgNode) -> dict[str, object]:

@@ -91,7 +91,8 @@ def import_weights(
         num_classes = _num_classes(states[0], section, class_names, sources.path)
         model = _meta_model(section, num_classes)
         tensors = layouts.joined(states, model, sources)
-    write_weights(output, model, _fitting(tensors, model, source), config, class_names or [], step)
+    tensors = _fitting(tensors, model, source)
+    write_weights(output, model, tensors, config.dump(), class_names or [], step)
 
 
 def export_weights(
@@ -114,7 +115,7 @@ def export_weights(
     source = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
     config = config_from_text(source.meta["config"], f"checkpoint {source.directory}")
     section = model_config(config)
-    model = _meta_model(section, count_classes(source, config))
+    model = _meta_model(section, count_classes(source, section))
     if kind == "single":
         if ranks is not None or output.suffix != ".safetensors":
             raise UserError(

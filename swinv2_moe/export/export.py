@@ -206,7 +206,7 @@ def _class_names(deployed: Deployed) -> list[str]:
     names = deployed.source.meta["class_names"]
     if names:
         return names
-    return [str(number) for number in range(count_classes(deployed.source, deployed.config))]
+    return [str(number) for number in range(count_classes(deployed.source, deployed.model_config))]
 
 
 def _check_capacity(experts: ExpertsConfig, choices: Choices) -> None:

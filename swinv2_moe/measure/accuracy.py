@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.config import as_opts, data_config, resolve_batch_size
+from swinv2_moe.config import as_opts
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
@@ -38,7 +38,6 @@ from swinv2_moe.measure.rounds import interleaved, machine, quartiles, ratios
 from swinv2_moe.models import MoEMlp
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.train.agreement import check_same_data
-from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.distributed import World
@@ -307,8 +306,7 @@ class _Subject:
 
     @classmethod
     def of(cls, deployed: Deployed) -> "_Subject":
-        world, config = deployed.world, resolve_batch_size(deployed.config, deployed.world.size)
-        data = data_config(config)
+        world, data = deployed.world, deployed.data
         sources = world.everywhere(lambda: load_sources(data))
         check_same_data(data.path, world, *sources)
         renamed = deployed.compare_classes(sources.class_names)
@@ -316,7 +314,7 @@ class _Subject:
             world,
             deployed.model(len(sources.class_names)),
             evaluation_loader(data, sources.val, world.rank, world.size),
-            build_autocast(config, world),
+            deployed.autocast,
             sources.class_names,
             renamed,
             UnreadableImages(len(sources.val), data.max_bad_share),

@@ -34,16 +34,13 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
-from yacs.config import CfgNode
 
 from moe_core import prepared
-from swinv2_moe.config import data_config
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.agreement import check_same_data
-from swinv2_moe.train.autocast import build_autocast
-from swinv2_moe.train.deployed import open_deployed
+from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.record import Bar
 
@@ -110,16 +107,14 @@ def evaluate_few_shot(
             are not finite.
     """
     with open_deployed(resume, data, dataset, opts, asdict(protocol)) as deployed:
-        world, config = deployed.world, deployed.config
-        sources = world.everywhere(lambda: load_sources(data_config(config)))
-        check_same_data(config.DATA.PATH, world, *sources)
+        world, config = deployed.world, deployed.data
+        sources = world.everywhere(lambda: load_sources(config))
+        check_same_data(config.path, world, sources.train, sources.val, sources.class_names)
         _check_counts(sources.train.targets, sources, protocol, "training images")
         model = deployed.model(num_classes=0)
-        unreadable = UnreadableImages(
-            len(sources.train) + len(sources.val), config.DATA.MAX_BAD_SHARE
-        )
-        train = _extract(model, sources.train, "training images", config, world, unreadable)
-        val = _extract(model, sources.val, "validation images", config, world, unreadable)
+        unreadable = UnreadableImages(len(sources.train) + len(sources.val), config.max_bad_share)
+        train = _extract(deployed, model, sources.train, "training images", unreadable)
+        val = _extract(deployed, model, sources.val, "validation images", unreadable)
     if not world.is_main:  # the fits take longer than a collective may
         return None
     _check_counts(train.targets, sources, protocol, "training images that can be read")
@@ -267,17 +262,21 @@ def _check_counts(targets: np.ndarray, sources: Sources, protocol: Protocol, wha
 
 
 def _extract(
+    deployed: Deployed,
     model: nn.Module,
     images: Source,
-    what: str,
-    config: CfgNode,
-    world: World,
+    description: str,
     unreadable: UnreadableImages,
 ) -> Features:
-    loader = evaluation_loader(data_config(config), images, world.rank, world.size)
+    """The features of the images, with a progress bar; unreadable images are added to
+    `unreadable`."""
+    world = deployed.world
+    loader = evaluation_loader(deployed.data, images, world.rank, world.size)
     console = Console()
-    with Bar(console, what, len(loader), 0, visible=world.is_main and console.is_terminal) as bar:
-        autocast = build_autocast(config, world)
-        features, paths = extract_features(model, loader, world, autocast, lambda: bar.advance(""))
+    visible = world.is_main and console.is_terminal
+    with Bar(console, description, len(loader), 0, visible) as bar:
+        features, paths = extract_features(
+            model, loader, world, deployed.autocast, lambda: bar.advance("")
+        )
     unreadable.add(paths)
     return features

@@ -17,11 +17,8 @@ All get what one real batch gives them, and go forward and backward:
 
 What is counted, on one rank:
 
-- FLOPs: torch's FlopCounterMode (products, convolutions, attention), and formulas for dispatch and
-  optimiser.
-- Memory: every operator reads the tensors it is given and writes those it makes, once; a view moves
-  nothing. Where results stay in a cache from one operator to the next less is moved, and a phase
-  may exceed its roof.
+- FLOPs and memory: as `swinv2_moe.measure.work` counts them; FLOPs of dispatch and optimiser by
+  formulas.
 - Exchange: bytes sent to other ranks; an all-reduce of n bytes is 2 n (W - 1) / W.
 - Disk: bytes that reading a batch's images took (from a cache or not), and those of the
   checkpoint's files.
@@ -30,18 +27,15 @@ T tokens, M model dim, W ranks
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core import (
     MoELayer,
@@ -52,9 +46,11 @@ from moe_core import (
 )
 from moe_core.parallel import all_to_all, count_traffic
 from swinv2_moe.data import Batch, Data
+from swinv2_moe.measure.work import Task, Work, counted, operator_name
 from swinv2_moe.models import MoEMlp
-from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.saver import Cost, Saver, save_policy
+from swinv2_moe.train.meta import describe
+from swinv2_moe.train.saver import Cost, SavePolicy, Saver
+from swinv2_moe.train.step import TrainingStep
 
 _MOVES = ("moe_core::dispatch_rows", "moe_core::combine_rows")
 # of a row's element: weighted and added; backward weighted, and multiplied and added for the gate
@@ -65,92 +61,6 @@ _COMBINE_FLOPS = 5
 # norm's square and sum, and clipping's product.
 _UPDATE = {"adamw": (14, 28), "sgd": (8, 20)}
 _NORM, _CLIPPING = (2, 4), (1, 8)
-# Operators and the argument of which they use the shape or the place, and not what is in it
-_UNREAD = {
-    **{
-        f"aten::{name}_": "self"
-        for name in ("copy", "fill", "zero", "normal", "uniform", "bernoulli")
-    },
-    **{f"aten::{name}_like": "self" for name in ("zeros", "ones", "full", "rand", "randn")},
-    **{f"aten::new_{name}": "self" for name in ("zeros", "ones", "full")},
-}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a phase does on one rank, counted."""
-
-    flops: float = 0.0
-    memory: float = 0.0  # bytes, as the two below
-    exchange: float = 0.0
-    disk: float = 0.0
-
-
-class Task(NamedTuple):
-    """Work that `run` does, once a call."""
-
-    run: Callable[[], object]
-    work: Work
-
-
-class MemoryTraffic(TorchDispatchMode):
-    """Counts in `bytes` what the operators inside have to read and write, as the module's head
-    says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        # nothing is written yet
-        if not _operator_name(func).startswith(("aten::empty", "aten::new_empty")):
-            self.bytes += self._moved(func, args, kwargs or {}, out)
-        return out
-
-    def _moved(self, func, args: tuple, kwargs: dict, out: object) -> int:
-        given = {id(t): t for t in _tensors_in((args, kwargs))}
-        arguments = func._schema.arguments  # nothing public says which of them are written
-        values = {
-            argument.name: value for argument, value in zip(arguments, args, strict=False)
-        } | kwargs
-        changed = [values.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
-        changed = {id(t): t for t in _tensors_in(changed)}
-        storages = {t.untyped_storage() for t in given.values()}
-        made = [t for t in _tensors_in(out) if t.untyped_storage() not in storages]
-        if not made and not changed:
-            return 0  # a view
-        given.pop(id(values.get(_UNREAD.get(_operator_name(func)))), None)
-        return sum(_size(t) for t in (*given.values(), *made, *changed.values()))
-
-
-def _operator_name(func: Callable) -> str:
-    """Without the overload: aten::add."""
-    return func.name().partition(".")[0]
-
-
-def _tensors_in(values: object) -> Iterator[Tensor]:
-    """Those in tuples, lists and dictionaries, however deep."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        yield from _tensors_in(list(values.values()))
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors_in(value)
-
-
-def _size(tensor: Tensor) -> int:
-    """Bytes; what an expanded tensor repeats is there once."""
-    lengths = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.element_size() * math.prod(length for length, stride in lengths if stride)
-
-
-def counted(run: Callable[[], object]) -> Task:
-    """With FLOPs and memory as `run` shows them now."""
-    with FlopCounterMode(display=False) as flops, MemoryTraffic() as traffic:
-        run()
-    return Task(run, Work(float(flops.get_total_flops()), float(traffic.bytes)))
 
 
 def _not_a_leaf(tensor: Tensor) -> Tensor:
@@ -181,7 +91,7 @@ class _Moves(TorchDispatchMode):
         self.calls: list[tuple[Callable, tuple]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if _operator_name(func) in _MOVES:
+        if operator_name(func) in _MOVES:
             self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
 
@@ -189,7 +99,7 @@ class _Moves(TorchDispatchMode):
 Moves = list[tuple[Callable, tuple]]  # operators and their arguments
 
 
-def watch(trainer: Trainer, images: Tensor) -> tuple[list[Call], Moves]:
+def watch(step: TrainingStep, images: Tensor) -> tuple[list[Call], Moves]:
     """One forward pass: what each MoE layer was given, and the operators that moved its rows with
     their arguments."""
     calls: list[Call] = []
@@ -206,11 +116,11 @@ def watch(trainer: Trainer, images: Tensor) -> tuple[list[Call], Moves]:
         calls[-1].chunks.append((rows[: int(offsets[-1])].detach().clone(), offsets))
 
     hooks = []
-    for layer in moe_layers(trainer.step.model).values():
+    for layer in moe_layers(step.model).values():
         hooks.append(layer.register_forward_pre_hook(layer_begins, with_kwargs=True))
         hooks.append(layer.experts.register_forward_pre_hook(experts_begin, with_kwargs=True))
-    with _Moves() as moves, trainer.step.autocast():
-        trainer.step.model.forward_with_aux(images)
+    with _Moves() as moves, step.autocast():
+        step.model.forward_with_aux(images)
     for hook in hooks:
         hook.remove()
     return calls, moves.calls
@@ -239,9 +149,10 @@ def without_experts(model: nn.Module) -> Iterator[None]:
 
 def data(batches: Iterator[Batch]) -> Task:
     """The loader's next batch."""
-    found = []
-    read = bytes_read(lambda: found.append(next(batches)))
-    return Task(lambda: next(batches), Work(memory=float(found[0].images.nbytes), disk=float(read)))
+    first = []
+    read = bytes_read(lambda: first.append(next(batches)))
+    work = Work(memory=float(first[0].images.nbytes), disk=float(read))
+    return Task(lambda: next(batches), work)
 
 
 def endless(images: Data) -> Iterator[Batch]:
@@ -261,20 +172,20 @@ def bytes_read(work: Callable[[], object]) -> int:
     if not Path("/proc/self/io").exists():
         work()
         return 0
-    own = -so_far() + so_far()  # of asking
+    overhead = -so_far() + so_far()  # reading the counter counts as well
     before = so_far()
     work()
-    return max(so_far() - before - own, 0)
+    return max(so_far() - before - overhead, 0)
 
 
-def trunk(trainer: Trainer, batch: Batch) -> Task:
+def trunk(step: TrainingStep, batch: Batch) -> Task:
     """Forward, cross-entropy, backward."""
-    model, smoothing = trainer.step.model, trainer.config.MODEL.LABEL_SMOOTHING
+    model, smoothing = step.model, step.config.label_smoothing
     with without_experts(model):
         parameters = list(model.parameters())
 
     def run() -> None:
-        with without_experts(model), trainer.step.autocast():
+        with without_experts(model), step.autocast():
             logits = model(batch.images)
         loss = F.cross_entropy(logits.float(), batch.targets, label_smoothing=smoothing)
         torch.autograd.grad(loss, parameters)
@@ -300,9 +211,10 @@ class _Unchanged(nn.Module):
         return rows
 
 
-def router(trainer: Trainer, calls: Sequence[Call]) -> Task:
+def router(step: TrainingStep, calls: Sequence[Call]) -> Task:
     """Everything of the layers that the width of a token is not in, and the logits."""
-    weight, prepared = trainer.config.MODEL.MOE.AUX_LOSS_WEIGHT, []
+    weight = step.config.aux_loss_weight
+    prepared = []
     for call in calls:
         tokens = call.x.reshape(-1, call.layer.config.model_dim).detach().requires_grad_()
         narrow = replace(call.layer.config, model_dim=1, hidden_dim=1)
@@ -312,7 +224,7 @@ def router(trainer: Trainer, calls: Sequence[Call]) -> Task:
 
     def run() -> None:
         for alone, x, options, wanted in prepared:
-            with trainer.step.autocast():
+            with step.autocast():
                 y, aux_loss = alone(_not_a_leaf(x), **options)
             torch.autograd.grad(y.sum() + weight * aux_loss, wanted)
 
@@ -322,11 +234,12 @@ def router(trainer: Trainer, calls: Sequence[Call]) -> Task:
 def dispatch(moves: Moves) -> Task:
     """The operators with their arguments once more, forward and backward."""
     prepared = []
-    for operator, args in moves:
-        args = [
-            a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a
-            for a in args
-        ]
+    for operator, given in moves:
+        args = []
+        for arg in given:
+            if isinstance(arg, Tensor):
+                arg = arg.detach().requires_grad_(arg.is_floating_point())
+            args.append(arg)
         wanted = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
         prepared.append((operator, args, wanted, torch.ones_like(operator(*args))))
 
@@ -335,12 +248,12 @@ def dispatch(moves: Moves) -> Task:
             torch.autograd.grad(operator(*args), wanted, grad)
 
     combined = sum(
-        args[0].numel() for operator, args in moves if _operator_name(operator) == _MOVES[1]
+        args[0].numel() for operator, args in moves if operator_name(operator) == _MOVES[1]
     )
     return Task(run, replace(counted(run).work, flops=float(_COMBINE_FLOPS * combined)))
 
 
-def experts(trainer: Trainer, calls: Sequence[Call]) -> Task:
+def experts(step: TrainingStep, calls: Sequence[Call]) -> Task:
     """The experts' rows through their networks, forward and backward."""
     prepared = []
     for call in calls:
@@ -350,32 +263,37 @@ def experts(trainer: Trainer, calls: Sequence[Call]) -> Task:
 
     def run() -> None:
         for network, rows, offsets, grad in prepared:
-            with trainer.step.autocast():
+            with step.autocast():
                 out = network(_not_a_leaf(rows), offsets)
             torch.autograd.grad(out, [rows, *network.parameters()], grad)
 
     return counted(run)
 
 
-def exchange(trainer: Trainer, calls: Sequence[Call], batch: Batch) -> Task:
+def exchange(step: TrainingStep, calls: Sequence[Call], batch: Batch) -> Task:
     """What a step of several ranks sends."""
-    model, world = trainer.step.model, trainer.world
-    own = sum(p.numel() for p in expert_parameters(model).values())
-    shared = torch.zeros(sum(p.numel() for p in model.parameters()) - own, device=world.device)
+    model, world = step.model, step.world
+    num_expert_parameters = sum(p.numel() for p in expert_parameters(model).values())
+    num_parameters = sum(p.numel() for p in model.parameters())
+    shared = torch.zeros(num_parameters - num_expert_parameters, device=world.device)
     sent = _reduced(shared, world.size)
     if not calls:
         return Task(lambda: world.sum(shared), Work(exchange=sent))
     group, rows = calls[0].layer.group, calls[0].chunks[0][0]
     with count_traffic(group) as traffic:
-        trainer.train_step([batch])
-    # there and back, forward and backward
-    elements, ways = sum(traffic.elements.values()), 4 * len(calls)
-    message = rows.new_zeros(group.size, elements // ways // max(group.size - 1, 1))
-    replicated = torch.zeros(own if group.num_replicas > 1 else 0, device=world.device)
+        step.run([batch], 0)
+    elements = sum(traffic.elements.values())
+    # dispatch and combine, forward and backward
+    num_exchanges = 4 * len(calls)
+    message = rows.new_zeros(group.size, elements // num_exchanges // max(group.size - 1, 1))
+    num_replicated = 0
+    if group.num_replicas > 1:
+        num_replicated = num_expert_parameters
+    replicated = torch.zeros(num_replicated, device=world.device)
     sent += elements * rows.element_size() + _reduced(replicated, group.num_replicas)
 
     def run() -> None:
-        for _ in range(ways):
+        for _ in range(num_exchanges):
             all_to_all(message, group)
         world.sum(shared)
         if len(replicated):
@@ -388,33 +306,37 @@ def _reduced(gradients: Tensor, ranks: int) -> float:
     return 2 * gradients.nbytes * (ranks - 1) / ranks
 
 
-def optimiser(trainer: Trainer, batch: Batch) -> Task:
+def optimiser(step: TrainingStep, batch: Batch) -> Task:
     """Norm, clipping and update with the gradients of the batch."""
-    loss, _ = trainer.step.loss(batch)
+    loss, _ = step.loss(batch)
     loss.backward()
-    average_expert_gradients(trainer.step.model)
-    gradients = {p: p.grad for p in trainer.step.model.parameters() if p.grad is not None}
-    trainer.step.optimizer.zero_grad(set_to_none=True)
-    clip, name = trainer.config.TRAIN.CLIP_GRAD, trainer.config.TRAIN.OPTIMIZER.NAME
-    parts = [_UPDATE[name], _NORM, *([_CLIPPING] if clip else [])]
-    flops, moved = (
-        sum(p.numel() for p in gradients) * sum(each) for each in zip(*parts, strict=True)
-    )
+    average_expert_gradients(step.model)
+    gradients = {p: p.grad for p in step.model.parameters() if p.grad is not None}
+    step.optimizer.zero_grad(set_to_none=True)
+    max_norm = step.config.clip_grad
+    parts = [_UPDATE[step.config.optimizer.name], _NORM]
+    if max_norm:
+        parts.append(_CLIPPING)
+    num_parameters = sum(p.numel() for p in gradients)
+    flops = num_parameters * sum(flops for flops, _ in parts)
+    moved = num_parameters * sum(moved for _, moved in parts)
 
     def run() -> None:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
-        clip_gradients(trainer.step.model, clip)
-        trainer.step.optimizer.step()
-        trainer.step.optimizer.zero_grad(set_to_none=True)
+        clip_gradients(step.model, max_norm)
+        step.optimizer.step()
+        step.optimizer.zero_grad(set_to_none=True)
 
     return Task(run, Work(float(flops), float(moved)))
 
 
 @contextmanager
-def checkpoint(trainer: Trainer, directory: Path) -> Iterator[tuple[Task, list[Cost]]]:
+def checkpoint(
+    step: TrainingStep, policy: SavePolicy, directory: Path
+) -> Iterator[tuple[Task, list[Cost]]]:
     """Saves into `directory`, and what each has cost this rank; the work is that of the first one,
-    done already.
+    done already. The checkpoints hold no configuration and no state of a run.
 
     Raises:
         UserError: the last one failed.
@@ -422,14 +344,15 @@ def checkpoint(trainer: Trainer, directory: Path) -> Iterator[tuple[Task, list[C
     costs: list[Cost] = []
     saver = Saver(
         directory,
-        trainer.world,
-        save_policy(trainer.config),
+        step.world,
+        policy,
         say=lambda text: None,
         report=costs.append,
     )
+    meta = describe(step.model, step=0, config="", class_names=[])
 
     def run() -> None:
-        trainer.save(saver)
+        saver.save(step.model, step.state(), meta)
         saver.wait()
 
     run()

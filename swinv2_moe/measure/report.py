@@ -20,7 +20,6 @@ from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.curves import draw_curves, place
 from swinv2_moe.measure.run_record import RunRecord
-from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.routing import columns, record_choices
 
@@ -122,7 +121,7 @@ def _predict(deployed: Deployed) -> Samples:
     if not samples:
         return Samples(problem="No predictions: none of the images chosen for them can be read.")
     images = torch.stack([sample.image for sample in samples])
-    with record_choices(model) as choices, build_autocast(deployed.config, deployed.world)():
+    with record_choices(model) as choices, deployed.autocast():
         logits = model(images.to(deployed.world.device))
     probs = logits.float().softmax(1).cpu()
     choices = {name: ids.cpu() for name, ids in choices.items()}

@@ -9,7 +9,7 @@ interleaved rounds. These time a whole step, too, to tell what the phases leave 
 without mixup or averaged weights, with a learning rate of 0.
 """
 
-import math
+import itertools
 import os
 import shutil
 import statistics
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from yacs.config import CfgNode
@@ -28,17 +28,18 @@ from moe_core import moe_layers
 from moe_core.files import fsync
 from moe_core.parallel import ExpertGroup, all_to_all
 from swinv2_moe.config import (
+    AllSections,
+    TrainConfig,
+    all_sections,
     as_opts,
-    data_config,
     flatten,
     load_config,
-    model_config,
     resolve_batch_size,
+    run_config,
 )
-from swinv2_moe.data import Batch, build_data
+from swinv2_moe.data import Batch, Data, build_data
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases
-from swinv2_moe.measure.phases import Task, Work
 from swinv2_moe.measure.rounds import (
     REPEATABLE,
     Times,
@@ -49,14 +50,13 @@ from swinv2_moe.measure.rounds import (
     ratios,
     summed,
 )
+from swinv2_moe.measure.work import Task, Work
 from swinv2_moe.models import build_model
-from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
-from swinv2_moe.train.loop import Trainer
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from swinv2_moe.train.progress import steps_per_epoch
+from swinv2_moe.train.saver import save_policy
+from swinv2_moe.train.step import TrainingStep
 
 PHASES = ("data", "trunk", "router", "dispatch", "experts", "exchange", "optimiser", "checkpoint")
 OF_THE_STEP = PHASES[1:-1]
@@ -208,29 +208,26 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
     Raises:
         UserError: data that cannot be used, a strategy or a disk that is unfit.
     """
-    with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"):
+    run = run_config(config)
+    with open_world(run.device, run.timeout) as world, world.named_errors("a collective"):
         options = {"--output": str(output), "--rounds": rounds, "--warmup": warmup}
         check_same_start(flatten(config) | options, world)
-        trainer, before = (
-            _trainer(resolve_batch_size(config, world.size), world),
-            machine(world.device.type),
-        )
+        sections = all_sections(resolve_batch_size(config, world.size))
+        images = world.everywhere(lambda: build_data(sections.data, world.rank, world.size))
+        step = _step(sections, images, world)
+        before = machine(world.device.type)
         with scratch(output, world) as directory:
-            probes = _probes(trainer, directory / f"file-{world.rank}")
-            tasks, step = _tasks(trainer)
-            runs = {name: task.run for name, task in tasks.items()} | {"step": step}
-            runs |= {
-                f"peak {name}": probe.run for name, probe in probes.items() if name != "written"
-            }
+            probes = _probes(step, directory / f"file-{world.rank}")
+            tasks, run_step = _tasks(step, images)
+            runs = {name: task.run for name, task in tasks.items()} | {"step": run_step}
+            for name, probe in probes.items():
+                if name != "written":
+                    runs[f"peak {name}"] = probe.run
             times = interleaved(runs, rounds, warmup, world)
-            with phases.checkpoint(trainer, directory / "checkpoints") as (
-                tasks["checkpoint"],
-                costs,
-            ):
-                runs = {
-                    "checkpoint": tasks["checkpoint"].run,
-                    "peak written": probes["written"].run,
-                }
+            policy = save_policy(sections.checkpoint)
+            with phases.checkpoint(step, policy, directory / "checkpoints") as (task, costs):
+                tasks["checkpoint"] = task
+                runs = {"checkpoint": task.run, "peak written": probes["written"].run}
                 times |= interleaved(runs, _SAVES, 0, world)
     if not world.is_main:
         return None
@@ -239,19 +236,25 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
         for name, probe in probes.items()
     }
     resources = {name: peak for name, peak in peaks.items() if name != "written"}
-    found = {}
-    for name in (name for name in PHASES if name in tasks):
-        own = {"disk": peaks["written"]} if name == "checkpoint" else resources
-        found[name] = Phase(tasks[name].work, times[name], own)
-    return Roofline(_title(trainer), before, found, peaks, times["step"], costs[-1].stall, warmup)
+    measured = {}
+    for name in PHASES:
+        if name == "checkpoint":
+            measured[name] = Phase(tasks[name].work, times[name], {"disk": peaks["written"]})
+        elif name in tasks:
+            measured[name] = Phase(tasks[name].work, times[name], resources)
+    title = _title(sections, world.size)
+    return Roofline(title, before, measured, peaks, times["step"], costs[-1].stall, warmup)
 
 
-def _trainer(config: CfgNode, world: World) -> Trainer:
-    images = world.everywhere(lambda: build_data(data_config(config), world.rank, world.size))
-    seed_everything(config.SEED)
-    section = model_config(config)
-    experts = section.experts
-    model = build_model(section, images.num_classes, expert_group(experts, world))
+def _step(sections: AllSections, images: Data, world: World) -> TrainingStep:
+    """The step that is measured.
+
+    Raises:
+        UserError: a strategy whose exchange cannot be told apart, an epoch without a step.
+    """
+    train, experts = sections.train, sections.model.experts
+    seed_everything(sections.run.seed)
+    model = build_model(sections.model, images.num_classes, expert_group(experts, world))
     for layer in moe_layers(model).values():
         apart = layer.strategy != "auto" and layer.strategy.r > 0 and layer.shard.num_parts == 1
         if layer.group.size > 1 and not apart:
@@ -262,43 +265,52 @@ def _trainer(config: CfgNode, world: World) -> Trainer:
                 " where whole experts stay and rows travel (off, or fixed with R 1; no more ranks"
                 " than experts)"
             )
-    trainer = Trainer(config, world, images, model)
-    trainer.step.wrapped.train()
-    return trainer
+    steps_per_epoch(train.accumulation_steps, len(images.train_loader))
+    step = TrainingStep(train, world, model, images.num_classes)
+    step.wrapped.train()
+    return step
 
 
-def _title(trainer: Trainer) -> str:
-    model, data = model_config(trainer.config), data_config(trainer.config)
-    ranks = trainer.world.size
-    where = "one rank" if ranks == 1 else f"each of {ranks} ranks"
+def _title(sections: AllSections, num_ranks: int) -> str:
+    model, data = sections.model, sections.data
+    where = "one rank"
+    if num_ranks > 1:
+        where = f"each of {num_ranks} ranks"
     return (
         f"{model.type}, {model.experts.num_experts} experts, {data.img_size} px,"
-        f" {_dtype(trainer)}:"
+        f" {_dtype(sections.train)}:"
         f" {data.batch_size} images of {data.path or data.dataset} a step on {where}"
     )
 
 
-def _dtype(trainer: Trainer) -> str:
-    if trainer.config.AMP_ENABLE:
-        return trainer.config.AMP_DTYPE
+def _dtype(config: TrainConfig) -> str:
+    if config.amp_enable:
+        return config.amp_dtype
     return "float32"
 
 
-def _tasks(trainer: Trainer) -> tuple[dict[str, Task], Callable[[], object]]:
+def _tasks(step: TrainingStep, images: Data) -> tuple[dict[str, Task], Callable[[], object]]:
     """The phases of one batch but for the checkpoint, and the whole step."""
-    batches, device = phases.endless(trainer.data), trainer.world.device
-    images, targets, _ = next(batches)
-    batch = Batch(images.to(device), targets.to(device), [])
-    trainer.train_step([batch])  # moments, and DDP's buckets, begin with the first step
-    calls, moves = phases.watch(trainer, batch.images)
-    tasks = {"data": phases.data(batches), "trunk": phases.trunk(trainer, batch)}
+    batches = phases.endless(images)
+    first = next(batches)
+    device = step.world.device
+    batch = Batch(first.images.to(device), first.targets.to(device), [])
+    numbers = itertools.count()
+
+    def run_step() -> None:
+        step.run([batch], next(numbers))
+
+    run_step()  # moments, and DDP's buckets, begin with the first step
+    calls, moves = phases.watch(step, batch.images)
+    tasks = {"data": phases.data(batches), "trunk": phases.trunk(step, batch)}
     if calls:
-        tasks |= {"router": phases.router(trainer, calls), "dispatch": phases.dispatch(moves)}
-        tasks["experts"] = phases.experts(trainer, calls)
-    if trainer.world.size > 1:
-        tasks["exchange"] = phases.exchange(trainer, calls, batch)
-    tasks["optimiser"] = phases.optimiser(trainer, batch)
-    return tasks, lambda: trainer.train_step([batch])
+        tasks["router"] = phases.router(step, calls)
+        tasks["dispatch"] = phases.dispatch(moves)
+        tasks["experts"] = phases.experts(step, calls)
+    if step.world.size > 1:
+        tasks["exchange"] = phases.exchange(step, calls, batch)
+    tasks["optimiser"] = phases.optimiser(step, batch)
+    return tasks, run_step
 
 
 class Probe(NamedTuple):
@@ -309,8 +321,8 @@ class Probe(NamedTuple):
     run: Callable[[], object]
 
 
-def _probes(trainer: Trainer, file: Path) -> dict[str, Probe]:
-    world, dtype = trainer.world, _dtype(trainer)
+def _probes(step: TrainingStep, file: Path) -> dict[str, Probe]:
+    world, dtype = step.world, _dtype(step.config)
     product, flops = matrix_product(getattr(torch, dtype), world.device)
     source = torch.ones(_COPY // 4, device=world.device)
     target = torch.zeros_like(source)
@@ -365,81 +377,3 @@ def read_file(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while file.read(2**20):
             pass
-
-
-def draw(found: Roofline, path: Path) -> None:
-    """A PNG: the phases with FLOPs under the roof, and each phase's share of the step and of its
-    roof.
-
-    Raises:
-        UserError: a file that cannot be written.
-    """
-    figure = new_figure(12, 5.2)
-    roof, bars = figure.subplots(1, 2, width_ratios=[1.25, 1])
-    _draw_roof(roof, found)
-    _draw_shares(bars, found)
-    figure.suptitle(found.title, fontsize=10)
-    save_png(figure, path)
-
-
-def _draw_roof(axes: "Axes", found: Roofline) -> None:
-    peak, bandwidth = found.peaks["flops"].rate, found.peaks["memory"].rate
-    points = {name: phase for name, phase in found.phases.items() if phase.work.flops}
-    intensities = [phase.work.flops / phase.work.memory for phase in points.values()]
-    low, high = min(*intensities, peak / bandwidth) / 3, max(*intensities, peak / bandwidth) * 10
-    corners = [low, peak / bandwidth, high]
-    axes.plot(corners, [min(peak, bandwidth * x) / 1e9 for x in corners], color="0.3", label="roof")
-    axes.annotate(
-        f"{peak / 1e9:,.0f} GFLOP/s",
-        (high, peak / 1e9),
-        (0, 4),
-        textcoords="offset points",
-        ha="right",
-    )
-    middle = math.sqrt(low * peak / bandwidth)
-    axes.annotate(
-        f"{bandwidth / 1e9:,.1f} GB/s",
-        (middle, bandwidth * middle / 1e9),
-        (-8, 6),
-        ha="right",
-        textcoords="offset points",
-    )
-    for i, (intensity, name) in enumerate(sorted(zip(intensities, points, strict=True))):
-        place = (intensity, points[name].rate("flops") / 1e9)
-        axes.plot(*place, "o", color=_colour(name))
-        offset = (0, -14 if i % 2 else 7)  # neighbours may be close
-        axes.annotate(
-            name, place, offset, textcoords="offset points", ha="center", color=_colour(name)
-        )
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of memory", ylabel="GFLOP/s")
-    tidy(axes)
-
-
-def _draw_shares(axes: "Axes", found: Roofline) -> None:
-    names = list(found.phases)[::-1]
-    for offset, label, colour, values in (
-        (0.2, "of the step's time", COLOURS[0], [found.share_of_step(name) for name in names]),
-        (-0.2, "of its roof", COLOURS[5], [found.phases[name].bound()[1] for name in names]),
-    ):
-        percent = [100 * (value or 0) for value in values]
-        drawn = axes.barh(
-            [i + offset for i in range(len(names))], percent, 0.38, color=colour, label=label
-        )
-        texts = ["" if value is None else f"{value:.1%}" for value in values]
-        axes.bar_label(drawn, texts, padding=3, fontsize=8)
-    axes.set_yticks(
-        range(len(names)),
-        [f"{name}\n({found.phases[name].bound()[0]})" for name in names],
-        fontsize=8,
-    )
-    axes.set_xlabel("%; in brackets what bounds it")
-    axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
-    tidy(axes)
-    axes.grid(axis="y", visible=False)
-    axes.grid(axis="x", alpha=0.3)
-    # above, where no bar is
-    axes.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
-
-
-def _colour(name: str) -> str:
-    return COLOURS[("trunk", "router", "dispatch", "experts", "optimiser").index(name)]

@@ -75,7 +75,10 @@ def interleaved(
         seconds = dict.fromkeys(alternatives, 0.0)
         for turn in range(turns):
             is_backwards = (r + turn) % 2 == 1
-            for name in reversed(alternatives) if is_backwards else alternatives:
+            names = list(alternatives)
+            if is_backwards:
+                names.reverse()
+            for name in names:
                 if world is not None:
                     world.barrier()
                 seconds[name] += _seconds(alternatives[name], clock)
@@ -83,7 +86,9 @@ def interleaved(
             for name in alternatives:
                 times[name].append(1e3 * seconds[name])
     run = uuid.uuid4().hex[:8]
-    everyone = [times] if world is None else world.gather(times)
+    everyone = [times]
+    if world is not None:
+        everyone = world.gather(times)
     slowest = {}
     for name in alternatives:
         ranks = [times_of_rank[name] for times_of_rank in everyone]
@@ -174,17 +179,17 @@ def latencies(values: Sequence[float]) -> dict[str, float]:
     if len(values) == 1:
         return dict.fromkeys(("p50", "p90", "max"), values[0])
     cuts = statistics.quantiles(values, n=100, method="inclusive")
-    last = {"p99": cuts[98]} if len(values) >= 100 else {"max": max(values)}
-    return {"p50": cuts[49], "p90": cuts[89]} | last
+    shown = {"p50": cuts[49], "p90": cuts[89]}
+    if len(values) >= 100:
+        return shown | {"p99": cuts[98]}
+    return shown | {"max": max(values)}
 
 
 def machine(device: str) -> str:
     """Device, threads, load and version, for the head of a record."""
-    name = (
-        torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
+    name = f"CPU, {torch.get_num_threads()} threads"
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
     load = "/".join(f"{value:.1f}" for value in os.getloadavg())
     return f"{name}; load {load} on {os.cpu_count()} cores; torch {torch.__version__}"
 

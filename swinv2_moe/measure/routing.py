@@ -35,7 +35,6 @@ from swinv2_moe.measure.routing_figures import classes_figure, load_figure, pict
 from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import block_name
 from swinv2_moe.plots import save_png
-from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.record import Bar
 from swinv2_moe.train.routing import columns, denormalise, record_choices, spread
@@ -349,7 +348,7 @@ def _count(
 def _forward(model: nn.Module, images: Tensor, deployed: Deployed) -> Tensor:
     """Run the model, whose choices are being recorded; returns the images on its device."""
     images = images.to(deployed.world.device, non_blocking=True)
-    with build_autocast(deployed.config, deployed.world)():
+    with deployed.autocast():
         model(images)
     return images
 

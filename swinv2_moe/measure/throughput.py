@@ -33,18 +33,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from yacs.config import CfgNode
 
 from moe_core import moe_layers, prepared
 from swinv2_moe.config import (
+    AllSections,
     DataConfig,
     ModelConfig,
+    all_sections,
     as_opts,
-    data_config,
     flatten,
     load_config,
     model_config,
+    run_config,
 )
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
@@ -63,6 +64,7 @@ from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.train.parallelize import local_part
 from swinv2_moe.train.record import dropped_share
 from swinv2_moe.train.step import TrainingStep
 
@@ -239,20 +241,22 @@ def measure(plan: Plan, rounds: int, warmup: int) -> Iterator[Row]:
         UserError: experts or a strategy that do not fit the ranks; a GPU whose memory is too small.
     """
     config = plan[0][1]
-    with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"):
+    run = run_config(config)
+    with open_world(run.device, run.timeout) as world, world.named_errors("a collective"):
         measured = {
             "combinations": [str(one) for one, *_ in plan],
             "--rounds": rounds,
             "--warmup": warmup,
         }
         check_same_start(flatten(config) | measured, world)
-        if world.size > 1 and config.MODEL.MOE.STRATEGY == "auto":
+        if world.size > 1 and model_config(config).experts.strategy == "auto":
             raise UserError(
                 "MODEL.MOE.STRATEGY is 'auto': its trials would be timed too; name the strategy to"
                 " measure"
             )
         sizes = [measure_model(own, _classes(own)) for own in map(model_config, plan[0][1:])]
         for combination, *configs in plan:
+            configs = [all_sections(config) for config in configs]
             try:
                 row = _measure(combination, configs, sizes, rounds, warmup, world)
             except torch.OutOfMemoryError as error:
@@ -271,7 +275,7 @@ class Subject(NamedTuple):
 
 def _measure(
     combination: Combination,
-    configs: Sequence[CfgNode],
+    configs: Sequence[AllSections],
     sizes: Sequence[Complexity],
     rounds: int,
     warmup: int,
@@ -307,18 +311,19 @@ def prepared_for_inference(subjects: Iterable[Subject]) -> Iterator[None]:
         yield
 
 
-def prepare(mode: str, config: CfgNode, world: World) -> Subject:
+def prepare(mode: str, config: AllSections, world: World) -> Subject:
     """The model of one of the configurations of `combinations`, and its pass or step."""
     if mode == "training":
         return _training(config, world)
     return _inference(config, world)
 
 
-def _inference(config: CfgNode, world: World) -> Subject:
+def _inference(config: AllSections, world: World) -> Subject:
     """The forward pass of the evaluation."""
-    model, images = _model(config, world).eval(), _batch(data_config(config), world).images
-    autocast = build_autocast(config, world)
-    if config.COMPILE:
+    model = _model(config, world).eval()
+    images = _batch(config.data, world).images
+    autocast = build_autocast(config.run, world)
+    if config.run.compile:
         model.compile()
 
     @torch.inference_mode()
@@ -329,21 +334,19 @@ def _inference(config: CfgNode, world: World) -> Subject:
     return Subject(model, run, None)
 
 
-def _training(config: CfgNode, world: World) -> Subject:
+def _training(config: AllSections, world: World) -> Subject:
     """Training steps on one batch."""
-    section = data_config(config)
-    batch = _batch(section, world)
-    step = TrainingStep(config, world, _model(config, world), _classes(section))
+    batch = _batch(config.data, world)
+    step = TrainingStep(config.train, world, _model(config, world), _classes(config.data))
     step.wrapped.train()
     numbers = itertools.count()
     return Subject(step.model, lambda: step.run([batch], next(numbers)), step.optimizer)
 
 
-def _model(config: CfgNode, world: World) -> MoEModel:
-    seed_everything(config.SEED)
-    section = model_config(config)
-    group = expert_group(section.experts, world)
-    return build_model(section, _classes(section), group).to(world.device)
+def _model(config: AllSections, world: World) -> MoEModel:
+    seed_everything(config.run.seed)
+    group = expert_group(config.model.experts, world)
+    return build_model(config.model, _classes(config.model), group).to(world.device)
 
 
 def _batch(config: DataConfig, world: World) -> Batch:
@@ -364,17 +367,11 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _held(subject: Subject) -> int:
-    states = subject.optimizer.state.values() if subject.optimizer else ()
-    tensors = [
-        *subject.model.parameters(),
-        *(value for state in states for value in state.values()),
-    ]
-    tensors = [
-        t.to_local() if isinstance(t, DTensor) else t
-        for t in tensors
-        if isinstance(t, torch.Tensor)
-    ]
-    return sum(tensor.nbytes for tensor in tensors)
+    tensors = list(subject.model.parameters())
+    if subject.optimizer:
+        for state in subject.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
 def _routing(model: MoEModel) -> tuple[float, float]:

@@ -3,12 +3,12 @@
 from functools import partial
 
 import torch
-from yacs.config import CfgNode
 
+from swinv2_moe.config import RunConfig, TrainConfig
 from swinv2_moe.train.distributed import World
 
 
-def build_autocast(config: CfgNode, world: World) -> partial:
+def build_autocast(config: RunConfig | TrainConfig, world: World) -> partial:
     """A factory of autocast contexts for the device, as AMP_ENABLE and AMP_DTYPE say."""
-    dtype = getattr(torch, config.AMP_DTYPE)
-    return partial(torch.autocast, world.device.type, dtype=dtype, enabled=config.AMP_ENABLE)
+    dtype = getattr(torch, config.amp_dtype)
+    return partial(torch.autocast, world.device.type, dtype=dtype, enabled=config.amp_enable)

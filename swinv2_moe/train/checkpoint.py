@@ -1,15 +1,15 @@
-"""Checkpoints on disk: what makes a directory one, how it is found and checked, and reading it into
-a model.
+"""Checkpoints on disk: their layout, how they are found and checked, and reading them into a model.
 
-    checkpoints/step-00001200/   meta.json   step, configuration, state of the training, every file
-    with its checksum
-                                 model.safetensors, experts/...   the weights (moe_core.checkpoint)
-                                 ema/..., optimizer/<kind>/...    the same files of the averaged
-                                 weights and the moments
-    checkpoints/latest, best     links to the ones to use
+    checkpoints/step-00001200/
+        meta.json                        step, configuration, state of the training; size and
+                                         checksum of every file
+        model.safetensors, experts/...   the weights (moe_core.checkpoint)
+        ema/...                          the averaged weights, in the same files
+        optimizer/<kind>/...             the moments, in the same files
+    checkpoints/latest, best             links to the checkpoints to use
 
-A directory appears under its name when it is complete (swinv2_moe.train.saver), and none is
-trusted before each of its files has the size and checksum that meta.json holds.
+A directory gets its name when it is complete (swinv2_moe.train.saver). It is not used before each
+of its files has been compared with the size and checksum in meta.json.
 """
 
 import itertools
@@ -23,47 +23,64 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from yacs.config import CfgNode
 
 from moe_core import expert_parameters, load_strategy_decisions, moe_layers
 from moe_core.checkpoint import TRUNK, count_experts, load_tensors, save_tensors
 from moe_core.files import damage, fsync_and_hash
+from swinv2_moe.config import ModelConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import publish_directory
-from swinv2_moe.model_types import model_type
+from swinv2_moe.model_types import model_types
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.weights import check_finite, compare
 from swinv2_moe.train.distributed import World
-from swinv2_moe.train.meta import DamagedError, read_meta, write_meta
+from swinv2_moe.train.meta import DamagedError, describe, read_meta, write_meta
 
+# Changes the tensors of a checkpoint before they are compared with the model's.
 Fit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
-_ALONE = World(0, 1, torch.device("cpu"))
+_ONE_PROCESS = World(0, 1, torch.device("cpu"))
+
+
+def _unchanged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were found whole, and what was found wrong with newer ones."""
+    """A checkpoint whose files are complete and undamaged."""
 
     directory: Path
-    meta: dict
-    skipped: tuple[str, ...] = ()
+    meta: dict  # of meta.json
+    skipped: tuple[str, ...] = ()  # why newer checkpoints were not used
 
     def has(self, section: str) -> bool:
-        """Whether it holds anything of a section ("ema", "optimizer/exp_avg")."""
+        """Whether it has files of a section ("ema", "optimizer/exp_avg")."""
         return any(file.startswith(f"{section}/") for file in self.meta["files"])
 
     def optimizer_sections(self) -> list[str]:
-        """Such as "optimizer/exp_avg"."""
-        parts = [file.split("/") for file in self.meta["files"] if file.startswith("optimizer/")]
-        return sorted({"/".join(part[:2]) for part in parts})
+        """The names of its sections of moments, such as "optimizer/exp_avg"."""
+        sections = set()
+        for file in self.meta["files"]:
+            if file.startswith("optimizer/"):
+                kind = file.split("/")[1]
+                sections.add(f"optimizer/{kind}")
+        return sorted(sections)
+
+    @property
+    def weights_section(self) -> str:
+        """The section of the weights to deploy: the averaged ones if there are any."""
+        if self.has("ema"):
+            return "ema"
+        return ""
 
     def expert_ages(self) -> str | None:
-        """How many steps older than the rest the experts of a partial save are; None if none is."""
-        ages = [
-            self.meta["step"] - step for steps in self.meta["experts"].values() for step in steps
-        ]
+        """One line about experts that are older than the checkpoint (partial saves); None if none
+        is."""
+        ages = []
+        for steps in self.meta["experts"].values():
+            ages += [self.meta["step"] - step for step in steps]
         old = [age for age in ages if age]
         if not old:
             return None
@@ -75,58 +92,62 @@ class Checkpoint:
 
 def checkpoints_below(root: Path) -> list[Path]:
     """The complete checkpoints in `root`, the newest step first."""
-    found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=order_of, reverse=True)
+    paths = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=order_of, reverse=True)
 
 
 def order_of(directory: Path) -> tuple[int, int]:
-    """The step in a checkpoint's name, and which of that step it is: larger is newer."""
-    step, again = _NAME.fullmatch(directory.name).groups(default="0")
-    return int(step), int(again)
+    """The step in a checkpoint's name, and its number among those of that step. The larger, the
+    newer."""
+    step, number = _NAME.fullmatch(directory.name).groups(default="0")
+    return int(step), int(number)
 
 
 def free_name(path: Path) -> Path:
     """`path`, or the first of path-1, path-2, ... that does not exist."""
-    return next(
-        p
-        for i in itertools.count()
-        if not (p := path.with_name(path.name + f"-{i}" * (i > 0))).exists()
-    )
+    candidate = path
+    for i in itertools.count(1):
+        if not candidate.exists():
+            break
+        candidate = path.with_name(f"{path.name}-{i}")
+    return candidate
 
 
 def find_checkpoint(
     resume: str,
     root: Path,
-    world: World = _ALONE,
+    world: World = _ONE_PROCESS,
     key: str = "--resume",
     weights_only: bool = False,
 ) -> Checkpoint | None:
-    """The checkpoint that `--resume` means, every file of it checked. Every rank calls this; they
-    share the work.
-
-    "auto" and a run directory mean the newest whole checkpoint by step ("auto" in `root`, where
-    there may be none); another directory is the checkpoint itself.
+    """The checkpoint that `--resume` names, with every file checked. Every rank calls this; the
+    ranks share the work.
 
     Args:
-        key: what messages call the option.
-        weights_only: leaves the optimiser's files unchecked.
+        resume: "auto" is the newest undamaged checkpoint in `root`, or None if there is no
+            checkpoint. A run directory is the newest undamaged checkpoint of the run. Another
+            directory is the checkpoint itself.
+        key: the name of the option in messages.
+        weights_only: do not check the optimiser's files.
 
     Raises:
-        UserError: there is none, or none that is whole; the damaged file is named.
+        UserError: there is none, or all are damaged; the damaged file is named.
     """
-    path = root if resume == "auto" else Path(resume)
-    if resume != "auto" and not world.agree(
-        (path / "checkpoints").is_dir() or bool(checkpoints_below(path))
-    ):
-        return open_checkpoint(path, world, key, weights_only)
-    path = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    path = root
+    if resume != "auto":
+        path = Path(resume)
+        is_run = (path / "checkpoints").is_dir() or bool(checkpoints_below(path))
+        if not world.agree(is_run):
+            return open_checkpoint(path, world, key, weights_only)
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
     skipped: list[str] = []
     for directory in world.agree(checkpoints_below(path)):
         try:
-            found = open_checkpoint(directory, world, key, weights_only)
-            if found.meta["step"] != order_of(directory)[0]:
-                raise DamagedError(f"checkpoint {directory} is one of step {found.meta['step']}")
-            return Checkpoint(directory, found.meta, tuple(skipped))
+            meta = open_checkpoint(directory, world, key, weights_only).meta
+            if meta["step"] != order_of(directory)[0]:
+                raise DamagedError(f"checkpoint {directory} is one of step {meta['step']}")
+            return Checkpoint(directory, meta, tuple(skipped))
         except DamagedError as error:
             skipped.append(str(error))
     if skipped:
@@ -137,7 +158,7 @@ def find_checkpoint(
 
 
 def open_checkpoint(
-    path: Path, world: World = _ALONE, key: str = "checkpoint", weights_only: bool = False
+    path: Path, world: World = _ONE_PROCESS, key: str = "checkpoint", weights_only: bool = False
 ) -> Checkpoint:
     """The checkpoint in the directory `path`. Arguments as in `find_checkpoint`.
 
@@ -148,14 +169,7 @@ def open_checkpoint(
     meta, error = None, None
     try:
         meta = read_meta(path, key)
-        if world.is_main:
-            _check_listing(path, meta["files"])
-        files = [
-            file for file in meta["files"] if not (weights_only and file.startswith("optimizer/"))
-        ]
-        for file in sorted(files)[world.rank :: world.size]:
-            if found := damage_of(path, file, meta["files"][file]):
-                raise DamagedError(f"checkpoint {path}: {file} {found}")
+        _check_files(path, meta["files"], world, weights_only)
     except UserError as problem:
         error = problem
     except PermissionError as problem:
@@ -168,12 +182,29 @@ def open_checkpoint(
     return Checkpoint(path, meta)
 
 
+def _check_files(
+    directory: Path, records: dict[str, dict], world: World, weights_only: bool
+) -> None:
+    """Raise DamagedError for a damaged file among this rank's share of the files in `records`."""
+    if world.is_main:
+        _check_listing(directory, records)
+    files = sorted(records)
+    if weights_only:
+        files = [file for file in files if not file.startswith("optimizer/")]
+    for file in files[world.rank :: world.size]:
+        problem = damage_of(directory, file, records[file])
+        if problem:
+            raise DamagedError(f"checkpoint {directory}: {file} {problem}")
+
+
 def damage_of(directory: Path, file: str, record: dict[str, int | str]) -> str | None:
-    """What is wrong with a checkpoint's file, in a phrase; None if nothing is. `record` is that of
-    meta.json.
+    """What is wrong with a file of a checkpoint, as a phrase; None if nothing is.
+
+    Args:
+        record: size and checksum of the file, from meta.json.
 
     Raises:
-        PermissionError: it may be whole, but must not be read.
+        PermissionError: the file must not be read.
     """
     if _leads_outside(directory, directory / file):
         return "is a link that leads out of the checkpoint"
@@ -181,13 +212,12 @@ def damage_of(directory: Path, file: str, record: dict[str, int | str]) -> str |
 
 
 def _leads_outside(directory: Path, path: Path) -> bool:
-    """Whether links take `path`, in the directory, to another place; one that leads nowhere does
-    not."""
+    """Whether `path`, with its links resolved, lies outside of the directory."""
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory))
 
 
 def _check_listing(directory: Path, files: Collection[str]) -> None:
-    """Raise DamagedError where there is something that could be read without a checksum."""
+    """Raise DamagedError if the directory has a file that could be read but has no checksum."""
     for path in directory.rglob("*"):
         name = str(path.relative_to(directory))
         if path.is_symlink() and _leads_outside(directory, path):
@@ -202,15 +232,16 @@ def write_weights(
     directory: Path,
     model: nn.Module,
     tensors: dict[str, Tensor],
-    config: CfgNode,
+    config: str,
     class_names: list[str],
     step: int = 0,
 ) -> None:
-    """A checkpoint of weights alone, written by this one process.
+    """Write a checkpoint that holds weights only. One process calls this.
 
     Args:
-        model: tells which names are experts'; may be on the meta device.
-        tensors: all of `model.state_dict()`'s.
+        model: tells which tensors are experts; may be on the meta device.
+        tensors: as in `model.state_dict()`.
+        config: the complete configuration, as YAML.
 
     Raises:
         UserError: `directory` exists or cannot be written; nothing is left behind.
@@ -218,14 +249,13 @@ def write_weights(
     if directory.exists():
         raise UserError(f"{directory} already exists")
     temporary = directory.with_name(f".{directory.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     try:
         temporary.mkdir(parents=True)
         save_tensors(temporary, model, tensors)
-        files = {
-            str(path.relative_to(temporary)): fsync_and_hash(path)
-            for path in sorted(temporary.rglob("*.safetensors"))
-        }
+        files = {}
+        for path in sorted(temporary.rglob("*.safetensors")):
+            files[str(path.relative_to(temporary))] = fsync_and_hash(path)
         write_meta(temporary, describe(model, step, config, class_names) | {"files": files})
         publish_directory(temporary, directory)
     except OSError as error:
@@ -233,59 +263,41 @@ def write_weights(
         raise UserError(f"{directory} cannot be written ({error})") from error
 
 
-def describe(
-    model: nn.Module,
-    step: int,
-    config: CfgNode,
-    class_names: list[str],
-    training: dict | None = None,
-) -> dict:
-    """What meta.json says, besides its files, of a checkpoint whose experts are all of this
-    step."""
-    return {
-        "step": step,
-        "training": training,
-        "class_names": class_names,
-        "experts": {
-            name: [step] * layer.config.num_experts for name, layer in moe_layers(model).items()
-        },
-        "windows": model.position_windows(),
-        "config": config.dump(),
-    }
-
-
 def read_section(
     checkpoint: Checkpoint,
     section: str,
     model: nn.Module,
     expected: dict[str, Tensor],
-    fit: Fit = lambda found: found,
+    fit: Fit = _unchanged,
 ) -> dict[str, Tensor]:
-    """A section's tensors for this rank, which are exactly the `expected` ones by name and shape.
+    """A section's tensors for this rank, with the names and shapes of `expected`.
 
     Args:
-        fit: what is done to the tensors that were found, before they are compared.
+        fit: called with the tensors of the checkpoint, before they are compared.
 
     Raises:
-        UserError: files missing or unreadable, weights of other windows, or every key that is
-            missing, unexpected or of another shape.
+        UserError: files are missing or unreadable, the weights are of other windows, or tensors are
+            missing, unexpected or of another shape; all of them are named.
     """
     directory = checkpoint.directory
     check_windows(model, checkpoint.meta.get("windows"), f"checkpoint {directory}")
-    wrong_experts = _compare_expert_counts(directory / section, model)
-    if wrong_experts:  # some files may be missing; the trunk's keys are still to be listed
+    problems = _compare_expert_counts(directory / section, model)
+    reader = model
+    if problems:  # the experts cannot be read; the trunk's problems are listed as well
+        reader = nn.Module()
         experts = expert_parameters(model)
         expected = {name: tensor for name, tensor in expected.items() if name not in experts}
-    tensors = fit(
-        read_tensors(checkpoint, section, nn.Module() if wrong_experts else model, expected)
-    )
-    problems = "; ".join(filter(None, [*wrong_experts, compare(expected, tensors)]))
+    tensors = fit(read_tensors(checkpoint, section, reader, expected))
+    difference = compare(expected, tensors)
+    if difference:
+        problems.append(difference)
     if problems:
-        what = "it"
+        subject = "it"
         if section:
-            what = f"its {section} state"
+            subject = f"its {section} state"
         raise UserError(
-            f"checkpoint {directory}: {what} does not fit the model: {problems}; nothing was loaded"
+            f"checkpoint {directory}: {subject} does not fit the model: {'; '.join(problems)};"
+            " nothing was loaded"
         )
     return tensors
 
@@ -293,11 +305,13 @@ def read_section(
 def read_tensors(
     checkpoint: Checkpoint, section: str, model: nn.Module, like: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """A section's tensors as they are in its files; `model` and `like` as in
-    `moe_core.load_tensors`.
+    """A section's tensors as they are in its files.
+
+    Args:
+        model, like: as in `moe_core.checkpoint.load_tensors`.
 
     Raises:
-        UserError: files missing or unreadable.
+        UserError: files are missing or unreadable.
     """
     try:
         return load_tensors(checkpoint.directory / section, model, like)
@@ -308,43 +322,45 @@ def read_tensors(
 
 
 def read_weights_of(
-    checkpoint: Checkpoint, model: nn.Module, fit: Fit = lambda found: found
+    checkpoint: Checkpoint, model: nn.Module, fit: Fit = _unchanged
 ) -> dict[str, Tensor]:
-    """The weights to deploy, named as in the model: the averaged ones where there are any. `fit` as
-    in `read_section`.
+    """The weights to deploy, named as in the model: the averaged ones if there are any.
+
+    Args:
+        fit: as in `read_section`.
 
     Raises:
-        UserError: they do not fit.
+        UserError: they do not fit the model.
     """
-    return read_section(
-        checkpoint, "ema" if checkpoint.has("ema") else "", model, model.state_dict(), fit
-    )
+    section = checkpoint.weights_section
+    return read_section(checkpoint, section, model, model.state_dict(), fit)
 
 
 def read_dense(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
-    """The weights to deploy of a model without experts, for one that has them.
+    """The weights to deploy of a dense checkpoint, to upcycle into `model`.
 
     Raises:
-        UserError: it has experts, or knows other windows.
+        UserError: the checkpoint has experts, or is of other windows.
     """
     check_windows(model, checkpoint.meta.get("windows"), f"checkpoint {checkpoint.directory}")
     if checkpoint.meta["experts"]:
         raise UserError(
             f"checkpoint {checkpoint.directory} has experts, MODEL.UPCYCLE True needs dense weights"
         )
-    return read_tensors(checkpoint, "ema" if checkpoint.has("ema") else "", nn.Module())
+    return read_tensors(checkpoint, checkpoint.weights_section, nn.Module())
 
 
 def load_weights(
-    checkpoint: Checkpoint, model: nn.Module, fit: Fit = lambda found: found, finite: bool = True
+    checkpoint: Checkpoint, model: nn.Module, fit: Fit = _unchanged, finite: bool = True
 ) -> None:
-    """`read_weights_of` a checkpoint into the model, and the strategies found with it.
+    """Load the weights to deploy and the strategies of a checkpoint into the model.
 
     Args:
-        finite: whether NaN and infinity are refused.
+        fit: as in `read_section`.
+        finite: refuse NaN and infinity.
 
     Raises:
-        UserError: they do not fit; nothing is loaded then.
+        UserError: they do not fit the model; nothing is loaded.
     """
     tensors = read_weights_of(checkpoint, model, fit)
     if finite:
@@ -354,12 +370,13 @@ def load_weights(
 
 
 def load_strategies(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """The strategies that a training has found, if any, into the model's layers.
+    """Load the strategies that the tuner found in training, if any, into the model's layers.
 
     Raises:
-        UserError: they are not such ones.
+        UserError: they cannot be used.
     """
-    decisions = (checkpoint.meta["training"] or {}).get("strategies", [])
+    training = checkpoint.meta["training"] or {}
+    decisions = training.get("strategies", [])
     try:
         load_strategy_decisions(model, decisions)
     except (TypeError, ValueError) as error:
@@ -368,13 +385,13 @@ def load_strategies(checkpoint: Checkpoint, model: nn.Module) -> None:
         ) from error
 
 
-def count_classes(checkpoint: Checkpoint, config: CfgNode) -> int:
-    """The number of outputs of the classifier of a checkpoint with this configuration.
+def count_classes(checkpoint: Checkpoint, config: ModelConfig) -> int:
+    """The number of classes of a checkpoint of this model.
 
     Raises:
-        UserError: there is none.
+        UserError: it has no classifier.
     """
-    weight = f"{model_type(config).model.classifier}.weight"
+    weight = f"{model_types()[config.type].model.classifier}.weight"
     try:
         with safe_open(checkpoint.directory / TRUNK, "pt") as trunk:
             shape = trunk.get_slice(weight).get_shape()
@@ -390,12 +407,17 @@ def count_classes(checkpoint: Checkpoint, config: CfgNode) -> int:
 
 
 def _compare_expert_counts(section: Path, model: nn.Module) -> list[str]:
-    """The layers whose number of experts differs, one phrase each; a dense checkpoint's are told by
-    its keys."""
-    found, layers = count_experts(section), moe_layers(model)
-    wanted = {name: layer.config.num_experts for name, layer in layers.items()} if found else {}
-    return [
-        f"{name}.experts: {found.get(name, 0)} there, {wanted.get(name, 0)} in the model"
-        for name in sorted({*found, *wanted})
-        if found.get(name, 0) != wanted.get(name, 0)
-    ]
+    """One phrase for each layer whose number of experts differs.
+
+    None for a dense checkpoint: the comparison of names tells what it lacks.
+    """
+    saved = count_experts(section)
+    if not saved:
+        return []
+    needed = {name: layer.config.num_experts for name, layer in moe_layers(model).items()}
+    differences = []
+    for name in sorted(saved.keys() | needed.keys()):
+        num_saved, num_needed = saved.get(name, 0), needed.get(name, 0)
+        if num_saved != num_needed:
+            differences.append(f"{name}.experts: {num_saved} there, {num_needed} in the model")
+    return differences

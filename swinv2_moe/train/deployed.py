@@ -4,27 +4,31 @@ model."""
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from yacs.config import CfgNode
 
 from swinv2_moe.config import (
+    AllSections,
     DataConfig,
     ModelConfig,
+    all_sections,
     as_opts,
     config_from_text,
     data_config,
     default_config,
     merge_opts,
-    model_config,
+    resolve_batch_size,
+    run_config,
 )
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.train import checkpoint
 from swinv2_moe.train.agreement import check_same_start
+from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world
 
@@ -43,21 +47,26 @@ _NOT_THE_MODELS = {
 
 @dataclass(frozen=True)
 class Deployed:
-    """A checkpoint, whole, among the processes that use it."""
+    """A complete checkpoint, the processes that use it, and its configuration there."""
 
     world: World
     source: Checkpoint
-    config: CfgNode
+    config: AllSections
 
     @property
     def data(self) -> DataConfig:
         """The section of the data that the checkpoint is used with."""
-        return data_config(self.config)
+        return self.config.data
 
     @property
     def model_config(self) -> ModelConfig:
         """The section of the model."""
-        return model_config(self.config)
+        return self.config.model
+
+    @property
+    def autocast(self) -> partial:
+        """A factory of autocast contexts, as the configuration says."""
+        return build_autocast(self.config.run, self.world)
 
     def model(self, num_classes: int) -> MoEModel:
         """Its model on this rank's device, in evaluation mode; with `num_classes` 0 the model
@@ -84,30 +93,26 @@ class Deployed:
         Raises:
             UserError: the data has another number of classes.
         """
-        own, data = self.source.meta["class_names"] or class_names, self.data
-        if len(own) != len(class_names):
-            where = data.dataset
-            if datasets()[data.dataset].needs_path:
-                where = data.path
+        trained = self.source.meta["class_names"] or class_names
+        if len(trained) != len(class_names):
+            where = self.data.dataset
+            if datasets()[where].needs_path:
+                where = self.data.path
             raise UserError(
-                f"checkpoint {self.source.directory} has {len(own):,} classes, the data ({where})"
-                " has"
-                f" {len(class_names):,}"
+                f"checkpoint {self.source.directory} has {len(trained):,} classes, the data"
+                f" ({where}) has {len(class_names):,}"
             )
-        other = [
-            i for i, (here, there) in enumerate(zip(own, class_names, strict=True)) if here != there
-        ]
-        if not other:
+        different = [i for i, name in enumerate(class_names) if name != trained[i]]
+        if not different:
             return None
-        first = other[0]
+        first = different[0]
         return (
-            f"{len(other):,} of {len(own):,} classes have other names: class {first} is"
-            f" {own[first]!r} in the"
-            f" checkpoint, {class_names[first]!r} in the data"
+            f"{len(different):,} of {len(trained):,} classes have other names: class {first} is"
+            f" {trained[first]!r} in the checkpoint, {class_names[first]!r} in the data"
         )
 
     def facts(self) -> dict:
-        """What a result is worth nothing without, ready for JSON."""
+        """What identifies the measured checkpoint in a result, ready for JSON."""
         return {
             "checkpoint": str(self.source.directory),
             "step": self.source.meta["step"],
@@ -143,9 +148,10 @@ def open_deployed(
         UserError: there is none that is whole, options that cannot be used, ranks with different
             ones.
     """
-    place = default_config()
-    merge_opts(place, opts)
-    with open_world(place.DEVICE, place.TIMEOUT) as world, world.named_errors("a collective"):
+    options_alone = default_config()
+    merge_opts(options_alone, opts)
+    run = run_config(options_alone)
+    with open_world(run.device, run.timeout) as world, world.named_errors("a collective"):
         keys = dict(zip(opts[::2], opts[1::2], strict=True))
         check_same_start(
             {"--resume": resume, "--dataset": dataset} | keys | dict(options or {}), world
@@ -153,26 +159,26 @@ def open_deployed(
         source = checkpoint.find_checkpoint(resume, Path(resume), world, weights_only=True)
         if source is None:
             raise UserError(f"--resume {resume}: name a checkpoint or a run")
-        yield Deployed(world, source, _configuration(source, data, dataset, opts))
+        yield Deployed(world, source, _configuration(source, data, dataset, opts, world.size))
 
 
 def _configuration(
-    source: Checkpoint, data: str | None, dataset: str | None, opts: Sequence[str]
-) -> CfgNode:
+    source: Checkpoint, data: str | None, dataset: str | None, opts: Sequence[str], world_size: int
+) -> AllSections:
     name = f"checkpoint {source.directory}"
     if data and not dataset:
-        dataset = _kind(
-            Path(data).expanduser(), config_from_text(source.meta["config"], name).DATA.DATASET
-        )
+        trained = data_config(config_from_text(source.meta["config"], name))
+        dataset = _dataset_of(Path(data).expanduser(), trained.dataset)
     keys = dict(_NOT_THE_MODELS)
     if data is not None:
         keys["DATA.PATH"] = data
     if dataset is not None:
         keys["DATA.DATASET"] = dataset
-    return config_from_text(source.meta["config"], name, [*as_opts(keys), *opts])
+    config = config_from_text(source.meta["config"], name, as_opts(keys) + list(opts))
+    return all_sections(resolve_batch_size(config, world_size))
 
 
-def _kind(data: Path, trained_on: str) -> str:
+def _dataset_of(data: Path, trained_on: str) -> str:
     """DATA.DATASET for what lies in the directory `data`: perhaps that of the training, moved."""
     if (data / "index.json").is_file():
         return "shards"

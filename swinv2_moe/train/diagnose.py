@@ -1,4 +1,4 @@
-"""Finding the layer at which a number stops being finite."""
+"""Finding the layer at which a value stops being finite."""
 
 import torch
 from torch import Tensor, nn
@@ -7,60 +7,80 @@ from swinv2_moe.train.distributed import World
 
 
 def first_non_finite_layer(model: nn.Module, images: Tensor) -> str | None:
-    """The first innermost module whose output for `images` has a NaN or infinity, by name, or
-    None."""
-    culprits: list[str] = []
+    """The name of the first innermost module whose output for `images` has a NaN or an infinity;
+    None if there is none."""
+    names: list[str] = []  # in the order in which modules return
 
     def watch(name: str):
         def hook(module, inputs, output) -> None:
-            tensors = [
-                t
-                for t in (output if isinstance(output, tuple) else (output,))
-                if isinstance(t, Tensor)
-            ]
-            if any(not torch.isfinite(t).all() for t in tensors if t.is_floating_point()):
-                culprits.append(name)
+            if not _is_finite(output):
+                names.append(name)
 
         return hook
 
-    handles = [
-        module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name
-    ]
+    handles = []
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_hook(watch(name)))
     try:
         with torch.no_grad():
             model(images)
     finally:
         for handle in handles:
             handle.remove()
-    if culprits:
-        return culprits[0]
+    if names:
+        return names[0]
     return None
 
 
+def _is_finite(output: object) -> bool:
+    """Whether a module's output, a tensor or a tuple, is finite in all its tensors."""
+    if not isinstance(output, tuple):
+        output = (output,)
+    for value in output:
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        if is_float and not torch.isfinite(value).all():
+            return False
+    return True
+
+
 def explain_non_finite(step: int, model: nn.Module, images: Tensor, world: World) -> str:
-    """One line that names the step and what stopped being finite, on whichever rank; every rank
+    """One line that names the step and the first value that is not finite, on any rank. Every rank
     calls this.
 
-    `images` is the step's batch; the gradients of the step are still in place.
+    Args:
+        images: the batch of the step, whose gradients are still in place.
     """
-    bad_values = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
-    bad_gradients = [
-        name
-        for name, p in model.named_parameters()
-        if p.grad is not None and not torch.isfinite(p.grad).all()
-    ]
-    bad_images = not torch.isfinite(images).all()
+    ranks = world.gather(_causes(model, images))
+    # An earlier cause explains the later ones, whichever rank has it.
+    for causes in zip(*ranks, strict=True):
+        for cause in causes:
+            if cause is not None:
+                return _message(step, cause)
+    return _message(step, "the loss itself")
+
+
+def _causes(model: nn.Module, images: Tensor) -> list[str | None]:
+    """The possible causes on this rank, in the order of the computation; None where all values are
+    finite."""
+    bad_images = bad_parameter = bad_layer = bad_gradient = None
+    if not torch.isfinite(images).all():
+        bad_images = "the input images"
+    for name, parameter in model.named_parameters():
+        if bad_parameter is None and not torch.isfinite(parameter).all():
+            bad_parameter = f"the parameter {name}"
+        gradient = parameter.grad
+        if gradient is not None and not torch.isfinite(gradient).all():
+            # the last one in the network is the first in the backward pass
+            bad_gradient = f"the gradient of {name}"
     layer = first_non_finite_layer(model, images)
-    causes = [  # an earlier one explains the later ones, on whichever rank it is
-        "the input images" if bad_images else None,
-        f"the parameter {bad_values[0]}" if bad_values else None,
-        f"the output of layer {layer}" if layer else None,
-        # the last gradient in the network is the first in the backward pass
-        f"the gradient of {bad_gradients[-1]}" if bad_gradients else None,
-    ]
-    everywhere = zip(*world.gather(causes), strict=True)
-    found = next((cause for ranks in everywhere for cause in ranks if cause), "the loss itself")
+    if layer is not None:
+        bad_layer = f"the output of layer {layer}"
+    return [bad_images, bad_parameter, bad_layer, bad_gradient]
+
+
+def _message(step: int, cause: str) -> str:
     return (
         f"step {step}: the loss or its gradient is not finite (NaN or infinite); it begins at"
-        f" {found}"
+        f" {cause}"
     )

@@ -1,4 +1,4 @@
-"""What a run runs on and from: enough to tell, later, why two runs differ."""
+"""The environment of a run: machine, versions, commit and command."""
 
 import os
 import platform
@@ -18,33 +18,36 @@ _PACKAGES = ("torch", "torchvision", "timm", "triton", "numpy")
 
 
 def describe_environment(world: World) -> dict:
-    """When, by which command and commit, with which versions and imported files, on what; ready for
-    JSON."""
-    on_gpu = world.device.type == "cuda"
-    imported = imported_files()
-    return {
+    """The environment of this run, ready for JSON."""
+    device, cuda = _processor(), None
+    if world.device.type == "cuda":
+        device, cuda = torch.cuda.get_device_name(world.device), torch.version.cuda
+    environment = {
         "started": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name(world.device) if on_gpu else _processor(),
-        "cuda": torch.version.cuda if on_gpu else None,
+        "command": " ".join([Path(sys.argv[0]).name] + sys.argv[1:]),
+        "device": device,
+        "cuda": cuda,
         "processes": world.size,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
-        **({"imported": ", ".join(map(str, imported))} if imported else {}),
-        **code_versions(),
     }
+    imported = imported_files()
+    if imported:
+        environment["imported"] = ", ".join(str(file) for file in imported)
+    return environment | code_versions()
 
 
 def code_versions() -> dict[str, str | None]:
-    """The commit of this code and the versions of what it stands on; None where one is unknown."""
+    """The commit of this code and the versions of Python and of the main packages; None where one
+    is unknown."""
     packages = {name: _version(name) for name in _PACKAGES}
     return {"commit": _commit(), "python": platform.python_version()} | packages
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held so far: of a GPU's memory by tensors there, else of
-    the machine's."""
+    """The most bytes that this process has used so far: of tensors on a GPU, otherwise of the
+    machine's memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -54,22 +57,25 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _commit() -> str | None:
-    """The commit of this code, with a + if it was changed since; None outside a checkout of its
-    own."""
+    """The commit of this code, with a + if files have changed since; None outside of a checkout."""
     root = Path(__file__).parents[2]
-    # installed elsewhere; git would answer for whatever repository that lies in
+    # Without this check, git would answer for a repository that the installed package lies in.
     if not (root / ".git").exists():
         return None
     try:
-        commit, changes = (
-            subprocess.run(
-                ["git", "-C", root, *words], capture_output=True, text=True, check=True, timeout=20
-            ).stdout
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
+        commit = _git_output(root, "rev-parse HEAD").strip()
+        changes = _git_output(root, "status --porcelain --untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.strip() + ("+" if changes else "")
+    if changes:
+        return f"{commit}+"
+    return commit
+
+
+def _git_output(root: Path, arguments: str) -> str:
+    command = ["git", "-C", str(root)] + arguments.split()
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    return result.stdout
 
 
 def _version(package: str) -> str | None:
@@ -80,6 +86,7 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
+    """The name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -47,9 +47,9 @@ class EventLog:
         handler.emit = lambda record: self._lines.append(record.getMessage())
         logger.addHandler(handler)
         self._mllogger = load_mllogger()(logger, root_dir=re.escape(str(_ROOT)))
-        # by a power cut, say
-        cut_off = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-        self._lines = [""] if cut_off else []
+        self._lines: list[str] = []
+        if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+            self._lines.append("")  # ends a line that was cut off, by a power cut for example
         self._file = path.open("a", buffering=1)
 
     def write(self, key: str, value: object, at: float | None, metadata: dict) -> None:
@@ -61,10 +61,17 @@ class EventLog:
         Raises:
             OSError: a full disk, say.
         """
-        of = self._mllogger
-        log = of.start if key.endswith("_start") else of.end if key.endswith("_stop") else of.event
-        log(key, value, metadata, time_ms=None if at is None else int(at * 1000))
-        lines, self._lines = self._lines, []
+        log = self._mllogger.event
+        if key.endswith("_start"):
+            log = self._mllogger.start
+        elif key.endswith("_stop"):
+            log = self._mllogger.end
+        milliseconds = None
+        if at is not None:
+            milliseconds = int(at * 1000)
+        log(key, value, metadata, time_ms=milliseconds)
+        lines = self._lines
+        self._lines = []
         self._file.write("".join(f"{line}\n" for line in lines))
 
     def close(self) -> None:

@@ -3,10 +3,9 @@
 import time
 
 import torch
-from yacs.config import CfgNode
 
 from moe_core import RoutingStats, moe_layers, prepared, strategy_decisions
-from swinv2_moe.config import config_from_text, train_config
+from swinv2_moe.config import AllSections, config_from_text, model_config
 from swinv2_moe.data import Data, UnreadableImages
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, frozen_moe
@@ -15,9 +14,9 @@ from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.evaluation import Accuracy, evaluate
-from swinv2_moe.train.meta import check_classifier
-from swinv2_moe.train.parallelize import load_whole, settle_buckets
-from swinv2_moe.train.progress import Progress
+from swinv2_moe.train.meta import check_classifier, describe
+from swinv2_moe.train.parallelize import load_sharded, settle_buckets
+from swinv2_moe.train.progress import Progress, steps_per_epoch
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.step import StepResult, TrainingStep
@@ -33,30 +32,30 @@ class Trainer:
     a resumed run repeats what an uninterrupted one would have done, and no random state is saved.
     """
 
-    def __init__(self, config: CfgNode, world: World, data: Data, model: MoEModel) -> None:
+    def __init__(self, config: AllSections, world: World, data: Data, model: MoEModel) -> None:
         self.config = config
         self.world = world
         self.data = data
         self.stop = StopSignal()
         self.stopped_by: str | None = None  # the signal that ended the run
-        self.step = TrainingStep(config, world, model, data.num_classes, self.stop)
-        accumulation = config.TRAIN.ACCUMULATION_STEPS
+        self.step = TrainingStep(config.train, world, model, data.num_classes, self.stop)
+        accumulation = config.train.accumulation_steps
         self.progress = Progress(
-            epochs=config.TRAIN.EPOCHS,
-            max_steps=config.TRAIN.MAX_STEPS,
-            steps_per_epoch=_steps_per_epoch(config, data),
-            global_batch=config.DATA.BATCH_SIZE * accumulation * world.size,
-            to_target=TimeToTarget(config.TRAIN.TARGET_TOP1),
+            epochs=config.train.epochs,
+            max_steps=config.train.max_steps,
+            steps_per_epoch=steps_per_epoch(accumulation, len(data.train_loader)),
+            global_batch=config.train.batch_size * accumulation * world.size,
+            to_target=TimeToTarget(config.train.target_top1),
         )
         self.schedule = optim.build_schedule(
-            train_config(config),
+            config.train,
             self.step.optimizer,
             self.progress.steps_per_epoch,
             world.size,
         )
         self.throughput = Throughput()
         num_images = data.train_size + data.val_size
-        self.unreadable = UnreadableImages(num_images, config.DATA.MAX_BAD_SHARE)
+        self.unreadable = UnreadableImages(num_images, config.data.max_bad_share)
 
     def data_wait_share(self) -> float | None:
         """The share of training time that the slowest rank waited for its loader, 0 to 1; None
@@ -78,7 +77,7 @@ class Trainer:
                 last checkpoint could not be written.
         """
         self.progress.to_target.start()
-        if not self.config.COMPILE:  # it would compile once more, for this pass alone
+        if not self.config.train.compile:  # it would compile once more, for this pass alone
             settle_buckets(self.step.wrapped, self.step.model, self.world)
         try:
             with prepared(frozen_moe(self.step.model)):
@@ -120,7 +119,7 @@ class Trainer:
         train_loss = mean_over_ranks(self.world, progress.epoch_loss)
         train_loss /= max(progress.epoch_step, 1)
         pictures = recorder.routing(
-            self.step.deployed, self.data.val_loader, self.config.DATA, progress.step
+            self.step.deployed, self.data.val_loader, self.config.data, progress.step
         )
         with pictures, recorder.interval("eval", epoch_num=epoch):
             accuracy = self.validate()
@@ -129,14 +128,14 @@ class Trainer:
         self._record_epoch(recorder, epoch, train_loss, accuracy, time.perf_counter() - started)
         if progress.to_target.validated(epoch, progress.step, accuracy.top1):
             recorder.say(str(progress.to_target))
-        is_due = epoch % self.config.SAVE_FREQ == 0 or self._is_time_to_save()
+        is_due = epoch % self.config.run.save_freq == 0 or self._is_time_to_save()
         if is_best or progress.finished or is_due:
-            self.save(saver, is_best, whole=is_best or progress.finished)
+            self.save(saver, is_best, partial=not (is_best or progress.finished))
 
     def _train_epoch(self, recorder: Recorder, saver: Saver) -> None:
         """The steps that are left of this epoch."""
         progress = self.progress
-        accumulation = self.config.TRAIN.ACCUMULATION_STEPS
+        accumulation = self.config.train.accumulation_steps
         self.data.set_epoch(progress.epoch, skip_steps=progress.epoch_step * accumulation)
         self.step.wrapped.train()
         loader = Batches(self.data.train_loader, accumulation)
@@ -153,7 +152,7 @@ class Trainer:
                 rate = images / (time.perf_counter() - started)
                 bar.advance(self._bar_text(result.loss, rate))
                 self._warn(recorder, result)
-                if progress.step % self.config.PRINT_FREQ == 0:
+                if progress.step % self.config.run.print_freq == 0:
                     self._record_step(recorder, result, rate, loader.wait_share())
                     self._count_unreadable(unreadable)
                     unreadable = []
@@ -164,12 +163,12 @@ class Trainer:
                 # at the end of an epoch: after the validation
                 is_inside = progress.epoch_step < progress.steps_per_epoch
                 if is_inside and self._is_time_to_save():
-                    self.save(saver, whole=False)
+                    self.save(saver, partial=True)
         self._count_unreadable(unreadable)
         self.throughput.add(images, time.perf_counter() - started, loader.waited)
 
     def _is_time_to_save(self) -> bool:
-        every = self.config.CHECKPOINT.STEPS
+        every = self.config.checkpoint.steps
         return bool(every) and self.progress.step % every == 0
 
     def _check_stop(self) -> None:
@@ -256,28 +255,24 @@ class Trainer:
 
     # State on disk
 
-    def save(self, saver: Saver, is_best: bool = False, whole: bool = True) -> None:
+    def save(self, saver: Saver, is_best: bool = False, partial: bool = False) -> None:
         """Begin to write the state of the run. Every rank calls this.
 
         Args:
             is_best: see `Saver.save`.
-            whole: see `Saver.save`.
+            partial: see `Saver.save`.
         """
         step = self.step
-        sections = {"": step.model.state_dict()}
-        sections |= optim.optimizer_sections(step.optimizer, step.model)
-        if step.ema:
-            sections["ema"] = step.ema.module.state_dict()
         training = self.progress.state() | {
             "epoch_loss": mean_over_ranks(self.world, self.progress.epoch_loss),
             "world_size": self.world.size,
             "loss_scaler": step.scaler.state(),
             "strategies": strategy_decisions(step.model),
         }
-        meta = checkpoint.describe(
-            step.model, self.progress.step, self.config, self.data.class_names, training
+        meta = describe(
+            step.model, self.progress.step, self.config.yaml, self.data.class_names, training
         )
-        saver.save(step.model, sections, meta, is_best, whole)
+        saver.save(step.model, step.state(), meta, is_best, partial)
 
     def resume(self, source: Checkpoint) -> None:
         """Load the state of a checkpoint. Everything is read and compared before anything changes.
@@ -305,8 +300,8 @@ class Trainer:
         checkpoint.load_strategies(source, step.model)
         if step.ema:
             averaged = checkpoint.read_section(source, "ema", step.model, state)
-            load_whole(step.ema.module, averaged)
-        load_whole(step.model, weights)
+            load_sharded(step.ema.module, averaged)
+        load_sharded(step.model, weights)
         optim.restore_optimizer(step.optimizer, step.model, moments, updates)
         step.scaler.load(training["loss_scaler"])
         self.progress.load(source.meta["step"], training)
@@ -325,8 +320,9 @@ class Trainer:
 
     def _check_frozen(self, source: Checkpoint) -> None:
         where = f"checkpoint {source.directory}"
-        was_frozen = config_from_text(source.meta["config"], where).MODEL.MOE.FREEZE
-        if was_frozen != self.config.MODEL.MOE.FREEZE:
+        saved = config_from_text(source.meta["config"], where)
+        was_frozen = model_config(saved).experts.freeze
+        if was_frozen != self.config.model.experts.freeze:
             raise UserError(
                 f"{where}: was written with MODEL.MOE.FREEZE {was_frozen}, which a run cannot"
                 " change on its way; MODEL.PRETRAINED starts another from its weights"
@@ -337,14 +333,3 @@ def mean_over_ranks(world: World, value: float) -> float:
     """The mean of every rank's `value`. Every rank calls this."""
     total = world.sum(torch.tensor(value, dtype=torch.float64, device=world.device))
     return float(total) / world.size
-
-
-def _steps_per_epoch(config: CfgNode, data: Data) -> int:
-    accumulation = config.TRAIN.ACCUMULATION_STEPS
-    steps = len(data.train_loader) // accumulation
-    if steps == 0:
-        raise UserError(
-            f"TRAIN.ACCUMULATION_STEPS is {accumulation}, an epoch has only"
-            f" {len(data.train_loader)} batches"
-        )
-    return steps

@@ -1,7 +1,6 @@
-"""A checkpoint's meta.json: what it holds, and reading and writing it.
+"""A checkpoint's meta.json: its content, and reading and writing it.
 
-`read_meta` compares its checksum and checks the form of everything in it, so that later code may
-rely on both.
+`read_meta` checks the checksum and the form of every value, so that later code may rely on both.
 """
 
 import hashlib
@@ -10,6 +9,9 @@ import re
 from datetime import datetime, timezone
 from pathlib import Path
 
+from torch import nn
+
+from moe_core import moe_layers
 from moe_core.checkpoint import TRUNK, expert_file
 from moe_core.files import fsync
 from swinv2_moe.errors import UserError
@@ -95,15 +97,15 @@ _META = record(
 
 
 class DamagedError(UserError):
-    """A checkpoint that is not as it was written."""
+    """A checkpoint is incomplete, or differs from what was written."""
 
 
 def read_meta(directory: Path, key: str = "checkpoint") -> dict:
     """A checkpoint's meta.json.
 
     Raises:
-        UserError: there is none, it must not be read, or it is of a newer format.
-        DamagedError: it is not as it was written, or another program's.
+        UserError: it is missing, must not be read, or is of a newer format.
+        DamagedError: it is damaged, or of another program.
     """
     if directory.is_file():
         raise UserError(f"{key} {directory}: is a file; a checkpoint is a directory with meta.json")
@@ -127,17 +129,44 @@ def read_meta(directory: Path, key: str = "checkpoint") -> dict:
     _check_checksum(directory, text, meta)
     if meta.get("format_version") != FORMAT_VERSION:
         raise UserError(
-            f"checkpoint {directory} has format version {shown(meta.get('format_version'))}, this"
-            " program"
-            f" knows {FORMAT_VERSION}"
+            f"checkpoint {directory} has format version {shown(meta.get('format_version'))},"
+            f" this program knows {FORMAT_VERSION}"
         )
     _check_form(directory, meta)
     return meta
 
 
+def describe(
+    model: nn.Module,
+    step: int,
+    config: str,
+    class_names: list[str],
+    training: dict | None = None,
+) -> dict:
+    """The content of meta.json without "files", for a checkpoint that is not partial.
+
+    Args:
+        config: the complete configuration, as YAML.
+        training: the state of the training; None for weights only.
+    """
+    expert_steps = {}
+    for name, layer in moe_layers(model).items():
+        expert_steps[name] = [step] * layer.config.num_experts
+    return {
+        "step": step,
+        "training": training,
+        "class_names": class_names,
+        "experts": expert_steps,
+        "windows": model.position_windows(),
+        "config": config,
+    }
+
+
 def write_meta(directory: Path, meta: dict) -> dict:
-    """Write meta.json with its own checksum, which replaces as many zeros; returns what it
-    holds."""
+    """Write meta.json with a checksum of itself, and return its content.
+
+    The checksum is that of the text with zeros in its place.
+    """
     meta = {
         "format_version": FORMAT_VERSION,
         "saved": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
@@ -151,8 +180,7 @@ def write_meta(directory: Path, meta: dict) -> dict:
 
 
 def check_classifier(directory: Path, training: dict) -> None:
-    """Raise UserError where the state of a training, of a checkpoint in `directory`, is a
-    detector's."""
+    """Raise UserError if the state of a training is a detector's."""
     if _training_form(training) is _DETECTOR_TRAINING:
         raise UserError(
             f"checkpoint {directory}: is of the training of a detector; tools/detect.py goes on"
@@ -161,8 +189,8 @@ def check_classifier(directory: Path, training: dict) -> None:
 
 
 def check_detector(directory: Path, training: dict, num_groups: int, num_schedulers: int) -> None:
-    """Raise UserError where the state of a training is not that of a detector with so many
-    parameter groups and schedulers."""
+    """Raise UserError unless the state of a training is a detector's, with `num_groups` parameter
+    groups and `num_schedulers` schedulers."""
     if _training_form(training) is not _DETECTOR_TRAINING:
         raise UserError(f"checkpoint {directory}: is not of the training of a detector")
     for name, count in (("param_groups", num_groups), ("param_schedulers", num_schedulers)):
@@ -174,7 +202,7 @@ def check_detector(directory: Path, training: dict, num_groups: int, num_schedul
 
 
 def _check_checksum(directory: Path, text: bytes, meta: object) -> None:
-    """Raise DamagedError unless the text has the checksum that stands in it."""
+    """Raise DamagedError unless the text matches the checksum in it."""
     checksum = None
     if isinstance(meta, dict):
         checksum = meta.get("checksum")
@@ -189,8 +217,7 @@ def _check_checksum(directory: Path, text: bytes, meta: object) -> None:
 
 
 def _check_form(directory: Path, meta: dict) -> None:
-    """Raise DamagedError unless everything in meta.json has its form and the files of the model are
-    listed."""
+    """Raise DamagedError unless every value has its form and all files of the model are listed."""
     try:
         _META(meta, "")
         training = meta["training"]
@@ -208,8 +235,7 @@ def _training_form(training: dict) -> Form:
 
 
 def _check_files(files: dict[str, dict], experts: dict[str, list[int]]) -> None:
-    """Raise ValueError where a file of the weights is not listed: it would be read without a
-    checksum."""
+    """Raise ValueError if a file of the weights is not listed: it has no checksum then."""
     needed = [TRUNK]
     for layer, steps in experts.items():
         needed += [expert_file(layer, expert) for expert in range(len(steps))]

@@ -1,4 +1,4 @@
-"""Optimiser, learning-rate schedule and loss scale of a configuration."""
+"""The optimiser, the learning-rate schedule and the loss scale."""
 
 from collections.abc import Collection
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from swinv2_moe.config import TrainConfig
 from swinv2_moe.models import MoEModel
-from swinv2_moe.train.parallelize import placed_like
+from swinv2_moe.train.parallelize import local_part, placed_like
 
 _REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
 
@@ -18,15 +18,15 @@ _REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
 def build_optimizer(
     config: TrainConfig, model: MoEModel, learning_rate: float
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD; no weight decay on biases, 1-D parameters and the model's exceptions; layer
-    decay by depth."""
+    """AdamW or SGD, with layer decay by depth. Biases, 1-D parameters and those that the model
+    names have no weight decay."""
     groups = param_groups_layer_decay(
         model,
         weight_decay=config.weight_decay,
         no_weight_decay_list=model.no_weight_decay(),
         layer_decay=config.layer_decay,
     )
-    groups = [part for group in groups for part in _sharded_apart(group)]
+    groups = [part for group in groups for part in _split_sharded(group)]
     options = config.optimizer
     if options.name == "sgd":
         return torch.optim.SGD(
@@ -37,16 +37,16 @@ def build_optimizer(
     )
 
 
-def _sharded_apart(group: dict) -> list[dict]:
-    """A parameter group as one or two: the fused optimisers cannot mix sharded parameters and
+def _split_sharded(group: dict) -> list[dict]:
+    """A parameter group as one or two: fused optimisers cannot mix sharded parameters and
     others."""
     sharded = [p for p in group["params"] if isinstance(p, DTensor)]
-    whole = [p for p in group["params"] if not isinstance(p, DTensor)]
-    return [group | {"params": part} for part in (whole, sharded) if part]
+    others = [p for p in group["params"] if not isinstance(p, DTensor)]
+    return [group | {"params": part} for part in (others, sharded) if part]
 
 
 def scaled_learning_rate(config: TrainConfig, per_512: float, world_size: int) -> float:
-    """A learning rate of the configuration for the run's global batch."""
+    """The learning rate `per_512`, given for 512 images a step, scaled to the global batch."""
     batch = config.batch_size * config.accumulation_steps * world_size
     return per_512 * batch / _REFERENCE_BATCH
 
@@ -54,8 +54,7 @@ def scaled_learning_rate(config: TrainConfig, per_512: float, world_size: int) -
 def build_schedule(
     config: TrainConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int, world_size: int
 ) -> CosineLRScheduler:
-    """Linear warm-up, then half a cosine down to MIN_LR; a function of the step alone
-    (`step_update(step)`)."""
+    """Linear warm-up, then half a cosine down to MIN_LR. `step_update(step)` sets the rate."""
     warmup = config.warmup_epochs * steps_per_epoch
     return CosineLRScheduler(
         optimizer,
@@ -70,56 +69,66 @@ def build_schedule(
 
 
 class LossScaler:
-    """Dynamic loss scale for fp16; elsewhere the scale is 1 and the first gradient that is not
-    finite ends the run.
+    """Dynamic loss scale for fp16. In other dtypes the scale is 1.
 
-    Its only input is the global gradient norm, so all ranks agree: torch's GradScaler looks at each
-    rank's own gradients, and with sharded experts ranks would skip different steps.
+    It depends only on the global gradient norm, so it is the same on all ranks. torch's GradScaler
+    inspects each rank's gradients: with sharded experts, ranks would skip different steps.
     """
 
+    INITIAL = 2.0**16
     GROWTH_INTERVAL = 2000
-    SMALLEST = 2.0**-8  # below it overflow is not what makes gradients infinite
+    SMALLEST = 2.0**-8  # a gradient that overflows at a smaller scale has another cause
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
-        self.scale = 2.0**16 if enabled else 1.0
-        self.good_steps = self.updates = 0  # since the last change of scale; in all
+        self.scale = 1.0
+        if enabled:
+            self.scale = self.INITIAL
+        self.good_steps = 0  # since the scale last changed
+        self.updates = 0
 
     @property
     def exhausted(self) -> bool:
-        """Whether a gradient that is not finite cannot be put down to the scale."""
+        """Whether a smaller scale cannot make the gradients finite."""
         return not self.enabled or self.scale < self.SMALLEST
 
     @torch.no_grad()
     def unscale(self, gradients: list[Tensor]) -> None:
+        """Divide the gradients by the scale, in place."""
         if self.enabled and gradients:
-            # one list takes only one kind
-            local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+            # foreach operators cannot mix sharded tensors and others
+            local = [local_part(gradient) for gradient in gradients]
             torch._foreach_mul_(local, 1 / self.scale)
 
     def update(self, finite: bool) -> None:
-        """Count a step: halve the scale after an overflow, double it after GROWTH_INTERVAL good
-        steps."""
-        self.updates += finite
+        """Count a step. The scale is halved after an overflow, and doubled after GROWTH_INTERVAL
+        steps without one."""
+        if finite:
+            self.updates += 1
         if not self.enabled:
             return
-        self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale /= 2
-        elif self.good_steps == self.GROWTH_INTERVAL:
-            self.scale, self.good_steps = self.scale * 2, 0
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.GROWTH_INTERVAL:
+            self.scale *= 2
+            self.good_steps = 0
 
     def state(self) -> dict:
+        """The state for a checkpoint, ready for JSON."""
         return {"scale": self.scale, "good_steps": self.good_steps, "updates": self.updates}
 
     def load(self, state: dict) -> None:
         self.updates = state["updates"]
         if self.enabled:
-            self.scale, self.good_steps = state["scale"], state["good_steps"]
+            self.scale = state["scale"]
+            self.good_steps = state["good_steps"]
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name, those that are not frozen."""
+    """The parameters that are not frozen, by name."""
     return {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
@@ -128,8 +137,11 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def optimizer_sections(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> dict[str, dict[str, Tensor]]:
-    """`{"optimizer/exp_avg": {parameter name: tensor}, ...}` of the trained parameters; all have
-    had the same number of updates, which the loss scaler counts."""
+    """The optimiser's state: `{"optimizer/exp_avg": {parameter name: tensor}, ...}`.
+
+    The number of updates is left out. It is the same for all parameters, and `LossScaler` counts
+    it.
+    """
     sections: dict[str, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         for kind, tensor in optimizer.state.get(parameter, {}).items():
@@ -141,14 +153,19 @@ def optimizer_sections(
 def check_optimizer_sections(
     optimizer: torch.optim.Optimizer, sections: Collection[str], updates: int
 ) -> None:
-    """Whether these are the sections that this optimiser has after so many updates.
+    """Compare a checkpoint's sections with those that this optimiser has after `updates` updates.
 
     Raises:
-        ValueError: they are another optimiser's.
+        ValueError: they differ.
     """
-    kinds = ["momentum_buffer"] if optimizer.defaults.get("momentum") else []
-    kinds = ["exp_avg", "exp_avg_sq"] if isinstance(optimizer, torch.optim.AdamW) else kinds
-    needed = [f"optimizer/{kind}" for kind in kinds] if updates else []
+    kinds = []
+    if isinstance(optimizer, torch.optim.AdamW):
+        kinds = ["exp_avg", "exp_avg_sq"]
+    elif optimizer.defaults.get("momentum"):
+        kinds = ["momentum_buffer"]
+    needed = []
+    if updates:
+        needed = [f"optimizer/{kind}" for kind in kinds]
     if sorted(sections) != needed:
         raise ValueError(
             f"it holds {', '.join(sorted(sections)) or 'no optimiser state'}, TRAIN.OPTIMIZER.NAME"
@@ -162,13 +179,13 @@ def restore_optimizer(
     moments: dict[str, dict[str, Tensor]],
     updates: int,
 ) -> None:
-    """Put back what `optimizer_sections` gave, after `updates` optimiser steps."""
+    """Restore the state that `optimizer_sections` returned after `updates` updates."""
     is_adam = isinstance(optimizer, torch.optim.AdamW)
     for name, parameter in trained_parameters(model).items():
-        state = {
-            kind.split("/")[1]: placed_like(tensors[name], parameter)
-            for kind, tensors in moments.items()
-        }
+        state = {}
+        for section, tensors in moments.items():
+            kind = section.removeprefix("optimizer/")
+            state[kind] = placed_like(tensors[name], parameter)
         if is_adam and state:
             state["step"] = torch.tensor(float(updates), device=parameter.device)
         optimizer.state[parameter] = state

@@ -1,5 +1,5 @@
-"""Shared parameters over the ranks: replicated (DDP) or sharded (FSDP2). Experts stay with their
-owners in both."""
+"""Shared parameters on several ranks: replicated (DDP) or sharded (FSDP2). In both, each rank keeps
+its own experts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +20,12 @@ from swinv2_moe.train.distributed import World
 def parallelize(
     model: MoEModel, world: World, compile: bool = False, shard: bool = False
 ) -> nn.Module:
-    """The model with its aux loss as second output, compiled if asked, its shared parameters
-    replicated or, if `shard`, sharded (and not compiled)."""
+    """The model with its auxiliary loss as second output.
+
+    Args:
+        compile: compile the model. Ignored if it is sharded.
+        shard: shard the shared parameters over the ranks, instead of replicating them.
+    """
     wrapped = WithAuxLoss(model)
     if world.size > 1 and shard:
         shard_trunk(model, world)
@@ -34,10 +38,13 @@ def parallelize(
 
 
 def settle_buckets(replicated: nn.Module, model: MoEModel, world: World) -> None:
-    """Comes before the first step, and has no effect on the model. After its first backward pass
-    DDP puts the gradients into other buckets, by the order in which they came; from three ranks on
-    that changes how they are summed, so the first step after a resume would differ from the
-    uninterrupted run's by a rounding error."""
+    """Run one backward pass, which leaves the model unchanged; call it before the first step.
+
+    After its first backward pass, DDP assigns the gradients to other buckets, in the order in which
+    they were computed. With three ranks or more, that changes the order of their sum. Without this
+    call, the first step after a resume would differ from the uninterrupted run's by a rounding
+    error.
+    """
     if not isinstance(replicated, DistributedDataParallel) or world.size < 3:
         return
     was_training = model.training
@@ -50,33 +57,35 @@ def settle_buckets(replicated: nn.Module, model: MoEModel, world: World) -> None
 
 
 def shard_trunk(model: MoEModel, world: World) -> None:
-    """Give each rank 1/W of every shared parameter, as a DTensor; a block is gathered while it is
-    at work.
+    """Give each rank 1/W of every shared parameter, as a DTensor.
 
-    The gradient of the mean loss of all ranks comes back, to each rank its part.
+    The parameters of a block are gathered for its forward and its backward pass. Each rank receives
+    its part of the gradient of the ranks' mean loss.
     """
     mesh = DeviceMesh.from_group(world.group, world.device.type)
     experts = set(expert_parameters(model).values())
-    blocks = [block for blocks in model.block_stages() for block in blocks]
-    for module in (*blocks, model):
-        # Also the root's own parameters go back to shards after a forward pass without a backward
-        # one.
+    blocks = [block for stage in model.block_stages() for block in stage]
+    modules = blocks + [model]
+    for module in modules:
+        # True for the root as well: a forward pass without a backward one must release it.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=experts)
-    for module in (*blocks, model):
-        # Sets up what the gathered parameters live in: were the first pass in inference mode,
-        # training could not use it
+    for module in modules:
+        # Allocates the gathered parameters. In inference mode, they would be inference tensors,
+        # which training cannot use.
         module.unshard()
         module.reshard()
 
 
 def averaged_copy(model: MoEModel, world: World, decay: float, shard: bool) -> ModelEmaV3 | None:
-    """The moving average of the weights, sharded like them; None at a decay of 0. Comes before
-    `parallelize`: a sharded model cannot be copied."""
+    """The moving average of the weights, sharded like them; None at a decay of 0.
+
+    Call it before `parallelize`: a sharded model cannot be copied.
+    """
     if not decay:
         return None
     if world.size == 1 or not shard:
         return ModelEmaV3(model, decay=decay)
-    # a list cannot mix sharded tensors and others
+    # foreach operators cannot mix sharded tensors and others
     average = ModelEmaV3(model, decay=decay, foreach=False)
     shard_trunk(average.module, world)
     return average
@@ -84,8 +93,8 @@ def averaged_copy(model: MoEModel, world: World, decay: float, shard: bool) -> M
 
 @contextmanager
 def gradient_sync(wrapped: nn.Module, enabled: bool) -> Iterator[None]:
-    """A forward and a backward pass after which the ranks' shared gradients are averaged, or still
-    to be."""
+    """A context for a forward and a backward pass. Unless `enabled`, it does not average the shared
+    gradients over the ranks."""
     if isinstance(wrapped, DistributedDataParallel) and not enabled:
         with wrapped.no_sync():
             yield
@@ -95,26 +104,29 @@ def gradient_sync(wrapped: nn.Module, enabled: bool) -> Iterator[None]:
     yield
 
 
-def whole_tensors(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Sharded tensors put together, one after the other; only a rank that is to `keep` them does,
-    on the CPU.
+def gather_shards(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """The tensors with each sharded one gathered from all ranks. Every rank calls this.
 
-    Other tensors stay as they are. Every rank calls this.
+    Args:
+        keep: whether this rank's result has the gathered tensors, on the CPU.
     """
-    whole = {}
+    result = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
-            whole[name] = tensor
+            result[name] = tensor
             continue
         gathered = tensor.full_tensor()
         if keep:
-            whole[name] = gathered.cpu()
-    return whole
+            result[name] = gathered.cpu()
+    return result
 
 
 def placed_like(tensor: Tensor, model_tensor: Tensor) -> Tensor:
-    """A tensor, whole on every rank or sharded already, on the device of the model's and sharded as
-    that is."""
+    """A tensor on the device of the model's tensor, and sharded like it.
+
+    Args:
+        tensor: full on every rank, or sharded already.
+    """
     tensor = tensor.to(model_tensor.device)
     if not isinstance(model_tensor, DTensor) or isinstance(tensor, DTensor):
         return tensor
@@ -123,10 +135,17 @@ def placed_like(tensor: Tensor, model_tensor: Tensor) -> Tensor:
     )
 
 
-def load_whole(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """`model.load_state_dict` for what may be whole tensors where the model's are sharded: each
-    rank takes its part."""
+def load_sharded(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """`model.load_state_dict` of full tensors into a model that may be sharded: each rank takes its
+    part."""
     state = model.state_dict()
     model.load_state_dict(
         {name: placed_like(tensor, state[name]) for name, tensor in tensors.items()}
     )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor itself."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor

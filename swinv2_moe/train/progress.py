@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from swinv2_moe.errors import UserError
 from swinv2_moe.train.run_warnings import LossWatch
 from swinv2_moe.train.step import StepResult
 from swinv2_moe.train.timing import TimeToTarget
@@ -113,3 +114,18 @@ class Progress:
         self.epoch_step = min(images_seen // self.global_batch, self.steps_per_epoch)
         summed_loss = state["epoch_loss"] * self.epoch_step
         self.epoch_loss = summed_loss / max(state["epoch_step"], 1)
+
+
+def steps_per_epoch(accumulation_steps: int, num_batches: int) -> int:
+    """The number of whole steps in an epoch of `num_batches` batches.
+
+    Raises:
+        UserError: there is none.
+    """
+    steps = num_batches // accumulation_steps
+    if steps == 0:
+        raise UserError(
+            f"TRAIN.ACCUMULATION_STEPS is {accumulation_steps}, an epoch has only"
+            f" {num_batches} batches"
+        )
+    return steps

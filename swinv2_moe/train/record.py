@@ -16,10 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
-from yacs.config import CfgNode
 
 from moe_core import RoutingStats, moe_layers
 from moe_core.files import atomic_write
+from swinv2_moe.config import DataConfig
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.events import EventLog
 from swinv2_moe.train.routing import sample_choices
@@ -93,8 +93,9 @@ class Recorder:
             logger.setLevel(level)
 
     @_records
-    def config(self, config: CfgNode) -> None:
-        (self.directory / "config.yaml").write_text(config.dump())
+    def config(self, text: str) -> None:
+        """The whole configuration, as YAML."""
+        (self.directory / "config.yaml").write_text(text)
 
     @_records
     def begin(self, environment: dict, step: int) -> None:
@@ -116,11 +117,18 @@ class Recorder:
             values["moe/dropped_share"] = dropped_share(routing.values())
             for key in ("entropy", "load_max"):
                 values[f"moe/{key}"] = float(np.mean([layer[key] for layer in layers.values()]))
-        self._write(values | ({"moe_layers": layers} if layers else {}))
+        line = dict(values)
+        if layers:
+            line["moe_layers"] = layers
+        self._write(line)
         step = values["step"]
         for key, value in values.items():
-            if key not in ("step", "epoch"):
-                self.writer.add_scalar(key if "/" in key else f"train/{key}", value, step)
+            if key in ("step", "epoch"):
+                continue
+            tag = key
+            if "/" not in key:
+                tag = f"train/{key}"
+            self.writer.add_scalar(tag, value, step)
         for name, layer in layers.items():
             for key in ("dropped_share", "entropy", "load_max", "load_min"):
                 self.writer.add_scalar(f"{name}/{key}", layer[key], step)
@@ -159,7 +167,7 @@ class Recorder:
 
     @contextmanager
     def routing(
-        self, model: nn.Module, loader: DataLoader, data: CfgNode, step: int
+        self, model: nn.Module, loader: DataLoader, data: DataConfig, step: int
     ) -> Iterator[None]:
         """Around a validation of `model` on `loader`: four of its images, always the same, and
         beside each, layer by layer, its patches in the colour of the expert that they chose, in
@@ -167,14 +175,14 @@ class Recorder:
 
         The pass is the validation's own, with the capacity of evaluation; which choices that
         dropped is not shown. Only the main rank's images; no rank does anything for it together
-        with others. `data`: the configuration's.
+        with others.
         """
         if not self.active or not moe_layers(model):
             yield
             return
         with sample_choices(model, len(loader.sampler), _PICTURES) as sample:
             yield
-        self._picture("routing", sample.picture(data.MEAN, data.STD), step)
+        self._picture("routing", sample.picture(data.mean, data.std), step)
 
     @_records
     def _picture(self, tag: str, picture: np.ndarray, step: int) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from yacs.config import CfgNode
 
 from swinv2_moe.config import (
-    data_config,
+    AllSections,
+    DataConfig,
+    ModelConfig,
+    all_sections,
     flatten,
-    model_config,
     resolve_batch_size,
-    train_config,
+    run_config,
 )
 from swinv2_moe.data import Data, build_data
 from swinv2_moe.errors import UserError
@@ -64,41 +66,37 @@ def train(
         StoppedElsewhere: see there.
     """
     began, started = time.time(), time.perf_counter()
-    root = Path(config.OUTPUT)
+    run = run_config(config)
+    root = Path(run.output)
     with (
-        open_world(config.DEVICE, config.TIMEOUT) as world,
+        open_world(run.device, run.timeout) as world,
         world.named_errors("a collective"),
         ExitStack() as stack,
     ):
         check_same_start(flatten(config) | {"--resume": resume}, world)
-        if config.EVENT_LOG:
+        if run.event_log:
             world.everywhere(load_mllogger)
-        config = resolve_batch_size(config, world.size)
+        sections = all_sections(resolve_batch_size(config, world.size))
         # before looking at what another run may be writing
         stack.enter_context(only_run(root, world))
         source = _starting_point(root, resume, world)
-        data, staging = _load_data(config, world)
-        model = _build_model(config, data.num_classes, world)
-        if source is None:
-            _load_pretrained(config, model, world)
-        trainer = Trainer(config, world, data, model)
-        if source is not None:
-            trainer.resume(source)
-        size = measure_model(model_config(config), data.num_classes)
+        data, staging = _load_data(sections.data, world)
+        trainer = _build_trainer(sections, world, data, source)
+        size = measure_model(sections.model, data.num_classes)
         warnings = _warnings(trainer)
         # on all ranks at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
         recorder = stack.enter_context(
-            closing(Recorder(root, world, trainer.progress.step, config.EVENT_LOG))
+            closing(Recorder(root, world, trainer.progress.step, run.event_log))
         )
         stack.enter_context(recorder.engine_log())
-        recorder.config(config)
+        recorder.config(sections.yaml)
         recorder.say(headline(trainer, size, source))
         for file in imported_files():
             recorder.say(f"imported {file}")
         for warning in warnings:
             recorder.say(f"warning: {warning}")
-        policy = save_policy(config)
+        policy = save_policy(sections.checkpoint)
         saver = Saver(
             root / "checkpoints", world, policy, source, recorder.say, recorder.checkpoint
         )
@@ -125,16 +123,17 @@ def train(
     return summary
 
 
-def _load_data(config: CfgNode, world: World) -> tuple[Data, Staging | None]:
+def _load_data(config: DataConfig, world: World) -> tuple[Data, Staging | None]:
     """The data and the record of its staging.
 
     Raises:
         UserError: on every rank, what one of them finds wrong; what `check_same_data` raises.
     """
-    data = world.everywhere(lambda: build_data(data_config(config), world.rank, world.size))
-    staging = world.everywhere(lambda: read_staging(config.DATA.PATH))
-    train_images, val_images = data.train_loader.dataset.source, data.val_loader.dataset.source
-    check_same_data(config.DATA.PATH, world, train_images, val_images, data.class_names)
+    data = world.everywhere(lambda: build_data(config, world.rank, world.size))
+    staging = world.everywhere(lambda: read_staging(config.path))
+    train_images = data.train_loader.dataset.source
+    val_images = data.val_loader.dataset.source
+    check_same_data(config.path, world, train_images, val_images, data.class_names)
     return data, staging
 
 
@@ -152,37 +151,52 @@ def _starting_point(root: Path, resume: str | None, world: World) -> Checkpoint 
 
 def _warnings(trainer: Trainer) -> list[str]:
     """Every rank calls this."""
-    config, world = train_config(trainer.config), trainer.world
+    sections, world = trainer.config, trainer.world
+    config = sections.train
     rate = optim.scaled_learning_rate(config, config.base_lr, world.size)
-    lines = start_warnings(config, data_config(trainer.config), trainer.data, rate)
+    lines = start_warnings(config, sections.data, trainer.data, rate)
     return lines + differing_versions(world)
 
 
-def _build_model(config: CfgNode, num_classes: int, world: World) -> MoEModel:
-    seed_everything(config.SEED)  # the same weights on any number of ranks
-    section = model_config(config)
-    return build_model(section, num_classes, expert_group(section.experts, world))
+def _build_trainer(
+    sections: AllSections, world: World, data: Data, source: Checkpoint | None
+) -> Trainer:
+    """The trainer with the state of `source`, or with the weights that a new run starts from."""
+    config, seed = sections.model, sections.run.seed
+    seed_everything(seed)  # the same weights on any number of ranks
+    model = build_model(config, data.num_classes, expert_group(config.experts, world))
+    if source is None:
+        _load_pretrained(config, model, world, seed)
+    trainer = Trainer(sections, world, data, model)
+    if source is not None:
+        trainer.resume(source)
+    return trainer
 
 
-def _load_pretrained(config: CfgNode, model: MoEModel, world: World) -> None:
-    source = config.MODEL.PRETRAINED
+def _load_pretrained(config: ModelConfig, model: MoEModel, world: World, seed: int) -> None:
+    """Load MODEL.PRETRAINED, if given; `seed` is that of the noise on upcycled experts.
+
+    Raises:
+        UserError: the weights do not fit the model.
+    """
+    source = config.pretrained
     if not source:
         return
-    fit = partial(fit_head, model=model, config=model_config(config))
+    fit = partial(fit_head, model=model, config=config)
     try:
         found = None
         if Path(source).is_dir():
             found = checkpoint.find_checkpoint(
                 source, Path(), world, "MODEL.PRETRAINED", weights_only=True
             )
-        if found and not config.MODEL.UPCYCLE:
+        if found and not config.upcycle:
             checkpoint.load_weights(found, model, fit)
         else:
-            dense = checkpoint.read_dense(found, model) if found else source
-            fresh = load_dense(
-                model, dense, config.MODEL.UPCYCLE, config.MODEL.UPCYCLE_NOISE, config.SEED, fit
-            )
-            if fresh and config.MODEL.MOE.FREEZE:
+            dense = source
+            if found:
+                dense = checkpoint.read_dense(found, model)
+            fresh = load_dense(model, dense, config.upcycle, config.upcycle_noise, seed, fit)
+            if fresh and config.experts.freeze:
                 raise UserError(
                     f"MODEL.MOE.FREEZE is True: weights {source} have no {fresh[0]}, it would stay"
                     " random"
@@ -207,17 +221,16 @@ def _run_events(
     if trainer.progress.finished:  # before
         yield
         return
-    config = trainer.config
+    config = trainer.config.train
     if staging is not None:
         recorder.event("staging_start", at=staging.started)
         recorder.event("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)
     recorder.event("init_start", at=began)
-    recorder.event("seed", config.SEED)
+    recorder.event("seed", config.seed)
     recorder.event("global_batch_size", trainer.progress.global_batch)
     recorder.event("train_samples", trainer.data.train_size)
     recorder.event("eval_samples", trainer.data.val_size)
-    schedule = train_config(config)
-    rate = optim.scaled_learning_rate(schedule, schedule.base_lr, trainer.world.size)
+    rate = optim.scaled_learning_rate(config, config.base_lr, trainer.world.size)
     recorder.event("opt_base_learning_rate", rate)
     recorder.event("init_stop")
     recorder.event("run_start")
@@ -228,4 +241,7 @@ def _run_events(
         succeeded = progress.finished
         if progress.to_target.target:
             succeeded = progress.to_target.reached is not None
-        recorder.event("run_stop", status="success" if succeeded else "aborted")
+        status = "aborted"
+        if succeeded:
+            status = "success"
+        recorder.event("run_stop", status=status)

@@ -1,4 +1,4 @@
-"""What a run says about itself: its first lines, its last lines and summary.json."""
+"""The report of a run: its first lines, its last lines and summary.json."""
 
 from pathlib import Path
 
@@ -13,17 +13,17 @@ from swinv2_moe.train.loop import Trainer
 
 
 def headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> str:
-    """The model, the data and the processes; for a resumed run, where it goes on."""
-    config, data, world = trainer.config, trainer.data, trainer.world
+    """The model, the data and the processes; for a resumed run, its starting point."""
+    config, data, world = trainer.config.model, trainer.data, trainer.world
     num_layers = len(moe_layers(trainer.step.model))
     experts = "dense"
     if num_layers:
-        experts = f"{config.MODEL.MOE.NUM_EXPERTS} experts in {num_layers} layers"
+        experts = f"{config.experts.num_experts} experts in {num_layers} layers"
     processes = "processes"
     if world.size == 1:
         processes = "process"
     lines = [
-        f"{config.MODEL.TYPE} ({experts}): {size.parameters / 1e6:.2f}M parameters,"
+        f"{config.type} ({experts}): {size.parameters / 1e6:.2f}M parameters,"
         f" {size.macs / 1e6:,.1f}M MACs/image;"
         f" {data.train_size:,} + {data.val_size:,} images, {data.num_classes} classes;"
         f" {world.size} {processes} on {_device_name(world)}"
@@ -51,7 +51,7 @@ def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
 
 
 def closing_lines(trainer: Trainer, summary: dict, root: Path) -> str:
-    """Speed, accuracy and places of a run that is finished.
+    """Speed, accuracy and output directories of a finished run.
 
     Args:
         summary: what `summarize` returns.
@@ -89,8 +89,7 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
         seconds: duration of this part of the run, start-up included.
     """
     progress, world = trainer.progress, trainer.world
-    reached = progress.to_target.reached
-    return {
+    summary = {
         "val_top1": progress.last_top1,
         "best_val_top1": progress.best_top1,
         "epochs": progress.epoch,
@@ -99,11 +98,11 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
         "data_wait_share": trainer.data_wait_share(),
         "seconds": seconds,
         "target_top1": progress.to_target.target or None,
-        "seconds_to_target": reached.seconds if reached else None,
-        "target_epoch": reached.epoch if reached else None,
-        "target_step": reached.step if reached else None,
-        "staging_seconds": staging.seconds if staging else None,
-        "staging_bytes_per_second": staging.rate if staging else None,
+        "seconds_to_target": None,
+        "target_epoch": None,
+        "target_step": None,
+        "staging_seconds": None,
+        "staging_bytes_per_second": None,
         "parameters": size.parameters,
         "active_macs": size.macs,
         "world_size": world.size,
@@ -112,6 +111,15 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
         "unreadable_images": len(trainer.unreadable.paths),
         "skipped_steps": progress.skipped,
     }
+    reached = progress.to_target.reached
+    if reached is not None:
+        summary["seconds_to_target"] = reached.seconds
+        summary["target_epoch"] = reached.epoch
+        summary["target_step"] = reached.step
+    if staging is not None:
+        summary["staging_seconds"] = staging.seconds
+        summary["staging_bytes_per_second"] = staging.rate
+    return summary
 
 
 def _device_name(world: World) -> str:

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from yacs.config import CfgNode
 
 from moe_core import average_expert_gradients, clip_gradients
-from swinv2_moe.config import data_config, train_config
+from swinv2_moe.config import TrainConfig
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel
@@ -46,7 +45,7 @@ class TrainingStep:
 
     def __init__(
         self,
-        config: CfgNode,
+        config: TrainConfig,
         world: World,
         model: MoEModel,
         num_classes: int,
@@ -56,16 +55,12 @@ class TrainingStep:
         self.world = world
         self.stop = stop or StopSignal()
         self.model = model.to(world.device)
-        self.ema = averaged_copy(
-            self.model, world, config.TRAIN.EMA_DECAY, config.TRAIN.SHARD_TRUNK
-        )
-        self.wrapped = parallelize(self.model, world, config.COMPILE, config.TRAIN.SHARD_TRUNK)
-        schedule = train_config(config)
-        rate = optim.scaled_learning_rate(schedule, schedule.base_lr, world.size)
-        self.optimizer = optim.build_optimizer(schedule, self.model, rate)
-        self.scaler = optim.LossScaler(config.AMP_ENABLE and config.AMP_DTYPE == "float16")
-        augment = data_config(config).augment
-        self.mixup = build_mixup(augment, config.MODEL.LABEL_SMOOTHING, num_classes)
+        self.ema = averaged_copy(self.model, world, config.ema_decay, config.shard_trunk)
+        self.wrapped = parallelize(self.model, world, config.compile, config.shard_trunk)
+        rate = optim.scaled_learning_rate(config, config.base_lr, world.size)
+        self.optimizer = optim.build_optimizer(config, self.model, rate)
+        self.scaler = optim.LossScaler(config.amp_enable and config.amp_dtype == "float16")
+        self.mixup = build_mixup(config.augment, config.label_smoothing, num_classes)
         self.autocast = build_autocast(config, world)
         self.skipped_in_a_row = 0
 
@@ -75,6 +70,15 @@ class TrainingStep:
         if self.ema:
             return self.ema.module
         return self.model
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The sections of a checkpoint: the weights (""), the optimiser's moments
+        ("optimizer/exp_avg", ...) and the averaged weights ("ema"), where there are any."""
+        sections = {"": self.model.state_dict()}
+        sections |= optim.optimizer_sections(self.optimizer, self.model)
+        if self.ema:
+            sections["ema"] = self.ema.module.state_dict()
+        return sections
 
     def run(self, batches: Sequence[Batch], step: int) -> StepResult:
         """One step on accumulated batches. Every rank calls this.
@@ -86,7 +90,7 @@ class TrainingStep:
             UserError: a loss or gradient is not finite, and SKIP_NON_FINITE steps before this one
                 were skipped; the message names the layer where it began.
         """
-        seed_everything(self.config.SEED, step, self.world.rank)
+        seed_everything(self.config.seed, step, self.world.rank)
         total = torch.zeros(2, device=self.world.device)
         for i, batch in enumerate(batches):
             is_last = i == len(batches) - 1
@@ -108,12 +112,13 @@ class TrainingStep:
         """The loss to minimise, with the weighted auxiliary loss, and the unweighted auxiliary
         loss: scalars."""
         images, targets = self._mixed(batch)
-        # mixup smooths its own targets
-        smoothing = 0.0 if self.mixup else self.config.MODEL.LABEL_SMOOTHING
+        smoothing = self.config.label_smoothing
+        if self.mixup:  # it smooths its own targets
+            smoothing = 0.0
         with self.autocast():
             logits, aux_loss = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
-        return loss + self.config.MODEL.MOE.AUX_LOSS_WEIGHT * aux_loss, aux_loss
+        return loss + self.config.aux_loss_weight * aux_loss, aux_loss
 
     def _mixed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Images and targets on the device, after mixup."""
@@ -127,7 +132,7 @@ class TrainingStep:
         """Average, unscale and clip the gradients; returns their global norm before clipping."""
         average_expert_gradients(self.model)
         self.scaler.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
-        return clip_gradients(self.model, self.config.TRAIN.CLIP_GRAD)
+        return clip_gradients(self.model, self.config.clip_grad)
 
     def _sum_flags(self, loss: Tensor) -> tuple[float, float]:
         """The number of ranks whose loss is not finite, and of those that received a signal.
@@ -152,7 +157,7 @@ class TrainingStep:
             self.optimizer.step()
             self.skipped_in_a_row = 0
         elif self.scaler.exhausted:
-            if self.skipped_in_a_row == self.config.TRAIN.SKIP_NON_FINITE:
+            if self.skipped_in_a_row == self.config.skip_non_finite:
                 images = self._mixed(batches[-1])[0]
                 raise UserError(explain_non_finite(step + 1, self.model, images, self.world))
             self.skipped_in_a_row += 1

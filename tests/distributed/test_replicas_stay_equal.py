@@ -58,7 +58,7 @@ def train(trainer: Trainer, seed: int) -> tuple[list[tuple], set[int]]:
     torch.manual_seed(100 * seed + rank)
     layers = list(moe_layers(trainer.step.model).values())
     targets = [layers[0].experts.w1, layers[1].experts.b2]
-    if not trainer.config.TRAIN.SHARD_TRUNK:  # hooks of sharded parameters see the average
+    if not trainer.config.train.shard_trunk:  # hooks of sharded parameters see the average
         targets += [trainer.step.model.head.fc.weight, trainer.step.model.patch_embed.proj.weight]
     trainer.step.scaler.GROWTH_INTERVAL, trainer.step.scaler.scale = 7, 2.0**10
     trainer.step.wrapped.train()

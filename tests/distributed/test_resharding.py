@@ -90,10 +90,10 @@ def test_every_number_of_ranks(experts, run_processes, tmp_path):
 def save_in_turns(rank: int, root: Path) -> None:
     """Two experts on four ranks: a save writes one expert of each layer, which two ranks join."""
     trainer = make_trainer(rank, 4, f"{options(2, 4)} CHECKPOINT.EXPERTS 1")
-    saver = Saver(root, trainer.world, save_policy(trainer.config))
+    saver = Saver(root, trainer.world, save_policy(trainer.config.checkpoint))
     for _ in range(3):
         train_steps(trainer, 1)
-        trainer.save(saver, whole=False)
+        trainer.save(saver, partial=True)
         saver.close()
     save(trainer, root / "whole")
 

@@ -208,7 +208,7 @@ def save_imports(directory: Path, config, model: torch.nn.Module) -> None:
     from swinv2_moe.train.checkpoint import write_weights
 
     checkpoint = directory.parent / "checkpoint"
-    write_weights(checkpoint, model, model.state_dict(), config, [])
+    write_weights(checkpoint, model, model.state_dict(), config.dump(), [])
     export_weights("single", checkpoint, directory / "single.safetensors")
     export_weights("tutel", checkpoint, directory / "tutel.pth")
     file = directory / "tutel.pth"

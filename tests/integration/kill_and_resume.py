@@ -36,7 +36,7 @@ from moe_core.checkpoint import expert_file
 from swinv2_moe.command import run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import saver, train
+from swinv2_moe.train import save_job, saver, train
 from swinv2_moe.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_meta
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.step import StepResult
@@ -180,14 +180,14 @@ def saves_under_way(run: Path) -> set[str]:
 def slow_disk(seconds: float) -> None:
     """In this process every file of a checkpoint takes so much longer to write, to wait for and to
     remove, and so does what comes after the files. (The product has no hooks for tests.)"""
-    for name in (
-        "write_tensors",
-        "fsync_and_hash",
-        "write_meta",
-        "publish_directory",
-        "replace_link",
+    for module, name in (
+        (save_job, "write_tensors"),
+        (save_job, "fsync_and_hash"),
+        (saver, "write_meta"),
+        (saver, "publish_directory"),
+        (saver, "replace_link"),
     ):
-        setattr(saver, name, partial(_slowly, getattr(saver, name), seconds))
+        setattr(module, name, partial(_slowly, getattr(module, name), seconds))
     os.unlink = partial(_slowly, os.unlink, seconds)  # what rmtree calls for each file
 
 

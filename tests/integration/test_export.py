@@ -57,7 +57,7 @@ def checkpoints(tmp_path_factory, small):
             key: torch.randn(t.shape, generator=generator) * 0.2
             for key, t in model.state_dict().items()
         }
-        write_weights(root / name, model, tensors, config, CLASSES, step=7)
+        write_weights(root / name, model, tensors, config.dump(), CLASSES, step=7)
     return root
 
 
@@ -277,7 +277,7 @@ def test_the_example_says_what_the_model_says(exported, checkpoints, photographs
     with open_deployed(str(checkpoints / "experts"), opts=["DEVICE", "cpu"]) as deployed:
         model, transform = (
             deployed.model(len(CLASSES)),
-            build_transform(data_config(deployed.config), is_train=False),
+            build_transform(deployed.data, is_train=False),
         )
     for file in photographs:
         done = run_alone("examples/classify.py", exported[0], file)

@@ -69,7 +69,7 @@ def make_checkpoint(make_config, tmp_path) -> Callable[..., tuple[Path, nn.Modul
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
         directory = tmp_path / "ours"
-        write_weights(directory, model, model.state_dict(), config, list("abcde"), step=7)
+        write_weights(directory, model, model.state_dict(), config.dump(), list("abcde"), step=7)
         return directory, model
 
     return make

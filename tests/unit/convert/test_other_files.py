@@ -119,7 +119,7 @@ def test_averaged_weights_are_those_exported(convert, make_checkpoint, make_conf
     """What a run with TRAIN.EMA_DECAY leaves: the averages below ema/ are the ones to deploy."""
     ours, model = make_checkpoint()
     averaged = {name: value + 1 for name, value in model.state_dict().items()}
-    write_weights(tmp_path / "other", model, averaged, make_config(), [])
+    write_weights(tmp_path / "other", model, averaged, make_config().dump(), [])
     (tmp_path / "other").rename(ours / "ema")
     inner = json.loads((ours / "ema" / "meta.json").read_text())
     meta = json.loads((ours / "meta.json").read_text())

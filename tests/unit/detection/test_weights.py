@@ -48,7 +48,7 @@ def write_run(directory: Path, options: str = "") -> tuple[str, torch.nn.Module]
         directory / "checkpoints" / "step-00000003",
         model,
         model.state_dict(),
-        config,
+        config.dump(),
         list("abcde"),
         step=3,
     )

@@ -10,18 +10,20 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_cases import make_trainer
+from trainer_cases import make_batch, make_step
 
 from moe_core import expert_parameters, moe_layers
 from moe_core.parallel import ParallelStrategy, count_traffic
 from moe_core.parallel.cost_model import LayerShape, volume
-from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure import phases, roofline
-from swinv2_moe.measure.phases import MemoryTraffic, Work, bytes_read, counted, without_experts
+from swinv2_moe.measure import phases, roofline, roofline_figure
+from swinv2_moe.measure.phases import bytes_read, without_experts
 from swinv2_moe.measure.roofline import Peak, Phase, Roofline
+from swinv2_moe.measure.roofline_figure import draw
 from swinv2_moe.measure.rounds import Times
+from swinv2_moe.measure.work import MemoryTraffic, Work, counted
 from swinv2_moe.models import MoEMlp
+from swinv2_moe.train.saver import SavePolicy
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
 FLOAT, LONG, INT = 4, 8, 4  # bytes
@@ -86,21 +88,18 @@ def test_bytes_read(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def trainer():
-    trainer = make_trainer(0, 1)
-    trainer.step.wrapped.train()
-    return trainer
+def step():
+    return make_step(0, 1)
 
 
 @pytest.fixture(scope="module")
-def batch(trainer):
-    images, targets, _ = next(phases.endless(trainer.data))
-    return Batch(images, targets, [])
+def batch():
+    return make_batch(1)
 
 
 @pytest.fixture(scope="module")
-def watched(trainer, batch):
-    return phases.watch(trainer, batch.images)
+def watched(step, batch):
+    return phases.watch(step, batch.images)
 
 
 def shapes(calls):
@@ -109,9 +108,9 @@ def shapes(calls):
             for call in calls for c in [call.layer.config]]  # fmt: skip
 
 
-def test_what_a_forward_pass_gives_to_the_layers(trainer, batch, watched):
+def test_what_a_forward_pass_gives_to_the_layers(step, batch, watched):
     calls, moves = watched
-    assert [call.layer for call in calls] == list(moe_layers(trainer.step.model).values())
+    assert [call.layer for call in calls] == list(moe_layers(step.model).values())
     assert shapes(calls) == [
         (32 * 16, 32, 128, 4),
         (32 * 4, 64, 256, 4),
@@ -124,37 +123,35 @@ def test_what_a_forward_pass_gives_to_the_layers(trainer, batch, watched):
         (512, 512),
         (128, 128),
     ]
-    assert not any(layer._forward_pre_hooks for layer in moe_layers(trainer.step.model).values())
+    assert not any(layer._forward_pre_hooks for layer in moe_layers(step.model).values())
 
 
-def test_the_trunk_is_the_model_without_its_moe_layers(trainer, batch):
-    before = trainer.step.model.state_dict()
-    with without_experts(trainer.step.model):
-        assert not any(isinstance(module, MoEMlp) for module in trainer.step.model.modules())
-        trunk = sum(p.numel() for p in trainer.step.model.parameters())
-    assert trainer.step.model.state_dict().keys() == before.keys()
-    layers = sum(
-        p.numel() for layer in moe_layers(trainer.step.model).values() for p in layer.parameters()
-    )
-    assert trunk + layers == sum(p.numel() for p in trainer.step.model.parameters())
+def test_the_trunk_is_the_model_without_its_moe_layers(step, batch):
+    before = step.model.state_dict()
+    with without_experts(step.model):
+        assert not any(isinstance(module, MoEMlp) for module in step.model.modules())
+        trunk = sum(p.numel() for p in step.model.parameters())
+    assert step.model.state_dict().keys() == before.keys()
+    layers = sum(p.numel() for layer in moe_layers(step.model).values() for p in layer.parameters())
+    assert trunk + layers == sum(p.numel() for p in step.model.parameters())
 
 
-def test_flops_of_the_phases_are_those_of_the_step(trainer, batch, watched):
+def test_flops_of_the_phases_are_those_of_the_step(step, batch, watched):
     calls, moves = watched
     work = {
-        "trunk": phases.trunk(trainer, batch).work,
-        "router": phases.router(trainer, calls).work,
+        "trunk": phases.trunk(step, batch).work,
+        "router": phases.router(step, calls).work,
     }
-    work["experts"] = phases.experts(trainer, calls).work
+    work["experts"] = phases.experts(step, calls).work
     assert work["router"].flops == sum(3 * 2 * t * m * e for t, m, _, e in shapes(calls))
     assert work["experts"].flops == sum(3 * 2 * 2 * t * m * h for t, m, h, _ in shapes(calls))
-    with FlopCounterMode(display=False) as step:
-        trainer.train_step([batch])
-    assert sum(found.flops for found in work.values()) == step.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        step.run([batch], 0)
+    assert sum(found.flops for found in work.values()) == counter.get_total_flops()
     assert phases.dispatch(moves).work.flops == sum(5 * t * m for t, m, *_ in shapes(calls))
 
 
-def test_memory_of_dispatch_and_experts(trainer, watched):
+def test_memory_of_dispatch_and_experts(step, watched):
     calls, moves = watched
     expected = 0
     for t, m, *_ in shapes(calls):
@@ -169,86 +166,81 @@ def test_memory_of_dispatch_and_experts(trainer, watched):
         # the activation happens within the one operator
         expected += (rows + parameters + offsets) + (rows + hidden)
         expected += (2 * rows + hidden + parameters + offsets) + (rows + parameters)
-    assert phases.experts(trainer, calls).work.memory == pytest.approx(expected, rel=1e-9)
+    assert phases.experts(step, calls).work.memory == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_optimiser_counts_by_parameter(trainer, batch):
-    count = sum(p.numel() for p in trainer.step.model.parameters())
-    task = phases.optimiser(trainer, batch)
+def test_the_optimiser_counts_by_parameter(step, batch):
+    count = sum(p.numel() for p in step.model.parameters())
+    task = phases.optimiser(step, batch)
     # AdamW, norm, clipping
     assert task.work == Work(flops=(14 + 2 + 1) * count, memory=(28 + 4 + 8) * count)
     task.run()
-    assert all(p.grad is None for p in trainer.step.model.parameters())
+    assert all(p.grad is None for p in step.model.parameters())
 
 
-def test_phases_leave_the_model_as_it_was(trainer, batch, watched):
+def test_phases_leave_the_model_as_it_was(step, batch, watched):
     """At a learning rate of 0 so does the optimiser; no gradient and no hook stays behind."""
-    trainer.schedule.base_values = [0.0] * len(trainer.step.optimizer.param_groups)
-    for group in trainer.step.optimizer.param_groups:
+    for group in step.optimizer.param_groups:
         group["lr"] = 0.0
-    before = {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
     calls, moves = watched
     for task in (
-        phases.trunk(trainer, batch),
-        phases.router(trainer, calls),
+        phases.trunk(step, batch),
+        phases.router(step, calls),
         phases.dispatch(moves),
-        phases.experts(trainer, calls),
-        phases.optimiser(trainer, batch),
+        phases.experts(step, calls),
+        phases.optimiser(step, batch),
     ):
         task.run()
     assert all(
-        torch.equal(tensor, before[name])
-        for name, tensor in trainer.step.model.state_dict().items()
+        torch.equal(tensor, before[name]) for name, tensor in step.model.state_dict().items()
     )
-    assert all(p.grad is None for p in trainer.step.model.parameters())
+    assert all(p.grad is None for p in step.model.parameters())
 
 
-def test_a_checkpoint_is_what_lies_on_the_disk(trainer, tmp_path):
-    with phases.checkpoint(trainer, tmp_path / "checkpoints") as (task, costs):
+def test_a_checkpoint_is_what_lies_on_the_disk(step, tmp_path):
+    with phases.checkpoint(step, SavePolicy(), tmp_path / "checkpoints") as (task, costs):
         task.run()
     assert len(costs) == 2
     (latest,) = {p.resolve() for p in (tmp_path / "checkpoints").glob("latest")}
     assert task.work.disk == sum(p.stat().st_size for p in latest.rglob("*.safetensors"))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="the last checkpoint was not saved"):
-        phases.checkpoint(trainer, tmp_path / "file" / "checkpoints").__enter__()
+        phases.checkpoint(step, SavePolicy(), tmp_path / "file" / "checkpoints").__enter__()
 
 
 def exchange_on_two_ranks(rank: int) -> None:
-    trainer = make_trainer(rank, 2)
-    trainer.step.wrapped.train()
-    images, targets, _ = next(phases.endless(trainer.data))
-    batch = Batch(images, targets, [])
-    calls, moves = phases.watch(trainer, batch.images)
-    task = phases.exchange(trainer, calls, batch)
-    own = sum(p.numel() for p in expert_parameters(trainer.step.model).values())
+    step, batch = make_step(rank, 2), make_batch(2)
+    calls, moves = phases.watch(step, batch.images)
+    task = phases.exchange(step, calls, batch)
+    own = sum(p.numel() for p in expert_parameters(step.model).values())
     # all-reduced by two: n (2 - 1)
-    shared = FLOAT * (sum(p.numel() for p in trainer.step.model.parameters()) - own)
-    layers = list(moe_layers(trainer.step.model).values())
+    shared = FLOAT * (sum(p.numel() for p in step.model.parameters()) - own)
+    layers = list(moe_layers(step.model).values())
     tokens = [call.x.numel() // call.layer.config.model_dim for call in calls]
     even = [LayerShape.of(layer.config, n, FLOAT) for layer, n in zip(layers, tokens, strict=True)]
     even = sum(
         2 * 2 * FLOAT * volume(shape, 2, ParallelStrategy()).dispatch.elements for shape in even
     )
-    everyone = trainer.world.gather(task.work.exchange - shared)
+    everyone = step.world.gather(task.work.exchange - shared)
     assert 0.3 * even < statistics.mean(everyone) < 1.7 * even  # fresh routers are not quite even
     with count_traffic(layers[0].group) as found:
         task.run()
     again = FLOAT * sum(found.elements.values())
     assert again == pytest.approx(task.work.exchange - shared, rel=1e-3)
     for other in (
-        phases.trunk(trainer, batch),
-        phases.router(trainer, calls),
+        phases.trunk(step, batch),
+        phases.router(step, calls),
         phases.dispatch(moves),
     ):
         other.run()
-    phases.experts(trainer, calls).run()
-    phases.optimiser(trainer, batch).run()
-    trainer.train_step([batch])  # DDP still goes
-    replicas = make_trainer(rank, 2, "MODEL.MOE.EXPERT_PARALLEL_SIZE 1")
+    phases.experts(step, calls).run()
+    phases.optimiser(step, batch).run()
+    step.run([batch], 1)  # DDP still goes
+    replicas = make_step(rank, 2, "MODEL.MOE.EXPERT_PARALLEL_SIZE 1")
     calls, _ = phases.watch(replicas, batch.images)
     task = phases.exchange(replicas, calls, batch)  # no rows, all gradients
-    assert task.work.exchange == FLOAT * sum(p.numel() for p in replicas.step.model.parameters())
+    assert task.work.exchange == FLOAT * sum(p.numel() for p in replicas.model.parameters())
     task.run()
     dist.barrier()
 
@@ -298,7 +290,7 @@ def test_what_the_phases_leave_of_a_step(tmp_path):
     assert whole.share_of_step("trunk") == 0.6
     assert whole.share_of_step("checkpoint") is None
     assert whole.record()["phases"]["checkpoint"]["share_of_roof"] == pytest.approx(0.2)
-    roofline.draw(whole, tmp_path / "r.png")
+    draw(whole, tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 10_000
 
 
@@ -313,8 +305,8 @@ def test_a_figure_shows_the_shares(monkeypatch):
     whole = Roofline(
         "16 images of /data/$x_$", "a machine", found, peaks(), Times([8, 8, 8], "r"), 0.1, 2
     )
-    monkeypatch.setattr(roofline, "save_png", lambda figure, path: figures.append(figure))
-    roofline.draw(whole, Path("r.png"))
+    monkeypatch.setattr(roofline_figure, "save_png", lambda figure, path: figures.append(figure))
+    draw(whole, Path("r.png"))
     roof, bars = figures[0].axes
     # from below: step, then roof
     assert [bar.get_width() for bar in bars.patches] == pytest.approx([0, 50, 20, 25])

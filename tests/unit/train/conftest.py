@@ -10,7 +10,7 @@ import pytest
 import torch
 from yacs.config import CfgNode
 
-from swinv2_moe.config import data_config, load_config, model_config
+from swinv2_moe.config import all_sections, load_config
 from swinv2_moe.data import build_data
 from swinv2_moe.models import build_model
 from swinv2_moe.train.distributed import World, seed_everything
@@ -48,26 +48,22 @@ def make_trainer(tmp_path) -> Callable[..., Trainer]:
     """`make_trainer({"KEY": value})`: a trainer in this process that has not begun."""
 
     def make(keys: dict[str, object] | None = None) -> Trainer:
-        config = _config(tmp_path, keys)
-        data = build_data(data_config(config))
-        seed_everything(config.SEED)
-        return Trainer(
-            config,
-            World(0, 1, torch.device("cpu")),
-            data,
-            build_model(model_config(config), data.num_classes),
-        )
+        config = all_sections(_config(tmp_path, keys))
+        data = build_data(config.data)
+        seed_everything(config.run.seed)
+        model = build_model(config.model, data.num_classes)
+        return Trainer(config, World(0, 1, torch.device("cpu")), data, model)
 
     return make
 
 
 @pytest.fixture
 def save() -> Callable[..., Path]:
-    """`save(trainer, root, is_best=..., whole=...)`: its state as a checkpoint in `root`; that
+    """`save(trainer, root, is_best=..., partial=...)`: its state as a checkpoint in `root`; that
     checkpoint."""
 
     def run(trainer: Trainer, root: Path, **how) -> Path:
-        saver = Saver(root, trainer.world, save_policy(trainer.config))
+        saver = Saver(root, trainer.world, save_policy(trainer.config.checkpoint))
         trainer.save(saver, **how)
         saver.close()
         return root / f"step-{trainer.progress.step:08d}"

@@ -240,7 +240,7 @@ def test_a_checkpoint_without_a_classifier(save, make_trainer):
         directory, lambda tensors: {n: t for n, t in tensors.items() if not n.startswith("head.")}
     )
     with pytest.raises(UserError, match="has no classifier") as caught:
-        count_classes(open_checkpoint(directory), make_trainer().config)
+        count_classes(open_checkpoint(directory), make_trainer().config.model)
     assert "\n" not in str(caught.value)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swinv2_moe.config import model_config
+from swinv2_moe.config import all_sections, model_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
 from swinv2_moe.train.checkpoint import Checkpoint, write_weights
@@ -20,7 +20,7 @@ def checkpoints(tmp_path_factory, make_config):
         config.DATA.DATASET = kind
         config.DATA.PATH = "" if kind == "digits" else "/somewhere/else"
         config.DATA.TRAIN_LIST = config.DATA.VAL_LIST = "list.txt" if kind == "list" else ""
-        write_weights(root / kind, model, model.state_dict(), config, list("0123456789"))
+        write_weights(root / kind, model, model.state_dict(), config.dump(), list("0123456789"))
     return root
 
 
@@ -50,16 +50,15 @@ def test_data_is_what_it_looks_like(checkpoints, trained_on, holds, expected, tm
 
 def dataset_of(checkpoint, data=None, dataset=None) -> str:
     with open_deployed(str(checkpoint), data and str(data), dataset) as deployed:
-        return deployed.config.DATA.DATASET
+        return deployed.data.dataset
 
 
 def test_class_names(tmp_path, make_config):
     def compare(known, found):
-        return Deployed(
-            None, Checkpoint(tmp_path / "run", {"class_names": known}), config
-        ).compare_classes(found)
+        source = Checkpoint(tmp_path / "run", {"class_names": known})
+        return Deployed(None, source, config).compare_classes(found)
 
-    config = make_config(tmp_path)
+    config = all_sections(make_config(tmp_path))
     assert compare(["a", "b", "c"], ["a", "b", "c"]) is None
     assert compare([], ["a"] * 1000) is None
     line = compare(["a", "b", "c"], ["a", "c", "b"])

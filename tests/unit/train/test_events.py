@@ -324,7 +324,7 @@ def test_a_slow_disk_shows(make_trainer, tmp_path, monkeypatch, read_metrics):
     monkeypatch.setattr(time, "perf_counter", lambda: real() + 1000 * len(readings))
     recorder, saver = (
         Recorder(tmp_path / "run", ALONE, 0),
-        Saver(tmp_path / "checkpoints", ALONE, save_policy(trainer.config)),
+        Saver(tmp_path / "checkpoints", ALONE, save_policy(trainer.config.checkpoint)),
     )
     trainer.fit(recorder, saver)
     recorder.close()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from swinv2_moe.config import data_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.run import _load_data
@@ -40,7 +41,7 @@ def test_an_error_of_one_rank_is_every_ranks():
 
 
 def test_other_data_on_another_rank(make_config, tmp_path):
-    config = make_config(tmp_path, {"DATA.BATCH_SIZE": 64})
+    config = data_config(make_config(tmp_path, {"DATA.BATCH_SIZE": 64}))
     with pytest.raises(
         UserError, match=r"rank 1 finds 24 \+ 6 images there, rank 0 1,437 \+ 360; their number and"
     ):

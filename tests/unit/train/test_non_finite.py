@@ -69,7 +69,7 @@ def test_a_run_stops_and_keeps_its_last_checkpoint(make_trainer, tmp_path):
     original = trainer._record_epoch
     trainer._record_epoch = lambda *args: (original(*args), poison_parameter(trainer, float("nan")))
     saver, save = (
-        Saver(tmp_path / "checkpoints", trainer.world, save_policy(trainer.config)),
+        Saver(tmp_path / "checkpoints", trainer.world, save_policy(trainer.config.checkpoint)),
         trainer.save,
     )
 
@@ -109,7 +109,8 @@ def test_steps_that_are_not_finite_are_skipped(make_trainer, tmp_path, capsys, r
     poison_steps(trainer, {2, 3, 7})
     recorder = Recorder(tmp_path / "run", trainer.world, step=0)
     trainer.fit(
-        recorder, Saver(tmp_path / "checkpoints", trainer.world, save_policy(trainer.config))
+        recorder,
+        Saver(tmp_path / "checkpoints", trainer.world, save_policy(trainer.config.checkpoint)),
     )
     recorder.close()
     assert (trainer.progress.step, trainer.progress.skipped, trainer.step.scaler.updates) == (

@@ -8,7 +8,6 @@ import torch
 import trainer_cases
 
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.distributed import World
 from swinv2_moe.train.run import _load_pretrained
 
 HEAD = ("head.fc.weight", "head.fc.bias")
@@ -36,7 +35,7 @@ def load(make_trainer):
         trainer = make_trainer({"MODEL.PRETRAINED": str(source)} | (keys or {}))
         trainer.step.model.reset_classifier(classes)
         own = {name: trainer.step.model.state_dict()[name].clone() for name in HEAD}
-        _load_pretrained(trainer.config, trainer.step.model, World(0, 1, torch.device("cpu")))
+        _load_pretrained(trainer.config.model, trainer.step.model, trainer.world, seed=0)
         return trainer.step.model.state_dict(), own
 
     return run
@@ -150,7 +149,7 @@ def test_frozen_experts_stay_and_route_as_in_evaluation(pretrained, make_trainer
     }
     trainer, again = make_trainer(frozen), make_trainer(frozen)
     for each in (trainer, again):
-        _load_pretrained(each.config, each.step.model, each.world)
+        _load_pretrained(each.config.model, each.step.model, each.world, seed=0)
     before = {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
     trainer_cases.train_steps(trainer, 2)
     for name, tensor in trainer.step.model.state_dict().items():

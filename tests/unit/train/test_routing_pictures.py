@@ -270,7 +270,9 @@ def test_no_picture_of_a_dense_run(make_config, tmp_path):
 def fit(rank: int, root: Path, options: str) -> None:
     trainer = make_trainer_of(rank, 2, options)
     recorder = Recorder(root, trainer.world, 0)
-    trainer.fit(recorder, Saver(root / "checkpoints", trainer.world, save_policy(trainer.config)))
+    trainer.fit(
+        recorder, Saver(root / "checkpoints", trainer.world, save_policy(trainer.config.checkpoint))
+    )
     recorder.close()
 
 

@@ -81,7 +81,7 @@ def test_learning_rates(keys, says, make_trainer):
     trainer = make_trainer(keys)
     highest = keys["TRAIN.BASE_LR"] * 256 / 512
     config = trainer.config
-    lines = start_warnings(train_config(config), data_config(config), trainer.data, highest)
+    lines = start_warnings(config.train, config.data, trainer.data, highest)
     assert [says in line for line in lines] == [True] * (says is not None)
 
 

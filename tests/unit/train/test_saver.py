@@ -10,8 +10,8 @@ import torch
 
 from moe_core.checkpoint import write_tensors
 from swinv2_moe.errors import UserError
+from swinv2_moe.train import save_job, train
 from swinv2_moe.train import saver as saver_module
-from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import (
     checkpoints_below,
     find_checkpoint,
@@ -19,7 +19,8 @@ from swinv2_moe.train.checkpoint import (
     read_section,
     write_meta,
 )
-from swinv2_moe.train.saver import Saver, Staging, save_policy
+from swinv2_moe.train.save_job import StagingBuffers
+from swinv2_moe.train.saver import Saver, save_policy
 
 LAYERS = [f"layers.{i}.blocks.0.mlp.moe" for i in (1, 2)]
 
@@ -39,7 +40,7 @@ def begin(make_trainer, tmp_path):
         step(trainer)
         return (
             trainer,
-            Saver(root, trainer.world, save_policy(trainer.config), say=said.append),
+            Saver(root, trainer.world, save_policy(trainer.config.checkpoint), say=said.append),
             said,
         )
 
@@ -65,7 +66,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypa
             assert gate.wait(20)
         write_tensors(file, tensors)
 
-    monkeypatch.setattr(saver_module, "write_tensors", write_in_the_thread_when_let)
+    monkeypatch.setattr(save_job, "write_tensors", write_in_the_thread_when_let)
     trainer.save(saver)
     with torch.no_grad():
         for parameter in trainer.step.model.parameters():
@@ -78,7 +79,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypa
         == {4096: {"checkpoint"}, 1: {"checkpoint", "MainThread"}, 0: {"MainThread"}}[staging]
     )
     torch.testing.assert_close(weights(saver.root / "latest", trainer), before, rtol=0, atol=0)
-    assert saver.staging.taken <= staging * 2**20
+    assert saver.staging.allocated <= staging * 2**20
 
 
 def test_without_staging_nothing_is_copied(begin, monkeypatch):
@@ -98,25 +99,25 @@ def test_without_staging_nothing_is_copied(begin, monkeypatch):
         written.append(file)
         write_tensors(file, tensors)
 
-    monkeypatch.setattr(saver_module, "write_tensors", write)
+    monkeypatch.setattr(save_job, "write_tensors", write)
     trainer.save(saver)
     saver.close()
     assert len(written) == 3 * (1 + 2 * 4)
 
 
 def test_staging_is_bounded_and_used_again():
-    staging, tensors = Staging(limit=100), {"a": torch.ones(10), "b": torch.zeros(10)}
+    staging, tensors = StagingBuffers(limit=100), {"a": torch.ones(10), "b": torch.zeros(10)}
     first = staging.copy(tensors)
     assert first["a"].equal(tensors["a"])
     assert first["b"].equal(tensors["b"])
     assert staging.copy(tensors) is None
     small = staging.copy({"c": torch.ones(5)})
-    assert (staging.taken, staging.copy({"c": torch.ones(1)})) == (100, None)
+    assert (staging.allocated, staging.copy({"c": torch.ones(1)})) == (100, None)
     staging.give_back(first)
     staging.give_back(small)
     again = staging.copy(tensors)
     assert {t.data_ptr() for t in again.values()} == {t.data_ptr() for t in first.values()}
-    assert staging.taken == 100
+    assert staging.allocated == 100
 
 
 def test_experts_in_turn(begin):
@@ -126,7 +127,7 @@ def test_experts_in_turn(begin):
     written, states = [], []
     saver.report = lambda cost: written.append(cost.bytes)
     for _ in range(6):
-        trainer.save(saver, whole=False)
+        trainer.save(saver, partial=True)
         saver.close()
         states.append(
             {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
@@ -161,20 +162,20 @@ def test_experts_in_turn(begin):
 
 def test_what_cannot_be_borrowed_is_written(begin, make_trainer):
     trainer, saver, _ = begin({"CHECKPOINT.EXPERTS": 1})
-    trainer.save(saver, whole=False)
+    trainer.save(saver, partial=True)
     saver.close()
     shutil.rmtree(saver.root / "step-00000001")
     step(trainer)
-    trainer.save(saver, whole=False)
+    trainer.save(saver, partial=True)
     saver.close()
     assert open_checkpoint(saver.root / "latest").expert_ages() is None
     source = open_checkpoint(saver.root / "step-00000002")
     other = make_trainer(
         {"DATA.BATCH_SIZE": 16, "CHECKPOINT.EXPERTS": 1, "MODEL.MOE.NUM_EXPERTS": 8}
     )
-    saver = Saver(saver.root, other.world, save_policy(other.config), source)
+    saver = Saver(saver.root, other.world, save_policy(other.config.checkpoint), source)
     step(other), step(other), step(other)
-    other.save(saver, whole=False)
+    other.save(saver, partial=True)
     saver.close()
     assert open_checkpoint(saver.root / "step-00000003").expert_ages() is None
 
@@ -182,7 +183,10 @@ def test_what_cannot_be_borrowed_is_written(begin, make_trainer):
 def fails_once(monkeypatch, name, after=0):
     """Make the n-th call of a function that the saver uses fail as on a full disk; later ones
     work."""
-    real, calls = getattr(saver_module, name), []
+    module = saver_module
+    if hasattr(save_job, name):
+        module = save_job
+    real, calls = getattr(module, name), []
 
     def maybe(*args):
         calls.append(args)
@@ -190,7 +194,7 @@ def fails_once(monkeypatch, name, after=0):
             raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
         return real(*args)
 
-    monkeypatch.setattr(saver_module, name, maybe)
+    monkeypatch.setattr(module, name, maybe)
 
 
 @pytest.mark.parametrize("staging", [4096, 0])
@@ -292,7 +296,7 @@ def test_going_back_sets_newer_checkpoints_aside(begin, make_trainer):
     Saver(
         saver.root,
         trainer.world,
-        save_policy(trainer.config),
+        save_policy(trainer.config.checkpoint),
         open_checkpoint(saver.root / "step-00000002"),
         said.append,
     )
@@ -310,7 +314,9 @@ def test_two_runs_of_the_same_length_set_aside(begin):
     for name in ("set-aside-step-00000001", "set-aside-step-00000001-1"):
         trainer.save(saver)
         saver.close()
-        Saver(saver.root, trainer.world, save_policy(trainer.config), say=lambda line: None)
+        Saver(
+            saver.root, trainer.world, save_policy(trainer.config.checkpoint), say=lambda line: None
+        )
         assert (saver.root / name).is_dir()
 
 
@@ -351,7 +357,7 @@ def test_pruning_killed_half_way_leaves_no_half_a_checkpoint(begin, monkeypatch)
     Saver(
         saver.root,
         trainer.world,
-        save_policy(trainer.config),
+        save_policy(trainer.config.checkpoint),
         open_checkpoint(saver.root / "latest"),
     )
     assert {path.name for path in saver.root.iterdir()} == {"step-00000002", "latest"}
@@ -374,7 +380,9 @@ def test_going_on_from_a_checkpoint_of_another_name(begin):
     saver.close()
     aside = saver.root / "set-aside-step-00000001"
     (saver.root / "step-00000001").rename(aside)
-    again = Saver(saver.root, trainer.world, save_policy(trainer.config), open_checkpoint(aside))
+    again = Saver(
+        saver.root, trainer.world, save_policy(trainer.config.checkpoint), open_checkpoint(aside)
+    )
     trainer.save(again)
     again.close()
     assert find_checkpoint("auto", saver.root).directory.name == "step-00000001"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swinv2_moe.config import model_config
+from swinv2_moe.config import model_config, train_config
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
@@ -21,7 +21,7 @@ def make_step(make_config, tmp_path):
         config = make_config(tmp_path, {"AUG.MIXUP": 0, "AUG.CUTMIX": 0} | (keys or {}))
         seed_everything(0)
         model = build_model(model_config(config), CLASSES)
-        step = TrainingStep(config, World(0, 1, torch.device("cpu")), model, CLASSES)
+        step = TrainingStep(train_config(config), World(0, 1, torch.device("cpu")), model, CLASSES)
         step.wrapped.train()
         return step
 
