@@ -26,7 +26,7 @@ def build_optimizer(
         no_weight_decay_list=model.no_weight_decay(),
         layer_decay=config.layer_decay,
     )
-    groups = [part for group in groups for part in _split_sharded(group)]
+    groups = [part for group in _merge(groups) for part in _split_sharded(group)]
     options = config.optimizer
     if options.name == "sgd":
         return torch.optim.SGD(
@@ -35,6 +35,19 @@ def build_optimizer(
     return torch.optim.AdamW(
         groups, lr=learning_rate, betas=options.betas, eps=options.eps, fused=True
     )
+
+
+def _merge(groups: list[dict]) -> list[dict]:
+    """One group for each pair of learning rate and weight decay, for fewer kernels in a step: timm
+    makes two for each layer of the model."""
+    merged: dict[tuple, dict] = {}
+    for group in groups:
+        key = (group.get("lr_scale", 1.0), group["weight_decay"])
+        if key in merged:
+            merged[key]["params"] += group["params"]
+        else:
+            merged[key] = group | {"params": list(group["params"])}
+    return list(merged.values())
 
 
 def _split_sharded(group: dict) -> list[dict]:

@@ -35,6 +35,7 @@ def test_weight_decay_groups(make_trainer):
         "projector",
     )
     assert len(decay) == len(list(trainer.step.model.parameters()))
+    assert len(trainer.step.optimizer.param_groups) == 2  # with and without weight decay
     for name, parameter in trainer.step.model.named_parameters():
         assert decay[id(parameter)] == (0.0 if any(part in name for part in exempt) else 0.05), name
 
