@@ -1,11 +1,10 @@
 """Counts how often a program reads a device's tensor on the host, on a machine without a device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 _READS = {
@@ -30,7 +29,7 @@ class HostReads(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = list(_tensors((args, kwargs)))
         from_host = [tensor in self._on_host for tensor in inputs]
         if function in _READS and not all(from_host):
             self.names.append(function.__name__)
@@ -51,9 +50,19 @@ class HostReads(TorchFunctionMode):
         return wait
 
     def _mark(self, values) -> None:
-        for leaf in pytree.tree_leaves(values):
-            if isinstance(leaf, Tensor):
-                self._on_host[leaf] = True
+        for tensor in _tensors(values):
+            self._on_host[tensor] = True
+
+
+def _tensors(value) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
 
 
 def count_reads(function: Callable[[], object]) -> list[str]:

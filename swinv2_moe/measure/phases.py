@@ -111,7 +111,8 @@ def watch(step: TrainingStep, images: Tensor) -> tuple[list[Call], Moves]:
         rows, offsets = args
         # they are tokens, and dispatch is a part of the experts' op
         if options.get("plan") is not None:
-            rows = rows.index_select(0, options["plan"].choices // options["gates"].shape[1])
+            plan = options["plan"]
+            rows = rows.index_select(0, plan.choices // plan.slots.shape[1])
         # none past the experts' rows
         calls[-1].chunks.append((rows[: int(offsets[-1])].detach().clone(), offsets))
 

@@ -28,7 +28,9 @@ on_each_device = pytest.mark.parametrize("device", DEVICES)
 def slow(tensor: Tensor) -> None:
     """Delay what follows on the current stream, or in this thread."""
     if tensor.is_cuda:
-        torch.cuda._sleep(20_000_000)
+        matrix = torch.ones(4096, 4096, device=tensor.device)
+        for _ in range(5):
+            matrix = matrix @ matrix
     else:
         time.sleep(0.01)
 
