@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile, Tile]:
     """For products that end in an activation and for the others, given the bytes of shared memory
-    for a program.
+    for a program, 0 for fp32.
 
     The first leaves room for a second program on a multiprocessor, which multiplies while one
     computes its activation. The second reads less for each product.
@@ -47,7 +47,10 @@ def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile,
     if rows_per_expert >= 192:
         rows = 128
     if shared_memory < 160_000:  # fp32, or not a data centre's GPU
-        tile = Tile(rows, 64 * 128 // rows, 32, 4, 3)
+        warps = 4
+        if shared_memory == 0:  # fp32: three products of TF32 do not fit the registers of 4 warps
+            warps = 8
+        tile = Tile(rows, 64 * 128 // rows, 32, warps, 3)
         return tile, tile
     small = Tile(rows, 128, 64, 8, 3)
     if width < 256:
