@@ -6,7 +6,8 @@
 Shapes are those of SwinV2-MoE-B's third stage: M = 512, H = 2048, windows of 144 tokens. Registers
 and the stack are cuobjdump's, from the cubin that ptxas makes. The stack holds the registers that
 did not fit, so its bytes are called spilled. `programs` is how many fit on a multiprocessor at a
-time, by registers, shared and tensor memory, warps and blocks. It takes a minute and a half.
+time, by registers, shared and tensor memory, warps and blocks. It takes a minute and a half. In the
+table a cell is registers, spilled bytes, KiB of shared memory, programs.
 """
 
 # T tokens, E experts, K top-k, M model dim, H hidden dim
@@ -253,18 +254,21 @@ def programs_that_fit(
 
 
 def markdown(rows: list[Usage]) -> str:
-    """Figures of all architectures side by side, kernels that spill in bold."""
-    lines = ["| kernel | case | sm | warps | registers | spilled | shared, KiB | programs |"]
-    lines.append("|" + " --- |" * len(Usage._fields))
+    """A line for each kernel and case. For each architecture registers, spilled bytes (in bold),
+    KiB of shared memory and programs."""
+    names = sorted({row.sm for row in rows})
+    cells: dict[tuple, dict[int, str]] = {}
     for row in rows:
         spilled = str(row.spilled)
         if row.spilled:
             spilled = f"**{row.spilled}**"
-        shared = f"{row.shared / 1024:.1f}"
-        lines.append(
-            f"| `{row.kernel}` | {row.case} | {row.sm} | {row.num_warps} | {row.registers} |"
-            f" {spilled} | {shared} | {row.programs} |"
-        )
+        cell = f"{row.registers}, {spilled}, {row.shared / 1024:.0f}, {row.programs}"
+        cells.setdefault((row.kernel, row.case, row.num_warps), {})[row.sm] = cell
+    head = " | ".join(f"sm_{sm}" for sm in names)
+    lines = [f"| kernel | case | warps | {head} |", "|" + " --- |" * (3 + len(names))]
+    for (kernel, case, num_warps), of_kernel in cells.items():
+        figures = " | ".join(of_kernel.get(sm, "") for sm in names)
+        lines.append(f"| `{kernel}` | {case} | {num_warps} | {figures} |")
     return "\n".join(lines)
 
 

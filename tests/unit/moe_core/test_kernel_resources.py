@@ -50,11 +50,12 @@ def test_the_file_has_every_case(kernels):
 
 
 def test_the_table_marks_kernels_that_spill(kernels):
-    usage = kernels.Usage("k", "case", 90, 4, 255, 8, 2048, 1)
-    fits = usage._replace(spilled=0)
-    assert kernels.markdown([usage, fits]).splitlines()[2:] == [
-        "| `k` | case | 90 | 4 | 255 | **8** | 2.0 | 1 |",
-        "| `k` | case | 90 | 4 | 255 | 0 | 2.0 | 1 |",
+    spills = kernels.Usage("k", "case", 90, 4, 255, 8, 2048, 1)
+    fits = spills._replace(sm=80, spilled=0)
+    assert kernels.markdown([fits, spills]).splitlines() == [
+        "| kernel | case | warps | sm_80 | sm_90 |",
+        "| --- | --- | --- | --- | --- |",
+        "| `k` | case | 4 | 255, 0, 2, 1 | 255, **8**, 2, 1 |",
     ]
 
 
