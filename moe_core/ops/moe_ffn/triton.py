@@ -2,6 +2,7 @@
 
 # T tokens, E experts, K top-k, N rows, B blocks of rows, M model dim, H hidden dim
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class Tile(NamedTuple):
 
 def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile, Tile]:
     """For products that end in an activation and for the others, given the bytes of shared memory
-    for a program.
+    for a program, 0 for fp32.
 
     The first leaves room for a second program on a multiprocessor, which multiplies while one
     computes its activation. The second reads less for each product.
@@ -47,7 +48,10 @@ def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile,
     if rows_per_expert >= 192:
         rows = 128
     if shared_memory < 160_000:  # fp32, or not a data centre's GPU
-        tile = Tile(rows, 64 * 128 // rows, 32, 4, 3)
+        warps = 4
+        if shared_memory == 0:  # fp32: three products of TF32 do not fit the registers of 4 warps
+            warps = 8
+        tile = Tile(rows, 64 * 128 // rows, 32, warps, 3)
         return tile, tile
     small = Tile(rows, 128, 64, 8, 3)
     if width < 256:
@@ -151,7 +155,10 @@ class _Call:
         self.slots = inputs.slots.contiguous()
         self.num_rows, self.top_k = len(self.choices), self.slots.shape[1]
         rows_per_expert = self.num_rows / self.num_experts
-        self.small, self.large = tiles(rows_per_expert, self.model_dim, _shared_memory(self.tokens))
+        shared_memory = _shared_memory(self.tokens)
+        self.small, self.large = tiles(rows_per_expert, self.model_dim, shared_memory)
+        # There the rows are contracted, so that a large tile wastes nothing.
+        _, self.for_weights = tiles(math.inf, self.model_dim, shared_memory)
         dropout = Dropout.of(inputs.dropout)
         self.constants = {
             "ACTIVATION": KERNEL_ACTIVATIONS.index(inputs.activation),
@@ -216,13 +223,14 @@ class _Call:
     def weight_grad(self, a: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
         """For each expert a^T [H, n] times its rows of source [T, M]: [E, H, M]."""
         out = a.new_empty(self.num_experts, self.hidden_dim, self.model_dim, dtype=dtype)
-        lines, columns = min(self.large.rows, 128), self.large.columns
+        tile = self.for_weights
+        lines, columns = tile.rows, tile.columns
         tiles_down = triton.cdiv(self.hidden_dim, lines)
         tiles_across = triton.cdiv(self.model_dim, columns)
         weight_grad_kernel[(self.num_experts * tiles_down * tiles_across,)](
             a, source, self.choices, self.offsets, out, self.model_dim, self.hidden_dim, self.top_k,
-            triton.next_power_of_2(self.num_experts), lines, columns, self.large.depth,
-            num_warps=self.large.warps, num_stages=self.large.stages,
+            triton.next_power_of_2(self.num_experts), lines, columns, tile.depth,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return out
 

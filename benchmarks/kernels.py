@@ -1,0 +1,315 @@
+"""Registers, spilled bytes and shared memory of every Triton kernel, compiled without a GPU.
+
+    python benchmarks/kernels.py                  (prints the table)
+    python benchmarks/kernels.py --write          (and writes docs/results/kernels.csv)
+
+Shapes are those of SwinV2-MoE-B's third stage: M = 512, H = 2048, windows of 144 tokens. Registers
+and the stack are cuobjdump's, from the cubin that ptxas makes. The stack holds the registers that
+did not fit, so its bytes are called spilled. `programs` is how many fit on a multiprocessor at a
+time, by registers, shared and tensor memory, warps and blocks. It takes a minute and a half. In the
+table a cell is registers, spilled bytes, KiB of shared memory, programs.
+"""
+
+# T tokens, E experts, K top-k, M model dim, H hidden dim
+
+import argparse
+import csv
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+CSV = ROOT / "docs/results/kernels.csv"
+M, H = 512, 2048
+
+
+class Architecture(NamedTuple):
+    """Limits of a multiprocessor (CUDA C++ programming guide, compute capabilities)."""
+
+    shared_of_program: int  # bytes
+    shared: int  # bytes of a multiprocessor
+    registers: int = 65536
+    warps: int = 64
+    programs: int = 32
+
+
+ARCHITECTURES = {
+    80: Architecture(166912, 167936),
+    90: Architecture(232448, 233472),
+    100: Architecture(232448, 233472),
+}
+_SHARED_OF_SYSTEM = 1024  # bytes of shared memory that each program takes besides
+_REGISTER_UNIT = 256  # a warp's registers are a multiple
+_SCHEDULERS = 4  # of a multiprocessor; each has a quarter of the registers
+_TENSOR_MEMORY = 512  # columns of a multiprocessor from sm_100
+
+
+class Usage(NamedTuple):
+    """One kernel as compiled; the row of the table."""
+
+    kernel: str
+    case: str
+    sm: int
+    num_warps: int
+    registers: int  # a thread
+    spilled: int  # bytes a thread
+    shared: int  # bytes a program
+    programs: int  # on a multiprocessor
+
+
+# What is compiled
+
+
+class Experts(NamedTuple):
+    """A call of the experts between tokens and tokens."""
+
+    tokens: int
+    experts: int
+    dtype: torch.dtype
+    dropout: float
+
+    @property
+    def name(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        name = f"{dtype}, T = {self.tokens:,}, E = {self.experts}"
+        if self.dropout:
+            return f"{name}, dropout"
+        return name
+
+
+EXPERTS = (
+    Experts(18432, 8, torch.bfloat16, 0.0),
+    Experts(18432, 32, torch.bfloat16, 0.1),
+    Experts(4608, 32, torch.bfloat16, 0.1),  # tiles of 64 rows
+    Experts(18432, 8, torch.float32, 0.1),
+)
+
+
+def cases() -> dict[str, Callable[[], None]]:
+    """What launches the kernels, by name. Tensors are on the meta device: only types count."""
+    launches: dict[str, Callable[[], None]] = {}
+    for experts in EXPERTS:
+        launches[f"{experts.name}, forward"] = partial(_run_experts, experts, False)
+        launches[f"{experts.name}, backward"] = partial(_run_experts, experts, True)
+    for num_experts in (8, 32):
+        launches[f"E = {num_experts}"] = partial(_run_routing, num_experts)
+    launches["bfloat16, K = 2"] = _run_rows
+    launches["bfloat16, N = 144, shifted"] = _run_attention
+    return launches
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _run_experts(case: Experts, backward: bool) -> None:
+    from moe_core.ops.moe_ffn import triton as moe_ffn
+    from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
+
+    dtype, num_experts = case.dtype, case.experts
+    w = _meta(num_experts, H, M)
+    cast = None
+    if dtype != torch.float32:
+        cast = w.to(dtype)
+    seed = None
+    if case.dropout:
+        seed = _meta(1, dtype=torch.int64)
+    choices = _meta(case.tokens, dtype=torch.int64)
+    inputs = MoEFFNInputs(
+        tokens=_meta(case.tokens, M, dtype=dtype),
+        gates=_meta(case.tokens, 1),
+        w1=w,
+        b1=_meta(num_experts, H),
+        w2=w,
+        b2=_meta(num_experts, M),
+        w1_cast=cast,
+        w2_cast=cast,
+        choices=choices,
+        offsets=_meta(num_experts, dtype=torch.int32),
+        slots=choices.unsqueeze(1),
+        kept=_meta(case.tokens, 1, dtype=torch.bool),
+        seed=seed,
+        activation="gelu",
+        dropout=case.dropout,
+    )
+    if backward:
+        hidden = _meta(case.tokens, H, dtype=dtype)
+        moe_ffn.backward(inputs, _meta(case.tokens, M), hidden, [True] * 6)
+    else:
+        moe_ffn.forward(inputs, True)
+
+
+def _run_routing(num_experts: int) -> None:
+    from moe_core.ops.plan import triton as plan
+    from moe_core.ops.route import triton as route
+
+    logits = _meta(18432, num_experts)
+    routed = (1, False, "load_importance_tutel", 1 / num_experts)
+    gates, ids, probs, sums = route.route(logits, logits, *routed)
+    grads = (gates, None, sums)
+    route.route_backward(logits, logits, ids, probs, grads, *routed[1:])
+    plan.make_plan(ids, num_experts, _meta(num_experts, dtype=torch.int64), None, 18432)
+
+
+def _run_rows() -> None:
+    from moe_core.ops.combine import triton as rows_of
+
+    choices = _meta(36864, dtype=torch.int64)
+    slots, kept = choices.view(18432, 2), _meta(18432, 2, dtype=torch.bool)
+    tokens, gates = _meta(18432, M, dtype=torch.bfloat16), _meta(18432, 2)
+    rows = rows_of.dispatch_rows(tokens, choices, 2)
+    grad = rows_of.sum_rows(rows, slots, kept, gates)
+    rows_of.combine_rows_backward(grad, rows, gates, choices, slots, kept)
+
+
+def _run_attention() -> None:
+    from swinv2_moe.models import triton_window_attention as attention
+
+    half = torch.bfloat16
+    qkv = _meta(512, 144, 3, 16, 32, dtype=half)
+    inputs = (qkv, _meta(16, 144, 144, dtype=half), _meta(4, 144, 144, dtype=half), _meta(16))
+    out, lse = attention.forward(*inputs, True)
+    attention.backward(out, *inputs, out, lse, True)
+
+
+# What it needs
+
+
+def usages(case: str, sm: int) -> list[Usage]:
+    """The kernels of a case, compiled for an architecture."""
+    return [_usage(name, case, sm, kernel) for name, kernel in _compile(case, sm).items()]
+
+
+def _compile(case: str, sm: int) -> dict:
+    import pytest
+
+    tests = str(ROOT / "tests")
+    if tests not in sys.path:
+        sys.path.append(tests)
+    from triton_cases import compile_launches
+
+    from moe_core.ops.moe_ffn import triton as moe_ffn
+
+    def shared_memory(tokens: torch.Tensor) -> int:
+        if tokens.dtype == torch.float32:
+            return 0
+        return ARCHITECTURES[sm].shared_of_program
+
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = compile_launches(patch, sm)
+        patch.setattr(moe_ffn, "_shared_memory", shared_memory)
+        cases()[case]()
+    return compiled
+
+
+def _usage(name: str, case: str, sm: int, kernel) -> Usage:
+    registers, stack = _registers_and_stack(kernel.asm["cubin"])
+    metadata = kernel.metadata
+    tensor_memory = getattr(metadata, "tmem_size", 0)
+    programs = programs_that_fit(
+        ARCHITECTURES[sm], metadata.num_warps, registers, metadata.shared, tensor_memory
+    )
+    sizes = (metadata.num_warps, registers, stack, metadata.shared, programs)
+    return Usage(name, case, sm, *sizes)
+
+
+def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
+    assert found is not None, report
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def programs_that_fit(
+    limits: Architecture, num_warps: int, registers: int, shared: int, tensor_memory: int = 0
+) -> int:
+    """Programs on a multiprocessor at a time; `tensor_memory` in columns."""
+    of_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
+    warps_of_scheduler = limits.registers // _SCHEDULERS // of_warp
+    by_registers = warps_of_scheduler * _SCHEDULERS // num_warps
+    by_shared = limits.shared // (shared + _SHARED_OF_SYSTEM)
+    programs = min(limits.programs, limits.warps // num_warps, by_registers, by_shared)
+    if tensor_memory:
+        return min(programs, _TENSOR_MEMORY // tensor_memory)
+    return programs
+
+
+# The table
+
+
+def markdown(rows: list[Usage]) -> str:
+    """A line for each kernel and case. For each architecture registers, spilled bytes (in bold),
+    KiB of shared memory and programs."""
+    names = sorted({row.sm for row in rows})
+    cells: dict[tuple, dict[int, str]] = {}
+    for row in rows:
+        spilled = str(row.spilled)
+        if row.spilled:
+            spilled = f"**{row.spilled}**"
+        cell = f"{row.registers}, {spilled}, {row.shared / 1024:.0f}, {row.programs}"
+        cells.setdefault((row.kernel, row.case, row.num_warps), {})[row.sm] = cell
+    head = " | ".join(f"sm_{sm}" for sm in names)
+    lines = [f"| kernel | case | warps | {head} |", "|" + " --- |" * (3 + len(names))]
+    for (kernel, case, num_warps), of_kernel in cells.items():
+        figures = " | ".join(of_kernel.get(sm, "") for sm in names)
+        lines.append(f"| `{kernel}` | {case} | {num_warps} | {figures} |")
+    return "\n".join(lines)
+
+
+def write(rows: list[Usage]) -> None:
+    import triton
+
+    with CSV.open("w", newline="") as file:
+        file.write(f"# triton {triton.__version__}\n")
+        file.write("# python benchmarks/kernels.py --write\n")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Usage._fields)
+        writer.writerows(rows)
+
+
+def read() -> tuple[str, list[Usage]]:
+    """Triton's version and the rows of the file."""
+    with CSV.open() as file:
+        version = file.readline().removeprefix("# triton ").strip()
+        file.readline()
+        rows = []
+        for row in csv.DictReader(file):
+            numbers = {name: int(row[name]) for name in Usage._fields[2:]}
+            rows.append(Usage(row["kernel"], row["case"], **numbers))
+    return version, rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sm", nargs="+", type=int, default=list(ARCHITECTURES), metavar="SM")
+    parser.add_argument("--write", action="store_true", help="docs/results/kernels.csv, too")
+    args = parser.parse_args()
+    rows = []
+    for case in cases():
+        for sm in args.sm:
+            rows += usages(case, sm)
+    print(markdown(rows))
+    if args.write:
+        write(rows)
+
+
+if __name__ == "__main__":
+    main()
