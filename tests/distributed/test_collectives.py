@@ -1,0 +1,59 @@
+"""Which collectives a layer makes in a step."""
+
+import torch
+import torch.distributed as dist
+from moe_cases import make_layer
+
+from moe_core.parallel import ParallelStrategy, make_expert_groups
+
+COLLECTIVES = [
+    "all_to_all_single",
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "barrier",
+    "all_gather_object",
+    "isend",
+    "irecv",
+]
+# forward and backward, by strategy
+EXPECTED = {
+    # the choices of each rank; rows to their experts, and back
+    ParallelStrategy(1): (["all_to_all_single"] * 3, ["all_to_all_single"] * 2),
+    ParallelStrategy(1, 3): (["all_to_all_single"] * 7, ["all_to_all_single"] * 6),
+    # the number of tokens; w1, b1, w2, b2
+    ParallelStrategy(0): (
+        ["all_reduce"] + ["all_gather_into_tensor"] * 4,
+        ["reduce_scatter_tensor"] * 4,
+    ),
+}
+
+
+def makes_these_alone(rank: int) -> None:
+    calls: list[str] = []
+    group = make_expert_groups(2)
+    for name in COLLECTIVES:
+        original = getattr(dist, name)
+
+        def record(*args, original=original, name=name, **kwargs):
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        setattr(dist, name, record)
+    layer = make_layer(group=group, capacity_factor=1.25)
+    calls.clear()
+    for strategy, expected in EXPECTED.items():
+        for num_tokens in (6 + rank, 9):  # also where the number of tokens changes
+            x = torch.randn(num_tokens, 6, dtype=torch.float64, requires_grad=True)
+            y, aux_loss = layer(x, strategy=strategy)
+            forward = calls.copy()
+            calls.clear()
+            (y.sum() + aux_loss).backward()
+            backward = calls.copy()
+            calls.clear()
+            assert (forward, backward) == expected, strategy
+
+
+def test_a_step_makes_no_other_collective(run_processes):
+    run_processes(makes_these_alone, 2)
