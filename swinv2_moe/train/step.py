@@ -100,10 +100,10 @@ class TrainingStep:
                 with self.world.named_errors(f"the backward pass of step {step + 1}"):
                     (loss * self.scaler.scale / len(batches)).backward()
             total += torch.stack([loss.detach(), aux_loss.detach()]) / len(batches)
-        norm = self._clip()
-        bad_losses, signals = self._sum_flags(total[0])
-        loss, aux_loss = total.tolist()
-        norm = float(norm)
+        norm = self._clip().reshape(1)
+        flags = self._sum_flags(total[0])
+        # the one wait for the device in a step
+        loss, aux_loss, norm, bad_losses, signals = torch.cat([total, norm, flags]).tolist()
         is_finite = bad_losses == 0 and norm < float("inf")
         was_skipped = self._update(is_finite, batches, step)
         return StepResult(loss, aux_loss, norm, bad_losses == 0, was_skipped, signals > 0)
@@ -134,16 +134,12 @@ class TrainingStep:
         self.scaler.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
         return clip_gradients(self.model, self.config.clip_grad)
 
-    def _sum_flags(self, loss: Tensor) -> tuple[float, float]:
-        """The number of ranks whose loss is not finite, and of those that received a signal.
-
-        This is the one wait for the device in a step.
-        """
+    def _sum_flags(self, loss: Tensor) -> Tensor:
+        """The number of ranks whose loss is not finite, and of those that received a signal [2]."""
         is_bad = (~torch.isfinite(loss)).float()
         # a fill; a copy would wait for the GPU
         signalled = torch.full_like(loss, self.stop.received is not None)
-        bad_losses, signals = self.world.sum(torch.stack([is_bad, signalled])).tolist()
-        return bad_losses, signals
+        return self.world.sum(torch.stack([is_bad, signalled]))
 
     def _update(self, is_finite: bool, batches: Sequence[Batch], step: int) -> bool:
         """Update the weights, unless a loss or the gradient on some rank is not finite.
