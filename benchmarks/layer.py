@@ -71,6 +71,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
     )
+    parser.add_argument(
+        "--peak", action="store_true", help="the share of a large matrix product's rate, too"
+    )
     args = parser.parse_args()
     args.shapes = [
         tuple(map(int, shape.split("x"))) for shape in args.shapes or SHAPES[args.device]
@@ -204,7 +207,7 @@ def main() -> None:
             label = f"{'x'.join(map(str, shape))}, {dtype}"
             for name in case.alternatives:
                 cells = []
-                for times in (forward, step):
+                for pass_name, times in (("inference", forward), ("training", step)):
                     ratio = ratios(times[name], times[floor])
                     cells += [median_and_spread(times[name]), median_and_spread(ratio, 2)]
                     data.append(
@@ -212,6 +215,9 @@ def main() -> None:
                             "shape": shape,
                             "dtype": dtype,
                             "name": name,
+                            "layer": name == "moe_core",
+                            "pass": pass_name,
+                            "timing": "calls",
                             "ms": times[name],
                             "ratio": ratio,
                         }

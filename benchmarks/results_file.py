@@ -37,6 +37,12 @@ def publish(table: Table, device: str, output: Path | None = None) -> None:
     """Print the table, and put it in the file of this device and day, in the place of an earlier
     one of its title."""
     print(table.markdown(), flush=True)
+    keep(table, device, output)
+
+
+def keep(table: Table, device: str, output: Path | None = None) -> None:
+    """`publish` without printing: scripts keep what they have so far, since a time limit may end
+    them."""
     path = output or DIRECTORY / f"{_slug(device_name(device))}-{datetime.date.today()}.json"
     found = json.loads(path.read_text()) if path.exists() else {"tables": {}}
     found["tables"][table.title] = vars(table) | {"environment": environment(device)}
