@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from results_file import Table, publish
+from results_file import Table, keep, publish
 
 from moe_core import MoEConfig, MoELayer
 from swinv2_moe.measure.rounds import working_memory
@@ -121,7 +121,15 @@ def main() -> None:
     )
     layer = MoELayer(config).to(args.device)
     weights = sum(p.nbytes for p in layer.parameters())
-    table, data = [], []
+    columns = ["tokens", "dtype", "counted", "counted, Tutel's", "saved", "peak", "with weights"]
+    columns += ["published: Fairseq", "Tutel"]
+    notes = [f"GiB; weights {weights / GIB:.2f}. Dropout {args.dropout:g}. Empty: not measured."]
+    if args.size != SIZE:
+        notes.append(f"M = H = {args.size}: not comparable with the published figures.")
+    command = shlex.join(["python", "benchmarks/memory.py", *sys.argv[1:]])
+    rows: list[list[str]] = []
+    data: list[dict] = []
+    table = Table("Memory of one MoE layer", command, columns, rows, notes, data)
     for dtype_name in args.dtypes:
         dtype = getattr(torch, dtype_name)
         for tokens, published in PUBLISHED.items():
@@ -146,27 +154,9 @@ def main() -> None:
             cells = [
                 f"{found[name] / GIB:.2f}" if found.get(name) is not None else "" for name in names
             ]
-            table.append([f"{tokens:,}", dtype_name, *cells, *(f"{value}" for value in published)])
-    columns = [
-        "tokens",
-        "dtype",
-        "counted",
-        "counted, Tutel's",
-        "saved",
-        "peak",
-        "with weights",
-        "published: Fairseq",
-        "Tutel",
-    ]
-    notes = [f"GiB; weights {weights / GIB:.2f}. Dropout {args.dropout:g}. Empty: not measured."]
-    if args.size != SIZE:
-        notes.append(f"M = H = {args.size}: not comparable with the published figures.")
-    command = shlex.join(["python", "benchmarks/memory.py", *sys.argv[1:]])
-    publish(
-        Table("Memory of one MoE layer", command, columns, table, notes, data),
-        args.device,
-        args.output,
-    )
+            rows.append([f"{tokens:,}", dtype_name, *cells, *(f"{value}" for value in published)])
+            keep(table, args.device, args.output)
+    publish(table, args.device, args.output)
 
 
 if __name__ == "__main__":
