@@ -31,6 +31,7 @@ from wheels import CARRIED, WheelError, collect, missing, unpack_missing
 
 OUTPUT = ROOT / "output" / "campaign"
 PACKAGES = ROOT / "output" / "wheels"
+MOST_MINUTES = 1440  # a day
 RESERVED = 3.0  # seconds for the last report and the end of the last section
 LEAST = 2.0  # seconds; with less no section begins
 MORE_TIME = 1.25  # a section that was killed runs again with so many times its earlier limit
@@ -87,8 +88,10 @@ def carry(folder: str) -> int:
 def campaign(args: argparse.Namespace) -> int:
     """Run the sections that are left, within the limit."""
     deadline = time.monotonic() + 60 * args.minutes - RESERVED
-    if not args.minutes > 0:
-        raise CampaignError(f"--minutes is {args.minutes:g}, it must be above 0")
+    if not 0 < args.minutes <= MOST_MINUTES:
+        raise CampaignError(
+            f"--minutes is {args.minutes:g}, it must be above 0 and at most {MOST_MINUTES}"
+        )
     prepare_output(args.output)
     with tempfile.TemporaryDirectory(prefix="campaign-") as scratch:
         environment_variables = prepare_packages(args.packages, Path(scratch))

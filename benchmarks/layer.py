@@ -11,6 +11,10 @@ dense network in float32 on a CPU, and in the same dtype on a GPU. Each output, 
 the input, is first compared with the reference in fp64: what is wrong is named and not timed. f =
 0: nothing drops. A step ends with zero_grad: freeing 1 GB of gradients takes 100 ms, for which
 whatever comes next must not pay.
+
+On a GPU each time is of many calls (timing.py); the layer and the dense network are also measured
+as CUDA graphs, whose ratio is to the dense graph. --peak: the rate over that of a large matrix
+product in the same rounds.
 """
 
 # T tokens, E experts, K top-k, M model dim, H hidden dim
