@@ -99,10 +99,14 @@ def campaign(args: argparse.Namespace) -> int:
         state = open_state(args, device)
         run_sections(state, args, deadline, Path(scratch), environment_variables)
     chosen = chosen_sections(args)
-    unfinished = [s.name for s in chosen if not is_done(state["sections"].get(s.name))]
+    unfinished = []
+    for section in chosen:
+        record = state["sections"].get(section.name, {"status": "not run"})
+        if record["status"] != "done":
+            unfinished.append(f"{section.name} ({record['status']})")
     print(f"{args.output / 'campaign.md'}; {len(chosen) - len(unfinished)} of {len(chosen)} done")
     if unfinished:
-        print(f"not done: {', '.join(unfinished)} (--resume continues)")
+        print(f"not done: {', '.join(unfinished)}; --resume continues, except what failed")
     return int(bool(unfinished))
 
 
@@ -209,12 +213,12 @@ def run_sections(
     from campaign_report import write_report
 
     write_report(state, args.output)
-    waiting = [s for s in chosen_sections(args) if not is_done(state["sections"].get(s.name))]
+    waiting = [s for s in chosen_sections(args) if may_run(state["sections"].get(s.name))]
     for i, section in enumerate(waiting):
         left = deadline - time.monotonic()
         limit = left * section.weight / sum(later.weight for later in waiting[i:])
         earlier = state["sections"].get(section.name)
-        if limit < LEAST or not is_worth_running(earlier, limit):
+        if limit < LEAST or (earlier and limit < MORE_TIME * earlier["limit"]):
             continue
         print(f"{section.name}: at most {limit:.0f} s", flush=True)
         state["sections"][section.name] = run_section(
@@ -229,15 +233,9 @@ def chosen_sections(args: argparse.Namespace) -> list[Section]:
     return [s for s in SECTIONS if not args.sections or s.name in args.sections]
 
 
-def is_done(record: dict | None) -> bool:
-    return record is not None and record["status"] == "done"
-
-
-def is_worth_running(earlier: dict | None, limit: float) -> bool:
+def may_run(record: dict | None) -> bool:
     """A section that failed fails again; one that was killed may end with more time."""
-    if earlier is None:
-        return True
-    return earlier["status"] == "time limit" and limit >= MORE_TIME * earlier["limit"]
+    return record is None or record["status"] == "time limit"
 
 
 def run_section(

@@ -12,6 +12,7 @@ LAYER_SHAPES = (
     "18432x512x8 18432x512x32 18432x768x8 73728x512x8 73728x512x32 4608x1024x8 4608x1024x32"
 )
 PIECES_SHAPES = "18432x512x8 18432x512x32"
+TEST_SECONDS = 120  # of one test; the first of a kernel compiles it
 TINY_NETWORK = (
     "--device cpu --cfg configs/quickstart_digits.yaml --batch-sizes 2 --dtypes float32 --rounds 2"
     " --opts MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.MOE.BLOCKS [[],[0],[0]]"
@@ -34,7 +35,8 @@ class Section:
         if is_dry_run:
             arguments = self.tiny
         if self.name == "tests":
-            options = ["-m", "gpu", "-q", "-rfE", "-p", "no:cacheprovider", f"--junitxml={junit}"]
+            options = ["-m", "gpu", "-v", "-rfE", "--tb=short", f"--timeout={TEST_SECONDS}"]
+            options += ["-p", "no:cacheprovider", f"--junitxml={junit}"]
             return [sys.executable, "-m", "pytest", *options, *gpu_test_files()]
         script = f"benchmarks/{self.name}.py"
         return [sys.executable, script, *arguments.split(), "--output", str(tables)]
@@ -54,6 +56,7 @@ SECTIONS = (
 
 
 def gpu_test_files() -> list[str]:
-    """The test files that have tests of the marker gpu."""
+    """The test files that have tests of the marker gpu; last those that can wait for ranks."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
+    files.sort(key=lambda file: file.parent.name == "distributed")
     return [str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text()]
