@@ -17,7 +17,7 @@ help:
 	@echo "make train   train SwinV2-MoE and its dense twin on scikit-learn's digits, into output/quickstart"
 	@echo "make workflow PRETRAIN=DIR TRANSFER=DIR   shards, staging, pretraining, fine-tuning and few-shot, experts beside dense"
 	@echo "make detection   mmdetection's installation (mmcv is compiled once), then Mask R-CNN on generated shapes"
-	@echo "make bench   the MoE layer, its parts and the network beside dense ones, into benchmarks/results; make bench-gpu on a GPU"
+	@echo "make bench   the MoE layer, its parts and the network beside dense ones, into benchmarks/results; make bench-gpu on a GPU in 25 minutes"
 	@echo "make test    lint, then the whole test suite, detection included"
 	@echo "make test-newest   the same with the newest torch that pyproject.toml allows, in $(NEWEST)"
 	@echo "make lint    ruff and mypy alone"
@@ -50,14 +50,9 @@ bench: $(VENV)/.installed-run
 	$(PY) benchmarks/alltoall.py
 	$(PY) benchmarks/model.py --device cpu --rounds 3
 
-bench-gpu: $(VENV)/.installed-run
-	$(PY) benchmarks/layer.py --device cuda
-	$(PY) benchmarks/pieces.py --device cuda
-	$(PY) benchmarks/tiles.py
-	$(PY) benchmarks/memory.py --device cuda --measure 4096 8192 16384 32768
-	$(PY) benchmarks/model.py --device cuda
-	$(PY) benchmarks/shares.py --device cuda
-	$(PY) benchmarks/trunk.py --device cuda
+# Goes on where an earlier call of the same commit stopped: make bench-gpu MORE=--resume
+bench-gpu: $(VENV)/.installed-test
+	$(PY) benchmarks/campaign.py --minutes $(or $(MINUTES),25) $(MORE)
 
 # By file: what a module's tests share is made once. The order is random; its seed is printed, and --randomly-seed=N repeats it.
 # A thread for each process: their tensors are tiny.

@@ -11,6 +11,10 @@ dense network in float32 on a CPU, and in the same dtype on a GPU. Each output, 
 the input, is first compared with the reference in fp64: what is wrong is named and not timed. f =
 0: nothing drops. A step ends with zero_grad: freeing 1 GB of gradients takes 100 ms, for which
 whatever comes next must not pay.
+
+On a GPU each time is of many calls (timing.py); the layer and the dense network are also measured
+as CUDA graphs, whose ratio is to the dense graph. --peak: the rate over that of a large matrix
+product in the same rounds.
 """
 
 # T tokens, E experts, K top-k, M model dim, H hidden dim
@@ -26,11 +30,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from peers import BUILT_IN, libraries, routed
-from results_file import Table, publish
+from results_file import Table, keep, publish
+from timing import CALLS_NOTE, graph_replay, timed
 from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer, prepared
-from swinv2_moe.measure.rounds import Times, interleaved, median_and_spread, ratios
+from swinv2_moe.measure.rounds import Times, matrix_product, median_and_spread, ratios
 
 SHAPES = {
     "cpu": (
@@ -50,8 +55,16 @@ SHAPES = {
         for e in (8, 32, 64)
     ),
 }
+DIGITS = {"cpu": 1, "cuda": 3}  # of milliseconds
 FLOOR = {"cpu": "dense, float32", "cuda": "dense"}
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # of the largest value
+EINSUM = "einsum (GShard)"
+EINSUM_TOKENS = 5000  # above, the masks take more memory and time than all else that is measured
+REPLAYED = ("moe_core", "dense")  # as CUDA graphs, too; the peers read from the device
+PRODUCT = "matrix product"
+PASSES = {"inference": 1, "training": 3}  # a backward pass has two products for each one
+
+Measured = tuple[dict[str, Times], dict[str, Times]]  # by name: inference, training
 
 
 def arguments() -> argparse.Namespace:
@@ -71,6 +84,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
     )
+    parser.add_argument(
+        "--peak", action="store_true", help="the share of a large matrix product's rate, too"
+    )
     args = parser.parse_args()
     args.shapes = [
         tuple(map(int, shape.split("x"))) for shape in args.shapes or SHAPES[args.device]
@@ -82,7 +98,14 @@ class Case:
     """One shape in one dtype: the layer, the dense network and the peers, on the same weights and
     input."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: str, device: str, peers: bool) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: str,
+        device: str,
+        peers: bool,
+        peak: bool = False,  # also time a large matrix product
+    ) -> None:
         tokens, model_dim, num_experts, *rest = shape
         self.top_k, self.dtype, self.device = rest[0] if rest else 1, dtype, torch.device(device)
         torch.manual_seed(0)
@@ -96,16 +119,30 @@ class Case:
         ).to(device)
         self.x = torch.randn(tokens, model_dim, device=device).requires_grad_()
         self.grad = torch.randn_like(self.x)
+        self.product: dict[str, Callable[[], object]] = {}
+        if peak:
+            product, self.product_flops = matrix_product(getattr(torch, dtype), self.device)
+            self.product[PRODUCT] = product
+        self.trained = {"moe_core": self.layer, "dense": dense}
         self.modules = [self.layer, dense]
         self.alternatives: dict[str, Callable[[Tensor], Tensor]] = {
             "moe_core": lambda x: self.layer(x)[0]
         }
         self.left_out: dict[str, str] = {}
         if peers:
+            if tokens > EINSUM_TOKENS:
+                masks = 4e-9 * tokens**2
+                self.left_out[EINSUM] = (
+                    f"above {EINSUM_TOKENS:,} tokens: its fp32 masks [T, E, C] take"
+                    f" {masks:.1f} GB or more"
+                )
             self.alternatives |= {
-                name: partial(peer, self.layer) for name, peer in BUILT_IN.items()
+                name: partial(peer, self.layer)
+                for name, peer in BUILT_IN.items()
+                if name not in self.left_out
             }
-            found, self.left_out = libraries(self.layer, self.device)
+            found, unavailable = libraries(self.layer, self.device)
+            self.left_out |= unavailable
             self.alternatives |= {name: peer for name, (peer, _) in found.items()}
             self.modules += [module for _, module in found.values()]
         self._leave_out_what_is_wrong()
@@ -172,65 +209,147 @@ class Case:
         for module in self.modules:
             module.zero_grad()
 
-    def times(self, rounds: int) -> tuple[dict[str, Times], dict[str, Times]]:
+    def times(self, rounds: int) -> Measured:
         """Milliseconds of the forward pass in evaluation, without gradients; of forward and
         backward in training."""
+        steps = {name: partial(self.step, run) for name, run in self.alternatives.items()}
+        return self._timed(self.alternatives, steps, rounds)
+
+    def times_of_graphs(self, rounds: int) -> Measured:
+        """The same of the layer and the dense network as CUDA graphs.
+
+        Raises:
+            RuntimeError: one of them cannot be captured.
+        """
+        runs = {name: self.alternatives[name] for name in REPLAYED}
+        steps = {name: partial(self.gradients, name) for name in REPLAYED}
+        return self._timed(runs, steps, rounds, capture=graph_replay)
+
+    def gradients(self, name: str) -> None:
+        """A step whose gradients are returned, not accumulated: accumulation is bound to the
+        stream of an earlier step."""
+        y = self.alternatives[name](self.x)
+        inputs = [self.x, *self.trained[name].parameters()]
+        torch.autograd.grad(y, inputs, self.grad.to(y.dtype), allow_unused=True)
+
+    def _timed(
+        self,
+        runs: dict[str, Callable[[Tensor], Tensor]],
+        steps: dict[str, Callable[[], object]],
+        rounds: int,
+        capture: Callable[[Callable[[], object]], Callable[[], object]] = lambda work: work,
+    ) -> Measured:
         x = self.x.detach()
         for module in self.modules:
             module.eval()
         with prepared(self.layer), torch.no_grad():
-            forward = interleaved(
-                {name: partial(run, x) for name, run in self.alternatives.items()}, rounds
-            )
+            forwards = {name: capture(partial(run, x)) for name, run in runs.items()}
+            inference = timed(forwards | self.product, rounds, self.device.type)
         for module in self.modules:
             module.train()
-        steps = {name: partial(self.step, run) for name, run in self.alternatives.items()}
-        return forward, interleaved(steps, rounds)
+        captured = {name: capture(step) for name, step in steps.items()}
+        return inference, timed(captured | self.product, rounds, self.device.type)
+
+    def flops(self) -> int:
+        """Of the experts' two products in a forward pass."""
+        config = self.layer.config
+        return 4 * len(self.x) * self.top_k * config.model_dim * config.hidden_dim
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b).abs().max() / b.abs().max()).item()
 
 
+class Results:
+    """Rows and numbers of all cases so far."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.rows: list[list[str]] = []
+        self.data: list[dict] = []
+        self.left_out: dict[str, str] = {}
+
+    def measure(self, case: Case, shape: tuple[int, ...], dtype: str) -> None:
+        label = f"{'x'.join(map(str, shape))}, {dtype}"
+        head = {"shape": shape, "dtype": dtype}
+        self.left_out |= case.left_out
+        measured = case.times(self.args.rounds)
+        floor = FLOOR[self.args.device]
+        self._add(case, label, head | {"timing": "many calls"}, measured, floor)
+        if EINSUM in case.left_out:
+            reason = f"not measured: {case.left_out[EINSUM]}"
+            self._add_row([label, EINSUM, reason, "", "", "", ""])
+        if self.args.device == "cuda":
+            try:
+                replayed = case.times_of_graphs(self.args.rounds)
+            except RuntimeError as error:  # what a capture meets: the calls above stand
+                first_line = f"{error}".splitlines()[0]
+                self.left_out[f"{label} as a graph"] = first_line
+            else:
+                self._add(case, label, head | {"timing": "graph replay"}, replayed, "dense")
+
+    def _add(self, case: Case, label: str, head: dict, measured: Measured, floor: str) -> None:
+        for name in measured[0]:
+            if name == PRODUCT:
+                continue
+            cells, shares = [], []
+            for pass_name, times in zip(("inference", "training"), measured, strict=True):
+                ratio = ratios(times[name], times[floor])
+                share = self._share_of_peak(case, name, pass_name, times)
+                milliseconds = median_and_spread(times[name], DIGITS[self.args.device])
+                cells += [milliseconds, median_and_spread(ratio, 2)]
+                if share:
+                    shares.append(median_and_spread(share, 3))
+                entry = {"name": name, "layer": name == "moe_core", "pass": pass_name}
+                entry |= {"ms": times[name], "ratio": ratio, "share_of_peak": share}
+                self.data.append(head | entry)
+            shown = name
+            if head["timing"] == "graph replay":
+                shown = f"{name}, graph replay"
+            self._add_row([label, shown, *cells, "; ".join(shares)])
+
+    def _add_row(self, cells: list[str]) -> None:
+        """The last cell is the share of the peak, a column that only --peak asks for."""
+        if not self.args.peak:
+            cells.pop()
+        self.rows.append(cells)
+        print(" | ".join(cells), file=sys.stderr, flush=True)
+
+    def _share_of_peak(
+        self, case: Case, name: str, pass_name: str, times: dict[str, Times]
+    ) -> list[float]:
+        """FLOPs in a second over those of a large matrix product, in each round."""
+        if PRODUCT not in times:
+            return []
+        share = case.flops() * PASSES[pass_name] / case.product_flops
+        return [ratio * share for ratio in ratios(times[PRODUCT], times[name])]
+
+    def table(self) -> Table:
+        columns = ["TxMxE(xK), dtype", "", "forward, ms", "to dense"]
+        columns += ["forward + backward, ms", "to dense"]
+        if self.args.peak:
+            columns.append("of a matrix product's rate: f; f + b")
+        notes = [CALLS_NOTE]
+        for name, reason in self.left_out.items():
+            if name == EINSUM:
+                continue  # it depends on the shape, and has a row with the reason
+            notes.append(f"{name} is not measured. {reason}")
+        command = shlex.join(["python", "benchmarks/layer.py", *sys.argv[1:]])
+        return Table("One MoE layer", command, columns, self.rows, notes, self.data)
+
+
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
-    rows, data, left_out, floor = [], [], {}, FLOOR[args.device]
+    results = Results(args)
     for shape in args.shapes:
         for dtype in args.dtypes:
-            case = Case(shape, dtype, args.device, not args.no_peers)
-            left_out |= case.left_out
-            forward, step = case.times(args.rounds)
-            label = f"{'x'.join(map(str, shape))}, {dtype}"
-            for name in case.alternatives:
-                cells = []
-                for times in (forward, step):
-                    ratio = ratios(times[name], times[floor])
-                    cells += [median_and_spread(times[name]), median_and_spread(ratio, 2)]
-                    data.append(
-                        {
-                            "shape": shape,
-                            "dtype": dtype,
-                            "name": name,
-                            "ms": times[name],
-                            "ratio": ratio,
-                        }
-                    )
-                rows.append([label, name, *cells])
-                print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+            case = Case(shape, dtype, args.device, not args.no_peers, args.peak)
+            results.measure(case, shape, dtype)
+            keep(results.table(), args.device, args.output)
             del case
             gc.collect()
-    columns = [
-        "TxMxE(xK), dtype",
-        "",
-        "forward, ms",
-        "to dense",
-        "forward + backward, ms",
-        "to dense",
-    ]
-    notes = [f"{name} is not measured. {reason}" for name, reason in left_out.items()]
-    command = shlex.join(["python", "benchmarks/layer.py", *sys.argv[1:]])
-    publish(Table("One MoE layer", command, columns, rows, notes, data), args.device, args.output)
+    publish(results.table(), args.device, args.output)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from results_file import Table, publish
+from results_file import Table, keep, publish
 
 from moe_core import MoEConfig, MoELayer
 from swinv2_moe.measure.rounds import working_memory
@@ -55,6 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--size", type=int, default=SIZE, help="M and H; another one is not comparable"
     )
+    parser.add_argument("--dropout", type=float, default=0.0, help="of the hidden layer")
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
     )
@@ -71,6 +72,20 @@ def counted(tokens: int, config: MoEConfig, dtype: torch.dtype, device: str) -> 
             tokens * config.model_dim + rows * config.hidden_dim + weights
         ) * dtype.itemsize + of_router
     return rows * (2 * config.model_dim + config.hidden_dim) * dtype.itemsize + of_router
+
+
+def counted_of_tutel(tokens: int, config: MoEConfig, dtype: torch.dtype) -> int:
+    """Bytes that Tutel's layer keeps for its backward pass, counted from its public code.
+
+    Dispatched rows and experts' output [N, M], the hidden layer before and after its activation [N,
+    H] (tutel/experts/ffn.py), with dropout a mask of a byte each, and the router's input in fp32.
+    """
+    rows = tokens * config.top_k
+    values = rows * 2 * (config.model_dim + config.hidden_dim)
+    masks = 0
+    if config.hidden_dropout > 0:
+        masks = rows * config.hidden_dim
+    return values * dtype.itemsize + masks + tokens * config.model_dim * 4
 
 
 def saved(layer: MoELayer, x: torch.Tensor, dtype: torch.dtype) -> int:
@@ -101,17 +116,29 @@ def forward_and_backward(layer: MoELayer, x: torch.Tensor, dtype: torch.dtype) -
 
 def main() -> None:
     args = arguments()
-    config = MoEConfig(args.size, args.size, 2, top_k=2, capacity_factor=0.0)
+    config = MoEConfig(
+        args.size, args.size, 2, top_k=2, capacity_factor=0.0, hidden_dropout=args.dropout
+    )
     layer = MoELayer(config).to(args.device)
     weights = sum(p.nbytes for p in layer.parameters())
-    table, data = [], []
+    columns = ["tokens", "dtype", "counted", "counted, Tutel's", "saved", "peak", "with weights"]
+    columns += ["published: Fairseq", "Tutel"]
+    notes = [f"GiB; weights {weights / GIB:.2f}. Dropout {args.dropout:g}. Empty: not measured."]
+    if args.size != SIZE:
+        notes.append(f"M = H = {args.size}: not comparable with the published figures.")
+    command = shlex.join(["python", "benchmarks/memory.py", *sys.argv[1:]])
+    rows: list[list[str]] = []
+    data: list[dict] = []
+    table = Table("Memory of one MoE layer", command, columns, rows, notes, data)
     for dtype_name in args.dtypes:
         dtype = getattr(torch, dtype_name)
         for tokens, published in PUBLISHED.items():
             found = {
                 "tokens": tokens,
                 "dtype": dtype_name,
+                "dropout": args.dropout,
                 "counted": counted(tokens, config, dtype, args.device),
+                "counted, Tutel": counted_of_tutel(tokens, config, dtype),
             }
             if tokens in args.measure:
                 x = torch.randn(tokens, args.size, device=args.device).requires_grad_()
@@ -123,30 +150,13 @@ def main() -> None:
                 if found["peak"] is not None:
                     found["with weights"] = found["peak"] + weights
             data.append(found)
-            names = ("counted", "saved", "peak", "with weights")
+            names = ("counted", "counted, Tutel", "saved", "peak", "with weights")
             cells = [
                 f"{found[name] / GIB:.2f}" if found.get(name) is not None else "" for name in names
             ]
-            table.append([f"{tokens:,}", dtype_name, *cells, *(f"{value}" for value in published)])
-    columns = [
-        "tokens",
-        "dtype",
-        "counted",
-        "saved",
-        "peak",
-        "with weights",
-        "published: Fairseq",
-        "Tutel",
-    ]
-    notes = [f"GiB; weights {weights / GIB:.2f}. Empty: not measured."]
-    if args.size != SIZE:
-        notes.append(f"M = H = {args.size}: not comparable with the published figures.")
-    command = shlex.join(["python", "benchmarks/memory.py", *sys.argv[1:]])
-    publish(
-        Table("Memory of one MoE layer", command, columns, table, notes, data),
-        args.device,
-        args.output,
-    )
+            rows.append([f"{tokens:,}", dtype_name, *cells, *(f"{value}" for value in published)])
+            keep(table, args.device, args.output)
+    publish(table, args.device, args.output)
 
 
 if __name__ == "__main__":

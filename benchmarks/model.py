@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
-from results_file import Table, publish
+from results_file import Table, keep, publish
 
 from swinv2_moe.command import run_command
 from swinv2_moe.measure.rounds import median_and_spread
@@ -56,19 +56,27 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 def main() -> None:
     args = make_parser(__doc__).parse_args()
-    table, data, title = [], [], ""
+    columns = ["", "images/s, experts", "dense", "experts / dense", "MFU, experts", "MFU, dense"]
+    command = shlex.join(["python", "benchmarks/model.py", *sys.argv[1:]])
+    rows: list[list[str]] = []
+    data: list[dict] = []
+    notes = ["MFU: of what a large matrix product of the same dtype reached in the same round"]
+    notes.append("one pass of the whole network between two synchronisations")
+    table = Table("The whole network", command, columns, rows, notes, data)
     for mode in args.modes:
         batches = args.batch_sizes or BATCHES[args.device][mode]
         options = Options((mode,), tuple(batches), tuple(args.dtypes), rounds=args.rounds)
         opts = [*args.opts, "DEVICE", args.device]
         plan = combinations(args.cfg or CONFIGS[args.device], opts, options)
         title = headline(plan, 1)
+        if title not in notes:
+            notes.insert(0, title)
         for row in measure(plan, options.rounds, options.warmup):
             speeds = [
                 median_and_spread(row.images_per_second(side), 2) for side in (row.moe, row.dense)
             ]
             mfu = [median_and_spread(row.mfu(side), 3) for side in (row.moe, row.dense)]
-            table.append([str(row.combination), *speeds, median_and_spread(row.ratio(), 3), *mfu])
+            rows.append([str(row.combination), *speeds, median_and_spread(row.ratio(), 3), *mfu])
             times = {
                 "moe_ms": list(row.moe.times),
                 "dense_ms": list(row.dense.times),
@@ -80,16 +88,9 @@ def main() -> None:
                 | times
                 | {"dropped": row.dropped, "largest_load": row.largest_load}
             )
-            print(" | ".join(table[-1]), file=sys.stderr, flush=True)
-    columns = ["", "images/s, experts", "dense", "experts / dense", "MFU, experts", "MFU, dense"]
-    command = shlex.join(["python", "benchmarks/model.py", *sys.argv[1:]])
-    notes = [
-        title,
-        "MFU: of what a large matrix product of the same dtype reached in the same round",
-    ]
-    publish(
-        Table("The whole network", command, columns, table, notes, data), args.device, args.output
-    )
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+            keep(table, args.device, args.output)
+    publish(table, args.device, args.output)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,19 @@ from pathlib import Path
 
 import torch
 from layer import SHAPES
-from results_file import Table, publish
+from results_file import Table, keep, publish
+from timing import CALLS_NOTE, graph_replay, timed
 from torch import Tensor
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.ops import combine, dispatch, make_plan
 from moe_core.precision import without_autocast
 from moe_core.router import route
-from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
+from swinv2_moe.measure.rounds import Times, median_and_spread, ratios
+
+LAYER = "the whole layer"
+
+Calls = dict[str, Callable[[], object]]
 
 
 def arguments() -> argparse.Namespace:
@@ -82,74 +87,104 @@ def pieces(
             lambda: layer.experts(tokens, plan.offsets, gates=gates, plan=plan),
             [tokens, gates, *weights],
         ),
-        "the whole layer": (lambda: layer(x)[0], [x, *layer.parameters()]),
+        LAYER: (lambda: layer(x)[0], [x, *layer.parameters()]),
     }
     return parts
 
 
+class Bench:
+    """The calls of one layer's parts, with and without their backward passes."""
+
+    def __init__(self, shape: str, dtype: str, device: str) -> None:
+        tokens, model_dim, num_experts, *rest = map(int, shape.split("x"))
+        top_k = 1
+        if rest:
+            top_k = rest[0]
+        config = MoEConfig(model_dim, 4 * model_dim, num_experts, top_k=top_k, capacity_factor=0.0)
+        torch.manual_seed(0)
+        layer = MoELayer(config).to(device)
+        x = torch.randn(tokens, model_dim, device=device)
+        self.parts = pieces(layer, leaf(x), getattr(torch, dtype))
+        self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=dtype == "bfloat16")
+        # By shape and dtype. Drawing a gradient takes longer than some parts.
+        self.grads: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
+    def step(self, call: Callable[[], Tensor], wanted: list[Tensor]) -> None:
+        with self.autocast():
+            out = call()
+        if wanted:
+            key = (out.shape, out.dtype)
+            if key not in self.grads:
+                self.grads[key] = torch.randn_like(out)
+            torch.autograd.grad(out, wanted, self.grads[key], allow_unused=True)
+
+    @torch.no_grad()
+    def forward(self, call: Callable[[], Tensor]) -> None:
+        with self.autocast():
+            call()
+
+    def forwards(self) -> Calls:
+        return {name: partial(self.forward, call) for name, (call, _) in self.parts.items()}
+
+    def steps(self) -> Calls:
+        return {name: partial(self.step, *part) for name, part in self.parts.items()}
+
+
+def replayed(calls: Calls) -> Calls:
+    """The calls as CUDA graphs. Raises RuntimeError where one cannot be captured."""
+    return {name: graph_replay(call) for name, call in calls.items()}
+
+
+def measure(bench: Bench, args: argparse.Namespace) -> dict[str, tuple[dict, dict]]:
+    """For each kind of timing the times of the forward passes and of the steps, by part."""
+    measured = {}
+    forwards, steps = bench.forwards(), bench.steps()
+    kind = "many calls"
+    measured[kind] = tuple(timed(calls, args.rounds, args.device) for calls in (forwards, steps))
+    if args.device == "cuda":
+        try:
+            graphs = replayed(forwards), replayed(steps)
+        except RuntimeError as error:  # what a capture meets: the calls above stand
+            print(f"no graph replay: {error}", file=sys.stderr, flush=True)
+        else:
+            kind = "graph replay"
+            measured[kind] = tuple(timed(calls, args.rounds, args.device) for calls in graphs)
+    return measured
+
+
+def rows(label: str, kind: str, measured: tuple[dict[str, Times], dict[str, Times]]):
+    """A row for each part: times, and their share of the layer's."""
+    for name in measured[0]:
+        shown = name
+        if kind == "graph replay":
+            shown = f"{name}, {kind}"
+        cells = []
+        for times in measured:
+            share = ratios(times[name], times[LAYER])
+            cells += [median_and_spread(times[name], 3), median_and_spread(share, 3)]
+        yield [label, shown, *cells]
+
+
 def main() -> None:
     args = arguments()
-    table, data = [], []
-    for shape in args.shapes:
-        tokens, model_dim, num_experts, *rest = map(int, shape.split("x"))
-        top_k = rest[0] if rest else 1
-        config = MoEConfig(model_dim, 4 * model_dim, num_experts, top_k=top_k, capacity_factor=0.0)
-        for dtype in args.dtypes:
-            torch.manual_seed(0)
-            layer, x = (
-                MoELayer(config).to(args.device),
-                torch.randn(tokens, model_dim, device=args.device),
-            )
-            parts = pieces(layer, leaf(x), getattr(torch, dtype))
-
-            def step(
-                call: Callable[[], Tensor],
-                wanted: list[Tensor],
-                dtype: str = dtype,
-                grads: dict = {},  # noqa: B006 - one for all calls
-            ) -> None:
-                with torch.autocast(args.device, torch.bfloat16, enabled=dtype == "bfloat16"):
-                    out = call()
-                if wanted:
-                    # drawing it takes longer than some parts
-                    if (key := (out.shape, out.dtype)) not in grads:
-                        grads[key] = torch.randn_like(out)
-                    torch.autograd.grad(out, wanted, grads[key], allow_unused=True)
-
-            @torch.no_grad()
-            def forward(call: Callable[[], Tensor], dtype: str = dtype) -> None:
-                with torch.autocast(args.device, torch.bfloat16, enabled=dtype == "bfloat16"):
-                    call()
-
-            forwards = interleaved(
-                {name: partial(forward, call) for name, (call, _) in parts.items()}, args.rounds
-            )
-            steps = interleaved(
-                {name: partial(step, *part) for name, part in parts.items()}, args.rounds
-            )
-            for name in parts:
-                cells = []
-                for times in (forwards, steps):
-                    share = ratios(times[name], times["the whole layer"])
-                    cells += [median_and_spread(times[name], 2), median_and_spread(share, 3)]
-                    data.append(
-                        {"shape": shape, "dtype": dtype, "part": name, "ms": list(times[name])}
-                    )
-                table.append([f"{shape}, {dtype}", name, *cells])
-    columns = [
-        "TxMxE(xK), dtype",
-        "part",
-        "forward, ms",
-        "of the layer",
-        "forward + backward, ms",
-        "of the layer",
-    ]
+    columns = ["TxMxE(xK), dtype", "part", "forward, ms", "of the layer"]
+    columns += ["forward + backward, ms", "of the layer"]
     command = shlex.join(["python", "benchmarks/pieces.py", *sys.argv[1:]])
-    publish(
-        Table("The parts of one MoE layer", command, columns, table, (), data),
-        args.device,
-        args.output,
-    )
+    lines: list[list[str]] = []
+    data: list[dict] = []
+    table = Table("The parts of one MoE layer", command, columns, lines, (CALLS_NOTE,), data)
+    for shape in args.shapes:
+        for dtype in args.dtypes:
+            bench = Bench(shape, dtype, args.device)
+            for kind, measured in measure(bench, args).items():
+                lines += rows(f"{shape}, {dtype}", kind, measured)
+                head = {"shape": shape, "dtype": dtype, "timing": kind}
+                for pass_name, times in zip(("inference", "training"), measured, strict=True):
+                    for name in times:
+                        entry = {"part": name, "pass": pass_name, "ms": times[name]}
+                        data.append(head | entry)
+            keep(table, args.device, args.output)
+    publish(table, args.device, args.output)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 shows the same."""
 
 import datetime
+import importlib.metadata
 import json
 import platform
 import re
@@ -37,6 +38,12 @@ def publish(table: Table, device: str, output: Path | None = None) -> None:
     """Print the table, and put it in the file of this device and day, in the place of an earlier
     one of its title."""
     print(table.markdown(), flush=True)
+    keep(table, device, output)
+
+
+def keep(table: Table, device: str, output: Path | None = None) -> None:
+    """`publish` without printing: scripts keep what they have so far, since a time limit may end
+    them."""
     path = output or DIRECTORY / f"{_slug(device_name(device))}-{datetime.date.today()}.json"
     found = json.loads(path.read_text()) if path.exists() else {"tables": {}}
     found["tables"][table.title] = vars(table) | {"environment": environment(device)}
@@ -47,12 +54,16 @@ def publish(table: Table, device: str, output: Path | None = None) -> None:
 
 def environment(device: str) -> dict[str, str | int]:
     """Device, threads, versions and commit, for the head of a record."""
-    found = {"device": device_name(device), "threads": torch.get_num_threads(), "commit": _commit()}
-    return found | {
+    described = {
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "date": f"{datetime.date.today()}",
     }
+    if device == "cuda":
+        described |= {"driver": _driver(), "triton": _version("triton"), "timm": _version("timm")}
+    return described | {"date": f"{datetime.date.today()}"}
 
 
 def device_name(device: str) -> str:
@@ -85,6 +96,22 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return answer.partition("\n")[0].strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _slug(text: str) -> str:

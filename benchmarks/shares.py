@@ -20,7 +20,8 @@ from unittest import mock
 
 import torch
 from model import BATCHES, CONFIGS, make_parser
-from results_file import Table, publish
+from results_file import Table, keep, publish
+from timing import CALLS_NOTE, timed
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -28,7 +29,7 @@ import moe_core.layer
 from moe_core import MoELayer
 from swinv2_moe.command import run_command
 from swinv2_moe.config import all_sections
-from swinv2_moe.measure.rounds import interleaved, synchronize
+from swinv2_moe.measure.rounds import synchronize
 from swinv2_moe.measure.throughput import (
     Options,
     combinations,
@@ -151,7 +152,7 @@ def measure(
     runs = {name: subject.run for name, subject in subjects.items()}
     found = {}
     with prepared_for_inference(subjects.values()):
-        times = interleaved(runs, rounds)
+        times = timed(runs, rounds, world.device.type)
         for name, run in runs.items():
             parts, milliseconds = profiled(run, passes, world.device)
             # the profiler slows a host that launches kernels; where the host computes, both are of
@@ -181,7 +182,14 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3, help="under the profiler")
     parser.set_defaults(dtypes=["bfloat16"])
     args = parser.parse_args()
-    table, data, title = [], [], ""
+    columns = ["", "kind", "experts, ms", "of the pass", "dense, ms", "of the pass"]
+    columns.append("experts - dense, ms")
+    command = shlex.join(["python", "benchmarks/shares.py", *sys.argv[1:]])
+    lines: list[list[str]] = []
+    data: list[dict] = []
+    notes = ["a kernel that computes products and activation in one is under its products"]
+    notes.append(CALLS_NOTE)
+    table = Table("Where a pass's time goes", command, columns, lines, notes, data)
     for mode in args.modes:
         batches = args.batch_sizes or BATCHES[args.device][mode]
         options = Options((mode,), tuple(batches), tuple(args.dtypes), rounds=args.rounds)
@@ -189,28 +197,16 @@ def main() -> None:
             args.cfg or CONFIGS[args.device], [*args.opts, "DEVICE", args.device], options
         )
         title = headline(plan, 1)
+        if title not in notes:
+            notes.insert(0, title)
         for combination, *configs in plan:
             with open_world(args.device, configs[0].TIMEOUT) as world:
                 found = measure(mode, configs, args.rounds, args.passes, world)
-            table += [[str(combination), *row] for row in rows(found)]
+            lines += [[str(combination), *row] for row in rows(found)]
             data.append(combination._asdict() | found)
+            keep(table, args.device, args.output)
             print(f"{combination}: done", file=sys.stderr, flush=True)
-    columns = [
-        "",
-        "kind",
-        "experts, ms",
-        "of the pass",
-        "dense, ms",
-        "of the pass",
-        "experts - dense, ms",
-    ]
-    command = shlex.join(["python", "benchmarks/shares.py", *sys.argv[1:]])
-    notes = [title, "a kernel that computes products and activation in one is under its products"]
-    publish(
-        Table("Where a pass's time goes", command, columns, table, notes, data),
-        args.device,
-        args.output,
-    )
+    publish(table, args.device, args.output)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ from unittest import mock
 
 import torch
 from model import BATCHES, CONFIGS, make_parser
-from results_file import Table, publish
+from results_file import Table, keep, publish
+from timing import CALLS_NOTE, timed
 from timm.models.swin_transformer_v2 import WindowAttention
 
 from swinv2_moe.command import run_command
 from swinv2_moe.config import all_sections
-from swinv2_moe.measure.rounds import Times, interleaved, median_and_spread, ratios
+from swinv2_moe.measure.rounds import Times, median_and_spread, ratios
 from swinv2_moe.measure.throughput import (
     Options,
     Subject,
@@ -56,7 +57,12 @@ def check(subject: Subject, config) -> None:
 
 def main() -> None:
     args = make_parser(__doc__).parse_args()
-    table, data = [], []
+    command = shlex.join(["python", "benchmarks/trunk.py", *sys.argv[1:]])
+    columns = ["", "images/s", "timm", "to timm"]
+    rows: list[list[str]] = []
+    data: list[dict] = []
+    title = "The dense network beside timm's"
+    table = Table(title, command, columns, rows, (CALLS_NOTE,), data)
     for mode in args.modes:
         batches = args.batch_sizes or BATCHES[args.device][mode]
         options = Options((mode,), tuple(batches), tuple(args.dtypes), rounds=args.rounds)
@@ -71,7 +77,7 @@ def main() -> None:
                         subject.run()
 
                 with prepared_for_inference([subject]):
-                    times = interleaved({"ours": subject.run, "timm": by_timm}, args.rounds)
+                    times = timed({"ours": subject.run, "timm": by_timm}, args.rounds, args.device)
             name = f"{mode}, batch {combination.batch_size}, {combination.dtype}"
             speeds = {
                 k: Times((1e3 * combination.batch_size / ms for ms in t), t.run)
@@ -79,16 +85,11 @@ def main() -> None:
             }
             speedup = ratios(speeds["ours"], speeds["timm"])
             cells = [median_and_spread(speeds["ours"], 2), median_and_spread(speeds["timm"], 2)]
-            table.append([name, *cells, median_and_spread(speedup, 3)])
+            rows.append([name, *cells, median_and_spread(speedup, 3)])
             data.append({"name": name, **{k: list(t) for k, t in times.items()}})
-            print(" | ".join(table[-1]), file=sys.stderr, flush=True)
-    columns = ["", "images/s", "timm", "to timm"]
-    command = shlex.join(["python", "benchmarks/trunk.py", *sys.argv[1:]])
-    publish(
-        Table("The dense network beside timm's", command, columns, table, (), data),
-        args.device,
-        args.output,
-    )
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+            keep(table, args.device, args.output)
+    publish(table, args.device, args.output)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The benchmarks of one layer on tiny shapes: `make bench-gpu` runs the same scripts with --device
-cuda."""
+"""The benchmarks on tiny shapes: `make bench-gpu` runs the same scripts with --device cuda."""
 
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,3 +198,65 @@ def test_kernels_count_under_the_operator_that_launched_them(monkeypatch):
     # the last: kernels of no operator
     expected |= {"routing and plan": 2.5, "element-wise and sums": 0.05}
     assert milliseconds == pytest.approx(expected)
+
+
+def test_einsum_is_left_out_where_its_masks_are_large(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import layer
+
+    monkeypatch.setattr(layer, "EINSUM_TOKENS", 50)
+    case = layer.Case((64, 16, 4), "float32", "cpu", True)
+    assert layer.EINSUM not in case.alternatives
+    assert case.left_out[layer.EINSUM].startswith("above 50 tokens: its fp32 masks [T, E, C]")
+
+
+def test_a_graph_replays_steps_whose_gradients_are_not_accumulated(monkeypatch):
+    """The capture itself needs a GPU."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import layer
+
+    captured = []
+    monkeypatch.setattr(layer, "graph_replay", lambda work: captured.append(work) or work)
+    case = layer.Case((64, 16, 4), "float32", "cpu", False, True)
+    case.alternatives["dense"] = case.alternatives["dense, float32"]
+    for times in case.times_of_graphs(2):
+        assert set(times) == {"moe_core", "dense", layer.PRODUCT}
+        assert all(len(t) == 2 for t in times.values())
+    assert len(captured) == 4
+    parameters = [p for module in case.modules for p in module.parameters()]
+    assert all(tensor.grad is None for tensor in (case.x, *parameters))
+
+
+def test_parts_as_graphs_are_rows_of_their_own(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import pieces
+
+    monkeypatch.setattr(pieces, "graph_replay", lambda work: work)
+
+    def timed(calls, rounds, device):
+        return {name: [2.0] for name in calls}
+
+    monkeypatch.setattr(pieces, "timed", timed)
+    bench = pieces.Bench("64x16x4", "float32", "cpu")
+    measured = pieces.measure(bench, SimpleNamespace(device="cuda", rounds=1))
+    assert list(measured) == ["many calls", "graph replay"]
+    rows = list(pieces.rows("", "graph replay", measured["graph replay"]))
+    assert rows[0][1] == "router, graph replay"
+    assert rows[0][3] == "1.000 (1.000 - 1.000)"
+
+
+def test_on_a_gpu_a_time_is_the_mean_of_many_calls(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import timing
+
+    monkeypatch.setattr(timing, "MILLISECONDS", 10.0)
+    calls = []
+
+    def work():
+        calls.append(time.perf_counter())
+        time.sleep(1e-3)
+
+    found = timing.timed({"work": work}, 2, "cuda")
+    assert len(calls) > 2 + 1 + 3  # calls to calibrate; a round to warm up, two that count
+    assert all(1 <= milliseconds < 10 for milliseconds in found["work"])
+    assert found["work"].run

@@ -1,0 +1,319 @@
+"""All GPU measurements within a time limit: one command, one Markdown file and one JSON file.
+
+    python benchmarks/campaign.py --minutes 25                 (a GPU)
+    python benchmarks/campaign.py --minutes 9 --resume         (again and again, until all is done)
+    python benchmarks/campaign.py --dry-run                    (tiny shapes on a CPU, 3 minutes)
+    python benchmarks/campaign.py --wheels [FOLDER]            (what to carry; FOLDER: download)
+
+The GPU tests run first, then layer, parts, memory, network, shares of time and trunk. Each section
+is a process with a time limit, its share of the time that is left. A section that exceeds it is
+killed with the processes that it started, and its partial results are kept. The results are written
+after each section. --resume runs the sections that are missing, and those that exceeded their limit
+if they now have at least a quarter more time. Exit code: 0 if every section ended well, 1 if not, 2
+for wrong arguments. Needs no network: packages that are missing come from the folder --packages.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+
+from campaign_sections import ROOT, SECTIONS, Section
+from wheels import CARRIED, WheelError, collect, missing, unpack_missing
+
+OUTPUT = ROOT / "output" / "campaign"
+PACKAGES = ROOT / "output" / "wheels"
+MOST_MINUTES = 1440  # a day
+RESERVED = 3.0  # seconds for the last report and the end of the last section
+LEAST = 2.0  # seconds; with less no section begins
+MORE_TIME = 1.25  # a section that was killed runs again with so many times its earlier limit
+KEPT_OUTPUT = 6000  # characters of what a section printed last
+
+
+class CampaignError(Exception):
+    """One line for the user; the exit code is 2."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=25.0, help="of this call, default 25")
+    parser.add_argument("--resume", action="store_true", help="continue what --output holds")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
+    parser.add_argument(
+        "--sections", nargs="+", choices=[s.name for s in SECTIONS], help="only these"
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER")
+    parser.add_argument(
+        "--packages", type=Path, default=PACKAGES, metavar="FOLDER", help="wheels that were carried"
+    )
+    parser.add_argument("--commit", help="for the record, where there is no git")
+    parser.add_argument(
+        "--wheels", nargs="?", const="", metavar="FOLDER", help="list or download, then end"
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    # `timeout` and a terminal that closes end the section too, through the `finally` of its run
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        if args.wheels is not None:
+            return carry(args.wheels)
+        return campaign(args)
+    except (CampaignError, WheelError) as error:
+        print(f"campaign.py: {error}", file=sys.stderr)
+        return 2
+
+
+def carry(folder: str) -> int:
+    """List the packages to carry; download them where a folder is named."""
+    if folder:
+        collect(Path(folder))
+    else:
+        print("\n".join(CARRIED))
+    return 0
+
+
+def campaign(args: argparse.Namespace) -> int:
+    """Run the sections that are left, within the limit."""
+    deadline = time.monotonic() + 60 * args.minutes - RESERVED
+    if not 0 < args.minutes <= MOST_MINUTES:
+        raise CampaignError(
+            f"--minutes is {args.minutes:g}, it must be above 0 and at most {MOST_MINUTES}"
+        )
+    prepare_output(args.output)
+    with tempfile.TemporaryDirectory(prefix="campaign-") as scratch:
+        environment_variables = prepare_packages(args.packages, Path(scratch))
+        device = describe_device(args.dry_run, args.commit, environment_variables)
+        state = open_state(args, device)
+        run_sections(state, args, deadline, Path(scratch), environment_variables)
+    chosen = chosen_sections(args)
+    unfinished = []
+    for section in chosen:
+        record = state["sections"].get(section.name, {"status": "not run"})
+        if record["status"] != "done":
+            unfinished.append(f"{section.name} ({record['status']})")
+    print(f"{args.output / 'campaign.md'}; {len(chosen) - len(unfinished)} of {len(chosen)} done")
+    if unfinished:
+        print(f"not done: {', '.join(unfinished)}; --resume continues, except what failed")
+    return int(bool(unfinished))
+
+
+def prepare_output(folder: Path) -> None:
+    """Make the folder, and write a file into it.
+
+    Raises:
+        CampaignError: it cannot be made or written.
+    """
+    probe = folder / ".campaign"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise CampaignError(f"--output {folder}: cannot be written ({error.strerror})") from error
+
+
+def prepare_packages(folder: Path, scratch: Path) -> dict[str, str]:
+    """Unpack the carried wheels that are missing; the environment in which sections find them.
+
+    Raises:
+        CampaignError: a package is neither installed nor carried.
+    """
+    target = scratch / "packages"
+    unpack_missing(folder, target)
+    sys.path.insert(0, str(target))
+    sys.path.insert(1, str(ROOT))
+    lacking = missing()
+    if lacking:
+        raise CampaignError(
+            f"{', '.join(lacking)}: not installed and not in {folder}; on a machine with a network:"
+            " campaign.py --wheels FOLDER"
+        )
+    paths = [str(ROOT), str(target)]
+    inherited = os.environ.get("PYTHONPATH")
+    if inherited:
+        paths.append(inherited)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+def describe_device(
+    is_dry_run: bool, commit: str | None, environment: dict[str, str]
+) -> dict[str, str]:
+    """Device, driver, versions and commit, read by a process that then frees the device.
+
+    Raises:
+        CampaignError: there is no CUDA device.
+    """
+    device = "cuda"
+    if is_dry_run:
+        device = "cpu"
+    code = (
+        "import json, sys, torch, results_file as r; d = sys.argv[1]; "
+        "print(json.dumps(r.environment(d) if d == 'cpu' or torch.cuda.is_available() else None))"
+    )
+    command = [sys.executable, "-c", code, device]
+    folder = str(ROOT / "benchmarks")
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise CampaignError(f"the device cannot be read ({' '.join(last)})")
+    described = json.loads(done.stdout)
+    if described is None:
+        raise CampaignError("no CUDA device; --dry-run runs all of it at tiny shapes on a CPU")
+    if commit:
+        described["commit"] = commit
+    return described
+
+
+def open_state(args: argparse.Namespace, device: dict[str, str]) -> dict:
+    """The results so far with --resume, else empty ones.
+
+    Raises:
+        CampaignError: nothing to resume; the results are of another commit, device or form.
+    """
+    if not args.resume:
+        return {"dry_run": args.dry_run, "environment": device, "sections": {}}
+    file = args.output / "campaign.json"
+    try:
+        state = json.loads(file.read_text())
+        earlier = state["environment"]
+        known = {key: earlier[key] for key in ("commit", "device")}
+        is_dry_run, sections = state["dry_run"], state["sections"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CampaignError(f"--resume: {file} cannot be read ({error})") from error
+    for key, value in known.items():
+        if value != device[key]:
+            raise CampaignError(f"--resume: {file} is of {key} {value}, this is {device[key]}")
+    if is_dry_run != args.dry_run or not isinstance(sections, dict):
+        raise CampaignError(f"--resume: {file} has dry_run {is_dry_run}, this call not")
+    return state
+
+
+def run_sections(
+    state: dict,
+    args: argparse.Namespace,
+    deadline: float,
+    scratch: Path,
+    environment: dict[str, str],
+) -> None:
+    """Run each section that is left, and write the results after each."""
+    # Imports torch and yacs, which may be among the packages just unpacked.
+    from campaign_report import write_report
+
+    write_report(state, args.output)
+    waiting = [s for s in chosen_sections(args) if may_run(state["sections"].get(s.name))]
+    for i, section in enumerate(waiting):
+        left = deadline - time.monotonic()
+        limit = left * section.weight / sum(later.weight for later in waiting[i:])
+        earlier = state["sections"].get(section.name)
+        if limit < LEAST or (earlier and limit < MORE_TIME * earlier["limit"]):
+            continue
+        print(f"{section.name}: at most {limit:.0f} s", flush=True)
+        state["sections"][section.name] = run_section(
+            section, args.dry_run, limit, scratch, environment
+        )
+        outcome = state["sections"][section.name]
+        print(f"{section.name}: {outcome['status']}, {outcome['seconds']:.0f} s", flush=True)
+        write_report(state, args.output)
+
+
+def chosen_sections(args: argparse.Namespace) -> list[Section]:
+    return [s for s in SECTIONS if not args.sections or s.name in args.sections]
+
+
+def may_run(record: dict | None) -> bool:
+    """A section that failed fails again; one that was killed may end with more time."""
+    return record is None or record["status"] == "time limit"
+
+
+def run_section(
+    section: Section, is_dry_run: bool, limit: float, scratch: Path, environment: dict[str, str]
+) -> dict:
+    """Run one section, and collect what it measured, also if it was killed."""
+    tables, junit = scratch / f"{section.name}.json", scratch / f"{section.name}.xml"
+    command = section.command(is_dry_run, tables, junit)
+    started = time.monotonic()
+    code, printed = run_limited(command, limit, scratch / f"{section.name}.log", environment)
+    status = "done"
+    if code is None:
+        status = "time limit"
+    elif code != 0:
+        status = f"failed, exit code {code}"
+    record = {"status": status, "seconds": time.monotonic() - started, "limit": limit}
+    record |= {"command": command[1:], "printed": printed}
+    record["tables"] = read_tables(tables)
+    if section.name == "tests":
+        record["tests"] = read_tests(junit)
+    return record
+
+
+def run_limited(
+    command: Sequence[str], limit: float, log: Path, environment: dict[str, str]
+) -> tuple[int | None, str]:
+    """Run a command in a process group of its own, killed after `limit` seconds.
+
+    Returns:
+        The exit code, None if it was killed; and the end of what it printed.
+    """
+    code = None
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            end_group(process)
+    return code, log.read_text(errors="replace")[-KEPT_OUTPUT:]
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """Kill what is left of the process's group, also the children of one that has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def read_tables(file: Path) -> dict[str, dict]:
+    """The tables that the section has published; none if it was killed while it wrote them."""
+    try:
+        return json.loads(file.read_text())["tables"]
+    except (OSError, ValueError, KeyError):
+        return {}
+
+
+def read_tests(file: Path) -> dict[str, int] | None:
+    """Numbers of tests by outcome; None where pytest did not end."""
+    try:
+        suites = xml.etree.ElementTree.parse(file).getroot().iter("testsuite")
+    except (OSError, xml.etree.ElementTree.ParseError):
+        return None
+    counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+    for suite in suites:
+        for key in counts:
+            counts[key] += int(suite.get(key, 0))
+    return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

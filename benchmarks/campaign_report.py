@@ -1,0 +1,221 @@
+"""A campaign's results as JSON and Markdown, and which goals they meet."""
+
+# T tokens, E experts, M model dim
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from campaign_sections import SECTIONS
+from results_file import Table
+
+from swinv2_moe.measure.rounds import quartiles
+
+TITLES = {
+    "tests": "GPU tests",
+    "layer": "Layer",
+    "pieces": "Parts of a layer",
+    "memory": "Memory",
+    "model": "Network",
+    "shares": "Where the time goes",
+    "trunk": "Dense trunk",
+}
+TOKENS_OF_AN_IMAGE = 144  # SwinV2-B's stage 3 at 192 px
+GOAL_EXPERTS = (8, 32)
+
+
+class Goal(NamedTuple):
+    """A goal and the section that measures it."""
+
+    name: str
+    section: str
+    bound: float
+    is_upper: bool  # the value must not exceed the bound
+    values: Callable[[list[dict]], Iterable[tuple[str, list[float]]]]  # case, value of each round
+
+
+def layer_speed(images: int) -> Callable[[list[dict]], Iterator[tuple[str, list[float]]]]:
+    """Speed relative to the dense network, forward and backward, for each number of experts."""
+    tokens = images * TOKENS_OF_AN_IMAGE
+
+    def values(data: list[dict]) -> Iterator[tuple[str, list[float]]]:
+        for entry in preferred_timing(data):
+            token_count, model_dim, experts = entry["shape"][:3]
+            is_goal = token_count == tokens and model_dim == 512 and experts in GOAL_EXPERTS
+            if is_goal and entry["pass"] == "training" and entry["dtype"] == "bfloat16":
+                yield f"E = {experts}, {entry['timing']}", [1 / ratio for ratio in entry["ratio"]]
+
+    return values
+
+
+def share_of_peak(data: list[dict]) -> Iterator[tuple[str, list[float]]]:
+    """The layer's share of a large matrix product's rate at M = 768, forward and backward."""
+    for entry in preferred_timing(data):
+        is_goal = entry["shape"][1] == 768 and entry["pass"] == "training"
+        if is_goal and entry["dtype"] == "bfloat16" and entry.get("share_of_peak"):
+            shape = "x".join(str(size) for size in entry["shape"])
+            yield f"{shape}, {entry['timing']}", entry["share_of_peak"]
+
+
+def preferred_timing(data: list[dict]) -> list[dict]:
+    """This project's layer: replayed as a graph where that was measured, else by calls."""
+    layers = [entry for entry in data if entry["layer"]]
+    replayed = {(*entry["shape"], entry["dtype"]) for entry in layers if is_replayed(entry)}
+    return [
+        entry
+        for entry in layers
+        if is_replayed(entry) or (*entry["shape"], entry["dtype"]) not in replayed
+    ]
+
+
+def is_replayed(entry: dict) -> bool:
+    return entry["timing"].startswith("graph")
+
+
+def network_speed(mode: str) -> Callable[[list[dict]], Iterator[tuple[str, list[float]]]]:
+    """Images/s relative to the dense twin, of the largest batch."""
+
+    def values(data: list[dict]) -> Iterator[tuple[str, list[float]]]:
+        entries = [e for e in data if e["mode"] == mode and e["dtype"] == "bfloat16"]
+        largest = max((e["batch_size"] for e in entries), default=0)
+        for entry in entries:
+            if entry["batch_size"] == largest:
+                pairs = zip(entry["dense_ms"], entry["moe_ms"], strict=True)
+                yield f"batch {largest}", [dense / moe for dense, moe in pairs]
+
+    return values
+
+
+def activations(data: list[dict]) -> Iterator[tuple[str, list[float]]]:
+    """What a layer keeps over what Tutel's keeps, both with dropout, at the most tokens."""
+    entries = [e for e in data if e["dropout"] > 0 and "saved" in e and e["dtype"] == "bfloat16"]
+    most = max((e["tokens"] for e in entries), default=0)
+    for entry in entries:
+        if entry["tokens"] == most:
+            yield f"{most:,} tokens", [entry["saved"] / entry["counted, Tutel"]]
+
+
+GOALS = (
+    Goal(
+        "layer to dense speed, 128 images, forward + backward",
+        "layer",
+        0.80,
+        False,
+        layer_speed(128),
+    ),
+    Goal(
+        "layer to dense speed, 512 images, forward + backward",
+        "layer",
+        0.90,
+        False,
+        layer_speed(512),
+    ),
+    Goal("network to dense speed, training", "model", 0.95, False, network_speed("training")),
+    Goal("network to dense speed, inference", "model", 0.95, False, network_speed("inference")),
+    Goal("activations kept, of Tutel's, dropout on", "memory", 0.5, True, activations),
+    Goal("share of peak at d = 768 (SonicMoE: 0.41)", "layer", 0.41, False, share_of_peak),
+)
+
+
+def write_report(state: dict, folder: Path) -> None:
+    """Write campaign.json and campaign.md; each appears whole or not at all."""
+    state["goals"] = [judged for goal in GOALS for judged in judge(goal, state)]
+    replace_file(folder / "campaign.json", json.dumps(state, indent=1) + "\n")
+    replace_file(folder / "campaign.md", markdown(state))
+
+
+def replace_file(file: Path, text: str) -> None:
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(text)
+    os.replace(temporary, file)
+
+
+def judge(goal: Goal, state: dict) -> Iterator[dict]:
+    """A row for each case of a goal; "not measured" where there is none, and in a dry run."""
+    record = state["sections"].get(goal.section, {"tables": {}})
+    cases = []
+    if not state["dry_run"]:
+        for table in record["tables"].values():
+            cases += goal.values(table["data"])
+    head = {"goal": goal.name, "bound": goal.bound, "is_upper": goal.is_upper}
+    if not cases:
+        yield head | {"case": "", "quartiles": None, "verdict": "not measured"}
+    for case, values in cases:
+        spread = quartiles(values)
+        yield head | {"case": case, "quartiles": spread, "verdict": verdict(goal, spread[1])}
+
+
+def verdict(goal: Goal, median: float) -> str:
+    missed_by = goal.bound - median
+    is_met = missed_by <= 0
+    if goal.is_upper:
+        is_met = missed_by >= 0
+    if is_met:
+        return "reached"
+    return f"missed by {abs(missed_by):.3f}"
+
+
+def markdown(state: dict) -> str:
+    """The whole report: device, goals, how each section ended, and every table."""
+    lines = ["# GPU campaign", ""]
+    if state["dry_run"]:
+        lines += ["A dry run: tiny shapes on a CPU. No figure here is a measurement.", ""]
+    lines += [f"- {key}: {value}" for key, value in state["environment"].items()]
+    lines += ["", "## Goals", "", *goal_lines(state["goals"])]
+    lines += ["", "## Sections", "", *outcome_lines(state["sections"])]
+    for section in SECTIONS:
+        record = state["sections"].get(section.name)
+        lines += ["", f"## {TITLES[section.name]}", ""]
+        if record is None:
+            lines += ["Not measured."]
+        else:
+            lines += section_lines(record)
+    return "\n".join(lines) + "\n"
+
+
+def goal_lines(goals: list[dict]) -> Iterator[str]:
+    yield "| goal | bound | case | median (quartiles) | |"
+    yield "|" + " --- |" * 5
+    for goal in goals:
+        sign = ">="
+        if goal["is_upper"]:
+            sign = "<="
+        value = "not measured"
+        if goal["quartiles"]:
+            low, median, high = goal["quartiles"]
+            value = f"{median:.3f} ({low:.3f} - {high:.3f})"
+        bound = f"{sign} {goal['bound']:g}"
+        yield f"| {goal['goal']} | {bound} | {goal['case']} | {value} | {goal['verdict']} |"
+
+
+def outcome_lines(records: dict[str, dict]) -> Iterator[str]:
+    yield "| section | outcome | seconds | limit |"
+    yield "|" + " --- |" * 4
+    for section in SECTIONS:
+        record = records.get(section.name)
+        if record is None:
+            yield f"| {section.name} | not run | | |"
+            continue
+        times = f"{record['seconds']:.0f} | {record['limit']:.0f}"
+        yield f"| {section.name} | {record['status']} | {times} |"
+
+
+def section_lines(record: dict) -> Iterator[str]:
+    """Outcomes of tests, tables as they were published, and what a failed section printed."""
+    tests = record.get("tests")
+    if tests:
+        passed = tests["tests"] - tests["failures"] - tests["errors"] - tests["skipped"]
+        counts = {"passed": passed} | {key: tests[key] for key in ("failures", "errors", "skipped")}
+        yield ", ".join(f"{count} {name}" for name, count in counts.items())
+        yield ""
+    for found in record["tables"].values():
+        fields = {name: found[name] for name in ("title", "command", "columns", "rows", "notes")}
+        yield "#" + Table(**fields).markdown()
+    if record["status"] != "done":
+        yield f"{record['status']}; printed last:"
+        yield ""
+        yield "```"
+        yield record["printed"]
+        yield "```"

@@ -1,0 +1,62 @@
+"""The sections of a campaign: one command each, in the order of their worth."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# SwinV2-B at 192 px has 144 tokens an image in stage 3 (M = 512) and 36 in stage 4 (M = 1024). The
+# first two are of 128 images, the next two of 512; d = 768 is compared with SonicMoE's share.
+LAYER_SHAPES = (
+    "18432x512x8 18432x512x32 18432x768x8 73728x512x8 73728x512x32 4608x1024x8 4608x1024x32"
+)
+PIECES_SHAPES = "18432x512x8 18432x512x32"
+TEST_SECONDS = 120  # of one test; the first of a kernel compiles it
+TINY_NETWORK = (
+    "--device cpu --cfg configs/quickstart_digits.yaml --batch-sizes 2 --dtypes float32 --rounds 2"
+    " --opts MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.MOE.BLOCKS [[],[0],[0]]"
+)
+TINY_SHAPES = "--device cpu --shapes 64x16x4 48x16x4x2 --dtypes bfloat16 --rounds 2"
+
+
+@dataclass(frozen=True)
+class Section:
+    """`weight`: minutes of a campaign of 25; the share of the time that is left follows from it."""
+
+    name: str
+    weight: float
+    full: str  # arguments on a GPU
+    tiny: str  # arguments of a dry run on a CPU
+
+    def command(self, is_dry_run: bool, tables: Path, junit: Path) -> list[str]:
+        """The words of the command; its tables or its tests' outcomes go into the files."""
+        arguments = self.full
+        if is_dry_run:
+            arguments = self.tiny
+        if self.name == "tests":
+            options = ["-m", "gpu", "-v", "-rfE", "--tb=short", f"--timeout={TEST_SECONDS}"]
+            options += ["-p", "no:cacheprovider", f"--junitxml={junit}"]
+            return [sys.executable, "-m", "pytest", *options, *gpu_test_files()]
+        script = f"benchmarks/{self.name}.py"
+        return [sys.executable, script, *arguments.split(), "--output", str(tables)]
+
+
+SECTIONS = (
+    Section("tests", 6, "", ""),
+    Section("layer", 5, f"--device cuda --dtypes bfloat16 --peak --shapes {LAYER_SHAPES}",
+            f"{TINY_SHAPES} --peak"),
+    Section("pieces", 2, f"--device cuda --dtypes bfloat16 --shapes {PIECES_SHAPES}", TINY_SHAPES),
+    Section("memory", 1, "--device cuda --dropout 0.1 --measure 4096 8192 16384 32768",
+            "--device cpu --dropout 0.1 --size 32 --measure 4096"),
+    Section("model", 6, "--device cuda --dtypes bfloat16", TINY_NETWORK),
+    Section("shares", 3, "--device cuda --batch-sizes 128", f"{TINY_NETWORK} --passes 1"),
+    Section("trunk", 2, "--device cuda --dtypes bfloat16 --batch-sizes 128", TINY_NETWORK),
+)  # fmt: skip
+
+
+def gpu_test_files() -> list[str]:
+    """The test files that have tests of the marker gpu; last those that can wait for ranks."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    files.sort(key=lambda file: file.parent.name == "distributed")
+    return [str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text()]

@@ -1,0 +1,80 @@
+"""Rounds in which the launch overhead of a single call on a GPU does not count.
+
+Many calls: each alternative is called several times between two synchronisations, so that the host
+launches a call's kernels while the device runs those of the call before. A call whose kernels take
+less time than their launches is still limited by the host.
+
+Graph replay: the kernels of a call are captured once as a CUDA graph and launched as one. This is
+the device's time. Work that reads from the device on the host cannot be captured.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from swinv2_moe.measure.rounds import Times, interleaved, synchronize
+
+MILLISECONDS = 20.0  # between two synchronisations, at least
+MOST_CALLS = 100
+WARM_UP = 3
+CALLS_NOTE = (
+    f"times: on a GPU the mean of as many calls between two synchronisations as take"
+    f" {MILLISECONDS:g} ms, at most {MOST_CALLS}; on a CPU of one call"
+)
+
+
+def timed(
+    alternatives: dict[str, Callable[[], object]], rounds: int, device: str
+) -> dict[str, Times]:
+    """`interleaved`, with many calls between synchronisations on a GPU.
+
+    Returns:
+        Milliseconds of one call of each alternative in each round.
+    """
+    if device != "cuda":
+        return interleaved(alternatives, rounds)
+    calls = {name: number_of_calls(work) for name, work in alternatives.items()}
+    repeated = {name: partial(repeat, work, calls[name]) for name, work in alternatives.items()}
+    times = interleaved(repeated, rounds, warmup=1)
+    return {name: per_call(times[name], calls[name]) for name in times}
+
+
+def number_of_calls(work: Callable[[], object]) -> int:
+    """How many calls take MILLISECONDS, by the third."""
+    for _ in range(2):
+        work()
+    synchronize()
+    start = time.perf_counter()
+    work()
+    synchronize()
+    milliseconds = 1e3 * (time.perf_counter() - start)
+    return min(math.ceil(MILLISECONDS / milliseconds), MOST_CALLS)
+
+
+def repeat(work: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        work()
+
+
+def per_call(times: Times, calls: int) -> Times:
+    return Times((milliseconds / calls for milliseconds in times), times.run)
+
+
+def graph_replay(work: Callable[[], object]) -> Callable[[], None]:
+    """Capture `work` as a CUDA graph, and return what launches it.
+
+    Raises:
+        RuntimeError: `work` does what cannot be captured, such as waiting for the device.
+    """
+    torch.cuda.synchronize()  # the stream below does not wait for what made the inputs
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(WARM_UP):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
