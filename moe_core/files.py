@@ -1,7 +1,7 @@
-"""Files that other programs may have touched, and files that must survive a crash.
+"""Safe reading of files from other programs, atomic writing, checksums and locks.
 
-Reading opens regular files only. Writing follows one order: write under a temporary name, fsync,
-rename, fsync the directory.
+Reading opens regular files only. A write survives a crash: it goes to a temporary name, then
+fsync, rename, and fsync of the directory.
 """
 
 import errno
@@ -27,10 +27,9 @@ def open_regular(path: str | Path) -> BinaryIO:
         OSError: the file cannot be opened, or is not a regular file; `strerror` says which.
     """
     try:
-        # O_NONBLOCK: open() returns at once for a named pipe, too. It changes nothing for regular
-        # files.
+        # O_NONBLOCK: open() does not wait on a named pipe. It has no effect on regular files.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except ValueError as error:  # NUL in the name, or characters that no name has
+    except ValueError as error:  # NUL or unencodable characters in the name
         raise OSError(errno.EINVAL, "not a file name", repr(path)) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -53,7 +52,7 @@ def read_chunks(file: BinaryIO, size: int = CHUNK) -> Iterator[memoryview]:
 
 
 def sha256(chunks: Iterable[bytes | memoryview]) -> str:
-    """The SHA-256 of consecutive pieces of a content, in hexadecimal."""
+    """The SHA-256 of the concatenated chunks, in hexadecimal."""
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)
@@ -61,7 +60,7 @@ def sha256(chunks: Iterable[bytes | memoryview]) -> str:
 
 
 def fsync(path: str | Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Write a file, or the entries of a directory, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,10 +69,10 @@ def fsync(path: str | Path) -> None:
 
 
 def fsync_and_hash(path: Path) -> dict[str, int | str]:
-    """Wait until a file is on the disk.
+    """Write a file through to the disk and compute its checksum.
 
     Returns:
-        Its record, `{"bytes": size, "sha256": checksum}`.
+        The record of the file, `{"bytes": size, "sha256": checksum}`.
     """
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -85,7 +84,7 @@ def damage(path: Path, record: dict[str, int | str]) -> str | None:
     """Compare a file with the record that `fsync_and_hash` returned for it.
 
     Returns:
-        The difference in a phrase, or None if there is none.
+        A phrase that describes the difference; None if the file matches.
 
     Raises:
         PermissionError: the file may be intact, but cannot be read.
@@ -108,7 +107,7 @@ def damage(path: Path, record: dict[str, int | str]) -> str | None:
 
 @contextmanager
 def atomic_write(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path`, and rename it to `path` when it is on the disk.
+    """Open a temporary file beside `path`; after the block, fsync and rename it to `path`.
 
     If the block raises, `path` is unchanged and the temporary file is removed.
 
@@ -139,12 +138,12 @@ def atomic_write(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 @contextmanager
 def exclusive_lock(path: str | Path) -> Iterator[None]:
-    """Wait for the lock of a file and hold it until the end of the block.
+    """Acquire the lock of a file, waiting if necessary, and hold it until the block ends.
 
     The file is created if it is missing, and never removed.
 
     Raises:
-        OSError: the file cannot be opened, or its file system has no locks.
+        OSError: the file cannot be opened, or its file system does not support locks.
     """
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -154,10 +153,11 @@ def exclusive_lock(path: str | Path) -> Iterator[None]:
 def try_lock(descriptor: int, inherited: bool) -> bool:
     """Lock an open file without waiting.
 
-    A file system without locks counts as locked.
+    On a file system without locks it returns True.
 
     Args:
-        inherited: whether forked processes hold the lock too, until the last of them ends.
+        inherited: whether forked processes share the lock, which the last of them releases at its
+            end.
 
     Returns:
         False if another process holds the lock.

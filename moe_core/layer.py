@@ -321,7 +321,7 @@ class MoELayer(nn.Module):
         if not self._untried_experts:
             return
         training = [module for module in self.experts.modules() if module.training]
-        self.experts.eval()  # statistics of batches, say, must not see these rows
+        self.experts.eval()  # batch statistics, for example, must not include these rows
         with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
             rows = x.new_zeros(self.shard.num_experts, self.config.model_dim)
             offsets = torch.arange(1, len(rows) + 1, dtype=torch.int32, device=x.device)
@@ -354,7 +354,7 @@ def _check_tensors(x: Tensor, mask: Tensor | None) -> None:
         return
     if not isinstance(mask, Tensor):
         raise ValueError(f"mask must be a tensor, not {type(mask).__name__}")
-    if mask.is_floating_point():  # may be one to add to scores, where 0 keeps
+    if mask.is_floating_point():  # an additive mask keeps the positions that are 0
         raise ValueError(f"mask has dtype {mask.dtype}, it must be bool")
     if mask.shape != x.shape[:-1]:
         raise ValueError(f"mask has shape {list(mask.shape)}, the tokens of x {list(x.shape[:-1])}")

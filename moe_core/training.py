@@ -1,5 +1,7 @@
-"""Sharded experts in a training loop: their parameters, the average and the norm of gradients, and
-the decisions on their strategies."""
+"""Helpers for training loops with sharded experts.
+
+They list expert parameters, average and clip gradients, and save the tuners' decisions.
+"""
 
 import torch
 import torch.distributed as dist
@@ -11,12 +13,12 @@ from moe_core.parallel import Tuner
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """Every MoE layer of the model by its name."""
+    """The MoE layers of the model, by module name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that belong to this rank's experts, by name."""
+    """The parameters of this rank's experts, by name."""
     return {
         f"{layer_name}.experts.{name}" if layer_name else f"experts.{name}": parameter
         for layer_name, layer in moe_layers(model).items()
@@ -25,19 +27,19 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class WithoutExperts(nn.Module):
-    """A model as DistributedDataParallel is to see it:
+    """Hides the experts of a model from DistributedDataParallel:
     `DistributedDataParallel(WithoutExperts(model))`.
 
-    It calls the model. Its parameters are the shared ones alone, since each rank has other experts.
-    It has no buffers, so each rank keeps those of its model. The model is not a submodule: names
-    and state dicts are those of the model itself.
+    `forward` calls the model. Only the shared parameters are registered, because experts differ
+    between ranks. Buffers are not registered either, so they are not broadcast. The model is not a
+    submodule, so its parameter names and state dict do not change.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         experts = set(expert_parameters(model).values())
         self.shared = nn.ParameterList(p for p in model.parameters() if p not in experts)
-        self._model = [model]  # in a list, so that it is not registered
+        self._model = [model]  # a list prevents registration as a submodule
 
     def forward(self, *args, **kwargs):
         return self._model[0](*args, **kwargs)
@@ -49,11 +51,12 @@ class WithoutExperts(nn.Module):
 
 @torch.no_grad()
 def average_expert_gradients(model: nn.Module) -> None:
-    """Make expert gradients those of the mean loss of all data-parallel ranks, as
-    DistributedDataParallel's are.
+    """Average expert gradients over all data-parallel ranks, as DistributedDataParallel does for
+    the shared parameters.
 
-    Within a group the exchange's backward has already summed them over the ranks; replicas are
-    summed here, and both sums become means. Every rank calls this, once per optimiser step.
+    The backward pass of the exchange sums them over the ranks of an expert group. This function
+    adds the sum over replicas and divides by the number of ranks. Every rank must call it once per
+    optimiser step.
     """
     waits = []
     for layer in moe_layers(model).values():
@@ -65,7 +68,7 @@ def average_expert_gradients(model: nn.Module) -> None:
             if parameter.grad is None:
                 if group.num_replicas == 1 or not parameter.requires_grad:
                     continue
-                parameter.grad = torch.zeros_like(parameter)  # another replica may have used it
+                parameter.grad = torch.zeros_like(parameter)  # a replica may have a gradient
             parameter.grad.div_(num_ranks)
             if group.num_replicas > 1:
                 operation = "sum of expert gradients over replicas"
@@ -75,12 +78,12 @@ def average_expert_gradients(model: nn.Module) -> None:
 
 
 def strategy_decisions(model: nn.Module) -> list[dict]:
-    """The decisions of the tuners of the model's layers, as JSON values; empty without tuners."""
+    """The tuners' decisions as JSON values; an empty list without tuners."""
     return [decision for tuner in _tuners(model) for decision in tuner.state_dict()]
 
 
 def load_strategy_decisions(model: nn.Module, decisions: list[dict]) -> None:
-    """Load the result of `strategy_decisions`, in place of trials.
+    """Load the result of `strategy_decisions`. Loaded shapes need no trials.
 
     Raises:
         ValueError: a strategy that is not valid, or an all-to-all that is not registered.
@@ -99,15 +102,18 @@ def _tuners(model: nn.Module) -> set[Tuner]:
 
 @torch.no_grad()
 def global_grad_norm(model: nn.Module) -> Tensor:
-    """The 2-norm of the whole model's gradient: shared parts once, or all their shards where they
-    are DTensors (FSDP2), a layer's experts from all ranks of its group."""
+    """The 2-norm of the gradient of the complete model.
+
+    Shared parameters count once; the shards of DTensors (FSDP2) are summed over their mesh. Experts
+    are summed over the ranks of their expert group.
+    """
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
     groups = [layer.group for layer in moe_layers(model).values()]
     expert_ranks = {group.process_group: group.ranks for group in groups}
     for process_group, gradients in _gradients_by_group(model).items():
         part = _squared_norm(gradients, device)
-        # replicas have the same gradients: one group's count
+        # replicas hold equal gradients, so the sum covers one expert group
         if process_group is not None and process_group.size() > 1:
             if process_group in expert_ranks:
                 expert_ranks[process_group].all_reduce(part, "gradient norm")
@@ -118,8 +124,10 @@ def global_grad_norm(model: nn.Module) -> Tensor:
 
 
 def _gradients_by_group(model: nn.Module) -> dict[dist.ProcessGroup | None, list[Tensor]]:
-    """This rank's gradients by the ranks that hold the rest; None: nobody does. The order is the
-    same on all ranks, and so are the groups, also where a gradient is missing."""
+    """This rank's gradients, by the process group over which they are sharded; None: replicated.
+
+    Groups and their order are equal on all ranks, even where a gradient is missing.
+    """
     owners = {}
     for layer in moe_layers(model).values():
         for parameter in layer.experts.parameters():
@@ -149,16 +157,18 @@ def _squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them); returns
-    the norm before."""
+    """Scale gradients in place so that their global norm is at most `max_norm` (0: no clipping).
+
+    Returns:
+        The norm before clipping.
+    """
     norm = global_grad_norm(model)
     gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
     if max_norm > 0 and gradients:
-        # a norm that is not finite leaves them: scaling by it would spread the NaN to every
-        # gradient
+        # A norm that is not finite gives the factor 1: NaN would spread to every gradient.
         factor = max_norm / (norm.nan_to_num(0.0, 0.0) + 1e-6)
         is_on_host = not norm.is_cuda
         if is_on_host and factor >= 1:
             return norm
-        torch._foreach_mul_(gradients, factor.clamp(max=1.0))  # reads nothing back from a GPU
+        torch._foreach_mul_(gradients, factor.clamp(max=1.0))  # no synchronisation with a GPU
     return norm

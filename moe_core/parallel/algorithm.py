@@ -55,7 +55,7 @@ class AllToAll(ABC):
         ranks: all ranks of the group, for collectives.
 
     Raises:
-        ValueError: the group does not suit the algorithm; on all ranks alike.
+        ValueError: the algorithm does not support the group; raised on all ranks.
     """
 
     by_node = False
@@ -102,6 +102,6 @@ class AllToAll(ABC):
         """What one rank does for one exchange, with rows balanced over the ranks.
 
         Args:
-            elements: of the rows that one rank sends, those for itself included.
+            elements: in the rows that one rank sends, including rows for itself.
             ranks_per_node: divides group_size.
         """

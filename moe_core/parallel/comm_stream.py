@@ -1,5 +1,5 @@
-"""A stream of communication beside the caller's work: a thread where tensors are on the CPU, a side
-stream on a GPU."""
+"""A communication stream that runs concurrently with the caller: a thread for CPU tensors, a side
+stream for GPU tensors."""
 
 import threading
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def _run_now(function: Work, tensor: Tensor) -> Wait:
     try:
         with torch.no_grad():
             future.set_result(function(tensor))
-    except Exception as error:  # raised where the caller waits, as it is with a thread
+    except Exception as error:  # raised in wait(), as with a thread
         future.set_exception(error)
     return future.result
 
@@ -92,16 +92,16 @@ def _serve(queue: SimpleQueue) -> None:
     while True:
         future, inference, function, tensor = queue.get()
         try:
-            # after a failure the peers are at another place: nothing more can be exchanged
+            # after a failure the ranks are out of step, so nothing more can be exchanged
             if failure is not None:
                 raise failure
             with torch.inference_mode() if inference else torch.no_grad():
                 results = function(tensor)
-        except BaseException as error:  # the caller raises it where it waits
+        except BaseException as error:  # raised in wait()
             failure = error
             future.set_exception(error)
         else:
             future.set_result(results)
-        # a waiting thread must not keep tensors alive
+        # an idle thread must not keep tensors alive
         results = None
         del future, function, tensor

@@ -1,5 +1,4 @@
-"""Expert weights from the ranks that share them: r = 0 gathers all experts, E < W the parts of
-one."""
+"""Gathers expert weights from other ranks: all experts for r = 0, the parts of one where E < W."""
 
 # W ranks, E experts, M model dim
 

@@ -26,7 +26,7 @@ from moe_core.registry import register_all_to_all
 
 @register_all_to_all("2dh")
 class Hierarchical(AllToAll):
-    """Fewer and larger messages than the linear all-to-all, most rows twice.
+    """Sends fewer and larger messages than the linear all-to-all; most rows are sent twice.
 
     Raises:
         ValueError: ranks_per_node that does not divide the group, or is not known.

@@ -1,4 +1,4 @@
-"""Some ranks of an expert group, and the collectives among them."""
+"""A subset of the ranks of an expert group, and its collectives."""
 
 # P ranks of a subset, M model dim
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class RankSubset:
-    """Some ranks of an expert group. The group is cut into such subsets, and all of them
+    """A subset of the ranks of an expert group. The group is partitioned into subsets, which
     communicate at the same time.
 
-    A subset has a process group of its own, or it shares the process group of the whole expert
-    group. In a shared one, an all-to-all takes place among all ranks of the expert group, and ranks
-    outside of the subset are sent no rows.
+    A subset has its own process group, or it uses that of the expert group. In the second case
+    every collective is an all-to-all over the expert group that sends no rows to ranks outside the
+    subset.
 
     Args:
-        group: the expert group, which `count_traffic` may count.
-        members: ranks in the expert group, this one among them.
-        process_group: of the members alone, or of the whole expert group; None: one rank without
+        group: the expert group, to which `count_traffic` attributes the traffic.
+        members: ranks in the expert group, including this rank.
+        process_group: of the members, or of the expert group; None: one rank without
             torch.distributed.
     """
 
@@ -45,7 +45,8 @@ class RankSubset:
         """rows [sum(send), ...] by destination -> [sum(receive), ...] by source.
 
         Args:
-            send, receive: rows for and from each member [P], on the host; None: as many for each.
+            send, receive: number of rows for and from each member [P], on the host; None: equal
+                splits.
         """
         if self.size == 1:
             return rows.clone()
@@ -67,7 +68,7 @@ class RankSubset:
         return received
 
     def gather(self, shard: Tensor) -> Tensor:
-        """shard [n, ...] of every member -> [P * n, ...], on each of them."""
+        """shard [n, ...] of each member -> [P * n, ...] on every member (an all-gather)."""
         if self._is_shared:
             return self.all_to_all(torch.cat([shard] * self.size))
         self._record(shard, [len(shard)] * self.size)
@@ -76,7 +77,7 @@ class RankSubset:
         return gathered
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
-        """rows [P * n, ...] of every member -> the n of this one, summed over the members."""
+        """rows [P * n, ...] of each member -> the n of this member, summed over members."""
         rows = rows.contiguous()
         num_rows = rows.shape[0] // self.size
         shape = (num_rows, *rows.shape[1:])
@@ -97,7 +98,7 @@ class RankSubset:
         return by_rank
 
     def _record(self, rows: Tensor, sizes: list[int]) -> None:
-        """Report rows sent to each member, unless they are integers: counts of rows."""
+        """Report the numbers sent to each member. Integers are row counts and are not reported."""
         if rows.is_floating_point():
             width = rows.shape[1:].numel()
             sent = {m: size * width for m, size in zip(self.members, sizes, strict=True)}

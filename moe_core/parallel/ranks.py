@@ -10,11 +10,10 @@ from torch import Tensor
 
 
 class CollectiveError(RuntimeError):
-    """A collective that failed or timed out; names the operation and the ranks.
+    """A collective failed or timed out; the message names the operation and the ranks.
 
-    A collective of NCCL that times out ends the process instead: torch's watchdog logs the
-    operation and the description of the process group, which names its purpose and its ranks, and
-    aborts.
+    A timeout of NCCL raises no exception: torch's watchdog aborts the process. Its log names the
+    operation and the description of the process group (purpose and ranks).
     """
 
 
@@ -22,12 +21,12 @@ class CollectiveError(RuntimeError):
 class Ranks:
     """The ranks of one process group.
 
-    A collective over one rank without torch.distributed returns its input.
+    Without torch.distributed there is one rank, and a collective returns its input.
 
     Args:
-        process_group: None: one rank without torch.distributed.
-        description: this rank among the others, for errors, as in "rank 0 of 4".
-        time_limit: how errors refer to the timeout.
+        process_group: None for one rank without torch.distributed.
+        description: of this rank in error messages, such as "rank 0 of 4".
+        time_limit: the phrase for the timeout in error messages.
     """
 
     process_group: dist.ProcessGroup | None
@@ -42,7 +41,7 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensors that collectives take."""
+        """The device that tensors of a collective must be on."""
         return device_of(self.process_group)
 
     def all_reduce(
@@ -51,14 +50,14 @@ class Ranks:
         operation: str,
         op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     ) -> Tensor:
-        """Reduce `values` over the ranks, in place; returns them."""
+        """Reduce `values` over the ranks in place and return them."""
         if self.process_group is not None:
             with self.named_errors(operation):
                 dist.all_reduce(values, op, group=self.process_group)
         return values
 
     def start_all_reduce(self, values: Tensor, operation: str) -> Callable[[], None]:
-        """Begin to sum `values` over the ranks, in place; returns a function that waits."""
+        """Start summing `values` over the ranks in place; returns a function that waits."""
         if self.process_group is None:
             return lambda: None
         with self.named_errors(operation):
@@ -74,18 +73,18 @@ class Ranks:
         """The largest `value` of all ranks."""
         if self.size == 1:
             return value
-        largest = torch.full((), value, device=device)  # no copy from the host
+        largest = torch.full((), value, device=device)  # full() needs no copy from the host
         return int(self.all_reduce(largest, operation, dist.ReduceOp.MAX))
 
     def broadcast(self, values: Tensor, operation: str) -> Tensor:
-        """Overwrite `values` by those of the first rank; returns them."""
+        """Overwrite `values` with those of the first rank and return them."""
         if self.process_group is not None:
             with self.named_errors(operation):
                 dist.broadcast(values, group_src=0, group=self.process_group)
         return values
 
     def gather_objects(self, value: object, operation: str) -> list:
-        """The `value` (picklable, small) of every rank, on every rank."""
+        """The `value` of every rank, on every rank. It must be small and picklable."""
         if self.process_group is None:
             return [value]
         values = [None] * self.size
@@ -94,7 +93,7 @@ class Ranks:
         return values
 
     def gather_to_first(self, rows: Tensor, operation: str) -> list[Tensor] | None:
-        """The `rows` of every rank, which have one shape, on the first rank; None on the others."""
+        """The `rows` of every rank, all of one shape, on the first rank; None on other ranks."""
         if self.process_group is None:
             return [rows]
         parts = None
@@ -105,10 +104,10 @@ class Ranks:
         return parts
 
     def barrier(self, device: torch.device) -> None:
-        """Wait until every rank is here.
+        """Wait until every rank has called this.
 
         Args:
-            device: of this rank; NCCL needs to know it.
+            device: of this rank, which NCCL requires.
         """
         if self.process_group is None:
             return
@@ -120,8 +119,8 @@ class Ranks:
 
     @contextmanager
     def named_errors(self, operation: str) -> Iterator[None]:
-        """Raise CollectiveError, with the operation and the ranks, where a collective fails within
-        the block. Other errors pass as they are."""
+        """Convert the errors of collectives in the block to CollectiveError with the operation and
+        the ranks. Other errors pass unchanged."""
         try:
             yield
         except RuntimeError as error:
@@ -135,7 +134,7 @@ class Ranks:
 
 
 def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
-    """The device of the tensors that the collectives of a process group take; None: the world."""
+    """The device that tensors for collectives of a process group must be on; None: the world."""
     if "nccl" in dist.get_backend(process_group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

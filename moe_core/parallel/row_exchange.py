@@ -1,4 +1,4 @@
-"""Rows on their way between ranks: started now, waited for later, differentiable."""
+"""Asynchronous, differentiable exchange of rows between ranks."""
 
 # W ranks, M model dim, n columns of a table of counts
 
@@ -47,7 +47,7 @@ class RowExchange:
         return received, tables[1] if len(tables) > 1 else None
 
     def start(self, rows: Tensor, counts: RowCounts, back: bool = False) -> Callable[[], Tensor]:
-        """Begin to send rows [sum(send), M].
+        """Start sending rows [sum(send), M].
 
         Args:
             back: rows [sum(receive), M] return to the ranks that they came from.
@@ -95,7 +95,7 @@ class PendingExchange:
         self._wait: Callable[[], Tensor] | None = None
 
     def depart(self, rows: Tensor) -> Tensor:
-        """Begin to send the rows; returns a token [0] for `arrive`."""
+        """Start sending the rows; returns a token [0] for `arrive`."""
         return _Depart.apply(rows, self)
 
     def arrive(self, token: Tensor) -> Tensor:

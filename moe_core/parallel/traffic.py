@@ -1,4 +1,4 @@
-"""A count of what this rank sends to the other ranks of an expert group."""
+"""Counts the elements and messages that this rank sends in an expert group."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -80,7 +80,7 @@ class Trial:
         self.key, self.strategy, self.is_warm_up = key, strategy, is_warm_up
         self._start: Time | None = None
         self._gradient_start: Time | None = None
-        # They give seconds.
+        # Functions that return seconds.
         self._forward: Callable[[], float] | None = None
         self._backward: Callable[[], float] | None = None
 
@@ -125,7 +125,7 @@ def _between(start, end) -> Callable[[], float]:
         return lambda: end - start
 
     def seconds() -> float:
-        end.synchronize()  # of an earlier step: long reached
+        end.synchronize()  # recorded in an earlier step, so it does not block
         return start.elapsed_time(end) / 1000
 
     return seconds
@@ -147,7 +147,7 @@ class _Mark(torch.autograd.Function):
 
 @dataclass
 class _Search:
-    """What is known of one key."""
+    """The state of the search for one key."""
 
     predicted: dict[ParallelStrategy, float]  # seconds, best first
     decided: ParallelStrategy | None = None
@@ -194,7 +194,7 @@ class Tuner:
         machine: Machine | None = None,
         degrees: Sequence[int] = (1, 2, 4, 8),
     ) -> None:
-        # not the group itself, whose tuner would then keep it alive
+        # not the group itself: a reference from its tuner would keep it alive
         self.ranks = group.ranks
         self.machine = machine
         self.degrees = tuple(degrees)
@@ -255,12 +255,12 @@ class Tuner:
         return self._known(key), None
 
     def decisions(self) -> dict[Key, ParallelStrategy]:
-        """What has been decided, by key."""
+        """The decided strategies, by key."""
         searches = self._searches.items()
         return {key: search.decided for key, search in searches if search.decided is not None}
 
     def state_dict(self) -> list[dict]:
-        """The decisions, as JSON takes them."""
+        """The decisions as JSON values."""
         return [
             {"key": key._asdict(), "strategy": asdict(strategy)}
             for key, strategy in self.decisions().items()
@@ -314,7 +314,7 @@ class Tuner:
         for strategy, seconds in strategies:
             if key.built_in or strategy.r == 1:
                 predicted[strategy] = seconds
-        # a decision for another capacity is a better guess than the model's
+        # a decision for another capacity predicts better than the cost model
         near = self._known(key)
         order = sorted(predicted, key=lambda strategy: strategy != near)
         return _Search(predicted, queue=order)

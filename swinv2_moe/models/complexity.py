@@ -1,5 +1,5 @@
-"""Parameters and multiply-accumulates of a model, counted on the meta device: no memory, no
-time."""
+"""Parameters and multiply-accumulates of a model, counted on the meta device, without
+memory or computation."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Which values MODEL.SWINV2 may have together."""
+"""Consistency checks of the keys in MODEL.SWINV2."""
 
 from yacs.config import CfgNode
 

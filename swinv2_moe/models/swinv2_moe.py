@@ -58,7 +58,7 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
     classifier = "head.fc"
 
     def _init_weights(self, m: nn.Module, needs_reset: bool = True) -> None:
-        # there it changes nothing, in half of the time
+        # meta tensors hold no values, and skipping them halves the time
         if not (isinstance(m, nn.Linear) and m.weight.is_meta):
             super()._init_weights(m, needs_reset)
 

@@ -1,5 +1,5 @@
-"""Reading files of weights that nobody has checked: .safetensors, and torch's without running code
-in them."""
+"""Reads untrusted weight files: .safetensors, and torch's formats without running code from the
+file."""
 
 import pickle
 import tarfile
@@ -112,9 +112,9 @@ def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -
 def _load(source: Path | BinaryIO, is_zip: bool) -> object:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a refusal says what is wrong
+            warnings.simplefilter("ignore")  # the error message gives the reason
             return torch.load(source, map_location="cpu", weights_only=True, mmap=is_zip)
-    except Exception as error:  # whatever torch makes of a damaged file
+    except Exception as error:  # a damaged file makes torch raise any type
         reason = _first_line(error).partition(". This is an internal")[0]
         if isinstance(error, pickle.UnpicklingError):
             reason = "no pickle, or one that holds more than tensors"
@@ -141,7 +141,7 @@ def _check_zip(content: BinaryIO) -> set[tuple[int, int]]:
                     archive.read(record)  # compares the checksum
     except ValueError:
         raise
-    except Exception as error:  # whatever zipfile makes of a damaged file
+    except Exception as error:  # a damaged file makes zipfile raise any type
         raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
     return {(record.file_size, record.CRC) for record in records}
 
@@ -208,7 +208,7 @@ def _check_total(tensors: Iterable[Tensor], file_size: int) -> None:
 
 
 def _check_records(state: dict[str, Tensor], records: set[tuple[int, int]]) -> None:
-    """Raise ValueError unless the data of each tensor is that of a whole record."""
+    """Raise ValueError unless the data of each tensor is exactly one record."""
     has_checksums = any(checksum for _, checksum in records)
     sizes = {size for size, _ in records}
     checked = set()

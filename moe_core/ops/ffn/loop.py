@@ -197,7 +197,7 @@ class _Groups:
         return iter(self.used)
 
     def hidden_buffer(self) -> Tensor:
-        """Room for any expert's hidden layer."""
+        """A buffer that is large enough for any expert's hidden layer."""
         return empty((self.largest * self.hidden_dim,), self.rows.dtype, self.rows.device)
 
     def output(self) -> Tensor:
@@ -245,7 +245,7 @@ class _Cast:
 
 
 class _GroupDropout:
-    """Writes zeros where a number is dropped. The next product has to apply `scale`."""
+    """Sets dropped activations to zero. The next product must apply `scale`."""
 
     def __init__(self, inputs: FFNInputs, groups: _Groups) -> None:
         self.noise, self.scale = inputs.noise, 1.0

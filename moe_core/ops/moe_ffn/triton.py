@@ -157,7 +157,7 @@ class _Call:
         rows_per_expert = self.num_rows / self.num_experts
         shared_memory = _shared_memory(self.tokens)
         self.small, self.large = tiles(rows_per_expert, self.model_dim, shared_memory)
-        # There the rows are contracted, so that a large tile wastes nothing.
+        # The gradient of a weight contracts over rows, so a large tile wastes no work.
         _, self.for_weights = tiles(math.inf, self.model_dim, shared_memory)
         dropout = Dropout.of(inputs.dropout)
         self.constants = {
@@ -181,13 +181,13 @@ class _Call:
             )
 
     def new(self, is_needed: bool, *shape: int) -> Tensor | None:
-        """For sums in fp32."""
+        """An uninitialised fp32 tensor for sums, or None."""
         if not is_needed:
             return None
         return self.tokens.new_empty(shape, dtype=torch.float32)
 
     def over_blocks(self, kernel, tile: Tile, width: int, arguments: tuple, **constants) -> None:
-        """A program for each tile of each block."""
+        """Launch a kernel with one program for each tile of each block."""
         if self.num_blocks == 0:
             return
         sizes = (self.num_blocks, self.model_dim, self.hidden_dim)

@@ -272,7 +272,7 @@ def hidden_grad_kernel(
         gate = tl.full([BLOCK_N], 1.0, tl.float32)
         if gates is not None:
             gate = tl.load(gates + tl.load(choices + row)).to(tl.float32)
-        # in halves, for the registers
+        # two halves, one after the other, to use fewer registers
         left, right = tl.split(
             tl.permute(tl.reshape(grad_h, (BLOCK_N, 2, BLOCK_COLUMNS // 2)), (0, 2, 1))
         )

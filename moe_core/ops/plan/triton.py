@@ -59,7 +59,7 @@ def _count_kernel(
 ):
     _, expert, _, count = _place_in_block(expert_ids, order, order_stride, num_tokens, TOP_K, BLOCK)
     cell = (expert * TOP_K + tl.program_id(1)) * num_blocks + tl.program_id(0)
-    # by each choice of the expert, all the same number
+    # all choices of the expert store the same count
     tl.store(counts + cell, count, mask=expert >= 0)
 
 
