@@ -1,21 +1,20 @@
-"""How much a checkpoint's frozen features are worth: n-shot linear classifiers and nearest
-neighbours on them.
+"""Few-shot evaluation of a checkpoint's frozen features: linear classifiers and k-NN.
 
-For each n, and each of several seeded draws, a linear classifier is fitted to the features of n
-training images a class and measured on the whole validation set. Draw i of a data set is the same
-images for every model (shards hold them in another order: other images), and its 1-shot images are
-among its 5-shot ones. The regularisation is fixed: with so few images there is nothing to tune it
-on but the validation set.
+For each number of shots n, and each of several seeded draws, a linear classifier is fitted to the
+features of n training images per class and tested on the whole validation set. Draw i of a data set
+has the same images for every model. (In shards the images have another order, so their draws
+differ.) The 1-shot images of a draw are among its 5-shot images. The regularisation is fixed, since
+it could only be tuned on the validation set.
 
 - ridge: least squares on targets of -1 and 1, as V-MoE's few-shot transfer (arXiv 2106.05974), with
   the settings of google-research/big_vision: features standardised by the shots' mean and
   deviation, an L2 penalty of 2^10. Swin-MoE's paper reports 5-shot linear accuracy on ImageNet-1K
   (arXiv 2206.03382).
-- logistic: multinomial, on features standardised likewise. C = 0.01, for hundreds of them add up:
-  at scikit-learn's 1 ten images a class of Imagenette gave 4 points less (256 features of a model
-  trained on Tiny-ImageNet).
-- k-NN: all training images; the k of the largest cosine similarity s vote with exp(s / 0.07) (DINO,
-  arXiv 2104.14294).
+- logistic: multinomial logistic regression on features standardised likewise, with C = 0.01.
+  scikit-learn's default C = 1 overfits hundreds of features: with 10 images per class of
+  Imagenette it gave 4 points less (256 features of a model trained on Tiny-ImageNet).
+- k-NN: among all training images, the k with the largest cosine similarity s vote with weight
+  exp(s / 0.07) (DINO, arXiv 2104.14294).
 
 N images, D features, W ranks, B images per rank and batch
 """
@@ -49,29 +48,31 @@ CLASSIFIERS: dict[str, Callable[[], ClassifierMixin]] = {
     "logistic": partial(LogisticRegression, C=0.01, max_iter=1000),
 }
 _TEMPERATURE = 0.07  # of the neighbours' votes
-# images whose neighbours are sought at a time: with ImageNet-22K's 14 million, 7 GB of similarities
-_QUERIES = 128
+# Images per product with all training features. With the 14 million of ImageNet-22K the
+# similarities of 128 take 7 GB.
+_QUERY_BATCH = 128
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is measured.
+    """The settings of a few-shot evaluation.
 
     Raises:
-        UserError: a number that is too small, a classifier that is none of CLASSIFIERS.
+        UserError: a number that is too small, an unknown classifier.
     """
 
-    shots: tuple[int, ...] = (1, 5, 10)  # images a class
+    shots: tuple[int, ...] = (1, 5, 10)  # images per class
     draws: int = 5
     classifier: str = "ridge"
     neighbors: int = 20
 
     def __post_init__(self) -> None:
-        for option, value in (
-            ("shots", min(self.shots, default=0)),
-            ("draws", self.draws),
-            ("knn", self.neighbors),
-        ):
+        values = {
+            "shots": min(self.shots, default=0),
+            "draws": self.draws,
+            "knn": self.neighbors,
+        }
+        for option, value in values.items():
             if value < 1:
                 raise UserError(f"--{option} is {value}, it must be at least 1")
         if self.classifier not in CLASSIFIERS:
@@ -81,7 +82,7 @@ class Protocol:
 
 
 class Features(NamedTuple):
-    """Of the images that could be read, in the order of the data set."""
+    """Features and targets of the readable images, in the order of the data set."""
 
     features: np.ndarray  # float32 [N, D]
     targets: np.ndarray  # int64 [N]
@@ -94,13 +95,12 @@ def evaluate_few_shot(
     opts: Sequence[str] = (),
     protocol: Protocol = Protocol(),
 ) -> dict | None:
-    """Few-shot and k-NN top-1, in percent, of the checkpoint or run `resume`. Every rank calls
-    this.
+    """Few-shot and k-NN top-1, in percent, of the checkpoint or run `resume`. Collective.
 
     Arguments as in `open_deployed`.
 
     Returns:
-        On the main rank what is worth keeping, ready for JSON; on the others None.
+        The results as JSON values on the main rank; None on the others.
 
     Raises:
         UserError: input that cannot be used, a class with fewer images than shots, features that
@@ -115,7 +115,7 @@ def evaluate_few_shot(
         unreadable = UnreadableImages(len(sources.train) + len(sources.val), config.max_bad_share)
         train = _extract(deployed, model, sources.train, "training images", unreadable)
         val = _extract(deployed, model, sources.val, "validation images", unreadable)
-    if not world.is_main:  # the fits take longer than a collective may
+    if not world.is_main:  # fitting may take longer than a collective's timeout
         return None
     _check_counts(train.targets, sources, protocol, "training images that can be read")
     if not len(val.targets):
@@ -123,8 +123,9 @@ def evaluate_few_shot(
             f"none of the {len(sources.val)} validation images can be read; the first:"
             f" {sources.val.name(0)}"
         )
-    if not all(np.isfinite(found.features).all() for found in (train, val)):
-        raise UserError(f"checkpoint {deployed.source.directory}: its features are not finite")
+    for split in (train, val):
+        if not np.isfinite(split.features).all():
+            raise UserError(f"checkpoint {deployed.source.directory}: its features are not finite")
     measured = measure(train, val, protocol, world.device)
     facts = deployed.facts() | {"classes": len(sources.class_names)}
     return facts | measured | {"unreadable_images": list(unreadable.paths)}
@@ -134,15 +135,16 @@ def evaluate_few_shot(
 def extract_features(
     model: nn.Module, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
 ) -> tuple[Features, list[str]]:
-    """The pooled features before the classifier (timm's `pre_logits`), and the paths of unreadable
-    images.
+    """The pooled features before the classifier (timm's `pre_logits`). Collective.
 
-    Every image comes once, and in the order of the data set, whatever the number of ranks. Every
-    rank calls this; the features are the main rank's, on the CPU, and of no rows on the others. The
-    model is left in evaluation mode.
+    Each image appears once, in the order of the data set, for any number of ranks. The main rank
+    gets the features, on the CPU; the other ranks get none. The model stays in evaluation mode.
 
     Args:
-        loader: Batches of this rank by ValSampler, so that all ranks have as many.
+        loader: Batches of this rank from a ValSampler, so that all ranks have equally many.
+
+    Returns:
+        Features, and the paths of unreadable images.
     """
     model.eval()
     features, targets, unreadable = [], [], []
@@ -152,9 +154,9 @@ def extract_features(
                 maps = model.forward_features(images.to(world.device, non_blocking=True))
                 pooled = model.forward_head(maps, pre_logits=True)  # [B, D]
             labels = world.gather_rows(labels.to(world.device))  # [B * W]
-            counted = labels >= 0  # neither padding nor unreadable
-            features.append(world.gather_rows(pooled.float())[counted])
-            targets.append(labels[counted])
+            is_labelled = labels >= 0  # neither padding nor unreadable
+            features.append(world.gather_rows(pooled.float())[is_labelled])
+            targets.append(labels[is_labelled])
             unreadable += bad
             after_batch()
     paths = [path for paths in world.gather(unreadable) for path in paths]
@@ -162,12 +164,12 @@ def extract_features(
 
 
 def draw_shots(targets: np.ndarray, shots: int, seed: int) -> np.ndarray:
-    """`shots` images of each class that occurs in targets [N], drawn without replacement.
+    """Draw `shots` images of each class in targets [N], without replacement.
 
-    A draw of more shots with the same seed holds those of fewer.
+    A draw of more shots with the same seed contains the draw of fewer.
 
     Returns:
-        int64 [classes * shots], class by class.
+        Indices, int64 [classes * shots], sorted by class.
 
     Raises:
         ValueError: a class has fewer.
@@ -180,44 +182,49 @@ def draw_shots(targets: np.ndarray, shots: int, seed: int) -> np.ndarray:
             f"class {classes[counts.argmin()]} has {counts.min()} images, fewer than shots"
             f" ({shots})"
         )
-    return order[(starts[:, None] + np.arange(shots)).ravel()]
+    positions = starts[:, None] + np.arange(shots)  # [classes, shots]
+    return order[positions.ravel()]
 
 
 def few_shot_accuracy(
     train: Features, val: Features, shots: int, draws: int, classifier: str
 ) -> list[float]:
-    """Top-1 in percent on `val` of a classifier (one of CLASSIFIERS) fitted to each draw from
-    `train`."""
-    found = []
+    """Top-1 in percent on `val`, for each draw from `train`.
+
+    Args:
+        classifier: a name of CLASSIFIERS.
+    """
+    accuracies = []
     for seed in range(draws):
         chosen = draw_shots(train.targets, shots, seed)
         linear = make_pipeline(StandardScaler(), CLASSIFIERS[classifier]())
         linear.fit(train.features[chosen], train.targets[chosen])
-        found.append(100 * float(linear.score(val.features, val.targets)))
-    return found
+        accuracies.append(100 * float(linear.score(val.features, val.targets)))
+    return accuracies
 
 
 def knn_accuracy(
     train: Features, val: Features, neighbors: int, device: torch.device | str = "cpu"
 ) -> float:
-    """Top-1 in percent on `val` by the weighted votes of the nearest of `train`, which must be as
-    many.
+    """Top-1 in percent on `val` by weighted votes of the nearest images of `train`.
 
-    In torch, for the GPU that gave the features: a million images' would take scikit-learn minutes
-    on many cores.
+    In torch, so that it runs on a GPU: for a million images scikit-learn takes minutes on many
+    cores.
+
+    Args:
+        neighbors: at most the number of images of `train`.
     """
-    keys, labels = (
-        F.normalize(torch.from_numpy(train.features).to(device)),
-        torch.from_numpy(train.targets).to(device),
-    )
+    keys = F.normalize(torch.from_numpy(train.features).to(device))  # [N, D]
+    labels = torch.from_numpy(train.targets).to(device)
+    num_classes = int(train.targets.max()) + 1
+    feature_batches = torch.from_numpy(val.features).split(_QUERY_BATCH)
+    target_batches = torch.from_numpy(val.targets).split(_QUERY_BATCH)
     hits = 0
-    for features, targets in zip(
-        *(torch.from_numpy(part).split(_QUERIES) for part in val), strict=True
-    ):
-        # [queries, k]
-        cosine, nearest = (F.normalize(features.to(device)) @ keys.T).topk(neighbors)
-        votes = torch.zeros(len(features), int(train.targets.max()) + 1, device=device)
-        votes.scatter_add_(1, labels[nearest], (cosine / _TEMPERATURE).exp())
+    for features, targets in zip(feature_batches, target_batches, strict=True):
+        queries = F.normalize(features.to(device))
+        similarity, nearest = (queries @ keys.T).topk(neighbors)  # [queries, k]
+        votes = torch.zeros(len(features), num_classes, device=device)
+        votes.scatter_add_(1, labels[nearest], (similarity / _TEMPERATURE).exp())
         hits += int((votes.argmax(1).cpu() == targets).sum())
     return 100 * hits / len(val.targets)
 
@@ -225,8 +232,10 @@ def knn_accuracy(
 def measure(
     train: Features, val: Features, protocol: Protocol, device: torch.device | str = "cpu"
 ) -> dict:
-    """Everything that the protocol asks for; the deviation is the sample's, None of a single
-    draw."""
+    """The results of a protocol as JSON values.
+
+    "std" is the sample standard deviation over the draws, None with a single one.
+    """
     few_shot = {}
     for shots in sorted(set(protocol.shots)):
         top1 = few_shot_accuracy(train, val, shots, protocol.draws, protocol.classifier)
@@ -268,8 +277,7 @@ def _extract(
     description: str,
     unreadable: UnreadableImages,
 ) -> Features:
-    """The features of the images, with a progress bar; unreadable images are added to
-    `unreadable`."""
+    """`extract_features` with a progress bar. Adds unreadable images to `unreadable`."""
     world = deployed.world
     loader = evaluation_loader(deployed.data, images, world.rank, world.size)
     console = Console()

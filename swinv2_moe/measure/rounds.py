@@ -1,5 +1,4 @@
-"""Measuring alternatives against each other: interleaved rounds, spreads, peak memory, the peak of
-matrix products."""
+"""Interleaved timing of alternatives, quartiles, peak memory, and the peak rate of products."""
 
 import ctypes
 import os
@@ -17,7 +16,7 @@ from swinv2_moe.config import default_config, flatten, merge_opts
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.distributed import World
 
-# A training step that can be repeated: one batch, and an update that changes nothing.
+# Settings of a training step that can be repeated: one batch, and a learning rate of 0.
 REPEATABLE = {
     "AUG.MIXUP": 0,
     "AUG.CUTMIX": 0,
@@ -27,12 +26,16 @@ REPEATABLE = {
     "TRAIN.WARMUP_LR": 0,
     "TRAIN.MIN_LR": 0,
 }
-_PRODUCT_SIDE = {"cpu": 2048, "cuda": 8192}  # of the matrices whose product stands for the peak
+# Side of the square matrices whose product measures the peak rate.
+_PRODUCT_SIDE = {"cpu": 2048, "cuda": 8192}
 
 
 class Times(list[float]):
-    """Milliseconds of one alternative, one a round; `run` tells the rounds that it was timed in
-    from all others."""
+    """Milliseconds of one alternative in each round.
+
+    Attributes:
+        run: identifies the call of `interleaved`. Only times of the same call may be compared.
+    """
 
     def __init__(self, milliseconds: Iterable[float], run: str) -> None:
         super().__init__(milliseconds)
@@ -53,46 +56,46 @@ def interleaved(
     clock: Callable[[], float] = time.perf_counter,
     before_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
-    """Time alternatives in rounds, each of which runs all of them.
+    """Time alternatives in rounds. Each round runs all of them.
 
-    Other work on the machine slows all of them alike. Every other turn runs them backwards, so that
-    none always follows the one that needs most memory.
+    So other work on the machine slows all of them alike. Every other turn runs them in reverse
+    order, so that none always follows the one that needs most memory.
 
     Args:
-        warmup: rounds before the first that counts.
-        world: every rank calls this with the same alternatives; they begin each together, and the
-            slowest rank's time counts. None: this process alone.
+        warmup: rounds that are run first and not counted.
+        world: every rank calls this with the same alternatives. The ranks start each alternative
+            together, and the slowest rank's time counts. None: this process alone.
         turns: calls of each alternative in a round; their times are added.
-        clock: seconds, such as `time.process_time`.
-        before_round: called before each round, outside of the times.
+        clock: returns seconds, such as `time.process_time`.
+        before_round: called before each round; not timed.
 
     Returns:
         Milliseconds of each alternative in each round.
     """
     times: dict[str, list[float]] = {name: [] for name in alternatives}
-    for r in range(-warmup, rounds):
+    for round_number in range(-warmup, rounds):
         before_round()
         seconds = dict.fromkeys(alternatives, 0.0)
         for turn in range(turns):
-            is_backwards = (r + turn) % 2 == 1
             names = list(alternatives)
-            if is_backwards:
+            is_reversed = (round_number + turn) % 2 == 1
+            if is_reversed:
                 names.reverse()
             for name in names:
                 if world is not None:
                     world.barrier()
                 seconds[name] += _seconds(alternatives[name], clock)
-        if r >= 0:
+        if round_number >= 0:
             for name in alternatives:
                 times[name].append(1e3 * seconds[name])
     run = uuid.uuid4().hex[:8]
-    everyone = [times]
+    times_of_ranks = [times]
     if world is not None:
-        everyone = world.gather(times)
+        times_of_ranks = world.gather(times)
     slowest = {}
     for name in alternatives:
-        ranks = [times_of_rank[name] for times_of_rank in everyone]
-        slowest[name] = Times(map(max, zip(*ranks, strict=True)), run)
+        by_rank = [times_of_rank[name] for times_of_rank in times_of_ranks]
+        slowest[name] = Times(map(max, zip(*by_rank, strict=True)), run)
     return slowest
 
 
@@ -114,42 +117,47 @@ def check_rounds(rounds: int, warmup: int) -> None:
 
 
 def check_opts(opts: Sequence[str], config: CfgNode, why: dict[str, str]) -> None:
-    """Whether `config`, which is measured, is what --opts asks for.
+    """Check that the measured configuration has the values that --opts asks for.
 
     Args:
-        why: for some keys, what decides on them.
+        config: the configuration that is measured.
+        why: for keys whose value is fixed, the reason.
 
     Raises:
         UserError: a key of `opts` has another value in `config`; an unknown key, a value of the
             wrong type.
     """
-    asked = default_config()
-    merge_opts(asked, opts)
-    wanted, measured = flatten(asked), flatten(config)
+    requested_config = default_config()
+    merge_opts(requested_config, opts)
+    requested = flatten(requested_config)
+    measured = flatten(config)
     for key in opts[::2]:
-        if wanted[key] != measured[key]:
+        if requested[key] != measured[key]:
             reason = why.get(key, f"what is measured has {measured[key]!r}")
-            raise UserError(f"--opts {key} is {wanted[key]!r}, but {reason}")
+            raise UserError(f"--opts {key} is {requested[key]!r}, but {reason}")
 
 
 def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Round by round: what disturbs a round disturbs both.
+    """`times / base` of each round.
 
     Raises:
-        ValueError: the two are of different runs of `interleaved`, or of different numbers of
-            rounds.
+        ValueError: the two come from different calls of `interleaved`, or from different numbers
+            of rounds.
     """
     _common_run(times, base)
     return [t / b for t, b in zip(times, base, strict=True)]
 
 
 def summed(parts: Sequence[Times]) -> Times:
-    """What the parts took together, round by round. Raises what `ratios` raises."""
+    """The sum of several alternatives' times in each round. Raises what `ratios` raises."""
     return Times(map(sum, zip(*parts, strict=True)), _common_run(*parts))
 
 
 def _common_run(*many: Sequence[float]) -> str | None:
-    """None for plain lists, whose common rounds are their maker's word."""
+    """The call of `interleaved` that all times come from; None for plain lists.
+
+    For plain lists the caller promises that they come from the same rounds.
+    """
     runs = [getattr(times, "run", None) for times in many]
     if len(set(runs)) > 1:
         raise ValueError(
@@ -160,7 +168,7 @@ def _common_run(*many: Sequence[float]) -> str | None:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median, the upper quartile; of one value, three times that."""
+    """The lower quartile, the median and the upper quartile. A single value is all three."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -174,19 +182,23 @@ def median_and_spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def latencies(values: Sequence[float]) -> dict[str, float]:
-    """p50, p90 and p99, interpolated between the values; of fewer than 100 the largest in the place
-    of p99."""
+    """The percentiles p50, p90 and p99, interpolated between the values.
+
+    With fewer than 100 values, the maximum replaces p99.
+    """
     if len(values) == 1:
         return dict.fromkeys(("p50", "p90", "max"), values[0])
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    shown = {"p50": cuts[49], "p90": cuts[89]}
+    percentiles = statistics.quantiles(values, n=100, method="inclusive")
+    result = {"p50": percentiles[49], "p90": percentiles[89]}
     if len(values) >= 100:
-        return shown | {"p99": cuts[98]}
-    return shown | {"max": max(values)}
+        result["p99"] = percentiles[98]
+    else:
+        result["max"] = max(values)
+    return result
 
 
 def machine(device: str) -> str:
-    """Device, threads, load and version, for the head of a record."""
+    """One line with device, threads, load and torch's version."""
     name = f"CPU, {torch.get_num_threads()} threads"
     if device == "cuda":
         name = torch.cuda.get_device_name()
@@ -202,11 +214,10 @@ def matrix_product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[
 
 
 def working_memory(work: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes that `work` needs at its highest point beyond what is in use before; None where no one
-    counts them.
+    """Peak memory of `work` in bytes, beyond what is in use before it.
 
-    On a GPU torch's allocator counts; on Linux the kernel does (the process's largest resident set,
-    reset before).
+    On a GPU from torch's allocator, on Linux from the process's peak resident set, which is reset
+    before. None where neither is available.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -217,8 +228,10 @@ def working_memory(work: Callable[[], object], device: torch.device) -> int | No
         Path("/proc/self/clear_refs").write_text("5")  # see proc_pid_clear_refs(5)
     except OSError:
         return None
-    release_buffers()  # what earlier passes freed must not serve this one unseen
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+    # Memory that earlier passes freed must be returned, or its reuse would not be counted.
+    release_buffers()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
@@ -227,6 +240,9 @@ def working_memory(work: Callable[[], object], device: torch.device) -> int | No
 
 
 def _resident(name: str) -> int:
-    """Bytes that /proc/self/status gives under this name."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    """Bytes of this field of /proc/self/status, such as "VmRSS"."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            kibibytes = int(line.split()[1])
+            return 1024 * kibibytes
+    raise KeyError(name)

@@ -1,4 +1,4 @@
-"""What the ranks of a run must have in common, compared before they do anything together."""
+"""Checks that all ranks of a run have the same configuration, data and code."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,27 +10,31 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import code_versions
 
-# Where data lie on a machine's own disk. What they hold is compared instead (`check_same_data`).
-PLACES_OF_DATA = frozenset({"DATA.PATH", "DATA.TRAIN_LIST", "DATA.VAL_LIST"})
-_NAMED = 3  # keys in a message
+# Paths may differ between machines. The data found there are compared instead (`check_same_data`).
+DATA_PATHS = frozenset({"DATA.PATH", "DATA.TRAIN_LIST", "DATA.VAL_LIST"})
+_MAX_NAMED_KEYS = 3  # in a message
 
 
 def check_same_start(values: Mapping[str, object], world: World) -> None:
-    """Compare what the ranks were started with, but for `PLACES_OF_DATA`. Every rank calls this.
+    """Check that all ranks were started with the same values, except for `DATA_PATHS`. Collective.
 
     Args:
-        values: of configuration keys and options, by name. Their `repr` is compared.
+        values: configuration keys and options by name. Their `repr` is compared.
 
     Raises:
-        UserError: on every rank, where a rank has another value than rank 0; names the key and both
+        UserError: on every rank, if a rank has another value than rank 0; names the key and both
             values.
     """
-    own = {key: repr(value) for key, value in values.items() if key not in PLACES_OF_DATA}
-    if len(set(world.gather(_digest(own)))) == 1:
+    texts = {key: repr(value) for key, value in values.items() if key not in DATA_PATHS}
+    digests = world.gather(_digest(texts))
+    if len(set(digests)) == 1:
         return
-    everyone = world.gather(own)
-    rank, other = next((rank, found) for rank, found in enumerate(everyone) if found != everyone[0])
-    raise UserError(f"the ranks were started differently: {_differences(everyone[0], other, rank)}")
+    all_texts = world.gather(texts)
+    first = all_texts[0]
+    for rank, other in enumerate(all_texts):
+        if other != first:
+            differences = _differences(first, other, rank)
+            raise UserError(f"the ranks were started differently: {differences}")
 
 
 def _digest(values: Mapping[str, str]) -> str:
@@ -40,48 +44,48 @@ def _digest(values: Mapping[str, str]) -> str:
 
 def _differences(first: dict[str, str], other: dict[str, str], rank: int) -> str:
     keys = [key for key in first | other if first.get(key) != other.get(key)]
-    found = [
-        f"{key} is {first.get(key)} on rank 0, {other.get(key)} on rank {rank}"
-        for key in keys[:_NAMED]
-    ]
-    if len(keys) > _NAMED:
-        found.append(f"and {len(keys) - _NAMED} more")
-    return "; ".join(found)
+    clauses = []
+    for key in keys[:_MAX_NAMED_KEYS]:
+        clauses.append(f"{key} is {first.get(key)} on rank 0, {other.get(key)} on rank {rank}")
+    num_unnamed = len(keys) - len(clauses)
+    if num_unnamed > 0:
+        clauses.append(f"and {num_unnamed} more")
+    return "; ".join(clauses)
 
 
 def check_same_data(
     path: str, world: World, train: Source, val: Source, class_names: list[str]
 ) -> None:
-    """Compare the data that the ranks have found, each perhaps on its machine's own disk. Every
-    rank calls this.
+    """Check that all ranks read the same data, perhaps from different disks. Collective.
 
     Args:
         path: DATA.PATH, for messages.
 
     Raises:
-        UserError: on every rank, where one of them has found other data than rank 0.
+        UserError: on every rank, if a rank has other images or classes than rank 0.
     """
-    labels = hashlib.sha256("\n".join(class_names).encode())
+    digest = hashlib.sha256("\n".join(class_names).encode())
     for source in (train, val):
-        labels.update(np.ascontiguousarray(source.targets, dtype=np.int64))
-    everyone = world.gather((len(train), len(val), labels.hexdigest()))
-    for rank, found in enumerate(everyone):
-        if found != everyone[0]:
-            here, first = (f"{train:,} + {val:,}" for train, val, _ in (found, everyone[0]))
+        digest.update(np.ascontiguousarray(source.targets, dtype=np.int64))
+    num_images = f"{len(train):,} + {len(val):,}"
+    summaries = world.gather((num_images, digest.hexdigest()))
+    for rank, summary in enumerate(summaries):
+        if summary != summaries[0]:
             raise UserError(
-                f"DATA.PATH is {path!r}: rank {rank} finds {here} images there, rank 0 {first};"
-                " their number and"
-                " their classes must be the same"
+                f"DATA.PATH is {path!r}: rank {rank} finds {summary[0]} images there, rank 0"
+                f" {summaries[0][0]}; their number and their classes must be the same"
             )
 
 
 def differing_versions(world: World) -> list[str]:
-    """A line for each version or commit that is not the same on all ranks. Every rank calls
-    this."""
-    everyone = world.gather(code_versions() if world.size > 1 else {})
+    """A line for each version or commit that differs between ranks. Collective."""
+    if world.size == 1:
+        return []
+    versions_of_ranks = world.gather(code_versions())
     lines = []
-    for name, first in everyone[0].items():
-        rank = next((rank for rank, found in enumerate(everyone) if found[name] != first), None)
-        if rank is not None:
-            lines.append(f"rank 0 runs {name} {first}, rank {rank} {everyone[rank][name]}")
+    for name, first in versions_of_ranks[0].items():
+        for rank, versions in enumerate(versions_of_ranks):
+            if versions[name] != first:
+                lines.append(f"rank 0 runs {name} {first}, rank {rank} {versions[name]}")
+                break
     return lines

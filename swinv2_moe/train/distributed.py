@@ -1,4 +1,4 @@
-"""The processes of a run: one, or those that torchrun started."""
+"""The processes of a run: a single one, or those that torchrun started."""
 
 import os
 import random
@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of them; `group` is None for a single one."""
+    """This process's rank and device, and collectives over all processes.
+
+    `group` and `timeout` are None for a single process.
+    """
 
     rank: int
     size: int
@@ -36,11 +39,11 @@ class World:
 
     @property
     def ranks(self) -> Ranks:
-        """The collectives of all processes."""
+        """Collectives over all processes whose errors name the rank."""
         return Ranks(self.group, f"rank {self.rank} of {self.size}", "within TIMEOUT")
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         self.ranks.barrier(self.device)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -52,11 +55,10 @@ class World:
         return self.ranks.gather_objects(value, "gathering from all ranks")
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """[N, ...] of every rank, i-th rows of all before the next ones -> [N * size, ...] on the
-        main rank's CPU.
+        """Gather [N, ...] from every rank to [N * size, ...] on the CPU of the main rank.
 
-        So what belongs to the images of a ValSampler comes in the order of the data set. The others
-        get no rows.
+        Row i of all ranks comes before row i + 1 of any. With a ValSampler this is the order of the
+        data set. The other ranks get no rows.
         """
         if self.group is None:
             return rows.cpu()
@@ -67,39 +69,52 @@ class World:
 
     def agree(self, value: object) -> object:
         """The main rank's `value` (picklable, small), on every rank."""
-        return self.gather(value if self.is_main else None)[0]
+        if not self.is_main:
+            value = None
+        return self.gather(value)[0]
 
     def everywhere(self, load: Callable[[], T]) -> T:
-        """What `load` returns; a UserError that it raises on one rank is raised on all. Every rank
-        calls this."""
-        loaded, problem = None, None
+        """Call `load` on every rank and return its result. Collective.
+
+        Raises:
+            UserError: on all ranks, if `load` raises one on any of them. The message names the rank
+                unless `load` failed on all.
+        """
+        result = None
+        problem = None
         try:
-            loaded = load()
+            result = load()
         except UserError as error:
             problem = str(error)
         problems = self.gather(problem)
         for rank, problem in enumerate(problems):
-            if problem is not None:
-                alone = ""
-                if None in problems:
-                    alone = f" (rank {rank})"
-                raise UserError(f"{problem}{alone}")
-        return loaded
+            if problem is None:
+                continue
+            if None in problems:
+                problem = f"{problem} (rank {rank})"
+            raise UserError(problem)
+        return result
 
     def named_errors(self, operation: str) -> AbstractContextManager[None]:
-        """Gives a collective that fails or times out within the block the name of the operation: a
-        rank has ended, or is stuck."""
+        """Context in which the error of a failed collective names `operation`.
+
+        A collective fails or times out when a rank has ended or hangs.
+        """
         return self.ranks.named_errors(operation)
 
 
 @contextmanager
 def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
-    """Join the processes torchrun started, or run alone; leaves the group at the end.
+    """Join the processes that torchrun started; leave their group at the end of the block.
 
-    `timeout` is in seconds, for ranks that do not answer.
+    Without torchrun the world is this process alone.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        timeout: seconds after which a collective fails if a rank does not answer.
 
     Raises:
-        UserError: CUDA asked for but absent, or more ranks on this machine than GPUs.
+        UserError: CUDA is asked for but absent, or this machine has more ranks than GPUs.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -110,33 +125,37 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
         raise UserError(
             f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}"
         )
-    place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    own_device = torch.device("cpu")
+    backend = "gloo"
     if use_cuda:
-        torch.cuda.set_device(place)
+        own_device = torch.device("cuda", local_rank)
+        backend = "nccl"
+        torch.cuda.set_device(own_device)
     if size == 1:
-        yield World(0, 1, place)
+        yield World(0, 1, own_device)
         return
     limit = timedelta(seconds=timeout)
     try:
-        # No device_id: NCCL would set up a communicator for every process group at once, also for
-        # those never used.
-        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=limit)
+        # Without device_id NCCL creates a group's communicator at its first collective. With it,
+        # every group gets one at once, also the groups that are never used.
+        dist.init_process_group(backend, timeout=limit)
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {os.environ['RANK']} of {size} did not find the others ({error})"
         ) from error
     try:
-        yield World(dist.get_rank(), size, place, dist.group.WORLD, limit)
+        yield World(dist.get_rank(), size, own_device, dist.group.WORLD, limit)
     finally:
         dist.destroy_process_group()
 
 
 def expert_group(config: ExpertsConfig, world: World) -> ExpertGroup | None:
-    """The ranks that share this one's experts, and its replicas; None for a single process or a
-    dense model.
+    """The ranks over which the experts are spread, and the replicas of this rank's experts.
+
+    None for a single process or a dense model.
 
     Raises:
-        UserError: sizes that do not divide.
+        UserError: the number of ranks is not divisible by EXPERT_PARALLEL_SIZE.
     """
     if world.group is None or not config.num_experts:
         return None
@@ -149,8 +168,11 @@ def expert_group(config: ExpertsConfig, world: World) -> ExpertGroup | None:
 
 
 def seed_everything(*parts: int) -> None:
-    """Seed `random`, numpy and torch from `parts`, say (seed, epoch, rank): an epoch's random
-    numbers do not depend on those before it, so a run that resumes at its start repeats them."""
+    """Seed `random`, numpy and torch from `parts`, for example (seed, step, rank).
+
+    The random numbers of a step then do not depend on earlier steps, and a resumed run repeats
+    them.
+    """
     seed = int(np.random.SeedSequence(parts).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - what timm draws mixup from

@@ -1,4 +1,4 @@
-"""The lock of a run directory, which one run at a time may write to."""
+"""A lock that keeps two runs from writing to the same directory."""
 
 import os
 from collections.abc import Iterator
@@ -11,32 +11,34 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.train.distributed import World
 
 _NAME = ".lock"
-_TRIES = 100  # each fails only where another run ends at that moment and removes the lock
+# An attempt fails only if another run ends at that moment and removes the lock file.
+_MAX_ATTEMPTS = 100
 
 
 @contextmanager
 def only_run(directory: Path, world: World, option: str = "--output") -> Iterator[None]:
-    """Keep other runs out of `directory` until the end of the block. Every rank calls this.
+    """Lock `directory` until the end of the block. Collective.
 
-    Take the lock before looking at what lies in the directory: until then another run may write or
-    remove checkpoints. Directories that are missing are made. If the block leaves nothing in them,
-    they are removed again.
+    Take the lock before reading the directory: until then another run may write or remove
+    checkpoints. Missing directories are created, and removed at the end if they are still empty.
 
     Args:
-        option: what messages call the directory.
+        option: the option that names the directory, for messages.
 
     Raises:
-        UserError: another run is there, or the directory cannot be made or written to.
+        UserError: another run holds the lock, or the directory cannot be created or written to.
     """
     missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
-    lock, problem = None, None
+    lock = None
+    problem = None
     if world.is_main:
         try:
             lock = _acquire(directory, option)
         except UserError as error:
             problem = str(error)
     try:
-        if problem := world.agree(problem):
+        problem = world.agree(problem)
+        if problem:
             raise UserError(problem)
         yield
     finally:
@@ -61,18 +63,18 @@ def _acquire(directory: Path, option: str) -> TextIO:
 
 def _lock(directory: Path) -> TextIO | None:
     """The locked file in `directory`; None if another process holds the lock."""
-    for _ in range(_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         directory.mkdir(parents=True, exist_ok=True)
         try:
             file = (directory / _NAME).open("a")
-        except FileNotFoundError:  # a run that ends has just removed the directory
+        except FileNotFoundError:  # a run has just ended and removed the directory
             continue
         if not try_lock(file.fileno(), inherited=False):
             file.close()
             return None
         if _is_file_at(file, directory / _NAME):
             return file
-        file.close()  # a run that ended removed this file after it was opened here
+        file.close()  # a run has ended and removed this file since it was opened
     return None
 
 
@@ -84,7 +86,7 @@ def _is_file_at(file: TextIO, path: Path) -> bool:
 
 
 def _release(lock: TextIO, directory: Path, missing: list[Path]) -> None:
-    """Unlock, after removing what `only_run` has made if nothing else lies there."""
+    """Remove the directories that `only_run` created if they are empty, then unlock."""
     with suppress(OSError):
         if os.listdir(directory) == [_NAME]:
             (directory / _NAME).unlink()

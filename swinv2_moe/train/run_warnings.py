@@ -1,4 +1,4 @@
-"""Warnings about a run that will probably come to nothing. None of them stops it."""
+"""Warnings about runs that will probably fail to learn. They do not stop a run."""
 
 import math
 from collections import deque
@@ -9,51 +9,51 @@ import numpy as np
 from swinv2_moe.config import DataConfig, TrainConfig
 from swinv2_moe.data import Data
 
-# The highest learning rate of a schedule. Published recipes lie well within; 0 is taken for
+# Range of a schedule's highest learning rate. Published recipes are well within it. 0 is taken as
 # intended.
-_USUAL_RATES = {"adamw": (1e-8, 0.1), "sgd": (1e-6, 10.0)}
+_USUAL_LEARNING_RATES = {"adamw": (1e-8, 0.1), "sgd": (1e-6, 10.0)}
 
 
 def start_warnings(
-    config: TrainConfig, images: DataConfig, data: Data, learning_rate: float
+    config: TrainConfig, data_config: DataConfig, data: Data, learning_rate: float
 ) -> list[str]:
-    """What is odd about a run before its first step, one line each.
+    """Warnings before the first step of a run, one line each.
 
     Args:
-        images: where `data` comes from.
+        data_config: where `data` comes from.
         learning_rate: the highest of the schedule, scaled to the global batch.
     """
     lines = []
-    low, high = _USUAL_RATES[config.optimizer.name]
+    low, high = _USUAL_LEARNING_RATES[config.optimizer.name]
     if learning_rate and not low <= learning_rate <= high:
         lines.append(
             f"the learning rate reaches {learning_rate:g} (TRAIN.BASE_LR is"
-            f" {config.base_lr:g}, for 512 images a"
-            f" step), {config.optimizer.name} usually trains with {low:g} to {high:g}"
+            f" {config.base_lr:g}, for 512 images a step), {config.optimizer.name} usually trains"
+            f" with {low:g} to {high:g}"
         )
     targets = np.asarray(data.train_loader.dataset.source.targets)
     if (targets == targets[0]).all():
         lines.append(
-            f"{_place(images)}: all {len(targets):,} training images are of one class"
+            f"{_data_key(data_config)}: all {len(targets):,} training images are of one class"
             f" ({data.class_names[targets[0]]!r}), there is nothing to learn"
         )
     return lines
 
 
-def _place(images: DataConfig) -> str:
-    """The key that says where the training images are, and its value."""
-    if images.dataset == "list":
-        return f"DATA.TRAIN_LIST {images.train_list}"
-    if images.path:
-        return f"DATA.PATH {images.path}"
-    return f"DATA.DATASET {images.dataset}"
+def _data_key(config: DataConfig) -> str:
+    """The key that names the training images, and its value."""
+    if config.dataset == "list":
+        return f"DATA.TRAIN_LIST {config.train_list}"
+    if config.path:
+        return f"DATA.PATH {config.path}"
+    return f"DATA.DATASET {config.dataset}"
 
 
 class LossWatch:
-    """Notices, once in a run, that the loss has been far above its start for a while.
+    """Warns once in a run if the loss has diverged.
 
-    That is: the median of the last `RECENT` steps is at least twice that of the first `START` steps
-    of the run, and at least 1 above it. Losses that are not finite do not count.
+    The condition: the median of the last `RECENT` losses is at least twice the median of the
+    first `START`, and at least 1 above it. Losses that are not finite are ignored.
     """
 
     START, RECENT = 10, 20
@@ -64,7 +64,7 @@ class LossWatch:
         self.has_warned = False
 
     def add(self, loss: float) -> str | None:
-        """Take a step's loss; the warning if this step brings it about."""
+        """Add the loss of a step; return the warning if it is due now."""
         if not math.isfinite(loss):
             return None
         if len(self.start) < self.START:
@@ -79,14 +79,14 @@ class LossWatch:
         self.has_warned = True
         return (
             f"the loss of the last {self.RECENT} steps (median {recent:,.2f}) is far above that of"
-            " the first"
-            f" {self.START} ({start:,.2f}); a lower TRAIN.BASE_LR or more TRAIN.WARMUP_EPOCHS may"
-            " help"
+            f" the first {self.START} ({start:,.2f}); a lower TRAIN.BASE_LR or more"
+            " TRAIN.WARMUP_EPOCHS may help"
         )
 
     def state(self) -> dict:
-        """For a checkpoint, ready for JSON; the recent losses are left out."""
+        """JSON values for a checkpoint, without the recent losses."""
         return {"start": self.start, "has_warned": self.has_warned}
 
     def load(self, state: dict) -> None:
-        self.start, self.has_warned = list(state["start"]), state["has_warned"]
+        self.start = list(state["start"])
+        self.has_warned = state["has_warned"]

@@ -1,5 +1,8 @@
-"""A run that is told to stop: by SIGTERM (schedulers, `kill`), SIGUSR1 (`sbatch --signal=USR1@120`)
-or Ctrl-C."""
+"""Signals that stop a run.
+
+SIGTERM comes from schedulers and `kill`, SIGUSR1 from `sbatch --signal=USR1@120`, SIGINT from
+Ctrl-C.
+"""
 
 import os
 import signal
@@ -7,61 +10,63 @@ import threading
 import time
 from types import FrameType
 
-_REPEATED = 0.1  # seconds: `timeout -s INT` and some launchers send one SIGINT twice
+# `timeout -s INT` and some launchers send SIGINT twice, within this many seconds.
+_DUPLICATE_SECONDS = 0.1
 
 
 class Stopped(Exception):
-    """Raised between two steps, on every rank, after one of them was told to stop."""
+    """Raised on every rank, between two steps, after any of them received a stop signal."""
 
 
 class StoppedElsewhere(Exception):
-    """This rank has saved and ends since another one was told to, under a launcher that restarts
-    ranks.
+    """Raised on a rank that has saved and stops because another rank received SIGTERM.
 
-    torchrun takes a rank's exit status 0 for the end of the whole job. Here one node is about to
-    leave: the ranks of the others have to start again.
+    Only under a launcher that restarts ranks. torchrun takes exit status 0 of a rank for the end of
+    the job. Here a single node leaves, and the ranks of the other nodes have to restart.
     """
 
 
 class StopSignal:
-    """Remembers the first signal that told this rank to stop, inside its `with` block.
+    """Records the first stop signal that this process receives inside the `with` block.
 
-    More of them change nothing, since torchrun and a scheduler may both send one, except a second
-    SIGINT: that ends the process at once, as if nothing handled it.
+    Further signals are ignored, since torchrun and a scheduler may both send one. The exception is
+    a second SIGINT, which ends the process at once.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._interrupted: float | None = None  # when SIGINT first came
+        self._first_interrupt: float | None = None  # time of the first SIGINT
 
     def __enter__(self) -> "StopSignal":
-        self._before = {}
-        if threading.current_thread() is threading.main_thread():  # signals reach no other
-            for number in self.SIGNALS:
-                # as `nohup` and a shell's background jobs ask for
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._receive)
+        self._previous_handlers = {}
+        # Python delivers signals to the main thread only.
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in self.SIGNALS:
+            # `nohup` and a shell's background jobs ask to ignore some.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._previous_handlers[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *error) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def came_from_elsewhere(self, stopped_by: str | None) -> bool:
-        """Whether the run stopped because of a SIGTERM that this rank has not received, and
-        torchrun may restart it."""
+        """True if another rank received the SIGTERM and torchrun may restart this one."""
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
         return stopped_by == "SIGTERM" and self.received is None and restarts > 0
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or signal.Signals(number).name
+        if self.received is None:
+            self.received = signal.Signals(number).name
         if number != signal.SIGINT:
             return
         now = time.monotonic()
-        if self._interrupted is None:
-            self._interrupted = now
-        elif now - self._interrupted > _REPEATED:
+        if self._first_interrupt is None:
+            self._first_interrupt = now
+        elif now - self._first_interrupt > _DUPLICATE_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -16,10 +16,10 @@ from moe_core.ops.native.library import PACKED_DTYPES, call, library, pointer
 
 
 def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """fp32 weights [E, H, M] in `dtype`, in the order in which `forward` reads them.
+    """fp32 weights [E, H, M] converted to `dtype` and stored in the order that `forward` reads.
 
     Returns:
-        Integers of that shape; None where the shape leaves blocks that are not full.
+        Integer tensors [E, H, M]; None if H or M is no multiple of the block size.
     """
     num_experts, hidden_dim, model_dim = w1.shape
     if w1.dtype != torch.float32 or w2.dtype != torch.float32:
@@ -35,7 +35,7 @@ def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
-    """Rows of the hidden layer as it is kept."""
+    """Rows of the hidden layer that `forward` keeps."""
     return num_rows
 
 
@@ -77,10 +77,12 @@ def backward(
                 gradient[e] = 0
     if grad_rows is not None:
         grad_rows[call.num_used_rows :] = 0
-    return [
-        None if gradient is None or tensor is None else gradient.to(tensor.dtype)
-        for gradient, tensor in zip(gradients, tensors, strict=True)
-    ]
+    rounded: list[Tensor | None] = []
+    for gradient, tensor in zip(gradients, tensors, strict=True):
+        if gradient is not None and tensor is not None:
+            gradient = gradient.to(tensor.dtype)
+        rounded.append(gradient)
+    return rounded
 
 
 class _Problem(ctypes.Structure):  # as in ffn_x86.cpp
@@ -96,7 +98,7 @@ class _Problem(ctypes.Structure):  # as in ffn_x86.cpp
 
 
 class _Call:
-    """One call's problem, and what keeps the memory that it points to alive."""
+    """The arguments of a C++ call. Holds the tensors that they point to."""
 
     def __init__(self, inputs: FFNInputs) -> None:
         rows, w1, b1, w2, b2 = inputs[:5]
