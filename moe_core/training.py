@@ -3,6 +3,8 @@
 They list expert parameters, average and clip gradients, and save the tuners' decisions.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -159,16 +161,37 @@ def _squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients in place so that their global norm is at most `max_norm` (0: no clipping).
 
+    A norm that is not finite changes no gradient. On a GPU this multiplies also where the norm is
+    small enough, since it does not wait for the norm. See `clip_to_norm`.
+
     Returns:
         The norm before clipping.
     """
     norm = global_grad_norm(model)
-    gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
-    if max_norm > 0 and gradients:
-        # A norm that is not finite gives the factor 1: NaN would spread to every gradient.
+    if norm.is_cuda:
         factor = max_norm / (norm.nan_to_num(0.0, 0.0) + 1e-6)
-        is_on_host = not norm.is_cuda
-        if is_on_host and factor >= 1:
-            return norm
-        torch._foreach_mul_(gradients, factor.clamp(max=1.0))  # no synchronisation with a GPU
+        if max_norm > 0:
+            torch._foreach_mul_(_gradients(model), factor.clamp(max=1.0))
+    else:
+        clip_to_norm(model, max_norm, float(norm))
     return norm
+
+
+@torch.no_grad()
+def clip_to_norm(model: nn.Module, max_norm: float, norm: float) -> None:
+    """Scale gradients in place to `max_norm` (0: no clipping), if their norm exceeds it.
+
+    For a training loop that reads the norm anyway: most steps then touch no gradient.
+
+    Args:
+        norm: that of `global_grad_norm`; if it is not finite, no gradient changes.
+    """
+    if max_norm <= 0 or not math.isfinite(norm):
+        return
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1:
+        torch._foreach_mul_(_gradients(model), factor)
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [_local(p.grad) for p in model.parameters() if p.grad is not None]

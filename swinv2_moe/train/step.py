@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_core import average_expert_gradients, clip_gradients
+from moe_core import average_expert_gradients, clip_to_norm, global_grad_norm
 from swinv2_moe.config import TrainConfig
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
@@ -100,11 +100,13 @@ class TrainingStep:
                 with self.world.named_errors(f"the backward pass of step {step + 1}"):
                     (loss * self.scaler.scale / len(batches)).backward()
             total += torch.stack([loss.detach(), aux_loss.detach()]) / len(batches)
-        norm = self._clip().reshape(1)
+        norm = self._grad_norm().reshape(1)
         flags = self._sum_flags(total[0])
         # the one wait for the device in a step
         loss, aux_loss, norm, bad_losses, signals = torch.cat([total, norm, flags]).tolist()
         is_finite = bad_losses == 0 and norm < float("inf")
+        if is_finite:
+            clip_to_norm(self.model, self.config.clip_grad, norm)
         was_skipped = self._update(is_finite, batches, step)
         return StepResult(loss, aux_loss, norm, bad_losses == 0, was_skipped, signals > 0)
 
@@ -128,11 +130,11 @@ class TrainingStep:
             return self.mixup(images, targets)
         return (images, targets)
 
-    def _clip(self) -> Tensor:
-        """Average, unscale and clip the gradients; returns their global norm before clipping."""
+    def _grad_norm(self) -> Tensor:
+        """Average and unscale the gradients; returns their global norm."""
         average_expert_gradients(self.model)
         self.scaler.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
-        return clip_gradients(self.model, self.config.clip_grad)
+        return global_grad_norm(self.model)
 
     def _sum_flags(self, loss: Tensor) -> Tensor:
         """The number of ranks whose loss is not finite, and of those that received a signal [2]."""
