@@ -16,8 +16,9 @@ def prepared(model: nn.Module) -> Iterator[None]:
 
     The parameters and buffers must not change in this context. The values are weights in the dtype
     of computation, weights in the memory layout of a kernel, and position biases. The first pass
-    without gradients that needs a value computes it. The end of the context drops all values.
-    Outside of a context nothing is cached.
+    without gradients that needs a value computes it; for a compiled model, run one pass that is not
+    compiled before. The end of the context drops all values. Outside of a context nothing is
+    cached.
 
     >>> with prepared(model), torch.inference_mode():
     ...     outputs = [model(batch) for batch in batches]
@@ -65,14 +66,17 @@ class PreparedValue(Generic[Value]):
     ) -> Value | None:
         """The cached value of `compute()` for `key`, or None where caching is not possible.
 
-        It is not possible outside of `prepared`, while a program is traced or compiled, or if one
-        of `sources`, the tensors that the value depends on, needs a gradient.
+        It is not possible outside of `prepared`, while a program is traced or exported, or if one
+        of `sources`, the tensors that the value depends on, needs a gradient. A compiled pass
+        reads values of earlier passes that were not compiled, and adds none.
         """
         values = self._values  # read once: another thread may end the context
-        if values is None or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if values is None or _is_tracing():
             return None
         if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
             return None
+        if torch.compiler.is_dynamo_compiling():
+            return values.get(key)
         if key not in values:
             # Not an inference tensor, because a pass with gradients may use the value later.
             with torch.inference_mode(False), torch.no_grad():
@@ -81,3 +85,9 @@ class PreparedValue(Generic[Value]):
 
     def __reduce__(self) -> tuple:
         return PreparedValue, ()
+
+
+def _is_tracing() -> bool:
+    """Whether a program is traced or exported; torch.compile does not count."""
+    is_exporting = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+    return is_exporting or torch.jit.is_tracing()

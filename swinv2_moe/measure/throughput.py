@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -271,6 +272,7 @@ class Subject(NamedTuple):
     model: MoEModel
     run: Callable[[], object]  # one pass, or one step
     optimizer: torch.optim.Optimizer | None
+    uncompiled: Callable[[], object] | None = None  # the same pass, of a compiled model
 
 
 def _measure(
@@ -308,6 +310,8 @@ def prepared_for_inference(subjects: Iterable[Subject]) -> Iterator[None]:
         for subject in subjects:
             if subject.optimizer is None:
                 contexts.enter_context(prepared(subject.model))
+            if subject.uncompiled is not None:
+                subject.uncompiled()  # it computes the values that the compiled passes read
         yield
 
 
@@ -323,15 +327,17 @@ def _inference(config: AllSections, world: World) -> Subject:
     model = _model(config, world).eval()
     images = _batch(config.data, world).images
     autocast = build_autocast(config.run, world)
-    if config.run.compile:
-        model.compile()
 
     @torch.inference_mode()
-    def run() -> None:
+    def infer(forward: Callable) -> None:
         with autocast():
-            model(images)
+            forward(images)
 
-    return Subject(model, run, None)
+    uncompiled = None
+    if config.run.compile:
+        uncompiled = partial(infer, model.forward)
+        model.compile()
+    return Subject(model, partial(infer, model), None, uncompiled)
 
 
 def _training(config: AllSections, world: World) -> Subject:
