@@ -275,7 +275,7 @@ class MoELayer(nn.Module):
         if capacity_factor == 0:
             return None
         # len would fix it in torch.export
-        most_tokens = self.group.ranks.max(tokens.shape[0], tokens.device)
+        most_tokens = self.group.most_tokens(tokens.shape[0], tokens.device)
         return expert_capacity(most_tokens, self.config.num_experts, top_k, capacity_factor)
 
     def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
@@ -308,6 +308,11 @@ class MoELayer(nn.Module):
             )
         if strategy != "auto":
             self._exchange_of(strategy)
+            if capacity_factor == 0 and strategy.exchange == "static":
+                raise ValueError(
+                    "capacity_factor (0) must not be 0 with exchange 'static', which sends as many"
+                    " rows as the capacity"
+                )
         if self.group.size > 1:
             for name, parameter in self.named_parameters():
                 if parameter.device != x.device:

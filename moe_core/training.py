@@ -4,6 +4,8 @@ They list expert parameters, average and clip gradients, and save the tuners' de
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,33 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for layer_name, layer in moe_layers(model).items()
         for name, parameter in layer.experts.named_parameters()
     }
+
+
+@contextmanager
+def equal_tokens(model: nn.Module) -> Iterator[None]:
+    """Context in which the caller promises that all ranks have equally many tokens in each call.
+
+    This is for the MoE layers of `model`, and the ranks of their expert groups.
+
+    Then the ranks need not agree on it. Without the promise a static exchange, weights that are
+    gathered (r = 0), token rounding and the strategy "auto" each need a collective per call, and
+    most of them make the host wait for it. Results are the same.
+
+    If the promise is broken, ranks use different capacities. A static exchange and "auto" then fail
+    or wait until the timeout; with r = 0 the ranks drop by different limits.
+
+    >>> with equal_tokens(model):
+    ...     model(batch)  # every rank has as many images of the same size
+    """
+    groups = {layer.group for layer in moe_layers(model).values()}
+    promised = [group for group in groups if not group.has_equal_tokens]
+    for group in promised:
+        group.has_equal_tokens = True
+    try:
+        yield
+    finally:
+        for group in promised:
+            group.has_equal_tokens = False
 
 
 class WithoutExperts(nn.Module):

@@ -14,6 +14,7 @@ Everything here is computed where its inputs are, and waits for no device.
 # 1) ranks of an expert: r hidden parts, each on Q = s / r ranks; d chunks
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +71,36 @@ class ChunkLayout:
         sharers = torch.arange(self.num_sharers, device=counts.device)
         return self.chunk_sizes(counts.unsqueeze(1), sharers)
 
+    def capacity_of_chunks(self, capacity: int) -> list[int]:
+        """The rows of an expert in each chunk [d], where every expert has `capacity` rows."""
+        sizes = self.chunk_sizes(
+            torch.tensor(capacity, device="cpu"), torch.tensor(0, device="cpu")
+        )
+        return sizes.tolist()
+
+    def places(self, plan: DispatchPlan, capacity: int) -> "Places":
+        """Where the rows of a plan lie among `capacity` places for each expert, by (chunk, expert).
+
+        Ranks own consecutive experts, so a chunk is sorted by destination. Only for whole experts
+        (Q = r = 1).
+        """
+        device = plan.choices.device
+        num_experts = len(plan.offsets)
+        num_places = num_experts * capacity
+        row = torch.arange(len(plan.choices), device=device)  # [N]
+        expert = torch.searchsorted(plan.offsets.long(), row, right=True)
+        starts = plan.offsets - kept_counts(plan)  # [E]
+        is_used = expert < num_experts  # rows past the end belong to no expert
+        expert = expert.clamp(max=num_experts - 1)
+        rank = row - starts[expert]  # within the expert
+        place = torch.zeros_like(row)
+        first_rank = 0
+        for size in self.capacity_of_chunks(capacity):
+            in_chunk = num_experts * first_rank + expert * size + rank - first_rank
+            place = torch.where(rank >= first_rank, in_chunk, place)
+            first_rank += size
+        return Places.of(plan, place, is_used, num_places)
+
     def arrange(self, plan: DispatchPlan, num_rows: int) -> DispatchPlan:
         """The plan with its rows in the order in which they are sent: by chunk, then by
         destination, then by expert. Each choice has a row for every hidden part.
@@ -109,6 +140,44 @@ class ChunkLayout:
         if kept is not None:
             kept = kept.repeat_interleave(self.num_parts, dim=1)
         return plan._replace(choices=new_choices, slots=slots, kept=kept)
+
+
+class Places(NamedTuple):
+    """Two plans that take rows to places, some of which stay empty, and back.
+
+    Attributes:
+        padded: from tokens to places. Empty places hold a copy of the first token.
+        returned: from places to the rows of the original plan, each place as a "token" with one
+            choice. The gradient of an empty place is 0.
+    """
+
+    padded: DispatchPlan
+    returned: DispatchPlan
+
+    @classmethod
+    def of(cls, plan: DispatchPlan, place: Tensor, is_used: Tensor, num_places: int) -> "Places":
+        """place [N] int64 and is_used [N] bool: where each row goes, and whether it goes."""
+        row = torch.arange(len(place), device=place.device)
+        place_or_bin = torch.where(is_used, place, num_places)
+        row_of_place = place.new_full((num_places + 1,), -1).scatter_(0, place_or_bin, row)
+        row_of_place = row_of_place[:num_places]
+        is_taken = row_of_place >= 0
+        row_of_place = row_of_place.clamp(min=0)
+        place = torch.where(is_used, place, 0)
+        choices = plan.choices.new_zeros(num_places)
+        slots = torch.zeros_like(plan.slots)
+        if len(row) > 0:
+            choices = torch.where(is_taken, plan.choices[row_of_place], 0)
+            slots = place[plan.slots]
+        padded = plan._replace(choices=choices, slots=slots)
+        returned = DispatchPlan(
+            choices=place,
+            offsets=plan.offsets,
+            slots=row_of_place.unsqueeze(1),
+            kept=is_taken.unsqueeze(1),
+            counts=plan.counts,
+        )
+        return cls(padded, returned)
 
 
 def kept_counts(plan: DispatchPlan) -> Tensor:

@@ -47,6 +47,8 @@ class LayerShape:
     output_bias: bool = True
     # With unequal splits, the ranks exchange the numbers of rows before the rows.
     counts_first: bool = True
+    # rows that a rank may have for one expert, all of which a static exchange sends; None: no limit
+    capacity: float | None = None
 
     @classmethod
     def of(
@@ -69,7 +71,16 @@ class LayerShape:
             training,
             bias=config.bias,
             output_bias=config.bias and config.output_bias,
+            capacity=capacity,
         )
+
+    def sent_by(self, strategy: ParallelStrategy) -> "LayerShape":
+        """The shape with the rows that a strategy sends and computes: a static one fills up."""
+        if strategy.exchange != "static":
+            return self
+        if self.capacity is None:
+            raise ValueError("exchange 'static' needs a capacity, the layer is dropless")
+        return replace(self, rows_per_expert=self.capacity, counts_first=False)
 
     @property
     def expert_parameters(self) -> int:
@@ -105,6 +116,7 @@ def volume(shape: LayerShape, group_size: int, strategy: ParallelStrategy) -> Vo
         ValueError: r is not valid for these sizes; ranks_per_node does not divide the group; or
             neither of the numbers of experts and of ranks divides the other.
     """
+    shape = shape.sent_by(strategy)
     cost = _exchange_cost(shape, group_size, strategy)
     rows = cost.traffic
     rows = replace(
@@ -206,6 +218,7 @@ def layer_time(
     Raises:
         ValueError: as `volume`.
     """
+    shape = shape.sent_by(strategy)
     forward = _pass_time(machine, shape, group_size, strategy, backward=False)
     if not shape.training:
         return forward
@@ -346,12 +359,16 @@ def _gather_seconds(
 
 
 def candidates(
-    num_experts: int, group_size: int, num_nodes: int, degrees: Sequence[int] = (1, 2, 4, 8)
+    num_experts: int,
+    group_size: int,
+    num_nodes: int,
+    degrees: Sequence[int] = (1, 2, 4, 8),
+    has_capacity: bool = False,
 ) -> list[ParallelStrategy]:
     """Every strategy that differs in cost.
 
     r = 0 has no chunks and no all-to-all. An algorithm by node (`by_node`) needs several nodes of
-    several ranks.
+    several ranks. A static exchange needs a capacity.
 
     Raises:
         ValueError: the ranks do not divide over the nodes.
@@ -370,6 +387,8 @@ def candidates(
         for degree in degrees:
             for name in names:
                 strategies.append(ParallelStrategy(r, degree, name, per_node))
+                if has_capacity and num_experts >= group_size:
+                    strategies.append(ParallelStrategy(r, degree, name, per_node, "static"))
     return strategies
 
 
@@ -387,6 +406,7 @@ def ranked(
     """
     num_nodes = group_size // node_size(ranks_per_node, group_size)
     timed = []
-    for strategy in candidates(shape.num_experts, group_size, num_nodes, degrees):
+    has_capacity = shape.capacity is not None
+    for strategy in candidates(shape.num_experts, group_size, num_nodes, degrees, has_capacity):
         timed.append((strategy, layer_time(machine, shape, group_size, strategy).total))
     return sorted(timed, key=lambda pair: pair[1])

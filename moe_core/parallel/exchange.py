@@ -3,6 +3,7 @@
 - `Local`: all experts are in this process.
 - `GatheredWeights`: tokens stay, the weights of all experts are gathered (r = 0).
 - `Exchanged`: rows are sent to the ranks of their experts, and the results back (r >= 1).
+- `StaticExchange`: so are rows, but equally many for each expert.
 
 A call has two steps: the ranks agree on what limits the plan, then the tokens pass the experts.
 """
@@ -100,6 +101,8 @@ def make_exchange(config: MoEConfig, group: ExpertGroup, strategy: ParallelStrat
         return Local(config)
     if strategy.r == 0:
         return GatheredWeights(config, group)
+    if strategy.exchange == "static":
+        return StaticExchange(config, row_exchange, strategy)
     return Exchanged(config, row_exchange, strategy)
 
 
@@ -144,9 +147,12 @@ class GatheredWeights(Local):
     def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
         if capacity_factor == 0:
             return Agreement(None)
-        most_tokens = torch.full((), len(expert_ids), device=expert_ids.device)
-        self.group.ranks.all_reduce(most_tokens, "maximum", dist.ReduceOp.MAX)
+        num_tokens = len(expert_ids)
         num_experts = self.config.num_experts
+        if self.group.has_equal_tokens:
+            return Agreement(expert_capacity(num_tokens, num_experts, top_k, capacity_factor))
+        most_tokens = torch.full((), num_tokens, device=expert_ids.device)
+        self.group.ranks.all_reduce(most_tokens, "maximum", dist.ReduceOp.MAX)
         return Agreement(expert_capacity(most_tokens, num_experts, top_k, capacity_factor))
 
     def _weights(self, experts: Experts, dtype: torch.dtype) -> Callable[[], ExpertWeights]:
@@ -278,6 +284,57 @@ class Exchanged(Exchange):
         if len(outputs) == 1:
             return outputs[0]
         return torch.cat(outputs)
+
+
+class StaticExchange(Exchanged):
+    """Rows are sent to the ranks of their experts, for each expert as many as its capacity C.
+
+    The places of a full expert are all taken; the others hold a copy of some token, whose result
+    nobody reads and whose gradient is 0. All numbers of rows follow from C, so the ranks exchange
+    no counts. They agree on C unless the caller promises equal numbers of tokens
+    (`moe_core.equal_tokens`).
+
+    Source: GShard, arXiv 2006.16668; the layout (E_l, W C, M) of what arrives: arXiv 2206.03382,
+    section 3.3.
+    """
+
+    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
+        most_tokens = self.group.most_tokens(len(expert_ids), expert_ids.device)
+        num_experts = self.config.num_experts
+        return Agreement(expert_capacity(most_tokens, num_experts, top_k, capacity_factor))
+
+    def __call__(
+        self,
+        experts: nn.Module,
+        tokens: Tensor,
+        gates: Tensor,
+        plan: DispatchPlan,
+        agreement: Agreement,
+    ) -> Tensor:
+        kernels = self.config.kernels
+        capacity = agreement.capacity
+        assert isinstance(capacity, int), "a static exchange has a capacity on the host"
+        places = self.layout.places(plan, capacity)
+        if len(tokens) > 0:
+            rows = dispatch(tokens, places.padded, kernels)  # [E C, M]
+        else:  # there is no token to copy
+            num_places = len(places.padded.choices)
+            rows = tokens.new_zeros(num_places, tokens.shape[1]) + tokens.sum()
+        chunks = self._static_chunks(capacity, tokens.device)
+        rows = self._through_experts(rows, chunks, self._expert_function(experts, tokens.dtype))
+        rows = dispatch(rows, places.returned, kernels)  # [N, M]
+        return combine(rows, gates, plan, kernels)
+
+    def _static_chunks(self, capacity: int, device: torch.device) -> list[Chunk]:
+        """Equally many rows between any two ranks."""
+        num_ranks = self.group.size
+        experts_per_rank = self.config.num_experts // num_ranks
+        chunks = []
+        for size in self.layout.capacity_of_chunks(capacity):
+            counts = self.row_exchange.algorithm.equal_counts(experts_per_rank * size)
+            by_expert = torch.full((num_ranks, experts_per_rank), size, device=device)
+            chunks.append(Chunk(counts, by_expert))
+        return chunks
 
 
 def apply_experts(experts: nn.Module, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -98,6 +98,7 @@ class ExpertGroup:
         self._cached_local_world_sizes: list[int] | None = None
         self._strategy_groups = strategy_groups or StrategyGroups(process_group, {}, {})
         self.comm_stream = CommStream(concurrent=strategy_groups is not None)
+        self.has_equal_tokens = False  # what `equal_tokens` promises
 
     @classmethod
     def of(cls, group: "dist.ProcessGroup | ExpertGroup | None") -> "ExpertGroup":
@@ -118,6 +119,15 @@ class ExpertGroup:
             if ranks.size > 1:
                 values = _AllReduce.apply(values, ranks)
         return values
+
+    def most_tokens(self, num_tokens: int, device: torch.device) -> int:
+        """The largest number of tokens that a rank has in this call of a layer.
+
+        A collective, whose result the host waits for, unless the caller promises equal numbers.
+        """
+        if self.has_equal_tokens:
+            return num_tokens
+        return self.ranks.max(num_tokens, device)
 
     # The subsets that the group is cut into. The first three are for work on the communication
     # stream, the last for work beside it.

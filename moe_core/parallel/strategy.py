@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from moe_core.registry import ALL_TO_ALLS
 
+EXCHANGES = ("counted", "static")
+
 
 @dataclass(frozen=True)
 class ParallelStrategy:
@@ -23,6 +25,10 @@ class ParallelStrategy:
             inside the node first and then between nodes, in fewer and larger messages.
             `moe_core.register_all_to_all` adds others.
         ranks_per_node: ranks of the group on each node; None: as torchrun sets it.
+        exchange: how many rows are sent. "counted": those that there are; the ranks first tell each
+            other how many, and wait for these numbers. "static": for each expert as many as its
+            capacity, the last of them empty, without counts and without waiting. It needs r = 1, at
+            least one expert for each rank, and a capacity.
 
     Raises:
         ValueError: a value that is valid for no group, or an all_to_all that is not registered.
@@ -34,8 +40,13 @@ class ParallelStrategy:
     pipeline_degree: int = 1
     all_to_all: str = "linear"
     ranks_per_node: int | None = None
+    exchange: str = "counted"
 
     def __post_init__(self) -> None:
+        if self.exchange not in EXCHANGES:
+            raise ValueError(f"exchange ({self.exchange!r}) must be one of {', '.join(EXCHANGES)}")
+        if self.exchange == "static" and self.r != 1:
+            raise ValueError(f"r ({self.r}) must be 1 with exchange 'static'")
         _check_integer("r", self.r, 0)
         _check_integer("pipeline_degree", self.pipeline_degree, 1)
         if self.ranks_per_node is not None:
@@ -43,7 +54,12 @@ class ParallelStrategy:
         ALL_TO_ALLS.check(self.all_to_all)
 
     def check(self, num_experts: int, group_size: int) -> None:
-        """Raise ValueError, which lists the valid values, if r is not valid for these sizes."""
+        """Raise ValueError if the strategy is not valid for these sizes."""
+        if self.exchange == "static" and num_experts < group_size:
+            raise ValueError(
+                f"num_experts ({num_experts}) must be at least the expert-parallel size"
+                f" ({group_size}) with exchange 'static'"
+            )
         valid = valid_r(num_experts, group_size)
         if self.r not in valid:
             raise ValueError(
@@ -52,7 +68,10 @@ class ParallelStrategy:
             )
 
     def __str__(self) -> str:
-        return f"r={self.r} d={self.pipeline_degree} {self.all_to_all}"
+        text = f"r={self.r} d={self.pipeline_degree} {self.all_to_all}"
+        if self.exchange != "counted":
+            text += f" {self.exchange}"
+        return text
 
 
 def valid_r(num_experts: int, group_size: int) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from yacs.config import CfgNode
 
 from moe_core import ACTIVATIONS, ALL_TO_ALLS, KERNELS, LOSSES, ROUTERS
+from moe_core.parallel.strategy import EXCHANGES
 from swinv2_moe.config.defaults import flatten
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
@@ -20,6 +21,7 @@ _CHOICES: dict[str, Collection] = {
     "MODEL.MOE.KERNELS": KERNELS,
     "MODEL.MOE.STRATEGY": ("off", "fixed", "auto"),
     "MODEL.MOE.ALL_TO_ALL": ALL_TO_ALLS,
+    "MODEL.MOE.EXCHANGE": EXCHANGES,
     "MODEL.MOE.ROUTER": ROUTERS,
     "MODEL.MOE.AUX_LOSS": LOSSES,
     "MODEL.MOE.ACTIVATION": ACTIVATIONS,

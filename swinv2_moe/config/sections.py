@@ -140,13 +140,14 @@ class ExpertsConfig:
     num_experts: int = 0  # over all ranks; 0: the dense model
     # ranks that share the experts; groups of so many are replicas; 0: all ranks
     expert_parallel_size: int = 0
-    # of those ranks. off: the plainest; fixed: the four keys below; auto: found in training
+    # of those ranks. off: the plainest; fixed: the five keys below; auto: found in training
     strategy: str = "off"
     # 0: weights travel; 1: tokens do; E < ranks: any divisor of ranks / E (moe_core
     # ParallelStrategy)
     r: int = 1
     pipeline_degree: int = 1  # chunks that travel while others are worked on
     all_to_all: str = "linear"  # or 2dh: inside the nodes, then between them
+    exchange: str = "counted"  # or static: as many rows as the capacity, and no counts
     ranks_per_node: int = 0  # for 2dh; 0: as torchrun says
     # per stage, the blocks (from 0) whose FFN is a mixture of experts
     blocks: tuple[tuple[int, ...], ...] = ((), (), (), ())

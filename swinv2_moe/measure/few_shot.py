@@ -34,7 +34,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from moe_core import prepared
+from moe_core import equal_tokens, prepared
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.errors import UserError
@@ -148,7 +148,7 @@ def extract_features(
     """
     model.eval()
     features, targets, unreadable = [], [], []
-    with prepared(model):
+    with prepared(model), equal_tokens(model):
         for images, labels, bad in loader:
             with autocast():
                 maps = model.forward_features(images.to(world.device, non_blocking=True))

@@ -52,6 +52,7 @@ def _strategy(experts: ExpertsConfig) -> ParallelStrategy | str:
             experts.pipeline_degree,
             experts.all_to_all,
             experts.ranks_per_node or None,
+            experts.exchange,
         )
     if experts.strategy == "auto":
         return "auto"

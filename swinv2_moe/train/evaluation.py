@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_core import prepared
+from moe_core import equal_tokens, prepared
 from swinv2_moe.data import IGNORE, Batch
 from swinv2_moe.train.distributed import World
 
@@ -90,7 +90,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with prepared(model):
+        with prepared(model), equal_tokens(model):
             yield
     finally:
         for module, mode in modes.items():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_core import average_expert_gradients, clip_to_norm, global_grad_norm
+from moe_core import average_expert_gradients, clip_to_norm, equal_tokens, global_grad_norm
 from swinv2_moe.config import TrainConfig
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
@@ -81,7 +81,7 @@ class TrainingStep:
         return sections
 
     def run(self, batches: Sequence[Batch], step: int) -> StepResult:
-        """One step on accumulated batches. Every rank calls this.
+        """One step on accumulated batches, of equal size on all ranks. Every rank calls this.
 
         Args:
             step: number of steps before this one.
@@ -94,7 +94,7 @@ class TrainingStep:
         total = torch.zeros(2, device=self.world.device)
         for i, batch in enumerate(batches):
             is_last = i == len(batches) - 1
-            with gradient_sync(self.wrapped, enabled=is_last):
+            with gradient_sync(self.wrapped, enabled=is_last), equal_tokens(self.model):
                 with self.world.named_errors(f"the forward pass of step {step + 1}"):
                     loss, aux_loss = self.loss(batch)
                 with self.world.named_errors(f"the backward pass of step {step + 1}"):

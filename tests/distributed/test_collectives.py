@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from moe_cases import make_layer
 
+from moe_core import equal_tokens
 from moe_core.parallel import ParallelStrategy, make_expert_groups
 
 COLLECTIVES = [
@@ -27,6 +28,11 @@ EXPECTED = {
         ["all_reduce"] + ["all_gather_into_tensor"] * 4,
         ["reduce_scatter_tensor"] * 4,
     ),
+    # the number of tokens; rows to their experts, and back
+    ParallelStrategy(exchange="static"): (
+        ["all_reduce"] + ["all_to_all_single"] * 2,
+        ["all_to_all_single"] * 2,
+    ),
 }
 
 
@@ -45,14 +51,27 @@ def makes_these_alone(rank: int) -> None:
     calls.clear()
     for strategy, expected in EXPECTED.items():
         for num_tokens in (6 + rank, 9):  # also where the number of tokens changes
-            x = torch.randn(num_tokens, 6, dtype=torch.float64, requires_grad=True)
-            y, aux_loss = layer(x, strategy=strategy)
-            forward = calls.copy()
-            calls.clear()
-            (y.sum() + aux_loss).backward()
-            backward = calls.copy()
-            calls.clear()
-            assert (forward, backward) == expected, strategy
+            assert step(layer, num_tokens, strategy, calls) == expected, strategy
+    without_all_reduce = {
+        strategy: ([name for name in forward if name != "all_reduce"], backward)
+        for strategy, (forward, backward) in EXPECTED.items()
+    }
+    with equal_tokens(layer):
+        for strategy, expected in without_all_reduce.items():
+            for num_tokens in (6, 9):
+                assert step(layer, num_tokens, strategy, calls) == expected, strategy
+
+
+def step(layer, num_tokens: int, strategy: ParallelStrategy, calls: list[str]):
+    """The collectives of a forward and of a backward pass."""
+    x = torch.randn(num_tokens, 6, dtype=torch.float64, requires_grad=True)
+    y, aux_loss = layer(x, strategy=strategy)
+    forward = calls.copy()
+    calls.clear()
+    (y.sum() + aux_loss).backward()
+    backward = calls.copy()
+    calls.clear()
+    return forward, backward
 
 
 def test_a_step_makes_no_other_collective(run_processes):
