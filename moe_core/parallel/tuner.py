@@ -210,9 +210,13 @@ class Tuner:
         return events
 
     def decisions(self) -> dict[Key, ParallelStrategy]:
-        """The decided strategies, by key."""
-        searches = self._searches.items()
-        return {key: search.decided for key, search in searches if search.decided is not None}
+        """The decided strategies, by key; while a drift is looked into, the earlier decision."""
+        decisions = {}
+        for key, search in self._searches.items():
+            decided = search.decided or search.previous
+            if decided is not None:
+                decisions[key] = decided
+        return decisions
 
     def state_dict(self) -> list[dict]:
         """The decisions as JSON values."""
