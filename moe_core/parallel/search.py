@@ -79,7 +79,7 @@ class Watch:
         self.windows += 1
         if self.first is None:
             self.first = seconds
-        is_far = not 1 / DRIFT <= seconds / self.first <= DRIFT
+        is_far = seconds > DRIFT * self.first or self.first > DRIFT * seconds
         return is_far and self.windows > self.patience
 
 
@@ -105,9 +105,9 @@ class Search:
     def median(self, strategy: ParallelStrategy) -> float:
         return statistics.median(self.seconds[strategy])
 
-    def medians(self) -> dict[str, float]:
+    def medians(self) -> dict[ParallelStrategy, float]:
         """Seconds by strategy, of all that were measured."""
-        return {str(strategy): self.median(strategy) for strategy in self.seconds}
+        return {strategy: self.median(strategy) for strategy in self.seconds}
 
     def best(self) -> ParallelStrategy:
         """The fastest one measured, else the one predicted."""

@@ -69,7 +69,7 @@ class TunerEvent:
     after: ParallelStrategy
     seconds: float | None
     seconds_before: float | None = None
-    tried: dict[str, float] = field(default_factory=dict)
+    tried: dict[ParallelStrategy, float] = field(default_factory=dict)
 
 
 class Tuner:
@@ -367,7 +367,7 @@ class Tuner:
                 key,
                 search.previous,
                 search.decided,
-                medians.get(str(search.decided)),
+                medians.get(search.decided),
                 tried=medians,
             )
         )

@@ -43,7 +43,7 @@ def _as_record(event: TunerEvent) -> dict:
         "to": str(event.after),
         "ms": _milliseconds(event.seconds),
         "ms_before": _milliseconds(event.seconds_before),
-        "tried_ms": {name: _milliseconds(seconds) for name, seconds in event.tried.items()},
+        "tried_ms": {str(tried): _milliseconds(time) for tried, time in event.tried.items()},
     }
 
 
