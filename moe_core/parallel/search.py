@@ -10,6 +10,8 @@ from moe_core.parallel.cost_model import LayerShape
 from moe_core.parallel.strategy import ParallelStrategy
 from moe_core.parallel.trial import Trial
 
+# After each round a strategy stays if its median is within this factor of the best.
+KEPT_WITHIN = (1.6, 1.3, 1.2, 1.15, 1.1, 1.1, 1.1, 1.1)
 # A decided strategy has drifted if its time is this factor above or below that of its first window.
 DRIFT = 1.3
 SHORTEST_WINDOW = 8  # calls
@@ -101,6 +103,7 @@ class Search:
     survivors: list[ParallelStrategy] = field(default_factory=list)
     under_way: int = 0
     rounds: int = 0
+    most_rounds: int = len(KEPT_WITHIN)
 
     def median(self, strategy: ParallelStrategy) -> float:
         return statistics.median(self.seconds[strategy])

@@ -36,14 +36,13 @@ from moe_core.parallel.calibration import calibrate
 from moe_core.parallel.cost_model import ranked
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.machine import Machine
-from moe_core.parallel.search import Key, Search, Watch, neighbourhood
+from moe_core.parallel.search import KEPT_WITHIN, Key, Search, Watch, neighbourhood
 from moe_core.parallel.strategy import ParallelStrategy
 from moe_core.parallel.trial import Purpose, Trial
 
 _log = logging.getLogger(__name__)
 
-# After each round a strategy stays if its median is within this factor of the best.
-KEPT_WITHIN = (1.6, 1.3, 1.2, 1.15, 1.1, 1.1, 1.1, 1.1)
+ROUNDS_AFTER_DRIFT = 5  # of a new search: with the check before, it ends within 50 steps
 BUDGET = 10.0  # time lost per layer in training, and in inference, in calls of the best strategy
 _MOST_EVENTS = 10_000  # that are kept until `take_events`
 
@@ -322,7 +321,11 @@ class Tuner:
         predicted = neighbourhood(search.decided, self._predict(key))
         patience = Watch(search.watch.patience)
         self._searches[key] = Search(
-            predicted, previous=search.decided, watch=patience, queue=list(predicted)
+            predicted,
+            previous=search.decided,
+            watch=patience,
+            queue=list(predicted),
+            most_rounds=ROUNDS_AFTER_DRIFT,
         )
         self.lost[key.training] = 0.0
 
@@ -353,7 +356,7 @@ class Tuner:
         tried_now = [s for s, seconds in search.seconds.items() if len(seconds) == search.rounds]
         search.survivors = [strategy for strategy in tried_now if search.median(strategy) <= limit]
         search.queue = list(search.survivors)
-        if len(search.queue) < 2 or search.rounds == len(KEPT_WITHIN):
+        if len(search.queue) < 2 or search.rounds == search.most_rounds:
             self._decide(key, search)
 
     def _decide(self, key: Key, search: Search) -> None:
@@ -391,7 +394,7 @@ def _milliseconds(search: Search, strategy: ParallelStrategy) -> str:
 
 def _is_capturing() -> bool:
     """Whether this call is captured in a CUDA graph, where nothing can be timed."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 # by group; `Tuner.of` fills it
