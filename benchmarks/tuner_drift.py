@@ -2,7 +2,7 @@
 (netns.py); needs root, Linux and iproute2.
 
 sudo .venv/bin/python benchmarks/tuner_drift.py                (about 5 minutes on 2 idle cores)
-sudo .venv/bin/python benchmarks/tuner_drift.py --layout 2x2 --rate 200 --rounds 9
+sudo .venv/bin/python benchmarks/tuner_drift.py --layout 2x2 --rate 200 --rounds 5
 
 One MoE layer runs in training, another time in inference, with strategy "auto" and a check every 10
 steps. After the tuner has decided, the links get half the rate, and 60 steps follow. Then every
@@ -30,8 +30,9 @@ from moe_core.parallel import ParallelStrategy, Tuner, make_expert_groups
 from moe_core.parallel.cost_model import candidates
 from swinv2_moe.measure.rounds import machine, median_and_spread, ratios
 
-# Tokens of a rank, and shapes for which the rate decides what is best.
+# Tokens of a rank, shapes, and Mbit/s for which halving the rate changes what is best.
 TOKENS = 2048
+RATES = {"training": 200.0, "inference": 300.0}
 SHAPES = {
     "training": {"model_dim": 128, "hidden_dim": 512, "num_experts": 2},
     "inference": {"model_dim": 128, "hidden_dim": 768, "num_experts": 2},
@@ -162,7 +163,7 @@ def steps_until_near(found: dict) -> int | None:
     return last_far
 
 
-def row(mode: str, found: dict) -> str:
+def row(mode: str, rate: float, found: dict) -> str:
     medians = {name: statistics.median(times) for name, times in found["ms"].items()}
     medians.pop("tuner")
     best = min(medians, key=medians.get)
@@ -172,8 +173,8 @@ def row(mode: str, found: dict) -> str:
     to_best = median_and_spread(ratios(found["ms"]["tuner"], found["ms"][best]), 2)
     kept = medians[found["before"]] / medians[best]
     return (
-        f"| {mode} | {found['until_decided']} | {found['before']} | {kept:.2f} | {until}"
-        f" | {found['after'][-1]} | {best} | {to_best} |"
+        f"| {mode} | {rate:g} -> {rate / 2:g} | {found['until_decided']} | {found['before']}"
+        f" | {kept:.2f} | {until} | {found['after'][-1]} | {best} | {to_best} |"
     )
 
 
@@ -182,26 +183,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layout", default="2x2", metavar="NxG", help="nodes x ranks per node")
-    parser.add_argument("--rate", type=float, default=200.0, metavar="MBIT", help="of each link")
+    parser.add_argument("--rate", type=float, metavar="MBIT", help="of each link, before")
     parser.add_argument("--modes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write every number")
     args = parser.parse_args()
     require()
     torch.set_num_threads(1)
     nodes, per_node = map(int, args.layout.split("x"))
-    print(f"{machine('cpu')}; load {os.getloadavg()[0]:.1f}; {args.rate:g} -> {args.rate / 2:g}")
+    print(f"{machine('cpu')}; load {os.getloadavg()[0]:.1f}")
     print(
-        "\n| | steps to the first decision | before | its time to the new best | steps to within"
-        " 10% | after | best fixed | tuner's time to it |"
+        "\n| | Mbit/s | steps to the first decision | before | its time to the new best"
+        " | steps to within 10% | after | best fixed | tuner's time to it |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     records = {}
     with Cluster(nodes, per_node) as cluster:
         for mode in args.modes:
-            found = measure(cluster, args.rate, mode, args.rounds)
+            rate = args.rate or RATES[mode]
+            found = measure(cluster, rate, mode, args.rounds)
             records[mode] = found
-            print(row(mode, found), flush=True)
+            print(row(mode, rate, found), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"machine": machine("cpu"), **records}) + "\n")
 
