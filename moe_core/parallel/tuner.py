@@ -193,9 +193,9 @@ class Tuner:
         self.ranks.all_reduce(sums, "times of decided strategies")
         drifted = []
         for (key, search), (total, num_known) in zip(watched, sums.tolist(), strict=True):
-            if num_known == self.ranks.size and self._has_drifted(
-                key, search, total / self.ranks.size
-            ):
+            if num_known < self.ranks.size:
+                continue
+            if self._has_drifted(key, search, total / self.ranks.size):
                 drifted.append(key)
         if drifted and self._measures_machine:
             self._measure_machine()
@@ -300,17 +300,18 @@ class Tuner:
     def _has_drifted(self, key: Key, search: Search, seconds: float) -> bool:
         decided = search.decided
         assert decided is not None
-        before = search.watch.first
         self._events.append(TunerEvent("time", key, decided, decided, seconds))
         if not search.watch.has_drifted(seconds):
             return False
+        before = search.watch.first
+        assert before is not None
         self._events.append(TunerEvent("drift", key, decided, decided, seconds, before))
         _log.info(
             "%s: %s takes %.2f ms forward, %.2f ms when it was new: searching again",
             key.describe(),
             decided,
             1000 * seconds,
-            1000 * (before or 0.0),
+            1000 * before,
         )
         return True
 
