@@ -32,6 +32,7 @@ from moe_core.training import (
     load_strategy_decisions,
     moe_layers,
     strategy_decisions,
+    strategy_tuners,
 )
 
 __all__ = [
@@ -67,4 +68,5 @@ __all__ = [
     "release_buffers",
     "save_tensors",
     "strategy_decisions",
+    "strategy_tuners",
 ]

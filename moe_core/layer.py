@@ -18,10 +18,9 @@ from moe_core.parallel.exchange import (
     Agreement,
     Exchange,
     apply_experts,
-    count_choices,
     make_exchange,
 )
-from moe_core.parallel.tuner import Trial
+from moe_core.parallel.trial import Trial
 from moe_core.precision import expert_dtype, without_autocast
 from moe_core.rounding import round_to_tiles
 from moe_core.router import Routing, make_router, perturb_input, route
@@ -47,8 +46,7 @@ class MoELayer(nn.Module):
             Give several layers one ExpertGroup, rather than a process group each, and they share
             what their strategies set up.
         strategy: how the group is used; it changes neither the result nor which rank owns which
-            parameter. "auto" tries strategies while training and keeps the fastest
-            (moe_core.parallel.tuner).
+            parameter. "auto" tries strategies and keeps the fastest (moe_core.parallel.tuner).
         router: in place of the configured one, a module from tokens [T, M] to logits [T, E]; or
             several of them, of which each call takes one.
         experts: in place of the built-in ones, a module from (rows [N, M], offsets [E_local]) to
@@ -177,7 +175,7 @@ class MoELayer(nn.Module):
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
         routing = self._route(tokens, top_k, router)
         tokens = self._expert_input(tokens)
-        strategy, trial = self._choose(strategy, tokens, routing, top_k, capacity_factor)
+        strategy, trial = self._choose(strategy, tokens, top_k, capacity_factor)
         if trial is not None:
             tokens = trial.begin(tokens)
         exchange = self._exchange_of(strategy)
@@ -215,25 +213,27 @@ class MoELayer(nn.Module):
         self,
         strategy: ParallelStrategy | str,
         tokens: Tensor,
-        routing: Routing,
         top_k: int,
         capacity_factor: float,
     ) -> tuple[ParallelStrategy, Trial | None]:
         """The strategy of this call and the trial that it is, if any. For "auto", what the group's
-        tuner has found for this capacity, or tries now."""
+        tuner has found for this capacity, or tries now: in training with gradients, in evaluation
+        without."""
         if isinstance(strategy, ParallelStrategy):
             return strategy, None
         if self.group.size == 1:
             return ParallelStrategy(), None
-        capacity = self._agreed_capacity(tokens, top_k, capacity_factor)
-        if capacity is None:
-            counts = count_choices(routing.expert_ids, self.config.num_experts)
-            capacity = self.group.ranks.max(int(counts.max()), tokens.device)
+        # Without a capacity (0) the mean load of an expert is the key.
+        capacity = self._agreed_capacity(tokens, top_k, capacity_factor or 1.0)
+        assert capacity is not None
         tuner = Tuner.of(self.group)
         built_in = isinstance(self.experts, Experts)
-        key = tuner.key(self.config, top_k, tokens.element_size(), built_in, capacity)
-        explore = self.training and torch.is_grad_enabled() and tokens.requires_grad
-        return tuner.choose(self, key, explore)
+        training = torch.is_grad_enabled()
+        has_capacity = capacity_factor != 0
+        key = tuner.key(
+            self.config, top_k, tokens.element_size(), built_in, capacity, training, has_capacity
+        )
+        return tuner.choose(self, key, explore=self.training == training)
 
     def _route(self, tokens: Tensor, top_k: int, router: int) -> Routing:
         # At least fp32, autocast or not: a bf16 softmax flips close choices.

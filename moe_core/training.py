@@ -110,7 +110,7 @@ def average_expert_gradients(model: nn.Module) -> None:
 
 def strategy_decisions(model: nn.Module) -> list[dict]:
     """The tuners' decisions as JSON values; an empty list without tuners."""
-    return [decision for tuner in _tuners(model) for decision in tuner.state_dict()]
+    return [decision for tuner in strategy_tuners(model) for decision in tuner.state_dict()]
 
 
 def load_strategy_decisions(model: nn.Module, decisions: list[dict]) -> None:
@@ -119,16 +119,17 @@ def load_strategy_decisions(model: nn.Module, decisions: list[dict]) -> None:
     Raises:
         ValueError: a strategy that is not valid, or an all-to-all that is not registered.
     """
-    for tuner in _tuners(model):
+    for tuner in strategy_tuners(model):
         tuner.load_state_dict(decisions)
 
 
-def _tuners(model: nn.Module) -> set[Tuner]:
-    tuned = set()
+def strategy_tuners(model: nn.Module) -> list[Tuner]:
+    """The tuners of the layers with strategy "auto" over several ranks, in the order of layers."""
+    tuners: dict[Tuner, None] = {}
     for layer in moe_layers(model).values():
         if layer.strategy == "auto" and layer.group.size > 1:
-            tuned.add(Tuner.of(layer.group))
-    return tuned
+            tuners[Tuner.of(layer.group)] = None
+    return list(tuners)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from moe_core.parallel.make_groups import make_expert_groups
 from moe_core.parallel.ranks import CollectiveError, Ranks
 from moe_core.parallel.strategy import ParallelStrategy, valid_r
 from moe_core.parallel.traffic import Traffic, count_traffic
-from moe_core.parallel.tuner import Tuner
+from moe_core.parallel.tuner import Tuner, TunerEvent
 
 __all__ = [
     "PROFILES",
@@ -31,6 +31,7 @@ __all__ = [
     "RowCounts",
     "Traffic",
     "Tuner",
+    "TunerEvent",
     "all_to_all",
     "calibrate",
     "count_traffic",

@@ -1,17 +1,21 @@
-"""Finds the fastest strategy for each layer shape and capacity while training runs.
+"""Finds the fastest strategy for each layer shape and capacity while the layers are used.
 
-1. A call's key is its layer's shape and the bucket of the capacity it needs now: rows of one rank
-   for one expert, up to the next power of two. Layers of equal shape over one group share what is
-   found.
-2. The cost model ranks the strategies. In that order each is used for one training call, forward
-   and backward, and timed; what is far behind goes, and the rest is tried again, interleaved, until
-   one is left or eight rounds are over.
+1. A call's key is its layer's shape, the bucket of the capacity it needs now (rows of one rank for
+   one expert, up to the next power of two), and whether a backward pass follows. Layers of equal
+   shape over one group share what is found.
+2. The cost model ranks the strategies. In that order each is used for one call and timed: forward
+   and backward in training, forward in inference. What is far behind goes, and the rest is tried
+   again, interleaved, until one is left or eight rounds are over.
 3. A budget bounds the time lost on strategies that turn out slower: 10 calls' worth of each layer,
    1% of 1,000 steps.
+4. From then on calls of this key exchange and read nothing for the tuner. They keep their forward
+   times. `Tuner.check`, which the training loop calls every few steps, averages them over the ranks
+   in one collective. A drift of 30% starts a new search among the strategy's neighbours, with a new
+   budget.
 
-A timed call is an ordinary step of training: no strategy changes the result. Times are averaged
-over the ranks before anyone looks at them, and everything else is a function of those, so the ranks
-agree without asking.
+A timed call is an ordinary call: no strategy changes the result. Times are averaged over the ranks
+before anyone looks at them, and everything else is a function of those, so the ranks agree without
+asking.
 
 Source: arXiv 2206.03382 (Tutel), section 3.2, which keeps such a dictionary; the search differs.
 """
@@ -19,163 +23,52 @@ Source: arXiv 2206.03382 (Tutel), section 3.2, which keeps such a dictionary; th
 # W ranks of the group, E experts, M model dim, H hidden dim, d pipeline degree
 
 import logging
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moe_core.config import MoEConfig
 from moe_core.parallel.calibration import calibrate
-from moe_core.parallel.cost_model import LayerShape, ranked
+from moe_core.parallel.cost_model import ranked
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.machine import Machine
+from moe_core.parallel.search import KEPT_WITHIN, Key, Search, Watch, neighbourhood
 from moe_core.parallel.strategy import ParallelStrategy
+from moe_core.parallel.trial import Purpose, Trial
 
 _log = logging.getLogger(__name__)
 
-# After each round a strategy stays if its median is within this factor of the best.
-KEPT_WITHIN = (1.6, 1.3, 1.2, 1.15, 1.1, 1.1, 1.1, 1.1)
-BUDGET = 10.0  # time lost per layer, in calls of the best strategy
+ROUNDS_AFTER_DRIFT = 5  # of a new search: with the check before, it ends within 50 steps
+BUDGET = 10.0  # time lost per layer in training, and in inference, in calls of the best strategy
+_MOST_EVENTS = 10_000  # that are kept until `take_events`
 
 
-class Key(NamedTuple):
-    """All that a decision depends on, besides the machine."""
+@dataclass(frozen=True)
+class TunerEvent:
+    """An entry of the tuner's time line.
 
-    model_dim: int
-    hidden_dim: int
-    num_experts: int
-    top_k: int
-    element_size: int  # bytes of a row's elements
-    group_size: int
-    ranks_per_node: int
-    built_in: bool  # whether the experts' weights may travel
-    bucket: int  # 2**bucket is the capacity's upper bound
+    Attributes:
+        kind: "decided": a search ended, "drift": one began again, "time": the time of a decided
+            strategy in the window before a check.
+        before: the strategy until now; None before the first decision.
+        after: the strategy from now on.
+        seconds: of one call with `after`. "decided": as searched, forward and backward in training;
+            None where the budget forbade to try it. Otherwise forward.
+        seconds_before: "drift": of one call in the first window after the decision.
+        tried: "decided": seconds by strategy.
+    """
 
-    def shape(self) -> LayerShape:
-        rows = 2**self.bucket
-        tokens = max(rows * self.num_experts // self.top_k, 1)
-        return LayerShape(
-            tokens,
-            self.model_dim,
-            self.hidden_dim,
-            self.num_experts,
-            self.top_k,
-            rows,
-            self.element_size,
-        )
-
-
-Time = float | torch.cuda.Event  # of a CPU, of a GPU
-
-
-class Trial:
-    """One timed call: `begin` and `end` enclose what the strategy affects, forward and backward."""
-
-    def __init__(self, key: Key, strategy: ParallelStrategy, is_warm_up: bool) -> None:
-        self.key, self.strategy, self.is_warm_up = key, strategy, is_warm_up
-        self._start: Time | None = None
-        self._gradient_start: Time | None = None
-        # Functions that return seconds.
-        self._forward: Callable[[], float] | None = None
-        self._backward: Callable[[], float] | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self._backward is not None
-
-    @property
-    def seconds(self) -> float:
-        """Of the forward and of the backward part."""
-        assert self._forward is not None
-        assert self._backward is not None
-        return self._forward() + self._backward()
-
-    def begin(self, tokens: Tensor) -> Tensor:
-        self._start = _now(tokens)
-        return _Mark.apply(tokens, self._gradient_ends)
-
-    def end(self, y: Tensor) -> Tensor:
-        # Set at the end: where activations are recomputed, a forward pass may begin again and break
-        # off.
-        self._forward = _between(self._start, _now(y))
-        return _Mark.apply(y, self._gradient_begins)
-
-    def _gradient_begins(self, grad: Tensor) -> None:
-        self._gradient_start = _now(grad)
-
-    def _gradient_ends(self, grad: Tensor) -> None:
-        self._backward = _between(self._gradient_start, _now(grad))
-
-
-def _now(tensor: Tensor) -> Time:
-    if not tensor.is_cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(start, end) -> Callable[[], float]:
-    if isinstance(start, float):
-        return lambda: end - start
-
-    def seconds() -> float:
-        end.synchronize()  # recorded in an earlier step, so it does not block
-        return start.elapsed_time(end) / 1000
-
-    return seconds
-
-
-class _Mark(torch.autograd.Function):
-    """The identity; calls `passed` with the gradient."""
-
-    @staticmethod
-    def forward(ctx, x, passed):
-        ctx.passed = passed
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.passed(grad)
-        return grad, None
-
-
-@dataclass
-class _Search:
-    """The state of the search for one key."""
-
-    predicted: dict[ParallelStrategy, float]  # seconds, best first
-    decided: ParallelStrategy | None = None
-    seconds: dict[ParallelStrategy, list[float]] = field(default_factory=dict)
-    queue: list[ParallelStrategy] = field(default_factory=list)  # of this round
-    survivors: list[ParallelStrategy] = field(default_factory=list)
-    under_way: int = 0
-    rounds: int = 0
-
-    def median(self, strategy: ParallelStrategy) -> float:
-        return statistics.median(self.seconds[strategy])
-
-    def best(self) -> ParallelStrategy:
-        """The fastest one measured, else the one predicted."""
-        if self.decided is not None:
-            return self.decided
-        rivals = self.survivors or list(self.seconds) or [next(iter(self.predicted))]
-        if not self.seconds:
-            return rivals[0]
-        return min(rivals, key=self.median)
-
-    def loss(self, strategy: ParallelStrategy) -> float:
-        """Expected cost of one more trial over a call of the best strategy, in such calls."""
-        if not self.seconds:
-            return 0.0
-        if strategy in self.seconds:
-            return self.median(strategy) / self.median(self.best()) - 1
-        return max(self.predicted[strategy] / self.predicted.get(self.best(), 1.0) - 1, 0.0)
+    kind: str
+    key: Key
+    before: ParallelStrategy | None
+    after: ParallelStrategy
+    seconds: float | None
+    seconds_before: float | None = None
+    tried: dict[ParallelStrategy, float] = field(default_factory=dict)
 
 
 class Tuner:
@@ -183,8 +76,8 @@ class Tuner:
     `Tuner.of(group)`.
 
     Args:
-        machine: for the cost model; None: measured at the first training call, in less than a
-            second.
+        machine: for the cost model; None: measured at the first timed call and after a drift, in
+            about a second.
         degrees: pipeline degrees to try.
     """
 
@@ -197,6 +90,7 @@ class Tuner:
         # not the group itself: a reference from its tuner would keep it alive
         self.ranks = group.ranks
         self.machine = machine
+        self._measures_machine = machine is None
         self.degrees = tuple(degrees)
         try:
             self.ranks_per_node = group.ranks_per_node()
@@ -204,10 +98,17 @@ class Tuner:
             _log.info("no all-to-all by node is tried: %s", error)
             self.ranks_per_node = group.size
         self.trials = 0
-        self.lost = 0.0  # time spent on slower strategies, in calls of the best one
-        self._searches: dict[Key, _Search] = {}
-        self._open: WeakKeyDictionary[nn.Module, Trial | None] = WeakKeyDictionary()
+        # Time spent on slower strategies, in calls of the best one: in training, in inference. A
+        # drift sets it to 0.
+        self.lost = {True: 0.0, False: 0.0}
+        self._searches: dict[Key, Search] = {}
+        # each layer's trial, in training and in inference
+        self._open: dict[bool, WeakKeyDictionary[nn.Module, Trial | None]] = {
+            True: WeakKeyDictionary(),
+            False: WeakKeyDictionary(),
+        }
         self._warm: set[tuple] = set()
+        self._events: deque[TunerEvent] = deque(maxlen=_MOST_EVENTS)
 
     @classmethod
     def of(cls, group: ExpertGroup) -> "Tuner":
@@ -217,10 +118,23 @@ class Tuner:
         return tuners[group]
 
     def key(
-        self, config: MoEConfig, top_k: int, element_size: int, built_in: bool, capacity: int
+        self,
+        config: MoEConfig,
+        top_k: int,
+        element_size: int,
+        built_in: bool,
+        capacity: int,
+        training: bool = True,
+        has_capacity: bool = True,
     ) -> Key:
         """The key of a call with at most `capacity` rows of one rank for one expert; the same on
-        all ranks."""
+        all ranks.
+
+        Args:
+            training: whether a backward pass follows.
+            has_capacity: whether `capacity` is a limit, not the mean load of a dropless layer. Only
+                then is a static exchange possible.
+        """
         return Key(
             config.model_dim,
             config.hidden_dim,
@@ -231,33 +145,81 @@ class Tuner:
             self.ranks_per_node,
             built_in,
             bucket=max(capacity - 1, 0).bit_length(),
+            training=training,
+            has_capacity=has_capacity,
         )
 
     def choose(
         self, layer: nn.Module, key: Key, explore: bool
     ) -> tuple[ParallelStrategy, Trial | None]:
-        """The strategy of a call, and its trial if the call is one. All ranks of the group call
-        this.
+        """The strategy of a call, and what times it, if anything. All ranks of the group call this.
 
         The layer's last trial has to finish its backward pass before the next begins: gradient
-        accumulation and recomputed activations repeat a strategy.
+        accumulation and recomputed activations repeat a strategy. Once the key is decided, this is
+        no collective and does not wait for the device.
         """
-        if not explore:
+        if not explore or _is_capturing():
             return self._known(key), None
-        trial = self._open.get(layer)
+        open_trials = self._open[key.training]
+        trial = open_trials.get(layer)
         if trial is not None and trial.finished:
-            self._record(trial)
+            if trial.purpose != "held":
+                self._record(trial)
             trial = None
         if trial is None:
-            trial = self._open[layer] = self._next_trial(key)
+            trial = open_trials[layer] = self._next_trial(key)
         if trial is not None and trial.key == key:
             return trial.strategy, trial
-        return self._known(key), None
+        search = self._searches.get(key)
+        if search is None or search.decided is None:
+            return self._known(key), None
+        watched = Trial(key, search.decided)
+        search.watch.trials.append(watched)
+        return search.decided, watched
+
+    def check(self) -> None:
+        """Compare the times of the decided strategies with those after their decision, and search
+        again where they differ by 30%.
+
+        A collective of two numbers for each key, which is waited for; after a drift also the
+        measurement of the machine. All ranks of the group call this between the same two calls of
+        their layers.
+        """
+        watched = [(key, s) for key, s in self._searches.items() if s.decided is not None]
+        if not watched:
+            return
+        rows = []
+        for _, search in watched:
+            seconds = search.watch.median()
+            is_known = seconds is not None
+            rows.append([seconds or 0.0, float(is_known)])
+        sums = torch.tensor(rows, dtype=torch.float64, device=self.ranks.device)
+        self.ranks.all_reduce(sums, "times of decided strategies")
+        drifted = []
+        for (key, search), (total, num_known) in zip(watched, sums.tolist(), strict=True):
+            if num_known < self.ranks.size:
+                continue
+            if self._has_drifted(key, search, total / self.ranks.size):
+                drifted.append(key)
+        if drifted and self._measures_machine:
+            self._measure_machine()
+        for key in drifted:
+            self._search_again(key)
+
+    def take_events(self) -> list[TunerEvent]:
+        """The events since the last call, oldest first; on every rank the same ones."""
+        events = list(self._events)
+        self._events.clear()
+        return events
 
     def decisions(self) -> dict[Key, ParallelStrategy]:
-        """The decided strategies, by key."""
-        searches = self._searches.items()
-        return {key: search.decided for key, search in searches if search.decided is not None}
+        """The decided strategies, by key; while a drift is looked into, the earlier decision."""
+        decisions = {}
+        for key, search in self._searches.items():
+            decided = search.decided or search.previous
+            if decided is not None:
+                decisions[key] = decided
+        return decisions
 
     def state_dict(self) -> list[dict]:
         """The decisions as JSON values."""
@@ -268,56 +230,109 @@ class Tuner:
 
     def load_state_dict(self, state: list[dict]) -> None:
         """Take over decisions; those of another group size or shape stay unused until it comes
-        back."""
+        back. A key of an earlier version, without `training`, is one of training."""
         for entry in state:
             strategy = ParallelStrategy(**entry["strategy"])
-            self._searches[Key(**entry["key"])] = _Search({strategy: 0.0}, strategy)
+            self._searches[Key(**entry["key"])] = Search({strategy: 0.0}, strategy)
 
     def _known(self, key: Key) -> ParallelStrategy:
-        """The best strategy so far for this key, else for the nearest capacity, else the
-        default."""
+        """The best strategy so far for this key, else for the nearest capacity, else for the same
+        in training or inference, else the default."""
         if key in self._searches:
             return self._searches[key].best()
-        others = [other for other in self._searches if other._replace(bucket=key.bucket) == key]
+        others = [
+            other
+            for other in self._searches
+            if other._replace(bucket=key.bucket, training=key.training) == key
+        ]
         if not others:
             return ParallelStrategy()
-        nearest = min(others, key=lambda other: abs(other.bucket - key.bucket))
-        return self._searches[nearest].best()
+
+        def distance(other: Key) -> tuple[bool, int]:
+            return other.training != key.training, abs(other.bucket - key.bucket)
+
+        return self._searches[min(others, key=distance)].best()
 
     def _next_trial(self, key: Key) -> Trial | None:
         if key not in self._searches:
             self._searches[key] = self._begin(key)
         search = self._searches[key]
+        budget = BUDGET * max(len(self._open[key.training]), 1)
         while search.queue:
             strategy = search.queue.pop(0)
-            if self.lost + search.loss(strategy) <= BUDGET * max(len(self._open), 1):
-                setup = (strategy.r, strategy.all_to_all, key.element_size)
+            if self.lost[key.training] + search.loss(strategy) <= budget:
                 # communicators and buffers are made by the first call
-                is_warm_up = setup not in self._warm
-                if is_warm_up:
+                setup = (replace(strategy, pipeline_degree=1), key.element_size)
+                purpose: Purpose = "timed"
+                if setup not in self._warm:
+                    purpose = "warm-up"
                     self._warm.add(setup)
                     search.queue.insert(0, strategy)
                 search.under_way += 1
-                return Trial(key, strategy, is_warm_up)
+                return Trial(key, strategy, purpose, has_backward=key.training)
         if search.decided is None and search.under_way == 0:
             self._decide(key, search)
-        return None
+        if search.decided is not None:
+            return None
+        # Other layers' trials are under way. Their end may change what is best.
+        return Trial(key, search.best(), "held", has_backward=key.training)
 
-    def _begin(self, key: Key) -> _Search:
+    def _begin(self, key: Key) -> Search:
         if self.machine is None:
-            ranks = self.ranks
-            self.machine = calibrate(ranks.process_group, key.ranks_per_node, ranks.device)
-        strategies = ranked(
-            self.machine, key.shape(), key.group_size, key.ranks_per_node, self.degrees
-        )
-        predicted = {}
-        for strategy, seconds in strategies:
-            if key.built_in or strategy.r == 1:
-                predicted[strategy] = seconds
+            self._measure_machine()
+        predicted = self._predict(key)
         # a decision for another capacity predicts better than the cost model
         near = self._known(key)
         order = sorted(predicted, key=lambda strategy: strategy != near)
-        return _Search(predicted, queue=order)
+        return Search(predicted, queue=order)
+
+    def _measure_machine(self) -> None:
+        ranks = self.ranks
+        self.machine = calibrate(ranks.process_group, self.ranks_per_node, ranks.device)
+
+    def _predict(self, key: Key) -> dict[ParallelStrategy, float]:
+        """Seconds of all strategies that the key allows, best first."""
+        assert self.machine is not None
+        predicted = {}
+        for strategy, seconds in ranked(
+            self.machine, key.shape(), key.group_size, key.ranks_per_node, self.degrees
+        ):
+            if key.built_in or strategy.r == 1:
+                predicted[strategy] = seconds
+        return predicted
+
+    def _has_drifted(self, key: Key, search: Search, seconds: float) -> bool:
+        decided = search.decided
+        assert decided is not None
+        self._events.append(TunerEvent("time", key, decided, decided, seconds))
+        if not search.watch.has_drifted(seconds):
+            return False
+        before = search.watch.first
+        assert before is not None
+        self._events.append(TunerEvent("drift", key, decided, decided, seconds, before))
+        _log.info(
+            "%s: %s takes %.2f ms forward, %.2f ms when it was new: searching again",
+            key.describe(),
+            decided,
+            1000 * seconds,
+            1000 * before,
+        )
+        return True
+
+    def _search_again(self, key: Key) -> None:
+        """Begin a search among the neighbours of the decided strategy."""
+        search = self._searches[key]
+        assert search.decided is not None
+        predicted = neighbourhood(search.decided, self._predict(key))
+        patience = Watch(search.watch.patience)
+        self._searches[key] = Search(
+            predicted,
+            previous=search.decided,
+            watch=patience,
+            queue=list(predicted),
+            most_rounds=ROUNDS_AFTER_DRIFT,
+        )
+        self.lost[key.training] = 0.0
 
     def _record(self, trial: Trial) -> None:
         """Take in a finished trial; the ranks' mean, so that all of them go on alike."""
@@ -329,38 +344,44 @@ class Tuner:
         if search.decided is not None:  # loaded in the meantime
             return
         self.trials += 1
-        if not trial.is_warm_up:
+        if trial.purpose == "timed":
             search.seconds.setdefault(trial.strategy, []).append(seconds)
         if search.seconds:
-            self.lost += max(seconds / search.median(search.best()) - 1, 0.0)
+            self.lost[trial.key.training] += max(seconds / search.median(search.best()) - 1, 0.0)
         if not search.queue and search.under_way == 0:
             if search.seconds:
                 self._end_round(trial.key, search)
             else:  # the budget ended the search after a warm-up
                 self._decide(trial.key, search)
 
-    def _end_round(self, key: Key, search: _Search) -> None:
+    def _end_round(self, key: Key, search: Search) -> None:
         best = search.median(search.best())
         limit = best * KEPT_WITHIN[search.rounds]
         search.rounds += 1
         tried_now = [s for s, seconds in search.seconds.items() if len(seconds) == search.rounds]
         search.survivors = [strategy for strategy in tried_now if search.median(strategy) <= limit]
         search.queue = list(search.survivors)
-        if len(search.queue) < 2 or search.rounds == len(KEPT_WITHIN):
+        if len(search.queue) < 2 or search.rounds == search.most_rounds:
             self._decide(key, search)
 
-    def _decide(self, key: Key, search: _Search) -> None:
+    def _decide(self, key: Key, search: Search) -> None:
         search.decided, search.queue = search.best(), []
+        search.watch = Watch(search.next_patience())
         predicted = next(iter(search.predicted))
+        medians = search.medians()
+        self._events.append(
+            TunerEvent(
+                "decided",
+                key,
+                search.previous,
+                search.decided,
+                medians.get(search.decided),
+                tried=medians,
+            )
+        )
         _log.info(
-            "M=%d H=%d E=%d K=%d over %d ranks, capacity up to %d: %s, %s; predicted %s, %s; %d"
-            " tried in %d rounds",
-            key.model_dim,
-            key.hidden_dim,
-            key.num_experts,
-            key.top_k,
-            key.group_size,
-            2**key.bucket,
+            "%s: %s, %s; predicted %s, %s; %d tried in %d rounds",
+            key.describe(),
             search.decided,
             _milliseconds(search, search.decided),
             predicted,
@@ -370,10 +391,15 @@ class Tuner:
         )
 
 
-def _milliseconds(search: _Search, strategy: ParallelStrategy) -> str:
+def _milliseconds(search: Search, strategy: ParallelStrategy) -> str:
     if strategy not in search.seconds:
         return "not tried"
     return f"{1000 * search.median(strategy):.2f} ms"
+
+
+def _is_capturing() -> bool:
+    """Whether this call is captured in a CUDA graph, where nothing can be timed."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 # by group; `Tuner.of` fills it

@@ -11,7 +11,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 from torch import Tensor, nn
 
 from moe_core import moe_layers
-from moe_core.parallel import ExpertGroup, make_expert_groups
+from moe_core.parallel import ExpertGroup, ParallelStrategy, make_expert_groups
 from swinv2_moe.detection.weights import load_pretrained, rank_experts
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_types
@@ -26,6 +26,7 @@ _SET_HERE = {
     "dynamic_img_size",
     "strict_img_size",
     "expert_group",
+    "expert_strategy",
     "kwargs",
 }
 
@@ -45,6 +46,9 @@ class SwinV2MoE(BaseModule):
         patch_size: in pixels; map i has stride `patch_size * 2**i` and `embed_dim * 2**i` channels.
         aux_loss_weight: weight of the MoE layers' auxiliary loss.
         expert_parallel: distribute the experts over all processes; False: each process has all.
+        expert_strategy: with expert_parallel, how the processes exchange tokens: "auto", which
+            searches, or the fields of a moe_core ParallelStrategy, such as `dict(r=0)`; None: no
+            chunks, linear all-to-all.
         with_cp: recompute activations in the backward pass.
         pretrained: a run of this project (classifier or detector), a checkpoint, or a file of
             weights.
@@ -66,6 +70,7 @@ class SwinV2MoE(BaseModule):
         patch_size: int = 4,
         aux_loss_weight: float = 0.01,
         expert_parallel: bool = False,
+        expert_strategy: str | dict | None = None,
         with_cp: bool = False,
         pretrained: str | None = None,
         init_cfg: dict | None = None,
@@ -95,6 +100,7 @@ class SwinV2MoE(BaseModule):
                     always_partition=True,
                     dynamic_img_size=True,
                     expert_group=group,
+                    expert_strategy=_strategy(expert_strategy),
                     **trunk,
                 )
             )
@@ -174,6 +180,23 @@ def _check_weights(pretrained: str | None, init_cfg: dict | None) -> None:
         raise UserError(
             f"backbone.init_cfg ({init_cfg!r}) must be None; backbone.pretrained names the weights"
         )
+
+
+def _strategy(value: str | dict | None) -> ParallelStrategy | str:
+    """The strategy of the MoE layers, from the backbone's `expert_strategy`."""
+    if value == "auto":
+        return "auto"
+    if value is None:
+        return ParallelStrategy()
+    if not isinstance(value, dict):
+        raise UserError(
+            f"backbone.expert_strategy ({value!r}) must be 'auto', None or the fields of a"
+            " ParallelStrategy"
+        )
+    try:
+        return ParallelStrategy(**value)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"backbone.expert_strategy ({value!r}): {error}") from error
 
 
 def _forms() -> dict[str, type[SwinTransformerV2MoE]]:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from moe_core import expert_parameters, moe_layers, prepared
 from swinv2_moe.data.build import Loader
 from swinv2_moe.detection.pth import load_pth, read_pth
+from swinv2_moe.detection.tuning import TuningHook
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import frozen_moe
 from swinv2_moe.train import checkpoint
@@ -81,6 +82,10 @@ class MoERunner(Runner):
         wrapped.broadcast_buffers = False  # the argument warns from torch 2.15 on
         return wrapped
 
+    def register_hooks(self, default_hooks=None, custom_hooks=None) -> None:
+        super().register_hooks(default_hooks, custom_hooks)
+        self.register_hook(TuningHook())
+
     def build_train_loop(self, loop) -> BaseLoop:
         return run_prepared(super().build_train_loop(loop), frozen_moe(self.model))
 
@@ -106,7 +111,9 @@ class MoERunner(Runner):
             return
         for problem in found.skipped:
             self.logger.warning(f"passed over: {problem}")
-        self.detector.load_state_dict(checkpoint.read_weights_of(found, self.detector))
+        weights = checkpoint.read_weights_of(found, self.detector)
+        checkpoint.load_strategies(found, self.detector)
+        self.detector.load_state_dict(weights)
         if self._resume:
             self._restore(found)
         self._has_loaded = True

@@ -7,7 +7,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from moe_core import moe_layers
+from moe_core import moe_layers, strategy_decisions
 from swinv2_moe.detection.runner import sharded_experts
 from swinv2_moe.files import read_json, replace_link
 from swinv2_moe.forms import NUMBER, record
@@ -110,6 +110,7 @@ class ExpertStoreHook(Hook):
             "param_schedulers": [
                 _plain(scheduler.state_dict()) for scheduler in runner.param_schedulers or []
             ],
+            "strategies": strategy_decisions(model),
         }
         layers = moe_layers(model)
         meta = {

@@ -100,6 +100,7 @@ def draw_curves(runs: Sequence[RunRecord]) -> list[Panel]:
         suffix = ""
         if len(runs) > 1:
             suffix = f" ({run.name})"
+        panels += _strategy_times(run, suffix)
         panels += _loads(run, suffix)
     return panels
 
@@ -153,6 +154,28 @@ def _draw(figure: Figure, runs: Sequence[RunRecord]) -> Panel | None:
         axes.legend(axes.lines, [line.name for line in lines], frameon=False, fontsize=8)
     tidy(axes)
     return Panel(figure.title, figure.note, to_svg(canvas, figure.title))
+
+
+def _strategy_times(run: RunRecord, suffix: str) -> list[Panel]:
+    """A curve for each key of the tuner: the forward time of its decided strategy."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for entry in run.strategies:
+        event = entry["strategy"]
+        if event["event"] == "time" and event["ms"] is not None:
+            curves.setdefault(event["layers"], []).append((entry["step"], event["ms"]))
+    if not curves:
+        return []
+    canvas = new_figure(_WIDTH, _HEIGHT)
+    axes = canvas.subplots()
+    for i, (layers, points) in enumerate(curves.items()):
+        x, y = thin(*zip(*points, strict=True))
+        axes.plot(x, y, color=COLOURS[i % len(COLOURS)], linewidth=1.6, marker=".", label=layers)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.legend(frameon=False, fontsize=6)
+    tidy(axes)
+    title = f"MoE layers under the tuner{suffix}"
+    return [Panel(title, "ms of a forward pass with the strategy decided", to_svg(canvas, title))]
 
 
 def _loads(run: RunRecord, suffix: str) -> Iterator[Panel]:

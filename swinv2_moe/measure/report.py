@@ -79,6 +79,7 @@ def _section(run: RunRecord, data: str | None, opts: Sequence[str]) -> dict:
     return {
         "name": run.name,
         "facts": _facts(run),
+        "strategies": _strategies(run),
         "samples": take_samples(run, data, opts),
         "config": run.config.dump(),
         "environments": [_environment(run, i) for i in range(len(run.environments))],
@@ -220,6 +221,24 @@ def _facts(run: RunRecord) -> dict[str, str]:
     if summary:
         facts["processes, device"] = f"{summary['world_size']}, {summary['device']}"
     return facts
+
+
+def _strategies(run: RunRecord) -> list[tuple[str, str, str, str, str]]:
+    """The time line of the tuner: step, layers, event, strategy, milliseconds."""
+    rows = []
+    for entry in run.strategies:
+        event = entry["strategy"]
+        if event["event"] == "time":
+            continue
+        strategy = event["to"]
+        if event["from"] not in (None, strategy):
+            strategy = f"{event['from']} → {strategy}"
+        times = [event["ms_before"], event["ms"]]
+        milliseconds = " → ".join(f"{time:.2f}" for time in times if time is not None)
+        rows.append(
+            (f"{entry['step']:,}", event["layers"], event["event"], strategy, milliseconds or "-")
+        )
+    return rows
 
 
 def _environment(run: RunRecord, index: int) -> dict:

@@ -13,6 +13,7 @@ from swinv2_moe.files import parse_json, read_bounded
 
 _MAX_BYTES = 1 << 32  # of metrics.jsonl
 _NUMBER = int | float
+_NO_NUMBERS = ("environment", "moe_layers", "strategy")
 _LIMIT = 2**63  # larger than any number that a run logs
 # Required keys and types of a line of metrics.jsonl, by the key that identifies its kind.
 _LINES = {
@@ -20,6 +21,15 @@ _LINES = {
     "loss": {"epoch": int, "images_per_second": _NUMBER},
     "moe_layers": {"moe_layers": dict, "moe/dropped_share": _NUMBER, "moe/load_max": _NUMBER},
     "val_top1": {"epoch": int, "val_top1": _NUMBER, "val_top5": _NUMBER, "seconds": _NUMBER},
+    "strategy": {"strategy": dict},
+}
+_STRATEGY = {
+    "event": str,
+    "layers": str,
+    "from": str | None,
+    "to": str,
+    "ms": _NUMBER | None,
+    "ms_before": _NUMBER | None,
 }
 _SUMMARY = {"parameters": _NUMBER, "active_macs": _NUMBER, "world_size": int, "device": str}
 
@@ -40,6 +50,8 @@ class RunRecord:
     environments: list[dict]
     summary: dict | None  # None: the run has not ended
     damaged_lines: int  # of metrics.jsonl: a run that was killed may have left one
+    # `step`, and `strategy`: what a tuner has decided or timed
+    strategies: Sequence[dict] = ()
 
     @property
     def layers(self) -> list[str]:
@@ -112,6 +124,7 @@ def read_run(directory: Path) -> RunRecord:
         [entry["environment"] for entry in entries if "environment" in entry],
         _read_summary(directory / "summary.json"),
         len(lines) - len(entries),
+        [entry for entry in entries if "strategy" in entry],
     )
 
 
@@ -156,12 +169,13 @@ def _is_entry(entry: Any) -> bool:
     if not _fits(entry, {"step": int}):
         return False
     kinds = [types for key, types in _LINES.items() if key in entry]
-    numbers = [value for key, value in entry.items() if key not in ("environment", "moe_layers")]
+    numbers = [value for key, value in entry.items() if key not in _NO_NUMBERS]
     return (
         bool(kinds)
         and all(_fits(entry, types) for types in kinds)
         and all(_is_a(value, _NUMBER | None) for value in numbers)
         and all(_is_load(layer) for layer in entry.get("moe_layers", {}).values())
+        and ("strategy" not in entry or _fits(entry["strategy"], _STRATEGY))
     )
 
 

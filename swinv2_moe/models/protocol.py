@@ -43,7 +43,7 @@ class MoEModel(nn.Module):
         eval_capacity_factor: in evaluation mode; None: as in training.
         freeze_moe: the MoE layers are not trained, and route as in evaluation.
         expert_group: the ranks over which the experts are spread; None: all here.
-        expert_strategy: how the ranks exchange tokens; "auto" is tuned while training.
+        expert_strategy: how the ranks exchange tokens; "auto": the tuner searches.
         device, dtype: of every parameter; None: torch's defaults.
         kwargs: of timm's class.
 

@@ -22,6 +22,7 @@ from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.step import StepResult, TrainingStep
 from swinv2_moe.train.stopping import Stopped, StopSignal
 from swinv2_moe.train.timing import Batches, Throughput, TimeToTarget
+from swinv2_moe.train.tuning import Tuning
 
 
 class Trainer:
@@ -53,6 +54,7 @@ class Trainer:
             self.progress.steps_per_epoch,
             world.size,
         )
+        self.tuning = Tuning(model)
         self.throughput = Throughput()
         num_images = data.train_size + data.val_size
         self.unreadable = UnreadableImages(num_images, config.data.max_bad_share)
@@ -124,6 +126,7 @@ class Trainer:
         with pictures, recorder.interval("eval", epoch_num=epoch):
             accuracy = self.validate()
             recorder.event("eval_accuracy", accuracy.top1 / 100, epoch_num=epoch)
+        recorder.strategies(self.tuning.take_events(), progress.step)
         is_best = progress.count_validation(accuracy.top1)
         self._record_epoch(recorder, epoch, train_loss, accuracy, time.perf_counter() - started)
         if progress.to_target.validated(epoch, progress.step, accuracy.top1):
@@ -152,6 +155,7 @@ class Trainer:
                 rate = images / (time.perf_counter() - started)
                 bar.advance(self._bar_text(result.loss, rate))
                 self._warn(recorder, result)
+                recorder.strategies(self.tuning.after_step(progress.step), progress.step)
                 if progress.step % self.config.run.print_freq == 0:
                     self._record_step(recorder, result, rate, loader.wait_share())
                     self._count_unreadable(unreadable)

@@ -56,6 +56,8 @@ _WINDOWS = or_null(list_of(POSITIVE_COUNT))
 _LOSS_WATCH = record({"start": list_of(NUMBER), "has_warned": FLAG})
 _TIME_TO_TARGET = record({"seconds": NUMBER, "validations": list_of(list_of(NUMBER, length=4))})
 
+_STRATEGIES = list_of(record({"key": OBJECT, "strategy": OBJECT}))
+
 _CLASSIFIER_TRAINING = record(
     {
         "epoch": COUNT,
@@ -68,7 +70,7 @@ _CLASSIFIER_TRAINING = record(
         "last_top1": or_null(NUMBER),
         "skipped": COUNT,
         "loss_scaler": _LOSS_SCALER,
-        "strategies": list_of(record({"key": OBJECT, "strategy": OBJECT})),
+        "strategies": _STRATEGIES,
     },
     # earlier versions lack them
     optional={"time_to_target": _TIME_TO_TARGET, "loss_watch": _LOSS_WATCH},
@@ -80,7 +82,8 @@ _DETECTOR_TRAINING = record(
         "loss_scaler": _LOSS_SCALER,
         "param_groups": list_of(OBJECT),
         "param_schedulers": list_of(OBJECT),
-    }
+    },
+    optional={"strategies": _STRATEGIES},  # earlier versions lack them
 )
 _META = record(
     {

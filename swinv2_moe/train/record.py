@@ -4,6 +4,7 @@ summary.json, config.yaml."""
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import wraps
@@ -142,6 +143,18 @@ class Recorder:
             if key != "epoch":
                 self.writer.add_scalar(f"epoch/{key}", value, step)
         self.writer.flush()
+
+    @_records
+    def strategies(self, events: list[dict], step: int) -> None:
+        """What the tuners have decided and timed up to `step` (tuning.py): a line each."""
+        for event in events:
+            self._write({"step": step, "strategy": event})
+            layers = re.sub(r"\W+", "_", event["layers"])  # as TensorBoard's tags must be
+            if event["event"] == "time":
+                self.writer.add_scalar(f"strategy_ms/{layers}", event["ms"], step)
+            else:
+                text = f"{event['event']}: {event['from']} -> {event['to']}, {event['ms']} ms"
+                self.writer.add_text(f"strategy/{layers}", text, step)
 
     @_records
     def event(self, key: str, value: object = None, at: float | None = None, **metadata) -> None:

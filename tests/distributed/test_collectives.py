@@ -1,11 +1,14 @@
 """Which collectives a layer makes in a step."""
 
+from dataclasses import asdict
+
 import torch
 import torch.distributed as dist
 from moe_cases import make_layer
 
 from moe_core import equal_tokens
-from moe_core.parallel import ParallelStrategy, make_expert_groups
+from moe_core.parallel import PROFILES, ParallelStrategy, Tuner, make_expert_groups
+from moe_core.parallel.tuner import tuners
 
 COLLECTIVES = [
     "all_to_all_single",
@@ -36,9 +39,9 @@ EXPECTED = {
 }
 
 
-def makes_these_alone(rank: int) -> None:
+def record_calls() -> list[str]:
+    """A list that grows with each collective of this process."""
     calls: list[str] = []
-    group = make_expert_groups(2)
     for name in COLLECTIVES:
         original = getattr(dist, name)
 
@@ -47,6 +50,12 @@ def makes_these_alone(rank: int) -> None:
             return original(*args, **kwargs)
 
         setattr(dist, name, record)
+    return calls
+
+
+def makes_these_alone(rank: int) -> None:
+    calls = record_calls()
+    group = make_expert_groups(2)
     layer = make_layer(group=group, capacity_factor=1.25)
     calls.clear()
     for strategy, expected in EXPECTED.items():
@@ -76,3 +85,32 @@ def step(layer, num_tokens: int, strategy: ParallelStrategy, calls: list[str]):
 
 def test_a_step_makes_no_other_collective(run_processes):
     run_processes(makes_these_alone, 2)
+
+
+def agrees_on_the_tokens_alone(rank: int) -> None:
+    """A layer whose strategy the tuner has decided, dropless and not."""
+    calls = record_calls()
+    group = make_expert_groups(2)
+    decided = ParallelStrategy(1, ranks_per_node=2)
+    tuner = tuners[group] = Tuner(group, PROFILES["h100"])
+    for capacity_factor in (0.0, 1.25):
+        layer = make_layer(group=group, capacity_factor=capacity_factor, strategy="auto")
+        x = torch.randn(6, 6, dtype=torch.float64)
+        key = tuner.key(layer.config, 1, 8, True, 2, has_capacity=capacity_factor != 0)
+        tuner.load_state_dict([{"key": key._asdict(), "strategy": asdict(decided)}])
+        for _ in range(20):
+            calls.clear()
+            layer(x)
+            assert calls == ["all_reduce"] + EXPECTED[ParallelStrategy(1)][0]
+            calls.clear()
+            with equal_tokens(layer):
+                layer(x)
+            assert calls == EXPECTED[ParallelStrategy(1)][0]
+        calls.clear()
+        tuner.check()
+        assert calls == ["all_reduce"]
+    assert [event.kind for event in tuner.take_events()] == ["time", "time"]
+
+
+def test_a_decided_layer_makes_its_strategys(run_processes):
+    run_processes(agrees_on_the_tokens_alone, 2)

@@ -19,7 +19,12 @@ def config_of(data: Path, work_dir: Path, expert_parallel: bool):
     config = tiny_config(
         data,
         work_dir,
-        backbone={"expert_parallel": expert_parallel, "num_experts": 4, "drop_path_rate": 0.1},
+        backbone={
+            "expert_parallel": expert_parallel,
+            "expert_strategy": "auto",
+            "num_experts": 4,
+            "drop_path_rate": 0.1,
+        },
         train_dataloader__batch_size=1,
         train_cfg__max_epochs=STEPS // 4,
         optim_wrapper__clip_grad={"max_norm": CLIP},
@@ -78,17 +83,19 @@ def check_ranks(rank: int, data: Path, root: Path, expert_parallel: bool) -> Non
 def check_the_checkpoint_loads_anywhere(rank: int, data: Path, root: Path) -> None:
     """What two ranks with half of the experts each have saved, on one rank with all of them, and on
     two again."""
-    from moe_core import load_tensors
+    from moe_core import load_tensors, strategy_decisions
     from swinv2_moe.detection.run import build_detector
     from swinv2_moe.detection.runner import MoERunner
     from swinv2_moe.train.checkpoint import find_checkpoint
 
     found = find_checkpoint(str(root / "sharded"), Path())
+    decisions = found.meta["training"]["strategies"]
     whole = build_detector(config_of(data, root, False), str(root / "sharded"))
     config = config_of(data, root / "again", True)
     config.launcher, config.load_from = "pytorch", str(root / "sharded")
     runner = MoERunner.from_cfg(config)
     runner.load_or_resume()
+    assert strategy_decisions(runner.detector) == decisions
     saved = load_tensors(found.directory, whole)
     assert saved.keys() == whole.state_dict().keys()
     for name, tensor in runner.detector.state_dict().items():

@@ -1,5 +1,4 @@
-"""The tuner: ranks agree, the result is training's own, decisions are kept, and evaluation never
-explores."""
+"""The tuner in training: ranks agree, the result is training's own, decisions are kept."""
 
 # T tokens of a rank
 
@@ -62,7 +61,7 @@ def finds_the_fastest(rank: int) -> None:
         torch.testing.assert_close(step([layer], x), step([expected], x))
         assert same_everywhere(str(tuners[group].state_dict()))
     assert list(tuners[group].decisions().values()) == [fastest]
-    assert tuners[group].lost < tuner_module.BUDGET
+    assert tuners[group].lost[True] < tuner_module.BUDGET
     for name, parameter in layer.named_parameters():  # 80 steps' gradients, whatever was tried
         torch.testing.assert_close(parameter.grad, expected.get_parameter(name).grad)
     check_state(tuners[group], layer, x, fastest)
@@ -92,7 +91,7 @@ def respects_its_limits(rank: int) -> None:
     )
     tuner = tuners[group]
     x = torch.randn(9, 8, dtype=torch.float64)
-    # evaluation, and training without a backward pass, leave it alone
+    # evaluation with gradients, and training without, leave it alone
     layers.eval()
     step(layers, x)
     layers.train()
@@ -136,7 +135,7 @@ def without_budget(rank: int) -> None:
     ]
     x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     y, _ = layers[0](x)
-    tuners[group].lost = 1e9
+    tuners[group].lost[True] = 1e9
     layers[1](y)[0].sum().backward()
     for _ in range(3):
         step(layers, x)
@@ -163,7 +162,7 @@ def spends_little(rank: int) -> None:
     layer = make_layer(group=group, num_experts=2, strategy="auto", **SHAPE)
     for _ in range(40):
         step([layer], torch.randn(6, 8, dtype=torch.float64))
-    assert tuners[group].lost <= tuner_module.BUDGET + 9
+    assert tuners[group].lost[True] <= tuner_module.BUDGET + 9
     assert list(tuners[group].decisions().values()) == [ParallelStrategy(0, ranks_per_node=2)]
 
 

@@ -101,8 +101,18 @@ def test_the_tuner_decides_and_says_so(tuned, single):
     ]["strategies"]
     assert decisions
     assert all(decision["key"]["group_size"] == 2 for decision in decisions)
+    events = strategy_events(directory)
+    decided = [event["layers"] for event in events if event["event"] == "decided"]
+    # each is said and recorded, perhaps again after a drift
     said = [line for line in out.splitlines() if " over 2 ranks, capacity up to " in line]
-    assert len(said) == len(decisions)
+    assert all(any(line.startswith(f"{layers}: ") for line in said) for layers in decided)
+    assert len(set(decided)) == len(decisions)
+    assert {event["event"] for event in events} <= {"decided", "drift", "time"}
+
+
+def strategy_events(directory: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line["strategy"] for line in lines if "strategy" in line]
 
 
 def test_decisions_are_taken_over_on_resume(tuned, run):

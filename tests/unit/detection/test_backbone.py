@@ -133,6 +133,9 @@ def test_dense():
             r"backbone.pretrained_window_sizes \(\(0,\)\) must have a number for each",
         ),
         ({"window_size": (7, 7, 7)}, r"4 stage window sizes, got \(7, 7, 7\)"),
+        ({"expert_strategy": "fast"}, r"backbone.expert_strategy \('fast'\) must be 'auto', None"),
+        ({"expert_strategy": {"r": -1}}, r"backbone.expert_strategy .*: r \(-1\) must be"),
+        ({"expert_strategy": {"s": 1}}, r"backbone.expert_strategy .*unexpected keyword"),
         (
             {"init_cfg": {"type": "Pretrained"}},
             r"backbone.init_cfg \(\{'type': 'Pretrained'\}\) must be None",

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moe_core import RoutingStats
 from swinv2_moe.errors import UserError
@@ -96,3 +97,19 @@ def test_a_disk_without_room_for_checkpoints(small_disk, make_config, capsys):
     assert steps(small_disk / "run") == [1, 2, 3, 4, 4]
     (small_disk / "other").unlink()
     assert train(config, "auto")["steps"] == 4
+
+
+def test_the_tuners_time_line_is_recorded(tmp_path):
+    decided = {"event": "decided", "layers": "M=8 H=16, inference", "from": None}
+    decided |= {"to": "r=0 d=1 linear", "ms": 2.5}
+    recorder = Recorder(tmp_path, ALONE, 0)
+    recorder.strategies([decided, decided | {"event": "time", "ms": 2.0}], step=10)
+    recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 10]
+    assert lines[0]["strategy"] == decided
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (point,) = curves.Scalars("strategy_ms/M_8_H_16_inference")
+    assert (point.step, point.value) == (10, 2.0)
+    (text,) = curves.Tensors("strategy/M_8_H_16_inference/text_summary")
+    assert text.tensor_proto.string_val == [b"decided: None -> r=0 d=1 linear, 2.5 ms"]
