@@ -6,7 +6,8 @@ results are those of every other form.
 Source: GShard, arXiv 2006.16668, algorithm 1.
 """
 
-# T tokens, W ranks, E experts, E_l experts of a rank, K top-k, C capacity, M model dim, H hidden dim
+# T tokens, W ranks, E experts, E_l experts of a rank, K top-k, C capacity, N rows, M model dim, H
+# hidden dim
 
 import torch
 import torch.nn.functional as F
