@@ -91,7 +91,7 @@ def train(
         data, staging = _load_data(sections.data, world)
         trainer = _build_trainer(sections, world, data, source)
         size = measure_model(sections.model, data.num_classes)
-        warnings = _warnings(trainer)
+        first_lines = [headline(trainer, size, source), *_notes(trainer, placements)]
         # on all ranks at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
         recorder = stack.enter_context(
@@ -99,8 +99,7 @@ def train(
         )
         stack.enter_context(recorder.engine_log())
         recorder.config(sections.yaml)
-        recorder.say(headline(trainer, size, source))
-        for line in _first_lines(placements, warnings):
+        for line in first_lines:
             recorder.say(line)
         policy = save_policy(sections.checkpoint)
         saver = Saver(
@@ -129,13 +128,13 @@ def train(
     return summary
 
 
-def _first_lines(placements: list[str], warnings: list[str]) -> list[str]:
-    """What the log says after the headline."""
+def _notes(trainer: Trainer, placements: list[str]) -> list[str]:
+    """What the log says after the headline. All ranks call this."""
     lines = []
     if any(placements):
         lines.append(placement_line(placements))
     lines += [f"imported {file}" for file in imported_files()]
-    lines += [f"warning: {warning}" for warning in warnings]
+    lines += [f"warning: {warning}" for warning in _warnings(trainer)]
     return lines
 
 
