@@ -1,6 +1,6 @@
 """Other ways to run the same layer on the same weights, to be measured beside it.
 
-Three are written here: GShard's einsums (as in fairseq), a loop over the experts, and F.grouped_mm
+Three need no library: GShard's einsums (as in fairseq), a loop over the experts, and F.grouped_mm
 on sorted rows with everything else unfused (as in torchtitan). The others are libraries, each
 imported if it is there; `unavailable` says why one is not measured. All are dropless and in fp32
 gate like MoELayer.
@@ -17,6 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core import MoELayer
+from moe_core.einsum import EinsumExchange
+from moe_core.ops import make_plan
+from moe_core.parallel.exchange import Agreement
+from moe_core.precision import expert_dtype
 
 Peer = Callable[[Tensor], Tensor]
 
@@ -29,21 +33,12 @@ def routed(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_einsum(layer: MoELayer, x: Tensor) -> Tensor:
-    """GShard (arXiv 2006.16668, algorithm 1): one-hot tensors [T, E, C] move the tokens; C is the
-    largest load."""
+    """GShard's einsums (moe_core.einsum), whose C is the largest load."""
     gates, ids = routed(layer, x)
-    chosen = F.one_hot(ids, layer.config.num_experts).transpose(0, 1)  # [K, T, E]
-    place = (chosen.flatten(0, 1).cumsum(0).view_as(chosen) - 1) * chosen
-    capacity = int(place.max()) + 1
-    combine = torch.zeros(len(x), layer.config.num_experts, capacity, device=x.device)
-    for k in range(layer.config.top_k):
-        slot = F.one_hot(place[k].sum(1), capacity).float()
-        combine = combine + torch.einsum("t,te,tc->tec", gates[:, k], chosen[k].float(), slot)
-    e = layer.experts
-    rows = torch.einsum("tec,tm->ecm", (combine > 0).to(x.dtype), x)
-    hidden = F.gelu(torch.einsum("ecm,ehm->ech", rows, e.w1) + e.b1.unsqueeze(1))
-    out = torch.einsum("ech,ehm->ecm", hidden, e.w2) + e.b2.unsqueeze(1)
-    return torch.einsum("tec,ecm->tm", combine.to(x.dtype), out.to(x.dtype))
+    plan = make_plan(ids, layer.config.num_experts, None, kernels="torch")
+    x = x.to(expert_dtype(x))
+    exchange = EinsumExchange(layer.config, layer.group)
+    return exchange(layer.experts, x, gates, plan, Agreement(None))
 
 
 def by_loop(layer: MoELayer, x: Tensor) -> Tensor:

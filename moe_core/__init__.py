@@ -6,6 +6,7 @@
 
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
 from moe_core.config import KERNELS, ExpertShard, MoEConfig
+from moe_core.einsum import use_einsum
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.losses import AuxiliaryLoss, RoutingScores
 from moe_core.ops import release_buffers
@@ -69,4 +70,5 @@ __all__ = [
     "save_tensors",
     "strategy_decisions",
     "strategy_tuners",
+    "use_einsum",
 ]

@@ -141,8 +141,10 @@ class MoELayer(nn.Module):
             RuntimeError: a rank of the group has ended or did not come within the group's timeout.
         """
         _check_tensors(x, mask)
-        # torch.compile leaves a layer over several ranks alone: traced, its collectives got a wrong
-        # gradient (torch 2.11), and every new number of rows would be compiled anew.
+        # torch.compile leaves a layer over several ranks alone. In torch 2.11 an autograd.Function
+        # whose forward writes into its output, as collectives do, gets a gradient of 0
+        # (https://github.com/pytorch/pytorch/issues/180642). Besides, every new number of rows
+        # would be compiled anew.
         forward = self._forward
         if self.group.size > 1:
             forward = self._forward_uncompiled

@@ -179,12 +179,14 @@ def resume_command(
     data: str | None = None,
     output: str | None = None,
     opts: Sequence[str] = (),
+    bind: str = "auto",
 ) -> str:
     """The command line that continues a training, with this process's launcher and --import files.
 
     Args:
         script: path of tools/train.py.
         cfg, data, output, opts: its arguments, as in `add_training_arguments`.
+        bind: its --bind.
     """
     words = _launcher() + [script] + import_arguments() + ["--cfg", cfg]
     if data:
@@ -192,6 +194,8 @@ def resume_command(
     if output:
         words += ["--output", output]
     words += ["--resume", "auto"]
+    if bind != "auto":
+        words += ["--bind", bind]
     if opts:
         words += ["--opts"] + list(opts)
     return shlex.join(words)

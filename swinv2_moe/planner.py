@@ -10,6 +10,7 @@ formulas, the assumptions and the errors against published figures.
 # W GPUs, g of them on each of N nodes
 
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +23,11 @@ from torch import nn
 from moe_core import MoEConfig, expert_parameters, moe_layers
 from moe_core.parallel import PROFILES, Machine, ParallelStrategy, calibrate, cost_model
 from swinv2_moe.config import ModelConfig, TrainConfig
+from swinv2_moe.machine_profile import load_profile
 from swinv2_moe.models.build import build_model
 from swinv2_moe.models.complexity import count
 from swinv2_moe.plots import new_figure, save_png, tidy
+from swinv2_moe.train.distributed import open_world
 
 LARGEST = 4096  # GPUs
 ASSUMED_CLASSES = 1000  # if the data set determines the number of classes
@@ -292,17 +295,25 @@ def _strategy_bytes(
 
 
 def machine_named(profile: str) -> Machine:
-    """A named profile, or this machine (`here`).
+    """A named profile, this machine (`here`), or what a file of `save_profile` holds.
 
-    The links of `here` are those of an A100 cluster, since one process cannot measure them.
+    `here` under torchrun measures the links between the ranks, too; all ranks call this. One
+    process cannot measure links: they are those of an A100 cluster.
+
+    Raises:
+        UserError: a file that is not a profile.
     """
-    if profile != "here":
+    if profile in PROFILES:
         return PROFILES[profile]
+    if profile != "here":
+        return load_profile(profile)
+    with open_world() as world:
+        if world.group is not None:
+            ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+            return calibrate(world.group, ranks_per_node, world.device)
+        machine = calibrate(None, 1, world.device)
     links = PROFILES["a100-hdr"]
-    device = "cpu"
-    if torch.cuda.is_available():
-        device = "cuda"
-    return replace(calibrate(None, 1, device), intra=links.intra, inter=links.inter)
+    return replace(machine, intra=links.intra, inter=links.inter)
 
 
 def draw(plan: Sequence[Prediction], user_gpus: int, title: str, path: Path) -> None:

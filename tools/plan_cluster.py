@@ -5,9 +5,12 @@
         --cfg configs/in22k/swin_moe_base_window12_192_32expert.yaml
     python tools/plan_cluster.py --nodes 2 --gpus-per-node 8 \\
         --cfg configs/imagenette_96.yaml --profile h100 --batch-size 64
+    torchrun --nproc_per_node 8 tools/plan_cluster.py --nodes 1 --gpus-per-node 8 --cfg FILE \\
+        --profile here --save-profile machine.json
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +30,7 @@ from moe_core.parallel import PROFILES, Machine
 from swinv2_moe import planner
 from swinv2_moe.config import load_config, model_config, train_config
 from swinv2_moe.errors import UserError
+from swinv2_moe.machine_profile import save_profile
 from swinv2_moe.tables import number_table
 
 
@@ -46,9 +50,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--profile",
         default="a100-hdr",
-        choices=list(PROFILES) + ["here"],
-        help="the hardware (default: a100-hdr); here: measure this machine's processor, and use the"
-        " links of a100-hdr",
+        metavar="NAME|FILE",
+        help=f"the hardware: {', '.join(PROFILES)} (default: a100-hdr); here: measure this machine,"
+        " under torchrun its links too; or a file of --save-profile",
+    )
+    parser.add_argument(
+        "--save-profile", metavar="FILE", help="write the hardware, as measured, to this file"
     )
     parser.add_argument(
         "--output", default="plan.png", metavar="PNG", help="the figure (default: plan.png)"
@@ -102,6 +109,10 @@ def main() -> None:
     batch_size = args.batch_size or config.DATA.BATCH_SIZE
     user_gpus = args.nodes * args.gpus_per_node
     machine = planner.machine_named(args.profile)
+    if int(os.environ.get("RANK", 0)) > 0:  # under torchrun the first rank alone goes on
+        return
+    if args.save_profile:
+        save_profile(machine, args.save_profile)
     model, training = planner.describe(model_config(config)), train_config(config)
     plan, notes = [], []
     for gpus in planner.scales(args.gpus_per_node, user_gpus):

@@ -1,11 +1,13 @@
 """Measure images/s of a configuration's model and of the same model without experts.
 
-Both run in interleaved rounds. Prints tables and writes throughput.csv and throughput.png.
+All run in interleaved rounds. Prints tables and writes throughput.csv and throughput.png.
 
     python tools/throughput.py --cfg configs/quickstart_digits.yaml --output output/throughput \\
         --batch-sizes 1 64
     python tools/throughput.py --cfg FILE --output DIR --mode inference training \\
         --dtypes float32 bfloat16 --capacity-factors 1.25 0 --compile off on
+    python tools/throughput.py --cfg FILE --output DIR --mode inference training \\
+        --dtypes float32 float16 --baseline einsum
     torchrun --nproc_per_node 8 tools/throughput.py --cfg FILE --output DIR --mode training \\
         --batch-sizes 128
 """
@@ -25,6 +27,7 @@ from swinv2_moe.command import (
     run_command,
 )
 from swinv2_moe.measure import throughput, throughput_report
+from swinv2_moe.measure.einsum_baseline import PUBLISHED_RATIO
 from swinv2_moe.measure.rounds import latencies, median_and_spread
 from swinv2_moe.measure.throughput import DTYPES, PASSES, SWITCH, Options, Row, Side
 from swinv2_moe.tables import number_table
@@ -73,6 +76,12 @@ def parse() -> argparse.Namespace:
         metavar="N",
         help="unmeasured rounds first",
     )
+    parser.add_argument(
+        "--baseline",
+        default=DEFAULT.baseline,
+        metavar="MODEL",
+        help="dense; einsum: also the same model with fairseq's einsum dispatch",
+    )
     add_opts_argument(parser)
     return parser.parse_args()
 
@@ -89,18 +98,18 @@ def table_of(
     """A table in Markdown with a line for each row.
 
     Args:
-        per_model: cells by title; each title has a column for the experts and one for dense.
+        per_model: cells by title; each title has a column for each model.
         per_row: cells by title; each title has one column.
     """
     titles = [""]
     for title in per_model:
-        titles += [f"{title}, experts", f"{title}, dense"]
+        titles += [f"{title}, {name}" for name in rows[0].sides()]
     titles += list(per_row)
     lines = []
     for row in rows:
         cells = [str(row.combination)]
         for cell in per_model.values():
-            cells += [cell(row, row.moe), cell(row, row.dense)]
+            cells += [cell(row, side) for side in row.sides().values()]
         for cell in per_row.values():
             cells.append(cell(row))
         lines.append(cells)
@@ -125,6 +134,12 @@ COST = (
     },
 )
 COMPILATION = {"first call, s": lambda row, side: f"{side.first_call:.1f}"}
+
+
+def _over_einsum(row: Row) -> str:
+    assert row.einsum is not None
+    published = PUBLISHED_RATIO[row.combination.mode]
+    return f"{median_and_spread(row.ratio(row.einsum), 3)}; published {published}"
 
 
 def _rate(values: Sequence[float]) -> str:
@@ -156,13 +171,15 @@ def main() -> None:
         tuple(args.compile),
         args.rounds,
         args.warmup,
+        args.baseline,
     )
     plan = throughput.combinations(args.cfg, args.opts, options)
     output = output_directory(args.output)
     # wide enough that no row of a table wraps
     console = Console(width=500, highlight=False, markup=False)
     rows: list[Row] = []
-    for row in throughput.measure(plan, options.rounds, options.warmup):
+    measured = throughput.measure(plan, options.rounds, options.warmup, options.baseline)
+    for row in measured:
         if not rows:
             title = throughput_report.headline(plan, row.ranks)
             console.print(f"{title}\n{throughput_report.protocol(row, options.warmup)}")
@@ -172,6 +189,8 @@ def main() -> None:
     if rows:  # only on the main rank
         throughput_report.draw(rows, title, output / "throughput.png")
         speed_per_model, speed_per_row = SPEED
+        if rows[0].einsum is not None:
+            speed_per_row = speed_per_row | {"experts / einsum": _over_einsum}
         console.print(table_of(rows, speed_per_model, speed_per_row))
         cost_per_model, cost_per_row = COST
         percentiles = "/".join(latencies(rows[0].product))

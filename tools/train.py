@@ -25,9 +25,17 @@ def main() -> None:
         metavar="auto|DIR",
         help="continue from a checkpoint or run; auto: from the newest checkpoint of --output",
     )
+    parser.add_argument(
+        "--bind",
+        default="auto",
+        metavar="auto|none",
+        help="auto: bind each rank and its data workers to the NUMA node of its GPU (default)",
+    )
     args = parser.parse_args()
-    continuation = resume_command(sys.argv[0], args.cfg, args.data, args.output, args.opts)
-    train(config_from(args), args.resume, continuation)
+    continuation = resume_command(
+        sys.argv[0], args.cfg, args.data, args.output, args.opts, args.bind
+    )
+    train(config_from(args), args.resume, continuation, args.bind)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ class ExpertGroup:
         data-parallel ranks."""
         for ranks in (self.ranks, self.replicas):
             if ranks.size > 1:
-                values = _AllReduce.apply(values, ranks)
+                values = _summed(values, ranks)
         return values
 
     def most_tokens(self, num_tokens: int, device: torch.device) -> int:
@@ -191,6 +191,12 @@ class ExpertGroup:
 def _check_membership(process_group: dist.ProcessGroup | None, name: str) -> None:
     if process_group is not None and process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"this process is not in the {name} group that it was given")
+
+
+# Compiled by torch 2.11, the gradient is 0: https://github.com/pytorch/pytorch/issues/180642
+@torch.compiler.disable
+def _summed(values: Tensor, ranks: Ranks) -> Tensor:
+    return _AllReduce.apply(values, ranks)
 
 
 class _AllReduce(torch.autograd.Function):

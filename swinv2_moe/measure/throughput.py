@@ -7,7 +7,9 @@ other times are ever set against each other.
 - Training: the step of a training run (forward, both losses, backward, clipping, update, and under
   torchrun the exchange of rows and gradients), without mixup, accumulation or averaged weights. The
   learning rate is 0: as much work, but every round does it on the same weights.
-- bfloat16: autocast, as in training and evaluation; the weights stay fp32.
+- bfloat16 and float16: autocast, as in training and evaluation; the weights stay fp32.
+- The einsum baseline: a third model with the same weights, whose MoE layers compute as fairseq's do
+  (measure.einsum_baseline). That its outputs are the same is checked first.
 - Images/s: of all ranks together; a round takes as long as its slowest rank.
 - MFU (model FLOPs utilisation, arXiv 2204.02311, appendix B): two FLOPs for each MAC of the batch
   (models.complexity; none dropped), three times as many in training, over what the matrix product
@@ -28,7 +30,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +52,11 @@ from swinv2_moe.config import (
 )
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
+from swinv2_moe.measure.einsum_baseline import (
+    check_same_outputs,
+    einsum_config,
+    use_einsum_layers,
+)
 from swinv2_moe.measure.rounds import (
     REPEATABLE,
     Times,
@@ -71,7 +78,8 @@ from swinv2_moe.train.step import TrainingStep
 
 # a backward pass has two products for each one of the forward pass
 PASSES = {"inference": 1, "training": 3}
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
+BASELINES = ("dense", "einsum")
 SWITCH = ("off", "on")
 ASSUMED_CLASSES = 1000  # where the configuration leaves the number to the data
 
@@ -100,12 +108,14 @@ class Options:
     compile: tuple[str, ...] = ("off",)
     rounds: int = 10
     warmup: int = 2
+    baseline: str = "dense"  # "einsum": the einsum form of the model, beside the dense one
 
     def __post_init__(self) -> None:
         for option, values, allowed in (
             ("mode", self.mode, PASSES),
             ("dtypes", self.dtypes, DTYPES),
             ("compile", self.compile, SWITCH),
+            ("baseline", (self.baseline,), BASELINES),
         ):
             for value in values:
                 if value not in allowed:
@@ -134,7 +144,7 @@ class Combination(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two models in one run of rounds."""
+    """One of the models in one run of rounds."""
 
     times: Times  # ms of a pass
     size: Complexity
@@ -146,7 +156,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Row:
-    """One combination: both models and the matrix product in the same rounds."""
+    """One combination: the models and the matrix product in the same rounds."""
 
     combination: Combination
     ranks: int
@@ -157,18 +167,28 @@ class Row:
     product_flops: int
     dropped: float  # of all choices of an expert in the last pass, the share that found it full
     largest_load: float  # of an expert in any layer and rank, in units of an even share
+    einsum: Side | None = None  # the model with experts, computed with einsums
+
+    def sides(self) -> dict[str, Side]:
+        """The models by name."""
+        named = {"experts": self.moe, "dense": self.dense}
+        if self.einsum is not None:
+            named["einsum"] = self.einsum
+        return named
 
     def images_per_second(self, side: Side) -> list[float]:
         """Of all ranks together, in each round."""
         return [1e3 * self.combination.batch_size * self.ranks / t for t in side.times]
 
-    def ratio(self) -> list[float]:
-        """Images/s with experts over the dense model's, in each round.
+    def ratio(self, base: Side | None = None) -> list[float]:
+        """Images/s with experts over those of `base` (None: the dense model), in each round.
 
         Raises:
             ValueError: the two were not timed in the same rounds.
         """
-        return ratios(self.dense.times, self.moe.times)
+        if base is None:
+            base = self.dense
+        return ratios(base.times, self.moe.times)
 
     def mfu(self, side: Side) -> list[float]:
         """The share of the measured peak, in each round. Raises what `ratio` raises."""
@@ -220,11 +240,14 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
         if factor is None:
             training = mode == "training"
             factor = moe.layer.capacity_factor if training else moe.eval_capacity_factor
+        amp_dtype = "bfloat16"
+        if dtype == "float16":
+            amp_dtype = "float16"
         keys = {
             "DATA.BATCH_SIZE": batch,
             "COMPILE": compile == "on",
             "AMP_ENABLE": dtype != "float32",
-            "AMP_DTYPE": "bfloat16",
+            "AMP_DTYPE": amp_dtype,
             _CAPACITY_FACTOR[mode]: factor,
         }
         config = load(keys)
@@ -234,12 +257,13 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
     return found
 
 
-def measure(plan: Plan, rounds: int, warmup: int) -> Iterator[Row]:
+def measure(plan: Plan, rounds: int, warmup: int, baseline: str = "dense") -> Iterator[Row]:
     """The main rank gets each row as soon as it is measured, the other ranks none; every rank goes
     through all.
 
     Raises:
-        UserError: experts or a strategy that do not fit the ranks; a GPU whose memory is too small.
+        UserError: experts or a strategy that do not fit the ranks; a GPU whose memory is too small;
+            float16 on a CPU; an einsum baseline with other outputs than the model's.
     """
     config = plan[0][1]
     run = run_config(config)
@@ -248,6 +272,7 @@ def measure(plan: Plan, rounds: int, warmup: int) -> Iterator[Row]:
             "combinations": [str(one) for one, *_ in plan],
             "--rounds": rounds,
             "--warmup": warmup,
+            "--baseline": baseline,
         }
         check_same_start(flatten(config) | measured, world)
         if world.size > 1 and model_config(config).experts.strategy == "auto":
@@ -255,8 +280,14 @@ def measure(plan: Plan, rounds: int, warmup: int) -> Iterator[Row]:
                 "MODEL.MOE.STRATEGY is 'auto': its trials would be timed too; name the strategy to"
                 " measure"
             )
+        if world.device.type == "cpu" and any(one.dtype == "float16" for one, *_ in plan):
+            raise UserError("--dtypes is 'float16', which needs a GPU: a CPU emulates its products")
         sizes = [measure_model(own, _classes(own)) for own in map(model_config, plan[0][1:])]
+        if baseline == "einsum":
+            sizes.append(sizes[0])
         for combination, *configs in plan:
+            if baseline == "einsum":
+                configs.append(einsum_config(configs[0]))
             configs = [all_sections(config) for config in configs]
             try:
                 row = _measure(combination, configs, sizes, rounds, warmup, world)
@@ -283,23 +314,33 @@ def _measure(
     warmup: int,
     world: World,
 ) -> Row:
-    """`configs` and `sizes` are those of the model with experts and of the dense one."""
+    """`configs` and `sizes` are those of the model with experts, of the dense one and, if it is
+    measured, of the einsum baseline."""
     gc.collect()  # models of the combination before, which DDP holds in a circle
     torch.compiler.reset()  # or they would count towards dynamo's limit of recompilations
     before = machine(world.device.type)
     subjects = [prepare(combination.mode, config, world) for config in configs]
+    if len(subjects) == 3:
+        use_einsum_layers(subjects[2].model)
+        images = _batch(configs[0].data, world).images
+        check_same_outputs(subjects[0].model, subjects[2].model, images, world)
     product, flops = matrix_product(getattr(torch, combination.dtype), world.device)
-    alternatives = {"moe": subjects[0].run, "dense": subjects[1].run, "product": product}
+    names = ("moe", "dense", "einsum")[: len(subjects)]
+    alternatives = {name: subject.run for name, subject in zip(names, subjects, strict=True)}
+    alternatives["product"] = product
     with prepared_for_inference(subjects):
         first = [_seconds(subject.run) for subject in subjects]
         memory = [world.gather(working_memory(subject.run, world.device)) for subject in subjects]
         times = interleaved(alternatives, rounds, warmup, world)
     peaks = [None if None in found else max(found) for found in memory]
-    timed = (times["moe"], times["dense"])
-    sides = map(Side, timed, sizes, first, peaks, map(_held, subjects))
+    timed = [times[name] for name in names]
+    moe, dense, *einsum = map(Side, timed, sizes, first, peaks, map(_held, subjects))
     routing = world.gather(_routing(subjects[0].model))
     dropped, load = statistics.mean(share for share, _ in routing), max(load for _, load in routing)
-    return Row(combination, world.size, before, *sides, times["product"], flops, dropped, load)
+    row = Row(combination, world.size, before, moe, dense, times["product"], flops, dropped, load)
+    if einsum:
+        row = replace(row, einsum=einsum[0])
+    return row
 
 
 @contextmanager

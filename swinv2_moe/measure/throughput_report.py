@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.rounds import latencies, quartiles
-from swinv2_moe.measure.throughput import PASSES, Combination, Plan, Row, Side
+from swinv2_moe.measure.throughput import PASSES, Combination, Plan, Row
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 
 if TYPE_CHECKING:
@@ -53,8 +53,11 @@ def record(row: Row) -> dict[str, object]:
         columns.update({f"{name}_q1": low, name: middle, f"{name}_q3": high})
 
     add("moe_over_dense", row.ratio())
-    for name in ("moe", "dense"):
-        side: Side = getattr(row, name)
+    sides = {"moe": row.moe, "dense": row.dense}
+    if row.einsum is not None:
+        add("moe_over_einsum", row.ratio(row.einsum))
+        sides["einsum"] = row.einsum
+    for name, side in sides.items():
         add(f"{name}_images_per_second", row.images_per_second(side))
         add(f"{name}_mfu", row.mfu(side))
         columns |= {f"{name}_{which}_ms": value for which, value in latencies(side.times).items()}

@@ -34,6 +34,7 @@ from swinv2_moe.train.distributed import World, expert_group, open_world, seed_e
 from swinv2_moe.train.environment import describe_environment
 from swinv2_moe.train.events import Staging, load_mllogger, read_staging
 from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.placement import bound_to_node, placement_line
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.run_lock import only_run
 from swinv2_moe.train.run_report import closing_lines, headline, summarize
@@ -46,7 +47,10 @@ _LAST_SAVE_SECONDS = 60
 
 
 def train(
-    config: CfgNode, resume: str | None = None, resume_command: str = 'train(config, resume="auto")'
+    config: CfgNode,
+    resume: str | None = None,
+    resume_command: str = 'train(config, resume="auto")',
+    bind: str = "auto",
 ) -> dict | None:
     """Train (or go on training) what `config` describes in the run directory `config.OUTPUT`.
 
@@ -56,6 +60,7 @@ def train(
     Args:
         resume: what to go on from: "auto", a run or a checkpoint. None starts afresh.
         resume_command: what the user is told to do to go on with a run that was stopped.
+        bind: "auto" binds each rank to the NUMA node of its GPU, "none" to nothing.
 
     Returns:
         The summary; None of a run that was told to stop before its end.
@@ -73,7 +78,10 @@ def train(
         world.named_errors("a collective"),
         ExitStack() as stack,
     ):
+        # before data workers start, which inherit the CPUs
+        placement = stack.enter_context(bound_to_node(bind, world.device))
         check_same_start(flatten(config) | {"--resume": resume}, world)
+        placements = world.gather(placement)
         if run.event_log:
             world.everywhere(load_mllogger)
         sections = all_sections(resolve_batch_size(config, world.size))
@@ -83,7 +91,7 @@ def train(
         data, staging = _load_data(sections.data, world)
         trainer = _build_trainer(sections, world, data, source)
         size = measure_model(sections.model, data.num_classes)
-        warnings = _warnings(trainer)
+        first_lines = [headline(trainer, size, source), *_notes(trainer, placements)]
         # on all ranks at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
         recorder = stack.enter_context(
@@ -91,11 +99,8 @@ def train(
         )
         stack.enter_context(recorder.engine_log())
         recorder.config(sections.yaml)
-        recorder.say(headline(trainer, size, source))
-        for file in imported_files():
-            recorder.say(f"imported {file}")
-        for warning in warnings:
-            recorder.say(f"warning: {warning}")
+        for line in first_lines:
+            recorder.say(line)
         policy = save_policy(sections.checkpoint)
         saver = Saver(
             root / "checkpoints", world, policy, source, recorder.say, recorder.checkpoint
@@ -121,6 +126,16 @@ def train(
     if trainer.stopped_by:
         return None
     return summary
+
+
+def _notes(trainer: Trainer, placements: list[str]) -> list[str]:
+    """What the log says after the headline. All ranks call this."""
+    lines = []
+    if any(placements):
+        lines.append(placement_line(placements))
+    lines += [f"imported {file}" for file in imported_files()]
+    lines += [f"warning: {warning}" for warning in _warnings(trainer)]
+    return lines
 
 
 def _load_data(config: DataConfig, world: World) -> tuple[Data, Staging | None]:

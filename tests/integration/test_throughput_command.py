@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tool_cases import ROOT, command
 
 from swinv2_moe.measure import roofline as roofline_module
@@ -114,6 +115,26 @@ def test_throughput_of_two_ranks(start_ranks, tiny, tmp_path):
     assert [outcome.out.count("2 processes") for outcome in ended] == [1, 0]
 
 
+def test_throughput_beside_the_einsum_baseline(throughput, tiny, tmp_path):
+    chosen = ("--batch-sizes", "2", "--mode", "inference", "training", "--baseline", "einsum")
+    finished = throughput(*CFG, "--output", tmp_path, *chosen, *QUICK, *tiny)
+    assert (finished.status, finished.err) == (0, "")
+    for r, published in zip(rows_of(tmp_path / "throughput.csv"), ("2.11", "1.55"), strict=True):
+        assert len(r["einsum_ms"].split()) == 3
+        assert float(r["moe_over_einsum"]) > 0
+        assert r["einsum_held_bytes"] == r["moe_held_bytes"]
+        assert f"published {published} |" in finished.out
+    assert "| ms p50/p90/max, experts |" in finished.out
+    assert "ms p50/p90/max, einsum |" in finished.out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_float16_needs_a_gpu(throughput, tiny, tmp_path):
+    finished = throughput(*CFG, "--output", tmp_path, "--dtypes", "float16", *QUICK, *tiny)
+    assert (finished.status, finished.err.count("\n")) == (2, 1)
+    assert "--dtypes is 'float16', which needs a GPU" in finished.err
+
+
 def test_roofline(roofline, tiny, tmp_path):
     finished = roofline(*CFG, "--output", tmp_path, "--batch-size", "16", *QUICK, *tiny)
     assert (finished.status, finished.err) == (0, "")
@@ -155,9 +176,10 @@ def test_roofline_of_a_dense_model_on_photographs(roofline, tiny, make_photograp
 
 
 BAD = {
-    "dtype": (["--dtypes", "float8"], "--dtypes is 'float8', allowed: float32, bfloat16"),
+    "dtype": (["--dtypes", "float8"], "--dtypes is 'float8', allowed: float32, bfloat16, float16"),
     "batch": (["--batch-sizes", "0"], "--batch-sizes is 0, it must be at least 1"),
     "rounds": (["--rounds", "0"], "--rounds is 0, it must be at least 1"),
+    "baseline": (["--baseline", "tutel"], "--baseline is 'tutel', allowed: dense, einsum"),
     "mode": (["--mode", "eval"], "--mode is 'eval', allowed: inference, training"),
     "factor": (["--capacity-factors", "nan"], "MODEL.MOE.EVAL_CAPACITY_FACTOR"),
     "dense": (["--opts", "MODEL.MOE.NUM_EXPERTS", "0"], "MODEL.MOE.NUM_EXPERTS is 0"),

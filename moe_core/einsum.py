@@ -1,0 +1,107 @@
+"""The einsum form of an MoE layer: padded buffers, filled and read by one-hot tensors.
+
+It is the baseline of measurements: what fairseq computes, to which the paper compares Tutel. The
+results are those of every other form.
+
+Source: GShard, arXiv 2006.16668, algorithm 1.
+"""
+
+# T tokens, W ranks, E experts, E_l experts of a rank, K top-k, C capacity, N rows, M model dim, H
+# hidden dim
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_core.config import MoEConfig, expert_capacity
+from moe_core.experts import Experts
+from moe_core.layer import MoELayer
+from moe_core.ops import DispatchPlan
+from moe_core.parallel import ExpertGroup, ParallelStrategy, flexible_all_to_all
+from moe_core.parallel.exchange import Agreement, Exchange
+from moe_core.precision import without_autocast
+
+
+def use_einsum(layer: MoELayer) -> None:
+    """Make `layer` compute with einsums. Its parameters do not change; its strategy becomes the
+    default one, the exchange of tokens.
+
+    Raises:
+        ValueError: an experts module of the user's; fewer experts than ranks.
+    """
+    if not isinstance(layer.experts, Experts):
+        raise ValueError("the einsum form needs the built-in experts")
+    if layer.shard.num_parts > 1:
+        raise ValueError(
+            f"the einsum form needs num_experts ({layer.config.num_experts}) to be at least the"
+            f" expert-parallel size ({layer.group.size})"
+        )
+    layer.strategy = ParallelStrategy()
+    layer._exchanges[layer.strategy] = EinsumExchange(layer.config, layer.group)
+
+
+class EinsumExchange(Exchange):
+    """Sends buffers of one size [E_l, C, M] to every rank, padded with zeros."""
+
+    def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
+        self.config = config
+        self.group = group
+
+    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
+        num_tokens = expert_ids.shape[0]
+        if capacity_factor != 0:
+            num_tokens = self.group.most_tokens(num_tokens, expert_ids.device)
+        num_experts = self.config.num_experts
+        return Agreement(expert_capacity(num_tokens, num_experts, top_k, capacity_factor))
+
+    def __call__(
+        self,
+        experts: nn.Module,
+        tokens: Tensor,
+        gates: Tensor,
+        plan: DispatchPlan,
+        agreement: Agreement,
+    ) -> Tensor:
+        assert isinstance(experts, Experts)
+        capacity = agreement.capacity
+        if capacity is None:
+            capacity = self.group.ranks.max(int(plan.counts.max()), tokens.device)
+        capacity = max(int(capacity), 1)  # no dim of size 0
+        combine_weights = combine_tensor(gates, plan, self.config.num_experts, capacity)
+        combine_weights = combine_weights.to(tokens.dtype)
+        mask = (combine_weights.detach() != 0).to(tokens.dtype)
+        buffers = torch.einsum("tec,tm->ecm", mask, tokens)
+        buffers = flexible_all_to_all(buffers, self.group)  # [E_l, W C, M]
+        buffers = _padded_ffn(experts, buffers)
+        buffers = flexible_all_to_all(buffers, self.group, back=True)  # [E, C, M]
+        return torch.einsum("tec,ecm->tm", combine_weights, buffers.to(tokens.dtype))
+
+
+def combine_tensor(gates: Tensor, plan: DispatchPlan, num_experts: int, capacity: int) -> Tensor:
+    """The gate values [T, K] at each choice's expert and place in it, [T, E, C]; 0 elsewhere."""
+    ends = plan.offsets.long()
+    ids = torch.searchsorted(ends, plan.slots, right=True).clamp(max=num_experts - 1)  # [T, K]
+    starts = F.pad(ends, (1, -1))
+    places = (plan.slots - starts[ids]).clamp(0, capacity - 1)
+    if plan.kept is not None:
+        gates = gates * plan.kept
+    combine_weights = gates.new_zeros(len(gates), num_experts, capacity)
+    with without_autocast(gates):
+        for k in range(gates.shape[1]):
+            expert = F.one_hot(ids[:, k], num_experts) * gates[:, k : k + 1]  # [T, E]
+            place = F.one_hot(places[:, k], capacity).to(gates.dtype)  # [T, C]
+            combine_weights = combine_weights + torch.einsum("te,tc->tec", expert, place)
+    return combine_weights
+
+
+def _padded_ffn(experts: Experts, buffers: Tensor) -> Tensor:
+    """Apply to each row of `buffers` [E_l, N, M] the network of its expert; like `buffers`."""
+    w1, b1, w2, b2 = experts.weights(buffers.dtype)
+    hidden = torch.einsum("enm,ehm->enh", buffers, w1)
+    if b1 is not None:
+        hidden = hidden + b1.unsqueeze(1)
+    hidden = F.dropout(experts.activation(hidden), experts.config.hidden_dropout, experts.training)
+    out = torch.einsum("enh,ehm->enm", hidden, w2)
+    if b2 is not None:
+        out = out + b2.unsqueeze(1)
+    return out

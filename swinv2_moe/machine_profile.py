@@ -1,0 +1,70 @@
+"""Files with the measured speed of a machine, for the planner."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+from moe_core.parallel import Link, Machine
+from swinv2_moe.errors import UserError
+from swinv2_moe.files import read_json, write_json
+from swinv2_moe.forms import POSITIVE_NUMBER, form, or_null, record
+
+_MAX_BYTES = 1 << 16
+_MAX_NAME = 80  # characters
+_NAME = form(
+    f"a printable name of 1 to {_MAX_NAME} characters",
+    lambda value: isinstance(value, str) and value.isprintable() and 0 < len(value) <= _MAX_NAME,
+)
+_LINK = record({"latency": POSITIVE_NUMBER, "bandwidth": POSITIVE_NUMBER})
+_PROFILE = record(
+    {
+        "name": _NAME,
+        "intra": _LINK,
+        "inter": _LINK,
+        "flops": POSITIVE_NUMBER,
+        "flops_fp32": POSITIVE_NUMBER,
+        "memory_bandwidth": POSITIVE_NUMBER,
+        "kernel_overhead": POSITIVE_NUMBER,
+        "memory": or_null(POSITIVE_NUMBER),  # null: not known
+    }
+)
+
+
+def save_profile(machine: Machine, path: str | Path) -> None:
+    """Write a machine as JSON, in the units of `moe_core.parallel.Machine`.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    content = asdict(machine)
+    if math.isinf(machine.memory):
+        content["memory"] = None
+    write_json(path, content)
+
+
+def load_profile(path: str | Path) -> Machine:
+    """The machine that `save_profile` wrote.
+
+    Raises:
+        UserError: the file cannot be read, or a value that no machine has.
+    """
+    try:
+        content = read_json(path, _MAX_BYTES)
+        _PROFILE(content, "the profile")
+    except OSError as error:
+        raise UserError(f"--profile {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"--profile {path}: {error}") from error
+    memory = content["memory"]
+    if memory is None:
+        memory = math.inf
+    return Machine(
+        content["name"],
+        Link(content["intra"]["latency"], content["intra"]["bandwidth"]),
+        Link(content["inter"]["latency"], content["inter"]["bandwidth"]),
+        content["flops"],
+        content["flops_fp32"],
+        content["memory_bandwidth"],
+        content["kernel_overhead"],
+        memory,
+    )
