@@ -71,7 +71,11 @@ _CLASSIFIER_TRAINING = record(
         "strategies": list_of(record({"key": OBJECT, "strategy": OBJECT})),
     },
     # earlier versions lack them
-    optional={"time_to_target": _TIME_TO_TARGET, "loss_watch": _LOSS_WATCH},
+    optional={
+        "time_to_target": _TIME_TO_TARGET,
+        "loss_watch": _LOSS_WATCH,
+        "needed_capacity": list_of(list_of(POSITIVE_NUMBER)),
+    },
 )
 _DETECTOR_TRAINING = record(
     {
