@@ -81,6 +81,16 @@ def test_automatic_capacity_follows_the_loads(tmp_path, make_config, read_metric
         assert lines[i]["moe/capacity_factor"] == max(map(max, by_layer))
 
 
+def test_accumulated_batches_count(tmp_path, make_config, read_metrics):
+    """The largest factor of a step's forward passes, on the device."""
+    keys = AUTO | {"TRAIN.ACCUMULATION_STEPS": 2, "DATA.BATCH_SIZE": 128, "TRAIN.MAX_STEPS": 2}
+    train(make_config(tmp_path / "run", keys))
+    meta = tmp_path / "run" / "checkpoints" / "latest" / "meta.json"
+    needed = json.loads(meta.read_text())["training"]["needed_capacity"]
+    assert [len(factors) for factors in needed] == [2, 2]
+    assert min(map(min, needed)) >= 0.9  # an even load needs about 1 with a share of 0.05
+
+
 def test_only_the_last_steps_count(make_trainer):
     schedule = make_trainer(AUTO).routing
     schedule.observe([9.0, 9.0])
