@@ -33,13 +33,18 @@ class StandardMoE(nn.Module):
         capacity_factor: 0 is dropless; None: the configured one.
         batched: with a capacity, compute all experts in batched products. On a CPU this is faster
             in torch (16% of a model with 8 experts, on one image), but slower in onnxruntime (12%).
+        batch_prioritized: whether full experts keep the most probable tokens; None: as configured.
 
     Raises:
         ValueError: the layer has several ranks, several routers or custom experts.
     """
 
     def __init__(
-        self, layer: MoELayer, capacity_factor: float | None = None, batched: bool = False
+        self,
+        layer: MoELayer,
+        capacity_factor: float | None = None,
+        batched: bool = False,
+        batch_prioritized: bool | None = None,
     ) -> None:
         super().__init__()
         if layer.group.size > 1:
@@ -53,7 +58,14 @@ class StandardMoE(nn.Module):
             )
         if capacity_factor is None:
             capacity_factor = layer.config.capacity_factor
-        self.config = replace(layer.config, capacity_factor=capacity_factor, aux_loss="none")
+        if batch_prioritized is None:
+            batch_prioritized = layer.config.batch_prioritized
+        self.config = replace(
+            layer.config,
+            capacity_factor=capacity_factor,
+            batch_prioritized=batch_prioritized,
+            aux_loss="none",
+        )
         self.router = copy.deepcopy(layer.router)
         self.experts: nn.Module = _OneByOne(layer.experts)
         if batched and capacity_factor:

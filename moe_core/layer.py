@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_core.config import MoEConfig, expert_capacity
+from moe_core.config import MoEConfig, expert_capacity, needed_capacity_factor
 from moe_core.experts import Experts
 from moe_core.ops import DispatchPlan, make_plan
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
@@ -34,6 +34,7 @@ class RoutingStats(NamedTuple):
     # scalar: share of these choices that were dropped: their expert was full, or rounded down
     dropped_share: Tensor
     entropy: Tensor  # scalar: mean entropy of the router's probabilities, in nats
+    needed_factor: Tensor  # scalar: smallest capacity factor with which no choice is dropped
 
 
 class MoELayer(nn.Module):
@@ -90,7 +91,8 @@ class MoELayer(nn.Module):
         if strategy != "auto":
             self._exchange_of(strategy)
         self._equalise_replicas()
-        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
+        # probs [T, E], counts [E], kept [T, K] (None where nothing can drop) and K
+        self._last: tuple[Tensor, Tensor, Tensor | None, int] | None = None
 
     @property
     def last_routing(self) -> RoutingStats | None:
@@ -98,6 +100,13 @@ class MoELayer(nn.Module):
         if self._last is None:
             return None
         return _statistics(*self._last)
+
+    def needed_capacity_factor(self, drop_share: float = 0.0) -> Tensor:
+        """The smallest capacity factor with which this rank would have dropped at most
+        `drop_share` of its choices in the last forward pass: a scalar on the device."""
+        assert self._last is not None, "no forward pass yet"
+        _, counts, _, top_k = self._last
+        return needed_capacity_factor(counts, top_k, drop_share)
 
     def extra_repr(self) -> str:
         return (
@@ -116,18 +125,22 @@ class MoELayer(nn.Module):
         x: Tensor,
         *,
         top_k: int | None = None,
-        capacity_factor: float | None = None,
+        capacity_factor: float | Tensor | None = None,
         strategy: ParallelStrategy | str | None = None,
         router: int = 0,
+        batch_prioritized: bool | None = None,
         mask: Tensor | None = None,
         num_tokens: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x [..., M] -> y like x, and the auxiliary loss (a scalar of at least fp32, unweighted).
 
-        `top_k`, `capacity_factor` and `strategy` replace the configured ones for this call alone; a
-        `capacity_factor` of 0 means 0. `router` is the number of one of several.
+        `top_k`, `capacity_factor`, `strategy` and `batch_prioritized` replace the configured ones
+        for this call alone; a `capacity_factor` of 0 means 0. `router` is the number of one of
+        several.
 
         Args:
+            capacity_factor: as a scalar tensor on the device of x, not 0, it may change without
+                another compilation (torch.compile); only without ranks and round_to.
             mask: bool [...]; tokens where it is False are ignored: they take no capacity and no
                 part in the loss or in the statistics, and their y is 0.
             num_tokens: how many are True, where the caller knows; otherwise they are counted, which
@@ -136,8 +149,8 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: x that is no floating-point tensor, is 0-d or of another width or device, a
                 mask of another shape or of floating-point values, top_k below 1, capacity_factor
-                not finite, a strategy that does not fit the group, a router that is not there, an
-                experts module that returns another shape.
+                not finite, or a tensor with ranks or round_to, a strategy that does not fit the
+                group, a router that is not there, an experts module that returns another shape.
             RuntimeError: a rank of the group has ended or did not come within the group's timeout.
         """
         _check_tensors(x, mask)
@@ -148,12 +161,13 @@ class MoELayer(nn.Module):
         forward = self._forward
         if self.group.size > 1:
             forward = self._forward_uncompiled
+        options = (top_k, capacity_factor, strategy, router, batch_prioritized)
         if mask is None:
-            return forward(x, top_k, capacity_factor, strategy, router)
+            return forward(x, *options)
         tokens = x.reshape(-1, x.shape[-1])  # [T, M]
         positions = _positions(mask.flatten(), num_tokens)
         kept_tokens = tokens.index_select(0, positions)
-        y, aux_loss = forward(kept_tokens, top_k, capacity_factor, strategy, router)
+        y, aux_loss = forward(kept_tokens, *options)
         return torch.zeros_like(tokens).index_copy(0, positions, y).view_as(x), aux_loss
 
     @torch.compiler.disable
@@ -161,7 +175,7 @@ class MoELayer(nn.Module):
         return self._forward(*args)
 
     def _forward(
-        self, x: Tensor, top_k, capacity_factor, strategy, router: int
+        self, x: Tensor, top_k, capacity_factor, strategy, router: int, batch_prioritized
     ) -> tuple[Tensor, Tensor]:
         """`forward` of all tokens: route, plan, exchange with the experts and combine."""
         config = self.config
@@ -171,6 +185,8 @@ class MoELayer(nn.Module):
             capacity_factor = config.capacity_factor
         if strategy is None:
             strategy = self.strategy
+        if batch_prioritized is None:
+            batch_prioritized = config.batch_prioritized
         top_k = min(top_k, config.num_experts)
         self._check(x, top_k, capacity_factor, strategy, router)
 
@@ -181,7 +197,9 @@ class MoELayer(nn.Module):
         if trial is not None:
             tokens = trial.begin(tokens)
         exchange = self._exchange_of(strategy)
-        routing, plan, agreement = self._plan(exchange, routing, top_k, capacity_factor)
+        routing, plan, agreement = self._plan(
+            exchange, routing, top_k, capacity_factor, batch_prioritized
+        )
         self._keep_statistics(routing, plan, top_k)
         y = exchange(self.experts, tokens, routing.gates, plan, agreement)
         if trial is not None:
@@ -249,7 +267,12 @@ class MoELayer(nn.Module):
             return route(logits, self.config, top_k, self.training, reduce, self.config.kernels)
 
     def _plan(
-        self, exchange: Exchange, routing: Routing, top_k: int, capacity_factor: float
+        self,
+        exchange: Exchange,
+        routing: Routing,
+        top_k: int,
+        capacity_factor: float,
+        batch_prioritized: bool,
     ) -> tuple[Routing, DispatchPlan, Agreement]:
         """The plan, the routing that it is of, and what the ranks agreed on for it. Token rounding
         adds a choice to each token."""
@@ -260,7 +283,7 @@ class MoELayer(nn.Module):
             return routing, plan, Agreement(capacity)
         agreement = exchange.agree(routing.expert_ids, top_k, capacity_factor)
         priority = None
-        if config.batch_prioritized:
+        if batch_prioritized:
             priority = routing.probs.detach().amax(1)
         plan = make_plan(
             routing.expert_ids,
@@ -285,12 +308,12 @@ class MoELayer(nn.Module):
         kept = None
         if plan.kept is not None:
             kept = plan.kept[:, :top_k]
-        self._last = (routing.probs.detach(), plan.counts, kept)
+        self._last = (routing.probs.detach(), plan.counts, kept, top_k)
 
     # Everything that can be wrong is found on every rank before the first collective.
 
     def _check(
-        self, x: Tensor, top_k: int, capacity_factor: float, strategy: ParallelStrategy, router: int
+        self, x: Tensor, top_k: int, capacity_factor, strategy: ParallelStrategy, router: int
     ) -> None:
         if x.shape[-1] != self.config.model_dim:
             raise ValueError(
@@ -298,8 +321,10 @@ class MoELayer(nn.Module):
             )
         if top_k < 1:
             raise ValueError(f"top_k ({top_k}) must be at least 1")
+        if isinstance(capacity_factor, Tensor):
+            self._check_factor_tensor()
         # torch.compile cannot trace math.isfinite of a value that changes
-        if not abs(capacity_factor) < math.inf:
+        elif not abs(capacity_factor) < math.inf:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be finite; 0 is dropless")
         num_routers = 1
         if isinstance(self.router, nn.ModuleList):
@@ -322,6 +347,17 @@ class MoELayer(nn.Module):
                         f"x is on {x.device}, the layer's {name} on {parameter.device}"
                     )
             self._try_experts(x)
+
+    def _check_factor_tensor(self) -> None:
+        if self.group.size > 1:
+            raise ValueError(
+                f"capacity_factor is a tensor, over {self.group.size} ranks it must be a number"
+            )
+        if self.config.round_to:
+            raise ValueError(
+                f"capacity_factor is a tensor, with round_to ({self.config.round_to}) it must be a"
+                " number"
+            )
 
     def _try_experts(self, x: Tensor) -> None:
         """Try an experts module of the user's on one row for each expert, once."""
@@ -375,10 +411,10 @@ def _positions(mask: Tensor, count: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def _statistics(probs: Tensor, counts: Tensor, kept: Tensor | None) -> RoutingStats:
+def _statistics(probs: Tensor, counts: Tensor, kept: Tensor | None, top_k: int) -> RoutingStats:
     """probs [T, E], counts [E] and kept [T, K], None where nothing can drop."""
     dropped_share = counts.new_zeros((), dtype=torch.float32)
     if kept is not None:
         dropped_share = (~kept).sum() / max(kept.numel(), 1)
     entropy = torch.special.entr(probs).sum() / max(probs.shape[0], 1)
-    return RoutingStats(counts, dropped_share, entropy)
+    return RoutingStats(counts, dropped_share, entropy, needed_capacity_factor(counts, top_k))

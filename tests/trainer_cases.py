@@ -1,5 +1,6 @@
 """Trainers of a small model on the digits, for tests on several ranks."""
 
+import shlex
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ def make_batch(size: int) -> Batch:
 
 def _sections(size: int, options: str) -> AllSections:
     batch = f"DATA.BATCH_SIZE {GLOBAL_BATCH // size}"
-    return all_sections(load_config(QUICKSTART, f"{SMALL} {batch} {options}".split()))
+    return all_sections(load_config(QUICKSTART, shlex.split(f"{SMALL} {batch} {options}")))
 
 
 def _world(rank: int, size: int) -> World:

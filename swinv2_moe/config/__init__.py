@@ -14,6 +14,7 @@ from swinv2_moe.config.load import (
     merge_opts,
     resolve_batch_size,
 )
+from swinv2_moe.config.schedule import Schedule, parse_schedule
 from swinv2_moe.config.sections import (
     PUBLISHED_MOE,
     AllSections,
@@ -43,6 +44,7 @@ __all__ = [
     "ExpertsConfig",
     "ModelConfig",
     "RunConfig",
+    "Schedule",
     "TrainConfig",
     "all_sections",
     "as_opts",
@@ -56,6 +58,7 @@ __all__ = [
     "load_config",
     "merge_opts",
     "model_config",
+    "parse_schedule",
     "resolve_batch_size",
     "run_config",
     "train_config",

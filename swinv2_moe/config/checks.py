@@ -9,6 +9,7 @@ from yacs.config import CfgNode
 from moe_core import ACTIVATIONS, ALL_TO_ALLS, KERNELS, LOSSES, ROUTERS
 from moe_core.parallel.strategy import EXCHANGES
 from swinv2_moe.config.defaults import flatten
+from swinv2_moe.config.schedule import parse_schedule
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_section, model_type, model_types
@@ -25,6 +26,7 @@ _CHOICES: dict[str, Collection] = {
     "MODEL.MOE.ROUTER": ROUTERS,
     "MODEL.MOE.AUX_LOSS": LOSSES,
     "MODEL.MOE.ACTIVATION": ACTIVATIONS,
+    "MODEL.MOE.EVAL_BATCH_PRIORITIZED": ("same", "always", "never"),
     "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd"),
     "AUG.REMODE": ("const", "rand", "pixel"),
     "AUG.MIXUP_MODE": ("batch", "pair", "elem"),
@@ -59,6 +61,7 @@ _RANGES = {  # inclusive
     "MODEL.MOE.RANKS_PER_NODE": (0, _INFINITY),
     "MODEL.MOE.TOP_K": (1, _INFINITY),
     "MODEL.MOE.CAPACITY_FACTOR": (-_INFINITY, _INFINITY),
+    "MODEL.MOE.CAPACITY_DROP_SHARE": (0, 0.999),
     "MODEL.MOE.EVAL_CAPACITY_FACTOR": (-_INFINITY, _INFINITY),
     "MODEL.MOE.ROUND_TO": (0, _INFINITY),
     "MODEL.MOE.GATE_NOISE": (0, _INFINITY),
@@ -113,6 +116,7 @@ def check_config(config: CfgNode) -> None:
     for key, (low, high) in section.ranges.items():
         _check_range(f"{prefix}.{key}", flat[f"{prefix}.{key}"], low, high)
     section.check(config)
+    _check_routing_schedules(config)
     _check_experts(config)
     _check_schedule(config)
     _check_dataset(config)
@@ -161,6 +165,28 @@ def _check_experts(config: CfgNode) -> None:
         raise UserError(
             "MODEL.MOE.AUX_LOSS is 'load_importance_tutel', it needs MODEL.MOE.GATE_NOISE (0.0)"
             " above 0"
+        )
+
+
+def _check_routing_schedules(config: CfgNode) -> None:
+    moe = config.MODEL.MOE
+    for key in ("TOP_K_SCHEDULE", "CAPACITY_SCHEDULE"):
+        text = moe[key]
+        name = f"MODEL.MOE.{key}"
+        try:
+            schedule = parse_schedule(text)
+            if schedule and key == "TOP_K_SCHEDULE":
+                schedule.check_top_k(moe.NUM_EXPERTS)
+        except ValueError as error:
+            raise UserError(f"{name} is {text!r}: {error}") from error
+        if schedule and moe.FREEZE:
+            raise UserError(
+                f"{name} is {text!r}: with MODEL.MOE.FREEZE (True) experts route as in evaluation"
+            )
+    if moe.CAPACITY_AUTO and moe.CAPACITY_SCHEDULE:
+        raise UserError(
+            f"MODEL.MOE.CAPACITY_SCHEDULE is {moe.CAPACITY_SCHEDULE!r}: MODEL.MOE.CAPACITY_AUTO"
+            " (True) sets the capacity too, switch one of them off"
         )
 
 

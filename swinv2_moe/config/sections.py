@@ -69,11 +69,13 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CropConfig:
-    """TEST: the part of an image that is evaluated."""
+    """TEST: the part of an image that is evaluated, and the order of the images."""
 
     # resize the short side to IMG_SIZE / CROP_RATIO, then centre crop; else resize both sides
     crop: bool = True
     crop_ratio: float = 0.875
+    # in a fixed permutation; where capacity drops choices, the images of a batch affect each other
+    shuffle: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,17 @@ class ExpertsConfig:
     ranks_per_node: int = 0  # for 2dh; 0: as torchrun says
     # per stage, the blocks (from 0) whose FFN is a mixture of experts
     blocks: tuple[tuple[int, ...], ...] = ((), (), (), ())
+    # in place of top_k and capacity_factor in training, such as "epoch 0:2 10:1"
+    # (swinv2_moe.config.schedule); "": constant
+    top_k_schedule: str = ""
+    capacity_schedule: str = ""
+    # the capacity factor of each layer is the smallest that would have dropped at most
+    # capacity_drop_share of the choices in each of the last steps; the first step has
+    # capacity_factor
+    capacity_auto: bool = False
+    capacity_drop_share: float = 0.01
     eval_capacity_factor: float = 1.25  # as capacity_factor, in evaluation
+    eval_batch_prioritized: str = "same"  # same: as in training; always; never
     aux_loss_weight: float = 0.01
     # routers and experts stay as PRETRAINED has them and route as in evaluation
     freeze: bool = False
@@ -234,6 +246,8 @@ class TrainConfig:
     batch_size: int  # DATA.BATCH_SIZE
     label_smoothing: float  # MODEL.LABEL_SMOOTHING
     aux_loss_weight: float  # MODEL.MOE.AUX_LOSS_WEIGHT
+    # MODEL.MOE.CAPACITY_DROP_SHARE; None: not CAPACITY_AUTO
+    capacity_drop_share: float | None
     seed: int
     amp_enable: bool
     amp_dtype: str

@@ -52,6 +52,7 @@ def train_config(config: CfgNode) -> sections.TrainConfig:
         batch_size=config.DATA.BATCH_SIZE,
         label_smoothing=config.MODEL.LABEL_SMOOTHING,
         aux_loss_weight=config.MODEL.MOE.AUX_LOSS_WEIGHT,
+        capacity_drop_share=_drop_share(config.MODEL.MOE),
         seed=config.SEED,
         amp_enable=config.AMP_ENABLE,
         amp_dtype=config.AMP_DTYPE,
@@ -82,6 +83,12 @@ def _experts(config: CfgNode) -> sections.ExpertsConfig:
     if values["num_experts"]:
         layer = MoEConfig(1, 1, values["num_experts"], **layer_values)
     return sections.ExpertsConfig(**values, layer=layer)
+
+
+def _drop_share(moe: CfgNode) -> float | None:
+    if moe.CAPACITY_AUTO and moe.NUM_EXPERTS and not moe.FREEZE:
+        return moe.CAPACITY_DROP_SHARE
+    return None
 
 
 def _values(group: CfgNode) -> dict[str, object]:

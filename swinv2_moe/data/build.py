@@ -72,7 +72,7 @@ def build_data(config: DataConfig, rank: int = 0, world_size: int = 1) -> Data:
     )
     return Data(
         train_loader=_loader(config, train_set, sampler),
-        val_loader=evaluation_loader(config, sources.val, rank, world_size),
+        val_loader=evaluation_loader(config, sources.val, rank, world_size, config.test.shuffle),
         num_classes=num_classes,
         class_names=sources.class_names,
         train_size=train_size,
@@ -94,14 +94,20 @@ def _check_step(batch_size: int, world_size: int, train_size: int) -> None:
 
 
 def evaluation_loader(
-    config: DataConfig, source: Source, rank: int = 0, world_size: int = 1
+    config: DataConfig,
+    source: Source,
+    rank: int = 0,
+    world_size: int = 1,
+    shuffle: bool = False,
 ) -> DataLoader:
     """Batches of every image of a source, once over all ranks, through the evaluation transform.
 
-    Every rank has the same number of batches.
+    Every rank has the same number of batches. The images are in the source's order or, with
+    `shuffle`, in a fixed permutation of it (`ValSampler.order`).
     """
     dataset = ImageDataset(source, config, is_train=False)
-    return _loader(config, dataset, ValSampler(len(dataset), rank, world_size))
+    sampler = ValSampler(len(dataset), rank, world_size, shuffle)
+    return _loader(config, dataset, sampler)
 
 
 def _shard_order(config: DataConfig, source: Source) -> Order | None:

@@ -87,7 +87,10 @@ class TrainSampler(Sampler[int]):
 
 
 class ValSampler(Sampler[int]):
-    """Every image exactly once over all ranks; rank r takes r, r + W, r + 2 W, ...
+    """Every image exactly once over all ranks; rank r takes the positions r, r + W, r + 2 W, ...
+
+    Position p is image p, or with `shuffle` image `order[p]` of a permutation that depends on the
+    number of images alone.
 
     All ranks yield ceil(N / W) indices, since a forward pass with experts spread over ranks is
     collective. A rank without a last image repeats an earlier image i, as ~i (negative), which a
@@ -95,9 +98,12 @@ class ValSampler(Sampler[int]):
     expert and displace others.
     """
 
-    def __init__(self, size: int, rank: int, world_size: int):
+    def __init__(self, size: int, rank: int, world_size: int, shuffle: bool = False):
         assert 0 <= rank < world_size, (rank, world_size)
         self.size, self.rank, self.world_size = size, rank, world_size
+        self.order = np.arange(size)
+        if shuffle:
+            self.order = np.random.default_rng(0).permutation(size)
 
     def __len__(self) -> int:
         return -(-self.size // self.world_size)
@@ -105,6 +111,6 @@ class ValSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         for position in range(self.rank, len(self) * self.world_size, self.world_size):
             if position < self.size:
-                yield position
+                yield int(self.order[position])
             else:
-                yield ~(position % self.size)
+                yield ~int(self.order[position % self.size])

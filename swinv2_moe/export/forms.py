@@ -37,7 +37,10 @@ class StandardForm(nn.Module):
         for module in model.modules():
             if isinstance(module, MoEMlp):
                 replacements[id(module)] = StandardMoE(
-                    module.moe, module.eval_capacity_factor, batched_experts
+                    module.moe,
+                    module.eval_capacity_factor,
+                    batched_experts,
+                    module.eval_batch_prioritized,
                 )
             elif isinstance(module, FusedWindowAttention):
                 replacements[id(module)] = _Attention(module)

@@ -141,6 +141,7 @@ def evaluate_checkpoint(
         results["num_experts"] = layer.num_experts
         results["top_k"] = layer.top_k
         results["capacity_factor"] = configured
+        results["batch_prioritized"] = subject.batch_prioritized()
         results["dropped_share_by_layer"] = passes[configured].by_layer
     if speeds:
         rows = []
@@ -300,6 +301,7 @@ class _Subject:
     model: nn.Module
     loader: DataLoader
     autocast: partial
+    shuffled: bool  # TEST.SHUFFLE
     class_names: list[str]
     renamed: str | None
     unreadable: UnreadableImages
@@ -313,8 +315,9 @@ class _Subject:
         return cls(
             world,
             deployed.model(len(sources.class_names)),
-            evaluation_loader(data, sources.val, world.rank, world.size),
+            evaluation_loader(data, sources.val, world.rank, world.size, data.test.shuffle),
             deployed.autocast,
+            data.test.shuffle,
             sources.class_names,
             renamed,
             UnreadableImages(len(sources.val), data.max_bad_share),
@@ -325,9 +328,17 @@ class _Subject:
             "classes": len(self.class_names),
             "other_class_names": self.renamed,
             "batch_size": self.loader.batch_size,
+            "shuffled": self.shuffled,
             "machine": machine(self.world.device.type),
             "unreadable_images": list(self.unreadable.paths),
         }
+
+    def batch_prioritized(self) -> bool:
+        """Whether a full expert keeps the tokens with the highest probability in evaluation."""
+        layers = [module for module in self.model.modules() if isinstance(module, MoEMlp)]
+        if layers[0].eval_batch_prioritized is None:
+            return layers[0].moe.config.batch_prioritized
+        return layers[0].eval_batch_prioritized
 
     def predictions(self, factor: float) -> _Pass:
         """Raises UserError where too many images cannot be read."""
@@ -345,7 +356,10 @@ class _Subject:
         if layers:
             what = f"capacity factor {factor:g}"
         with _capacity_factor(self.model, factor), self._bar(what, len(self.loader)) as bar:
-            found, paths = predict(self.model, self.loader, self.world, self.autocast, after_batch)
+            order = self.loader.sampler.order
+            found, paths = predict(
+                self.model, self.loader, self.world, self.autocast, after_batch, order
+            )
         self.unreadable.add(paths)
         dropped, choices = self.world.sum(totals).T  # [layers]
         share = None

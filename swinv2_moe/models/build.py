@@ -9,6 +9,9 @@ from swinv2_moe.model_types import model_types
 from swinv2_moe.models.complexity import Complexity, count
 from swinv2_moe.models.protocol import MoEModel
 
+# by the value of MODEL.MOE.EVAL_BATCH_PRIORITIZED; None: as in training
+_EVAL_BATCH_PRIORITIZED = {"same": None, "always": True, "never": False}
+
 
 def build_model(
     config: ModelConfig, num_classes: int, group: ExpertGroup | None = None
@@ -39,6 +42,7 @@ def _model(config: ModelConfig, num_classes: int, group: ExpertGroup | None) -> 
         moe_blocks=experts.blocks,
         moe=experts.layer_fields(),
         eval_capacity_factor=experts.eval_capacity_factor,
+        eval_batch_prioritized=_EVAL_BATCH_PRIORITIZED[experts.eval_batch_prioritized],
         freeze_moe=experts.freeze,
         expert_group=group,
         expert_strategy=_strategy(experts) if group else ParallelStrategy(),

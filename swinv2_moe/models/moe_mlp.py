@@ -16,22 +16,41 @@ class MoEMlp(nn.Module):
     timm's block expects one result, so the auxiliary loss is stored here until `take_aux_loss`. If
     `frozen`, the layer stays in evaluation mode (no noise, the capacity of evaluation) and has no
     auxiliary loss.
+
+    Attributes:
+        top_k, capacity_factor: in training mode; None: as the layer is configured. A schedule sets
+            them between two steps.
+        eval_capacity_factor, eval_batch_prioritized: in evaluation mode; the latter may be None: as
+            the layer is configured.
     """
 
-    def __init__(self, moe: MoELayer, eval_capacity_factor: float, frozen: bool = False) -> None:
+    def __init__(
+        self,
+        moe: MoELayer,
+        eval_capacity_factor: float,
+        frozen: bool = False,
+        eval_batch_prioritized: bool | None = None,
+    ) -> None:
         super().__init__()
         self.moe = moe.requires_grad_(not frozen)
+        self.top_k: int | None = None
+        self.capacity_factor: float | Tensor | None = None
         self.eval_capacity_factor = eval_capacity_factor
+        self.eval_batch_prioritized = eval_batch_prioritized
         self.frozen = frozen
         self.aux_loss: Tensor | None = None
         self.train(self.training)
 
     def forward(self, x: Tensor, **mask) -> Tensor:
         """x [..., M] -> [..., M]; passes `mask` and `num_tokens` on to MoELayer."""
-        capacity_factor = None
-        if not self.training:
-            capacity_factor = self.eval_capacity_factor
-        y, aux_loss = self.moe(x, capacity_factor=capacity_factor, **mask)
+        if self.training:
+            routing = {"top_k": self.top_k, "capacity_factor": self.capacity_factor}
+        else:
+            routing = {
+                "capacity_factor": self.eval_capacity_factor,
+                "batch_prioritized": self.eval_batch_prioritized,
+            }
+        y, aux_loss = self.moe(x, **routing, **mask)
         if self.frozen:
             aux_loss = None
         self.aux_loss = aux_loss

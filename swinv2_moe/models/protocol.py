@@ -41,6 +41,7 @@ class MoEModel(nn.Module):
         moe_blocks: per stage, the blocks (from 0) whose FFN becomes a mixture of experts.
         moe: further MoEConfig fields, over the published recipe.
         eval_capacity_factor: in evaluation mode; None: as in training.
+        eval_batch_prioritized: in evaluation mode; None: as in training.
         freeze_moe: the MoE layers are not trained, and route as in evaluation.
         expert_group: the ranks over which the experts are spread; None: all here.
         expert_strategy: how the ranks exchange tokens; "auto": the tuner searches.
@@ -61,6 +62,7 @@ class MoEModel(nn.Module):
         moe_blocks: Sequence[Sequence[int]] = (),
         moe: dict | None = None,
         eval_capacity_factor: float | None = None,
+        eval_batch_prioritized: bool | None = None,
         freeze_moe: bool = False,
         expert_group: ExpertGroup | dist.ProcessGroup | None = None,
         expert_strategy: ParallelStrategy | str = ParallelStrategy(),  # noqa: B008 - frozen
@@ -85,7 +87,9 @@ class MoEModel(nn.Module):
                 if capacity_factor is None:
                     capacity_factor = config.capacity_factor
                 layer = MoELayer(config, expert_group, strategy=expert_strategy, device=device)
-                block.mlp = MoEMlp(layer.to(dtype), capacity_factor, freeze_moe)
+                block.mlp = MoEMlp(
+                    layer.to(dtype), capacity_factor, freeze_moe, eval_batch_prioritized
+                )
         self.init_weights(needs_reset=False)
 
     # Defined by each model

@@ -50,6 +50,10 @@ class World:
         """The elementwise sum over all ranks, in place."""
         return self.ranks.all_reduce(values, "sum over all ranks")
 
+    def max(self, values: Tensor) -> Tensor:
+        """The elementwise maximum over all ranks, in place."""
+        return self.ranks.all_reduce(values, "maximum over all ranks", dist.ReduceOp.MAX)
+
     def gather(self, value: object) -> list:
         """Every rank's `value` (picklable, small), on every rank."""
         return self.ranks.gather_objects(value, "gathering from all ranks")

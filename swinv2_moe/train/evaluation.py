@@ -62,7 +62,12 @@ def evaluate(
 
 @torch.inference_mode()
 def predict(
-    model: nn.Module, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
+    model: nn.Module,
+    loader,
+    world: World,
+    autocast,
+    after_batch: Callable[[], None] = lambda: None,
+    order: np.ndarray | None = None,
 ) -> tuple[Predictions, list[str]]:
     """What the model says of every image that counts, as in `evaluate`, and the paths of unreadable
     images.
@@ -71,6 +76,7 @@ def predict(
 
     Args:
         loader: Batches of this rank by ValSampler, so that all ranks have as many images.
+        order: int64 [images], the sampler's; None: the order of the data set.
     """
     rows, unreadable = [], []
     with _evaluation_mode(model):
@@ -79,6 +85,10 @@ def predict(
             unreadable += batch.unreadable
             after_batch()
     found = world.gather_rows(torch.cat(rows)).numpy()
+    if order is not None and world.is_main:
+        by_position = found[: len(order)]  # without padding
+        found = np.empty_like(by_position)
+        found[order] = by_position
     found = found[found[:, 0] != IGNORE]
     targets, predicted, ranks = found[:, :3].astype(np.int64).T
     paths = [path for paths in world.gather(unreadable) for path in paths]

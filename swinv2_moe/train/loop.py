@@ -19,6 +19,7 @@ from swinv2_moe.train.parallelize import load_sharded, settle_buckets
 from swinv2_moe.train.progress import Progress, steps_per_epoch
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.saver import Saver
+from swinv2_moe.train.schedules import RoutingSchedule
 from swinv2_moe.train.step import StepResult, TrainingStep
 from swinv2_moe.train.stopping import Stopped, StopSignal
 from swinv2_moe.train.timing import Batches, Throughput, TimeToTarget
@@ -55,6 +56,7 @@ class Trainer:
             world.size,
         )
         self.tuning = Tuning(model)
+        self.routing = RoutingSchedule(config.model.experts, model, config.train.compile)
         self.throughput = Throughput()
         num_images = data.train_size + data.val_size
         self.unreadable = UnreadableImages(num_images, config.data.max_bad_share)
@@ -105,7 +107,9 @@ class Trainer:
         Raises:
             UserError: see `TrainingStep.run`.
         """
+        self.routing.apply(self.progress.epochs_done, self.progress.step)
         result = self.step.run(batches, self.progress.step)
+        self.routing.observe(result.needed_factors)
         self.progress.count_step(result)
         self.schedule.step_update(self.progress.schedule_step)
         return result
@@ -227,6 +231,7 @@ class Trainer:
         }
         if step.scaler.enabled:
             values["loss_scale"] = step.scaler.scale
+        values |= self.routing.current
         routing = {
             name: self._global_routing(layer.last_routing)
             for name, layer in moe_layers(step.model).items()
@@ -237,7 +242,8 @@ class Trainer:
         counts = self.world.sum(routing.counts.clone())
         shares = torch.stack([routing.dropped_share, routing.entropy.float()])
         dropped_share, entropy = self.world.sum(shares) / self.world.size
-        return RoutingStats(counts, dropped_share, entropy)
+        needed_factor = self.world.max(routing.needed_factor.clone())
+        return RoutingStats(counts, dropped_share, entropy, needed_factor)
 
     def _record_epoch(
         self, recorder: Recorder, epoch: int, train_loss: float, accuracy: Accuracy, seconds: float
@@ -272,6 +278,7 @@ class Trainer:
             "world_size": self.world.size,
             "loss_scaler": step.scaler.state(),
             "strategies": strategy_decisions(step.model),
+            "needed_capacity": self.routing.state(),
         }
         meta = describe(
             step.model, self.progress.step, self.config.yaml, self.data.class_names, training
@@ -297,6 +304,7 @@ class Trainer:
                 f"checkpoint {source.directory}: {error}; nothing was loaded"
             ) from error
         self._check_frozen(source)
+        self.routing.load(training.get("needed_capacity", []), f"checkpoint {source.directory}")
         parameters = optim.trained_parameters(step.model)
         moments = {
             kind: checkpoint.read_section(source, kind, step.model, parameters) for kind in kinds

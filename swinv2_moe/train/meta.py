@@ -73,7 +73,11 @@ _CLASSIFIER_TRAINING = record(
         "strategies": _STRATEGIES,
     },
     # earlier versions lack them
-    optional={"time_to_target": _TIME_TO_TARGET, "loss_watch": _LOSS_WATCH},
+    optional={
+        "time_to_target": _TIME_TO_TARGET,
+        "loss_watch": _LOSS_WATCH,
+        "needed_capacity": list_of(list_of(POSITIVE_NUMBER)),
+    },
 )
 _DETECTOR_TRAINING = record(
     {

@@ -46,6 +46,11 @@ class Progress:
         """
         return self.epoch * self.steps_per_epoch + self.epoch_step
 
+    @property
+    def epochs_done(self) -> float:
+        """Complete epochs and the fraction of the epoch at hand."""
+        return self.schedule_step / self.steps_per_epoch
+
     def count_step(self, result: StepResult) -> None:
         """Count a step that was done."""
         self.step += 1

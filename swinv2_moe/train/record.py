@@ -118,6 +118,8 @@ class Recorder:
             values["moe/dropped_share"] = dropped_share(routing.values())
             for key in ("entropy", "load_max"):
                 values[f"moe/{key}"] = float(np.mean([layer[key] for layer in layers.values()]))
+            needed = [layer["needed_factor"] for layer in layers.values()]
+            values["moe/needed_factor"] = max(needed)
         line = dict(values)
         if layers:
             line["moe_layers"] = layers
@@ -131,7 +133,7 @@ class Recorder:
                 tag = f"train/{key}"
             self.writer.add_scalar(tag, value, step)
         for name, layer in layers.items():
-            for key in ("dropped_share", "entropy", "load_max", "load_min"):
+            for key in ("dropped_share", "entropy", "load_max", "load_min", "needed_factor"):
                 self.writer.add_scalar(f"{name}/{key}", layer[key], step)
             self._add_load(f"{name}/expert_load", layer["load"], step)
 
@@ -275,6 +277,7 @@ def _load(stats: RoutingStats) -> dict:
         "load_max": max(load),
         "load_min": min(load),
         "load": [round(value, 4) for value in load],
+        "needed_factor": float(stats.needed_factor),
     }
 
 

@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_core import average_expert_gradients, clip_to_norm, equal_tokens, global_grad_norm
+from moe_core import (
+    average_expert_gradients,
+    clip_to_norm,
+    equal_tokens,
+    global_grad_norm,
+    moe_layers,
+)
 from swinv2_moe.config import TrainConfig
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
@@ -30,6 +36,8 @@ class StepResult(NamedTuple):
     has_finite_loss: bool  # on every rank
     was_skipped: bool  # the optimiser left the weights as they were
     stopping: bool  # some rank has received a signal
+    # of each MoE layer, the capacity factor that CAPACITY_AUTO needed; empty without it
+    needed_factors: tuple[float, ...] = ()
 
 
 class TrainingStep:
@@ -63,6 +71,10 @@ class TrainingStep:
         self.mixup = build_mixup(config.augment, config.label_smoothing, num_classes)
         self.autocast = build_autocast(config, world)
         self.skipped_in_a_row = 0
+        # the MoE layers whose needed capacity is measured
+        self.measured_layers = []
+        if config.capacity_drop_share is not None:
+            self.measured_layers = list(moe_layers(self.model).values())
 
     @property
     def deployed(self) -> MoEModel:
@@ -92,6 +104,7 @@ class TrainingStep:
         """
         seed_everything(self.config.seed, step, self.world.rank)
         total = torch.zeros(2, device=self.world.device)
+        needed = total.new_zeros(len(self.measured_layers))
         for i, batch in enumerate(batches):
             is_last = i == len(batches) - 1
             with gradient_sync(self.wrapped, enabled=is_last), equal_tokens(self.model):
@@ -100,15 +113,19 @@ class TrainingStep:
                 with self.world.named_errors(f"the backward pass of step {step + 1}"):
                     (loss * self.scaler.scale / len(batches)).backward()
             total += torch.stack([loss.detach(), aux_loss.detach()]) / len(batches)
+            needed = self._needed_factors(needed)
         norm = self._grad_norm().reshape(1)
-        flags = self._sum_flags(total[0])
+        agreed = self._agree(total[0], needed)
         # the one wait for the device in a step
-        loss, aux_loss, norm, bad_losses, signals = torch.cat([total, norm, flags]).tolist()
-        is_finite = bad_losses == 0 and norm < float("inf")
+        values = torch.cat([total, norm, agreed]).tolist()
+        loss, aux_loss, norm, bad_loss, signalled, *needed_factors = values
+        is_finite = bad_loss == 0 and norm < float("inf")
         if is_finite:
             clip_to_norm(self.model, self.config.clip_grad, norm)
         was_skipped = self._update(is_finite, batches, step)
-        return StepResult(loss, aux_loss, norm, bad_losses == 0, was_skipped, signals > 0)
+        return StepResult(
+            loss, aux_loss, norm, bad_loss == 0, was_skipped, signalled > 0, tuple(needed_factors)
+        )
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss to minimise, with the weighted auxiliary loss, and the unweighted auxiliary
@@ -136,12 +153,21 @@ class TrainingStep:
         self.scaler.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
         return global_grad_norm(self.model)
 
-    def _sum_flags(self, loss: Tensor) -> Tensor:
-        """The number of ranks whose loss is not finite, and of those that received a signal [2]."""
+    def _needed_factors(self, earlier: Tensor) -> Tensor:
+        """The larger of `earlier` [L] and what the measured layers needed in this forward pass."""
+        if not self.measured_layers:
+            return earlier
+        share = self.config.capacity_drop_share
+        factors = [layer.needed_capacity_factor(share) for layer in self.measured_layers]
+        return torch.maximum(earlier, torch.stack(factors).float())
+
+    def _agree(self, loss: Tensor, needed: Tensor) -> Tensor:
+        """Whether the loss of some rank is not finite, whether one received a signal, and the
+        largest needed factors of all ranks: [2 + L]."""
         is_bad = (~torch.isfinite(loss)).float()
         # a fill; a copy would wait for the GPU
         signalled = torch.full_like(loss, self.stop.received is not None)
-        return self.world.sum(torch.stack([is_bad, signalled]))
+        return self.world.max(torch.cat([torch.stack([is_bad, signalled]), needed]))
 
     def _update(self, is_finite: bool, batches: Sequence[Batch], step: int) -> bool:
         """Update the weights, unless a loss or the gradient on some rank is not finite.

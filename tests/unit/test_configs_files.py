@@ -19,6 +19,7 @@ PUBLISHED_PARAMETERS = {
     "small_8expert": 173.3,
     "small_16expert": 296.1,
     "small_32expert": 541.8,
+    "small_64expert": 1033.2,
     "base_dense": 109.3,
     "base_32expert": 955.3,
 }
@@ -37,13 +38,14 @@ def test_every_file_loads_and_says_how_to_run_it(file):
     assert f"--cfg {file.relative_to(CONFIGS.parent)}" in head
 
 
-def test_the_ten_published_experiments_are_there():
+def test_the_eleven_published_experiments_are_there():
     names = {
         f.stem.removeprefix("swin_moe_").replace("window12_192_", "")
         for f in (CONFIGS / "in22k").glob("swin*")
     }
     kinds = ("dense", "8expert", "16expert", "32expert", "32expert_cosine")
-    assert names == {f"{size}_{kind}" for size in ("small", "base") for kind in kinds}
+    both = {f"{size}_{kind}" for size in ("small", "base") for kind in kinds}
+    assert names == both | {"small_64expert", "small_32expert_fp16"}
 
 
 @functools.cache
@@ -65,8 +67,18 @@ def test_published_sizes(size, kind):
 
 
 def test_published_size_of_64_experts():
-    found = measure("small_window12_192_8expert", "MODEL.MOE.NUM_EXPERTS", "64")
-    assert round(found.parameters / 1e6) == 1033
+    found = measure("small_window12_192_64expert")
+    assert round(found.parameters / 1e6, 1) == PUBLISHED_PARAMETERS["small_64expert"]
+
+
+def test_the_fp16_variant_differs_in_its_dtype_alone():
+    name = "swin_moe_small_window12_192_32expert"
+    configs = [load(CONFIGS / "in22k" / f"{stem}.yaml") for stem in (name, f"{name}_fp16")]
+    dtypes = [config.AMP_DTYPE for config in configs]
+    assert dtypes == ["bfloat16", "float16"]
+    configs[1].defrost()
+    configs[1].AMP_DTYPE = "bfloat16"
+    assert configs[0].dump() == configs[1].dump()
 
 
 @pytest.mark.parametrize(
@@ -76,6 +88,7 @@ def test_published_recipe(file):
     """arXiv 2206.03382, section 5, and its public configurations, whatever the defaults come to
     be."""
     config, stem = load(file), file.stem
+    assert config.TEST.SHUFFLE
     moe, train, aug = config.MODEL.MOE, config.TRAIN, config.AUG
     experts = 0 if "dense" in stem else int(stem.split("expert")[0].split("_")[-1])
     drop_path = 0.2 if "small" in stem or "dense" in stem else 0.3

@@ -63,6 +63,18 @@ def test_val_reads_every_image_once_and_pads_ranks_to_equal_length(size, world):
     assert all(0 <= i < size for i in padding)
 
 
+@given(sizes, worlds)
+def test_a_shuffled_val_reads_the_same_images_in_one_order(size, world):
+    samplers = [ValSampler(size, rank, world, shuffle=True) for rank in range(world)]
+    ranks = [list(sampler) for sampler in samplers]
+    by_position = [i for row in zip(*ranks, strict=True) for i in row]
+    order = samplers[0].order.tolist()
+    assert by_position[:size] == order == ValSampler(size, 0, 1, shuffle=True).order.tolist()
+    assert sorted(order) == list(range(size))
+    assert all(i < 0 for i in by_position[size:])
+    assert size < 10 or order != sorted(order)
+
+
 def test_lengths_match_what_is_yielded():
     for sampler in (TrainSampler(103, 4, 1, 2, 0), ValSampler(103, 1, 2)):
         assert len(sampler) == len(list(sampler))

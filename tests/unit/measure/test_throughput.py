@@ -263,7 +263,8 @@ def test_a_rows_arithmetic():
 
 
 def test_dropped_is_the_share_of_all_choices(monkeypatch):
-    stats = [RoutingStats(torch.tensor(counts), torch.tensor(share), torch.tensor(0.0))
+    zero = torch.tensor(0.0)
+    stats = [RoutingStats(torch.tensor(counts), torch.tensor(share), zero, zero)
              for counts, share in (([60, 20], 0.25), ([6, 14], 0.75))]  # fmt: skip
     layers = {str(i): SimpleNamespace(last_routing=found) for i, found in enumerate(stats)}
     monkeypatch.setattr(throughput, "moe_layers", lambda model: layers)

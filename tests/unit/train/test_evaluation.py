@@ -44,7 +44,7 @@ def small_config(*opts: str) -> CfgNode:
 
 
 def make_loader(
-    config: CfgNode, size: int, batch: int, rank: int = 0, ranks: int = 1
+    config: CfgNode, size: int, batch: int, rank: int = 0, ranks: int = 1, shuffle: bool = False
 ) -> DataLoader:
     val, config = load_sources(data_config(config)).val, config.clone()
     config.defrost()
@@ -54,6 +54,7 @@ def make_loader(
         FirstDigits(val.label, val.images[:size], val.targets[:size]),
         rank,
         ranks,
+        shuffle,
     )
 
 
@@ -110,6 +111,20 @@ def test_image_by_image():
     np.testing.assert_allclose(found.confidence, logits.softmax(1).amax(1), atol=1e-5)
 
 
+def test_a_permutation_changes_no_prediction_where_nothing_is_dropped():
+    """Results are in the order of the data set, and the broken image is left out."""
+    config = small_config()
+    model, loader = make_model(config), make_loader(config, 43, 7, shuffle=True)
+    order = loader.sampler.order
+    found, unreadable = predict(model, loader, ALONE, nullcontext, order=order)
+    expected, _ = predict(model, make_loader(config, 43, 7), ALONE, nullcontext)
+    assert unreadable == [f"digits[{BROKEN}]"]
+    assert order.tolist() != sorted(order)
+    for name in ("targets", "predicted", "ranks"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-4)
+
+
 def test_the_sums_of_training_are_those_of_the_predictions():
     config = small_config()
     model = make_model(config)
@@ -137,6 +152,11 @@ def on_rank(rank: int, ranks: int, expected: list[Predictions], limited: Predict
             assert getattr(found, name).tolist() == getattr(alone, name).tolist(), (size, name)
         for name in ("confidence", "losses"):
             np.testing.assert_allclose(getattr(found, name), getattr(alone, name), rtol=1e-4)
+    shuffled = make_loader(config, *SIZES[0], rank, ranks, shuffle=True)
+    order = shuffled.sampler.order
+    found, _ = predict(model, shuffled, world, nullcontext, order=order)
+    if not rank:
+        assert found.predicted.tolist() == expected[0].predicted.tolist()
     config = small_config("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.5")
     model = make_model(config, world)
     found, _ = predict(model, make_loader(config, *SIZES[0], rank, ranks), world, nullcontext)

@@ -15,6 +15,7 @@ from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.record import Recorder, dropped_share
 
 ALONE = World(0, 1, torch.device("cpu"))
+ZERO = torch.tensor(0.0)
 
 
 def steps(directory):
@@ -62,7 +63,7 @@ def test_a_line_whose_writing_was_cut_off_is_dropped(rest, tmp_path):
 def test_the_share_dropped_is_of_all_choices(tmp_path):
     """A layer of 30 choices counts three times as much as one of 10."""
     layers = {
-        name: RoutingStats(torch.tensor([counts, 0]), torch.tensor(share), torch.tensor(0.0))
+        name: RoutingStats(torch.tensor([counts, 0]), torch.tensor(share), ZERO, ZERO)
         for name, counts, share in (("a", 30, 0.5), ("b", 10, 0.1))
     }
     recorder = Recorder(tmp_path, ALONE, 0)
@@ -72,7 +73,7 @@ def test_the_share_dropped_is_of_all_choices(tmp_path):
         "moe/dropped_share"
     ] == pytest.approx(16 / 40)
     assert dropped_share([layers["b"]]) == pytest.approx(0.1)
-    assert dropped_share([RoutingStats(torch.zeros(2), torch.tensor(0.0), torch.tensor(0.0))]) == 0
+    assert dropped_share([RoutingStats(torch.zeros(2), ZERO, ZERO, ZERO)]) == 0
 
 
 def test_a_run_that_goes_on_has_no_summary_yet(tmp_path, make_config, monkeypatch):

@@ -1,0 +1,171 @@
+"""Top-k and capacity that change during training: what each step uses, and after a resume."""
+
+import json
+from contextlib import suppress
+
+import pytest
+import torch
+
+from moe_core import moe_layers
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import MoEMlp
+from swinv2_moe.train import train
+from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.schedules import STEPS, RoutingSchedule
+
+# five steps an epoch
+SCHEDULE = {
+    "MODEL.MOE.TOP_K_SCHEDULE": "epoch 0:2 1:1",
+    "MODEL.MOE.CAPACITY_SCHEDULE": "epoch 0:1.25 1:0",
+}
+AUTO = {"MODEL.MOE.CAPACITY_AUTO": True, "MODEL.MOE.CAPACITY_DROP_SHARE": 0.05}
+
+
+def kill_before(monkeypatch, step):
+    original = Trainer.train_step
+
+    def train_step(self, batches):
+        if self.progress.step + 1 == step:
+            raise KeyboardInterrupt
+        return original(self, batches)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+
+
+def routing_of_steps(run, read_metrics):
+    keys = ("loss", "moe/top_k", "moe/capacity_factor", "moe/dropped_share", "moe_layers")
+    return [{key: line.get(key) for key in keys} for line in read_metrics(run)[0]]
+
+
+@pytest.mark.parametrize("keys", [SCHEDULE, AUTO], ids=["schedule", "auto"])
+def test_killed_twice_in_two_epochs(keys, tmp_path, make_config, read_metrics, monkeypatch):
+    keys = keys | {"CHECKPOINT.STEPS": 3}
+    train(make_config(tmp_path / "whole", keys))
+    for step in (5, 8):
+        with monkeypatch.context() as patch:
+            kill_before(patch, step)
+            with suppress(KeyboardInterrupt):
+                train(make_config(tmp_path / "killed", keys), "auto")
+    train(make_config(tmp_path / "killed", keys), "auto")
+    whole = routing_of_steps(tmp_path / "whole", read_metrics)
+    assert len(whole) == 10
+    assert routing_of_steps(tmp_path / "killed", read_metrics) == whole
+    newest = [tmp_path / name / "checkpoints" / "latest" for name in ("whole", "killed")]
+    files = list(newest[0].rglob("*.safetensors"))
+    for file in files:
+        twin = newest[1] / file.relative_to(newest[0])
+        assert twin.read_bytes() == file.read_bytes(), file.name
+    states = [json.loads((path / "meta.json").read_text())["training"] for path in newest]
+    assert states[0]["needed_capacity"] == states[1]["needed_capacity"]
+    if "MODEL.MOE.CAPACITY_SCHEDULE" in keys:
+        used = [(line["moe/top_k"], line["moe/capacity_factor"]) for line in whole]
+        assert used == [(2, 1.25)] * 5 + [(1, 0)] * 5
+        dropped = [line["moe/dropped_share"] for line in whole]
+        assert max(dropped[:5]) > 0
+        assert max(dropped[5:]) == 0
+
+
+def test_automatic_capacity_follows_the_loads(tmp_path, make_config, read_metrics):
+    """A step drops at most the share if its loads need no more than those of the steps before."""
+    train(make_config(tmp_path / "run", AUTO | {"MODEL.MOE.CAPACITY_FACTOR": 0.1}))
+    lines = routing_of_steps(tmp_path / "run", read_metrics)
+    assert lines[0]["moe/capacity_factor"] is None  # CAPACITY_FACTOR
+    assert lines[0]["moe/dropped_share"] > 0.5
+    assert all(line["moe/dropped_share"] < 0.2 for line in lines[1:])
+    meta = tmp_path / "run" / "checkpoints" / "latest" / "meta.json"
+    needed = json.loads(meta.read_text())["training"]["needed_capacity"]
+    assert len(needed) == len(lines)
+    for i in range(1, len(lines)):
+        by_layer = zip(*needed[:i], strict=True)
+        assert lines[i]["moe/capacity_factor"] == max(map(max, by_layer))
+
+
+def test_accumulated_batches_count(tmp_path, make_config, read_metrics):
+    """The largest factor of a step's forward passes, on the device."""
+    keys = AUTO | {"TRAIN.ACCUMULATION_STEPS": 2, "DATA.BATCH_SIZE": 128, "TRAIN.MAX_STEPS": 2}
+    train(make_config(tmp_path / "run", keys))
+    meta = tmp_path / "run" / "checkpoints" / "latest" / "meta.json"
+    needed = json.loads(meta.read_text())["training"]["needed_capacity"]
+    assert [len(factors) for factors in needed] == [2, 2]
+    assert min(map(min, needed)) >= 0.9  # an even load needs about 1 with a share of 0.05
+
+
+def test_only_the_last_steps_count(make_trainer):
+    schedule = make_trainer(AUTO).routing
+    schedule.observe([9.0, 9.0])
+    for step in range(STEPS):
+        schedule.observe([1.0, 2.0 + step])
+    schedule.apply(0, 0)
+    assert [layer.capacity_factor for layer in schedule.layers] == [1.0, 1.0 + STEPS]
+    assert schedule.current == {"moe/capacity_factor": 1.0 + STEPS}
+
+
+def test_linear_top_k_is_rounded(make_trainer):
+    schedule = make_trainer({"MODEL.MOE.TOP_K_SCHEDULE": "step 0:3 4:1 linear"}).routing
+    used = []
+    for step in range(6):
+        schedule.apply(0, step)
+        used.append(schedule.layers[0].top_k)
+    assert used == [3, 3, 2, 2, 1, 1]
+
+
+def test_evaluation_and_averaged_weights_do_not_follow(make_trainer):
+    trainer = make_trainer(SCHEDULE | {"TRAIN.EMA_DECAY": 0.9})
+    trainer.routing.apply(0, 0)
+    layers = [m for m in trainer.step.model.modules() if isinstance(m, MoEMlp)]
+    assert [(layer.top_k, layer.capacity_factor) for layer in layers] == [(2, 1.25)] * 2
+    for model in (trainer.step.model, trainer.step.deployed):
+        model.eval()(torch.randn(4, 3, 16, 16))
+        layer = next(iter(moe_layers(model).values()))
+        assert int(layer.last_routing.counts.sum()) == 4 * 4 * 4  # top-1 of 4 x 4 tokens an image
+
+
+def test_priority_in_evaluation(make_trainer):
+    keys = {"MODEL.MOE.CAPACITY_FACTOR": 0.5, "MODEL.MOE.EVAL_CAPACITY_FACTOR": 0.5}
+    images = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    outputs = {}
+    for value in ("same", "always", "never"):
+        model = make_trainer(keys | {"MODEL.MOE.EVAL_BATCH_PRIORITIZED": value}).step.model
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm2.weight"):  # 0 at first
+                torch.nn.init.ones_(parameter)
+        with torch.no_grad():
+            outputs[value] = model.eval()(images)
+    assert torch.equal(outputs["same"], outputs["always"])
+    assert not torch.equal(outputs["same"], outputs["never"])
+
+
+def test_a_state_of_another_number_of_layers(make_trainer, save, tmp_path):
+    trainer = make_trainer(AUTO)
+    trainer.routing.needed.append([1.0])
+    directory = save(trainer, tmp_path)
+    other = make_trainer(AUTO)
+    before = [parameter.clone() for parameter in other.step.model.parameters()]
+    with pytest.raises(UserError, match="needed_capacity has 1 layers, the model has 2"):
+        other.resume(open_checkpoint(directory))
+    assert all(map(torch.equal, before, other.step.model.parameters()))
+    make_trainer().resume(open_checkpoint(directory))  # without CAPACITY_AUTO it is ignored
+
+
+def test_a_compiled_model_is_not_compiled_anew(make_trainer):
+    torch.compiler.reset()
+    trainer = make_trainer()
+    model = trainer.step.model.train()
+    config = trainer.config.model.experts
+    schedule = RoutingSchedule(config, model, is_compiled=True)
+    schedule.needed.append([0.5, 0.6])
+    compiled = torch.compile(model.forward_with_aux, backend="aot_eager")
+    images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    schedule.apply(0, 0)
+    torch.manual_seed(0)
+    compiled(images)
+    shares = []
+    for factors in ([0.7, 0.8], [1.5, 0.9]):
+        schedule.observe(factors)
+        schedule.apply(0, 0)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            compiled(images)
+        shares.append([float(x.last_routing.dropped_share) for x in moe_layers(model).values()])
+    assert shares[0] > shares[1]
+    torch.compiler.reset()
