@@ -4,15 +4,17 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_core.balance import BalanceBias
 from moe_core.config import MoEConfig, expert_capacity
 from moe_core.experts import Experts
-from moe_core.ops import DispatchPlan, make_plan
+from moe_core.ops import DispatchPlan, make_plan, soft_combine, soft_dispatch
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.exchange import (
     Agreement,
@@ -24,7 +26,8 @@ from moe_core.parallel.exchange import (
 from moe_core.parallel.tuner import Trial
 from moe_core.precision import expert_dtype, without_autocast
 from moe_core.rounding import round_to_tiles
-from moe_core.router import Routing, make_router, perturb_input, route
+from moe_core.router import Routing, make_router, perturb_input, route, route_by_experts
+from moe_core.soft import route_slots
 
 
 class RoutingStats(NamedTuple):
@@ -88,6 +91,12 @@ class MoELayer(nn.Module):
         self.router: nn.Module = router
         self._untried_experts = experts is not None and self.group.size > 1
         self.experts = Experts(config, self.shard, device) if experts is None else experts
+        self.shared: Experts | None = None
+        if config.num_shared_experts:
+            self.shared = Experts(_shared_config(config), device=device)
+        self.balance: BalanceBias | None = None
+        if config.balance == "bias":
+            self.balance = BalanceBias(config.num_experts, config.balance_rate, device)
         self._exchanges: dict[ParallelStrategy, Exchange] = {}
         if strategy != "auto":
             self._exchange_of(strategy)
@@ -150,6 +159,8 @@ class MoELayer(nn.Module):
             forward = self._forward_uncompiled
         if mask is None:
             return forward(x, top_k, capacity_factor, strategy, router)
+        if self.config.routing == "soft" or self.config.choose_per_image:
+            raise ValueError(f"router {self.config.router!r} on images needs all tokens: no mask")
         tokens = x.reshape(-1, x.shape[-1])  # [T, M]
         positions = _positions(mask.flatten(), num_tokens)
         kept_tokens = tokens.index_select(0, positions)
@@ -175,8 +186,27 @@ class MoELayer(nn.Module):
         self._check(x, top_k, capacity_factor, strategy, router)
 
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
-        routing = self._route(tokens, top_k, router)
-        tokens = self._expert_input(tokens)
+        if config.routing == "soft":
+            y, aux_loss = self._mix(x, strategy, router)
+        else:
+            routing = self._route(tokens, top_k, router, _num_images(x))
+            inputs = self._expert_input(tokens)
+            y = self._through_experts(inputs, routing, top_k, capacity_factor, strategy)
+            aux_loss = routing.aux_loss
+        y = y.to(x.dtype)
+        if self.shared is not None:
+            y = y + self._shared_output(tokens).to(x.dtype)
+        return y.view_as(x), aux_loss
+
+    def _through_experts(
+        self,
+        tokens: Tensor,
+        routing: Routing,
+        top_k: int,
+        capacity_factor: float,
+        strategy: ParallelStrategy | str,
+    ) -> Tensor:
+        """tokens [T, M] -> the results of their experts, weighted and summed [T, M]."""
         strategy, trial = self._choose(strategy, tokens, routing, top_k, capacity_factor)
         if trial is not None:
             tokens = trial.begin(tokens)
@@ -186,7 +216,31 @@ class MoELayer(nn.Module):
         y = exchange(self.experts, tokens, routing.gates, plan, agreement)
         if trial is not None:
             y = trial.end(y)
-        return y.to(x.dtype).view_as(x), routing.aux_loss
+        return y
+
+    def _mix(
+        self, x: Tensor, strategy: ParallelStrategy | str, router: int
+    ) -> tuple[Tensor, Tensor]:
+        """Soft MoE: the experts process slots, which are means of an image's tokens.
+
+        Slots have fixed experts, so they take the path of tokens that have chosen.
+        """
+        config = self.config
+        tokens = x.reshape(_num_images(x), -1, config.model_dim)  # [B, N, M]
+        logits = self._router_logits(tokens.flatten(0, 1), router)  # [T, S]
+        logits = logits.view(*tokens.shape[:2], logits.shape[1])  # [B, N, S]
+        inputs = tokens.to(expert_dtype(tokens))
+        slots = self._expert_input(soft_dispatch(inputs, logits))  # [B, S, M]
+        routing = route_slots(slots, logits, config)
+        rows = self._through_experts(slots.flatten(0, 1), routing, 1, 0.0, strategy)
+        y = soft_combine(rows.view_as(slots), logits)
+        return y.flatten(0, 1), routing.aux_loss
+
+    def _shared_output(self, tokens: Tensor) -> Tensor:
+        """What the shared experts, one wide network, add to each token: [T, M]."""
+        assert self.shared is not None
+        offsets = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
+        return self.shared(tokens, offsets)
 
     def _expert_input(self, tokens: Tensor) -> Tensor:
         """The tokens in the dtype of the experts. Over several ranks they require a gradient, also
@@ -235,16 +289,27 @@ class MoELayer(nn.Module):
         explore = self.training and torch.is_grad_enabled() and tokens.requires_grad
         return tuner.choose(self, key, explore)
 
-    def _route(self, tokens: Tensor, top_k: int, router: int) -> Routing:
-        # At least fp32, autocast or not: a bf16 softmax flips close choices.
+    def _router_logits(self, tokens: Tensor, router: int) -> Tensor:
+        """The logits of a router in at least fp32: a bf16 softmax flips close choices."""
+        module = self.router
+        if isinstance(module, nn.ModuleList):
+            module = module[router]
         with without_autocast(tokens):
             tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-            module = self.router[router] if isinstance(self.router, nn.ModuleList) else self.router
-            logits = module(perturb_input(tokens, self.config, self.training))
+            return module(perturb_input(tokens, self.config, self.training))
+
+    def _route(self, tokens: Tensor, top_k: int, router: int, num_images: int) -> Routing:
+        config = self.config
+        logits = self._router_logits(tokens, router)
+        with without_autocast(tokens):
+            if config.routing == "expert_choice":
+                return route_by_experts(logits, config, num_images, self.training)
             reduce = None
-            if self.config.global_balance:
+            if config.global_balance:
                 reduce = self.group.sum
-            return route(logits, self.config, top_k, self.training, reduce, self.config.kernels)
+            return route(
+                logits, config, top_k, self.training, reduce, config.kernels, self.balance
+            )
 
     def _plan(
         self, exchange: Exchange, routing: Routing, top_k: int, capacity_factor: float
@@ -257,14 +322,11 @@ class MoELayer(nn.Module):
             routing, plan = round_to_tiles(routing, config, capacity)
             return routing, plan, Agreement(capacity)
         agreement = exchange.agree(routing.expert_ids, top_k, capacity_factor)
-        priority = None
-        if config.batch_prioritized:
-            priority = routing.probs.detach().amax(1)
         plan = make_plan(
             routing.expert_ids,
             config.num_experts,
             agreement.capacity,
-            priority,
+            routing.priority,
             config.kernels,
             num_rows=routing.expert_ids.numel(),
         )
@@ -280,10 +342,17 @@ class MoELayer(nn.Module):
 
     def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
         """Keep what `last_routing` is computed from; not the choices that fill tiles."""
-        kept = None
-        if plan.kept is not None:
-            kept = plan.kept[:, :top_k]
-        self._last = (routing.probs.detach(), plan.counts, kept)
+        counts = plan.counts
+        kept = plan.kept
+        if self.config.routing == "expert_choice":
+            assert kept is not None, "experts choose up to a capacity"
+            counts = kept.sum(0)
+            kept = kept.any(1, keepdim=True)  # [T, 1]: a token without an expert is dropped
+        elif kept is not None:
+            kept = kept[:, :top_k]
+        if self.balance is not None and self.training:
+            self.balance.add_load(counts)
+        self._last = (routing.probs.detach(), counts, kept)
 
     # Everything that can be wrong is found on every rank before the first collective.
 
@@ -296,6 +365,11 @@ class MoELayer(nn.Module):
             )
         if top_k < 1:
             raise ValueError(f"top_k ({top_k}) must be at least 1")
+        if capacity_factor == 0 and self.config.routing == "expert_choice":
+            raise ValueError(
+                "capacity_factor (0) must not be 0 with expert choice: it says how many tokens an"
+                " expert chooses"
+            )
         # torch.compile cannot trace math.isfinite of a value that changes
         if not abs(capacity_factor) < math.inf:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be finite; 0 is dropless")
@@ -341,6 +415,19 @@ class MoELayer(nn.Module):
                 value = parameter.to(self.group.ranks.device, copy=True)
                 self.group.replicas.broadcast(value, "broadcast of the first replica's experts")
                 parameter.copy_(value)
+
+
+def _shared_config(config: MoEConfig) -> MoEConfig:
+    """The shared experts as one expert: the sum of several networks is one wide network."""
+    hidden_dim = config.num_shared_experts * config.hidden_dim
+    return replace(config, num_experts=1, hidden_dim=hidden_dim)
+
+
+def _num_images(x: Tensor) -> int:
+    """The first dim of x [B, ..., M] counts images; x [T, M] is a single one."""
+    if x.dim() < 3:
+        return 1
+    return x.shape[0]
 
 
 def _check_tensors(x: Tensor, mask: Tensor | None) -> None:
