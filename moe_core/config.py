@@ -104,6 +104,10 @@ class MoEConfig:
 
     def _check_routing(self) -> None:
         """Check what only some kinds of routing support."""
+        if self.choose_per_image and self.routing != "expert_choice":
+            raise ValueError(
+                f"choose_per_image (True) needs a router of expert choice, not {self.router!r}"
+            )
         if self.routing == "token_choice":
             return
         unsupported = {"round_to": 0, "balance": "loss"}

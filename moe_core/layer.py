@@ -189,7 +189,7 @@ class MoELayer(nn.Module):
         if config.routing == "soft":
             y, aux_loss = self._mix(x, strategy, router)
         else:
-            routing = self._route(tokens, top_k, router, _num_images(x))
+            routing = self._route(tokens, top_k, router, as_images(x).shape[0])
             inputs = self._expert_input(tokens)
             y = self._through_experts(inputs, routing, top_k, capacity_factor, strategy)
             aux_loss = routing.aux_loss
@@ -226,9 +226,9 @@ class MoELayer(nn.Module):
         Slots have fixed experts, so they take the path of tokens that have chosen.
         """
         config = self.config
-        tokens = x.reshape(_num_images(x), -1, config.model_dim)  # [B, N, M]
+        tokens = as_images(x)  # [B, N, M]
         logits = self._router_logits(tokens.flatten(0, 1), router)  # [T, S]
-        logits = logits.view(*tokens.shape[:2], logits.shape[1])  # [B, N, S]
+        logits = logits.view(tokens.shape[0], tokens.shape[1], logits.shape[1])  # [B, N, S]
         inputs = tokens.to(expert_dtype(tokens))
         slots = self._expert_input(soft_dispatch(inputs, logits))  # [B, S, M]
         routing = route_slots(slots, logits, config)
@@ -423,11 +423,12 @@ def _shared_config(config: MoEConfig) -> MoEConfig:
     return replace(config, num_experts=1, hidden_dim=hidden_dim)
 
 
-def _num_images(x: Tensor) -> int:
-    """The first dim of x [B, ..., M] counts images; x [T, M] is a single one."""
+def as_images(x: Tensor) -> Tensor:
+    """Tokens by image [B, N, M]: the first dim of x [B, ..., M] counts images; x [T, M] and x [M]
+    are of one image."""
     if x.dim() < 3:
-        return 1
-    return x.shape[0]
+        return x.reshape(1, -1, x.shape[-1])
+    return x.flatten(1, -2)
 
 
 def _check_tensors(x: Tensor, mask: Tensor | None) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core import MoELayer, moe_layers
+from moe_core.soft import expert_logits
 from swinv2_moe.models import MoEModel, block_name
 
 _SIDE = 128  # pixels that a picture of an image has at least
@@ -60,6 +61,8 @@ def _hooks(
 
     def record(router: nn.Module, args: tuple, logits: Tensor) -> None:  # logits [T, E]
         assert not layer.training, "the noise of training is not in these logits"
+        if layer.config.routing == "soft":
+            logits = expert_logits(logits, layer.config)
         choices[name] = logits.topk(min(layer.config.top_k, logits.shape[1])).indices
 
     def place(block: nn.Module, args: tuple, output: Tensor) -> None:
