@@ -4,8 +4,9 @@
 >>> y, aux_loss = MoELayer(config)(torch.randn(4, 196, 512))
 """
 
+from moe_core.balance import update_balance
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
-from moe_core.config import KERNELS, ExpertShard, MoEConfig
+from moe_core.config import KERNELS, ROUTING_CHOICES, ExpertShard, MoEConfig
 from moe_core.layer import MoELayer, RoutingStats
 from moe_core.losses import AuxiliaryLoss, RoutingScores
 from moe_core.ops import release_buffers
@@ -38,6 +39,7 @@ __all__ = [
     "KERNELS",
     "LOSSES",
     "ROUTERS",
+    "ROUTING_CHOICES",
     "AuxiliaryLoss",
     "ExpertShard",
     "MoEConfig",
@@ -63,4 +65,5 @@ __all__ = [
     "release_buffers",
     "save_tensors",
     "strategy_decisions",
+    "update_balance",
 ]

@@ -9,8 +9,7 @@ from torch import Tensor
 from moe_core.ops.backend import KERNELS
 from moe_core.registry import ACTIVATIONS, LOSSES, ROUTERS
 
-
-CHOICES = {"gate_activation": ("softmax", "sigmoid"), "balance": ("loss", "bias")}
+ROUTING_CHOICES = {"gate_activation": ("softmax", "sigmoid"), "balance": ("loss", "bias")}
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class MoEConfig:
             raise ValueError(
                 f"capacity_factor ({self.capacity_factor}) must be finite; 0 is dropless"
             )
-        for name, allowed in CHOICES.items():
+        for name, allowed in ROUTING_CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")

@@ -6,8 +6,8 @@ is then fixed, and one batched product can compute all experts. Without a capaci
 number of an expert's rows is known only at run time.
 """
 
-# T tokens, E experts, K top-k, C capacity, N rows, M model dim, H hidden dim; for Soft MoE B images,
-# N tokens of an image, S slots of an image, p of them for each expert
+# T tokens, E experts, K top-k, C capacity, N rows, M model dim, H hidden dim. For Soft MoE:
+# B images, N tokens of an image, S slots of an image, p of them for each expert
 
 import copy
 from dataclasses import replace
@@ -109,7 +109,8 @@ class StandardMoE(nn.Module):
         routing = route_by_experts(logits, config, num_images, training=False)
         top_k = min(config.top_k, config.num_experts)
         capacity = expert_capacity(num_tokens, config.num_experts, top_k, config.capacity_factor)
-        assert capacity is not None and routing.priority is not None
+        assert capacity is not None
+        assert routing.priority is not None
         num_chosen = min(capacity, num_tokens)
         order = routing.priority.t().argsort(dim=1, descending=True, stable=True)  # [E, T]
         chosen = order[:, :num_chosen]  # [E, C]

@@ -307,9 +307,7 @@ class MoELayer(nn.Module):
             reduce = None
             if config.global_balance:
                 reduce = self.group.sum
-            return route(
-                logits, config, top_k, self.training, reduce, config.kernels, self.balance
-            )
+            return route(logits, config, top_k, self.training, reduce, config.kernels, self.balance)
 
     def _plan(
         self, exchange: Exchange, routing: Routing, top_k: int, capacity_factor: float

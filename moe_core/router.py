@@ -159,9 +159,7 @@ def route(
     return Routing(ids, gates, aux_loss, probs, priority)
 
 
-def route_by_experts(
-    logits: Tensor, config: MoEConfig, num_images: int, training: bool
-) -> Routing:
+def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, training: bool) -> Routing:
     """Expert choice: every expert is a choice of every token, and takes those with the highest
     score up to its capacity (moe_core.expert_choice).
 

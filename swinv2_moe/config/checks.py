@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from yacs.config import CfgNode
 
-from moe_core import ACTIVATIONS, ALL_TO_ALLS, KERNELS, LOSSES, ROUTERS
+from moe_core import ACTIVATIONS, ALL_TO_ALLS, KERNELS, LOSSES, ROUTERS, ROUTING_CHOICES
 from swinv2_moe.config.defaults import flatten
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
@@ -22,6 +22,8 @@ _CHOICES: dict[str, Collection] = {
     "MODEL.MOE.ALL_TO_ALL": ALL_TO_ALLS,
     "MODEL.MOE.ROUTER": ROUTERS,
     "MODEL.MOE.AUX_LOSS": LOSSES,
+    "MODEL.MOE.BALANCE": ROUTING_CHOICES["balance"],
+    "MODEL.MOE.GATE_ACTIVATION": ROUTING_CHOICES["gate_activation"],
     "MODEL.MOE.ACTIVATION": ACTIVATIONS,
     "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd"),
     "AUG.REMODE": ("const", "rand", "pixel"),
@@ -61,6 +63,11 @@ _RANGES = {  # inclusive
     "MODEL.MOE.ROUND_TO": (0, _INFINITY),
     "MODEL.MOE.GATE_NOISE": (0, _INFINITY),
     "MODEL.MOE.AUX_LOSS_WEIGHT": (0, _INFINITY),
+    "MODEL.MOE.BALANCE_RATE": (0, _INFINITY),
+    "MODEL.MOE.Z_LOSS_WEIGHT": (0, _INFINITY),
+    "MODEL.MOE.SLOTS_PER_EXPERT": (0, _INFINITY),
+    "MODEL.MOE.NUM_SHARED_EXPERTS": (0, _INFINITY),
+    "MODEL.MOE.HIDDEN_RATIO": (1e-3, _INFINITY),
     "MODEL.MOE.INPUT_JITTER": (0, 0.999),
     "MODEL.MOE.INPUT_DROPOUT": (0, 0.999),
     "MODEL.MOE.HIDDEN_DROPOUT": (0, 0.999),

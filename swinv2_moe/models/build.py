@@ -39,6 +39,7 @@ def _model(config: ModelConfig, num_classes: int, group: ExpertGroup | None) -> 
         moe_blocks=experts.blocks,
         moe=experts.layer_fields(),
         eval_capacity_factor=experts.eval_capacity_factor,
+        hidden_ratio=experts.hidden_ratio,
         freeze_moe=experts.freeze,
         expert_group=group,
         expert_strategy=_strategy(experts) if group else ParallelStrategy(),

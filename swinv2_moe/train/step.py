@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_core import average_expert_gradients, clip_gradients
+from moe_core import average_expert_gradients, clip_gradients, update_balance
 from swinv2_moe.config import TrainConfig
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
@@ -151,6 +151,7 @@ class TrainingStep:
         was_skipped = False
         if is_finite:
             self.optimizer.step()
+            update_balance(self.model)
             self.skipped_in_a_row = 0
         elif self.scaler.exhausted:
             if self.skipped_in_a_row == self.config.skip_non_finite:

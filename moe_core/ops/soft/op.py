@@ -11,6 +11,7 @@ Source: Soft MoE, arXiv 2308.00951, section 2.1.
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 
 def soft_dispatch(tokens: Tensor, logits: Tensor) -> Tensor:
@@ -146,3 +147,20 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "moe_core::soft_combine", _differentiate_combine, setup_context=_save
 )
+
+
+@register_flop_formula([torch.ops.moe_core.soft_dispatch, torch.ops.moe_core.soft_combine])
+def _flops(values_shape, logits_shape, *args, out_shape=None, **kwargs) -> int:
+    num_images, num_tokens, num_slots = logits_shape
+    return 2 * num_images * num_tokens * num_slots * values_shape[2]
+
+
+_BACKWARDS = [
+    torch.ops.moe_core.soft_dispatch_backward,
+    torch.ops.moe_core.soft_combine_backward,
+]
+
+
+@register_flop_formula(_BACKWARDS)
+def _backward_flops(grad_shape, values_shape, logits_shape, *args, out_shape=None, **kwargs) -> int:
+    return 2 * _flops(values_shape, logits_shape)
