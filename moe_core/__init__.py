@@ -4,10 +4,11 @@
 >>> y, aux_loss = MoELayer(config)(torch.randn(4, 196, 512))
 """
 
+from moe_core.balance import update_balance
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
-from moe_core.config import KERNELS, ExpertShard, MoEConfig
+from moe_core.config import KERNELS, ROUTING_CHOICES, ExpertShard, MoEConfig
 from moe_core.einsum import use_einsum
-from moe_core.layer import MoELayer, RoutingStats
+from moe_core.layer import MoELayer
 from moe_core.losses import AuxiliaryLoss, RoutingScores
 from moe_core.ops import release_buffers
 from moe_core.prepared import PreparedValue, prepared
@@ -22,6 +23,7 @@ from moe_core.registry import (
     register_loss,
     register_router,
 )
+from moe_core.routing_stats import RoutingStats
 from moe_core.training import (
     WithoutExperts,
     average_expert_gradients,
@@ -42,6 +44,7 @@ __all__ = [
     "KERNELS",
     "LOSSES",
     "ROUTERS",
+    "ROUTING_CHOICES",
     "AuxiliaryLoss",
     "ExpertShard",
     "MoEConfig",
@@ -70,5 +73,6 @@ __all__ = [
     "save_tensors",
     "strategy_decisions",
     "strategy_tuners",
+    "update_balance",
     "use_einsum",
 ]

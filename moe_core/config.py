@@ -10,6 +10,8 @@ from torch import Tensor
 from moe_core.ops.backend import KERNELS
 from moe_core.registry import ACTIVATIONS, LOSSES, ROUTERS
 
+ROUTING_CHOICES = {"gate_activation": ("softmax", "sigmoid"), "balance": ("loss", "bias")}
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -30,7 +32,20 @@ class MoEConfig:
     num_experts: int
     top_k: int = 1
     capacity_factor: float = 1.25
-    router: str = "linear"  # a registered name, see moe_core.registry
+    # A registered name, see moe_core.registry. It decides who chooses: tokens ("linear", "cosine"),
+    # experts ("expert_choice") or nobody ("soft", Soft MoE).
+    router: str = "linear"
+    # Of each image and expert, for Soft MoE. MODEL.MOE: 0 gives as many slots as tokens.
+    slots_per_expert: int = 0
+    # Where experts choose, each chooses equally many tokens of every image, not of the batch.
+    choose_per_image: bool = False
+    gate_activation: str = "softmax"  # of the logits, for gate values; or "sigmoid"
+    # What balances the load: "loss", or "bias": a bias of each expert, which affects the choice
+    # but not the gate values (moe_core.balance). With it, there is no auxiliary loss.
+    balance: str = "loss"
+    balance_rate: float = 1e-3  # change of such a bias in one step
+    z_loss_weight: float = 0.0  # of the router's z-loss, in units of the auxiliary loss
+    num_shared_experts: int = 0  # of experts that every token visits, besides the chosen ones
     # standard deviation of the noise on the logits in training, in units of 1 / num_experts
     gate_noise: float = 0.0
     normalize_gates: bool = True  # gate values of a token sum to 1; only for top_k > 1
@@ -66,12 +81,44 @@ class MoEConfig:
             raise ValueError(
                 f"capacity_factor ({self.capacity_factor}) must be finite; 0 is dropless"
             )
+        for name, allowed in ROUTING_CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")
+        for name in ("slots_per_expert", "num_shared_experts", "z_loss_weight", "balance_rate"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} ({value}) must be finite and not negative")
         if self.round_to < 0:
             raise ValueError(f"round_to ({self.round_to}) must not be negative; 0 is off")
         if self.gate_noise < 0:
             raise ValueError(f"gate_noise ({self.gate_noise}) must not be negative")
         if self.aux_loss == "load_importance_tutel" and self.gate_noise == 0:
             raise ValueError("aux_loss ('load_importance_tutel') needs gate_noise (0.0) above 0")
+        self._check_routing()
+
+    @property
+    def routing(self) -> str:
+        """Who chooses, as the router's class says: "token_choice", "expert_choice" or "soft"."""
+        return getattr(ROUTERS[self.router], "routing", "token_choice")
+
+    def _check_routing(self) -> None:
+        """Check what only some kinds of routing support."""
+        if self.choose_per_image and self.routing != "expert_choice":
+            raise ValueError(
+                f"choose_per_image (True) needs a router of expert choice, not {self.router!r}"
+            )
+        if self.routing == "token_choice":
+            return
+        unsupported = {"round_to": 0, "balance": "loss"}
+        if self.routing == "soft":
+            unsupported |= {"gate_activation": "softmax", "z_loss_weight": 0.0}
+        for name, default in unsupported.items():
+            value = getattr(self, name)
+            if value != default:
+                raise ValueError(
+                    f"{name} ({value!r}) must be {default!r} with router {self.router!r}"
+                )
 
     def shard(self, rank: int, group_size: int) -> "ExpertShard":
         """The experts of `rank` in an expert-parallel group; with more ranks than experts, a part

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -175,3 +176,9 @@ def _initial(
     if len(shape) == 1:
         return new.zero_()
     return nn.init.trunc_normal_(new, std=std, generator=generator)
+
+
+def shared_config(config: MoEConfig) -> MoEConfig:
+    """The shared experts as one expert: the sum of several networks is one wide network."""
+    hidden_dim = config.num_shared_experts * config.hidden_dim
+    return replace(config, num_experts=1, hidden_dim=hidden_dim)

@@ -6,7 +6,8 @@ is then fixed, and one batched product can compute all experts. Without a capaci
 number of an expert's rows is known only at run time.
 """
 
-# T tokens, E experts, K top-k, C capacity, N rows, M model dim, H hidden dim
+# T tokens, E experts, K top-k, C capacity, N rows, M model dim, H hidden dim. For Soft MoE:
+# B images, N tokens of an image, S slots of an image, p of them for each expert
 
 import copy
 from dataclasses import replace
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from moe_core.config import expert_capacity
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
-from moe_core.router import route
+from moe_core.layer_inputs import as_images
+from moe_core.ops.soft.reference import soft_combine, soft_dispatch
+from moe_core.router import route, route_by_experts
 
 
 class StandardMoE(nn.Module):
@@ -65,18 +68,41 @@ class StandardMoE(nn.Module):
             capacity_factor=capacity_factor,
             batch_prioritized=batch_prioritized,
             aux_loss="none",
+            z_loss_weight=0.0,
         )
         self.router = copy.deepcopy(layer.router)
+        self.balance = copy.deepcopy(layer.balance)
         self.experts: nn.Module = _OneByOne(layer.experts)
-        if batched and capacity_factor:
+        has_fixed_sizes = capacity_factor != 0 or self.config.routing == "soft"
+        if batched and has_fixed_sizes:
             self.experts = _Batched(layer.experts)
+        self.shared: nn.Module | None = None
+        if layer.shared is not None:
+            self.shared = _FeedForward(layer.shared, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        config = self.config
-        tokens = x.reshape(-1, config.model_dim)  # [T, M]
-        top_k = min(config.top_k, config.num_experts)
+        tokens = x.reshape(-1, self.config.model_dim)  # [T, M]
+        # The router computes in at least fp32.
         logits = self.router(tokens.to(torch.promote_types(tokens.dtype, torch.float32)))
-        routing = route(logits, config, top_k, training=False, kernels="torch")
+        num_images = as_images(x).shape[0]
+        if self.config.routing == "soft":
+            y = self._mix(tokens, logits, num_images)
+        elif self.config.routing == "expert_choice":
+            y = self._chosen_by_experts(tokens, logits, num_images)
+        else:
+            y = self._chosen_by_tokens(tokens, logits)
+        y = y.to(x.dtype)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        return y.view_as(x)
+
+    def _chosen_by_tokens(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """tokens [T, M], logits [T, E] -> [T, M]."""
+        config = self.config
+        top_k = min(config.top_k, config.num_experts)
+        routing = route(
+            logits, config, top_k, training=False, kernels="torch", balance=self.balance
+        )
         capacity = expert_capacity(
             tokens.shape[0], config.num_experts, top_k, config.capacity_factor
         )
@@ -89,7 +115,39 @@ class StandardMoE(nn.Module):
         rows = torch.cat([rows, rows.new_zeros(1, config.model_dim)])
         chosen = rows.index_select(0, plan.slots.flatten()).unflatten(0, (-1, top_k))  # [T, K, M]
         weighted = chosen * routing.gates.unsqueeze(-1)
-        return weighted.sum(1).to(x.dtype).view_as(x)
+        return weighted.sum(1)
+
+    def _chosen_by_experts(self, tokens: Tensor, logits: Tensor, num_images: int) -> Tensor:
+        """tokens [T, M], logits [T, E] -> [T, M]."""
+        config = self.config
+        num_tokens = tokens.shape[0]
+        routing = route_by_experts(logits, config, num_images, training=False)
+        top_k = min(config.top_k, config.num_experts)
+        capacity = expert_capacity(num_tokens, config.num_experts, top_k, config.capacity_factor)
+        assert capacity is not None
+        assert routing.priority is not None
+        num_chosen = min(capacity, num_tokens)
+        order = routing.priority.t().argsort(dim=1, descending=True, stable=True)  # [E, T]
+        chosen = order[:, :num_chosen]  # [E, C]
+        gates = routing.gates.t().gather(1, chosen)  # [E, C]
+        rows = tokens.index_select(0, chosen.flatten())
+        rows = self.experts(rows, [num_chosen] * config.num_experts)  # [E * C, M]
+        weighted = rows * gates.reshape(-1, 1)
+        zeros = weighted.new_zeros(num_tokens, config.model_dim)
+        return zeros.index_add(0, chosen.flatten(), weighted)
+
+    def _mix(self, tokens: Tensor, logits: Tensor, num_images: int) -> Tensor:
+        """tokens [T, M], logits [T, S] -> [T, M]."""
+        config = self.config
+        num_experts, per_expert = config.num_experts, config.slots_per_expert
+        tokens = tokens.unflatten(0, (num_images, -1))  # [B, N, M]
+        logits = logits.unflatten(0, (num_images, -1))  # [B, N, S]
+        slots = soft_dispatch(tokens, logits).unflatten(1, (num_experts, per_expert))
+        rows = slots.transpose(0, 1).reshape(-1, config.model_dim)  # [E * B * p, M]
+        rows = self.experts(rows, [num_images * per_expert] * num_experts)
+        rows = rows.unflatten(0, (num_experts, num_images, per_expert))
+        rows = rows.transpose(0, 1).flatten(1, 2)  # [B, S, M]
+        return soft_combine(rows, logits).flatten(0, 1)
 
 
 class _Plan(NamedTuple):

@@ -4,15 +4,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_core.balance import BalanceBias
 from moe_core.config import MoEConfig, expert_capacity, needed_capacity_factor
-from moe_core.experts import Experts
-from moe_core.ops import DispatchPlan, make_plan
+from moe_core.experts import Experts, shared_config
+from moe_core.layer_inputs import as_images, check_tensors, positions_of
+from moe_core.ops import DispatchPlan, make_plan, soft_combine, soft_dispatch
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.exchange import (
     Agreement,
@@ -23,18 +24,9 @@ from moe_core.parallel.exchange import (
 from moe_core.parallel.trial import Trial
 from moe_core.precision import expert_dtype, without_autocast
 from moe_core.rounding import round_to_tiles
-from moe_core.router import Routing, make_router, perturb_input, route
-
-
-class RoutingStats(NamedTuple):
-    """Statistics of this rank's tokens in a forward pass, for logs; detached, on the device."""
-
-    # [E] choices per expert, before any drop and without those that fill tiles (round_to)
-    counts: Tensor
-    # scalar: share of these choices that were dropped: their expert was full, or rounded down
-    dropped_share: Tensor
-    entropy: Tensor  # scalar: mean entropy of the router's probabilities, in nats
-    needed_factor: Tensor  # scalar: smallest capacity factor with which no choice is dropped
+from moe_core.router import Routing, make_router, perturb_input, route, route_by_experts
+from moe_core.routing_stats import RoutingStats, routing_stats
+from moe_core.soft import expert_logits, route_slots
 
 
 class MoELayer(nn.Module):
@@ -87,10 +79,16 @@ class MoELayer(nn.Module):
         self.router: nn.Module = router
         self._untried_experts = experts is not None and self.group.size > 1
         self.experts = Experts(config, self.shard, device) if experts is None else experts
+        self.shared: Experts | None = None
+        if config.num_shared_experts:
+            self.shared = Experts(shared_config(config), device=device)
+        self.balance: BalanceBias | None = None
+        if config.balance == "bias":
+            self.balance = BalanceBias(config.num_experts, config.balance_rate, device)
         self._exchanges: dict[ParallelStrategy, Exchange] = {}
         if strategy != "auto":
             self._exchange_of(strategy)
-        self._equalise_replicas()
+        self.group.copy_to_replicas(self.experts)
         # probs [T, E], counts [E], kept [T, K] (None where nothing can drop) and K
         self._last: tuple[Tensor, Tensor, Tensor | None, int] | None = None
 
@@ -99,7 +97,7 @@ class MoELayer(nn.Module):
         """Statistics of the last forward pass, computed when read; None before the first."""
         if self._last is None:
             return None
-        return _statistics(*self._last)
+        return routing_stats(*self._last)
 
     def needed_capacity_factor(self, drop_share: float = 0.0) -> Tensor:
         """The smallest capacity factor with which this rank would have dropped at most
@@ -107,6 +105,12 @@ class MoELayer(nn.Module):
         assert self._last is not None, "no forward pass yet"
         _, counts, _, top_k = self._last
         return needed_capacity_factor(counts, top_k, drop_share)
+
+    def expert_logits(self, logits: Tensor) -> Tensor:
+        """A router's logits as one for each expert [T, E]; those of Soft MoE are [T, S]."""
+        if self.config.routing == "soft":
+            return expert_logits(logits, self.config)
+        return logits
 
     def extra_repr(self) -> str:
         return (
@@ -153,7 +157,7 @@ class MoELayer(nn.Module):
                 group, a router that is not there, an experts module that returns another shape.
             RuntimeError: a rank of the group has ended or did not come within the group's timeout.
         """
-        _check_tensors(x, mask)
+        check_tensors(x, mask)
         # torch.compile leaves a layer over several ranks alone. In torch 2.11 an autograd.Function
         # whose forward writes into its output, as collectives do, gets a gradient of 0
         # (https://github.com/pytorch/pytorch/issues/180642). Besides, every new number of rows
@@ -164,8 +168,10 @@ class MoELayer(nn.Module):
         options = (top_k, capacity_factor, strategy, router, batch_prioritized)
         if mask is None:
             return forward(x, *options)
+        if self.config.routing == "soft" or self.config.choose_per_image:
+            raise ValueError(f"router {self.config.router!r} on images needs all tokens: no mask")
         tokens = x.reshape(-1, x.shape[-1])  # [T, M]
-        positions = _positions(mask.flatten(), num_tokens)
+        positions = positions_of(mask.flatten(), num_tokens)
         kept_tokens = tokens.index_select(0, positions)
         y, aux_loss = forward(kept_tokens, *options)
         return torch.zeros_like(tokens).index_copy(0, positions, y).view_as(x), aux_loss
@@ -191,8 +197,30 @@ class MoELayer(nn.Module):
         self._check(x, top_k, capacity_factor, strategy, router)
 
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
-        routing = self._route(tokens, top_k, router)
-        tokens = self._expert_input(tokens)
+        if config.routing == "soft":
+            y, aux_loss = self._mix(x, strategy, router)
+        else:
+            routing = self._route(tokens, top_k, router, as_images(x).shape[0])
+            inputs = self._expert_input(tokens)
+            y = self._through_experts(
+                inputs, routing, top_k, capacity_factor, strategy, batch_prioritized
+            )
+            aux_loss = routing.aux_loss
+        y = y.to(x.dtype)
+        if self.shared is not None:
+            y = y + self._shared_output(tokens).to(x.dtype)
+        return y.view_as(x), aux_loss
+
+    def _through_experts(
+        self,
+        tokens: Tensor,
+        routing: Routing,
+        top_k: int,
+        capacity_factor: float,
+        strategy: ParallelStrategy | str,
+        batch_prioritized: bool = False,
+    ) -> Tensor:
+        """tokens [T, M] -> the results of their experts, weighted and summed [T, M]."""
         strategy, trial = self._choose(strategy, tokens, top_k, capacity_factor)
         if trial is not None:
             tokens = trial.begin(tokens)
@@ -204,7 +232,31 @@ class MoELayer(nn.Module):
         y = exchange(self.experts, tokens, routing.gates, plan, agreement)
         if trial is not None:
             y = trial.end(y)
-        return y.to(x.dtype).view_as(x), routing.aux_loss
+        return y
+
+    def _mix(
+        self, x: Tensor, strategy: ParallelStrategy | str, router: int
+    ) -> tuple[Tensor, Tensor]:
+        """Soft MoE: the experts process slots, which are means of an image's tokens.
+
+        Slots have fixed experts, so they take the path of tokens that have chosen.
+        """
+        config = self.config
+        tokens = as_images(x)  # [B, N, M]
+        logits = self._router_logits(tokens.flatten(0, 1), router)  # [T, S]
+        logits = logits.view(tokens.shape[0], tokens.shape[1], logits.shape[1])  # [B, N, S]
+        inputs = tokens.to(expert_dtype(tokens))
+        slots = self._expert_input(soft_dispatch(inputs, logits))  # [B, S, M]
+        routing = route_slots(slots, logits, config)
+        rows = self._through_experts(slots.flatten(0, 1), routing, 1, 0.0, strategy)
+        y = soft_combine(rows.view_as(slots), logits)
+        return y.flatten(0, 1), routing.aux_loss
+
+    def _shared_output(self, tokens: Tensor) -> Tensor:
+        """What the shared experts, one wide network, add to each token: [T, M]."""
+        assert self.shared is not None
+        offsets = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
+        return self.shared(tokens, offsets)
 
     def _expert_input(self, tokens: Tensor) -> Tensor:
         """The tokens in the dtype of the experts. Over several ranks they require a gradient, also
@@ -255,16 +307,25 @@ class MoELayer(nn.Module):
         )
         return tuner.choose(self, key, explore=self.training == training)
 
-    def _route(self, tokens: Tensor, top_k: int, router: int) -> Routing:
-        # At least fp32, autocast or not: a bf16 softmax flips close choices.
+    def _router_logits(self, tokens: Tensor, router: int) -> Tensor:
+        """The logits of a router in at least fp32: a bf16 softmax flips close choices."""
+        module = self.router
+        if isinstance(module, nn.ModuleList):
+            module = module[router]
         with without_autocast(tokens):
             tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-            module = self.router[router] if isinstance(self.router, nn.ModuleList) else self.router
-            logits = module(perturb_input(tokens, self.config, self.training))
+            return module(perturb_input(tokens, self.config, self.training))
+
+    def _route(self, tokens: Tensor, top_k: int, router: int, num_images: int) -> Routing:
+        config = self.config
+        logits = self._router_logits(tokens, router)
+        with without_autocast(tokens):
+            if config.routing == "expert_choice":
+                return route_by_experts(logits, config, num_images, self.training)
             reduce = None
-            if self.config.global_balance:
+            if config.global_balance:
                 reduce = self.group.sum
-            return route(logits, self.config, top_k, self.training, reduce, self.config.kernels)
+            return route(logits, config, top_k, self.training, reduce, config.kernels, self.balance)
 
     def _plan(
         self,
@@ -282,8 +343,8 @@ class MoELayer(nn.Module):
             routing, plan = round_to_tiles(routing, config, capacity)
             return routing, plan, Agreement(capacity)
         agreement = exchange.agree(routing.expert_ids, top_k, capacity_factor)
-        priority = None
-        if batch_prioritized:
+        priority = routing.priority
+        if batch_prioritized and priority is None:
             priority = routing.probs.detach().amax(1)
         plan = make_plan(
             routing.expert_ids,
@@ -305,10 +366,17 @@ class MoELayer(nn.Module):
 
     def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
         """Keep what `last_routing` is computed from; not the choices that fill tiles."""
-        kept = None
-        if plan.kept is not None:
-            kept = plan.kept[:, :top_k]
-        self._last = (routing.probs.detach(), plan.counts, kept, top_k)
+        counts = plan.counts
+        kept = plan.kept
+        if self.config.routing == "expert_choice":
+            assert kept is not None, "experts choose up to a capacity"
+            counts = kept.sum(0)
+            kept = kept.any(1, keepdim=True)  # [T, 1]: a token without an expert is dropped
+        elif kept is not None:
+            kept = kept[:, :top_k]
+        if self.balance is not None and self.training:
+            self.balance.add_load(counts)
+        self._last = (routing.probs.detach(), counts, kept, top_k)
 
     # Everything that can be wrong is found on every rank before the first collective.
 
@@ -321,6 +389,12 @@ class MoELayer(nn.Module):
             )
         if top_k < 1:
             raise ValueError(f"top_k ({top_k}) must be at least 1")
+        is_dropless = not isinstance(capacity_factor, Tensor) and capacity_factor == 0
+        if is_dropless and self.config.routing == "expert_choice":
+            raise ValueError(
+                "capacity_factor (0) must not be 0 with expert choice: it says how many tokens an"
+                " expert chooses"
+            )
         if isinstance(capacity_factor, Tensor):
             self._check_factor_tensor()
         # torch.compile cannot trace math.isfinite of a value that changes
@@ -372,49 +446,3 @@ class MoELayer(nn.Module):
         for module in training:
             module.training = True
         self._untried_experts = False
-
-    @torch.no_grad()
-    def _equalise_replicas(self) -> None:
-        """Copy the experts of the first replica to the others, as DistributedDataParallel does with
-        shared parameters."""
-        if self.group.num_replicas == 1:
-            return
-        for parameter in self.experts.parameters():
-            if not parameter.is_meta:
-                value = parameter.to(self.group.ranks.device, copy=True)
-                self.group.replicas.broadcast(value, "broadcast of the first replica's experts")
-                parameter.copy_(value)
-
-
-def _check_tensors(x: Tensor, mask: Tensor | None) -> None:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"x must be a tensor, not {type(x).__name__}")
-    if x.dim() == 0:
-        raise ValueError("x is 0-d, its last dim must be the layer's model_dim")
-    if not x.is_floating_point():
-        raise ValueError(f"x has dtype {x.dtype}, it must be floating-point")
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"mask must be a tensor, not {type(mask).__name__}")
-    if mask.is_floating_point():  # an additive mask keeps the positions that are 0
-        raise ValueError(f"mask has dtype {mask.dtype}, it must be bool")
-    if mask.shape != x.shape[:-1]:
-        raise ValueError(f"mask has shape {list(mask.shape)}, the tokens of x {list(x.shape[:-1])}")
-
-
-def _positions(mask: Tensor, count: int | None) -> Tensor:
-    """Where `mask` [T] is True, in order: [count]."""
-    if count is None:
-        return mask.nonzero().squeeze(1)
-    return mask.nonzero_static(size=count).squeeze(1)
-
-
-@torch.no_grad()
-def _statistics(probs: Tensor, counts: Tensor, kept: Tensor | None, top_k: int) -> RoutingStats:
-    """probs [T, E], counts [E] and kept [T, K], None where nothing can drop."""
-    dropped_share = counts.new_zeros((), dtype=torch.float32)
-    if kept is not None:
-        dropped_share = (~kept).sum() / max(kept.numel(), 1)
-    entropy = torch.special.entr(probs).sum() / max(probs.shape[0], 1)
-    return RoutingStats(counts, dropped_share, entropy, needed_capacity_factor(counts, top_k))

@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_core.balance import BalanceBias
 from moe_core.config import MoEConfig
+from moe_core.expert_choice import all_experts, expert_priority
 from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
 from moe_core.ops import route as choose_experts
+from moe_core.ops.route.reference import largest
 from moe_core.registry import ROUTERS, register_router
 
 
@@ -24,6 +27,8 @@ class Routing(NamedTuple):
     gates: Tensor  # [T, K] gate values, differentiable
     aux_loss: Tensor  # scalar
     probs: Tensor  # [T, E] softmax of the (noisy) logits
+    # [T, K]: which choices an expert takes first, where experts choose (`make_plan`)
+    priority: Tensor | None = None
 
 
 @register_router("linear")
@@ -84,6 +89,13 @@ class _WideLinear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
+@register_router("expert_choice")
+class ExpertChoiceRouter(LinearRouter):
+    """The logits of the linear router, by which experts choose tokens (moe_core.expert_choice)."""
+
+    routing = "expert_choice"
+
+
 def make_router(config: MoEConfig, device=None) -> nn.Module:
     """The router named by `config.router`: a module from tokens [T, M] to logits [T, E]."""
     return ROUTERS[config.router](config, device)
@@ -104,22 +116,21 @@ def route(
     training: bool,
     reduce: Callable[[Tensor], Tensor] | None = None,
     kernels: str = "auto",
+    balance: BalanceBias | None = None,
 ) -> Routing:
     """Choose `top_k` experts for every token from its logits [T, E].
 
     In training the logits get `gate_noise * N(0, 1) / E`; the choice, the gate values and the
-    loss's probabilities are those of the noisy logits. `reduce` sums over ranks for a loss of all
-    their tokens (`losses.auxiliary_loss`); `kernels`: see ops.backend.select. Source: arXiv
-    2206.03382, section 4.1; exact semantics as in its public code.
+    loss's probabilities are those of the noisy logits.
+
+    Args:
+        reduce: sums over ranks, for a loss of all their tokens (`losses.auxiliary_loss`).
+        kernels: see ops.backend.select.
+        balance: biases of the choice in place of an auxiliary loss.
+
+    Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
     """
-    if logits.ndim != 2 or logits.shape[1] != config.num_experts:
-        raise ValueError(
-            f"the router returned logits of shape {list(logits.shape)}, not [T,"
-            f" {config.num_experts}]"
-        )
-    noise_std = 0.0
-    if training:
-        noise_std = config.gate_noise / config.num_experts
+    noise_std = _noise_std(logits, config, training)
     noisy = logits
     if noise_std > 0:
         noisy = logits + noise_std * torch.randn_like(logits)
@@ -127,12 +138,86 @@ def route(
     if config.aux_loss == "load_importance_tutel":
         # Tutel's loss needs its noise scale also in evaluation, where no noise is drawn.
         loss_noise_std = config.gate_noise / config.num_experts
+    aux_loss_name = config.aux_loss
+    if balance is not None:
+        aux_loss_name = "none"
     normalize = config.normalize_gates and top_k > 1
     gates, ids, probs, sums = choose_experts(
-        logits, noisy, top_k, normalize, config.aux_loss, loss_noise_std, kernels
+        logits, noisy, top_k, normalize, aux_loss_name, loss_noise_std, kernels
     )
+    if balance is not None or config.gate_activation != "softmax":
+        ids, gates = _choose_by_score(noisy, config, top_k, balance)
     if sums is None:
         scores = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
-        sums = expert_sums(config.aux_loss, scores)
-    aux_loss = auxiliary_loss(config.aux_loss, sums, logits.shape[0], reduce)
+        sums = expert_sums(aux_loss_name, scores)
+    aux_loss = auxiliary_loss(aux_loss_name, sums, logits.shape[0], reduce)
+    if config.z_loss_weight > 0:
+        aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
     return Routing(ids, gates, aux_loss, probs)
+
+
+def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, training: bool) -> Routing:
+    """Expert choice: every expert is a choice of every token, and takes those with the highest
+    score up to its capacity (moe_core.expert_choice).
+
+    Args:
+        logits: [T, E], the tokens of one image after the other.
+    """
+    noise_std = _noise_std(logits, config, training)
+    if noise_std > 0:
+        logits = logits + noise_std * torch.randn_like(logits)
+    scores = gate_scores(logits, config.gate_activation)
+    aux_loss = logits.new_zeros(())
+    if config.z_loss_weight > 0:
+        aux_loss = config.z_loss_weight * z_loss(logits)
+    priority = expert_priority(scores.detach(), num_images, config.choose_per_image)
+    return Routing(all_experts(scores), scores, aux_loss, scores, priority)
+
+
+def _noise_std(logits: Tensor, config: MoEConfig, training: bool) -> float:
+    """The standard deviation of the noise on the logits, whose shape is checked.
+
+    Raises:
+        ValueError: a router of the user's returned another shape.
+    """
+    if logits.ndim != 2 or logits.shape[1] != config.num_experts:
+        raise ValueError(
+            f"the router returned logits of shape {list(logits.shape)}, not [T,"
+            f" {config.num_experts}]"
+        )
+    if training:
+        return config.gate_noise / config.num_experts
+    return 0.0
+
+
+def _choose_by_score(
+    logits: Tensor, config: MoEConfig, top_k: int, balance: BalanceBias | None
+) -> tuple[Tensor, Tensor]:
+    """Expert ids and gate values [T, K] where the choice is biased or gates are no softmax."""
+    scores = gate_scores(logits, config.gate_activation)
+    choice_scores = scores.detach()
+    if balance is not None:
+        choice_scores = balance(scores)
+    ids = largest(choice_scores, top_k)
+    gates = scores.gather(1, ids)
+    if config.normalize_gates and top_k > 1:
+        gates = gates / gates.sum(1, keepdim=True)
+    return ids, gates
+
+
+def gate_scores(logits: Tensor, activation: str) -> Tensor:
+    """The score of each expert, from which gate values are taken: logits [T, E] -> [T, E].
+
+    Sources: softmax, arXiv 1701.06538; sigmoid, arXiv 2412.19437 (DeepSeek-V3), section 2.1.2.
+    """
+    if activation == "sigmoid":
+        return logits.sigmoid()
+    return logits.softmax(1)
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """The mean over tokens of `logsumexp(logits)^2`, a scalar; 0 without tokens.
+
+    It keeps the logits small. Source: ST-MoE, arXiv 2202.08906, section 3.2, equation 5.
+    """
+    return logits.logsumexp(1).square().sum() / max(logits.shape[0], 1)

@@ -10,6 +10,7 @@ from moe_core.ops.ffn.op import expert_ffn, pack_weights
 from moe_core.ops.moe_ffn.op import moe_ffn
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
 from moe_core.ops.route.op import route
+from moe_core.ops.soft.op import soft_combine, soft_dispatch
 
 __all__ = [
     "DispatchPlan",
@@ -24,4 +25,6 @@ __all__ = [
     "pack_weights",
     "release_buffers",
     "route",
+    "soft_combine",
+    "soft_dispatch",
 ]

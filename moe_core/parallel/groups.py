@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_core.parallel.comm_stream import CommStream
 from moe_core.parallel.rank_subset import RankSubset
@@ -119,6 +119,18 @@ class ExpertGroup:
             if ranks.size > 1:
                 values = _summed(values, ranks)
         return values
+
+    @torch.no_grad()
+    def copy_to_replicas(self, module: nn.Module) -> None:
+        """Copy the parameters of the first replica's `module` to the others, as
+        DistributedDataParallel does with shared parameters. Collective."""
+        if self.num_replicas == 1:
+            return
+        for parameter in module.parameters():
+            if not parameter.is_meta:
+                value = parameter.to(self.ranks.device, copy=True)
+                self.replicas.broadcast(value, "broadcast of the first replica's experts")
+                parameter.copy_(value)
 
     def most_tokens(self, num_tokens: int, device: torch.device) -> int:
         """The largest number of tokens that a rank has in this call of a layer.

@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from yacs.config import CfgNode
 
-from moe_core import ACTIVATIONS, ALL_TO_ALLS, KERNELS, LOSSES, ROUTERS
-from moe_core.parallel.strategy import EXCHANGES
+from moe_core import ACTIVATIONS, ALL_TO_ALLS, KERNELS, LOSSES, ROUTERS, ROUTING_CHOICES
+from moe_core.parallel import EXCHANGES
 from swinv2_moe.config.defaults import flatten
 from swinv2_moe.config.schedule import parse_schedule
 from swinv2_moe.dataset_registry import datasets
@@ -25,6 +25,8 @@ _CHOICES: dict[str, Collection] = {
     "MODEL.MOE.EXCHANGE": EXCHANGES,
     "MODEL.MOE.ROUTER": ROUTERS,
     "MODEL.MOE.AUX_LOSS": LOSSES,
+    "MODEL.MOE.BALANCE": ROUTING_CHOICES["balance"],
+    "MODEL.MOE.GATE_ACTIVATION": ROUTING_CHOICES["gate_activation"],
     "MODEL.MOE.ACTIVATION": ACTIVATIONS,
     "MODEL.MOE.EVAL_BATCH_PRIORITIZED": ("same", "always", "never"),
     "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd"),
@@ -66,6 +68,11 @@ _RANGES = {  # inclusive
     "MODEL.MOE.ROUND_TO": (0, _INFINITY),
     "MODEL.MOE.GATE_NOISE": (0, _INFINITY),
     "MODEL.MOE.AUX_LOSS_WEIGHT": (0, _INFINITY),
+    "MODEL.MOE.BALANCE_RATE": (0, _INFINITY),
+    "MODEL.MOE.Z_LOSS_WEIGHT": (0, _INFINITY),
+    "MODEL.MOE.SLOTS_PER_EXPERT": (0, _INFINITY),
+    "MODEL.MOE.NUM_SHARED_EXPERTS": (0, _INFINITY),
+    "MODEL.MOE.HIDDEN_RATIO": (1e-3, _INFINITY),
     "MODEL.MOE.INPUT_JITTER": (0, 0.999),
     "MODEL.MOE.INPUT_DROPOUT": (0, 0.999),
     "MODEL.MOE.HIDDEN_DROPOUT": (0, 0.999),

@@ -164,6 +164,9 @@ class ExpertsConfig:
     capacity_drop_share: float = 0.01
     eval_capacity_factor: float = 1.25  # as capacity_factor, in evaluation
     eval_batch_prioritized: str = "same"  # same: as in training; always; never
+    # hidden dim of an expert, in units of that of the FFN which it replaces: 0.5 with TOP_K 2 has
+    # the dense model's MACs
+    hidden_ratio: float = 1.0
     aux_loss_weight: float = 0.01
     # routers and experts stay as PRETRAINED has them and route as in evaluation
     freeze: bool = False

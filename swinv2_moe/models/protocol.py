@@ -7,7 +7,9 @@ experts and says where they are.
 
 # B images, T tokens, K choices of a token, h x w tokens of a map, M model dim
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,8 +25,11 @@ _NO_WEIGHT_DECAY = (
     "router.temperature",
     "router.sim_matrix",
     "router.projector",
+    "router.scale",
     "experts.b1",
     "experts.b2",
+    "shared.b1",
+    "shared.b2",
 )
 
 
@@ -42,6 +47,7 @@ class MoEModel(nn.Module):
         moe: further MoEConfig fields, over the published recipe.
         eval_capacity_factor: in evaluation mode; None: as in training.
         eval_batch_prioritized: in evaluation mode; None: as in training.
+        hidden_ratio: hidden dim of an expert, in units of that of the FFN which it replaces.
         freeze_moe: the MoE layers are not trained, and route as in evaluation.
         expert_group: the ranks over which the experts are spread; None: all here.
         expert_strategy: how the ranks exchange tokens; "auto": the tuner searches.
@@ -63,6 +69,7 @@ class MoEModel(nn.Module):
         moe: dict | None = None,
         eval_capacity_factor: float | None = None,
         eval_batch_prioritized: bool | None = None,
+        hidden_ratio: float = 1.0,
         freeze_moe: bool = False,
         expert_group: ExpertGroup | dist.ProcessGroup | None = None,
         expert_strategy: ParallelStrategy | str = ParallelStrategy(),  # noqa: B008 - frozen
@@ -81,8 +88,12 @@ class MoEModel(nn.Module):
                 self.adapt_block(block)
                 if not num_experts or i >= len(moe_blocks) or j not in moe_blocks[i]:
                     continue
-                dim, hidden_dim = block.mlp.fc1.in_features, block.mlp.fc1.out_features
+                dim = block.mlp.fc1.in_features
+                hidden_dim = round(hidden_ratio * block.mlp.fc1.out_features)
                 config = MoEConfig(dim, hidden_dim, num_experts, **PUBLISHED_MOE | (moe or {}))
+                if config.routing == "soft" and config.slots_per_expert == 0:
+                    slots = math.ceil(self.tokens_of_image(block) / num_experts)
+                    config = replace(config, slots_per_expert=slots)
                 capacity_factor = eval_capacity_factor
                 if capacity_factor is None:
                     capacity_factor = config.capacity_factor
@@ -102,6 +113,14 @@ class MoEModel(nn.Module):
 
     def adapt_block(self, block: nn.Module) -> None:
         """Replace what differs from timm's block. Called before the experts are put in."""
+
+    def tokens_of_image(self, block: nn.Module) -> int:
+        """The number of tokens of an image in a block, at the model's image size.
+
+        For Soft MoE whose number of slots is not given.
+        """
+        height, width = block.input_resolution
+        return height * width
 
     def token_maps(self, values: Tensor, output: Tensor) -> Tensor:
         """Values of the tokens of an MoE layer, at their places in the image.

@@ -79,6 +79,10 @@ class VisionTransformerMoE(MoEModel, VisionTransformer):
         """As MoEModel."""
         return [self.blocks]
 
+    def tokens_of_image(self, block: nn.Module) -> int:
+        """As MoEModel."""
+        return self.patch_embed.num_patches + self.num_prefix_tokens
+
     def token_maps(self, values: Tensor, output: Tensor) -> Tensor:
         """As MoEModel; `output` is [B, N, M], whose first tokens are no patches.
 

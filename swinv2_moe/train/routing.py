@@ -60,6 +60,7 @@ def _hooks(
 
     def record(router: nn.Module, args: tuple, logits: Tensor) -> None:  # logits [T, E]
         assert not layer.training, "the noise of training is not in these logits"
+        logits = layer.expert_logits(logits)
         choices[name] = logits.topk(min(layer.config.top_k, logits.shape[1])).indices
 
     def place(block: nn.Module, args: tuple, output: Tensor) -> None:

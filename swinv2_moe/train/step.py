@@ -13,6 +13,7 @@ from moe_core import (
     equal_tokens,
     global_grad_norm,
     moe_layers,
+    update_balance,
 )
 from swinv2_moe.config import TrainConfig
 from swinv2_moe.data import Batch
@@ -179,6 +180,7 @@ class TrainingStep:
         was_skipped = False
         if is_finite:
             self.optimizer.step()
+            update_balance(self.model)
             self.skipped_in_a_row = 0
         elif self.scaler.exhausted:
             if self.skipped_in_a_row == self.config.skip_non_finite:

@@ -24,8 +24,12 @@ BASICS = [
     "moe_core.files",
     "moe_core.registry",
     "moe_core.activations",
+    "moe_core.balance",
+    "moe_core.expert_choice",
+    "moe_core.layer_inputs",
+    "moe_core.routing_stats",
 ]
-PARTS = ["moe_core.router", "moe_core.experts", "moe_core.parallel"]
+PARTS = ["moe_core.router", "moe_core.soft", "moe_core.experts", "moe_core.parallel"]
 # Process groups and all-to-all algorithms. They know neither layers nor the cost model.
 RANKS = [
     "moe_core.parallel.machine",
@@ -108,6 +112,8 @@ for name in BASICS:
 ALLOWED["moe_core.losses"] = ["moe_core.registry"]
 ALLOWED["moe_core.activations"] = ["moe_core.registry"]
 ALLOWED["moe_core.config"] = ["moe_core.registry", "moe_core.ops"]
+ALLOWED["moe_core.routing_stats"] = ["moe_core.config"]
+ALLOWED["moe_core.soft"] = BASICS + ["moe_core.router"]
 ALLOWED["moe_core.ops"] = ["moe_core.files", "moe_core.activations"]
 for name in RANKS:
     ALLOWED[name] = ["moe_core.registry"] + RANKS

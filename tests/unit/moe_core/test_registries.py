@@ -134,7 +134,8 @@ def test_what_is_no_name_is_refused(name):
         (
             "router",
             "cosin",
-            r"^router \('cosin'\) must be one of linear, cosine; did you mean 'cosine'\?$",
+            r"^router \('cosin'\) must be one of linear, cosine, expert_choice, soft; did you mean"
+            r" 'cosine'\?$",
         ),
         (
             "activation",

@@ -1,0 +1,66 @@
+"""Balancing without a loss: a bias of each expert, added to its score for the choice alone.
+
+After each step, the bias of an expert with less than the mean load is raised, and that of the
+others is lowered, by a constant. Gate values have no bias, so it has no gradient.
+
+Source: Auxiliary-Loss-Free Load Balancing, arXiv 2408.15664, section 3, algorithm 1.
+"""
+
+# E experts, L layers with a bias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class BalanceBias(nn.Module):
+    """The bias of a layer's experts and their load since its last update.
+
+    Attributes:
+        bias: [E], part of a checkpoint and equal on all ranks.
+        load: [E] int64, choices of this rank's tokens since the last update.
+    """
+
+    def __init__(self, num_experts: int, rate: float, device=None) -> None:
+        super().__init__()
+        self.rate = rate
+        self.bias: Tensor
+        self.load: Tensor
+        self.register_buffer("bias", torch.zeros(num_experts, device=device))
+        load = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("load", load, persistent=False)
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """The scores [T, E] by which experts are chosen."""
+        return scores.detach() + self.bias.to(scores.dtype)
+
+    @torch.no_grad()
+    def add_load(self, counts: Tensor) -> None:
+        """Count the choices [E] of a forward pass."""
+        self.load += counts
+
+    @torch.no_grad()
+    def update(self, total: Tensor) -> None:
+        """Change the bias by the load of all ranks [E] and start counting again."""
+        total = total.double()
+        self.bias += self.rate * torch.sign(total.mean() - total).to(self.bias.dtype)
+        self.load.zero_()
+
+
+def update_balance(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+    """Update the biases of all layers with `balance="bias"`, once per optimiser step. Collective.
+
+    One sum over all ranks, for all layers; nothing where no layer has a bias.
+
+    Args:
+        process_group: all data-parallel ranks; None: the world, where there is one.
+    """
+    biases = [module for module in model.modules() if isinstance(module, BalanceBias)]
+    if not biases:
+        return
+    loads = torch.cat([balance.load for balance in biases])
+    if dist.is_initialized():
+        dist.all_reduce(loads, group=process_group)
+    sizes = [len(balance.load) for balance in biases]
+    for balance, total in zip(biases, loads.split(sizes), strict=True):
+        balance.update(total)

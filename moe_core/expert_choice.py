@@ -1,0 +1,34 @@
+"""Expert choice: each expert chooses as many tokens as its capacity.
+
+So all experts have the same load without an auxiliary loss, and a token has between 0 and E
+experts. An image does not wait for later tokens, so the choice may look at all of them.
+
+Source: Mixture-of-Experts with Expert Choice Routing, arXiv 2202.09368, section 3.2.
+"""
+
+# B images, N tokens of an image, T = B N tokens, E experts
+
+import torch
+from torch import Tensor
+
+
+def all_experts(scores: Tensor) -> Tensor:
+    """Every expert as a choice of every token, in order: scores [T, E] -> int64 [T, E]."""
+    num_tokens, num_experts = scores.shape
+    return torch.arange(num_experts, device=scores.device).repeat(num_tokens, 1)
+
+
+def expert_priority(scores: Tensor, num_images: int, per_image: bool) -> Tensor:
+    """The order in which each expert takes tokens, highest first: [T, E].
+
+    Args:
+        scores: [T, E].
+        per_image: by the token's rank among its image's tokens, so that an expert takes equally
+            many tokens of every image (give or take one); else by score.
+    """
+    if not per_image or num_images == 0:
+        return scores
+    by_image = scores.unflatten(0, (num_images, -1))  # [B, N, E]
+    order = by_image.argsort(dim=1, descending=True, stable=True)
+    ranks = order.argsort(dim=1)  # [B, N, E]
+    return -ranks.flatten(0, 1).to(scores.dtype)

@@ -1,0 +1,31 @@
+"""Statistics of a layer's routing, for logs."""
+
+# T tokens, E experts, K top-k
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_core.config import needed_capacity_factor
+
+
+class RoutingStats(NamedTuple):
+    """Statistics of this rank's tokens in a forward pass, for logs; detached, on the device."""
+
+    # [E] choices per expert, before any drop and without those that fill tiles (round_to)
+    counts: Tensor
+    # scalar: share of these choices that were dropped: their expert was full, or rounded down
+    dropped_share: Tensor
+    entropy: Tensor  # scalar: mean entropy of the router's probabilities, in nats
+    needed_factor: Tensor  # scalar: smallest capacity factor with which no choice is dropped
+
+
+@torch.no_grad()
+def routing_stats(probs: Tensor, counts: Tensor, kept: Tensor | None, top_k: int) -> RoutingStats:
+    """probs [T, E], counts [E] and kept [T, K], None where nothing can drop."""
+    dropped_share = counts.new_zeros((), dtype=torch.float32)
+    if kept is not None:
+        dropped_share = (~kept).sum() / max(kept.numel(), 1)
+    entropy = torch.special.entr(probs).sum() / max(probs.shape[0], 1)
+    return RoutingStats(counts, dropped_share, entropy, needed_capacity_factor(counts, top_k))

@@ -1,0 +1,256 @@
+"""Soft MoE, expert choice, balancing biases, sigmoid gates, z-loss and shared experts: layers
+against loops in plain torch, in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_core import MoEConfig, MoELayer
+from moe_core.balance import update_balance
+from moe_core.export import StandardMoE
+
+B, N, E, M, H = 3, 8, 4, 8, 16  # images, tokens of an image, experts, model dim, hidden dim
+KINDS = {
+    "soft": {"router": "soft", "slots_per_expert": 2},
+    "expert_choice": {"router": "expert_choice", "capacity_factor": 1.0},
+    "expert_choice_per_image": {
+        "router": "expert_choice",
+        "capacity_factor": 1.0,
+        "choose_per_image": True,
+    },
+    "bias": {"balance": "bias", "capacity_factor": 0.0},
+    "sigmoid": {"gate_activation": "sigmoid", "top_k": 2, "capacity_factor": 0.0},
+    "sigmoid_unnormalised": {
+        "gate_activation": "sigmoid",
+        "top_k": 2,
+        "normalize_gates": False,
+        "capacity_factor": 0.0,
+    },
+    "z_loss": {"z_loss_weight": 0.5, "aux_loss": "none", "capacity_factor": 0.0},
+    "shared": {"num_shared_experts": 2, "capacity_factor": 0.0},
+}
+
+
+def make_layer(name: str, **changes) -> MoELayer:
+    torch.manual_seed(0)
+    options = KINDS[name] | {"kernels": "torch"} | changes
+    layer = MoELayer(MoEConfig(M, H, E, **options)).double()
+    if layer.balance is not None:
+        layer.balance.bias.copy_(torch.linspace(0.2, -0.2, E))
+    return layer
+
+
+def tokens() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(B, N, M, dtype=torch.float64, requires_grad=True)
+
+
+def feed_forward(experts, e: int, x: Tensor) -> Tensor:
+    hidden = F.gelu(x @ experts.w1[e].T + experts.b1[e])
+    return hidden @ experts.w2[e] + experts.b2[e]
+
+
+def expected_soft(layer: MoELayer, x: Tensor) -> Tensor:
+    router = layer.router
+    images = []
+    for image in x:  # [N, M]
+        directions = F.normalize(router.slots, dim=0)
+        logits = F.normalize(image, dim=1) @ directions * router.scale  # [N, S]
+        slots = logits.softmax(0).T @ image  # [S, M]
+        rows = []
+        for s, slot in enumerate(slots):
+            expert = s // layer.config.slots_per_expert
+            rows.append(feed_forward(layer.experts, expert, slot))
+        images.append(logits.softmax(1) @ torch.stack(rows))
+    return torch.stack(images)
+
+
+def expected_expert_choice(layer: MoELayer, x: Tensor, per_image: bool) -> Tensor:
+    flat = x.flatten(0, 1)
+    scores = (flat @ layer.router.weight.T).softmax(1)  # [T, E]
+    capacity = len(flat) // E
+    out = torch.zeros_like(flat)
+    for e in range(E):
+        if per_image:
+            order = scores[:, e].view(B, N).argsort(1, descending=True)
+            ranks = order.argsort(1).flatten()
+            chosen = ranks.argsort(stable=True)[:capacity]
+        else:
+            chosen = scores[:, e].argsort(descending=True)[:capacity]
+        rows = feed_forward(layer.experts, e, flat[chosen]) * scores[chosen, e].unsqueeze(1)
+        out = out.index_add(0, chosen, rows)
+    return out.view_as(x)
+
+
+def expected_token_choice(layer: MoELayer, x: Tensor) -> Tensor:
+    config = layer.config
+    out = []
+    for token in x.flatten(0, 1):
+        logits = layer.router.weight @ token
+        scores = logits.softmax(0)
+        if config.gate_activation == "sigmoid":
+            scores = logits.sigmoid()
+        choice_scores = scores
+        if layer.balance is not None:
+            choice_scores = scores + layer.balance.bias
+        ids = choice_scores.topk(config.top_k).indices
+        gates = scores[ids]
+        if config.normalize_gates and config.top_k > 1:
+            gates = gates / gates.sum()
+        y = sum(
+            gate * feed_forward(layer.experts, int(e), token)
+            for gate, e in zip(gates, ids, strict=True)
+        )
+        if layer.shared is not None:
+            y = y + feed_forward(layer.shared, 0, token)
+        out.append(y)
+    return torch.stack(out).view_as(x)
+
+
+def expected(name: str, layer: MoELayer, x: Tensor) -> Tensor:
+    if name == "soft":
+        return expected_soft(layer, x)
+    if name.startswith("expert_choice"):
+        return expected_expert_choice(layer, x, name.endswith("per_image"))
+    return expected_token_choice(layer, x)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_output_and_gradients(name):
+    layer = make_layer(name)
+    x = tokens()
+    y, _aux_loss = layer(x)
+    reference = expected(name, layer, x)
+    torch.testing.assert_close(y, reference)
+    weight = torch.randn_like(y)
+    inputs = [x, *layer.parameters()]
+    grads = torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True)
+    reference_grads = torch.autograd.grad((reference * weight).sum(), inputs)
+    for grad, reference_grad in zip(grads, reference_grads, strict=True):
+        torch.testing.assert_close(grad, reference_grad)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_compiled_layer(name):
+    layer = make_layer(name)
+    x = tokens()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_standard_operations(name, batched):
+    layer = make_layer(name).eval()
+    x = tokens().detach()
+    torch.testing.assert_close(StandardMoE(layer, batched=batched)(x), layer(x)[0])
+
+
+def test_z_loss():
+    layer = make_layer("z_loss")
+    x = tokens()
+    logits = x.flatten(0, 1) @ layer.router.weight.T
+    torch.testing.assert_close(layer(x)[1], 0.5 * logits.logsumexp(1).square().mean())
+
+
+def test_soft_layers_have_no_auxiliary_loss_and_equal_loads():
+    layer = make_layer("soft")
+    _, aux_loss = layer(tokens())
+    assert aux_loss == 0
+    assert layer.last_routing.counts.tolist() == [2 * B] * E
+    assert layer.last_routing.dropped_share == 0
+
+
+def test_expert_choice_reports_tokens_without_an_expert():
+    layer = make_layer("expert_choice")
+    x = tokens()
+    layer(x)
+    stats = layer.last_routing
+    capacity = B * N // E
+    assert stats.counts.tolist() == [capacity] * E
+    scores = (x.flatten(0, 1) @ layer.router.weight.T).softmax(1)
+    chosen = scores.topk(capacity, dim=0).indices.flatten()
+    num_dropped = B * N - len(chosen.unique())
+    torch.testing.assert_close(float(stats.dropped_share), num_dropped / (B * N))
+
+
+def test_an_expert_chooses_equally_many_tokens_of_each_image():
+    layer = make_layer("expert_choice_per_image", capacity_factor=2.0)
+    x = tokens().detach()
+    x[0] *= 100  # by score, the first image would get all rows or none
+    layer.experts.b2.data.fill_(1)
+    with torch.no_grad():
+        for parameter in (layer.experts.w1, layer.experts.b1, layer.experts.w2):
+            parameter.zero_()
+    y, _ = layer(x)  # [B, N, M]: the sum of a token's scores with the experts that chose it
+    capacity = 2 * (B * N // E)
+    assert ((y[..., 0] > 0).sum(1) >= capacity // B).all()
+
+
+def test_bias_balances_the_load():
+    layer = make_layer("bias", balance_rate=0.002)
+    layer.balance.bias.zero_()
+    torch.manual_seed(2)
+    x = torch.randn(400, M, dtype=torch.float64) + 1  # a common part, which one expert likes best
+    layer(x)
+    first = layer.last_routing.counts
+    for _ in range(200):
+        layer(x)
+        update_balance(layer)
+    layer(x)
+    last = layer.last_routing.counts
+    assert first.max() > 1.4 * 100
+    assert last.max() < 1.1 * 100
+
+
+def test_bias_is_saved_and_its_load_is_not():
+    layer = make_layer("bias")
+    assert set(layer.state_dict()) >= {"balance.bias"}
+    assert "balance.load" not in layer.state_dict()
+
+
+def test_bias_does_not_change_in_evaluation():
+    layer = make_layer("bias").eval()
+    layer(tokens())
+    assert layer.balance.load.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"router": "soft"}, "slots_per_expert"),
+        ({"router": "soft", "slots_per_expert": -1}, "slots_per_expert"),
+        ({"router": "soft", "slots_per_expert": 1, "balance": "bias"}, "balance"),
+        ({"router": "soft", "slots_per_expert": 1, "round_to": 8}, "round_to"),
+        ({"router": "expert_choice", "round_to": 8}, "round_to"),
+        ({"choose_per_image": True}, "choose_per_image"),
+        ({"gate_activation": "relu"}, "gate_activation"),
+        ({"balance": "none"}, "balance"),
+        ({"z_loss_weight": float("nan")}, "z_loss_weight"),
+        ({"num_shared_experts": -1}, "num_shared_experts"),
+    ],
+)
+def test_invalid_configuration(options, message):
+    with pytest.raises(ValueError, match=message):
+        MoELayer(MoEConfig(M, H, E, **options))
+
+
+def test_expert_choice_needs_a_capacity():
+    layer = make_layer("expert_choice")
+    with pytest.raises(ValueError, match="capacity_factor"):
+        layer(tokens(), capacity_factor=0.0)
+
+
+def test_soft_layers_refuse_masks():
+    layer = make_layer("soft")
+    with pytest.raises(ValueError, match="mask"):
+        layer(tokens(), mask=torch.ones(B, N, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_tokens(name):
+    layer = make_layer(name)
+    y, aux_loss = layer(torch.empty(0, N, M, dtype=torch.float64, requires_grad=True))
+    assert y.shape == (0, N, M)
+    (y.sum() + aux_loss).backward()
