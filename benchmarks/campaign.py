@@ -5,12 +5,13 @@
     python benchmarks/campaign.py --dry-run                    (tiny shapes on a CPU, 3 minutes)
     python benchmarks/campaign.py --wheels [FOLDER]            (what to carry; FOLDER: download)
 
-The GPU tests run first, then layer, parts, memory, network, shares of time and trunk. Each section
-is a process with a time limit, its share of the time that is left. A section that exceeds it is
-killed with the processes that it started, and its partial results are kept. The results are written
-after each section. --resume runs the sections that are missing, and those that exceeded their limit
-if they now have at least a quarter more time. Exit code: 0 if every section ended well, 1 if not, 2
-for wrong arguments. Needs no network: packages that are missing come from the folder --packages.
+The GPU tests run first, then layer, tiles, parts, memory, network, shares of time and trunk. Each
+section is a process with a time limit, its share of the time that is left. A section that exceeds
+it is killed with the processes that it started, and its partial results are kept. The results are
+written after each section. --resume runs the sections that are missing, those that exceeded their
+limit if they now have at least a quarter more time, and last those that failed. Exit code: 0 if
+every section ended well, 1 if not, 2 for wrong arguments. Needs no network: packages that are
+missing come from the folder --packages.
 """
 
 import argparse
@@ -106,7 +107,7 @@ def campaign(args: argparse.Namespace) -> int:
             unfinished.append(f"{section.name} ({record['status']})")
     print(f"{args.output / 'campaign.md'}; {len(chosen) - len(unfinished)} of {len(chosen)} done")
     if unfinished:
-        print(f"not done: {', '.join(unfinished)}; --resume continues, except what failed")
+        print(f"not done: {', '.join(unfinished)}; --resume continues")
     return int(bool(unfinished))
 
 
@@ -178,14 +179,16 @@ def describe_device(
 
 
 def open_state(args: argparse.Namespace, device: dict[str, str]) -> dict:
-    """The results so far with --resume, else empty ones.
+    """The results so far with --resume, if there are any, else empty ones.
 
     Raises:
-        CampaignError: nothing to resume; the results are of another commit, device or form.
+        CampaignError: the results cannot be read, or are of another commit, device or form.
     """
-    if not args.resume:
-        return {"dry_run": args.dry_run, "environment": device, "sections": {}}
     file = args.output / "campaign.json"
+    if args.resume and not file.exists():
+        print(f"{file} is not there yet: all sections are run", flush=True)
+    if not args.resume or not file.exists():
+        return {"dry_run": args.dry_run, "environment": device, "sections": {}}
     try:
         state = json.loads(file.read_text())
         earlier = state["environment"]
@@ -213,12 +216,14 @@ def run_sections(
     from campaign_report import write_report
 
     write_report(state, args.output)
-    waiting = [s for s in chosen_sections(args) if may_run(state["sections"].get(s.name))]
+    waiting = waiting_sections(chosen_sections(args), state["sections"])
     for i, section in enumerate(waiting):
         left = deadline - time.monotonic()
         limit = left * section.weight / sum(later.weight for later in waiting[i:])
         earlier = state["sections"].get(section.name)
-        if limit < LEAST or (earlier and limit < MORE_TIME * earlier["limit"]):
+        if limit < LEAST:
+            continue
+        if was_killed(earlier) and limit < MORE_TIME * earlier["limit"]:
             continue
         print(f"{section.name}: at most {limit:.0f} s", flush=True)
         state["sections"][section.name] = run_section(
@@ -233,9 +238,22 @@ def chosen_sections(args: argparse.Namespace) -> list[Section]:
     return [s for s in SECTIONS if not args.sections or s.name in args.sections]
 
 
-def may_run(record: dict | None) -> bool:
-    """A section that failed fails again; one that was killed may end with more time."""
-    return record is None or record["status"] == "time limit"
+def waiting_sections(chosen: list[Section], records: dict[str, dict]) -> list[Section]:
+    """The sections that are not done; those that failed before come last."""
+    waiting = []
+    failed = []
+    for section in chosen:
+        record = records.get(section.name)
+        if record is None or was_killed(record):
+            waiting.append(section)
+        elif record["status"] != "done":
+            failed.append(section)
+    return waiting + failed
+
+
+def was_killed(record: dict | None) -> bool:
+    """Whether a section exceeded its limit: it may end with more time."""
+    return record is not None and record["status"] == "time limit"
 
 
 def run_section(

@@ -16,6 +16,7 @@ from swinv2_moe.measure.rounds import quartiles
 TITLES = {
     "tests": "GPU tests",
     "layer": "Layer",
+    "tiles": "Tiles of the experts, and F.grouped_mm",
     "pieces": "Parts of a layer",
     "memory": "Memory",
     "model": "Network",

@@ -11,6 +11,8 @@ ROOT = Path(__file__).parent.parent
 LAYER_SHAPES = (
     "18432x512x8 18432x512x32 18432x768x8 73728x512x8 73728x512x32 4608x1024x8 4608x1024x32"
 )
+# 72, 144, 576, 2,304 and 9,216 rows an expert, for the choice between forms
+TILE_SHAPES = "2304x512x32 18432x512x128 18432x512x32 18432x512x8 73728x512x8"
 PIECES_SHAPES = "18432x512x8 18432x512x32"
 TEST_SECONDS = 120  # of one test; the first of a kernel compiles it
 TINY_NETWORK = (
@@ -44,8 +46,11 @@ class Section:
 
 SECTIONS = (
     Section("tests", 6, "", ""),
-    Section("layer", 5, f"--device cuda --dtypes bfloat16 --peak --shapes {LAYER_SHAPES}",
-            f"{TINY_SHAPES} --peak"),
+    Section("layer", 4,
+            f"--device cuda --dtypes bfloat16 --peak --no-peers --shapes {LAYER_SHAPES}",
+            f"{TINY_SHAPES} --peak --no-peers"),
+    Section("tiles", 2, f"--device cuda --rounds 7 --shapes {TILE_SHAPES}",
+            "--device cpu --dtype float16 --shapes 70x16x4x2 --rounds 1"),
     Section("pieces", 2, f"--device cuda --dtypes bfloat16 --shapes {PIECES_SHAPES}", TINY_SHAPES),
     Section("memory", 1, "--device cuda --dropout 0.1 --measure 4096 8192 16384 32768",
             "--device cpu --dropout 0.1 --size 32 --measure 4096"),

@@ -3,17 +3,20 @@
     python benchmarks/tiles.py                     (a GPU; moe_ffn_triton.tiles has what is in use)
 
 From tokens to tokens in bf16, forward alone and forward and backward, in interleaved rounds. `in
-use`: what the layer takes; `F.grouped_mm`: dispatch, grouped products and combine as ops of their
-own; the others replace one tile each, of the products with an activation (small) or of those
-without (large). Rows x columns x depth, warps, stages.
+use`: what the layer takes; `F.grouped_mm`: dispatch, torch's grouped products and combine as ops of
+their own. `64 rows` and `128 rows` change both tiles. The others replace one tile each, of the
+products with an activation (small) or of those without (large): columns x depth, warps, stages.
 """
 
 # T tokens, E experts, K top-k, M model dim
 
 import argparse
+import copy
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +32,7 @@ from moe_core.ops.moe_ffn.triton import Tile
 from moe_core.router import route
 from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
 
+# rows are those in use
 SMALL = (
     Tile(128, 128, 64, 4, 3),
     Tile(128, 128, 64, 8, 4),
@@ -41,15 +45,14 @@ LARGE = (
     Tile(128, 256, 64, 8, 4),
     Tile(128, 256, 32, 8, 4),
 )
+Tiles = tuple[Tile, Tile]  # small, large
 
 
 def arguments(command: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: in Triton's interpreter"
-    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run")
     parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK]", default=SHAPES["cuda"])
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=15)
@@ -59,78 +62,140 @@ def arguments(command: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(command)
 
 
-def alternatives(rows: int) -> dict[str, tuple[Tile | None, Tile | None]]:
-    """Tiles in place of the small and the large one, by name; as many rows as those in use have."""
-    found: dict[str, tuple[Tile | None, Tile | None]] = {"in use": (None, None)}
-    for i, (kind, tiles) in enumerate((("small", SMALL), ("large", LARGE))):
-        for tile in tiles:
-            tile = tile._replace(rows=rows)
-            name = (
-                f"{kind} {tile.rows}x{tile.columns}x{tile.depth}, {tile.warps} warps, {tile.stages}"
-                " stages"
-            )
-            found[name] = (tile, None) if i == 0 else (None, tile)
-    return found
+def alternatives() -> dict[str, Callable[[Tiles], Tiles]]:
+    """From the tiles in use to others, by name."""
+    changes: dict[str, Callable[[Tiles], Tiles]] = {"in use": lambda tiles: tiles}
+    for rows in (64, 128):
+        changes[f"{rows} rows"] = partial(_with_rows, rows)
+    for tile in SMALL:
+        changes[f"small {_name(tile)}"] = partial(_with_small, tile)
+    for tile in LARGE:
+        changes[f"large {_name(tile)}"] = partial(_with_large, tile)
+    return changes
+
+
+def _with_rows(rows: int, tiles: Tiles) -> Tiles:
+    small, large = tiles
+    return small._replace(rows=rows), large._replace(rows=rows)
+
+
+def _with_small(tile: Tile, tiles: Tiles) -> Tiles:
+    small, large = tiles
+    return tile._replace(rows=small.rows), large
+
+
+def _with_large(tile: Tile, tiles: Tiles) -> Tiles:
+    small, large = tiles
+    return small, tile._replace(rows=large.rows)
+
+
+def _name(tile: Tile) -> str:
+    return f"{tile.columns}x{tile.depth}, {tile.warps} warps, {tile.stages} stages"
+
+
+class Subject:
+    """The experts of one layer, and the tokens, gate values and plan of one batch."""
+
+    def __init__(self, shape: str, device: str, dtype: torch.dtype) -> None:
+        tokens, model_dim, num_experts, *rest = map(int, shape.split("x"))
+        top_k = 1
+        if rest:
+            top_k = rest[0]
+        kernels = "triton"
+        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            kernels = "auto"  # a dry run, in which tiles change nothing
+        config = MoEConfig(
+            model_dim,
+            4 * model_dim,
+            num_experts,
+            top_k=top_k,
+            capacity_factor=0.0,
+            kernels=kernels,
+        )
+        torch.manual_seed(0)
+        layer = MoELayer(config).to(device)
+        x = torch.randn(tokens, model_dim, device=device)
+        with torch.no_grad():
+            routing = route(layer.router(x), config, top_k, training=True)
+            self.plan = make_plan(routing.expert_ids, num_experts, None)
+        self.x = x.to(dtype).requires_grad_()
+        self.gates = routing.gates.requires_grad_()
+        self.experts = layer.experts
+        # the same parameters, computed by torch's form, which is F.grouped_mm on a GPU in bf16
+        self.grouped = copy.copy(layer.experts)
+        self.grouped.config = replace(config, kernels="torch")
+        self.inputs = [self.x, self.gates, *layer.experts.parameters()]
+        self.grad = torch.randn(tokens, model_dim, device=device)
+
+    def fused(self, change: Callable[[Tiles], Tiles]) -> Tensor:
+        """Tokens to tokens in one op, with other tiles."""
+        original = moe_ffn_triton.tiles
+        moe_ffn_triton.tiles = lambda *sizes: change(original(*sizes))
+        try:
+            return self.experts(self.x, self.plan.offsets, gates=self.gates, plan=self.plan)
+        finally:
+            moe_ffn_triton.tiles = original
+
+    def by_grouped_mm(self) -> Tensor:
+        """Dispatch, grouped products and combine as ops of their own."""
+        rows = dispatch(self.x, self.plan)
+        return combine(self.grouped(rows, self.plan.offsets), self.gates, self.plan)
+
+    def step(self, run: Callable[[], Tensor], change: Callable[[Tiles], Tiles] | None) -> None:
+        """Forward and backward; the backward pass has the same tiles."""
+        original = moe_ffn_triton.tiles
+        if change is not None:
+            moe_ffn_triton.tiles = lambda *sizes: change(original(*sizes))
+        try:
+            torch.autograd.grad(run(), self.inputs, self.grad)
+        finally:
+            moe_ffn_triton.tiles = original
+
+
+def measure(shape: str, args: argparse.Namespace) -> tuple[list[list], list[dict], list[str]]:
+    """Rows of the table, their times, and what was left out, for one shape."""
+    subject = Subject(shape, args.device, getattr(torch, args.dtype))
+    forward_runs: dict[str, Callable] = {}
+    steps: dict[str, Callable] = {}
+    for name, change in alternatives().items():
+        forward_runs[name] = partial(subject.fused, change)
+        fused = partial(subject.fused, lambda tiles: tiles)
+        steps[name] = partial(subject.step, fused, change)
+    forward_runs["F.grouped_mm"] = subject.by_grouped_mm
+    steps["F.grouped_mm"] = partial(subject.step, subject.by_grouped_mm, None)
+    left_out = []
+    for name in list(steps):
+        try:
+            steps[name]()
+        except Exception as problem:  # a tile that this device has no room for
+            del steps[name], forward_runs[name]
+            reason = f"{type(problem).__name__}: {problem}"
+            left_out.append(f"{shape}: {name} is not measured. {reason}")
+    with torch.no_grad():
+        forward = interleaved(forward_runs, args.rounds)
+    both = interleaved(steps, args.rounds)
+    table = []
+    data = []
+    for name in steps:
+        cells = []
+        for times in (forward, both):
+            ratio = ratios(times[name], times["in use"])
+            cells += [median_and_spread(times[name], 3), median_and_spread(ratio, 3)]
+            data.append({"shape": shape, "tiles": name, "ms": list(times[name])})
+        table.append([shape, name, *cells])
+    return table, data, left_out
 
 
 def main(command: Sequence[str] | None = None) -> None:
     args = arguments(command)
-    in_use, table, data, left_out = moe_ffn_triton.tiles, [], [], []
+    table: list[list] = []
+    data: list[dict] = []
+    left_out: list[str] = []
     for shape in args.shapes:
-        tokens, model_dim, num_experts, *rest = map(int, shape.split("x"))
-        config = MoEConfig(
-            model_dim, 4 * model_dim, num_experts, top_k=rest[0] if rest else 1, capacity_factor=0.0
-        )
-        torch.manual_seed(0)
-        layer = MoELayer(config).to(args.device)
-        x = torch.randn(tokens, model_dim, device=args.device)
-        with torch.no_grad():
-            routing = route(layer.router(x), config, config.top_k, training=True)
-            plan = make_plan(routing.expert_ids, num_experts, None)
-        x, gates = x.to(getattr(torch, args.dtype)).requires_grad_(), routing.gates.requires_grad_()
-        wanted, grad = (
-            [x, gates, *layer.experts.parameters()],
-            torch.randn(tokens, model_dim, device=args.device),
-        )
-
-        def between(
-            tiles: tuple[Tile | None, Tile | None], layer=layer, x=x, gates=gates, plan=plan
-        ) -> Tensor:
-            moe_ffn_triton.tiles = lambda *sizes: tuple(
-                new or old for new, old in zip(tiles, in_use(*sizes), strict=True)
-            )
-            return layer.experts(x, plan.offsets, gates=gates, plan=plan)
-
-        def apart(layer=layer, x=x, gates=gates, plan=plan) -> Tensor:
-            return combine(layer.experts(dispatch(x, plan), plan.offsets), gates, plan)
-
-        def step(run: Callable[[], Tensor], wanted=wanted, grad=grad) -> None:
-            torch.autograd.grad(run(), wanted, grad)
-
-        rows = 128 if tokens * config.top_k / num_experts > 64 else 64
-        runs: dict[str, Callable[[], Tensor]] = {
-            n: partial(between, t) for n, t in alternatives(rows).items()
-        }
-        runs["F.grouped_mm"] = apart
-        for name, run in list(runs.items()):
-            try:
-                step(run)
-            except Exception as problem:  # a tile that this device has no room for
-                del runs[name]
-                left_out.append(
-                    f"{shape}: {name} is not measured. {type(problem).__name__}: {problem}"
-                )
-        with torch.no_grad():
-            forward = interleaved(runs, args.rounds)
-        both = interleaved({name: partial(step, run) for name, run in runs.items()}, args.rounds)
-        for name in runs:
-            cells = []
-            for times in (forward, both):
-                ratio = ratios(times[name], times["in use"])
-                cells += [median_and_spread(times[name], 3), median_and_spread(ratio, 3)]
-                data.append({"shape": shape, "tiles": name, "ms": list(times[name])})
-            table.append([shape, name, *cells])
-    moe_ffn_triton.tiles = in_use
+        rows, times, missing = measure(shape, args)
+        table += rows
+        data += times
+        left_out += missing
     columns = [
         "TxMxE(xK)",
         "tiles",
@@ -139,9 +204,9 @@ def main(command: Sequence[str] | None = None) -> None:
         "forward + backward, ms",
         "to those in use",
     ]
-    line = shlex.join(
-        ["python", "benchmarks/tiles.py", *(sys.argv[1:] if command is None else command)]
-    )
+    if command is None:
+        command = sys.argv[1:]
+    line = shlex.join(["python", "benchmarks/tiles.py", *command])
     publish(
         Table("Tiles of the experts", line, columns, table, left_out, data),
         args.device,

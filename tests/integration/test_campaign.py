@@ -79,7 +79,9 @@ def test_the_sections_together_stay_within_the_limit(tmp_path, monkeypatch):
     assert read(tmp_path)["sections"].keys() == {"slow0", "slow1", "slow2"}
 
 
-def test_resuming_runs_what_is_missing_and_what_now_has_more_time(tmp_path, monkeypatch):
+def test_resuming_runs_what_is_missing_what_now_has_more_time_and_last_what_failed(
+    tmp_path, monkeypatch
+):
     import campaign
 
     names = ("done", "failed", "killed", "killed_late", "missing")
@@ -95,8 +97,8 @@ def test_resuming_runs_what_is_missing_and_what_now_has_more_time(tmp_path, monk
     deadline = time.monotonic() + 60
     campaign.run_sections(state, options(tmp_path), deadline, tmp_path, dict(os.environ))
     found = {name: record["status"] for name, record in state["sections"].items()}
-    assert found["killed"] == found["missing"] == "done"
-    assert state["sections"]["failed"] == sections["failed"]
+    assert found["killed"] == found["missing"] == found["failed"] == "done"
+    assert list(state["sections"]) == ["done", "failed", "killed", "killed_late", "missing"]
     assert state["sections"]["killed_late"] == sections["killed_late"]
 
 
@@ -127,7 +129,15 @@ def test_the_whole_dry_run_fills_every_section(tmp_path):
     tests = state["sections"].pop("tests")["tests"]
     assert tests["failures"] == tests["errors"] == 0
     assert tests["tests"] > 0
-    assert list(state["sections"]) == ["layer", "pieces", "memory", "model", "shares", "trunk"]
+    assert list(state["sections"]) == [
+        "layer",
+        "tiles",
+        "pieces",
+        "memory",
+        "model",
+        "shares",
+        "trunk",
+    ]
     for record in state["sections"].values():
         for table in record["tables"].values():
             assert table["rows"]
@@ -152,8 +162,20 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path):
     assert "cannot be written" in refused(tmp_path / "file", "--dry-run")
 
 
-def test_resuming_nothing_is_refused(tmp_path):
-    assert "campaign.json cannot be read" in refused(tmp_path, "--dry-run", "--resume")
+def test_resuming_nothing_begins(tmp_path):
+    import campaign
+
+    args = SimpleNamespace(resume=True, output=tmp_path, dry_run=True)
+    assert campaign.open_state(args, ENVIRONMENT)["sections"] == {}
+
+
+def test_what_failed_comes_last():
+    import campaign
+
+    chosen = [fake_section(name, "pass") for name in ("failed", "missing")]
+    records = {"failed": {"status": "failed, exit code 1"}}
+    waiting = campaign.waiting_sections(chosen, records)
+    assert [section.name for section in waiting] == ["missing", "failed"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"environment": {}}'])

@@ -316,7 +316,7 @@ class TestKernels:
         tiles.main([*where, "--shapes", "70x16x4x2", "--rounds", "1", "--output", str(output)])
         (table,) = json.loads(output.read_text())["tables"].values()
         names = [row[1].split()[0] for row in table["rows"]]
-        assert names == ["in", "small", "large", "F.grouped_mm"]
+        assert names == ["in", "64", "128", "small", "large", "F.grouped_mm"]
 
     def test_layer_takes_them_for_the_dtypes_they_are_for(self):
         for kernels, dtype, taken in (
