@@ -155,7 +155,7 @@ def _run_routing(num_experts: int) -> None:
     gates, ids, probs, sums = route.route(logits, logits, *routed)
     grads = (gates, None, sums)
     route.route_backward(logits, logits, ids, probs, grads, *routed[1:])
-    plan.make_plan(ids, num_experts, _meta(num_experts, dtype=torch.int64), None, 18432)
+    plan.make_plan(ids, num_experts, None, None, 18432, 23040 // num_experts)
 
 
 def _run_rows() -> None:

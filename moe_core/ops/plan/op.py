@@ -56,20 +56,24 @@ def make_plan(
     form = select("plan", Request(kernels, expert_ids.device.type, expert_ids.dtype))
     num_choices = expert_ids.numel()
     limits: Tensor | None = None
+    limit: int | None = None
     if capacity is None:
         num_rows = num_choices
     elif isinstance(capacity, Tensor):
         limits = capacity.long().expand(num_experts).contiguous()
     else:
         num_rows = min(num_choices, num_experts * capacity)
-        limits = expert_ids.new_full((num_experts,), capacity, dtype=torch.int64)
+        if form == "plan.triton":
+            limit = capacity
+        else:
+            limits = expert_ids.new_full((num_experts,), capacity, dtype=torch.int64)
     if num_rows is None:
         raise ValueError("num_rows is needed with a capacity that is a tensor")
     arguments = (expert_ids.long(), num_experts, limits, priority, num_rows)
     if form == "plan.reference":
         return DispatchPlan(*reference.make_plan(*arguments))
-    choices, offsets, slots, kept, counts = torch.ops.moe_core.make_plan(*arguments, form)
-    if limits is None:
+    choices, offsets, slots, kept, counts = torch.ops.moe_core.make_plan(*arguments, form, limit)
+    if capacity is None:
         kept = None
     return DispatchPlan(choices, offsets, slots, kept, counts)
 
@@ -88,20 +92,26 @@ def _make_plan(
     priority: Tensor | None,
     num_rows: int,
     form: str,
+    limit: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The plan's fields; `kept` is empty where nothing can be dropped."""
-    choices, offsets, slots, kept, counts = load(form).make_plan(
-        expert_ids, num_experts, limits, priority, num_rows
-    )
+    """The plan's fields; `kept` is empty where nothing can be dropped.
+
+    Args:
+        limit: for "plan.triton" in place of `limits`, where it is the same for every expert.
+    """
+    arguments: tuple = (expert_ids, num_experts, limits, priority, num_rows)
+    if limit is not None:
+        arguments += (limit,)
+    choices, offsets, slots, kept, counts = load(form).make_plan(*arguments)
     if kept is None:
         kept = expert_ids.new_empty(0, dtype=torch.bool)
     return choices, offsets, slots, kept, counts
 
 
 @_make_plan.register_fake
-def _(expert_ids, num_experts, limits, priority, num_rows, form):
+def _(expert_ids, num_experts, limits, priority, num_rows, form, limit=None):
     kept_shape = 0
-    if limits is not None:
+    if limits is not None or limit is not None:
         kept_shape = expert_ids.shape
     return (
         expert_ids.new_empty(num_rows),
