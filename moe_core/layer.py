@@ -409,7 +409,7 @@ class MoELayer(nn.Module):
             )
         if strategy != "auto":
             self._exchange_of(strategy)
-            if capacity_factor == 0 and strategy.exchange == "static":
+            if is_dropless and strategy.exchange == "static":
                 raise ValueError(
                     "capacity_factor (0) must not be 0 with exchange 'static', which sends as many"
                     " rows as the capacity"

@@ -12,7 +12,7 @@ from moe_core.parallel.machine import PROFILES, ExchangeCost, Link, LinkTraffic,
 from moe_core.parallel.make_groups import make_expert_groups
 from moe_core.parallel.ranks import CollectiveError, Ranks
 from moe_core.parallel.strategy import EXCHANGES, ParallelStrategy, valid_r
-from moe_core.parallel.traffic import Traffic, count_traffic
+from moe_core.parallel.traffic import Traffic, count_traffic, record_exchanges, replay
 from moe_core.parallel.tuner import Tuner, TunerEvent
 
 __all__ = [
@@ -38,5 +38,7 @@ __all__ = [
     "count_traffic",
     "flexible_all_to_all",
     "make_expert_groups",
+    "record_exchanges",
+    "replay",
     "valid_r",
 ]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_core.parallel.traffic import record_sent
+from moe_core.parallel.traffic import record_call
 
 if TYPE_CHECKING:
     from moe_core.parallel.groups import ExpertGroup
@@ -54,7 +54,10 @@ class RankSubset:
         send_sizes = equal if send is None else send.tolist()
         receive_sizes = equal if receive is None else receive.tolist()
         received = rows.new_empty(sum(receive_sizes), *rows.shape[1:])
-        self._record(rows, send_sizes)
+        sizes: tuple[Tensor, ...] = ()
+        if send is not None and receive is not None:
+            sizes = (send, receive)
+        self._record("all_to_all", rows, send_sizes, sizes)
         if send is None and receive is None and not self._is_shared:
             dist.all_to_all_single(received, rows, group=self.process_group)
             return received
@@ -71,7 +74,7 @@ class RankSubset:
         """shard [n, ...] of each member -> [P * n, ...] on every member (an all-gather)."""
         if self._is_shared:
             return self.all_to_all(torch.cat([shard] * self.size))
-        self._record(shard, [len(shard)] * self.size)
+        self._record("gather", shard, [len(shard)] * self.size)
         gathered = shard.new_empty(self.size * shard.shape[0], *shard.shape[1:])
         dist.all_gather_into_tensor(gathered, shard.contiguous(), group=self.process_group)
         return gathered
@@ -83,7 +86,7 @@ class RankSubset:
         shape = (num_rows, *rows.shape[1:])
         if self._is_shared:
             return self.all_to_all(rows).view(self.size, *shape).sum(0)
-        self._record(rows, [num_rows] * self.size)
+        self._record("reduce_scatter", rows, [num_rows] * self.size)
         reduced = rows.new_empty(shape)
         dist.reduce_scatter_tensor(reduced, rows, group=self.process_group)
         return reduced
@@ -97,9 +100,10 @@ class RankSubset:
             by_rank[member] = size
         return by_rank
 
-    def _record(self, rows: Tensor, sizes: list[int]) -> None:
-        """Report the numbers sent to each member. Integers are row counts and are not reported."""
-        if rows.is_floating_point():
-            width = rows.shape[1:].numel()
-            sent = {m: size * width for m, size in zip(self.members, sizes, strict=True)}
-            record_sent(self.group, sent)
+    def _record(
+        self, name: str, rows: Tensor, rows_to: list[int], sizes: tuple[Tensor, ...] = ()
+    ) -> None:
+        """Report a collective that sends `rows_to` [P] rows to each member."""
+        width = rows.shape[1:].numel()
+        sent = {m: size * width for m, size in zip(self.members, rows_to, strict=True)}
+        record_call(self, name, rows, sent, sizes)

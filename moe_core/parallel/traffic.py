@@ -1,14 +1,18 @@
-"""Counts the elements and messages that this rank sends in an expert group."""
+"""Counts and replays what this rank sends in an expert group."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from moe_core.parallel.groups import ExpertGroup
+    from moe_core.parallel.rank_subset import RankSubset
 
 
 @dataclass
@@ -19,7 +23,26 @@ class Traffic:
     messages: Counter = field(default_factory=Counter)
 
 
+@dataclass(frozen=True)
+class ExchangeCall:
+    """One collective of a subset of an expert group, without its values."""
+
+    subset: "RankSubset"
+    name: str  # of the method of RankSubset
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    sizes: tuple[Tensor, ...]  # of an all-to-all of unequal parts: to and from each member
+    sent_bytes: int  # to other ranks
+
+    def replay(self) -> None:
+        """Make the collective once more, with zeros. All ranks of the subset do."""
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        getattr(self.subset, self.name)(zeros, *self.sizes)
+
+
 _counted: WeakKeyDictionary["ExpertGroup", Traffic] = WeakKeyDictionary()
+_recorded: WeakKeyDictionary["ExpertGroup", list[ExchangeCall]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -35,12 +58,48 @@ def count_traffic(group: "ExpertGroup") -> Iterator[Traffic]:
         del _counted[group]
 
 
-def record_sent(group: "ExpertGroup", elements: Mapping[int, int]) -> None:
-    """Add one message of `elements[rank]` elements to each rank, where `group` is counted."""
-    traffic = _counted.get(group)
-    if traffic is None:
-        return
-    for rank, number in elements.items():
-        if rank != group.rank:
+@contextmanager
+def record_exchanges(group: "ExpertGroup") -> Iterator[list[ExchangeCall]]:
+    """Record the collectives that exchange rows, their numbers and expert weights in `group`."""
+    _recorded[group] = []
+    try:
+        yield _recorded[group]
+    finally:
+        del _recorded[group]
+
+
+def replay(calls: Sequence[ExchangeCall]) -> None:
+    """Make recorded collectives once more, one after the other. All ranks of the group call this.
+
+    Collectives of rows and of weights ran on two threads, in an order that may differ between
+    ranks. Each kind keeps its order here: rows first, then weights, then their gradients.
+    """
+    for name in ("all_to_all", "gather", "reduce_scatter"):
+        for call in calls:
+            if call.name == name:
+                call.replay()
+
+
+def record_call(
+    subset: "RankSubset",
+    name: str,
+    tensor: Tensor,
+    sent: Mapping[int, int],
+    sizes: tuple[Tensor, ...] = (),
+) -> None:
+    """Report a collective of `tensor` that sends `sent[rank]` elements to each rank of the expert
+    group."""
+    group = subset.group
+    others = {rank: number for rank, number in sent.items() if rank != group.rank}
+    # Integers are numbers of rows.
+    if tensor.is_floating_point() and group in _counted:
+        traffic = _counted[group]
+        for rank, number in others.items():
             traffic.elements[rank] += number
             traffic.messages[rank] += 1
+    if group in _recorded:
+        sent_bytes = sum(others.values()) * tensor.element_size()
+        call = ExchangeCall(
+            subset, name, tuple(tensor.shape), tensor.dtype, tensor.device, sizes, sent_bytes
+        )
+        _recorded[group].append(call)

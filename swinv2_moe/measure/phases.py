@@ -10,8 +10,9 @@ All get what one real batch gives them, and go forward and backward:
   router and tokens.
 - dispatch: tokens to rows, and rows back to tokens.
 - experts: their products and activations.
-- exchange: as many bytes as a step sends, in all-to-alls of equal parts, then the all-reduce of the
-  shared gradients. A step hides part of it behind the backward pass.
+- exchange: the collectives of rows, their numbers and expert weights that a step makes, whatever
+  its strategy, one after the other; then the all-reduce of the shared gradients. A step hides part
+  of it behind its work.
 - optimiser: the gradients' norm and clipping, and the update.
 - checkpoint: a whole save, until it is on the disk; training stands still for a part of it only.
 
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +46,8 @@ from moe_core import (
     expert_parameters,
     moe_layers,
 )
-from moe_core.parallel import all_to_all, count_traffic
+from moe_core.ops import ExpertWeights
+from moe_core.parallel import record_exchanges, replay
 from swinv2_moe.data import Batch, Data
 from swinv2_moe.measure.work import Task, Work, counted, operator_name
 from swinv2_moe.models import MoEMlp
@@ -79,8 +82,15 @@ class Call:
     layer: MoELayer
     x: Tensor  # [..., M]
     options: dict
-    # rows and offsets, as the experts got them
-    chunks: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    chunks: list["Chunk"] = field(default_factory=list)
+
+
+class Chunk(NamedTuple):
+    """What the experts were given: sorted rows, and the weights where other ranks gave some."""
+
+    rows: Tensor  # [N, M]
+    offsets: Tensor
+    weights: ExpertWeights | None
 
 
 class _Moves(TorchDispatchMode):
@@ -113,8 +123,12 @@ def watch(step: TrainingStep, images: Tensor) -> tuple[list[Call], Moves]:
         if options.get("plan") is not None:
             plan = options["plan"]
             rows = rows.index_select(0, plan.choices // plan.slots.shape[1])
+        weights = None
+        if options.get("weights") is not None:  # gathered by a collective
+            weights = ExpertWeights(*map(_detached, options["weights"]()))
         # none past the experts' rows
-        calls[-1].chunks.append((rows[: int(offsets[-1])].detach().clone(), offsets))
+        rows = rows[: int(offsets[-1])].detach().clone()
+        calls[-1].chunks.append(Chunk(rows, offsets, weights))
 
     hooks = []
     for layer in moe_layers(step.model).values():
@@ -258,17 +272,29 @@ def experts(step: TrainingStep, calls: Sequence[Call]) -> Task:
     """The experts' rows through their networks, forward and backward."""
     prepared = []
     for call in calls:
-        for rows, offsets in call.chunks:
-            rows.requires_grad_()
-            prepared.append((call.layer.experts, rows, offsets, torch.ones_like(rows)))
+        for chunk in call.chunks:
+            chunk.rows.requires_grad_()
+            prepared.append((call.layer.experts, chunk, torch.ones_like(chunk.rows)))
 
     def run() -> None:
-        for network, rows, offsets, grad in prepared:
+        for network, chunk, grad in prepared:
+            inputs = [chunk.rows, *network.parameters()]
+            options = {}
+            if chunk.weights is not None:
+                weights = chunk.weights
+                inputs = [chunk.rows] + [weight for weight in weights if weight is not None]
+                options["weights"] = lambda weights=weights: weights
             with step.autocast():
-                out = network(_not_a_leaf(rows), offsets)
-            torch.autograd.grad(out, [rows, *network.parameters()], grad)
+                out = network(_not_a_leaf(chunk.rows), chunk.offsets, **options)
+            torch.autograd.grad(out, inputs, grad)
 
     return counted(run)
+
+
+def _detached(weight: Tensor | None) -> Tensor | None:
+    if weight is None:
+        return None
+    return weight.detach().requires_grad_()
 
 
 def exchange(step: TrainingStep, calls: Sequence[Call], batch: Batch) -> Task:
@@ -280,22 +306,18 @@ def exchange(step: TrainingStep, calls: Sequence[Call], batch: Batch) -> Task:
     sent = _reduced(shared, world.size)
     if not calls:
         return Task(lambda: world.sum(shared), Work(exchange=sent))
-    group, rows = calls[0].layer.group, calls[0].chunks[0][0]
-    with count_traffic(group) as traffic:
+    group = calls[0].layer.group
+    with record_exchanges(group) as exchanges:
         step.run([batch], 0)
-    elements = sum(traffic.elements.values())
-    # dispatch and combine, forward and backward
-    num_exchanges = 4 * len(calls)
-    message = rows.new_zeros(group.size, elements // num_exchanges // max(group.size - 1, 1))
     num_replicated = 0
     if group.num_replicas > 1:
         num_replicated = num_expert_parameters
     replicated = torch.zeros(num_replicated, device=world.device)
-    sent += elements * rows.element_size() + _reduced(replicated, group.num_replicas)
+    sent += sum(call.sent_bytes for call in exchanges)
+    sent += _reduced(replicated, group.num_replicas)
 
     def run() -> None:
-        for _ in range(num_exchanges):
-            all_to_all(message, group)
+        replay(exchanges)
         world.sum(shared)
         if len(replicated):
             group.replicas.all_reduce(replicated, "expert gradients")

@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 from yacs.config import CfgNode
 
-from moe_core import moe_layers
 from moe_core.files import fsync
 from moe_core.parallel import ExpertGroup, all_to_all
 from swinv2_moe.config import (
@@ -250,21 +249,11 @@ def _step(sections: AllSections, images: Data, world: World) -> TrainingStep:
     """The step that is measured.
 
     Raises:
-        UserError: a strategy whose exchange cannot be told apart, an epoch without a step.
+        UserError: an epoch without a step.
     """
     train, experts = sections.train, sections.model.experts
     seed_everything(sections.run.seed)
     model = build_model(sections.model, images.num_classes, expert_group(experts, world))
-    for layer in moe_layers(model).values():
-        apart = layer.strategy != "auto" and layer.strategy.r > 0 and layer.shard.num_parts == 1
-        if layer.group.size > 1 and not apart:
-            raise UserError(
-                f"MODEL.MOE.STRATEGY is {experts.strategy!r} and R {experts.r} for"
-                f" {experts.num_experts} experts on {layer.group.size} ranks: the exchange"
-                " is told apart only"
-                " where whole experts stay and rows travel (off, or fixed with R 1; no more ranks"
-                " than experts)"
-            )
     steps_per_epoch(train.accumulation_steps, len(images.train_loader))
     step = TrainingStep(train, world, model, images.num_classes)
     step.wrapped.train()

@@ -119,7 +119,7 @@ def test_what_a_forward_pass_gives_to_the_layers(step, batch, watched):
         "dispatch_rows",
         "combine_rows",
     ]
-    assert [(len(rows), int(offsets[-1])) for call in calls for rows, offsets in call.chunks] == [
+    assert [(len(c.rows), int(c.offsets[-1])) for call in calls for c in call.chunks] == [
         (512, 512),
         (128, 128),
     ]
