@@ -248,7 +248,8 @@ class MoELayer(nn.Module):
         inputs = tokens.to(expert_dtype(tokens))
         slots = self._expert_input(soft_dispatch(inputs, logits))  # [B, S, M]
         routing = route_slots(slots, logits, config)
-        rows = self._through_experts(slots.flatten(0, 1), routing, 1, 0.0, strategy)
+        # Each expert has as many slots as its capacity at a factor of 1: none is dropped.
+        rows = self._through_experts(slots.flatten(0, 1), routing, 1, 1.0, strategy)
         y = soft_combine(rows.view_as(slots), logits)
         return y.flatten(0, 1), routing.aux_loss
 
@@ -409,7 +410,8 @@ class MoELayer(nn.Module):
             )
         if strategy != "auto":
             self._exchange_of(strategy)
-            if is_dropless and strategy.exchange == "static":
+            needs_capacity = strategy.exchange == "static" and self.config.routing != "soft"
+            if is_dropless and needs_capacity:
                 raise ValueError(
                     "capacity_factor (0) must not be 0 with exchange 'static', which sends as many"
                     " rows as the capacity"

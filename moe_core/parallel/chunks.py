@@ -146,13 +146,15 @@ class Places(NamedTuple):
     """Two plans that take rows to places, some of which stay empty, and back.
 
     Attributes:
-        padded: from tokens to places. Empty places hold a copy of the first token.
+        padded: from tokens to places. Empty places get a copy of the first token.
         returned: from places to the rows of the original plan, each place as a "token" with one
             choice. The gradient of an empty place is 0.
+        is_taken: [P] bool; False for empty places.
     """
 
     padded: DispatchPlan
     returned: DispatchPlan
+    is_taken: Tensor
 
     @classmethod
     def of(cls, plan: DispatchPlan, place: Tensor, is_used: Tensor, num_places: int) -> "Places":
@@ -177,7 +179,7 @@ class Places(NamedTuple):
             kept=is_taken.unsqueeze(1),
             counts=plan.counts,
         )
-        return cls(padded, returned)
+        return cls(padded, returned, is_taken)
 
 
 def kept_counts(plan: DispatchPlan) -> Tensor:

@@ -289,10 +289,9 @@ class Exchanged(Exchange):
 class StaticExchange(Exchanged):
     """Rows are sent to the ranks of their experts, for each expert as many as its capacity C.
 
-    The places of a full expert are all taken; the others hold a copy of some token, whose result
-    nobody reads and whose gradient is 0. All numbers of rows follow from C, so the ranks exchange
-    no counts. They agree on C unless the caller promises equal numbers of tokens
-    (`moe_core.equal_tokens`).
+    Places that no choice takes hold zeros; their results are not read. All numbers of rows follow
+    from C, so the ranks exchange no counts. They agree on C unless the caller promises equal
+    numbers of tokens (`moe_core.equal_tokens`).
 
     Source: GShard, arXiv 2006.16668; the layout (E_l, W C, M) of what arrives: arXiv 2206.03382,
     section 3.3.
@@ -317,6 +316,8 @@ class StaticExchange(Exchanged):
         places = self.layout.places(plan, capacity)
         if len(tokens) > 0:
             rows = dispatch(tokens, places.padded, kernels)  # [E C, M]
+            # A value that is not finite would make the experts' gradients so: 0 * inf is NaN.
+            rows = rows.masked_fill(~places.is_taken.unsqueeze(1), 0)
         else:  # there is no token to copy
             num_places = len(places.padded.choices)
             rows = tokens.new_zeros(num_places, tokens.shape[1]) + tokens.sum()

@@ -83,8 +83,8 @@ def test_over_nodes(run_processes):
     run_processes(over_nodes, 4)
 
 
-def a_nan_in_an_unused_place(rank: int) -> None:
-    """Empty places hold the first token: a token that is not finite spoils no other."""
+def empty_places_hold_zeros(rank: int) -> None:
+    """A token that is not finite spoils neither other tokens nor experts that it did not choose."""
     layer = make_layer(
         group=dist.group.WORLD,
         strategy=ParallelStrategy(exchange="static"),
@@ -92,13 +92,34 @@ def a_nan_in_an_unused_place(rank: int) -> None:
         aux_loss="none",
     )
     x = torch.randn(8, 6, dtype=torch.float64)
-    x[0] = float("nan")
+    x[0] = float("inf")
     y, _ = layer(x)
     assert y[1:].isfinite().all()
+    y[1:].sum().backward()
+    is_finite = layer.experts.w1.grad.isfinite().flatten(1).all(1)
+    assert is_finite.sum() >= 1  # at most one of this rank's two experts has the token
 
 
-def test_a_nan_in_an_unused_place(run_processes):
-    run_processes(a_nan_in_an_unused_place, 2)
+def test_empty_places_hold_zeros(run_processes):
+    run_processes(empty_places_hold_zeros, 2)
+
+
+def soft_routing_fills_all_places(rank: int) -> None:
+    config = {"router": "soft", "slots_per_expert": 2, "capacity_factor": 0.0}
+    strategies = (ParallelStrategy(), ParallelStrategy(pipeline_degree=2, exchange="static"))
+    x = torch.randn(3, 5, 6, dtype=torch.float64)
+    results = []
+    for strategy in strategies:
+        layer = make_layer(group=dist.group.WORLD, strategy=strategy, **config)
+        y, _ = layer(x)
+        y.square().sum().backward()
+        results.append((y, layer.experts.w1.grad, layer.router.slots.grad))
+        assert layer.last_routing.dropped_share == 0
+    torch.testing.assert_close(results[0], results[1], **CLOSE)
+
+
+def test_soft_routing_fills_all_places(run_processes):
+    run_processes(soft_routing_fills_all_places, 2)
 
 
 def waits_for_nothing(rank: int) -> None:
