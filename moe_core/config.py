@@ -110,6 +110,11 @@ class MoEConfig:
             )
         if self.routing == "token_choice":
             return
+        if self.routing == "expert_choice" and self.capacity_factor == 0:
+            raise ValueError(
+                f"capacity_factor (0) must not be 0 with router {self.router!r}: it says how many"
+                " tokens an expert chooses"
+            )
         unsupported = {"round_to": 0, "balance": "loss"}
         if self.routing == "soft":
             unsupported |= {"gate_activation": "softmax", "z_loss_weight": 0.0}

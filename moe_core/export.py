@@ -33,7 +33,7 @@ class StandardMoE(nn.Module):
 
     Args:
         layer: in one process, with the built-in experts and one router.
-        capacity_factor: 0 is dropless; None: the configured one.
+        capacity_factor: 0 is dropless; None, or 0 where experts choose: the configured one.
         batched: with a capacity, compute all experts in batched products. On a CPU this is faster
             in torch (16% of a model with 8 experts, on one image), but slower in onnxruntime (12%).
         batch_prioritized: whether full experts keep the most probable tokens; None: as configured.
@@ -59,7 +59,8 @@ class StandardMoE(nn.Module):
                 "only a layer with one router and the built-in experts has a form in standard"
                 " operations"
             )
-        if capacity_factor is None:
+        experts_choose = layer.config.routing == "expert_choice"
+        if capacity_factor is None or (capacity_factor == 0 and experts_choose):
             capacity_factor = layer.config.capacity_factor
         if batch_prioritized is None:
             batch_prioritized = layer.config.batch_prioritized

@@ -46,8 +46,11 @@ class MoEMlp(nn.Module):
         if self.training:
             routing = {"top_k": self.top_k, "capacity_factor": self.capacity_factor}
         else:
+            capacity_factor: float | None = self.eval_capacity_factor
+            if capacity_factor == 0 and self.moe.config.routing == "expert_choice":
+                capacity_factor = None  # without a limit every expert would take every token
             routing = {
-                "capacity_factor": self.eval_capacity_factor,
+                "capacity_factor": capacity_factor,
                 "batch_prioritized": self.eval_batch_prioritized,
             }
         y, aux_loss = self.moe(x, **routing, **mask)

@@ -224,6 +224,7 @@ def test_bias_does_not_change_in_evaluation():
         ({"router": "soft", "slots_per_expert": 1, "balance": "bias"}, "balance"),
         ({"router": "soft", "slots_per_expert": 1, "round_to": 8}, "round_to"),
         ({"router": "expert_choice", "round_to": 8}, "round_to"),
+        ({"router": "expert_choice", "capacity_factor": 0.0}, "capacity_factor"),
         ({"choose_per_image": True}, "choose_per_image"),
         ({"gate_activation": "relu"}, "gate_activation"),
         ({"balance": "none"}, "balance"),

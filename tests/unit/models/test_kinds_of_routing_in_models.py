@@ -1,0 +1,53 @@
+"""Models whose experts choose, or mix, tokens."""
+
+import pytest
+import torch
+
+from moe_core import moe_layers
+from swinv2_moe.models import SwinTransformerV2MoE
+
+SWIN = {
+    "img_size": 16,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": (2, 2),
+    "num_heads": (2, 4),
+    "window_size": 4,
+    "num_classes": 10,
+    "num_experts": 4,
+    "moe_blocks": ((1,), (1,)),
+}
+
+
+def make_model(**options) -> SwinTransformerV2MoE:
+    torch.manual_seed(0)
+    return SwinTransformerV2MoE(**SWIN | options)
+
+
+def test_soft_routing_has_as_many_slots_as_tokens():
+    model = make_model(moe={"router": "soft"})
+    slots = [layer.config.slots_per_expert for layer in moe_layers(model).values()]
+    assert slots == [8 * 8 // 4, 4 * 4 // 4]  # tokens of an image in each stage
+
+
+def test_a_number_of_slots_that_is_given():
+    model = make_model(moe={"router": "soft", "slots_per_expert": 3})
+    assert [layer.config.slots_per_expert for layer in moe_layers(model).values()] == [3, 3]
+
+
+def test_hidden_ratio():
+    model = make_model(hidden_ratio=0.5)
+    hidden = [layer.experts.w1.shape[1] for layer in moe_layers(model).values()]
+    assert hidden == [4 * 16 // 2, 4 * 32 // 2]
+
+
+@pytest.mark.parametrize("eval_capacity_factor", [0.0, 1.0])
+def test_experts_choose_in_evaluation_as_in_training(eval_capacity_factor):
+    """A factor of 0 drops nothing where tokens choose; here it is that of training."""
+    moe = {"router": "expert_choice", "capacity_factor": 1.0}
+    model = make_model(moe=moe, eval_capacity_factor=eval_capacity_factor).eval()
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        model(images)
+    for layer, tokens in zip(moe_layers(model).values(), (2 * 64, 2 * 16), strict=True):
+        assert layer.last_routing.counts.tolist() == [tokens // 4] * 4
