@@ -46,7 +46,6 @@ from moe_core import (
     expert_parameters,
     moe_layers,
 )
-from moe_core.ops import ExpertWeights
 from moe_core.parallel import record_exchanges, replay
 from swinv2_moe.data import Batch, Data
 from swinv2_moe.measure.work import Task, Work, counted, operator_name
@@ -90,7 +89,7 @@ class Chunk(NamedTuple):
 
     rows: Tensor  # [N, M]
     offsets: Tensor
-    weights: ExpertWeights | None
+    weights: tuple[Tensor | None, ...] | None  # a NamedTuple of w1, b1, w2, b2
 
 
 class _Moves(TorchDispatchMode):
@@ -125,7 +124,8 @@ def watch(step: TrainingStep, images: Tensor) -> tuple[list[Call], Moves]:
             rows = rows.index_select(0, plan.choices // plan.slots.shape[1])
         weights = None
         if options.get("weights") is not None:  # gathered by a collective
-            weights = ExpertWeights(*map(_detached, options["weights"]()))
+            gathered = options["weights"]()
+            weights = gathered._make(_detached(tensor) for tensor in gathered)
         # none past the experts' rows
         rows = rows[: int(offsets[-1])].detach().clone()
         calls[-1].chunks.append(Chunk(rows, offsets, weights))
