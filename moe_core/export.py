@@ -21,7 +21,7 @@ from moe_core.experts import Experts
 from moe_core.layer import MoELayer
 from moe_core.layer_inputs import as_images
 from moe_core.ops.soft.reference import soft_combine, soft_dispatch
-from moe_core.router import route, route_by_experts
+from moe_core.router import route, route_by_experts, split_gates
 
 
 class StandardMoE(nn.Module):
@@ -70,6 +70,7 @@ class StandardMoE(nn.Module):
             batch_prioritized=batch_prioritized,
             aux_loss="none",
             z_loss_weight=0.0,
+            kernels="torch",
         )
         self.router = copy.deepcopy(layer.router)
         self.balance = copy.deepcopy(layer.balance)
@@ -81,7 +82,8 @@ class StandardMoE(nn.Module):
         if layer.shared is not None:
             self.shared = _FeedForward(layer.shared, 0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, output_norm: nn.Module | None = None) -> Tensor:
+        """x [..., M] -> [..., M]; `output_norm` is that of MoELayer."""
         tokens = x.reshape(-1, self.config.model_dim)  # [T, M]
         # The router computes in at least fp32.
         logits = self.router(tokens.to(torch.promote_types(tokens.dtype, torch.float32)))
@@ -91,18 +93,29 @@ class StandardMoE(nn.Module):
         elif self.config.routing == "expert_choice":
             y = self._chosen_by_experts(tokens, logits, num_images)
         else:
-            y = self._chosen_by_tokens(tokens, logits)
+            y = self._chosen_by_tokens(tokens, logits, output_norm)
         y = y.to(x.dtype)
         if self.shared is not None:
-            y = y + self.shared(tokens)
+            shared = self.shared(tokens)
+            if output_norm is not None:
+                shared = output_norm(shared)
+            y = y + shared
         return y.view_as(x)
 
-    def _chosen_by_tokens(self, tokens: Tensor, logits: Tensor) -> Tensor:
+    def _chosen_by_tokens(
+        self, tokens: Tensor, logits: Tensor, output_norm: nn.Module | None
+    ) -> Tensor:
         """tokens [T, M], logits [T, E] -> [T, M]."""
         config = self.config
         top_k = min(config.top_k, config.num_experts)
+        normalize_gates = output_norm is None
         routing = route(
-            logits, config, top_k, training=False, kernels="torch", balance=self.balance
+            logits,
+            config,
+            top_k,
+            training=False,
+            balance=self.balance,
+            normalize_gates=normalize_gates,
         )
         capacity = expert_capacity(
             tokens.shape[0], config.num_experts, top_k, config.capacity_factor
@@ -115,8 +128,11 @@ class StandardMoE(nn.Module):
         # The last row, of zeros, is for dropped choices.
         rows = torch.cat([rows, rows.new_zeros(1, config.model_dim)])
         chosen = rows.index_select(0, plan.slots.flatten()).unflatten(0, (-1, top_k))  # [T, K, M]
-        weighted = chosen * routing.gates.unsqueeze(-1)
-        return weighted.sum(1)
+        if output_norm is None:
+            return (chosen * routing.gates.unsqueeze(-1)).sum(1)
+        routing, gate_scale = split_gates(routing, config)
+        mean = (chosen * routing.gates.unsqueeze(-1)).sum(1)
+        return output_norm(mean.to(tokens.dtype)) * gate_scale
 
     def _chosen_by_experts(self, tokens: Tensor, logits: Tensor, num_images: int) -> Tensor:
         """tokens [T, M], logits [T, E] -> [T, M]."""

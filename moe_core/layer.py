@@ -2,7 +2,6 @@
 
 # T tokens, E experts, K top-k, N kept rows, M model dim
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -12,19 +11,33 @@ from torch import Tensor, nn
 from moe_core.balance import BalanceBias
 from moe_core.config import MoEConfig, expert_capacity, needed_capacity_factor
 from moe_core.experts import Experts, shared_config
-from moe_core.layer_inputs import as_images, check_tensors, positions_of
+from moe_core.layer_inputs import (
+    as_images,
+    check_capacity_factor,
+    check_tensors,
+    expert_input,
+    is_dropless,
+    positions_of,
+)
 from moe_core.ops import DispatchPlan, make_plan, soft_combine, soft_dispatch
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.exchange import (
     Agreement,
     Exchange,
-    apply_experts,
     make_exchange,
+    try_experts,
 )
 from moe_core.parallel.trial import Trial
 from moe_core.precision import expert_dtype, without_autocast
 from moe_core.rounding import round_to_tiles
-from moe_core.router import Routing, make_router, perturb_input, route, route_by_experts
+from moe_core.router import (
+    Routing,
+    make_router,
+    perturb_input,
+    route,
+    route_by_experts,
+    split_gates,
+)
 from moe_core.routing_stats import RoutingStats, routing_stats
 from moe_core.soft import expert_logits, route_slots
 
@@ -135,6 +148,7 @@ class MoELayer(nn.Module):
         batch_prioritized: bool | None = None,
         mask: Tensor | None = None,
         num_tokens: int | None = None,
+        output_norm: nn.Module | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x [..., M] -> y like x, and the auxiliary loss (a scalar of at least fp32, unweighted).
 
@@ -149,6 +163,10 @@ class MoELayer(nn.Module):
                 part in the loss or in the statistics, and their y is 0.
             num_tokens: how many are True, where the caller knows; otherwise they are counted, which
                 waits for the device.
+            output_norm: a module from [T, M] to [T, M], applied to the experts' results before the
+                gate value: `y = s G norm(sum_k (g_k / G) e_k)` with `G = sum_k g_k`; s is 1 / G of
+                an undecided router. A norm of y itself would remove the gate value. Only where
+                tokens choose. Shared experts are normalised by themselves.
 
         Raises:
             ValueError: x that is no floating-point tensor, is 0-d or of another width or device, a
@@ -165,7 +183,11 @@ class MoELayer(nn.Module):
         forward = self._forward
         if self.group.size > 1:
             forward = self._forward_uncompiled
-        options = (top_k, capacity_factor, strategy, router, batch_prioritized)
+        if output_norm is not None and self.config.routing != "token_choice":
+            raise ValueError(
+                f"output_norm needs tokens that choose experts, not router {self.config.router!r}"
+            )
+        options = (top_k, capacity_factor, strategy, router, batch_prioritized, output_norm)
         if mask is None:
             return forward(x, *options)
         if self.config.routing == "soft" or self.config.choose_per_image:
@@ -181,7 +203,14 @@ class MoELayer(nn.Module):
         return self._forward(*args)
 
     def _forward(
-        self, x: Tensor, top_k, capacity_factor, strategy, router: int, batch_prioritized
+        self,
+        x: Tensor,
+        top_k,
+        capacity_factor,
+        strategy,
+        router: int,
+        batch_prioritized,
+        output_norm: nn.Module | None,
     ) -> tuple[Tensor, Tensor]:
         """`forward` of all tokens: route, plan, exchange with the experts and combine."""
         config = self.config
@@ -200,15 +229,21 @@ class MoELayer(nn.Module):
         if config.routing == "soft":
             y, aux_loss = self._mix(x, strategy, router)
         else:
-            routing = self._route(tokens, top_k, router, as_images(x).shape[0])
-            inputs = self._expert_input(tokens)
+            num_images = as_images(x).shape[0]
+            routing = self._route(tokens, top_k, router, num_images, output_norm is None)
+            gate_scale: Tensor | None = None  # [T, 1]
+            if output_norm is not None:
+                routing, gate_scale = split_gates(routing, config)
+            inputs = expert_input(tokens, self.group.size)
             y = self._through_experts(
                 inputs, routing, top_k, capacity_factor, strategy, batch_prioritized
             )
+            if output_norm is not None:
+                y = output_norm(y) * gate_scale
             aux_loss = routing.aux_loss
         y = y.to(x.dtype)
         if self.shared is not None:
-            y = y + self._shared_output(tokens).to(x.dtype)
+            y = y + self._shared_output(tokens, output_norm).to(x.dtype)
         return y.view_as(x), aux_loss
 
     def _through_experts(
@@ -246,26 +281,19 @@ class MoELayer(nn.Module):
         logits = self._router_logits(tokens.flatten(0, 1), router)  # [T, S]
         logits = logits.view(tokens.shape[0], tokens.shape[1], logits.shape[1])  # [B, N, S]
         inputs = tokens.to(expert_dtype(tokens))
-        slots = self._expert_input(soft_dispatch(inputs, logits))  # [B, S, M]
+        slots = expert_input(soft_dispatch(inputs, logits), self.group.size)  # [B, S, M]
         routing = route_slots(slots, logits, config)
         # Each expert has as many slots as its capacity at a factor of 1: none is dropped.
         rows = self._through_experts(slots.flatten(0, 1), routing, 1, 1.0, strategy)
         y = soft_combine(rows.view_as(slots), logits)
         return y.flatten(0, 1), routing.aux_loss
 
-    def _shared_output(self, tokens: Tensor) -> Tensor:
+    def _shared_output(self, tokens: Tensor, output_norm: nn.Module | None) -> Tensor:
         """What the shared experts, one wide network, add to each token: [T, M]."""
         assert self.shared is not None
         offsets = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
-        return self.shared(tokens, offsets)
-
-    def _expert_input(self, tokens: Tensor) -> Tensor:
-        """The tokens in the dtype of the experts. Over several ranks they require a gradient, also
-        where x does not: all ranks have a backward pass, or none."""
-        tokens = tokens.to(expert_dtype(tokens))
-        if self.group.size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
-            return tokens.detach().requires_grad_()
-        return tokens
+        y = self.shared(tokens, offsets)
+        return y if output_norm is None else output_norm(y)
 
     def _exchange_of(self, strategy: ParallelStrategy | str) -> Exchange:
         """The exchange of a strategy, made and checked when first asked for.
@@ -317,7 +345,9 @@ class MoELayer(nn.Module):
             tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
             return module(perturb_input(tokens, self.config, self.training))
 
-    def _route(self, tokens: Tensor, top_k: int, router: int, num_images: int) -> Routing:
+    def _route(
+        self, tokens: Tensor, top_k: int, router: int, num_images: int, normalize_gates: bool
+    ) -> Routing:
         config = self.config
         logits = self._router_logits(tokens, router)
         with without_autocast(tokens):
@@ -326,7 +356,9 @@ class MoELayer(nn.Module):
             reduce = None
             if config.global_balance:
                 reduce = self.group.sum
-            return route(logits, config, top_k, self.training, reduce, config.kernels, self.balance)
+            return route(
+                logits, config, top_k, self.training, reduce, self.balance, normalize_gates
+            )
 
     def _plan(
         self,
@@ -390,17 +422,7 @@ class MoELayer(nn.Module):
             )
         if top_k < 1:
             raise ValueError(f"top_k ({top_k}) must be at least 1")
-        is_dropless = not isinstance(capacity_factor, Tensor) and capacity_factor == 0
-        if is_dropless and self.config.routing == "expert_choice":
-            raise ValueError(
-                "capacity_factor (0) must not be 0 with expert choice: it says how many tokens an"
-                " expert chooses"
-            )
-        if isinstance(capacity_factor, Tensor):
-            self._check_factor_tensor()
-        # torch.compile cannot trace math.isfinite of a value that changes
-        elif not abs(capacity_factor) < math.inf:
-            raise ValueError(f"capacity_factor ({capacity_factor}) must be finite; 0 is dropless")
+        check_capacity_factor(capacity_factor, self.config, self.group.size)
         num_routers = 1
         if isinstance(self.router, nn.ModuleList):
             num_routers = len(self.router)
@@ -411,7 +433,7 @@ class MoELayer(nn.Module):
         if strategy != "auto":
             self._exchange_of(strategy)
             needs_capacity = strategy.exchange == "static" and self.config.routing != "soft"
-            if is_dropless and needs_capacity:
+            if needs_capacity and is_dropless(capacity_factor):
                 raise ValueError(
                     "capacity_factor (0) must not be 0 with exchange 'static', which sends as many"
                     " rows as the capacity"
@@ -422,29 +444,6 @@ class MoELayer(nn.Module):
                     raise ValueError(
                         f"x is on {x.device}, the layer's {name} on {parameter.device}"
                     )
-            self._try_experts(x)
-
-    def _check_factor_tensor(self) -> None:
-        if self.group.size > 1:
-            raise ValueError(
-                f"capacity_factor is a tensor, over {self.group.size} ranks it must be a number"
-            )
-        if self.config.round_to:
-            raise ValueError(
-                f"capacity_factor is a tensor, with round_to ({self.config.round_to}) it must be a"
-                " number"
-            )
-
-    def _try_experts(self, x: Tensor) -> None:
-        """Try an experts module of the user's on one row for each expert, once."""
-        if not self._untried_experts:
-            return
-        training = [module for module in self.experts.modules() if module.training]
-        self.experts.eval()  # batch statistics, for example, must not include these rows
-        with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
-            rows = x.new_zeros(self.shard.num_experts, self.config.model_dim)
-            offsets = torch.arange(1, len(rows) + 1, dtype=torch.int32, device=x.device)
-            apply_experts(self.experts, rows, offsets)
-        for module in training:
-            module.training = True
-        self._untried_experts = False
+            if self._untried_experts:
+                try_experts(self.experts, x.new_zeros(self.shard.num_experts, x.shape[-1]))
+                self._untried_experts = False

@@ -2,7 +2,13 @@
 
 # B images, N tokens of an image, T tokens, M model dim
 
+import math
+
+import torch
 from torch import Tensor
+
+from moe_core.config import MoEConfig
+from moe_core.precision import expert_dtype
 
 
 def as_images(x: Tensor) -> Tensor:
@@ -30,8 +36,45 @@ def check_tensors(x: Tensor, mask: Tensor | None) -> None:
         raise ValueError(f"mask has shape {list(mask.shape)}, the tokens of x {list(x.shape[:-1])}")
 
 
+def expert_input(tokens: Tensor, group_size: int) -> Tensor:
+    """The tokens in the dtype of the experts. Over several ranks they require a gradient, also
+    where x does not: all ranks have a backward pass, or none."""
+    tokens = tokens.to(expert_dtype(tokens))
+    if group_size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
+        return tokens.detach().requires_grad_()
+    return tokens
+
+
 def positions_of(mask: Tensor, count: int | None) -> Tensor:
     """Where `mask` [T] is True, in order: [count]."""
     if count is None:
         return mask.nonzero().squeeze(1)
     return mask.nonzero_static(size=count).squeeze(1)
+
+
+def is_dropless(capacity_factor: float | Tensor) -> bool:
+    return not isinstance(capacity_factor, Tensor) and capacity_factor == 0
+
+
+def check_capacity_factor(
+    capacity_factor: float | Tensor, config: MoEConfig, group_size: int
+) -> None:
+    """Raise ValueError for a factor that a layer over `group_size` ranks cannot have."""
+    if is_dropless(capacity_factor) and config.routing == "expert_choice":
+        raise ValueError(
+            "capacity_factor (0) must not be 0 with expert choice: it says how many tokens an"
+            " expert chooses"
+        )
+    if not isinstance(capacity_factor, Tensor):
+        # torch.compile cannot trace math.isfinite of a value that changes
+        if not abs(capacity_factor) < math.inf:
+            raise ValueError(f"capacity_factor ({capacity_factor}) must be finite; 0 is dropless")
+        return
+    if group_size > 1:
+        raise ValueError(
+            f"capacity_factor is a tensor, over {group_size} ranks it must be a number"
+        )
+    if config.round_to:
+        raise ValueError(
+            f"capacity_factor is a tensor, with round_to ({config.round_to}) it must be a number"
+        )

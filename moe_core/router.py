@@ -115,8 +115,8 @@ def route(
     top_k: int,
     training: bool,
     reduce: Callable[[Tensor], Tensor] | None = None,
-    kernels: str = "auto",
     balance: BalanceBias | None = None,
+    normalize_gates: bool = True,
 ) -> Routing:
     """Choose `top_k` experts for every token from its logits [T, E].
 
@@ -125,8 +125,8 @@ def route(
 
     Args:
         reduce: sums over ranks, for a loss of all their tokens (`losses.auxiliary_loss`).
-        kernels: see ops.backend.select.
         balance: biases of the choice in place of an auxiliary loss.
+        normalize_gates: False: gate values are scores, whatever the configuration says.
 
     Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
     """
@@ -141,12 +141,14 @@ def route(
     aux_loss_name = config.aux_loss
     if balance is not None:
         aux_loss_name = "none"
-    normalize = config.normalize_gates and top_k > 1
+    normalize = normalize_gates and config.normalize_gates and top_k > 1
     gates, ids, probs, sums = choose_experts(
-        logits, noisy, top_k, normalize, aux_loss_name, loss_noise_std, kernels
+        logits, noisy, top_k, normalize, aux_loss_name, loss_noise_std, config.kernels
     )
     if balance is not None or config.gate_activation != "softmax":
-        ids, gates = _choose_by_score(noisy, config, top_k, balance)
+        ids, gates = _choose_by_score(noisy, config.gate_activation, top_k, balance)
+        if normalize:
+            gates = gates / gates.sum(1, keepdim=True)
     if sums is None:
         scores = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
         sums = expert_sums(aux_loss_name, scores)
@@ -191,18 +193,15 @@ def _noise_std(logits: Tensor, config: MoEConfig, training: bool) -> float:
 
 
 def _choose_by_score(
-    logits: Tensor, config: MoEConfig, top_k: int, balance: BalanceBias | None
+    logits: Tensor, gate_activation: str, top_k: int, balance: BalanceBias | None
 ) -> tuple[Tensor, Tensor]:
-    """Expert ids and gate values [T, K] where the choice is biased or gates are no softmax."""
-    scores = gate_scores(logits, config.gate_activation)
+    """Expert ids and scores [T, K] where the choice is biased or gates are no softmax."""
+    scores = gate_scores(logits, gate_activation)
     choice_scores = scores.detach()
     if balance is not None:
         choice_scores = balance(scores)
     ids = largest(choice_scores, top_k)
-    gates = scores.gather(1, ids)
-    if config.normalize_gates and top_k > 1:
-        gates = gates / gates.sum(1, keepdim=True)
-    return ids, gates
+    return ids, scores.gather(1, ids)
 
 
 def gate_scores(logits: Tensor, activation: str) -> Tensor:
@@ -213,6 +212,23 @@ def gate_scores(logits: Tensor, activation: str) -> Tensor:
     if activation == "sigmoid":
         return logits.sigmoid()
     return logits.softmax(1)
+
+
+def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
+    """The routing with gate values that sum to 1 for each token, and a scale for each token [T, 1].
+
+    The scale is the sum of the token's gate values relative to that of an undecided router (K / E
+    of softmax, K / 2 of sigmoid gates), so it begins near 1.
+
+    Args:
+        routing: with gate values that are not normalised.
+    """
+    total = routing.gates.sum(1, keepdim=True)
+    top_k = routing.gates.shape[1]
+    undecided = top_k / config.num_experts
+    if config.gate_activation == "sigmoid":
+        undecided = top_k / 2
+    return routing._replace(gates=routing.gates / total), total / undecided
 
 
 def z_loss(logits: Tensor) -> Tensor:

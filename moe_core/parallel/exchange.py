@@ -352,6 +352,21 @@ def apply_experts(experts: nn.Module, rows: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
+def try_experts(experts: nn.Module, rows: Tensor) -> None:
+    """Try an experts module of the user's on one row for each expert: rows [E_l, M].
+
+    Raises:
+        ValueError: as `apply_experts`.
+    """
+    training = [module for module in experts.modules() if module.training]
+    experts.eval()  # batch statistics, for example, must not include these rows
+    with torch.no_grad(), torch.random.fork_rng([rows.device] if rows.is_cuda else []):
+        offsets = torch.arange(1, len(rows) + 1, dtype=torch.int32, device=rows.device)
+        apply_experts(experts, rows, offsets)
+    for module in training:
+        module.training = True
+
+
 def _apply_to_received(experts: nn.Module, kernels: str, rows: Tensor, counts: Tensor) -> Tensor:
     """An experts module of the user's on received rows [R, M] by (source, expert)."""
     if counts.shape[1] == 1:

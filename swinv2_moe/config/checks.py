@@ -29,6 +29,7 @@ _CHOICES: dict[str, Collection] = {
     "MODEL.MOE.GATE_ACTIVATION": ROUTING_CHOICES["gate_activation"],
     "MODEL.MOE.ACTIVATION": ACTIVATIONS,
     "MODEL.MOE.EVAL_BATCH_PRIORITIZED": ("same", "always", "never"),
+    "MODEL.MOE.NORM": ("post", "before_gate", "pre"),
     "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd"),
     "AUG.REMODE": ("const", "rand", "pixel"),
     "AUG.MIXUP_MODE": ("batch", "pair", "elem"),

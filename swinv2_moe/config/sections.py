@@ -167,6 +167,9 @@ class ExpertsConfig:
     # hidden dim of an expert, in units of that of the FFN which it replaces: 0.5 with TOP_K 2 has
     # the dense model's MACs
     hidden_ratio: float = 1.0
+    # of a SwinV2 block with experts. post: behind the experts and their gate value, as published;
+    # before_gate: behind the experts, before the gate value; pre: before the experts
+    norm: str = "post"
     aux_loss_weight: float = 0.01
     # routers and experts stay as PRETRAINED has them and route as in evaluation
     freeze: bool = False

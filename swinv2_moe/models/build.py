@@ -44,6 +44,7 @@ def _model(config: ModelConfig, num_classes: int, group: ExpertGroup | None) -> 
         eval_capacity_factor=experts.eval_capacity_factor,
         eval_batch_prioritized=_EVAL_BATCH_PRIORITIZED[experts.eval_batch_prioritized],
         hidden_ratio=experts.hidden_ratio,
+        moe_norm=experts.norm,
         freeze_moe=experts.freeze,
         expert_group=group,
         expert_strategy=_strategy(experts) if group else ParallelStrategy(),

@@ -41,8 +41,12 @@ class MoEMlp(nn.Module):
         self.aux_loss: Tensor | None = None
         self.train(self.training)
 
-    def forward(self, x: Tensor, **mask) -> Tensor:
-        """x [..., M] -> [..., M]; passes `mask` and `num_tokens` on to MoELayer."""
+    def forward(self, x: Tensor, **options) -> Tensor:
+        """x [..., M] -> [..., M].
+
+        Args:
+            options: `mask`, `num_tokens` and `output_norm` of MoELayer.
+        """
         if self.training:
             routing = {"top_k": self.top_k, "capacity_factor": self.capacity_factor}
         else:
@@ -53,7 +57,7 @@ class MoEMlp(nn.Module):
                 "capacity_factor": capacity_factor,
                 "batch_prioritized": self.eval_batch_prioritized,
             }
-        y, aux_loss = self.moe(x, **routing, **mask)
+        y, aux_loss = self.moe(x, **routing, **options)
         if self.frozen:
             aux_loss = None
         self.aux_loss = aux_loss

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from swinv2_moe.models.moe_mlp import MoEMlp
+from swinv2_moe.models.norm_position import ffn_branch
 from swinv2_moe.models.swin_moe import PreNormBlock
 from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
 
@@ -67,10 +68,11 @@ class _MaskedBlock:
             x = x.roll(shift, (1, 2))
         return x[:, :height, :width]
 
-    def _masked_ffn(self, x: Tensor, token_mask: TokenMask) -> Tensor:
+    def _ffn_mask(self, token_mask: TokenMask) -> dict[str, object]:
+        """The mask as arguments of the FFN; none of a dense one."""
         if isinstance(self.mlp, MoEMlp) and token_mask.tokens is not None:
-            return self.mlp(x, mask=token_mask.tokens, num_tokens=token_mask.num_tokens)
-        return self.mlp(x)
+            return {"mask": token_mask.tokens, "num_tokens": token_mask.num_tokens}
+        return {}
 
 
 class MaskedBlock(_MaskedBlock, SwinTransformerV2Block):
@@ -78,7 +80,7 @@ class MaskedBlock(_MaskedBlock, SwinTransformerV2Block):
 
     def forward(self, x: Tensor, token_mask: TokenMask) -> Tensor:
         x = x + self.drop_path1(self.norm1(self._masked_attention(x, token_mask)))
-        return x + self.drop_path2(self.norm2(self._masked_ffn(x, token_mask)))
+        return x + self.drop_path2(ffn_branch(self, x, **self._ffn_mask(token_mask)))
 
 
 class MaskedPreNormBlock(_MaskedBlock, PreNormBlock):
@@ -86,7 +88,7 @@ class MaskedPreNormBlock(_MaskedBlock, PreNormBlock):
 
     def forward(self, x: Tensor, token_mask: TokenMask) -> Tensor:
         x = x + self.drop_path1(self._masked_attention(self.norm1(x), token_mask))
-        return x + self.drop_path2(self._masked_ffn(self.norm2(x), token_mask))
+        return x + self.drop_path2(self.mlp(self.norm2(x), **self._ffn_mask(token_mask)))
 
 
 def mask_blocks(model: SwinTransformerV2MoE) -> SwinTransformerV2MoE:

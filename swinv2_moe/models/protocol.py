@@ -48,6 +48,7 @@ class MoEModel(nn.Module):
         eval_capacity_factor: in evaluation mode; None: as in training.
         eval_batch_prioritized: in evaluation mode; None: as in training.
         hidden_ratio: hidden dim of an expert, in units of that of the FFN which it replaces.
+        moe_norm: where the norm of a block with experts is; "post": where the model has it.
         freeze_moe: the MoE layers are not trained, and route as in evaluation.
         expert_group: the ranks over which the experts are spread; None: all here.
         expert_strategy: how the ranks exchange tokens; "auto": the tuner searches.
@@ -70,6 +71,7 @@ class MoEModel(nn.Module):
         eval_capacity_factor: float | None = None,
         eval_batch_prioritized: bool | None = None,
         hidden_ratio: float = 1.0,
+        moe_norm: str = "post",
         freeze_moe: bool = False,
         expert_group: ExpertGroup | dist.ProcessGroup | None = None,
         expert_strategy: ParallelStrategy | str = ParallelStrategy(),  # noqa: B008 - frozen
@@ -101,6 +103,7 @@ class MoEModel(nn.Module):
                 block.mlp = MoEMlp(
                     layer.to(dtype), capacity_factor, freeze_moe, eval_batch_prioritized
                 )
+                self.place_norm(block, moe_norm)
         self.init_weights(needs_reset=False)
 
     # Defined by each model
@@ -113,6 +116,18 @@ class MoEModel(nn.Module):
 
     def adapt_block(self, block: nn.Module) -> None:
         """Replace what differs from timm's block. Called before the experts are put in."""
+
+    def place_norm(self, block: nn.Module, position: str) -> None:
+        """Place the norm of a block with experts.
+
+        Raises:
+            ValueError: a place that the model does not have.
+        """
+        if position != "post":
+            raise ValueError(
+                f"moe_norm ({position!r}) must be 'post' for {type(self).__name__}: only SwinV2's"
+                " blocks normalise behind the experts"
+            )
 
     def tokens_of_image(self, block: nn.Module) -> int:
         """The number of tokens of an image in a block, at the model's image size.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from swinv2_moe.model_types import register_model_type
 from swinv2_moe.models.attention import DotProductWindowAttention
+from swinv2_moe.models.protocol import MoEModel
 from swinv2_moe.models.swinv2_moe import SWINV2, SwinTransformerV2MoE
 
 
@@ -71,6 +72,10 @@ class SwinTransformerMoE(SwinTransformerV2MoE):
             device=fc1.weight.device,
             dtype=fc1.weight.dtype,
         )
+
+    def place_norm(self, block: SwinTransformerV2Block, position: str) -> None:
+        """As MoEModel: its blocks normalise before the experts."""
+        MoEModel.place_norm(self, block, position)
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """As timm, but the norms start at one: only res-post-norm starts them at zero."""

@@ -2,6 +2,7 @@
 feed-forward layers."""
 
 from collections.abc import Sequence
+from itertools import chain
 from math import inf
 
 from timm.models.swin_transformer_v2 import (
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from swinv2_moe.model_types import Section, register_model_type
 from swinv2_moe.models.attention import FusedWindowAttention
+from swinv2_moe.models.norm_position import NORM_POSITIONS, set_norm_position
 from swinv2_moe.models.positions import check_windows, windows_of_tables
 from swinv2_moe.models.protocol import MoEModel
 from swinv2_moe.models.swinv2_checks import check_swinv2
@@ -65,6 +67,29 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
     def adapt_block(self, block: SwinTransformerV2Block) -> None:
         """Replace timm's attention."""
         block.attn = self.attention.like(block.attn)
+
+    def place_norm(self, block: SwinTransformerV2Block, position: str) -> None:
+        """As MoEModel; one of NORM_POSITIONS.
+
+        Raises:
+            ValueError: another position; a router without gate values for "before_gate".
+        """
+        if position not in NORM_POSITIONS:
+            raise ValueError(f"moe_norm ({position!r}) must be one of {', '.join(NORM_POSITIONS)}")
+        config = block.mlp.moe.config
+        if position == "before_gate" and config.routing != "token_choice":
+            raise ValueError(
+                f"moe_norm ('before_gate') needs tokens that choose experts, not router"
+                f" {config.router!r}"
+            )
+        set_norm_position(block, position)
+
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """As timm, but a norm before the FFN starts at one: only res-post-norm starts at zero."""
+        super().init_weights(needs_reset=needs_reset)
+        for block in chain.from_iterable(self.block_stages()):
+            if getattr(block, "norm_position", "post") == "pre":
+                block.norm2.reset_parameters()
 
     def block_stages(self) -> list[Sequence[nn.Module]]:
         """As MoEModel."""

@@ -34,14 +34,14 @@ def test_equal_logits_go_to_the_experts_of_the_lowest_numbers(num_experts, top_k
 def test_torch_s_form_chooses_as_a_stable_sort_whatever_the_logits_are(drawn):
     """NaN counts as infinity; each expert comes once."""
     logits, top_k = drawn
-    ids = route(
-        logits, MoEConfig(1, 1, logits.shape[1]), top_k, training=False, kernels="torch"
-    ).expert_ids
+    config = MoEConfig(1, 1, logits.shape[1], kernels="torch")
+    ids = route(logits, config, top_k, training=False).expert_ids
     keys = logits.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
     assert torch.equal(ids, keys.sort(dim=1, descending=True, stable=True).indices[:, :top_k])
 
 
 def test_probabilities_that_underflow_do_not_tie():
     logits = torch.tensor([[0.0, -900.0, -300.0, -600.0]])
-    ids = route(logits, MoEConfig(1, 1, 4), 4, training=False, kernels="torch").expert_ids
+    config = MoEConfig(1, 1, 4, kernels="torch")
+    ids = route(logits, config, 4, training=False).expert_ids
     assert ids.tolist() == [[0, 2, 3, 1]]

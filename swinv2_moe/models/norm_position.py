@@ -1,0 +1,51 @@
+"""Where the norm of a Swin block's FFN branch is, for blocks with experts (MODEL.MOE.NORM).
+
+SwinV2 normalises the FFN's result (res-post-norm). With one expert per token the norm divides by
+the gate value that the experts' result was multiplied by. The task's gradient of the router is then
+almost zero, and the router learns little besides balance.
+"""
+
+from timm.models.swin_transformer_v2 import SwinTransformerV2Block
+from torch import Tensor
+
+NORM_POSITIONS = ("post", "before_gate", "pre")
+
+
+class ExpertBlock(SwinTransformerV2Block):
+    """SwinV2's block with another place of the FFN's norm: same state, attribute `norm_position`.
+
+    - "post": `norm2(mlp(x))`, SwinV2's.
+    - "before_gate": the experts' results are normalised, then multiplied by their gate value.
+    - "pre": `mlp(norm2(x))`.
+    """
+
+    norm_position: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, H, W, C] -> the same."""
+        x = x + self.drop_path1(self.norm1(self._attn(x)))
+        tokens = x.flatten(1, 2)
+        tokens = tokens + self.drop_path2(ffn_branch(self, tokens))
+        return tokens.view_as(x)
+
+
+def set_norm_position(block: SwinTransformerV2Block, position: str) -> None:
+    """Change a block with experts in place. Parameters and their names stay."""
+    if position != "post":
+        # The state stays and only the forward method changes, as in swin_moe.
+        block.__class__ = ExpertBlock
+        block.norm_position = position
+
+
+def ffn_branch(block: SwinTransformerV2Block, tokens: Tensor, **mask) -> Tensor:
+    """The block's FFN and its norm: tokens [..., C] -> [..., C].
+
+    Args:
+        mask: `mask` and `num_tokens` of MoELayer, for a block with experts.
+    """
+    position = getattr(block, "norm_position", "post")
+    if position == "before_gate":
+        return block.mlp(tokens, output_norm=block.norm2, **mask)
+    if position == "pre":
+        return block.mlp(block.norm2(tokens), **mask)
+    return block.norm2(block.mlp(tokens, **mask))
