@@ -3,6 +3,7 @@
 # W ranks, M model dim, n columns of a table of counts
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.machine import ExchangeCost
+from moe_core.parallel.rank_subset import RankSubset
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,14 @@ class RowCounts:
     def reversed(self) -> "RowCounts":
         """The counts of an all-to-all that takes the rows back."""
         return RowCounts(self.receive, self.send, self.relayed)
+
+
+@dataclass(frozen=True)
+class ExchangeStep:
+    """A part of an exchange that communicates over one process group, that of `ranks`."""
+
+    ranks: RankSubset
+    run: Callable[..., tuple[Tensor, ...]]  # takes what the step before it returned
 
 
 class AllToAll(ABC):
@@ -42,8 +52,9 @@ class AllToAll(ABC):
     From then on `ParallelStrategy(all_to_all="mine")` is valid, and tuners try it.
 
     `exchange_counts`, `send` and `send_back` run on the group's communication stream, which may be
-    a thread beside the caller's. They communicate over `self.ranks` or other subsets of the group,
-    and make no process group.
+    a thread beside the caller's. They communicate over `self.ranks` and make no process group. An
+    algorithm that communicates over other subsets of the group overrides `count_steps` and
+    `row_steps`, with a step for each.
 
     Args:
         group: the ranks.
@@ -95,6 +106,23 @@ class AllToAll(ABC):
         An algorithm that relays rows overrides this.
         """
         return self.send(rows, counts.reversed())
+
+    def count_steps(self) -> list[ExchangeStep]:
+        """`exchange_counts` in steps. The last one returns what passes through this rank as a
+        second tensor, where anything does."""
+
+        def run(counts: Tensor) -> tuple[Tensor, ...]:
+            received, relayed = self.exchange_counts(counts)
+            if relayed is None:
+                return (received,)
+            return (received, relayed)
+
+        return [ExchangeStep(self.ranks, run)]
+
+    def row_steps(self, counts: RowCounts, back: bool) -> list[ExchangeStep]:
+        """`send`, or `send_back`, in steps. Steps of several exchanges run at the same time."""
+        send = self.send_back if back else self.send
+        return [ExchangeStep(self.ranks, lambda rows: (send(rows, counts),))]
 
     @staticmethod
     @abstractmethod

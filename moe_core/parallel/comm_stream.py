@@ -1,5 +1,5 @@
-"""A communication stream that runs concurrently with the caller: a thread for CPU tensors, a side
-stream for GPU tensors."""
+"""Communication that runs concurrently with the caller: on threads for CPU tensors, on side streams
+for GPU tensors."""
 
 import threading
 from collections.abc import Callable
@@ -7,15 +7,20 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-Work = Callable[..., tuple[Tensor, ...]]
-Wait = Callable[[], tuple[Tensor, ...]]
+Tensors = tuple[Tensor, ...]
+Work = Callable[..., Tensors]
+Wait = Callable[[], Tensors]
 
 
 class CommStream:
-    """Runs functions one after the other, in the order of submission; every rank of a group must
-    submit the same.
+    """Runs functions that communicate beside the caller's work.
+
+    Functions of one process group run one after the other, in the order of submission; those of
+    different process groups run at the same time. Every rank must submit the same functions in the
+    same order.
 
     Args:
         concurrent: whether functions run beside the caller's work. The process groups that they use
@@ -25,49 +30,67 @@ class CommStream:
     """
 
     def __init__(self, concurrent: bool) -> None:
-        self._concurrent = concurrent
-        self._queue: SimpleQueue | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.concurrent = concurrent
+        self._failure = _Failure()
+        self._queues: dict[dist.ProcessGroup | None, SimpleQueue] = {}
+        self._streams: dict[tuple, torch.cuda.Stream] = {}
 
-    def submit(self, function: Work, tensor: Tensor) -> Wait:
-        """Begin `function(tensor)`, which returns tensors.
+    def submit(
+        self, function: Work, *tensors: Tensor, process_group: dist.ProcessGroup | None = None
+    ) -> Wait:
+        """Begin `function(*tensors)`, which returns tensors.
+
+        Args:
+            tensors: at least one; all on one device.
+            process_group: over which the function communicates.
 
         Returns:
             A function that waits for the end and returns the tensors, or raises what `function`
             raised. On a GPU only the caller's current stream waits.
         """
-        tensor = tensor.detach()
-        if not self._concurrent:
-            return _run_now(function, tensor)
-        if tensor.is_cuda:
-            return self._submit_to_stream(function, tensor)
-        return self._submit_to_thread(function, tensor)
+        tensors = tuple(tensor.detach() for tensor in tensors)
+        if not self.concurrent:
+            return _run_now(function, tensors)
+        if tensors[0].is_cuda:
+            return self._submit_to_stream(function, tensors, process_group)
+        return self._submit_to_thread(function, tensors, process_group)
 
-    def _submit_to_thread(self, function: Work, tensor: Tensor) -> Wait:
-        if self._queue is None:
-            self._queue = SimpleQueue()
+    def _submit_to_thread(
+        self, function: Work, tensors: Tensors, process_group: dist.ProcessGroup | None
+    ) -> Wait:
+        if process_group not in self._queues:
+            queue: SimpleQueue = SimpleQueue()
+            self._queues[process_group] = queue
             # daemon: a process whose main thread failed must not wait for peers before it ends
             thread = threading.Thread(
-                target=_serve, args=(self._queue,), name="moe_core communication", daemon=True
+                target=_serve,
+                args=(queue, self._failure),
+                name="moe_core communication",
+                daemon=True,
             )
             thread.start()
         future: Future = Future()
-        self._queue.put((future, torch.is_inference_mode_enabled(), function, tensor))
+        task = (future, torch.is_inference_mode_enabled(), function, tensors)
+        self._queues[process_group].put(task)
         return future.result
 
-    def _submit_to_stream(self, function: Work, tensor: Tensor) -> Wait:
-        device = tensor.device
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
+    def _submit_to_stream(
+        self, function: Work, tensors: Tensors, process_group: dist.ProcessGroup | None
+    ) -> Wait:
+        device = tensors[0].device
+        key = (device, process_group)
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(device)
+        stream = self._streams[key]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), torch.no_grad():
-            results = function(tensor)
+            results = function(*tensors)
             done = stream.record_event()
         # The allocator must not reuse a tensor's memory before the other stream has used it.
-        tensor.record_stream(stream)
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
-        def wait() -> tuple[Tensor, ...]:
+        def wait() -> Tensors:
             current = torch.cuda.current_stream(device)
             current.wait_event(done)
             for result in results:
@@ -77,31 +100,36 @@ class CommStream:
         return wait
 
 
-def _run_now(function: Work, tensor: Tensor) -> Wait:
+class _Failure:
+    """The first error of a CommStream's threads, which ends the work of all of them."""
+
+    error: BaseException | None = None
+
+
+def _run_now(function: Work, tensors: Tensors) -> Wait:
     future: Future = Future()
     try:
         with torch.no_grad():
-            future.set_result(function(tensor))
+            future.set_result(function(*tensors))
     except Exception as error:  # raised in wait(), as with a thread
         future.set_exception(error)
     return future.result
 
 
-def _serve(queue: SimpleQueue) -> None:
-    failure = None
+def _serve(queue: SimpleQueue, failure: _Failure) -> None:
     while True:
-        future, inference, function, tensor = queue.get()
+        future, inference, function, tensors = queue.get()
         try:
             # after a failure the ranks are out of step, so nothing more can be exchanged
-            if failure is not None:
-                raise failure
+            if failure.error is not None:
+                raise failure.error
             with torch.inference_mode() if inference else torch.no_grad():
-                results = function(tensor)
+                results = function(*tensors)
         except BaseException as error:  # raised in wait()
-            failure = error
+            failure.error = error
             future.set_exception(error)
         else:
             future.set_result(results)
         # an idle thread must not keep tensors alive
         results = None
-        del future, function, tensor
+        del future, function, tensors

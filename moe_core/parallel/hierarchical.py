@@ -18,7 +18,7 @@ Source: arXiv 2206.03382 (Tutel), section 3.4.
 import torch
 from torch import Tensor
 
-from moe_core.parallel.algorithm import AllToAll, RowCounts
+from moe_core.parallel.algorithm import AllToAll, ExchangeStep, RowCounts
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.machine import ExchangeCost, LinkTraffic
 from moe_core.registry import register_all_to_all
@@ -43,30 +43,63 @@ class Hierarchical(AllToAll):
 
     def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """The relayed rows are [g, N, n], from a local rank of this node to a node."""
-        columns = counts.shape[1]
-        by_node = counts.view(self.num_nodes, self.ranks_per_node, columns)
-        by_local_rank = by_node.transpose(0, 1).contiguous()  # [g, N, n]
-        relayed = self.inside.all_to_all(by_local_rank)
-        received = self.between.all_to_all(relayed.transpose(0, 1).contiguous())  # [N, g, n]
-        return received.view_as(counts), relayed
+        received, relayed = run_steps(self.count_steps(), counts)
+        return received, relayed
+
+    def count_steps(self) -> list[ExchangeStep]:
+        """As AllToAll: inside the node, then between the nodes."""
+
+        def inside(counts: Tensor) -> tuple[Tensor, ...]:
+            by_node = counts.view(self.num_nodes, self.ranks_per_node, counts.shape[1])
+            by_local_rank = by_node.transpose(0, 1).contiguous()  # [g, N, n]
+            return (self.inside.all_to_all(by_local_rank),)
+
+        def between(relayed: Tensor) -> tuple[Tensor, ...]:
+            received = self.between.all_to_all(relayed.transpose(0, 1).contiguous())  # [N, g, n]
+            return (received.flatten(0, 1), relayed)
+
+        return [ExchangeStep(self.inside, inside), ExchangeStep(self.between, between)]
 
     def equal_counts(self, num_rows: int) -> RowCounts:
         each = super().equal_counts(num_rows).send
         return RowCounts(each, each, each.view(self.ranks_per_node, self.num_nodes))
 
     def send(self, rows: Tensor, counts: RowCounts) -> Tensor:
-        send, receive, relayed = self._tables(counts)
-        rows = _transpose_blocks(rows, send)  # [N, g] -> [g, N]
-        rows = self.inside.all_to_all(rows, send.sum(0), relayed.sum(1))
-        rows = _transpose_blocks(rows, relayed)  # [g, N] -> [N, g]
-        return self.between.all_to_all(rows, relayed.sum(0), receive.sum(1))
+        """As AllToAll."""
+        (received,) = run_steps(self.row_steps(counts, back=False), rows)
+        return received
 
     def send_back(self, rows: Tensor, counts: RowCounts) -> Tensor:
+        """As AllToAll."""
+        (returned,) = run_steps(self.row_steps(counts, back=True), rows)
+        return returned
+
+    def row_steps(self, counts: RowCounts, back: bool) -> list[ExchangeStep]:
+        """As AllToAll: inside the node, then between the nodes; back, in reverse."""
         send, receive, relayed = self._tables(counts)
-        rows = self.between.all_to_all(rows, receive.sum(1), relayed.sum(0))
-        rows = _transpose_blocks(rows, relayed.T)  # [N, g] -> [g, N]
-        rows = self.inside.all_to_all(rows, relayed.sum(1), send.sum(0))
-        return _transpose_blocks(rows, send.T)  # [g, N] -> [N, g]
+
+        def inside(rows: Tensor) -> tuple[Tensor, ...]:
+            rows = _transpose_blocks(rows, send)  # [N, g] -> [g, N]
+            rows = self.inside.all_to_all(rows, send.sum(0), relayed.sum(1))
+            return (_transpose_blocks(rows, relayed),)  # [g, N] -> [N, g]
+
+        def between(rows: Tensor) -> tuple[Tensor, ...]:
+            return (self.between.all_to_all(rows, relayed.sum(0), receive.sum(1)),)
+
+        def between_back(rows: Tensor) -> tuple[Tensor, ...]:
+            return (self.between.all_to_all(rows, receive.sum(1), relayed.sum(0)),)
+
+        def inside_back(rows: Tensor) -> tuple[Tensor, ...]:
+            rows = _transpose_blocks(rows, relayed.T)  # [N, g] -> [g, N]
+            rows = self.inside.all_to_all(rows, relayed.sum(1), send.sum(0))
+            return (_transpose_blocks(rows, send.T),)  # [g, N] -> [N, g]
+
+        if back:
+            return [
+                ExchangeStep(self.between, between_back),
+                ExchangeStep(self.inside, inside_back),
+            ]
+        return [ExchangeStep(self.inside, inside), ExchangeStep(self.between, between)]
 
     def _tables(self, counts: RowCounts) -> tuple[Tensor, Tensor, Tensor]:
         """Rows sent and received [N, g] and relayed [g, N]."""
@@ -84,11 +117,24 @@ class Hierarchical(AllToAll):
         return ExchangeCost((first, second), copies=2)
 
 
+def run_steps(steps: list[ExchangeStep], tensor: Tensor) -> tuple[Tensor, ...]:
+    """The result of the steps, one after the other on the caller's thread."""
+    tensors: tuple[Tensor, ...] = (tensor,)
+    for step in steps:
+        tensors = step.run(*tensors)
+    return tensors
+
+
 def _transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Blocks of rows in the order of `sizes` [A, B], reordered as [B, A]."""
-    blocks = rows.split(sizes.flatten().tolist())
-    num_columns = sizes.shape[1]
-    reordered = []
-    for column in range(num_columns):
-        reordered += blocks[column::num_columns]
-    return torch.cat(reordered)
+    """Blocks of rows in the order of `sizes` [A, B] (on the host), reordered as [B, A]."""
+    block = torch.arange(sizes.numel()).view(sizes.shape).T.flatten()  # in the new order
+    new_sizes = sizes.flatten()[block]
+    begin = sizes.flatten().cumsum(0) - sizes.flatten()
+    new_begin = new_sizes.cumsum(0) - new_sizes
+    table = torch.stack([begin[block] - new_begin, new_sizes])
+    # The host does not wait for the device.
+    moved_by, repeats = table.to(rows.device, non_blocking=True)
+    num_rows = rows.shape[0]
+    moved_by = moved_by.repeat_interleave(repeats, output_size=num_rows)
+    index = torch.arange(num_rows, device=rows.device) + moved_by
+    return rows.index_select(0, index)

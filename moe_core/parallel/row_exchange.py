@@ -2,12 +2,13 @@
 
 # W ranks, M model dim, n columns of a table of counts
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from moe_core.parallel.algorithm import AllToAll, RowCounts
+from moe_core.parallel.algorithm import AllToAll, ExchangeStep, RowCounts
+from moe_core.parallel.comm_stream import Wait, Work
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.registry import ALL_TO_ALLS
 
@@ -31,13 +32,7 @@ class RowExchange:
     def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor | None]:
         """counts [W, n] for every rank -> [W, n] from every rank, and the relayed [..., n]."""
 
-        def run(counts: Tensor) -> tuple[Tensor, ...]:
-            received, relayed = self.algorithm.exchange_counts(counts)
-            if relayed is None:
-                return (received,)
-            return (received, relayed)
-
-        tables = self._wait(self.group.comm_stream.submit(run, counts.contiguous()))
+        tables = self._wait(self._submit(self.algorithm.count_steps(), counts))
         received = tables[0]
         if received.shape != counts.shape:
             raise ValueError(
@@ -56,10 +51,9 @@ class RowExchange:
             A function that waits for the rows [sum(receive), M] ([sum(send), M] where they return).
             It raises ValueError, with the algorithm's name, where another number arrives.
         """
-        send = self.algorithm.send_back if back else self.algorithm.send
         expected = counts.send if back else counts.receive
         shape = [int(expected.sum()), *rows.shape[1:]]
-        wait = self.group.comm_stream.submit(lambda rows: (send(rows, counts),), rows.contiguous())
+        wait = self._submit(self.algorithm.row_steps(counts, back), rows)
 
         def finish() -> Tensor:
             (received,) = self._wait(wait)
@@ -72,9 +66,32 @@ class RowExchange:
 
         return finish
 
-    def _wait(self, wait: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def _submit(self, steps: Sequence[ExchangeStep], tensor: Tensor) -> Wait:
+        """Begin the steps, each on the stream of its process group after the step before it."""
+        tensor = tensor.contiguous()
+        run = steps[0].run
+        wait = self.group.comm_stream.submit(
+            run, tensor, process_group=steps[0].ranks.process_group
+        )
+        for step in steps[1:]:
+            run = _after(wait, step.run)
+            wait = self.group.comm_stream.submit(
+                run, tensor, process_group=step.ranks.process_group
+            )
+        return wait
+
+    def _wait(self, wait: Wait) -> tuple[Tensor, ...]:
         with self.group.ranks.named_errors(f"{self.name} all-to-all"):
             return wait()
+
+
+def _after(wait: Wait, run: Work) -> Work:
+    """`run` on the results of an earlier step."""
+
+    def run_after(_: Tensor) -> tuple[Tensor, ...]:
+        return run(*wait())
+
+    return run_after
 
 
 class PendingExchange:

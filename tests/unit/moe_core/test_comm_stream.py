@@ -3,6 +3,7 @@ thread. The exchange is a fake one, slow on purpose, within one process."""
 
 # N rows, M model dim, d chunks
 
+import threading
 import time
 
 import pytest
@@ -113,5 +114,40 @@ def test_a_failure_is_raised_where_the_caller_waits(device):
         raise ValueError("no such rank")
 
     wait = stream.submit(fail, torch.ones(1, device=device))
+    with pytest.raises(ValueError, match="no such rank"):
+        wait()
+
+
+def test_process_groups_run_at_the_same_time():
+    """A step of one exchange waits for another process group; the next exchange goes on."""
+    stream = CommStream(concurrent=True)
+    inside, between = object(), object()
+    later_began = threading.Event()
+
+    def first(tensor: Tensor) -> tuple[Tensor]:
+        assert later_began.wait(timeout=60), "the other process group does not run"
+        return (tensor + 1,)
+
+    def later(tensor: Tensor) -> tuple[Tensor]:
+        later_began.set()
+        return (tensor + 2,)
+
+    waits = [
+        stream.submit(first, torch.ones(1), process_group=between),
+        stream.submit(later, torch.ones(1), process_group=inside),
+    ]
+    assert [wait()[0].item() for wait in waits] == [2, 3]
+
+
+def test_a_failure_ends_the_work_of_all_process_groups():
+    stream = CommStream(concurrent=True)
+
+    def fail(tensor: Tensor) -> tuple[Tensor]:
+        raise ValueError("no such rank")
+
+    wait = stream.submit(fail, torch.ones(1), process_group=object())
+    with pytest.raises(ValueError, match="no such rank"):
+        wait()
+    wait = stream.submit(lambda tensor: (tensor,), torch.ones(1), process_group=object())
     with pytest.raises(ValueError, match="no such rank"):
         wait()
