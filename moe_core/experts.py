@@ -71,37 +71,37 @@ class Experts(nn.Module):
                     tensor[e].copy_(values.chunk(self.shard.num_parts)[self.shard.part])
 
     def weights(
-        self, dtype: torch.dtype, gather: Callable[[Tensor], Tensor] | None = None
+        self,
+        dtype: torch.dtype,
+        gather: Callable[[Tensor], Tensor] | None = None,
+        num_gathered: int = 1,
     ) -> ExpertWeights:
         """The weights to compute with in `dtype`.
 
         Call this within the module's forward, after its hooks.
 
         Args:
-            gather: joins a parameter with the parts of the ranks that share it.
+            gather: joins a parameter with those of other ranks.
+            num_gathered: the number of these ranks, this one included.
 
         Returns:
-            The parameters, which the op casts. Within `prepared`, copies in `dtype`; without
-            gradients these are also in the memory layout of a kernel.
+            The parameters, which the op casts. Within `prepared`, copies in `dtype`, which are
+            gathered once; without gradients these are also in the memory layout of a kernel.
         """
         parameters = ExpertWeights(self.w1, self.b1, self.w2, self.b2)
-        if gather is not None:
-            b1 = None
-            if self.b1 is not None:
-                b1 = gather(self.b1)
-            b2 = None
-            if self.b2 is not None:
-                b2 = gather(self.b2)
-            return ExpertWeights(gather(self.w1), b1, gather(self.w2), b2)
         w1, w2 = parameters.w1, parameters.w2
         may_pack = not torch.is_grad_enabled()
         is_worth_packing = may_pack and w1.nbytes + w2.nbytes < _MAX_PACKED
-        if dtype == w1.dtype and not is_worth_packing:
+        if gather is None and dtype == w1.dtype and not is_worth_packing:
             return parameters
+
+        def copy() -> ExpertWeights:
+            return self._copy(_gathered(parameters, gather), dtype, may_pack)
+
         sources = [p for p in parameters if p is not None]
-        key = (dtype, may_pack, w1.device)
-        copies = self._copies.get(sources, key, lambda: self._copy(parameters, dtype, may_pack))
-        return copies or parameters
+        key = (dtype, may_pack, w1.device, num_gathered)
+        copies = self._copies.get(sources, key, copy)
+        return copies or _gathered(parameters, gather)
 
     def _copy(self, weights: ExpertWeights, dtype: torch.dtype, may_pack: bool) -> ExpertWeights:
         """Copies in `dtype`; w1 and w2 in the memory layout of the kernel, if it has its own."""
@@ -159,6 +159,28 @@ class Experts(nn.Module):
         return moe_ffn(x, gates, used, plan, *settings)
 
 
+class SharedExperts(Experts):
+    """Experts that every token visits, as one wide network: their sum is one."""
+
+    def __init__(self, config: MoEConfig, device=None) -> None:
+        hidden_dim = config.num_shared_experts * config.hidden_dim
+        super().__init__(replace(config, num_experts=1, hidden_dim=hidden_dim), device=device)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        """tokens [T, M] -> what is added to each of them."""
+        offsets = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
+        return super().forward(tokens, offsets)
+
+
+def _gathered(weights: ExpertWeights, gather: Callable[[Tensor], Tensor] | None) -> ExpertWeights:
+    """The weights, each joined with those of other ranks."""
+    if gather is None:
+        return weights
+    b1 = None if weights.b1 is None else gather(weights.b1)
+    b2 = None if weights.b2 is None else gather(weights.b2)
+    return ExpertWeights(gather(weights.w1), b1, gather(weights.w2), b2)
+
+
 def _new_parameter(shape: tuple[int, ...], device) -> nn.Parameter:
     """Uninitialised, in torch's default dtype; `device` None is torch's default device."""
     device = torch.get_default_device() if device is None else torch.device(device)
@@ -176,9 +198,3 @@ def _initial(
     if len(shape) == 1:
         return new.zero_()
     return nn.init.trunc_normal_(new, std=std, generator=generator)
-
-
-def shared_config(config: MoEConfig) -> MoEConfig:
-    """The shared experts as one expert: the sum of several networks is one wide network."""
-    hidden_dim = config.num_shared_experts * config.hidden_dim
-    return replace(config, num_experts=1, hidden_dim=hidden_dim)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_core.balance import BalanceBias
 from moe_core.config import MoEConfig, expert_capacity, needed_capacity_factor
-from moe_core.experts import Experts, shared_config
+from moe_core.experts import Experts, SharedExperts
 from moe_core.layer_inputs import (
     as_images,
     check_capacity_factor,
@@ -85,6 +85,7 @@ class MoELayer(nn.Module):
                 f" expert-parallel size ({self.group.size})"
             )
         self.strategy = strategy
+        self.chosen_strategy: ParallelStrategy | None = None  # with "auto", of the last pass
         if router is None:
             router = make_router(config, device)
         elif isinstance(router, Sequence):
@@ -92,9 +93,9 @@ class MoELayer(nn.Module):
         self.router: nn.Module = router
         self._untried_experts = experts is not None and self.group.size > 1
         self.experts = Experts(config, self.shard, device) if experts is None else experts
-        self.shared: Experts | None = None
+        self.shared: SharedExperts | None = None
         if config.num_shared_experts:
-            self.shared = Experts(shared_config(config), device=device)
+            self.shared = SharedExperts(config, device)
         self.balance: BalanceBias | None = None
         if config.balance == "bias":
             self.balance = BalanceBias(config.num_experts, config.balance_rate, device)
@@ -243,7 +244,10 @@ class MoELayer(nn.Module):
             aux_loss = routing.aux_loss
         y = y.to(x.dtype)
         if self.shared is not None:
-            y = y + self._shared_output(tokens, output_norm).to(x.dtype)
+            shared = self.shared(tokens)
+            if output_norm is not None:
+                shared = output_norm(shared)
+            y = y + shared.to(x.dtype)
         return y.view_as(x), aux_loss
 
     def _through_experts(
@@ -288,13 +292,6 @@ class MoELayer(nn.Module):
         y = soft_combine(rows.view_as(slots), logits)
         return y.flatten(0, 1), routing.aux_loss
 
-    def _shared_output(self, tokens: Tensor, output_norm: nn.Module | None) -> Tensor:
-        """What the shared experts, one wide network, add to each token: [T, M]."""
-        assert self.shared is not None
-        offsets = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
-        y = self.shared(tokens, offsets)
-        return y if output_norm is None else output_norm(y)
-
     def _exchange_of(self, strategy: ParallelStrategy | str) -> Exchange:
         """The exchange of a strategy, made and checked when first asked for.
 
@@ -334,7 +331,9 @@ class MoELayer(nn.Module):
         key = tuner.key(
             self.config, top_k, tokens.element_size(), built_in, capacity, training, has_capacity
         )
-        return tuner.choose(self, key, explore=self.training == training)
+        strategy, trial = tuner.choose(self, key, explore=self.training == training)
+        self.chosen_strategy = strategy
+        return strategy, trial
 
     def _router_logits(self, tokens: Tensor, router: int) -> Tensor:
         """The logits of a router in at least fp32: a bf16 softmax flips close choices."""

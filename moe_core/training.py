@@ -5,15 +5,17 @@ They list expert parameters, average and clip gradients, and save the tuners' de
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moe_core.experts import Experts
 from moe_core.layer import MoELayer
-from moe_core.parallel import Tuner
+from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
+from moe_core.parallel.gather_ahead import weights_ahead
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
@@ -55,6 +57,36 @@ def equal_tokens(model: nn.Module) -> Iterator[None]:
     finally:
         for group in promised:
             group.has_equal_tokens = False
+
+
+@contextmanager
+def gather_ahead(model: nn.Module) -> Iterator[None]:
+    """Context for one forward pass that calls each MoE layer of `model` once, in the order of
+    `moe_layers`.
+
+    Where weights are gathered (r = 0), those of a layer are on their way since the layer before
+    began, and the sums of their gradients travel beside the backward pass. Results are the same.
+    Outside of the context a layer waits for its weights. The context is entered within autocast. It
+    reads the parameters before the hooks of their modules run.
+
+    If layers are called in another order, weights are gathered twice.
+
+    >>> with gather_ahead(model):
+    ...     outputs = model(batch)
+    """
+    gathering: dict[ExpertGroup, list[Experts]] = {}
+    for layer in moe_layers(model).values():
+        strategy = layer.chosen_strategy
+        if isinstance(layer.strategy, ParallelStrategy):
+            strategy = layer.strategy
+        if strategy is None or strategy.r != 0 or not layer.group.comm_stream.concurrent:
+            continue
+        assert isinstance(layer.experts, Experts), "r = 0 needs the built-in experts"
+        gathering.setdefault(layer.group, []).append(layer.experts)
+    with ExitStack() as stack:
+        for group, layers in gathering.items():
+            stack.enter_context(weights_ahead(layers, group))
+        yield
 
 
 class WithoutExperts(nn.Module):

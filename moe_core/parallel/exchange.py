@@ -156,7 +156,13 @@ class GatheredWeights(Local):
         return Agreement(expert_capacity(most_tokens, num_experts, top_k, capacity_factor))
 
     def _weights(self, experts: Experts, dtype: torch.dtype) -> Callable[[], ExpertWeights]:
-        return partial(gather_weights, experts, self.group, 0, dtype)
+        return partial(self._gather, experts, dtype)
+
+    def _gather(self, experts: Experts, dtype: torch.dtype) -> ExpertWeights:
+        weights: ExpertWeights | None = None
+        if self.group.take_gathered is not None:
+            weights = self.group.take_gathered(experts, dtype)
+        return weights or gather_weights(experts, self.group, 0, dtype)
 
 
 class Chunk(NamedTuple):

@@ -34,10 +34,9 @@ def gather_weights(
             num_experts = config.num_experts
 
         def gather(parameter: Tensor) -> Tensor:
-            gathered = _Gather.apply(parameter, owners, dtype)
-            return gathered.view(num_experts, -1, *parameter.shape[2:])
+            return join(_Gather.apply(parameter, owners, dtype), parameter, num_experts)
 
-        weights = experts.weights(dtype, gather)
+        weights = experts.weights(dtype, gather, num_gathered)
     b2 = weights.b2
     if b2 is None or b2.shape[1] == config.model_dim:
         return weights
@@ -46,14 +45,19 @@ def gather_weights(
     return weights._replace(b2=F.pad(b2, (before, after)))
 
 
+def join(gathered: Tensor, part: Tensor, num_experts: int) -> Tensor:
+    """A parameter of several ranks [ranks * n, ...], gathered from parts [n, ...] -> that of their
+    experts [num_experts, ...]."""
+    return gathered.view(num_experts, -1, *part.shape[2:])
+
+
 @torch.no_grad()
 def join_parts(tensor: Tensor, shard: ExpertShard, group: ExpertGroup) -> Tensor:
     """This rank's part [1, n, ...] of an expert that several ranks share -> the expert's tensor, on
     each of them; where no ranks share one, `tensor`."""
     if shard.num_parts == 1:
         return tensor
-    gathered = _gather(tensor, group.owners(shard.num_parts))
-    return gathered.view(1, -1, *tensor.shape[2:])
+    return join(_gather(tensor, group.owners(shard.num_parts)), tensor, 1)
 
 
 class _Gather(torch.autograd.Function):

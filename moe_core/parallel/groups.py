@@ -4,7 +4,7 @@ among."""
 # W ranks of the group, g ranks per node, N nodes
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,8 @@ class ExpertGroup:
         self._strategy_groups = strategy_groups or StrategyGroups(process_group, {}, {})
         self.comm_stream = CommStream(concurrent=strategy_groups is not None)
         self.has_equal_tokens = False  # what `equal_tokens` promises
+        # what `gather_ahead` sets: GatherAhead.take
+        self.take_gathered: Callable | None = None
 
     @classmethod
     def of(cls, group: "dist.ProcessGroup | ExpertGroup | None") -> "ExpertGroup":

@@ -71,13 +71,18 @@ def record_exchanges(group: "ExpertGroup") -> Iterator[list[ExchangeCall]]:
 def replay(calls: Sequence[ExchangeCall]) -> None:
     """Make recorded collectives once more, one after the other. All ranks of the group call this.
 
-    Collectives of rows and of weights ran on two threads, in an order that may differ between
-    ranks. Each kind keeps its order here: rows first, then weights, then their gradients.
+    Collectives of different subsets ran at the same time, in an order that may differ between
+    ranks. Each kind keeps its order here: rows first, then weights, then their gradients; for each,
+    one kind of subset after the other.
     """
-    for name in ("all_to_all", "gather", "reduce_scatter"):
-        for call in calls:
-            if call.name == name:
-                call.replay()
+    names = ("all_to_all", "gather", "reduce_scatter")
+
+    def kind(call: ExchangeCall) -> tuple[int, int, int]:
+        members = call.subset.members
+        return (names.index(call.name), members.step, len(members))
+
+    for call in sorted(calls, key=kind):
+        call.replay()
 
 
 def record_call(

@@ -11,6 +11,7 @@ from moe_core import (
     average_expert_gradients,
     clip_to_norm,
     equal_tokens,
+    gather_ahead,
     global_grad_norm,
     moe_layers,
     update_balance,
@@ -135,7 +136,7 @@ class TrainingStep:
         smoothing = self.config.label_smoothing
         if self.mixup:  # it smooths its own targets
             smoothing = 0.0
-        with self.autocast():
+        with self.autocast(), gather_ahead(self.model):
             logits, aux_loss = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
         return loss + self.config.aux_loss_weight * aux_loss, aux_loss

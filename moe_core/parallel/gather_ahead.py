@@ -1,0 +1,147 @@
+"""Gathers all expert weights (r = 0) on the communication stream, one layer ahead of their use.
+
+In the backward pass the sums of gradients travel beside the work of the layers before.
+"""
+
+# W ranks, E experts
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from moe_core.experts import Experts
+from moe_core.ops import ExpertWeights
+from moe_core.parallel.comm_stream import Wait
+from moe_core.parallel.gather import join
+from moe_core.parallel.groups import ExpertGroup
+from moe_core.precision import expert_dtype
+
+
+class GatherAhead:
+    """The weights of the next layer on their way, for one forward pass.
+
+    Args:
+        layers: the experts of the layers with r = 0, in the order of the pass.
+    """
+
+    def __init__(self, layers: Sequence[Experts], group: ExpertGroup) -> None:
+        self._group = group
+        self._waiting = list(layers)  # not begun
+        self._pending: dict[Experts, PendingWeights] = {}
+        self._begin_next()
+
+    def take(self, experts: Experts, dtype: torch.dtype) -> ExpertWeights | None:
+        """The gathered weights of `experts`; None where none are on their way in that dtype. The
+        next layer's weights begin their way before this layer's are waited for."""
+        pending = self._pending.pop(experts, None)
+        if pending is None:
+            return None
+        self._begin_next()
+        weights = pending.finish()
+        if pending.dtype != dtype:
+            return None
+        return weights
+
+    def _begin_next(self) -> None:
+        if self._waiting:
+            experts = self._waiting.pop(0)
+            self._pending[experts] = PendingWeights(experts, self._group)
+
+
+@contextmanager
+def weights_ahead(layers: Sequence[Experts], group: ExpertGroup) -> Iterator[None]:
+    """Context for one forward pass, in which `layers` are called once each, in their order."""
+    group.take_gathered = GatherAhead(layers, group).take
+    try:
+        yield
+    finally:
+        group.take_gathered = None
+
+
+class PendingWeights:
+    """The weights of a layer on their way from all ranks; their gradients return likewise.
+
+    Two autograd nodes, one at either end. The backward pass runs the latest node first: it waits
+    for the sums of gradients after the work between the two nodes.
+    """
+
+    def __init__(self, experts: Experts, group: ExpertGroup) -> None:
+        self.dtype = expert_dtype(experts.w1)
+        self._group = group
+        self._ranks = group.all_ranks()
+        self._num_experts = experts.config.num_experts
+        self._has_bias = (experts.b1 is not None, experts.b2 is not None)
+        parameters = [experts.w1, experts.b1, experts.w2, experts.b2]
+        self._parameters = [p for p in parameters if p is not None]
+        self._wait: Wait | None = None
+        self._token = _Begin.apply(self, *self._parameters)
+
+    def finish(self) -> ExpertWeights:
+        """Wait for the weights of all experts."""
+        tensors = list(_Finish.apply(self._token, self))
+        has_b1, has_b2 = self._has_bias
+        b2 = tensors.pop() if has_b2 else None
+        w2 = tensors.pop()
+        b1 = tensors.pop() if has_b1 else None
+        return ExpertWeights(tensors.pop(), b1, w2, b2)
+
+    def start_gather(self) -> None:
+        def run(*parameters: Tensor) -> tuple[Tensor, ...]:
+            gathered = []
+            for parameter in parameters:
+                weights = self._ranks.gather(parameter.to(self.dtype))
+                gathered.append(join(weights, parameter, self._num_experts))
+            return tuple(gathered)
+
+        self._submit(run, self._parameters)
+
+    def start_reduce_scatter(self, gradients: Sequence[Tensor]) -> None:
+        """gradients: of the gathered weights [E, ...]."""
+
+        def run(*gradients: Tensor) -> tuple[Tensor, ...]:
+            sums = []
+            for gradient, parameter in zip(gradients, self._parameters, strict=True):
+                rows = gradient.to(parameter.dtype).reshape(-1, *parameter.shape[1:])
+                sums.append(self._ranks.reduce_scatter(rows))
+            return tuple(sums)
+
+        self._submit(run, gradients)
+
+    def wait(self, operation: str) -> tuple[Tensor, ...]:
+        wait, self._wait = self._wait, None
+        assert wait is not None, "weights arrive once"
+        with self._group.ranks.named_errors(operation):
+            return wait()
+
+    def _submit(self, run: Callable, tensors: Sequence[Tensor]) -> None:
+        self._wait = self._group.comm_stream.submit(
+            run, *tensors, process_group=self._ranks.process_group
+        )
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, pending, *parameters):
+        ctx.pending = pending
+        pending.start_gather()
+        return parameters[0].new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, token_grad):
+        return (None, *ctx.pending.wait("reduce-scatter of expert gradients"))
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token, pending):
+        ctx.pending = pending
+        return pending.wait("all-gather of expert weights")
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        ctx.pending.start_reduce_scatter(gradients)
+        return gradients[0].new_empty(0), None
