@@ -9,7 +9,7 @@ from host_reads import count_reads
 from moe_cases import make_layer
 from triton_cases import INTERPRETED, run_interpreted
 
-from moe_core import MoELayer
+from moe_core import MoELayer, equal_tokens
 from moe_core.parallel import ExpertGroup, ParallelStrategy
 
 CONFIGS = [
@@ -42,6 +42,11 @@ def waits_at_most_once(rank: int, ranks_per_node: int) -> None:
             for strategy, expected in strategies.items():
                 reads = count_reads(functools.partial(step, layer, x, strategy))
                 assert len(reads) == expected, (config, num_experts, strategy, reads)
+            if num_experts > 1 and config["capacity_factor"] > 0:
+                strategy = ParallelStrategy(1, 2, exchange="static")
+                with equal_tokens(layer):
+                    reads = count_reads(functools.partial(step, layer, x[:6], strategy))
+                assert reads == []
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs by the test below, in Triton's interpreter")

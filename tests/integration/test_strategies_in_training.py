@@ -66,8 +66,16 @@ PARTS += " MODEL.MOE.RANKS_PER_NODE 2"
 REPLICAS = "MODEL.MOE.EXPERT_PARALLEL_SIZE 1 MODEL.MOE.STRATEGY auto"
 
 
+# A capacity of 2 for 2 experts has room for all tokens.
+STATIC = "MODEL.MOE.STRATEGY fixed MODEL.MOE.EXCHANGE static MODEL.MOE.PIPELINE_DEGREE 2"
+STATIC += " MODEL.MOE.CAPACITY_FACTOR 2.0 MODEL.MOE.EVAL_CAPACITY_FACTOR 2.0"
+WEIGHTS = "MODEL.MOE.STRATEGY fixed MODEL.MOE.R 0"
+
+
 @pytest.mark.parametrize(
-    ("ranks", "keys"), [(4, PARTS), (2, REPLICAS)], ids=["parts of experts", "replicas"]
+    ("ranks", "keys"),
+    [(4, PARTS), (2, REPLICAS), (2, STATIC), (2, WEIGHTS)],
+    ids=["parts of experts", "replicas", "static", "weights"],
 )
 def test_losses_are_those_of_one_process(run, single, ranks, keys):
     spread = run(ranks, keys)[0]
