@@ -114,7 +114,11 @@ def expert_sums(kind: str, scores: RoutingScores) -> Tensor:
 
 
 def auxiliary_loss(
-    kind: str, sums: Tensor, num_tokens: int, reduce: Callable[[Tensor], Tensor] | None = None
+    kind: str,
+    sums: Tensor,
+    num_tokens: int,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+    fused_value: Callable[[str, Tensor, int | Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The named loss, a scalar, from `expert_sums` [n, E] over `num_tokens` tokens.
 
@@ -122,6 +126,7 @@ def auxiliary_loss(
         reduce: a differentiable sum over ranks, for the loss of all ranks' tokens. It is called
             once, with all sums and the number of tokens in one tensor [n * E + 1]; for "none" it is
             not called.
+        fused_value: a kernel for the formula of the loss: from kind, sums and number of tokens.
 
     Raises:
         ValueError: a registered loss returned another shape.
@@ -131,6 +136,8 @@ def auxiliary_loss(
         totals = reduce(torch.cat([sums.flatten(), sums.new_full((1,), num_tokens)]))
         sums = totals[:-1].view_as(sums)
         total_tokens = totals[-1]  # stays on the device
+    if fused_value is not None:
+        return fused_value(kind, sums, total_tokens)
     loss = LOSSES[kind]().value(sums, total_tokens)
     if loss.ndim != 0:
         raise ValueError(f"aux_loss {kind!r} returned shape {list(loss.shape)}, not a scalar")

@@ -15,6 +15,7 @@ from moe_core.balance import BalanceBias
 from moe_core.config import MoEConfig
 from moe_core.expert_choice import all_experts, expert_priority
 from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
+from moe_core.ops import loss_of_sums
 from moe_core.ops import route as choose_experts
 from moe_core.ops.route.reference import largest
 from moe_core.registry import ROUTERS, register_router
@@ -149,10 +150,13 @@ def route(
         ids, gates = _choose_by_score(noisy, config.gate_activation, top_k, balance)
         if normalize:
             gates = gates / gates.sum(1, keepdim=True)
+    fused_value = None
     if sums is None:
         scores = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
         sums = expert_sums(aux_loss_name, scores)
-    aux_loss = auxiliary_loss(aux_loss_name, sums, logits.shape[0], reduce)
+    else:  # a kernel has computed the sums
+        fused_value = loss_of_sums
+    aux_loss = auxiliary_loss(aux_loss_name, sums, logits.shape[0], reduce, fused_value)
     if config.z_loss_weight > 0:
         aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
     return Routing(ids, gates, aux_loss, probs)

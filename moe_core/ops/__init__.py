@@ -9,6 +9,7 @@ from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.ffn.op import expert_ffn, pack_weights
 from moe_core.ops.moe_ffn.op import moe_ffn
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
+from moe_core.ops.route.loss import loss_of_sums
 from moe_core.ops.route.op import route
 from moe_core.ops.soft.op import soft_combine, soft_dispatch
 
@@ -20,6 +21,7 @@ __all__ = [
     "empty",
     "expert_ffn",
     "inverse_plan",
+    "loss_of_sums",
     "make_plan",
     "moe_ffn",
     "pack_weights",

@@ -1,0 +1,64 @@
+"""The auxiliary losses in `KERNEL_LOSSES`, from their sums per expert: one launch on a GPU, and one
+in the backward pass.
+
+The formulas are those of moe_core.losses, which would take ten launches of a few numbers each.
+"""
+
+# E experts
+
+import torch
+from torch import Tensor
+
+from moe_core.ops.backend import load
+
+
+def loss_of_sums(loss: str, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
+    """The loss, a scalar, from its sums [2, E] over `num_tokens` tokens; differentiable in sums.
+
+    Args:
+        loss: one of `KERNEL_LOSSES`.
+        num_tokens: a scalar tensor where the sums are those of several ranks.
+    """
+    total = None
+    if isinstance(num_tokens, Tensor):
+        total, num_tokens = num_tokens.detach(), 0
+    return torch.ops.moe_core.loss_of_sums(sums, total, num_tokens, loss)
+
+
+@torch.library.custom_op("moe_core::loss_of_sums", mutates_args=())
+def _loss_of_sums(sums: Tensor, total: Tensor | None, num_tokens: int, loss: str) -> Tensor:
+    return load("route.loss_triton").loss_of_sums(sums, total, num_tokens, loss)
+
+
+@torch.library.custom_op("moe_core::loss_of_sums_backward", mutates_args=())
+def _loss_of_sums_backward(
+    grad: Tensor, sums: Tensor, total: Tensor | None, num_tokens: int, loss: str
+) -> Tensor:
+    differentiate = load("route.loss_triton").loss_of_sums_backward
+    return differentiate(grad, sums, total, num_tokens, loss)
+
+
+@_loss_of_sums.register_fake
+def _(sums, total, num_tokens, loss):
+    return sums.new_empty(())
+
+
+@_loss_of_sums_backward.register_fake
+def _(grad, sums, total, num_tokens, loss):
+    return sums.new_empty(sums.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    sums, total, ctx.num_tokens, ctx.loss = inputs
+    ctx.save_for_backward(sums, total)
+
+
+def _differentiate(ctx, grad):
+    sums, total = ctx.saved_tensors
+    grad_sums = torch.ops.moe_core.loss_of_sums_backward(
+        grad, sums, total, ctx.num_tokens, ctx.loss
+    )
+    return grad_sums, None, None, None
+
+
+torch.library.register_autograd("moe_core::loss_of_sums", _differentiate, setup_context=_save)
