@@ -33,12 +33,13 @@ from moe_core.rounding import round_to_tiles
 from moe_core.router import (
     Routing,
     make_router,
-    perturb_input,
     route,
     route_by_experts,
+    route_in_one_pass,
+    router_logits,
     split_gates,
 )
-from moe_core.routing_stats import RoutingStats, routing_stats
+from moe_core.routing_stats import RoutingStats, counts_and_kept, routing_stats
 from moe_core.soft import expert_logits, route_slots
 
 
@@ -231,11 +232,13 @@ class MoELayer(nn.Module):
             y, aux_loss = self._mix(x, strategy, router)
         else:
             num_images = as_images(x).shape[0]
-            routing = self._route(tokens, top_k, router, num_images, output_norm is None)
+            routing, inputs = self._route(
+                tokens, top_k, self._router(router), num_images, output_norm is None
+            )
             gate_scale: Tensor | None = None  # [T, 1]
             if output_norm is not None:
                 routing, gate_scale = split_gates(routing, config)
-            inputs = expert_input(tokens, self.group.size)
+            inputs = expert_input(inputs, self.group.size)
             y = self._through_experts(
                 inputs, routing, top_k, capacity_factor, strategy, batch_prioritized
             )
@@ -282,7 +285,8 @@ class MoELayer(nn.Module):
         """
         config = self.config
         tokens = as_images(x)  # [B, N, M]
-        logits = self._router_logits(tokens.flatten(0, 1), router)  # [T, S]
+        module = self._router(router)
+        logits = router_logits(module, tokens.flatten(0, 1), config, self.training)  # [T, S]
         logits = logits.view(tokens.shape[0], tokens.shape[1], logits.shape[1])  # [B, N, S]
         inputs = tokens.to(expert_dtype(tokens))
         slots = expert_input(soft_dispatch(inputs, logits), self.group.size)  # [B, S, M]
@@ -335,29 +339,33 @@ class MoELayer(nn.Module):
         self.chosen_strategy = strategy
         return strategy, trial
 
-    def _router_logits(self, tokens: Tensor, router: int) -> Tensor:
-        """The logits of a router in at least fp32: a bf16 softmax flips close choices."""
-        module = self.router
-        if isinstance(module, nn.ModuleList):
-            module = module[router]
-        with without_autocast(tokens):
-            tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-            return module(perturb_input(tokens, self.config, self.training))
+    def _router(self, number: int) -> nn.Module:
+        if isinstance(self.router, nn.ModuleList):
+            return self.router[number]
+        return self.router
 
     def _route(
-        self, tokens: Tensor, top_k: int, router: int, num_images: int, normalize_gates: bool
-    ) -> Routing:
+        self, tokens: Tensor, top_k: int, router: nn.Module, num_images: int, normalize_gates: bool
+    ) -> tuple[Routing, Tensor]:
+        """The routing of tokens [T, M], and the tokens, perhaps in the dtype of the experts."""
         config = self.config
-        logits = self._router_logits(tokens, router)
+        reduce = None
+        if config.global_balance:
+            reduce = self.group.sum
+        fused = route_in_one_pass(
+            tokens, router, config, top_k, self.training, reduce, normalize_gates
+        )
+        if fused is not None:
+            return fused
+        logits = router_logits(router, tokens, config, self.training)
         with without_autocast(tokens):
             if config.routing == "expert_choice":
-                return route_by_experts(logits, config, num_images, self.training)
-            reduce = None
-            if config.global_balance:
-                reduce = self.group.sum
-            return route(
-                logits, config, top_k, self.training, reduce, self.balance, normalize_gates
-            )
+                routing = route_by_experts(logits, config, num_images, self.training)
+            else:
+                routing = route(
+                    logits, config, top_k, self.training, reduce, self.balance, normalize_gates
+                )
+        return routing, tokens
 
     def _plan(
         self,
@@ -398,14 +406,7 @@ class MoELayer(nn.Module):
 
     def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
         """Keep what `last_routing` is computed from; not the choices that fill tiles."""
-        counts = plan.counts
-        kept = plan.kept
-        if self.config.routing == "expert_choice":
-            assert kept is not None, "experts choose up to a capacity"
-            counts = kept.sum(0)
-            kept = kept.any(1, keepdim=True)  # [T, 1]: a token without an expert is dropped
-        elif kept is not None:
-            kept = kept[:, :top_k]
+        counts, kept = counts_and_kept(plan, top_k, self.config.routing)
         if self.balance is not None and self.training:
             self.balance.add_load(counts)
         self._last = (routing.probs.detach(), counts, kept, top_k)

@@ -15,9 +15,10 @@ from moe_core.balance import BalanceBias
 from moe_core.config import MoEConfig
 from moe_core.expert_choice import all_experts, expert_priority
 from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
-from moe_core.ops import loss_of_sums
+from moe_core.ops import loss_of_sums, route_tokens, route_tokens_supported
 from moe_core.ops import route as choose_experts
 from moe_core.ops.route.reference import largest
+from moe_core.precision import expert_dtype, without_autocast
 from moe_core.registry import ROUTERS, register_router
 
 
@@ -160,6 +161,61 @@ def route(
     if config.z_loss_weight > 0:
         aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
     return Routing(ids, gates, aux_loss, probs)
+
+
+def route_in_one_pass(
+    tokens: Tensor,
+    router: nn.Module,
+    config: MoEConfig,
+    top_k: int,
+    training: bool,
+    reduce: Callable[[Tensor], Tensor] | None,
+    normalize_gates: bool,
+) -> tuple[Routing, Tensor] | None:
+    """A linear router's product and `route` by one kernel: tokens [T, M] on a GPU.
+
+    Returns:
+        The routing, and the tokens in the dtype of the experts; None where the kernel does not
+        compute what the configuration asks for.
+    """
+    perturbs_input = training and (config.input_jitter > 0 or config.input_dropout > 0)
+    is_plain = config.balance == "loss" and config.gate_activation == "softmax"
+    if type(router) is not LinearRouter or not is_plain or perturbs_input:
+        return None
+    has_hooks = router._forward_hooks or router._forward_pre_hooks
+    if has_hooks or config.z_loss_weight > 0:
+        return None
+    if not route_tokens_supported(tokens, router.weight, config.aux_loss, config.kernels):
+        return None
+    num_tokens = tokens.shape[0]
+    noise_std = config.gate_noise / config.num_experts
+    noise = None
+    if training and noise_std > 0:
+        shape = (num_tokens, config.num_experts)
+        noise = torch.randn(shape, dtype=torch.float32, device=tokens.device)
+    loss_noise_std = noise_std
+    if noise is None and config.aux_loss != "load_importance_tutel":
+        loss_noise_std = 0.0
+    routed = route_tokens(
+        tokens,
+        router.weight,
+        noise,
+        top_k,
+        normalize_gates and config.normalize_gates and top_k > 1,
+        config.aux_loss,
+        noise_std,
+        loss_noise_std,
+        expert_dtype(tokens),
+    )
+    aux_loss = auxiliary_loss(config.aux_loss, routed.sums, num_tokens, reduce, loss_of_sums)
+    return Routing(routed.ids, routed.gates, aux_loss, routed.probs), routed.inputs
+
+
+def router_logits(router: nn.Module, tokens: Tensor, config: MoEConfig, training: bool) -> Tensor:
+    """The logits of a router in at least fp32: a bf16 softmax flips close choices."""
+    with without_autocast(tokens):
+        tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+        return router(perturb_input(tokens, config, training))
 
 
 def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, training: bool) -> Routing:

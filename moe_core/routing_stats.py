@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_core.config import needed_capacity_factor
+from moe_core.ops import DispatchPlan
 
 
 class RoutingStats(NamedTuple):
@@ -19,6 +20,20 @@ class RoutingStats(NamedTuple):
     dropped_share: Tensor
     entropy: Tensor  # scalar: mean entropy of the router's probabilities, in nats
     needed_factor: Tensor  # scalar: smallest capacity factor with which no choice is dropped
+
+
+def counts_and_kept(
+    plan: DispatchPlan, top_k: int, routing_kind: str
+) -> tuple[Tensor, Tensor | None]:
+    """The choices of each expert [E], and which were kept [T, K] (None where nothing can drop);
+    without those that fill tiles. Where experts choose, [T, 1]: whether one chose the token."""
+    kept = plan.kept
+    if routing_kind == "expert_choice":
+        assert kept is not None, "experts choose up to a capacity"
+        return kept.sum(0), kept.any(1, keepdim=True)
+    if kept is not None:
+        kept = kept[:, :top_k]
+    return plan.counts, kept
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from moe_core.ops.moe_ffn.op import moe_ffn
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
 from moe_core.ops.route.loss import loss_of_sums
 from moe_core.ops.route.op import route
+from moe_core.ops.route_tokens.op import route_tokens, route_tokens_supported
 from moe_core.ops.soft.op import soft_combine, soft_dispatch
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "pack_weights",
     "release_buffers",
     "route",
+    "route_tokens",
+    "route_tokens_supported",
     "soft_combine",
     "soft_dispatch",
 ]

@@ -113,7 +113,7 @@ ALLOWED["moe_core.losses"] = ["moe_core.registry"]
 ALLOWED["moe_core.activations"] = ["moe_core.registry"]
 ALLOWED["moe_core.config"] = ["moe_core.registry", "moe_core.ops"]
 ALLOWED["moe_core.layer_inputs"] = ["moe_core.config", "moe_core.precision"]
-ALLOWED["moe_core.routing_stats"] = ["moe_core.config"]
+ALLOWED["moe_core.routing_stats"] = ["moe_core.config", "moe_core.ops"]
 ALLOWED["moe_core.soft"] = BASICS + ["moe_core.router"]
 ALLOWED["moe_core.ops"] = ["moe_core.files", "moe_core.activations"]
 for name in RANKS:

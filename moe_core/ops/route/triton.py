@@ -28,19 +28,19 @@ def _softmax(logits):
     return exponentials / tl.sum(exponentials, axis=1)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(
-    noisy, clean, ids, gates, probs, block_sums, num_tokens, NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr, NOISE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+@triton.jit
+def choose(
+    noisy_logits, clean_logits, t, block, ids, gates, probs, block_sums, num_tokens,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
+    NOISE: tl.constexpr, HAS_CLEAN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64)
-    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    """Choose experts for the tokens t of a block, from logits [BLOCK_T, BLOCK_E] in registers."""
     e = tl.arange(0, BLOCK_E)
     cells = t[:, None] * NUM_EXPERTS + e[None, :]
     mask = (t < num_tokens)[:, None] & (e < NUM_EXPERTS)[None, :]
     padding = (e >= NUM_EXPERTS)[None, :]
-    noisy_logits = tl.where(padding, float("-inf"), tl.load(noisy + cells, mask=mask, other=0.0))
+    noisy_logits = tl.where(padding, float("-inf"), noisy_logits)
     p = _softmax(noisy_logits)
     tl.store(probs + cells, p, mask=mask)
 
@@ -74,14 +74,12 @@ def _route_kernel(
         is_first = mask & (e[None, :] == first[:, None])
         sums_1 = tl.sum(tl.where(is_first, 1.0, 0.0), axis=0).to(p.dtype)
     elif LOSS >= 2:  # importance and load of each expert, see losses.py
-        clean_logits = noisy_logits
         q = p
-        if clean is not None:
-            clean_logits = tl.load(clean + cells, mask=mask, other=0.0)
-            clean_logits = tl.where(padding, float("-inf"), clean_logits)
-            q = _softmax(clean_logits)
+        compared = noisy_logits
+        if HAS_CLEAN:
+            compared = tl.where(padding, float("-inf"), clean_logits)
+            q = _softmax(compared)
         threshold = tl.sum(tl.where(e[None, :] == last[:, None], noisy_logits, 0.0), axis=1)
-        compared = clean_logits
         if LOSS == 3:
             compared = q
         margin = compared - threshold[:, None]
@@ -97,12 +95,34 @@ def _route_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_backward_kernel(
-    noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean, num_tokens,
+def _route_kernel(
+    noisy, clean, ids, gates, probs, block_sums, num_tokens, NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr, NOISE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    cells = t[:, None] * NUM_EXPERTS + e[None, :]
+    mask = (t < num_tokens)[:, None] & (e < NUM_EXPERTS)[None, :]
+    noisy_logits = tl.load(noisy + cells, mask=mask, other=0.0)
+    clean_logits = noisy_logits
+    if clean is not None:
+        clean_logits = tl.load(clean + cells, mask=mask, other=0.0)
+    choose(
+        noisy_logits, clean_logits, t, block, ids, gates, probs, block_sums, num_tokens,
+        NUM_EXPERTS, TOP_K, NORMALIZE, LOSS, NOISE, clean is not None, BLOCK_T, BLOCK_E, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def grad_of_choice(
+    t, noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, num_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
     NOISE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    """The gradients of noisy and of clean logits [BLOCK_T, BLOCK_E] of the tokens t. Without clean
+    logits the first one is the sum of both."""
     e = tl.arange(0, BLOCK_E)
     is_token = t < num_tokens
     cells = t[:, None] * NUM_EXPERTS + e[None, :]
@@ -135,6 +155,7 @@ def _route_backward_kernel(
             )
         grad_p += chosen_grad
     grad_logits = p * (grad_p - tl.sum(p * grad_p, axis=1)[:, None])
+    grad_clean = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
 
     if LOSS >= 2:
         last = tl.load(ids + t * TOP_K + TOP_K - 1, mask=is_token, other=0)
@@ -165,8 +186,27 @@ def _route_backward_kernel(
         if clean is None:
             grad_logits += q_grad
         else:
-            tl.store(grad_clean + cells, q_grad, mask=mask)
-    tl.store(grad_noisy + cells, grad_logits, mask=mask)
+            grad_clean = q_grad
+    return grad_logits, grad_clean
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_backward_kernel(
+    noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean, num_tokens,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
+    NOISE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    noisy_tile, clean_tile = grad_of_choice(
+        t, noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, num_tokens, NUM_EXPERTS,
+        TOP_K, NORMALIZE, LOSS, NOISE, BLOCK_T, BLOCK_E,
+    )  # fmt: skip
+    e = tl.arange(0, BLOCK_E)
+    cells = t[:, None] * NUM_EXPERTS + e[None, :]
+    mask = (t < num_tokens)[:, None] & (e < NUM_EXPERTS)[None, :]
+    tl.store(grad_noisy + cells, noisy_tile, mask=mask)
+    if clean is not None:
+        tl.store(grad_clean + cells, clean_tile, mask=mask)
 
 
 @on_its_device
@@ -225,8 +265,7 @@ def route_backward(
     grad_noisy = torch.empty_like(noisy)
     grad_clean = None
     if clean is not None:
-        # Zeros, because a loss without clean logits does not write them.
-        grad_clean = torch.zeros_like(clean)
+        grad_clean = torch.empty_like(clean)
     if num_tokens:
         _route_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
             noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean,

@@ -1,0 +1,156 @@
+"""A linear router, its choice of experts and the cast of the tokens, in one pass over them.
+
+It is what `x W^T`, `ops.route` and a cast compute, for tokens on a GPU. `route_tokens_supported`
+says where; there is no torch form.
+"""
+
+# T tokens, E experts, K top-k, M model dim
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_core.ops.backend import KERNEL_LOSSES, Request, load, select
+
+_MOST_EXPERTS = 64  # a program holds the logits of its tokens in registers
+
+
+class RoutedTokens(NamedTuple):
+    """What a router gives, as `ops.route`, and the tokens in the dtype of the experts."""
+
+    gates: Tensor  # [T, K]
+    ids: Tensor  # [T, K] int64
+    probs: Tensor  # [T, E]
+    sums: Tensor  # [2, E] of the loss
+    inputs: Tensor  # [T, M]
+
+
+def route_tokens_supported(x: Tensor, weight: Tensor, loss: str, kernels: str) -> bool:
+    """Whether the kernel can route tokens x [T, M] by a router's weight [E, M]."""
+    if weight.shape[0] > _MOST_EXPERTS or weight.dtype != torch.float32:
+        return False
+    if loss not in KERNEL_LOSSES:
+        return False
+    return select("route_tokens", Request(kernels, x.device.type, x.dtype)) != "route.reference"
+
+
+def route_tokens(
+    x: Tensor,
+    weight: Tensor,
+    noise: Tensor | None,
+    top_k: int,
+    normalize: bool,
+    loss: str,
+    noise_std: float,
+    loss_noise_std: float,
+    dtype: torch.dtype,
+) -> RoutedTokens:
+    """Choose experts for tokens x [T, M] by logits `x weight^T + noise_std * noise` in fp32.
+
+    Differentiable in x and weight.
+
+    Args:
+        weight: [E, M].
+        noise: [T, E], or None.
+        normalize: whether the gate values of a token sum to 1.
+        loss: one of `KERNEL_LOSSES`.
+        loss_noise_std: the standard deviation of the noise, for the loss.
+        dtype: of the experts.
+    """
+    cast_to: torch.dtype | None = None
+    if dtype != x.dtype:
+        cast_to = dtype
+    gates, ids, probs, sums, inputs, _, _ = torch.ops.moe_core.route_tokens(
+        x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to
+    )
+    if cast_to is None:
+        inputs = x
+    return RoutedTokens(gates, ids, probs, sums, inputs)
+
+
+@torch.library.custom_op("moe_core::route_tokens", mutates_args=())
+def _route_tokens(
+    x: Tensor,
+    weight: Tensor,
+    noise: Tensor | None,
+    top_k: int,
+    normalize: bool,
+    loss: str,
+    noise_std: float,
+    loss_noise_std: float,
+    cast_to: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """gates, ids, probs, sums, the cast tokens (empty without a cast), and for a loss that reads
+    them the logits with and without noise (otherwise empty)."""
+    forward = load("route_tokens.triton").forward
+    return forward(x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to)
+
+
+@torch.library.custom_op("moe_core::route_tokens_backward", mutates_args=())
+def _route_tokens_backward(
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    probs: Tensor,
+    noisy: Tensor,
+    clean: Tensor,
+    grad_gates: Tensor | None,
+    grad_probs: Tensor | None,
+    grad_sums: Tensor | None,
+    grad_inputs: Tensor | None,
+    normalize: bool,
+    loss: str,
+    loss_noise_std: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight."""
+    if grad_sums is None:
+        loss = "none"
+    grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
+    backward = load("route_tokens.triton").backward
+    return backward(x, weight, ids, probs, noisy, clean, grads, normalize, loss, loss_noise_std)
+
+
+@_route_tokens.register_fake
+def _(x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to):
+    num_tokens, num_experts = x.shape[0], weight.shape[0]
+    gates = weight.new_empty(num_tokens, top_k)
+    ids = weight.new_empty(num_tokens, top_k, dtype=torch.int64)
+    probs = weight.new_empty(num_tokens, num_experts)
+    inputs = x.new_empty(0)
+    if cast_to is not None:
+        inputs = x.new_empty(x.shape, dtype=cast_to)
+    noisy, clean = weight.new_empty(0), weight.new_empty(0)
+    if loss.startswith("load_importance"):
+        noisy = torch.empty_like(probs)
+        if noise is not None:
+            clean = torch.empty_like(probs)
+    return gates, ids, probs, weight.new_empty(2, num_experts), inputs, noisy, clean
+
+
+@_route_tokens_backward.register_fake
+def _(
+    x, weight, ids, probs, noisy, clean, grad_gates, grad_probs, grad_sums, grad_inputs, normalize,
+    loss, loss_noise_std,
+):  # fmt: skip
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, _, _, ctx.normalize, ctx.loss, _, ctx.loss_noise_std, _ = inputs
+    _, ids, probs, _, _, noisy, clean = output
+    ctx.save_for_backward(x, weight, ids, probs, noisy, clean)
+    ctx.mark_non_differentiable(ids, noisy, clean)
+    # The gradients of unused outputs are None. Zeros would have to be read.
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums, grad_inputs, *unused):
+    grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
+    grad_x, grad_weight = torch.ops.moe_core.route_tokens_backward(
+        *ctx.saved_tensors, *grads, ctx.normalize, ctx.loss, ctx.loss_noise_std
+    )
+    return grad_x, grad_weight, None, None, None, None, None, None, None
+
+
+torch.library.register_autograd("moe_core::route_tokens", _differentiate, setup_context=_save)
