@@ -100,6 +100,9 @@ def cases() -> dict[str, Callable[[], None]]:
         launches[f"{experts.name}, backward"] = partial(_run_experts, experts, True)
     for num_experts in (8, 32):
         launches[f"E = {num_experts}"] = partial(_run_routing, num_experts)
+        launches[f"bfloat16, E = {num_experts}, from fp32 tokens"] = partial(
+            _run_tokens, num_experts
+        )
     launches["bfloat16, K = 2"] = _run_rows
     launches["bfloat16, N = 144, shifted"] = _run_attention
     return launches
@@ -156,6 +159,22 @@ def _run_routing(num_experts: int) -> None:
     grads = (gates, None, sums)
     route.route_backward(logits, logits, ids, probs, grads, *routed[1:])
     plan.make_plan(ids, num_experts, None, None, 18432, 23040 // num_experts)
+
+
+def _run_tokens(num_experts: int) -> None:
+    from moe_core.ops.route import loss_triton
+    from moe_core.ops.route_tokens import triton as kernels
+
+    x, weight = _meta(18432, M), _meta(num_experts, M)
+    noise = _meta(18432, num_experts)
+    options = (1, False, "load_importance", 1 / num_experts, 1 / num_experts, torch.bfloat16)
+    gates, ids, probs, sums, inputs, noisy, clean = kernels.forward(x, weight, noise, *options)
+    grads = (gates, None, sums, inputs)
+    kernels.backward(
+        x, weight, ids, probs, noisy, clean, grads, False, "load_importance", 1 / num_experts
+    )
+    value = loss_triton.loss_of_sums(sums, None, 18432, "load_importance")
+    loss_triton.loss_of_sums_backward(value, sums, None, 18432, "load_importance")
 
 
 def _run_rows() -> None:

@@ -95,15 +95,22 @@ def forward(case: Case) -> list[Kernel]:
     flops, noise = 2 * t * M * H / (1 - case.wasted), case.noise_bytes
     hidden_bytes = 2 * (t * M + w + 2 * t * H) + noise
     kernels = [
-        Kernel("router's product", 4 * t * M, flops_fp32=2 * t * M * e),
-        Kernel("softmax, top-K, loss", 8 * t * e),
-        Kernel("cast of tokens", 6 * t * M),
+        # the product is of 16 columns at least
+        Kernel("route_tokens_kernel", 6 * t * M, flops_fp32=2 * t * M * max(e, 16)),
+        Kernel("plan and other short ones", launches=6),  # launches.py counts 12 in all
+    ]
+    if case.commit == "before":
+        kernels = [
+            Kernel("router's product", 4 * t * M, flops_fp32=2 * t * M * e),
+            Kernel("softmax, top-K, loss", 8 * t * e),
+            Kernel("cast of tokens", 6 * t * M),
+            Kernel("plan and other short ones", launches=20),  # 28 in all
+        ]
+    kernels += [
         Kernel("casts of weights", 12 * w, launches=2),
         Kernel("hidden_kernel", hidden_bytes, flops, small, case.end(GELU), overlaps=True),
         Kernel("model_kernel", 2 * (t * H + w) + 4 * t * M, flops, large),
         Kernel("zeros of the output", 4 * t * M),
-        # launches.py counts 16 (28 before) with those above, and one for dropout
-        Kernel("plan and other short ones", launches=8 + 12 * (case.commit == "before")),
     ]
     if case.dropout:
         kernels.append(Kernel("noise or its seed", noise))
@@ -118,6 +125,20 @@ def backward(case: Case) -> list[Kernel]:
     # Rows are the contracted dimension of the weights' gradients, in steps of `depth`.
     flops_of_weights = 2 * (t + e * case.tiles[1].depth / 2) * M * H
     weights = Kernel("", 2 * t * (H + M) + 4 * w, flops_of_weights, large)
+    router = [
+        Kernel("zeros of the result", 2 * t * M),
+        Kernel("route_tokens_backward_kernel", 6 * t * M, flops_fp32=2 * t * M * max(e, 16)),
+        Kernel("router's product", 4 * t * M, flops_fp32=2 * t * M * e),
+        Kernel("other short ones", launches=8),  # 17 in all
+    ]
+    if case.commit == "before":
+        router = [
+            Kernel("zeros and cast of the result", 8 * t * M, launches=2),
+            Kernel("router's products", 8 * t * M, flops_fp32=4 * t * M * e, launches=2),
+            Kernel("sum with the router's", 12 * t * M),
+            Kernel("softmax, loss", 8 * t * e),
+            Kernel("other short ones", launches=16),  # 28 in all
+        ]
     return [
         Kernel("cast of the gradient", 6 * t * M),
         Kernel("hidden_grad_kernel", hidden_bytes, flops, small, case.end(SLOPE), small[0] == 64),
@@ -125,11 +146,7 @@ def backward(case: Case) -> list[Kernel]:
         weights._replace(name="weight_grad_kernel, w1"),
         Kernel("gate_grad_kernel", 2 * t * M),
         Kernel("model_kernel", 2 * (t * H + w + t * M), flops, large),
-        Kernel("zeros and cast of the result", 8 * t * M, launches=2),
-        Kernel("router's products", 8 * t * M, flops_fp32=4 * t * M * e, launches=2),
-        Kernel("sum with the router's", 12 * t * M),
-        Kernel("softmax, loss", 8 * t * e),
-        Kernel("other short ones", launches=16),  # 28 in all
+        *router,
     ]
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.ops.backend import KERNEL_LOSSES, Request, load, select
 
@@ -154,3 +155,14 @@ def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums, grad_inputs
 
 
 torch.library.register_autograd("moe_core::route_tokens", _differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.moe_core.route_tokens)
+def _flops(tokens_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+    num_experts, model_dim = weight_shape
+    return 2 * tokens_shape[0] * num_experts * model_dim
+
+
+@register_flop_formula(torch.ops.moe_core.route_tokens_backward)
+def _backward_flops(tokens_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+    return 2 * _flops(tokens_shape, weight_shape)

@@ -37,11 +37,11 @@ def route_tokens_kernel(
     logits = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
     for start in range(0, M, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
-        cells = t[:, None] * M + m[None, :]
-        mask = (t < num_tokens)[:, None] & (m < M)[None, :]
-        tokens = tl.load(x + cells, mask=mask, other=0.0)
+        channels = t[:, None] * M + m[None, :]
+        inside = (t < num_tokens)[:, None] & (m < M)[None, :]
+        tokens = tl.load(x + channels, mask=inside, other=0.0)
         if inputs is not None:
-            tl.store(inputs + cells, tokens.to(inputs.dtype.element_ty), mask=mask)
+            tl.store(inputs + channels, tokens.to(inputs.dtype.element_ty), mask=inside)
         weight_mask = (m < M)[:, None] & (e < NUM_EXPERTS)[None, :]
         columns = tl.load(weight + e[None, :] * M + m[:, None], mask=weight_mask, other=0.0)
         logits = tl.dot(tokens.to(tl.float32), columns, logits, input_precision="ieee")
@@ -80,14 +80,14 @@ def route_tokens_backward_kernel(
     tl.store(grad_logits + cells, gradient, mask=(t < num_tokens)[:, None] & is_expert)
     for start in range(0, M, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
-        cells = t[:, None] * M + m[None, :]
-        mask = (t < num_tokens)[:, None] & (m < M)[None, :]
+        channels = t[:, None] * M + m[None, :]
+        inside = (t < num_tokens)[:, None] & (m < M)[None, :]
         weight_mask = (e < NUM_EXPERTS)[:, None] & (m < M)[None, :]
         rows = tl.load(weight + e[:, None] * M + m[None, :], mask=weight_mask, other=0.0)
         of_tokens = tl.dot(gradient, rows, input_precision="ieee")
         if grad_inputs is not None:
-            of_tokens += tl.load(grad_inputs + cells, mask=mask, other=0.0).to(tl.float32)
-        tl.store(grad_x + cells, of_tokens.to(grad_x.dtype.element_ty), mask=mask)
+            of_tokens += tl.load(grad_inputs + channels, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + channels, of_tokens.to(grad_x.dtype.element_ty), mask=inside)
 
 
 @on_its_device
