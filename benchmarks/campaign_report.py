@@ -22,6 +22,7 @@ TITLES = {
     "model": "Network",
     "shares": "Where the time goes",
     "trunk": "Dense trunk",
+    "graph": "Inference as CUDA graphs",
 }
 TOKENS_OF_AN_IMAGE = 144  # SwinV2-B's stage 3 at 192 px
 GOAL_EXPERTS = (8, 32)

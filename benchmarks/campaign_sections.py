@@ -57,6 +57,7 @@ SECTIONS = (
     Section("model", 6, "--device cuda --dtypes bfloat16", TINY_NETWORK),
     Section("shares", 3, "--device cuda --batch-sizes 128", f"{TINY_NETWORK} --passes 1"),
     Section("trunk", 2, "--device cuda --dtypes bfloat16 --batch-sizes 128", TINY_NETWORK),
+    Section("graph", 1, "--device cuda --dtypes bfloat16 --batch-sizes 1 8", TINY_NETWORK),
 )  # fmt: skip
 
 

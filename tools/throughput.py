@@ -8,6 +8,7 @@ All run in interleaved rounds. Prints tables and writes throughput.csv and throu
         --dtypes float32 bfloat16 --capacity-factors 1.25 0 --compile off on
     python tools/throughput.py --cfg FILE --output DIR --mode inference training \\
         --dtypes float32 float16 --baseline einsum
+    python tools/throughput.py --cfg FILE --output DIR --batch-sizes 1 8 --dtypes bfloat16 --graph
     torchrun --nproc_per_node 8 tools/throughput.py --cfg FILE --output DIR --mode training \\
         --batch-sizes 128
 """
@@ -81,6 +82,11 @@ def parse() -> argparse.Namespace:
         default=DEFAULT.baseline,
         metavar="MODEL",
         help="dense; einsum: also the same model with fairseq's einsum dispatch",
+    )
+    parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="replay CUDA graphs: inference on one GPU, for small batches",
     )
     add_opts_argument(parser)
     return parser.parse_args()
@@ -172,16 +178,21 @@ def main() -> None:
         args.rounds,
         args.warmup,
         args.baseline,
+        args.graph,
     )
     plan = throughput.combinations(args.cfg, args.opts, options)
     output = output_directory(args.output)
     # wide enough that no row of a table wraps
     console = Console(width=500, highlight=False, markup=False)
     rows: list[Row] = []
-    measured = throughput.measure(plan, options.rounds, options.warmup, options.baseline)
+    measured = throughput.measure(
+        plan, options.rounds, options.warmup, options.baseline, options.graph
+    )
     for row in measured:
         if not rows:
             title = throughput_report.headline(plan, row.ranks)
+            if options.graph:
+                title += ", CUDA graphs"
             console.print(f"{title}\n{throughput_report.protocol(row, options.warmup)}")
         rows.append(row)
         throughput_report.write_csv(rows, output / "throughput.csv")

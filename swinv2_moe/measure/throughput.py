@@ -14,6 +14,8 @@ other times are ever set against each other.
 - MFU (model FLOPs utilisation, arXiv 2204.02311, appendix B): two FLOPs for each MAC of the batch
   (models.complexity; none dropped), three times as many in training, over what the matrix product
   reached in the same round on each rank.
+- CUDA graphs (`graph`): the rounds replay the kernels of each pass. First call and peak memory are
+  of passes before the capture.
 - Peak memory: what one untimed pass needs beyond what lies there before it, on the rank that needs
   most.
 
@@ -52,6 +54,7 @@ from swinv2_moe.config import (
 )
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
+from swinv2_moe.measure.cuda_graph import capture, check_graph
 from swinv2_moe.measure.einsum_baseline import (
     check_same_outputs,
     einsum_config,
@@ -109,6 +112,7 @@ class Options:
     rounds: int = 10
     warmup: int = 2
     baseline: str = "dense"  # "einsum": the einsum form of the model, beside the dense one
+    graph: bool = False  # replay CUDA graphs of the models' passes
 
     def __post_init__(self) -> None:
         for option, values, allowed in (
@@ -257,13 +261,16 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
     return found
 
 
-def measure(plan: Plan, rounds: int, warmup: int, baseline: str = "dense") -> Iterator[Row]:
+def measure(
+    plan: Plan, rounds: int, warmup: int, baseline: str = "dense", graph: bool = False
+) -> Iterator[Row]:
     """The main rank gets each row as soon as it is measured, the other ranks none; every rank goes
     through all.
 
     Raises:
         UserError: experts or a strategy that do not fit the ranks; a GPU whose memory is too small;
-            float16 on a CPU; an einsum baseline with other outputs than the model's.
+            float16 on a CPU; an einsum baseline with other outputs than the model's; with `graph`,
+            a pass that cannot be captured.
     """
     config = plan[0][1]
     run = run_config(config)
@@ -273,6 +280,7 @@ def measure(plan: Plan, rounds: int, warmup: int, baseline: str = "dense") -> It
             "--rounds": rounds,
             "--warmup": warmup,
             "--baseline": baseline,
+            "--graph": graph,
         }
         check_same_start(flatten(config) | measured, world)
         if world.size > 1 and model_config(config).experts.strategy == "auto":
@@ -282,6 +290,9 @@ def measure(plan: Plan, rounds: int, warmup: int, baseline: str = "dense") -> It
             )
         if world.device.type == "cpu" and any(one.dtype == "float16" for one, *_ in plan):
             raise UserError("--dtypes is 'float16', which needs a GPU: a CPU emulates its products")
+        if graph:
+            modes = [combination.mode for combination, *_ in plan]
+            check_graph(modes, [combination.compile for combination, *_ in plan], world)
         sizes = [measure_model(own, _classes(own)) for own in map(model_config, plan[0][1:])]
         if baseline == "einsum":
             sizes.append(sizes[0])
@@ -290,7 +301,7 @@ def measure(plan: Plan, rounds: int, warmup: int, baseline: str = "dense") -> It
                 configs.append(einsum_config(configs[0]))
             configs = [all_sections(config) for config in configs]
             try:
-                row = _measure(combination, configs, sizes, rounds, warmup, world)
+                row = _measure(combination, configs, sizes, rounds, warmup, world, graph)
             except torch.OutOfMemoryError as error:
                 raise UserError(f"{combination}: does not fit into the GPU's memory") from error
             if world.is_main:
@@ -313,6 +324,7 @@ def _measure(
     rounds: int,
     warmup: int,
     world: World,
+    graph: bool,
 ) -> Row:
     """`configs` and `sizes` are those of the model with experts, of the dense one and, if it is
     measured, of the einsum baseline."""
@@ -331,6 +343,9 @@ def _measure(
     with prepared_for_inference(subjects):
         first = [_seconds(subject.run) for subject in subjects]
         memory = [world.gather(working_memory(subject.run, world.device)) for subject in subjects]
+        if graph:
+            for name, subject in zip(names, subjects, strict=True):
+                alternatives[name] = capture(subject.run, f"{combination}, {name}")
         times = interleaved(alternatives, rounds, warmup, world)
     peaks = [None if None in found else max(found) for found in memory]
     timed = [times[name] for name in names]

@@ -26,6 +26,7 @@ ARGUMENTS = {
     "model": f"{NETWORK} {SMALLER}",
     "shares": f"{NETWORK} --passes 1 {SMALLER}",
     "trunk": f"{NETWORK} {SMALLER}",
+    "graph": f"{NETWORK} {SMALLER}",
 }
 
 

@@ -137,6 +137,7 @@ def test_the_whole_dry_run_fills_every_section(tmp_path):
         "model",
         "shares",
         "trunk",
+        "graph",
     ]
     for record in state["sections"].values():
         for table in record["tables"].values():
