@@ -1,7 +1,7 @@
 """Results of an ablation: what its runs have left, and one table with intervals.
 
 Intervals are 95% intervals of Student's t over seeds. The difference to the control is paired by
-seed: both runs have the same random numbers, and the interval is that of the differences.
+seed, and its interval is that of the differences.
 """
 
 from collections.abc import Sequence
