@@ -46,7 +46,7 @@ _SHUFFLES = 10
 _LEVELS = 4  # of a patch's mean red, green and blue each: 64 kinds of colour
 # Limits between the kinds: standard deviation of a patch's brightness, from 0 to 255.
 _CONTRASTS = (1, 2, 4, 8, 16, 32, 64)
-_DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
+DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
 
 
 def entropy(counts: np.ndarray) -> float:
@@ -153,7 +153,7 @@ def _kind_of_contrast(pixels: Tensor, grid: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Subset:
+class Subset:
     """Some images of a source."""
 
     source: Source
@@ -203,7 +203,7 @@ def draw_routing(
             be used.
     """
     _check(output, count, limit)
-    opts = list(opts) + list(_DROPLESS)
+    opts = list(opts) + list(DROPLESS)
     with open_deployed(resume, data, dataset, opts) as deployed:
         num_experts = deployed.model_config.experts.num_experts
         if not num_experts:
@@ -218,7 +218,7 @@ def draw_routing(
         model = deployed.model(num_classes=0)
         pictures = _paint_all(model, shown.images, deployed, must_be_readable=bool(images))
         all_images = len(sources.val)
-        measured = _Subset(sources.val, spread(all_images, limit or all_images))
+        measured = Subset(sources.val, spread(all_images, limit or all_images))
         layers, classes, unreadable = _count(model, measured, deployed)
     num_classes = len(sources.class_names)
     summaries, tables = {}, {}
@@ -244,7 +244,7 @@ def draw_routing(
 class _Shown(NamedTuple):
     """The images of routing.png and their labels."""
 
-    images: _Subset
+    images: Subset
     labels: list[str]
 
 
@@ -252,10 +252,10 @@ def _choose(names: Sequence[str], count: int, sources: Sources, deployed: Deploy
     """`count` of the named images, or of the validation images if there are no names."""
     if names:
         files = _files(names, deployed.data.max_pixels)
-        chosen = _Subset(files, spread(len(files), count))
+        chosen = Subset(files, spread(len(files), count))
         labels = [Path(chosen.name(i)).stem for i in range(len(chosen))]
     else:
-        chosen = _Subset(sources.val, spread(len(sources.val), count))
+        chosen = Subset(sources.val, spread(len(sources.val), count))
         labels = [sources.class_names[target] for target in chosen.targets]
     return _Shown(chosen, labels)
 
@@ -343,6 +343,19 @@ def _count(
             unreadable.add(bad)
             bar.advance("")
     return layers, np.concatenate(classes), list(unreadable.paths)
+
+
+def class_bits(model: nn.Module, source: Source, deployed: Deployed, num_classes: int) -> float:
+    """Mutual information in bits of expert and class above chance, the mean over the MoE layers.
+
+    Chance is `chance_information`, so that the result may be slightly below 0.
+    """
+    layers, classes, _ = _count(model, source, deployed)
+    bits = []
+    for layer in layers.values():
+        information = layer.summary(classes, num_classes)["bits"]
+        bits.append(information["class"] - information["class_by_chance"])
+    return float(np.mean(bits))
 
 
 def _forward(model: nn.Module, images: Tensor, deployed: Deployed) -> Tensor:

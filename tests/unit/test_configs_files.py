@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from swinv2_moe.config import load_config, model_config
+from swinv2_moe.measure.ablation_plan import read_plan
 from swinv2_moe.models import measure_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-EXPERIMENTS = sorted(file for file in CONFIGS.rglob("*.yaml") if file.name != "recipe.yaml")
+PLANS = sorted(CONFIGS.glob("ablations/*.yaml"))  # of tools/ablate.py, not configurations
+EXPERIMENTS = sorted(
+    file for file in CONFIGS.rglob("*.yaml") if file.name != "recipe.yaml" and file not in PLANS
+)
 
 # millions of parameters: arXiv 2206.03382, table 8 (base with 8 and 16 experts is not in it)
 PUBLISHED_PARAMETERS = {
@@ -36,6 +40,15 @@ def test_every_file_loads_and_says_how_to_run_it(file):
     load(file)
     head = file.read_text().split("\nBASE")[0].split("\nDATA")[0]
     assert f"--cfg {file.relative_to(CONFIGS.parent)}" in head
+
+
+@pytest.mark.parametrize("file", PLANS, ids=lambda file: file.stem)
+def test_every_variant_of_a_plan_loads(file, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    for stage in (None, "screening", "final"):
+        for variant in read_plan(file, stage).variants.values():
+            variant.config(0, "anywhere")
+    assert f"--plan {file.relative_to(CONFIGS.parent)}" in file.read_text()
 
 
 def test_the_eleven_published_experiments_are_there():

@@ -1,0 +1,96 @@
+"""tools/ablate.py: tiny runs, what is not repeated, and refusals in one line."""
+
+import json
+
+import pytest
+import yaml
+from tool_cases import command
+
+
+@pytest.fixture
+def ablate(monkeypatch, capsys):
+    return command("ablate", monkeypatch, capsys)
+
+
+@pytest.fixture
+def plan(tmp_path, small):
+    """`plan(**changes)`: a plan file of a dense and an 8-expert variant of one epoch."""
+    opts = {key: yaml.safe_load(value) for key, value in zip(small[::2], small[1::2], strict=True)}
+    opts |= {"TRAIN.EPOCHS": 1, "TRAIN.WARMUP_EPOCHS": 0}
+    base = tmp_path / "base.yaml"
+    base.write_text("PRINT_FREQ: 1\n")
+    content = {
+        "control": "dense",
+        "seeds": 1,
+        "opts": opts,
+        "variants": {
+            "dense": {"base": str(base), "opts": {"MODEL.MOE.NUM_EXPERTS": 0}},
+            "top1": {"base": str(base)},
+        },
+    }
+
+    def write(**changes):
+        file = tmp_path / "plan.yaml"
+        file.write_text(yaml.safe_dump(content | changes))
+        return file
+
+    return write
+
+
+def test_two_runs_side_by_side(ablate, plan, make_photographs, tmp_path):
+    data, output = make_photographs(), tmp_path / "out"
+    arguments = ["--data", data, "--output", output, "--jobs", 2, "--speed"]
+    finished = ablate("--plan", plan(), *arguments)
+    assert finished.status == 0, finished.err
+    results = json.loads((output / "results.json").read_text())["variants"]
+    assert results["dense"]["class bits"] is None
+    assert results["top1"]["router / experts"]["mean"] > 0
+    assert 0 < results["top1"]["task share"]["mean"] <= 1
+    assert results["top1"]["images/s, inference"]["mean"] > 0
+    assert "| top1 | 1/1 |" in (output / "results.md").read_text()
+
+    before = (output / "top1-seed0" / "metrics.jsonl").stat().st_mtime_ns
+    again = ablate("--plan", plan(), *arguments)
+    assert again.status == 0, again.err
+    assert (output / "top1-seed0" / "metrics.jsonl").stat().st_mtime_ns == before
+
+    opts = yaml.safe_load(plan().read_text())["opts"] | {"TRAIN.WEIGHT_DECAY": 0.3}
+    changed = ablate("--plan", plan(opts=opts), *arguments)
+    assert changed.status == 2
+    assert "TRAIN.WEIGHT_DECAY 0.1, variant dense now has 0.3" in changed.err
+    assert len(changed.err.splitlines()) == 1
+
+
+BAD_PLANS = {
+    "no seeds": ({"seeds": 0}, [], "seeds is 0"),
+    "no control": ({"control": "other"}, [], "control is 'other'"),
+    "unknown variant": ({}, ["--only", "other"], "--only other: no such variant"),
+    "unknown stage": ({}, ["--stage", "last"], "no stage 'last'"),
+    "missing base": ({"variants": {"dense": {"base": "no.yaml"}}}, [], "base no.yaml: no such"),
+    "unknown key": ({"opts": {"TRAIN.EPOCH": 1}}, [], "opts: unknown key TRAIN.EPOCH"),
+    "unknown setting": ({"variant": {}}, [], "unknown key 'variant'"),
+    "no jobs": ({}, ["--jobs", 0], "--jobs is 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PLANS)
+def test_bad_input_is_one_line(case, ablate, plan, tmp_path):
+    changes, arguments, text = BAD_PLANS[case]
+    finished = ablate("--plan", plan(**changes), "--output", tmp_path / "out", *arguments)
+    assert finished.status == 2
+    assert text in finished.err
+    assert len(finished.err.splitlines()) == 1
+
+
+def test_a_file_that_is_no_yaml(ablate, tmp_path):
+    file = tmp_path / "plan.yaml"
+    file.write_text("variants: [")
+    finished = ablate("--plan", file, "--table", "--output", tmp_path / "out")
+    assert (finished.status, len(finished.err.splitlines())) == (2, 1)
+    assert "not a plan" in finished.err
+
+
+def test_the_table_before_any_run(ablate, plan, tmp_path):
+    finished = ablate("--plan", plan(), "--table", "--output", tmp_path / "out")
+    assert finished.status == 0, finished.err
+    assert "the control (dense) has no finished run yet" in finished.out

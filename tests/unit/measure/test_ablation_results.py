@@ -1,0 +1,53 @@
+"""Intervals, paired differences, and the comparison at equal MACs and equal time."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from swinv2_moe.measure.ablation_plan import Plan, Variant
+from swinv2_moe.measure.ablation_results import Run, interval, summarize, warnings
+
+
+def run(seed, top1, seconds=10.0, macs=100):
+    epochs = [
+        {"epoch": i + 1, "val_top1": value, "seconds": seconds} for i, value in enumerate(top1)
+    ]
+    summary = {"active_macs": macs, "images_per_second": 5.0}
+    return Run(seed, SimpleNamespace(epochs=epochs, summary=summary), {}, {})
+
+
+def plan():
+    variants = {name: Variant(name, Path("a.yaml"), ()) for name in ("dense", "moe")}
+    return Plan("dense", 3, variants)
+
+
+def test_interval_of_three_values():
+    """t(0.975, 2) = 4.303; the standard deviation of 1, 2 and 3 is 1."""
+    result = interval([1.0, 2.0, 3.0])
+    assert result.mean == 2
+    assert result.half_width == pytest.approx(4.3027 / 3**0.5, abs=1e-4)
+
+
+def test_one_value_has_no_interval():
+    assert interval([4.0]).half_width is None
+
+
+def test_differences_are_paired_by_seed():
+    runs = {"dense": [run(0, [10.0]), run(1, [20.0])], "moe": [run(1, [22.0]), run(0, [12.0])]}
+    difference = summarize(runs, plan())["moe"]["to control"]
+    assert (difference.mean, difference.half_width) == (2.0, 0.0)
+
+
+def test_at_equal_time_a_slower_run_has_fewer_epochs():
+    runs = {"dense": [run(0, [1.0, 2.0])], "moe": [run(0, [1.5, 4.0], seconds=15.0)]}
+    columns = summarize(runs, plan())["moe"]
+    assert columns["to control"].mean == 2.0
+    assert columns["at control's time"].mean == -0.5
+
+
+def test_other_macs_are_named():
+    runs = {"dense": [run(0, [1.0])], "moe": [run(0, [1.0], macs=103)]}
+    assert warnings(summarize(runs, plan()), "dense") == [
+        "warning: moe has +3.0% active MACs beside dense"
+    ]
