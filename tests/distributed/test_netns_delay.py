@@ -17,12 +17,16 @@ import netns
 from delay_switch import DelaySwitch
 from netns import Cluster
 
+from moe_core.parallel import calibrate
+
 BENCHMARKS = str(Path(netns.__file__).parent)
 LARGE = 2**20  # floats: frames of 64 KiB
 ABANDON = f"""
 import sys, time
 sys.path.append({BENCHMARKS!r})
 from netns import Cluster
+
+from moe_core.parallel import calibrate
 
 with Cluster(2, 1, delay_ms=1) as cluster:
     print(cluster._delay_switch._process.pid, flush=True)
@@ -72,6 +76,20 @@ def test_a_round_trip_takes_two_delays(cluster):
     (without, is_equal), _ = cluster.run(round_trip)
     assert is_equal
     assert without < 10
+
+
+def calibrated(rank: int, world_size: int) -> tuple[float, float, float]:
+    machine = calibrate(dist.group.WORLD, 2, "cpu")
+    return machine.inter.latency, machine.inter.delay, machine.intra.delay
+
+
+def test_calibration_separates_the_delay_from_a_message():
+    with Cluster(2, 2, delay_ms=40) as cluster:
+        message, delay, delay_in_node = cluster.run(calibrated)[0]
+    # At least the data waits, and at most also gloo's request for it.
+    assert 0.04 <= delay < 0.16
+    assert message < 0.02
+    assert delay_in_node < 0.04
 
 
 def test_a_delay_that_no_link_has(cluster):
