@@ -135,24 +135,26 @@ def _exchange_seconds(
     device: torch.device,
 ) -> float:
     """Seconds of an exchange that sends `num_bytes` bytes to each target, and receives them from
-    each source."""
-    sent_bytes = _splits(process_group, targets, num_bytes)
-    received_bytes = _splits(process_group, sources, num_bytes)
-    sent = torch.ones(sum(sent_bytes), dtype=torch.uint8, device=device)
-    received = torch.empty(sum(received_bytes), dtype=torch.uint8, device=device)
+    each source.
+
+    Single sends and receives: gloo's all-to-all sends empty messages to all other ranks, too, and
+    so waits for links that are not measured.
+    """
+    sent = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    received = torch.empty(len(sources), num_bytes, dtype=torch.uint8, device=device)
 
     def exchange() -> None:
-        dist.all_to_all_single(received, sent, received_bytes, sent_bytes, group=process_group)
+        operations = []
+        for target in targets:
+            send = dist.P2POp(dist.isend, sent, group=process_group, group_peer=target)
+            operations.append(send)
+        for source, row in zip(sources, received, strict=True):
+            receive = dist.P2POp(dist.irecv, row, group=process_group, group_peer=source)
+            operations.append(receive)
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
     return _fastest(exchange, device, repeats=3)
-
-
-def _splits(process_group: dist.ProcessGroup, ranks: list[int], num_bytes: int) -> list[int]:
-    """`num_bytes` for each of `ranks`, 0 for the others of the group."""
-    splits = [0] * process_group.size()
-    for rank in ranks:
-        splits[rank] = num_bytes
-    return splits
 
 
 def _fastest(work: Callable[[], object], device: torch.device, repeats: int) -> float:
