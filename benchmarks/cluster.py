@@ -84,11 +84,11 @@ def cpu_milliseconds(function: Callable[[], object]) -> float:
 
 
 def interleaved_over_ranks(
-    alternatives: dict[str, Callable[[], object]], rounds: int
+    alternatives: dict[str, Callable[[], object]], rounds: int, device: str = "cpu"
 ) -> dict[str, Times]:
     """`interleaved` over the default group, after one round to warm up."""
     world = World(
-        dist.get_rank(), dist.get_world_size(), torch.device("cpu"), group=dist.group.WORLD
+        dist.get_rank(), dist.get_world_size(), torch.device(device), group=dist.group.WORLD
     )
     return interleaved(alternatives, rounds, warmup=1, world=world)
 
@@ -296,7 +296,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
     parser.add_argument("--layouts", nargs="+", metavar="NxG", help="nodes x ranks per node")
     parser.add_argument(
         "--rates", nargs="+", type=float, metavar="MBIT", help="of each node's link"
@@ -312,7 +312,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(machine("cpu"))
     records = {}
-    for part in args.parts:
+    for part in args.parts or PARTS:
         layouts, rates = DEFAULTS[part]
         if args.layouts:
             layouts = [tuple(map(int, layout.split("x"))) for layout in args.layouts]

@@ -1,15 +1,17 @@
 """A cluster on one machine: every node is a Linux network namespace with a link of its own, every
 rank a gloo process.
 
-    with Cluster(nodes=2, ranks_per_node=4, rate_mbit=1000) as cluster:
-        results = cluster.run(function, argument, timeout=60)  # function(rank, world_size,
-        argument) on every rank cluster.set_rate(100)
+    with Cluster(nodes=2, ranks_per_node=4, rate_mbit=1000, delay_ms=0.2) as cluster:
+        # function(rank, world_size, argument) on every rank
+        results = cluster.run(function, argument, timeout=60)
+        cluster.set_rate(100)
+        cluster.set_delay(1)
 
 Ranks of one node talk over its loopback, at memory speed. Ranks of different nodes talk over veth
 pairs and a bridge; a token bucket (tc tbf) at either end of each pair limits what its node sends
-and what it receives. The bridge lives in a namespace too, so nothing of a cluster shows among the
-machine's own links, and to delete the namespaces is to delete all of it. Only rates are shaped: no
-delay beyond the few tens of microseconds that the kernel takes.
+and what it receives. With a delay, a program in user space (delay_switch.py) replaces the bridge.
+The bridge lives in a namespace too, so nothing of a cluster shows among the machine's own links,
+and to delete the namespaces is to delete all of it.
 
 Linux only, as root, with iproute2.
 """
@@ -39,6 +41,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from delay_switch import DelaySwitch
 
 NAMESPACES = Path("/var/run/netns")
 PREFIX = "moe-cluster"
@@ -63,21 +66,33 @@ class Cluster:
         ranks_per_node: g; node i has the ranks from g i to g (i + 1) - 1.
         rate_mbit: what each node's link carries in each direction, in 10^6 bit/s, with all headers;
             None: unshaped.
+        delay_ms: milliseconds that every frame between nodes is held, one way; None: none beyond
+            the few tens of microseconds that the kernel takes. 0 holds no frame, but passes all
+            through user space: what other delays compare to.
 
     Raises:
-        ValueError: sizes or a rate that no cluster can have.
+        ValueError: sizes, a rate or a delay that no cluster can have.
         RuntimeError: `ip` or `tc` failed; see `unavailable`.
     """
 
-    def __init__(self, nodes: int, ranks_per_node: int, rate_mbit: float | None = None) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        ranks_per_node: int,
+        rate_mbit: float | None = None,
+        delay_ms: float | None = None,
+    ) -> None:
         if not 1 <= nodes <= 250 or ranks_per_node < 1:
             raise ValueError(
                 f"nodes ({nodes}) must be 1 to 250 and ranks_per_node ({ranks_per_node}) at least 1"
             )
-        self.nodes, self.ranks_per_node, self.rate_mbit = nodes, ranks_per_node, rate_mbit
+        self.nodes, self.ranks_per_node = nodes, ranks_per_node
+        self.rate_mbit, self.delay_ms = rate_mbit, delay_ms
+        self._delay_switch: DelaySwitch | None = None
         name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"  # the id tells whose owner is gone
         self._switch = f"{name}-switch"
         self._namespaces = [f"{name}-node{node}" for node in range(nodes)]
+        self._ports = [f"port{node}" for node in range(nodes)]  # of the switch
 
     @property
     def world_size(self) -> int:
@@ -89,6 +104,7 @@ class Cluster:
         try:
             self._build()
             self.set_rate(self.rate_mbit)
+            self.set_delay(self.delay_ms)
         except BaseException:
             self.close()
             raise
@@ -99,14 +115,14 @@ class Cluster:
 
     def close(self) -> None:
         """Delete the namespaces, and with them all links; kill what still runs in them."""
+        self._end_delay_switch()
         for name in [self._switch, *self._namespaces]:
             _remove(name)
 
     def _build(self) -> None:
         _command("ip", "netns", "add", self._switch)
         _command("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
-        for node, name in enumerate(self._namespaces):
-            port = f"port{node}"
+        for node, (name, port) in enumerate(zip(self._namespaces, self._ports, strict=True)):
             _command("ip", "netns", "add", name)
             _command("ip", "-n", name, "link", "set", "lo", "up")
             peer = ("peer", "name", port, "netns", self._switch)
@@ -131,17 +147,41 @@ class Cluster:
                 "limit",
                 str(MOST_QUEUED),
             ]
-        for node, name in enumerate(self._namespaces):
-            for namespace, device in ((name, UPLINK), (self._switch, f"port{node}")):
+        for name, port in zip(self._namespaces, self._ports, strict=True):
+            for namespace, device in ((name, UPLINK), (self._switch, port)):
                 _command("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *qdisc)
         self.rate_mbit = rate_mbit
+
+    def set_delay(self, delay_ms: float | None) -> None:
+        """Change how long frames between nodes are held; from one number to another also while
+        ranks run."""
+        if delay_ms is not None and not 0 <= delay_ms <= 1000:
+            raise ValueError(f"delay_ms ({delay_ms}) must be from 0 to 1000, or None")
+        if delay_ms is None and self._delay_switch is not None:
+            self._end_delay_switch()
+            self._set_master("master", "bridge")
+        if delay_ms is not None:
+            if self._delay_switch is None:
+                self._set_master("nomaster")
+                self._delay_switch = DelaySwitch(self._switch, self._ports)
+            self._delay_switch.set_delay(delay_ms)
+        self.delay_ms = delay_ms
+
+    def _set_master(self, *words: str) -> None:
+        for port in self._ports:
+            _command("ip", "-n", self._switch, "link", "set", port, *words)
+
+    def _end_delay_switch(self) -> None:
+        if self._delay_switch is not None:
+            self._delay_switch.close()
+            self._delay_switch = None
 
     def bytes_sent(self) -> list[int]:
         """What each node has put on its link so far, headers included [N]; `node_bytes_sent` is a
         rank's view of it."""
         links = json.loads(_command("ip", "-n", self._switch, "-s", "-j", "link", "show"))
         received = {link["ifname"]: link["stats64"]["rx"]["bytes"] for link in links}
-        return [received[f"port{node}"] for node in range(self.nodes)]
+        return [received[port] for port in self._ports]
 
     def run(self, function: Callable, *args, timeout: float = 60) -> list:
         """`function(rank, world_size, *args)` on every rank, in a gloo world with torchrun's

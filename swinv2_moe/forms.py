@@ -129,6 +129,7 @@ POSITIVE_COUNT = form(
 )
 NUMBER = form("a finite number", _is_number)
 POSITIVE_NUMBER = form("a positive number", lambda value: _is_number(value) and value > 0)
+NON_NEGATIVE_NUMBER = form("a number of at least 0", lambda value: _is_number(value) and value >= 0)
 LIST = form("a list", lambda value: isinstance(value, list))
 OBJECT = form("an object", lambda value: isinstance(value, dict))
 RELATIVE_PATH = form("the name of a file below this directory", _is_relative_path)

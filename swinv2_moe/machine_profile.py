@@ -7,7 +7,7 @@ from pathlib import Path
 from moe_core.parallel import Link, Machine
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_json, write_json
-from swinv2_moe.forms import POSITIVE_NUMBER, form, or_null, record
+from swinv2_moe.forms import NON_NEGATIVE_NUMBER, POSITIVE_NUMBER, form, or_null, record
 
 _MAX_BYTES = 1 << 16
 _MAX_NAME = 80  # characters
@@ -15,7 +15,10 @@ _NAME = form(
     f"a printable name of 1 to {_MAX_NAME} characters",
     lambda value: isinstance(value, str) and value.isprintable() and 0 < len(value) <= _MAX_NAME,
 )
-_LINK = record({"latency": POSITIVE_NUMBER, "bandwidth": POSITIVE_NUMBER})
+# Older files have no delay.
+_LINK = record(
+    {"latency": POSITIVE_NUMBER, "bandwidth": POSITIVE_NUMBER}, {"delay": NON_NEGATIVE_NUMBER}
+)
 _PROFILE = record(
     {
         "name": _NAME,
@@ -60,11 +63,15 @@ def load_profile(path: str | Path) -> Machine:
         memory = math.inf
     return Machine(
         content["name"],
-        Link(content["intra"]["latency"], content["intra"]["bandwidth"]),
-        Link(content["inter"]["latency"], content["inter"]["bandwidth"]),
+        _link(content["intra"]),
+        _link(content["inter"]),
         content["flops"],
         content["flops_fp32"],
         content["memory_bandwidth"],
         content["kernel_overhead"],
         memory,
     )
+
+
+def _link(content: dict[str, float]) -> Link:
+    return Link(content["latency"], content["bandwidth"], content.get("delay", 0.0))

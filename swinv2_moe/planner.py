@@ -271,10 +271,11 @@ def _all_reduce(machine: Machine, num_bytes: float, near: int, nodes: int) -> fl
     First inside a node, then between nodes, as NCCL's trees do: a GPU's network link carries 1/near
     of the bytes.
     """
-    inside = machine.intra.seconds(2 * math.log2(near), 2 * num_bytes * (near - 1) / near)
-    return inside + machine.inter.seconds(
-        2 * math.log2(nodes), 2 * num_bytes / near * (nodes - 1) / nodes
-    )
+    near_steps = 2 * math.log2(near)
+    far_steps = 2 * math.log2(nodes)
+    inside = machine.intra.seconds(near_steps, 2 * num_bytes * (near - 1) / near, near_steps)
+    between = 2 * num_bytes / near * (nodes - 1) / nodes
+    return inside + machine.inter.seconds(far_steps, between, far_steps)
 
 
 def _strategy_bytes(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moe_core.parallel.machine import Link, Machine
 from moe_core.parallel.strategy import node_size
 
-LinkTimes = tuple[float, float]  # seconds of a message and of a byte
+LinkTimes = tuple[float, float, float]  # seconds of a message and of a byte, and of the delay
 
 
 def calibrate(
@@ -39,8 +39,8 @@ def calibrate(
             slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=process_group)
             seconds = slowest.tolist()
-            intra = Link(seconds[4], 1 / seconds[5])
-            inter = Link(seconds[6], 1 / seconds[7])
+            intra = Link(seconds[4], 1 / seconds[5], seconds[6])
+            inter = Link(seconds[7], 1 / seconds[8], seconds[9])
     flop_fp32, flop_bf16, copied_byte, kernel = seconds[:4]
     name, memory = "this CPU", math.inf
     if device.type == "cuda":
@@ -76,54 +76,85 @@ def _compute_seconds(device: torch.device) -> list[float]:
 def _link_seconds(
     process_group: dist.ProcessGroup, ranks_per_node: int, device: torch.device
 ) -> list[float]:
-    """Seconds of a message and of a byte, inside a node and between nodes."""
+    """The `LinkTimes` inside a node, then those between nodes."""
+    size = process_group.size()
     rank = process_group.rank()
-    per_node = node_size(ranks_per_node, process_group.size())
-    near, far = [], []
-    for other in range(process_group.size()):
-        if other // per_node != rank // per_node:
-            far.append(other)
-        elif other != rank:
-            near.append(other)
-    intra = _measure_link(process_group, near, device)
-    inter = _measure_link(process_group, far, device)
+    per_node = node_size(ranks_per_node, size)
+    node, local_rank = divmod(rank, per_node)
+    first = node * per_node
+    near = [other for other in range(first, first + per_node) if other != rank]
+    far = [other for other in range(size) if other // per_node != node]
+    near_next = first + (local_rank + 1) % per_node
+    near_previous = first + (local_rank - 1) % per_node
+    intra = _measure_link(process_group, near, near_next, near_previous, device)
+    far_next = (rank + per_node) % size
+    far_previous = (rank - per_node) % size
+    inter = _measure_link(process_group, far, far_next, far_previous, device)
     measured = intra or inter
     assert measured is not None, "a group of several ranks has peers"
     return list(intra or measured) + list(inter or measured)
 
 
 def _measure_link(
-    process_group: dist.ProcessGroup, peers: list[int], device: torch.device
+    process_group: dist.ProcessGroup,
+    peers: list[int],
+    next_peer: int,
+    previous_peer: int,
+    device: torch.device,
 ) -> LinkTimes | None:
-    """Measured in exchanges with `peers` alone; None without peers."""
+    """Measured in exchanges with `peers` alone; None without peers.
+
+    An exchange of one message, from the previous to the next peer, separates the delay from the
+    time of a message. A single peer does not need that: all its time is the message's.
+    """
     if not peers:
         return None
+    num_peers = len(peers)
     total = 2**20  # bytes: a tenth of a second over Ethernet of 100 Mbit/s
     if device.type == "cuda":
         total = 2**26
     small = 64
-    large = max(total // len(peers), 2**16)
-    small_seconds = _exchange_seconds(process_group, peers, small, device)
-    large_seconds = _exchange_seconds(process_group, peers, large, device)
-    # The lower bound keeps the transfer time positive where timings are noisy.
+    large = max(total // num_peers, 2**16)
+    small_seconds = _exchange_seconds(process_group, peers, peers, small, device)
+    large_seconds = _exchange_seconds(process_group, peers, peers, large, device)
+    # The lower bounds keep the times of messages and bytes positive where timings are noisy.
     transfer = max(large_seconds - small_seconds, 0.1 * large_seconds)
-    return small_seconds / len(peers), transfer / (len(peers) * (large - small))
+    message, delay = small_seconds, 0.0
+    if num_peers > 1:
+        single = _exchange_seconds(process_group, [next_peer], [previous_peer], small, device)
+        message = max((small_seconds - single) / (num_peers - 1), 0.1 * small_seconds / num_peers)
+        delay = max(small_seconds - num_peers * message, 0.0)
+    return message, transfer / (num_peers * (large - small)), delay
 
 
 def _exchange_seconds(
-    process_group: dist.ProcessGroup, peers: list[int], num_bytes: int, device: torch.device
+    process_group: dist.ProcessGroup,
+    targets: list[int],
+    sources: list[int],
+    num_bytes: int,
+    device: torch.device,
 ) -> float:
-    """Seconds of an exchange of `num_bytes` bytes with each peer."""
-    splits = [0] * process_group.size()
-    for peer in peers:
-        splits[peer] = num_bytes
-    sent = torch.ones(sum(splits), dtype=torch.uint8, device=device)
-    received = torch.empty_like(sent)
+    """Seconds of an exchange that sends `num_bytes` bytes to each target, and receives them from
+    each source.
+
+    Single sends and receives: gloo's all-to-all sends empty messages to all other ranks, too, and
+    so waits for links that are not measured.
+    """
+    sent = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    received = torch.empty(len(sources), num_bytes, dtype=torch.uint8, device=device)
 
     def exchange() -> None:
-        dist.all_to_all_single(received, sent, splits, splits, group=process_group)
+        operations = []
+        for target in targets:
+            send = dist.P2POp(dist.isend, sent, group=process_group, group_peer=target)
+            operations.append(send)
+        for source, row in zip(sources, received, strict=True):
+            receive = dist.P2POp(dist.irecv, row, group=process_group, group_peer=source)
+            operations.append(receive)
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
-    return _fastest(exchange, device, repeats=2)
+    return _fastest(exchange, device, repeats=3)
 
 
 def _fastest(work: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -1,9 +1,9 @@
 """Cost model: predicts the seconds of one MoE layer on a cluster, for any parallel strategy.
 
 1. `volume` counts what a strategy sends inside a node and between nodes.
-2. A message of n bytes costs `latency + n / bandwidth` of its link (the alpha-beta model). A matrix
-   product costs its FLOPs at the machine's rate, and the time to read its weights. Everything else
-   costs its bytes and its kernel launches.
+2. A message of n bytes costs `latency + n / bandwidth` of its link (the alpha-beta model), and each
+   exchange the delay of its link once. A matrix product costs its FLOPs at the machine's rate, and
+   the time to read its weights. Everything else costs its bytes and its kernel launches.
 3. `layer_time` adds these costs and subtracts the time that a pipeline hides. `ranked` does so for
    every candidate strategy.
 4. The machine is a known one (`machine.PROFILES`) or a measured one (`calibration.calibrate`).
@@ -234,9 +234,9 @@ def _pass_time(
     experts = _experts_seconds(machine, shape, group_size, strategy, backward) / chunks
     counts = 0.0
     if shape.counts_first and not backward:
-        sent = cost.traffic
-        counts = machine.intra.latency * sent.intra_messages
-        counts += machine.inter.latency * sent.inter_messages
+        for stage in cost.stages:
+            counts += machine.intra.seconds(stage.intra_messages, 0)
+            counts += machine.inter.seconds(stage.inter_messages, 0)
     hidden = 0.0
     if chunks > 1:
         hidden = chunks * (2 * exchange + experts) - _pipelined_seconds(exchange, experts, chunks)
@@ -282,8 +282,8 @@ def _exchange_seconds(
     size = shape.element_size
     seconds = 0.0
     for stage in cost.stages:
-        intra = machine.intra.seconds(chunks * stage.intra_messages, stage.intra * size)
-        inter = machine.inter.seconds(chunks * stage.inter_messages, stage.inter * size)
+        intra = machine.intra.seconds(chunks * stage.intra_messages, stage.intra * size, chunks)
+        inter = machine.inter.seconds(chunks * stage.inter_messages, stage.inter * size, chunks)
         seconds += max(intra, inter)
     # A copy reads and writes each element.
     copied_bytes = cost.copies * 2 * _sent_elements(shape, strategy) * size
@@ -342,7 +342,7 @@ def _gather_seconds(
     """Seconds of the all-gather of weights, or of the reduce-scatter of their gradients.
 
     As in NCCL, a weight enters each node once, at one of its ranks, and is passed on inside the
-    node. Both kinds of link work at the same time.
+    node, in rings whose steps follow each other. Both kinds of link work at the same time.
     """
     ranks, near = _gatherers(shape, group_size, strategy)
     if ranks == 1:
@@ -353,8 +353,10 @@ def _gather_seconds(
     nodes = ranks // near
     rank_bytes = shape.expert_parameters * shape.num_experts / group_size * element_size
     tensors = shape.expert_tensors
-    intra = machine.intra.seconds(tensors * (near - 1), rank_bytes * nodes * (near - 1))
-    inter = machine.inter.seconds(tensors * (nodes - 1), rank_bytes * (nodes - 1))
+    near_steps = tensors * (near - 1)
+    far_steps = tensors * (nodes - 1)
+    intra = machine.intra.seconds(near_steps, rank_bytes * nodes * (near - 1), near_steps)
+    inter = machine.inter.seconds(far_steps, rank_bytes * (nodes - 1), far_steps)
     return max(intra, inter)
 
 

@@ -6,13 +6,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """One message of n bytes takes `latency + n / bandwidth` seconds."""
+    """An exchange of m messages with n bytes in all takes `m latency + delay + n / bandwidth`
+    seconds.
+
+    The rank and its network card handle messages in turn. On the wire, messages to different ranks
+    overlap, so an exchange waits for the delay once.
+    """
 
     latency: float  # seconds that one more message of an exchange costs a rank
     bandwidth: float  # bytes/s that one rank sends
+    delay: float = 0.0  # seconds on the wire; 0: part of the latency
 
-    def seconds(self, messages: float, num_bytes: float) -> float:
-        return messages * self.latency + num_bytes / self.bandwidth
+    def seconds(self, messages: float, num_bytes: float, steps: float = 1) -> float:
+        """Seconds of `steps` exchanges in turn, which have so many messages and bytes in all."""
+        if messages == 0:
+            steps = 0
+        return messages * self.latency + steps * self.delay + num_bytes / self.bandwidth
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,16 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
         assert machine_named(str(file)) == machine
 
 
+def test_links_with_a_delay_and_older_files_without(tmp_path):
+    file = tmp_path / "machine.json"
+    machine = PROFILES["h100"]
+    delayed = replace(machine, inter=replace(machine.inter, delay=1e-3))
+    save_profile(delayed, file)
+    assert load_profile(file) == delayed
+    file.write_text(changed())
+    assert load_profile(file).inter.delay == 0
+
+
 def changed(**values) -> str:
     link = {"latency": 1e-6, "bandwidth": 1e9}
     profile = {"name": "a", "intra": link, "inter": link, "flops": 1e12, "flops_fp32": 1e12}
@@ -40,6 +50,10 @@ def changed(**values) -> str:
         (changed(memory=float("nan")), "the profile/memory is nan"),
         (changed(inter={"latency": 1e-6}), "the profile/inter/bandwidth is missing"),
         (changed(intra={"latency": -1, "bandwidth": 1}), "the profile/intra/latency is -1"),
+        (
+            changed(inter={"latency": 1, "bandwidth": 1, "delay": -1}),
+            "the profile/inter/delay is -1, it must be a number of at least 0",
+        ),
         (changed(name="a\n\x1b[2J"), "a printable name of 1 to 80 characters"),
         (changed(name="x" * 70_000), "larger than 65,536 bytes"),
     ],

@@ -256,6 +256,27 @@ def test_many_small_messages_want_2dh_and_few_large_ones_do_not():
     assert pair(16, 65536)[1] > pair(16, 65536)[0]
 
 
+def test_messages_of_an_exchange_share_the_delay():
+    delayed = replace(A100, inter=replace(A100.inter, delay=1e-3))
+    shape = shape_of(64, 64, model_dim=2048, hidden_dim=2048)
+
+    def added(strategy: ParallelStrategy, **fields) -> float:
+        changed = replace(shape, training=False, **fields)
+        with_delay = layer_time(delayed, changed, 64, strategy)
+        without = layer_time(A100, changed, 64, strategy)
+        added_exchange = with_delay.exchange - without.exchange
+        added_gather = with_delay.gather - without.gather
+        return round(1e3 * (added_exchange + added_gather), 6)
+
+    for algorithm in ("linear", "2dh"):
+        assert added(ParallelStrategy(1, 1, algorithm, 8), counts_first=False) == 2
+        assert added(ParallelStrategy(1, 1, algorithm, 8)) == 3  # the counts, too
+        assert added(ParallelStrategy(1, 4, algorithm, 8)) == 9  # each chunk
+    # a ring of 8 nodes for each of 4 tensors
+    assert added(ParallelStrategy(0, ranks_per_node=8)) == 4 * 7
+    assert delayed.inter.seconds(0, 0) == 0
+
+
 def test_nothing_is_sent_by_one_rank():
     time_alone = layer_time(A100, shape_of(4), 1, ParallelStrategy(1))
     assert (time_alone.exchange, time_alone.gather) == (0, 0)
