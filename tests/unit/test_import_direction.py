@@ -119,6 +119,7 @@ for name in RANKS:
     ALLOWED[name] = ["moe_core.registry"] + RANKS
 ALLOWED["moe_core.parallel.machine"] = []
 ALLOWED["moe_core.parallel.ranks"] = []
+ALLOWED["moe_core.comm"] = ["moe_core.ops.native.build_cache", "moe_core.parallel.ranks"]
 ALLOWED["moe_core.parallel.cost_model"] = [
     "moe_core.config",
     "moe_core.registry",
