@@ -21,6 +21,9 @@ _ARGUMENTS = {
     "comm_signal": [c_void_p, c_long],
     "comm_wait": [c_void_p, c_long],
     "comm_barrier": [c_void_p],
+    "comm_run": [c_void_p],
+    "comm_run_exchange": [c_void_p],
+    "comm_run_delivery": [c_void_p],
 }
 
 

@@ -1,0 +1,169 @@
+"""Runs a plan: the programs of all ranks, each in one call of the C++ interpreter."""
+
+# P ranks
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_long, c_void_p
+from datetime import timedelta
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from moe_core.comm.channel import MemoryGroup
+from moe_core.comm.check import check
+from moe_core.comm.library import library
+from moe_core.comm.plan import ACTIONS, KINDS, Plan, Program
+from moe_core.parallel.ranks import Ranks
+
+_HEADER_BYTES = 64  # of a slot
+_TIMEOUT = 1  # a status of the interpreter
+# The order is that of `comm::Dtype`.
+SUM_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
+
+
+class _Run(ctypes.Structure):
+    """`Run` of interpreter.cpp."""
+
+    _fields_ = [
+        ("group", c_void_p),
+        ("steps", c_void_p),
+        ("num_steps", c_long),
+        ("delivery", c_long),
+        ("num_slots", c_long),
+        ("piece_bytes", c_long),
+        ("dtype", c_long),
+        ("round", c_long),
+        ("rounds", c_long),
+        ("input", c_void_p),
+        ("input_offsets", c_void_p),
+        ("output", c_void_p),
+        ("output_offsets", c_void_p),
+        ("output_bytes", c_void_p),
+        ("failed_step", c_long),
+        ("expected_bytes", c_long),
+    ]
+
+
+class PlanRunner:
+    """A plan with its shared memory. Making one and running it are collectives.
+
+    Args:
+        piece_bytes: of a slot; longer messages travel in pieces. A multiple of 64.
+        timeout: of every wait.
+
+    Raises:
+        PlanError: the plan is not safe.
+        ValueError, RuntimeError: as `MemoryGroup`; ValueError also for different plans.
+    """
+
+    def __init__(
+        self, plan: Plan, ranks: Ranks, piece_bytes: int, timeout: timedelta = default_pg_timeout
+    ) -> None:
+        if plan.num_ranks != ranks.size:
+            raise ValueError(f"a plan of {plan.num_ranks} ranks for a group of {ranks.size}")
+        if piece_bytes < 64 or piece_bytes % 64:
+            raise ValueError(f"piece_bytes ({piece_bytes}) must be a positive multiple of 64")
+        self._origins = check(plan)[ranks.rank]
+        self.plan = plan
+        self.piece_bytes = piece_bytes
+        buffer_bytes = 2 * plan.num_slots * (piece_bytes + _HEADER_BYTES)
+        purpose = f"the plan {plan.name} ({plan.digest()}) with buffers"
+        self.group = MemoryGroup(ranks, buffer_bytes, timeout, purpose)
+        program = plan.programs[ranks.rank]
+        self._steps = _encode(program)
+        self._output_bytes = torch.zeros(plan.num_outputs, dtype=torch.int64)
+        self._run = _Run(
+            group=self.group.pointer,
+            steps=self._steps.data_ptr(),
+            num_steps=len(program.steps),
+            delivery=program.delivery,
+            num_slots=plan.num_slots,
+            piece_bytes=piece_bytes,
+            output_bytes=self._output_bytes.data_ptr(),
+        )
+
+    def run(
+        self, source: Tensor, inputs: Sequence[int], result: Tensor, outputs: Sequence[int]
+    ) -> None:
+        """Send the messages that lie one after the other in `source` and write those that arrive to
+        `result`.
+
+        Args:
+            source, result: contiguous CPU tensors.
+            inputs, outputs: bytes of each message.
+
+        Raises:
+            CollectiveError: a rank does not come within the timeout, or sends a message of another
+                length.
+        """
+        input_offsets = self._begin(source, inputs)
+        output_offsets = _offsets(outputs)
+        self._run.output = result.data_ptr()
+        self._run.output_offsets = output_offsets.data_ptr()
+        self._call("comm_run")
+        del input_offsets
+
+    def exchange(self, source: Tensor, inputs: Sequence[int]) -> list[int]:
+        """The first half of `run`, where the lengths of the outputs are not known.
+
+        Returns:
+            The bytes of each output. `deliver` has to follow, with the same `source`.
+        """
+        self._input_offsets = self._begin(source, inputs)
+        self._call("comm_run_exchange")
+        return self._output_bytes.tolist()
+
+    def deliver(self, result: Tensor, outputs: Sequence[int]) -> None:
+        """The second half of `run`."""
+        output_offsets = _offsets(outputs)
+        self._run.output = result.data_ptr()
+        self._run.output_offsets = output_offsets.data_ptr()
+        self._call("comm_run_delivery")
+
+    def _begin(self, source: Tensor, inputs: Sequence[int]) -> Tensor:
+        """Set the inputs; returns their offsets, which have to outlive the run."""
+        self.group.check_usable()
+        offsets = _offsets(inputs)
+        longest = max(inputs, default=0)
+        self._run.rounds = max(-(-longest // self.piece_bytes), 1)
+        self._run.input = source.data_ptr()
+        self._run.input_offsets = offsets.data_ptr()
+        if source.dtype in SUM_DTYPES:
+            self._run.dtype = SUM_DTYPES.index(source.dtype)
+        return offsets
+
+    def _call(self, function: str) -> None:
+        status = getattr(library(), function)(ctypes.addressof(self._run))
+        if not status:
+            return
+        group, plan = self.group, self.plan
+        step = plan.programs[group.rank].steps[self._run.failed_step]
+        if status == _TIMEOUT:
+            group.fail(f"{plan.name}: rank {group.rank} got no signal from rank {step.peer}")
+        senders = "its peers"
+        if step.destination.kind == "output":
+            contents = self._origins[step.destination.index]
+            senders = " or ".join(f"rank {rank}" for rank, _ in contents)
+        group.fail(
+            f"{plan.name}: rank {group.rank} got no message of {self._run.expected_bytes} bytes"
+            f" from {senders}"
+        )
+
+
+def _encode(program: Program) -> Tensor:
+    """[steps, 7] as `Step` of interpreter.cpp."""
+    rows = []
+    for step in program.steps:
+        row = [ACTIONS.index(step.action), step.peer, int(step.with_signal)]
+        for place in (step.source, step.destination):
+            row += [KINDS.index(place.kind), place.index]
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), 7)
+
+
+def _offsets(sizes: Sequence[int]) -> Tensor:
+    """[n] -> [n + 1], from 0 to the sum."""
+    return torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int64)
