@@ -94,7 +94,8 @@ def _make_file(num_bytes: int, offer: _Offer) -> tuple[int, _Offer]:
         free = f"{available_bytes() / 2**20:.1f} MiB of memory are available"
         return descriptor, _Offer(offer.machine, offer.host, offer.request, f"{wanted}: {free}")
     try:
-        descriptor = os.memfd_create("moe_core.comm")
+        # the name appears in /proc/*/maps alone
+        descriptor = os.memfd_create(f"moe_core.comm.{os.getpid()}")
         # Without the pages, a machine that is out of memory would kill the first rank to write.
         os.posix_fallocate(descriptor, 0, num_bytes + _KEY_BYTES)
         os.pwrite(descriptor, key, num_bytes)
