@@ -5,7 +5,6 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import torch
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
@@ -19,8 +18,8 @@ from moe_core.comm.plans import (
 from moe_core.comm.runner import SUM_DTYPES, PlanRunner
 from moe_core.parallel.ranks import Ranks
 
-# A piece of a message should stay in the cache until the receiver has copied it.
-_MOST_PIECE_BYTES = 2**20
+# A piece should stay in the cache until the receiver has copied it, and be worth a signal.
+_MOST_PIECE_BYTES = 2**18
 _SHARED_BYTES = 2**25  # of all ranks' slots in one plan, where pieces can be short enough
 _LEAST_PIECE_BYTES = 2**12
 
@@ -28,17 +27,17 @@ _LEAST_PIECE_BYTES = 2**12
 class Collectives:
     """Collectives of CPU tensors through shared memory. All ranks make each call.
 
-    The plan of a collective and its shared memory are made at its first call. Results are new
-    tensors, without gradients. Moves are exact. Sums are in the order of the ranks and in the
-    tensors' dtype, so they are the same on all ranks and in every run.
+    The plan of a collective and its shared memory are made at its first call. Results are written
+    to `out`, or are new tensors; they have no gradients. Moves are exact. Sums are in the order of
+    the ranks and in the tensors' dtype, so they are the same on all ranks and in every run.
 
     Args:
         ranks: all on one machine. Their process group makes the plans; nothing else uses it.
         timeout: of every wait for another rank.
 
     Raises, in every method:
-        ValueError: a tensor on a GPU, or whose rows do not fit the splits; ranks on several
-            machines (at the first call; on all ranks).
+        ValueError: a tensor on a GPU, or whose rows do not fit the splits; an `out` of another
+            shape or dtype; ranks on several machines (at the first call; on all ranks).
         RuntimeError: no C++ compiler, too little memory (at the first call; on all ranks).
         CollectiveError: a rank does not come within the timeout, or sends another number of rows.
     """
@@ -52,10 +51,10 @@ class Collectives:
         """Make the plan of `all_to_all` and `all_to_all_v` now, on this thread."""
         self._runner(linear_all_to_all)
 
-    def all_to_all(self, rows: Tensor) -> Tensor:
+    def all_to_all(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """rows [P * n, ...] by destination -> [P * n, ...] by source."""
         splits = self._equal_splits(rows)
-        return self.exchange(rows, splits, splits)
+        return self.exchange(rows, splits, splits, out)
 
     def all_to_all_v(self, rows: Tensor, send: Sequence[int]) -> tuple[Tensor, list[int]]:
         """rows [sum(send), ...] by destination -> [sum(receive), ...] by source, and receive [P].
@@ -77,12 +76,18 @@ class Collectives:
         runner.deliver(received, arriving)
         return received, receive
 
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def exchange(
+        self,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        out: Tensor | None = None,
+    ) -> Tensor:
         """`all_to_all_v` where the numbers of rows that arrive are known."""
         rows = _checked(rows)
         _check_splits(rows, send, self.ranks.size)
         row_bytes = _row_bytes(rows)
-        received = rows.new_empty(sum(receive), *rows.shape[1:])
+        received = _result(rows, (sum(receive), *rows.shape[1:]), out)
         self._runner(linear_all_to_all).run(
             rows,
             [number * row_bytes for number in send],
@@ -91,28 +96,28 @@ class Collectives:
         )
         return received
 
-    def all_gather(self, rows: Tensor) -> Tensor:
+    def all_gather(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """rows [n, ...] of each rank -> [P * n, ...] on every rank."""
         rows = _checked(rows)
         size = self.ranks.size
-        gathered = rows.new_empty(size * len(rows), *rows.shape[1:])
+        gathered = _result(rows, (size * len(rows), *rows.shape[1:]), out)
         self._runner(linear_all_gather).run(rows, [rows.nbytes], gathered, [rows.nbytes] * size)
         return gathered
 
-    def reduce_scatter(self, rows: Tensor) -> Tensor:
+    def reduce_scatter(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """rows [P * n, ...] of each rank -> the n of this rank, summed over the ranks."""
         rows = _checked_for_sums(rows)
-        (num_rows, *_) = self._equal_splits(rows)
-        reduced = rows.new_empty(num_rows, *rows.shape[1:])
+        num_rows = self._equal_splits(rows)[0]
+        reduced = _result(rows, (num_rows, *rows.shape[1:]), out)
         inputs = [reduced.nbytes] * self.ranks.size
         self._runner(linear_reduce_scatter).run(rows, inputs, reduced, [reduced.nbytes])
         return reduced
 
-    def all_reduce(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor, out: Tensor | None = None) -> Tensor:
         """The sum of the ranks' `values`, of any shape. Every rank sends them to every other: for
         norms, flags and counts."""
         values = _checked_for_sums(values)
-        summed = torch.empty_like(values)
+        summed = _result(values, values.shape, out)
         self._runner(linear_all_reduce).run(values, [values.nbytes], summed, [values.nbytes])
         return summed
 
@@ -134,6 +139,18 @@ def piece_bytes(plan: Plan) -> int:
     num_slots = 2 * plan.num_ranks * plan.num_slots
     fitting = _SHARED_BYTES // num_slots // 64 * 64
     return min(max(fitting, _LEAST_PIECE_BYTES), _MOST_PIECE_BYTES)
+
+
+def _result(rows: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
+    """`out`, or a new tensor."""
+    if out is None:
+        return rows.new_empty(shape)
+    if out.shape != shape or out.dtype != rows.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out has shape {list(out.shape)}, strides {list(out.stride())} and {out.dtype}, not"
+            f" contiguous {list(shape)} and {rows.dtype}"
+        )
+    return _checked(out)
 
 
 def _row_bytes(rows: Tensor) -> int:

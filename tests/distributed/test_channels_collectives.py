@@ -142,6 +142,13 @@ def bad_input(rank: int) -> None:
     for call, message in calls:
         with pytest.raises(ValueError, match=message):
             call()
+    wrong = torch.empty(2)
+    with pytest.raises(ValueError, match=r"out has shape \[2\].* not contiguous \[4\] and torch.f"):
+        collectives.all_gather(torch.zeros(2), wrong)
+    out = torch.empty(4, 2)
+    gathered = collectives.all_gather(torch.full((2, 2), float(rank)), out)
+    assert gathered.data_ptr() == out.data_ptr()
+    assert out[:, 0].tolist() == [0, 0, 1, 1]
     rows = torch.arange(4.0).view(2, 2).T.requires_grad_()  # not contiguous
     assert torch.equal(collectives.all_gather(rows)[:2], rows)
     assert not collectives.all_gather(rows).requires_grad
