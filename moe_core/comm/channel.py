@@ -18,10 +18,10 @@ from moe_core.comm.library import library
 from moe_core.comm.memory import share_memory
 from moe_core.parallel.ranks import CollectiveError, Ranks
 
-# A wait looks so often before it sleeps: for some 20 us, about what a sleep costs. Where ranks
-# outnumber the cores, the other rank may need this core, so the wait sleeps almost at once.
-_SPINS = 1000
-_SPINS_WHEN_CROWDED = 20
+# A wait looks so often before it sleeps: for some 10 us, less than a sleep costs. Longer spins were
+# slower wherever the other rank was not running: on a busy machine it may need this very core.
+_SPINS = 200
+_SPINS_WHEN_CROWDED = 20  # where ranks outnumber the cores
 _ALIGNMENT = 64
 
 

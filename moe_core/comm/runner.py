@@ -74,7 +74,9 @@ class PlanRunner:
         self.group = MemoryGroup(ranks, buffer_bytes, timeout, purpose)
         program = plan.programs[ranks.rank]
         self._steps = _encode(program)
-        self._output_bytes = torch.zeros(plan.num_outputs, dtype=torch.int64)
+        self._input_offsets = (c_long * (plan.num_inputs + 1))()
+        self._output_offsets = (c_long * (plan.num_outputs + 1))()
+        self._output_bytes = (c_long * plan.num_outputs)()
         self._run = _Run(
             group=self.group.pointer,
             steps=self._steps.data_ptr(),
@@ -82,7 +84,9 @@ class PlanRunner:
             delivery=program.delivery,
             num_slots=plan.num_slots,
             piece_bytes=piece_bytes,
-            output_bytes=self._output_bytes.data_ptr(),
+            input_offsets=ctypes.addressof(self._input_offsets),
+            output_offsets=ctypes.addressof(self._output_offsets),
+            output_bytes=ctypes.addressof(self._output_bytes),
         )
 
     def run(
@@ -99,12 +103,9 @@ class PlanRunner:
             CollectiveError: a rank does not come within the timeout, or sends a message of another
                 length.
         """
-        input_offsets = self._begin(source, inputs)
-        output_offsets = _offsets(outputs)
-        self._run.output = result.data_ptr()
-        self._run.output_offsets = output_offsets.data_ptr()
+        self._set_inputs(source, inputs)
+        self._set_outputs(result, outputs)
         self._call("comm_run")
-        del input_offsets
 
     def exchange(self, source: Tensor, inputs: Sequence[int]) -> list[int]:
         """The first half of `run`, where the lengths of the outputs are not known.
@@ -112,28 +113,27 @@ class PlanRunner:
         Returns:
             The bytes of each output. `deliver` has to follow, with the same `source`.
         """
-        self._input_offsets = self._begin(source, inputs)
+        self._set_inputs(source, inputs)
         self._call("comm_run_exchange")
-        return self._output_bytes.tolist()
+        return list(self._output_bytes)
 
     def deliver(self, result: Tensor, outputs: Sequence[int]) -> None:
         """The second half of `run`."""
-        output_offsets = _offsets(outputs)
-        self._run.output = result.data_ptr()
-        self._run.output_offsets = output_offsets.data_ptr()
+        self._set_outputs(result, outputs)
         self._call("comm_run_delivery")
 
-    def _begin(self, source: Tensor, inputs: Sequence[int]) -> Tensor:
-        """Set the inputs; returns their offsets, which have to outlive the run."""
+    def _set_inputs(self, source: Tensor, inputs: Sequence[int]) -> None:
         self.group.check_usable()
-        offsets = _offsets(inputs)
         longest = max(inputs, default=0)
         self._run.rounds = max(-(-longest // self.piece_bytes), 1)
         self._run.input = source.data_ptr()
-        self._run.input_offsets = offsets.data_ptr()
+        self._input_offsets[:] = list(accumulate(inputs, initial=0))
         if source.dtype in SUM_DTYPES:
             self._run.dtype = SUM_DTYPES.index(source.dtype)
-        return offsets
+
+    def _set_outputs(self, result: Tensor, outputs: Sequence[int]) -> None:
+        self._run.output = result.data_ptr()
+        self._output_offsets[:] = list(accumulate(outputs, initial=0))
 
     def _call(self, function: str) -> None:
         status = getattr(library(), function)(ctypes.addressof(self._run))
@@ -162,8 +162,3 @@ def _encode(program: Program) -> Tensor:
             row += [KINDS.index(place.kind), place.index]
         rows.append(row)
     return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), 7)
-
-
-def _offsets(sizes: Sequence[int]) -> Tensor:
-    """[n] -> [n + 1], from 0 to the sum."""
-    return torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int64)
