@@ -10,6 +10,7 @@ its k-th `wait`. Signals are counted, so none is lost when the receiver waits la
 import ctypes
 import os
 from datetime import timedelta
+from typing import NoReturn
 
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -108,23 +109,21 @@ class MemoryGroup:
         self.check_usable()
         late = library().comm_barrier(self.pointer)
         if late >= 0:
-            self.fail(f"barrier: rank {self.rank} heard nothing from rank {late}")
+            self.fail_wait(f"barrier: rank {self.rank} heard nothing from rank {late}")
 
     def check_usable(self) -> None:
         """Raise CollectiveError if an earlier operation of the group failed."""
         if self._failure:
-            raise CollectiveError(f"{self._failure} (earlier; the ranks are out of step)")
+            raise CollectiveError(f"the ranks are out of step since: {self._failure}")
 
-    def fail(self, message: str) -> None:
-        """Raise CollectiveError with the message, now and at every later use.
-
-        Raises:
-            CollectiveError: always.
-        """
-        seconds = self.timeout.total_seconds()
-        description = self.ranks.description
-        self._failure = f"{message} within {seconds:g} s on {description}; has it ended?"
+    def fail(self, message: str) -> NoReturn:
+        """Raise CollectiveError with the message, now and at every later use."""
+        self._failure = f"{message} ({self.ranks.description})"
         raise CollectiveError(self._failure)
+
+    def fail_wait(self, message: str) -> NoReturn:
+        """`fail` after a wait that ran out of time."""
+        self.fail(f"{message} within {self.timeout.total_seconds():g} s; has it ended?")
 
 
 class Channel:
@@ -182,7 +181,8 @@ class Channel:
         """
         self.group.check_usable()
         if library().comm_wait(self.group.pointer, self.peer):
-            self.group.fail(f"wait: rank {self.group.rank} got no signal from rank {self.peer}")
+            rank = self.group.rank
+            self.group.fail_wait(f"wait: rank {rank} got no signal from rank {self.peer}")
 
     def flush(self) -> None:
         """Wait until the sources of earlier puts may change.

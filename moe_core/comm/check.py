@@ -47,8 +47,9 @@ class _Slot:
 @dataclass
 class _Rank:
     clock: list[int]  # [P]
-    informed: set[int]  # ranks whose longest message this rank has heard of, in this round
     next_step: int = 0  # of all rounds
+    # of this round: ranks whose longest message this one has heard of, and what it wrote
+    informed: set[int] = field(default_factory=set)
     outputs: dict[int, Contents] = field(default_factory=dict)
 
 
@@ -132,7 +133,7 @@ class _Play:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.ranks = [_Rank([0] * plan.num_ranks, {rank}) for rank in range(plan.num_ranks)]
+        self.ranks = [_Rank([0] * plan.num_ranks) for _ in range(plan.num_ranks)]
         self.slots: dict[tuple[int, int, int], _Slot] = {}  # by owner, index, parity
         self.signals: dict[tuple[int, int], deque[list[int]]] = {}  # the senders' clocks
 
@@ -163,6 +164,9 @@ class _Play:
             if not arrived:
                 return False
             state.clock = [max(pair) for pair in zip(state.clock, arrived.popleft(), strict=True)]
+        if index == 0:
+            state.informed = {rank}
+            state.outputs = {}
         state.clock[rank] += 1
         self._take(rank, step, round_index, where(self.plan, rank, index))
         if step.action == "signal" or step.with_signal:
@@ -238,10 +242,6 @@ class _Play:
         for output in range(plan.num_outputs):
             if output not in state.outputs:
                 raise PlanError(f"{plan.name}: rank {rank} never writes output {output}")
-        at_end = state.next_step == _ROUNDS * len(plan.programs[rank].steps)
-        state.informed = {rank}
-        if not at_end:
-            state.outputs = {}
 
     def _cycle(self, rank: int) -> str:
         """The ranks that wait for each other, from `rank` on."""

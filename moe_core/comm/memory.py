@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -89,21 +89,19 @@ def _make_file(num_bytes: int, offer: _Offer) -> tuple[int, _Offer]:
     key = secrets.token_bytes(_KEY_BYTES)
     descriptor = -1
     wanted = f"{num_bytes / 2**20:.1f} MiB of shared memory"
-    # posix_fallocate would not fail: the kernel would end processes to make room.
-    if num_bytes > available_bytes():
-        free = f"{available_bytes() / 2**20:.1f} MiB of memory are available"
-        return descriptor, _Offer(offer.machine, offer.host, offer.request, f"{wanted}: {free}")
     try:
+        # posix_fallocate would not fail: the kernel would end processes to make room.
+        if num_bytes > available_bytes():
+            free = f"{available_bytes() / 2**20:.1f} MiB of memory are available"
+            return descriptor, replace(offer, problem=f"{wanted}: {free}")
         # the name appears in /proc/*/maps alone
         descriptor = os.memfd_create(f"moe_core.comm.{os.getpid()}")
         # Without the pages, a machine that is out of memory would kill the first rank to write.
         os.posix_fallocate(descriptor, 0, num_bytes + _KEY_BYTES)
         os.pwrite(descriptor, key, num_bytes)
     except OSError as error:
-        reason = f"{wanted}: {error.strerror}"
-        return descriptor, _Offer(offer.machine, offer.host, offer.request, reason)
-    made = _Offer(offer.machine, offer.host, offer.request, "", os.getpid(), descriptor, key)
-    return descriptor, made
+        return descriptor, replace(offer, problem=f"{wanted}: {error.strerror}")
+    return descriptor, replace(offer, pid=os.getpid(), descriptor=descriptor, key=key)
 
 
 def _map(descriptor: int, offer: _Offer, num_bytes: int) -> tuple[Tensor | None, str]:

@@ -44,6 +44,7 @@ class _Run(ctypes.Structure):
         ("output_bytes", c_void_p),
         ("failed_step", c_long),
         ("expected_bytes", c_long),
+        ("arrived_bytes", c_long),
     ]
 
 
@@ -73,6 +74,8 @@ class PlanRunner:
         purpose = f"the plan {plan.name} ({plan.digest()}) with buffers"
         self.group = MemoryGroup(ranks, buffer_bytes, timeout, purpose)
         program = plan.programs[ranks.rank]
+        self._has_sums = any(step.action == "add" for step in program.steps)
+        self._awaits_delivery = False
         self._steps = _encode(program)
         self._input_offsets = (c_long * (plan.num_inputs + 1))()
         self._output_offsets = (c_long * (plan.num_outputs + 1))()
@@ -96,10 +99,11 @@ class PlanRunner:
         `result`.
 
         Args:
-            source, result: contiguous CPU tensors.
+            source, result: contiguous CPU tensors; of a dtype in SUM_DTYPES if the plan has sums.
             inputs, outputs: bytes of each message.
 
         Raises:
+            ValueError: the messages do not fit into the tensors.
             CollectiveError: a rank does not come within the timeout, or sends a message of another
                 length.
         """
@@ -115,23 +119,31 @@ class PlanRunner:
         """
         self._set_inputs(source, inputs)
         self._call("comm_run_exchange")
+        self._awaits_delivery = True
         return list(self._output_bytes)
 
     def deliver(self, result: Tensor, outputs: Sequence[int]) -> None:
         """The second half of `run`."""
         self._set_outputs(result, outputs)
+        self._awaits_delivery = False
         self._call("comm_run_delivery")
 
     def _set_inputs(self, source: Tensor, inputs: Sequence[int]) -> None:
         self.group.check_usable()
+        if self._awaits_delivery:
+            self.group.fail(f"{self.plan.name}: exchange was not followed by deliver")
+        _check_messages("source", source, inputs, self.plan.num_inputs)
+        if self._has_sums:
+            if source.dtype not in SUM_DTYPES:
+                raise ValueError(f"{self.plan.name}: sums of {source.dtype} are not supported")
+            self._run.dtype = SUM_DTYPES.index(source.dtype)
         longest = max(inputs, default=0)
         self._run.rounds = max(-(-longest // self.piece_bytes), 1)
         self._run.input = source.data_ptr()
         self._input_offsets[:] = list(accumulate(inputs, initial=0))
-        if source.dtype in SUM_DTYPES:
-            self._run.dtype = SUM_DTYPES.index(source.dtype)
 
     def _set_outputs(self, result: Tensor, outputs: Sequence[int]) -> None:
+        _check_messages("result", result, outputs, self.plan.num_outputs)
         self._run.output = result.data_ptr()
         self._output_offsets[:] = list(accumulate(outputs, initial=0))
 
@@ -142,14 +154,28 @@ class PlanRunner:
         group, plan = self.group, self.plan
         step = plan.programs[group.rank].steps[self._run.failed_step]
         if status == _TIMEOUT:
-            group.fail(f"{plan.name}: rank {group.rank} got no signal from rank {step.peer}")
-        senders = "its peers"
+            group.fail_wait(f"{plan.name}: rank {group.rank} got no signal from rank {step.peer}")
+        senders = "its neighbour"
         if step.destination.kind == "output":
-            contents = self._origins[step.destination.index]
-            senders = " or ".join(f"rank {rank}" for rank, _ in contents)
+            ranks = [str(rank) for rank, _ in self._origins[step.destination.index]]
+            senders = f"rank {' or '.join(ranks)}"
         group.fail(
-            f"{plan.name}: rank {group.rank} got no message of {self._run.expected_bytes} bytes"
-            f" from {senders}"
+            f"{plan.name}: rank {group.rank} expects {self._run.expected_bytes} bytes from"
+            f" {senders}, and {self._run.arrived_bytes} came"
+        )
+
+
+def _check_messages(name: str, tensor: Tensor, sizes: Sequence[int], number: int) -> None:
+    """Refuse messages that do not fit into their tensor."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be a contiguous CPU tensor, not strides {tensor.stride()} on"
+            f" {tensor.device}"
+        )
+    if len(sizes) != number or min(sizes, default=0) < 0 or sum(sizes) > tensor.nbytes:
+        raise ValueError(
+            f"{name} of {tensor.nbytes} bytes does not hold {number} messages of {list(sizes)}"
+            " bytes"
         )
 
 

@@ -93,8 +93,33 @@ def disagreement(rank: int) -> None:
     if rank:
         runner.run(rows, [8, 8], rows.clone(), expected)
     else:
-        with pytest.raises(CollectiveError, match=r"rank 0 got no message of 4 bytes from rank 1"):
+        with pytest.raises(CollectiveError, match=r"expects 4 bytes from rank 1, and 8 came"):
             runner.run(rows, [8, 8], rows.clone(), expected)
+
+
+def bad_arguments(rank: int) -> None:
+    ranks = world()
+    runner = PlanRunner(linear_reduce_scatter(2), ranks, 512)
+    rows, result = torch.zeros(4), torch.zeros(2)
+    calls = [
+        ((rows, [8, 16], result, [8]), r"source of 16 bytes does not hold 2 messages of \[8, 16\]"),
+        ((rows, [8], result, [8]), r"source of 16 bytes does not hold 2 messages of \[8\]"),
+        ((rows, [8, 8], result, [16]), r"result of 8 bytes does not hold 1 messages of \[16\]"),
+        ((rows, [-8, 8], result, [8]), r"messages of \[-8, 8\]"),
+        ((rows.view(2, 2).T, [8, 8], result, [8]), "source must be a contiguous CPU tensor"),
+        ((rows.half(), [4, 4], result, [4]), r"sums of torch.float16 are not supported"),
+    ]
+    for arguments, message in calls:
+        with pytest.raises(ValueError, match=message):
+            runner.run(*arguments)
+    runner.run(rows, [8, 8], result, [8])
+    assert runner.exchange(rows, [8, 8]) == [8]
+    with pytest.raises(CollectiveError, match="exchange was not followed by deliver"):
+        runner.exchange(rows, [8, 8])
+
+
+def test_messages_that_do_not_fit_are_refused(run_processes):
+    run_processes(bad_arguments, 2)
 
 
 def test_ranks_that_disagree_get_one_line(run_processes):

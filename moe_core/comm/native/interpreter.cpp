@@ -45,7 +45,7 @@ struct Run {
   char* output;
   const long* output_offsets;  // [outputs + 1] in bytes
   long* output_bytes;          // [outputs] written by run_exchange: what arrives
-  long failed_step, expected_bytes;
+  long failed_step, expected_bytes, arrived_bytes;
 };
 
 // One piece of a message.
@@ -114,7 +114,8 @@ class Interpreter {
       run_.expected_bytes = read(to).message_bytes;
       target = payload(slot(run_.group->rank, to.index));
     }
-    if (from.message_bytes != run_.expected_bytes) return kWrongSize;
+    run_.arrived_bytes = from.message_bytes;
+    if (run_.arrived_bytes != run_.expected_bytes) return kWrongSize;
     write(target, from);
     return kDone;
   }
