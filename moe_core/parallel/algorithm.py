@@ -63,6 +63,8 @@ class AllToAll(ABC):
     Attributes:
         by_node: whether messages inside a node and between nodes differ. Such an algorithm is tried
             where there are several nodes of several ranks.
+        through_memory: whether rows pass through memory that the ranks share. Such an algorithm is
+            tried where the ranks are CPU processes of one machine.
         ranks: all ranks of the group, for collectives.
 
     Raises:
@@ -70,6 +72,7 @@ class AllToAll(ABC):
     """
 
     by_node = False
+    through_memory = False
 
     def __init__(self, group: ExpertGroup, ranks_per_node: int | None = None) -> None:
         self.group = group

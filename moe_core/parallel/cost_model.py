@@ -366,11 +366,13 @@ def candidates(
     num_nodes: int,
     degrees: Sequence[int] = (1, 2, 4, 8),
     has_capacity: bool = False,
+    shares_memory: bool = False,
 ) -> list[ParallelStrategy]:
     """Every strategy that differs in cost.
 
     r = 0 has no chunks and no all-to-all. An algorithm by node (`by_node`) needs several nodes of
-    several ranks. A static exchange needs a capacity.
+    several ranks. One through memory (`through_memory`) needs ranks that share memory. A static
+    exchange needs a capacity.
 
     Raises:
         ValueError: the ranks do not divide over the nodes.
@@ -383,7 +385,12 @@ def candidates(
     if group_size == 1:
         return [ParallelStrategy(ranks_per_node=1)]
     has_levels = num_nodes > 1 and per_node > 1
-    names = [name for name, algorithm in ALL_TO_ALLS.items() if has_levels or not algorithm.by_node]
+    names = []
+    for name, algorithm in ALL_TO_ALLS.items():
+        has_nodes = has_levels or not algorithm.by_node
+        has_memory = shares_memory or not algorithm.through_memory
+        if has_nodes and has_memory:
+            names.append(name)
     strategies = [ParallelStrategy(0, ranks_per_node=per_node)]
     for r in valid_r(num_experts, group_size)[1:]:
         for degree in degrees:
@@ -400,6 +407,7 @@ def ranked(
     group_size: int,
     ranks_per_node: int,
     degrees: Sequence[int] = (1, 2, 4, 8),
+    shares_memory: bool = False,
 ) -> list[tuple[ParallelStrategy, float]]:
     """The candidates with their predicted seconds, best first.
 
@@ -409,6 +417,8 @@ def ranked(
     num_nodes = group_size // node_size(ranks_per_node, group_size)
     timed = []
     has_capacity = shape.capacity is not None
-    for strategy in candidates(shape.num_experts, group_size, num_nodes, degrees, has_capacity):
+    for strategy in candidates(
+        shape.num_experts, group_size, num_nodes, degrees, has_capacity, shares_memory
+    ):
         timed.append((strategy, layer_time(machine, shape, group_size, strategy).total))
     return sorted(timed, key=lambda pair: pair[1])

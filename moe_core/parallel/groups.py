@@ -6,10 +6,12 @@ among."""
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 
 from moe_core.parallel.comm_stream import CommStream
 from moe_core.parallel.rank_subset import RankSubset
@@ -61,6 +63,7 @@ class ExpertGroup:
         ranks_per_node: consecutive ranks of the group that share a node; None: as torchrun says.
         strategy_groups: what `make_expert_groups` made for the strategies; None: they share
             `process_group`.
+        timeout: of waits outside of `process_group`, which has its own: those of shared memory.
 
     Attributes:
         ranks: the collectives of this group.
@@ -78,6 +81,7 @@ class ExpertGroup:
         replicas: dist.ProcessGroup | None = None,
         ranks_per_node: int | None = None,
         strategy_groups: StrategyGroups | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         _check_membership(process_group, "expert-parallel")
         _check_membership(replicas, "replica")
@@ -90,6 +94,7 @@ class ExpertGroup:
         if process_group is not None:
             self._global_ranks = dist.get_process_group_ranks(process_group)
         description = f"rank {self._global_ranks[self.rank]} of the {self}"
+        self.timeout = timeout or default_pg_timeout
         self.ranks = Ranks(process_group, description)
         self.replicas = Ranks(replicas, description)
         if ranks_per_node is not None:

@@ -65,10 +65,10 @@ def _make(
         same_experts = [list(ranks) for ranks in zip(*groups, strict=True)]
         replicas = _subgroup(same_experts, timeout, "replicas")
     if len(groups[0]) == 1:
-        return ExpertGroup(experts, replicas, ranks_per_node)
+        return ExpertGroup(experts, replicas, ranks_per_node, timeout=timeout)
     per_node = ranks_per_node or _common_ranks_per_node(groups, experts, replicas)
     strategy_groups = _make_strategy_groups(groups, timeout, per_node)
-    return ExpertGroup(experts, replicas, ranks_per_node, strategy_groups)
+    return ExpertGroup(experts, replicas, ranks_per_node, strategy_groups, timeout)
 
 
 def _make_strategy_groups(

@@ -40,6 +40,13 @@ class Ranks:
         return self.process_group.size()
 
     @property
+    def rank(self) -> int:
+        """Of this process, in the process group."""
+        if self.process_group is None:
+            return 0
+        return self.process_group.rank()
+
+    @property
     def device(self) -> torch.device:
         """The device that tensors of a collective must be on."""
         return device_of(self.process_group)

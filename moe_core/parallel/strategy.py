@@ -22,7 +22,8 @@ class ParallelStrategy:
         pipeline_degree: the number of chunks of an exchange. One chunk is sent while the experts
             compute another.
         all_to_all: the name of an algorithm. "linear" sends a message to every rank. "2dh" sends
-            inside the node first and then between nodes, in fewer and larger messages.
+            inside the node first and then between nodes, in fewer and larger messages. "channels"
+            copies through memory that the CPU processes of one machine share.
             `moe_core.register_all_to_all` adds others.
         ranks_per_node: ranks of the group on each node; None: as torchrun sets it.
         exchange: how many rows are sent. "counted": those that there are; the ranks first tell each

@@ -33,12 +33,14 @@ from torch import nn
 
 from moe_core.config import MoEConfig
 from moe_core.parallel.calibration import calibrate
+from moe_core.parallel.channels import shares_memory
 from moe_core.parallel.cost_model import ranked
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.machine import Machine
 from moe_core.parallel.search import KEPT_WITHIN, Key, Search, Watch, neighbourhood
 from moe_core.parallel.strategy import ParallelStrategy
 from moe_core.parallel.trial import Purpose, Trial
+from moe_core.registry import ALL_TO_ALLS
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +99,7 @@ class Tuner:
         except ValueError as error:
             _log.info("no all-to-all by node is tried: %s", error)
             self.ranks_per_node = group.size
+        self.shares_memory = shares_memory(group)
         self.trials = 0
         # Time spent on slower strategies, in calls of the best one: in training, in inference. A
         # drift sets it to 0.
@@ -230,9 +233,12 @@ class Tuner:
 
     def load_state_dict(self, state: list[dict]) -> None:
         """Take over decisions; those of another group size or shape stay unused until it comes
-        back. A key of an earlier version, without `training`, is one of training."""
+        back, and those through memory that this group does not share. A key of an earlier version,
+        without `training`, is one of training."""
         for entry in state:
             strategy = ParallelStrategy(**entry["strategy"])
+            if ALL_TO_ALLS[strategy.all_to_all].through_memory and not self.shares_memory:
+                continue
             self._searches[Key(**entry["key"])] = Search({strategy: 0.0}, strategy)
 
     def _known(self, key: Key) -> ParallelStrategy:
@@ -295,7 +301,12 @@ class Tuner:
         assert self.machine is not None
         predicted = {}
         for strategy, seconds in ranked(
-            self.machine, key.shape(), key.group_size, key.ranks_per_node, self.degrees
+            self.machine,
+            key.shape(),
+            key.group_size,
+            key.ranks_per_node,
+            self.degrees,
+            self.shares_memory,
         ):
             if key.built_in or strategy.r == 1:
                 predicted[strategy] = seconds

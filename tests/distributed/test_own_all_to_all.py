@@ -226,7 +226,8 @@ def test_a_name_is_registered_once(ring_file):
 
 def test_an_unknown_name_is_refused_with_the_nearest(ring_file):
     import_file(ring_file)
-    message = r"^all_to_all \('rings'\) must be one of linear, 2dh, ring; did you mean 'ring'\?$"
+    names = "linear, 2dh, channels, ring"
+    message = rf"^all_to_all \('rings'\) must be one of {names}; did you mean 'ring'\?$"
     with pytest.raises(ValueError, match=message):
         ParallelStrategy(all_to_all="rings")
 

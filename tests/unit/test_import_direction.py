@@ -43,6 +43,7 @@ RANKS = [
     "moe_core.parallel.linear",
     "moe_core.parallel.hierarchical",
     "moe_core.parallel.row_exchange",
+    "moe_core.parallel.channels",
 ]
 # What the other packages may import from.
 PUBLIC = [
@@ -117,9 +118,10 @@ ALLOWED["moe_core.routing_stats"] = ["moe_core.config", "moe_core.ops"]
 ALLOWED["moe_core.soft"] = BASICS + ["moe_core.router"]
 ALLOWED["moe_core.ops"] = ["moe_core.files", "moe_core.activations"]
 for name in RANKS:
-    ALLOWED[name] = ["moe_core.registry"] + RANKS
+    ALLOWED[name] = ["moe_core.registry", "moe_core.comm"] + RANKS
 ALLOWED["moe_core.parallel.machine"] = []
 ALLOWED["moe_core.parallel.ranks"] = []
+ALLOWED["moe_core.comm"] = ["moe_core.ops.native.build_cache", "moe_core.parallel.ranks"]
 ALLOWED["moe_core.parallel.cost_model"] = [
     "moe_core.config",
     "moe_core.registry",

@@ -1,0 +1,158 @@
+"""Collectives through shared memory are bit-equal to torch.distributed's over gloo."""
+
+# P ranks
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_core.comm import Collectives
+from moe_core.parallel import Ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+CASES = {2: 300, 4: 300, 8: 100}  # by number of ranks; five comparisons each
+ALL_CASES = 10_000 // 3 + 1
+
+
+def world() -> Ranks:
+    process_group = dist.group.WORLD
+    return Ranks(process_group, f"rank {process_group.rank()} of {process_group.size()}")
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Any bits, also those of NaN and infinity."""
+    numbers = torch.randint(-(2**62), 2**62, shape, generator=generator)
+    if dtype == torch.float32:
+        return numbers.to(torch.int32).view(dtype)
+    if dtype == torch.bfloat16:
+        return numbers.to(torch.int16).view(dtype)
+    return numbers
+
+
+def small_integers(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    """Their sums are exact, in any order."""
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+def assert_same_bits(a: Tensor, b: Tensor, case: object) -> None:
+    assert a.shape == b.shape, case
+    assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), case
+
+
+def splits(choice: random.Random, size: int) -> list[list[int]]:
+    """Rows from each rank to each; sometimes none."""
+    most = choice.choice([0, 1, 5, 50])
+    table = [[choice.randint(0, most) for _ in range(size)] for _ in range(size)]
+    if choice.random() < 0.3:
+        table[choice.randrange(size)] = [0] * size
+    if choice.random() < 0.05:  # in several pieces
+        table[choice.randrange(size)][choice.randrange(size)] = 60_000
+    return table
+
+
+def one_case(collectives: Collectives, case: int) -> None:
+    rank, size = collectives.ranks.rank, collectives.ranks.size
+    choice = random.Random(case)  # the same on all ranks
+    generator = torch.Generator().manual_seed(1000 * case + rank)
+    dtype = choice.choice(DTYPES)
+    width = choice.choice([(), (1,), (3,), (2, 4)])
+    table = splits(choice, size)
+    send, receive = table[rank], [row[rank] for row in table]
+    rows = random_bits((sum(send), *width), dtype, generator)
+    expected = rows.new_empty(sum(receive), *width)
+    dist.all_to_all_single(expected, rows, receive, send)
+    received, numbers = collectives.all_to_all_v(rows, send)
+    assert numbers == receive
+    assert_same_bits(received, expected, case)
+    assert_same_bits(collectives.exchange(rows, send, receive), expected, case)
+
+    num_rows = choice.choice([0, 1, 4, 33])
+    rows = random_bits((size * num_rows, *width), dtype, generator)
+    expected = torch.empty_like(rows)
+    dist.all_to_all_single(expected, rows)
+    assert_same_bits(collectives.all_to_all(rows), expected, case)
+    gathered = [torch.empty_like(rows) for _ in range(size)]
+    dist.all_gather(gathered, rows)
+    assert_same_bits(collectives.all_gather(rows), torch.cat(gathered), case)
+
+    terms = small_integers((size * max(num_rows, 1), *width), dtype, generator)
+    summed = terms.clone()
+    dist.all_reduce(summed)
+    assert_same_bits(collectives.all_reduce(terms), summed, case)
+    assert_same_bits(collectives.reduce_scatter(terms), summed.chunk(size)[rank], case)
+
+
+def cases(rank: int, number: int) -> None:
+    collectives = Collectives(world())
+    for case in range(number):
+        one_case(collectives, case)
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_results_have_the_bits_of_torch_distributed(run_processes, size):
+    run_processes(cases, size, CASES[size])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_ten_thousand_results_have_the_bits_of_torch_distributed(run_processes, size):
+    run_processes(cases, size, ALL_CASES, seconds=3600)
+
+
+def sums_in_order(rank: int) -> None:
+    collectives = Collectives(world())
+    size = collectives.ranks.size
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64):
+        generator = torch.Generator().manual_seed(0)
+        terms = (100 * torch.randn(size, size, 1000, generator=generator)).to(dtype)
+        expected = terms[0].clone()
+        for term in terms[1:]:
+            expected += term
+        summed = collectives.all_reduce(terms[rank])
+        assert_same_bits(summed, expected, dtype)
+        scattered = collectives.reduce_scatter(terms[rank].view(-1))
+        assert_same_bits(scattered, expected[rank], dtype)
+    special = torch.tensor([float("nan"), float("inf"), 1e-40]).bfloat16()
+    sums = collectives.all_reduce(special)
+    assert sums[0].isnan()
+    assert sums[1] == float("inf")
+    assert_same_bits(sums[2:], special[2:] * size, "subnormal")
+
+
+def test_sums_are_taken_in_the_order_of_the_ranks(run_processes):
+    run_processes(sums_in_order, 3)
+
+
+def bad_input(rank: int) -> None:
+    collectives = Collectives(world())
+    calls = [
+        (lambda: collectives.all_to_all(torch.zeros(3)), r"rows \(3\) must be a multiple of 2"),
+        (lambda: collectives.all_to_all_v(torch.zeros(3), [1, 1]), r"send \(\[1, 1\]\) .* 3 rows"),
+        (lambda: collectives.all_to_all_v(torch.zeros(0), [1, -1]), r"send \(\[1, -1\]\)"),
+        (lambda: collectives.all_to_all_v(torch.zeros(2, 0), [1, 1]), "no bytes"),
+        (lambda: collectives.all_gather(torch.zeros(2, device="meta")), "CPU tensors, not meta"),
+        (lambda: collectives.all_reduce(torch.zeros(2).half()), r"float16 are not supported"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    wrong = torch.empty(2)
+    with pytest.raises(ValueError, match=r"out has shape \[2\].* not contiguous \[4\] and torch.f"):
+        collectives.all_gather(torch.zeros(2), wrong)
+    out = torch.empty(4, 2)
+    gathered = collectives.all_gather(torch.full((2, 2), float(rank)), out)
+    assert gathered.data_ptr() == out.data_ptr()
+    assert out[:, 0].tolist() == [0, 0, 1, 1]
+    rows = torch.arange(4.0).view(2, 2).T.requires_grad_()  # not contiguous
+    assert torch.equal(collectives.all_gather(rows)[:2], rows)
+    assert not collectives.all_gather(rows).requires_grad
+
+
+def test_bad_input_is_refused_before_anything_is_sent(run_processes):
+    run_processes(bad_input, 2)
