@@ -27,6 +27,7 @@ from moe_core.routing_stats import RoutingStats
 from moe_core.training import (
     WithoutExperts,
     average_expert_gradients,
+    cast_ahead,
     clip_gradients,
     clip_to_norm,
     equal_tokens,
@@ -56,6 +57,7 @@ __all__ = [
     "RoutingStats",
     "WithoutExperts",
     "average_expert_gradients",
+    "cast_ahead",
     "clip_gradients",
     "clip_to_norm",
     "count_experts",

@@ -4,7 +4,8 @@
 # where several ranks share an expert)
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,15 @@ from torch import Tensor, nn
 
 import moe_core.activations  # noqa: F401 - registers the built-in ones
 from moe_core.config import ExpertShard, MoEConfig
-from moe_core.ops import DispatchPlan, ExpertWeights, empty, expert_ffn, moe_ffn, pack_weights
+from moe_core.ops import (
+    DispatchPlan,
+    ExpertWeights,
+    casts_weights,
+    empty,
+    expert_ffn,
+    moe_ffn,
+    pack_weights,
+)
 from moe_core.precision import expert_dtype
 from moe_core.prepared import PreparedValue
 from moe_core.registry import ACTIVATIONS
@@ -33,6 +42,8 @@ class Experts(nn.Module):
         self.config, self.shard = config, shard or config.shard(0, 1)
         # Copies of the parameters in the dtype and memory layout of a kernel.
         self._copies: PreparedValue[ExpertWeights] = PreparedValue()
+        # w1 and w2 in the dtype of computation, within `cast_ahead`
+        self._casts: tuple[Tensor, Tensor] | None = None
         self.activation = ACTIVATIONS[config.activation]
         num_experts, num_parts = self.shard.num_experts, self.shard.num_parts
         hidden_dim, bias_dim = config.hidden_dim // num_parts, config.model_dim // num_parts
@@ -103,6 +114,20 @@ class Experts(nn.Module):
         copies = self._copies.get(sources, key, copy)
         return copies or _gathered(parameters, gather)
 
+    @contextmanager
+    def cast_ahead(self, dtype: torch.dtype) -> Iterator[None]:
+        """Context in which the weights do not change: they are cast once, for every pass in it.
+
+        It does nothing where the kernels that run cast no weights, as on a CPU.
+        """
+        config = self.config
+        if casts_weights(self.w1, dtype, config.activation, config.kernels):
+            self._casts = (self.w1.detach().to(dtype), self.w2.detach().to(dtype))
+        try:
+            yield
+        finally:
+            self._casts = None
+
     def _copy(self, weights: ExpertWeights, dtype: torch.dtype, may_pack: bool) -> ExpertWeights:
         """Copies in `dtype`; w1 and w2 in the memory layout of the kernel, if it has its own."""
 
@@ -156,7 +181,10 @@ class Experts(nn.Module):
         settings = (self.config.activation, dropout, self.config.kernels)
         if plan is None:
             return expert_ffn(x, used, offsets, *settings)
-        return moe_ffn(x, gates, used, plan, *settings)
+        casts = None
+        if used.w1 is self.w1:  # not gathered from several ranks
+            casts = self._casts
+        return moe_ffn(x, gates, used, plan, *settings, casts=casts)
 
 
 class SharedExperts(Experts):

@@ -60,6 +60,32 @@ def equal_tokens(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def cast_ahead(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Context in which the weights of the experts of `model` do not change.
+
+    Where their kernels compute in another dtype than the parameters', each weight is cast to
+    `dtype` once, for all forward and backward passes in the context: accumulated batches,
+    recomputed activations, chunks of rows. Otherwise every pass casts it. Results are the same.
+    Gathered weights (r = 0) are cast in each pass.
+
+    Within the context weights must not be changed, by an optimiser for example: passes would still
+    use the earlier ones.
+
+    >>> with cast_ahead(model, torch.bfloat16):
+    ...     for batch in batches:
+    ...         with torch.autocast("cuda", torch.bfloat16):
+    ...             loss = model(batch)
+    ...         loss.backward()
+    >>> optimizer.step()
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, Experts):
+                stack.enter_context(module.cast_ahead(dtype))
+        yield
+
+
+@contextmanager
 def gather_ahead(model: nn.Module) -> Iterator[None]:
     """Context for one forward pass that calls each MoE layer of `model` once, in the order of
     `moe_layers`.

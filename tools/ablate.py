@@ -19,8 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
-from moe_core.files import atomic_write
+# First, so that Ctrl-C while the others are imported ends with one line.
 from swinv2_moe.command import CommandParser, output_directory, run_command
+
+# isort: split
+
+from moe_core.files import atomic_write
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import import_arguments
 from swinv2_moe.measure.ablation_measure import measure_run

@@ -7,7 +7,7 @@ from moe_core.ops.buffers import empty, release_buffers
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.ffn.op import expert_ffn, pack_weights
-from moe_core.ops.moe_ffn.op import moe_ffn
+from moe_core.ops.moe_ffn.op import casts_weights, moe_ffn
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
 from moe_core.ops.route.loss import loss_of_sums
 from moe_core.ops.route.op import route
@@ -17,6 +17,7 @@ from moe_core.ops.soft.op import soft_combine, soft_dispatch
 __all__ = [
     "DispatchPlan",
     "ExpertWeights",
+    "casts_weights",
     "combine",
     "dispatch",
     "empty",

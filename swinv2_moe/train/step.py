@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_core import (
     average_expert_gradients,
+    cast_ahead,
     clip_to_norm,
     equal_tokens,
     gather_ahead,
@@ -72,6 +73,9 @@ class TrainingStep:
         self.scaler = optim.LossScaler(config.amp_enable and config.amp_dtype == "float16")
         self.mixup = build_mixup(config.augment, config.label_smoothing, num_classes)
         self.autocast = build_autocast(config, world)
+        self.compute_dtype = torch.float32
+        if config.amp_enable:
+            self.compute_dtype = getattr(torch, config.amp_dtype)
         self.skipped_in_a_row = 0
         # the MoE layers whose needed capacity is measured
         self.measured_layers = []
@@ -107,15 +111,13 @@ class TrainingStep:
         seed_everything(self.config.seed, step, self.world.rank)
         total = torch.zeros(2, device=self.world.device)
         needed = total.new_zeros(len(self.measured_layers))
-        for i, batch in enumerate(batches):
-            is_last = i == len(batches) - 1
-            with gradient_sync(self.wrapped, enabled=is_last), equal_tokens(self.model):
-                with self.world.named_errors(f"the forward pass of step {step + 1}"):
-                    loss, aux_loss = self.loss(batch)
-                with self.world.named_errors(f"the backward pass of step {step + 1}"):
-                    (loss * self.scaler.scale / len(batches)).backward()
-            total += torch.stack([loss.detach(), aux_loss.detach()]) / len(batches)
-            needed = self._needed_factors(needed)
+        with cast_ahead(self.model, self.compute_dtype):
+            for i, batch in enumerate(batches):
+                is_last = i == len(batches) - 1
+                with gradient_sync(self.wrapped, enabled=is_last), equal_tokens(self.model):
+                    loss, aux_loss = self._forward_and_backward(batch, step, len(batches))
+                total += torch.stack([loss, aux_loss]) / len(batches)
+                needed = self._needed_factors(needed)
         norm = self._grad_norm().reshape(1)
         agreed = self._agree(total[0], needed)
         # the one wait for the device in a step
@@ -128,6 +130,16 @@ class TrainingStep:
         return StepResult(
             loss, aux_loss, norm, bad_loss == 0, was_skipped, signalled > 0, tuple(needed_factors)
         )
+
+    def _forward_and_backward(
+        self, batch: Batch, step: int, num_batches: int
+    ) -> tuple[Tensor, Tensor]:
+        """`loss` of the batch, detached; its gradients are added to the parameters'."""
+        with self.world.named_errors(f"the forward pass of step {step + 1}"):
+            loss, aux_loss = self.loss(batch)
+        with self.world.named_errors(f"the backward pass of step {step + 1}"):
+            (loss * self.scaler.scale / num_batches).backward()
+        return loss.detach(), aux_loss.detach()
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss to minimise, with the weighted auxiliary loss, and the unweighted auxiliary

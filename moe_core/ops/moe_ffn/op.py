@@ -35,6 +35,7 @@ def moe_ffn(
     activation: str = "gelu",
     dropout: float = 0.0,
     kernels: str = "auto",
+    casts: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`y_t = sum_k gates_tk * expert_tk(tokens_t)` of the kept choices; differentiable in tokens,
     gates and weights.
@@ -44,6 +45,7 @@ def moe_ffn(
         gates: [T, K]. None: all 1, where the plan only reorders: K = 1, and every choice is kept.
         weights, activation, dropout, kernels: as `expert_ffn`'s.
         plan: of these tokens.
+        casts: w1 and w2 in the dtype of tokens, where they have been cast before.
 
     Returns:
         [T, M] in the wider dtype of tokens and gates.
@@ -56,8 +58,9 @@ def moe_ffn(
     # parameters' dtype alone.
     w1_cast = w2_cast = None
     if weights.w1.dtype != tokens.dtype:
-        w1_cast = weights.w1.detach().to(tokens.dtype)
-        w2_cast = weights.w2.detach().to(tokens.dtype)
+        if casts is None or casts[0].dtype != tokens.dtype:
+            casts = (weights.w1.detach().to(tokens.dtype), weights.w2.detach().to(tokens.dtype))
+        w1_cast, w2_cast = casts
     seed = None
     if dropout > 0:
         seed = torch.ops.moe_core.dropout_seed(tokens)
@@ -80,6 +83,14 @@ def moe_ffn(
     )
     keep_hidden = inputs.needs_gradients() and torch.is_grad_enabled()
     return torch.ops.moe_core.moe_ffn(*inputs, keep_hidden)[0]
+
+
+def casts_weights(
+    weight: Tensor, dtype: torch.dtype, activation: str, kernels: str = "auto"
+) -> bool:
+    """Whether `moe_ffn` casts weights like `weight` for tokens of `dtype`."""
+    request = Request(kernels, weight.device.type, dtype, activation=activation)
+    return weight.dtype != dtype and select("moe_ffn", request) != "moe_ffn.composed"
 
 
 # 1. Ops
