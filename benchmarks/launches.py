@@ -1,11 +1,13 @@
 """How many kernels an MoE layer and a training step launch on a GPU, counted without one.
 
-    python benchmarks/launches.py
+    python benchmarks/launches.py              (layers, half a minute)
+    python benchmarks/launches.py --step       (a training step of SwinV2-MoE-B, two minutes)
 
 Triton's kernels run in its interpreter, and each launch counts as one. Of torch's operators, those
 count that compute; views, allocations and operators that consist of others do not. A GPU's own
 counts differ a little: its sort is several kernels, for example. Two ranks communicate over gloo;
-each of their collectives counts as one. The counts do not depend on the sizes.
+each of their collectives counts as one, and so does an operator on a list of tensors
+(`_foreach_*`). The counts do not depend on the sizes: the network is narrow and its images small.
 """
 
 # T tokens, E experts, K top-k, M model dim
@@ -47,6 +49,12 @@ result_type lift_fresh _local_scalar_dense item is_nonzero to _to_copy contiguou
 resolve_conj resolve_neg
 """
 _NOTHING = {f"aten::{name}" for name in _LAUNCH_NOTHING.split()}
+_CONFIGS = Path(__file__).parents[1] / "configs" / "in22k"
+NETWORKS = ("swin_moe_base_window12_192_dense", "swin_moe_base_window12_192_8expert")
+_SMALL = (
+    "DEVICE cpu MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.NUM_HEADS [1,2,4,8] DATA.IMG_SIZE 64"
+    " MODEL.SWINV2.WINDOW_SIZE 4 DATA.BATCH_SIZE 2 COMPILE False"
+)
 
 
 def main() -> None:
@@ -54,10 +62,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--operators", action="store_true", help="list what was counted")
+    parser.add_argument("--step", action="store_true", help="a training step, not layers")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") != "1":
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
         raise SystemExit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
+    if args.step:
+        print_steps(args.operators)
+        return
     print("| layer | ranks | forward | forward and backward |")
     print("| --- | --- | --- | --- |")
     for num_ranks in (1, 2):
@@ -73,9 +85,7 @@ def main() -> None:
 
 
 def _layers_of_rank(rank: int, num_ranks: int, store: str, queue) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    importlib.import_module("triton_cases")  # mends Triton's interpreter
-    torch.set_num_threads(1)
+    _prepare()
     group = None
     if num_ranks > 1:
         dist.init_process_group("gloo", store, rank=rank, world_size=num_ranks)
@@ -113,6 +123,47 @@ def _counts_of_layer(config: dict, group) -> tuple[Counter, Counter]:
     return count_launches(forward), count_launches(both)
 
 
+def print_steps(list_operators: bool) -> None:
+    """The launches of a training step of SwinV2-B, dense and with experts."""
+    _prepare()
+    print("| network | forward, backward and update |")
+    print("| --- | --- |")
+    for network in NETWORKS:
+        counts = _counts_of_step(network)
+        print(f"| {network} | {sum(counts.values())} |", flush=True)
+        if list_operators:
+            print(dict(counts.most_common()), file=sys.stderr)
+
+
+def _counts_of_step(network: str) -> Counter:
+    from swinv2_moe.config import all_sections, load_config
+    from swinv2_moe.data import Batch
+    from swinv2_moe.models import build_model, window_attention
+    from swinv2_moe.train.distributed import World, expert_group
+    from swinv2_moe.train.step import TrainingStep
+
+    opts = [*_SMALL.split(), "MODEL.MOE.KERNELS", "triton"]
+    config = all_sections(load_config(_CONFIGS / f"{network}.yaml", opts, data="none"))
+    world = World(0, 1, torch.device("cpu"), None)
+    torch.manual_seed(0)
+    model = build_model(config.model, 10, expert_group(config.model.experts, world))
+    # numpy, the interpreter's, has no bf16; a configuration refuses fp16 on a CPU
+    window_attention.runs = lambda qkv: qkv.dtype == torch.float16
+    step = TrainingStep(config.train, world, model, 10)
+    step.autocast = lambda: torch.autocast("cpu", torch.float16)
+    step.compute_dtype = torch.float16
+    step.wrapped.train()
+    batch = Batch(torch.randn(2, 3, 64, 64), torch.arange(2), [])
+    step.run([batch], 0)  # makes the optimiser's moments
+    return count_launches(lambda: step.run([batch], 1))
+
+
+def _prepare() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    importlib.import_module("triton_cases")  # mends Triton's interpreter
+    torch.set_num_threads(1)
+
+
 def count_launches(function: Callable[[], object]) -> Counter:
     """The launches of one call, by operator."""
     from triton.runtime.interpreter import GridExecutor
@@ -141,8 +192,7 @@ def _add(event, counts: Counter) -> None:
     if event.name == LAUNCH:
         counts[LAUNCH] += 1
         return
-    is_collective = event.name.startswith("c10d::")
-    if is_collective:
+    if event.name.startswith(("c10d::", "aten::_foreach_")):
         counts[event.name] += 1
         return
     of_children: Counter = Counter()
