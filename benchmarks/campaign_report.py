@@ -19,6 +19,7 @@ TITLES = {
     "tiles": "Tiles of the experts, and F.grouped_mm",
     "pieces": "Parts of a layer",
     "memory": "Memory",
+    "routers": "Who chooses",
     "model": "Network",
     "shares": "Where the time goes",
     "trunk": "Dense trunk",

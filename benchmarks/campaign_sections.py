@@ -54,6 +54,8 @@ SECTIONS = (
     Section("pieces", 2, f"--device cuda --dtypes bfloat16 --shapes {PIECES_SHAPES}", TINY_SHAPES),
     Section("memory", 1, "--device cuda --dropout 0.1 --measure 4096 8192 16384 32768",
             "--device cpu --dropout 0.1 --size 32 --measure 4096"),
+    Section("routers", 1, "--device cuda --dtypes bfloat16",
+            "--device cpu --shapes 2x16x16x4 --rounds 1"),
     Section("model", 6, "--device cuda --dtypes bfloat16", TINY_NETWORK),
     Section("shares", 3, "--device cuda --batch-sizes 128", f"{TINY_NETWORK} --passes 1"),
     Section("trunk", 2, "--device cuda --dtypes bfloat16 --batch-sizes 128", TINY_NETWORK),

@@ -19,6 +19,7 @@ The published figures are the whole layer's on a GPU: weights, gradients, activa
 import argparse
 import shlex
 import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -90,7 +91,14 @@ def counted_of_tutel(tokens: int, config: MoEConfig, dtype: torch.dtype) -> int:
 
 def saved(layer: MoELayer, x: torch.Tensor, dtype: torch.dtype) -> int:
     """Bytes that a forward pass saves for its backward pass, without parameters."""
-    known = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    return kept_bytes(lambda: run(layer, x, dtype), layer.parameters())
+
+
+def kept_bytes(
+    forward: Callable[[], torch.Tensor], parameters: Iterable[torch.nn.Parameter]
+) -> int:
+    """Bytes that `forward` keeps for its backward pass, without those of the parameters."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     found: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,7 +108,7 @@ def saved(layer: MoELayer, x: torch.Tensor, dtype: torch.dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = run(layer, x, dtype)
+        y = forward()
     del y
     return sum(found.values())
 

@@ -21,6 +21,7 @@ SMALLER = (
 ARGUMENTS = {
     "layer": "--shapes 64x16x4 48x16x4x2 --rounds 2",
     "pieces": "--shapes 64x16x4x2 --rounds 2",
+    "routers": "--shapes 2x16x16x4 --rounds 2",
     "memory": "--size 32 --measure 4096",
     "alltoall": "--ranks 2 --ranks-per-node 1 --rounds 1",
     "model": f"{NETWORK} {SMALLER}",

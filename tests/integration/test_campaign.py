@@ -134,6 +134,7 @@ def test_the_whole_dry_run_fills_every_section(tmp_path):
         "tiles",
         "pieces",
         "memory",
+        "routers",
         "model",
         "shares",
         "trunk",
