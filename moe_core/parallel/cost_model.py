@@ -235,7 +235,8 @@ def _pass_time(
     counts = 0.0
     if shape.counts_first and not backward:
         for stage in cost.stages:
-            counts += machine.stage_seconds(stage, element_size=0)
+            counts += machine.intra.seconds(stage.intra_messages, 0)
+            counts += machine.inter.seconds(stage.inter_messages, 0)
     hidden = 0.0
     if chunks > 1:
         hidden = chunks * (2 * exchange + experts) - _pipelined_seconds(exchange, experts, chunks)
@@ -281,7 +282,9 @@ def _exchange_seconds(
     size = shape.element_size
     seconds = 0.0
     for stage in cost.stages:
-        seconds += machine.stage_seconds(stage, size, chunks)
+        intra = machine.intra.seconds(chunks * stage.intra_messages, stage.intra * size, chunks)
+        inter = machine.inter.seconds(chunks * stage.inter_messages, stage.inter * size, chunks)
+        seconds += max(intra, inter)
     # A copy reads and writes each element.
     copied_bytes = cost.copies * 2 * _sent_elements(shape, strategy) * size
     seconds += copied_bytes / machine.memory_bandwidth

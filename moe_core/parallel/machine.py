@@ -85,20 +85,6 @@ class Machine:
             return self.flops
         return self.flops_fp32
 
-    def stage_seconds(self, stage: LinkTraffic, element_size: int, chunks: int = 1) -> float:
-        """Seconds of a stage in chunks: all elements of `stage`, its messages for each chunk.
-
-        The rank handles the messages of both kinds of links in turn. The wires work at the same
-        time.
-        """
-        intra, inter = self.intra, self.inter
-        messages = stage.intra_messages * intra.latency + stage.inter_messages * inter.latency
-        wires = []
-        for link, elements in ((intra, stage.intra), (inter, stage.inter)):
-            if elements:
-                wires.append(chunks * link.delay + elements * element_size / link.bandwidth)
-        return chunks * messages + max(wires, default=0.0)
-
 
 # Two constants are fitted to Tutel's all-to-all shares on A100 GPUs (arXiv 2206.03382, table 2:
 # 33.7% at 16 and 56.7% at 256 GPUs): the share of the peak that products reach, and the latency of
