@@ -28,7 +28,7 @@ from timing import per_call, repeat
 from torch import Tensor
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.comm import Collectives, MemoryGroup
+from moe_core.comm import ChannelGroup, Collectives
 from moe_core.parallel import ParallelStrategy, Ranks, make_expert_groups
 from swinv2_moe.measure.rounds import Times, median_and_spread, ratios
 
@@ -140,7 +140,7 @@ def measure_collectives(args: argparse.Namespace, rank: int, size: int) -> list[
 def measure_primitives(args: argparse.Namespace, rank: int, size: int) -> list[dict]:
     """Ranks 0 and 1 play, the others watch."""
     ranks = Ranks(dist.group.WORLD, f"rank {rank} of {size}")
-    group = MemoryGroup(ranks, args.most)
+    group = ChannelGroup(ranks, args.most)
     records = []
     for num_bytes in [0, *sizes(args)]:
         source = torch.ones(num_bytes, dtype=torch.uint8)

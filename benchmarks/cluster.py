@@ -1,11 +1,11 @@
 """All-to-all, pipelining and the tuner on a cluster of network namespaces (netns.py); needs root,
 Linux and iproute2.
 
-sudo .venv/bin/python benchmarks/cluster.py                        (everything, about 15 minutes on
-2 idle cores) sudo .venv/bin/python benchmarks/cluster.py exchange --layouts 4x4 --rates 100 sudo
-.venv/bin/python benchmarks/cluster.py pipeline tuner --rounds 5
+    sudo .venv/bin/python benchmarks/cluster.py          (everything, 15 minutes on 2 idle cores)
+    sudo .venv/bin/python benchmarks/cluster.py exchange --layouts 4x4 --rates 100
+    sudo .venv/bin/python benchmarks/cluster.py pipeline tuner --rounds 5
 
-exchange: linear against 2DH: milliseconds, bytes and messages that cross nodes.
+exchange: linear against 2DH and channels: milliseconds, bytes and messages that cross nodes.
 pipeline: one layer, forward and backward, by pipeline degree; overlap is `(t(1) - t(d)) /
           min(exchange, work)`, where work is the time of the same rows without a network, and
           exchange is t(1) - work. In brackets: the same where t(d) cannot be less than the
@@ -24,6 +24,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -103,11 +104,10 @@ def exchange(rank: int, world_size: int, per_node: int, rounds: int) -> dict:
     found = {}
     for size, floats in SIZES.items():
         rows = torch.arange(floats, dtype=torch.float32).view(world_size, -1) + rank
-        ways = {
-            name: lambda name=name, rows=rows: all_to_all(rows, group, algorithm=name)
-            for name in ("linear", "2dh")
-        }
-        assert torch.equal(*(way() for way in ways.values()))
+        ways = {}
+        for name in ("linear", "2dh", "channels"):
+            ways[name] = partial(all_to_all, rows, group, algorithm=name, ranks_per_node=per_node)
+            assert torch.equal(ways[name](), ways["linear"]())
         times = interleaved_over_ranks(ways, rounds)
         for name, way in ways.items():
             before = node_bytes_sent()

@@ -64,7 +64,7 @@ LAYOUTS = [(2, 1), (2, 2), (2, 4), (4, 4)]
 DELAYS = (0.0, 0.2, 1.0)  # ms, one way
 RATE = 1000.0  # Mbit/s of each node's link
 # Rates at which the exchange is 30 to 60% of a step with these hidden dims
-OVERLAP = ((2048, 600.0), (2048, 1000.0))
+OVERLAP = ((2048, 600.0), (6144, 200.0))
 QUICK_OVERLAP = ((16, 1000.0),)
 OVERLAP_RUNS = 5
 CLOSE = 1e-4  # of the largest value of a result

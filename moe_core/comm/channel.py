@@ -1,7 +1,8 @@
-"""Memory channels: one-sided communication between two ranks of one machine.
+"""Channels: one-sided communication between two ranks.
 
 The receiver takes no part in a `put`: the sender copies into the receiver's buffer and signals. The
-receiver waits for the signal and reads.
+receiver waits for the signal and reads. The ranks of a node copy through shared memory
+(`MemoryChannel`). Those of different nodes send messages (`PortChannel`).
 
 Order: what a rank wrote before its k-th `signal` on a channel is visible to the other rank after
 its k-th `wait`. Signals are counted, so none is lost when the receiver waits late.
@@ -9,14 +10,17 @@ its k-th `wait`. Signals are counted, so none is lost when the receiver waits la
 
 import ctypes
 import os
+from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from moe_core.comm.library import library
-from moe_core.comm.memory import share_memory
+from moe_core.comm.memory import find_node, share_memory
+from moe_core.comm.ports import Ports
 from moe_core.parallel.ranks import CollectiveError, Ranks
 
 # A wait looks so often before it sleeps: for some 10 us, less than a sleep costs. Longer spins were
@@ -31,6 +35,7 @@ class _Group(ctypes.Structure):
 
     _fields_ = [
         ("segment", ctypes.c_void_p),
+        ("first_rank", ctypes.c_long),
         ("num_ranks", ctypes.c_long),
         ("rank", ctypes.c_long),
         ("buffer_bytes", ctypes.c_long),
@@ -39,24 +44,27 @@ class _Group(ctypes.Structure):
     ]
 
 
-class MemoryGroup:
+class ChannelGroup:
     """The ranks of a process group with a buffer each, into which the others can write.
 
     Making one is a collective of the process group. The rest of its life needs none. One thread of
     a rank uses it at a time.
 
     Args:
-        ranks: all on one machine.
+        ranks: of one or several machines.
         buffer_bytes: of each rank's buffer; rounded up to a multiple of 64.
         timeout: of every wait; as that of the process group, say. After a wait that failed, ranks
             are out of step and the group only raises.
         purpose: what the buffers are for; the same on all ranks.
+        ranks_per_node: consecutive ranks of one machine that share memory; None: the ranks of each
+            machine.
 
     Attributes:
         buffer: this rank's buffer, a tensor of bytes.
+        node: the ranks that share memory with this one, itself included.
 
     Raises:
-        ValueError: ranks on several machines, or with different arguments; on all ranks.
+        ValueError: ranks of a node on several machines; different arguments; on all ranks.
         RuntimeError: no C++ compiler, or too little memory on a rank; on all ranks.
     """
 
@@ -66,6 +74,7 @@ class MemoryGroup:
         buffer_bytes: int,
         timeout: timedelta = default_pg_timeout,
         purpose: str = "buffers",
+        ranks_per_node: int | None = None,
     ) -> None:
         self.ranks = ranks
         self.size = ranks.size
@@ -73,24 +82,36 @@ class MemoryGroup:
         self.timeout = timeout
         self.buffer_bytes = -(-buffer_bytes // _ALIGNMENT) * _ALIGNMENT
         self._failure = ""
+        self.node = find_node(ranks, ranks_per_node)
         problem, segment_bytes = "", 0
         try:
-            segment_bytes = library().comm_segment_bytes(self.size, self.buffer_bytes)
+            segment_bytes = library().comm_segment_bytes(len(self.node), self.buffer_bytes)
         except RuntimeError as error:
             problem = str(error)
-        request = f"{purpose} of {self.buffer_bytes} bytes"
-        self._segment = share_memory(ranks, segment_bytes, request, problem)
+        request = f"{purpose} of {self.buffer_bytes} bytes on nodes of {len(self.node)} ranks"
+        self._segment = share_memory(ranks, self.node, segment_bytes, request, problem)
         self._native = _Group(
             self._segment.data_ptr(),
-            self.size,
+            self.node.start,
+            len(self.node),
             self.rank,
             self.buffer_bytes,
-            _num_spins(self.size),
+            _num_spins(len(self.node)),
             timeout.total_seconds(),
         )
         self.pointer = ctypes.addressof(self._native)  # of the C++ functions' first argument
         first = library().comm_buffer(self.pointer, self.rank) - self._segment.data_ptr()
         self.buffer = self._segment[first : first + self.buffer_bytes]
+        self._far = [rank for rank in range(self.size) if rank not in self.node]
+        self._ports: Ports | None = None
+        if self._far:
+            self._ports = Ports(ranks, self.buffer, timeout, self.fail)
+
+    @property
+    def ports(self) -> Ports:
+        """Those to other nodes."""
+        assert self._ports is not None, "all ranks share one node"
+        return self._ports
 
     def channel(self, peer: int) -> "Channel":
         """The channel to another rank.
@@ -98,7 +119,9 @@ class MemoryGroup:
         Raises:
             ValueError: `peer` is this rank, or none of the group.
         """
-        return Channel(self, peer)
+        if peer in self.node:
+            return MemoryChannel(self, peer)
+        return PortChannel(self, peer)
 
     def barrier(self) -> None:
         """Wait until every rank has called this. What they wrote before is then visible.
@@ -107,6 +130,8 @@ class MemoryGroup:
             CollectiveError: a rank did not come within the timeout.
         """
         self.check_usable()
+        if self._far:
+            self.ports.barrier(self._far)
         late = library().comm_barrier(self.pointer)
         if late >= 0:
             self.fail_wait(f"barrier: rank {self.rank} heard nothing from rank {late}")
@@ -126,14 +151,14 @@ class MemoryGroup:
         self.fail(f"{message} within {self.timeout.total_seconds():g} s; has it ended?")
 
 
-class Channel:
+class Channel(ABC):
     """One-sided communication with one other rank of a group.
 
     Args:
         peer: the other rank.
     """
 
-    def __init__(self, group: MemoryGroup, peer: int) -> None:
+    def __init__(self, group: ChannelGroup, peer: int) -> None:
         if peer == group.rank or not 0 <= peer < group.size:
             raise ValueError(
                 f"peer ({peer}) must be another rank than {group.rank} of the {group.size}"
@@ -144,7 +169,8 @@ class Channel:
     def put(self, dst_offset: int, src: Tensor, signal: bool = True) -> None:
         """Copy `src` into the peer's buffer, `dst_offset` bytes after its start.
 
-        Returns when the bytes are copied: `src` may then change.
+        The peer may read it after its wait for the signal that follows. `src` may change when this
+        returns.
 
         Args:
             src: a contiguous CPU tensor.
@@ -164,14 +190,12 @@ class Channel:
                 f"put of bytes {dst_offset} to {end} by rank {self.group.rank} does not fit into"
                 f" the buffer of rank {self.peer} ({self.group.buffer_bytes} bytes)"
             )
-        library().comm_put(
-            self.group.pointer, self.peer, dst_offset, src.data_ptr(), src.nbytes, signal
-        )
+        self._put(dst_offset, src, signal)
 
     def signal(self) -> None:
         """Tell the peer that all earlier puts of this channel have arrived."""
         self.group.check_usable()
-        library().comm_signal(self.group.pointer, self.peer)
+        self._signal()
 
     def wait(self) -> None:
         """Wait for the peer's next signal. Every signal ends one wait.
@@ -180,17 +204,70 @@ class Channel:
             CollectiveError: none came within the timeout.
         """
         self.group.check_usable()
+        self._wait()
+
+    def flush(self) -> None:
+        """Wait until earlier puts and signals have left this rank, which may then end.
+
+        A put through memory is complete when it returns. A message to another node leaves when the
+        peer waits for it, so two ranks must not both flush before they wait for each other.
+
+        Raises:
+            CollectiveError: the peer did not come within the timeout.
+        """
+        self.group.check_usable()
+        self._flush()
+
+    @abstractmethod
+    def _put(self, dst_offset: int, src: Tensor, signal: bool) -> None: ...
+
+    @abstractmethod
+    def _signal(self) -> None: ...
+
+    @abstractmethod
+    def _wait(self) -> None: ...
+
+    @abstractmethod
+    def _flush(self) -> None: ...
+
+
+class MemoryChannel(Channel):
+    """To a rank of the same node, through shared memory."""
+
+    def _put(self, dst_offset: int, src: Tensor, signal: bool) -> None:
+        library().comm_put(
+            self.group.pointer, self.peer, dst_offset, src.data_ptr(), src.nbytes, signal
+        )
+
+    def _signal(self) -> None:
+        library().comm_signal(self.group.pointer, self.peer)
+
+    def _wait(self) -> None:
         if library().comm_wait(self.group.pointer, self.peer):
             rank = self.group.rank
             self.group.fail_wait(f"wait: rank {rank} got no signal from rank {self.peer}")
 
-    def flush(self) -> None:
-        """Wait until the sources of earlier puts may change.
+    def _flush(self) -> None:
+        pass
 
-        A put through memory has copied its source when it returns, so there is nothing to wait for.
-        A channel whose puts run in the background would wait here.
-        """
-        self.group.check_usable()
+
+class PortChannel(Channel):
+    """To a rank of another node, by messages. Puts travel with the signal that follows them."""
+
+    def _put(self, dst_offset: int, src: Tensor, signal: bool) -> None:
+        contents = src.detach().flatten().view(torch.uint8).clone()
+        self.group.ports.put(self.peer, dst_offset, contents)
+        if signal:
+            self._signal()
+
+    def _signal(self) -> None:
+        self.group.ports.signal(self.peer)
+
+    def _wait(self) -> None:
+        self.group.ports.wait(self.peer)
+
+    def _flush(self) -> None:
+        self.group.ports.flush(self.peer)
 
 
 def _num_spins(num_ranks: int) -> int:

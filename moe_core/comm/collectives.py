@@ -1,4 +1,4 @@
-"""Collectives between the processes of one machine, as plans."""
+"""Collectives of CPU tensors as plans, inside a machine and between several."""
 
 # P ranks, n rows, a row has any shape [...]
 
@@ -8,12 +8,14 @@ from datetime import timedelta
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from moe_core.comm.memory import find_node
 from moe_core.comm.plan import Plan
 from moe_core.comm.plans import (
     linear_all_gather,
     linear_all_reduce,
     linear_all_to_all,
     linear_reduce_scatter,
+    two_level_all_to_all,
 )
 from moe_core.comm.runner import SUM_DTYPES, PlanRunner
 from moe_core.parallel.ranks import Ranks
@@ -25,31 +27,43 @@ _LEAST_PIECE_BYTES = 2**12
 
 
 class Collectives:
-    """Collectives of CPU tensors through shared memory. All ranks make each call.
+    """Collectives of CPU tensors through channels. All ranks make each call.
+
+    Inside a node they copy through shared memory, between nodes they send messages. Over several
+    nodes the all-to-all has two levels: inside the node, then between nodes.
 
     The plan of a collective and its shared memory are made at its first call. Results are written
     to `out`, or are new tensors; they have no gradients. Moves are exact. Sums are in the order of
     the ranks and in the tensors' dtype, so they are the same on all ranks and in every run.
 
     Args:
-        ranks: all on one machine. Their process group makes the plans; nothing else uses it.
+        ranks: of one or several machines. Their process group makes the plans and carries messages
+            between nodes.
         timeout: of every wait for another rank.
+        ranks_per_node: consecutive ranks of one machine that share memory; None: the ranks of each
+            machine.
 
     Raises, in every method:
         ValueError: a tensor on a GPU, or whose rows do not fit the splits; an `out` of another
-            shape or dtype; ranks on several machines (at the first call; on all ranks).
+            shape or dtype; ranks of a node on several machines (at the first call; on all ranks).
         RuntimeError: no C++ compiler, too little memory (at the first call; on all ranks).
         CollectiveError: a rank does not come within the timeout, or sends another number of rows.
     """
 
-    def __init__(self, ranks: Ranks, timeout: timedelta = default_pg_timeout) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        timeout: timedelta = default_pg_timeout,
+        ranks_per_node: int | None = None,
+    ) -> None:
         self.ranks = ranks
         self.timeout = timeout
+        self.ranks_per_node = ranks_per_node
         self._runners: dict[Callable[[int], Plan], PlanRunner] = {}
 
     def prepare_all_to_all(self) -> None:
         """Make the plan of `all_to_all` and `all_to_all_v` now, on this thread."""
-        self._runner(linear_all_to_all)
+        self._runner(self._all_to_all_plan)
 
     def all_to_all(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """rows [P * n, ...] by destination -> [P * n, ...] by source."""
@@ -69,7 +83,7 @@ class Collectives:
         row_bytes = _row_bytes(rows)
         if not row_bytes:
             raise ValueError(f"rows of shape {list(rows.shape[1:])} have no bytes to be counted by")
-        runner = self._runner(linear_all_to_all)
+        runner = self._runner(self._all_to_all_plan)
         arriving = runner.exchange(rows, [number * row_bytes for number in send])
         receive = [num_bytes // row_bytes for num_bytes in arriving]
         received = rows.new_empty(sum(receive), *rows.shape[1:])
@@ -88,7 +102,7 @@ class Collectives:
         _check_splits(rows, send, self.ranks.size)
         row_bytes = _row_bytes(rows)
         received = _result(rows, (sum(receive), *rows.shape[1:]), out)
-        self._runner(linear_all_to_all).run(
+        self._runner(self._all_to_all_plan).run(
             rows,
             [number * row_bytes for number in send],
             received,
@@ -127,10 +141,18 @@ class Collectives:
             raise ValueError(f"the number of rows ({len(rows)}) must be a multiple of {size} ranks")
         return [len(rows) // size] * size
 
+    def _all_to_all_plan(self, num_ranks: int) -> Plan:
+        node = find_node(self.ranks, self.ranks_per_node)
+        if len(node) in (1, num_ranks):
+            return linear_all_to_all(num_ranks)
+        return two_level_all_to_all(num_ranks, len(node))
+
     def _runner(self, make_plan: Callable[[int], Plan]) -> PlanRunner:
         if make_plan not in self._runners:
             plan = make_plan(self.ranks.size)
-            self._runners[make_plan] = PlanRunner(plan, self.ranks, piece_bytes(plan), self.timeout)
+            self._runners[make_plan] = PlanRunner(
+                plan, self.ranks, piece_bytes(plan), self.timeout, self.ranks_per_node
+            )
         return self._runners[make_plan]
 
 

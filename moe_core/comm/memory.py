@@ -1,8 +1,9 @@
-"""Memory that the ranks of one machine share, without a name in the file system.
+"""Memory that the ranks of one node share, without a name in the file system.
 
-The first rank makes an anonymous file (memfd_create). The others open it through
-/proc/<pid>/fd while it lives. Nothing appears in /dev/shm at any moment, so a killed rank leaves
-nothing behind, and the size of /dev/shm does not matter: the memory counts for the processes alone.
+A node is consecutive ranks of one machine, usually all of them. Its first rank makes an anonymous
+file (memfd_create). The others open it through /proc/<pid>/fd while it lives. Nothing appears in
+/dev/shm at any moment, so a killed rank leaves nothing behind, and the size of /dev/shm does not
+matter: the memory counts for the processes alone.
 """
 
 import mmap
@@ -25,8 +26,6 @@ _KEY_BYTES = 32
 class _Offer:
     """What a rank tells the others before they share memory."""
 
-    machine: str
-    host: str
     request: str  # what all ranks must agree on
     problem: str = ""
     pid: int = 0
@@ -34,10 +33,47 @@ class _Offer:
     key: bytes = b""  # the last bytes of the file, to recognise it
 
 
-def share_memory(ranks: Ranks, num_bytes: int, request: str, problem: str = "") -> Tensor:
-    """Map the same `num_bytes` zeros on every rank. A collective.
+def find_node(ranks: Ranks, ranks_per_node: int | None) -> range:
+    """The ranks of this rank's node. A collective.
 
     Args:
+        ranks_per_node: consecutive ranks that share a machine; None: the ranks of each machine.
+
+    Raises:
+        ValueError: ranks_per_node does not divide the group; or the ranks of a node are on several
+            machines or in several containers; or, without ranks_per_node, machines have different
+            numbers of ranks, or ranks that are not consecutive. On all ranks.
+    """
+    place = (machine_identity(), socket.gethostname())
+    places = ranks.gather_objects(place, "meeting of the ranks with channels")
+    machines = [machine for machine, _ in places]
+    hosts = ", ".join(host for _, host in places)
+    if ranks_per_node is None:
+        ranks_per_node = machines.count(machines[0])
+    if ranks_per_node < 1 or ranks.size % ranks_per_node:
+        raise ValueError(
+            f"the ranks of {ranks.description} do not form nodes of {ranks_per_node}: they are on"
+            f" {hosts}"
+        )
+    for first in range(0, ranks.size, ranks_per_node):
+        if len(set(machines[first : first + ranks_per_node])) > 1:
+            last = first + ranks_per_node - 1
+            raise ValueError(
+                f"ranks {first} to {last} of {ranks.description} cannot share memory: they must be"
+                f" on one machine and in one container, and all ranks are on {hosts}; use another"
+                " all_to_all"
+            )
+    first = ranks.rank // ranks_per_node * ranks_per_node
+    return range(first, first + ranks_per_node)
+
+
+def share_memory(
+    ranks: Ranks, node: range, num_bytes: int, request: str, problem: str = ""
+) -> Tensor:
+    """Map the same `num_bytes` zeros on every rank of a node. A collective of all nodes.
+
+    Args:
+        node: as `find_node`.
         request: what the memory is for. It must be the same on all ranks.
         problem: why this rank cannot take part; "" if it can.
 
@@ -45,18 +81,18 @@ def share_memory(ranks: Ranks, num_bytes: int, request: str, problem: str = "") 
         A tensor of bytes. The memory is freed when no rank holds its tensor.
 
     Raises:
-        ValueError: ranks on several machines or in several containers; different requests.
+        ValueError: different requests.
         RuntimeError: a rank cannot make or map the memory, or has a problem.
         All of them are raised on every rank.
     """
     descriptor = -1
-    offer = _Offer(machine_identity(), socket.gethostname(), request, problem)
-    if ranks.rank == 0 and not problem:
+    offer = _Offer(request, problem)
+    if ranks.rank == node.start and not problem:
         descriptor, offer = _make_file(num_bytes, offer)
     try:
         offers = ranks.gather_objects(offer, "meeting of the ranks that share memory")
         _check_offers(ranks, offers)
-        memory, problem = _map(descriptor, offers[0], num_bytes)
+        memory, problem = _map(descriptor, offers[node.start], num_bytes)
         problems = ranks.gather_objects(problem, "mapping of shared memory")
         _check_problems(ranks, problems)
     finally:
@@ -105,14 +141,14 @@ def _make_file(num_bytes: int, offer: _Offer) -> tuple[int, _Offer]:
 
 
 def _map(descriptor: int, offer: _Offer, num_bytes: int) -> tuple[Tensor | None, str]:
-    """The memory of the first rank's file, or why it cannot be mapped."""
+    """The memory of the node's first rank's file, or why it cannot be mapped."""
     path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
     opened = descriptor
     try:
         if descriptor < 0:
             opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if os.pread(opened, _KEY_BYTES, num_bytes) != offer.key:
-            return None, f"{path} is not the memory of the first rank"
+            return None, f"{path} is not the memory of the node's first rank"
         mapping = mmap.mmap(opened, num_bytes + _KEY_BYTES)
     except OSError as error:
         return None, f"{path}: {error.strerror}"
@@ -123,13 +159,6 @@ def _map(descriptor: int, offer: _Offer, num_bytes: int) -> tuple[Tensor | None,
 
 
 def _check_offers(ranks: Ranks, offers: Sequence[_Offer]) -> None:
-    machines = [offer.machine for offer in offers]
-    if len(set(machines)) > 1:
-        hosts = [offer.host for offer in offers]
-        raise ValueError(
-            f"channels through shared memory need all ranks on one machine and in one container,"
-            f" and those of {ranks.description} are on {', '.join(hosts)}: use another all_to_all"
-        )
     _check_problems(ranks, [offer.problem for offer in offers])
     for rank, offer in enumerate(offers):
         if offer.request != offers[0].request:

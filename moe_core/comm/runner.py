@@ -1,4 +1,8 @@
-"""Runs a plan: the programs of all ranks, each in one call of the C++ interpreter."""
+"""Runs a plan: the programs of all ranks, each in one call of the C++ interpreter.
+
+Puts, signals and waits between nodes go through the group's ports, and the steps between two of
+them are one call.
+"""
 
 # P ranks
 
@@ -7,12 +11,13 @@ from collections.abc import Sequence
 from ctypes import c_long, c_void_p
 from datetime import timedelta
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from moe_core.comm.channel import MemoryGroup
+from moe_core.comm.channel import ChannelGroup
 from moe_core.comm.check import check
 from moe_core.comm.library import library
 from moe_core.comm.plan import ACTIONS, KINDS, Plan, Program
@@ -54,14 +59,20 @@ class PlanRunner:
     Args:
         piece_bytes: of a slot; longer messages travel in pieces. A multiple of 64.
         timeout: of every wait.
+        ranks_per_node: as `ChannelGroup`.
 
     Raises:
         PlanError: the plan is not safe.
-        ValueError, RuntimeError: as `MemoryGroup`; ValueError also for different plans.
+        ValueError, RuntimeError: as `ChannelGroup`; ValueError also for different plans.
     """
 
     def __init__(
-        self, plan: Plan, ranks: Ranks, piece_bytes: int, timeout: timedelta = default_pg_timeout
+        self,
+        plan: Plan,
+        ranks: Ranks,
+        piece_bytes: int,
+        timeout: timedelta = default_pg_timeout,
+        ranks_per_node: int | None = None,
     ) -> None:
         if plan.num_ranks != ranks.size:
             raise ValueError(f"a plan of {plan.num_ranks} ranks for a group of {ranks.size}")
@@ -72,8 +83,10 @@ class PlanRunner:
         self.piece_bytes = piece_bytes
         buffer_bytes = 2 * plan.num_slots * (piece_bytes + _HEADER_BYTES)
         purpose = f"the plan {plan.name} ({plan.digest()}) with buffers"
-        self.group = MemoryGroup(ranks, buffer_bytes, timeout, purpose)
+        self.group = ChannelGroup(ranks, buffer_bytes, timeout, purpose, ranks_per_node)
         program = plan.programs[ranks.rank]
+        self._blocks = _blocks(program, self.group.node)
+        self._staging = torch.empty(piece_bytes + _HEADER_BYTES, dtype=torch.uint8)
         self._has_sums = any(step.action == "add" for step in program.steps)
         self._awaits_delivery = False
         self._steps = _encode(program)
@@ -109,7 +122,11 @@ class PlanRunner:
         """
         self._set_inputs(source, inputs)
         self._set_outputs(result, outputs)
-        self._call("comm_run")
+        if self._reaches_other_nodes:
+            self._run_round(0, until_delivery=True)
+            self._finish_rounds()
+        else:
+            self._check(library().comm_run(self._pointer))
 
     def exchange(self, source: Tensor, inputs: Sequence[int]) -> list[int]:
         """The first half of `run`, where the lengths of the outputs are not known.
@@ -118,15 +135,25 @@ class PlanRunner:
             The bytes of each output. `deliver` has to follow, with the same `source`.
         """
         self._set_inputs(source, inputs)
-        self._call("comm_run_exchange")
+        if self._reaches_other_nodes:
+            self._run_round(0, until_delivery=True)
+            library().comm_measure(self._pointer)
+        else:
+            self._check(library().comm_run_exchange(self._pointer))
         self._awaits_delivery = True
-        return list(self._output_bytes)
+        arriving = list(self._output_bytes)
+        if min(arriving, default=0) < 0:
+            self.group.fail(f"{self.plan.name}: messages of {arriving} bytes arrive")
+        return arriving
 
     def deliver(self, result: Tensor, outputs: Sequence[int]) -> None:
         """The second half of `run`."""
         self._set_outputs(result, outputs)
         self._awaits_delivery = False
-        self._call("comm_run_delivery")
+        if self._reaches_other_nodes:
+            self._finish_rounds()
+        else:
+            self._check(library().comm_run_delivery(self._pointer))
 
     def _set_inputs(self, source: Tensor, inputs: Sequence[int]) -> None:
         self.group.check_usable()
@@ -147,8 +174,55 @@ class PlanRunner:
         self._run.output = result.data_ptr()
         self._output_offsets[:] = list(accumulate(outputs, initial=0))
 
-    def _call(self, function: str) -> None:
-        status = getattr(library(), function)(ctypes.addressof(self._run))
+    @property
+    def _pointer(self) -> int:
+        return ctypes.addressof(self._run)
+
+    @property
+    def _reaches_other_nodes(self) -> bool:
+        return any(block.is_far for block in self._blocks)
+
+    def _finish_rounds(self) -> None:
+        """What `comm_run_delivery` does."""
+        self._run_round(0, until_delivery=False)
+        piece = 1
+        while piece < self._run.rounds:
+            self._run_round(piece, until_delivery=True)
+            self._run_round(piece, until_delivery=False)
+            piece += 1
+        self.group.ports.flush_all()  # a rank may end after its last run
+
+    def _run_round(self, piece: int, until_delivery: bool) -> None:
+        """The steps of a round before the delivery, or those from there on."""
+        for block in self._blocks:
+            if (block.begin < self._run.delivery) != until_delivery:
+                continue
+            if block.is_far:
+                self._take_far_step(block.begin, piece)
+            else:
+                status = library().comm_run_steps(self._pointer, block.begin, block.end, piece)
+                self._check(status)
+        if not until_delivery:
+            self._run.round += 1
+
+    def _take_far_step(self, index: int, piece: int) -> None:
+        """A put, signal or wait between nodes."""
+        step = self.plan.programs[self.group.rank].steps[index]
+        ports = self.group.ports
+        if step.action == "wait":
+            ports.wait(step.peer)
+            return
+        if step.action == "put":
+            staging = self._staging
+            num_bytes = library().comm_stage(self._pointer, index, piece, staging.data_ptr())
+            first_slot = self._run.round % 2 * self.plan.num_slots
+            slot = first_slot + step.destination.index
+            ports.put(step.peer, slot * len(staging), staging[:num_bytes].clone())
+        if step.action == "signal" or step.with_signal:
+            ports.signal(step.peer)
+
+    def _check(self, status: int) -> None:
+        """Raise the error that a status of the interpreter stands for."""
         if not status:
             return
         group, plan = self.group, self.plan
@@ -177,6 +251,27 @@ def _check_messages(name: str, tensor: Tensor, sizes: Sequence[int], number: int
             f"{name} of {tensor.nbytes} bytes does not hold {number} messages of {list(sizes)}"
             " bytes"
         )
+
+
+class _Block(NamedTuple):
+    """Steps that run together: one between nodes, or several inside a node."""
+
+    begin: int
+    end: int
+    is_far: bool
+
+
+def _blocks(program: Program, node: range) -> list[_Block]:
+    """All steps in order. None has steps both before the delivery and after it."""
+    blocks: list[_Block] = []
+    for index, step in enumerate(program.steps):
+        is_far = step.peer >= 0 and step.peer not in node
+        continues = blocks and not is_far and not blocks[-1].is_far and index != program.delivery
+        if continues:
+            blocks[-1] = blocks[-1]._replace(end=index + 1)
+        else:
+            blocks.append(_Block(index, index + 1, is_far))
+    return blocks
 
 
 def _encode(program: Program) -> Tensor:

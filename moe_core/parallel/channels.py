@@ -1,4 +1,4 @@
-"""The all-to-all through memory that the processes of one machine share."""
+"""The all-to-all through channels: shared memory inside a node, messages between nodes."""
 
 # W ranks
 
@@ -10,23 +10,27 @@ from torch import Tensor
 from moe_core.comm import Collectives
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.linear import Linear
-from moe_core.parallel.machine import ExchangeCost
+from moe_core.parallel.machine import ExchangeCost, LinkTraffic
 from moe_core.parallel.rank_subset import RankSubset
 from moe_core.parallel.ranks import CollectiveError
 from moe_core.registry import register_all_to_all
 
 _log = logging.getLogger("moe_core")
-_collectives: WeakKeyDictionary[ExpertGroup, Collectives] = WeakKeyDictionary()
+# of each group, by ranks per node
+_collectives: WeakKeyDictionary[ExpertGroup, dict[int | None, Collectives]] = WeakKeyDictionary()
 
 
 @register_all_to_all("channels")
 class Channels(Linear):
-    """The linear all-to-all of CPU tensors through shared memory, without torch.distributed.
+    """The all-to-all of CPU tensors through channels (moe_core.comm).
 
+    The ranks of a node copy through shared memory. With several nodes, rows travel to the rank of
+    this node that has the receiver's place, and from there in one message to the receiver's node.
     The first one of a group makes the memory, in a collective; the others share it.
 
     Raises:
-        ValueError: ranks on several machines, or GPUs; on all ranks.
+        ValueError: GPUs; ranks that do not form nodes, or are on other machines than ranks_per_node
+            says; on all ranks.
         RuntimeError: no C++ compiler, or too little memory; on all ranks.
     """
 
@@ -35,20 +39,25 @@ class Channels(Linear):
     def __init__(self, group: ExpertGroup, ranks_per_node: int | None = None) -> None:
         super().__init__(group, ranks_per_node)
         if group.size > 1:
-            _check_one_node(group, ranks_per_node)
-            self.ranks = _SharedMemoryRanks(group, _collectives_of(group))
+            _check_device(group)
+            self.ranks = _ChannelRanks(group, _collectives_of(group, ranks_per_node))
 
     @staticmethod
     def cost(elements: float, group_size: int, ranks_per_node: int) -> ExchangeCost:
-        """Nothing passes a link: the sender copies the rows into slots, the receiver out of them.
+        """Inside a node nothing passes a link: the sender copies the rows into slots, the receiver
+        out of them. A message between nodes is copied twice more.
 
         A rank's rows for itself are copied once, which is not taken into account.
         """
-        return ExchangeCost(copies=2)
+        num_nodes = group_size // ranks_per_node
+        if num_nodes == 1:
+            return ExchangeCost(copies=2)
+        between = elements * (num_nodes - 1) / num_nodes
+        return ExchangeCost((LinkTraffic(inter=between, inter_messages=num_nodes - 1),), copies=4)
 
 
-class _SharedMemoryRanks(RankSubset):
-    """All ranks of a group, whose all-to-alls go through shared memory."""
+class _ChannelRanks(RankSubset):
+    """All ranks of a group, whose all-to-alls go through channels."""
 
     def __init__(self, group: ExpertGroup, collectives: Collectives) -> None:
         super().__init__(group, range(group.size), group.process_group)
@@ -65,7 +74,8 @@ class _SharedMemoryRanks(RankSubset):
 
 
 def shares_memory(group: ExpertGroup) -> bool:
-    """Whether `channels` can run in this group; the log says why not. A collective.
+    """Whether this group is known to be on one node whose ranks can share memory; the log says why
+    they cannot. A collective.
 
     Raises:
         CollectiveError: a rank has ended or did not come within the timeout.
@@ -73,8 +83,10 @@ def shares_memory(group: ExpertGroup) -> bool:
     if group.size == 1:
         return False
     try:
-        _check_one_node(group, group.ranks_per_node())
-        _collectives_of(group)
+        _check_device(group)
+        if group.ranks_per_node() < group.size:
+            return False
+        _collectives_of(group, group.size)
     except CollectiveError:
         raise
     except (ValueError, RuntimeError) as error:
@@ -83,24 +95,20 @@ def shares_memory(group: ExpertGroup) -> bool:
     return True
 
 
-def _check_one_node(group: ExpertGroup, ranks_per_node: int | None) -> None:
-    """Refuse what is known without asking the other ranks."""
+def _check_device(group: ExpertGroup) -> None:
+    """Refuse GPUs, which is known without asking the other ranks."""
     if group.ranks.device.type != "cpu":
         raise ValueError(
             f"all_to_all 'channels' exchanges CPU tensors, and the {group} communicates on"
             f" {group.ranks.device.type}"
         )
-    if ranks_per_node is not None and ranks_per_node < group.size:
-        raise ValueError(
-            f"all_to_all 'channels' needs all ranks on one machine, and ranks_per_node is"
-            f" {ranks_per_node} for the {group}"
-        )
 
 
-def _collectives_of(group: ExpertGroup) -> Collectives:
+def _collectives_of(group: ExpertGroup, ranks_per_node: int | None) -> Collectives:
     """Those of the group, ready for all-to-alls; made when first asked for, by all ranks."""
-    if group not in _collectives:
-        made = Collectives(group.ranks, group.timeout)
-        made.prepare_all_to_all()
-        _collectives[group] = made
-    return _collectives[group]
+    made = _collectives.setdefault(group, {})
+    if ranks_per_node not in made:
+        collectives = Collectives(group.ranks, group.timeout, ranks_per_node)
+        collectives.prepare_all_to_all()
+        made[ranks_per_node] = collectives
+    return made[ranks_per_node]

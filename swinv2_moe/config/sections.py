@@ -148,7 +148,7 @@ class ExpertsConfig:
     # ParallelStrategy)
     r: int = 1
     pipeline_degree: int = 1  # chunks that travel while others are worked on
-    # or 2dh: inside the nodes, then between them; channels: through shared memory
+    # or 2dh: inside the nodes, then between them; channels: shared memory in a node
     all_to_all: str = "linear"
     exchange: str = "counted"  # or static: as many rows as the capacity, and no counts
     ranks_per_node: int = 0  # for 2dh; 0: as torchrun says

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_core.comm import memory
-from moe_core.comm.channel import MemoryGroup
+from moe_core.comm.channel import ChannelGroup
 from moe_core.parallel import CollectiveError, Ranks
 
 
@@ -19,7 +19,7 @@ def world() -> Ranks:
 
 
 def puts_and_signals(rank: int) -> None:
-    group = MemoryGroup(world(), 1000)
+    group = ChannelGroup(world(), 1000)
     assert group.buffer.shape == (1024,)
     ahead = group.channel((rank + 1) % group.size)
     behind = group.channel((rank - 1) % group.size)
@@ -44,7 +44,7 @@ def test_a_put_is_visible_after_the_wait(run_processes, size):
 
 
 def bounds(rank: int) -> None:
-    group = MemoryGroup(world(), 64)
+    group = ChannelGroup(world(), 64)
     channel = group.channel(1 - rank)
     for offset in (-1, 57, 10**12):
         with pytest.raises(
@@ -65,7 +65,7 @@ def test_a_put_outside_of_the_buffer_is_refused(run_processes):
 
 
 def a_rank_stays_away(rank: int) -> None:
-    group = MemoryGroup(world(), 64, timeout=timedelta(seconds=0.3))
+    group = ChannelGroup(world(), 64, timeout=timedelta(seconds=0.3))
     if rank == 0:
         with pytest.raises(CollectiveError, match=r"rank 0 got no signal from rank 2 within 0.3 s"):
             group.channel(2).wait()
@@ -88,7 +88,7 @@ def shared_files() -> list[str]:
 
 def no_name(rank: int) -> None:
     before = set(os.listdir("/dev/shm"))
-    group = MemoryGroup(world(), 64)
+    group = ChannelGroup(world(), 64)
     assert set(os.listdir("/dev/shm")) - before == set()
     assert len(shared_files()) == 1
     assert "memfd:moe_core.comm." in shared_files()[0]
@@ -106,15 +106,17 @@ def test_the_memory_has_no_name_and_goes_with_its_last_tensor(run_processes):
 
 def bad_input(rank: int) -> None:
     with pytest.raises(
-        ValueError, match=r"rank 0 asks for buffers of 64 bytes and rank 1 for .*128"
+        ValueError, match=r"rank 0 asks for buffers of 64 bytes on .* and rank 1 for .*128"
     ):
-        MemoryGroup(world(), 64 * (1 + rank))
+        ChannelGroup(world(), 64 * (1 + rank))
     memory.available_bytes = lambda: 2**20
     with pytest.raises(RuntimeError, match=r"rank 0 of 2: 4.0 MiB of .*: 1.0 MiB of memory are"):
-        MemoryGroup(world(), 2**21)
+        ChannelGroup(world(), 2**21)
     memory.machine_identity = lambda: f"machine {rank}"
-    with pytest.raises(ValueError, match="all ranks on one machine and in one container"):
-        MemoryGroup(world(), 64)
+    with pytest.raises(ValueError, match=r"ranks 0 to 1 of .* one machine and in one container"):
+        ChannelGroup(world(), 64, ranks_per_node=2)
+    with pytest.raises(ValueError, match="do not form nodes of 3"):
+        ChannelGroup(world(), 64, ranks_per_node=3)
 
 
 def test_bad_input_is_refused_on_every_rank(run_processes):
@@ -125,7 +127,7 @@ def without_a_compiler(rank: int) -> None:
     if rank == 1:
         os.environ["CXX"] = "/nonexistent/compiler"
     with pytest.raises(RuntimeError, match=r"rank 1 of 2: channels need a C\+\+ compiler"):
-        MemoryGroup(world(), 64)
+        ChannelGroup(world(), 64)
     torch.distributed.barrier()  # gloo remains usable
 
 
@@ -134,7 +136,7 @@ def test_no_compiler_is_one_line_on_every_rank(run_processes):
 
 
 def many_signals(rank: int, number: int) -> None:
-    group = MemoryGroup(world(), 64)
+    group = ChannelGroup(world(), 64)
     channel = group.channel(1 - rank)
     for turn in range(number):
         if rank == 0:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from moe_core.comm import Collectives, MemoryGroup
+from moe_core.comm import ChannelGroup, Collectives
 from moe_core.parallel import CollectiveError, Ranks
 
 SIZE, LOST, TIMEOUT = 3, 1, 0.5
@@ -25,7 +25,7 @@ def world() -> Ranks:
 
 def put_for_ever(rank: int, ready: Path) -> None:
     """The lost rank is killed in a put of 16 MiB."""
-    group = MemoryGroup(world(), 2**24, timedelta(seconds=TIMEOUT))
+    group = ChannelGroup(world(), 2**24, timedelta(seconds=TIMEOUT))
     ready.touch()
     source = torch.zeros(2**24, dtype=torch.uint8)
     while rank == LOST:
@@ -38,7 +38,7 @@ def put_for_ever(rank: int, ready: Path) -> None:
 def wait_for_ever(rank: int, ready: Path) -> None:
     """The lost rank is killed while it waits."""
     seconds = 100 if rank == LOST else TIMEOUT
-    group = MemoryGroup(world(), 64, timedelta(seconds=seconds))
+    group = ChannelGroup(world(), 64, timedelta(seconds=seconds))
     if rank == LOST:
         ready.touch()
         group.channel(0).wait()
@@ -57,7 +57,7 @@ def exchange_for_ever(rank: int, ready: Path) -> None:
 def meet_for_ever(rank: int, ready: Path) -> None:
     """The lost rank is killed while groups are made."""
     for _ in range(10**9):
-        group = MemoryGroup(world(), 64, timedelta(seconds=TIMEOUT))
+        group = ChannelGroup(world(), 64, timedelta(seconds=TIMEOUT))
         ready.touch()
         group.barrier()
 

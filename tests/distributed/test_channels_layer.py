@@ -67,6 +67,24 @@ def test_a_layer_gives_what_it_gives_with_linear(run_processes, world_size):
     run_processes(equals_linear, world_size, world_size)
 
 
+def equals_linear_over_nodes(rank: int, world_size: int) -> None:
+    group = make_expert_groups(world_size, ranks_per_node=2)
+    layer = make_layer(
+        dtype=torch.float32, group=group, num_experts=2 * world_size, top_k=2, **SHAPE
+    )
+    for degree, per_node in ((1, None), (2, 2), (1, 1)):
+        expected = step(layer, rank, ParallelStrategy(1, degree), 7 + rank)
+        strategy = ParallelStrategy(1, degree, "channels", per_node)
+        received = step(layer, rank, strategy, 7 + rank)
+        for name, value in expected.items():
+            assert torch.equal(received[name], value), (degree, per_node, name)
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_a_layer_over_nodes_gives_what_it_gives_with_linear(run_processes, world_size):
+    run_processes(equals_linear_over_nodes, world_size, world_size)
+
+
 def traffic(rank: int) -> None:
     group = make_expert_groups(2)
     layer = make_layer(group=group, num_experts=2, **SHAPE)
@@ -88,11 +106,10 @@ def test_traffic_is_counted_and_replayed_as_with_linear(run_processes):
 def refusals(rank: int) -> None:
     group = make_expert_groups(2)
     rows = torch.arange(4.0)
-    with pytest.raises(ValueError, match=r"all ranks on one machine, and ranks_per_node is 1 for"):
-        all_to_all(rows, group, algorithm="channels", ranks_per_node=1)
     original, memory.machine_identity = memory.machine_identity, lambda: f"machine {rank}"
-    with pytest.raises(ValueError, match=r"all ranks on one machine and in one container.*another"):
-        make_layer(group=group, num_experts=2, strategy=ParallelStrategy(1, 1, "channels"))
+    strategy = ParallelStrategy(1, 1, "channels", ranks_per_node=2)
+    with pytest.raises(ValueError, match=r"ranks 0 to 1 of .* and in one container.*another"):
+        make_layer(group=group, num_experts=2, strategy=strategy)
     memory.machine_identity = original
     # gloo remains usable, and so do channels where they work
     expected = all_to_all(rows + 10 * rank, group)

@@ -69,6 +69,13 @@ class Interpreter {
     return kDone;
   }
 
+  // What a put would write to a slot: its header and its piece. Returns their bytes.
+  long stage(const Step& step, char* target) {
+    const Piece piece = read(step.source);
+    write(reinterpret_cast<Header*>(target), piece);
+    return static_cast<long>(sizeof(Header)) + piece.bytes;
+  }
+
   void measure_outputs() {
     for (long i = run_.delivery; i < run_.num_steps; i++) {
       const Step& step = run_.steps[i];
@@ -131,8 +138,9 @@ class Interpreter {
     return {payload(header), piece_of(header->message_bytes), static_cast<long>(header->message_bytes)};
   }
 
-  void write_slot(long owner, long index, const Piece& piece) {
-    Header* header = slot(owner, index);
+  void write_slot(long owner, long index, const Piece& piece) { write(slot(owner, index), piece); }
+
+  void write(Header* header, const Piece& piece) const {
     header->message_bytes = piece.message_bytes;
     header->rounds = run_.rounds;
     std::memcpy(payload(header), piece.data, piece.bytes);
@@ -175,6 +183,17 @@ long comm_run_delivery(Run* run) {
   }
   return status;
 }
+
+// For runner.py, which sends to other nodes itself: the steps of one round from `begin` to `end` in turn,
+long comm_run_steps(Run* run, long begin, long end, long piece) { return Interpreter(*run, piece).steps(begin, end); }
+
+// the slot's bytes of a put to another node,
+long comm_stage(Run* run, long step, long piece, char* target) {
+  return Interpreter(*run, piece).stage(run->steps[step], target);
+}
+
+// and `output_bytes`, after the first round's steps before the delivery.
+void comm_measure(Run* run) { Interpreter(*run, 0).measure_outputs(); }
 
 // Both.
 long comm_run(Run* run) {

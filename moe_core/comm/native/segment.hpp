@@ -1,6 +1,6 @@
-// The shared memory of P ranks of one machine, and the signals between them.
+// The shared memory of the L ranks of one node, and the signals between them.
 //
-// Layout of the segment: counters [2, P, P] (lane, sender, receiver), then the buffers of the P ranks.
+// Layout of the segment: counters [2, L, L] (lane, sender, receiver), then the buffers of the L ranks.
 
 #pragma once
 
@@ -31,16 +31,19 @@ static_assert(sizeof(Counter) == 2 * kCacheLine, "no two ranks write one cache l
 // One rank's view of the segment. channel.py declares the same fields.
 struct Group {
   char* segment;
-  long num_ranks, rank;
+  long first_rank, num_ranks;  // of the node; ranks are numbered over all nodes
+  long rank;
   long buffer_bytes;  // of each rank's buffer
   long spins;         // how often a wait looks before it sleeps
   double timeout;     // seconds of a wait
 
   Counter& counter(Lane lane, long from, long to) const {
-    return reinterpret_cast<Counter*>(segment)[(lane * num_ranks + from) * num_ranks + to];
+    const long row = lane * num_ranks + from - first_rank;
+    return reinterpret_cast<Counter*>(segment)[row * num_ranks + to - first_rank];
   }
   char* buffer(long owner) const {
-    return segment + kNumLanes * num_ranks * num_ranks * sizeof(Counter) + owner * buffer_bytes;
+    const long counters = kNumLanes * num_ranks * num_ranks * sizeof(Counter);
+    return segment + counters + (owner - first_rank) * buffer_bytes;
   }
 };
 
