@@ -235,6 +235,7 @@ class TrainConfig:
     warmup_lr: float = 1.25e-7
     min_lr: float = 1.25e-6
     weight_decay: float = 0.1
+    expert_weight_decay: float = -1.0  # of the routed experts' weights; negative: weight_decay
     layer_decay: float = 1.0
     clip_grad: float = 3.0  # global norm over all ranks; 0: off
     accumulation_steps: int = 1

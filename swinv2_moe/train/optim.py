@@ -8,6 +8,7 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moe_core import expert_parameters
 from swinv2_moe.config import TrainConfig
 from swinv2_moe.models import MoEModel
 from swinv2_moe.train.parallelize import local_part, placed_like
@@ -19,13 +20,18 @@ def build_optimizer(
     config: TrainConfig, model: MoEModel, learning_rate: float
 ) -> torch.optim.Optimizer:
     """AdamW or SGD, with layer decay by depth. Biases, 1-D parameters and those that the model
-    names have no weight decay."""
+    names have no weight decay; experts may have one of their own."""
+    no_weight_decay = model.no_weight_decay()
     groups = param_groups_layer_decay(
         model,
         weight_decay=config.weight_decay,
-        no_weight_decay_list=model.no_weight_decay(),
+        no_weight_decay_list=no_weight_decay,
         layer_decay=config.layer_decay,
     )
+    if config.expert_weight_decay >= 0:
+        experts = expert_parameters(model).items()
+        weights = {p for name, p in experts if name not in no_weight_decay}
+        groups = _split_experts(groups, weights, config.expert_weight_decay)
     groups = [part for group in _merge(groups) for part in _split_sharded(group)]
     options = config.optimizer
     if options.name == "sgd":
@@ -35,6 +41,21 @@ def build_optimizer(
     return torch.optim.AdamW(
         groups, lr=learning_rate, betas=options.betas, eps=options.eps, fused=True
     )
+
+
+def _split_experts(
+    groups: list[dict], weights: set[nn.Parameter], weight_decay: float
+) -> list[dict]:
+    """The groups, with the weights of experts in groups of their own that have `weight_decay`."""
+    split = []
+    for group in groups:
+        others = [p for p in group["params"] if p not in weights]
+        experts = [p for p in group["params"] if p in weights]
+        if others:
+            split.append(group | {"params": others})
+        if experts:
+            split.append(group | {"params": experts, "weight_decay": weight_decay})
+    return split
 
 
 def _merge(groups: list[dict]) -> list[dict]:
