@@ -158,6 +158,9 @@ class ExpertsConfig:
     # (swinv2_moe.config.schedule); "": constant
     top_k_schedule: str = ""
     capacity_schedule: str = ""
+    # the share of the tokens that get random experts in training: "epoch 0:1 3:0 linear" leads
+    # from a uniform choice to the router's
+    random_choice_schedule: str = ""
     # the capacity factor of each layer is the smallest that would have dropped at most
     # capacity_drop_share of the choices in each of the last steps; the first step has
     # capacity_factor
