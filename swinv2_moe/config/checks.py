@@ -290,6 +290,14 @@ def _check_pretrained(config: CfgNode) -> None:
             "MODEL.UPCYCLE is True: it needs dense weights (MODEL.PRETRAINED) and"
             " MODEL.MOE.NUM_EXPERTS"
         )
+    if model.UPCYCLE_CONTINUE:
+        needed = {"UPCYCLE": True, "UPCYCLE_NOISE": 0.0, "NEW_HEAD": False, "CLASS_MAP": ""}
+        for key, value in needed.items():
+            if model[key] != value:
+                raise UserError(
+                    f"MODEL.{key} is {model[key]!r}: with MODEL.UPCYCLE_CONTINUE (True) it must be"
+                    f" {value!r}"
+                )
     if model.MOE.FREEZE and not has_experts_and_weights:
         raise UserError(
             "MODEL.MOE.FREEZE is True: it needs MODEL.MOE.NUM_EXPERTS and trained ones"

@@ -205,6 +205,8 @@ class ModelConfig:
     pretrained: str = ""
     upcycle: bool = False  # PRETRAINED is dense: copy each dense FFN into every expert of its block
     upcycle_noise: float = 0.0  # std of noise on those copies, in units of the dense weights' own
+    # go on as the dense run PRETRAINED would have done: epoch, learning rate and optimiser's state
+    upcycle_continue: bool = False
     new_head: bool = False  # PRETRAINED has other classes: leave its head out
     # or take rows of its head: a file with the old class's number for each class, from 0
     class_map: str = ""

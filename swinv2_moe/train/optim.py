@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from moe_core import expert_parameters
 from swinv2_moe.config import TrainConfig
 from swinv2_moe.models import MoEModel
+from swinv2_moe.models.weights import has_dense_twin
 from swinv2_moe.train.parallelize import local_part, placed_like
 
 _REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
@@ -173,8 +174,7 @@ def optimizer_sections(
 ) -> dict[str, dict[str, Tensor]]:
     """The optimiser's state: `{"optimizer/exp_avg": {parameter name: tensor}, ...}`.
 
-    The number of updates is left out. It is the same for all parameters, and `LossScaler` counts
-    it.
+    The number of updates is left out: `LossScaler` counts it (`restore_optimizer`).
     """
     sections: dict[str, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -212,8 +212,14 @@ def restore_optimizer(
     model: nn.Module,
     moments: dict[str, dict[str, Tensor]],
     updates: int,
+    dense_updates: int = 0,
 ) -> None:
-    """Restore the state that `optimizer_sections` returned after `updates` updates."""
+    """Restore the state that `optimizer_sections` returned after `updates` updates.
+
+    Args:
+        dense_updates: how many of them the dense model had made before it was upcycled. What has no
+            dense twin was not updated by them.
+    """
     is_adam = isinstance(optimizer, torch.optim.AdamW)
     for name, parameter in trained_parameters(model).items():
         state = {}
@@ -221,5 +227,8 @@ def restore_optimizer(
             kind = section.removeprefix("optimizer/")
             state[kind] = placed_like(tensors[name], parameter)
         if is_adam and state:
-            state["step"] = torch.tensor(float(updates), device=parameter.device)
+            own_updates = updates
+            if not has_dense_twin(name):
+                own_updates -= dense_updates
+            state["step"] = torch.tensor(float(own_updates), device=parameter.device)
         optimizer.state[parameter] = state

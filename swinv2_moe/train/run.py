@@ -27,7 +27,7 @@ from swinv2_moe.models import (
     measure_model,
 )
 from swinv2_moe.models.heads import fit_head
-from swinv2_moe.train import checkpoint, optim
+from swinv2_moe.train import checkpoint, optim, upcycling
 from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
@@ -88,6 +88,9 @@ def train(
         # before looking at what another run may be writing
         stack.enter_context(only_run(root, world))
         source = _starting_point(root, resume, world)
+        if source is None and sections.model.upcycle_continue:
+            epochs = sections.train.epochs
+            source = upcycling.find_dense(sections.model.pretrained, epochs, world)
         data, staging = _load_data(sections.data, world)
         trainer = _build_trainer(sections, world, data, source)
         size = measure_model(sections.model, data.num_classes)
@@ -209,7 +212,7 @@ def _load_pretrained(config: ModelConfig, model: MoEModel, world: World, seed: i
         else:
             dense = source
             if found:
-                dense = checkpoint.read_dense(found, model)
+                dense = checkpoint.read_dense(found, found.weights_section, model)
             fresh = load_dense(model, dense, config.upcycle, config.upcycle_noise, seed, fit)
             if fresh and config.experts.freeze:
                 raise UserError(
