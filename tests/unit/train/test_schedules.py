@@ -187,3 +187,24 @@ def test_a_compiled_model_is_not_compiled_anew(make_trainer):
         shares.append([float(x.last_routing.dropped_share) for x in moe_layers(model).values()])
     assert shares[0] > shares[1]
     torch.compiler.reset()
+
+
+def test_another_share_of_random_choices_is_not_compiled_anew(make_trainer):
+    torch.compiler.reset()
+    keys = {"MODEL.MOE.RANDOM_CHOICE_SCHEDULE": "step 0:1 4:0 linear"}
+    trainer = make_trainer(keys | {"MODEL.MOE.CAPACITY_FACTOR": 0.0})
+    model = trainer.step.model.train()
+    compiled = torch.compile(model.forward_with_aux, backend="aot_eager")
+    images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    trainer.routing.apply(0, 0)
+    compiled(images)
+    for step in range(1, 4):
+        trainer.routing.apply(0, step)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            compiled(images)
+    trainer.routing.apply(0, 4)
+    compiled(images)
+    trainer.routing.apply(0, 5)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(images)
+    torch.compiler.reset()
