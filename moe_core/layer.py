@@ -14,9 +14,11 @@ from moe_core.experts import Experts, SharedExperts
 from moe_core.layer_inputs import (
     as_images,
     check_capacity_factor,
+    check_devices,
+    check_exchange,
     check_tensors,
+    check_token_options,
     expert_input,
-    is_dropless,
     positions_of,
 )
 from moe_core.ops import DispatchPlan, make_plan, soft_combine, soft_dispatch
@@ -151,6 +153,7 @@ class MoELayer(nn.Module):
         mask: Tensor | None = None,
         num_tokens: int | None = None,
         output_norm: nn.Module | None = None,
+        random_share: float | Tensor = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """x [..., M] -> y like x, and the auxiliary loss (a scalar of at least fp32, unweighted).
 
@@ -169,6 +172,8 @@ class MoELayer(nn.Module):
                 gate value: `y = s G norm(sum_k (g_k / G) e_k)` with `G = sum_k g_k`; s is 1 / G of
                 an undecided router. A norm of y itself would remove the gate value. Only where
                 tokens choose. Shared experts are normalised by themselves.
+            random_share: the share of the tokens that get random experts, with the router's gate
+                values; a scalar tensor may change without another compilation.
 
         Raises:
             ValueError: x that is no floating-point tensor, is 0-d or of another width or device, a
@@ -185,11 +190,9 @@ class MoELayer(nn.Module):
         forward = self._forward
         if self.group.size > 1:
             forward = self._forward_uncompiled
-        if output_norm is not None and self.config.routing != "token_choice":
-            raise ValueError(
-                f"output_norm needs tokens that choose experts, not router {self.config.router!r}"
-            )
-        options = (top_k, capacity_factor, strategy, router, batch_prioritized, output_norm)
+        check_token_options(output_norm, random_share, self.config)
+        options: tuple = (top_k, capacity_factor, strategy, router, batch_prioritized)
+        options += (output_norm, random_share)
         if mask is None:
             return forward(x, *options)
         if self.config.routing == "soft" or self.config.choose_per_image:
@@ -213,6 +216,7 @@ class MoELayer(nn.Module):
         router: int,
         batch_prioritized,
         output_norm: nn.Module | None,
+        random_share: float | Tensor,
     ) -> tuple[Tensor, Tensor]:
         """`forward` of all tokens: route, plan, exchange with the experts and combine."""
         config = self.config
@@ -232,8 +236,9 @@ class MoELayer(nn.Module):
             y, aux_loss = self._mix(x, strategy, router)
         else:
             num_images = as_images(x).shape[0]
+            normalize_gates = output_norm is None
             routing, inputs = self._route(
-                tokens, top_k, self._router(router), num_images, output_norm is None
+                tokens, top_k, self._router(router), num_images, normalize_gates, random_share
             )
             gate_scale: Tensor | None = None  # [T, 1]
             if output_norm is not None:
@@ -345,16 +350,21 @@ class MoELayer(nn.Module):
         return self.router
 
     def _route(
-        self, tokens: Tensor, top_k: int, router: nn.Module, num_images: int, normalize_gates: bool
+        self,
+        tokens: Tensor,
+        top_k: int,
+        router: nn.Module,
+        num_images: int,
+        normalize_gates: bool,
+        random_share: float | Tensor,
     ) -> tuple[Routing, Tensor]:
         """The routing of tokens [T, M], and the tokens, perhaps in the dtype of the experts."""
         config = self.config
         reduce = None
         if config.global_balance:
             reduce = self.group.sum
-        fused = route_in_one_pass(
-            tokens, router, config, top_k, self.training, reduce, normalize_gates
-        )
+        options = (reduce, normalize_gates, random_share)
+        fused = route_in_one_pass(tokens, router, config, top_k, self.training, *options)
         if fused is not None:
             return fused
         logits = router_logits(router, tokens, config, self.training)
@@ -363,7 +373,7 @@ class MoELayer(nn.Module):
                 routing = route_by_experts(logits, config, num_images, self.training)
             else:
                 routing = route(
-                    logits, config, top_k, self.training, reduce, self.balance, normalize_gates
+                    logits, config, top_k, self.training, *options, balance=self.balance
                 )
         return routing, tokens
 
@@ -432,18 +442,9 @@ class MoELayer(nn.Module):
             )
         if strategy != "auto":
             self._exchange_of(strategy)
-            needs_capacity = strategy.exchange == "static" and self.config.routing != "soft"
-            if needs_capacity and is_dropless(capacity_factor):
-                raise ValueError(
-                    "capacity_factor (0) must not be 0 with exchange 'static', which sends as many"
-                    " rows as the capacity"
-                )
+            check_exchange(strategy.exchange, capacity_factor, self.config)
         if self.group.size > 1:
-            for name, parameter in self.named_parameters():
-                if parameter.device != x.device:
-                    raise ValueError(
-                        f"x is on {x.device}, the layer's {name} on {parameter.device}"
-                    )
+            check_devices(self, x)
             if self._untried_experts:
                 try_experts(self.experts, x.new_zeros(self.shard.num_experts, x.shape[-1]))
                 self._untried_experts = False

@@ -5,7 +5,7 @@
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_core.config import MoEConfig
 from moe_core.precision import expert_dtype
@@ -50,6 +50,53 @@ def positions_of(mask: Tensor, count: int | None) -> Tensor:
     if count is None:
         return mask.nonzero().squeeze(1)
     return mask.nonzero_static(size=count).squeeze(1)
+
+
+def check_devices(layer: nn.Module, x: Tensor) -> None:
+    """Raise ValueError for a parameter on another device than x."""
+    for name, parameter in layer.named_parameters():
+        if parameter.device != x.device:
+            raise ValueError(f"x is on {x.device}, the layer's {name} on {parameter.device}")
+
+
+def check_token_options(
+    output_norm: nn.Module | None, random_share: float | Tensor, config: MoEConfig
+) -> None:
+    """Raise ValueError for options of a call that its layer's kind of routing does not have, and
+    for a share of random choices that is no share."""
+    if isinstance(random_share, Tensor):
+        if random_share.dim() > 0:
+            raise ValueError(
+                f"random_share has shape {list(random_share.shape)}, it must be a scalar"
+            )
+    elif not 0 <= random_share <= 1:
+        raise ValueError(f"random_share ({random_share}) must be from 0 to 1")
+    if config.routing == "token_choice":
+        return
+    options = {
+        "output_norm": output_norm is not None,
+        "random_share": has_random_choices(random_share),
+    }
+    for name, is_given in options.items():
+        if is_given:
+            raise ValueError(
+                f"{name} needs tokens that choose experts, not router {config.router!r}"
+            )
+
+
+def has_random_choices(random_share: float | Tensor) -> bool:
+    """Whether some choices may be random. The value of a tensor is not read."""
+    return isinstance(random_share, Tensor) or random_share > 0
+
+
+def check_exchange(exchange: str, capacity_factor: float | Tensor, config: MoEConfig) -> None:
+    """Raise ValueError for a static exchange without a capacity."""
+    needs_capacity = exchange == "static" and config.routing != "soft"
+    if needs_capacity and is_dropless(capacity_factor):
+        raise ValueError(
+            "capacity_factor (0) must not be 0 with exchange 'static', which sends as many rows as"
+            " the capacity"
+        )
 
 
 def is_dropless(capacity_factor: float | Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moe_core.balance import BalanceBias
 from moe_core.config import MoEConfig
 from moe_core.expert_choice import all_experts, expert_priority
+from moe_core.layer_inputs import has_random_choices
 from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
 from moe_core.ops import loss_of_sums, route_tokens, route_tokens_supported
 from moe_core.ops import route as choose_experts
@@ -117,8 +118,9 @@ def route(
     top_k: int,
     training: bool,
     reduce: Callable[[Tensor], Tensor] | None = None,
-    balance: BalanceBias | None = None,
     normalize_gates: bool = True,
+    random_share: float | Tensor = 0.0,
+    balance: BalanceBias | None = None,
 ) -> Routing:
     """Choose `top_k` experts for every token from its logits [T, E].
 
@@ -127,8 +129,10 @@ def route(
 
     Args:
         reduce: sums over ranks, for a loss of all their tokens (`losses.auxiliary_loss`).
-        balance: biases of the choice in place of an auxiliary loss.
         normalize_gates: False: gate values are scores, whatever the configuration says.
+        random_share: of the tokens get random experts (`with_random_choices`). Gate values stay
+            the router's, and the loss is that of the router's choices.
+        balance: biases of the choice in place of an auxiliary loss.
 
     Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
     """
@@ -160,7 +164,21 @@ def route(
     aux_loss = auxiliary_loss(aux_loss_name, sums, logits.shape[0], reduce, fused_value)
     if config.z_loss_weight > 0:
         aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
+    if has_random_choices(random_share):
+        ids = with_random_choices(ids, config.num_experts, random_share)
+        gates = gate_scores(noisy, config.gate_activation).gather(1, ids)
+        if normalize:
+            gates = gates / gates.sum(1, keepdim=True)
     return Routing(ids, gates, aux_loss, probs)
+
+
+def with_random_choices(ids: Tensor, num_experts: int, share: float | Tensor) -> Tensor:
+    """Expert ids [T, K] in which each token has, with probability `share`, K different experts
+    drawn uniformly; the others keep theirs."""
+    scores = torch.rand(ids.shape[0], num_experts, device=ids.device)
+    random_ids = largest(scores, ids.shape[1])
+    is_replaced = torch.rand(ids.shape[0], 1, device=ids.device) < share
+    return torch.where(is_replaced, random_ids, ids)
 
 
 def route_in_one_pass(
@@ -171,6 +189,7 @@ def route_in_one_pass(
     training: bool,
     reduce: Callable[[Tensor], Tensor] | None,
     normalize_gates: bool,
+    random_share: float | Tensor = 0.0,
 ) -> tuple[Routing, Tensor] | None:
     """A linear router's product and `route` by one kernel: tokens [T, M] on a GPU.
 
@@ -181,6 +200,8 @@ def route_in_one_pass(
     perturbs_input = training and (config.input_jitter > 0 or config.input_dropout > 0)
     is_plain = config.balance == "loss" and config.gate_activation == "softmax"
     if type(router) is not LinearRouter or not is_plain or perturbs_input:
+        return None
+    if has_random_choices(random_share):
         return None
     has_hooks = router._forward_hooks or router._forward_pre_hooks
     if has_hooks or config.z_loss_weight > 0:

@@ -6,7 +6,15 @@ from collections.abc import Collection
 
 from yacs.config import CfgNode
 
-from moe_core import ACTIVATIONS, ALL_TO_ALLS, KERNELS, LOSSES, ROUTERS, ROUTING_CHOICES
+from moe_core import (
+    ACTIVATIONS,
+    ALL_TO_ALLS,
+    KERNELS,
+    LOSSES,
+    ROUTERS,
+    ROUTING_CHOICES,
+    MoEConfig,
+)
 from moe_core.parallel import EXCHANGES
 from swinv2_moe.config.defaults import flatten
 from swinv2_moe.config.schedule import parse_schedule
@@ -84,6 +92,7 @@ _RANGES = {  # inclusive
     "TRAIN.WARMUP_LR": (0, _INFINITY),
     "TRAIN.MIN_LR": (0, _INFINITY),
     "TRAIN.WEIGHT_DECAY": (0, _INFINITY),
+    "TRAIN.EXPERT_WEIGHT_DECAY": (-1, _INFINITY),
     "TRAIN.LAYER_DECAY": (1e-3, 1),
     "TRAIN.CLIP_GRAD": (0, _INFINITY),
     "TRAIN.ACCUMULATION_STEPS": (1, _INFINITY),
@@ -178,19 +187,28 @@ def _check_experts(config: CfgNode) -> None:
 
 def _check_routing_schedules(config: CfgNode) -> None:
     moe = config.MODEL.MOE
-    for key in ("TOP_K_SCHEDULE", "CAPACITY_SCHEDULE"):
+    for key in ("TOP_K_SCHEDULE", "CAPACITY_SCHEDULE", "RANDOM_CHOICE_SCHEDULE"):
         text = moe[key]
         name = f"MODEL.MOE.{key}"
+        is_share = key == "RANDOM_CHOICE_SCHEDULE"
         try:
-            schedule = parse_schedule(text)
+            schedule = parse_schedule(text, may_reach_zero=is_share)
             if schedule and key == "TOP_K_SCHEDULE":
                 schedule.check_top_k(moe.NUM_EXPERTS)
+            if schedule and is_share:
+                schedule.check_share()
         except ValueError as error:
             raise UserError(f"{name} is {text!r}: {error}") from error
         if schedule and moe.FREEZE:
             raise UserError(
                 f"{name} is {text!r}: with MODEL.MOE.FREEZE (True) experts route as in evaluation"
             )
+    routing = MoEConfig(1, 1, 1, router=moe.ROUTER).routing
+    if moe.RANDOM_CHOICE_SCHEDULE and routing != "token_choice":
+        raise UserError(
+            f"MODEL.MOE.RANDOM_CHOICE_SCHEDULE is {moe.RANDOM_CHOICE_SCHEDULE!r}: with"
+            f" MODEL.MOE.ROUTER ({moe.ROUTER}) tokens choose no experts"
+        )
     if moe.CAPACITY_AUTO and moe.CAPACITY_SCHEDULE:
         raise UserError(
             f"MODEL.MOE.CAPACITY_SCHEDULE is {moe.CAPACITY_SCHEDULE!r}: MODEL.MOE.CAPACITY_AUTO"
@@ -272,6 +290,14 @@ def _check_pretrained(config: CfgNode) -> None:
             "MODEL.UPCYCLE is True: it needs dense weights (MODEL.PRETRAINED) and"
             " MODEL.MOE.NUM_EXPERTS"
         )
+    if model.UPCYCLE_CONTINUE:
+        needed = {"UPCYCLE": True, "UPCYCLE_NOISE": 0.0, "NEW_HEAD": False, "CLASS_MAP": ""}
+        for key, value in needed.items():
+            if model[key] != value:
+                raise UserError(
+                    f"MODEL.{key} is {model[key]!r}: with MODEL.UPCYCLE_CONTINUE (True) it must be"
+                    f" {value!r}"
+                )
     if model.MOE.FREEZE and not has_experts_and_weights:
         raise UserError(
             "MODEL.MOE.FREEZE is True: it needs MODEL.MOE.NUM_EXPERTS and trained ones"

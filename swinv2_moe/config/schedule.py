@@ -45,13 +45,23 @@ class Schedule(NamedTuple):
             if num_experts and value > num_experts:
                 raise ValueError(f"{value:g} must be at most MODEL.MOE.NUM_EXPERTS ({num_experts})")
 
+    def check_share(self) -> None:
+        """Raise ValueError unless the values are from 0 to 1."""
+        for value in self.values:
+            if not 0 <= value <= 1:
+                raise ValueError(f"{value:g} is not a share from 0 to 1")
 
-def parse_schedule(text: str) -> Schedule | None:
+
+def parse_schedule(text: str, may_reach_zero: bool = False) -> Schedule | None:
     """The schedule in `text`; None if it is empty.
+
+    Args:
+        may_reach_zero: whether linear values may reach or cross 0. As a capacity factor, 0 means no
+            limit.
 
     Raises:
         ValueError: another form; positions that do not increase from 0; values that are not finite;
-            linear values that reach or cross 0, since as a capacity factor 0 means no limit.
+            linear values that must not reach 0 but do.
     """
     if not text:
         return None
@@ -77,7 +87,7 @@ def parse_schedule(text: str) -> Schedule | None:
     for earlier, later in itertools.pairwise(positions):
         if later <= earlier:
             raise ValueError(f"position {later:g} must be above {earlier:g}")
-    if is_linear and min(values) <= 0 <= max(values):
+    if is_linear and not may_reach_zero and min(values) <= 0 <= max(values):
         raise ValueError(
             "linear values must not reach 0, which means no limit; without 'linear' they may"
         )

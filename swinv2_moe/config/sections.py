@@ -158,6 +158,9 @@ class ExpertsConfig:
     # (swinv2_moe.config.schedule); "": constant
     top_k_schedule: str = ""
     capacity_schedule: str = ""
+    # the share of the tokens that get random experts in training: "epoch 0:1 3:0 linear" leads
+    # from a uniform choice to the router's
+    random_choice_schedule: str = ""
     # the capacity factor of each layer is the smallest that would have dropped at most
     # capacity_drop_share of the choices in each of the last steps; the first step has
     # capacity_factor
@@ -202,6 +205,8 @@ class ModelConfig:
     pretrained: str = ""
     upcycle: bool = False  # PRETRAINED is dense: copy each dense FFN into every expert of its block
     upcycle_noise: float = 0.0  # std of noise on those copies, in units of the dense weights' own
+    # go on as the dense run PRETRAINED would have done: epoch, learning rate and optimiser's state
+    upcycle_continue: bool = False
     new_head: bool = False  # PRETRAINED has other classes: leave its head out
     # or take rows of its head: a file with the old class's number for each class, from 0
     class_map: str = ""
@@ -235,6 +240,7 @@ class TrainConfig:
     warmup_lr: float = 1.25e-7
     min_lr: float = 1.25e-6
     weight_decay: float = 0.1
+    expert_weight_decay: float = -1.0  # of the routed experts' weights; negative: weight_decay
     layer_decay: float = 1.0
     clip_grad: float = 3.0  # global norm over all ranks; 0: off
     accumulation_steps: int = 1

@@ -20,6 +20,7 @@ class MoEMlp(nn.Module):
     Attributes:
         top_k, capacity_factor: in training mode; None: as the layer is configured. A schedule sets
             them between two steps.
+        random_share: of the tokens get random experts in training mode. A schedule sets it.
         eval_capacity_factor, eval_batch_prioritized: in evaluation mode; the latter may be None: as
             the layer is configured.
     """
@@ -35,6 +36,7 @@ class MoEMlp(nn.Module):
         self.moe = moe.requires_grad_(not frozen)
         self.top_k: int | None = None
         self.capacity_factor: float | Tensor | None = None
+        self.random_share: float | Tensor = 0.0
         self.eval_capacity_factor = eval_capacity_factor
         self.eval_batch_prioritized = eval_batch_prioritized
         self.frozen = frozen
@@ -48,7 +50,11 @@ class MoEMlp(nn.Module):
             options: `mask`, `num_tokens` and `output_norm` of MoELayer.
         """
         if self.training:
-            routing = {"top_k": self.top_k, "capacity_factor": self.capacity_factor}
+            routing = {
+                "top_k": self.top_k,
+                "capacity_factor": self.capacity_factor,
+                "random_share": self.random_share,
+            }
         else:
             capacity_factor: float | None = self.eval_capacity_factor
             if capacity_factor == 0 and self.moe.config.routing == "expert_choice":

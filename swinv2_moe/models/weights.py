@@ -141,6 +141,32 @@ def load_dense(
     return kept
 
 
+def to_experts(dense: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Tensors of a dense model, in which those of a MoE block's FFN are copied to each expert.
+
+    The weights of a model with experts, or an optimiser's moments of them.
+
+    Args:
+        dense: under the dense model's names.
+
+    Returns:
+        Under the names of `model`; for experts, those of this rank. What has no dense twin
+        (`has_dense_twin`) is missing.
+    """
+    layers = moe_layers(model)
+    tensors = dict(dense)
+    for target, tensor in _pop_ffns(tensors, layers).items():
+        experts = _to_experts(tensor, layers[_layer_name(target)].shard)
+        tensors[target] = experts.contiguous()
+    return tensors
+
+
+def has_dense_twin(name: str) -> bool:
+    """Whether a parameter is in the dense model too, or is copied from it to experts; not those of
+    routers and shared experts."""
+    return ".mlp.moe." not in name or ".mlp.moe.experts." in name
+
+
 def _pop_ffns(dense: dict[str, Tensor], layers: Collection[str]) -> dict[str, Tensor]:
     """Remove the FFNs of MoE blocks from `dense`, and return them under the names of the experts'
     parameters."""

@@ -336,8 +336,8 @@ def read_weights_of(
     return read_section(checkpoint, section, model, model.state_dict(), fit)
 
 
-def read_dense(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
-    """The weights to deploy of a dense checkpoint, to upcycle into `model`.
+def read_dense(checkpoint: Checkpoint, section: str, model: nn.Module) -> dict[str, Tensor]:
+    """A section of a dense checkpoint, to upcycle into `model`.
 
     Raises:
         UserError: the checkpoint has experts, or is of other windows.
@@ -347,7 +347,7 @@ def read_dense(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
         raise UserError(
             f"checkpoint {checkpoint.directory} has experts, MODEL.UPCYCLE True needs dense weights"
         )
-    return read_tensors(checkpoint, checkpoint.weights_section, nn.Module())
+    return read_tensors(checkpoint, section, nn.Module())
 
 
 def load_weights(

@@ -24,6 +24,7 @@ from swinv2_moe.train.step import StepResult, TrainingStep
 from swinv2_moe.train.stopping import Stopped, StopSignal
 from swinv2_moe.train.timing import Batches, Throughput, TimeToTarget
 from swinv2_moe.train.tuning import Tuning
+from swinv2_moe.train.upcycling import read_upcycled
 
 
 class Trainer:
@@ -57,6 +58,7 @@ class Trainer:
         )
         self.tuning = Tuning(model)
         self.routing = RoutingSchedule(config.model.experts, model, config.train.compile)
+        self.dense_updates = 0  # of the optimiser before MODEL.UPCYCLE_CONTINUE upcycled the model
         self.throughput = Throughput()
         num_images = data.train_size + data.val_size
         self.unreadable = UnreadableImages(num_images, config.data.max_bad_share)
@@ -279,6 +281,7 @@ class Trainer:
             "loss_scaler": step.scaler.state(),
             "strategies": strategy_decisions(step.model),
             "needed_capacity": self.routing.state(),
+            "dense_updates": self.dense_updates,
         }
         meta = describe(
             step.model, self.progress.step, self.config.yaml, self.data.class_names, training
@@ -288,13 +291,20 @@ class Trainer:
     def resume(self, source: Checkpoint) -> None:
         """Load the state of a checkpoint. Everything is read and compared before anything changes.
 
+        With MODEL.UPCYCLE_CONTINUE, that of a dense run is upcycled.
+
         Raises:
             UserError: it does not fit this run, or holds weights alone.
         """
         step = self.step
         training = self._check_training(source)
         state = step.model.state_dict()
-        weights = checkpoint.read_section(source, "", step.model, state)
+        is_dense = not source.meta["experts"]
+        upcycles = self.config.model.upcycle_continue and is_dense
+        read = checkpoint.read_section
+        if upcycles:
+            read = read_upcycled
+        weights = read(source, "", step.model, state)
         kinds = source.optimizer_sections()
         updates = training["loss_scaler"]["updates"]
         try:
@@ -306,17 +316,20 @@ class Trainer:
         self._check_frozen(source)
         self.routing.load(training.get("needed_capacity", []), f"checkpoint {source.directory}")
         parameters = optim.trained_parameters(step.model)
-        moments = {
-            kind: checkpoint.read_section(source, kind, step.model, parameters) for kind in kinds
-        }
+        moments = {kind: read(source, kind, step.model, parameters) for kind in kinds}
         checkpoint.load_strategies(source, step.model)
         if step.ema:
-            averaged = checkpoint.read_section(source, "ema", step.model, state)
+            averaged = read(source, "ema", step.model, state)
             load_sharded(step.ema.module, averaged)
         load_sharded(step.model, weights)
-        optim.restore_optimizer(step.optimizer, step.model, moments, updates)
+        self.dense_updates = training.get("dense_updates", 0)
+        if upcycles:
+            self.dense_updates = updates
+        optim.restore_optimizer(step.optimizer, step.model, moments, updates, self.dense_updates)
         step.scaler.load(training["loss_scaler"])
         self.progress.load(source.meta["step"], training)
+        if upcycles:
+            self.progress.best_top1 = -1.0  # the dense checkpoint is not one of this run
         self.schedule.step_update(self.progress.schedule_step)
 
     def _check_training(self, source: Checkpoint) -> dict:

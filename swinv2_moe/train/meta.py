@@ -77,6 +77,7 @@ _CLASSIFIER_TRAINING = record(
         "time_to_target": _TIME_TO_TARGET,
         "loss_watch": _LOSS_WATCH,
         "needed_capacity": list_of(list_of(POSITIVE_NUMBER)),
+        "dense_updates": COUNT,
     },
 )
 _DETECTOR_TRAINING = record(

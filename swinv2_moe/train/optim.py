@@ -8,8 +8,10 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moe_core import expert_parameters
 from swinv2_moe.config import TrainConfig
 from swinv2_moe.models import MoEModel
+from swinv2_moe.models.weights import has_dense_twin
 from swinv2_moe.train.parallelize import local_part, placed_like
 
 _REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
@@ -19,13 +21,18 @@ def build_optimizer(
     config: TrainConfig, model: MoEModel, learning_rate: float
 ) -> torch.optim.Optimizer:
     """AdamW or SGD, with layer decay by depth. Biases, 1-D parameters and those that the model
-    names have no weight decay."""
+    names have no weight decay; experts may have one of their own."""
+    no_weight_decay = model.no_weight_decay()
     groups = param_groups_layer_decay(
         model,
         weight_decay=config.weight_decay,
-        no_weight_decay_list=model.no_weight_decay(),
+        no_weight_decay_list=no_weight_decay,
         layer_decay=config.layer_decay,
     )
+    if config.expert_weight_decay >= 0:
+        experts = expert_parameters(model).items()
+        weights = {p for name, p in experts if name not in no_weight_decay}
+        groups = _split_experts(groups, weights, config.expert_weight_decay)
     groups = [part for group in _merge(groups) for part in _split_sharded(group)]
     options = config.optimizer
     if options.name == "sgd":
@@ -35,6 +42,21 @@ def build_optimizer(
     return torch.optim.AdamW(
         groups, lr=learning_rate, betas=options.betas, eps=options.eps, fused=True
     )
+
+
+def _split_experts(
+    groups: list[dict], weights: set[nn.Parameter], weight_decay: float
+) -> list[dict]:
+    """The groups, with the weights of experts in groups of their own that have `weight_decay`."""
+    split = []
+    for group in groups:
+        others = [p for p in group["params"] if p not in weights]
+        experts = [p for p in group["params"] if p in weights]
+        if others:
+            split.append(group | {"params": others})
+        if experts:
+            split.append(group | {"params": experts, "weight_decay": weight_decay})
+    return split
 
 
 def _merge(groups: list[dict]) -> list[dict]:
@@ -152,8 +174,7 @@ def optimizer_sections(
 ) -> dict[str, dict[str, Tensor]]:
     """The optimiser's state: `{"optimizer/exp_avg": {parameter name: tensor}, ...}`.
 
-    The number of updates is left out. It is the same for all parameters, and `LossScaler` counts
-    it.
+    The number of updates is left out: `LossScaler` counts it (`restore_optimizer`).
     """
     sections: dict[str, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -191,8 +212,14 @@ def restore_optimizer(
     model: nn.Module,
     moments: dict[str, dict[str, Tensor]],
     updates: int,
+    dense_updates: int = 0,
 ) -> None:
-    """Restore the state that `optimizer_sections` returned after `updates` updates."""
+    """Restore the state that `optimizer_sections` returned after `updates` updates.
+
+    Args:
+        dense_updates: how many of them the dense model had made before it was upcycled. What has no
+            dense twin was not updated by them.
+    """
     is_adam = isinstance(optimizer, torch.optim.AdamW)
     for name, parameter in trained_parameters(model).items():
         state = {}
@@ -200,5 +227,8 @@ def restore_optimizer(
             kind = section.removeprefix("optimizer/")
             state[kind] = placed_like(tensors[name], parameter)
         if is_adam and state:
-            state["step"] = torch.tensor(float(updates), device=parameter.device)
+            own_updates = updates
+            if not has_dense_twin(name):
+                own_updates -= dense_updates
+            state["step"] = torch.tensor(float(own_updates), device=parameter.device)
         optimizer.state[parameter] = state

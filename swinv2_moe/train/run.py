@@ -27,7 +27,7 @@ from swinv2_moe.models import (
     measure_model,
 )
 from swinv2_moe.models.heads import fit_head
-from swinv2_moe.train import checkpoint, optim
+from swinv2_moe.train import checkpoint, optim, upcycling
 from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
@@ -87,7 +87,7 @@ def train(
         sections = all_sections(resolve_batch_size(config, world.size))
         # before looking at what another run may be writing
         stack.enter_context(only_run(root, world))
-        source = _starting_point(root, resume, world)
+        source = _starting_point(root, resume, sections, world)
         data, staging = _load_data(sections.data, world)
         trainer = _build_trainer(sections, world, data, source)
         size = measure_model(sections.model, data.num_classes)
@@ -152,16 +152,25 @@ def _load_data(config: DataConfig, world: World) -> tuple[Data, Staging | None]:
     return data, staging
 
 
-def _starting_point(root: Path, resume: str | None, world: World) -> Checkpoint | None:
-    """The checkpoint to go on from; None starts afresh, which an existing run in `root` forbids."""
+def _starting_point(
+    root: Path, resume: str | None, sections: AllSections, world: World
+) -> Checkpoint | None:
+    """The checkpoint to go on from, of this run or, with MODEL.UPCYCLE_CONTINUE, of a dense one.
+
+    None starts afresh, which an existing run in `root` forbids.
+    """
+    source = None
     if resume is not None:
-        return checkpoint.find_checkpoint(resume, root / "checkpoints", world)
-    if world.agree((root / "metrics.jsonl").exists()):
+        source = checkpoint.find_checkpoint(resume, root / "checkpoints", world)
+    elif world.agree((root / "metrics.jsonl").exists()):
         raise UserError(
             f"--output {root}: already holds a run; --resume auto continues it, another directory"
             " starts anew"
         )
-    return None
+    if source is None and sections.model.upcycle_continue:
+        epochs = sections.train.epochs
+        source = upcycling.find_dense(sections.model.pretrained, epochs, world)
+    return source
 
 
 def _warnings(trainer: Trainer) -> list[str]:
@@ -209,7 +218,7 @@ def _load_pretrained(config: ModelConfig, model: MoEModel, world: World, seed: i
         else:
             dense = source
             if found:
-                dense = checkpoint.read_dense(found, model)
+                dense = checkpoint.read_dense(found, found.weights_section, model)
             fresh = load_dense(model, dense, config.upcycle, config.upcycle_noise, seed, fit)
             if fresh and config.experts.freeze:
                 raise UserError(

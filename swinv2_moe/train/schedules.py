@@ -1,4 +1,4 @@
-"""Top-k and capacity factor of the MoE layers at each training step.
+"""Top-k, capacity factor and share of random choices of the MoE layers at each training step.
 
 A schedule depends on the position in the run alone. The automatic capacity depends on the last
 steps, which a checkpoint holds. So a resumed run repeats what an uninterrupted one would have done.
@@ -19,7 +19,8 @@ STEPS = 16  # that the automatic capacity looks back
 
 
 class RoutingSchedule:
-    """MODEL.MOE.TOP_K_SCHEDULE, CAPACITY_SCHEDULE and CAPACITY_AUTO of a model.
+    """MODEL.MOE.TOP_K_SCHEDULE, CAPACITY_SCHEDULE, CAPACITY_AUTO and RANDOM_CHOICE_SCHEDULE of a
+    model.
 
     With CAPACITY_AUTO, the capacity factor of a layer is the largest that it needed in the last
     STEPS steps, on any rank. A needed factor is the smallest that drops at most the given share of
@@ -28,7 +29,8 @@ class RoutingSchedule:
     Frozen layers and evaluation are not affected.
 
     Args:
-        is_compiled: COMPILE; a new top-k is compiled once, a new capacity factor is not.
+        is_compiled: COMPILE; a new top-k is compiled once, a new capacity factor is not. The model
+            is compiled once more when the share of random choices reaches 0.
     """
 
     def __init__(self, config: ExpertsConfig, model: nn.Module, is_compiled: bool = False) -> None:
@@ -36,6 +38,7 @@ class RoutingSchedule:
         self.layers = [m for m in modules if isinstance(m, MoEMlp) and not m.frozen]
         self.top_k_schedule = parse_schedule(config.top_k_schedule)
         self.capacity_schedule = parse_schedule(config.capacity_schedule)
+        self.random_schedule = parse_schedule(config.random_choice_schedule, may_reach_zero=True)
         self.is_automatic = config.capacity_auto
         # of the last steps, the factor that each layer needed; empty without CAPACITY_AUTO
         self.needed: deque[list[float]] = deque(maxlen=STEPS)
@@ -56,6 +59,10 @@ class RoutingSchedule:
             for layer, factor in zip(self.layers, factors, strict=True):
                 layer.capacity_factor = self._for_layer(layer, factor)
             self.current["moe/capacity_factor"] = max(factors)
+        if self.random_schedule:
+            share = self.random_schedule.value(epoch, step)
+            self._set_random_share(share)
+            self.current["moe/random_share"] = share
 
     def observe(self, needed_factors: Sequence[float]) -> None:
         """Count a step, in which each layer needed these factors; none without CAPACITY_AUTO."""
@@ -93,6 +100,17 @@ class RoutingSchedule:
         if self.needed:
             return [max(factors) for factors in zip(*self.needed, strict=True)]
         return []
+
+    def _set_random_share(self, share: float) -> None:
+        """As one tensor for all layers, since a number would be compiled anew for each value; as
+        the number 0 when there are no random choices any more."""
+        value: float | Tensor = share
+        if share > 0:
+            # a fill; a copy would wait for the GPU
+            device = next(self.layers[0].parameters()).device
+            value = torch.full((), share, device=device)
+        for layer in self.layers:
+            layer.random_share = value
 
     def _for_layer(self, layer: MoEMlp, factor: float) -> float | Tensor:
         """The factor as a tensor where a number would be compiled anew for each value."""

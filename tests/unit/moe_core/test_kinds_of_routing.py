@@ -133,6 +133,7 @@ def test_output_and_gradients(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_compiled_layer(name):
+    torch.compiler.reset()
     layer = make_layer(name)
     x = tokens()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

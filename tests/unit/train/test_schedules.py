@@ -1,4 +1,5 @@
-"""Top-k and capacity that change during training: what each step uses, and after a resume."""
+"""Top-k, capacity and random choices that change during training: what each step uses, and after a
+resume."""
 
 import json
 from contextlib import suppress
@@ -19,6 +20,7 @@ SCHEDULE = {
     "MODEL.MOE.TOP_K_SCHEDULE": "epoch 0:2 1:1",
     "MODEL.MOE.CAPACITY_SCHEDULE": "epoch 0:1.25 1:0",
 }
+RANDOM = {"MODEL.MOE.RANDOM_CHOICE_SCHEDULE": "epoch 0:1 1.6:0 linear"}
 AUTO = {"MODEL.MOE.CAPACITY_AUTO": True, "MODEL.MOE.CAPACITY_DROP_SHARE": 0.05}
 
 
@@ -35,10 +37,11 @@ def kill_before(monkeypatch, step):
 
 def routing_of_steps(run, read_metrics):
     keys = ("loss", "moe/top_k", "moe/capacity_factor", "moe/dropped_share", "moe_layers")
+    keys += ("moe/random_share",)
     return [{key: line.get(key) for key in keys} for line in read_metrics(run)[0]]
 
 
-@pytest.mark.parametrize("keys", [SCHEDULE, AUTO], ids=["schedule", "auto"])
+@pytest.mark.parametrize("keys", [SCHEDULE, AUTO, RANDOM], ids=["schedule", "auto", "random"])
 def test_killed_twice_in_two_epochs(keys, tmp_path, make_config, read_metrics, monkeypatch):
     keys = keys | {"CHECKPOINT.STEPS": 3}
     train(make_config(tmp_path / "whole", keys))
@@ -58,6 +61,9 @@ def test_killed_twice_in_two_epochs(keys, tmp_path, make_config, read_metrics, m
         assert twin.read_bytes() == file.read_bytes(), file.name
     states = [json.loads((path / "meta.json").read_text())["training"] for path in newest]
     assert states[0]["needed_capacity"] == states[1]["needed_capacity"]
+    if "MODEL.MOE.RANDOM_CHOICE_SCHEDULE" in keys:
+        shares = [line["moe/random_share"] for line in whole]
+        assert shares == pytest.approx([max(1 - step / 8, 0) for step in range(10)])
     if "MODEL.MOE.CAPACITY_SCHEDULE" in keys:
         used = [(line["moe/top_k"], line["moe/capacity_factor"]) for line in whole]
         assert used == [(2, 1.25)] * 5 + [(1, 0)] * 5
@@ -108,6 +114,18 @@ def test_linear_top_k_is_rounded(make_trainer):
         schedule.apply(0, step)
         used.append(schedule.layers[0].top_k)
     assert used == [3, 3, 2, 2, 1, 1]
+
+
+def test_random_choices_end_with_the_number_zero(make_trainer):
+    """Then a layer takes the path without random choices."""
+    schedule = make_trainer({"MODEL.MOE.RANDOM_CHOICE_SCHEDULE": "step 0:0.5 2:0 linear"}).routing
+    used = []
+    for step in range(4):
+        schedule.apply(0, step)
+        used.append(schedule.layers[1].random_share)
+    assert all(isinstance(share, torch.Tensor) for share in used[:2])
+    assert [float(share) for share in used] == [0.5, 0.25, 0, 0]
+    assert isinstance(used[2], float)
 
 
 def test_evaluation_and_averaged_weights_do_not_follow(make_trainer):
@@ -168,4 +186,25 @@ def test_a_compiled_model_is_not_compiled_anew(make_trainer):
             compiled(images)
         shares.append([float(x.last_routing.dropped_share) for x in moe_layers(model).values()])
     assert shares[0] > shares[1]
+    torch.compiler.reset()
+
+
+def test_another_share_of_random_choices_is_not_compiled_anew(make_trainer):
+    torch.compiler.reset()
+    keys = {"MODEL.MOE.RANDOM_CHOICE_SCHEDULE": "step 0:1 4:0 linear"}
+    trainer = make_trainer(keys | {"MODEL.MOE.CAPACITY_FACTOR": 0.0})
+    model = trainer.step.model.train()
+    compiled = torch.compile(model.forward_with_aux, backend="aot_eager")
+    images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    trainer.routing.apply(0, 0)
+    compiled(images)
+    for step in range(1, 4):
+        trainer.routing.apply(0, step)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            compiled(images)
+    trainer.routing.apply(0, 4)
+    compiled(images)
+    trainer.routing.apply(0, 5)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(images)
     torch.compiler.reset()

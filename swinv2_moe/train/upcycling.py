@@ -1,0 +1,68 @@
+"""MODEL.UPCYCLE_CONTINUE: a dense run that goes on as one with experts.
+
+Each expert begins as a copy of the dense FFN, with copies of its moments. Routers and shared
+experts begin at random, with an optimiser that has made no update. Source: sparse upcycling, arXiv
+2212.05055.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from swinv2_moe.errors import UserError
+from swinv2_moe.models.weights import compare, has_dense_twin, to_experts
+from swinv2_moe.train.checkpoint import Checkpoint, find_checkpoint, read_dense
+from swinv2_moe.train.distributed import World
+
+
+def find_dense(pretrained: str, epochs: int, world: World) -> Checkpoint:
+    """The dense checkpoint MODEL.PRETRAINED, to go on from. Every rank calls this.
+
+    Args:
+        epochs: TRAIN.EPOCHS.
+
+    Raises:
+        UserError: there is none, it has experts, or no epoch is left.
+    """
+    source = find_checkpoint(pretrained, Path(), world, "MODEL.PRETRAINED")
+    assert source is not None, "only --resume auto may be without one"
+    if source.meta["experts"]:
+        raise UserError(
+            f"checkpoint {source.directory} has experts, MODEL.UPCYCLE_CONTINUE True needs a dense"
+            " run"
+        )
+    training = source.meta["training"]
+    if training and training["epoch"] >= epochs:
+        raise UserError(
+            f"checkpoint {source.directory} has done {training['epoch']} epochs,"
+            f" MODEL.UPCYCLE_CONTINUE True needs TRAIN.EPOCHS ({epochs}) above that"
+        )
+    return source
+
+
+def read_upcycled(
+    source: Checkpoint, section: str, model: nn.Module, expected: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """A section of a dense checkpoint for a model with experts, as
+    `swinv2_moe.train.checkpoint.read_section`.
+
+    What has no dense twin is as in `expected`; its moments are 0.
+
+    Raises:
+        UserError: the section does not fit the model; all differences are named.
+    """
+    tensors = to_experts(read_dense(source, section, model), model)
+    for name, tensor in expected.items():
+        if has_dense_twin(name):
+            continue
+        tensors[name] = tensor
+        if section.startswith("optimizer/"):
+            tensors[name] = torch.zeros_like(tensor)
+    difference = compare(expected, tensors)
+    if difference:
+        raise UserError(
+            f"checkpoint {source.directory}: it cannot be upcycled into the model: {difference};"
+            " nothing was loaded"
+        )
+    return tensors

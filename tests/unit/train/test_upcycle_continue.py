@@ -1,0 +1,155 @@
+"""MODEL.UPCYCLE_CONTINUE: a dense run that goes on with experts, its epoch and its state."""
+
+from contextlib import suppress
+
+import pytest
+import torch
+
+from swinv2_moe.errors import UserError
+from swinv2_moe.train import train
+from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.train.loop import Trainer
+
+DENSE = {"MODEL.MOE.NUM_EXPERTS": 0, "TRAIN.EPOCHS": 3, "TRAIN.EMA_DECAY": 0.9}
+# No randomness that experts add, and no drops.
+QUIET = {"MODEL.DROP_PATH_RATE": 0.0, "MODEL.MOE.GATE_NOISE": 0.0, "MODEL.MOE.CAPACITY_FACTOR": 0.0}
+QUIET |= {"MODEL.MOE.AUX_LOSS_WEIGHT": 0.0, "TRAIN.EPOCHS": 3, "TRAIN.EMA_DECAY": 0.9}
+BLOCK = "layers.1.blocks.0.mlp"
+REGULARISED = {
+    "MODEL.MOE.HIDDEN_DROPOUT": 0.3,
+    "TRAIN.EXPERT_WEIGHT_DECAY": 0.3,
+    "MODEL.MOE.RANDOM_CHOICE_SCHEDULE": "epoch 0:1 2:0 linear",
+    "TRAIN.LAYER_DECAY": 0.9,
+    "MODEL.MOE.BALANCE": "bias",
+}
+
+
+def continued(source):
+    return {
+        "MODEL.PRETRAINED": str(source),
+        "MODEL.UPCYCLE": True,
+        "MODEL.UPCYCLE_CONTINUE": True,
+    }
+
+
+def train_steps(trainer, count):
+    """The losses of the next steps."""
+    trainer.data.set_epoch(trainer.progress.epoch, skip_steps=trainer.progress.epoch_step)
+    trainer.step.wrapped.train()
+    batches = iter(trainer.data.train_loader)
+    return [trainer.train_step([next(batches)]).loss for _ in range(count)]
+
+
+@pytest.fixture
+def dense(make_trainer, save, tmp_path):
+    """A dense trainer after three steps of an epoch of five, and its checkpoint."""
+    trainer = make_trainer(QUIET | DENSE)
+    train_steps(trainer, 3)
+    return trainer, save(trainer, tmp_path / "dense")
+
+
+def test_the_loss_and_the_state_go_on(dense, make_trainer):
+    twin, source = dense
+    trainer = make_trainer(QUIET | continued(source))
+    trainer.resume(open_checkpoint(source))
+    assert trainer.progress.step == 3
+    assert trainer.progress.epoch_step == 3
+    rates = [
+        max(group["lr"] for group in each.step.optimizer.param_groups) for each in (trainer, twin)
+    ]
+    assert rates[0] == rates[1]
+    state = trainer.step.optimizer.state
+    parameters = dict(trainer.step.model.named_parameters())
+    twins = dict(twin.step.model.named_parameters())
+    for kind in ("exp_avg", "exp_avg_sq"):
+        moments = state[parameters[f"{BLOCK}.moe.experts.w2"]][kind]
+        expected = twin.step.optimizer.state[twins[f"{BLOCK}.fc2.weight"]][kind]
+        assert all(torch.equal(expert, expected.t()) for expert in moments)
+        assert not state[parameters[f"{BLOCK}.moe.router.weight"]][kind].any()
+    assert float(state[parameters[f"{BLOCK}.moe.experts.w2"]]["step"]) == 3
+    assert float(state[parameters[f"{BLOCK}.moe.router.weight"]]["step"]) == 0
+    averaged = trainer.step.ema.module.state_dict()[f"{BLOCK}.moe.experts.w1"]
+    expected = twin.step.ema.module.state_dict()[f"{BLOCK}.fc1.weight"]
+    assert all(torch.equal(expert, expected) for expert in averaged)
+    # the norm behind an expert takes the gate's value out, up to its epsilon
+    assert train_steps(trainer, 1) == pytest.approx(train_steps(twin, 1), rel=1e-4)
+
+
+def test_a_continued_run_resumes_exactly(dense, make_trainer, save, tmp_path):
+    _, source = dense
+    keys = REGULARISED | {"TRAIN.EPOCHS": 3, "TRAIN.EMA_DECAY": 0.9} | continued(source)
+    trainer = make_trainer(keys)
+    trainer.resume(open_checkpoint(source))
+    train_steps(trainer, 1)
+    saved = open_checkpoint(save(trainer, tmp_path / "experts"))
+    assert saved.meta["training"]["dense_updates"] == 3
+    again = make_trainer(keys)
+    again.resume(saved)
+    assert train_steps(again, 1) == train_steps(trainer, 1)
+    for name, tensor in again.step.model.state_dict().items():
+        assert torch.equal(tensor, trainer.step.model.state_dict()[name]), name
+
+
+def test_a_run_in_pieces_with_all_regularisation(make_config, tmp_path, read_metrics, monkeypatch):
+    """A dense run, then two runs with experts: one without a stop, one that is killed."""
+    keys = REGULARISED | {"TRAIN.EPOCHS": 3, "TRAIN.WARMUP_EPOCHS": 1, "CHECKPOINT.STEPS": 2}
+    dense_keys = {"TRAIN.EPOCHS": 3, "MODEL.MOE.NUM_EXPERTS": 0, "TRAIN.MAX_STEPS": 5}
+    train(make_config(tmp_path / "dense", dense_keys))
+    keys |= continued(tmp_path / "dense")
+    train(make_config(tmp_path / "whole", keys), "auto")
+    original = Trainer.train_step
+
+    def stop_at_nine(self, batches):
+        if self.progress.step + 1 == 9:
+            raise KeyboardInterrupt
+        return original(self, batches)
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(Trainer, "train_step", stop_at_nine)
+        train(make_config(tmp_path / "killed", keys))
+    train(make_config(tmp_path / "killed", keys), "auto")
+    steps, epochs = read_metrics(tmp_path / "whole")
+    assert [line["step"] for line in steps] == list(range(6, 16))
+    assert [line["epoch"] for line in epochs] == [2, 3]
+    shares = [line["moe/random_share"] for line in steps]
+    assert shares == pytest.approx([max(1 - step / 10, 0) for step in range(5, 15)])
+    losses = [line["loss"] for line in read_metrics(tmp_path / "killed")[0]]
+    assert losses == [line["loss"] for line in steps]
+    whole = tmp_path / "whole" / "checkpoints" / "latest"
+    for file in whole.rglob("*.safetensors"):
+        twin = tmp_path / "killed" / "checkpoints" / "latest" / file.relative_to(whole)
+        assert twin.read_bytes() == file.read_bytes(), file.name
+    assert (tmp_path / "whole" / "checkpoints" / "best").exists()
+
+
+def test_sources_that_do_not_go_on(dense, make_config, tmp_path):
+    _, source = dense
+    keys = continued(source) | {"TRAIN.EMA_DECAY": 0.9}
+    config = make_config(tmp_path / "a", keys | {"MODEL.MOE.HIDDEN_RATIO": 0.5})
+    with pytest.raises(UserError, match=r"cannot be upcycled .*experts\.w1 .*nothing was loaded"):
+        train(config)
+    weights = continued(source / "model.safetensors")
+    with pytest.raises(UserError, match=r"MODEL\.PRETRAINED .*safetensors: is a file"):
+        train(make_config(tmp_path / "b", weights))
+    complete = {"MODEL.MOE.NUM_EXPERTS": 0, "TRAIN.EPOCHS": 1, "TRAIN.WARMUP_EPOCHS": 0}
+    train(make_config(tmp_path / "complete", complete))
+    keys = continued(tmp_path / "complete") | {"TRAIN.EPOCHS": 1, "TRAIN.WARMUP_EPOCHS": 0}
+    with pytest.raises(UserError, match=r"has done 1 epochs, .* needs TRAIN\.EPOCHS \(1\) above"):
+        train(make_config(tmp_path / "c", keys))
+    train(make_config(tmp_path / "experts", {"TRAIN.MAX_STEPS": 1}))
+    with pytest.raises(UserError, match=r"has experts, MODEL\.UPCYCLE_CONTINUE True needs a dense"):
+        train(make_config(tmp_path / "d", continued(tmp_path / "experts")))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("MODEL.UPCYCLE", False),
+        ("MODEL.UPCYCLE_NOISE", 0.1),
+        ("MODEL.NEW_HEAD", True),
+        ("MODEL.CLASS_MAP", "map.txt"),
+    ],
+)
+def test_keys_that_contradict(key, value, make_config, tmp_path):
+    with pytest.raises(UserError, match=rf"{key} is .*UPCYCLE_CONTINUE \(True\) it must be"):
+        make_config(tmp_path, continued("run") | {key: value})
