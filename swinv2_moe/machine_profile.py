@@ -15,7 +15,7 @@ _NAME = form(
     f"a printable name of 1 to {_MAX_NAME} characters",
     lambda value: isinstance(value, str) and value.isprintable() and 0 < len(value) <= _MAX_NAME,
 )
-# Older files have no delay.
+# Older files have no delay, and no reduce_scatter.
 _LINK = record(
     {"latency": POSITIVE_NUMBER, "bandwidth": POSITIVE_NUMBER}, {"delay": NON_NEGATIVE_NUMBER}
 )
@@ -29,7 +29,8 @@ _PROFILE = record(
         "memory_bandwidth": POSITIVE_NUMBER,
         "kernel_overhead": POSITIVE_NUMBER,
         "memory": or_null(POSITIVE_NUMBER),  # null: not known
-    }
+    },
+    {"reduce_scatter": POSITIVE_NUMBER},
 )
 
 
@@ -70,6 +71,7 @@ def load_profile(path: str | Path) -> Machine:
         content["memory_bandwidth"],
         content["kernel_overhead"],
         memory,
+        content.get("reduce_scatter", 1.0),
     )
 
 

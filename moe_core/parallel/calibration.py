@@ -32,22 +32,33 @@ def calibrate(
     """
     device = torch.device(device)
     intra = inter = Link(0.0, math.inf)
+    reduce_scatter = 1.0
     with torch.no_grad():
         seconds = _compute_seconds(device)
         if process_group is not None and process_group.size() > 1:
             seconds += _link_seconds(process_group, ranks_per_node, device)
+            seconds += _gather_seconds(process_group, device)
             slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=process_group)
             seconds = slowest.tolist()
             intra = Link(seconds[4], 1 / seconds[5], seconds[6])
             inter = Link(seconds[7], 1 / seconds[8], seconds[9])
+            reduce_scatter = seconds[11] / seconds[10]
     flop_fp32, flop_bf16, copied_byte, kernel = seconds[:4]
     name, memory = "this CPU", math.inf
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         memory = torch.cuda.get_device_properties(device).total_memory
     return Machine(
-        name, intra, inter, 1 / flop_bf16, 1 / flop_fp32, 1 / copied_byte, kernel, memory
+        name,
+        intra,
+        inter,
+        flops=1 / flop_bf16,
+        flops_fp32=1 / flop_fp32,
+        memory_bandwidth=1 / copied_byte,
+        kernel_overhead=kernel,
+        memory=memory,
+        reduce_scatter=reduce_scatter,
     )
 
 
@@ -93,6 +104,19 @@ def _link_seconds(
     measured = intra or inter
     assert measured is not None, "a group of several ranks has peers"
     return list(intra or measured) + list(inter or measured)
+
+
+def _gather_seconds(process_group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Seconds of an all-gather, and of the reduce-scatter of as many numbers."""
+    size = process_group.size()
+    num_elements = 2**18  # of all ranks: 1 MiB
+    if device.type == "cuda":
+        num_elements = 2**24
+    part = torch.ones(num_elements // size, device=device)
+    whole = torch.empty(size * len(part), device=device)
+    gather = partial(dist.all_gather_into_tensor, whole, part, group=process_group)
+    reduce = partial(dist.reduce_scatter_tensor, part, whole, group=process_group)
+    return [_fastest(gather, device, repeats=3), _fastest(reduce, device, repeats=3)]
 
 
 def _measure_link(

@@ -357,7 +357,10 @@ def _gather_seconds(
     far_steps = tensors * (nodes - 1)
     intra = machine.intra.seconds(near_steps, rank_bytes * nodes * (near - 1), near_steps)
     inter = machine.inter.seconds(far_steps, rank_bytes * (nodes - 1), far_steps)
-    return max(intra, inter)
+    seconds = max(intra, inter)
+    if backward:
+        seconds *= machine.reduce_scatter
+    return seconds
 
 
 def candidates(

@@ -78,6 +78,8 @@ class Machine:
     memory_bandwidth: float  # bytes/s
     kernel_overhead: float  # seconds that the shortest kernel takes
     memory: float = math.inf  # bytes
+    # time of a reduce-scatter over that of an all-gather; gloo sums more than it returns
+    reduce_scatter: float = 1.0
 
     def rate(self, element_size: int) -> float:
         """FLOP/s of matrix products with elements of `element_size` bytes."""
