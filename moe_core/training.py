@@ -16,6 +16,7 @@ from moe_core.experts import Experts
 from moe_core.layer import MoELayer
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.gather_ahead import weights_ahead
+from moe_core.registry import ALL_TO_ALLS
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
@@ -107,6 +108,8 @@ def gather_ahead(model: nn.Module) -> Iterator[None]:
             strategy = layer.strategy
         if strategy is None or strategy.r != 0 or not layer.group.comm_stream.concurrent:
             continue
+        if ALL_TO_ALLS[strategy.all_to_all].through_memory:
+            continue  # copies, which take the processor's time wherever they run
         assert isinstance(layer.experts, Experts), "r = 0 needs the built-in experts"
         gathering.setdefault(layer.group, []).append(layer.experts)
     with ExitStack() as stack:

@@ -57,7 +57,7 @@ class Channels(Linear):
 
 
 class _ChannelRanks(RankSubset):
-    """All ranks of a group, whose all-to-alls go through channels."""
+    """All ranks of a group, whose collectives go through channels."""
 
     def __init__(self, group: ExpertGroup, collectives: Collectives) -> None:
         super().__init__(group, range(group.size), group.process_group)
@@ -71,6 +71,14 @@ class _ChannelRanks(RankSubset):
             return self._collectives.all_to_all(rows)
         self._record("all_to_all", rows, send.tolist(), (send, receive))
         return self._collectives.exchange(rows, send.tolist(), receive.tolist())
+
+    def gather(self, shard: Tensor) -> Tensor:
+        self._record("gather", shard, [len(shard)] * self.size)
+        return self._collectives.all_gather(shard)
+
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        self._record("reduce_scatter", rows, [len(rows) // self.size] * self.size)
+        return self._collectives.reduce_scatter(rows)
 
 
 def shares_memory(group: ExpertGroup) -> bool:

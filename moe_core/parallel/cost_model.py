@@ -352,6 +352,9 @@ def _gather_seconds(
         element_size = GRADIENT_BYTES
     nodes = ranks // near
     rank_bytes = shape.expert_parameters * shape.num_experts / group_size * element_size
+    if strategy.r == 0 and ALL_TO_ALLS[strategy.all_to_all].through_memory and nodes == 1:
+        copied_bytes = 2 * 2 * (ranks - 1) * rank_bytes  # into slots and out of them
+        return copied_bytes / machine.memory_bandwidth
     tensors = shape.expert_tensors
     near_steps = tensors * (near - 1)
     far_steps = tensors * (nodes - 1)
@@ -373,7 +376,7 @@ def candidates(
 ) -> list[ParallelStrategy]:
     """Every strategy that differs in cost.
 
-    r = 0 has no chunks and no all-to-all. An algorithm by node (`by_node`) needs several nodes of
+    r = 0 has no chunks and sends no rows. An algorithm by node (`by_node`) needs several nodes of
     several ranks. One through memory (`through_memory`) needs ranks that share memory. A static
     exchange needs a capacity.
 
@@ -395,6 +398,9 @@ def candidates(
         if has_nodes and has_memory:
             names.append(name)
     strategies = [ParallelStrategy(0, ranks_per_node=per_node)]
+    for name in names:
+        if ALL_TO_ALLS[name].through_memory:
+            strategies.append(ParallelStrategy(0, 1, name, per_node))
     for r in valid_r(num_experts, group_size)[1:]:
         for degree in degrees:
             for name in names:

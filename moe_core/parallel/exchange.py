@@ -100,7 +100,7 @@ def make_exchange(config: MoEConfig, group: ExpertGroup, strategy: ParallelStrat
     if group.size == 1:
         return Local(config)
     if strategy.r == 0:
-        return GatheredWeights(config, group)
+        return GatheredWeights(config, row_exchange)
     if strategy.exchange == "static":
         return StaticExchange(config, row_exchange, strategy)
     return Exchanged(config, row_exchange, strategy)
@@ -140,9 +140,10 @@ class Local(Exchange):
 class GatheredWeights(Local):
     """Every rank gathers the weights of all experts; no row leaves it."""
 
-    def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
+    def __init__(self, config: MoEConfig, row_exchange: RowExchange) -> None:
         super().__init__(config)
-        self.group = group
+        self.group = row_exchange.group
+        self.owners = row_exchange.gathering_ranks()
 
     def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
         if capacity_factor == 0:
@@ -162,7 +163,7 @@ class GatheredWeights(Local):
         weights: ExpertWeights | None = None
         if self.group.take_gathered is not None:
             weights = self.group.take_gathered(experts, dtype)
-        return weights or gather_weights(experts, self.group, 0, dtype)
+        return weights or gather_weights(experts, self.group, 0, dtype, self.owners)
 
 
 class Chunk(NamedTuple):

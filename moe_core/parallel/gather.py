@@ -14,7 +14,11 @@ from moe_core.parallel.rank_subset import RankSubset
 
 
 def gather_weights(
-    experts: Experts, group: ExpertGroup, r: int, dtype: torch.dtype
+    experts: Experts,
+    group: ExpertGroup,
+    r: int,
+    dtype: torch.dtype,
+    owners: RankSubset | None = None,
 ) -> ExpertWeights:
     """What this rank computes with under strategy r, in `dtype`. Gradients return to the owners,
     summed over the ranks.
@@ -22,19 +26,22 @@ def gather_weights(
     r = 0: all experts. Otherwise this rank's own; where s ranks share one, the 1/r of its hidden
     dim that s/r of them hold. The output bias is cut likewise, along M, and 0 elsewhere, so that
     the r partial results add up to the expert's.
+
+    Args:
+        owners: the ranks that gather each other's weights, and how; None: by torch.distributed.
     """
     config, shard = experts.config, experts.shard
     num_gathered = group.size if r == 0 else shard.num_parts // r
     if num_gathered == 1:
         weights = experts.weights(dtype)
     else:
-        owners = group.owners(num_gathered)
+        sharing = owners or group.owners(num_gathered)
         num_experts = 1
         if r == 0:
             num_experts = config.num_experts
 
         def gather(parameter: Tensor) -> Tensor:
-            return join(_Gather.apply(parameter, owners, dtype), parameter, num_experts)
+            return join(_Gather.apply(parameter, sharing, dtype), parameter, num_experts)
 
         weights = experts.weights(dtype, gather, num_gathered)
     b2 = weights.b2

@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_core.parallel.algorithm import AllToAll, ExchangeStep, RowCounts
 from moe_core.parallel.comm_stream import Wait, Work
 from moe_core.parallel.groups import ExpertGroup
+from moe_core.parallel.rank_subset import RankSubset
 from moe_core.registry import ALL_TO_ALLS
 
 
@@ -28,6 +29,12 @@ class RowExchange:
         self.group = group
         self.name = name
         self.algorithm: AllToAll = ALL_TO_ALLS[name](group, ranks_per_node)
+
+    def gathering_ranks(self) -> RankSubset:
+        """All ranks, with the collectives that gather weights."""
+        if self.algorithm.through_memory:
+            return self.algorithm.ranks
+        return self.group.owners(self.group.size)
 
     def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor | None]:
         """counts [W, n] for every rank -> [W, n] from every rank, and the relayed [..., n]."""
