@@ -1,0 +1,194 @@
+"""Channels between GPUs. The kernels run in Triton's interpreter, between processes that share CPU
+memory; on a GPU the same functions run with `pytest -m gpu`."""
+
+# P ranks
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_core.comm import gpu_memory
+from moe_core.comm.memory import share_memory
+from moe_core.parallel import CollectiveError, Ranks
+
+
+def world() -> Ranks:
+    process_group = dist.group.WORLD
+    return Ranks(process_group, f"rank {process_group.rank()} of {process_group.size()}")
+
+
+def share_cpu_memory(ranks: Ranks, num_bytes: int, purpose: str):
+    """In place of share_gpu_memory: every rank's bytes in memory that all processes map."""
+    rows = share_memory(ranks, ranks.size * num_bytes, purpose).view(ranks.size, num_bytes)
+    return gpu_memory.GpuMemory(rows[ranks.rank], [row.data_ptr() for row in rows])
+
+
+def device_of_test() -> str:
+    """The interpreter's, or this machine's GPU, which all ranks share."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from moe_core.comm import cuda
+
+        cuda.share_gpu_memory = share_cpu_memory
+        return "cpu"
+    torch.cuda.set_device(0)
+    return "cuda"
+
+
+def puts_and_signals(rank: int) -> None:
+    device = device_of_test()
+    from moe_core.comm.cuda import CudaMemoryGroup
+
+    group = CudaMemoryGroup(world(), 1000)
+    assert group.buffer.shape == (1024,)
+    ahead = group.channel((rank + 1) % group.size)
+    behind = group.channel((rank - 1) % group.size)
+    for turn in range(5):
+        source = torch.full((3,), 100 * turn + rank, device=device)
+        ahead.put(8, source, signal=False)
+        ahead.put(100, source.to(torch.uint8)[:1])  # a byte; its signal is for both
+        behind.wait()
+        behind_rank = (rank - 1) % group.size
+        received = group.buffer[8:32].view(torch.int64)
+        assert received.tolist() == [100 * turn + behind_rank] * 3
+        assert group.buffer[100] == (100 * turn + behind_rank) % 256
+        ahead.flush()
+        group.barrier()
+    for _ in range(3):  # signals that nobody waits for yet are counted
+        ahead.signal()
+    group.barrier()
+    for _ in range(3):
+        behind.wait()
+    group.synchronize()
+    with pytest.raises(ValueError, match=r"bytes 1020 to 1028 .* buffer of rank .* \(1024 bytes"):
+        ahead.put(1020, torch.zeros(1, dtype=torch.int64, device=device))
+    with pytest.raises(ValueError, match="contiguous tensor on"):
+        ahead.put(0, torch.zeros(4, 4, device=device).T)
+    with pytest.raises(ValueError, match=rf"peer \({rank}\) must be another rank"):
+        group.channel(rank)
+
+
+def equals_torch(rank: int) -> None:
+    """All-to-alls against torch.distributed's over gloo, to the bit; some in several rounds."""
+    device = device_of_test()
+    from moe_core.comm.cuda_collectives import CudaAllToAll
+
+    exchange = CudaAllToAll(world(), buffer_bytes=1024)
+    size = exchange.group.size
+    generator = torch.Generator().manual_seed(rank)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        for shape in ((size, 3), (2 * size, 5), (3 * size, 211), (0, 4)):
+            rows = torch.randint(-100, 100, shape, generator=generator).to(dtype)
+            expected = torch.empty_like(rows)
+            dist.all_to_all_single(expected, rows)
+            received = exchange.all_to_all(rows.to(device))
+            assert torch.equal(received.cpu(), expected)
+    for capacity, width in ((4, 3), (7, 100)):
+        counts = torch.randint(0, capacity + 1, (size,), generator=generator)
+        rows = torch.randn(size, capacity, width, generator=generator)
+        for peer, count in enumerate(counts.tolist()):
+            rows[peer, count:] = 0  # is not sent, and arrives as zeros
+        expected, expected_counts = torch.empty_like(rows), torch.empty_like(counts)
+        dist.all_to_all_single(expected, rows)
+        dist.all_to_all_single(expected_counts, counts)
+        rows += 1.5 * (rows == 0)  # so what is not sent is not zero here
+        received, received_counts = exchange.all_to_all_v(rows.to(device), counts.to(device))
+        assert torch.equal(received_counts.cpu(), expected_counts)
+        assert torch.equal(received.cpu(), expected)
+    exchange.synchronize()
+
+
+def failures(rank: int) -> None:
+    device = device_of_test()
+    from moe_core.comm import triton_channel
+    from moe_core.comm.cuda_collectives import CudaAllToAll
+
+    limit = timedelta(microseconds=1)  # a thousand looks in the interpreter
+    if device == "cuda":
+        limit = timedelta(seconds=2)
+    exchange = CudaAllToAll(world(), limit)
+    if rank == 0:
+        expected = r"rank 0 got no signal from rank 1 within .* has it ended\?"
+        with pytest.raises(CollectiveError, match=expected):  # at once in the interpreter
+            _ = (exchange.all_to_all(torch.ones(4, 2, device=device)), exchange.synchronize())
+        with pytest.raises(CollectiveError, match="out of step since: wait: rank 0"):
+            exchange.all_to_all(torch.ones(4, 2, device=device))
+        group = exchange.group  # what is enqueued before the failure is known
+        out = torch.ones(2, 8, device=device)
+        triton_channel.read(
+            group.buffer.view(torch.int64),
+            out.view(torch.int64),
+            None,
+            group._failed,
+            4,
+            (0, 4, 4),
+            1,
+        )
+        assert out.isnan().all()
+    dist.barrier()
+    exchange = CudaAllToAll(world(), timedelta(seconds=60))
+    counts = torch.tensor([1, 3], device=device)
+    rows = torch.ones(2, 2, 3, device=device)
+    with pytest.raises(CollectiveError, match=f"rank {rank} has more rows for rank 1 than the"):
+        _ = (exchange.all_to_all_v(rows, counts), exchange.synchronize())
+    dist.barrier()
+
+
+def bad_input(rank: int) -> None:
+    device = device_of_test()
+    from moe_core.comm.cuda_collectives import CudaAllToAll
+
+    exchange = CudaAllToAll(world())
+    rows = torch.zeros(2, 3, 4, device=device)
+    for bad, message in (
+        (torch.zeros(3, device=device), "must be int64"),
+        (torch.zeros(2, device=device), "not torch.float32"),
+        (torch.zeros(2, dtype=torch.int64, device="meta"), "on meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            exchange.all_to_all_v(rows, bad)
+    with pytest.raises(ValueError, match=r"\(3\) must be a multiple of 2 ranks"):
+        exchange.all_to_all(torch.zeros(3, device=device))
+    with pytest.raises(ValueError, match=r"need tensors on .*, not meta"):
+        exchange.all_to_all(torch.zeros(2, device="meta"))
+
+
+CASES = [(puts_and_signals, 2), (equals_torch, 2), (failures, 2), (bad_input, 2)]
+
+
+@pytest.mark.parametrize(("function", "size"), [*CASES, (equals_torch, 3)])
+def test_between_processes_in_the_interpreter(run_processes, monkeypatch, function, size):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    run_processes(function, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("function", "size"), CASES)
+def test_between_processes_on_one_gpu(run_processes, monkeypatch, function, size):
+    # torch refuses ranks that share a device otherwise
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    run_processes(function, size)
+
+
+def without_a_gpu(rank: int) -> None:
+    from moe_core.comm.cuda_collectives import CudaAllToAll
+
+    torch.cuda.is_available = lambda: rank == 0
+    with pytest.raises(RuntimeError, match=r"failed on rank 1 of 2: there is no CUDA device$"):
+        CudaAllToAll(world())
+    dist.barrier()  # gloo remains usable
+    cuda_problem = "rank 0 asks for slots of an all-to-all of .* and rank 1 for"
+    gpu_memory._problem = lambda: ""
+    with pytest.raises(ValueError, match=cuda_problem):
+        CudaAllToAll(world(), buffer_bytes=1024 * (rank + 1))
+    gpu_memory.machine_identity = lambda: f"machine {rank}"
+    with pytest.raises(ValueError, match="need all ranks on one machine and in one container"):
+        CudaAllToAll(world())
+
+
+def test_without_a_gpu_there_is_one_line_on_every_rank(run_processes):
+    run_processes(without_a_gpu, 2)
