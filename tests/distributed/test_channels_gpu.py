@@ -4,15 +4,25 @@ memory; on a GPU the same functions run with `pytest -m gpu`."""
 # P ranks
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from moe_cases import make_layer
 
-from moe_core.comm import gpu_memory
+from moe_core.comm import gpu_memory, switch
 from moe_core.comm.memory import share_memory
-from moe_core.parallel import CollectiveError, Ranks
+from moe_core.parallel import (
+    CollectiveError,
+    ExpertGroup,
+    ParallelStrategy,
+    Ranks,
+    all_to_all,
+    channels,
+    make_expert_groups,
+)
 
 
 def world() -> Ranks:
@@ -26,19 +36,22 @@ def share_cpu_memory(ranks: Ranks, num_bytes: int, purpose: str):
     return gpu_memory.GpuMemory(rows[ranks.rank], [row.data_ptr() for row in rows])
 
 
-def device_of_test() -> str:
-    """The interpreter's, or this machine's GPU, which all ranks share."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        from moe_core.comm import cuda
+def in_the_interpreter(rank: int, function: Callable[[int, str], None]) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    from moe_core.comm import cuda
 
-        cuda.share_gpu_memory = share_cpu_memory
-        return "cpu"
+    cuda.share_gpu_memory = switch.share_gpu_memory = share_cpu_memory
+    function(rank, "cpu")
+
+
+def on_the_gpu(rank: int, function: Callable[[int, str], None]) -> None:
+    """All ranks share one, which torch refuses otherwise."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(0)
-    return "cuda"
+    function(rank, "cuda")
 
 
-def puts_and_signals(rank: int) -> None:
-    device = device_of_test()
+def puts_and_signals(rank: int, device: str) -> None:
     from moe_core.comm.cuda import CudaMemoryGroup
 
     group = CudaMemoryGroup(world(), 1000)
@@ -70,9 +83,8 @@ def puts_and_signals(rank: int) -> None:
         group.channel(rank)
 
 
-def equals_torch(rank: int) -> None:
+def equals_torch(rank: int, device: str) -> None:
     """All-to-alls against torch.distributed's over gloo, to the bit; some in several rounds."""
-    device = device_of_test()
     from moe_core.comm.cuda_collectives import CudaAllToAll
 
     exchange = CudaAllToAll(world(), buffer_bytes=1024)
@@ -100,8 +112,7 @@ def equals_torch(rank: int) -> None:
     exchange.synchronize()
 
 
-def failures(rank: int) -> None:
-    device = device_of_test()
+def failures(rank: int, device: str) -> None:
     from moe_core.comm import triton_channel
     from moe_core.comm.cuda_collectives import CudaAllToAll
 
@@ -136,8 +147,7 @@ def failures(rank: int) -> None:
     dist.barrier()
 
 
-def bad_input(rank: int) -> None:
-    device = device_of_test()
+def bad_input(rank: int, device: str) -> None:
     from moe_core.comm.cuda_collectives import CudaAllToAll
 
     exchange = CudaAllToAll(world())
@@ -155,23 +165,56 @@ def bad_input(rank: int) -> None:
         exchange.all_to_all(torch.zeros(2, device="meta"))
 
 
-CASES = [(puts_and_signals, 2), (equals_torch, 2), (failures, 2), (bad_input, 2)]
+def a_layer_equals_linear(rank: int, device: str) -> None:
+    """Static exchange; other exchanges are refused by name."""
+    channels._between_gpus = lambda group: True
+    group = make_expert_groups(2)
+    options = {"num_experts": 4, "top_k": 2, "model_dim": 8, "hidden_dim": 16}
+    layer = make_layer(dtype=torch.float32, group=group, kernels="torch", **options).to(device)
+    x = torch.randn(9, 8, generator=torch.Generator().manual_seed(rank)).to(device)
+    results = []
+    for name in ("linear", "channels"):
+        layer.zero_grad()
+        y, aux_loss = layer(x, strategy=ParallelStrategy(1, 2, name, exchange="static"))
+        (y.square().sum() + aux_loss).backward()
+        results.append([y.detach(), *(parameter.grad for parameter in layer.parameters())])
+    for expected, received in zip(*results, strict=True):
+        assert torch.equal(received, expected)
+    with pytest.raises(ValueError, match=r"needs equal splits \(MODEL.MOE.EXCHANGE static\)"):
+        layer(x, strategy=ParallelStrategy(1, 1, "channels"))
+    ragged = ExpertGroup(dist.group.WORLD)  # runs on this thread
+    with pytest.raises(ValueError, match=r"equal splits .*: it does not exchange counts"):
+        all_to_all(x[:3], ragged, [1, 2], "channels")
+    assert not channels.shares_memory(group)
+
+
+def no_switch(rank: int, device: str) -> None:
+    """One line, with the device and what is missing."""
+    with pytest.raises(RuntimeError, match=r"needs a multicast address, and rank 0 of 2 \(.*NVLS"):
+        switch.SwitchChannel(world(), 1024)
+
+
+CASES = [
+    (a_layer_equals_linear, 2),
+    (no_switch, 2),
+    (puts_and_signals, 2),
+    (equals_torch, 2),
+    (failures, 2),
+    (bad_input, 2),
+]
 
 
 @pytest.mark.parametrize(("function", "size"), [*CASES, (equals_torch, 3)])
-def test_between_processes_in_the_interpreter(run_processes, monkeypatch, function, size):
+def test_between_processes_in_the_interpreter(run_processes, function, size):
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    run_processes(function, size)
+    run_processes(in_the_interpreter, size, function)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("function", "size"), CASES)
-def test_between_processes_on_one_gpu(run_processes, monkeypatch, function, size):
-    # torch refuses ranks that share a device otherwise
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    run_processes(function, size)
+def test_between_processes_on_one_gpu(run_processes, function, size):
+    run_processes(on_the_gpu, size, function)
 
 
 def without_a_gpu(rank: int) -> None:
@@ -192,3 +235,24 @@ def without_a_gpu(rank: int) -> None:
 
 def test_without_a_gpu_there_is_one_line_on_every_rank(run_processes):
     run_processes(without_a_gpu, 2)
+
+
+def through_the_switch(rank: int, size: int) -> None:
+    torch.cuda.set_device(rank)
+    channel = switch.SwitchChannel(world(), 2**16)
+    values = torch.arange(64.0).cuda() + rank
+    expected = size * torch.arange(64.0) + sum(range(size))
+    assert torch.equal(channel.all_reduce(values).cpu(), expected)
+    gathered = [torch.arange(64.0) + r for r in range(size)]
+    assert torch.equal(channel.all_gather(values).cpu(), torch.cat(gathered))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_through_the_switch(run_processes):
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, 0):
+        pytest.skip("the device has no multicast")
+    run_processes(through_the_switch, 2, 2)
