@@ -5,7 +5,8 @@ wait is a kernel that spins for at most the timeout. If it fails, later waits do
 that are read have all bits set (NaN for floating point), and the host raises CollectiveError at
 the next operation that it begins after the failure, or in `synchronize`.
 
-The kernels count signals on the device, so operations may be captured in a CUDA graph.
+The kernels count signals on the device, not on the host, so that a CUDA graph of them can be
+replayed. Not run on a GPU yet.
 """
 
 # P ranks

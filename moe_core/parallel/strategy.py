@@ -23,7 +23,8 @@ class ParallelStrategy:
             compute another.
         all_to_all: the name of an algorithm. "linear" sends a message to every rank. "2dh" sends
             inside the node first and then between nodes, in fewer and larger messages. "channels"
-            copies through memory that the CPU processes of one machine share.
+            copies through memory that the CPU processes of one machine share, or, for a static
+            exchange, its GPUs.
             `moe_core.register_all_to_all` adds others.
         ranks_per_node: ranks of the group on each node; None: as torchrun sets it.
         exchange: how many rows are sent. "counted": those that there are; the ranks first tell each
