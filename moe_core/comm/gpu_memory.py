@@ -60,22 +60,18 @@ def _problem() -> str:
 
 def _share(ranks: Ranks, num_bytes: int) -> tuple[GpuMemory | None, str]:
     """This rank's memory with the addresses of the others', or why there is none."""
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed._symmetric_memory import empty, rendezvous
 
     device = torch.device("cuda", torch.cuda.current_device())
     assert ranks.process_group is not None, "one rank shares nothing"
-    name = ranks.process_group.group_name
     try:
-        # empty() of the public module may place several tensors in one allocation, and the pointers
-        # of a handle are those of the allocation.
-        local = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
-        local.zero_()
+        local = empty(num_bytes, dtype=torch.uint8, device=device).zero_()
         torch.cuda.synchronize(device)
-        handle = _SymmetricMemory.rendezvous(local, name)
+        handle = rendezvous(local, ranks.process_group)
     except RuntimeError as error:
         first_line = str(error).splitlines()[0]
         return None, f"torch's symmetric memory on {torch.cuda.get_device_name()}: {first_line}"
-    addresses = list(handle.buffer_ptrs)
+    addresses = list(handle.buffer_ptrs)  # of the allocation, in which the tensor must be first
     if addresses[ranks.rank] != local.data_ptr():
         return None, "torch's symmetric memory has another address than its tensor"
     return GpuMemory(local, addresses, handle.multicast_ptr, handle), ""
