@@ -5,7 +5,8 @@
 
 Primitives: a signal there and back, and a put of as many bytes. Collectives: `Collectives` and
 torch.distributed with gloo; they are bit-equal, or the run ends. A layer: one training step of an
-expert-parallel layer with `linear` and with `channels`.
+expert-parallel layer with `linear` and with `channels`. Where there are several GPUs: all-to-all
+and all-reduce through their channels, beside NCCL.
 """
 
 # P ranks
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import channels_gpu
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -239,6 +241,7 @@ def main() -> None:
     rows = [row(record) for record in records]
     table = Table("Channels on one machine", command, COLUMNS, rows, notes, records)
     publish(table, "cpu", args.output)
+    channels_gpu.compare(args, sizes(args), args.ranks, command)
 
 
 if __name__ == "__main__":

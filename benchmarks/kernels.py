@@ -105,6 +105,7 @@ def cases() -> dict[str, Callable[[], None]]:
         )
     launches["bfloat16, K = 2"] = _run_rows
     launches["bfloat16, N = 144, shifted"] = _run_attention
+    launches["P = 8, words of 8 bytes, with counts"] = _run_channels
     return launches
 
 
@@ -196,6 +197,19 @@ def _run_attention() -> None:
     inputs = (qkv, _meta(16, 144, 144, dtype=half), _meta(4, 144, 144, dtype=half), _meta(16))
     out, lse = attention.forward(*inputs, True)
     attention.backward(out, *inputs, out, lse, True)
+
+
+def _run_channels() -> None:
+    from moe_core.comm import triton_channel as channels
+
+    everyone, block = range(8), 2**17
+    words, table = _meta(8, block, dtype=torch.int64), _meta(8, dtype=torch.int64)
+    flag = _meta(1, dtype=torch.int64)
+    piece, rows = (0, block, block), (1024, 128)
+    channels.put(words, table, table, table, flag, flag, everyone, (0, 0, 0), piece, rows, True)
+    channels.signal(table, everyone, 0)
+    channels.wait(table, table, flag, flag, everyone, 10**9)
+    channels.read(words, words, table, flag, block, piece, 128)
 
 
 # What it needs

@@ -5,6 +5,8 @@
    `PlanRunner` runs it.
 3. `Collectives`: all-to-all, all-gather, reduce-scatter and all-reduce as plans.
 
+Between GPUs: `cuda.CudaMemoryGroup`, `cuda_collectives.CudaAllToAll` and `switch.SwitchChannel`.
+
 The layers are those of MSCCL++ (arXiv 2504.09014).
 """
 

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from moe_core.comm import Collectives
+from moe_core.comm.cuda_collectives import CudaAllToAll
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.linear import Linear
 from moe_core.parallel.machine import ExchangeCost, LinkTraffic
@@ -16,31 +17,45 @@ from moe_core.parallel.ranks import CollectiveError
 from moe_core.registry import register_all_to_all
 
 _log = logging.getLogger("moe_core")
+_ONLY_STATIC = "all_to_all 'channels' between GPUs needs equal splits (MODEL.MOE.EXCHANGE static)"
 # of each group, by ranks per node
 _collectives: WeakKeyDictionary[ExpertGroup, dict[int | None, Collectives]] = WeakKeyDictionary()
+_gpu_all_to_alls: WeakKeyDictionary[ExpertGroup, CudaAllToAll] = WeakKeyDictionary()
 
 
 @register_all_to_all("channels")
 class Channels(Linear):
-    """The all-to-all of CPU tensors through channels (moe_core.comm).
+    """The all-to-all through channels (moe_core.comm). The first one of a group makes their memory,
+    in a collective; the others share it.
 
-    The ranks of a node copy through shared memory. With several nodes, rows travel to the rank of
-    this node that has the receiver's place, and from there in one message to the receiver's node.
-    The first one of a group makes the memory, in a collective; the others share it.
+    The CPU ranks of a node copy through shared memory. With several nodes, rows travel to the rank
+    of this node that has the receiver's place, and from there in one message to the receiver's
+    node. The GPUs of one machine put rows into each other's memory, equally many for each rank, as
+    the static exchange does.
 
     Raises:
-        ValueError: GPUs; ranks that do not form nodes, or are on other machines than ranks_per_node
-            says; on all ranks.
-        RuntimeError: no C++ compiler, or too little memory; on all ranks.
+        ValueError: ranks that do not form nodes, or are on other machines than ranks_per_node says;
+            GPUs on several machines; on all ranks. Between GPUs, in a call: numbers of rows that
+            differ.
+        RuntimeError: no C++ compiler, or too little memory; between GPUs, no Triton or symmetric
+            memory; on all ranks.
     """
 
     through_memory = True
 
     def __init__(self, group: ExpertGroup, ranks_per_node: int | None = None) -> None:
         super().__init__(group, ranks_per_node)
-        if group.size > 1:
-            _check_device(group)
+        if group.size == 1:
+            return
+        if _between_gpus(group):
+            self.ranks = GpuRanks(group, _gpu_all_to_all_of(group))
+        else:
             self.ranks = _ChannelRanks(group, _collectives_of(group, ranks_per_node))
+
+    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor | None]:
+        if isinstance(self.ranks, GpuRanks):
+            raise ValueError(f"{_ONLY_STATIC}: it does not exchange counts")
+        return super().exchange_counts(counts)
 
     @staticmethod
     def cost(elements: float, group_size: int, ranks_per_node: int) -> ExchangeCost:
@@ -81,6 +96,25 @@ class _ChannelRanks(RankSubset):
         return self._collectives.reduce_scatter(rows)
 
 
+class GpuRanks(RankSubset):
+    """All ranks of a group, whose all-to-alls of equal splits go through GPU memory."""
+
+    def __init__(self, group: ExpertGroup, exchange: CudaAllToAll) -> None:
+        super().__init__(group, range(group.size), group.process_group)
+        self._exchange = exchange
+
+    def all_to_all(
+        self, rows: Tensor, send: Tensor | None = None, receive: Tensor | None = None
+    ) -> Tensor:
+        numbers = [len(rows) // self.size] * self.size
+        sizes = tuple(counts for counts in (send, receive) if counts is not None)
+        for counts in sizes:
+            if counts.tolist() != numbers:
+                raise ValueError(f"{_ONLY_STATIC}: rows by rank are {counts.tolist()}")
+        self._record("all_to_all", rows, numbers, sizes)
+        return self._exchange.all_to_all(rows)
+
+
 def shares_memory(group: ExpertGroup) -> bool:
     """Whether this group is known to be on one node whose ranks can share memory; the log says why
     they cannot. A collective.
@@ -91,7 +125,8 @@ def shares_memory(group: ExpertGroup) -> bool:
     if group.size == 1:
         return False
     try:
-        _check_device(group)
+        if _between_gpus(group):
+            raise ValueError(f"{_ONLY_STATIC}, which no tuner tries")
         if group.ranks_per_node() < group.size:
             return False
         _collectives_of(group, group.size)
@@ -103,13 +138,8 @@ def shares_memory(group: ExpertGroup) -> bool:
     return True
 
 
-def _check_device(group: ExpertGroup) -> None:
-    """Refuse GPUs, which is known without asking the other ranks."""
-    if group.ranks.device.type != "cpu":
-        raise ValueError(
-            f"all_to_all 'channels' exchanges CPU tensors, and the {group} communicates on"
-            f" {group.ranks.device.type}"
-        )
+def _between_gpus(group: ExpertGroup) -> bool:
+    return group.ranks.device.type == "cuda"
 
 
 def _collectives_of(group: ExpertGroup, ranks_per_node: int | None) -> Collectives:
@@ -120,3 +150,10 @@ def _collectives_of(group: ExpertGroup, ranks_per_node: int | None) -> Collectiv
         collectives.prepare_all_to_all()
         made[ranks_per_node] = collectives
     return made[ranks_per_node]
+
+
+def _gpu_all_to_all_of(group: ExpertGroup) -> CudaAllToAll:
+    """That of the group; made when first asked for, by all ranks."""
+    if group not in _gpu_all_to_alls:
+        _gpu_all_to_alls[group] = CudaAllToAll(group.ranks, group.timeout)
+    return _gpu_all_to_alls[group]

@@ -23,7 +23,8 @@ class ParallelStrategy:
             compute another.
         all_to_all: the name of an algorithm. "linear" sends a message to every rank. "2dh" sends
             inside the node first and then between nodes, in fewer and larger messages. "channels"
-            is for CPU processes: through memory that those of a node share, then between nodes.
+            is for CPU processes, through memory that those of a node share and then between nodes,
+            and for a static exchange between the GPUs of one machine.
             `moe_core.register_all_to_all` adds others.
         ranks_per_node: ranks of the group on each node; None: as torchrun sets it.
         exchange: how many rows are sent. "counted": those that there are; the ranks first tell each

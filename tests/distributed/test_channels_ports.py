@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,9 +145,9 @@ def test_ranks_must_agree_on_the_nodes(run_processes):
     run_processes(different_nodes, 4)
 
 
-def a_rank_stays_away(rank: int) -> None:
+def a_rank_stays_away(rank: int, directory: Path) -> None:
     group = ChannelGroup(world(), 64, timedelta(seconds=0.5), ranks_per_node=1)
-    store_barrier(rank, "made")
+    meet(directory / "made", rank)
     if rank == 0:
         start = time.monotonic()
         with pytest.raises(CollectiveError, match=r"rank 0 got no signal from rank 1.*out|Timed"):
@@ -154,19 +155,18 @@ def a_rank_stays_away(rank: int) -> None:
         assert time.monotonic() - start < 20
         with pytest.raises(CollectiveError, match="out of step"):
             group.channel(1).signal()
-    store_barrier(rank, "waited")
+    meet(directory / "waited", rank)
 
 
-def store_barrier(rank: int, name: str) -> None:
-    """A barrier without collectives: a wait that failed leaves gloo's connections closed."""
-    store = dist.distributed_c10d._get_default_store()
-    store.add(name, 1)
-    while store.add(name, 0) < dist.get_world_size():
+def meet(place: Path, rank: int) -> None:
+    """A barrier without gloo, whose connection a wait that failed has closed."""
+    place.with_suffix(f".{rank}").touch()
+    while not all(place.with_suffix(f".{other}").exists() for other in range(2)):
         time.sleep(0.02)
 
 
-def test_a_rank_that_does_not_come_is_named_within_the_timeout(run_processes):
-    run_processes(a_rank_stays_away, 2)
+def test_a_rank_that_does_not_come_is_named_within_the_timeout(run_processes, tmp_path):
+    run_processes(a_rank_stays_away, 2, tmp_path)
 
 
 def killed(rank: int) -> None:

@@ -17,6 +17,11 @@ KNOWN = {
     # torch's documentation of extending it names this module.
     "torch.utils._python_dispatch",
     "torch.utils._python_dispatch.TorchDispatchMode",
+    # An alpha with documentation in torch 2.11; later versions are not checked. Channels between
+    # GPUs alone import it.
+    "torch.distributed._symmetric_memory",
+    "torch.distributed._symmetric_memory.empty",
+    "torch.distributed._symmetric_memory.rendezvous",
 }
 
 
