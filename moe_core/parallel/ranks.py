@@ -8,6 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# In its errors: the path of a source file, or what operations meet whose connection an earlier
+# timeout has closed.
+_WORDS_OF_GLOO = ("gloo", "timeout caused pair closure")
+
 
 class CollectiveError(RuntimeError):
     """A collective failed or timed out; the message names the operation and the ranks.
@@ -131,7 +135,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            from_collective = isinstance(error, dist.DistError) or "gloo" in str(error)
+            from_gloo = any(words in str(error) for words in _WORDS_OF_GLOO)
+            from_collective = isinstance(error, dist.DistError) or from_gloo
             if isinstance(error, CollectiveError) or not from_collective:
                 raise
             raise CollectiveError(

@@ -24,7 +24,12 @@ def test_one_rank_needs_no_torch_distributed():
 
 
 @pytest.mark.parametrize(
-    "error", [dist.DistNetworkError("reset"), RuntimeError("[gloo/pair.cc:1] timed out")]
+    "error",
+    [
+        dist.DistNetworkError("reset"),
+        RuntimeError("[gloo/pair.cc:1] timed out"),
+        RuntimeError("Application timeout caused pair closure"),
+    ],
 )
 def test_a_collective_that_fails_is_named(error):
     message = r"^the sum failed on rank 0 of 1; has another one ended, or not come within TIMEOUT\?"
