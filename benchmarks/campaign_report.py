@@ -17,6 +17,7 @@ TITLES = {
     "tests": "GPU tests",
     "layer": "Layer",
     "tiles": "Tiles of the experts, and F.grouped_mm",
+    "attention": "Window attention",
     "pieces": "Parts of a layer",
     "memory": "Memory",
     "routers": "Who chooses",

@@ -51,6 +51,8 @@ SECTIONS = (
             f"{TINY_SHAPES} --peak --no-peers"),
     Section("tiles", 2, f"--device cuda --rounds 7 --shapes {TILE_SHAPES}",
             "--device cpu --dtype float16 --shapes 70x16x4x2 --rounds 1"),
+    Section("attention", 1, "--device cuda",
+            "--device cpu --shapes 4x16x1x16 --rounds 1"),
     Section("pieces", 2, f"--device cuda --dtypes bfloat16 --shapes {PIECES_SHAPES}", TINY_SHAPES),
     Section("memory", 1, "--device cuda --dropout 0.1 --measure 4096 8192 16384 32768",
             "--device cpu --dropout 0.1 --size 32 --measure 4096"),

@@ -20,6 +20,7 @@ SMALLER = (
 )
 ARGUMENTS = {
     "layer": "--shapes 64x16x4 48x16x4x2 --rounds 2",
+    "attention": "--device cpu --shapes 4x16x1x16 --rounds 1",
     "pieces": "--shapes 64x16x4x2 --rounds 2",
     "routers": "--shapes 2x16x16x4 --rounds 2",
     "memory": "--size 32 --measure 4096",

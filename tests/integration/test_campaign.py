@@ -132,6 +132,7 @@ def test_the_whole_dry_run_fills_every_section(tmp_path):
     assert list(state["sections"]) == [
         "layer",
         "tiles",
+        "attention",
         "pieces",
         "memory",
         "routers",
