@@ -29,6 +29,7 @@ COLUMNS = (
     "to control",
     "at control's time",
     "5-shot, %",
+    "parameters, M",
     "MACs, M",
     "images/s, training",
     "images/s, inference",
@@ -90,6 +91,8 @@ class Run:
         summary = self.record.summary or {}
         if column == "images/s, training":
             return summary.get("images_per_second")
+        if column == "parameters, M":
+            return summary["parameters"] / 1e6
         if column == "MACs, M":
             return summary["active_macs"] / 1e6
         if column == "minutes":
@@ -233,6 +236,8 @@ def _cell(column: str, value: Interval | None) -> str:
         return str(value)
     if "images/s" in column:
         return f"{value.mean:,.0f}"
+    if column == "parameters, M":
+        return f"{value.mean:.2f}"
     if column in ("MACs, M", "minutes"):
         return f"{value.mean:.1f}"
     return f"{value.mean:.3f}"

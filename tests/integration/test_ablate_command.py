@@ -1,6 +1,12 @@
 """tools/ablate.py: tiny runs, what is not repeated, and refusals in one line."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -59,6 +65,74 @@ def test_two_runs_side_by_side(ablate, plan, make_photographs, tmp_path):
     assert changed.status == 2
     assert "TRAIN.WEIGHT_DECAY 0.1, variant dense now has 0.3" in changed.err
     assert len(changed.err.splitlines()) == 1
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def processes_of(directory: Path) -> list[int]:
+    """The processes whose command line names the directory."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command_line = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if str(directory).encode() in command_line:
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_stopped_ablation_goes_on(ablate, plan, make_photographs, tmp_path):
+    data, output = make_photographs(), tmp_path / "out"
+    opts = yaml.safe_load(plan().read_text())["opts"] | {"TRAIN.EPOCHS": 60}
+    file = plan(opts=opts)
+    arguments = ["--plan", file, "--data", data, "--output", output, "--jobs", 2]
+    words = [sys.executable, ROOT / "tools" / "ablate.py", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [str(word) for word in words], env=environment, stderr=subprocess.PIPE
+    )
+    metrics = output / "top1-seed0" / "metrics.jsonl"
+    while not metrics.exists() or "val_top1" not in metrics.read_text():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert processes_of(output) == []
+    steps_before = len(metrics.read_text().splitlines())
+    finished = ablate(*arguments)
+    assert finished.status == 0, finished.err
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    epochs = [line["epoch"] for line in lines if "val_top1" in line]
+    assert epochs == list(range(1, 61))  # none is repeated, none is missing
+    assert len(lines) > steps_before
+    assert "| top1 | 1/1 |" in (output / "results.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_other_routers_are_measured(ablate, plan, make_photographs, tmp_path):
+    """Soft MoE and expert choice; their class bits are of the expert with the largest weight."""
+    data, output = make_photographs(), tmp_path / "out"
+    base = str(tmp_path / "base.yaml")
+    variants = {"dense": {"base": base, "opts": {"MODEL.MOE.NUM_EXPERTS": 0}}}
+    variants["soft"] = {"base": base, "opts": {"MODEL.MOE.ROUTER": "soft"}}
+    experts_choose = {"MODEL.MOE.ROUTER": "expert_choice", "MODEL.MOE.CAPACITY_FACTOR": 1.0}
+    experts_choose["MODEL.MOE.EVAL_CAPACITY_FACTOR"] = 1.0
+    variants["expert_choice"] = {"base": base, "opts": experts_choose}
+    file = plan(variants=variants)
+    finished = ablate("--plan", file, "--data", data, "--output", output, "--transfer", data)
+    assert finished.status == 0, finished.err
+    results = json.loads((output / "results.json").read_text())["variants"]
+    for name in ("soft", "expert_choice"):
+        assert results[name]["router / experts"]["mean"] > 0
+        assert results[name]["task share"]["mean"] == 1  # no auxiliary loss
+        assert results[name]["5-shot, %"]["mean"] > 0
+        assert results[name]["class bits"] is not None
 
 
 BAD_PLANS = {
