@@ -1,9 +1,12 @@
 """`build_data(config, rank, world_size)` makes the loaders of a run."""
 
+import atexit
 import signal
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import resource_tracker
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -147,10 +150,31 @@ class Loader(DataLoader):
     """
 
     def __iter__(self) -> Iterator[Batch]:
+        if self.num_workers == 0:
+            return super().__iter__()
+        # Under spawn and forkserver the first process starts this one, which lifts the block.
+        resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(
             signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
         )
         try:
-            return super().__iter__()  # starts the workers, which inherit the mask
+            iterator = super().__iter__()  # starts the workers, which inherit the mask
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        iterators.add(iterator)
+        # The last one registered is the first to run, before torch's own.
+        atexit.unregister(end_workers)
+        atexit.register(end_workers)
+        return iterator
+
+
+iterators: weakref.WeakSet = weakref.WeakSet()  # of `Loader`s with workers
+
+
+def end_workers() -> None:
+    """End the workers of the iterators that still exist when Python exits.
+
+    Python would send them SIGTERM, which they block, and then wait for them for ever.
+    """
+    for iterator in list(iterators):
+        iterator.__del__()

@@ -150,6 +150,35 @@ def test_workers_outlive_the_signals_that_make_a_run_save(folder_config):
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
+MASKS = """
+import multiprocessing, sys
+from pathlib import Path
+
+def mask(pid):
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk"))
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    from swinv2_moe.data.build import Loader
+
+    batches = iter(Loader(range(4), num_workers=2))
+    print([mask(worker.pid) for worker in batches._workers], mask("self"))
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_block_the_signals_under_every_start_method(method, tmp_path):
+    """Python's resource tracker, which spawn and forkserver start, lifts the block of two."""
+    script = tmp_path / "masks.py"
+    script.write_text(MASKS)
+    done = subprocess.run(
+        [sys.executable, script, method], capture_output=True, text=True, check=True
+    )
+    blocked = sum(1 << (number - 1) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
+    assert done.stdout.split() == [f"[{blocked},", f"{blocked}]", "0"], done.stderr
+
+
 def test_batch_types(folder_config):
     batch = next(iter(build_data(data_config(folder_config())).train_loader))
     assert isinstance(batch, Batch)
