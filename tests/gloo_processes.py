@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 import tempfile
@@ -62,12 +63,22 @@ def run_on_processes(
 
 def _run_rank(rank: int, function: Callable, num_processes: int, store: Path, args: tuple) -> None:
     torch.set_num_threads(1)
+    reset_signals()
     timeout = timedelta(seconds=240)
     dist.init_process_group(
         "gloo", f"file://{store}", rank=rank, world_size=num_processes, timeout=timeout
     )
     function(rank, *args)
     dist.destroy_process_group()
+
+
+def reset_signals() -> None:
+    """Signals as a shell's command has them; the server of processes hands on those that were
+    blocked or ignored where and when it started."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 class Outcome(NamedTuple):
@@ -144,6 +155,7 @@ def _run_as_rank(rank: int, size: int, port: int, logs: Path, function: Callable
     for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
         os.dup2(os.open(logs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
     torch.set_num_threads(1)
+    reset_signals()
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
