@@ -41,7 +41,7 @@ workflow: $(VENV)/.installed-run
 
 detection: $(VENV)/.installed-detection
 	@test -f data/shapes/annotations/instances_val.json || $(PY) data/make_shapes.py data/shapes
-	$(PY) tools/detect.py train configs/detection/shapes/mask_rcnn.py --work-dir output/detection --resume auto
+	$(PY) tools/detect.py train configs/detection/shapes/mask_rcnn.py --output output/detection --resume auto
 
 bench: $(VENV)/.installed-run
 	$(PY) benchmarks/layer.py --device cpu --rounds 3

@@ -24,7 +24,7 @@ from cluster import SIZES, interleaved_over_ranks
 from results_file import Table, publish
 
 from moe_core.parallel import all_to_all, make_expert_groups
-from swinv2_moe.measure.rounds import median_and_spread, ratios
+from swinv2_moe.measure.spread import median_and_spread, ratios
 
 ALGORITHMS = ("linear", "2dh")
 

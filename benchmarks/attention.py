@@ -25,7 +25,7 @@ import torch
 from results_file import Table, publish
 from timing import CALLS_NOTE, timed
 
-from swinv2_moe.measure.rounds import median_and_spread, ratios
+from swinv2_moe.measure.spread import median_and_spread, ratios
 from swinv2_moe.models import triton_window_attention as kernels
 from swinv2_moe.models.window_attention import window_attention
 

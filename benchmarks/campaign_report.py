@@ -11,7 +11,7 @@ from typing import NamedTuple
 from campaign_sections import SECTIONS
 from results_file import Table
 
-from swinv2_moe.measure.rounds import quartiles
+from swinv2_moe.measure.spread import quartiles
 
 TITLES = {
     "tests": "GPU tests",

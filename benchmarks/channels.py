@@ -32,7 +32,7 @@ from torch import Tensor
 from moe_core import MoEConfig, MoELayer
 from moe_core.comm import ChannelGroup, Collectives
 from moe_core.parallel import ParallelStrategy, Ranks, make_expert_groups
-from swinv2_moe.measure.rounds import Times, median_and_spread, ratios
+from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 
 SMALL = 2**16  # bytes of the largest all-reduce
 TIMED_BYTES = 2**24  # of calls that are timed as one; at most MOST_CALLS

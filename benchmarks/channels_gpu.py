@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_core.comm.cuda_collectives import CudaAllToAll
 from moe_core.comm.switch import SwitchChannel
 from moe_core.parallel import Ranks
-from swinv2_moe.measure.rounds import median_and_spread, ratios
+from swinv2_moe.measure.spread import median_and_spread, ratios
 
 CALLS = 20  # timed as one
 TITLE = "Channels between GPUs"

@@ -23,7 +23,8 @@ import torch
 from moe_core.files import fsync
 from swinv2_moe.config import all_sections, load_config
 from swinv2_moe.data import build_data
-from swinv2_moe.measure.rounds import machine, median_and_spread
+from swinv2_moe.measure.rounds import machine
+from swinv2_moe.measure.spread import median_and_spread
 from swinv2_moe.models import build_model
 from swinv2_moe.train.distributed import World, seed_everything
 from swinv2_moe.train.loop import Trainer

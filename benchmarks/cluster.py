@@ -40,7 +40,8 @@ from moe_core.parallel import (
     make_expert_groups,
 )
 from moe_core.parallel.cost_model import candidates
-from swinv2_moe.measure.rounds import Times, interleaved, machine, median_and_spread, ratios
+from swinv2_moe.measure.rounds import interleaved, machine
+from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 from swinv2_moe.train.distributed import World
 
 FLOATS = 2**20 // 4  # in one MiB

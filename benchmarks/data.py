@@ -34,7 +34,8 @@ from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Source, Sources
 from swinv2_moe.data.transforms import build_transform
-from swinv2_moe.measure.rounds import Times, interleaved, machine, median_and_spread
+from swinv2_moe.measure.rounds import interleaved, machine
+from swinv2_moe.measure.spread import Times, median_and_spread
 
 _TURN = 5  # images
 Decoder = Callable[[bytes], Image.Image]

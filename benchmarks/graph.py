@@ -16,7 +16,7 @@ from timing import CALLS_NOTE, timed
 from swinv2_moe.command import run_command
 from swinv2_moe.config import all_sections
 from swinv2_moe.measure.cuda_graph import capture
-from swinv2_moe.measure.rounds import median_and_spread, ratios
+from swinv2_moe.measure.spread import median_and_spread, ratios
 from swinv2_moe.measure.throughput import (
     Combination,
     Options,

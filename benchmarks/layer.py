@@ -35,7 +35,8 @@ from timing import CALLS_NOTE, graph_replay, timed
 from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer, prepared
-from swinv2_moe.measure.rounds import Times, matrix_product, median_and_spread, ratios
+from swinv2_moe.measure.rounds import matrix_product
+from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 
 SHAPES = {
     "cpu": (

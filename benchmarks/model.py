@@ -16,7 +16,7 @@ import torch
 from results_file import Table, keep, publish
 
 from swinv2_moe.command import run_command
-from swinv2_moe.measure.rounds import median_and_spread
+from swinv2_moe.measure.spread import median_and_spread
 from swinv2_moe.measure.throughput import Options, combinations, measure
 from swinv2_moe.measure.throughput_report import headline
 

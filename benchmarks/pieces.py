@@ -27,7 +27,7 @@ from moe_core import MoEConfig, MoELayer
 from moe_core.ops import combine, dispatch, make_plan
 from moe_core.precision import without_autocast
 from moe_core.router import route
-from swinv2_moe.measure.rounds import Times, median_and_spread, ratios
+from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 
 LAYER = "the whole layer"
 

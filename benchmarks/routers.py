@@ -29,7 +29,7 @@ from timing import CALLS_NOTE, timed
 from torch import Tensor
 
 from moe_core import MoEConfig, MoELayer, prepared
-from swinv2_moe.measure.rounds import median_and_spread, ratios
+from swinv2_moe.measure.spread import median_and_spread, ratios
 
 SHAPES = {
     "cpu": ("8x144x512x8", "32x144x512x8"),

@@ -48,7 +48,8 @@ from moe_core.parallel import (
     make_expert_groups,
 )
 from moe_core.parallel.cost_model import LayerShape, layer_time, ranked
-from swinv2_moe.measure.rounds import machine, median_and_spread, quartiles
+from swinv2_moe.measure.rounds import machine
+from swinv2_moe.measure.spread import median_and_spread, quartiles
 
 TOP_K = 2
 LOCAL_EXPERTS = 2

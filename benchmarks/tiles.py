@@ -30,7 +30,8 @@ from moe_core.ops import combine, dispatch, make_plan
 from moe_core.ops.moe_ffn import triton as moe_ffn_triton
 from moe_core.ops.moe_ffn.triton import Tile
 from moe_core.router import route
-from swinv2_moe.measure.rounds import interleaved, median_and_spread, ratios
+from swinv2_moe.measure.rounds import interleaved
+from swinv2_moe.measure.spread import median_and_spread, ratios
 
 # rows are those in use
 SMALL = (

@@ -15,7 +15,8 @@ from functools import partial
 
 import torch
 
-from swinv2_moe.measure.rounds import Times, interleaved, synchronize
+from swinv2_moe.measure.rounds import interleaved, synchronize
+from swinv2_moe.measure.spread import Times
 
 MILLISECONDS = 20.0  # between two synchronisations, at least
 MOST_CALLS = 100

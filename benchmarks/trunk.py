@@ -18,7 +18,7 @@ from timm.models.swin_transformer_v2 import WindowAttention
 
 from swinv2_moe.command import run_command
 from swinv2_moe.config import all_sections
-from swinv2_moe.measure.rounds import Times, median_and_spread, ratios
+from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 from swinv2_moe.measure.throughput import (
     Options,
     Subject,

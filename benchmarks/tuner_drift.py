@@ -28,7 +28,8 @@ from netns import Cluster, require
 from moe_core import MoEConfig, MoELayer
 from moe_core.parallel import ParallelStrategy, Tuner, make_expert_groups
 from moe_core.parallel.cost_model import candidates
-from swinv2_moe.measure.rounds import machine, median_and_spread, ratios
+from swinv2_moe.measure.rounds import machine
+from swinv2_moe.measure.spread import median_and_spread, ratios
 
 # Tokens of a rank, shapes, and Mbit/s for which halving the rate changes what is best.
 TOKENS = 2048

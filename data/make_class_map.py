@@ -1,56 +1,6 @@
-"""Write the class map that carries a classifier over to other classes (MODEL.CLASS_MAP), by the
-classes' names.
+"""`swinv2-moe make-class-map` from a clone of the repository."""
 
-    python data/make_class_map.py imagenet-22k imagenet-1k --output map22kto1k.txt
-    python data/make_class_map.py output/pretrained my_images --output map.txt
-
-Line i holds the number, in the pretrained classifier, of class i here; -1 where it had no such
-class, whose row of the classifier then starts anew.
-"""
-
-import argparse
-from pathlib import Path
-
-from swinv2_moe.command import run_command
-from swinv2_moe.data.prepare.class_maps import IMAGENETS, NO_CLASS, class_names, map_classes
-from swinv2_moe.errors import UserError
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    kinds = (
-        "a run or checkpoint, a folder of images, shards, a file with a name in each line, or one"
-        " of "
-    )
-    kinds += ", ".join(IMAGENETS)
-    parser.add_argument("pretrained", help=f"the classes of the pretrained classifier: {kinds}")
-    parser.add_argument("classes", help="the classes to come, likewise")
-    parser.add_argument("--output", required=True, metavar="FILE")
-    args = parser.parse_args()
-    names = class_names(args.classes)
-    numbers = map_classes(class_names(args.pretrained), names)
-    missing = [name for name, number in zip(names, numbers, strict=True) if number == NO_CLASS]
-    if len(missing) == len(names):
-        raise UserError(
-            f"{args.classes}: none of its {len(names)} classes ({names[0]}, ...) is in"
-            f" {args.pretrained}"
-        )
-    try:
-        Path(args.output).write_text("".join(f"{number}\n" for number in numbers))
-    except OSError as error:
-        raise UserError(f"--output {args.output}: {error.strerror.lower()}") from error
-    print(
-        f"{args.output}: {len(names) - len(missing)} of {len(names)} classes have a row to take"
-        " over"
-    )
-    if missing:
-        shown = missing[:5]
-        if len(missing) > len(shown):
-            shown.append("...")
-        print(f"new: {', '.join(shown)}")
-
+from swinv2_moe.commands import run
 
 if __name__ == "__main__":
-    run_command(main)
+    run("make-class-map")

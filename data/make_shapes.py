@@ -1,54 +1,6 @@
-"""Generate a small dataset for detection: shapes on textures with masks, in COCO's format.
+"""`swinv2-moe make-shapes` from a clone of the repository."""
 
-python data/make_shapes.py data/shapes
-python tools/detect.py train configs/detection/shapes/mask_rcnn.py
-"""
-
-import argparse
-from pathlib import Path
-
-from swinv2_moe.command import run_command
-from swinv2_moe.detection.shapes import Options, make_shapes
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="new or empty")
-    default = Options()
-    parser.add_argument(
-        "--train", type=int, default=default.train, help="images (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--val", type=int, default=default.val, help="images (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--min-size",
-        type=int,
-        default=default.min_size,
-        metavar="PX",
-        help="(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-size",
-        type=int,
-        default=default.max_size,
-        metavar="PX",
-        help="(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-objects",
-        type=int,
-        default=default.max_objects,
-        help="of an image (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=default.seed, help="(default: %(default)s)")
-    args = vars(parser.parse_args())
-    directory = args.pop("directory")
-    for split, objects in make_shapes(directory, Options(**args)).items():
-        print(f"{directory / split}: {args[split]:,} images, {objects:,} objects")
-
+from swinv2_moe.commands import run
 
 if __name__ == "__main__":
-    run_command(main)
+    run("make-shapes")

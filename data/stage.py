@@ -1,38 +1,6 @@
-"""Copy shards to a local disk: every checksum compared, timed, and resumed where it was stopped.
+"""`swinv2-moe stage` from a clone of the repository."""
 
-python data/stage.py SHARDS LOCAL
-python tools/train.py --cfg CONFIG --data LOCAL --opts DATA.DATASET shards
-"""
-
-import argparse
-
-from swinv2_moe.command import run_command
-from swinv2_moe.data.prepare.staging import stage
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("shards", metavar="SHARDS", help="made by data/make_shards.py")
-    parser.add_argument("local", metavar="LOCAL", help="a directory on the local disk")
-    parser.add_argument("--workers", type=int, default=4, help="threads (default: %(default)s)")
-    parser.add_argument(
-        "--trust", action="store_true", help="keep files of the right size without reading them"
-    )
-    args = parser.parse_args()
-    if args.workers < 1:
-        parser.error(f"--workers is {args.workers}, it must be at least 1")
-    done = stage(args.shards, args.local, args.workers, args.trust)
-    kept = ""
-    if done.kept:
-        kept = f" ({done.kept:,} files were there)"
-    rate = f"{done.bytes / done.seconds:,.0f} bytes/s"
-    print(
-        f"{args.local}: {done.shards:,} shards, {done.bytes:,} bytes in {done.seconds:.1f} s,"
-        f" {rate}{kept}"
-    )
-
+from swinv2_moe.commands import run
 
 if __name__ == "__main__":
-    run_command(main)
+    run("stage")

@@ -1,28 +1,27 @@
-"""Functions that the commands in tools/ share: arguments, files of results, and the exit status and
-message of errors."""
+"""Functions that the commands share: arguments, files of results, other commands, and the exit
+status and message of errors."""
 
-# First, so that Ctrl-C during the slow imports below ends with one line.
-from swinv2_moe.interrupt import INTERRUPTED, end_interrupted
-
-# isort: split
+from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from yacs.config import CfgNode
+from swinv2_moe.commands import COMMANDS
+from swinv2_moe.errors import StoppedElsewhere, UserError, one_line
+from swinv2_moe.imports import add_import_argument, import_arguments, imported_files
+from swinv2_moe.interrupt import INTERRUPTED, end_interrupted
 
-from moe_core.parallel import CollectiveError
-from swinv2_moe.config import choices, load_config
-from swinv2_moe.errors import UserError, one_line
-from swinv2_moe.imports import add_import_argument, import_arguments
-from swinv2_moe.train.stopping import StoppedElsewhere
+if TYPE_CHECKING:
+    from rich.console import Console
+    from yacs.config import CfgNode
 
 _REGISTERED = (  # keys whose choices --import can extend
     "DATA.DATASET",
@@ -31,26 +30,64 @@ _REGISTERED = (  # keys whose choices --import can extend
     "MODEL.MOE.ACTIVATION",
     "MODEL.MOE.ALL_TO_ALL",
 )
-_REPOSITORY = Path(__file__).parents[1]
-_CONFIG_HELP = "a YAML file below configs/, or your own"
+_SCRIPT = re.compile(r"(?:tools|data)/(\w+)\.py")
+_CONFIG_HELP = "a name that `swinv2-moe configs` lists, or your own YAML file"
 
 
 class CommandParser(argparse.ArgumentParser):
     """Argument parser of a command or subcommand, with --import.
 
-    Its help lists the registered routers, losses, activations and all-to-all algorithms. Those of
-    --import files are listed if the files come before --help.
+    After --import files, its help lists the registered routers, losses, activations, all-to-all
+    algorithms and datasets.
+
+    Args:
+        description: its examples name scripts of tools/ and data/. They become those of
+            `swinv2-moe` where that was started.
     """
 
-    def __init__(self, **kwargs) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+    def __init__(self, description: str | None = None, **kwargs) -> None:
+        super().__init__(
+            description=as_started(description or ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **kwargs,
+        )
         add_import_argument(self)
 
     def format_help(self) -> str:
-        allowed = choices()
-        lines = [f"{key}: {', '.join(allowed[key])}" for key in _REGISTERED]
-        self.epilog = "\n".join(lines)
+        self.epilog = "`swinv2-moe config` lists the configuration's keys and their values."
+        if imported_files():
+            from swinv2_moe.config import choices
+
+            allowed = choices()
+            lines = [f"{key}: {', '.join(allowed[key])}" for key in _REGISTERED]
+            self.epilog = "\n".join(lines)
         return super().format_help()
+
+
+def started_by_script() -> bool:
+    """True for `python tools/NAME.py`, False for `swinv2-moe NAME` and `python -m swinv2_moe`."""
+    return sys.argv[0].endswith(".py")
+
+
+def as_started(text: str) -> str:
+    """A text whose command lines start commands as this process was started.
+
+    `python tools/NAME.py` becomes `swinv2-moe NAME`, and `torchrun ... tools/NAME.py` becomes
+    `torchrun ... -m swinv2_moe NAME`, unless this process runs a script.
+    """
+    if started_by_script():
+        return text
+
+    def installed(match: re.Match) -> str:
+        return match[1].replace("_", "-")
+
+    lines = []
+    for line in text.splitlines(keepends=True):
+        if "torchrun" in line:
+            line = _SCRIPT.sub(lambda match: f"-m swinv2_moe {installed(match)}", line)
+        line = re.sub(rf"\S*python {_SCRIPT.pattern}", lambda m: f"swinv2-moe {installed(m)}", line)
+        lines.append(_SCRIPT.sub(lambda match: f"swinv2-moe {installed(match)}", line))
+    return "".join(lines)
 
 
 def add_config_argument(parser: argparse.ArgumentParser) -> None:
@@ -59,12 +96,44 @@ def add_config_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_opts_argument(
-    parser: argparse.ArgumentParser,
-    help: str = "any configuration keys, in pairs",
-    metavar: str = "KEY VALUE",
+    parser: argparse.ArgumentParser, help: str = "any configuration keys", joined: bool = False
 ) -> None:
-    """Add --opts, a list of words that is empty by default."""
-    parser.add_argument("--opts", nargs="+", default=[], metavar=metavar, help=help)
+    """Add --opts, which takes `KEY VALUE` and `KEY=VALUE`, mixed.
+
+    Args:
+        help: what the keys are.
+        joined: the result is a list of `KEY=VALUE` words; by default, of alternating keys and
+            values.
+    """
+
+    class Pairs(argparse.Action):
+        def __call__(self, parser, namespace, values, option_string=None) -> None:
+            words = split_pairs(values)
+            if joined:
+                words = ["=".join(words[i : i + 2]) for i in range(0, len(words), 2)]
+            setattr(namespace, self.dest, words)
+
+    parser.add_argument(
+        "--opts",
+        nargs="+",
+        action=Pairs,
+        default=[],
+        metavar="KEY VALUE",
+        help=f"{help}, as KEY VALUE or KEY=VALUE",
+    )
+
+
+def split_pairs(words: Sequence[str]) -> list[str]:
+    """Keys and values in turn, from `KEY VALUE` and `KEY=VALUE`. A key without value is the last
+    word."""
+    split = []
+    for word in words:
+        is_key = len(split) % 2 == 0
+        if is_key and "=" in word:
+            split += word.split("=", 1)
+        else:
+            split.append(word)
+    return split
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,11 +239,28 @@ def output_directory(name: str) -> Path:
 
 def config_from(args: argparse.Namespace) -> CfgNode:
     """The checked configuration that the arguments describe."""
+    from swinv2_moe.config import load_config
+
     return load_config(args.cfg, args.opts, data=args.data, output=args.output)
 
 
+def command_line(name: str, launcher: Sequence[str] = ()) -> list[str]:
+    """The words that start a command as this process was started, before the command's arguments.
+
+    Args:
+        name: of the command, such as "few-shot".
+        launcher: torchrun and its options; empty for one process.
+    """
+    if started_by_script():
+        script = f"{COMMANDS[name].folder}/{name.replace('-', '_')}.py"
+        # The Python interpreter as the user typed it
+        return (list(launcher) or [sys.orig_argv[0]]) + [script]
+    if launcher:
+        return list(launcher) + ["-m", "swinv2_moe", name]
+    return ["swinv2-moe", name]
+
+
 def resume_command(
-    script: str,
     cfg: str,
     data: str | None = None,
     output: str | None = None,
@@ -184,11 +270,10 @@ def resume_command(
     """The command line that continues a training, with this process's launcher and --import files.
 
     Args:
-        script: path of tools/train.py.
-        cfg, data, output, opts: its arguments, as in `add_training_arguments`.
+        cfg, data, output, opts: arguments of the training, as in `add_training_arguments`.
         bind: its --bind.
     """
-    words = _launcher() + [script] + import_arguments() + ["--cfg", cfg]
+    words = command_line("train", _launcher()) + import_arguments() + ["--cfg", cfg]
     if data:
         words += ["--data", data]
     if output:
@@ -202,13 +287,13 @@ def resume_command(
 
 
 def _launcher() -> list[str]:
-    """The command that starts a script on as many processes as now.
+    """torchrun and its options for as many processes as now; empty for one.
 
-    "..." stands for the launcher's options of several nodes, which are not known here.
+    "..." stands for the options of several nodes, which are not known here.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
-        return [sys.orig_argv[0]]  # the Python interpreter as the user typed it
+        return []
     if size == os.environ.get("LOCAL_WORLD_SIZE"):
         return ["torchrun", "--nproc_per_node", size]
     return ["torchrun", "..."]
@@ -225,8 +310,13 @@ def run_command(main: Callable[[], None]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)
-    # Every rank prints: each knows a different part of the failure. NCCL's text is many lines.
-    except CollectiveError as error:
+    except RuntimeError as error:
+        # An import at the top would be that of torch.
+        from moe_core.parallel import CollectiveError
+
+        if not isinstance(error, CollectiveError):
+            raise
+        # Every rank prints: each knows a different part of the failure. NCCL's text is many lines.
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(1)
     except StoppedElsewhere:
@@ -235,19 +325,15 @@ def run_command(main: Callable[[], None]) -> None:
         end_interrupted()
 
 
-def run_tool(*command: object) -> None:
-    """Print and run another command of this repository, such as "tools/train.py" and its arguments.
+def run_tool(name: str, *arguments: object) -> None:
+    """Print and run another command, such as "few-shot", with this process's --import files.
 
-    Commands of tools/ get this process's --import files. A failure, which the command has reported,
-    ends this process with the same status. Ctrl-C reaches both processes: this one waits until the
-    command has saved, then ends.
+    A failure, which the command has reported, ends this process with the same status. Ctrl-C
+    reaches both processes: this one waits until the command has saved, then ends.
     """
-    words = [str(word) for word in command]
-    script, arguments = words[0], words[1:]
-    if script.startswith("tools/"):
-        arguments = import_arguments() + arguments
-    print(f"\n$ python {shlex.join([script] + arguments)}", flush=True)
-    process = subprocess.Popen([sys.executable, str(_REPOSITORY / script)] + arguments)
+    words = import_arguments() + [str(argument) for argument in arguments]
+    print(f"\n$ {shlex.join(command_line(name) + words)}", flush=True)
+    process = subprocess.Popen([sys.executable, "-m", "swinv2_moe", name] + words)
     try:
         status = process.wait()
     except KeyboardInterrupt:
@@ -258,12 +344,12 @@ def run_tool(*command: object) -> None:
 
 
 def run_training(config: str, data: Path, output: Path, opts: list) -> None:
-    """Start or continue a training with a configuration of this repository.
+    """Start or continue a training with a configuration of this project.
 
     A finished run stays as it is. If the training is told to stop, this process ends too.
     """
-    arguments = ["--cfg", _REPOSITORY / config, "--data", data, "--output", output]
+    arguments = ["--cfg", config, "--data", data, "--output", output]
     arguments += ["--resume", "auto", "--opts"] + opts
-    run_tool("tools/train.py", *arguments)
+    run_tool("train", *arguments)
     if not (output / "summary.json").is_file():
         sys.exit()

@@ -24,3 +24,11 @@ def one_line(text: str) -> str:
     """`text` in one line: spaces for line ends, escapes for control characters."""
     joined = " ".join(text.split())
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in joined)
+
+
+class StoppedElsewhere(Exception):
+    """Raised on a rank that has saved and stops because another rank received SIGTERM.
+
+    Only under a launcher that restarts ranks. torchrun takes exit status 0 of a rank for the end of
+    the job. Here a single node leaves, and the ranks of the other nodes have to restart.
+    """

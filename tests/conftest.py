@@ -3,6 +3,11 @@
 import os
 import signal
 
+# As `make test` sets it. Commands would otherwise say how many threads a busy machine leaves them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# isort: split
+
 import pytest
 import torch
 from gloo_processes import run_on_processes

@@ -1,8 +1,8 @@
 """A command of tools/ or data/, run in this process."""
 
-import importlib.util
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,9 +20,7 @@ class Finished(NamedTuple):
 def command(name: str, monkeypatch, capsys, directory: str = "tools") -> Callable[..., Finished]:
     """A function of the arguments of <directory>/<name>.py; it takes pytest's two fixtures for argv
     and output."""
-    spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / directory / f"{name}.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = import_module(f"swinv2_moe.commands.{name}")
 
     def run(*arguments: object) -> Finished:
         monkeypatch.setattr(sys, "argv", [f"{directory}/{name}.py", *map(str, arguments)])

@@ -1,42 +1,6 @@
-"""Train the model of a configuration.
+"""`swinv2-moe train` from a clone of the repository."""
 
-    python tools/train.py --cfg configs/quickstart_digits.yaml --output output/digits
-    torchrun --nproc_per_node 2 tools/train.py --cfg configs/quickstart_digits.yaml \\
-        --output output/digits2
-"""
-
-import sys
-
-from swinv2_moe.command import (
-    CommandParser,
-    add_training_arguments,
-    config_from,
-    resume_command,
-    run_command,
-)
-from swinv2_moe.train import train
-
-
-def main() -> None:
-    parser = CommandParser(description=__doc__)
-    add_training_arguments(parser)
-    parser.add_argument(
-        "--resume",
-        metavar="auto|DIR",
-        help="continue from a checkpoint or run; auto: from the newest checkpoint of --output",
-    )
-    parser.add_argument(
-        "--bind",
-        default="auto",
-        metavar="auto|none",
-        help="auto: bind each rank and its data workers to the NUMA node of its GPU (default)",
-    )
-    args = parser.parse_args()
-    continuation = resume_command(
-        sys.argv[0], args.cfg, args.data, args.output, args.opts, args.bind
-    )
-    train(config_from(args), args.resume, continuation, args.bind)
-
+from swinv2_moe.commands import run
 
 if __name__ == "__main__":
-    run_command(main)
+    run("train")

@@ -15,6 +15,7 @@ from yacs.config import CfgNode
 
 from swinv2_moe.config.checks import check_config
 from swinv2_moe.config.defaults import default_config, flatten
+from swinv2_moe.config_files import find_config
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
@@ -32,6 +33,7 @@ def load_config(
     checked and frozen.
 
     Args:
+        file: a path, or the name of a configuration of this project, such as "imagenette_96".
         data: DATA.PATH; replaces a dataset that needs no files, such as digits, by a folder of
             images.
         output: OUTPUT, the run directory.
@@ -42,7 +44,7 @@ def load_config(
     """
     config = default_config()
     if file is not None:
-        _lay_over(config, _Files().values(Path(file)))
+        _lay_over(config, _Files().values(find_config(file)))
     if data is not None:
         config.DATA.PATH = data
         dataset = datasets().get(config.DATA.DATASET)

@@ -38,8 +38,6 @@ from swinv2_moe.train.checkpoint import (
     write_weights,
 )
 
-IMPORTS = ("swin-moe", "tutel", "single", "dense")
-EXPORTS = ("swin-moe", "tutel", "single")
 # A single file's metadata: format (this), step, config (YAML), class_names (JSON)
 SINGLE_FORMAT = "swinv2-moe single file 1"
 

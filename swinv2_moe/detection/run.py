@@ -16,6 +16,7 @@ from mmengine.runner import save_checkpoint
 from torch import nn
 
 from moe_core import expert_parameters
+from swinv2_moe.config_files import find_config
 from swinv2_moe.detection.pth import load_pth, read_pth
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import imported_files
@@ -30,11 +31,13 @@ _DATA_PATHS = ("data_root", "ann_file", "data_prefix")
 
 
 def load_config(file: str, options: Sequence[str] = (), work_dir: str | None = None) -> Config:
-    """Read a file of configs/detection and override keys with `KEY=VALUE` options.
+    """Read a configuration (a path or a name, see `find_config`) and override keys with `KEY=VALUE`
+    options.
 
     Raises:
         UserError: no such file, not a detection configuration, or an option that cannot be read.
     """
+    file = str(find_config(file))
     if not Path(file).is_file():
         raise UserError(f"configuration {file}: no such file")
     try:
@@ -78,7 +81,7 @@ def train(config: Config, resume: str | None = None) -> dict[str, float]:
     config.resume = resume is not None
     if resume not in (None, "auto"):
         config.load_from = resume
-    with _world(config) as world, only_run(Path(config.work_dir), world, "--work-dir"):
+    with _world(config) as world, only_run(Path(config.work_dir), world, "--output"):
         runner = MoERunner.from_cfg(config)
         for file in imported_files():
             runner.logger.info(f"imported {file}")

@@ -34,7 +34,8 @@ from swinv2_moe.config import as_opts
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure.rounds import interleaved, machine, quartiles, ratios
+from swinv2_moe.measure.rounds import interleaved, machine
+from swinv2_moe.measure.spread import quartiles, ratios
 from swinv2_moe.models import MoEMlp
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.train.agreement import check_same_data

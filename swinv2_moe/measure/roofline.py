@@ -39,16 +39,8 @@ from swinv2_moe.config import (
 from swinv2_moe.data import Batch, Data, build_data
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases
-from swinv2_moe.measure.rounds import (
-    REPEATABLE,
-    Times,
-    check_opts,
-    interleaved,
-    machine,
-    matrix_product,
-    ratios,
-    summed,
-)
+from swinv2_moe.measure.rounds import REPEATABLE, check_opts, interleaved, machine, matrix_product
+from swinv2_moe.measure.spread import Times, ratios, summed
 from swinv2_moe.measure.work import Task, Work
 from swinv2_moe.models import build_model
 from swinv2_moe.train.agreement import check_same_start

@@ -1,11 +1,10 @@
-"""Interleaved timing of alternatives, quartiles, peak memory, and the peak rate of products."""
+"""Interleaved timing of alternatives, peak memory, and the peak rate of products."""
 
 import ctypes
 import os
-import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from yacs.config import CfgNode
 from moe_core import release_buffers
 from swinv2_moe.config import default_config, flatten, merge_opts
 from swinv2_moe.errors import UserError
+from swinv2_moe.measure.spread import Times
 from swinv2_moe.train.distributed import World
 
 # Settings of a training step that can be repeated: one batch, and a learning rate of 0.
@@ -28,18 +28,6 @@ REPEATABLE = {
 }
 # Side of the square matrices whose product measures the peak rate.
 _PRODUCT_SIDE = {"cpu": 2048, "cuda": 8192}
-
-
-class Times(list[float]):
-    """Milliseconds of one alternative in each round.
-
-    Attributes:
-        run: identifies the call of `interleaved`. Only times of the same call may be compared.
-    """
-
-    def __init__(self, milliseconds: Iterable[float], run: str) -> None:
-        super().__init__(milliseconds)
-        self.run = run
 
 
 def synchronize() -> None:
@@ -107,15 +95,6 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
     return clock() - start
 
 
-def check_rounds(rounds: int, warmup: int) -> None:
-    """Raises:
-    UserError: --rounds or --warmup is too small.
-    """
-    for option, value, least in (("rounds", rounds, 1), ("warmup", warmup, 0)):
-        if value < least:
-            raise UserError(f"--{option} is {value}, it must be at least {least}")
-
-
 def check_opts(opts: Sequence[str], config: CfgNode, why: dict[str, str]) -> None:
     """Check that the measured configuration has the values that --opts asks for.
 
@@ -135,66 +114,6 @@ def check_opts(opts: Sequence[str], config: CfgNode, why: dict[str, str]) -> Non
         if requested[key] != measured[key]:
             reason = why.get(key, f"what is measured has {measured[key]!r}")
             raise UserError(f"--opts {key} is {requested[key]!r}, but {reason}")
-
-
-def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """`times / base` of each round.
-
-    Raises:
-        ValueError: the two come from different calls of `interleaved`, or from different numbers
-            of rounds.
-    """
-    _common_run(times, base)
-    return [t / b for t, b in zip(times, base, strict=True)]
-
-
-def summed(parts: Sequence[Times]) -> Times:
-    """The sum of several alternatives' times in each round. Raises what `ratios` raises."""
-    return Times(map(sum, zip(*parts, strict=True)), _common_run(*parts))
-
-
-def _common_run(*many: Sequence[float]) -> str | None:
-    """The call of `interleaved` that all times come from; None for plain lists.
-
-    For plain lists the caller promises that they come from the same rounds.
-    """
-    runs = [getattr(times, "run", None) for times in many]
-    if len(set(runs)) > 1:
-        raise ValueError(
-            f"times of different runs ({', '.join(map(str, runs))}) cannot be compared: measure"
-            " them in one"
-        )
-    return runs[0]
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper quartile. A single value is all three."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
-def median_and_spread(values: Sequence[float], digits: int = 1) -> str:
-    """`median (lower quartile - upper quartile)`."""
-    low, middle, high = quartiles(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
-
-
-def latencies(values: Sequence[float]) -> dict[str, float]:
-    """The percentiles p50, p90 and p99, interpolated between the values.
-
-    With fewer than 100 values, the maximum replaces p99.
-    """
-    if len(values) == 1:
-        return dict.fromkeys(("p50", "p90", "max"), values[0])
-    percentiles = statistics.quantiles(values, n=100, method="inclusive")
-    result = {"p50": percentiles[49], "p90": percentiles[89]}
-    if len(values) >= 100:
-        result["p99"] = percentiles[98]
-    else:
-        result["max"] = max(values)
-    return result
 
 
 def machine(device: str) -> str:

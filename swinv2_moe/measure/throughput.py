@@ -62,15 +62,14 @@ from swinv2_moe.measure.einsum_baseline import (
 )
 from swinv2_moe.measure.rounds import (
     REPEATABLE,
-    Times,
     check_opts,
-    check_rounds,
     interleaved,
     machine,
     matrix_product,
-    ratios,
     working_memory,
 )
+from swinv2_moe.measure.spread import Times, ratios
+from swinv2_moe.measure.throughput_options import PASSES, Options
 from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.autocast import build_autocast
@@ -79,11 +78,6 @@ from swinv2_moe.train.parallelize import local_part
 from swinv2_moe.train.record import dropped_share
 from swinv2_moe.train.step import TrainingStep
 
-# a backward pass has two products for each one of the forward pass
-PASSES = {"inference": 1, "training": 3}
-DTYPES = ("float32", "bfloat16", "float16")
-BASELINES = ("dense", "einsum")
-SWITCH = ("off", "on")
 ASSUMED_CLASSES = 1000  # where the configuration leaves the number to the data
 
 # nothing is loaded
@@ -94,40 +88,6 @@ _SPEED_ALONE = REPEATABLE | {
     "MODEL.UPCYCLE_CONTINUE": False,
 }
 _DENSE = {"MODEL.MOE.NUM_EXPERTS": 0, "MODEL.MOE.FREEZE": False}
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is measured: all combinations of the first five; without capacity factors, the
-    configuration's.
-
-    Raises:
-        UserError: a value that none of them can take.
-    """
-
-    mode: tuple[str, ...] = ("inference",)
-    batch_sizes: tuple[int, ...] = (1, 8)  # images of a rank
-    dtypes: tuple[str, ...] = ("float32",)
-    capacity_factors: tuple[float, ...] = ()
-    compile: tuple[str, ...] = ("off",)
-    rounds: int = 10
-    warmup: int = 2
-    baseline: str = "dense"  # "einsum": the einsum form of the model, beside the dense one
-    graph: bool = False  # replay CUDA graphs of the models' passes
-
-    def __post_init__(self) -> None:
-        for option, values, allowed in (
-            ("mode", self.mode, PASSES),
-            ("dtypes", self.dtypes, DTYPES),
-            ("compile", self.compile, SWITCH),
-            ("baseline", (self.baseline,), BASELINES),
-        ):
-            for value in values:
-                if value not in allowed:
-                    raise UserError(f"--{option} is {value!r}, allowed: {', '.join(allowed)}")
-        if min(self.batch_sizes) < 1:
-            raise UserError(f"--batch-sizes is {min(self.batch_sizes)}, it must be at least 1")
-        check_rounds(self.rounds, self.warmup)
 
 
 class Combination(NamedTuple):

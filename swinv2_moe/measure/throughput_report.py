@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure.rounds import latencies, quartiles
+from swinv2_moe.measure.spread import latencies, quartiles
 from swinv2_moe.measure.throughput import PASSES, Combination, Plan, Row
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 

@@ -18,7 +18,7 @@ from swinv2_moe.config import (
     run_config,
 )
 from swinv2_moe.data import Data, build_data
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import StoppedElsewhere, UserError
 from swinv2_moe.imports import imported_files
 from swinv2_moe.models import (
     MoEModel,
@@ -40,7 +40,6 @@ from swinv2_moe.train.run_lock import only_run
 from swinv2_moe.train.run_report import closing_lines, headline, summarize
 from swinv2_moe.train.run_warnings import start_warnings
 from swinv2_moe.train.saver import Saver, save_policy
-from swinv2_moe.train.stopping import StoppedElsewhere
 
 # for a save under way when the run fails; with all ranks well it takes a fraction
 _LAST_SAVE_SECONDS = 60

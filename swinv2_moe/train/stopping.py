@@ -18,14 +18,6 @@ class Stopped(Exception):
     """Raised on every rank, between two steps, after any of them received a stop signal."""
 
 
-class StoppedElsewhere(Exception):
-    """Raised on a rank that has saved and stops because another rank received SIGTERM.
-
-    Only under a launcher that restarts ranks. torchrun takes exit status 0 of a rank for the end of
-    the job. Here a single node leaves, and the ranks of the other nodes have to restart.
-    """
-
-
 class StopSignal:
     """Records the first stop signal that this process receives inside the `with` block.
 

@@ -34,7 +34,7 @@ def detect(monkeypatch, capsys, tmp_path: Path):
 
 def test_train_test_and_show(detect, tmp_path: Path) -> None:
     config = CONFIGS / "mask_rcnn.py"
-    trained = detect("train", config, "--work-dir", "run", "--opts", *SMALL)
+    trained = detect("train", config, "--output", "run", "--opts", *SMALL)
     assert trained.status == 0, trained.err
     assert "instances_train.json: 4 images (0 without objects)" in trained.out
     assert (tmp_path / "run/checkpoints/latest/model.safetensors").is_file()
@@ -146,7 +146,7 @@ def shapes(tmp_path_factory) -> Path:
 def test_learns_shapes_in_five_epochs(shapes: Path, name: str) -> None:
     """And mmdetection's own test script, on the same checkpoint, prints the same AP."""
     config, work = CONFIGS / f"{name}.py", shapes / name
-    run(shapes, ROOT / "tools/detect.py", "train", config, "--work-dir", work)
+    run(shapes, ROOT / "tools/detect.py", "train", config, "--output", work)
     run(shapes, ROOT / "tools/detect.py", "test", config, work, "--output", work / "ap.json")
     metrics = json.loads((work / "ap.json").read_text())
     assert metrics["coco/bbox_mAP"] >= 0.8
@@ -164,7 +164,7 @@ def test_two_processes(shapes: Path) -> None:
     """torchrun with gloo: trains, and tests to the AP that one process finds."""
     config, work = CONFIGS / "mask_rcnn.py", shapes / "two"
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", 2, ROOT / "tools/detect.py")
-    run(shapes, *torchrun, "train", config, "--work-dir", work, "--opts", *SMALL)
+    run(shapes, *torchrun, "train", config, "--output", work, "--opts", *SMALL)
     run(shapes, *torchrun, "test", config, work, "--output", work / "two.json")
     run(shapes, ROOT / "tools/detect.py", "test", config, work, "--output", work / "one.json")
     one, two = (json.loads((work / f"{name}.json").read_text()) for name in ("one", "two"))

@@ -58,6 +58,7 @@ PUBLIC = [
 SHARED = [
     "moe_core",
     "swinv2_moe.errors",
+    "swinv2_moe.config_files",
     "swinv2_moe.files",
     "swinv2_moe.forms",
     "swinv2_moe.model_types",
@@ -75,6 +76,7 @@ ALLOWED = {
     "moe_core.parallel": BASICS + ["moe_core.experts"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],
+    "swinv2_moe.config_files": ["swinv2_moe.errors"],
     "swinv2_moe.tables": [],
     "swinv2_moe.plots": ["swinv2_moe.errors"],
     "swinv2_moe.files": ["moe_core", "swinv2_moe.errors"],
@@ -85,6 +87,7 @@ ALLOWED = {
     "swinv2_moe.config": [
         "moe_core",
         "swinv2_moe.errors",
+        "swinv2_moe.config_files",
         "swinv2_moe.files",
         "swinv2_moe.imports",
         "swinv2_moe.model_types",

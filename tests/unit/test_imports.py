@@ -81,10 +81,12 @@ def test_dataclasses_of_an_imported_file(write):
     import_file(str(write(text + "@dataclasses.dataclass\nclass A:\n    x: dataclasses.KW_ONLY\n")))
 
 
-def test_the_command_that_goes_on_imports_the_same_files(write):
+def test_the_command_that_goes_on_imports_the_same_files(write, monkeypatch):
     file = write(SQUARED_RELU)
     import_file(str(file))
-    assert f" tools/train.py --import {file} --cfg " in resume_command("tools/train.py", "c.yaml")
+    assert f"swinv2-moe train --import {file} --cfg c.yaml" in resume_command("c.yaml")
+    monkeypatch.setattr(sys, "argv", ["tools/quickstart.py"])
+    assert f" tools/train.py --import {file} --cfg c.yaml" in resume_command("c.yaml")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 # them by heart?
 #
 #   python tools/detect.py train configs/detection/coco_open/mask_rcnn.py \
-#       --work-dir output/coco_open
+#       --output output/coco_open
 #   python tools/detect.py test configs/detection/coco_open/mask_rcnn.py output/coco_open \
 #       --split train
 #

@@ -21,7 +21,7 @@ def test_from_a_folder_to_a_local_disk_to_batches(
 ):
     root, shards, local = make_folder(per_class=6), tmp_path / "shards", tmp_path / "local"
     make, stage = (
-        command(f"../data/{name}", monkeypatch, capsys) for name in ("make_shards", "stage")
+        command(name, monkeypatch, capsys, "data") for name in ("make_shards", "stage")
     )
     done = make("--data", root, "--output", shards, "--shard-mb", 0.01, "--workers", 2)
     assert done.status == 0, done.err
@@ -56,7 +56,7 @@ def test_from_a_folder_to_a_local_disk_to_batches(
     ],
 )
 def test_arguments_that_cannot_work(arguments, message, monkeypatch, capsys):
-    done = command("../data/make_shards", monkeypatch, capsys)(*arguments)
+    done = command("make_shards", monkeypatch, capsys, "data")(*arguments)
     assert done.status == 2
     assert message in done.err
 

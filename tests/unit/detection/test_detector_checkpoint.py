@@ -187,7 +187,7 @@ def test_mmdets_own_test_script_gives_the_same(data, trained, tmp_path):
                 script,
                 file,
                 source,
-                "--work-dir",
+                "--output",
                 tmp_path / f"theirs{source.suffix}",
             ],
             capture_output=True,

@@ -39,7 +39,7 @@ def test_a_second_training_looks_at_nothing(tmp_path, monkeypatch):
     ) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(
-            UserError, match=rf"^--work-dir {tmp_path / 'run'}: another run is writing there$"
+            UserError, match=rf"^--output {tmp_path / 'run'}: another run is writing there$"
         ):
             run.train(config, "auto")
         other.stdin.close()

@@ -20,7 +20,7 @@ from swinv2_moe.measure import phases, roofline, roofline_figure
 from swinv2_moe.measure.phases import bytes_read, without_experts
 from swinv2_moe.measure.roofline import Peak, Phase, Roofline
 from swinv2_moe.measure.roofline_figure import draw
-from swinv2_moe.measure.rounds import Times
+from swinv2_moe.measure.spread import Times
 from swinv2_moe.measure.work import MemoryTraffic, Work, counted
 from swinv2_moe.models import MoEMlp
 from swinv2_moe.train.saver import SavePolicy

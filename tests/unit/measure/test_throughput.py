@@ -17,15 +17,8 @@ from PIL import Image
 from moe_core import MoEConfig, MoELayer, RoutingStats
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import throughput, throughput_report
-from swinv2_moe.measure.rounds import (
-    Times,
-    interleaved,
-    latencies,
-    matrix_product,
-    ratios,
-    summed,
-    working_memory,
-)
+from swinv2_moe.measure.rounds import interleaved, matrix_product, working_memory
+from swinv2_moe.measure.spread import Times, latencies, ratios, summed
 from swinv2_moe.measure.throughput import Combination, Options, Row, Side, combinations
 from swinv2_moe.models import Complexity
 

@@ -133,9 +133,9 @@ def test_directories_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     for name in ("file", "file/run"):
         refused = pytest.raises(
-            UserError, match=r"^--work-dir .*file is a file, a run needs a directory$"
+            UserError, match=r"^--output .*file is a file, a run needs a directory$"
         )
-        with refused, only_run(tmp_path / name, ALONE, "--work-dir"):
+        with refused, only_run(tmp_path / name, ALONE, "--output"):
             pass
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     refused = pytest.raises(

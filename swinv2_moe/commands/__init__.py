@@ -1,0 +1,93 @@
+"""The commands: `swinv2-moe NAME`, `python -m swinv2_moe NAME`, or a script of tools/ or data/.
+
+A command is a module of this package with a function `main`, which reads `sys.argv`. Inside its
+functions it imports torch and whatever imports torch, so that --help and wrong arguments answer at
+once.
+"""
+
+# First, so that Ctrl-C during slow imports ends with one line.
+from swinv2_moe import interrupt  # noqa: F401
+
+# isort: split
+
+import difflib
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from typing import NamedTuple
+
+from swinv2_moe.threads import choose_threads
+
+
+class Command(NamedTuple):
+    folder: str | None  # of its script in the repository, if it has one
+    help: str
+
+
+COMMANDS = {
+    "train": Command("tools", "train the model of a configuration, or continue a run"),
+    "evaluate": Command("tools", "accuracy, classes and calibration of a checkpoint"),
+    "few-shot": Command("tools", "few-shot and nearest-neighbour accuracy of its features"),
+    "show-routing": Command("tools", "pictures of what its experts have specialised in"),
+    "report": Command("tools", "one HTML file about a run"),
+    "export": Command("tools", "ONNX or torch.export program of a checkpoint"),
+    "convert-checkpoint": Command("tools", "inspect, import or export weights"),
+    "detect": Command("tools", "train, test and show detectors"),
+    "throughput": Command("tools", "images/s of a configuration, beside the dense model"),
+    "roofline": Command("tools", "phases of a step beside the machine's peaks"),
+    "plan-cluster": Command("tools", "predicted step time and memory on 1 to 4,096 GPUs"),
+    "ablate": Command("tools", "train variants with several seeds, and compare them"),
+    "quickstart": Command("tools", "digits, with experts and dense, in 3 minutes"),
+    "workflow": Command("tools", "from shards to few-shot evaluation"),
+    "configs": Command(None, "the configurations that --cfg knows by name"),
+    "config": Command(None, "keys of the configuration, with defaults and allowed values"),
+    "make-shards": Command("data", "shards of a dataset, and their index"),
+    "stage": Command("data", "copy shards to a local disk"),
+    "make-class-map": Command("data", "which pretrained classes are classes of another dataset"),
+    "make-shapes": Command("data", "generate a dataset for detection"),
+    "prepare-coco": Command("data", "lay out and check COCO"),
+    "prepare-imagenet": Command("data", "unpack and check ImageNet"),
+}
+# Those whose threads are chosen by `choose_threads`. Measurements use all cores, and commands that
+# start others leave the choice to them.
+CHOOSE_THREADS = {"train", "evaluate", "few-shot", "show-routing", "report", "export", "quickstart"}
+
+
+def run(name: str) -> None:
+    """Run a command with the arguments in `sys.argv`; `run_command` says how it ends."""
+    if name in CHOOSE_THREADS and not {"-h", "--help"} & set(sys.argv):
+        choose_threads()
+    # Imported here, because it imports this module.
+    from swinv2_moe.command import run_command
+
+    run_command(lambda: import_module(f"swinv2_moe.commands.{name.replace('-', '_')}").main())
+
+
+def main() -> None:
+    """The console script `swinv2-moe`."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return
+    if words[0] == "--version":
+        print(f"swinv2-moe {version('swinv2-moe')}")
+        return
+    name = words[0].replace("_", "-")
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = "; `swinv2-moe --help` lists them"
+        if nearest:
+            hint = f"; did you mean {nearest[0]!r}?"
+        print(f"error: {words[0]!r} is not a command{hint}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = [f"swinv2-moe {name}"] + words[1:]
+    run(name)
+
+
+def overview() -> str:
+    """The help of `swinv2-moe`."""
+    width = max(map(len, COMMANDS))
+    lines = ["usage: swinv2-moe COMMAND ...", "", "commands:"]
+    lines += [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+    lines += ["", "`swinv2-moe COMMAND --help` lists the options of a command."]
+    return "\n".join(lines)

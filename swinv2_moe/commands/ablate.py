@@ -1,0 +1,238 @@
+"""Train the variants of a plan with several seeds, and compare them in one table.
+
+    python tools/ablate.py --plan configs/ablations/tiny_imagenet.yaml --data DIR \\
+        --output output/ablation --transfer OTHER --jobs 2
+    python tools/ablate.py --plan configs/ablations/tiny_imagenet.yaml --output output/ablation \\
+        --table
+
+Started again, it continues where it stopped; finished runs are not repeated. --table prints the
+table so far at any time. Results: results.md and results.json in the output directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from swinv2_moe.command import CommandParser, output_directory
+from swinv2_moe.errors import UserError
+from swinv2_moe.imports import import_arguments
+
+if TYPE_CHECKING:
+    from swinv2_moe.measure.ablation_plan import Plan, Variant
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def parse() -> argparse.Namespace:
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("--plan", metavar="FILE", help="a YAML file of variants and seeds")
+    parser.add_argument("--data", metavar="DIR", help="the data set to train on (DATA.PATH)")
+    parser.add_argument(
+        "--output",
+        default="output/ablation",
+        metavar="DIR",
+        help="directory of all runs (default: output/ablation)",
+    )
+    parser.add_argument("--transfer", metavar="DIR", help="data set of the 5-shot accuracy")
+    parser.add_argument("--stage", metavar="NAME", help="a stage of the plan")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="variants to train")
+    parser.add_argument("--seeds", type=int, metavar="N", help="in place of the plan's")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs side by side (default: 1)"
+    )
+    parser.add_argument("--speed", action="store_true", help="measure images/s in inference, too")
+    parser.add_argument(
+        "--images",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="validation images for the class bits (default: 2000)",
+    )
+    parser.add_argument("--table", action="store_true", help="only print the table so far")
+    parser.add_argument("--measure", metavar="RUN", help="only measure a run, as --plan does")
+    args = parser.parse_args()
+    if not args.plan and not args.measure:
+        parser.error("--plan or --measure is required")
+    for option in ("jobs", "images"):
+        value = getattr(args, option)
+        if value < 1:
+            raise UserError(f"--{option} is {value}, it must be at least 1")
+    return args
+
+
+class Jobs:
+    """Commands in processes of their own, so that several run side by side."""
+
+    def __init__(self, num_jobs: int) -> None:
+        self.environment = dict(os.environ)
+        if num_jobs > 1:
+            for variable in _THREAD_VARIABLES:
+                self.environment[variable] = "1"
+        self.processes: set[subprocess.Popen] = set()
+        self.lock = Lock()
+        self.stopping = False
+
+    def run(self, log: Path, command: str, *arguments: object) -> None:
+        """Run a command; its output goes to the end of the file `log`.
+
+        Raises:
+            UserError: it failed, or the ablation is being stopped.
+        """
+        words = import_arguments() + [str(argument) for argument in arguments]
+        with log.open("a") as file:
+            with self.lock:
+                if self.stopping:
+                    raise UserError("stopped")
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "swinv2_moe", command] + words,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=self.environment,
+                )
+                self.processes.add(process)
+            status = process.wait()
+        with self.lock:
+            self.processes.discard(process)
+        if status:
+            lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+            raise UserError(f"{log}: {command} ended with status {status} ({lines[-1]})")
+
+    def stop(self) -> None:
+        """Tell all commands to end; trainings save a checkpoint. Waits until they have."""
+        with self.lock:
+            self.stopping = True
+            processes = list(self.processes)
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            process.wait()
+
+
+def run_variant(
+    variant: Variant, seed: int, output: Path, args: argparse.Namespace, jobs: Jobs
+) -> None:
+    """Train or continue a run, then measure it; what exists is not repeated."""
+    from swinv2_moe.measure.ablation_results import FEW_SHOT, run_directory
+
+    directory = run_directory(output, variant.name, seed)
+    directory.mkdir(exist_ok=True)
+    log = directory / "ablate.log"
+    if not (directory / "summary.json").is_file():
+        words = ["--cfg", variant.base, "--output", directory, "--resume", "auto"]
+        if args.data:
+            words += ["--data", args.data]
+        words += ["--opts", "SEED", seed] + list(variant.opts)
+        jobs.run(log, "train", *words)
+        if not (directory / "summary.json").is_file():
+            raise UserError(f"{directory}: the training was told to stop")
+    if args.transfer and not (directory / FEW_SHOT).is_file():
+        words = ["--resume", directory, "--data", args.transfer, "--shots", 5]
+        jobs.run(log, "few-shot", *words, "--output", directory / FEW_SHOT)
+    if needs_measurement(directory, args.speed):
+        words = ["--measure", directory, "--images", args.images]
+        if args.speed:
+            words.append("--speed")
+        jobs.run(log, "ablate", *words)
+
+
+def needs_measurement(directory: Path, speed: bool) -> bool:
+    from swinv2_moe.measure.ablation_results import MEASURED
+
+    file = directory / MEASURED
+    if not file.is_file():
+        return True
+    return speed and json.loads(file.read_text())["inference_images_per_second"] is None
+
+
+def run_all(plan: Plan, variants: list[Variant], output: Path, args: argparse.Namespace) -> None:
+    """Train every variant with every seed, seed by seed, so that all variants have early results.
+
+    A run that fails does not stop the others.
+
+    Raises:
+        UserError: runs failed; the message is the first one's.
+    """
+    from swinv2_moe.measure.ablation_plan import check_unchanged
+    from swinv2_moe.measure.ablation_results import run_directory
+
+    runs = [(variant, seed) for seed in range(plan.seeds) for variant in variants]
+    for variant, seed in runs:
+        config = variant.config(seed, args.data)
+        check_unchanged(run_directory(output, variant.name, seed), variant, config)
+    jobs = Jobs(args.jobs)
+    errors = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        futures = [pool.submit(run_variant, *run, output, args, jobs) for run in runs]
+        try:
+            for (variant, seed), future in zip(runs, futures, strict=True):
+                error = future.exception()
+                if isinstance(error, UserError):
+                    errors.append(error)
+                elif error is not None:
+                    raise error
+                print(f"{variant.name}, seed {seed}: {error or 'done'}", flush=True)
+                show(plan, output, quiet=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            jobs.stop()
+            raise
+    if errors:
+        raise UserError(f"{len(errors)} of {len(runs)} runs failed; the first: {errors[0]}")
+
+
+def show(plan: Plan, output: Path, quiet: bool = False) -> None:
+    """Write the results so far, and print the table."""
+    from swinv2_moe.measure.ablation_results import as_json, markdown, read_results, summarize
+
+    runs, pending = read_results(output, plan)
+    results = summarize(runs, plan)
+    table = markdown(results, plan, pending)
+    write(output / "results.md", table)
+    write(output / "results.json", json.dumps(as_json(results, plan), indent=1) + "\n")
+    if not quiet:
+        print(table, end="")
+
+
+def write(file: Path, text: str) -> None:
+    from moe_core.files import atomic_write
+
+    try:
+        with atomic_write(file) as stream:
+            stream.write(text.encode())
+    except OSError as error:
+        raise UserError(f"{file}: cannot be written ({error.strerror})") from error
+
+
+def end_by_signal(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    args = parse()
+    from swinv2_moe.measure.ablation_measure import measure_run
+    from swinv2_moe.measure.ablation_plan import read_plan
+    from swinv2_moe.measure.ablation_results import MEASURED
+
+    if args.measure:
+        results = measure_run(Path(args.measure), args.images, args.speed)
+        write(Path(args.measure) / MEASURED, json.dumps(results, indent=1) + "\n")
+        return
+    plan = read_plan(args.plan, args.stage, args.seeds)
+    variants = plan.select(args.only)
+    output = Path(args.output)
+    if args.stage:
+        output = output / args.stage
+    output = output_directory(str(output))
+    if not args.table:
+        signal.signal(signal.SIGTERM, end_by_signal)
+        run_all(plan, variants, output, args)
+    show(plan, output)

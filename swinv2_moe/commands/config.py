@@ -1,0 +1,7 @@
+"""List the keys of the configuration: `python -m swinv2_moe.config`."""
+
+
+def main() -> None:
+    from swinv2_moe.config.__main__ import main as list_keys
+
+    list_keys()

@@ -1,0 +1,35 @@
+"""List the configurations of this project, or print what the files say about some.
+
+    swinv2-moe configs
+    swinv2-moe configs imagenette_96 tiny_imagenet/8expert
+
+Every name can be given to --cfg, and to `swinv2-moe detect` those below detection/.
+"""
+
+from rich.console import Console
+
+from swinv2_moe.command import CommandParser, as_started
+from swinv2_moe.config_files import comment, config_names, find_config
+
+# Not experiments: what others start from, and plans of `swinv2-moe ablate`
+_PARTS = ("ablations/", "detection/_base_/")
+
+
+def main() -> None:
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all, a line each")
+    args = parser.parse_args()
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    for name in args.names:
+        path = find_config(name)
+        console.print(path)
+        console.print(as_started("\n".join(f"  {line}" for line in comment(path))))
+    if args.names:
+        return
+    titles = {}
+    for name, path in config_names().items():
+        if not name.startswith(_PARTS) and not name.endswith("recipe"):
+            titles[name] = " ".join(comment(path)[:1])
+    width = max(map(len, titles))
+    for name, title in titles.items():
+        console.print(f"{name:{width}}  {title}")

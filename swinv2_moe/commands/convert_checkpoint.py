@@ -1,0 +1,195 @@
+"""Inspect a checkpoint, or convert it from and to the files of other programs.
+
+    python tools/convert_checkpoint.py inspect output/mine
+    python tools/convert_checkpoint.py import swin-moe \\
+        swin_moe_small_patch4_window12_192_8expert_32gpu_22k.pth \\
+        --cfg configs/in22k/swin_moe_small_window12_192_8expert.yaml --output output/released
+    python tools/convert_checkpoint.py export swin-moe output/released --ranks 32 \\
+        --output theirs.pth
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from swinv2_moe.command import CommandParser, add_opts_argument
+from swinv2_moe.convert.kinds import EXPORTS, IMPORTS
+from swinv2_moe.errors import UserError
+from swinv2_moe.tables import number_table
+
+if TYPE_CHECKING:
+    from swinv2_moe.convert.summary import Summary
+
+_MAX_NAMES_BYTES = 1 << 26
+
+
+def parse() -> argparse.Namespace:
+    parser = CommandParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "inspect", help="print what a checkpoint holds; exit status 1 if a file is damaged"
+    )
+    command.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="directory of a checkpoint or run"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command = commands.add_parser("import", help="write a checkpoint from other programs' weights")
+    command.add_argument(
+        "kind",
+        choices=IMPORTS,
+        help="single: a file of `export single`; dense: weights to be upcycled",
+    )
+    command.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="the file; for files of several ranks, X.pth for X.pth.rank0, ..., or x-{rank}.pth",
+    )
+    command.add_argument(
+        "--cfg", metavar="FILE", help="configuration of the model; a single file contains it"
+    )
+    add_opts_argument(command)
+    command.add_argument(
+        "--class-names",
+        metavar="FILE",
+        help="text file with a name per line, in the order of the classifier's outputs",
+    )
+    command.add_argument(
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="STD",
+        help="dense: relative noise that is added to the experts",
+    )
+    command.add_argument(
+        "--output", required=True, metavar="DIR", help="directory of the new checkpoint"
+    )
+    command = commands.add_parser("export", help="write other programs' files from a checkpoint")
+    command.add_argument(
+        "kind", choices=EXPORTS, help="single: one .safetensors file with all the weights"
+    )
+    command.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="directory of a checkpoint or run"
+    )
+    command.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="write a file for each of N ranks; default: one for the whole model",
+    )
+    command.add_argument(
+        "--newer",
+        action="store_true",
+        help="swin-moe: layout of newer Tutel in place of that of the released files",
+    )
+    command.add_argument(
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="the file; with --ranks, .rank0, ... is added, or the rank replaces {rank}",
+    )
+    args = parser.parse_args()
+    if args.command == "import" and args.noise and args.kind != "dense":
+        raise UserError(f"--noise {args.noise}: is for dense weights, not for {args.kind}")
+    if args.command == "import" and args.opts and not args.cfg:
+        raise UserError("--opts: needs --cfg")
+    return args
+
+
+def show(summary: Summary) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    epoch = "weights alone"
+    if summary.epoch is not None:
+        epoch = f"epoch {summary.epoch}"
+    classes = ""
+    if summary.classes:
+        classes = f", {summary.classes} named classes"
+    console.print(
+        f"{summary.directory}\nstep {summary.step}, {epoch}, saved {summary.saved}", markup=False
+    )
+    console.print(f"{summary.model}{classes}", markup=False)
+    sections = [
+        [name, f"{files:,}", f"{size / 1e6:,.1f}"]
+        for name, (files, size) in summary.sections.items()
+    ]
+    console.print(number_table(["section", "files", "MB"], sections))
+    if summary.layers:
+        layers = [
+            [name, str(layer.experts), f"{layer.bytes / 1e6:,.1f}", ages_in_words(layer.ages)]
+            for name, layer in summary.layers.items()
+        ]
+        columns = ["layer", "experts", "MB", "steps behind"]
+        console.print(number_table(columns, layers, text_columns=["layer", "steps behind"]))
+    for file, problem in summary.damaged.items():
+        console.print(f"{file} {problem}", markup=False)
+    if not summary.damaged:
+        console.print("every file has its checksum")
+
+
+def ages_in_words(ages: list[int]) -> str:
+    """[40, 20, 0, 40] -> "40: experts 0, 3; 20: expert 1". No ages: "0"."""
+    experts_by_age: dict[int, list[str]] = {}
+    for expert, age in enumerate(ages):
+        if age:
+            experts_by_age.setdefault(age, []).append(str(expert))
+    if not experts_by_age:
+        return "0"
+    groups = []
+    for age, experts in sorted(experts_by_age.items(), reverse=True):
+        noun = "experts" if len(experts) > 1 else "expert"
+        groups.append(f"{age}: {noun} {', '.join(experts)}")
+    return "; ".join(groups)
+
+
+def class_names(file: str | None) -> list[str] | None:
+    from swinv2_moe.files import read_bounded
+
+    try:
+        if file is None:
+            return None
+        return read_bounded(file, _MAX_NAMES_BYTES).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--class-names {file}: cannot be read ({error})") from error
+
+
+def main() -> None:
+    args = parse()
+    try:
+        run(args)
+    except PermissionError as error:  # for example of a parent directory
+        raise UserError(f"{error.filename}: no permission") from error
+
+
+def run(args: argparse.Namespace) -> None:
+    from swinv2_moe.config import load_config
+    from swinv2_moe.convert.convert import export_weights, import_weights
+    from swinv2_moe.convert.summary import summarize
+    from swinv2_moe.train.checkpoint import DamagedError
+
+    if args.command == "export":
+        export_weights(
+            args.kind, Path(args.checkpoint), Path(args.output), args.ranks, not args.newer
+        )
+    elif args.command == "import":
+        config = None
+        if args.cfg:
+            config = load_config(args.cfg, args.opts)
+        names = class_names(args.class_names)
+        import_weights(args.kind, Path(args.source), Path(args.output), config, names, args.noise)
+    else:
+        try:
+            summary = summarize(Path(args.checkpoint))
+        except DamagedError as error:  # of meta.json: the rest cannot be read
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(1)
+        if args.json:
+            print(json.dumps(dataclasses.asdict(summary), indent=1))
+        else:
+            show(summary)
+        sys.exit(int(bool(summary.damaged)))

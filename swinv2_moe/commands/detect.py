@@ -1,0 +1,163 @@
+"""Train, test, show and export mmdetection models on data in COCO's format.
+
+    python tools/detect.py train configs/detection/shapes/mask_rcnn.py --output output/shapes
+    python tools/detect.py test configs/detection/shapes/mask_rcnn.py output/shapes --output ap.json
+    python tools/detect.py show configs/detection/shapes/mask_rcnn.py output/shapes \\
+        data/shapes/val --output pictures
+    python tools/detect.py export configs/detection/shapes/mask_rcnn.py output/shapes shapes.pth
+    torchrun --nproc_per_node 8 tools/detect.py train \\
+        configs/detection/cascade_mask_rcnn/base_moe_frozen.py \\
+        --pretrained output/swin_moe_base_window12_192_32expert
+
+Needs the detection extra, which `make detection` installs. Annotations and images are checked
+first (data/README.md).
+"""
+
+import argparse
+import os
+
+from rich.console import Console
+
+from swinv2_moe.command import (
+    CommandParser,
+    add_opts_argument,
+    check_output_file,
+    output_directory,
+    write_results,
+)
+
+IS_MAIN = os.environ.get("RANK", "0") == "0"
+
+
+def parse() -> argparse.Namespace:
+    parser = CommandParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="start or continue training a detector")
+    test = commands.add_parser("test", help="average precision of boxes and masks")
+    show = commands.add_parser("show", help="pictures of images with boxes, masks and routing")
+    export = commands.add_parser(
+        "export", help="write all weights to one .pth file for mmdetection's tools"
+    )
+    for command in (train, test, show, export):
+        command.add_argument(
+            "config",
+            metavar="CONFIG",
+            help="a name of `swinv2-moe configs` below detection/, or your own file",
+        )
+        add_opts_argument(command, help="any keys of the configuration", joined=True)
+    for command in (test, show, export):
+        command.add_argument(
+            "checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint directory, or a .pth"
+        )
+    train.add_argument(
+        "--output",
+        "--work-dir",  # as mmdetection calls it
+        metavar="DIR",
+        help="the run (default: output/<name of the config>)",
+    )
+    train.add_argument(
+        "--pretrained",
+        metavar="RUN",
+        help="weights of the backbone: a run of this project, or a file",
+    )
+    train.add_argument(
+        "--resume",
+        metavar="auto|RUN",
+        help="continue from a run; auto: from the newest complete checkpoint of --output",
+    )
+    test.add_argument(
+        "--split",
+        choices=["train", "test"],
+        default="test",
+        help="of which data set (default: test)",
+    )
+    test.add_argument("--output", metavar="JSON", help="a file for the results")
+    show.add_argument("images", nargs="+", metavar="IMAGE", help="images and folders of images")
+    show.add_argument(
+        "--output",
+        default="detections",
+        metavar="DIR",
+        help="directory for the pictures (default: detections)",
+    )
+    show.add_argument(
+        "--threshold",
+        type=float,
+        default=0.3,
+        metavar="SCORE",
+        help="lowest score that is shown (default: 0.3)",
+    )
+    export.add_argument("file", metavar="FILE.pth")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    if args.command == "test":
+        check_output_file(args.output)
+    # Imported here, so that --help works without mmdetection; without it, this raises UserError.
+    from swinv2_moe.detection import run
+
+    opts, work_dir = args.opts, None
+    if args.command == "train":
+        work_dir = args.output
+        if args.pretrained:
+            opts = opts + [f"model.backbone.pretrained={args.pretrained}"]
+    config = run.load_config(args.config, opts, work_dir)
+    {"train": train, "test": test, "show": show, "export": export}[args.command](args, config)
+
+
+def train(args: argparse.Namespace, config) -> None:
+    from swinv2_moe.detection import run
+
+    check(config, ["train", "val"])
+    if IS_MAIN:
+        counts = run.count_parameters(config)
+        trained = (
+            f"{counts['trained']:,} of them trained ({counts['trained_experts']:,} of experts)"
+        )
+        print(f"{counts['all']:,} parameters, {trained}")
+    report(run.train(config, args.resume), None)
+
+
+def test(args: argparse.Namespace, config) -> None:
+    from swinv2_moe.detection import evaluation, run
+
+    if args.split == "train":
+        evaluation.test_on_train_images(config)
+    check(config, ["test"])
+    report(run.test(config, args.checkpoint), args.output)
+
+
+def check(config, splits: list[str]) -> None:
+    """Check the data sets on the main rank.
+
+    The other ranks wait for it where the process group is created.
+    """
+    from swinv2_moe.detection import evaluation
+
+    if IS_MAIN:
+        for annotations in evaluation.check_datasets(config, splits):
+            print(annotations, flush=True)
+
+
+def report(metrics: dict, output: str | None) -> None:
+    from swinv2_moe.detection import evaluation
+
+    if IS_MAIN:
+        Console(highlight=False, soft_wrap=True).print(evaluation.table_of(metrics))
+        write_results(output, metrics)
+
+
+def show(args: argparse.Namespace, config) -> None:
+    from swinv2_moe.detection.show import show
+
+    output = output_directory(args.output)
+    for file, objects in show(config, args.checkpoint, args.images, output, args.threshold):
+        print(f"{file}: {objects} objects")
+
+
+def export(args: argparse.Namespace, config) -> None:
+    from swinv2_moe.detection import run
+
+    run.export_pth(config, args.checkpoint, args.file)
+    print(f"{args.file}: for mmdetection's tools, with {args.config}")

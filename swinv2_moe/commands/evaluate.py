@@ -1,0 +1,140 @@
+"""Accuracy of a checkpoint on its validation images, or on other images of the same classes.
+
+    python tools/evaluate.py --resume output/mine
+    python tools/evaluate.py --resume output/mine --capacity-factor 0 --top-k 2 \\
+        --output accuracy.json
+    torchrun --nproc_per_node 8 tools/evaluate.py --resume output/mine --data DIR \\
+        --sweep 0.5 0.75 1 1.25 2 0
+
+The model is not compiled; COMPILE is ignored.
+"""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from swinv2_moe.command import (
+    CommandParser,
+    add_checkpoint_arguments,
+    check_output_file,
+    print_passed_over,
+    print_unreadable,
+    write_results,
+)
+from swinv2_moe.errors import UserError
+from swinv2_moe.tables import number_table
+
+EXTREMES = 5  # of many classes, the table shows so many of the worst and of the best
+
+
+def parse() -> argparse.Namespace:
+    parser = CommandParser(description=__doc__)
+    add_checkpoint_arguments(parser)
+    parser.add_argument(
+        "--capacity-factor",
+        type=float,
+        metavar="F",
+        help="0: dropless; default: that of the checkpoint",
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="experts per token; default: that of the checkpoint"
+    )
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="F",
+        help="also measure accuracy and speed at these capacity factors, and draw a PNG",
+    )
+    args = parser.parse_args()
+    check_output_file(args.output)
+    if args.sweep:
+        check_output_file(figure_of(args))
+        if args.output == str(figure_of(args)):
+            raise UserError(
+                f"--output {args.output}: the sweep's figure gets this name, the results need"
+                " another"
+            )
+    return args
+
+
+def figure_of(args: argparse.Namespace) -> Path:
+    """The file of the sweep's figure, next to the results."""
+    return Path(args.output or "sweep").with_suffix(".png")
+
+
+def show(results: dict) -> None:
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    print_passed_over(console, results)
+    experts = "dense"
+    if "num_experts" in results:
+        experts = (
+            f"{results['num_experts']} experts, K = {results['top_k']}, "
+            f"capacity factor {results['capacity_factor']:g} "
+            f"({results['dropped_share']:.2%} dropped)"
+        )
+    size = results["image_size"]
+    console.print(f"{results['checkpoint']}, step {results['step']}, {experts}, {size} px")
+    if results["other_class_names"]:
+        console.print(results["other_class_names"])
+    row = [f"{results['images']:,}"]
+    row += [percent(results[key]) for key in ("top1", "top5", "confidence", "ece")]
+    row.append(f"{results['loss']:.4f}")
+    console.print(number_table(["images", "top-1", "top-5", "confidence", "ECE", "loss"], [row]))
+    console.print(number_table(["class", "images", "top-1"], class_rows(results["per_class"])))
+    if "sweep" in results:
+        columns = ["capacity", "dropped", "top-1", "top-5", "images/s", "relative"]
+        rows = [sweep_row(entry) for entry in results["sweep"]]
+        console.print(number_table(columns, rows))
+    print_unreadable(console, results)
+
+
+def class_rows(classes: list[dict]) -> list[list[str]]:
+    """The classes that have images, the worst first. Of many classes only the two ends."""
+    with_images = [entry for entry in classes if entry["images"]]
+    rows = []
+    for entry in sorted(with_images, key=lambda entry: entry["top1"]):
+        rows.append([entry["name"], f"{entry['images']:,}", percent(entry["top1"])])
+    if len(rows) > 4 * EXTREMES:
+        rows[EXTREMES:-EXTREMES] = [[f"... {len(rows) - 2 * EXTREMES:,} more", "", ""]]
+    return rows
+
+
+def sweep_row(entry: dict) -> list[str]:
+    return [
+        f"{entry['capacity_factor']:g}",
+        f"{entry['dropped_share']:.2%}",
+        percent(entry["top1"]),
+        percent(entry["top5"]),
+        spread(entry["images_per_second"], digits=0),
+        spread(entry["speed_ratio"], digits=3),
+    ]
+
+
+def percent(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}%"
+
+
+def spread(figure: dict, digits: int) -> str:
+    """The median and, in brackets, the quartiles."""
+    low, high = figure["quartiles"]
+    return f"{figure['median']:,.{digits}f} ({low:,.{digits}f} - {high:,.{digits}f})"
+
+
+def main() -> None:
+    args = parse()
+    from swinv2_moe.measure.accuracy import RoutingOptions, draw_sweep, evaluate_checkpoint
+
+    routing = RoutingOptions(args.capacity_factor, args.top_k, tuple(args.sweep))
+    results = evaluate_checkpoint(args.resume, args.data, args.dataset, args.opts, routing)
+    if results is None:  # not the main rank
+        return
+    show(results)
+    write_results(args.output, results)
+    if args.sweep:
+        draw_sweep(results, figure_of(args))
+        print(f"figure: {figure_of(args)}")

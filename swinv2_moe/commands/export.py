@@ -1,0 +1,125 @@
+"""Export a checkpoint to programs that run without this project, and compare them with the model.
+
+The formats are ONNX and torch.export.
+
+    python tools/export.py --resume output/mine --output output/mine/exported
+    python tools/export.py --resume output/mine --output exported --format onnx --dtype int8 \\
+        --images 1000
+    python tools/export.py --resume output/mine --output exported --format onnx torch \\
+        --capacity-factor 0
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from swinv2_moe.command import (
+    CommandParser,
+    add_checkpoint_arguments,
+    print_passed_over,
+)
+from swinv2_moe.measure.spread import median_and_spread, ratios
+from swinv2_moe.tables import number_table
+
+ROUNDS = 20
+
+
+def parse() -> argparse.Namespace:
+    parser = CommandParser(description=__doc__)
+    add_checkpoint_arguments(parser, required=True, metavar="DIR", help="a new directory")
+    parser.add_argument(
+        "--format",
+        nargs="+",
+        default=["onnx"],
+        metavar="FORMAT",
+        help="one or more of onnx, torch (default: onnx)",
+    )
+    parser.add_argument(
+        "--dtype", default="float32", help="float32, bfloat16 or, for onnx, int8 (default: float32)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=1,
+        metavar="B",
+        help="images of a batch (default: 1); 0: any number",
+    )
+    parser.add_argument(
+        "--capacity-factor",
+        type=float,
+        metavar="F",
+        help="0: dropless; default: that of evaluation",
+    )
+    parser.add_argument(
+        "--images",
+        type=int,
+        default=64,
+        metavar="N",
+        help="validation images to compare on (default: 64)",
+    )
+    return parser.parse_args()
+
+
+ROWS = {
+    "MB": lambda program: f"{sum(part['bytes'] for part in program['files'].values()) / 1e6:.1f}",
+    "largest difference": lambda program: f"{program['max_abs_difference']:.2g}",
+    "of 99 in 100 images": lambda program: f"{program['p99_abs_difference']:.2g}",
+    "largest logit": lambda program: f"{program['max_abs_logit']:.1f}",
+    "same top-1": lambda program: f"{program['same_top1']:.2f}%",
+    "top-1": lambda program: percent(program["program_top1"]),
+    "top-1 of the model": lambda program: percent(program["model_top1"]),
+    "ms": lambda program: median_and_spread(program["milliseconds"]["program"], 2),
+    "ms of the model": lambda program: median_and_spread(program["milliseconds"]["model"], 2),
+    "relative to it": lambda program: median_and_spread(time_ratios(program), 3),
+}
+
+
+def time_ratios(program: dict) -> list[float]:
+    """The program's time relative to the model's, of each round."""
+    milliseconds = program["milliseconds"]
+    return ratios(milliseconds["program"], milliseconds["model"])
+
+
+def show(found: dict, output: Path) -> None:
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    print_passed_over(console, found)
+    if found["without_data"]:
+        console.print(f"compared on random images: {found['without_data']}")
+    if found["other_class_names"]:
+        console.print(found["other_class_names"])
+    experts = "dense"
+    if found["num_experts"]:
+        experts = f"{found['num_experts']} experts, capacity factor {found['capacity_factor']:g}"
+    console.print(f"{found['checkpoint']}, step {found['step']}, {experts}; {found['dtype']}")
+    batch, _, size, _ = found["input"]["shape"]
+    programs = list(found["programs"].values())
+    columns = [f"{batch or 'any number'} x {size} px"]
+    columns += [program["file"] for program in programs]
+    rows = []
+    for name, cell in ROWS.items():
+        rows.append([name] + [cell(program) for program in programs])
+    console.print(number_table(columns, rows))
+    images, batch = programs[0]["images"], programs[0]["timed_batch"]
+    compared = f"{images} {found['compared_on']}, timed in batches of {batch}"
+    console.print(f"{compared}: {output}/model.json")
+
+
+def percent(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}%"
+
+
+def main() -> None:
+    args = parse()
+    from swinv2_moe.export import Choices, export_model
+    from swinv2_moe.measure.rounds import interleaved
+
+    choices = Choices(
+        tuple(args.format), args.dtype, args.batch_size, args.capacity_factor, args.images
+    )
+    output, timer = Path(args.output), partial(interleaved, rounds=ROUNDS)
+    found = export_model(args.resume, output, choices, args.data, args.dataset, args.opts, timer)
+    show(found, output)

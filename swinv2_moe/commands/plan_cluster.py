@@ -1,0 +1,136 @@
+"""Predict a configuration's step time and memory from 1 to 4,096 GPUs, without a GPU
+(docs/explanation/planner.md).
+
+    python tools/plan_cluster.py --nodes 4 --gpus-per-node 8 \\
+        --cfg configs/in22k/swin_moe_base_window12_192_32expert.yaml
+    python tools/plan_cluster.py --nodes 2 --gpus-per-node 8 \\
+        --cfg configs/imagenette_96.yaml --profile h100 --batch-size 64
+    torchrun --nproc_per_node 8 tools/plan_cluster.py --nodes 1 --gpus-per-node 8 --cfg FILE \\
+        --profile here --save-profile machine.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from swinv2_moe.command import (
+    CommandParser,
+    add_config_argument,
+    add_opts_argument,
+)
+from swinv2_moe.errors import UserError
+from swinv2_moe.tables import number_table
+
+if TYPE_CHECKING:
+    from moe_core.parallel import Machine
+    from swinv2_moe import planner
+
+
+def parse() -> argparse.Namespace:
+    parser = CommandParser(description=__doc__)
+    parser.add_argument(
+        "--nodes", type=int, required=True, help="nodes of your cluster; its row is marked with *"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, required=True, help="the same in every row of the table"
+    )
+    add_config_argument(parser)
+    add_opts_argument(parser)
+    parser.add_argument(
+        "--batch-size", type=int, help="images per GPU and forward pass (DATA.BATCH_SIZE)"
+    )
+    parser.add_argument(
+        "--profile",
+        default="a100-hdr",
+        metavar="NAME|FILE",
+        help="the hardware: a100-hdr (default), h100 and others (a wrong name lists them); here:"
+        " measure this machine, under torchrun its links too; or a file of --save-profile",
+    )
+    parser.add_argument(
+        "--save-profile", metavar="FILE", help="write the hardware, as measured, to this file"
+    )
+    parser.add_argument(
+        "--output", default="plan.png", metavar="PNG", help="the figure (default: plan.png)"
+    )
+    args = parser.parse_args()
+    for name in ("nodes", "gpus_per_node", "batch_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
+    if not Path(args.output).parent.is_dir():
+        raise UserError(f"--output {args.output}: its directory does not exist")
+    return args
+
+
+def table_of(plan: list[planner.Prediction], machine: Machine, user_gpus: int) -> Table:
+    """The predictions, with the user's cluster in bold."""
+    table = number_table(
+        ["GPUs", "nodes", "step, ms", "images/s", "all-to-all", "r", "d", "algorithm", "GiB a GPU"],
+        [cells_of(row, machine, user_gpus) for row in plan],
+        text_columns=[],
+    )
+    table.caption = "* your cluster   ! more than a GPU has"
+    for column in table.columns:
+        column.no_wrap = True
+    for line, row in zip(table.rows, plan, strict=True):
+        if row.gpus == user_gpus:
+            line.style = "bold"
+    return table
+
+
+def cells_of(row: planner.Prediction, machine: Machine, user_gpus: int) -> list[str]:
+    gpus = f"{row.gpus:,}"
+    if row.gpus == user_gpus:
+        gpus = f"* {gpus}"
+    memory = f"{row.memory / 2**30:.3g}"
+    if row.memory > machine.memory:
+        memory = f"! {memory}"
+    r, degree, algorithm = "-", "-", "-"
+    if row.strategy is not None:
+        r = str(row.strategy.r)
+        if row.strategy.r:
+            degree, algorithm = str(row.strategy.pipeline_degree), row.strategy.all_to_all
+    step, rate = f"{1e3 * row.step:,.1f}", f"{row.images / row.step:,.0f}"
+    share = f"{row.exchange_share:.1%}"
+    return [gpus, f"{row.nodes:,}", step, rate, share, r, degree, algorithm, memory]
+
+
+def main() -> None:
+    args = parse()
+    from swinv2_moe import planner
+    from swinv2_moe.config import load_config, model_config, train_config
+    from swinv2_moe.machine_profile import save_profile
+
+    config = load_config(args.cfg, args.opts)
+    batch_size = args.batch_size or config.DATA.BATCH_SIZE
+    user_gpus = args.nodes * args.gpus_per_node
+    machine = planner.machine_named(args.profile)
+    if int(os.environ.get("RANK", 0)) > 0:  # under torchrun the first rank alone goes on
+        return
+    if args.save_profile:
+        save_profile(machine, args.save_profile)
+    model, training = planner.describe(model_config(config)), train_config(config)
+    plan, notes = [], []
+    for gpus in planner.scales(args.gpus_per_node, user_gpus):
+        try:
+            row = planner.predict(model, training, machine, gpus, args.gpus_per_node, batch_size)
+            plan.append(row)
+        except ValueError as error:
+            notes.append(f"{gpus:,} GPUs left out: {error}")
+    title = (
+        f"{Path(args.cfg).stem} on {machine.name}, {args.gpus_per_node} GPUs a node, "
+        f"{batch_size} images per GPU"
+    )
+    planner.draw(plan, user_gpus, title, Path(args.output))
+    console = Console(highlight=False)
+    console.print(f"{title}; predicted (docs/explanation/planner.md)", soft_wrap=True)
+    console.print(table_of(plan, machine, user_gpus))
+    for note in notes:
+        console.print(note, soft_wrap=True)
+    console.print(f"figure: {args.output}", soft_wrap=True)

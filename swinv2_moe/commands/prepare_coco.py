@@ -1,0 +1,54 @@
+"""Lay out and check COCO 2017: unpack archives, link to folders, name missing parts.
+
+    python data/prepare_coco.py DOWNLOADS --output data/coco
+    python data/prepare_coco.py data/coco --decode all         check again, decoding every image
+
+DOWNLOADS holds train2017.zip, val2017.zip and annotations_trainval2017.zip, or the folders in them.
+Nothing is moved or removed. After an interruption run the same command again.
+"""
+
+import argparse
+from pathlib import Path
+
+from swinv2_moe.command import CommandParser
+from swinv2_moe.errors import UserError
+
+
+def count(text: str) -> int | None:
+    """ "all" or a number of images."""
+    if text == "all":
+        return None
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of images nor 'all'")
+    return int(text)
+
+
+def main() -> None:
+    parser = CommandParser(description=__doc__)
+    parser.add_argument(
+        "source", metavar="DOWNLOADS", type=Path, help="archives or folders of COCO 2017"
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, help="where to lay it out (default: in DOWNLOADS)"
+    )
+    parser.add_argument(
+        "--decode",
+        type=count,
+        default=500,
+        metavar="N",
+        help="images to decode of each part, or 'all' (default: 500)",
+    )
+    args = parser.parse_args()
+    from swinv2_moe.detection.coco import PARTS, check_split, lay_out, splits
+
+    target = args.output or args.source
+    missing = lay_out(args.source, target)
+    for part in missing:
+        print(f"missing: {part}")
+    if missing:
+        raise UserError(
+            f"{args.source}: {len(missing)} of the {len(PARTS)} parts of COCO are not there"
+        )
+    for file, images in splits(target):
+        print(check_split(file, images, args.decode), flush=True)
+    print(f"{target} is complete")

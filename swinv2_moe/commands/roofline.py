@@ -1,0 +1,130 @@
+"""Compare each phase of a training step with this machine's measured peaks.
+
+Prints a table and writes roofline.json and roofline.png.
+
+    python tools/roofline.py --cfg configs/quickstart_digits.yaml --output output/roofline
+    python tools/roofline.py --cfg configs/imagenette_96.yaml --data DIR --batch-size 64 \\
+        --output output/roofline
+    torchrun --nproc_per_node 2 tools/roofline.py --cfg configs/quickstart_digits.yaml \\
+        --output output/roofline2
+
+The disk that is measured is that of --output. --opts DATA.DATASET digits needs no data set.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from swinv2_moe.command import (
+    CommandParser,
+    add_config_argument,
+    add_opts_argument,
+    output_directory,
+    write_results,
+)
+from swinv2_moe.measure.spread import median_and_spread
+from swinv2_moe.tables import number_table
+
+if TYPE_CHECKING:
+    from swinv2_moe.measure.roofline import Roofline
+
+
+def parse() -> argparse.Namespace:
+    parser = CommandParser(description=__doc__)
+    add_config_argument(parser)
+    parser.add_argument(
+        "--data", metavar="DIR", help="the data set (DATA.PATH); a folder with train/ and val/"
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="directory for the results; its disk is measured",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="images per rank; default: as configured"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=10, metavar="N", help="measured rounds (default: 10)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=2, metavar="N", help="unmeasured rounds first (default: 2)"
+    )
+    add_opts_argument(parser)
+    return parser.parse_args()
+
+
+def table_of(found: Roofline) -> Table:
+    from swinv2_moe.measure.roofline import PHASES
+
+    titles = [
+        "phase",
+        "ms (quartiles)",
+        "of the step",
+        "GFLOP",
+        "memory MB",
+        "sent MB",
+        "disk MB",
+        "GFLOP/s",
+        "memory GB/s",
+        "bound by",
+        "of its roof",
+    ]
+    rows = []
+    for name in PHASES:
+        if name not in found.phases:
+            rows.append([name] + ["-"] * (len(titles) - 1))
+            continue
+        phase, share = found.phases[name], found.share_of_step(name)
+        work, (bound, of_roof) = phase.work, phase.bound()
+        amounts = [work.flops / 1e9, work.memory / 1e6, work.exchange / 1e6, work.disk / 1e6]
+        amounts += [phase.rate("flops") / 1e9, phase.rate("memory") / 1e9]
+        row = [name, median_and_spread(phase.times, 2)]
+        row.append("-" if share is None else f"{share:.1%}")
+        row += [f"{amount:,.3g}" if amount else "-" for amount in amounts]
+        rows.append(row + [bound, f"{of_roof:.1%}"])
+    return number_table(titles, rows, text_columns=["phase", "bound by"], markdown=True)
+
+
+def show(found: Roofline) -> None:
+    # wide enough that no row of the table wraps
+    console = Console(width=500, highlight=False, markup=False)
+    console.print(
+        f"{found.title}, without mixup, accumulation or averaged weights\n"
+        f"{found.machine}; medians of {len(found.step)} rounds after {found.warmup} to warm up"
+    )
+    for peak in found.peaks.values():
+        unit = "B/s"
+        if peak is found.peaks["flops"]:
+            unit = "FLOP/s"
+        console.print(f"peak: {peak.rate / 1e9:,.2f} G{unit}, {peak.what}")
+    console.print(table_of(found))
+    accounted = [100 * share for share in found.accounted()]
+    console.print(
+        f"whole step: {median_and_spread(found.step, 2)} ms; its phases, measured alone, add up to"
+        f" {median_and_spread(accounted, 1)}% of it. Data are read in parallel. Saving a checkpoint"
+        f" stops training for {found.stall:.2f} s."
+    )
+    if any(phase.bound()[1] > 1 for phase in found.phases.values()):
+        console.print("above 100% of a roof: the data were already in a cache")
+
+
+def main() -> None:
+    args = parse()
+    from swinv2_moe.measure import roofline
+    from swinv2_moe.measure.roofline_figure import draw
+    from swinv2_moe.measure.rounds import check_rounds
+
+    check_rounds(args.rounds, args.warmup)
+    config = roofline.configuration(args.cfg, args.opts, args.data, args.batch_size)
+    output = output_directory(args.output)
+    found = roofline.measure(config, output, args.rounds, args.warmup)
+    if found is None:  # not the main rank
+        return
+    show(found)
+    draw(found, output / "roofline.png")
+    write_results(output / "roofline.json", found.record())

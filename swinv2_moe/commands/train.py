@@ -1,0 +1,34 @@
+"""Train the model of a configuration.
+
+    python tools/train.py --cfg configs/quickstart_digits.yaml --output output/digits
+    torchrun --nproc_per_node 2 tools/train.py --cfg configs/quickstart_digits.yaml \\
+        --output output/digits2
+"""
+
+from swinv2_moe.command import (
+    CommandParser,
+    add_training_arguments,
+    config_from,
+    resume_command,
+)
+
+
+def main() -> None:
+    parser = CommandParser(description=__doc__)
+    add_training_arguments(parser)
+    parser.add_argument(
+        "--resume",
+        metavar="auto|DIR",
+        help="continue from a checkpoint or run; auto: from the newest checkpoint of --output",
+    )
+    parser.add_argument(
+        "--bind",
+        default="auto",
+        metavar="auto|none",
+        help="auto: bind each rank and its data workers to the NUMA node of its GPU (default)",
+    )
+    args = parser.parse_args()
+    from swinv2_moe.train import train
+
+    continuation = resume_command(args.cfg, args.data, args.output, args.opts, args.bind)
+    train(config_from(args), args.resume, continuation, args.bind)

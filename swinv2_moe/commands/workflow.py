@@ -1,0 +1,137 @@
+"""Pretrain on one folder of images and transfer to another, with experts and dense.
+
+    python tools/workflow.py --pretrain tiny_imagenet --transfer imagenette --output output/workflow
+
+The steps are shards, staging, pretraining, fine-tuning and few-shot evaluation. Each is a command,
+which is printed. When started again, the workflow continues where it stopped.
+"""
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from swinv2_moe.command import (
+    CommandParser,
+    add_opts_argument,
+    run_tool,
+    run_training,
+)
+from swinv2_moe.errors import UserError
+from swinv2_moe.tables import number_table
+
+MODELS = {"MoE, 8 experts": "8expert", "dense": "dense"}
+PRETRAIN, FINETUNE = "configs/tiny_imagenet/{}.yaml", "configs/tiny_imagenet/finetune_96.yaml"
+SHOTS = "5"
+MAX_BYTES = 1 << 26  # largest file of results
+
+
+def main() -> None:
+    parser = CommandParser(description=__doc__)
+    kinds = "a directory with train/ and val/, or a tar of one"
+    parser.add_argument(
+        "--pretrain", required=True, metavar="DATA", help=f"to pretrain on at 64 px: {kinds}"
+    )
+    parser.add_argument(
+        "--transfer", required=True, metavar="DATA", help=f"to fine-tune on at 96 px: {kinds}"
+    )
+    parser.add_argument(
+        "--output",
+        default="output/workflow",
+        metavar="DIR",
+        help="directory of all steps (default: output/workflow)",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=6, metavar="N", help="epochs of pretraining (default: 6)"
+    )
+    parser.add_argument(
+        "--finetune-epochs",
+        type=int,
+        default=15,
+        metavar="N",
+        help="epochs of fine-tuning (default: 15)",
+    )
+    add_opts_argument(parser, help="configuration keys for all trainings")
+    args = parser.parse_args()
+    from swinv2_moe.data.unpack import image_folder
+
+    output = Path(args.output)
+    pretrain_data = image_folder(Path(args.pretrain), output / "data" / "pretrain")
+    transfer_data = image_folder(Path(args.transfer), output / "data" / "transfer")
+    started = time.perf_counter()
+    make_shards(pretrain_data, output)
+    for name in MODELS.values():
+        pretrain(name, output, args.epochs, args.opts)
+    for name in MODELS.values():
+        finetune(name, transfer_data, output, args.finetune_epochs, args.opts)
+    for name in MODELS.values():
+        measure_few_shot(name, transfer_data, output)
+    try:
+        show(output, time.perf_counter() - started)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{output}: the results are not as the steps wrote them ({problem})"
+        ) from error
+
+
+def make_shards(data: Path, output: Path) -> None:
+    shards = output / "shards"
+    words = ["--data", data, "--dataset", "folder", "--output", shards, "--shard-mb", 8]
+    run_tool("make-shards", *words)
+    run_tool("stage", shards, output / "staged")
+
+
+def pretrain(name: str, output: Path, epochs: int, opts: list[str]) -> None:
+    keys = ["DATA.DATASET", "shards", "TRAIN.EPOCHS", epochs, "TRAIN.WARMUP_EPOCHS", 1]
+    run = output / "pretrained" / name
+    run_training(PRETRAIN.format(name), output / "staged", run, keys + opts)
+
+
+def finetune(name: str, data: Path, output: Path, epochs: int, opts: list[str]) -> None:
+    keys = ["MODEL.PRETRAINED", output / "pretrained" / name, "TRAIN.EPOCHS", epochs]
+    if name == "dense":
+        keys += ["MODEL.MOE.NUM_EXPERTS", 0]
+    run_training(FINETUNE, data, output / "finetuned" / name, keys + opts)
+
+
+def measure_few_shot(name: str, data: Path, output: Path) -> None:
+    words = ["--resume", output / "pretrained" / name, "--data", data, "--shots", SHOTS]
+    run_tool("few-shot", *words, "--output", output / f"few_shot_{name}.json")
+
+
+def show(output: Path, seconds: float) -> None:
+    """Print the results of both models from the files that the steps have written."""
+    from swinv2_moe.files import read_json
+
+    results = {label: read_results(output, name) for label, name in MODELS.items()}
+    rows = []
+    for title in next(iter(results.values())):
+        rows.append([title] + [cells[title] for cells in results.values()])
+    staging = read_json(output / "staged" / "staging.json", MAX_BYTES)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(number_table([""] + list(results), rows))
+    staged = f"Staged {staging['bytes'] / 1e6:.1f} MB in {staging['seconds']:.1f} s"
+    console.print(
+        f"{staged}, {seconds:,.0f} s in all. TensorBoard: .venv/bin/tensorboard --logdir {output}",
+        markup=False,
+    )
+
+
+def read_results(output: Path, name: str) -> dict[str, str]:
+    """The cells of a model's column by title."""
+    from swinv2_moe.files import read_json
+
+    pretrained = read_json(output / "pretrained" / name / "summary.json", MAX_BYTES)
+    finetuned = read_json(output / "finetuned" / name / "summary.json", MAX_BYTES)
+    few_shot = read_json(output / f"few_shot_{name}.json", MAX_BYTES)
+    shots = few_shot["few_shot"][SHOTS]
+    return {
+        "parameters": f"{pretrained['parameters'] / 1e6:.2f}M",
+        "MACs an image, pretraining": f"{pretrained['active_macs'] / 1e6:.1f}M",
+        "images/s, pretraining": f"{pretrained['images_per_second'] or 0:,.0f}",
+        "top-1, pretraining data": f"{pretrained['val_top1']:.2f}%",
+        "top-1, fine-tuned": f"{finetuned['val_top1']:.2f}%",
+        f"{SHOTS}-shot, frozen features": f"{shots['mean']:.2f} ± {shots['std']:.2f}%",
+        "20 nearest neighbours": f"{few_shot['knn']['top1']:.2f}%",
+    }

@@ -1,0 +1,81 @@
+"""The number of CPU threads, chosen before torch is imported: torch's OpenMP reads it then."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+_SAMPLE_SECONDS = 0.1
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container (cgroup v2): microseconds, of a period
+
+
+def choose_threads() -> None:
+    """Use as many threads as there are idle cores, and let waiting threads sleep.
+
+    Threads that share a core with another program make all others wait for them at the end of
+    every operation, and by default they wait actively. OMP_NUM_THREADS and OMP_WAIT_POLICY
+    override both choices; torchrun sets the first one. Prints one line if cores are left out.
+
+    Does nothing once torch is imported.
+    """
+    if "torch" in sys.modules:
+        return
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = available_cores()
+    idle = idle_cores(_SAMPLE_SECONDS)
+    if idle is None:
+        idle = cores
+    threads = max(1, min(cores, round(idle)))
+    if threads == len(os.sched_getaffinity(0)):
+        return  # what torch uses by itself
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    reason = f"{cores} cores, {idle:.1f} of them idle"
+    print(f"{threads} CPU threads ({reason}; OMP_NUM_THREADS overrides)", file=sys.stderr)
+
+
+def available_cores() -> int:
+    """The cores that this process may use, by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _QUOTA.read_text().split()
+        return max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or no quota ("max")
+        return cores
+
+
+def idle_cores(seconds: float) -> float | None:
+    """How many of this process's cores are idle, averaged over so many seconds; None if the system
+    does not say. Programs of lower priority than normal (`nice`) count as idle."""
+    before = _idle_times()
+    time.sleep(seconds)
+    after = _idle_times()
+    if not before or before.keys() != after.keys():
+        return None
+    idle = 0.0
+    for core, (start_idle, start_total) in before.items():
+        end_idle, end_total = after[core]
+        if end_total > start_total:
+            idle += (end_idle - start_idle) / (end_total - start_total)
+    return idle
+
+
+def _idle_times() -> dict[str, tuple[int, int]]:
+    """Ticks of each of this process's cores since the start of the machine: idle or nice, and all.
+
+    Source: proc_stat(5).
+    """
+    cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    times = {}
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return {}
+    for line in lines:
+        name, *words = line.split()
+        if name in cores:
+            # user, nice, system, idle, iowait, irq, softirq, steal
+            ticks = [int(word) for word in words[:8]]
+            times[name] = (ticks[1] + ticks[3] + ticks[4], sum(ticks))
+    return times

@@ -1,0 +1,170 @@
+"""`swinv2-moe`: its commands, their help, configurations by name, and words it does not know."""
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from swinv2_moe.command import as_started, command_line, split_pairs
+from swinv2_moe.commands import COMMANDS, main
+from swinv2_moe.config import load_config
+from swinv2_moe.config_files import comment, config_names, find_config
+from swinv2_moe.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def swinv2_moe(monkeypatch, capsys):
+    """`swinv2_moe(*words)`: exit status, output and errors of the installed command."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["swinv2-moe", *words])
+        status = 0
+        try:
+            main()
+        except SystemExit as stop:
+            status = stop.code or 0
+        return status, *capsys.readouterr()
+
+    return run
+
+
+# torch, so that an import of it fails
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from swinv2_moe.commands import main
+sys.argv = ["swinv2-moe", sys.argv[1], "--help"]
+main()
+"""
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"config"}))
+def test_help_needs_no_torch(name):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, name], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: swinv2-moe {name} ")
+    assert "tools/" not in done.stdout
+    assert "data/make" not in done.stdout
+
+
+def test_every_module_is_a_command_and_every_command_has_its_script():
+    modules = {path.stem for path in (ROOT / "swinv2_moe" / "commands").glob("*.py")} - {"__init__"}
+    assert modules == {name.replace("-", "_") for name in COMMANDS}
+    for name, command in COMMANDS.items():
+        assert callable(import_module(f"swinv2_moe.commands.{name.replace('-', '_')}").main)
+        if command.folder is not None:
+            script = ROOT / command.folder / f"{name.replace('-', '_')}.py"
+            assert f'run("{name}")' in script.read_text()
+
+
+def test_the_overview_lists_every_command(swinv2_moe):
+    for words in ([], ["--help"], ["-h"]):
+        status, out, err = swinv2_moe(*words)
+        assert (status, err) == (0, "")
+        for name, command in COMMANDS.items():
+            assert f"{name} " in out
+            assert command.help in out
+        assert max(map(len, out.splitlines())) <= 100
+    assert swinv2_moe("--version")[1].startswith("swinv2-moe ")
+
+
+def test_an_unknown_command(swinv2_moe):
+    status, _, err = swinv2_moe("evalute")
+    assert (status, err) == (
+        2,
+        "error: 'evalute' is not a command; did you mean 'evaluate'?\n",
+    )
+    assert "`swinv2-moe --help` lists them" in swinv2_moe("xyz")[2]
+
+
+def test_a_script_and_the_module_run_the_same_command():
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    outputs = []
+    for words in (["tools/few_shot.py"], ["-m", "swinv2_moe", "few_shot"]):
+        done = subprocess.run(
+            [sys.executable, *words, "--shots", "one"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        assert done.returncode == 2
+        outputs.append(done.stderr.splitlines()[-1].partition(": ")[2])
+    assert outputs[0] == outputs[1] == "error: argument --shots: invalid int value: 'one'"
+
+
+def test_configurations_are_found_by_name_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = find_config("imagenette_96")
+    assert file.samefile(ROOT / "configs" / "imagenette_96.yaml")
+    for name in ("configs/imagenette_96.yaml", "imagenette_96.yaml", Path("configs/imagenette_96")):
+        assert find_config(name) == file
+    assert find_config("8expert_top2").samefile(
+        ROOT / "configs" / "tiny_imagenet" / "8expert_top2.yaml"
+    )
+    assert find_config("detection/shapes/htc").suffix == ".py"
+    assert load_config("quickstart_digits").DATA.IMG_SIZE == 16
+    (tmp_path / "quickstart_digits").write_text("{DATA: {DATASET: digits}, SEED: 5}")
+    assert load_config("quickstart_digits").SEED == 5  # a file comes first
+
+
+def test_names_that_mean_no_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"--cfg imagenete_96: .* did you mean 'imagenette_96'"):
+        find_config("imagenete_96")
+    with pytest.raises(UserError, match="--cfg recipe: there are several: in1k/recipe, in22k"):
+        find_config("recipe")
+    with pytest.raises(UserError, match=r"mine.yaml"):
+        load_config("mine.yaml")
+
+
+def test_the_list_of_configurations(swinv2_moe):
+    status, out, err = swinv2_moe("configs")
+    assert (status, err) == (0, "")
+    names = [line.split()[0] for line in out.splitlines()]
+    assert "quickstart_digits" in names
+    assert "detection/shapes/mask_rcnn" in names
+    assert not [name for name in names if name.endswith("recipe")]
+    assert set(names) <= set(config_names())
+    for line in out.splitlines():
+        assert len(line.split(maxsplit=1)) == 2  # each says what it is
+    status, out, _ = swinv2_moe("configs", "quickstart_digits")
+    assert "swinv2-moe train --cfg configs/quickstart_digits.yaml" in out
+    assert comment(find_config("quickstart_digits"))[-1].strip() in out
+
+
+def test_examples_are_those_of_the_program_that_was_started(monkeypatch):
+    text = "python tools/few_shot.py a\ntorchrun --nproc_per_node 2 tools/train.py b\n"
+    monkeypatch.setattr(sys, "argv", ["tools/train.py"])
+    assert as_started(text) == text
+    assert command_line("make-shards")[1:] == ["data/make_shards.py"]
+    assert command_line("train", ["torchrun"]) == ["torchrun", "tools/train.py"]
+    monkeypatch.setattr(sys, "argv", ["swinv2-moe train"])
+    assert as_started(text) == (
+        "swinv2-moe few-shot a\ntorchrun --nproc_per_node 2 -m swinv2_moe train b\n"
+    )
+    assert command_line("make-shards") == ["swinv2-moe", "make-shards"]
+    assert command_line("train", ["torchrun"]) == ["torchrun", "-m", "swinv2_moe", "train"]
+
+
+def test_opts_take_pairs_and_equals_signs():
+    words = ["SEED", "3", "TAG=a=b", "DATA.PATH", "x=y", "AUG.MIXUP"]
+    assert split_pairs(words) == ["SEED", "3", "TAG", "a=b", "DATA.PATH", "x=y", "AUG.MIXUP"]
+
+
+def test_opts_of_a_command(swinv2_moe, tmp_path):
+    start = ["train", "--cfg", "quickstart_digits", "--output", str(tmp_path / "run")]
+    status, _, err = swinv2_moe(*start, "--opts", "SEED=-1", "PRINT_FREQ", "5")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "SEED" in err
+    assert "-1" in err
+    _, _, err = swinv2_moe(*start, "--opts", "PRINT_FREQ=1", "SEED")
+    assert err == "error: --opts takes pairs of KEY VALUE; 'SEED' has no partner\n"
+    assert not (tmp_path / "run").exists()
