@@ -66,7 +66,8 @@ class CommandParser(argparse.ArgumentParser):
 
 def started_by_script() -> bool:
     """True for `python tools/NAME.py`, False for `swinv2-moe NAME` and `python -m swinv2_moe`."""
-    return sys.argv[0].endswith(".py")
+    script = Path(sys.argv[0])
+    return script.suffix == ".py" and script.parent.name in ("tools", "data")
 
 
 def as_started(text: str) -> str:
@@ -252,9 +253,10 @@ def command_line(name: str, launcher: Sequence[str] = ()) -> list[str]:
         launcher: torchrun and its options; empty for one process.
     """
     if started_by_script():
-        script = f"{COMMANDS[name].folder}/{name.replace('-', '_')}.py"
+        repository = Path(sys.argv[0]).parent.parent
+        script = repository / COMMANDS[name].folder / f"{name.replace('-', '_')}.py"
         # The Python interpreter as the user typed it
-        return (list(launcher) or [sys.orig_argv[0]]) + [script]
+        return (list(launcher) or [sys.orig_argv[0]]) + [str(script)]
     if launcher:
         return list(launcher) + ["-m", "swinv2_moe", name]
     return ["swinv2-moe", name]
