@@ -328,14 +328,20 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def run_tool(name: str, *arguments: object) -> None:
-    """Print and run another command, such as "few-shot", with this process's --import files.
-
-    A failure, which the command has reported, ends this process with the same status. Ctrl-C
-    reaches both processes: this one waits until the command has saved, then ends.
-    """
+    """Print and run another command, such as "few-shot", with this process's --import files; as
+    `run_process`."""
     words = import_arguments() + [str(argument) for argument in arguments]
     print(f"\n$ {shlex.join(command_line(name) + words)}", flush=True)
-    process = subprocess.Popen([sys.executable, "-m", "swinv2_moe", name] + words)
+    run_process([sys.executable, "-m", "swinv2_moe", name] + words)
+
+
+def run_process(words: Sequence[str]) -> None:
+    """Run a process to its end.
+
+    A failure, which the process has reported, ends this one with the same status. Ctrl-C reaches
+    both: this one waits until the other has saved, then ends.
+    """
+    process = subprocess.Popen(words)
     try:
         status = process.wait()
     except KeyboardInterrupt:

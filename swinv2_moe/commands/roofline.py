@@ -26,7 +26,7 @@ from swinv2_moe.command import (
     output_directory,
     write_results,
 )
-from swinv2_moe.measure.spread import median_and_spread
+from swinv2_moe.measure.spread import check_rounds, median_and_spread
 from swinv2_moe.tables import number_table
 
 if TYPE_CHECKING:
@@ -117,7 +117,6 @@ def main() -> None:
     args = parse()
     from swinv2_moe.measure import roofline
     from swinv2_moe.measure.roofline_figure import draw
-    from swinv2_moe.measure.rounds import check_rounds
 
     check_rounds(args.rounds, args.warmup)
     config = roofline.configuration(args.cfg, args.opts, args.data, args.batch_size)

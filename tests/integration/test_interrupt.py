@@ -1,7 +1,6 @@
 """Ctrl-C ends every command with one line and exit status 130, whatever it is doing."""
 
 import os
-import runpy
 import shlex
 import signal
 import subprocess
@@ -13,23 +12,25 @@ import pytest
 from gloo_processes import DEADLINE, ROOT
 
 from swinv2_moe import command as command_module
+from swinv2_moe import train as train_package
+from swinv2_moe.commands import quickstart
 
 COMMANDS = sorted(
     str(path.relative_to(ROOT))
     for folder in ("tools", "data")
     for path in (ROOT / folder).glob("*.py")
 )
-# Ctrl-C when the command imports torch, which takes the longest
+# Ctrl-C when the command imports the module that is named
 WHILE_IMPORTING = """
 import runpy, signal, sys
 
 class Interrupts:
     def find_spec(self, name, path, target=None):
-        if name == "torch":
+        if name == module:
             signal.raise_signal(signal.SIGINT)
 
+_, module, *sys.argv = sys.argv
 sys.meta_path.insert(0, Interrupts())
-sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 # A worker that has begun a shard stays there, and says so at the moment that is named: when the
@@ -94,9 +95,14 @@ def press_ctrl_c(process: subprocess.Popen, reached: Path) -> tuple[int, str, st
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("script", COMMANDS)
-def test_while_a_command_is_imported(script, in_foreground):
-    process = in_foreground("-c", WHILE_IMPORTING, script)
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("swinv2_moe.command", [script]) for script in COMMANDS]
+    # torch takes the longest.
+    + [("torch", ["tools/evaluate.py", "--resume", "x"]), ("torch", ["data/stage.py", "x", "y"])],
+)
+def test_while_a_command_is_imported(module, words, in_foreground):
+    process = in_foreground("-c", WHILE_IMPORTING, module, *words)
     out, err = process.communicate(timeout=DEADLINE)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
 
@@ -156,7 +162,8 @@ time.sleep(600)
 """
     (tmp_path / "other.py").write_text(other)
     code = (
-        "import sys; from swinv2_moe.command import *; run_command(lambda: run_tool(sys.argv[1]))"
+        "import sys; from swinv2_moe.command import *\n"
+        "run_command(lambda: run_process([sys.executable, sys.argv[1]]))"
     )
     status, _, err = press_ctrl_c(
         in_foreground("-c", code, tmp_path / "other.py"), tmp_path / "reached"
@@ -180,23 +187,22 @@ def test_a_training_that_is_stopped_ends_what_runs_it(tmp_path, monkeypatch):
 
 
 def test_the_quickstart_stops_with_its_first_training(monkeypatch, tmp_path):
-    main, trained = (
-        runpy.run_path(str(ROOT / "tools" / "quickstart.py"), run_name="quickstart")["main"],
-        [],
-    )
-    monkeypatch.setitem(
-        main.__globals__, "train", lambda config, resume_command: trained.append(resume_command)
+    trained = []
+    monkeypatch.setattr(
+        train_package, "train", lambda config, resume_command: trained.append(resume_command)
     )
     monkeypatch.setattr(
-        sys, "argv", ["quickstart.py", "--output", str(tmp_path / "new"), "--opts", "SEED", "3"]
+        sys,
+        "argv",
+        ["tools/quickstart.py", "--output", str(tmp_path / "new"), "--opts", "SEED", "3"],
     )
-    main()
+    quickstart.main()
     (going_on,) = trained
     words = shlex.split(going_on)
     assert words[1:4] == [
         "tools/train.py",
         "--cfg",
-        str(ROOT / "configs" / "quickstart_digits.yaml"),
+        "configs/quickstart_digits.yaml",
     ]
     assert words[4:] == [
         "--output",

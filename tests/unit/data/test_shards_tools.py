@@ -20,9 +20,7 @@ def test_from_a_folder_to_a_local_disk_to_batches(
     make_folder, make_config, tmp_path, monkeypatch, capsys
 ):
     root, shards, local = make_folder(per_class=6), tmp_path / "shards", tmp_path / "local"
-    make, stage = (
-        command(name, monkeypatch, capsys, "data") for name in ("make_shards", "stage")
-    )
+    make, stage = (command(name, monkeypatch, capsys, "data") for name in ("make_shards", "stage"))
     done = make("--data", root, "--output", shards, "--shard-mb", 0.01, "--workers", 2)
     assert done.status == 0, done.err
     assert f"{shards}: 2 classes" in done.out
