@@ -150,7 +150,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
-    """Add --resume, --data, --dataset, --output and --opts.
+    """Add --resume, --checkpoint, --data, --dataset, --output and --opts.
 
     Args:
         output: arguments of `add_argument` for --output. By default it is a JSON file of results.
@@ -159,8 +159,9 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
         "--resume",
         required=True,
         metavar="DIR",
-        help="a run (its newest checkpoint is used) or a checkpoint",
+        help="a run or a checkpoint",
     )
+    add_checkpoint_argument(parser)
     parser.add_argument(
         "--data", metavar="DIR", help="the data set (DATA.PATH); default: that of the training"
     )
@@ -172,6 +173,16 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
     output_options = {"metavar": "JSON", "help": "file for the results"} | output
     parser.add_argument("--output", **output_options)
     add_opts_argument(parser)
+
+
+def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --checkpoint, for `select_checkpoint`."""
+    parser.add_argument(
+        "--checkpoint",
+        default="best",
+        metavar="best|latest|STEP",
+        help="which checkpoint of a run (default: best, by validation accuracy)",
+    )
 
 
 def check_output_file(file: str | Path | None) -> None:
@@ -206,8 +217,11 @@ def write_text(file: str | Path, text: str) -> None:
         raise UserError(f"--output {file}: cannot be written ({error.strerror})") from error
 
 
-def print_passed_over(console: Console, results: dict) -> None:
-    """Print which damaged checkpoints were passed over."""
+def print_selection(console: Console, results: dict) -> None:
+    """Print which of the run's checkpoints was used and why, and which damaged ones were passed
+    over."""
+    if results["selected"]:
+        console.print(results["selected"], markup=False)
     for problem in results["passed_over"]:
         console.print(f"passed over: {problem}", markup=False)
 

@@ -18,7 +18,7 @@ from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
     check_output_file,
-    print_passed_over,
+    print_selection,
     print_unreadable,
     write_results,
 )
@@ -67,7 +67,7 @@ def figure_of(args: argparse.Namespace) -> Path:
 
 def show(results: dict) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    print_passed_over(console, results)
+    print_selection(console, results)
     experts = "dense"
     if "num_experts" in results:
         experts = (
@@ -128,11 +128,14 @@ def spread(figure: dict, digits: int) -> str:
 def main() -> None:
     args = parse()
     from swinv2_moe.measure.accuracy import RoutingOptions, draw_sweep, evaluate_checkpoint
+    from swinv2_moe.train.selection import select_checkpoint
 
     routing = RoutingOptions(args.capacity_factor, args.top_k, tuple(args.sweep))
-    results = evaluate_checkpoint(args.resume, args.data, args.dataset, args.opts, routing)
+    resume, selected = select_checkpoint(args.resume, args.checkpoint)
+    results = evaluate_checkpoint(resume, args.data, args.dataset, args.opts, routing)
     if results is None:  # not the main rank
         return
+    results["selected"] = selected
     show(results)
     write_results(args.output, results)
     if args.sweep:

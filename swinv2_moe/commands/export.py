@@ -18,7 +18,7 @@ from rich.console import Console
 from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
-    print_passed_over,
+    print_selection,
 )
 from swinv2_moe.measure.spread import median_and_spread, ratios
 from swinv2_moe.tables import number_table
@@ -84,7 +84,7 @@ def time_ratios(program: dict) -> list[float]:
 
 def show(found: dict, output: Path) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    print_passed_over(console, found)
+    print_selection(console, found)
     if found["without_data"]:
         console.print(f"compared on random images: {found['without_data']}")
     if found["other_class_names"]:
@@ -116,10 +116,13 @@ def main() -> None:
     args = parse()
     from swinv2_moe.export import Choices, export_model
     from swinv2_moe.measure.rounds import interleaved
+    from swinv2_moe.train.selection import select_checkpoint
 
     choices = Choices(
         tuple(args.format), args.dtype, args.batch_size, args.capacity_factor, args.images
     )
     output, timer = Path(args.output), partial(interleaved, rounds=ROUNDS)
-    found = export_model(args.resume, output, choices, args.data, args.dataset, args.opts, timer)
+    resume, selected = select_checkpoint(args.resume, args.checkpoint)
+    found = export_model(resume, output, choices, args.data, args.dataset, args.opts, timer)
+    found["selected"] = selected
     show(found, output)

@@ -15,7 +15,7 @@ from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
     check_output_file,
-    print_passed_over,
+    print_selection,
     print_unreadable,
     write_results,
 )
@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
 
 def show(results: dict) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    print_passed_over(console, results)
+    print_selection(console, results)
     console.print(
         f"{results['checkpoint']}, step {results['step']}: {results['features']} features of "
         f"{results['train_images']:,} + {results['val_images']:,} images "
@@ -75,10 +75,13 @@ def show(results: dict) -> None:
 def main() -> None:
     args = parse()
     from swinv2_moe.measure.few_shot import Protocol, evaluate_few_shot
+    from swinv2_moe.train.selection import select_checkpoint
 
     protocol = Protocol(tuple(args.shots), args.draws, args.classifier, args.knn)
-    results = evaluate_few_shot(args.resume, args.data, args.dataset, args.opts, protocol)
+    resume, selected = select_checkpoint(args.resume, args.checkpoint)
+    results = evaluate_few_shot(resume, args.data, args.dataset, args.opts, protocol)
     if results is None:  # not the main rank
         return
+    results["selected"] = selected
     show(results)
     write_results(args.output, results)

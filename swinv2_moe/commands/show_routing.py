@@ -18,7 +18,7 @@ from rich.console import Console
 from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
-    print_passed_over,
+    print_selection,
     print_unreadable,
     write_results,
 )
@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
 
 def show(results: dict, output: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    print_passed_over(console, results)
+    print_selection(console, results)
     console.print(
         f"{results['checkpoint']}, step {results['step']}: dropless, "
         f"{results['images']:,} validation images at {results['image_size']} px, "
@@ -72,16 +72,19 @@ def show(results: dict, output: Path) -> None:
     print_unreadable(console, results)
     console.print(f"{', '.join(results['figures'])} and routing.json in {output}", markup=False)
     if "load.png" not in results["figures"]:
-        console.print("no load.png: --resume names a checkpoint, not a run", markup=False)
+        console.print("no load.png: --resume names a checkpoint outside of a run", markup=False)
 
 
 def main() -> None:
     args = parse()
     from swinv2_moe.measure.routing import draw_routing
+    from swinv2_moe.train.selection import select_checkpoint
 
     output = Path(args.output)
+    resume, selected = select_checkpoint(args.resume, args.checkpoint)
     results = draw_routing(
-        args.resume, output, args.images, args.data, args.dataset, args.opts, args.count, args.limit
+        resume, output, args.images, args.data, args.dataset, args.opts, args.count, args.limit
     )
+    results["selected"] = selected
     write_results(output / "routing.json", results)
     show(results, output)

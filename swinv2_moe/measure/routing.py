@@ -186,7 +186,7 @@ def draw_routing(
     count: int = 8,
     limit: int | None = None,
 ) -> dict:
-    """Write routing.png, classes.png and, where `resume` is a run, load.png into the directory
+    """Write routing.png, classes.png and, where `resume` is in a run, load.png into the directory
     `output`.
 
     Args:
@@ -211,8 +211,9 @@ def draw_routing(
                 f"checkpoint {deployed.source.directory}: a dense model, it has no experts"
             )
         run = None
-        if (Path(resume) / "checkpoints").is_dir():
-            run = read_run(Path(resume))
+        directory = deployed.source.directory.parent.parent
+        if (Path(resume) / "checkpoints").is_dir() or (directory / "metrics.jsonl").is_file():
+            run = read_run(directory)
         sources = load_sources(deployed.data)
         shown = _choose(images, count, sources, deployed)
         model = deployed.model(num_classes=0)

@@ -89,7 +89,8 @@ def test_table_and_file(evaluate, runs, photographs, tmp_path):
     """What the run's own validation found, whether the run is named or its checkpoint; nothing in
     it is touched."""
     before = {path: path.lstat().st_mtime_ns for path in runs.rglob("*")}
-    rows = numbers(evaluate("--resume", runs / "run", "--output", tmp_path / "found.json"))
+    newest = ["--resume", runs / "run", "--checkpoint", "latest"]
+    rows = numbers(evaluate(*newest, "--output", tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())
     epoch = json.loads((runs / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert (found["images"], found["classes"], found["step"], found["world_size"]) == (13, 2, 6, 1)
@@ -114,8 +115,33 @@ def test_table_and_file(evaluate, runs, photographs, tmp_path):
     checkpoint = evaluate(
         "--resume", runs / "run" / "checkpoints" / "latest", "--data", photographs
     )
-    assert numbers(checkpoint)[1:] == rows[1:]
+    assert numbers(checkpoint)[1:] == rows[2:]  # without the line about the choice
     assert {path: path.lstat().st_mtime_ns for path in runs.rglob("*")} == before
+
+
+def test_which_checkpoint_of_a_run(evaluate, runs, tmp_path):
+    """By default the one whose accuracy was the best in validation, which it reaches again."""
+    epochs = [
+        json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    best = max(line.get("val_top1", 0) for line in epochs)
+    results = {}
+    for which in (None, "best", "3"):
+        arguments = ["--resume", runs / "run", "--output", tmp_path / "found.json"]
+        if which is not None:
+            arguments += ["--checkpoint", which]
+        finished = evaluate(*arguments)
+        assert finished.status == 0
+        results[which] = json.loads((tmp_path / "found.json").read_text())
+        assert finished.out.splitlines()[0] == results[which]["selected"]
+    assert results[None]["top1"] == pytest.approx(best)
+    assert results[None] == results["best"]
+    assert results["3"]["step"] == 3
+    refused = evaluate("--resume", runs / "run", "--checkpoint", "4")
+    assert (refused.status, refused.out) == (2, "")
+    assert refused.err.endswith(
+        f"--checkpoint 4: {runs / 'run'} has checkpoints of the steps 3, 6\n"
+    )
 
 
 def test_other_routing(evaluate, runs, tmp_path):
@@ -215,7 +241,7 @@ def test_three_ranks_count_what_one_does(evaluate, start_ranks, runs, tmp_path):
 
 def test_a_dense_model(evaluate, runs, tmp_path):
     rows = numbers(evaluate("--resume", runs / "dense", "--output", tmp_path / "found.json"))
-    assert "dense," in rows[0]
+    assert "dense," in rows[1]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["dropped_share"] is None
     assert "num_experts" not in found
@@ -294,7 +320,7 @@ BAD_INPUT = {
     ),
     "other classes": (
         ["--dataset", "digits"],
-        ["run/checkpoints/step-00000006 has 2 classes", "(digits) has 10"],
+        ["run/checkpoints/step-", " has 2 classes", "(digits) has 10"],
     ),
     "other classes, unnamed": (
         ["--resume", "{root}/nameless", "--dataset", "digits"],

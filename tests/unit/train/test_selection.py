@@ -1,0 +1,69 @@
+"""--checkpoint best, latest or a step: which checkpoint of a run it means, and the line on it."""
+
+import pytest
+
+from swinv2_moe.errors import UserError
+from swinv2_moe.train.selection import select_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with checkpoints of three steps, the middle one the best."""
+    root = tmp_path / "run" / "checkpoints"
+    for name in ("step-00000010", "step-00000020", "step-00000030", "step-00000030-1"):
+        (root / name).mkdir(parents=True)
+    (root / "best").symlink_to("step-00000020")
+    (root / "latest").symlink_to("step-00000030-1")
+    return tmp_path / "run"
+
+
+def test_the_best(run):
+    path, line = select_checkpoint(str(run))
+    assert path == str(run / "checkpoints" / "step-00000020")
+    assert line == ("step-00000020: the best in validation (--checkpoint latest: step-00000030-1)")
+
+
+def test_the_best_that_is_the_newest(run):
+    (run / "checkpoints" / "best").unlink()
+    (run / "checkpoints" / "best").symlink_to("step-00000030-1")
+    path, line = select_checkpoint(str(run), "best")
+    assert path == str(run)  # a damaged one is passed over
+    assert line == "step-00000030-1: the best in validation and the newest"
+
+
+def test_a_run_without_a_best_one(run):
+    (run / "checkpoints" / "best").unlink()
+    path, line = select_checkpoint(str(run), "best")
+    assert (path, line) == (str(run), "the newest checkpoint of the run, which has no best one")
+
+
+def test_the_newest(run):
+    assert select_checkpoint(str(run), "latest") == (
+        str(run),
+        "the newest checkpoint of the run",
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "name"), [("10", "step-00000010"), ("020", "step-00000020"), ("30", "step-00000030-1")]
+)
+def test_a_step(run, step, name):
+    path, line = select_checkpoint(str(run), step)
+    assert (path, line) == (str(run / "checkpoints" / name), f"{name}: as --checkpoint says")
+
+
+def test_a_directory_of_checkpoints_is_a_run(run):
+    assert select_checkpoint(str(run / "checkpoints"), "10")[0].endswith("step-00000010")
+
+
+def test_a_checkpoint_and_what_is_none_are_left_to_who_opens_them(run, tmp_path):
+    for path in (run / "checkpoints" / "step-00000010", tmp_path / "nothing"):
+        assert select_checkpoint(str(path)) == (str(path), "")
+
+
+def test_what_cannot_be_selected(run):
+    with pytest.raises(UserError, match=r"--checkpoint 7: .*run has .* the steps 10, 20, 30"):
+        select_checkpoint(str(run), "7")
+    for which in ("newest", "-1", "1.5", ""):
+        with pytest.raises(UserError, match=f"--checkpoint {which}: must be best, latest or the"):
+            select_checkpoint(str(run), which)
