@@ -7,6 +7,7 @@ its value and what is allowed. A YAML file may name others to start from: `BASE:
 
 import ast
 import difflib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
 
+_log = logging.getLogger(__name__)
 _MAX_FILES = 32  # that BASE may name, one by one and together
 
 
@@ -37,6 +39,7 @@ def load_config(
         data: DATA.PATH; replaces a dataset that needs no files, such as digits, by a folder of
             images.
         output: OUTPUT, the run directory.
+        opts: TRAIN.EPOCHS shortens a longer warm-up of the file.
 
     Raises:
         UserError: a file that cannot be read, an unknown key, a wrong type, a value out of range, a
@@ -53,9 +56,27 @@ def load_config(
     if output:
         config.OUTPUT = output
     merge_opts(config, opts)
+    _shorten_warmup(config, opts)
     check_config(config)
     config.freeze()
     return config
+
+
+def _shorten_warmup(config: CfgNode, opts: Sequence[str]) -> None:
+    """Let the warm-up of a file end before the TRAIN.EPOCHS of `opts` do, and log that."""
+    train = config.TRAIN
+    if "TRAIN.EPOCHS" not in opts[::2] or "TRAIN.WARMUP_EPOCHS" in opts[::2]:
+        return
+    configured = train.WARMUP_EPOCHS
+    if 0 < train.EPOCHS <= configured:
+        train.WARMUP_EPOCHS = train.EPOCHS // 2
+        if os.environ.get("RANK", "0") == "0":
+            _log.warning(
+                "TRAIN.WARMUP_EPOCHS is %d, not %d, because TRAIN.EPOCHS is %d",
+                train.WARMUP_EPOCHS,
+                configured,
+                train.EPOCHS,
+            )
 
 
 def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNode:

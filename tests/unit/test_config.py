@@ -113,7 +113,10 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
             ["MODEL.MOE.BLOCKS", "stage 3", "block 2", "count from 0"],
         ),
         (["MODEL.MOE.NUM_EXPERTS", "8"], ["MODEL.MOE.NUM_EXPERTS", "8", "MODEL.MOE.BLOCKS"]),
-        (["TRAIN.EPOCHS", "10"], ["TRAIN.WARMUP_EPOCHS", "10", "TRAIN.EPOCHS (10)"]),
+        (
+            ["TRAIN.EPOCHS", "10", "TRAIN.WARMUP_EPOCHS", "10"],
+            ["TRAIN.WARMUP_EPOCHS", "10", "TRAIN.EPOCHS (10)"],
+        ),
         (["TRAIN.MIN_LR", "1"], ["TRAIN.MIN_LR", "1.0", "TRAIN.BASE_LR (0.000125)"]),
         (["DATA.DATASET", "list"], ["DATA.DATASET", "list", "DATA.TRAIN_LIST"]),
         (["DATA.DATASET", "folder"], ["DATA.DATASET", "folder", "DATA.PATH", "--data"]),
@@ -365,3 +368,26 @@ def test_the_module_lists_every_key():
         [sys.executable, "-m", "swinv2_moe.config"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == list(flatten(default_config()))
+
+
+@pytest.mark.parametrize(("epochs", "warmup"), [(1, 0), (2, 1), (3, 1), (4, 3), (40, 3)])
+def test_fewer_epochs_shorten_the_warm_up_of_a_file(epochs, warmup, caplog, monkeypatch):
+    config = load_config("quickstart_digits", ["TRAIN.EPOCHS", str(epochs)])
+    train = config.TRAIN
+    assert train.WARMUP_EPOCHS == warmup
+    lines = [record.getMessage() for record in caplog.records]
+    if warmup == 3:
+        assert lines == []
+    else:
+        assert lines == [
+            f"TRAIN.WARMUP_EPOCHS is {warmup}, not 3, because TRAIN.EPOCHS is {epochs}"
+        ]
+    monkeypatch.setenv("RANK", "1")  # the main rank alone says it
+    caplog.clear()
+    load_config("quickstart_digits", ["TRAIN.EPOCHS", str(epochs)])
+    assert not caplog.records
+
+
+def test_a_warm_up_that_is_asked_for_is_not_shortened():
+    with pytest.raises(UserError, match=r"TRAIN\.WARMUP_EPOCHS is 3"):
+        load_config("quickstart_digits", ["TRAIN.EPOCHS", "3", "TRAIN.WARMUP_EPOCHS", "3"])
