@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import argcomplete
+
 from swinv2_moe.commands import COMMANDS
 from swinv2_moe.errors import StoppedElsewhere, UserError, one_line
 from swinv2_moe.imports import add_import_argument, import_arguments, imported_files
@@ -52,6 +54,10 @@ class CommandParser(argparse.ArgumentParser):
             **kwargs,
         )
         add_import_argument(self)
+
+    def parse_args(self, args=None, namespace=None):
+        argcomplete.autocomplete(self)  # returns unless a shell asks for completions
+        return super().parse_args(args, namespace)
 
     def format_help(self) -> str:
         self.epilog = "`swinv2-moe config` lists the configuration's keys and their values."

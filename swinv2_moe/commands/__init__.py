@@ -10,11 +10,15 @@ from swinv2_moe import interrupt  # noqa: F401
 
 # isort: split
 
+import argparse
 import difflib
+import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import NamedTuple
+
+import argcomplete
 
 from swinv2_moe.threads import choose_threads
 
@@ -55,7 +59,8 @@ CHOOSE_THREADS = {"train", "evaluate", "few-shot", "show-routing", "report", "ex
 
 def run(name: str) -> None:
     """Run a command with the arguments in `sys.argv`; `run_command` says how it ends."""
-    if name in CHOOSE_THREADS and not {"-h", "--help"} & set(sys.argv):
+    only_asks = {"-h", "--help"} & set(sys.argv) or "_ARGCOMPLETE" in os.environ
+    if name in CHOOSE_THREADS and not only_asks:
         choose_threads()
     # Imported here, because it imports this module.
     from swinv2_moe.command import run_command
@@ -65,6 +70,8 @@ def run(name: str) -> None:
 
 def main() -> None:
     """The console script `swinv2-moe`."""
+    if "_ARGCOMPLETE" in os.environ:
+        complete(os.environ["COMP_LINE"])
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
@@ -84,10 +91,30 @@ def main() -> None:
     run(name)
 
 
+def complete(line: str) -> None:
+    """Answer a shell that asks for completions of a command line, then exit.
+
+    A command's parser completes its own options: to it, the words before them are those of a
+    script.
+    """
+    words = line.split()
+    name = words[1] if len(words) > 1 else ""
+    if name in COMMANDS and not line.endswith(name):
+        os.environ["_ARGCOMPLETE"] = "2"  # the number of words before the options
+        run(name)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=COMMANDS)
+    argcomplete.autocomplete(parser)
+
+
 def overview() -> str:
     """The help of `swinv2-moe`."""
     width = max(map(len, COMMANDS))
     lines = ["usage: swinv2-moe COMMAND ...", "", "commands:"]
     lines += [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
-    lines += ["", "`swinv2-moe COMMAND --help` lists the options of a command."]
+    lines += [
+        "",
+        "`swinv2-moe COMMAND --help` lists the options of a command.",
+        'Completion in bash and zsh: eval "$(register-python-argcomplete swinv2-moe)"',
+    ]
     return "\n".join(lines)

@@ -168,3 +168,31 @@ def test_opts_of_a_command(swinv2_moe, tmp_path):
     _, _, err = swinv2_moe(*start, "--opts", "PRINT_FREQ=1", "SEED")
     assert err == "error: --opts takes pairs of KEY VALUE; 'SEED' has no partner\n"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "some", "none"),
+    [
+        ("swinv2-moe ", ["train", "evaluate", "few-shot"], ["--cfg"]),
+        ("swinv2-moe ev", ["evaluate"], ["train"]),
+        ("swinv2-moe train --", ["--cfg", "--resume", "--opts"], ["--shots", "train"]),
+        ("swinv2-moe few-shot --sh", ["--shots"], ["--cfg"]),
+        ("swinv2-moe detect ", ["train", "show"], ["evaluate"]),
+    ],
+)
+def test_completion_in_a_shell(line, some, none, tmp_path):
+    environment = os.environ | {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
+        "_ARGCOMPLETE_IFS": "\n",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "swinv2_moe"], capture_output=True, text=True, env=environment
+    )
+    answers = [word.strip() for word in (tmp_path / "answer").read_text().split("\n")]
+    assert set(some) <= set(answers), done.stderr
+    assert not set(none) & set(answers)
+    assert done.stdout == ""

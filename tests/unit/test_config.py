@@ -373,8 +373,8 @@ def test_the_module_lists_every_key():
 @pytest.mark.parametrize(("epochs", "warmup"), [(1, 0), (2, 1), (3, 1), (4, 3), (40, 3)])
 def test_fewer_epochs_shorten_the_warm_up_of_a_file(epochs, warmup, caplog, monkeypatch):
     config = load_config("quickstart_digits", ["TRAIN.EPOCHS", str(epochs)])
-    train = config.TRAIN
-    assert train.WARMUP_EPOCHS == warmup
+    shortened = config.TRAIN.WARMUP_EPOCHS
+    assert shortened == warmup
     lines = [record.getMessage() for record in caplog.records]
     if warmup == 3:
         assert lines == []
