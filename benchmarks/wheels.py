@@ -14,7 +14,16 @@ ROOT = Path(__file__).parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 # What the benchmarks, tests/conftest.py and the GPU tests import beyond torch, triton, timm,
 # tensorboard and what those bring; pytest-timeout because pyproject.toml sets its `timeout`.
-CARRIED = ("yacs", "pytest", "pytest-timeout", "hypothesis", "rich", "PyYAML", "safetensors")
+CARRIED = (
+    "yacs",
+    "pytest",
+    "pytest-timeout",
+    "hypothesis",
+    "rich",
+    "argcomplete",
+    "PyYAML",
+    "safetensors",
+)
 PYTHON = "3.12"
 PLATFORMS = (
     "manylinux_2_28_x86_64",
