@@ -10,17 +10,17 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container (cgroup v2): microseco
 
 
 def choose_threads() -> None:
-    """Use as many threads as there are idle cores, and let waiting threads sleep.
+    """Use as many threads as there are idle cores. Prints one line if that is not all of them.
 
-    Threads that share a core with another program make all others wait for them at the end of
-    every operation, and by default they wait actively. OMP_NUM_THREADS and OMP_WAIT_POLICY
-    override both choices; torchrun sets the first one. Prints one line if cores are left out.
+    A thread that shares its core with another program makes all threads wait for it at the end of
+    every operation. They wait actively by default, which is fastest on idle cores; if some cores
+    are busy, waiting threads sleep. OMP_NUM_THREADS and OMP_WAIT_POLICY override both choices;
+    torchrun sets the first one.
 
     Does nothing once torch is imported.
     """
     if "torch" in sys.modules:
         return
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "OMP_NUM_THREADS" in os.environ:
         return
     cores = available_cores()
@@ -31,6 +31,7 @@ def choose_threads() -> None:
     if threads == len(os.sched_getaffinity(0)):
         return  # what torch uses by itself
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     reason = f"{cores} cores, {idle:.1f} of them idle"
     print(f"{threads} CPU threads ({reason}; OMP_NUM_THREADS overrides)", file=sys.stderr)
 
