@@ -88,6 +88,8 @@ class DataConfig:
     path: str = ""
     train_list: str = ""  # list: one "path label" a line, or Swin's JSON map
     val_list: str = ""
+    # folder: share of each class of train/ held out where there is no val/; 0: none
+    val_split: float = 0.0
     # shards: places from which they are read in turn; ranks that divide it read each their own
     shard_streams: int = 64
     batch_size: int = 128  # images per rank per forward pass

@@ -170,6 +170,8 @@ def _configuration(
         trained = data_config(config_from_text(source.meta["config"], name))
         dataset = _dataset_of(Path(data).expanduser(), trained.dataset)
     keys = dict(_NOT_THE_MODELS)
+    if data is not None or dataset is not None:
+        keys["DATA.VAL_SPLIT"] = 0  # the training's data had no validation images
     if data is not None:
         keys["DATA.PATH"] = data
     if dataset is not None:

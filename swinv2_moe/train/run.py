@@ -134,6 +134,7 @@ def _notes(trainer: Trainer, placements: list[str]) -> list[str]:
     if any(placements):
         lines.append(placement_line(placements))
     lines += [f"imported {file}" for file in imported_files()]
+    lines += trainer.data.notes
     lines += [f"warning: {warning}" for warning in _warnings(trainer)]
     return lines
 
