@@ -6,7 +6,7 @@ as their EXIF orientation says.
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -125,8 +125,10 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def image_paths(names: Sequence[str | os.PathLike], option: str = "") -> list[Path]:
-    """The named files, and those in the named folders and their subfolders that end in one of
-    SUFFIXES, sorted by name.
+    """The named files, and the images in the named folders and their subfolders, sorted by name.
+
+    Of folders, files that end in one of SUFFIXES or, to be named where they cannot be read, one of
+    NOT_DECODED.
 
     Args:
         option: what messages begin with, such as "--images ".
@@ -134,6 +136,7 @@ def image_paths(names: Sequence[str | os.PathLike], option: str = "") -> list[Pa
     Raises:
         UserError: no such file or directory, or a directory without images.
     """
+    endings = SUFFIXES + tuple(NOT_DECODED)
     files: list[Path] = []
     for path in map(Path, names):
         if not path.exists():
@@ -141,8 +144,21 @@ def image_paths(names: Sequence[str | os.PathLike], option: str = "") -> list[Pa
         if not path.is_dir():
             files.append(path)
             continue
-        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+        inside = sorted(file for file in _files_below(path) if file.suffix.lower() in endings)
         if not inside:
             raise UserError(f"{option}{path}: holds no images ({' '.join(SUFFIXES)} count)")
         files += inside
     return files
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """The files of a folder and its subfolders. Links are followed, each folder once."""
+    visited = set()
+    for directory, subfolders, names in os.walk(folder, followlinks=True):
+        real_path = os.path.realpath(directory)
+        if real_path in visited:  # a link that leads in a circle
+            subfolders.clear()
+            continue
+        visited.add(real_path)
+        for name in names:
+            yield Path(directory, name)

@@ -30,7 +30,6 @@ from swinv2_moe.export.comparison import (
     validation_batches,
 )
 from swinv2_moe.files import publish_directory
-from swinv2_moe.train.checkpoint import count_classes
 from swinv2_moe.train.deployed import Deployed, open_deployed
 
 # Largest difference between logits, relative to the largest logit, in 99% of the images. Measured
@@ -118,7 +117,7 @@ def export_model(
             raise UserError(
                 f"one process exports, here are {deployed.world.size}: start it without torchrun"
             )
-        class_names = _class_names(deployed)
+        class_names = deployed.class_names()
         model = deployed.model(len(class_names))
         _check_capacity(deployed.model_config.experts, choices)
         is_chosen = bool(data or dataset or _DATA_KEYS.intersection(opts[::2]))
@@ -199,14 +198,6 @@ def check_agreement(kind: str, dtype: str, found: Comparison) -> None:
             f"the {kind} program (--dtype {dtype}) has the model's top-1 in {found.same_top1:.1f}% "
             f"of {found.images} images; {LEAST_SAME_TOP1}% is needed: nothing is written"
         )
-
-
-def _class_names(deployed: Deployed) -> list[str]:
-    """Class names in the order of the logits; numbers if the checkpoint has no names."""
-    names = deployed.source.meta["class_names"]
-    if names:
-        return names
-    return [str(number) for number in range(count_classes(deployed.source, deployed.model_config))]
 
 
 def _check_capacity(experts: ExpertsConfig, choices: Choices) -> None:

@@ -57,12 +57,14 @@ def _load(config: DataConfig, hint: str = "") -> Sources:
         parts = _split(images, classes, config.val_split)
         notes.append(
             f"DATA.VAL_SPLIT {config.val_split:g}: {len(parts[1]):,} of the {len(images):,} images"
-            f" of {train} are held out for validation"
+            f" of {printable(train)} are held out for validation"
         )
         return Sources(*parts, class_names, tuple(notes))
     val_images, val_notes = _image_files(val, classes, config.max_pixels)
     if name != "val":
-        notes.append(f"{root} has no val/ folder: the images of {name}/ are used for validation")
+        notes.append(
+            f"{printable(root)} has no val/ folder: the images of {name}/ are used for validation"
+        )
     return Sources(images, val_images, class_names, tuple(notes + val_notes))
 
 
