@@ -19,13 +19,13 @@ from PIL import Image, ImageOps, features
 
 # for others, such as EPS, Pillow may start programs
 FORMATS = ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM"]
-SUFFIXES = [".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".ppm", ".pgm"]
+# of files in folders; those that cannot be read here are named
+SUFFIXES = [".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".ppm", ".pgm", ".avif", ".heic", ".heif"]
 MAX_PIXELS = 120_000_000
 ANY_BATCH = 8  # pictures at a time, if the program takes any number
 
 if features.check("avif"):
     FORMATS.append("AVIF")
-    SUFFIXES.append(".avif")
 try:
     import pillow_heif
 except ImportError:
@@ -33,7 +33,6 @@ except ImportError:
 else:
     pillow_heif.register_heif_opener()
     FORMATS.append("HEIF")
-    SUFFIXES += [".heic", ".heif"]
 
 
 def prepare(picture: Image.Image, spec: dict) -> np.ndarray:

@@ -262,9 +262,10 @@ def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict
 def preprocessing(config: DataConfig) -> dict:
     """How an image becomes the model's square input, as `build_transform` does in evaluation.
 
-    The image is first turned upright, as its EXIF orientation says. `mode` is Pillow's; of 16 bits per channel, the upper 8 are used. `resize` is the length of the
-    short side before the centre crop; None: the image is stretched to the square. Then values from
-    0 to 1 are normalised by `mean` and `std`.
+    The image is first turned upright, as its EXIF orientation says. `mode` is Pillow's; of 16 bits
+    per channel, the upper 8 are used. `resize` is the length of the short side before the centre
+    crop; None: the image is stretched to the square. Then values from 0 to 1 are normalised by
+    `mean` and `std`.
     """
     mode = "L" if config.in_chans == 1 else "RGB"
     resize = None
