@@ -20,7 +20,8 @@ from PIL import Image, ImageOps, features
 # for others, such as EPS, Pillow may start programs
 FORMATS = ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM"]
 # of files in folders; those that cannot be read here are named
-SUFFIXES = [".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".ppm", ".pgm", ".avif", ".heic", ".heif"]
+SUFFIXES = [".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".ppm", ".pgm"]
+SUFFIXES += [".avif", ".heic", ".heif"]
 MAX_PIXELS = 120_000_000
 ANY_BATCH = 8  # pictures at a time, if the program takes any number
 

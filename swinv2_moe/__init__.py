@@ -9,7 +9,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from swinv2_moe.predict import Predictor
+    from swinv2_moe.predict.predictor import Predictor
 
 __all__ = ["load"]
 
@@ -26,6 +26,6 @@ def load(run: str, device: str = "auto", opts: "list[str] | tuple[str, ...]" = (
         swinv2_moe.errors.UserError: there is no whole checkpoint, or it cannot be used.
     """
     # Not with the package: importing torch and timm takes seconds.
-    from swinv2_moe.predict import load_predictor
+    from swinv2_moe.predict.predictor import load_predictor
 
     return load_predictor(run, ["DEVICE", device, *opts])

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from swinv2_moe.data.images import MAX_PIXELS, decode, read_file, to_mode
 from swinv2_moe.errors import UserError
-from swinv2_moe.predict.predictor import ClassProbability, Prediction
+from swinv2_moe.predict.prediction import ClassProbability, Prediction
 
 _LONG_SIDE = 1024  # pixels of the copy; larger pictures become smaller
 _SHORTEST_WIDTH = 256  # smaller pictures become larger, so that the text fits
@@ -75,12 +75,12 @@ def save_annotated(prediction: Prediction, target: Path, max_pixels: int = MAX_P
     Raises:
         UserError: `target` cannot be written.
     """
-    copy = annotate(decode(read_file(prediction.file), max_pixels), prediction.top)
     try:
+        copy = annotate(decode(read_file(prediction.file), max_pixels), prediction.top)
         target.parent.mkdir(parents=True, exist_ok=True)
         copy.save(target, "JPEG", quality=_QUALITY)
-    except OSError as error:
-        raise UserError(f"--pictures {target}: cannot be written ({error.strerror})") from error
+    except (OSError, ValueError) as error:  # ValueError: the picture has changed meanwhile
+        raise UserError(f"--pictures {target}: cannot be written ({error})") from error
 
 
 def copy_name(name: str) -> str:

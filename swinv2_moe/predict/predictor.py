@@ -6,7 +6,6 @@ B pictures of a batch, C channels, S DATA.IMG_SIZE, K classes of a prediction
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,60 +17,12 @@ from swinv2_moe.data import build_transform
 from swinv2_moe.data.images import NOT_DECODED, decode, image_paths, read_file, to_mode, upright
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.models import MoEMlp
+from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, ClassProbability, Prediction
 from swinv2_moe.train.deployed import Deployed, open_deployed
 
 Picture = str | os.PathLike | Image.Image
-TOP_K = 3
-BATCH_SIZE = 32
 _MAX_READERS = 8  # threads that read pictures
 _CAPACITY_KEY = "MODEL.MOE.EVAL_CAPACITY_FACTOR"
-
-
-@dataclass(frozen=True)
-class ClassProbability:
-    """A class and its probability, 0 to 1."""
-
-    class_name: str
-    index: int
-    probability: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The most probable classes of a picture, or why it could not be read.
-
-    Attributes:
-        file: its path; "" for an image in memory.
-        top: K classes, the most probable first; empty if the picture could not be read.
-        error: why it could not be read; None if it could.
-    """
-
-    file: str
-    top: tuple[ClassProbability, ...] = ()
-    error: str | None = None
-
-    @property
-    def best(self) -> ClassProbability:
-        """The most probable class.
-
-        Raises:
-            ValueError: the picture could not be read.
-        """
-        if self.error is not None:
-            raise ValueError(f"{self.file or 'image'}: cannot be read ({self.error})")
-        return self.top[0]
-
-    @property
-    def class_name(self) -> str:
-        return self.best.class_name
-
-    @property
-    def index(self) -> int:
-        return self.best.index
-
-    @property
-    def probability(self) -> float:
-        return self.best.probability
 
 
 def load_predictor(

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from swinv2_moe.data.sources.base import printable
-from swinv2_moe.predict.predictor import Prediction
+from swinv2_moe.predict.prediction import Prediction
 
 
 def as_csv(predictions: Sequence[Prediction]) -> str:
