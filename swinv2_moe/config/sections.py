@@ -106,6 +106,8 @@ class DataConfig:
     max_pixels: int = 120_000_000
     # the run stops once more than this share of the images could not be read
     max_bad_share: float = 0.01
+    # read every image before the first step and list those that cannot be read
+    check_files: bool = False
 
     augment: AugmentConfig
     test: CropConfig
