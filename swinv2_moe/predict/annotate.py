@@ -10,8 +10,8 @@ from swinv2_moe.data.images import MAX_PIXELS, decode, read_file, to_mode
 from swinv2_moe.errors import UserError
 from swinv2_moe.predict.prediction import ClassProbability, Prediction
 
-_LONG_SIDE = 1024  # pixels of the copy; larger pictures become smaller
-_SHORTEST_WIDTH = 256  # smaller pictures become larger, so that the text fits
+_LONG_SIDE = 1024  # pixels of the photograph in the copy, at most
+_LEAST_WIDTH = 256  # pixels of the copy, so that the text fits
 _TEXT_SHARE = 24  # of the width, the height of the text is one part
 _LEAST_TEXT = 12
 _BACKGROUND = (34, 34, 34)
@@ -25,27 +25,29 @@ def annotate(image: Image.Image, top: tuple[ClassProbability, ...]) -> Image.Ima
     """An RGB copy of the image with a row below for each class: its probability, as a number and as
     a bar, and its name."""
     photo = _resized(to_mode(image, "RGB"))
-    text_height = max(_LEAST_TEXT, photo.width // _TEXT_SHARE)
+    width = max(_LEAST_WIDTH, photo.width)
+    text_height = max(_LEAST_TEXT, width // _TEXT_SHARE)
     row_height = round(1.5 * text_height)
-    copy = Image.new("RGB", (photo.width, photo.height + row_height * len(top)), _BACKGROUND)
+    copy = Image.new("RGB", (width, photo.height + row_height * len(top)), _BACKGROUND)
     copy.paste(photo)
     draw = ImageDraw.Draw(copy)
     font = _font(text_height)
     margin = text_height // 2
     for row, guess in enumerate(top):
         y = photo.height + row * row_height
-        bar_end = round(guess.probability * photo.width)
+        bar_end = round(guess.probability * width)
         if bar_end:
             draw.rectangle((0, y + 1, bar_end - 1, y + row_height - 2), _BAR)
         text = f"{guess.probability:.1%}  {guess.class_name}"
-        text = _shortened(text, font, photo.width - 2 * margin)
+        text = _shortened(text, font, width - 2 * margin)
         draw.text((margin, y + row_height // 2), text, _TEXT, font, anchor="lm")
     return copy
 
 
 def _resized(photo: Image.Image) -> Image.Image:
-    factor = min(1.0, _LONG_SIDE / max(photo.size))
-    factor = max(factor, _SHORTEST_WIDTH / photo.width)
+    """The photograph, larger if it is narrow, and never longer than _LONG_SIDE."""
+    factor = max(1.0, _LEAST_WIDTH / photo.width)
+    factor = min(factor, _LONG_SIDE / max(photo.size))
     if factor == 1:
         return photo
     size = [max(1, round(side * factor)) for side in photo.size]
