@@ -25,7 +25,7 @@ SUFFIXES += [".avif", ".heic", ".heif"]
 MAX_PIXELS = 120_000_000
 ANY_BATCH = 8  # pictures at a time, if the program takes any number
 
-if features.check("avif"):
+if "avif" in features.modules and features.check("avif"):  # else an old Pillow
     FORMATS.append("AVIF")
 try:
     import pillow_heif

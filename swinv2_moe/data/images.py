@@ -24,7 +24,8 @@ SUFFIXES: tuple[str, ...] = IMG_EXTENSIONS
 # Endings of image files that cannot be read here, and what would read them.
 NOT_DECODED: dict[str, str] = {}
 
-if features.check("avif"):
+# Older versions of Pillow do not know the name.
+if "avif" in features.modules and features.check("avif"):
     FORMATS += ("AVIF",)
     SUFFIXES += (".avif",)
 else:
