@@ -1,67 +1,219 @@
-"""What is in a picture? python examples/classify.py EXPORTED_DIR PICTURE; needs onnxruntime, numpy
-and pillow alone."""
+"""The classes of pictures by an exported model.
 
+    python examples/classify.py EXPORTED_DIR PICTURE_OR_FOLDER ...
+
+Needs onnxruntime, numpy and pillow alone. A picture that cannot be read is named on stderr, and the
+others go on; the exit status is then 1.
+"""
+
+import argparse
+import csv
 import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
-from PIL import Image
+from PIL import Image, ImageOps, features
 
 # for others, such as EPS, Pillow may start programs
-FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
+FORMATS = ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM"]
+# of files in folders; those that cannot be read here are named
+SUFFIXES = [".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".ppm", ".pgm"]
+SUFFIXES += [".avif", ".heic", ".heif"]
 MAX_PIXELS = 120_000_000
+ANY_BATCH = 8  # pictures at a time, if the program takes any number
+
+if "avif" in features.modules and features.check("avif"):  # else an old Pillow
+    FORMATS.append("AVIF")
+try:
+    import pillow_heif
+except ImportError:
+    pass
+else:
+    pillow_heif.register_heif_opener()
+    FORMATS.append("HEIF")
 
 
 def prepare(picture: Image.Image, spec: dict) -> np.ndarray:
     """The picture resized, its middle cut out and normalised as in training: float32 [channels,
     side, side]."""
     how, side = spec["preprocessing"], spec["input"]["shape"][-1]
-    short = how["resize"]  # None: the whole picture, squashed into a square
-    size = [short * length // min(picture.size) if short else side for length in picture.size]
+    size = [side, side]
+    if how["resize"]:  # else the whole picture is squashed into a square
+        size = [how["resize"] * length // min(picture.size) for length in picture.size]
     left, top = (round((length - side) / 2) for length in size)
     if picture.mode.startswith("I"):  # 16 bits a channel
         picture = Image.fromarray((np.asarray(picture) // 256).clip(0, 255).astype(np.uint8))
     picture = picture.convert(how["mode"]).resize(
         size, Image.Resampling[how["interpolation"].upper()]
     )
-    pixels = (
-        np.asarray(picture.crop((left, top, left + side, top + side)), np.float32).reshape(
-            side, side, -1
-        )
-        / 255
-    )
+    picture = picture.crop((left, top, left + side, top + side))
+    pixels = np.asarray(picture, np.float32).reshape(side, side, -1) / 255
     return ((pixels - np.float32(how["mean"])) / np.float32(how["std"])).transpose(2, 0, 1)
 
 
-def read(file: str) -> Image.Image:
-    """The picture, decoded if its header says that it is not too large."""
+def read(file: str | Path) -> Image.Image:
+    """The picture, upright, decoded if its header says that it is not too large.
+
+    Raises:
+        Exception: it cannot be read. Pillow raises OSError, SyntaxError, ValueError and more.
+    """
+    picture = Image.open(file, formats=FORMATS)
+    if picture.width * picture.height > MAX_PIXELS:
+        size = f"{picture.width} x {picture.height}"
+        raise ValueError(f"{size} pixels, the limit is {MAX_PIXELS}")
+    picture.load()
     try:
-        picture = Image.open(file, formats=FORMATS)
-        if picture.width * picture.height > MAX_PIXELS:
-            sys.exit(
-                f"{file}: {picture.width} x {picture.height} pixels, the limit is {MAX_PIXELS}"
-            )
-        picture.load()
-    # a broken file: Pillow raises OSError, SyntaxError, ValueError and more
-    except Exception as error:
-        sys.exit(f"{file}: not a picture that can be read ({error})")
-    return picture
+        return ImageOps.exif_transpose(picture)
+    except Exception:  # broken EXIF data
+        return picture
+
+
+def find(names: list[str]) -> list[Path]:
+    """The named files, and the pictures in the named folders and their subfolders."""
+    files = []
+    for path in map(Path, names):
+        if not path.is_dir():
+            files.append(path)
+            continue
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+        if not inside:
+            sys.exit(f"{path}: holds no pictures ({' '.join(SUFFIXES)})")
+        files += inside
+    return files
+
+
+class Classifier:
+    """An exported model: model.onnx and model.json in one directory."""
+
+    def __init__(self, directory: Path):
+        self.file = directory / "model.onnx"
+        if not self.file.is_file():
+            sys.exit(f"{directory}: no model.onnx, which tools/export.py --format onnx writes")
+        try:
+            self.spec = json.loads((directory / "model.json").read_text())
+            self.class_names = self.spec["class_names"]
+            self.input = self.spec["input"]["name"]
+            self.batch_size = self.spec["input"]["shape"][0]  # None: any
+            if self.batch_size is not None and self.batch_size < 1:
+                raise ValueError(f"a batch of {self.batch_size}")
+            prepare(Image.new("RGB", (64, 48)), self.spec)
+        except Exception as error:  # missing, not JSON, or without one of these entries
+            sys.exit(f"{directory / 'model.json'}: cannot be used ({describe(error)})")
+        try:
+            import onnxruntime
+
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 4  # else errors are printed as well as raised
+            self.session = onnxruntime.InferenceSession(self.file, options)
+        except ImportError:
+            sys.exit("onnxruntime is not installed: pip install onnxruntime")
+        except Exception as error:  # onnxruntime has a class for each kind of damage
+            sys.exit(f"{self.file}: cannot be loaded ({describe(error)})")
+
+    def probabilities(self, images: list[np.ndarray]) -> np.ndarray:
+        """The probability of each class in each image: float32 [images, classes]."""
+        count = len(images)
+        if self.batch_size:  # fill the batch with copies of the last image
+            images = images + images[-1:] * (self.batch_size - count)
+        try:
+            logits = self.session.run(None, {self.input: np.stack(images)})[0][:count]
+            if logits.shape[1] != len(self.class_names):
+                raise ValueError(f"{logits.shape[1]} classes, not {len(self.class_names)}")
+        except Exception as error:  # model.json of another model
+            sys.exit(f"{self.file}: cannot be run ({describe(error)})")
+        odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return odds / odds.sum(axis=1, keepdims=True)
+
+    def classify(self, files: list[Path]) -> Iterator[tuple[Path, np.ndarray | None]]:
+        """Each file with its probabilities, float32 [classes]; None if it cannot be read, which is
+        printed."""
+        step = self.batch_size or ANY_BATCH
+        for start in range(0, len(files), step):
+            images = []
+            readable = set()
+            for file in files[start : start + step]:
+                try:
+                    images.append(prepare(read(file), self.spec))
+                    readable.add(file)
+                except Exception as error:  # see `read`
+                    problem = f"{file}: not a picture that can be read ({describe(error)})"
+                    print(problem, file=sys.stderr)
+            rows = iter(())
+            if images:
+                rows = iter(self.probabilities(images))
+            for file in files[start : start + step]:
+                row = None
+                if file in readable:
+                    row = next(rows)
+                yield file, row
+
+
+def describe(error: Exception) -> str:
+    """The error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", metavar="EXPORTED_DIR", help="what tools/export.py wrote")
+    parser.add_argument("pictures", nargs="+", metavar="PICTURE_OR_FOLDER")
+    parser.add_argument(
+        "--top-k", type=int, default=5, metavar="K", help="classes to print (default: %(default)s)"
+    )
+    parser.add_argument("--csv", metavar="FILE", help="file for a line of each picture")
+    args = parser.parse_args()
+    if args.top_k < 1:
+        parser.error(f"--top-k is {args.top_k}, it must be at least 1")
+    return args
+
+
+def write_csv(file: str, rows: list[list], top_k: int) -> None:
+    """A line for each picture: file, class, probability, class_2, probability_2, ..."""
+    header = ["file", "class", "probability"]
+    for rank in range(2, top_k + 1):
+        header += [f"class_{rank}", f"probability_{rank}"]
+    try:
+        with open(file, "w", newline="", encoding="utf-8", errors="backslashreplace") as output:
+            csv.writer(output).writerows([header] + rows)
+    except OSError as error:
+        sys.exit(f"--csv {file}: cannot be written ({error.strerror})")
+
+
+def main() -> None:
+    for stream in (sys.stdout, sys.stderr):  # names of files may have any bytes
+        stream.reconfigure(errors="backslashreplace")
+    args = parse()
+    files = find(args.pictures)
+    classifier = Classifier(Path(args.directory))
+    top_k = min(args.top_k, len(classifier.class_names))
+    rows = []
+    for file, probabilities in classifier.classify(files):
+        if probabilities is None:
+            continue
+        if len(files) > 1:
+            print(file)
+        row = [file]
+        for best in probabilities.argsort()[::-1][:top_k]:
+            print(f"{probabilities[best]:6.1%}  {classifier.class_names[best]}")
+            row += [classifier.class_names[best], f"{probabilities[best]:.6f}"]
+        rows.append(row)
+    if args.csv:
+        write_csv(args.csv, rows, top_k)
+    if len(rows) < len(files):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    directory, file = Path(sys.argv[1]), sys.argv[2]
-    if not (directory / "model.onnx").is_file():
-        sys.exit(f"{directory}: no model.onnx, which tools/export.py --format onnx writes")
-    spec = json.loads((directory / "model.json").read_text())
-    # as many as it takes
-    images = np.stack([prepare(read(file), spec)] * (spec["input"]["shape"][0] or 1))
-    logits = onnxruntime.InferenceSession(directory / "model.onnx").run(
-        None, {spec["input"]["name"]: images}
-    )[0][0]
-    odds = np.exp(logits - logits.max())
-    for best in odds.argsort()[:-6:-1]:
-        print(f"{odds[best] / odds.sum():6.1%}  {spec['class_names'][best]}")
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

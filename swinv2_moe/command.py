@@ -240,8 +240,8 @@ def print_unreadable(console: Console, results: dict) -> None:
         console.print(message, markup=False)
 
 
-def output_directory(name: str) -> Path:
-    """--output as a directory, which is made if it does not exist.
+def output_directory(name: str, option: str = "--output") -> Path:
+    """`option`'s value as a directory, which is made if it does not exist.
 
     Raises:
         UserError: it cannot be made, or cannot be written to.
@@ -251,10 +251,10 @@ def output_directory(name: str) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"--output {name}: cannot be made a directory ({error.strerror})"
+            f"{option} {name}: cannot be made a directory ({error.strerror})"
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError(f"--output {name}: permission denied to write in it")
+        raise UserError(f"{option} {name}: permission denied to write in it")
     return path
 
 

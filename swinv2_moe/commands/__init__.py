@@ -31,6 +31,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("tools", "train the model of a configuration, or continue a run"),
     "evaluate": Command("tools", "accuracy, classes and calibration of a checkpoint"),
+    "predict": Command("tools", "the classes of pictures, in a table or a file"),
     "few-shot": Command("tools", "few-shot and nearest-neighbour accuracy of its features"),
     "show-routing": Command("tools", "pictures of what its experts have specialised in"),
     "report": Command("tools", "one HTML file about a run"),
@@ -54,7 +55,16 @@ COMMANDS = {
 }
 # Those whose threads are chosen by `choose_threads`. Measurements use all cores, and commands that
 # start others leave the choice to them.
-CHOOSE_THREADS = {"train", "evaluate", "few-shot", "show-routing", "report", "export", "quickstart"}
+CHOOSE_THREADS = {
+    "train",
+    "evaluate",
+    "predict",
+    "few-shot",
+    "show-routing",
+    "report",
+    "export",
+    "quickstart",
+}
 
 
 def run(name: str) -> None:

@@ -77,6 +77,8 @@ def show(results: dict) -> None:
         )
     size = results["image_size"]
     console.print(f"{results['checkpoint']}, step {results['step']}, {experts}, {size} px")
+    for note in results["data_notes"]:
+        console.print(note)
     if results["other_class_names"]:
         console.print(results["other_class_names"])
     row = [f"{results['images']:,}"]

@@ -52,6 +52,7 @@ _RANGES = {  # inclusive
     "CHECKPOINT.KEEP_LAST": (1, _INFINITY),
     "CHECKPOINT.EXPERTS": (0, _INFINITY),
     "CHECKPOINT.STAGING_MB": (0, _INFINITY),
+    "DATA.VAL_SPLIT": (0, 0.9),
     "DATA.SHARD_STREAMS": (1, _INFINITY),
     "DATA.BATCH_SIZE": (1, _INFINITY),
     "DATA.GLOBAL_BATCH_SIZE": (0, _INFINITY),
@@ -112,6 +113,8 @@ _RANGES = {  # inclusive
     "AUG.MIXUP_SWITCH_PROB": (0, 1),
     "TEST.CROP_RATIO": (0.1, 1),
 }
+
+_SPLIT_DATASETS = ("folder", "imagenet")  # that DATA.VAL_SPLIT can split
 
 
 def choices() -> dict[str, Collection]:
@@ -245,6 +248,11 @@ def _check_dataset(config: CfgNode) -> None:
     if dataset.needs_path and not data.PATH:
         raise UserError(
             f"DATA.DATASET is {data.DATASET!r}: DATA.PATH (or --data) must name its directory"
+        )
+    if data.VAL_SPLIT and data.DATASET not in _SPLIT_DATASETS:
+        raise UserError(
+            f"DATA.VAL_SPLIT is {data.VAL_SPLIT}: it splits the datasets"
+            f" {' and '.join(_SPLIT_DATASETS)}, DATA.DATASET is {data.DATASET!r}"
         )
 
 

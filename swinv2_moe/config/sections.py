@@ -88,6 +88,8 @@ class DataConfig:
     path: str = ""
     train_list: str = ""  # list: one "path label" a line, or Swin's JSON map
     val_list: str = ""
+    # folder: share of each class of train/ held out where there is no val/; 0: none
+    val_split: float = 0.0
     # shards: places from which they are read in turn; ranks that divide it read each their own
     shard_streams: int = 64
     batch_size: int = 128  # images per rank per forward pass
@@ -104,6 +106,8 @@ class DataConfig:
     max_pixels: int = 120_000_000
     # the run stops once more than this share of the images could not be read
     max_bad_share: float = 0.01
+    # read every image before the first step and list those that cannot be read
+    check_files: bool = False
 
     augment: AugmentConfig
     test: CropConfig

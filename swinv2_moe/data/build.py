@@ -33,6 +33,7 @@ class Data:
     class_names: list[str]
     train_size: int  # images over all ranks
     val_size: int
+    notes: tuple[str, ...] = ()  # lines of the dataset for the log
 
     def set_epoch(self, epoch: int, skip_steps: int = 0) -> None:
         """Choose the order and the augmentation of `epoch` (from 0); call it before each
@@ -80,6 +81,7 @@ def build_data(config: DataConfig, rank: int = 0, world_size: int = 1) -> Data:
         class_names=sources.class_names,
         train_size=train_size,
         val_size=val_size,
+        notes=sources.notes,
     )
 
 

@@ -14,10 +14,9 @@ from mmdet.utils import get_test_pipeline_cfg
 from mmengine.config import Config
 from mmengine.dataset import Compose
 from torch import nn
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.data.images import decode, read_file, to_mode
+from swinv2_moe.data.images import SUFFIXES, decode, read_file, to_mode
 from swinv2_moe.detection.run import build_detector
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import block_name
@@ -75,11 +74,9 @@ def image_files(names: Sequence[str]) -> list[Path]:
     files = []
     for path in map(Path, names):
         if path.is_dir():
-            inside = sorted(
-                file for file in path.iterdir() if file.suffix.lower() in IMG_EXTENSIONS
-            )
+            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
             if not inside:
-                raise UserError(f"{path}: a folder without images ({' '.join(IMG_EXTENSIONS)})")
+                raise UserError(f"{path}: a folder without images ({' '.join(SUFFIXES)})")
             files += inside
         elif path.is_file():
             files.append(path)

@@ -30,7 +30,6 @@ from swinv2_moe.export.comparison import (
     validation_batches,
 )
 from swinv2_moe.files import publish_directory
-from swinv2_moe.train.checkpoint import count_classes
 from swinv2_moe.train.deployed import Deployed, open_deployed
 
 # Largest difference between logits, relative to the largest logit, in 99% of the images. Measured
@@ -118,7 +117,7 @@ def export_model(
             raise UserError(
                 f"one process exports, here are {deployed.world.size}: start it without torchrun"
             )
-        class_names = _class_names(deployed)
+        class_names = deployed.class_names()
         model = deployed.model(len(class_names))
         _check_capacity(deployed.model_config.experts, choices)
         is_chosen = bool(data or dataset or _DATA_KEYS.intersection(opts[::2]))
@@ -201,14 +200,6 @@ def check_agreement(kind: str, dtype: str, found: Comparison) -> None:
         )
 
 
-def _class_names(deployed: Deployed) -> list[str]:
-    """Class names in the order of the logits; numbers if the checkpoint has no names."""
-    names = deployed.source.meta["class_names"]
-    if names:
-        return names
-    return [str(number) for number in range(count_classes(deployed.source, deployed.model_config))]
-
-
 def _check_capacity(experts: ExpertsConfig, choices: Choices) -> None:
     if choices.capacity_factor is not None and not experts.num_experts:
         raise UserError(
@@ -271,9 +262,10 @@ def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict
 def preprocessing(config: DataConfig) -> dict:
     """How an image becomes the model's square input, as `build_transform` does in evaluation.
 
-    `mode` is Pillow's; of 16 bits per channel, the upper 8 are used. `resize` is the length of the
-    short side before the centre crop; None: the image is stretched to the square. Then values from
-    0 to 1 are normalised by `mean` and `std`.
+    The image is first turned upright, as its EXIF orientation says. `mode` is Pillow's; of 16 bits
+    per channel, the upper 8 are used. `resize` is the length of the short side before the centre
+    crop; None: the image is stretched to the square. Then values from 0 to 1 are normalised by
+    `mean` and `std`.
     """
     mode = "L" if config.in_chans == 1 else "RGB"
     resize = None

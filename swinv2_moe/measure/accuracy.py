@@ -304,6 +304,7 @@ class _Subject:
     autocast: partial
     shuffled: bool  # TEST.SHUFFLE
     class_names: list[str]
+    notes: tuple[str, ...]  # of the dataset
     renamed: str | None
     unreadable: UnreadableImages
 
@@ -311,7 +312,7 @@ class _Subject:
     def of(cls, deployed: Deployed) -> "_Subject":
         world, data = deployed.world, deployed.data
         sources = world.everywhere(lambda: load_sources(data))
-        check_same_data(data.path, world, *sources)
+        check_same_data(data.path, world, sources.train, sources.val, sources.class_names)
         renamed = deployed.compare_classes(sources.class_names)
         return cls(
             world,
@@ -320,6 +321,7 @@ class _Subject:
             deployed.autocast,
             data.test.shuffle,
             sources.class_names,
+            sources.notes,
             renamed,
             UnreadableImages(len(sources.val), data.max_bad_share),
         )
@@ -328,6 +330,7 @@ class _Subject:
         return {
             "classes": len(self.class_names),
             "other_class_names": self.renamed,
+            "data_notes": list(self.notes),
             "batch_size": self.loader.batch_size,
             "shuffled": self.shuffled,
             "machine": machine(self.world.device.type),

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from PIL import Image
 from rich.console import Console
 from torch import Tensor, nn
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from moe_core import moe_layers, prepared
 from swinv2_moe.data import UnreadableImages, evaluation_loader
+from swinv2_moe.data.images import image_paths
 from swinv2_moe.data.sources import ImageFiles, Source, Sources, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.routing_figures import classes_figure, load_figure, pictures_figure
@@ -282,19 +282,8 @@ def _check(output: Path, count: int, limit: int | None) -> None:
 
 def _files(names: Sequence[str], max_pixels: int) -> ImageFiles:
     """The images of --images; those of a folder and its subfolders are sorted by name."""
-    files: list[Path] = []
-    for path in map(Path, names):
-        if not path.exists():
-            raise UserError(f"--images {path}: no such file or directory")
-        if not path.is_dir():
-            files.append(path)
-            continue
-        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
-        if not inside:
-            raise UserError(f"--images {path}: holds no images ({' '.join(IMG_EXTENSIONS)} count)")
-        files += inside
-    paths = np.array([os.fsencode(path) for path in files])
-    return ImageFiles("", paths, np.zeros(len(files), np.int64), max_pixels)
+    paths = np.array([os.fsencode(path) for path in image_paths(names, "--images ")])
+    return ImageFiles("", paths, np.zeros(len(paths), np.int64), max_pixels)
 
 
 @torch.inference_mode()

@@ -86,6 +86,18 @@ class Deployed:
         checkpoint.load_weights(self.source, model, fit, finite=False)
         return model.to(self.world.device).eval()
 
+    def class_names(self) -> list[str]:
+        """Class names in the order of the logits; numbers if the checkpoint has no names.
+
+        Raises:
+            UserError: it has neither names nor a classifier.
+        """
+        names = self.source.meta["class_names"]
+        if names:
+            return names
+        count = checkpoint.count_classes(self.source, self.model_config)
+        return [str(number) for number in range(count)]
+
     def compare_classes(self, class_names: Sequence[str]) -> str | None:
         """A line where the checkpoint has other names for the classes of the data; imported weights
         may have none.
@@ -132,6 +144,7 @@ def open_deployed(
     dataset: str | None = None,
     opts: Sequence[str] = (),
     options: Mapping[str, object] | None = None,
+    name: str = "--resume",
 ) -> Iterator[Deployed]:
     """The checkpoint `resume`, or the newest of a run, for the block's length. Every rank calls
     this.
@@ -143,6 +156,7 @@ def open_deployed(
         opts: KEY VALUE ... over the checkpoint's configuration. DEVICE and TIMEOUT are not the
             checkpoint's but these.
         options: what else the ranks must have in common.
+        name: what messages call the option of `resume`.
 
     Raises:
         UserError: there is none that is whole, options that cannot be used, ranks with different
@@ -153,12 +167,10 @@ def open_deployed(
     run = run_config(options_alone)
     with open_world(run.device, run.timeout) as world, world.named_errors("a collective"):
         keys = dict(zip(opts[::2], opts[1::2], strict=True))
-        check_same_start(
-            {"--resume": resume, "--dataset": dataset} | keys | dict(options or {}), world
-        )
-        source = checkpoint.find_checkpoint(resume, Path(resume), world, weights_only=True)
+        check_same_start({name: resume, "--dataset": dataset} | keys | dict(options or {}), world)
+        source = checkpoint.find_checkpoint(resume, Path(resume), world, name, weights_only=True)
         if source is None:
-            raise UserError(f"--resume {resume}: name a checkpoint or a run")
+            raise UserError(f"{name} {resume}: name a checkpoint or a run")
         yield Deployed(world, source, _configuration(source, data, dataset, opts, world.size))
 
 
@@ -170,6 +182,8 @@ def _configuration(
         trained = data_config(config_from_text(source.meta["config"], name))
         dataset = _dataset_of(Path(data).expanduser(), trained.dataset)
     keys = dict(_NOT_THE_MODELS)
+    if data is not None or dataset is not None:
+        keys["DATA.VAL_SPLIT"] = 0  # the training's data had no validation images
     if data is not None:
         keys["DATA.PATH"] = data
     if dataset is not None:

@@ -29,6 +29,7 @@ from swinv2_moe.models import (
 from swinv2_moe.models.heads import fit_head
 from swinv2_moe.train import checkpoint, optim, upcycling
 from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
+from swinv2_moe.train.check_files import check_files
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.train.environment import describe_environment
@@ -133,6 +134,7 @@ def _notes(trainer: Trainer, placements: list[str]) -> list[str]:
     if any(placements):
         lines.append(placement_line(placements))
     lines += [f"imported {file}" for file in imported_files()]
+    lines += trainer.data.notes
     lines += [f"warning: {warning}" for warning in _warnings(trainer)]
     return lines
 
@@ -141,13 +143,16 @@ def _load_data(config: DataConfig, world: World) -> tuple[Data, Staging | None]:
     """The data and the record of its staging.
 
     Raises:
-        UserError: on every rank, what one of them finds wrong; what `check_same_data` raises.
+        UserError: on every rank, what one of them finds wrong; what `check_same_data` and
+            `check_files` raise.
     """
     data = world.everywhere(lambda: build_data(config, world.rank, world.size))
     staging = world.everywhere(lambda: read_staging(config.path))
     train_images = data.train_loader.dataset.source
     val_images = data.val_loader.dataset.source
     check_same_data(config.path, world, train_images, val_images, data.class_names)
+    if config.check_files:
+        check_files(config, data, world)
     return data, staging
 
 

@@ -2,7 +2,9 @@
 that cannot work."""
 
 import builtins
+import csv
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from sklearn.datasets import load_sample_images
 from tool_cases import ROOT, command
 
@@ -351,23 +353,86 @@ def test_the_example_reads_pictures_alone_and_none_that_is_too_large(monkeypatch
     Image.new("L", (13_000, 13_000)).save(tmp_path / "large.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:30])
     for name, says in (
-        ("eps", "not a picture"),
+        ("eps", "cannot identify image file"),
         ("large", "13000 x 13000 pixels, the limit is"),
-        ("cut", "not a picture"),
+        ("cut", "cannot identify image file"),
+        ("gone", "No such file"),
     ):
-        with pytest.raises(SystemExit, match=rf"{name}\.png: {says}"):
-            read(str(tmp_path / f"{name}.png"))
+        with pytest.raises(Exception, match=says):
+            read(tmp_path / f"{name}.png")
 
 
 def test_the_example_says_what_it_needs(tmp_path):
     done = run_alone("examples/classify.py")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "python examples/classify.py EXPORTED_DIR PICTURE" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "EXPORTED_DIR PICTURE_OR_FOLDER" in done.stderr
     done = run_alone("examples/classify.py", tmp_path, "picture.png")
     assert (done.returncode, done.stderr) == (
         1,
         f"{tmp_path}: no model.onnx, which tools/export.py --format onnx writes\n",
     )
+
+
+def test_the_example_classifies_folders(exported, photographs, tmp_path):
+    """More pictures than the batch of 3, upright and turned; a broken one is named."""
+    folder = tmp_path / "pictures"
+    (folder / "deeper").mkdir(parents=True)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    with Image.open(photographs[0]) as image:
+        image.save(folder / "upright.png")
+        image.transpose(Image.Transpose.ROTATE_90).save(folder / "turned.png", exif=exif)
+    for number in range(3):
+        shutil.copy(photographs[1], folder / "deeper" / f"{number}.PNG")
+    (folder / "broken.jpg").write_bytes(b"not a picture")
+    words = [exported[0], folder, "--top-k", "2", "--csv", tmp_path / "out.csv"]
+    done = run_alone("examples/classify.py", *words)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"{folder}/broken.jpg: not a picture that can be read (")
+    assert len(done.stdout.splitlines()) == 3 * 5
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = {Path(row["file"]).name: row for row in csv.DictReader(file)}
+    assert list(rows) == ["0.PNG", "1.PNG", "2.PNG", "turned.png", "upright.png"]
+    assert set(rows["0.PNG"]) == {"file", "class", "probability", "class_2", "probability_2"}
+    assert rows["0.PNG"]["class"] in CLASSES
+
+
+# what is wrong with the exported directory, and what the one line says
+DAMAGE = {
+    "no model.json": ("model.json", None, "model.json: cannot be used (FileNotFoundError"),
+    "not JSON": ("model.json", "{", "model.json: cannot be used (JSONDecodeError"),
+    "no entries": ("model.json", "{}", "model.json: cannot be used (KeyError: 'class_names')"),
+    "a list": ("model.json", "[]", "model.json: cannot be used (TypeError"),
+    "not ONNX": ("model.onnx", "no", "model.onnx: cannot be loaded ("),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_the_example_names_what_is_damaged(case, exported, photographs, tmp_path):
+    name, content, says = DAMAGE[case]
+    shutil.copytree(exported[0], tmp_path / "model")
+    (tmp_path / "model" / name).unlink()
+    if content is not None:
+        (tmp_path / "model" / name).write_text(content)
+    done = run_alone("examples/classify.py", tmp_path / "model", photographs[0])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"{tmp_path}/model/{says}"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_example_refuses_what_is_no_input(exported, photographs, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for words, status, says in (
+        ([tmp_path / "empty"], 1, f"{tmp_path}/empty: holds no pictures (.jpg"),
+        ([tmp_path / "gone.jpg"], 1, f"{tmp_path}/gone.jpg: not a picture that can be read ("),
+        ([photographs[0], "--csv", tmp_path / "none/a.csv"], 1, f"--csv {tmp_path}/none/a.csv: "),
+        ([photographs[0], "--top-k", "0"], 2, "--top-k is 0, it must be at least 1"),
+    ):
+        done = run_alone("examples/classify.py", exported[0], *words)
+        assert done.returncode == status
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 # Bad input

@@ -84,6 +84,8 @@ def test_every_command_of_the_guide(place):
         "mine_beside_dense.html",
         "mine_routing/routing.png",
         "accuracy.json",
+        "predictions.csv",
+        "annotated/000.jpg",
     ):
         assert (place / "output" / made).is_file()
     for made in (

@@ -106,6 +106,7 @@ ALLOWED = {
     "swinv2_moe.detection": TRAINING + ["swinv2_moe.plots", "swinv2_moe.imports"],
     "swinv2_moe.measure": TRAINING + ["swinv2_moe.plots"],
     "swinv2_moe.export": TRAINING,
+    "swinv2_moe.predict": TRAINING,
     "tools": ["moe_core", "swinv2_moe"],
 }
 ALLOWED["moe_core.router"] = BASICS

@@ -21,6 +21,7 @@ from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import HashedFile, only_process, parse_json
 
 _IMAGES = {"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "jfif"}
+_IMAGES |= {"avif", "heic", "heif"}
 _MAX_LABEL = 2**31 - 1
 _MAX_LABEL_BYTES = 1 << 20  # of a .cls or .json
 # Raised by tarfile; all but TarError for headers with invalid numbers or headers that nest deeply.

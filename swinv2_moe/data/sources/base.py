@@ -43,6 +43,7 @@ class Sources(NamedTuple):
     train: Source
     val: Source
     class_names: list[str]
+    notes: tuple[str, ...] = ()  # lines for the log: what is used, or left out
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,15 @@ N images
 """
 
 import glob
+import hashlib
 import os
+from dataclasses import replace
 
 import numpy as np
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.datasets.folder import find_classes, make_dataset
 
 from swinv2_moe.config import DataConfig
+from swinv2_moe.data.images import NOT_DECODED, SUFFIXES
 from swinv2_moe.data.sources.base import (
     ImageFiles,
     Sources,
@@ -20,6 +23,8 @@ from swinv2_moe.data.sources.base import (
 )
 from swinv2_moe.dataset_registry import register_dataset
 from swinv2_moe.errors import UserError
+
+VALIDATION_FOLDERS = ("val", "validation", "valid", "test")
 
 
 @register_dataset("folder")
@@ -33,29 +38,102 @@ def imagenet(config: DataConfig) -> Sources:
 
 
 def _load(config: DataConfig, hint: str = "") -> Sources:
-    """The images of a directory with train/ and val/.
+    """The images of a directory with train/ and val/, or a share of train/ for val/.
 
     Args:
-        hint: the end of the message where one of them is missing.
+        hint: the end of the message where a folder is missing.
     """
     root = config.path
-    train, val = os.path.join(root, "train"), os.path.join(root, "val")
+    train = os.path.join(root, "train")
+    name = _validation_folder(root, config.val_split)
+    _check_folders(root, train, name, config.val_split, hint)
+    classes = _classes(train)
+    class_names = [printable(label) for label in classes]
+    if name is not None:
+        val = os.path.join(root, name)
+        _check_same_classes(root, name, classes, _classes(val))
+    images, notes = _image_files(train, classes, config.max_pixels)
+    if name is None:
+        parts = _split(images, classes, config.val_split)
+        notes.append(
+            f"DATA.VAL_SPLIT {config.val_split:g}: {len(parts[1]):,} of the {len(images):,} images"
+            f" of {printable(train)} are held out for validation"
+        )
+        return Sources(*parts, class_names, tuple(notes))
+    val_images, val_notes = _image_files(val, classes, config.max_pixels)
+    if name != "val":
+        notes.append(
+            f"{printable(root)} has no val/ folder: the images of {name}/ are used for validation"
+        )
+    return Sources(images, val_images, class_names, tuple(notes + val_notes))
+
+
+def _validation_folder(root: str, val_split: float) -> str | None:
+    """The name of the folder of validation images: the first of VALIDATION_FOLDERS that exists.
+
+    None if there is none; with DATA.VAL_SPLIT, test/ is not one.
+
+    Raises:
+        UserError: DATA.VAL_SPLIT is above 0 and there are validation images.
+    """
+    for name in VALIDATION_FOLDERS:
+        if not os.path.isdir(os.path.join(root, name)):
+            continue
+        if not val_split:
+            return name
+        if name != "test":
+            raise UserError(
+                f"DATA.VAL_SPLIT is {val_split:g}: DATA.PATH {root!r} has validation images in"
+                f" {name}/, for which DATA.VAL_SPLIT is 0"
+            )
+    return None
+
+
+def _check_folders(root: str, train: str, name: str | None, val_split: float, hint: str) -> None:
+    """Raise UserError if train/, or the validation images, are missing."""
     missing = []
-    for split, path in (("train/", train), ("val/", val)):
-        if not os.path.isdir(path):
-            missing.append(split)
+    if not os.path.isdir(train):
+        missing.append("train/")
+    if name is None and not val_split:
+        missing.append("val/")
+        if not missing[1:]:
+            hint = "; DATA.VAL_SPLIT 0.1 would hold out a tenth of train/"
     if missing:
         names = " and no ".join(missing)
         raise UserError(
             f"DATA.PATH is {root!r}: it has no {names} folder; found: {content_of(root)}{hint}"
         )
-    classes = _classes(train)
-    _check_same_classes(root, classes, _classes(val))
-    return Sources(
-        _image_files(train, classes, config.max_pixels),
-        _image_files(val, classes, config.max_pixels),
-        [printable(name) for name in classes],
-    )
+
+
+def _split(images: ImageFiles, classes: list[str], share: float) -> tuple[ImageFiles, ImageFiles]:
+    """`images` without a share of each class, and that share: at least one image.
+
+    Which images are held out depends on their names alone, not on SEED: so every run with the same
+    share is measured on the same images, and a model fine-tuned from another has not seen them.
+
+    Raises:
+        UserError: a class has a single image.
+    """
+    counts = np.bincount(images.targets)
+    if counts.min() < 2:
+        single = [classes[label] for label in np.flatnonzero(counts < 2)]
+        raise UserError(
+            f"DATA.VAL_SPLIT is {share:g}: {len(single)} of {len(classes)} class folders of"
+            f" {images.root} hold a single image: {shortened(single)}"
+        )
+    is_held_out = np.zeros(len(images), bool)
+    start = 0
+    for count in counts.tolist():
+        paths = images.paths[start : start + count].tolist()
+        digests = [hashlib.sha256(path).digest() for path in paths]
+        order = sorted(range(count), key=digests.__getitem__)
+        num_held_out = min(max(1, round(share * count)), count - 1)
+        is_held_out[start : start + count][order[:num_held_out]] = True
+        start += count
+    parts = []
+    for rows in (~is_held_out, is_held_out):
+        parts.append(replace(images, paths=images.paths[rows], targets=images.targets[rows]))
+    return parts[0], parts[1]
 
 
 def _classes(split: str) -> list[str]:
@@ -72,40 +150,58 @@ def _classes(split: str) -> list[str]:
         ) from error
 
 
-def _check_same_classes(root: str, train: list[str], val: list[str]) -> None:
+def _check_same_classes(root: str, name: str, train: list[str], val: list[str]) -> None:
     if train == val:
         return
     differences = []
-    for split, classes, others in (("train", train, val), ("val", val, train)):
+    for split, classes, others in (("train", train, val), (name, val, train)):
         missing = sorted(set(classes) - set(others))
         if missing:
             differences.append(f"only in {split}/: {shortened(missing)}")
     raise UserError(
-        f"DATA.PATH is {root!r}: train/ has {len(train)} class folders and val/ {len(val)}, they"
-        f" must be the same ({'; '.join(differences)})"
+        f"DATA.PATH is {root!r}: train/ has {len(train)} class folders and {name}/ {len(val)},"
+        f" they must be the same ({'; '.join(differences)})"
     )
 
 
-def _image_files(split: str, classes: list[str], max_pixels: int) -> ImageFiles:
-    """The images in the class folders of a split, class by class."""
+def _image_files(split: str, classes: list[str], max_pixels: int) -> tuple[ImageFiles, list[str]]:
+    """The images in the class folders of a split, class by class, and lines for the log."""
     prefix = os.path.join(split, "")
+    endings = SUFFIXES + tuple(NOT_DECODED)
     # One array for each class: a list of millions of strings would take gigabytes.
     paths = []
+    left_out = []
     for name in classes:
-        images = make_dataset(split, {name: 0}, IMG_EXTENSIONS, allow_empty=True)
-        encoded = [os.fsencode(path.removeprefix(prefix)) for path, _ in images]
+        encoded = []
+        for path, _ in make_dataset(split, {name: 0}, endings, allow_empty=True):
+            if path.lower().endswith(SUFFIXES):
+                encoded.append(os.fsencode(path.removeprefix(prefix)))
+            else:
+                left_out.append(path)
         paths.append(np.array(encoded, bytes))
+    notes = []
+    hint = ""
+    if left_out:
+        notes.append(f"warning: {_left_out_line(left_out)}")
+        hint = f"; {_left_out_line(left_out)}"
     counts = np.array([len(part) for part in paths])
     if not counts.any():
         raise UserError(
-            f"{split}: no images in its {len(classes)} class folders ({' '.join(IMG_EXTENSIONS)}"
-            " count)"
+            f"{split}: no images in its {len(classes)} class folders ({' '.join(SUFFIXES)}"
+            f" count){hint}"
         )
     if not counts.all():
         empty = [name for name, count in zip(classes, counts, strict=True) if not count]
         raise UserError(
             f"{split}: {len(empty)} of {len(classes)} class folders hold no image:"
-            f" {shortened(empty)}"
+            f" {shortened(empty)}{hint}"
         )
     targets = np.repeat(np.arange(len(classes)), counts)  # [N]
-    return ImageFiles(split, np.concatenate(paths), targets, max_pixels)
+    return ImageFiles(split, np.concatenate(paths), targets, max_pixels), notes
+
+
+def _left_out_line(paths: list[str]) -> str:
+    """How many images are left out since nothing decodes them here, and why."""
+    endings = sorted({os.path.splitext(path)[1].lower() for path in paths})
+    needs = " and ".join(f"{ending} needs {NOT_DECODED[ending]}" for ending in endings)
+    return f"images left out: {len(paths):,} ({needs}); the first: {printable(paths[0])}"

@@ -154,10 +154,10 @@ def test_a_missing_path_and_a_file_for_a_path(folder_config, tmp_path):
 
 def test_a_folder_without_train_or_val_says_what_it_found(folder_config, tmp_path):
     root = folder_config.DATA.PATH
-    os.rename(f"{root}/val", f"{root}/valid")
-    assert (
-        refusal(folder_config)
-        == f"DATA.PATH is '{root}': it has no val/ folder; found: train, valid"
+    os.rename(f"{root}/val", f"{root}/other")
+    assert refusal(folder_config) == (
+        f"DATA.PATH is '{root}': it has no val/ folder; found: other, train; DATA.VAL_SPLIT 0.1"
+        " would hold out a tenth of train/"
     )
     folder_config.DATA.PATH = f"{root}/train"
     assert refusal(folder_config).endswith(

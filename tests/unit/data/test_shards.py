@@ -499,7 +499,7 @@ def test_the_index_of_foreign_shards(foreign, made):
         ),
         ({"jpg": b"x", "cls": b"-1"}, r"bad\.tar: k: label -1 is out of range"),
         ({"jpg": b"x", "cls": b"7"}, r"bad\.tar: k: label 7 is out of range, with 5 classes$"),
-        ({"cls": b"1"}, r"bad\.tar: k has no image \(bmp .*\)$"),
+        ({"cls": b"1"}, r"bad\.tar: k has no image \(avif bmp .*\)$"),
         ({"cls": b"1", "jpg": b"x", "png": b"x"}, r"bad\.tar: k has two images, \.jpg and \.png$"),
     ],
 )

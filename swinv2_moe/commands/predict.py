@@ -1,0 +1,167 @@
+"""The classes of pictures that belong to no data set.
+
+    python tools/predict.py output/mine dog.jpg holiday/
+    python tools/predict.py output/mine holiday/ --output predictions.csv --pictures annotated
+
+Pictures get the transform of validation. Folders are searched with their subfolders. A picture that
+cannot be read is named on stderr, and the others go on; the exit status is then 1.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+
+from swinv2_moe.command import (
+    CommandParser,
+    add_checkpoint_argument,
+    add_opts_argument,
+    check_output_file,
+    output_directory,
+    print_selection,
+    write_text,
+)
+from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, Prediction
+from swinv2_moe.tables import number_table
+
+if TYPE_CHECKING:  # importing torch takes seconds
+    from swinv2_moe.predict.predictor import Predictor
+
+MAX_ROWS = 40  # the table of more pictures shows so many, and how many are of each class
+
+
+def parse() -> argparse.Namespace:
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="a run or a checkpoint")
+    parser.add_argument("inputs", nargs="+", metavar="PICTURE", help="pictures and folders")
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=TOP_K,
+        metavar="K",
+        help="classes of each picture (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=BATCH_SIZE,
+        metavar="N",
+        help="pictures per forward pass (default: %(default)s)",
+    )
+    parser.add_argument("--output", metavar="FILE", help="file for the results, .csv or .json")
+    parser.add_argument(
+        "--pictures",
+        dest="annotated",
+        metavar="DIR",
+        help="directory for copies with the classes and their probabilities",
+    )
+    add_checkpoint_argument(parser)
+    add_opts_argument(parser)
+    args = parser.parse_args()
+    for option, value in (("--top-k", args.top_k), ("--batch-size", args.batch_size)):
+        if value < 1:
+            raise UserError(f"{option} is {value}, it must be at least 1")
+    check_output_file(args.output)
+    if args.output and Path(args.output).suffix not in (".csv", ".json"):
+        raise UserError(f"--output {args.output}: must end in .csv or .json")
+    return args
+
+
+def check_annotated(directory: Path, files: Sequence[Path]) -> None:
+    """Raise UserError if pictures would be searched for, or overwritten, in --pictures."""
+    resolved = directory.resolve()
+    for file in files:
+        if resolved in file.resolve().parents:
+            raise UserError(
+                f"--pictures {directory}: {file}, which is to be predicted, lies in it; name"
+                " another directory"
+            )
+
+
+def predict(
+    predictor: "Predictor", args: argparse.Namespace, files: list[Path], names: list[str]
+) -> list[Prediction]:
+    """The predictions, beside a progress bar; their annotated copies are written meanwhile."""
+    from swinv2_moe.predict.annotate import copy_name, save_annotated
+    from swinv2_moe.train.record import Bar
+
+    console = Console()
+    predictions = []
+    stream = predictor.stream(files, args.top_k, args.batch_size)
+    with Bar(console, "pictures", len(files), 0, visible=console.is_terminal) as bar:
+        for name, prediction in zip(names, stream, strict=True):
+            predictions.append(prediction)
+            if args.annotated and prediction.error is None:
+                target = Path(args.annotated) / copy_name(name)
+                save_annotated(prediction, target, predictor.max_pixels)
+            bar.advance("")
+    return predictions
+
+
+def show(predictions: list[Prediction], names: list[str], top_k: int) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    readable = []
+    for name, prediction in zip(names, predictions, strict=True):
+        if prediction.error is None:
+            readable.append((name, prediction))
+    if not readable:
+        return
+    columns = ["picture", "class", "probability"]
+    if top_k > 1:
+        columns.append("next")
+    rows = [table_row(name, prediction)[: len(columns)] for name, prediction in readable]
+    if len(rows) > MAX_ROWS:
+        more = f"... {len(rows) - MAX_ROWS:,} more"
+        rows = rows[:MAX_ROWS] + [[more] + [""] * (len(columns) - 1)]
+    console.print(number_table(columns, rows, text_columns=["picture", "class", "next"]))
+    if len(readable) > MAX_ROWS:
+        counts = Counter(prediction.class_name for _, prediction in readable)
+        rows = [[escape(name), f"{count:,}"] for name, count in counts.most_common()]
+        console.print(number_table(["class", "pictures"], rows))
+
+
+def table_row(name: str, prediction: Prediction) -> list[str]:
+    following = []
+    for guess in prediction.top[1:]:
+        following.append(f"{one_line(guess.class_name)} {guess.probability:.1%}")
+    best = prediction.best
+    row = [one_line(name), one_line(best.class_name), f"{best.probability:.1%}"]
+    return [escape(cell) for cell in row + [", ".join(following)]]
+
+
+def main() -> None:
+    args = parse()
+    from swinv2_moe.data.sources.base import printable
+    from swinv2_moe.predict.predictor import find_pictures, load_predictor
+    from swinv2_moe.predict.results import as_csv, as_json, shared_folder
+
+    files = find_pictures(args.inputs)
+    if args.annotated:
+        check_annotated(Path(args.annotated), files)
+        output_directory(args.annotated, "--pictures")
+    folder, names = shared_folder(files)
+    predictor = load_predictor(args.run, args.checkpoint, args.opts, "RUN")
+    predictions = predict(predictor, args, files, names)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    print_selection(console, predictor.facts)
+    console.print(
+        f"{predictor.checkpoint}, step {predictor.facts['step']}, {len(predictor.class_names):,}"
+        f" classes, {predictor.facts['image_size']} px; pictures in {printable(str(folder))}"
+    )
+    show(predictions, [printable(name) for name in names], args.top_k)
+    if args.output:
+        text = as_csv(predictions)
+        if args.output.endswith(".json"):
+            text = as_json(predictions, predictor.facts)
+        write_text(args.output, text)
+    unreadable = [prediction for prediction in predictions if prediction.error is not None]
+    for prediction in unreadable:
+        print(f"{printable(prediction.file)}: cannot be read ({prediction.error})", file=sys.stderr)
+    if unreadable:
+        sys.exit(1)

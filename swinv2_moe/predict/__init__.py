@@ -1,0 +1,1 @@
+"""Predictions for pictures that belong to no data set."""

@@ -1,0 +1,92 @@
+"""Copies of pictures with the predicted classes and their probabilities below."""
+
+import os
+from functools import cache
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from swinv2_moe.data.images import MAX_PIXELS, decode, read_file, to_mode
+from swinv2_moe.errors import UserError
+from swinv2_moe.predict.prediction import ClassProbability, Prediction
+
+_LONG_SIDE = 1024  # pixels of the photograph in the copy, at most
+_LEAST_WIDTH = 256  # pixels of the copy, so that the text fits
+_TEXT_SHARE = 24  # of the width, the height of the text is one part
+_LEAST_TEXT = 12
+_BACKGROUND = (34, 34, 34)
+_BAR = (68, 119, 170)
+_TEXT = (255, 255, 255)
+_QUALITY = 90
+_JPEG_SUFFIXES = (".jpg", ".jpeg")
+
+
+def annotate(image: Image.Image, top: tuple[ClassProbability, ...]) -> Image.Image:
+    """An RGB copy of the image with a row below for each class: its probability, as a number and as
+    a bar, and its name."""
+    photo = _resized(to_mode(image, "RGB"))
+    width = max(_LEAST_WIDTH, photo.width)
+    text_height = max(_LEAST_TEXT, width // _TEXT_SHARE)
+    row_height = round(1.5 * text_height)
+    copy = Image.new("RGB", (width, photo.height + row_height * len(top)), _BACKGROUND)
+    copy.paste(photo)
+    draw = ImageDraw.Draw(copy)
+    font = _font(text_height)
+    margin = text_height // 2
+    for row, guess in enumerate(top):
+        y = photo.height + row * row_height
+        bar_end = round(guess.probability * width)
+        if bar_end:
+            draw.rectangle((0, y + 1, bar_end - 1, y + row_height - 2), _BAR)
+        text = f"{guess.probability:.1%}  {guess.class_name}"
+        text = _shortened(text, font, width - 2 * margin)
+        draw.text((margin, y + row_height // 2), text, _TEXT, font, anchor="lm")
+    return copy
+
+
+def _resized(photo: Image.Image) -> Image.Image:
+    """The photograph, larger if it is narrow, and never longer than _LONG_SIDE."""
+    factor = max(1.0, _LEAST_WIDTH / photo.width)
+    factor = min(factor, _LONG_SIDE / max(photo.size))
+    if factor == 1:
+        return photo
+    size = [max(1, round(side * factor)) for side in photo.size]
+    return photo.resize(size, Image.Resampling.BICUBIC)
+
+
+@cache
+def _font(height: int) -> ImageFont.FreeTypeFont:
+    """matplotlib's DejaVu Sans, which has more scripts than Pillow's own font."""
+    import matplotlib
+
+    file = os.path.join(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+    return ImageFont.truetype(file, height)
+
+
+def _shortened(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "…") > width:
+        text = text[:-1]
+    return text + "…"
+
+
+def save_annotated(prediction: Prediction, target: Path, max_pixels: int = MAX_PIXELS) -> None:
+    """Write the annotated copy of a picture that could be read, as a JPEG.
+
+    Raises:
+        UserError: `target` cannot be written.
+    """
+    try:
+        copy = annotate(decode(read_file(prediction.file), max_pixels), prediction.top)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        copy.save(target, "JPEG", quality=_QUALITY)
+    except (OSError, ValueError) as error:  # ValueError: the picture has changed meanwhile
+        raise UserError(f"--pictures {target}: cannot be written ({error})") from error
+
+
+def copy_name(name: str) -> str:
+    """The name of a picture's annotated copy, which is a JPEG."""
+    if name.lower().endswith(_JPEG_SUFFIXES):
+        return name
+    return f"{name}.jpg"

@@ -1,0 +1,53 @@
+"""What a model says of a picture."""
+
+from dataclasses import dataclass
+
+TOP_K = 3  # classes of a prediction
+BATCH_SIZE = 32  # pictures per forward pass
+
+
+@dataclass(frozen=True)
+class ClassProbability:
+    """A class and its probability, 0 to 1."""
+
+    class_name: str
+    index: int
+    probability: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of a picture, or why it could not be read.
+
+    Attributes:
+        file: its path; "" for an image in memory.
+        top: K classes, the most probable first; empty if the picture could not be read.
+        error: why it could not be read; None if it could.
+    """
+
+    file: str
+    top: tuple[ClassProbability, ...] = ()
+    error: str | None = None
+
+    @property
+    def best(self) -> ClassProbability:
+        """The most probable class.
+
+        Raises:
+            ValueError: the picture could not be read.
+        """
+        if self.error is not None:
+            raise ValueError(f"{self.file or 'image'}: cannot be read ({self.error})")
+        return self.top[0]
+
+    @property
+    def class_name(self) -> str:
+        return self.best.class_name
+
+    @property
+    def index(self) -> int:
+        return self.best.index
+
+    @property
+    def probability(self) -> float:
+        return self.best.probability

@@ -1,0 +1,206 @@
+"""A trained model, its transform and its classes, applied to pictures.
+
+B pictures of a batch, C channels, S DATA.IMG_SIZE, K classes of a prediction
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from moe_core import prepared
+from swinv2_moe.data import build_transform
+from swinv2_moe.data.images import NOT_DECODED, decode, image_paths, read_file, to_mode, upright
+from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.models import MoEMlp
+from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, ClassProbability, Prediction
+from swinv2_moe.train.deployed import Deployed, open_deployed
+from swinv2_moe.train.selection import select_checkpoint
+
+Picture = str | os.PathLike | Image.Image
+_MAX_READERS = 8  # threads that read pictures
+_CAPACITY_KEY = "MODEL.MOE.EVAL_CAPACITY_FACTOR"
+
+
+def load_predictor(
+    run: str | os.PathLike,
+    checkpoint: str = "best",
+    opts: Sequence[str] = (),
+    name: str = "run",
+) -> "Predictor":
+    """The model of a run or of a checkpoint.
+
+    Without capacity: no token is dropped, so that a prediction does not depend on the other
+    pictures of its batch. An `opts` of MODEL.MOE.EVAL_CAPACITY_FACTOR sets another capacity.
+
+    Args:
+        checkpoint: which one of a run: "best", "latest" or a step.
+        opts: KEY VALUE ... over the checkpoint's configuration.
+        name: what messages call `run`.
+
+    Raises:
+        UserError: several processes, no whole checkpoint, options that cannot be used.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: one process predicts, without torchrun"
+        )
+    path, selected = select_checkpoint(str(run), checkpoint)
+    with open_deployed(path, opts=opts, name=name) as deployed:
+        predictor = Predictor(deployed)
+    predictor.facts["selected"] = selected
+    if _CAPACITY_KEY not in opts[::2]:
+        predictor.make_dropless()
+    return predictor
+
+
+class Predictor:
+    """A trained model that predicts the classes of pictures with the transform of validation.
+
+    Attributes:
+        class_names: in the order of the logits.
+        checkpoint: the directory it is from.
+        module: the model, in evaluation mode.
+        facts: what identifies the checkpoint in results, ready for JSON.
+    """
+
+    def __init__(self, deployed: Deployed):
+        config = deployed.data
+        self.class_names = deployed.class_names()
+        self.checkpoint = deployed.source.directory
+        self.module: nn.Module = deployed.model(len(self.class_names))
+        self.max_pixels = config.max_pixels
+        self._device = deployed.world.device
+        self._autocast = deployed.autocast
+        self._transform = build_transform(config, is_train=False)
+        self._mode = "RGB"
+        if config.in_chans == 1:
+            self._mode = "L"
+        facts = deployed.facts()
+        names = ("checkpoint", "step", "passed_over", "image_size", "torch")
+        self.facts = {name: facts[name] for name in names}
+
+    def make_dropless(self) -> None:
+        """Drop no token where tokens choose their experts; experts that choose need a capacity."""
+        for layer in self.module.modules():
+            if isinstance(layer, MoEMlp) and layer.moe.config.routing == "token_choice":
+                layer.eval_capacity_factor = 0.0
+
+    def predict(
+        self,
+        pictures: Picture | Iterable[Picture],
+        top_k: int = TOP_K,
+        batch_size: int = BATCH_SIZE,
+    ) -> list[Prediction]:
+        """The most probable classes of each picture, in the order given.
+
+        A picture that cannot be read has a Prediction with its `error`.
+
+        Args:
+            pictures: a file, a folder, an image of Pillow, or several of them. Of folders the
+                images, also in subfolders, are sorted by name.
+            top_k: classes of a prediction, at most all.
+            batch_size: pictures per forward pass.
+
+        Raises:
+            UserError: a file that does not exist, a folder without images, `top_k` or `batch_size`
+                below 1, a model whose outputs are not finite.
+        """
+        return list(self.stream(find_pictures(pictures), top_k, batch_size))
+
+    def stream(
+        self, pictures: Sequence[Picture], top_k: int = TOP_K, batch_size: int = BATCH_SIZE
+    ) -> Iterator[Prediction]:
+        """As `predict`, one by one; `pictures` are files and images alone.
+
+        Threads read the pictures of the next batch while the model runs.
+        """
+        for name, value in (("top_k", top_k), ("batch_size", batch_size)):
+            if value < 1:
+                raise UserError(f"{name} is {value}, it must be at least 1")
+        num_readers = min(_MAX_READERS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(num_readers) as readers, prepared(self.module):
+
+            def submit(start: int) -> list[Future]:
+                batch = pictures[start : start + batch_size]
+                return [readers.submit(self._read, picture) for picture in batch]
+
+            ahead = submit(0)
+            for start in range(0, len(pictures), batch_size):
+                inputs = [future.result() for future in ahead]
+                ahead = submit(start + batch_size)
+                names = [_name(picture) for picture in pictures[start : start + batch_size]]
+                yield from self._predictions(names, inputs, top_k)
+
+    def _read(self, picture: Picture) -> Tensor | str:
+        """The model's input, float32 [C, S, S], or why the picture cannot be read."""
+        try:
+            if isinstance(picture, Image.Image):
+                image = upright(picture)
+            else:
+                image = decode(read_file(picture), self.max_pixels)
+            return self._transform(to_mode(image, self._mode))
+        # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and others.
+        except Exception as error:
+            needed = NOT_DECODED.get(Path(_name(picture)).suffix.lower())
+            if needed:
+                return f"needs {needed}"
+            return one_line(getattr(error, "strerror", None) or str(error))
+
+    def _predictions(
+        self, names: list[str], inputs: list[Tensor | str], top_k: int
+    ) -> Iterator[Prediction]:
+        """A Prediction for each of B pictures, from what `_read` gave."""
+        images = [item for item in inputs if isinstance(item, Tensor)]
+        rows: Iterator[tuple[ClassProbability, ...]] = iter(())
+        if images:
+            rows = iter(self._top(torch.stack(images), top_k))
+        for name, item in zip(names, inputs, strict=True):
+            if isinstance(item, Tensor):
+                yield Prediction(name, next(rows))
+            else:
+                yield Prediction(name, error=item)
+
+    @torch.inference_mode()
+    def _top(self, images: Tensor, top_k: int) -> list[tuple[ClassProbability, ...]]:
+        """The K most probable classes of each image of a batch, float32 [B, C, S, S]."""
+        with self._autocast():
+            logits = self.module(images.to(self._device))
+        if not logits.isfinite().all():
+            raise UserError(f"checkpoint {self.checkpoint}: its outputs are not finite")
+        probabilities = logits.float().softmax(1).cpu()  # [B, classes]
+        best = probabilities.topk(min(top_k, probabilities.shape[1]))
+        rows = []
+        for indices, values in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            row = []
+            for index, probability in zip(indices, values, strict=True):
+                row.append(ClassProbability(self.class_names[index], index, probability))
+            rows.append(tuple(row))
+        return rows
+
+
+def find_pictures(pictures: Picture | Iterable[Picture]) -> list[Path | Image.Image]:
+    """Images of Pillow as they are; files, and in place of folders the images in them.
+
+    Raises:
+        UserError: no such file or directory, or a directory without images.
+    """
+    if isinstance(pictures, (str, os.PathLike, Image.Image)):
+        pictures = [pictures]
+    found: list[Path | Image.Image] = []
+    for picture in pictures:
+        if isinstance(picture, Image.Image):
+            found.append(picture)
+        else:
+            found += image_paths([picture])
+    return found
+
+
+def _name(picture: Picture) -> str:
+    if isinstance(picture, Image.Image):
+        return ""
+    return os.fspath(picture)

@@ -1,0 +1,54 @@
+"""DATA.CHECK_FILES: images that cannot be read are listed before the first step."""
+
+import pytest
+
+
+@pytest.fixture
+def arguments(make_photographs, small, tmp_path):
+    """Of a run of one step on photographs of which three are broken."""
+    data = make_photographs(broken=3)
+    keys = [*small, "DATA.DATASET", "folder", "TRAIN.MAX_STEPS", "1", "DATA.CHECK_FILES", "true"]
+    words = ["--cfg", "configs/quickstart_digits.yaml", "--data", data]
+    words += ["--output", tmp_path / "run"]
+    return data, [*words, "--opts", *keys]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+
+
+def test_unreadable_images_are_listed_before_the_first_step(train_command, arguments):
+    data, words = arguments
+    finished = train_command(*words, "DATA.MAX_BAD_SHARE", "0.2")
+    assert (finished.status, finished.err) == (0, "")
+    lines = finished.out.splitlines()
+    first = lines.index("warning: 3 of 64 images cannot be read:")
+    listed = [f"  {data}/train/red/{number:02d}.jpg" for number in range(3)]
+    assert lines[first + 1 : first + 4] == listed
+    assert not any(line.startswith("epoch") for line in lines[:first])
+
+
+def test_too_many_stop_the_run_and_are_all_listed(train_command, arguments, tmp_path):
+    data, words = arguments
+    finished = train_command(*words, "DATA.MAX_BAD_SHARE", "0.02")
+    assert finished.status == 2
+    assert "3 of 64 images could not be read, DATA.MAX_BAD_SHARE allows" in finished.err
+    assert all(f"  {data}/train/red/{number:02d}.jpg" in finished.out for number in range(3))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_nothing_is_said_where_all_can_be_read(train_command, make_photographs, small, tmp_path):
+    words = ["--cfg", "configs/quickstart_digits.yaml", "--data", make_photographs()]
+    words += ["--output", tmp_path / "run", "--opts", *small, "DATA.DATASET", "folder"]
+    finished = train_command(*words, "TRAIN.MAX_STEPS", "1", "DATA.CHECK_FILES", "true")
+    assert (finished.status, finished.err) == (0, "")
+    assert "cannot be read" not in finished.out
+
+
+def test_ranks_share_the_check(start_ranks, arguments):
+    _, words = arguments
+    outcomes = start_ranks(2, "tools/train.py", *words, "DATA.MAX_BAD_SHARE", "0.2")
+    assert [outcome.status for outcome in outcomes] == [0, 0]
+    assert "warning: 3 of 64 images cannot be read:" in outcomes[0].out
+    assert "cannot be read:" not in outcomes[1].out

@@ -1,0 +1,288 @@
+"""tools/predict.py and swinv2_moe.load on a small run: pictures, folders, files of results, and
+pictures that cannot be read."""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import ExifTags, Image
+from tool_cases import command
+
+import swinv2_moe
+from swinv2_moe.config import load_config
+from swinv2_moe.data import ImageFiles, evaluation_loader
+from swinv2_moe.data.images import FORMATS
+from swinv2_moe.errors import UserError
+from swinv2_moe.train import train
+from swinv2_moe.train.deployed import open_deployed
+
+
+@pytest.fixture
+def predict(monkeypatch, capsys):
+    """`predict(*arguments)`: tools/predict.py in this process."""
+    return command("predict", monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def photographs(make_photographs):
+    return make_photographs()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, photographs, small):
+    """A run of two steps that classifies red and blue."""
+    path = tmp_path_factory.mktemp("predict") / "run"
+    keys = ["TRAIN.MAX_STEPS", "2", "DATA.DATASET", "folder", "DATA.INTERPOLATION", "bilinear"]
+    train(load_config(None, [*small, *keys], data=str(photographs), output=str(path)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    return swinv2_moe.load(str(run), device="cpu")
+
+
+@pytest.fixture
+def pictures(photographs, tmp_path):
+    """A folder of three photographs, one of them deeper, and one file that is none."""
+    folder = tmp_path / "holiday"
+    (folder / "deeper").mkdir(parents=True)
+    shutil.copy(photographs / "val/red/00.jpg", folder / "one.jpg")
+    shutil.copy(photographs / "val/blue/00.jpg", folder / "two.jpg")
+    shutil.copy(photographs / "val/blue/01.jpg", folder / "deeper/three.jpg")
+    (folder / "broken.jpg").write_bytes(b"not a picture")
+    (folder / "notes.txt").write_text("holiday")
+    return folder
+
+
+# swinv2_moe.load
+
+
+def test_the_package_imports_no_torch():
+    code = "import sys, swinv2_moe; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_predictions_are_those_of_validation(model, run, photographs):
+    """The same probabilities as the dropless model on the batches of the evaluation loader."""
+    predictions = model.predict(photographs / "val", top_k=2, batch_size=5)
+    with open_deployed(str(run), opts=["MODEL.MOE.EVAL_CAPACITY_FACTOR", "0"]) as deployed:
+        paths = np.array([prediction.file.encode() for prediction in predictions])
+        source = ImageFiles("", paths, np.zeros(len(paths), np.int64))
+        network = deployed.model(2)
+        with torch.inference_mode():
+            logits = [network(batch.images) for batch in evaluation_loader(deployed.data, source)]
+    expected = torch.cat(logits).softmax(1)
+    assert len(predictions) == len(expected) == 16
+    for prediction, row in zip(predictions, expected, strict=True):
+        assert prediction.probability == pytest.approx(row.max().item(), abs=1e-5)
+        assert sum(guess.probability for guess in prediction.top) == pytest.approx(1, abs=1e-5)
+        for guess in prediction.top:
+            assert guess.class_name == model.class_names[guess.index]
+            assert guess.probability == pytest.approx(row[guess.index].item(), abs=1e-5)
+
+
+def test_a_prediction_does_not_depend_on_the_batch(model, pictures):
+    together = model.predict([pictures / "one.jpg", pictures / "two.jpg"])
+    alone = model.predict(pictures / "one.jpg")[0]
+    assert alone.index == together[0].index
+    assert alone.probability == pytest.approx(together[0].probability, abs=1e-6)
+
+
+def test_files_folders_and_images_in_memory(model, pictures):
+    image = Image.open(pictures / "two.jpg")
+    mixed = model.predict([str(pictures / "one.jpg"), image, pictures / "deeper"], top_k=1)
+    assert [prediction.file for prediction in mixed] == [
+        str(pictures / "one.jpg"),
+        "",
+        str(pictures / "deeper/three.jpg"),
+    ]
+    assert [len(prediction.top) for prediction in mixed] == [1, 1, 1]
+    assert mixed[1].top == model.predict(pictures / "two.jpg", top_k=1)[0].top
+    assert model.predict(image)[0].top == model.predict([pictures / "two.jpg"])[0].top
+    assert model.predict([]) == []
+
+
+def test_links_to_folders_are_followed_once(model, pictures, tmp_path):
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "holiday").symlink_to(pictures)
+    (pictures / "circle").symlink_to(tmp_path / "links")
+    names = [prediction.file for prediction in model.predict(tmp_path / "links")]
+    assert sorted(name.rpartition("/")[2] for name in names) == [
+        "broken.jpg",
+        "one.jpg",
+        "three.jpg",
+        "two.jpg",
+    ]
+
+
+def test_an_image_in_memory_is_turned_upright(model, pictures):
+    image = Image.open(pictures / "one.jpg")
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    image.transpose(Image.Transpose.ROTATE_90).save(pictures / "turned.png", exif=exif)
+    for turned in (pictures / "turned.png", Image.open(pictures / "turned.png")):
+        assert model.predict(turned)[0].top == model.predict(image)[0].top
+
+
+def test_a_picture_that_cannot_be_read_is_named(model, pictures):
+    predictions = model.predict(pictures)
+    assert len(predictions) == 4
+    broken = next(p for p in predictions if p.file.endswith("broken.jpg"))
+    assert broken.error.startswith("none of the formats JPEG")
+    with pytest.raises(ValueError, match=r"broken\.jpg: cannot be read \(none of the formats"):
+        broken.class_name  # noqa: B018
+
+
+def test_bad_arguments(model, pictures, tmp_path):
+    with pytest.raises(UserError, match="top_k is 0, it must be at least 1"):
+        model.predict(pictures, top_k=0)
+    with pytest.raises(UserError, match="batch_size is -1"):
+        model.predict(pictures, batch_size=-1)
+    with pytest.raises(UserError, match=r"gone\.jpg: no such file"):
+        model.predict(tmp_path / "gone.jpg")
+    with pytest.raises(UserError, match=r"run .*gone"):
+        swinv2_moe.load(str(tmp_path / "gone"))
+
+
+def test_outputs_that_are_not_finite(run, pictures):
+    model = swinv2_moe.load(str(run), device="cpu")
+    with torch.no_grad():
+        model.module.head.fc.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match="its outputs are not finite"):
+        model.predict(pictures / "one.jpg")
+
+
+# tools/predict.py
+
+
+def test_table_names_and_status(predict, run, pictures, model):
+    finished = predict(run, pictures, "--top-k", "2")
+    assert finished.status == 1
+    assert finished.err == (
+        f"{pictures}/broken.jpg: cannot be read (none of the formats {' '.join(FORMATS)})\n"
+    )
+    rows = {line.split()[0]: line.split() for line in finished.out.splitlines() if line.strip()}
+    for name in ("one.jpg", "two.jpg", "deeper/three.jpg"):
+        best, second = model.predict(pictures / name, top_k=2)[0].top
+        assert rows[name][1:] == [
+            best.class_name,
+            f"{best.probability:.1%}",
+            second.class_name,
+            f"{second.probability:.1%}",
+        ]
+    assert "step 2, 2 classes, 16 px" in finished.out
+    (pictures / "broken.jpg").unlink()
+    finished = predict(run, pictures)
+    assert (finished.status, finished.err) == (0, "")
+
+
+def test_nothing_can_be_read(predict, run, pictures):
+    finished = predict(run, pictures / "broken.jpg", "--output", pictures / "out.csv")
+    assert finished.status == 1
+    assert "probability" not in finished.out
+    assert "broken.jpg: cannot be read" in finished.err
+    assert (pictures / "out.csv").read_text().startswith("file,error\n")
+
+
+def test_csv(predict, run, pictures, model):
+    predict(run, pictures, "--top-k", "2", "--output", pictures / "out.csv")
+    with (pictures / "out.csv").open(newline="") as file:
+        rows = {row["file"]: row for row in csv.DictReader(file)}
+    assert len(rows) == 4
+    best, second = model.predict(pictures / "one.jpg", top_k=2)[0].top
+    row = rows[str(pictures / "one.jpg")]
+    assert (row["class"], row["index"]) == (best.class_name, str(best.index))
+    assert float(row["probability"]) == pytest.approx(best.probability, abs=1e-5)
+    assert (row["class_2"], row["error"]) == (second.class_name, "")
+    broken = rows[str(pictures / "broken.jpg")]
+    assert broken["class"] == ""
+    assert broken["error"].startswith("none of the formats")
+
+
+def test_json(predict, run, pictures):
+    predict(run, pictures, "--output", pictures / "out.json")
+    content = json.loads((pictures / "out.json").read_text())
+    assert (content["step"], content["image_size"], len(content["predictions"])) == (2, 16, 4)
+    by_file = {record["file"]: record for record in content["predictions"]}
+    assert by_file[str(pictures / "one.jpg")]["error"] is None
+    assert [set(guess) for guess in by_file[str(pictures / "one.jpg")]["top"]] == [
+        {"class_name", "index", "probability"}
+    ] * 2
+    assert by_file[str(pictures / "broken.jpg")]["top"] == []
+
+
+def test_annotated_copies(predict, run, pictures, tmp_path):
+    before = (pictures / "one.jpg").read_bytes()
+    Image.open(pictures / "one.jpg").save(pictures / "one.png")
+    predict(run, pictures, "--pictures", tmp_path / "annotated")
+    copies = [p for p in (tmp_path / "annotated").rglob("*") if p.is_file()]
+    names = sorted(str(p.relative_to(tmp_path / "annotated")) for p in copies)
+    assert names == ["deeper/three.jpg", "one.jpg", "one.png.jpg", "two.jpg"]
+    with Image.open(tmp_path / "annotated/one.jpg") as copy:
+        assert copy.width == 256
+        assert copy.height > 256 * 40 / 50
+    assert (pictures / "one.jpg").read_bytes() == before
+
+
+def test_many_pictures_are_counted_by_class(predict, run, photographs, model):
+    finished = predict(run, photographs / "train", photographs / "val")
+    assert finished.status == 0
+    assert "... 24 more" in finished.out
+    counts = {"red": 0, "blue": 0}
+    for prediction in model.predict([photographs / "train", photographs / "val"]):
+        counts[prediction.class_name] += 1
+    rows = [line.split() for line in finished.out.splitlines()]
+    assert all([name, str(count)] in rows for name, count in counts.items() if count)
+
+
+# arguments after the run and the folder ({folder}), and what the one line must name
+BAD_INPUT = {
+    "no such picture": (["{folder}/gone.jpg"], ["gone.jpg: no such file or directory"]),
+    "no pictures": (["{folder}/empty"], ["empty: holds no images (.jpg"]),
+    "top k": (["--top-k", "0"], ["--top-k is 0, it must be at least 1"]),
+    "batch size": (["--batch-size", "-4"], ["--batch-size is -4, it must be at least 1"]),
+    "output": (["--output", "out.txt"], ["--output out.txt: must end in .csv or .json"]),
+    "output in no directory": (["--output", "{folder}/none/a.csv"], ["--output", "none/a.csv"]),
+    "copies among the pictures": (
+        ["--pictures", "{folder}"],
+        ["--pictures {folder}:", "which is to be predicted, lies in it"],
+    ),
+    "copies in a file": (
+        ["--pictures", "{folder}/notes.txt"],
+        ["--pictures {folder}/notes.txt: cannot be made a directory"],
+    ),
+    "unknown key": (["--opts", "DATA.IMGSIZE", "16"], ["--opts unknown key DATA.IMGSIZE"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line(case, predict, run, pictures):
+    (pictures / "empty").mkdir()
+    arguments, texts = BAD_INPUT[case]
+    arguments = [argument.format(folder=pictures) for argument in arguments]
+    finished = predict(run, pictures, *arguments)
+    assert (finished.status, finished.out) == (2, "")
+    lines = finished.err.splitlines()
+    assert len(lines) == 1, finished.err
+    for text in texts:
+        assert text.format(folder=pictures) in lines[0]
+
+
+@pytest.mark.parametrize("name", ["gone", "auto"])
+def test_what_is_no_run_is_one_line(predict, pictures, name):
+    finished = predict(name, pictures)
+    assert (finished.status, finished.out) == (2, "")
+    assert finished.err.startswith(f"error: RUN {name}: ")
+
+
+def test_under_torchrun(predict, run, pictures, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    finished = predict(run, pictures)
+    assert (finished.status, finished.out) == (2, "")
+    assert finished.err == "error: WORLD_SIZE is 2: one process predicts, without torchrun\n"

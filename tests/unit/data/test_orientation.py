@@ -1,0 +1,143 @@
+"""Photographs are turned as their EXIF orientation says, wherever they are read."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import ExifTags, Image, features
+
+from swinv2_moe.config import data_config
+from swinv2_moe.data.datasets import ImageDataset
+from swinv2_moe.data.images import decode, upright
+from swinv2_moe.data.prepare import transfer_bar
+from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.shards import load_shards
+from swinv2_moe.data.sources import ImageFiles, Sources
+
+# What was done to the upright image before it was stored, by the orientation that undoes it.
+STORED = {
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+def photograph(mode: str = "RGB") -> Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def stored(orientation: int, kind: str = "PNG", mode: str = "RGB") -> bytes:
+    """The photograph as a camera held in another way stores it."""
+    image = photograph(mode)
+    if STORED[orientation] is not None:
+        image = image.transpose(STORED[orientation])
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    file = io.BytesIO()
+    image.save(file, kind, exif=exif, quality=100, lossless=True)
+    return file.getvalue()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> ImageFiles:
+    """The photograph in each orientation."""
+    names = []
+    for orientation in STORED:
+        name = f"{orientation}.png"
+        (tmp_path / name).write_bytes(stored(orientation))
+        names.append(name.encode())
+    return ImageFiles(str(tmp_path), np.array(names), np.zeros(len(names), np.int64))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", STORED)
+def test_every_orientation_gives_the_same_pixels(kind: str, orientation: int) -> None:
+    assert np.array_equal(decode(stored(orientation, kind)), photograph())
+
+
+@pytest.mark.parametrize("orientation", STORED)
+def test_a_jpeg_is_upright(orientation: int) -> None:
+    image = decode(stored(orientation, "JPEG", "L"))
+    difference = np.abs(np.asarray(image, int) - np.asarray(photograph("L"), int))
+    assert difference.mean() < 5
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
+def test_an_avif_is_upright() -> None:
+    assert decode(stored(6, "AVIF")).size == (40, 30)
+
+
+@pytest.mark.parametrize("is_train", [True, False])
+def test_tensors_of_every_orientation_are_equal(
+    files: ImageFiles, make_config, full_augmentation, is_train: bool
+) -> None:
+    """The augmentation depends on the index, so each file is a source of its own."""
+    config = data_config(make_config(full_augmentation))
+    images = []
+    for path in files.paths:
+        source = ImageFiles(files.root, np.array([path]), np.zeros(1, np.int64))
+        images.append(ImageDataset(source, config, is_train)[0].image)
+    assert all(torch.equal(image, images[0]) for image in images[1:])
+
+
+def test_shards_store_the_file_and_decode_it_upright(
+    files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("webdataset", reason="needs the data extra")
+    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
+    make_shards(Sources(files, files, ["a"]), str(tmp_path / "shards"), Options(), 1)
+    made = load_shards(str(tmp_path / "shards")).train
+    assert {made.read(i) for i in range(8)} == {stored(orientation) for orientation in STORED}
+    assert all(np.array_equal(made.open(i), photograph()) for i in range(8))
+
+
+def test_shards_of_smaller_images_are_upright(
+    files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("webdataset", reason="needs the data extra")
+    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
+    make_shards(Sources(files, files, ["a"]), str(tmp_path / "shards"), Options(short_side=15), 1)
+    made = load_shards(str(tmp_path / "shards")).train
+    assert {made.open(i).size for i in range(8)} == {(20, 15)}
+    assert len({made.read(i) for i in range(8)}) == 1
+
+
+# pytest undoes what the package ignores
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_broken_metadata_does_not_make_an_image_unreadable() -> None:
+    file = io.BytesIO()
+    photograph().save(file, "PNG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff broken")
+    assert np.array_equal(decode(file.getvalue()), photograph())
+    file = io.BytesIO()
+    photograph().save(file, "PNG", exif=b"no EXIF at all")
+    assert np.array_equal(decode(file.getvalue()), photograph())
+
+
+def test_an_orientation_that_does_not_exist_is_ignored() -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 99
+    file = io.BytesIO()
+    photograph().save(file, "PNG", exif=exif)
+    assert np.array_equal(decode(file.getvalue()), photograph())
+
+
+def test_an_upright_image_is_not_turned_again() -> None:
+    once = upright(Image.open(io.BytesIO(stored(6))))
+    assert upright(once) is once
+
+
+def test_an_image_without_metadata_is_returned_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(image: Image.Image) -> None:
+        pytest.fail("looked for EXIF data")
+
+    monkeypatch.setattr(Image.Image, "getexif", fail)
+    image = photograph()
+    assert upright(image) is image

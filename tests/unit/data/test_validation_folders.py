@@ -1,0 +1,165 @@
+"""Where validation images come from: val/ under another name, or a share of train/; and images of
+train/ that nothing decodes."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from swinv2_moe.config import data_config, load_config
+from swinv2_moe.data import build_data
+from swinv2_moe.data.sources import folder, load_sources
+from swinv2_moe.errors import UserError
+
+
+@pytest.fixture
+def root(make_folder):
+    """train/ and val/ with 20 images of each of two classes."""
+    return make_folder(("cat", "dog"), per_class=20)
+
+
+@pytest.fixture
+def load(make_config, root):
+    """`load({"DATA.VAL_SPLIT": 0.1}, ...)`: the sources of `root`."""
+
+    def load(keys=None):
+        dataset = {"DATA.DATASET": "folder", "DATA.PATH": str(root)}
+        return load_sources(data_config(make_config(dataset, keys or {})))
+
+    return load
+
+
+def names(source) -> list[str]:
+    return [source.name(i) for i in range(len(source))]
+
+
+def test_val_is_used_without_a_line(load, root):
+    (root / "valid").mkdir()
+    sources = load()
+    assert sources.notes == ()
+    assert names(sources.val)[0] == f"{root}/val/cat/0.png"
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "test"])
+def test_other_names_of_the_validation_folder(load, root, name):
+    os.rename(root / "val", root / name)
+    sources = load()
+    assert names(sources.val)[0] == f"{root}/{name}/cat/0.png"
+    assert sources.notes == (
+        f"{root} has no val/ folder: the images of {name}/ are used for validation",
+    )
+
+
+def test_valid_comes_before_test(load, root):
+    shutil.copytree(root / "val", root / "test")
+    os.rename(root / "val", root / "valid")
+    assert names(load().val)[0] == f"{root}/valid/cat/0.png"
+
+
+def test_the_line_is_part_of_the_data(load, root, make_config):
+    os.rename(root / "val", root / "valid")
+    config = make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)})
+    assert build_data(data_config(config)).notes == load().notes
+
+
+def test_class_folders_that_differ_name_the_folder(load, root):
+    os.rename(root / "val", root / "valid")
+    os.rename(root / "valid" / "cat", root / "valid" / "cow")
+    with pytest.raises(UserError, match=r"valid/ 2, .*only in train/: cat; only in valid/: cow"):
+        load()
+
+
+def test_a_split_holds_out_a_share_of_each_class(load, root):
+    complete = load().train
+    shutil.rmtree(root / "val")
+    sources = load({"DATA.VAL_SPLIT": 0.1})
+    train, val = names(sources.train), names(sources.val)
+    assert np.bincount(sources.val.targets).tolist() == [2, 2]
+    assert sorted(train + val) == sorted(names(complete))
+    label_of = dict(zip(names(complete), complete.targets, strict=True))
+    for source in (sources.train, sources.val):
+        assert [label_of[name] for name in names(source)] == source.targets.tolist()
+    assert sources.notes == (
+        f"DATA.VAL_SPLIT 0.1: 4 of the 40 images of {root}/train are held out for validation",
+    )
+
+
+def test_a_split_depends_on_the_names_alone(load, root):
+    shutil.rmtree(root / "val")
+    first = load({"DATA.VAL_SPLIT": 0.2, "SEED": 0})
+    second = load({"DATA.VAL_SPLIT": 0.2, "SEED": 1})
+    assert names(first.val) == names(second.val)
+    smaller = load({"DATA.VAL_SPLIT": 0.1})
+    assert set(names(smaller.val)) < set(names(first.val))
+
+
+def test_a_split_of_few_images_keeps_one_on_each_side(load, root):
+    shutil.rmtree(root / "val")
+    for label in ("cat", "dog"):
+        for number in range(2, 20):
+            (root / "train" / label / f"{number}.png").unlink()
+    for share in (0.01, 0.9):
+        sources = load({"DATA.VAL_SPLIT": share})
+        assert np.bincount(sources.train.targets).tolist() == [1, 1]
+        assert np.bincount(sources.val.targets).tolist() == [1, 1]
+    (root / "train" / "dog" / "1.png").unlink()
+    with pytest.raises(UserError, match=r"1 of 2 class folders of .*train hold a single .*: dog$"):
+        load({"DATA.VAL_SPLIT": 0.1})
+
+
+@pytest.mark.parametrize("name", ["val", "validation", "valid"])
+def test_a_split_beside_validation_images_is_refused(load, root, name):
+    os.rename(root / "val", root / name)
+    with pytest.raises(UserError, match=f"DATA.VAL_SPLIT is 0.1: .* has validation .* {name}/"):
+        load({"DATA.VAL_SPLIT": 0.1})
+
+
+def test_a_split_leaves_test_alone(load, root):
+    os.rename(root / "val", root / "test")
+    assert names(load({"DATA.VAL_SPLIT": 0.1}).val)[0].startswith(f"{root}/train/")
+
+
+def test_a_split_of_another_dataset_is_refused():
+    with pytest.raises(UserError, match=r"DATA\.VAL_SPLIT is 0\.1: .*DATA\.DATASET is 'digits'"):
+        load_config(None, ["DATA.VAL_SPLIT", "0.1"])
+
+
+@pytest.fixture
+def without_heif(monkeypatch):
+    """As on a machine without pillow-heif."""
+    monkeypatch.setattr(folder, "SUFFIXES", (".png",))
+    monkeypatch.setattr(folder, "NOT_DECODED", {".heic": "the package pillow-heif"})
+
+
+def test_images_that_nothing_decodes_are_counted_and_named(load, root, without_heif):
+    for number in range(3):
+        (root / "train" / "cat" / f"IMG_{number}.HEIC").touch()
+    (root / "val" / "dog" / "IMG_9.heic").touch()
+    sources = load()
+    assert (len(sources.train), len(sources.val)) == (40, 40)
+    assert sources.notes == (
+        "warning: images left out: 3 (.heic needs the package pillow-heif); the first:"
+        f" {root}/train/cat/IMG_0.HEIC",
+        "warning: images left out: 1 (.heic needs the package pillow-heif); the first:"
+        f" {root}/val/dog/IMG_9.heic",
+    )
+
+
+def test_a_class_of_such_images_alone_says_why_it_is_empty(load, root, without_heif):
+    for number in range(20):
+        os.rename(root / f"train/cat/{number}.png", root / f"train/cat/{number}.heic")
+    with pytest.raises(UserError, match=r"hold no image: cat; images left out: 20 \(\.heic"):
+        load()
+
+
+def test_heic_is_read_where_its_package_is(root, load):
+    pillow_heif = pytest.importorskip("pillow_heif", reason="needs the heic extra")
+    pixels = np.full((30, 40, 3), 90, np.uint8)
+    file = root / "train" / "cat" / "a.heic"
+    pillow_heif.from_bytes("RGB", (40, 30), pixels.tobytes()).save(file)
+    sources = load()
+    assert len(sources.train) == 41
+    image = sources.train.open(names(sources.train).index(str(file)))
+    assert (image.size, image.mode) == ((40, 30), "RGB")
+    assert abs(np.asarray(image, int) - 90).max() < 10
