@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -232,6 +233,35 @@ def publish_directory(temporary: Path, final: Path) -> None:
     fsync(temporary)
     temporary.rename(final)
     fsync(final.parent)
+
+
+@contextmanager
+def new_directory(output: Path) -> Iterator[Path]:
+    """A temporary directory next to `output`, which the block renames to it or which is removed.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    with writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        private = tempfile.TemporaryDirectory(
+            prefix=f".{output.name}.", dir=output.parent, ignore_cleanup_errors=True
+        )
+    with private:
+        with writing(output):
+            # mkdir gives it the usual permissions, which TemporaryDirectory does not.
+            directory = Path(private.name) / output.name
+            directory.mkdir()
+        yield directory
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Turn an OSError of the block, such as a full disk, into a UserError about --output."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written ({error})") from error
 
 
 def replace_link(link: Path, target: str) -> None:

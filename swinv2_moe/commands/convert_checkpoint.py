@@ -6,6 +6,7 @@
         --cfg configs/in22k/swin_moe_small_window12_192_8expert.yaml --output output/released
     python tools/convert_checkpoint.py export swin-moe output/released --ranks 32 \\
         --output theirs.pth
+    python tools/convert_checkpoint.py export hub output/mine --output my-model
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ def parse() -> argparse.Namespace:
     )
     command = commands.add_parser("export", help="write other programs' files from a checkpoint")
     command.add_argument(
-        "kind", choices=EXPORTS, help="single: one .safetensors file with all the weights"
+        "kind",
+        choices=EXPORTS,
+        help="single: one .safetensors file with all the weights; hub: a directory that"
+        " timm.create_model loads",
     )
     command.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="directory of a checkpoint or run"
@@ -92,7 +96,8 @@ def parse() -> argparse.Namespace:
         "--output",
         required=True,
         metavar="FILE",
-        help="the file; with --ranks, .rank0, ... is added, or the rank replaces {rank}",
+        help="the file, for hub the directory; with --ranks, .rank0, ... is added, or the rank"
+        " replaces {rank}",
     )
     args = parser.parse_args()
     if args.command == "import" and args.noise and args.kind != "dense":

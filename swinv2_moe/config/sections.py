@@ -205,7 +205,7 @@ class ModelConfig:
     attn_drop_rate: float = 0.0
     drop_path_rate: float = 0.1
     label_smoothing: float = 0.1
-    # a checkpoint directory of this project, or a dense SwinV2 .safetensors/.pth
+    # a run or checkpoint of this project, a .safetensors/.pth file, or timm:NAME, hf-hub:OWNER/NAME
     pretrained: str = ""
     upcycle: bool = False  # PRETRAINED is dense: copy each dense FFN into every expert of its block
     upcycle_noise: float = 0.0  # std of noise on those copies, in units of the dense weights' own

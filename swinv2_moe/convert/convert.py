@@ -24,6 +24,7 @@ from swinv2_moe.convert.files import (
     read_states,
     write_files,
 )
+from swinv2_moe.convert.hub import export_hub
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import parse_json
 from swinv2_moe.forms import COUNT, TEXT, list_of
@@ -102,7 +103,8 @@ def export_weights(
 
     Args:
         kind: one of EXPORTS.
-        output: the file; for several ranks see `rank_file`, and X.master for swin-moe.
+        output: the file; for hub the directory; for several ranks see `rank_file`, and X.master for
+            swin-moe.
         ranks: number of ranks; None: one file with the whole model (for swin-moe X.global).
         legacy: for swin-moe: Tutel's layout in the released files, not that of newer Tutel.
 
@@ -110,6 +112,11 @@ def export_weights(
         UserError: no complete checkpoint, a wrong number of ranks, a file that exists; nothing is
             written.
     """
+    if kind == "hub":
+        if ranks is not None:
+            raise UserError(f"--ranks {ranks}: a directory for the hub holds the whole model")
+        export_hub(checkpoint, output)
+        return
     source = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
     config = config_from_text(source.meta["config"], f"checkpoint {source.directory}")
     section = model_config(config)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from swinv2_moe.config import config_from_text, model_config
+from swinv2_moe.config import ModelConfig, config_from_text, model_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_types
 from swinv2_moe.train.checkpoint import checkpoints_below, damage_of, read_meta
@@ -65,7 +65,7 @@ def summarize(path: Path) -> Summary:
         step,
         _epoch(meta["training"]),
         meta["saved"],
-        _model(meta, directory),
+        describe_model(model_config(config_from_text(meta["config"], f"checkpoint {directory}"))),
         len(meta["class_names"]) or None,
         _sections(files),
         layers,
@@ -81,8 +81,8 @@ def _epoch(training: dict | None) -> float | None:
     return round(training["epoch"] + training["epoch_step"] / training["steps_per_epoch"], 3)
 
 
-def _model(meta: dict, directory: Path) -> str:
-    config = model_config(config_from_text(meta["config"], f"checkpoint {directory}"))
+def describe_model(config: ModelConfig) -> str:
+    """Type, sizes and experts of a model in one line."""
     layer, keys = config.experts.layer, model_types()[config.type].section.sizes
     sizes = [f"{name} {_joined(config.trunk[key.lower()])}" for name, key in keys.items()]
     experts = "dense"

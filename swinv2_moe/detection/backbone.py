@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup, ParallelStrategy, make_expert_groups
-from swinv2_moe.detection.weights import load_pretrained, rank_experts
+from swinv2_moe.detection.weights import load_pretrained
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_types
 from swinv2_moe.models import SwinTransformerV2MoE, take_aux_loss
 from swinv2_moe.models.padding import Size, mask_blocks, stage_maps
+from swinv2_moe.models.weights import rank_experts
 
 # Arguments of the trunk that the backbone sets, and the collector of others.
 _SET_HERE = {

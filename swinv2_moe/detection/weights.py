@@ -8,6 +8,7 @@ from moe_core import count_experts, moe_layers
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerV2MoE, load_dense, load_strict
 from swinv2_moe.models.weight_files import read_weights
+from swinv2_moe.models.weights import rank_experts
 from swinv2_moe.train import checkpoint
 
 _KEY = "backbone.pretrained"
@@ -80,20 +81,6 @@ def _load_file(trunk: SwinTransformerV2MoE, file: Path) -> None:
         load_strict(trunk, tensors | rank_experts(tensors, trunk), f"{_KEY} {file}")
     else:
         load_dense(trunk, tensors, fit=_without_head)
-
-
-def rank_experts(state: dict[str, Tensor], model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """This rank's part of the expert tensors that `state` has complete and `model` in part."""
-    parts = {}
-    for layer_name, layer in moe_layers(model).items():
-        first, count, part, num_parts = layer.shard
-        for name, parameter in layer.experts.named_parameters():
-            key = f"{prefix}{layer_name}.experts.{name}"
-            if key not in state or state[key].shape == parameter.shape:
-                continue
-            if len(state[key]) == layer.config.num_experts:
-                parts[key] = state[key][first : first + count].chunk(num_parts, 1)[part]
-    return parts
 
 
 def _facts(tensors: dict[str, Tensor], experts: dict[str, int]) -> dict:

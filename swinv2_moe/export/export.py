@@ -8,9 +8,7 @@ The directory appears after each program has been read back from its file and ag
 
 import json
 import math
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from swinv2_moe.export.comparison import (
     random_batches,
     validation_batches,
 )
-from swinv2_moe.files import publish_directory
+from swinv2_moe.files import new_directory, publish_directory, writing
 from swinv2_moe.train.deployed import Deployed, open_deployed
 
 # Largest difference between logits, relative to the largest logit, in 99% of the images. Measured
@@ -123,17 +121,17 @@ def export_model(
         is_chosen = bool(data or dataset or _DATA_KEYS.intersection(opts[::2]))
         batches, compared_on = _batches(deployed, class_names, choices, is_chosen)
         record = _facts(deployed, class_names, choices) | compared_on | {"programs": {}}
-        with _new_directory(output) as directory:
+        with new_directory(output) as directory:
             for kind in dict.fromkeys(choices.formats):
                 device = deployed.world.device
                 if kind == "onnx":
                     device = torch.device("cpu")
                 task = _Task(kind, model.to(device), device, choices, batches, directory)
-                with _writing(output):
+                with writing(output):
                     files = task.write()
                 entry = {"file": programs.FILES[kind], "files": files, "device": device.type}
                 record["programs"][kind] = entry | task.examine(timer)
-            with _writing(output):
+            with writing(output):
                 (directory / "model.json").write_text(json.dumps(record, indent=1) + "\n")
                 fsync(directory / "model.json")
                 publish_directory(directory, output)
@@ -281,28 +279,3 @@ def preprocessing(config: DataConfig) -> dict:
         "mean": list(config.mean),
         "std": list(config.std),
     }
-
-
-@contextmanager
-def _new_directory(output: Path) -> Iterator[Path]:
-    """A temporary directory next to `output`, which the block renames to it or which is removed."""
-    with _writing(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        private = tempfile.TemporaryDirectory(
-            prefix=f".{output.name}.", dir=output.parent, ignore_cleanup_errors=True
-        )
-    with private:
-        with _writing(output):
-            # mkdir gives it the usual permissions, which TemporaryDirectory does not.
-            directory = Path(private.name) / output.name
-            directory.mkdir()
-        yield directory
-
-
-@contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    """Turn an OSError of the block into UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error})") from error

@@ -8,7 +8,7 @@ import importlib
 import pkgutil
 
 from swinv2_moe.models import registry  # noqa: F401
-from swinv2_moe.models.build import build_model, measure_model
+from swinv2_moe.models.build import build_model, measure_model, model_arguments
 from swinv2_moe.models.complexity import Complexity
 from swinv2_moe.models.moe_mlp import MoEMlp, block_name, frozen_moe, take_aux_loss
 from swinv2_moe.models.protocol import MoEModel, WithAuxLoss
@@ -33,5 +33,6 @@ __all__ = [
     "load_dense",
     "load_strict",
     "measure_model",
+    "model_arguments",
     "take_aux_loss",
 ]

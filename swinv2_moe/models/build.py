@@ -30,25 +30,33 @@ def build_model(
 
 
 def _model(config: ModelConfig, num_classes: int, group: ExpertGroup | None) -> MoEModel:
-    experts = config.experts
+    strategy: ParallelStrategy | str = ParallelStrategy()
+    if group:
+        strategy = _strategy(config.experts)
     return model_types()[config.type].model(
-        **config.trunk,
-        img_size=config.img_size,
-        num_classes=num_classes,
-        drop_rate=config.drop_rate,
-        attn_drop_rate=config.attn_drop_rate,
-        drop_path_rate=config.drop_path_rate,
-        num_experts=experts.num_experts,
-        moe_blocks=experts.blocks,
-        moe=experts.layer_fields(),
-        eval_capacity_factor=experts.eval_capacity_factor,
-        eval_batch_prioritized=_EVAL_BATCH_PRIORITIZED[experts.eval_batch_prioritized],
-        hidden_ratio=experts.hidden_ratio,
-        moe_norm=experts.norm,
-        freeze_moe=experts.freeze,
-        expert_group=group,
-        expert_strategy=_strategy(experts) if group else ParallelStrategy(),
+        **model_arguments(config, num_classes), expert_group=group, expert_strategy=strategy
     )
+
+
+def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, object]:
+    """The arguments of the model's class, without those about ranks; ready for JSON."""
+    experts = config.experts
+    return {
+        **config.trunk,
+        "img_size": config.img_size,
+        "num_classes": num_classes,
+        "drop_rate": config.drop_rate,
+        "attn_drop_rate": config.attn_drop_rate,
+        "drop_path_rate": config.drop_path_rate,
+        "num_experts": experts.num_experts,
+        "moe_blocks": experts.blocks,
+        "moe": experts.layer_fields(),
+        "eval_capacity_factor": experts.eval_capacity_factor,
+        "eval_batch_prioritized": _EVAL_BATCH_PRIORITIZED[experts.eval_batch_prioritized],
+        "hidden_ratio": experts.hidden_ratio,
+        "moe_norm": experts.norm,
+        "freeze_moe": experts.freeze,
+    }
 
 
 def _strategy(experts: ExpertsConfig) -> ParallelStrategy | str:

@@ -9,6 +9,7 @@ MODEL.SWINV2.PRETRAINED_WINDOW_SIZES if it has changed.
 
 from collections.abc import Sequence
 
+from timm.models.swin_transformer_v2 import SwinTransformerV2
 from torch import Tensor
 
 from swinv2_moe.errors import UserError
@@ -47,6 +48,15 @@ def _window_of(table: Tensor) -> int:
     if not 1e-6 < next_token <= _LARGEST_STEP:
         return 0
     return round(8 / (8**next_token - 1)) + 1
+
+
+def windows_of_model(model: SwinTransformerV2) -> list[int]:
+    """For each stage the window side that the position biases of a SwinV2 were trained with."""
+    windows = []
+    for stage in model.layers:
+        attention = stage.blocks[0].attn
+        windows.append(attention.pretrained_window_size[0] or attention.window_size[0])
+    return windows
 
 
 def check_windows(model: MoEModel, trained: Sequence[int] | None, source: str) -> None:

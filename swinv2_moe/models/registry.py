@@ -1,6 +1,7 @@
 """Names for timm.create_model.
 
-Arguments of SwinTransformerV2MoE, such as `num_experts`, override those of a variant.
+Arguments of SwinTransformerV2MoE, such as `num_experts`, override those of a variant. The names of
+MODEL.TYPE, such as `swinv2_moe`, are for models of any size: the files of `export hub` use them.
 """
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -34,6 +35,8 @@ def _cfg(size: int, classes: int, pool: int) -> dict:
 
 default_cfgs = generate_default_cfgs(
     {
+        "swinv2_moe.untrained": _cfg(192, 1000, 6),
+        "swin_moe.untrained": _cfg(192, 1000, 6),
         "swinv2_moe_nano_window4_16.untrained": _cfg(16, 10, 2),
         "swinv2_moe_tiny_window8_256.untrained": _cfg(256, 1000, 8),
         "swinv2_moe_small_window12_192.untrained": _cfg(192, 21841, 6),
@@ -55,6 +58,20 @@ def _create(cls: type, variant: str, pretrained: bool, variant_args: dict, kwarg
         feature_cfg={"flatten_sequential": True, "out_indices": args.pop("out_indices", stages)},
         **args,
     )
+
+
+@register_model
+def swinv2_moe(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
+    """SwinV2-MoE of any size; without arguments the small one."""
+    args = _SMALL | {"moe_blocks": _PUBLISHED_BLOCKS}
+    return _create(SwinTransformerV2MoE, "swinv2_moe", pretrained, args, kwargs)
+
+
+@register_model
+def swin_moe(pretrained: bool = False, **kwargs) -> SwinTransformerMoE:
+    """Swin-MoE of any size, as released (pre-norm); without arguments the small one."""
+    args = _SMALL | {"moe_blocks": _PUBLISHED_BLOCKS}
+    return _create(SwinTransformerMoE, "swin_moe", pretrained, args, kwargs)
 
 
 @register_model

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from swinv2_moe.model_types import Section, register_model_type
 from swinv2_moe.models.attention import FusedWindowAttention
 from swinv2_moe.models.norm_position import NORM_POSITIONS, set_norm_position
-from swinv2_moe.models.positions import check_windows, windows_of_tables
+from swinv2_moe.models.positions import check_windows, windows_of_model, windows_of_tables
 from swinv2_moe.models.protocol import MoEModel
 from swinv2_moe.models.swinv2_checks import check_swinv2
 
@@ -97,11 +97,7 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
 
     def position_windows(self) -> list[int]:
         """As MoEModel."""
-        attentions = [stage.blocks[0].attn for stage in self.layers]
-        return [
-            attention.pretrained_window_size[0] or attention.window_size[0]
-            for attention in attentions
-        ]
+        return windows_of_model(self)
 
     def convert_dense(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
         """As MoEModel; takes timm's layout and Microsoft's."""

@@ -125,6 +125,7 @@ def _cfg() -> dict:
 
 default_cfgs = generate_default_cfgs(
     {
+        "vit_moe.untrained": _cfg(),
         "vit_moe_tiny_patch16_224.untrained": _cfg(),
         "vit_moe_small_patch16_224.untrained": _cfg(),
     }
@@ -143,6 +144,13 @@ def _create(variant: str, pretrained: bool, variant_args: dict, kwargs: dict):
         feature_cfg={"out_indices": args.pop("out_indices", 3), "feature_cls": "getter"},
         **args,
     )
+
+
+@register_model
+def vit_moe(pretrained: bool = False, **kwargs) -> VisionTransformerMoE:
+    """ViT-MoE of any size; without arguments the tiny one."""
+    args = {"embed_dim": 192, "num_heads": 3}
+    return _create("vit_moe", pretrained, args, kwargs)
 
 
 @register_model

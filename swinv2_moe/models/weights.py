@@ -117,6 +117,7 @@ def load_dense(
         dense = read_weights(Path(source))
     _check_values(dense, name)
     dense = fit(model.convert_dense(dense, name))
+    dense |= rank_experts(dense, model)  # of a file that has experts
     layers = moe_layers(model)
     ffns = _pop_ffns(dense, layers)
     if upcycle:
@@ -139,6 +140,20 @@ def load_dense(
                 shard = layers[_layer_name(target)].shard
                 _add_noise(weight, shard, noise * tensor.std().item(), f"{seed} {target}")
     return kept
+
+
+def rank_experts(state: dict[str, Tensor], model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """This rank's part of the expert tensors that `state` has complete and `model` in part."""
+    parts = {}
+    for layer_name, layer in moe_layers(model).items():
+        first, count, part, num_parts = layer.shard
+        for name, parameter in layer.experts.named_parameters():
+            key = f"{prefix}{layer_name}.experts.{name}"
+            if key not in state or state[key].shape == parameter.shape:
+                continue
+            if len(state[key]) == layer.config.num_experts:
+                parts[key] = state[key][first : first + count].chunk(num_parts, 1)[part]
+    return parts
 
 
 def to_experts(dense: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

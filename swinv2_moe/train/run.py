@@ -27,6 +27,8 @@ from swinv2_moe.models import (
     measure_model,
 )
 from swinv2_moe.models.heads import fit_head
+from swinv2_moe.models.hub import fetch_weights, is_hub_name, windows_of_name
+from swinv2_moe.models.positions import check_windows
 from swinv2_moe.train import checkpoint, optim, upcycling
 from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
 from swinv2_moe.train.check_files import check_files
@@ -211,6 +213,10 @@ def _load_pretrained(config: ModelConfig, model: MoEModel, world: World, seed: i
     if not source:
         return
     fit = partial(fit_head, model=model, config=config)
+    if is_hub_name(source):
+        file = _fetch_weights(source, world)
+        check_windows(model, windows_of_name(source), source)
+        source = str(file)
     try:
         found = None
         if Path(source).is_dir():
@@ -237,6 +243,19 @@ def _load_pretrained(config: ModelConfig, model: MoEModel, world: World, seed: i
                 " some of its rows)"
             )
         raise UserError(f"{error}{hint}") from error
+
+
+def _fetch_weights(name: str, world: World) -> Path:
+    """The file of a MODEL.PRETRAINED that is a name. Every rank calls this.
+
+    The main rank downloads it. The others read the cache then, or fill that of their own machine.
+
+    Raises:
+        UserError: as `fetch_weights`, on every rank.
+    """
+    if world.size > 1:
+        world.everywhere(lambda: fetch_weights(name) if world.is_main else None)
+    return world.everywhere(lambda: fetch_weights(name))
 
 
 @contextmanager

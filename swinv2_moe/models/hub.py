@@ -1,0 +1,119 @@
+"""Weights by name: MODEL.PRETRAINED timm:NAME or hf-hub:OWNER/NAME, from the Hugging Face hub.
+
+A file that the cache has is used without a connection. The cache and its variables (HF_HOME,
+HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN) are those of huggingface_hub.
+"""
+
+import difflib
+from pathlib import Path
+
+import timm
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.utils import logging
+from timm.models import get_pretrained_cfg
+from timm.models.swin_transformer_v2 import SwinTransformerV2
+
+from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.models.positions import windows_of_model
+
+_TIMM = "timm:"
+_HUB = "hf-hub:"
+_FILES = ("model.safetensors", "pytorch_model.bin")  # the second one in older repositories
+
+
+def is_hub_name(pretrained: str) -> bool:
+    """Whether a value of MODEL.PRETRAINED is a name, not a path."""
+    return pretrained.startswith((_TIMM, _HUB))
+
+
+def fetch_weights(name: str) -> Path:
+    """The file of weights that `name` stands for, from the cache or else downloaded.
+
+    Processes of one machine that ask for the same file download it once: huggingface_hub locks it.
+
+    Args:
+        name: `timm:NAME`, a pretrained model of timm; or `hf-hub:OWNER/NAME`, perhaps with
+            `@REVISION`.
+
+    Raises:
+        UserError: an unknown name, no connection, no file of weights.
+    """
+    repository, revision, files = _location(name)
+    for file in files:
+        try:
+            return Path(hf_hub_download(repository, file, revision=revision, local_files_only=True))
+        except (LocalEntryNotFoundError, ValueError):
+            continue  # not in the cache; the download reports an invalid name
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its retries are no news for the user
+    try:
+        return _download(name, repository, revision, files)
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def windows_of_name(name: str) -> list[int]:
+    """For each stage the window side that the weights' position biases were trained with.
+
+    Empty where it is not known: for names of the hub, and models other than SwinV2.
+    """
+    if not name.startswith(_TIMM):
+        return []
+    model = timm.create_model(name.removeprefix(_TIMM), device="meta")
+    if isinstance(model, SwinTransformerV2):
+        return windows_of_model(model)
+    return []
+
+
+def _location(name: str) -> tuple[str, str | None, tuple[str, ...]]:
+    """Repository, revision and possible files of weights, the best first."""
+    if name.startswith(_HUB):
+        repository, _, revision = name.removeprefix(_HUB).partition("@")
+        return repository, revision or None, _FILES
+    model = name.removeprefix(_TIMM)
+    try:
+        config = get_pretrained_cfg(model)
+    except RuntimeError:  # a tag that the model does not have
+        config = None
+    if config is None:
+        similar = difflib.get_close_matches(model, timm.list_pretrained(), n=1)
+        hint = ""
+        if similar:
+            hint = f"; did you mean timm:{similar[0]}?"
+        raise UserError(f"MODEL.PRETRAINED {name}: timm {timm.__version__} has no such model{hint}")
+    if not config.hf_hub_id:
+        reason = "has no weights of it at the hub"
+        if config.url:
+            reason += f"; download {config.url} and set MODEL.PRETRAINED to its path"
+        raise UserError(f"MODEL.PRETRAINED {name}: timm {reason}")
+    repository, _, revision = config.hf_hub_id.partition("@")
+    files = _FILES
+    if config.hf_hub_filename:
+        files = (config.hf_hub_filename,)
+    return repository, revision or None, files
+
+
+def _download(name: str, repository: str, revision: str | None, files: tuple[str, ...]) -> Path:
+    for file in files:
+        try:
+            return Path(hf_hub_download(repository, file, revision=revision))
+        except LocalEntryNotFoundError as error:
+            raise UserError(_advice(name, repository, revision, "no connection")) from error
+        except EntryNotFoundError:
+            continue
+        except (OSError, ValueError) as error:  # of requests, of the disk, of the name
+            reason = one_line(str(error))
+            raise UserError(_advice(name, repository, revision, reason)) from error
+    raise UserError(f"MODEL.PRETRAINED {name}: {repository} has no file {' or '.join(files)}")
+
+
+def _advice(name: str, repository: str, revision: str | None, reason: str) -> str:
+    """A message that says which file to get, and where to put it."""
+    url = f"{constants.ENDPOINT}/{repository}/resolve/{revision or 'main'}/{_FILES[0]}"
+    folder = f"models--{repository.replace('/', '--')}"
+    return (
+        f"MODEL.PRETRAINED {name}: its weights are not in the cache and cannot be downloaded"
+        f" ({reason}); download {url} where there is a network and set MODEL.PRETRAINED to the"
+        f" file's path, or copy {folder} from another machine's cache into {constants.HF_HUB_CACHE}"
+    )
