@@ -15,7 +15,7 @@ $(shell test -x $(PY) || rm -f $(VENV)/.installed-*)
 
 help:
 	@echo "make train   train SwinV2-MoE and its dense twin on scikit-learn's digits, into output/quickstart"
-	@echo "make workflow PRETRAIN=DIR TRANSFER=DIR   shards, staging, pretraining, fine-tuning and few-shot, experts beside dense"
+	@echo "make workflow   on digits, or with PRETRAIN=DIR TRANSFER=DIR: shards, staging, pretraining, fine-tuning and few-shot, experts beside dense"
 	@echo "make detection   mmdetection's installation (mmcv is compiled once), then Mask R-CNN on generated shapes"
 	@echo "make bench   the MoE layer, its parts and the network beside dense ones, into benchmarks/results; make bench-gpu on a GPU in 25 minutes"
 	@echo "make test    lint, then the whole test suite, detection included"
@@ -31,13 +31,9 @@ setup: $(VENV)/.installed-run
 train: $(VENV)/.installed-run
 	$(PY) tools/quickstart.py --output output/quickstart
 
-# Two folders of images (or tars of them): by default Tiny-ImageNet and Imagenette where the tests look for them.
-IMAGES   ?= $(or $(SWINV2_MOE_TEST_DATA),../shared/data)
-PRETRAIN ?= $(IMAGES)/tinyimagenet64/tinyimagenet64.tar
-TRANSFER ?= $(IMAGES)/imagenette224_small/imagenette224_small.tar
-
+# PRETRAIN and TRANSFER: two folders of images, or tars of them; without them, digits.
 workflow: $(VENV)/.installed-run
-	$(PY) tools/workflow.py --pretrain $(PRETRAIN) --transfer $(TRANSFER) --output output/workflow
+	$(PY) tools/workflow.py $(addprefix --pretrain ,$(PRETRAIN)) $(addprefix --transfer ,$(TRANSFER)) --output output/workflow
 
 detection: $(VENV)/.installed-detection
 	@test -f data/shapes/annotations/instances_val.json || $(PY) data/make_shapes.py data/shapes

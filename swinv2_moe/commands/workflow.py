@@ -1,9 +1,11 @@
 """Pretrain on one folder of images and transfer to another, with experts and dense.
 
+    python tools/workflow.py --output output/workflow
     python tools/workflow.py --pretrain tiny_imagenet --transfer imagenette --output output/workflow
 
-The steps are shards, staging, pretraining, fine-tuning and few-shot evaluation. Each is a command,
-which is printed. When started again, the workflow continues where it stopped.
+Without data, it uses the digits of scikit-learn: 0 to 4 to pretrain, 5 to 9 to transfer. The steps
+are shards, staging, pretraining, fine-tuning and few-shot evaluation. Each is a command, which is
+printed. When started again, the workflow continues where it stopped.
 """
 
 import time
@@ -23,18 +25,17 @@ from swinv2_moe.tables import number_table
 MODELS = {"MoE, 8 experts": "8expert", "dense": "dense"}
 PRETRAIN, FINETUNE = "configs/tiny_imagenet/{}.yaml", "configs/tiny_imagenet/finetune_96.yaml"
 SHOTS = "5"
+WHERE_PHOTOGRAPHS_ARE = """\
+Data: digits. With photographs: make workflow PRETRAIN=DIR TRANSFER=DIR, for example Tiny-ImageNet
+(http://cs231n.stanford.edu/tiny-imagenet-200.zip) and Imagenette (https://github.com/fastai/imagenette)"""
 MAX_BYTES = 1 << 26  # largest file of results
 
 
 def main() -> None:
     parser = CommandParser(description=__doc__)
     kinds = "a directory with train/ and val/, or a tar of one"
-    parser.add_argument(
-        "--pretrain", required=True, metavar="DATA", help=f"to pretrain on at 64 px: {kinds}"
-    )
-    parser.add_argument(
-        "--transfer", required=True, metavar="DATA", help=f"to fine-tune on at 96 px: {kinds}"
-    )
+    parser.add_argument("--pretrain", metavar="DATA", help=f"to pretrain on at 64 px: {kinds}")
+    parser.add_argument("--transfer", metavar="DATA", help=f"to fine-tune on at 96 px: {kinds}")
     parser.add_argument(
         "--output",
         default="output/workflow",
@@ -53,11 +54,18 @@ def main() -> None:
     )
     add_opts_argument(parser, help="configuration keys for all trainings")
     args = parser.parse_args()
+    if bool(args.pretrain) != bool(args.transfer):
+        parser.error("give both --pretrain and --transfer, or none of them")
+    from swinv2_moe.data.prepare.digit_folders import write_digit_folders
     from swinv2_moe.data.unpack import image_folder
 
     output = Path(args.output)
-    pretrain_data = image_folder(Path(args.pretrain), output / "data" / "pretrain")
-    transfer_data = image_folder(Path(args.transfer), output / "data" / "transfer")
+    if args.pretrain:
+        pretrain_data = image_folder(Path(args.pretrain), output / "data" / "pretrain")
+        transfer_data = image_folder(Path(args.transfer), output / "data" / "transfer")
+    else:
+        pretrain_data, transfer_data = write_digit_folders(output.absolute() / "digits")
+        print(WHERE_PHOTOGRAPHS_ARE)
     started = time.perf_counter()
     make_shards(pretrain_data, output)
     for name in MODELS.values():

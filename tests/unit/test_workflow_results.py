@@ -28,7 +28,7 @@ def run(tmp_path: Path, monkeypatch, capsys):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(json.dumps(content))
     for name in ("run_tool", "run_training"):
-        monkeypatch.setattr(f"swinv2_moe.command.{name}", lambda *args: None)
+        monkeypatch.setattr(f"swinv2_moe.commands.workflow.{name}", lambda *args: None)
     monkeypatch.setattr("swinv2_moe.data.unpack.image_folder", lambda data, target: data)
     workflow = command("workflow", monkeypatch, capsys)
     return lambda: workflow("--pretrain", "a", "--transfer", "b", "--output", tmp_path)
