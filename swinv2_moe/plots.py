@@ -55,7 +55,7 @@ def save_png(figure: "Figure", path: Path, option: str = "--output") -> None:
     Raises:
         UserError: a file that cannot be written; the message begins with `option`.
     """
-    _disable_formulas(figure)
+    disable_formulas(figure)
     try:
         figure.savefig(path, format="png", dpi=130)
     except OSError as error:
@@ -78,7 +78,7 @@ def to_svg(figure: "Figure", label: str) -> str:
         part.set_color(_INK)
     for part in figure.findobj(Spine):
         part.set_edgecolor(_INK)
-    _disable_formulas(figure)
+    disable_formulas(figure)
     file = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):  # text stays text
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
@@ -95,7 +95,7 @@ def to_svg(figure: "Figure", label: str) -> str:
     return re.sub(r'width="[^"]*pt" height="[^"]*pt"', attributes, svg, count=1)
 
 
-def _disable_formulas(figure: "Figure") -> None:
+def disable_formulas(figure: "Figure") -> None:
     """Draw $ in names as text. Only the tick labels of logarithmic axes remain formulas."""
     from matplotlib.text import Text
 

@@ -21,7 +21,8 @@ from swinv2_moe.detection.run import build_detector
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import block_name
 from swinv2_moe.plots import new_figure, save_png
-from swinv2_moe.train.routing import expert_colours, record_choices
+from swinv2_moe.routing_pictures import expert_legend, paint
+from swinv2_moe.train.routing import record_choices
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.axes import Axes
@@ -144,7 +145,6 @@ def draw(
         experts: experts of the patches, int64 [h, w], by MoE layer.
         meta: names and colours of the classes.
     """
-    from matplotlib.patches import Patch
 
     height, width = photo.shape[:2]
     rows = min(len(experts), 2) or 1
@@ -159,14 +159,7 @@ def draw(
         axes = figure.add_subplot(grid[number // columns, 1 + number % columns])
         _draw_experts(axes, photo, ids, block_name(name.removeprefix("backbone.trunk.")))
     if experts:
-        colours = expert_colours(1 + max(int(ids.max()) for ids in experts.values())) / 255
-        patches = [Patch(color=colour, label=str(expert)) for expert, colour in enumerate(colours)]
-        figure.legend(
-            handles=patches,
-            title="expert, in each layer its own",
-            loc="outside lower right",
-            ncols=16,
-        )
+        expert_legend(figure, 1 + max(int(ids.max()) for ids in experts.values()))
     return figure
 
 
@@ -203,21 +196,7 @@ def _draw_objects(axes: "Axes", photo: np.ndarray, found: Detections, meta: dict
 
 
 def _draw_experts(axes: "Axes", photo: np.ndarray, ids: np.ndarray, name: str) -> None:
-    from matplotlib.colors import ListedColormap
-
-    height, width = photo.shape[:2]
-    colours = expert_colours(int(ids.max()) + 1) / 255
-    _picture(axes, photo @ _LUMINANCE / 255, name)
-    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
-    limits = {"vmin": -0.5, "vmax": len(colours) - 0.5}
-    axes.imshow(
-        ids,
-        cmap=ListedColormap(colours),
-        alpha=0.5,
-        interpolation="nearest",
-        extent=extent,
-        **limits,
-    )
+    _picture(axes, paint(photo[None], ids[None])[0], name)
 
 
 def _picture(axes: "Axes", picture: np.ndarray, title: str) -> None:

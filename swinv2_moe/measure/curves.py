@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from swinv2_moe.measure.run_record import RunRecord
+from swinv2_moe.models import block_place
 from swinv2_moe.plots import COLOURS, new_figure, thin, tidy, to_svg
 
 _WIDTH, _HEIGHT = 4.6, 2.7  # inches
@@ -198,20 +199,6 @@ def _loads(run: RunRecord, suffix: str) -> Iterator[Panel]:
         axes.set_xlabel("step")
         axes.set_ylabel("expert")
         axes.locator_params(axis="y", integer=True)
-        title = f"Expert load, {place(layer)}{suffix}"
+        title = f"Expert load, {block_place(layer)}{suffix}"
         note = "tokens relative to an even share, which is 1 and white"
         yield Panel(title, note, to_svg(canvas, title))
-
-
-def place(layer: str) -> str:
-    """The stage and block of an MoE layer, counted from 1 as in papers.
-
-    "layers.2.blocks.1.mlp.moe" -> "stage 3, block 2"; "blocks.1.mlp.moe" -> "block 2".
-    """
-    numbers = [int(part) + 1 for part in layer.split(".") if part.isdecimal()]
-    if len(numbers) == 2:
-        stage, block = numbers
-        return f"stage {stage}, block {block}"
-    if len(numbers) == 1:
-        return f"block {numbers[0]}"
-    return layer

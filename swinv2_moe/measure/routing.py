@@ -31,13 +31,14 @@ from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.images import image_paths
 from swinv2_moe.data.sources import ImageFiles, Source, Sources, load_sources
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure.routing_figures import classes_figure, load_figure, pictures_figure
+from swinv2_moe.measure.routing_figures import classes_figure, load_figure
 from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import block_name
 from swinv2_moe.plots import save_png
+from swinv2_moe.routing_pictures import columns, denormalise, pictures_figure
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.record import Bar
-from swinv2_moe.train.routing import columns, denormalise, record_choices, spread
+from swinv2_moe.train.routing import record_choices, spread
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.figure import Figure

@@ -10,7 +10,7 @@ import pkgutil
 from swinv2_moe.models import registry  # noqa: F401
 from swinv2_moe.models.build import build_model, measure_model, model_arguments
 from swinv2_moe.models.complexity import Complexity
-from swinv2_moe.models.moe_mlp import MoEMlp, block_name, frozen_moe, take_aux_loss
+from swinv2_moe.models.moe_mlp import MoEMlp, block_name, block_place, frozen_moe, take_aux_loss
 from swinv2_moe.models.protocol import MoEModel, WithAuxLoss
 from swinv2_moe.models.swin_moe import SwinTransformerMoE
 from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
@@ -28,6 +28,7 @@ __all__ = [
     "SwinTransformerV2MoE",
     "WithAuxLoss",
     "block_name",
+    "block_place",
     "build_model",
     "frozen_moe",
     "load_dense",

@@ -21,6 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 from moe_core import RoutingStats, moe_layers
 from moe_core.files import atomic_write
 from swinv2_moe.config import DataConfig
+from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.events import EventLog
 from swinv2_moe.train.routing import sample_choices
@@ -185,7 +186,7 @@ class Recorder:
         self, model: nn.Module, loader: DataLoader, data: DataConfig, step: int
     ) -> Iterator[None]:
         """Around a validation of `model` on `loader`: four of its images, always the same, and
-        beside each, layer by layer, its patches in the colour of the expert that they chose, in
+        beside each, layer by layer, its patches painted with the expert that they chose, in
         TensorBoard's image tab.
 
         The pass is the validation's own, with the capacity of evaluation; which choices that
@@ -197,7 +198,11 @@ class Recorder:
             return
         with sample_choices(model, len(loader.sampler), _PICTURES) as sample:
             yield
-        self._picture("routing", sample.picture(data.mean, data.std), step)
+        choices = {name: torch.stack(ids) for name, ids in sample.choices.items()}
+        pictures = columns(torch.stack(sample.images), choices, data.mean, data.std)
+        num_experts = max(layer.config.num_experts for layer in moe_layers(model).values())
+        figure = pictures_figure(pictures, [""] * len(sample.images), list(choices), num_experts)
+        self._picture("routing", figure_pixels(figure), step)
 
     @_records
     def _picture(self, tag: str, picture: np.ndarray, step: int) -> None:

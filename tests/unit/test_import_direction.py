@@ -67,7 +67,8 @@ SHARED = [
     "swinv2_moe.config",
 ]
 MODELS_AND_DATA = SHARED + ["swinv2_moe.models", "swinv2_moe.data"]
-TRAINING = MODELS_AND_DATA + ["swinv2_moe.train"]
+PICTURES = ["swinv2_moe.plots", "swinv2_moe.routing_pictures"]
+TRAINING = MODELS_AND_DATA + PICTURES + ["swinv2_moe.train"]
 
 ALLOWED = {
     "moe_core": ["moe_core"],  # modules that use the layer: training, checkpoint, __init__
@@ -102,9 +103,10 @@ ALLOWED = {
         "swinv2_moe.dataset_registry",
         "swinv2_moe.config",
     ],
-    "swinv2_moe.train": MODELS_AND_DATA + ["swinv2_moe.imports"],
-    "swinv2_moe.detection": TRAINING + ["swinv2_moe.plots", "swinv2_moe.imports"],
-    "swinv2_moe.measure": TRAINING + ["swinv2_moe.plots"],
+    "swinv2_moe.routing_pictures": ["swinv2_moe.plots", "swinv2_moe.models"],
+    "swinv2_moe.train": MODELS_AND_DATA + PICTURES + ["swinv2_moe.imports"],
+    "swinv2_moe.detection": TRAINING + ["swinv2_moe.imports"],
+    "swinv2_moe.measure": TRAINING,
     "swinv2_moe.export": TRAINING,
     "swinv2_moe.predict": TRAINING,
     "tools": ["moe_core", "swinv2_moe"],

@@ -19,13 +19,14 @@ from swinv2_moe.measure.routing import (
     mutual_information,
 )
 from swinv2_moe.measure.routing_figures import (
+    class_order,
     classes_figure,
     load_figure,
-    pictures_figure,
     preferences,
 )
 from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.plots import save_png
+from swinv2_moe.routing_pictures import pictures_figure
 
 tables = arrays(
     np.int64, st.tuples(st.integers(1, 6), st.integers(1, 6)), elements=st.integers(0, 1000)
@@ -147,13 +148,19 @@ def test_preferences():
     table = np.array(
         [[0, 50, 50, 0], [90, 5, 5, 0], [40, 30, 30, 0], [0, 0, 0, 0], [70, 15, 15, 0]]
     )
-    lift, order = preferences(table, 3)
-    assert lift[:3, 0] == pytest.approx([0, 1.8, 0.8])  # half of all tokens go to expert 0
-    assert (lift[:, 3] == 1).all()  # an expert without tokens
-    assert (lift[3] == 1).all()  # a class without images
+    ratios = preferences(table)
+    assert ratios[:3, 0] == pytest.approx([0, 1.8, 0.8])  # half of all tokens go to expert 0
+    assert (ratios[:, 3] == 1).all()  # an expert without tokens
+    assert (ratios[3] == 1).all()  # a class without images
     # by preferred expert, the strongest first; class 2 tells least
-    assert order.tolist() == [1, 4, 0]
-    assert sorted(preferences(table, 9)[1]) == [0, 1, 2, 3, 4]
+    assert class_order([table], 3).tolist() == [1, 4, 0]
+    assert sorted(class_order([table], 9)) == [0, 1, 2, 3, 4]
+
+
+def test_the_order_of_the_classes_is_that_of_the_last_layer():
+    first = np.array([[90, 10], [50, 50], [10, 90]])
+    last = np.array([[10, 90], [50, 50], [90, 10]])
+    assert class_order([first, last], 2).tolist() == [2, 0]
 
 
 @pytest.mark.parametrize(("num_classes", "experts", "layers"), [(10, 8, 1), (1000, 64, 3)])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from swinv2_moe.config import default_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure.curves import place
 from swinv2_moe.measure.run_record import read_run, read_runs
+from swinv2_moe.models import block_place
 from swinv2_moe.plots import thin
 
 STEP = {
@@ -173,5 +173,5 @@ def test_a_thinned_curve_keeps_its_mean_and_order(values):
 
 
 def test_layers_are_counted_from_one():
-    assert place("layers.2.blocks.3.mlp.moe") == "stage 3, block 4"
-    assert place("other") == "other"
+    assert block_place("layers.2.blocks.3.mlp.moe") == "stage 3, block 4"
+    assert block_place("other") == "other"

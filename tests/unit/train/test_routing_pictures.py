@@ -17,18 +17,17 @@ from trainer_cases import make_trainer as make_trainer_of
 from moe_core import moe_layers
 from swinv2_moe.config import model_config
 from swinv2_moe.models import WithAuxLoss, build_model
-from swinv2_moe.train import train
-from swinv2_moe.train.record import Recorder
-from swinv2_moe.train.routing import (
+from swinv2_moe.routing_pictures import (
     denormalise,
     expert_colours,
+    expert_hatch,
     montage,
     paint,
-    record_choices,
-    sample_choices,
-    spread,
     to_pixels,
 )
+from swinv2_moe.train import train
+from swinv2_moe.train.record import Recorder
+from swinv2_moe.train.routing import record_choices, sample_choices, spread
 from swinv2_moe.train.saver import Saver, save_policy
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -174,7 +173,6 @@ def test_a_sample_of_several_batches(make_model):
     assert torch.stack(sample.images).equal(images[::2])
     for name, ids in choices.items():
         assert torch.stack(sample.choices[name]).equal(ids[::2])
-    assert sample.picture(MEAN, STD).shape == (4 * 128 + 3 * 4, 3 * 128 + 2 * 4, 3)
 
 
 @pytest.mark.parametrize(
@@ -194,22 +192,24 @@ def test_pixels(size, side, channels):
 
 
 def test_paint():
-    """The patch of row 0, column 1 has the colour of expert 2, over the photograph in grey."""
-    photos = np.zeros((1, 6, 6, 3), np.uint8)
-    photos[0, :, 3:] = 255
-    experts = np.array([[[0, 2], [1, 0]]])
-    painted, colours = paint(photos, experts)[0], expert_colours(3).astype(int)
+    """Each patch keeps the hue of its expert, on black and on white; experts are outlined."""
+    photos = np.zeros((1, 64, 96, 3), np.uint8)
+    photos[0, :, 48:] = 255
+    experts = np.array([[[0, 7], [7, 0]]])  # two colours without hatching
+    painted, colours = paint(photos, experts)[0], expert_colours(8).astype(int)
     assert painted.dtype == np.uint8
-    for rows, cols, expert, luminance in (
-        (0, 0, 0, 0),
-        (0, 3, 2, 255),
-        (3, 0, 1, 0),
-        (3, 3, 0, 255),
-    ):
-        patch = painted[rows : rows + 3, cols : cols + 3].reshape(-1, 3)
-        assert (abs(patch - (colours[expert] + luminance) / 2) <= 1).all()
-    uneven = paint(np.zeros((1, 5, 5, 3), np.uint8), np.arange(4).reshape(1, 2, 2))[0]
-    assert len(np.unique(uneven.reshape(-1, 3), axis=0)) == 4
+    corners = {(0, 0): (0, 0.45), (0, 48): (7, 1), (32, 0): (7, 0.45), (32, 48): (0, 1)}
+    for (row, col), (expert, shade) in corners.items():
+        patch = painted[row : row + 31, col : col + 47]  # without the outline
+        assert (abs(patch - colours[expert] * shade) <= 1).all()
+    assert (painted[31] == painted[31, 0]).all()
+    assert (painted[:, 47] == painted[0, 47]).all()
+
+
+def test_experts_of_one_colour_differ_by_their_hatching():
+    photos = np.full((1, 32, 32, 3), 200, np.uint8)
+    pictures = {paint(photos, np.full((1, 1, 1), expert)).tobytes() for expert in range(56)}
+    assert len(pictures) == 56
 
 
 def test_montage():
@@ -222,11 +222,11 @@ def test_montage():
 
 
 def test_colours():
-    colours = expert_colours(64)
-    assert len(np.unique(colours, axis=0)) == 64
-    assert (expert_colours(8) == colours[:8]).all()
+    colours = expert_colours(8)
+    looks = {(colour.tobytes(), expert_hatch(i)) for i, colour in enumerate(expert_colours(56))}
+    assert len(looks) == 56
     assert expert_colours(256).shape == (256, 3)
-    distances = np.abs(colours[:8, None].astype(int) - colours[None, :8]).max(-1)
+    distances = np.abs(colours[:, None].astype(int) - colours[None]).max(-1)
     assert distances[~np.eye(8, dtype=bool)].min() >= 60  # of 255, in some channel
 
 
@@ -251,8 +251,9 @@ def test_a_picture_for_each_epoch(make_config, tmp_path):
     for run in ("plain", "frozen"):
         (first, before), (second, after) = pictures_of(tmp_path / run)
         assert (first, second) == (5, 10)
-        assert before.shape == after.shape == (4 * 132 - 4, 3 * 132 - 4, 3)
-        assert (before[:, :128] == after[:, :128]).all()  # the same images
+        assert before.shape == after.shape
+        photographs = before.shape[1] // 3  # of three columns
+        assert (before[:, :photographs] == after[:, :photographs]).all()  # the same images
         assert (before != after).any()
 
 
