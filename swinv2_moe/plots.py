@@ -7,8 +7,9 @@ import re
 from collections.abc import Sequence
 from html import escape
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -93,6 +94,45 @@ def to_svg(figure: "Figure", label: str) -> str:
     svg = re.sub(r' id="([^"]+)"', keep_referenced, svg)
     attributes = f'role="img" aria-label="{escape(label, quote=True)}"'
     return re.sub(r'width="[^"]*pt" height="[^"]*pt"', attributes, svg, count=1)
+
+
+class Reading(NamedTuple):
+    """The text that a page shows while the pointer is near `x` of a figure."""
+
+    x: float
+    lines: list[str]
+
+
+def add_readings(svg: str, axes: "Axes", readings: Sequence[Reading]) -> str:
+    """Add readings to the <svg> that `to_svg` made of the figure of `axes`; they need no script.
+
+    The page's style hides elements of the class "reading" outside of the hovered "near".
+    """
+    figure = axes.figure
+    width, height = 72 * figure.get_size_inches()  # the units of the <svg>
+    to_figure = axes.transData + figure.transFigure.inverted()
+    box = axes.get_position()
+    left, right = box.x0 * width, box.x1 * width
+    top, bottom = (1 - box.y1) * height, (1 - box.y0) * height
+    places = [to_figure.transform((reading.x, 0))[0] * width for reading in readings]
+    middles = [(one + other) / 2 for one, other in pairwise(places)]
+    edges = [left] + middles + [right]
+    groups = []
+    for i, reading in enumerate(readings):
+        anchor, shift = "start", 4
+        if places[i] > (left + right) / 2:
+            anchor, shift = "end", -4
+        text = []
+        for number, line in enumerate(reading.lines):
+            y = top + 10 * (number + 1)
+            text.append(f'<tspan x="{places[i] + shift:.1f}" y="{y:.1f}">{escape(line)}</tspan>')
+        groups.append(
+            f'<g class="near"><rect x="{edges[i]:.1f}" y="{top:.1f}"'
+            f' width="{max(0, edges[i + 1] - edges[i]):.1f}" height="{bottom - top:.1f}"/>'
+            f'<g class="reading"><path d="M{places[i]:.1f} {top:.1f}V{bottom:.1f}"/>'
+            f'<text text-anchor="{anchor}">{"".join(text)}</text></g></g>'
+        )
+    return svg.replace("</svg>", "".join(groups) + "</svg>")
 
 
 def disable_formulas(figure: "Figure") -> None:

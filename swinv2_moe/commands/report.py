@@ -1,42 +1,133 @@
-"""Write one HTML file about a run: curves, experts, predictions, configuration, environment.
+"""Write one HTML file about a run: curves, experts, mistakes, configuration, environment.
 
 The file needs no network. By default it is report.html in the run directory.
 
     python tools/report.py output/mine
     python tools/report.py output/mine --compare output/dense --output both.html
+    python tools/report.py output/mine --watch   # during the training
 """
 
-from pathlib import Path
+from __future__ import annotations
 
-from swinv2_moe.command import CommandParser, add_opts_argument, write_text
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swinv2_moe.command import (
+    CommandParser,
+    add_checkpoint_argument,
+    add_opts_argument,
+    write_text,
+)
 from swinv2_moe.errors import UserError
 
+if TYPE_CHECKING:
+    from swinv2_moe.measure.report_validation import Validation
+    from swinv2_moe.measure.run_record import RunRecord
 
-def main() -> None:
+WATCH = 30  # seconds
+POLL = 1  # seconds between two looks for the first logged step
+
+
+def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("run", metavar="RUN_DIR", help="a run, finished or not")
     parser.add_argument("--compare", metavar="RUN_DIR", help="another run, side by side")
     parser.add_argument("--output", metavar="HTML", help="default: report.html in RUN_DIR")
+    add_checkpoint_argument(parser)
     parser.add_argument(
         "--data", metavar="DIR", help="the validation images, if they have moved since the training"
     )
+    parser.add_argument(
+        "--images",
+        type=int,
+        default=5000,
+        metavar="N",
+        help="at most so many validation images, evenly spaced; 0: all (default: 5000)",
+    )
+    parser.add_argument(
+        "--watch",
+        type=int,
+        nargs="?",
+        const=WATCH,
+        default=0,
+        metavar="SECONDS",
+        help=f"write it again so often until the run has finished (default: {WATCH})",
+    )
     add_opts_argument(parser)
     args = parser.parse_args()
-    from swinv2_moe.config import config_from_text
-    from swinv2_moe.measure.report import render
-    from swinv2_moe.measure.run_record import read_runs
+    for option in ("images", "watch"):
+        value = getattr(args, option)
+        if value < 0:
+            raise UserError(f"--{option} is {value}, it must not be negative")
+    if args.data and not Path(args.data).is_dir():
+        raise UserError(f"--data {args.data}: is not a directory")
+    return args
 
+
+def main() -> None:
+    args = parse()
     directories = [Path(args.run)]
     if args.compare:
         directories.append(Path(args.compare))
-    runs = read_runs(directories)
-    if args.data and not Path(args.data).is_dir():
-        raise UserError(f"--data {args.data}: is not a directory")
-    # Check --opts here: in `render`, an error may come from the checkpoint and only omits the
-    # predictions.
+    output = Path(args.output or directories[0] / "report.html")
+    validations: dict[tuple[str, str], Validation] = {}
+    runs = read_begun(directories, wait=args.watch > 0)
+    while not write_report(runs, output, validations, args):
+        time.sleep(args.watch)
+        runs = read_begun(directories, wait=True)
+
+
+def read_begun(directories: list[Path], wait: bool) -> list[RunRecord]:
+    """The runs; with `wait`, once each has logged a step."""
+    from swinv2_moe.measure.run_record import NotBegunError, read_runs
+
+    told = False
+    while True:
+        try:
+            return read_runs(directories)
+        except NotBegunError as error:
+            if not wait:
+                raise
+            if not told:
+                print(f"waiting: {error}", flush=True)
+            told = True
+            time.sleep(POLL)
+
+
+def write_report(
+    runs: list[RunRecord],
+    output: Path,
+    validations: dict[tuple[str, str], Validation],
+    args: argparse.Namespace,
+) -> bool:
+    """Write the page.
+
+    Args:
+        validations: those of earlier calls, by the checkpoint as `select_checkpoint` returns it.
+
+    Returns:
+        Whether the page is final.
+    """
+    from swinv2_moe.config import config_from_text
+    from swinv2_moe.measure.report import render
+    from swinv2_moe.measure.report_validation import validate
+    from swinv2_moe.train.selection import select_checkpoint
+
+    found = []
     for run in runs:
+        # An error in --opts ends the command; one of the checkpoint only omits the predictions.
         config_from_text(run.config.dump(), str(run.directory), args.opts)
-    output = Path(args.output or runs[0].directory / "report.html")
-    page = render(runs, args.data, args.opts)
+        selected = select_checkpoint(str(run.directory), args.checkpoint)
+        if selected not in validations:
+            validations[selected] = validate(selected, args.data, args.opts, args.images)
+        found.append(validations[selected])
+    finished = not args.watch or all(run.summary for run in runs)
+    refresh = 0
+    if not finished:
+        refresh = args.watch
+    page = render(runs, found, refresh)
     write_text(output, page)
-    print(f"{output}: {len(page) / 1e6:.1f} MB")
+    print(f"{output}: {len(page) / 1e6:.1f} MB", flush=True)
+    return finished

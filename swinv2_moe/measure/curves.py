@@ -7,9 +7,18 @@ import numpy as np
 
 from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.models import block_place
-from swinv2_moe.plots import COLOURS, new_figure, thin, tidy, to_svg
+from swinv2_moe.plots import (
+    COLOURS,
+    Reading,
+    add_readings,
+    new_figure,
+    thin,
+    tidy,
+    to_svg,
+)
 
 _WIDTH, _HEIGHT = 4.6, 2.7  # inches
+_READINGS = 100  # places of a panel where it shows values
 
 Points = tuple[list[int], list[float]]  # steps and values
 
@@ -154,7 +163,24 @@ def _draw(figure: Figure, runs: Sequence[RunRecord]) -> Panel | None:
         # With explicit handles: otherwise the legend omits names that begin with _.
         axes.legend(axes.lines, [line.name for line in lines], frameon=False, fontsize=8)
     tidy(axes)
-    return Panel(figure.title, figure.note, to_svg(canvas, figure.title))
+    svg = to_svg(canvas, figure.title)
+    return Panel(figure.title, figure.note, add_readings(svg, axes, _readings(lines)))
+
+
+def _readings(lines: list[_Line]) -> list[Reading]:
+    """The values of all curves at up to 100 steps of the longest: each curve's last one so far."""
+    longest = max((line.points[0] for line in lines), key=len)
+    numbers = np.linspace(0, len(longest) - 1, min(len(longest), _READINGS)).round().astype(int)
+    readings = []
+    for step in np.asarray(longest)[numbers]:
+        texts = [f"step {step:,}"]
+        for line in lines:
+            steps, values = line.points
+            last = np.searchsorted(steps, step, side="right") - 1
+            if last >= 0:
+                texts.append(f"{line.name} {values[last]:,.4g}".strip())
+        readings.append(Reading(float(step), texts))
+    return readings
 
 
 def _strategy_times(run: RunRecord, suffix: str) -> list[Panel]:

@@ -76,6 +76,10 @@ class RunRecord:
         return _curve(self.epochs, lambda epoch: epoch.get(key))
 
 
+class NotBegunError(UserError):
+    """A run that has not logged a step yet."""
+
+
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
     """As `read_run`; the names have as many parts of the path as distinguish the runs."""
     paths = [directory.resolve().parts for directory in directories]
@@ -98,7 +102,8 @@ def read_run(directory: Path) -> RunRecord:
     """The run in `directory`.
 
     Raises:
-        UserError: no run is there, it has not logged a step yet, or what it holds is not readable.
+        NotBegunError: it has not logged a step yet.
+        UserError: no run is there, or what it holds is not readable.
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: is not a run directory")
@@ -108,7 +113,7 @@ def read_run(directory: Path) -> RunRecord:
     entries = [entry for entry in map(_parse, lines) if _is_entry(entry)]
     steps = [entry for entry in entries if "loss" in entry]
     if not steps:
-        raise UserError(
+        raise NotBegunError(
             f"{directory}: metrics.jsonl has no logged step (of {len(lines)} lines); has the run"
             " begun?"
         )

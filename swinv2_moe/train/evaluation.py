@@ -36,6 +36,7 @@ class Predictions(NamedTuple):
     ranks: np.ndarray
     confidence: np.ndarray  # float64 [N], the softmax probability of the predicted class
     losses: np.ndarray  # float64 [N], cross-entropy in nats
+    indices: np.ndarray  # int64 [N], the images' places in the data set
 
 
 @torch.inference_mode()
@@ -76,7 +77,8 @@ def predict(
 
     Args:
         loader: Batches of this rank by ValSampler, so that all ranks have as many images.
-        order: int64 [images], the sampler's; None: the order of the data set.
+        order: int64 [images], the sampler's; None: the order of the data set. Both without the
+            images that only pad the last batch.
     """
     rows, unreadable = [], []
     with _evaluation_mode(model):
@@ -89,10 +91,12 @@ def predict(
         by_position = found[: len(order)]  # without padding
         found = np.empty_like(by_position)
         found[order] = by_position
-    found = found[found[:, 0] != IGNORE]
+    indices = np.flatnonzero(found[:, 0] != IGNORE)
+    found = found[indices]
     targets, predicted, ranks = found[:, :3].astype(np.int64).T
+    confidence, losses = found[:, 3:].T
     paths = [path for paths in world.gather(unreadable) for path in paths]
-    return Predictions(targets, predicted, ranks, *found[:, 3:].T), paths
+    return Predictions(targets, predicted, ranks, confidence, losses, indices), paths
 
 
 @contextmanager

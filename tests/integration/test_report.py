@@ -11,6 +11,7 @@ import pytest
 from tool_cases import command
 
 from swinv2_moe.config import load_config
+from swinv2_moe.measure.report_validation import Validation
 from swinv2_moe.train import train
 
 BROWSER = (
@@ -101,11 +102,14 @@ def titles(page: str) -> list[str]:
 def test_what_one_page_shows(pages):
     page = pages[0]
     assert set(titles(page)) == {
-        *(PANELS + EXPERT_PANELS + LAYERS + ["images"]),
+        *(PANELS + EXPERT_PANELS + ["Images and layers"]),
         *(f"Expert load, {layer}" for layer in LAYERS),
     }
-    assert page.count('class="card sample"') == 8
-    assert len(re.findall(r"[✓✗] (red|blue)</h3>", page)) == 8
+    samples = page[page.index("<h2>Validation images") :]
+    assert samples.count('class="card sample"') == 8
+    assert len(re.findall(r"[✓✗] (red|blue)</h3>", samples)) == 8
+    assert "Confusion matrix" in page
+    assert "All 2 classes" in page
     for word in ("finished", "TRAIN.WARMUP_EPOCHS", "commit", "torch", "images/s, training"):
         assert word in page
     assert "top-5" not in page  # of two classes
@@ -127,7 +131,7 @@ def test_two_runs_side_by_side(pages):
     assert "experts beside dense" in page
     assert {*PANELS, *EXPERT_PANELS} < set(titles(page))  # shared
     assert re.search(r"<td>MODEL.MOE.NUM_EXPERTS</td>.*<td>4</td><td>0</td>", page)
-    assert page.count('class="card sample"') == 16
+    assert page.count("<h2>Validation images") == 2
 
 
 def test_without_the_images_or_a_checkpoint_the_rest_is_there(report, runs, tmp_path):
@@ -160,6 +164,65 @@ def test_data_with_other_class_names(report, runs, make_photographs, tmp_path):
     assert set(re.findall(r'<div class="guess">(\w+)', page)) == {"blue", "red"}
 
 
+def test_it_says_what_evaluate_and_the_validation_say(report, runs, tmp_path, monkeypatch, capsys):
+    """The matrix, the classes and the mistakes are those of as many images."""
+    evaluate = command("evaluate", monkeypatch, capsys)
+    measured = tmp_path / "accuracy.json"
+    assert evaluate("--resume", runs / "experts", "--output", measured).status == 0
+    results = json.loads(measured.read_text())
+    best = json.loads((runs / "experts" / "summary.json").read_text())["best_val_top1"]
+    assert report(runs / "experts", "--output", tmp_path / "page.html").status == 0
+    page = html.unescape((tmp_path / "page.html").read_text())
+    validation = page[page.index("<h2>Validation") :]
+    top1 = re.search(r">top-1</span><b>([\d.]+)%", validation)[1]
+    assert top1 == f"{results['top1']:.2f}" == f"{best:.2f}"
+    cells = re.findall(r'class="(hit|miss)"[^>]*>(\d*)</td>', validation)
+    counts = {"hit": 0, "miss": 0}
+    for kind, count in cells:
+        counts[kind] += int(count or 0)
+    assert sum(counts.values()) == results["images"]
+    assert counts["hit"] == round(results["images"] * results["top1"] / 100)
+
+
+def test_some_of_the_images(report, runs, tmp_path):
+    assert report(runs / "experts", "--images", 5, "--output", tmp_path / "page.html").status == 0
+    page = html.unescape((tmp_path / "page.html").read_text())
+    assert "5 images of 16, evenly spaced (--images 0: all)" in page
+
+
+def test_watching_a_run_until_it_has_finished(report, runs, tmp_path, monkeypatch):
+    """A page that reloads itself; no checkpoint is evaluated twice."""
+    run = tmp_path / "run"
+    shutil.copytree(runs / "experts", run, symlinks=True)
+    metrics = (run / "metrics.jsonl").read_text()
+    summary = (run / "summary.json").rename(tmp_path / "summary.json")
+    (run / "metrics.jsonl").write_text("")
+    pages, validated = [], []
+
+    def sleep(seconds):
+        if not (run / "metrics.jsonl").read_text():  # waits for the first logged step
+            (run / "metrics.jsonl").write_text(metrics)
+            return
+        pages.append((seconds, (run / "report.html").read_text()))
+        summary.rename(run / "summary.json")
+
+    def count(*arguments):
+        validated.append(arguments)
+        return Validation(problem="none")
+
+    monkeypatch.setattr("swinv2_moe.commands.report.time.sleep", sleep)
+    monkeypatch.setattr("swinv2_moe.measure.report_validation.validate", count)
+    finished = report(run, "--watch", 7)
+    assert finished.status == 0
+    assert finished.out.startswith("waiting: ")
+    (seconds, page), last = pages[0], (run / "report.html").read_text()
+    assert seconds == 7
+    assert 'http-equiv="refresh" content="7"' in page
+    assert "not finished" in page
+    assert "http-equiv" not in last
+    assert len(validated) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -172,6 +235,9 @@ def test_data_with_other_class_names(report, runs, make_photographs, tmp_path):
         ),
         (["{runs}/experts", "--data", "{runs}/nowhere"], ["--data", "nowhere", "not a directory"]),
         (["{runs}/experts", "--opts", "MODEL.MOE.TYPO", "1"], ["MODEL.MOE.TYPO"]),
+        (["{runs}/experts", "--checkpoint", "99"], ["--checkpoint 99", "checkpoints of the steps"]),
+        (["{runs}/experts", "--images", "-1"], ["--images", "-1"]),
+        (["{runs}/experts", "--watch", "-1"], ["--watch", "-1"]),
     ],
 )
 def test_bad_input_gets_one_line(report, runs, arguments, words):

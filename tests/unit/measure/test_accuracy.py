@@ -79,7 +79,8 @@ def test_overall_and_by_class():
     targets, predicted = np.array([0, 0, 0, 2, 2, 5]), np.array([0, 1, 0, 2, 1, 0])
     ranks, confidence = np.array([0, 4, 0, 0, 1, 5]), np.full(6, 0.5)
     found = measure(
-        Predictions(targets, predicted, ranks, confidence, np.arange(6.0)), list("abcdef")
+        Predictions(targets, predicted, ranks, confidence, np.arange(6.0), np.arange(6)),
+        list("abcdef"),
     )
     assert (found["images"], found["loss"], found["confidence"], found["ece"]) == (6, 2.5, 50, 0)
     assert (found["top1"], found["top5"]) == (50, pytest.approx(100 * 5 / 6))
@@ -97,7 +98,8 @@ def test_overall_and_by_class():
 
 def test_top5_of_five_classes_says_nothing():
     found = measure(
-        Predictions(*np.zeros((3, 2), int), np.full(2, 0.5), np.zeros(2)), list("abcde")
+        Predictions(*np.zeros((3, 2), int), np.full(2, 0.5), np.zeros(2), np.arange(2)),
+        list("abcde"),
     )
     assert (found["top1"], found["top5"]) == (100, None)
 

@@ -9,6 +9,7 @@ import pytest
 
 from swinv2_moe.config import default_config
 from swinv2_moe.measure.report import render
+from swinv2_moe.measure.report_validation import Validation
 from swinv2_moe.measure.run_record import read_runs
 
 SUMMARY = {
@@ -46,7 +47,8 @@ def make_run(tmp_path):
 
 
 def page_of(*directories) -> str:
-    return html.unescape(render(read_runs(directories)))
+    runs = read_runs(directories)
+    return html.unescape(render(runs, [Validation(problem="No predictions.")] * len(runs)))
 
 
 def tiles(page: str) -> dict[str, str]:

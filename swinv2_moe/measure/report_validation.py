@@ -1,0 +1,279 @@
+"""The part of a report that needs the model: what it predicts for the validation images."""
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from rich.console import Console
+from torch import nn
+
+from moe_core import moe_layers
+from swinv2_moe.data import UnreadableImages, evaluation_loader
+from swinv2_moe.data.datasets import ImageDataset, Sample
+from swinv2_moe.data.sources import Source, load_sources
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.accuracy import measure
+from swinv2_moe.measure.confusion import Mistake, matrix, mistakes, taken_for, worst
+from swinv2_moe.measure.routing import Subset
+from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure, to_pixels
+from swinv2_moe.train.deployed import Deployed, open_deployed
+from swinv2_moe.train.evaluation import Predictions, predict
+from swinv2_moe.train.record import Bar
+from swinv2_moe.train.routing import record_choices, spread
+
+_IMAGES = 8  # validation images with the most probable classes
+_ROUTED = 4  # images with the experts of their patches
+_GUESSES = 3  # classes of an image
+_WORST = 12  # wrong predictions with their pictures
+_CLASSES = 20  # in the confusion matrix
+_PAIRS = 15  # most frequent mistakes
+
+
+class Guess(NamedTuple):
+    """A class and its probability."""
+
+    name: str
+    probability: float
+
+
+class Picture(NamedTuple):
+    """A validation image and what the model says of it."""
+
+    image: str  # a data URL
+    truth: str
+    is_right: bool
+    guesses: list[Guess]
+
+
+class ClassRow(NamedTuple):
+    """A class of the data; `taken_for` is its most frequent mistake, with the number of images."""
+
+    name: str
+    images: int
+    top1: float | None  # percent; None without images
+    taken_for: str
+
+
+class MatrixRow(NamedTuple):
+    """The images of a class: how many were taken for each class shown, and for others."""
+
+    name: str
+    images: int
+    counts: list[int]
+    elsewhere: int
+
+
+class Validation(NamedTuple):
+    """Predictions of a run's checkpoint. Without any, only `problem` is there.
+
+    `problem`: why there are no predictions, or a warning about them.
+    """
+
+    problem: str = ""
+    about: str = ""  # the checkpoint and the images
+    facts: dict[str, str] = {}  # noqa: RUF012
+    classes: Sequence[ClassRow] = ()  # the worst first
+    matrix: Sequence[MatrixRow] = ()  # of the classes with most mistakes
+    pairs: Sequence[tuple[str, str, int, int]] = ()  # truth, prediction, mistakes, images of truth
+    worst: Sequence[Picture] = ()
+    samples: Sequence[Picture] = ()
+    routing: str = ""  # a data URL: images and the experts of their patches
+
+
+def validate(
+    selected: tuple[str, str],
+    data: str | None = None,
+    opts: Sequence[str] = (),
+    limit: int = 0,
+) -> Validation:
+    """Predict validation images, with the capacity that the configuration gives evaluation.
+
+    Args:
+        selected: a checkpoint, as `select_checkpoint` returns it.
+        data, opts: as in `open_deployed`.
+        limit: at most so many images, evenly spaced; 0: all.
+    """
+    resume, why = selected
+    try:
+        with open_deployed(resume, data, None, opts) as deployed:
+            return _validate(deployed, why, limit)
+    except UserError as error:
+        return Validation(problem=f"No predictions: {error}")
+
+
+def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
+    data = deployed.data
+    sources = load_sources(data)
+    names = sources.class_names
+    renamed = deployed.compare_classes(names)
+    source: Source = sources.val
+    if limit and limit < len(source):
+        source = Subset(source, spread(len(source), limit))
+    model = deployed.model(len(names))
+    predictions = _predict(deployed, model, source)
+    if not len(predictions.targets):
+        return Validation(problem="No predictions: no validation image can be read.")
+    measured = measure(predictions, names)
+    found = mistakes(predictions)
+    model_names = deployed.source.meta["class_names"] or names
+    samples, routing = _samples(deployed, model, source, names, model_names)
+    about = f"{why or deployed.source.directory.name}. {len(predictions.targets):,} images"
+    if source is not sources.val:
+        about += f" of {len(sources.val):,}, evenly spaced (--images 0: all)"
+    return Validation(
+        problem=renamed or "",
+        about=f"{about}.",
+        facts=_facts(measured),
+        classes=_class_rows(measured["per_class"], taken_for(found), names),
+        matrix=_matrix_rows(predictions, names),
+        pairs=_pairs(found, predictions, names),
+        worst=_worst_pictures(deployed, source, predictions, names, model_names),
+        samples=samples,
+        routing=routing,
+    )
+
+
+def _predict(deployed: Deployed, model: nn.Module, source: Source) -> Predictions:
+    """Raises UserError where too many images cannot be read, or outputs are not finite."""
+    data, world = deployed.data, deployed.world
+    loader = evaluation_loader(data, source, shuffle=data.test.shuffle)
+    console = Console(stderr=True)
+    with Bar(console, "images", len(loader), 0, visible=console.is_terminal) as bar:
+        predictions, unreadable = predict(
+            model,
+            loader,
+            world,
+            deployed.autocast,
+            lambda: bar.advance(""),
+            loader.sampler.order,
+        )
+    UnreadableImages(len(source), data.max_bad_share).add(unreadable)
+    if not np.isfinite(predictions.losses).all():
+        raise UserError(f"checkpoint {deployed.source.directory}: its outputs are not finite")
+    return predictions
+
+
+def _facts(measured: dict) -> dict[str, str]:
+    facts = {"top-1": f"{measured['top1']:.2f}%"}
+    if measured["top5"] is not None:
+        facts["top-5"] = f"{measured['top5']:.2f}%"
+    facts["cross-entropy"] = f"{measured['loss']:.3f}"
+    facts["mean confidence"] = f"{measured['confidence']:.2f}%"
+    facts["calibration error"] = f"{measured['ece']:.2f}%"
+    return facts
+
+
+def _class_rows(
+    per_class: list[dict], taken: dict[int, Mistake], names: Sequence[str]
+) -> list[ClassRow]:
+    rows = []
+    for number, entry in enumerate(per_class):
+        text = ""
+        if number in taken:
+            text = f"{names[taken[number].predicted]} ({taken[number].images:,})"
+        rows.append(ClassRow(entry["name"], entry["images"], entry["top1"], text))
+    return sorted(rows, key=lambda row: math.inf if row.top1 is None else row.top1)
+
+
+def _worst_pictures(
+    deployed: Deployed,
+    source: Source,
+    predictions: Predictions,
+    names: Sequence[str],
+    model_names: Sequence[str],
+) -> list[Picture]:
+    """Wrong predictions with the highest confidence, beside the probability of the truth."""
+    data = deployed.data
+    dataset = ImageDataset(source, data, is_train=False)
+    pictures = []
+    for position in worst(predictions, _WORST):
+        image = dataset[int(predictions.indices[position])].image
+        photo = to_pixels(image[None], data.mean, data.std)[0]
+        truth = int(predictions.targets[position])
+        guess = Guess(
+            model_names[predictions.predicted[position]], float(predictions.confidence[position])
+        )
+        own = Guess(model_names[truth], math.exp(-predictions.losses[position]))
+        pictures.append(Picture(_data_url(photo), names[truth], False, [guess, own]))
+    return pictures
+
+
+def _matrix_rows(predictions: Predictions, names: Sequence[str]) -> list[MatrixRow]:
+    shown = matrix(predictions, len(names), _CLASSES)
+    totals = shown.counts.sum(1) + shown.elsewhere
+    rows = []
+    for i, number in enumerate(shown.classes):
+        counts = shown.counts[i].tolist()
+        rows.append(MatrixRow(names[number], int(totals[i]), counts, int(shown.elsewhere[i])))
+    return rows
+
+
+def _pairs(
+    found: Sequence[Mistake], predictions: Predictions, names: Sequence[str]
+) -> list[tuple[str, str, int, int]]:
+    totals = np.bincount(predictions.targets, minlength=len(names)).tolist()
+    pairs = []
+    for truth, predicted, images in found[:_PAIRS]:
+        pairs.append((names[truth], names[predicted], images, totals[truth]))
+    return pairs
+
+
+@torch.inference_mode()
+def _samples(
+    deployed: Deployed,
+    model: nn.Module,
+    source: Source,
+    names: Sequence[str],
+    model_names: Sequence[str],
+) -> tuple[list[Picture], str]:
+    """Evenly spaced images with their most probable classes, and the experts of some of them."""
+    data = deployed.data
+    dataset = ImageDataset(source, data, is_train=False)
+    samples = [dataset[i] for i in spread(len(dataset), _IMAGES)]
+    samples = [sample for sample in samples if not sample.unreadable]
+    if not samples:
+        return [], ""
+    images = torch.stack([sample.image for sample in samples])
+    with record_choices(model) as choices, deployed.autocast():
+        logits = model(images.to(deployed.world.device))
+    probs = logits.float().softmax(1).cpu()
+    photos = to_pixels(images, data.mean, data.std)
+    pictures = []
+    for sample, photo, row in zip(samples, photos, probs, strict=True):
+        pictures.append(_picture(sample, photo, row, names, model_names))
+    routing = ""
+    if choices:
+        shown = {name: ids[:_ROUTED].cpu() for name, ids in choices.items()}
+        painted = columns(images[:_ROUTED], shown, data.mean, data.std)
+        labels = [picture.truth for picture in pictures[:_ROUTED]]
+        num_experts = max(layer.config.num_experts for layer in moe_layers(model).values())
+        figure = pictures_figure(painted, labels, list(shown), num_experts)
+        routing = _data_url(figure_pixels(figure))
+    return pictures, routing
+
+
+def _picture(
+    sample: Sample,
+    photo: np.ndarray,
+    probs: torch.Tensor,
+    names: Sequence[str],
+    model_names: Sequence[str],
+) -> Picture:
+    best = probs.topk(min(_GUESSES, len(probs)))
+    ids = best.indices.tolist()
+    guesses = []
+    for number, probability in zip(ids, best.values.tolist(), strict=True):
+        guesses.append(Guess(model_names[number], probability))
+    is_right = ids[0] == sample.target
+    return Picture(_data_url(photo), names[sample.target], is_right, guesses)
+
+
+def _data_url(picture: np.ndarray) -> str:
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "JPEG", quality=88)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
