@@ -17,13 +17,9 @@ from swinv2_moe.command import run_command
 from swinv2_moe.config import all_sections
 from swinv2_moe.measure.cuda_graph import capture
 from swinv2_moe.measure.spread import median_and_spread, ratios
-from swinv2_moe.measure.throughput import (
-    Combination,
-    Options,
-    combinations,
-    prepare,
-    prepared_for_inference,
-)
+from swinv2_moe.measure.throughput import prepare, prepared_for_inference
+from swinv2_moe.measure.throughput_options import Options
+from swinv2_moe.measure.throughput_plan import Combination, combinations
 from swinv2_moe.train.distributed import open_world
 
 BATCHES = (1, 8)

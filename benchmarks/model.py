@@ -17,7 +17,9 @@ from results_file import Table, keep, publish
 
 from swinv2_moe.command import run_command
 from swinv2_moe.measure.spread import median_and_spread
-from swinv2_moe.measure.throughput import Options, combinations, measure
+from swinv2_moe.measure.throughput import measure
+from swinv2_moe.measure.throughput_options import Options
+from swinv2_moe.measure.throughput_plan import combinations
 from swinv2_moe.measure.throughput_report import headline
 
 CONFIG = Path(__file__).parent.parent / "configs/in22k"

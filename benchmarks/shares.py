@@ -30,12 +30,9 @@ from moe_core import MoELayer
 from swinv2_moe.command import run_command
 from swinv2_moe.config import all_sections
 from swinv2_moe.measure.rounds import synchronize
-from swinv2_moe.measure.throughput import (
-    Options,
-    combinations,
-    prepare,
-    prepared_for_inference,
-)
+from swinv2_moe.measure.throughput import prepare, prepared_for_inference
+from swinv2_moe.measure.throughput_options import Options
+from swinv2_moe.measure.throughput_plan import combinations
 from swinv2_moe.measure.throughput_report import headline
 from swinv2_moe.train.distributed import World, open_world
 

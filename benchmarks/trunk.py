@@ -19,13 +19,9 @@ from timm.models.swin_transformer_v2 import WindowAttention
 from swinv2_moe.command import run_command
 from swinv2_moe.config import all_sections
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
-from swinv2_moe.measure.throughput import (
-    Options,
-    Subject,
-    combinations,
-    prepare,
-    prepared_for_inference,
-)
+from swinv2_moe.measure.throughput import Subject, prepare, prepared_for_inference
+from swinv2_moe.measure.throughput_options import Options
+from swinv2_moe.measure.throughput_plan import combinations
 from swinv2_moe.model_types import model_section
 from swinv2_moe.models.attention import FusedWindowAttention
 from swinv2_moe.train.distributed import open_world

@@ -2,15 +2,16 @@
 
 >>> config = MoEConfig(model_dim=512, hidden_dim=2048, num_experts=8)
 >>> y, aux_loss = MoELayer(config)(torch.randn(4, 196, 512))
+
+A name whose module imports torch is imported when it is first used: configurations are read and
+checked without torch.
 """
 
-from moe_core.balance import update_balance
-from moe_core.checkpoint import count_experts, load_tensors, save_tensors
-from moe_core.config import KERNELS, ROUTING_CHOICES, ExpertShard, MoEConfig
-from moe_core.einsum import use_einsum
-from moe_core.layer import MoELayer
-from moe_core.losses import AuxiliaryLoss, RoutingScores
-from moe_core.ops import release_buffers
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from moe_core.choices import EXCHANGES, KERNELS, ROUTING_CHOICES
+from moe_core.config import ExpertShard, MoEConfig
 from moe_core.prepared import PreparedValue, prepared
 from moe_core.registry import (
     ACTIVATIONS,
@@ -23,26 +24,75 @@ from moe_core.registry import (
     register_loss,
     register_router,
 )
-from moe_core.routing_stats import RoutingStats
-from moe_core.training import (
-    WithoutExperts,
-    average_expert_gradients,
-    cast_ahead,
-    clip_gradients,
-    clip_to_norm,
-    equal_tokens,
-    expert_parameters,
-    gather_ahead,
-    global_grad_norm,
-    load_strategy_decisions,
-    moe_layers,
-    strategy_decisions,
-    strategy_tuners,
-)
+
+_MODULES = {
+    "balance": ("update_balance",),
+    "checkpoint": ("count_experts", "load_tensors", "save_tensors"),
+    "einsum": ("use_einsum",),
+    "layer": ("MoELayer",),
+    "losses": ("AuxiliaryLoss", "RoutingScores"),
+    "ops": ("release_buffers",),
+    "routing_stats": ("RoutingStats",),
+    "training": (
+        "WithoutExperts",
+        "average_expert_gradients",
+        "cast_ahead",
+        "clip_gradients",
+        "clip_to_norm",
+        "equal_tokens",
+        "expert_parameters",
+        "gather_ahead",
+        "global_grad_norm",
+        "load_strategy_decisions",
+        "moe_layers",
+        "strategy_decisions",
+        "strategy_tuners",
+    ),
+}
+
+if TYPE_CHECKING:  # the same names, for type checkers and editors
+    from moe_core.balance import update_balance
+    from moe_core.checkpoint import count_experts, load_tensors, save_tensors
+    from moe_core.einsum import use_einsum
+    from moe_core.layer import MoELayer
+    from moe_core.losses import AuxiliaryLoss, RoutingScores
+    from moe_core.ops import release_buffers
+    from moe_core.routing_stats import RoutingStats
+    from moe_core.training import (
+        WithoutExperts,
+        average_expert_gradients,
+        cast_ahead,
+        clip_gradients,
+        clip_to_norm,
+        equal_tokens,
+        expert_parameters,
+        gather_ahead,
+        global_grad_norm,
+        load_strategy_decisions,
+        moe_layers,
+        strategy_decisions,
+        strategy_tuners,
+    )
+else:
+
+    def __getattr__(name: str) -> object:
+        for module, names in _MODULES.items():
+            if name in names:
+                globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+                return globals()[name]
+        try:
+            return import_module(f"{__name__}.{name}")  # such as moe_core.parallel
+        except ModuleNotFoundError as error:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from error
+
+    def __dir__() -> list[str]:
+        return sorted(set(globals()) | set(__all__))
+
 
 __all__ = [
     "ACTIVATIONS",
     "ALL_TO_ALLS",
+    "EXCHANGES",
     "KERNELS",
     "LOSSES",
     "ROUTERS",

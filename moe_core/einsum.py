@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_core.config import MoEConfig, expert_capacity
+from moe_core.capacity import expert_capacity
+from moe_core.config import MoEConfig
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
 from moe_core.ops import DispatchPlan

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_core.config import expert_capacity
+from moe_core.capacity import expert_capacity
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
 from moe_core.layer_inputs import as_images

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_core.balance import BalanceBias
-from moe_core.config import MoEConfig, expert_capacity, needed_capacity_factor
+from moe_core.capacity import expert_capacity, needed_capacity_factor
+from moe_core.config import MoEConfig
 from moe_core.experts import Experts, SharedExperts
 from moe_core.layer_inputs import (
     as_images,
@@ -23,12 +24,7 @@ from moe_core.layer_inputs import (
 )
 from moe_core.ops import DispatchPlan, make_plan, soft_combine, soft_dispatch
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
-from moe_core.parallel.exchange import (
-    Agreement,
-    Exchange,
-    make_exchange,
-    try_experts,
-)
+from moe_core.parallel.exchange import Agreement, Exchange, make_exchange, try_experts
 from moe_core.parallel.trial import Trial
 from moe_core.precision import expert_dtype, without_autocast
 from moe_core.rounding import round_to_tiles

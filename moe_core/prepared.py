@@ -1,11 +1,17 @@
-"""Cache of values computed from parameters, for blocks of code in which these do not change."""
+"""Cache of values computed from parameters, for blocks of code in which these do not change.
+
+`moe_core.prepared` is the function, and this module has the same name: so the package imports it
+first, before anything that imports torch. Torch is imported where it is used.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 Value = TypeVar("Value")
 
@@ -71,7 +77,11 @@ class PreparedValue(Generic[Value]):
         reads values of earlier passes that were not compiled, and adds none.
         """
         values = self._values  # read once: another thread may end the context
-        if values is None or _is_tracing():
+        if values is None:
+            return None
+        import torch
+
+        if _is_tracing():
             return None
         if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
             return None
@@ -89,5 +99,7 @@ class PreparedValue(Generic[Value]):
 
 def _is_tracing() -> bool:
     """Whether a program is traced or exported; torch.compile does not count."""
+    import torch
+
     is_exporting = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
     return is_exporting or torch.jit.is_tracing()

@@ -11,6 +11,7 @@ From then on `MoEConfig(activation="squared_relu")` is valid.
 """
 
 import difflib
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -22,11 +23,14 @@ class Registry(Mapping[str, Any]):
 
     Args:
         kind: the field of MoEConfig or ParallelStrategy that selects an entry, for messages.
+        modules: by name, the modules that register the first entries. They are imported when their
+            entries are looked up, since they import torch; the names are known before.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, modules: Mapping[str, str] | None = None) -> None:
         self.kind = kind
-        self._values: dict[str, Any] = {}
+        self._modules = dict(modules or {})
+        self._values: dict[str, Any] = dict.fromkeys(self._modules)  # None: not registered yet
 
     def register(self, name: str) -> Callable[[Value], Value]:
         """A decorator that adds a class or function under `name`.
@@ -36,8 +40,8 @@ class Registry(Mapping[str, Any]):
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"{self.kind} is registered as {name!r}, which is not a name")
-        if name in self._values:
-            value = self._values[name]
+        value = self._look_up(name)
+        if value is not None:
             place = f"{value.__module__}.{value.__qualname__}"
             raise ValueError(f"{self.kind} {name!r} is registered already: {place}")
 
@@ -60,7 +64,15 @@ class Registry(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         self.check(name)
-        return self._values[name]
+        return self._look_up(name)
+
+    def _look_up(self, name: str) -> Any:
+        """The entry; None if the name is new, or its module is being imported."""
+        value = self._values.get(name)
+        if value is None and name in self._modules:
+            importlib.import_module(self._modules[name])
+            value = self._values[name]
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -72,10 +84,25 @@ class Registry(Mapping[str, Any]):
         return name in self._values
 
 
-ROUTERS = Registry("router")
-LOSSES = Registry("aux_loss")
-ACTIVATIONS = Registry("activation")
-ALL_TO_ALLS = Registry("all_to_all")
+_LOSSES = ("gshard", "load_importance", "load_importance_tutel", "none")
+
+ROUTERS = Registry(
+    "router",
+    dict.fromkeys(("linear", "cosine", "expert_choice"), "moe_core.router")
+    | {"soft": "moe_core.soft"},
+)
+LOSSES = Registry("aux_loss", dict.fromkeys(_LOSSES, "moe_core.losses"))
+ACTIVATIONS = Registry(
+    "activation", dict.fromkeys(("gelu", "relu", "silu"), "moe_core.activations")
+)
+ALL_TO_ALLS = Registry(
+    "all_to_all",
+    {
+        "linear": "moe_core.parallel.linear",
+        "2dh": "moe_core.parallel.hierarchical",
+        "channels": "moe_core.parallel.channels",
+    },
+)
 
 
 def register_router(name: str) -> Callable[[Value], Value]:

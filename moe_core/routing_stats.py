@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_core.config import needed_capacity_factor
+from moe_core.capacity import needed_capacity_factor
 from moe_core.ops import DispatchPlan
 
 

@@ -143,6 +143,19 @@ def split_pairs(words: Sequence[str]) -> list[str]:
     return split
 
 
+def check_opts(opts: Sequence[str]) -> None:
+    """Check the keys of --opts and the types of their values, before slow imports or slow work.
+
+    For commands that read the rest of the configuration later, such as a checkpoint's.
+
+    Raises:
+        UserError: an unknown key, or a value of the wrong type.
+    """
+    from swinv2_moe.config import default_config, merge_opts
+
+    merge_opts(default_config(), opts)
+
+
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --cfg, --data, --output and --opts."""
     add_config_argument(parser)

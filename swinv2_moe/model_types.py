@@ -7,53 +7,53 @@ A new type is one file `swinv2_moe/models/NAME_moe.py`:
 ... class VisionTransformerMoE(MoEModel, VisionTransformer): ...
 
 Its keys then exist in every configuration, and `build_model` passes them to the class, in lower
-case, as keyword arguments.
+case, as keyword arguments. With its section in swinv2_moe.model_sections, a configuration is
+checked without importing the model.
 """
 
+import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from yacs.config import CfgNode
 
-from swinv2_moe.errors import UserError
+from swinv2_moe.model_sections import SECTIONS, Section, check_moe_blocks
+
+__all__ = [
+    "ModelType",
+    "Section",
+    "check_moe_blocks",
+    "model_section",
+    "model_type",
+    "model_types",
+    "register_model_type",
+]
 
 Model = TypeVar("Model", bound=type)
+_MODELS = "swinv2_moe.models"
 
 
-def _check_nothing(config: CfgNode) -> None:
-    """The check of a section whose values cannot contradict each other."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A group of keys below MODEL, read by one model type or several.
-
-    Args:
-        name: of the group: MODEL.<name>.
-        defaults: each key's default; IN_CHANS (1 or 3) must be among them.
-        ranges: the lowest and the highest value of a key, both included.
-        check: raises UserError for values of a configuration that contradict each other.
-        sizes: keys that summaries of a model show, under the names that they show them by.
-    """
-
-    name: str
-    defaults: Mapping[str, object]
-    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    check: Callable[[CfgNode], None] = _check_nothing
-    sizes: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
+@dataclass
 class ModelType:
     """A class of models and the section of the configuration that holds its arguments."""
 
-    model: type
     section: Section
+    registered: type | None = None  # None: not imported yet
+
+    @property
+    def model(self) -> type:
+        """The class. The first use imports the models, which takes seconds."""
+        if self.registered is None:
+            importlib.import_module(_MODELS)
+        assert self.registered is not None
+        return self.registered
 
 
-_TYPES: dict[str, ModelType] = {}
+_TYPES = {name: ModelType(section) for name, section in SECTIONS.items()}
 
 
 def register_model_type(name: str, section: Section) -> Callable[[Model], Model]:
@@ -62,20 +62,31 @@ def register_model_type(name: str, section: Section) -> Callable[[Model], Model]
     Raises:
         ValueError: the name is taken.
     """
-    if name in _TYPES:
-        raise ValueError(f"MODEL.TYPE {name!r} is registered already: {_TYPES[name].model}")
+    known = _TYPES.get(name, ModelType(section))
+    if known.registered or known.section is not section:
+        raise ValueError(f"MODEL.TYPE {name!r} is registered already: {known.model}")
 
     def register(model: Model) -> Model:
-        _TYPES[name] = ModelType(model, section)
+        known.registered = model
+        _TYPES[name] = known
         return model
 
     return register
 
 
 def model_types() -> Mapping[str, ModelType]:
-    """Every registered type by name. Imports the models, which register themselves."""
-    importlib.import_module("swinv2_moe.models")
+    """Every type by name. Imports the models only if the section of one is not known."""
+    _import_unknown()
     return _TYPES
+
+
+@functools.cache
+def _import_unknown() -> None:
+    """Import the models if one of their files is not in SECTIONS: it has its section itself."""
+    folder = Path(__file__).parent / "models"
+    for module in pkgutil.iter_modules([str(folder)]):
+        if module.name.endswith("_moe") and module.name not in _TYPES:
+            importlib.import_module(_MODELS)
 
 
 def model_type(config: CfgNode) -> ModelType:
@@ -86,18 +97,3 @@ def model_type(config: CfgNode) -> ModelType:
 def model_section(config: CfgNode) -> CfgNode:
     """The keys of the configured model: MODEL.SWINV2, or what its type has instead."""
     return config.MODEL[model_type(config).section.name]
-
-
-def check_moe_blocks(config: CfgNode, depths: Sequence[int]) -> None:
-    """Raise UserError where MODEL.MOE.BLOCKS names a block that no stage of `depths` has."""
-    blocks = config.MODEL.MOE.BLOCKS
-    for stage, chosen in enumerate(blocks):
-        depth = 0
-        if stage < len(depths):
-            depth = depths[stage]
-        for block in chosen:
-            if not (isinstance(block, int) and 0 <= block < depth):
-                raise UserError(
-                    f"MODEL.MOE.BLOCKS is {blocks}: stage {stage} has no block {block}, its"
-                    f" {depth} blocks count from 0"
-                )

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_core.choices import KERNELS
 from moe_core.ops.native import library
 
-KERNELS = ("auto", "triton", "torch")
 # The activations that the Triton and C++ kernels compute, in the order of their numbers there.
 KERNEL_ACTIVATIONS = ("gelu", "relu", "silu")
 # The auxiliary losses whose sums the Triton router computes, in the order of their numbers there.

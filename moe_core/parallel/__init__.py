@@ -1,19 +1,12 @@
 """Expert parallelism over explicit process groups: strategies, all-to-all, pipelining, costs."""
 
-# Registered in this order; the default is the first.
-from moe_core.parallel.linear import Linear
-
-# isort: split
-from moe_core.parallel.hierarchical import Hierarchical
-
-# isort: split
-from moe_core.parallel.channels import Channels
-
-# isort: split
 from moe_core.parallel.algorithm import AllToAll, RowCounts
 from moe_core.parallel.all_to_all import all_to_all, flexible_all_to_all
 from moe_core.parallel.calibration import calibrate
+from moe_core.parallel.channels import Channels
 from moe_core.parallel.groups import ExpertGroup
+from moe_core.parallel.hierarchical import Hierarchical
+from moe_core.parallel.linear import Linear
 from moe_core.parallel.machine import PROFILES, ExchangeCost, Link, LinkTraffic, Machine
 from moe_core.parallel.make_groups import make_expert_groups
 from moe_core.parallel.ranks import CollectiveError, Ranks

@@ -19,7 +19,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from moe_core.config import MoEConfig, expert_capacity
+from moe_core.capacity import expert_capacity
+from moe_core.config import MoEConfig
 from moe_core.parallel.machine import ExchangeCost, LinkTraffic, Machine
 from moe_core.parallel.strategy import ParallelStrategy, node_size, valid_r
 from moe_core.registry import ALL_TO_ALLS

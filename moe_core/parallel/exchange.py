@@ -22,7 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_core.config import MoEConfig, expert_capacity
+from moe_core.capacity import expert_capacity
+from moe_core.config import MoEConfig
 from moe_core.experts import Experts
 from moe_core.ops import DispatchPlan, ExpertWeights, combine, dispatch, inverse_plan
 from moe_core.parallel.algorithm import RowCounts

@@ -4,9 +4,8 @@
 
 from dataclasses import dataclass
 
+from moe_core.choices import EXCHANGES
 from moe_core.registry import ALL_TO_ALLS
-
-EXCHANGES = ("counted", "static")
 
 
 @dataclass(frozen=True)

@@ -218,11 +218,12 @@ def end_by_signal(number: int, frame: object) -> None:
 
 def main() -> None:
     args = parse()
-    from swinv2_moe.measure.ablation_measure import measure_run
     from swinv2_moe.measure.ablation_plan import read_plan
-    from swinv2_moe.measure.ablation_results import MEASURED
 
     if args.measure:
+        from swinv2_moe.measure.ablation_measure import measure_run
+        from swinv2_moe.measure.ablation_results import MEASURED
+
         results = measure_run(Path(args.measure), args.images, args.speed)
         write(Path(args.measure) / MEASURED, json.dumps(results, indent=1) + "\n")
         return

@@ -173,6 +173,10 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     from swinv2_moe.config import load_config
+
+    config = None
+    if args.command == "import" and args.cfg:
+        config = load_config(args.cfg, args.opts)
     from swinv2_moe.convert.convert import export_weights, import_weights
     from swinv2_moe.convert.summary import summarize
     from swinv2_moe.train.checkpoint import DamagedError
@@ -182,9 +186,6 @@ def run(args: argparse.Namespace) -> None:
             args.kind, Path(args.checkpoint), Path(args.output), args.ranks, not args.newer
         )
     elif args.command == "import":
-        config = None
-        if args.cfg:
-            config = load_config(args.cfg, args.opts)
         names = class_names(args.class_names)
         import_weights(args.kind, Path(args.source), Path(args.output), config, names, args.noise)
     else:

@@ -17,6 +17,7 @@ from rich.console import Console
 from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
+    check_opts,
     check_output_file,
     print_selection,
     print_unreadable,
@@ -129,6 +130,7 @@ def spread(figure: dict, digits: int) -> str:
 
 def main() -> None:
     args = parse()
+    check_opts(args.opts)
     from swinv2_moe.measure.accuracy import RoutingOptions, draw_sweep, evaluate_checkpoint
     from swinv2_moe.train.selection import select_checkpoint
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
+    check_opts,
     print_selection,
 )
 from swinv2_moe.measure.spread import median_and_spread, ratios
@@ -114,6 +115,7 @@ def percent(value: float | None) -> str:
 
 def main() -> None:
     args = parse()
+    check_opts(args.opts)
     from swinv2_moe.export import Choices, export_model
     from swinv2_moe.measure.rounds import interleaved
     from swinv2_moe.train.selection import select_checkpoint

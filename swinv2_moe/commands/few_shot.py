@@ -14,6 +14,7 @@ from rich.console import Console
 from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
+    check_opts,
     check_output_file,
     print_selection,
     print_unreadable,
@@ -74,6 +75,7 @@ def show(results: dict) -> None:
 
 def main() -> None:
     args = parse()
+    check_opts(args.opts)
     from swinv2_moe.measure.few_shot import Protocol, evaluate_few_shot
     from swinv2_moe.train.selection import select_checkpoint
 

@@ -103,11 +103,12 @@ def cells_of(row: planner.Prediction, machine: Machine, user_gpus: int) -> list[
 
 def main() -> None:
     args = parse()
-    from swinv2_moe import planner
     from swinv2_moe.config import load_config, model_config, train_config
-    from swinv2_moe.machine_profile import save_profile
 
     config = load_config(args.cfg, args.opts)
+    from swinv2_moe import planner
+    from swinv2_moe.machine_profile import save_profile
+
     batch_size = args.batch_size or config.DATA.BATCH_SIZE
     user_gpus = args.nodes * args.gpus_per_node
     machine = planner.machine_named(args.profile)

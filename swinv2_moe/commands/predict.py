@@ -21,6 +21,7 @@ from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_argument,
     add_opts_argument,
+    check_opts,
     check_output_file,
     output_directory,
     print_selection,
@@ -137,6 +138,7 @@ def table_row(name: str, prediction: Prediction) -> list[str]:
 
 def main() -> None:
     args = parse()
+    check_opts(args.opts)
     from swinv2_moe.data.sources.base import printable
     from swinv2_moe.predict.predictor import find_pictures, load_predictor
     from swinv2_moe.predict.results import as_csv, as_json, shared_folder

@@ -27,14 +27,17 @@ def main() -> None:
     add_opts_argument(parser, help="configuration keys for both runs")
     args = parser.parse_args()
     from swinv2_moe.config import load_config
-    from swinv2_moe.train import train
 
     output = first_free(Path(args.output))
-    summaries = {}
+    runs = {}
     for name, opts in (("moe", []), ("dense", DENSE)):
         opts, run = opts + args.opts, str(output / name)
         continuation = resume_command(CONFIG, output=run, opts=opts)
-        config = load_config(CONFIG, opts, output=run)
+        runs[name] = (load_config(CONFIG, opts, output=run), continuation)
+    from swinv2_moe.train import train
+
+    summaries = {}
+    for name, (config, continuation) in runs.items():
         summaries[name] = train(config, resume_command=continuation)
         if summaries[name] is None:  # the training was told to stop
             return

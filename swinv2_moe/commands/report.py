@@ -111,14 +111,16 @@ def write_report(
         Whether the page is final.
     """
     from swinv2_moe.config import config_from_text
+
+    # An error in --opts ends the command; one of the checkpoint only omits the predictions.
+    for run in runs:
+        config_from_text(run.config.dump(), str(run.directory), args.opts)
     from swinv2_moe.measure.report import render
     from swinv2_moe.measure.report_validation import validate
     from swinv2_moe.train.selection import select_checkpoint
 
     found = []
     for run in runs:
-        # An error in --opts ends the command; one of the checkpoint only omits the predictions.
-        config_from_text(run.config.dump(), str(run.directory), args.opts)
         selected = select_checkpoint(str(run.directory), args.checkpoint)
         if selected not in validations:
             validations[selected] = validate(selected, args.data, args.opts, args.images)

@@ -115,12 +115,14 @@ def show(found: Roofline) -> None:
 
 def main() -> None:
     args = parse()
+    from swinv2_moe.measure.configurations import repeatable_step
+
+    check_rounds(args.rounds, args.warmup)
+    config = repeatable_step(args.cfg, args.opts, args.data, args.batch_size)
+    output = output_directory(args.output)
     from swinv2_moe.measure import roofline
     from swinv2_moe.measure.roofline_figure import draw
 
-    check_rounds(args.rounds, args.warmup)
-    config = roofline.configuration(args.cfg, args.opts, args.data, args.batch_size)
-    output = output_directory(args.output)
     found = roofline.measure(config, output, args.rounds, args.warmup)
     if found is None:  # not the main rank
         return

@@ -18,6 +18,7 @@ from rich.console import Console
 from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
+    check_opts,
     print_selection,
     print_unreadable,
     write_results,
@@ -77,6 +78,7 @@ def show(results: dict, output: Path) -> None:
 
 def main() -> None:
     args = parse()
+    check_opts(args.opts)
     from swinv2_moe.measure.routing import draw_routing
     from swinv2_moe.train.selection import select_checkpoint
 

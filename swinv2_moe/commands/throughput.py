@@ -175,7 +175,7 @@ def _latency(side: Side) -> str:
 
 def main() -> None:
     args = parse()
-    from swinv2_moe.measure import throughput, throughput_report
+    from swinv2_moe.measure.throughput_plan import combinations
 
     options = Options(
         tuple(args.mode),
@@ -188,8 +188,10 @@ def main() -> None:
         args.baseline,
         args.graph,
     )
-    plan = throughput.combinations(args.cfg, args.opts, options)
+    plan = combinations(args.cfg, args.opts, options)
     output = output_directory(args.output)
+    from swinv2_moe.measure import throughput, throughput_report
+
     # wide enough that no row of a table wraps
     console = Console(width=500, highlight=False, markup=False)
     rows: list[Row] = []

@@ -28,7 +28,8 @@ def main() -> None:
         help="auto: bind each rank and its data workers to the NUMA node of its GPU (default)",
     )
     args = parser.parse_args()
+    config = config_from(args)
+    continuation = resume_command(args.cfg, args.data, args.output, args.opts, args.bind)
     from swinv2_moe.train import train
 
-    continuation = resume_command(args.cfg, args.data, args.output, args.opts, args.bind)
-    train(config_from(args), args.resume, continuation, args.bind)
+    train(config, args.resume, continuation, args.bind)

@@ -16,6 +16,7 @@ from rich.console import Console
 from swinv2_moe.command import (
     CommandParser,
     add_opts_argument,
+    check_opts,
     run_tool,
     run_training,
 )
@@ -56,6 +57,7 @@ def main() -> None:
     args = parser.parse_args()
     if bool(args.pretrain) != bool(args.transfer):
         parser.error("give both --pretrain and --transfer, or none of them")
+    check_opts(args.opts)
     from swinv2_moe.data.prepare.digit_folders import write_digit_folders
     from swinv2_moe.data.unpack import image_folder
 

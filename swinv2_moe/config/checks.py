@@ -9,13 +9,13 @@ from yacs.config import CfgNode
 from moe_core import (
     ACTIVATIONS,
     ALL_TO_ALLS,
+    EXCHANGES,
     KERNELS,
     LOSSES,
     ROUTERS,
     ROUTING_CHOICES,
     MoEConfig,
 )
-from moe_core.parallel import EXCHANGES
 from swinv2_moe.config.defaults import flatten
 from swinv2_moe.config.schedule import parse_schedule
 from swinv2_moe.dataset_registry import datasets

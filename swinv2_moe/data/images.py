@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import ExifTags, Image, TiffImagePlugin, features
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from swinv2_moe.config import DataConfig
 from swinv2_moe.errors import UserError
@@ -19,8 +18,18 @@ from swinv2_moe.files import read_bounded
 
 # Pillow's names. Others can do more than hold pixels: for EPS Pillow starts Ghostscript.
 FORMATS: tuple[str, ...] = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
-# Endings of image files in folders. The content decides the format.
-SUFFIXES: tuple[str, ...] = IMG_EXTENSIONS
+# Endings of image files in folders: torchvision's IMG_EXTENSIONS. The content decides the format.
+SUFFIXES: tuple[str, ...] = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".ppm",
+    ".bmp",
+    ".pgm",
+    ".tif",
+    ".tiff",
+    ".webp",
+)
 # Endings of image files that cannot be read here, and what would read them.
 NOT_DECODED: dict[str, str] = {}
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,16 +30,14 @@ from swinv2_moe.config import (
     AllSections,
     TrainConfig,
     all_sections,
-    as_opts,
     flatten,
-    load_config,
     resolve_batch_size,
     run_config,
 )
 from swinv2_moe.data import Batch, Data, build_data
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases
-from swinv2_moe.measure.rounds import REPEATABLE, check_opts, interleaved, machine, matrix_product
+from swinv2_moe.measure.rounds import interleaved, machine, matrix_product
 from swinv2_moe.measure.spread import Times, ratios, summed
 from swinv2_moe.measure.work import Task, Work
 from swinv2_moe.models import build_model
@@ -156,37 +154,6 @@ class Roofline:
         step = {"run": self.step.run, "ms": self.step, "accounted": self.accounted()}
         facts = {"title": self.title, "machine": self.machine, "warmup": self.warmup, "step": step}
         return facts | {"phases": found, "peaks": peaks, "checkpoint_stall_seconds": self.stall}
-
-
-def configuration(
-    file: str | Path, opts: Sequence[str], data: str | None, batch_size: int | None
-) -> CfgNode:
-    """The checked configuration of a step that can be taken apart and repeated, whose data this
-    process reads.
-
-    Raises:
-        UserError: what `load_config` raises; a key whose step has other phases, an `opts` that is
-            not measured.
-    """
-    keys = {"DATA.NUM_WORKERS": 0} | REPEATABLE
-    if batch_size is not None:
-        if batch_size < 1:
-            raise UserError(f"--batch-size is {batch_size}, it must be at least 1")
-        keys |= {"DATA.BATCH_SIZE": batch_size, "DATA.GLOBAL_BATCH_SIZE": 0}
-    config = load_config(file, [*opts, *as_opts(keys)], data=data)
-    check_opts(
-        opts,
-        config,
-        dict.fromkeys(("DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"), "--batch-size decides"),
-    )
-    values = flatten(config)
-    for name in ("COMPILE", "MODEL.MOE.FREEZE", "TRAIN.SHARD_TRUNK", "TRAIN.USE_CHECKPOINT"):
-        if values[name]:
-            raise UserError(
-                f"{name} is True: the phases of such a step cannot be timed one by one; set it to"
-                " false"
-            )
-    return config
 
 
 def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline | None:

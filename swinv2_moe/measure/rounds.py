@@ -4,28 +4,15 @@ import ctypes
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from yacs.config import CfgNode
 
 from moe_core import release_buffers
-from swinv2_moe.config import default_config, flatten, merge_opts
-from swinv2_moe.errors import UserError
 from swinv2_moe.measure.spread import Times
 from swinv2_moe.train.distributed import World
 
-# Settings of a training step that can be repeated: one batch, and a learning rate of 0.
-REPEATABLE = {
-    "AUG.MIXUP": 0,
-    "AUG.CUTMIX": 0,
-    "TRAIN.ACCUMULATION_STEPS": 1,
-    "TRAIN.EMA_DECAY": 0,
-    "TRAIN.BASE_LR": 0,
-    "TRAIN.WARMUP_LR": 0,
-    "TRAIN.MIN_LR": 0,
-}
 # Side of the square matrices whose product measures the peak rate.
 _PRODUCT_SIDE = {"cpu": 2048, "cuda": 8192}
 
@@ -93,27 +80,6 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
     work()
     synchronize()
     return clock() - start
-
-
-def check_opts(opts: Sequence[str], config: CfgNode, why: dict[str, str]) -> None:
-    """Check that the measured configuration has the values that --opts asks for.
-
-    Args:
-        config: the configuration that is measured.
-        why: for keys whose value is fixed, the reason.
-
-    Raises:
-        UserError: a key of `opts` has another value in `config`; an unknown key, a value of the
-            wrong type.
-    """
-    requested_config = default_config()
-    merge_opts(requested_config, opts)
-    requested = flatten(requested_config)
-    measured = flatten(config)
-    for key in opts[::2]:
-        if requested[key] != measured[key]:
-            reason = why.get(key, f"what is measured has {measured[key]!r}")
-            raise UserError(f"--opts {key} is {requested[key]!r}, but {reason}")
 
 
 def machine(device: str) -> str:

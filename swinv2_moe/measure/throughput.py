@@ -34,11 +34,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from yacs.config import CfgNode
 
 from moe_core import moe_layers, prepared
 from swinv2_moe.config import (
@@ -46,9 +44,7 @@ from swinv2_moe.config import (
     DataConfig,
     ModelConfig,
     all_sections,
-    as_opts,
     flatten,
-    load_config,
     model_config,
     run_config,
 )
@@ -61,15 +57,14 @@ from swinv2_moe.measure.einsum_baseline import (
     use_einsum_layers,
 )
 from swinv2_moe.measure.rounds import (
-    REPEATABLE,
-    check_opts,
     interleaved,
     machine,
     matrix_product,
     working_memory,
 )
 from swinv2_moe.measure.spread import Times, ratios
-from swinv2_moe.measure.throughput_options import PASSES, Options
+from swinv2_moe.measure.throughput_options import PASSES
+from swinv2_moe.measure.throughput_plan import Combination, Plan
 from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.autocast import build_autocast
@@ -79,32 +74,6 @@ from swinv2_moe.train.record import dropped_share
 from swinv2_moe.train.step import TrainingStep
 
 ASSUMED_CLASSES = 1000  # where the configuration leaves the number to the data
-
-# nothing is loaded
-_SPEED_ALONE = REPEATABLE | {
-    "DATA.DATASET": "digits",
-    "DATA.GLOBAL_BATCH_SIZE": 0,
-    "MODEL.UPCYCLE": False,
-    "MODEL.UPCYCLE_CONTINUE": False,
-}
-_DENSE = {"MODEL.MOE.NUM_EXPERTS": 0, "MODEL.MOE.FREEZE": False}
-
-
-class Combination(NamedTuple):
-    mode: str
-    batch_size: int  # images of a rank
-    dtype: str
-    capacity_factor: float
-    compile: str
-
-    def __str__(self) -> str:
-        compiled = ""
-        if self.compile == "on":
-            compiled = ", compiled"
-        return (
-            f"{self.mode}, batch {self.batch_size}, {self.dtype}, f ="
-            f" {self.capacity_factor:g}{compiled}"
-        )
 
 
 @dataclass(frozen=True)
@@ -159,67 +128,6 @@ class Row:
         """The share of the measured peak, in each round. Raises what `ratio` raises."""
         flops = 2 * side.size.macs * PASSES[self.combination.mode] * self.combination.batch_size
         return [ratio * flops / self.product_flops for ratio in ratios(self.product, side.times)]
-
-
-_CAPACITY_FACTOR = {
-    "inference": "MODEL.MOE.EVAL_CAPACITY_FACTOR",
-    "training": "MODEL.MOE.CAPACITY_FACTOR",
-}
-_DECIDED_BY = {
-    "DATA.DATASET": "the images are noise",
-    "COMPILE": "--compile decides",
-    **dict.fromkeys(("DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"), "--batch-sizes decides"),
-    **dict.fromkeys(("AMP_ENABLE", "AMP_DTYPE"), "--dtypes decides"),
-    **dict.fromkeys(_CAPACITY_FACTOR.values(), "--capacity-factors decides"),
-}
-
-Plan = list[tuple[Combination, CfgNode, CfgNode]]  # with the configurations of the two models
-
-
-def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Plan:
-    """Every combination, with the configurations of the model with experts and of the dense one.
-
-    Raises:
-        UserError: what `load_config` raises; a configuration without experts, an `opts` that is not
-            measured.
-    """
-
-    def load(keys: dict[str, object]) -> CfgNode:
-        return load_config(file, [*opts, *as_opts(_SPEED_ALONE | keys)])
-
-    moe = model_config(load({})).experts
-    if moe.layer is None:
-        raise UserError(
-            f"{file}: MODEL.MOE.NUM_EXPERTS is 0, a model with experts is to be measured beside its"
-            " dense one"
-        )
-    found = []
-    choices = (
-        options.mode,
-        options.batch_sizes,
-        options.dtypes,
-        options.capacity_factors or (None,),
-        options.compile,
-    )
-    for mode, batch, dtype, factor, compile in itertools.product(*map(dict.fromkeys, choices)):
-        if factor is None:
-            training = mode == "training"
-            factor = moe.layer.capacity_factor if training else moe.eval_capacity_factor
-        amp_dtype = "bfloat16"
-        if dtype == "float16":
-            amp_dtype = "float16"
-        keys = {
-            "DATA.BATCH_SIZE": batch,
-            "COMPILE": compile == "on",
-            "AMP_ENABLE": dtype != "float32",
-            "AMP_DTYPE": amp_dtype,
-            _CAPACITY_FACTOR[mode]: factor,
-        }
-        config = load(keys)
-        check_opts(opts, config, _DECIDED_BY)
-        combination = Combination(mode, batch, dtype, factor, compile)
-        found.append((combination, config, load(keys | _DENSE)))
-    return found
 
 
 def measure(

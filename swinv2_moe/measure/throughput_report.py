@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.spread import latencies, quartiles
-from swinv2_moe.measure.throughput import PASSES, Combination, Plan, Row
+from swinv2_moe.measure.throughput import Row
+from swinv2_moe.measure.throughput_options import PASSES
+from swinv2_moe.measure.throughput_plan import Combination, Plan
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ from timm.models import swin_transformer, swin_transformer_v2
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from torch import Tensor, nn
 
+from swinv2_moe.model_sections import SWINV2
 from swinv2_moe.model_types import register_model_type
 from swinv2_moe.models.attention import DotProductWindowAttention
 from swinv2_moe.models.protocol import MoEModel
-from swinv2_moe.models.swinv2_moe import SWINV2, SwinTransformerV2MoE
+from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
 
 
 class PreNormBlock(SwinTransformerV2Block):

@@ -3,7 +3,6 @@ feed-forward layers."""
 
 from collections.abc import Sequence
 from itertools import chain
-from math import inf
 
 from timm.models.swin_transformer_v2 import (
     SwinTransformerV2,
@@ -12,35 +11,12 @@ from timm.models.swin_transformer_v2 import (
 )
 from torch import Tensor, nn
 
-from swinv2_moe.model_types import Section, register_model_type
+from swinv2_moe.model_sections import SWINV2
+from swinv2_moe.model_types import register_model_type
 from swinv2_moe.models.attention import FusedWindowAttention
 from swinv2_moe.models.norm_position import NORM_POSITIONS, set_norm_position
 from swinv2_moe.models.positions import check_windows, windows_of_model, windows_of_tables
 from swinv2_moe.models.protocol import MoEModel
-from swinv2_moe.models.swinv2_checks import check_swinv2
-
-SWINV2 = Section(
-    "SWINV2",
-    {
-        "PATCH_SIZE": 4,
-        "IN_CHANS": 3,
-        "EMBED_DIM": 96,
-        "DEPTHS": [2, 2, 18, 2],
-        "NUM_HEADS": [3, 6, 12, 24],
-        "WINDOW_SIZE": 12,
-        "MLP_RATIO": 4.0,
-        "QKV_BIAS": True,
-        "PRETRAINED_WINDOW_SIZES": [0, 0, 0, 0],
-    },
-    ranges={
-        "PATCH_SIZE": (1, inf),
-        "EMBED_DIM": (1, inf),
-        "WINDOW_SIZE": (1, inf),
-        "MLP_RATIO": (0.1, inf),
-    },
-    check=check_swinv2,
-    sizes={"dim": "EMBED_DIM", "depths": "DEPTHS"},
-)
 
 
 @register_model_type("swinv2_moe", SWINV2)

@@ -6,65 +6,15 @@ Sources: ViT, arXiv 2010.11929; V-MoE, arXiv 2106.05974, which puts experts in e
 # B images, N tokens of an image, K choices of a token, h x w patches, M model dim
 
 from collections.abc import Sequence
-from math import inf
 
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
-from yacs.config import CfgNode
 
-from swinv2_moe.errors import UserError
-from swinv2_moe.model_types import Section, check_moe_blocks, register_model_type
+from swinv2_moe.model_sections import VIT
+from swinv2_moe.model_types import register_model_type
 from swinv2_moe.models.protocol import MoEModel
-
-
-def check_vit(config: CfgNode) -> None:
-    """Raise UserError for values of MODEL.VIT that contradict each other or the image size."""
-    vit, size = config.MODEL.VIT, config.DATA.IMG_SIZE
-    if vit.EMBED_DIM % vit.NUM_HEADS:
-        raise UserError(
-            f"MODEL.VIT.NUM_HEADS is {vit.NUM_HEADS}: MODEL.VIT.EMBED_DIM ({vit.EMBED_DIM}) cannot"
-            f" be divided over {vit.NUM_HEADS} heads"
-        )
-    if vit.GLOBAL_POOL not in ("token", "avg"):
-        raise UserError(f"MODEL.VIT.GLOBAL_POOL is {vit.GLOBAL_POOL!r}, allowed: token, avg")
-    if size % vit.PATCH_SIZE:
-        below = size // vit.PATCH_SIZE * vit.PATCH_SIZE
-        raise UserError(
-            f"DATA.IMG_SIZE is {size}, it must be a multiple of MODEL.VIT.PATCH_SIZE"
-            f" ({vit.PATCH_SIZE}), such as {below or vit.PATCH_SIZE} or {below + vit.PATCH_SIZE}"
-        )
-    check_moe_blocks(config, [vit.DEPTH])
-    if config.MODEL.MOE.NUM_EXPERTS and len(config.MODEL.MOE.BLOCKS) != 1:
-        raise UserError(
-            f"MODEL.MOE.BLOCKS is {config.MODEL.MOE.BLOCKS}, it must have one entry for the only"
-            " stage of a ViT"
-        )
-
-
-VIT = Section(
-    "VIT",
-    {
-        "PATCH_SIZE": 16,
-        "IN_CHANS": 3,
-        "EMBED_DIM": 192,
-        "DEPTH": 12,
-        "NUM_HEADS": 3,
-        "MLP_RATIO": 4.0,
-        "QKV_BIAS": True,
-        "GLOBAL_POOL": "token",
-    },
-    ranges={
-        "PATCH_SIZE": (1, inf),
-        "EMBED_DIM": (1, inf),
-        "DEPTH": (1, inf),
-        "NUM_HEADS": (1, inf),
-        "MLP_RATIO": (0.1, inf),
-    },
-    check=check_vit,
-    sizes={"dim": "EMBED_DIM", "depth": "DEPTH"},
-)
 
 
 @register_model_type("vit_moe", VIT)

@@ -16,7 +16,9 @@ ENGINE_PACKAGES = {"torch", "triton", "safetensors"}
 # A module belongs to the longest prefix in ALLOWED that names it. It may import from the modules
 # that this entry lists, and from those of its own prefix.
 BASICS = [
+    "moe_core.choices",
     "moe_core.config",
+    "moe_core.capacity",
     "moe_core.precision",
     "moe_core.prepared",
     "moe_core.losses",
@@ -61,6 +63,7 @@ SHARED = [
     "swinv2_moe.config_files",
     "swinv2_moe.files",
     "swinv2_moe.forms",
+    "swinv2_moe.model_sections",
     "swinv2_moe.model_types",
     "swinv2_moe.dataset_registry",
     "swinv2_moe.tables",
@@ -83,7 +86,8 @@ ALLOWED = {
     "swinv2_moe.files": ["moe_core", "swinv2_moe.errors"],
     "swinv2_moe.forms": ["swinv2_moe.files"],
     "swinv2_moe.imports": ["swinv2_moe.errors"],
-    "swinv2_moe.model_types": ["swinv2_moe.errors"],
+    "swinv2_moe.model_sections": ["swinv2_moe.errors"],
+    "swinv2_moe.model_types": ["swinv2_moe.model_sections"],
     "swinv2_moe.dataset_registry": [],
     "swinv2_moe.config": [
         "moe_core",
@@ -118,17 +122,18 @@ for name in BASICS:
     ALLOWED[name] = []
 ALLOWED["moe_core.losses"] = ["moe_core.registry"]
 ALLOWED["moe_core.activations"] = ["moe_core.registry"]
-ALLOWED["moe_core.config"] = ["moe_core.registry", "moe_core.ops"]
+ALLOWED["moe_core.config"] = ["moe_core.choices", "moe_core.registry"]
 ALLOWED["moe_core.layer_inputs"] = ["moe_core.config", "moe_core.precision"]
-ALLOWED["moe_core.routing_stats"] = ["moe_core.config", "moe_core.ops"]
+ALLOWED["moe_core.routing_stats"] = ["moe_core.capacity", "moe_core.ops"]
 ALLOWED["moe_core.soft"] = BASICS + ["moe_core.router"]
-ALLOWED["moe_core.ops"] = ["moe_core.files", "moe_core.activations"]
+ALLOWED["moe_core.ops"] = ["moe_core.choices", "moe_core.files", "moe_core.activations"]
 for name in RANKS:
-    ALLOWED[name] = ["moe_core.registry", "moe_core.comm"] + RANKS
+    ALLOWED[name] = ["moe_core.choices", "moe_core.registry", "moe_core.comm"] + RANKS
 ALLOWED["moe_core.parallel.machine"] = []
 ALLOWED["moe_core.parallel.ranks"] = []
 ALLOWED["moe_core.comm"] = ["moe_core.ops.native.build_cache", "moe_core.parallel.ranks"]
 ALLOWED["moe_core.parallel.cost_model"] = [
+    "moe_core.capacity",
     "moe_core.config",
     "moe_core.registry",
     "moe_core.parallel.machine",

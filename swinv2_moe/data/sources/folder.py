@@ -9,7 +9,6 @@ import os
 from dataclasses import replace
 
 import numpy as np
-from torchvision.datasets.folder import find_classes, make_dataset
 
 from swinv2_moe.config import DataConfig
 from swinv2_moe.data.images import NOT_DECODED, SUFFIXES
@@ -138,6 +137,8 @@ def _split(images: ImageFiles, classes: list[str], share: float) -> tuple[ImageF
 
 def _classes(split: str) -> list[str]:
     """The names of the class folders, sorted."""
+    from torchvision.datasets.folder import find_classes
+
     check_directory("DATA.PATH", split)
     try:
         return find_classes(split)[0]
@@ -166,6 +167,8 @@ def _check_same_classes(root: str, name: str, train: list[str], val: list[str]) 
 
 def _image_files(split: str, classes: list[str], max_pixels: int) -> tuple[ImageFiles, list[str]]:
     """The images in the class folders of a split, class by class, and lines for the log."""
+    from torchvision.datasets.folder import make_dataset
+
     prefix = os.path.join(split, "")
     endings = SUFFIXES + tuple(NOT_DECODED)
     # One array for each class: a list of millions of strings would take gigabytes.

@@ -13,7 +13,8 @@ from swinv2_moe.measure.einsum_baseline import (
     einsum_config,
     use_einsum_layers,
 )
-from swinv2_moe.measure.throughput import Options, combinations
+from swinv2_moe.measure.throughput_options import Options
+from swinv2_moe.measure.throughput_plan import combinations
 from swinv2_moe.models import build_model
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"

@@ -17,6 +17,7 @@ from moe_core.parallel import ParallelStrategy, count_traffic
 from moe_core.parallel.cost_model import LayerShape, volume
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases, roofline, roofline_figure
+from swinv2_moe.measure.configurations import repeatable_step
 from swinv2_moe.measure.phases import bytes_read, without_experts
 from swinv2_moe.measure.roofline import Peak, Phase, Roofline
 from swinv2_moe.measure.roofline_figure import draw
@@ -327,7 +328,7 @@ def test_a_step_is_one_batch_whatever_the_training_does(tmp_path):
         f"BASE: [{QUICKSTART}]\nTRAIN: {{ACCUMULATION_STEPS: 4, EMA_DECAY: 0.9}}\nAUG: {{MIXUP:"
         f" 0.5}}\n"
     )
-    config = roofline.configuration(tmp_path / "mine.yaml", ["AUG.CUTMIX", "0"], None, None)
+    config = repeatable_step(tmp_path / "mine.yaml", ["AUG.CUTMIX", "0"], None, None)
     assert (config.TRAIN.ACCUMULATION_STEPS, config.TRAIN.EMA_DECAY, config.AUG.MIXUP) == (1, 0, 0)
 
 
@@ -345,7 +346,7 @@ def test_a_step_is_one_batch_whatever_the_training_does(tmp_path):
 )
 def test_opts_that_would_be_ignored(opts, message):
     with pytest.raises(UserError) as error:
-        roofline.configuration(QUICKSTART, opts.split(), None, 4)
+        repeatable_step(QUICKSTART, opts.split(), None, 4)
     assert str(error.value) == message
 
 

@@ -19,7 +19,9 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.measure import throughput, throughput_report
 from swinv2_moe.measure.rounds import interleaved, matrix_product, working_memory
 from swinv2_moe.measure.spread import Times, latencies, ratios, summed
-from swinv2_moe.measure.throughput import Combination, Options, Row, Side, combinations
+from swinv2_moe.measure.throughput import Row, Side
+from swinv2_moe.measure.throughput_options import Options
+from swinv2_moe.measure.throughput_plan import Combination, combinations
 from swinv2_moe.models import Complexity
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"

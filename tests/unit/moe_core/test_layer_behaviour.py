@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from moe_core import MoEConfig, MoELayer, expert_parameters, load_tensors, moe_layers, save_tensors
-from moe_core.config import expert_capacity
+from moe_core.capacity import expert_capacity
 
 
 def tokens(num: int = 13) -> torch.Tensor:

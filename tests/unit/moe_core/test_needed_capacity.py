@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moe_cases import make_layer
 
-from moe_core.config import expert_capacity, needed_capacity_factor
+from moe_core.capacity import expert_capacity, needed_capacity_factor
 from moe_core.export import StandardMoE
 
 # counts that add up to T * K: each expert has at most T choices

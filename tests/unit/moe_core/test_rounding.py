@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_cases import assert_equal_to_plain, make_layer, plain_logits, plain_rows
 
 from moe_core import MoEConfig
-from moe_core.config import expert_capacity
+from moe_core.capacity import expert_capacity
 from moe_core.rounding import round_to_tiles
 from moe_core.router import route
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_cases import all_gradients, make_layer, plain_forward
 
-from moe_core.config import expert_capacity
+from moe_core.capacity import expert_capacity
 
 NOISELESS = [
     {"capacity_factor": 0.0, "top_k": 2},

@@ -1,0 +1,72 @@
+"""Configurations as they are measured, and their checks. Imports no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from yacs.config import CfgNode
+
+from swinv2_moe.config import as_opts, default_config, flatten, load_config, merge_opts
+from swinv2_moe.errors import UserError
+
+# Settings of a training step that can be repeated: one batch, and a learning rate of 0.
+REPEATABLE = {
+    "AUG.MIXUP": 0,
+    "AUG.CUTMIX": 0,
+    "TRAIN.ACCUMULATION_STEPS": 1,
+    "TRAIN.EMA_DECAY": 0,
+    "TRAIN.BASE_LR": 0,
+    "TRAIN.WARMUP_LR": 0,
+    "TRAIN.MIN_LR": 0,
+}
+
+
+def check_opts(opts: Sequence[str], config: CfgNode, why: dict[str, str]) -> None:
+    """Check that the measured configuration has the values that --opts asks for.
+
+    Args:
+        config: the configuration that is measured.
+        why: for keys whose value is fixed, the reason.
+
+    Raises:
+        UserError: a key of `opts` has another value in `config`; an unknown key, a value of the
+            wrong type.
+    """
+    requested_config = default_config()
+    merge_opts(requested_config, opts)
+    requested = flatten(requested_config)
+    measured = flatten(config)
+    for key in opts[::2]:
+        if requested[key] != measured[key]:
+            reason = why.get(key, f"what is measured has {measured[key]!r}")
+            raise UserError(f"--opts {key} is {requested[key]!r}, but {reason}")
+
+
+def repeatable_step(
+    file: str | Path, opts: Sequence[str], data: str | None, batch_size: int | None
+) -> CfgNode:
+    """The checked configuration of a step that can be taken apart and repeated, whose data this
+    process reads.
+
+    Raises:
+        UserError: what `load_config` raises; a key whose step has other phases, an `opts` that is
+            not measured.
+    """
+    keys = {"DATA.NUM_WORKERS": 0} | REPEATABLE
+    if batch_size is not None:
+        if batch_size < 1:
+            raise UserError(f"--batch-size is {batch_size}, it must be at least 1")
+        keys |= {"DATA.BATCH_SIZE": batch_size, "DATA.GLOBAL_BATCH_SIZE": 0}
+    config = load_config(file, [*opts, *as_opts(keys)], data=data)
+    check_opts(
+        opts,
+        config,
+        dict.fromkeys(("DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"), "--batch-size decides"),
+    )
+    values = flatten(config)
+    for name in ("COMPILE", "MODEL.MOE.FREEZE", "TRAIN.SHARD_TRUNK", "TRAIN.USE_CHECKPOINT"):
+        if values[name]:
+            raise UserError(
+                f"{name} is True: the phases of such a step cannot be timed one by one; set it to"
+                " false"
+            )
+    return config
