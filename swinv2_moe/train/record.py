@@ -114,12 +114,13 @@ class Recorder:
             tracker.config(flatten(CfgNode(parse_yaml(text))))
 
     @_records
-    def begin(self, environment: dict, step: int) -> None:
+    def begin(self, environment: dict, step: int, steps_per_epoch: int) -> None:
         """A part of the run begins after `step`, and what it runs on; an earlier one's summary is
         not the run's now."""
         self.finished = False
         (self.directory / "summary.json").unlink(missing_ok=True)
-        self._write({"step": step, "environment": environment})
+        line = {"step": step, "steps_per_epoch": steps_per_epoch, "environment": environment}
+        self._write(line)
 
     @_records
     def summary(self, values: dict) -> None:

@@ -111,7 +111,8 @@ def train(
         stack.callback(saver.wait, _LAST_SAVE_SECONDS)
         was_finished = trainer.progress.finished
         if not was_finished:
-            recorder.begin(describe_environment(world), trainer.progress.step)
+            progress = trainer.progress
+            recorder.begin(describe_environment(world), progress.step, progress.steps_per_epoch)
         with _run_events(recorder, trainer, began, staging):
             trainer.fit(recorder, saver)
         if trainer.stopped_by:

@@ -195,7 +195,7 @@ def test_other_records_go_on(service, tmp_path, capsys):
     """After an error, and in the run that goes on."""
     told = service(["loads"])
     recorder = Recorder(tmp_path, ALONE, 0, tracker="mlflow")
-    recorder.begin({}, 0)
+    recorder.begin({}, 0, steps_per_epoch=5)
     recorder.step({"step": 1, "epoch": 1, "loss": torch.tensor(2.0), "moe/entropy": 0.5}, {})
     recorder.close()
     scalars = {"train/loss": 2.0, "moe/entropy": 0.5}
