@@ -34,6 +34,7 @@ COMMANDS = {
     "predict": Command("tools", "the classes of pictures, in a table or a file"),
     "few-shot": Command("tools", "few-shot and nearest-neighbour accuracy of its features"),
     "show-routing": Command("tools", "pictures of what its experts have specialised in"),
+    "watch": Command("tools", "curves, experts and time left of a run, in the terminal"),
     "report": Command("tools", "one HTML file about a run"),
     "export": Command("tools", "ONNX or torch.export program of a checkpoint"),
     "convert-checkpoint": Command("tools", "inspect, import or export weights"),

@@ -35,7 +35,7 @@ def _print_keys() -> None:
     for key, value in flatten(default_config()).items():
         line = f"{key}: {value!r}"
         if key in allowed:
-            line += f"  # {', '.join(map(str, allowed[key]))}"
+            line += f"  # {', '.join(str(choice) or repr(choice) for choice in allowed[key])}"
         print(line)
 
 

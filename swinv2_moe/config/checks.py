@@ -24,6 +24,7 @@ from swinv2_moe.model_types import model_section, model_type, model_types
 
 # A registry holds what has been registered by the time of the check.
 _CHOICES: dict[str, Collection] = {
+    "TRACKER": ("", "wandb", "mlflow"),
     "DEVICE": ("auto", "cpu", "cuda"),
     "AMP_DTYPE": ("bfloat16", "float16"),
     "DATA.INTERPOLATION": ("nearest", "bilinear", "bicubic", "random"),
@@ -148,7 +149,7 @@ def check_config(config: CfgNode) -> None:
 def _check_choice(name: str, value: object, allowed: Collection) -> None:
     if value in allowed:
         return
-    texts = [str(choice) for choice in allowed]
+    texts = [str(choice) or "''" for choice in allowed]
     nearest = difflib.get_close_matches(str(value), texts, n=1)
     hint = ""
     if nearest:

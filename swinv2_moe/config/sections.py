@@ -27,6 +27,8 @@ class RunConfig:
     # epochs between two checkpoints; the best and the last epoch are always saved
     save_freq: int = 1
     event_log: bool = False  # OUTPUT/events.log, in the MLPerf log format (needs the mlperf extra)
+    # wandb or mlflow (needs the extra of that name): a service that gets the curves too
+    tracker: str = ""
     device: str = "auto"
     timeout: int = 600  # seconds after which a rank gives up on ranks that do not answer
     amp_enable: bool = False

@@ -9,29 +9,11 @@ from yacs.config import CfgNode
 
 from swinv2_moe.config import config_from_text
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import parse_json, read_bounded
+from swinv2_moe.files import read_bounded
+from swinv2_moe.measure.run_entries import NUMBER, fits, parse, parse_entry
 
 _MAX_BYTES = 1 << 32  # of metrics.jsonl
-_NUMBER = int | float
-_NO_NUMBERS = ("environment", "moe_layers", "strategy")
-_LIMIT = 2**63  # larger than any number that a run logs
-# Required keys and types of a line of metrics.jsonl, by the key that identifies its kind.
-_LINES = {
-    "environment": {"environment": dict},
-    "loss": {"epoch": int, "images_per_second": _NUMBER},
-    "moe_layers": {"moe_layers": dict, "moe/dropped_share": _NUMBER, "moe/load_max": _NUMBER},
-    "val_top1": {"epoch": int, "val_top1": _NUMBER, "val_top5": _NUMBER, "seconds": _NUMBER},
-    "strategy": {"strategy": dict},
-}
-_STRATEGY = {
-    "event": str,
-    "layers": str,
-    "from": str | None,
-    "to": str,
-    "ms": _NUMBER | None,
-    "ms_before": _NUMBER | None,
-}
-_SUMMARY = {"parameters": _NUMBER, "active_macs": _NUMBER, "world_size": int, "device": str}
+_SUMMARY = {"parameters": NUMBER, "active_macs": NUMBER, "world_size": int, "device": str}
 
 
 @dataclass(frozen=True)
@@ -110,7 +92,7 @@ def read_run(directory: Path) -> RunRecord:
     lines = _read(
         directory / "metrics.jsonl", f"{directory}: holds no run (no metrics.jsonl)"
     ).splitlines()
-    entries = [entry for entry in map(_parse, lines) if _is_entry(entry)]
+    entries = [entry for entry in map(parse_entry, lines) if entry]
     steps = [entry for entry in entries if "loss" in entry]
     if not steps:
         raise NotBegunError(
@@ -136,8 +118,8 @@ def read_run(directory: Path) -> RunRecord:
 def _read_summary(file: Path) -> dict | None:
     if not file.exists():
         return None
-    summary = _parse(_read(file, missing=f"{file}: has just vanished"))
-    if not _fits(summary, _SUMMARY):
+    summary = parse(_read(file, missing=f"{file}: has just vanished"))
+    if not fits(summary, _SUMMARY):
         raise UserError(f"{file}: is damaged, it does not hold what a run's summary holds")
     return summary
 
@@ -149,43 +131,6 @@ def _read(file: Path, missing: str) -> str:
         raise UserError(missing) from error
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error})") from error
-
-
-def _parse(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError:
-        return None
-
-
-def _fits(entry: Any, types: dict) -> bool:
-    return isinstance(entry, dict) and all(
-        _is_a(entry.get(key), kind) for key, kind in types.items()
-    )
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type and, if it is a number, finite and of a sensible size."""
-    return isinstance(value, kind) and (not isinstance(value, _NUMBER) or -_LIMIT < value < _LIMIT)
-
-
-def _is_entry(entry: Any) -> bool:
-    """Whether this is a complete line of metrics.jsonl, as `swinv2_moe.train.record` writes it."""
-    if not _fits(entry, {"step": int}):
-        return False
-    kinds = [types for key, types in _LINES.items() if key in entry]
-    numbers = [value for key, value in entry.items() if key not in _NO_NUMBERS]
-    return (
-        bool(kinds)
-        and all(_fits(entry, types) for types in kinds)
-        and all(_is_a(value, _NUMBER | None) for value in numbers)
-        and all(_is_load(layer) for layer in entry.get("moe_layers", {}).values())
-        and ("strategy" not in entry or _fits(entry["strategy"], _STRATEGY))
-    )
-
-
-def _is_load(layer: Any) -> bool:
-    return _fits(layer, {"load": list}) and all(_is_a(load, _NUMBER) for load in layer["load"])
 
 
 def _curve(entries: list[dict], value: Callable[[dict], Any]) -> tuple[list[int], list]:

@@ -1,4 +1,4 @@
-"""What a run leaves for people and programs: progress bar, TensorBoard, metrics.jsonl, events.log,
+"""What a run leaves for people and programs: progress bar, metrics.jsonl, trackers, events.log,
 summary.json, config.yaml."""
 
 import json
@@ -16,18 +16,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.utils.data import DataLoader
-from torch.utils.tensorboard import SummaryWriter
+from yacs.config import CfgNode
 
 from moe_core import RoutingStats, moe_layers
 from moe_core.files import atomic_write
-from swinv2_moe.config import DataConfig
+from swinv2_moe.config import DataConfig, flatten
+from swinv2_moe.files import parse_yaml
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.events import EventLog
 from swinv2_moe.train.routing import sample_choices
 from swinv2_moe.train.saver import Cost
+from swinv2_moe.train.trackers import Tracker, open_trackers, tagged
 
-_PICTURES = 4  # validation images whose routing TensorBoard shows
+_PICTURES = 4  # validation images whose routing trackers show
 
 
 def _records(method: Callable) -> Callable:
@@ -54,17 +56,25 @@ class Recorder:
     """Writes to a run directory and to the terminal on the main rank; on the others it does
     nothing."""
 
-    def __init__(self, directory: Path, world: World, step: int, event_log: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        world: World,
+        step: int,
+        event_log: bool = False,
+        tracker: str = "",
+    ) -> None:
         """Go on after `step`: what an earlier run in this directory recorded beyond it is about to
-        be repeated (but what happened stays in the event log)."""
+        be repeated (but what happened stays in the event log, and in the service `tracker`)."""
         self.directory, self.active, self.losing = directory, world.is_main, False
         self.files, self.events = ExitStack(), None
+        self.trackers: list[Tracker] = []
+        self.finished = True
         self.console = Console(quiet=not self.active, highlight=False, soft_wrap=True)
         if self.active:
             directory.mkdir(parents=True, exist_ok=True)
             _forget_after(directory / "metrics.jsonl", step)
-            self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
-            self.files.callback(self.writer.close)
+            self.trackers = open_trackers(directory, step, tracker, self.say)
             self.metrics = self.files.enter_context(
                 (directory / "metrics.jsonl").open("a", buffering=1)
             )
@@ -73,6 +83,8 @@ class Recorder:
 
     @_records
     def close(self) -> None:
+        for tracker in self.trackers:
+            self.files.callback(tracker.close, self.finished)
         self.files.close()
 
     def say(self, line: str) -> None:
@@ -98,16 +110,22 @@ class Recorder:
     def config(self, text: str) -> None:
         """The whole configuration, as YAML."""
         (self.directory / "config.yaml").write_text(text)
+        for tracker in self.trackers:
+            tracker.config(flatten(CfgNode(parse_yaml(text))))
 
     @_records
-    def begin(self, environment: dict, step: int) -> None:
+    def begin(self, environment: dict, step: int, steps_per_epoch: int) -> None:
         """A part of the run begins after `step`, and what it runs on; an earlier one's summary is
         not the run's now."""
+        self.finished = False
         (self.directory / "summary.json").unlink(missing_ok=True)
-        self._write({"step": step, "environment": environment})
+        line = {"step": step, "steps_per_epoch": steps_per_epoch, "environment": environment}
+        self._write(line)
 
     @_records
     def summary(self, values: dict) -> None:
+        """The run is finished."""
+        self.finished = True
         (self.directory / "summary.json").write_text(json.dumps(_plain(values), indent=1) + "\n")
 
     @_records
@@ -125,27 +143,20 @@ class Recorder:
         if layers:
             line["moe_layers"] = layers
         self._write(line)
-        step = values["step"]
-        for key, value in values.items():
-            if key in ("step", "epoch"):
-                continue
-            tag = key
-            if "/" not in key:
-                tag = f"train/{key}"
-            self.writer.add_scalar(tag, value, step)
+        scalars = tagged("train", values)
+        loads = {}
         for name, layer in layers.items():
-            for key in ("dropped_share", "entropy", "load_max", "load_min", "needed_factor"):
-                self.writer.add_scalar(f"{name}/{key}", layer[key], step)
-            self._add_load(f"{name}/expert_load", layer["load"], step)
+            scalars |= tagged(name, layer)
+            loads[f"{name}/expert_load"] = layer["load"]
+        self._scalars(scalars, values["step"])
+        for tracker in self.trackers:
+            tracker.loads(loads, values["step"])
 
     @_records
     def epoch(self, values: dict, step: int) -> None:
         """The end of an epoch: `values` has `epoch`, `train_loss`, `val_top1`, ..."""
         self._write({"step": step} | values)
-        for key, value in values.items():
-            if key != "epoch":
-                self.writer.add_scalar(f"epoch/{key}", value, step)
-        self.writer.flush()
+        self._scalars(tagged("epoch", values), step)
 
     @_records
     def strategies(self, events: list[dict], step: int) -> None:
@@ -154,10 +165,11 @@ class Recorder:
             self._write({"step": step, "strategy": event})
             layers = re.sub(r"\W+", "_", event["layers"])  # as TensorBoard's tags must be
             if event["event"] == "time":
-                self.writer.add_scalar(f"strategy_ms/{layers}", event["ms"], step)
-            else:
-                text = f"{event['event']}: {event['from']} -> {event['to']}, {event['ms']} ms"
-                self.writer.add_text(f"strategy/{layers}", text, step)
+                self._scalars({f"strategy_ms/{layers}": event["ms"]}, step)
+                continue
+            text = f"{event['event']}: {event['from']} -> {event['to']}, {event['ms']} ms"
+            for tracker in self.trackers:
+                tracker.text(f"strategy/{layers}", text, step)
 
     @_records
     def event(self, key: str, value: object = None, at: float | None = None, **metadata) -> None:
@@ -177,9 +189,8 @@ class Recorder:
     @_records
     def checkpoint(self, cost: Cost) -> None:
         """What a save cost the main rank."""
-        self.writer.add_scalar("checkpoint/stall_seconds", cost.stall, cost.step)
-        self.writer.add_scalar("checkpoint/seconds", cost.seconds, cost.step)
-        self.writer.add_scalar("checkpoint/bytes", cost.bytes, cost.step)
+        values = {"stall_seconds": cost.stall, "seconds": cost.seconds, "bytes": cost.bytes}
+        self._scalars(tagged("checkpoint", values), cost.step)
 
     @contextmanager
     def routing(
@@ -187,7 +198,7 @@ class Recorder:
     ) -> Iterator[None]:
         """Around a validation of `model` on `loader`: four of its images, always the same, and
         beside each, layer by layer, its patches painted with the expert that they chose, in
-        TensorBoard's image tab.
+        the trackers.
 
         The pass is the validation's own, with the capacity of evaluation; which choices that
         dropped is not shown. Only the main rank's images; no rank does anything for it together
@@ -206,7 +217,8 @@ class Recorder:
 
     @_records
     def _picture(self, tag: str, picture: np.ndarray, step: int) -> None:
-        self.writer.add_image(tag, picture, step, dataformats="HWC")
+        for tracker in self.trackers:
+            tracker.image(tag, picture, step)
 
     def bar(self, description: str, total: int, done: int = 0) -> "Bar":
         """A progress bar for one epoch; invisible where there is no terminal."""
@@ -214,24 +226,12 @@ class Recorder:
             self.console, description, total, done, visible=self.active and self.console.is_terminal
         )
 
+    def _scalars(self, values: dict, step: int) -> None:
+        for tracker in self.trackers:
+            tracker.scalars(values, step)
+
     def _write(self, values: dict) -> None:
         self.metrics.write(json.dumps(_plain(values)) + "\n")
-
-    def _add_load(self, tag: str, load: list[float], step: int) -> None:
-        """Expert load as a histogram with one bar for each expert, numbered along the axis."""
-        counts = np.asarray(load, dtype=np.float64)
-        ids = np.arange(len(counts), dtype=np.float64)
-        self.writer.add_histogram_raw(
-            tag,
-            min=0.0,
-            max=float(len(counts)),
-            num=float(counts.sum()),
-            sum=float((counts * ids).sum()),
-            sum_squares=float((counts * ids**2).sum()),
-            bucket_limits=(ids + 1).tolist(),
-            bucket_counts=counts.tolist(),
-            global_step=step,
-        )
 
 
 class Bar:

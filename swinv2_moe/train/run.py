@@ -12,6 +12,7 @@ from swinv2_moe.config import (
     AllSections,
     DataConfig,
     ModelConfig,
+    RunConfig,
     all_sections,
     flatten,
     resolve_batch_size,
@@ -43,6 +44,7 @@ from swinv2_moe.train.run_lock import only_run
 from swinv2_moe.train.run_report import closing_lines, headline, summarize
 from swinv2_moe.train.run_warnings import start_warnings
 from swinv2_moe.train.saver import Saver, save_policy
+from swinv2_moe.train.tracker_services import check_tracker
 
 # for a save under way when the run fails; with all ranks well it takes a fraction
 _LAST_SAVE_SECONDS = 60
@@ -84,8 +86,7 @@ def train(
         placement = stack.enter_context(bound_to_node(bind, world.device))
         check_same_start(flatten(config) | {"--resume": resume}, world)
         placements = world.gather(placement)
-        if run.event_log:
-            world.everywhere(load_mllogger)
+        world.everywhere(lambda: _check_packages(run, world))
         sections = all_sections(resolve_batch_size(config, world.size))
         # before looking at what another run may be writing
         stack.enter_context(only_run(root, world))
@@ -97,7 +98,7 @@ def train(
         # on all ranks at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
         recorder = stack.enter_context(
-            closing(Recorder(root, world, trainer.progress.step, run.event_log))
+            closing(Recorder(root, world, trainer.progress.step, run.event_log, run.tracker))
         )
         stack.enter_context(recorder.engine_log())
         recorder.config(sections.yaml)
@@ -110,7 +111,8 @@ def train(
         stack.callback(saver.wait, _LAST_SAVE_SECONDS)
         was_finished = trainer.progress.finished
         if not was_finished:
-            recorder.begin(describe_environment(world), trainer.progress.step)
+            progress = trainer.progress
+            recorder.begin(describe_environment(world), progress.step, progress.steps_per_epoch)
         with _run_events(recorder, trainer, began, staging):
             trainer.fit(recorder, saver)
         if trainer.stopped_by:
@@ -128,6 +130,14 @@ def train(
     if trainer.stopped_by:
         return None
     return summary
+
+
+def _check_packages(config: RunConfig, world: World) -> None:
+    """Raise UserError if an optional package is missing that the configuration needs."""
+    if config.event_log:
+        load_mllogger()
+    if world.is_main:
+        check_tracker(config.tracker)
 
 
 def _notes(trainer: Trainer, placements: list[str]) -> list[str]:

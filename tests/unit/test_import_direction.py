@@ -64,9 +64,11 @@ SHARED = [
     "swinv2_moe.files",
     "swinv2_moe.forms",
     "swinv2_moe.model_sections",
+    "swinv2_moe.layer_names",
     "swinv2_moe.model_types",
     "swinv2_moe.dataset_registry",
     "swinv2_moe.tables",
+    "swinv2_moe.time_left",
     "swinv2_moe.config",
 ]
 MODELS_AND_DATA = SHARED + ["swinv2_moe.models", "swinv2_moe.data"]
@@ -82,6 +84,8 @@ ALLOWED = {
     "swinv2_moe.errors": [],
     "swinv2_moe.config_files": ["swinv2_moe.errors"],
     "swinv2_moe.tables": [],
+    "swinv2_moe.time_left": [],
+    "swinv2_moe.layer_names": [],
     "swinv2_moe.plots": ["swinv2_moe.errors"],
     "swinv2_moe.files": ["moe_core", "swinv2_moe.errors"],
     "swinv2_moe.forms": ["swinv2_moe.files"],

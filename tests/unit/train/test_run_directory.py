@@ -28,6 +28,8 @@ def run(tmp_path_factory, make_config):
 def test_metrics(run, read_metrics):
     root, _, summary = run
     steps, epochs = read_metrics(root)
+    start = json.loads((root / "metrics.jsonl").read_text().splitlines()[0])
+    assert (start["step"], start["steps_per_epoch"]) == (0, 5)
     assert [line["step"] for line in steps] == list(range(1, 16))
     assert [line["epoch"] for line in steps] == [1] * 5 + [2] * 5 + [3] * 5
     assert [line["epoch"] for line in epochs] == [1, 2, 3]

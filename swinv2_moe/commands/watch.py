@@ -1,0 +1,107 @@
+"""Watch a run in the terminal: its curves, experts, speed and the time that is left.
+
+The picture follows the run and ends with it, or with Ctrl-C.
+
+    swinv2-moe watch output/mine
+    swinv2-moe watch output/mine --once   # one picture, also into a file or a pipe
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swinv2_moe.command import CommandParser
+from swinv2_moe.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from swinv2_moe.measure.live_run import LiveRun
+
+_HEIGHT = 24  # lines of a picture in a file or a pipe
+
+
+def parse() -> argparse.Namespace:
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("run", metavar="RUN_DIR", help="a run, finished or not")
+    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="time between two looks at the run (default: 1)",
+    )
+    args = parser.parse_args()
+    if not 0 < args.every <= 3600:
+        raise UserError(f"--every is {args.every}, it must be above 0 and at most 3600 seconds")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    from rich.console import Console
+
+    from swinv2_moe.measure.live_run import LiveRun
+
+    sys.stdout.reconfigure(errors="replace")  # where the locale has no block characters
+    console = Console(highlight=False)
+    run = LiveRun(Path(args.run))
+    run.read()
+    if args.once or not console.is_terminal:
+        if run.last is None:
+            raise UserError(f"{run.directory}: has not logged a step yet")
+    else:
+        try:
+            wait(run, args.every)
+            follow(run, console, args.every)
+        except KeyboardInterrupt:
+            if run.last is None:
+                return
+    show(run, console)
+
+
+def wait(run: LiveRun, every: float) -> None:
+    """Wait for the first logged step.
+
+    Raises:
+        UserError: the run has ended without one.
+    """
+    if run.last is None:
+        print(f"waiting: {run.directory} has not logged a step yet", flush=True)
+    while run.last is None:
+        if run.state(time.time()) == "stopped":
+            raise UserError(f"{run.directory}: has logged no step, and is not running")
+        time.sleep(every)
+        run.read()
+
+
+def follow(run: LiveRun, console: Console, every: float) -> None:
+    """Show the run, until it ends, in place of what is on the terminal."""
+    from rich.live import Live
+
+    from swinv2_moe.measure.live_picture import picture
+
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            now = time.time()
+            if run.last is not None:  # else a resumed run is about to repeat all steps
+                live.update(picture(run, console.width, console.height, now), refresh=True)
+            if run.state(now) in ("finished", "stopped"):
+                return
+            time.sleep(every)
+            run.read()
+
+
+def show(run: LiveRun, console: Console) -> None:
+    """Print one picture."""
+    from swinv2_moe.measure.live_picture import picture
+
+    height = _HEIGHT
+    if console.is_terminal:
+        height = console.height - 1  # the prompt has the last line
+    console.print(picture(run, console.width, height, time.time()), height=height)

@@ -1,0 +1,179 @@
+"""The picture of a run that `swinv2-moe watch` shows: its state, curves and expert loads."""
+
+from collections.abc import Sequence
+
+from rich.layout import Layout
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from swinv2_moe.layer_names import block_place
+from swinv2_moe.measure.braille import Curve, draw
+from swinv2_moe.measure.live_run import LiveRun
+from swinv2_moe.time_left import in_words, steps_left
+
+_HEAD = 5  # lines
+_FRAME = 4  # columns of a panel's frame
+_TRAINING, _VALIDATION = "cyan", "bold yellow"
+_DOT = "●"
+_BARS = "·▁▂▃▄▅▆▇█"  # from no token to twice an even share and more
+_UNUSED, _CROWDED = 0.25, 2.0  # loads from which a bar is coloured
+
+
+def picture(run: LiveRun, width: int, height: int, now: float) -> Layout:
+    """A run that has logged a step, in so many characters, `now` (in seconds since 1970)."""
+    loads = _loads(run, width - _FRAME, max(height // 3 - 2, 1))
+    parts = [Layout(_head(run, now), size=_HEAD)]
+    curves = Layout()
+    if loads:
+        curves_height = height - _HEAD - len(loads) - 2
+        title = "tokens of each expert: ▄ an even share, █ twice that or more, · none"
+        parts += [curves, Layout(_panel(title, loads), size=len(loads) + 2)]
+    else:
+        curves_height = height - _HEAD
+        parts.append(curves)
+    curves.split_row(*_curves(run, width, curves_height))
+    layout = Layout()
+    layout.split_column(*parts)
+    return layout
+
+
+def _panel(title: str, lines: Sequence[Text]) -> Panel:
+    body = Text("\n", no_wrap=True, overflow="crop").join(lines)
+    return Panel(body, title=title, title_align="left", border_style="dim")
+
+
+# State
+
+
+def _head(run: LiveRun, now: float) -> Panel:
+    lines = Table.grid(expand=True)
+    for line in (_progress(run, now), _results(run), _health(run)):
+        lines.add_row(line)
+    title = f"{run.name}: {run.state(now)}"
+    return Panel(lines, title=Text(title), title_align="left", border_style="dim")
+
+
+def _progress(run: LiveRun, now: float) -> Table:
+    """The epoch, a bar and the time left."""
+    line = Table.grid(padding=(0, 1), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True)
+    epoch = f"epoch {run.last['epoch']:,}"
+    bar: ProgressBar | str = ""
+    time_left = ""
+    position = run.position()
+    if position:
+        epoch += f"/{position.epochs:,}"
+        total = position.step + steps_left(position)
+        bar = ProgressBar(total=max(total, 1), completed=position.step)
+    left = run.seconds_left(now)
+    if left is not None and run.state(now) not in ("finished", "stopped"):
+        time_left = f"about {in_words(left)} left"
+    line.add_row(epoch, bar, time_left)
+    return line
+
+
+def _results(run: LiveRun) -> Text:
+    step = f"step {run.last['step']:,}"
+    position = run.position()
+    if position:
+        step = f"step {position.step:,}/{position.step + steps_left(position):,}"
+    words = [step]
+    if run.losses:
+        words.append(f"loss {run.losses[-1][1]:.3f}")
+    if run.epochs:
+        accuracies = [epoch["val_top1"] for epoch in run.epochs]
+        words.append(f"top-1 {accuracies[-1]:.2f}% (best {max(accuracies):.2f}%)")
+    words.append(f"{run.last['images_per_second']:,.0f} images/s")
+    return Text("   ".join(words), no_wrap=True, overflow="ellipsis")
+
+
+def _health(run: LiveRun) -> Text:
+    """What may go wrong."""
+    words = []
+    for key, text in (
+        ("moe/dropped_share", "{:.1%} of the choices dropped"),
+        ("data_wait", "{:.0%} waiting for data"),
+        ("lr", "learning rate {:.2e}"),
+    ):
+        if run.last.get(key) is not None:
+            words.append(text.format(run.last[key]))
+    return Text("   ".join(words), no_wrap=True, overflow="ellipsis")
+
+
+# Curves
+
+
+def _curves(run: LiveRun, width: int, height: int) -> list[Layout]:
+    """Loss and top-1 side by side."""
+    losses = [Curve(run.losses, _TRAINING)]
+    losses.append(Curve(_of_epochs(run, "val_loss"), _VALIDATION, _DOT))
+    accuracy = [Curve(_of_epochs(run, "val_top1"), _VALIDATION)]
+    accuracy.append(accuracy[0]._replace(mark=_DOT))
+    left, right = width // 2, width - width // 2
+    last = max([run.last["step"]] + [epoch["step"] for epoch in run.epochs])
+    left_lines = draw(losses, last, left - _FRAME, height - 2)
+    right_lines = draw(accuracy, last, right - _FRAME, height - 2)
+    return [
+        Layout(_panel(f"loss: ⠒ training {_DOT} validation", left_lines), size=left),
+        Layout(_panel("validation top-1, %", right_lines)),
+    ]
+
+
+def _of_epochs(run: LiveRun, key: str) -> list[tuple[int, float]]:
+    return [(epoch["step"], epoch[key]) for epoch in run.epochs if epoch.get(key) is not None]
+
+
+# Experts
+
+
+def _loads(run: LiveRun, width: int, height: int) -> list[Text]:
+    """The experts' loads at the last logged step, in at most `height` lines; none of a dense model.
+
+    Layers stand side by side where there is room.
+    """
+    layers = run.last.get("moe_layers", {})
+    if not layers:
+        return []
+    place_width = max(len(block_place(layer)) for layer in layers)
+    lines = [_load(block_place(name), place_width, layer, width) for name, layer in layers.items()]
+    cell = max(len(line) for line in lines) + 3
+    columns = max((width + 3) // cell, 1)
+    rows = min(-(-len(lines) // columns), height)
+    if rows * columns < len(lines):
+        shown = rows * columns - 1
+        lines[shown:] = [Text(f"and {len(lines) - shown} more layers")]
+    found = []
+    for row in range(rows):
+        line = Text()
+        for text in lines[row::rows]:
+            line.append_text(text)
+            line.append(" " * (cell - len(text)))
+        found.append(line)
+    return found
+
+
+def _load(place: str, place_width: int, layer: dict, width: int) -> Text:
+    """A character for each expert, or for the mean of some neighbours where there is no room."""
+    loads = layer["load"]
+    limits = f" {min(loads, default=0):.1f}-{max(loads, default=0):.1f}"
+    room = max(width - place_width - 1 - len(limits), 1)
+    size = max(-(-len(loads) // room), 1)
+    line = Text(f"{place:{place_width}} ")
+    for start in range(0, len(loads), size):
+        group = loads[start : start + size]
+        load = sum(group) / len(group)
+        style = ""
+        if load >= _CROWDED:
+            style = "red"
+        elif load <= _UNUSED:
+            style = "blue"
+        bar = min(round(4 * load), len(_BARS) - 1)
+        if load > 0:
+            bar = max(bar, 1)
+        line.append(_BARS[bar], style)
+    line.append(limits, "dim")
+    return line

@@ -1,0 +1,191 @@
+"""A run that is being written, followed line by line. Imports no torch.
+
+`read_run` reads a whole run at once; this one keeps only what `swinv2-moe watch` shows.
+"""
+
+import fcntl
+import stat
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import yaml
+
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.run_entries import parse_entry
+from swinv2_moe.time_left import in_words, seconds_left
+
+_MAX_CONFIG = 1 << 16  # characters
+_QUIET = 60  # seconds without a new line, after which the run may have stopped
+_RECENT = 20  # logged steps whose median speed counts: the first ones of an epoch are slow
+
+
+class RunPosition(NamedTuple):
+    """As `swinv2_moe.time_left.Position`."""
+
+    epochs: int
+    max_steps: int
+    steps_per_epoch: int
+    epoch: int
+    epoch_step: int
+    step: int
+
+
+class Plan(NamedTuple):
+    """What the configuration says of a run's length."""
+
+    epochs: int
+    max_steps: int
+    rank_batch: int  # images of a step on each rank
+
+
+class LiveRun:
+    """The run in `directory`, as far as it was written at the last `read`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Nothing is read yet.
+
+        Raises:
+            UserError: no run is there, and none is starting.
+        """
+        self.directory = directory
+        self._file = directory / "metrics.jsonl"
+        if not directory.is_dir():
+            raise UserError(f"{directory}: is not a run directory")
+        if not self._file.exists() and not self.is_running():
+            raise UserError(f"{directory}: holds no run (no metrics.jsonl)")
+        self._forget()
+
+    def _forget(self) -> None:
+        self._inode, self._offset = 0, 0
+        self._start: dict = {}  # of the part of the run at hand
+        self._speeds: deque[float] = deque(maxlen=_RECENT)
+        self.plan: Plan | None = None
+        self.losses: list[tuple[int, float]] = []  # of training, by step
+        self.epochs: list[dict] = []
+        self.last: dict | None = None  # the last logged step
+        self.written = 0.0  # when the last line was written, in seconds since 1970
+
+    @property
+    def name(self) -> str:
+        return self.directory.resolve().name
+
+    @property
+    def finished(self) -> bool:
+        return (self.directory / "summary.json").exists()
+
+    def state(self, now: float) -> str:
+        """What the run is doing `now`, in seconds since 1970: "running", "finished", "stopped" or
+        how long it has written nothing."""
+        if self.finished:
+            return "finished"
+        silence = now - self.written
+        if silence < _QUIET:
+            return "running"
+        if not self.is_running():
+            return "stopped"
+        return f"nothing new for {in_words(silence)}"
+
+    def is_running(self) -> bool:
+        """Whether a process holds the lock of the directory; True where files have no locks."""
+        try:
+            with (self.directory / ".lock").open() as lock:
+                fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    def read(self) -> None:
+        """Take in the lines that have been added; all of them if the run has dropped some.
+
+        Raises:
+            UserError: the run cannot be read.
+        """
+        try:
+            status = self._file.stat()
+            if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait
+                raise UserError(f"{self._file}: is not a file")
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._forget()
+                self._inode = status.st_ino
+            self.written = status.st_mtime
+            with self._file.open("rb") as lines:
+                lines.seek(self._offset)
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    self._add(parse_entry(line) or {})
+        except FileNotFoundError:  # not begun
+            return
+        except OSError as error:
+            raise UserError(f"{self._file}: cannot be read ({error.strerror})") from error
+
+    def _add(self, entry: dict) -> None:
+        if "environment" in entry:
+            self._start = entry
+            self.plan = _read_plan(self.directory / "config.yaml")
+        elif "loss" in entry:
+            self.last = entry
+            self._speeds.append(entry["images_per_second"])
+            if entry["loss"] is not None:
+                self.losses.append((entry["step"], entry["loss"]))
+        elif "val_top1" in entry:
+            self.epochs.append(entry)
+
+    # How far it is
+
+    def position(self) -> RunPosition | None:
+        """None before the first logged step, or where the length of an epoch is not known yet."""
+        if self.plan is None or self.last is None:
+            return None
+        steps_per_epoch = int(self._start.get("steps_per_epoch") or 0)
+        epoch, epoch_end = 0, 0
+        if self.epochs:
+            epoch, epoch_end = self.epochs[-1]["epoch"], self.epochs[-1]["step"]
+            # Runs of earlier versions did not log it.
+            steps_per_epoch = steps_per_epoch or epoch_end // max(epoch, 1)
+        if steps_per_epoch < 1:
+            return None
+        step = max(self.last["step"], epoch_end)
+        epoch_step = min(step - epoch_end, steps_per_epoch)
+        epochs, max_steps, _ = self.plan
+        return RunPosition(epochs, max_steps, steps_per_epoch, epoch, epoch_step, step)
+
+    def seconds_left(self, now: float) -> float | None:
+        """Seconds from `now` (since 1970) to the end of the run; None if that is not known yet."""
+        position = self.position()
+        if position is None:
+            return None
+        processes = self._start["environment"].get("processes")
+        speed = median(self._speeds)
+        if not isinstance(processes, int) or speed <= 0:
+            return None
+        seconds_per_step = self.plan.rank_batch * processes / speed
+        validation = 0.0
+        if self.epochs:
+            training = position.steps_per_epoch * seconds_per_step
+            validation = max(self.epochs[-1]["seconds"] - training, 0.0)
+        left = seconds_left(position, seconds_per_step, validation)
+        return max(left - max(now - self.written, 0.0), 0.0)
+
+
+def _read_plan(file: Path) -> Plan:
+    """Three numbers of a run's configuration, without the checks of `load_config`.
+
+    Raises:
+        UserError: they are not there.
+    """
+    with suppress(OSError, ValueError, yaml.YAMLError, TypeError, KeyError, RecursionError):
+        with file.open() as stream:
+            content = yaml.safe_load(stream.read(_MAX_CONFIG))
+        train, batch_size = content["TRAIN"], content["DATA"]["BATCH_SIZE"]
+        rank_batch = batch_size * train["ACCUMULATION_STEPS"]
+        plan = Plan(train["EPOCHS"], train["MAX_STEPS"], rank_batch)
+        if all(isinstance(number, int) for number in plan):
+            return plan
+    raise UserError(f"{file}: is not the configuration of a run")
