@@ -36,6 +36,7 @@ class Section:
         ranges: the lowest and the highest value of a key, both included.
         check: raises UserError for values of a configuration that contradict each other.
         sizes: keys that summaries of a model show, under the names that they show them by.
+        meanings: what a key means, for the reference of keys.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Section:
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     check: Callable[[CfgNode], None] = _check_nothing
     sizes: Mapping[str, str] = field(default_factory=dict)
+    meanings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,18 @@ SWINV2 = Section(
     },
     check=check_swinv2,
     sizes={"dim": "EMBED_DIM", "depths": "DEPTHS"},
+    meanings={
+        "PATCH_SIZE": "side of a patch, pixels",
+        "IN_CHANS": "channels of an image: 1 or 3",
+        "EMBED_DIM": "channels of the first stage; each further stage has twice as many",
+        "DEPTHS": "blocks of each stage",
+        "NUM_HEADS": "attention heads of each stage; each number divides the stage's channels",
+        "WINDOW_SIZE": "side of an attention window, patches",
+        "MLP_RATIO": "hidden dim of an FFN, in units of its channels",
+        "QKV_BIAS": "queries, keys and values have biases",
+        "PRETRAINED_WINDOW_SIZES": "for each stage, the window side that the pretrained weights"
+        " were trained with; 0: `WINDOW_SIZE`",
+    },
 )
 
 

@@ -64,6 +64,17 @@ VIT = Section(
     },
     check=check_vit,
     sizes={"dim": "EMBED_DIM", "depth": "DEPTH"},
+    meanings={
+        "PATCH_SIZE": "side of a patch, pixels; divides `DATA.IMG_SIZE`",
+        "IN_CHANS": "channels of an image: 1 or 3",
+        "EMBED_DIM": "channels of a token; divisible by `NUM_HEADS`",
+        "DEPTH": "number of blocks",
+        "NUM_HEADS": "attention heads of a block",
+        "MLP_RATIO": "hidden dim of an FFN, in units of its channels",
+        "QKV_BIAS": "queries, keys and values have biases",
+        "GLOBAL_POOL": "what the classifier reads: `token`, the class token, or `avg`, the mean of"
+        " the patches",
+    },
 )
 
 
