@@ -19,7 +19,7 @@ def on_page_markdown(markdown: str, *, page, config, **_) -> str:
         if not path or is_page or not target.exists():
             return match[0]
         name = str(target.relative_to(docs.parent))
-        if name.endswith(text.rstrip("/")):
+        if text.rstrip("/") in name:
             return f"`{name}`"
         return f"{text} (`{name}`)"
 
