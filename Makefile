@@ -11,13 +11,14 @@ LOG    := $(VENV)/install.log
 $(shell test -x $(PY) || rm -f $(VENV)/.installed-*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train workflow detection bench bench-gpu test test-newest lint clean compiler
+.PHONY: help setup train workflow detection bench bench-gpu docs test test-newest lint clean compiler
 
 help:
 	@echo "make train   train SwinV2-MoE and its dense twin on scikit-learn's digits, into output/quickstart"
 	@echo "make workflow   on digits, or with PRETRAIN=DIR TRANSFER=DIR: shards, staging, pretraining, fine-tuning and few-shot, experts beside dense"
 	@echo "make detection   mmdetection's installation (mmcv is compiled once), then Mask R-CNN on generated shapes"
 	@echo "make bench   the MoE layer, its parts and the network beside dense ones, into benchmarks/results; make bench-gpu on a GPU in 25 minutes"
+	@echo "make docs    the documentation as a site, into site/"
 	@echo "make test    lint, then the whole test suite, detection included"
 	@echo "make test-newest   the same with the newest torch that pyproject.toml allows, in $(NEWEST)"
 	@echo "make lint    ruff and mypy alone"
@@ -50,6 +51,10 @@ bench: $(VENV)/.installed-run
 bench-gpu: $(VENV)/.installed-test
 	$(PY) benchmarks/campaign.py --minutes $(or $(MINUTES),25) $(MORE)
 
+docs: $(VENV)/.installed-test
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "Open site/index.html. Search needs a server: $(PY) -m http.server -d site"
+
 # By file: what a module's tests share is made once. The order is random; its seed is printed, and --randomly-seed=N repeats it.
 # A thread for each process: their tensors are tiny.
 test: lint $(VENV)/.installed-detection
@@ -66,7 +71,7 @@ lint: $(VENV)/.installed-test
 	$(PY) -m mypy
 
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -path ./output -prune -o -name __pycache__ -prune -exec rm -rf {} +
 	@echo "Kept: output/ (your runs) and data/."
 

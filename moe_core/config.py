@@ -21,7 +21,8 @@ class MoEConfig:
     """Shape and routing of one MoE layer.
 
     `top_k` above `num_experts` means all experts. `capacity_factor` f limits the tokens that one
-    rank may send to one expert to `K * floor(|f| * ceil(T / E))`; 0 is dropless.
+    rank may send to one expert to `K * floor(|f| * ceil(T / E))`; 0 is dropless. `init_std` None
+    initialises as nn.Linear does.
 
     Source: Tutel, arXiv 2206.03382, section 4.1. There f = 0 and f < 0 adapt the size of a padded
     buffer. Rows need no such buffer, so here f < 0 has the same limit as f > 0.
@@ -33,41 +34,47 @@ class MoEConfig:
     model_dim: int
     hidden_dim: int
     num_experts: int
-    top_k: int = 1
+    top_k: int = 1  # experts per token
+    # limit of the tokens of an expert, in units of its even share; 0: dropless; negative: as its
+    # absolute value
     capacity_factor: float = 1.25
-    # A registered name, see moe_core.registry. It decides who chooses: tokens ("linear", "cosine"),
-    # experts ("expert_choice") or nobody ("soft", Soft MoE).
+    # tokens choose: `linear`, `cosine`; experts choose: `expert_choice`; Soft MoE, where nobody
+    # chooses: `soft`; or a registered one
     router: str = "linear"
-    # Of each image and expert, for Soft MoE. MODEL.MOE: 0 gives as many slots as tokens.
+    # of an image, for `soft`; 0: as many slots as tokens, where the model knows their number
     slots_per_expert: int = 0
-    # Where experts choose, each chooses equally many tokens of every image, not of the batch.
+    # for `expert_choice`: an expert chooses equally many tokens of each image, not of the batch
     choose_per_image: bool = False
-    gate_activation: str = "softmax"  # of the logits, for gate values; or "sigmoid"
-    # What balances the load: "loss", or "bias": a bias of each expert, which affects the choice
-    # but not the gate values (moe_core.balance). With it, there is no auxiliary loss.
+    gate_activation: str = "softmax"  # of the logits, for gate values
+    # `loss`: the auxiliary loss balances the load; `bias`: a bias of each expert, which affects its
+    # choice but not the gate values (`moe_core.balance`), in place of the loss
     balance: str = "loss"
     balance_rate: float = 1e-3  # change of such a bias in one step
-    z_loss_weight: float = 0.0  # of the router's z-loss, in units of the auxiliary loss
-    num_shared_experts: int = 0  # of experts that every token visits, besides the chosen ones
-    # standard deviation of the noise on the logits in training, in units of 1 / num_experts
+    z_loss_weight: float = 0.0  # weight of the router's z-loss within the auxiliary loss
+    # experts that every token visits, besides the `top_k` chosen ones
+    num_shared_experts: int = 0
+    # standard deviation of the noise on the logits in training, in units of 1 / `num_experts`
     gate_noise: float = 0.0
-    normalize_gates: bool = True  # gate values of a token sum to 1; only for top_k > 1
-    # when an expert is full, keep its tokens with the highest probability, not the first ones
+    normalize_gates: bool = True  # the gate values of a token sum to 1; only for `top_k` above 1
+    # a full expert keeps the tokens with the highest probability, not the first ones
     batch_prioritized: bool = False
-    # in training, round each expert's rows to a multiple, such as 128 (moe_core.rounding); 0: off
+    # in training the rows of each expert are a multiple of it (128 for GPU kernels); 0: off
     round_to: int = 0
-    aux_loss: str = "gshard"
-    # compute the loss over the tokens of all data-parallel ranks, not over those of each rank
+    aux_loss: str = "gshard"  # the loss that balances the load; or a registered one
+    # the auxiliary loss covers the tokens of all data-parallel ranks, not those of each rank
     global_balance: bool = False
-    activation: str = "gelu"
-    bias: bool = True
-    output_bias: bool = True  # with `bias`: whether there is b2 besides b1
-    input_jitter: float = 0.0  # the router's input is x * U(1 - j, 1 + j) in training
-    input_dropout: float = 0.0  # of the router's input, in training
-    hidden_dropout: float = 0.0  # after the activation, in training
-    # "triton" and "torch" force one; "auto": Triton on CUDA, C++ on x86, where they work
+    activation: str = "gelu"  # of the experts; or a registered one
+    bias: bool = True  # the biases of each expert
+    output_bias: bool = True  # the second bias of each expert
+    # j: in training the router sees x times a uniform number from 1 - j to 1 + j
+    input_jitter: float = 0.0
+    input_dropout: float = 0.0  # dropout of the router's input in training
+    # expert dropout: of the hidden units of routed and shared experts, after the activation
+    hidden_dropout: float = 0.0
+    # `triton` and `torch` force one form; `auto`: Triton on CUDA, C++ on x86, where they work
     kernels: str = "auto"
-    init_std: float | None = None  # of the expert weights (truncated normal); None: as nn.Linear
+    # standard deviation of the experts' initial weights (truncated normal)
+    init_std: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("model_dim", "hidden_dim", "num_experts", "top_k"):

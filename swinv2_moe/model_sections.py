@@ -27,6 +27,7 @@ class Section:
         ranges: the lowest and the highest value of a key, both included.
         check: raises UserError for values of a configuration that contradict each other.
         sizes: keys that summaries of a model show, under the names that they show them by.
+        meanings: what a key means, for the reference of keys.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Section:
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     check: Callable[[CfgNode], None] = _check_nothing
     sizes: Mapping[str, str] = field(default_factory=dict)
+    meanings: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_moe_blocks(config: CfgNode, depths: Sequence[int]) -> None:
@@ -148,6 +150,18 @@ SWINV2 = Section(
     },
     check=check_swinv2,
     sizes={"dim": "EMBED_DIM", "depths": "DEPTHS"},
+    meanings={
+        "PATCH_SIZE": "side of a patch, pixels",
+        "IN_CHANS": "channels of an image: 1 or 3",
+        "EMBED_DIM": "channels of the first stage; each further stage has twice as many",
+        "DEPTHS": "blocks of each stage",
+        "NUM_HEADS": "attention heads of each stage; each number divides the stage's channels",
+        "WINDOW_SIZE": "side of an attention window, patches",
+        "MLP_RATIO": "hidden dim of an FFN, in units of its channels",
+        "QKV_BIAS": "queries, keys and values have biases",
+        "PRETRAINED_WINDOW_SIZES": "for each stage, the window side that the pretrained weights"
+        " were trained with; 0: `WINDOW_SIZE`",
+    },
 )
 
 VIT = Section(
@@ -171,6 +185,17 @@ VIT = Section(
     },
     check=check_vit,
     sizes={"dim": "EMBED_DIM", "depth": "DEPTH"},
+    meanings={
+        "PATCH_SIZE": "side of a patch, pixels; divides `DATA.IMG_SIZE`",
+        "IN_CHANS": "channels of an image: 1 or 3",
+        "EMBED_DIM": "channels of a token; divisible by `NUM_HEADS`",
+        "DEPTH": "number of blocks",
+        "NUM_HEADS": "attention heads of a block",
+        "MLP_RATIO": "hidden dim of an FFN, in units of its channels",
+        "QKV_BIAS": "queries, keys and values have biases",
+        "GLOBAL_POOL": "what the classifier reads: `token`, the class token, or `avg`, the mean of"
+        " the patches",
+    },
 )
 
 # By model type. A type of another section is a file of swinv2_moe.models that holds it.

@@ -1,6 +1,7 @@
 """List every key of the configuration with its default and, where they are few, its values.
 
 python -m swinv2_moe.config
+python -m swinv2_moe.config --markdown    # tables with types and meanings
 """
 
 import argparse
@@ -9,6 +10,7 @@ import sys
 
 from swinv2_moe.config.checks import choices
 from swinv2_moe.config.defaults import default_config, flatten
+from swinv2_moe.config.reference import markdown
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import add_import_argument
 
@@ -17,13 +19,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--markdown", action="store_true", help="a document with types, limits and meanings"
+    )
     add_import_argument(parser)
     try:
-        parser.parse_args()
+        args = parser.parse_args()
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     try:
-        _print_keys()
+        if args.markdown:
+            print(markdown(), end="")
+        else:
+            _print_keys()
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, has ended. Python flushes stdout once more as it exits.

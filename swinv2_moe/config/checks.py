@@ -124,6 +124,16 @@ def choices() -> dict[str, Collection]:
     return _CHOICES | registered
 
 
+def ranges() -> dict[str, tuple[float, float]]:
+    """The lowest and the highest value of a key, both included, for each key that has limits."""
+    limits = dict(_RANGES)
+    for registered in model_types().values():
+        section = registered.section
+        for key, limit in section.ranges.items():
+            limits[f"MODEL.{section.name}.{key}"] = limit
+    return limits
+
+
 def check_config(config: CfgNode) -> None:
     """Raise UserError for a value out of range or values that contradict each other."""
     flat = flatten(config)

@@ -4,6 +4,9 @@ A field with a default is a key of the section's group: `DataConfig.img_size` is
 field without a default belongs to another group, and is there because the same code needs it. Lists
 are tuples here. `swinv2_moe.config.defaults` makes the yacs tree from these classes, and
 `data_config(config)` and its siblings make a section from a tree.
+
+The comment of a key, behind it or on the lines before it, is its meaning in the reference
+(`swinv2-moe config --markdown`, `swinv2_moe.config.reference`).
 """
 
 from collections.abc import Mapping
@@ -21,19 +24,20 @@ def is_key(field: Field) -> bool:
 class RunConfig:
     """Keys without a group."""
 
-    output: str = "output"  # run directory; tools/train.py --output overrides it
-    seed: int = 0
+    output: str = "output"  # run directory; `--output` sets it
+    seed: int = 0  # seed of initial weights, data order and augmentation
     print_freq: int = 10  # optimiser steps between two logged steps
     # epochs between two checkpoints; the best and the last epoch are always saved
     save_freq: int = 1
-    event_log: bool = False  # OUTPUT/events.log, in the MLPerf log format (needs the mlperf extra)
-    # wandb or mlflow (needs the extra of that name): a service that gets the curves too
+    # write `events.log` in the MLPerf log format (needs the mlperf extra)
+    event_log: bool = False
+    # a service that gets the curves too: `wandb` or `mlflow` (needs the extra of that name)
     tracker: str = ""
-    device: str = "auto"
-    timeout: int = 600  # seconds after which a rank gives up on ranks that do not answer
-    amp_enable: bool = False
-    amp_dtype: str = "bfloat16"
-    # torch.compile of the model; over several ranks its experts stay uncompiled, and it is untried
+    device: str = "auto"  # `auto`: a GPU where there is one
+    timeout: int = 600  # seconds after which a rank stops waiting for other ranks
+    amp_enable: bool = False  # mixed precision
+    amp_dtype: str = "bfloat16"  # of mixed precision
+    # compile the model; over several ranks the experts stay uncompiled (untested)
     compile: bool = False
 
 
@@ -43,10 +47,10 @@ class CheckpointConfig:
 
     # optimiser steps between two checkpoints inside an epoch; 0: after epochs only
     steps: int = 0
-    keep_last: int = 2  # besides the best
-    # of each layer in one save, in turn (not in the best and the last epoch's); 0: all
+    keep_last: int = 2  # checkpoints to keep besides the best
+    # experts of each layer in one save, in turn; 0: all. The best, last and signal saves hold all
     experts: int = 0
-    # memory per rank for saving while training goes on; beyond it, training waits
+    # host memory per rank for saving while training continues, MB; beyond it, training waits
     staging_mb: int = 4096
 
 
@@ -55,28 +59,30 @@ class AugmentConfig:
     """AUG: random changes of training images."""
 
     scale: tuple[float, float] = (0.08, 1.0)  # random resized crop: share of the area
-    ratio: tuple[float, float] = (0.75, 1.3333333333333333)
-    hflip: float = 0.5
-    color_jitter: float = 0.4
-    auto_augment: str = "rand-m9-mstd0.5-inc1"
-    reprob: float = 0.25
-    remode: str = "pixel"
-    recount: int = 1
-    mixup: float = 0.8
-    cutmix: float = 1.0
-    mixup_prob: float = 1.0
-    mixup_switch_prob: float = 0.5
-    mixup_mode: str = "batch"
+    ratio: tuple[float, float] = (0.75, 1.3333333333333333)  # the same: width / height
+    hflip: float = 0.5  # probability of a horizontal flip
+    color_jitter: float = 0.4  # strength; 0: off. Only without `AUTO_AUGMENT`
+    auto_augment: str = "rand-m9-mstd0.5-inc1"  # a policy of timm; empty or `none`: off
+    reprob: float = 0.25  # probability of random erasing
+    remode: str = "pixel"  # of an erased region: zeros, one random colour, random pixels
+    recount: int = 1  # number of erased regions
+    mixup: float = 0.8  # alpha of mixup; 0: off
+    cutmix: float = 1.0  # alpha of cutmix; 0: off
+    mixup_prob: float = 1.0  # probability of mixup or cutmix; 0: off
+    mixup_switch_prob: float = 0.5  # probability of cutmix, where both are on
+    mixup_mode: str = "batch"  # what shares one ratio: a batch, a pair of images, an image
 
 
 @dataclass(frozen=True, kw_only=True)
 class CropConfig:
     """TEST: the part of an image that is evaluated, and the order of the images."""
 
-    # resize the short side to IMG_SIZE / CROP_RATIO, then centre crop; else resize both sides
+    # resize the short side to `DATA.IMG_SIZE / CROP_RATIO`, then centre crop; False: resize both
+    # sides
     crop: bool = True
-    crop_ratio: float = 0.875
-    # in a fixed permutation; where capacity drops choices, the images of a batch affect each other
+    crop_ratio: float = 0.875  # side of the crop, as a share of the short side
+    # validation and `swinv2-moe evaluate` read the images in a fixed permutation; results are in
+    # the order of the data
     shuffle: bool = False
 
 
@@ -84,31 +90,35 @@ class CropConfig:
 class DataConfig:
     """DATA: images and how they are read."""
 
-    dataset: str = "digits"
-    # folder: holds train/ and val/ with a folder per class; list: what listed paths are relative
-    # to; shards: what data/make_shards.py made
+    dataset: str = "digits"  # where images come from; or a registered one (`--import`)
+    # `folder`: holds `train/` and `val/` with a folder per class; `list`: root of relative paths;
+    # `shards`: output of `swinv2-moe make-shards`. `--data` sets it
     path: str = ""
-    train_list: str = ""  # list: one "path label" a line, or Swin's JSON map
-    val_list: str = ""
-    # folder: share of each class of train/ held out where there is no val/; 0: none
+    # `list`: file with one `path label` per line, or Swin's JSON map
+    train_list: str = ""
+    val_list: str = ""  # the same for validation
+    # `folder`, `imagenet`: share of each class of `train/` that is held out for validation where
+    # there is no `val/`; by the files' names, so the same for every `SEED`
     val_split: float = 0.0
-    # shards: places from which they are read in turn; ranks that divide it read each their own
+    # `shards`: number of runs of consecutive images that are read in turn; if the number of ranks
+    # divides it, each rank reads its own shards
     shard_streams: int = 64
     batch_size: int = 128  # images per rank per forward pass
-    # images per step over all ranks, however many they are; 0: as BATCH_SIZE says
+    # images per step over all ranks; 0: `DATA.BATCH_SIZE` per rank
     global_batch_size: int = 0
-    img_size: int = 192
-    interpolation: str = "bicubic"
-    # ImageNet's, as timm and torchvision use them
+    img_size: int = 192  # side of the square input, pixels
+    interpolation: str = "bicubic"  # of the resizing; `random`: bilinear or bicubic, in training
+    # of each channel, subtracted from it; the default is ImageNet's
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    # standard deviation of each channel, which divides the rest; the default is ImageNet's
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
-    num_workers: int = 2
-    pin_memory: bool = True
-    # of an image, more than any but a few cameras take; larger ones count as unreadable
-    max_pixels: int = 120_000_000
-    # the run stops once more than this share of the images could not be read
+    num_workers: int = 2  # loader processes per rank
+    pin_memory: bool = True  # loaders place batches in pinned memory, for copies to a GPU
+    max_pixels: int = 120_000_000  # pixels of an image; larger images count as unreadable
+    # the run stops when a larger share of the images is unreadable
     max_bad_share: float = 0.01
-    # read every image before the first step and list those that cannot be read
+    # before the first step, read every image and list those that cannot be read; takes as long as
+    # reading the images of an epoch
     check_files: bool = False
 
     augment: AugmentConfig
@@ -145,43 +155,50 @@ class ExpertsConfig:
     """MODEL.MOE: where the experts are and how ranks share them. What a layer computes is in
     `layer`; its keys are MoEConfig's fields (`moe_defaults`)."""
 
-    num_experts: int = 0  # over all ranks; 0: the dense model
-    # ranks that share the experts; groups of so many are replicas; 0: all ranks
+    num_experts: int = 0  # number of experts over all ranks; 0: the dense model
+    # ranks per expert group; the groups are replicas; 0: all ranks
     expert_parallel_size: int = 0
-    # of those ranks. off: the plainest; fixed: the five keys below; auto: found in training
+    # of the ranks of a group. `off`: no chunks, linear all-to-all; `fixed`: the five keys below;
+    # `auto`: the tuner searches, for training and for validation, and again when times drift
     strategy: str = "off"
-    # 0: weights travel; 1: tokens do; E < ranks: any divisor of ranks / E (moe_core
-    # ParallelStrategy)
+    # 0: weights are gathered; 1: tokens are sent; with fewer experts than ranks, any divisor of
+    # ranks / experts
     r: int = 1
-    pipeline_degree: int = 1  # chunks that travel while others are worked on
-    # or 2dh: inside the nodes, then between them; channels: shared memory in a node
+    pipeline_degree: int = 1  # number of chunks whose exchange overlaps with computation
+    # `2dh`: inside the nodes, then between them; `channels`: CPU processes through shared memory
+    # inside a machine, in one message to each other machine; the GPUs of one machine (with
+    # `EXCHANGE static`)
     all_to_all: str = "linear"
-    exchange: str = "counted"  # or static: as many rows as the capacity, and no counts
-    ranks_per_node: int = 0  # for 2dh; 0: as torchrun says
-    # per stage, the blocks (from 0) whose FFN is a mixture of experts
+    # `counted`: ranks send the rows that there are, after their numbers; `static`: as many as the
+    # capacity for each expert, without numbers and without waiting
+    exchange: str = "counted"
+    ranks_per_node: int = 0  # for `2dh`; 0: from torchrun
+    # for each stage, the blocks (from 0) whose FFN is a mixture of experts
     blocks: tuple[tuple[int, ...], ...] = ((), (), (), ())
-    # in place of top_k and capacity_factor in training, such as "epoch 0:2 10:1"
-    # (swinv2_moe.config.schedule); "": constant
+    # in training in place of `TOP_K`, such as `epoch 0:2 10:1`; evaluation uses `TOP_K`
     top_k_schedule: str = ""
+    # in training in place of `CAPACITY_FACTOR`, such as `step 0:1.25 5000:2 linear`
     capacity_schedule: str = ""
-    # the share of the tokens that get random experts in training: "epoch 0:1 3:0 linear" leads
-    # from a uniform choice to the router's
+    # in training, the share of the tokens whose experts are drawn uniformly, such as
+    # `epoch 0:1 3:0 linear`; gate values stay the router's
     random_choice_schedule: str = ""
-    # the capacity factor of each layer is the smallest that would have dropped at most
-    # capacity_drop_share of the choices in each of the last steps; the first step has
-    # capacity_factor
+    # the capacity factor of each layer follows the loads of the last 16 steps; `CAPACITY_FACTOR` is
+    # that of the first step
     capacity_auto: bool = False
+    # with `CAPACITY_AUTO`: the share of a rank's choices that a layer may drop
     capacity_drop_share: float = 0.01
-    eval_capacity_factor: float = 1.25  # as capacity_factor, in evaluation
-    eval_batch_prioritized: str = "same"  # same: as in training; always; never
-    # hidden dim of an expert, in units of that of the FFN which it replaces: 0.5 with TOP_K 2 has
+    # as `CAPACITY_FACTOR`, in evaluation; where experts choose, 0 is as in training
+    eval_capacity_factor: float = 1.25
+    # `BATCH_PRIORITIZED` in evaluation; `same`: as in training
+    eval_batch_prioritized: str = "same"
+    # hidden dim of an expert, in units of that of the FFN which it replaces: 0.5 with `TOP_K` 2 has
     # the dense model's MACs
     hidden_ratio: float = 1.0
-    # of a SwinV2 block with experts. post: behind the experts and their gate value, as published;
-    # before_gate: behind the experts, before the gate value; pre: before the experts
+    # the norm of a SwinV2 block with experts. `post`: behind the experts and their gate value, as
+    # published; `before_gate`: behind the experts, before the gate value; `pre`: before the experts
     norm: str = "post"
-    aux_loss_weight: float = 0.01
-    # routers and experts stay as PRETRAINED has them and route as in evaluation
+    aux_loss_weight: float = 0.01  # factor of the auxiliary loss in the loss
+    # routers and experts keep the values of `MODEL.PRETRAINED` and route as in evaluation
     freeze: bool = False
 
     # What all layers have in common: model_dim and hidden_dim are 1, each block has its own. None:
@@ -199,22 +216,27 @@ class ExpertsConfig:
 class ModelConfig:
     """MODEL: the network and the weights that it starts from."""
 
-    # swinv2_moe: res-post-norm, cosine attention; swin_moe: the released pre-norm form; or another
-    # file models/*_moe.py, which declares its group of keys (swinv2_moe.model_types)
+    # `swinv2_moe`: res-post-norm, cosine attention; `swin_moe`: the released pre-norm form;
+    # `vit_moe`: ViT; or a type of your own, which declares its group of keys
     type: str = "swinv2_moe"
-    num_classes: int = 0  # 0: as many as the data has
-    drop_rate: float = 0.0
-    attn_drop_rate: float = 0.0
-    drop_path_rate: float = 0.1
-    label_smoothing: float = 0.1
-    # a run or checkpoint of this project, a .safetensors/.pth file, or timm:NAME, hf-hub:OWNER/NAME
+    num_classes: int = 0  # 0: number of classes of the data
+    drop_rate: float = 0.0  # dropout before the classifier
+    attn_drop_rate: float = 0.0  # dropout of attention weights
+    drop_path_rate: float = 0.1  # largest rate of stochastic depth
+    label_smoothing: float = 0.1  # share of a label that is spread over all classes
+    # a run or checkpoint of this project; a `.safetensors` or `.pth` file; or a name: `timm:NAME`,
+    # `hf-hub:OWNER/NAME`
     pretrained: str = ""
-    upcycle: bool = False  # PRETRAINED is dense: copy each dense FFN into every expert of its block
-    upcycle_noise: float = 0.0  # std of noise on those copies, in units of the dense weights' own
-    # go on as the dense run PRETRAINED would have done: epoch, learning rate and optimiser's state
+    # `MODEL.PRETRAINED` is dense: copy each dense FFN into every expert of its block
+    upcycle: bool = False
+    # standard deviation of noise on those copies, relative to that of the dense weights
+    upcycle_noise: float = 0.0
+    # go on as the dense run `MODEL.PRETRAINED` would have done: at its epoch and learning rate,
+    # with its optimiser's state; needs `MODEL.UPCYCLE`
     upcycle_continue: bool = False
-    new_head: bool = False  # PRETRAINED has other classes: leave its head out
-    # or take rows of its head: a file with the old class's number for each class, from 0
+    new_head: bool = False  # `MODEL.PRETRAINED` has other classes: do not load its head
+    # file with the number of the old class for each class, from 0; those rows of the head are
+    # loaded
     class_map: str = ""
 
     # The keys of the type's group, MODEL.SWINV2 say, in lower case: arguments of its class.
@@ -229,35 +251,37 @@ class ModelConfig:
 class OptimizerConfig:
     """TRAIN.OPTIMIZER."""
 
-    name: str = "adamw"
-    eps: float = 1e-8
-    betas: tuple[float, float] = (0.9, 0.999)
-    momentum: float = 0.9
+    name: str = "adamw"  # the optimiser
+    eps: float = 1e-8  # of AdamW: added to the denominator
+    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW: decays of the two moments
+    momentum: float = 0.9  # of SGD, Nesterov's
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """TRAIN: the schedule and the optimiser's steps."""
 
-    epochs: int = 90
-    warmup_epochs: int = 10
-    # for 512 images a step; scaled linearly with the global batch, like the two below
+    epochs: int = 90  # passes over the training images, warm-up included
+    warmup_epochs: int = 10  # epochs in which the learning rate rises linearly
+    # learning rate for 512 images per step; scaled linearly with the global batch
     base_lr: float = 1.25e-4
-    warmup_lr: float = 1.25e-7
-    min_lr: float = 1.25e-6
-    weight_decay: float = 0.1
-    expert_weight_decay: float = -1.0  # of the routed experts' weights; negative: weight_decay
-    layer_decay: float = 1.0
-    clip_grad: float = 3.0  # global norm over all ranks; 0: off
-    accumulation_steps: int = 1
+    warmup_lr: float = 1.25e-7  # the same, at the start of warm-up
+    min_lr: float = 1.25e-6  # the same, at the end
+    weight_decay: float = 0.1  # of weights; biases and norms have none
+    # weight decay of the routed experts' weights, not of their biases; negative:
+    # `TRAIN.WEIGHT_DECAY`
+    expert_weight_decay: float = -1.0
+    layer_decay: float = 1.0  # factor of the learning rate from a layer to the one below; 1: none
+    clip_grad: float = 3.0  # limit of the global gradient norm over all ranks; 0: off
+    accumulation_steps: int = 1  # forward and backward passes per optimiser step
     use_checkpoint: bool = False  # recompute activations in the backward pass
-    # FSDP2 shards the shared parameters, their gradients and moments over the ranks
+    # shard the shared parameters, their gradients and moments over the ranks (FSDP2)
     shard_trunk: bool = False
-    ema_decay: float = 0.0  # 0: no averaged copy of the weights
-    max_steps: int = 0  # for trials: stop here, in mid-epoch; 0: no limit
-    # the validation accuracy, in percent, whose first time is reported; 0: none
+    ema_decay: float = 0.0  # decay of the averaged weights; 0: none
+    max_steps: int = 0  # stop after this many steps, also inside an epoch; 0: no limit
+    # report the first time of this validation accuracy, percent; 0: none
     target_top1: float = 0.0
-    # steps in a row with a loss or gradient not finite that are skipped; one more stops
+    # consecutive steps with a non-finite loss or gradient that are skipped; one more stops the run
     skip_non_finite: int = 0
 
     optimizer: OptimizerConfig

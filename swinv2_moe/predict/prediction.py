@@ -42,12 +42,15 @@ class Prediction:
 
     @property
     def class_name(self) -> str:
+        """Name of the most probable class; raises as `best`."""
         return self.best.class_name
 
     @property
     def index(self) -> int:
+        """Index of the most probable class; raises as `best`."""
         return self.best.index
 
     @property
     def probability(self) -> float:
+        """Probability of the most probable class, 0 to 1; raises as `best`."""
         return self.best.probability

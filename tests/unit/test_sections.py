@@ -1,6 +1,6 @@
 """Typed sections of a configuration, and the defaults that they define."""
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, dataclass, fields
 
 import pytest
 
@@ -16,6 +16,7 @@ from swinv2_moe.config import (
     run_config,
     train_config,
 )
+from swinv2_moe.config.reference import comments
 
 EXPERTS = {"MODEL.MOE.NUM_EXPERTS": 4, "MODEL.MOE.BLOCKS": [[], [], [1], []]}
 # MODEL.MOE's defaults that are not MoEConfig's: the published recipe (arXiv 2206.03382, section 5),
@@ -69,3 +70,32 @@ def test_a_dense_model_has_no_layer_of_experts():
 
 def test_values_as_opts():
     assert as_opts({"SEED": 1, "AMP_ENABLE": False}) == ["SEED", "1", "AMP_ENABLE", "False"]
+
+
+@dataclass
+class Commented:
+    """A section.
+
+    key_one: no field, a line of the docstring
+    """
+
+    key_one: int = 1  # behind it
+    # before it, on
+    # two lines, beside `key_one` and `value`
+    key_two: str = "x"
+    # of nothing
+
+    key_three: int = 3
+
+    def method(self) -> None:
+        # inside
+        value: int = 1
+        assert value
+
+
+def test_comments_of_fields():
+    assert comments(Commented) == {
+        "key_one": "behind it",
+        "key_two": "before it, on two lines, beside `KEY_ONE` and `value`",
+        "key_three": "",
+    }

@@ -1,0 +1,115 @@
+"""Tables of every key in Markdown, from the definitions of the keys and their comments.
+
+`swinv2-moe config --markdown` prints them; docs/reference/configuration-keys.md holds the output.
+"""
+
+import inspect
+import itertools
+import re
+from math import inf
+
+from moe_core import MoEConfig
+from swinv2_moe.config import sections
+from swinv2_moe.config.checks import choices, ranges
+from swinv2_moe.config.defaults import default_config, flatten
+from swinv2_moe.model_types import model_types
+
+_SECTIONS = {
+    "": (sections.RunConfig,),
+    "CHECKPOINT": (sections.CheckpointConfig,),
+    "DATA": (sections.DataConfig,),
+    "MODEL": (sections.ModelConfig,),
+    "MODEL.MOE": (sections.ExpertsConfig, MoEConfig),
+    "TRAIN": (sections.TrainConfig,),
+    "TRAIN.OPTIMIZER": (sections.OptimizerConfig,),
+    "AUG": (sections.AugmentConfig,),
+    "TEST": (sections.CropConfig,),
+}
+_FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?$")
+_HEAD = """\
+# Every configuration key
+
+Made by `swinv2-moe config --markdown` from the definitions of the keys. How keys are set, schedules
+and notes: [configuration](configuration.md).
+"""
+
+
+def markdown() -> str:
+    """A document with a table for each group of keys: key, type, default and meaning."""
+    lines = [_HEAD]
+    by_key = meanings()
+    types = _types()
+
+    def group_of(item: tuple[str, object]) -> str:
+        return item[0].rpartition(".")[0]
+
+    for group, items in itertools.groupby(flatten(default_config()).items(), group_of):
+        lines += [f"## {group or 'Run'}", "", "| key | type | default | meaning |"]
+        lines.append("| --- | --- | --- | --- |")
+        for key, default in items:
+            cells = (f"`{key}`", types[key], f"`{default!r}`", by_key.get(key, ""))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def meanings() -> dict[str, str]:
+    """What each key means: the comments of the sections' fields, and what model types say."""
+    found = {}
+    for group, classes in _SECTIONS.items():
+        for section in classes:
+            for name, comment in comments(section).items():
+                found.setdefault(".".join(filter(None, [group, name.upper()])), comment)
+    for registered in model_types().values():
+        section = registered.section
+        for key, meaning in section.meanings.items():
+            found[f"MODEL.{section.name}.{key}"] = meaning
+    return found
+
+
+def comments(section: type) -> dict[str, str]:
+    """The comment of each field of a dataclass, behind it or on the lines before it.
+
+    Fields of several words that a comment names in backticks become keys, in capitals.
+    """
+    found = {}
+    lines_before = []
+    for line in inspect.getsource(section).splitlines():
+        if line.startswith("    # "):
+            lines_before.append(line.strip().removeprefix("# "))
+            continue
+        match = _FIELD.match(line)
+        if match:
+            found[match[1]] = " ".join(lines_before) or match[2] or ""
+        lines_before = []
+
+    def as_key(match: re.Match) -> str:
+        if match[1] in found:
+            return match[0].upper()
+        return match[0]
+
+    return {name: re.sub(r"`(\w+_\w+)`", as_key, text) for name, text in found.items()}
+
+
+def _types() -> dict[str, str]:
+    """The type of each key's value, or the values that it may have."""
+    allowed = choices()
+    limits = ranges()
+    types = {}
+    for key, default in flatten(default_config()).items():
+        types[key] = type(default).__name__
+        if isinstance(default, list):
+            types[key] = f"list of {type(default[0]).__name__}"
+        if key in allowed:
+            types[key] = ", ".join(f"`{value}`" for value in allowed[key])
+        elif key in limits:
+            types[key] += _limits_text(*limits[key])
+    return types
+
+
+def _limits_text(low: float, high: float) -> str:
+    if low == -inf:
+        return ""
+    if high == inf:
+        return f", at least {low:,}"
+    return f", {low:,} to {high:,}"
