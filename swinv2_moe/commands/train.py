@@ -5,6 +5,10 @@
         --output output/digits2
 """
 
+import os
+import shlex
+import sys
+
 from swinv2_moe.command import (
     CommandParser,
     add_training_arguments,
@@ -30,6 +34,12 @@ def main() -> None:
     args = parser.parse_args()
     config = config_from(args)
     continuation = resume_command(args.cfg, args.data, args.output, args.opts, args.bind)
+    is_main = os.environ.get("RANK", "0") == "0"
+    if is_main and sys.stdout.isatty():
+        print(f"run directory {config.OUTPUT}; importing torch", flush=True)
     from swinv2_moe.train import train
 
-    train(config, args.resume, continuation, args.bind)
+    summary = train(config, args.resume, continuation, args.bind)
+    if is_main and summary:
+        run = shlex.quote(config.OUTPUT)
+        print(f"next: swinv2-moe report {run}, swinv2-moe predict {run} PICTURES")

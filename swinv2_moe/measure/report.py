@@ -11,6 +11,7 @@ from swinv2_moe.config import default_config, flatten, model_config
 from swinv2_moe.measure.curves import draw_curves
 from swinv2_moe.measure.report_validation import Validation
 from swinv2_moe.measure.run_record import RunRecord
+from swinv2_moe.time_left import in_words
 
 
 def render(runs: Sequence[RunRecord], validations: Sequence[Validation], refresh: int = 0) -> str:
@@ -105,10 +106,10 @@ def _facts(run: RunRecord) -> dict[str, str]:
     # The summary has only the time since the run was last resumed.
     seconds = sum(epoch["seconds"] for epoch in run.epochs)
     if run.epochs:
-        facts["training and validation"] = _duration(seconds)
+        facts["training and validation"] = in_words(seconds)
     if summary:
         facts["processes, device"] = f"{summary['world_size']}, {summary['device']}"
-        facts["time × processes"] = _duration(seconds * summary["world_size"])
+        facts["time × processes"] = in_words(seconds * summary["world_size"])
     return facts
 
 
@@ -139,10 +140,3 @@ def _environment(run: RunRecord, index: int) -> dict:
         "title": f"{run.name}{part}",
         "facts": {key: value for key, value in facts.items() if value is not None},
     }
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    if hours:
-        return f"{hours} h {rest // 60} min"
-    return f"{rest // 60} min {rest % 60} s"

@@ -9,6 +9,7 @@ from swinv2_moe.config import AllSections, config_from_text, model_config
 from swinv2_moe.data import Data, UnreadableImages
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, frozen_moe
+from swinv2_moe.time_left import in_words, seconds_left
 from swinv2_moe.train import checkpoint, optim
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
@@ -60,6 +61,7 @@ class Trainer:
         self.routing = RoutingSchedule(config.model.experts, model, config.train.compile)
         self.dense_updates = 0  # of the optimiser before MODEL.UPCYCLE_CONTINUE upcycled the model
         self.throughput = Throughput()
+        self.validation_seconds = 0.0  # of the last one
         num_images = data.train_size + data.val_size
         self.unreadable = UnreadableImages(num_images, config.data.max_bad_share)
 
@@ -97,9 +99,11 @@ class Trainer:
     def validate(self) -> Accuracy:
         """Accuracy of the deployed weights on the validation set. Every rank calls this."""
         step = self.step
+        started = time.perf_counter()
         accuracy = evaluate(
             step.deployed, self.data.val_loader, self.world, step.autocast, self._check_stop
         )
+        self.validation_seconds = time.perf_counter() - started
         self._count_unreadable(accuracy.unreadable)
         return accuracy
 
@@ -159,7 +163,7 @@ class Trainer:
                     unreadable += batch.unreadable
                 images += progress.global_batch
                 rate = images / (time.perf_counter() - started)
-                bar.advance(self._bar_text(result.loss, rate))
+                bar.advance(self._bar_text(result.loss, rate), self._time_left(rate))
                 self._warn(recorder, result)
                 recorder.strategies(self.tuning.after_step(progress.step), progress.step)
                 if progress.step % self.config.run.print_freq == 0:
@@ -202,7 +206,13 @@ class Trainer:
         accuracy = "-"
         if top1 is not None:
             accuracy = f"{top1:.1f}%"
-        return f"loss {loss:.3f}  val top-1 {accuracy}  {rate:,.0f} images/s"
+        return f"loss {loss:.3f}  top-1 {accuracy}  {rate:,.0f} images/s"
+
+    def _time_left(self, rate: float) -> str:
+        """The end of the progress bar: the time left of the run, at `rate` images/s."""
+        seconds_per_step = self.progress.global_batch / rate
+        seconds = seconds_left(self.progress, seconds_per_step, self.validation_seconds)
+        return f"left, {in_words(seconds)} of the run"
 
     def _warn(self, recorder: Recorder, result: StepResult) -> None:
         """Report a skipped step, and a loss that has risen."""

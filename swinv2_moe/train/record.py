@@ -242,16 +242,18 @@ class Bar:
     ) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(),
-            TextColumn("left"),
+            TextColumn("{task.fields[left]}"),
             console=console,
             transient=True,
             disable=not visible,
         )
-        self._task = self._progress.add_task(description, total=total, completed=done, text="")
+        self._task = self._progress.add_task(
+            description, total=total, completed=done, text="", left="left"
+        )
 
     def __enter__(self) -> "Bar":
         self._progress.start()
@@ -260,8 +262,9 @@ class Bar:
     def __exit__(self, *error) -> None:
         self._progress.stop()
 
-    def advance(self, text: str) -> None:
-        self._progress.update(self._task, advance=1, text=text)
+    def advance(self, text: str, left: str = "left") -> None:
+        """Count one more; `left` follows the time that is left until the bar is full."""
+        self._progress.update(self._task, advance=1, text=text, left=left)
 
 
 def dropped_share(stats: Iterable[RoutingStats]) -> float:

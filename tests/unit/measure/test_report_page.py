@@ -57,7 +57,7 @@ def tiles(page: str) -> dict[str, str]:
 
 def test_figures_are_the_whole_runs(make_run):
     found = tiles(page_of(make_run("run")))
-    assert found["training and validation"] == "1 h 6 min"  # 3,500 + 500 s; the summary knows of 9
+    assert found["training and validation"] == "1 h 07 min"  # 3,500 + 500 s; the summary knows of 9
     assert found["images/s, training"] == "115"
     assert found["top-5, last"] == "90.00%"
 
