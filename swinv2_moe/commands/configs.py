@@ -18,7 +18,15 @@ _PARTS = ("ablations/", "detection/_base_/")
 def main() -> None:
     parser = CommandParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all, a line each")
+    parser.add_argument(
+        "--markdown", action="store_true", help="the table of docs/reference/models.md"
+    )
     args = parser.parse_args()
+    if args.markdown:
+        from swinv2_moe.measure import model_table
+
+        print(model_table.markdown(model_table.rows()), end="")
+        return
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     for name in args.names:
         path = find_config(name)
