@@ -194,13 +194,13 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
     add_opts_argument(parser)
 
 
-def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint_argument(parser: argparse.ArgumentParser, default: str = "best") -> None:
     """Add --checkpoint, for `select_checkpoint`."""
     parser.add_argument(
         "--checkpoint",
-        default="best",
+        default=default,
         metavar="best|latest|STEP",
-        help="which checkpoint of a run (default: best, by validation accuracy)",
+        help=f"which checkpoint of a run (default: {default}); best: by validation accuracy",
     )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from swinv2_moe.command import CommandParser, add_opts_argument
+from swinv2_moe.command import CommandParser, add_checkpoint_argument, add_opts_argument
 from swinv2_moe.convert.kinds import EXPORTS, IMPORTS
 from swinv2_moe.errors import UserError
 from swinv2_moe.tables import number_table
@@ -37,9 +37,8 @@ def parse() -> argparse.Namespace:
     command = commands.add_parser(
         "inspect", help="print what a checkpoint holds; exit status 1 if a file is damaged"
     )
-    command.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="directory of a checkpoint or run"
-    )
+    command.add_argument("source", metavar="CHECKPOINT", help="directory of a checkpoint or run")
+    add_checkpoint_argument(command, default="latest")
     command.add_argument("--json", action="store_true", help="print JSON")
     command = commands.add_parser("import", help="write a checkpoint from other programs' weights")
     command.add_argument(
@@ -78,9 +77,8 @@ def parse() -> argparse.Namespace:
         help="single: one .safetensors file with all the weights; hub: a directory that"
         " timm.create_model loads",
     )
-    command.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="directory of a checkpoint or run"
-    )
+    command.add_argument("source", metavar="CHECKPOINT", help="directory of a checkpoint or run")
+    add_checkpoint_argument(command)
     command.add_argument(
         "--ranks",
         type=int,
@@ -180,17 +178,20 @@ def run(args: argparse.Namespace) -> None:
     from swinv2_moe.convert.convert import export_weights, import_weights
     from swinv2_moe.convert.summary import summarize
     from swinv2_moe.train.checkpoint import DamagedError
+    from swinv2_moe.train.selection import select_checkpoint
 
     if args.command == "export":
-        export_weights(
-            args.kind, Path(args.checkpoint), Path(args.output), args.ranks, not args.newer
-        )
+        source, selected = select_checkpoint(args.source, args.checkpoint)
+        if selected:
+            print(selected)
+        export_weights(args.kind, Path(source), Path(args.output), args.ranks, not args.newer)
     elif args.command == "import":
         names = class_names(args.class_names)
         import_weights(args.kind, Path(args.source), Path(args.output), config, names, args.noise)
     else:
         try:
-            summary = summarize(Path(args.checkpoint))
+            source, _ = select_checkpoint(args.source, args.checkpoint)
+            summary = summarize(Path(source))
         except DamagedError as error:  # of meta.json: the rest cannot be read
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)
