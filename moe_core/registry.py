@@ -84,6 +84,7 @@ class Registry(Mapping[str, Any]):
         return name in self._values
 
 
+# Every entry of this package is named here, with its module.
 _LOSSES = ("gshard", "load_importance", "load_importance_tutel", "none")
 
 ROUTERS = Registry(

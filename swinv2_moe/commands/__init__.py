@@ -1,8 +1,8 @@
 """The commands: `swinv2-moe NAME`, `python -m swinv2_moe NAME`, or a script of tools/ or data/.
 
 A command is a module of this package with a function `main`, which reads `sys.argv`. Inside its
-functions it imports torch and whatever imports torch, so that --help and wrong arguments answer at
-once.
+functions it imports torch and whatever imports torch, after it has read the arguments and the
+configuration, so that --help, wrong arguments and wrong configurations answer at once.
 """
 
 # First, so that Ctrl-C during slow imports ends with one line.

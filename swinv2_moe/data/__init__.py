@@ -27,7 +27,10 @@ else:
             if name in names:
                 globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
                 return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return import_module(f"{__name__}.{name}")  # such as swinv2_moe.data.transforms
+        except ModuleNotFoundError as error:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from error
 
     def __dir__() -> list[str]:
         return sorted(set(globals()) | set(__all__))

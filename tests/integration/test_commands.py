@@ -43,7 +43,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"config"}))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help_needs_no_torch(name):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, name], capture_output=True, text=True, cwd=ROOT
