@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from swinv2_moe.detection import registry  # first: it reports missing packages in one line
@@ -85,7 +85,8 @@ def train(config: Config, resume: str | None = None) -> dict[str, float]:
         runner = MoERunner.from_cfg(config)
         for file in imported_files():
             runner.logger.info(f"imported {file}")
-        runner.train()
+        with closing(runner.progress):
+            runner.train()
         scalars = runner.message_hub.log_scalars
         return {
             name.removeprefix("val/"): scalars[name].current()
@@ -102,7 +103,9 @@ def test(config: Config, source: str) -> dict[str, float]:
     """
     config.load_from, config.resume = source, False
     with _world(config):
-        return MoERunner.from_cfg(config).test()
+        runner = MoERunner.from_cfg(config)
+        with closing(runner.progress):
+            return runner.test()
 
 
 @contextmanager

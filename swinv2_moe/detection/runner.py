@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from mmengine.device import get_device
 from mmengine.dist import broadcast
+from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.registry import RUNNERS
 from mmengine.runner import BaseLoop, Runner
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from moe_core import expert_parameters, moe_layers, prepared
 from swinv2_moe.data.build import Loader
+from swinv2_moe.detection.progress import ProgressHook, quiet_console
 from swinv2_moe.detection.pth import load_pth, read_pth
 from swinv2_moe.detection.tuning import TuningHook
 from swinv2_moe.errors import UserError
@@ -85,6 +87,13 @@ class MoERunner(Runner):
     def register_hooks(self, default_hooks=None, custom_hooks=None) -> None:
         super().register_hooks(default_hooks, custom_hooks)
         self.register_hook(TuningHook())
+        self.progress = ProgressHook()
+        self.register_hook(self.progress)
+
+    def build_logger(self, *args, **kwargs) -> MMLogger:
+        logger = super().build_logger(*args, **kwargs)
+        quiet_console(logger)
+        return logger
 
     def build_train_loop(self, loop) -> BaseLoop:
         return run_prepared(super().build_train_loop(loop), frozen_moe(self.model))

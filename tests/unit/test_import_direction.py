@@ -113,7 +113,7 @@ ALLOWED = {
     ],
     "swinv2_moe.routing_pictures": ["swinv2_moe.plots", "swinv2_moe.models"],
     "swinv2_moe.train": MODELS_AND_DATA + PICTURES + ["swinv2_moe.imports"],
-    "swinv2_moe.detection": TRAINING + ["swinv2_moe.imports"],
+    "swinv2_moe.detection": TRAINING + ["swinv2_moe.imports", "swinv2_moe.time_left"],
     "swinv2_moe.measure": TRAINING,
     "swinv2_moe.export": TRAINING,
     "swinv2_moe.predict": TRAINING,
