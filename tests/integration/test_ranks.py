@@ -83,6 +83,7 @@ def test_only_the_first_rank_speaks(ranks, runs):
         "epoch 1/2",
         r"[\d,]+ images/s in training",
         "final",
+        "next: ",
     )
     assert len(lines) == len(starts), lines
     assert all(re.match(start, line) for line, start in zip(lines, starts, strict=True)), lines
