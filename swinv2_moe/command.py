@@ -194,13 +194,17 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
     add_opts_argument(parser)
 
 
-def add_checkpoint_argument(parser: argparse.ArgumentParser, default: str = "best") -> None:
-    """Add --checkpoint, for `select_checkpoint`."""
+def add_checkpoint_argument(
+    parser: argparse.ArgumentParser,
+    default: str = "best",
+    measure: str = "validation accuracy",
+) -> None:
+    """Add --checkpoint, for `select_checkpoint`. `measure`: what the best one is best in."""
     parser.add_argument(
         "--checkpoint",
         default=default,
         metavar="best|latest|STEP",
-        help=f"which checkpoint of a run (default: {default}); best: by validation accuracy",
+        help=f"which checkpoint of a run (default: {default}); best: by {measure}",
     )
 
 

@@ -6,6 +6,9 @@
 Every name can be given to --cfg, and to `swinv2-moe detect` those below detection/.
 """
 
+import re
+from pathlib import Path
+
 from rich.console import Console
 
 from swinv2_moe.command import CommandParser, as_started
@@ -13,6 +16,7 @@ from swinv2_moe.config_files import comment, config_names, find_config
 
 # Not experiments: what others start from, and plans of `swinv2-moe ablate`
 _PARTS = ("ablations/", "detection/_base_/")
+_TOP_1 = re.compile(r"Accuracy.*?(?:top-1 (\d+\.\d+)|(\d+\.\d+)% top-1)")
 
 
 def main() -> None:
@@ -34,10 +38,21 @@ def main() -> None:
         console.print(as_started("\n".join(f"  {line}" for line in comment(path))))
     if args.names:
         return
-    titles = {}
+    found = {}
     for name, path in config_names().items():
         if not name.startswith(_PARTS) and not name.endswith("recipe"):
-            titles[name] = " ".join(comment(path)[:1])
-    width = max(map(len, titles))
-    for name, title in titles.items():
-        console.print(f"{name:{width}}  {title}")
+            found[name] = path
+    width = max(map(len, found))
+    console.print(f"{'':{width}}  top-1  (published, or ours; sizes: docs/reference/models.md)")
+    for name, path in found.items():
+        title = " ".join(comment(path)[:1])
+        console.print(f"{name:{width}}  {top_1(path):>5}  {title}")
+
+
+def top_1(path: Path) -> str:
+    """Top-1 accuracy in percent, as the head of a configuration says; empty where it does not."""
+    for line in comment(path):
+        match = _TOP_1.match(line)
+        if match:
+            return match[1] or match[2]
+    return ""

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from swinv2_moe.command import (
     CommandParser,
+    add_checkpoint_argument,
     add_opts_argument,
     check_output_file,
     output_directory,
@@ -47,8 +48,9 @@ def parse() -> argparse.Namespace:
         add_opts_argument(command, help="any keys of the configuration", joined=True)
     for command in (test, show, export):
         command.add_argument(
-            "checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint directory, or a .pth"
+            "source", metavar="RUN", help="a run, a checkpoint directory, or a .pth"
         )
+        add_checkpoint_argument(command, measure="AP in validation")
     train.add_argument(
         "--output",
         "--work-dir",  # as mmdetection calls it
@@ -125,7 +127,17 @@ def test(args: argparse.Namespace, config) -> None:
     if args.split == "train":
         evaluation.test_on_train_images(config)
     check(config, ["test"])
-    report(run.test(config, args.checkpoint), args.output)
+    report(run.test(config, chosen_checkpoint(args)), args.output)
+
+
+def chosen_checkpoint(args: argparse.Namespace) -> str:
+    """The checkpoint of the run that --checkpoint means, after a line that says which it is."""
+    from swinv2_moe.train.selection import select_checkpoint
+
+    checkpoint, line = select_checkpoint(args.source, args.checkpoint)
+    if line and IS_MAIN:
+        print(line)
+    return checkpoint
 
 
 def check(config, splits: list[str]) -> None:
@@ -152,12 +164,13 @@ def show(args: argparse.Namespace, config) -> None:
     from swinv2_moe.detection.show import show
 
     output = output_directory(args.output)
-    for file, objects in show(config, args.checkpoint, args.images, output, args.threshold):
+    checkpoint = chosen_checkpoint(args)
+    for file, objects in show(config, checkpoint, args.images, output, args.threshold):
         print(f"{file}: {objects} objects")
 
 
 def export(args: argparse.Namespace, config) -> None:
     from swinv2_moe.detection import run
 
-    run.export_pth(config, args.checkpoint, args.file)
+    run.export_pth(config, chosen_checkpoint(args), args.file)
     print(f"{args.file}: for mmdetection's tools, with {args.config}")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -99,62 +99,43 @@ def _choices(allowed: Sequence[str]) -> str:
     return f"one or more of {', '.join(allowed)}"
 
 
-def table_of(
-    rows: Sequence[Row],
-    per_model: dict[str, Callable[[Row, Side], str]],
-    per_row: dict[str, Callable[[Row], str]],
-) -> Table:
-    """A table in Markdown with a line for each row.
-
-    Args:
-        per_model: cells by title; each title has a column for each model.
-        per_row: cells by title; each title has one column.
-    """
-    titles = [""]
-    for title in per_model:
-        titles += [f"{title}, {name}" for name in rows[0].sides()]
-    titles += list(per_row)
+def speed_table(row: Row) -> Table:
+    """Images/s of each model in one combination, in Markdown; at most 100 columns."""
+    percentiles = "/".join(latencies(row.product))
+    titles = ["", "images/s", "MFU", "experts / it", f"ms {percentiles}"]
     lines = []
-    for row in rows:
-        cells = [str(row.combination)]
-        for cell in per_model.values():
-            cells += [cell(row, side) for side in row.sides().values()]
-        for cell in per_row.values():
-            cells.append(cell(row))
-        lines.append(cells)
+    for name, side in row.sides().items():
+        ratio = ""
+        if side is not row.moe:
+            ratio = median_and_spread(row.ratio(side), 3)
+        rate = _rate(row.images_per_second(side))
+        mfu = f"{statistics.median(row.mfu(side)):.1%}"
+        lines.append([name, rate, mfu, ratio, _latency(side)])
     return number_table(titles, lines, markdown=True)
 
 
-SPEED = (
-    {
-        "images/s": lambda row, side: _rate(row.images_per_second(side)),
-        "MFU": lambda row, side: _share(row.mfu(side)),
-    },
-    {"experts / dense": lambda row: median_and_spread(row.ratio(), 3)},
-)
-COST = (
-    {
-        "peak MiB": lambda row, side: _mebibytes(side.peak_memory),
-        "held MiB": lambda row, side: _mebibytes(side.held),
-    },
-    {
-        "dropped": lambda row: f"{row.dropped:.1%}",
-        "largest load": lambda row: f"{row.largest_load:.2f}",
-    },
-)
-COMPILATION = {"first call, s": lambda row, side: f"{side.first_call:.1f}"}
+def cost_table(rows: Sequence[Row]) -> Table:
+    """Memory and the time of the first call of each model in every combination, in Markdown."""
+    lines = []
+    for row in rows:
+        lines.append([str(row.combination), "", "", ""])
+        for name, side in row.sides().items():
+            peak, held = _mebibytes(side.peak_memory), _mebibytes(side.held)
+            lines.append([f"  {name}", peak, held, f"{side.first_call:.1f}"])
+    return number_table(["", "peak MiB", "held MiB", "first call, s"], lines, markdown=True)
 
 
-def _over_einsum(row: Row) -> str:
+def summary(row: Row) -> str:
+    """The heading of a combination's table: how its tokens were routed, and published ratios."""
     from swinv2_moe.measure.einsum_baseline import PUBLISHED_RATIO
 
-    assert row.einsum is not None
-    published = PUBLISHED_RATIO[row.combination.mode]
-    return f"{median_and_spread(row.ratio(row.einsum), 3)}; published {published}"
+    line = f"{row.combination}: {row.dropped:.1%} dropped, largest load {row.largest_load:.2f}"
+    if row.einsum is not None:
+        line += f"; over einsum published {PUBLISHED_RATIO[row.combination.mode]}"
+    return line
 
 
 def _rate(values: Sequence[float]) -> str:
-
     digits = 0 if min(values) >= 100 else 2
     return median_and_spread(values, digits)
 
@@ -163,10 +144,6 @@ def _mebibytes(num_bytes: float | None) -> str:
     if num_bytes is None:
         return "-"
     return f"{num_bytes / 2**20:,.1f}"
-
-
-def _share(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.1%}"
 
 
 def _latency(side: Side) -> str:
@@ -206,17 +183,9 @@ def main() -> None:
             console.print(f"{title}\n{throughput_report.protocol(row, options.warmup)}")
         rows.append(row)
         throughput_report.write_csv(rows, output / "throughput.csv")
-        console.print(f"{row.combination}: experts / dense {median_and_spread(row.ratio(), 3)}")
+        console.print(summary(row))
+        console.print(speed_table(row))
     if rows:  # only on the main rank
         throughput_report.draw(rows, title, output / "throughput.png")
-        speed_per_model, speed_per_row = SPEED
-        if rows[0].einsum is not None:
-            speed_per_row = speed_per_row | {"experts / einsum": _over_einsum}
-        console.print(table_of(rows, speed_per_model, speed_per_row))
-        cost_per_model, cost_per_row = COST
-        percentiles = "/".join(latencies(rows[0].product))
-        cost_per_model = {f"ms {percentiles}": lambda row, side: _latency(side)} | cost_per_model
-        if "on" in args.compile:
-            cost_per_model |= COMPILATION
-        console.print(table_of(rows, cost_per_model, cost_per_row))
+        console.print(cost_table(rows))
         console.print(f"{output}/throughput.csv, throughput.png")

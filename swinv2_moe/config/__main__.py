@@ -1,7 +1,8 @@
-"""List every key of the configuration with its default and, where they are few, its values.
+"""List the keys of the configuration with their defaults and, where they are few, their values.
 
 python -m swinv2_moe.config
-python -m swinv2_moe.config --markdown    # tables with types and meanings
+python -m swinv2_moe.config MODEL.MOE     # the keys below, with types, limits and meanings
+python -m swinv2_moe.config --markdown    # tables of all of them
 """
 
 import argparse
@@ -10,7 +11,7 @@ import sys
 
 from swinv2_moe.config.checks import choices
 from swinv2_moe.config.defaults import default_config, flatten
-from swinv2_moe.config.reference import markdown
+from swinv2_moe.config.reference import describe, markdown
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import add_import_argument
 
@@ -20,16 +21,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
+        "prefix", nargs="?", metavar="PREFIX", help="a key, or the first words of keys"
+    )
+    parser.add_argument(
         "--markdown", action="store_true", help="a document with types, limits and meanings"
     )
     add_import_argument(parser)
     try:
         args = parser.parse_args()
+        described = ""
+        if args.prefix:
+            described = describe(args.prefix)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     try:
         if args.markdown:
             print(markdown(), end="")
+        elif described:
+            print(described)
         else:
             _print_keys()
         sys.stdout.flush()

@@ -226,7 +226,7 @@ def _checked(
         if key not in group:
             raise UserError(
                 f"{source}unknown key {one_line(name[:200])} (value"
-                f" {_shown(value)}){_nearest(name)}"
+                f" {_shown(value)}){nearest_key(name)}"
             )
         if not isinstance(group[key], CfgNode):
             values[name] = _coerce(name, value, group[key], source)
@@ -290,7 +290,7 @@ def _shown(value: object) -> str:
     return short(value, 200)
 
 
-def _nearest(name: str) -> str:
+def nearest_key(name: str) -> str:
     """The end of a message about an unknown key: the nearest group or key by its full name, else by
     its last part."""
     name = name[:200]

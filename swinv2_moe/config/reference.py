@@ -6,12 +6,15 @@
 import inspect
 import itertools
 import re
+import textwrap
 from math import inf
 
 from moe_core import MoEConfig
 from swinv2_moe.config import sections
 from swinv2_moe.config.checks import choices, ranges
 from swinv2_moe.config.defaults import default_config, flatten
+from swinv2_moe.config.load import nearest_key
+from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_types
 
 _SECTIONS = {
@@ -51,6 +54,27 @@ def markdown() -> str:
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def describe(prefix: str) -> str:
+    """The keys that start with `prefix`: default, type and meaning of each.
+
+    Raises:
+        UserError: no key starts so; the error names the nearest.
+    """
+    defaults = flatten(default_config())
+    wanted = prefix.upper().rstrip(".")
+    keys = [key for key in defaults if key == wanted or key.startswith(f"{wanted}.")]
+    if not keys:
+        raise UserError(f"no key starts with {prefix!r}{nearest_key(wanted)}")
+    by_key, types = meanings(), _types()
+    lines = []
+    for key in keys:
+        lines.append(f"{key}: {defaults[key]!r}")
+        for text in (types[key].replace("`", ""), by_key.get(key, "").replace("`", "")):
+            if text:
+                lines += textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
 
 
 def meanings() -> dict[str, str]:

@@ -4,6 +4,8 @@ import logging
 import time
 from pathlib import Path
 
+import pycocotools.coco
+from mmdet.datasets.api_wrappers import coco_api
 from mmengine.hooks import Hook
 from mmengine.runner import IterBasedTrainLoop, Runner
 from rich.console import Console
@@ -120,10 +122,19 @@ class ProgressHook(Hook):
 
 
 def quiet_console(logger: logging.Logger) -> None:
-    """Show warnings and this package's lines at the terminal; the log's file has everything."""
+    """Show warnings and this package's lines at the terminal; the log's file has everything.
+
+    COCO's readers print while they make an index, and have no option against it.
+    """
+    for module in (pycocotools.coco, coco_api):
+        vars(module)["print"] = _print_nothing
     for handler in logger.handlers:
         if type(handler) is logging.StreamHandler:
             handler.addFilter(_is_shown)
+
+
+def _print_nothing(*words: object) -> None:
+    pass
 
 
 def _is_shown(record: logging.LogRecord) -> bool:

@@ -39,8 +39,8 @@ def protocol(row: Row, warmup: int) -> str:
     )
     method = (
         f"medians (quartiles) of {rounds} rounds after {warmup} to warm up; percentiles are of "
-        f"these {rounds} passes, MFU is of the measured peak; the weights and images are random: "
-        "'dropped' and 'largest load' show how evenly they are routed"
+        f"these {rounds} passes;\nMFU is of the measured peak; the weights and images are random: "
+        "'dropped' and 'largest load'\nshow how evenly they are routed"
     )
     return f"{sizes}\n{row.machine}\n{method}"
 

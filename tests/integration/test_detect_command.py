@@ -45,6 +45,12 @@ def test_train_test_and_show(detect, tmp_path: Path) -> None:
     assert {"coco/bbox_mAP", "coco/bbox_mAP_50", "coco/segm_mAP"} <= set(metrics)
     assert table(tested.out) == table(trained.out)  # the checkpoint is what was validated
 
+    assert "the best in validation" in tested.out or "has no best one" in tested.out
+    assert "index created" not in trained.out + tested.out
+    wrong = detect("test", config, "run", "--checkpoint", "99")
+    assert wrong.status == 2
+    assert "--checkpoint 99: run has checkpoints of the steps" in wrong.err
+
     on_train = detect("test", config, "run", "--split", "train")
     assert "instances_train.json" in on_train.out
 
@@ -151,7 +157,7 @@ def test_learns_shapes_in_five_epochs(shapes: Path, name: str) -> None:
     metrics = json.loads((work / "ap.json").read_text())
     assert metrics["coco/bbox_mAP"] >= 0.8
     packaged = Path(find_spec("mmdet").origin).parent / ".mim/tools/test.py"
-    run(shapes, packaged, config, work / "checkpoints/latest", "--work-dir", work / "theirs")
+    run(shapes, packaged, config, work / "checkpoints/best", "--work-dir", work / "theirs")
     (theirs,) = (work / "theirs").glob("*/*.json")
     assert {
         key: value for key, value in json.loads(theirs.read_text()).items() if key in metrics

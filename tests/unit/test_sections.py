@@ -16,7 +16,8 @@ from swinv2_moe.config import (
     run_config,
     train_config,
 )
-from swinv2_moe.config.reference import comments
+from swinv2_moe.config.reference import comments, describe
+from swinv2_moe.errors import UserError
 
 EXPERTS = {"MODEL.MOE.NUM_EXPERTS": 4, "MODEL.MOE.BLOCKS": [[], [], [1], []]}
 # MODEL.MOE's defaults that are not MoEConfig's: the published recipe (arXiv 2206.03382, section 5),
@@ -99,3 +100,13 @@ def test_comments_of_fields():
         "key_two": "before it, on two lines, beside `KEY_ONE` and `value`",
         "key_three": "",
     }
+
+
+def test_keys_below_a_prefix():
+    described = describe("data.val_split")
+    assert described.startswith("DATA.VAL_SPLIT: 0.0\n    float, 0 to 0.9\n")
+    below = describe("TRAIN.OPTIMIZER")
+    assert "TRAIN.OPTIMIZER.NAME" in below
+    assert "TRAIN.EPOCHS" not in below
+    with pytest.raises(UserError, match=r"'DATA.VALSPLIT'; did you mean DATA.VAL_SPLIT"):
+        describe("DATA.VALSPLIT")
