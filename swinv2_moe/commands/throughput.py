@@ -131,7 +131,7 @@ def summary(row: Row) -> str:
 
     line = f"{row.combination}: {row.dropped:.1%} dropped, largest load {row.largest_load:.2f}"
     if row.einsum is not None:
-        line += f"; over einsum published {PUBLISHED_RATIO[row.combination.mode]}"
+        line += f"; einsum published {PUBLISHED_RATIO[row.combination.mode]}"
     return line
 
 

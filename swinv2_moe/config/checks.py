@@ -39,7 +39,8 @@ _CHOICES: dict[str, Collection] = {
     "MODEL.MOE.ACTIVATION": ACTIVATIONS,
     "MODEL.MOE.EVAL_BATCH_PRIORITIZED": ("same", "always", "never"),
     "MODEL.MOE.NORM": ("post", "before_gate", "pre"),
-    "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd"),
+    "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd", "lamb", "lars"),
+    "TRAIN.LR_SCALING": ("linear", "sqrt"),
     "AUG.REMODE": ("const", "rand", "pixel"),
     "AUG.MIXUP_MODE": ("batch", "pair", "elem"),
 }
@@ -245,6 +246,11 @@ def _check_schedule(config: CfgNode) -> None:
         raise UserError(
             "TRAIN.SHARD_TRUNK is True: it does not work with COMPILE (True), switch one of them"
             " off"
+        )
+    if train.SHARD_TRUNK and train.OPTIMIZER.NAME in ("lamb", "lars"):
+        raise UserError(
+            f"TRAIN.OPTIMIZER.NAME is {train.OPTIMIZER.NAME!r}: it needs whole parameters on each"
+            " rank, which TRAIN.SHARD_TRUNK (True) splits"
         )
 
 

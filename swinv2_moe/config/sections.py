@@ -251,10 +251,11 @@ class ModelConfig:
 class OptimizerConfig:
     """TRAIN.OPTIMIZER."""
 
-    name: str = "adamw"  # the optimiser
-    eps: float = 1e-8  # of AdamW: added to the denominator
-    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW: decays of the two moments
-    momentum: float = 0.9  # of SGD, Nesterov's
+    # the optimiser; lamb, lars: for large batches, with a trust ratio for each expert
+    name: str = "adamw"
+    eps: float = 1e-8  # of AdamW and LAMB: added to the denominator
+    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW and LAMB: decays of the two moments
+    momentum: float = 0.9  # of SGD and LARS, Nesterov's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +264,10 @@ class TrainConfig:
 
     epochs: int = 90  # passes over the training images, warm-up included
     warmup_epochs: int = 10  # epochs in which the learning rate rises linearly
-    # learning rate for 512 images per step; scaled linearly with the global batch
+    # learning rate for 512 images per step; scaled with the global batch as `lr_scaling` says
     base_lr: float = 1.25e-4
+    # linear: in proportion to the global batch; sqrt: to its square root
+    lr_scaling: str = "linear"
     warmup_lr: float = 1.25e-7  # the same, at the start of warm-up
     min_lr: float = 1.25e-6  # the same, at the end
     weight_decay: float = 0.1  # of weights; biases and norms have none

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 import pycocotools.coco
-from mmdet.datasets.api_wrappers import coco_api
 from mmengine.hooks import Hook
 from mmengine.runner import IterBasedTrainLoop, Runner
 from rich.console import Console
@@ -126,6 +125,8 @@ def quiet_console(logger: logging.Logger) -> None:
 
     COCO's readers print while they make an index, and have no option against it.
     """
+    from mmdet.datasets.api_wrappers import coco_api
+
     for module in (pycocotools.coco, coco_api):
         vars(module)["print"] = _print_nothing
     for handler in logger.handlers:

@@ -1,5 +1,7 @@
 """Register everything that detection configs can name; their `custom_imports` imports this."""
 
+import contextlib
+import io
 import os
 
 from swinv2_moe.data.images import MAX_PIXELS
@@ -12,6 +14,9 @@ os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
 try:
     import mmcv.ops
     import mmdet
+
+    with contextlib.redirect_stdout(io.StringIO()):  # a line about a data format
+        import mmdet.datasets
 
     from swinv2_moe.detection import backbone, detectors, optim, runner, store
 except ImportError as error:

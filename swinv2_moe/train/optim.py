@@ -1,5 +1,6 @@
 """The optimiser, the learning-rate schedule and the loss scale."""
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -8,10 +9,12 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_core import expert_parameters
+from moe_core import expert_parameters, moe_layers
 from swinv2_moe.config import TrainConfig
+from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.weights import has_dense_twin
+from swinv2_moe.train.large_batch import ExpertLamb, ExpertLars
 from swinv2_moe.train.parallelize import local_part, placed_like
 
 _REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
@@ -20,8 +23,14 @@ _REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
 def build_optimizer(
     config: TrainConfig, model: MoEModel, learning_rate: float
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD, with layer decay by depth. Biases, 1-D parameters and those that the model
-    names have no weight decay; experts may have one of their own."""
+    """The optimiser that TRAIN.OPTIMIZER names, with layer decay by depth.
+
+    Biases, 1-D parameters and those that the model names have no weight decay; experts may have one
+    of their own.
+
+    Raises:
+        UserError: LAMB or LARS, and ranks that hold parts of experts.
+    """
     no_weight_decay = model.no_weight_decay()
     groups = param_groups_layer_decay(
         model,
@@ -35,6 +44,12 @@ def build_optimizer(
         groups = _split_experts(groups, weights, config.expert_weight_decay)
     groups = [part for group in _merge(groups) for part in _split_sharded(group)]
     options = config.optimizer
+    if options.name in ("lamb", "lars"):
+        _check_whole_experts(model, options.name)
+        stacked = expert_parameters(model).values()
+        if options.name == "lars":
+            return ExpertLars(groups, stacked, learning_rate, options.momentum)
+        return ExpertLamb(groups, stacked, learning_rate, options.betas, options.eps)
     if options.name == "sgd":
         return torch.optim.SGD(
             groups, lr=learning_rate, momentum=options.momentum, nesterov=options.momentum > 0
@@ -42,6 +57,15 @@ def build_optimizer(
     return torch.optim.AdamW(
         groups, lr=learning_rate, betas=options.betas, eps=options.eps, fused=True
     )
+
+
+def _check_whole_experts(model: MoEModel, name: str) -> None:
+    for layer in moe_layers(model).values():
+        if layer.shard.num_parts > 1:
+            raise UserError(
+                f"TRAIN.OPTIMIZER.NAME is {name!r}: it needs whole experts on each rank, but here"
+                f" {layer.shard.num_parts} ranks share an expert"
+            )
 
 
 def _split_experts(
@@ -81,9 +105,12 @@ def _split_sharded(group: dict) -> list[dict]:
 
 
 def scaled_learning_rate(config: TrainConfig, per_512: float, world_size: int) -> float:
-    """The learning rate `per_512`, given for 512 images a step, scaled to the global batch."""
-    batch = config.batch_size * config.accumulation_steps * world_size
-    return per_512 * batch / _REFERENCE_BATCH
+    """The learning rate `per_512`, given for 512 images a step, scaled to the global batch as
+    TRAIN.LR_SCALING says."""
+    ratio = config.batch_size * config.accumulation_steps * world_size / _REFERENCE_BATCH
+    if config.lr_scaling == "sqrt":
+        ratio = math.sqrt(ratio)
+    return per_512 * ratio
 
 
 def build_schedule(
@@ -193,7 +220,7 @@ def check_optimizer_sections(
         ValueError: they differ.
     """
     kinds = []
-    if isinstance(optimizer, torch.optim.AdamW):
+    if isinstance(optimizer, (torch.optim.AdamW, ExpertLamb)):
         kinds = ["exp_avg", "exp_avg_sq"]
     elif optimizer.defaults.get("momentum"):
         kinds = ["momentum_buffer"]
@@ -203,8 +230,12 @@ def check_optimizer_sections(
     if sorted(sections) != needed:
         raise ValueError(
             f"it holds {', '.join(sorted(sections)) or 'no optimiser state'}, TRAIN.OPTIMIZER.NAME"
-            f" {type(optimizer).__name__.lower()!r} needs {', '.join(needed) or 'none'}"
+            f" {_name_of(optimizer)!r} needs {', '.join(needed) or 'none'}"
         )
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__.removeprefix("Expert").lower()
 
 
 def restore_optimizer(
@@ -218,7 +249,8 @@ def restore_optimizer(
 
     Args:
         dense_updates: how many of them the dense model had made before it was upcycled. What has no
-            dense twin was not updated by them.
+            dense twin was not updated by them. LAMB counts them for all, so that the first updates
+            of such parameters are small.
     """
     is_adam = isinstance(optimizer, torch.optim.AdamW)
     for name, parameter in trained_parameters(model).items():
@@ -232,3 +264,6 @@ def restore_optimizer(
                 own_updates -= dense_updates
             state["step"] = torch.tensor(float(own_updates), device=parameter.device)
         optimizer.state[parameter] = state
+    if isinstance(optimizer, ExpertLamb):
+        for group in optimizer.param_groups:
+            group["step"] = updates

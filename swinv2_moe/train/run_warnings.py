@@ -11,7 +11,12 @@ from swinv2_moe.data import Data
 
 # Range of a schedule's highest learning rate. Published recipes are well within it. 0 is taken as
 # intended.
-_USUAL_LEARNING_RATES = {"adamw": (1e-8, 0.1), "sgd": (1e-6, 10.0)}
+_USUAL_LEARNING_RATES = {
+    "adamw": (1e-8, 0.1),
+    "sgd": (1e-6, 10.0),
+    "lamb": (1e-6, 1.0),
+    "lars": (1e-4, 100.0),
+}
 
 
 def start_warnings(

@@ -128,13 +128,16 @@ def test_names_that_mean_no_configuration(tmp_path, monkeypatch):
 def test_the_list_of_configurations(swinv2_moe):
     status, out, err = swinv2_moe("configs")
     assert (status, err) == (0, "")
-    names = [line.split()[0] for line in out.splitlines()]
+    heading, *lines = out.splitlines()
+    assert heading.split()[0] == "top-1"
+    names = [line.split()[0] for line in lines]
     assert "quickstart_digits" in names
     assert "detection/shapes/mask_rcnn" in names
     assert not [name for name in names if name.endswith("recipe")]
     assert set(names) <= set(config_names())
-    for line in out.splitlines():
+    for line in lines:
         assert len(line.split(maxsplit=1)) == 2  # each says what it is
+    assert [line for line in lines if line.split()[:2] == ["tiny_imagenet/dense", "11.55"]]
     status, out, _ = swinv2_moe("configs", "quickstart_digits")
     assert "swinv2-moe train --cfg configs/quickstart_digits.yaml" in out
     assert comment(find_config("quickstart_digits"))[-1].strip() in out

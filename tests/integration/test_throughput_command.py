@@ -119,7 +119,7 @@ def test_throughput_beside_the_einsum_baseline(throughput, tiny, tmp_path):
         assert len(r["einsum_ms"].split()) == 3
         assert float(r["moe_over_einsum"]) > 0
         assert r["einsum_held_bytes"] == r["moe_held_bytes"]
-        assert f"over einsum published {published}\n" in finished.out
+        assert f"einsum published {published}\n" in finished.out
     assert finished.out.count("| einsum  |") == 2
     assert max(map(len, finished.out.splitlines())) <= 100
 
