@@ -4,13 +4,14 @@ They list expert parameters, average and clip gradients, and save the tuners' de
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
@@ -200,52 +201,91 @@ def global_grad_norm(model: nn.Module) -> Tensor:
     Shared parameters count once; the shards of DTensors (FSDP2) are summed over their mesh. Experts
     are summed over the ranks of their expert group.
     """
+
+    def squared_norm(parameters: list[nn.Parameter]) -> Tensor:
+        return get_total_norm([_local_gradient(p) for p in parameters]).float() ** 2
+
+    return _sum_over_ranks(model, squared_norm, "gradient norm").sqrt()
+
+
+@torch.no_grad()
+def global_grad_dot(model: nn.Module, others: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    """The inner product of the gradient of the complete model with another, over the ranks as in
+    `global_grad_norm`.
+
+    Args:
+        others: by parameter, of the gradient's shape; parameters without an entry count as 0.
+    """
+
+    def inner_product(parameters: list[nn.Parameter]) -> Tensor:
+        parts = []
+        for parameter in parameters:
+            if parameter in others:
+                product = _local_gradient(parameter) * _local(others[parameter])
+                parts.append(product.sum(dtype=torch.float32))
+        if not parts:
+            return torch.zeros((), device=parameters[0].device)
+        return torch.stack(parts).sum()
+
+    return _sum_over_ranks(model, inner_product, "inner product of gradients")
+
+
+def _sum_over_ranks(
+    model: nn.Module, part_of: Callable[[list[nn.Parameter]], Tensor], operation: str
+) -> Tensor:
+    """The sum of `part_of` of all parameters that have gradients.
+
+    Args:
+        part_of: of parameters over the same ranks, at least one: a scalar, which is summed over
+            these ranks.
+        operation: what errors call it.
+    """
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
     groups = [layer.group for layer in moe_layers(model).values()]
     expert_ranks = {group.process_group: group.ranks for group in groups}
-    for process_group, gradients in _gradients_by_group(model).items():
-        part = _squared_norm(gradients, device)
+    for process_group, parameters in _parameters_by_group(model).items():
+        part = torch.zeros((), device=device)
+        with_gradients = [p for p in parameters if p.grad is not None]
+        if with_gradients:
+            part = part_of(with_gradients)
         # replicas hold equal gradients, so the sum covers one expert group
         if process_group is not None and process_group.size() > 1:
             if process_group in expert_ranks:
-                expert_ranks[process_group].all_reduce(part, "gradient norm")
+                expert_ranks[process_group].all_reduce(part, operation)
             else:
                 dist.all_reduce(part, group=process_group)
         total = total + part
-    return total.sqrt()
+    return total
 
 
-def _gradients_by_group(model: nn.Module) -> dict[dist.ProcessGroup | None, list[Tensor]]:
-    """This rank's gradients, by the process group over which they are sharded; None: replicated.
+def _parameters_by_group(model: nn.Module) -> dict[dist.ProcessGroup | None, list[nn.Parameter]]:
+    """This rank's parameters, by the process group over which they are sharded; None: replicated.
 
-    Groups and their order are equal on all ranks, even where a gradient is missing.
+    Groups and their order are equal on all ranks.
     """
     owners = {}
     for layer in moe_layers(model).values():
         for parameter in layer.experts.parameters():
             owners[parameter] = layer.group.process_group
-    gradients: dict[dist.ProcessGroup | None, list[Tensor]] = {}
+    by_group: dict[dist.ProcessGroup | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         group = owners.get(parameter)
         if isinstance(parameter, DTensor):
             group = parameter.device_mesh.get_group()
-        of_group = gradients.setdefault(group, [])
-        if parameter.grad is not None:
-            of_group.append(_local(parameter.grad))
-    return gradients
+        by_group.setdefault(group, []).append(parameter)
+    return by_group
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return _local(parameter.grad)
 
 
 def _local(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
-
-
-def _squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    if not gradients:
-        return torch.zeros((), device=device)
-    return torch.nn.utils.get_total_norm(gradients).float() ** 2
 
 
 @torch.no_grad()

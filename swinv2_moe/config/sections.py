@@ -276,6 +276,8 @@ class TrainConfig:
     expert_weight_decay: float = -1.0
     layer_decay: float = 1.0  # factor of the learning rate from a layer to the one below; 1: none
     clip_grad: float = 3.0  # limit of the global gradient norm over all ranks; 0: off
+    # measure the noise scale of the gradient in two of so many steps; 0: never
+    noise_scale_freq: int = 0
     accumulation_steps: int = 1  # forward and backward passes per optimiser step
     use_checkpoint: bool = False  # recompute activations in the backward pass
     # shard the shared parameters, their gradients and moments over the ranks (FSDP2)

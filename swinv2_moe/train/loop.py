@@ -241,6 +241,8 @@ class Trainer:
             "data_wait": max(self.world.gather(data_wait)),
             "memory_bytes": peak_memory(self.world.device),
         }
+        if step.noise.value is not None:
+            values["noise_scale"] = step.noise.value
         if step.scaler.enabled:
             values["loss_scale"] = step.scaler.scale
         values |= self.routing.current

@@ -26,6 +26,7 @@ from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.diagnose import explain_non_finite
 from swinv2_moe.train.distributed import World, seed_everything
 from swinv2_moe.train.mixup import build_mixup
+from swinv2_moe.train.noise_scale import NoiseScale
 from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
 from swinv2_moe.train.stopping import StopSignal
 
@@ -76,6 +77,8 @@ class TrainingStep:
         self.compute_dtype = torch.float32
         if config.amp_enable:
             self.compute_dtype = getattr(torch, config.amp_dtype)
+        global_batch = config.batch_size * config.accumulation_steps * world.size
+        self.noise = NoiseScale(config.noise_scale_freq, global_batch)
         self.skipped_in_a_row = 0
         # the MoE layers whose needed capacity is measured
         self.measured_layers = []
@@ -120,12 +123,17 @@ class TrainingStep:
                 needed = self._needed_factors(needed)
         norm = self._grad_norm().reshape(1)
         agreed = self._agree(total[0], needed)
+        product = self.noise.inner_product(self.model)
         # the one wait for the device in a step
-        values = torch.cat([total, norm, agreed]).tolist()
-        loss, aux_loss, norm, bad_loss, signalled, *needed_factors = values
+        values = torch.cat([total, norm, agreed, product]).tolist()
+        loss, aux_loss, norm, bad_loss, signalled, *measured = values
+        needed_factors = measured[: len(needed)]
         is_finite = bad_loss == 0 and norm < float("inf")
         if is_finite:
+            self.noise.add(self.model, step, norm, measured[len(needed) :])
             clip_to_norm(self.model, self.config.clip_grad, norm)
+        else:
+            self.noise.forget()
         was_skipped = self._update(is_finite, batches, step)
         return StepResult(
             loss, aux_loss, norm, bad_loss == 0, was_skipped, signalled > 0, tuple(needed_factors)
