@@ -43,6 +43,7 @@ COMMANDS = {
     "roofline": Command("tools", "phases of a step beside the machine's peaks"),
     "plan-cluster": Command("tools", "predicted step time and memory on 1 to 4,096 GPUs"),
     "ablate": Command("tools", "train variants with several seeds, and compare them"),
+    "scaling": Command("tools", "epochs to a target accuracy against the batch size"),
     "quickstart": Command("tools", "digits, with experts and dense, in 3 minutes"),
     "workflow": Command("tools", "from shards to few-shot evaluation"),
     "configs": Command(None, "the configurations that --cfg knows by name"),

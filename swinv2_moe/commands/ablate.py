@@ -13,23 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING
 
 from swinv2_moe.command import CommandParser, output_directory
 from swinv2_moe.errors import UserError
-from swinv2_moe.imports import import_arguments
+from swinv2_moe.jobs import Jobs, end_by_signal
 
 if TYPE_CHECKING:
     from swinv2_moe.measure.ablation_plan import Plan, Variant
-
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def parse() -> argparse.Namespace:
@@ -67,54 +61,6 @@ def parse() -> argparse.Namespace:
         if value < 1:
             raise UserError(f"--{option} is {value}, it must be at least 1")
     return args
-
-
-class Jobs:
-    """Commands in processes of their own, so that several run side by side."""
-
-    def __init__(self, num_jobs: int) -> None:
-        self.environment = dict(os.environ)
-        if num_jobs > 1:
-            for variable in _THREAD_VARIABLES:
-                self.environment[variable] = "1"
-        self.processes: set[subprocess.Popen] = set()
-        self.lock = Lock()
-        self.stopping = False
-
-    def run(self, log: Path, command: str, *arguments: object) -> None:
-        """Run a command; its output goes to the end of the file `log`.
-
-        Raises:
-            UserError: it failed, or the ablation is being stopped.
-        """
-        words = import_arguments() + [str(argument) for argument in arguments]
-        with log.open("a") as file:
-            with self.lock:
-                if self.stopping:
-                    raise UserError("stopped")
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "swinv2_moe", command] + words,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env=self.environment,
-                )
-                self.processes.add(process)
-            status = process.wait()
-        with self.lock:
-            self.processes.discard(process)
-        if status:
-            lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-            raise UserError(f"{log}: {command} ended with status {status} ({lines[-1]})")
-
-    def stop(self) -> None:
-        """Tell all commands to end; trainings save a checkpoint. Waits until they have."""
-        with self.lock:
-            self.stopping = True
-            processes = list(self.processes)
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-        for process in processes:
-            process.wait()
 
 
 def run_variant(
@@ -210,10 +156,6 @@ def write(file: Path, text: str) -> None:
             stream.write(text.encode())
     except OSError as error:
         raise UserError(f"{file}: cannot be written ({error.strerror})") from error
-
-
-def end_by_signal(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def main() -> None:

@@ -56,7 +56,15 @@ def place(tmp_path_factory):
 def test_the_guide_names_every_command():
     text = "".join(BLOCKS)
     # elsewhere, or part of others
-    absent = {"quickstart", "workflow", "convert_checkpoint", "plan_cluster", "detect", "ablate"}
+    absent = {
+        "quickstart",
+        "workflow",
+        "convert_checkpoint",
+        "plan_cluster",
+        "detect",
+        "ablate",
+        "scaling",
+    }
     assert {tool.stem for tool in (ROOT / "tools").glob("*.py")} - absent <= set(
         re.findall(r"tools/(\w+)\.py", text)
     )

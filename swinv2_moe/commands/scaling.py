@@ -1,0 +1,162 @@
+"""Train with several batch sizes and optimisers until a target, and count the epochs.
+
+    python tools/scaling.py --cfg configs/quickstart_digits.yaml --target 97 --seeds 3 --jobs 2 \\
+        --batch-sizes 32 128 512 --optimizers adamw lamb=0.1 --output output/scaling
+    python tools/scaling.py --cfg configs/quickstart_digits.yaml --target 97 --seeds 3 \\
+        --batch-sizes 32 128 512 --optimizers adamw lamb=0.1 --output output/scaling --table
+
+Started again, it continues where it stopped; finished runs are not repeated. --table prints the
+table so far at any time. Results: scaling.csv and scaling.png in the output directory. An optimiser
+may have a TRAIN.BASE_LR of its own. Each run also measures the gradient's noise scale, the batch
+size up to which larger batches save steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from swinv2_moe.command import (
+    CommandParser,
+    add_config_argument,
+    add_opts_argument,
+    output_directory,
+)
+from swinv2_moe.errors import UserError
+from swinv2_moe.jobs import Jobs, end_by_signal
+
+if TYPE_CHECKING:
+    from swinv2_moe.measure.scaling_results import Point
+
+_NOISE_SCALE_FREQ = 5  # steps
+
+
+def parse() -> argparse.Namespace:
+    parser = CommandParser(description=__doc__)
+    add_config_argument(parser)
+    parser.add_argument("--data", metavar="DIR", help="the data set (DATA.PATH)")
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory of all runs")
+    parser.add_argument(
+        "--target", required=True, type=float, metavar="PERCENT", help="validation top-1 to reach"
+    )
+    parser.add_argument(
+        "--batch-sizes", required=True, nargs="+", type=int, metavar="N", help="images a step"
+    )
+    parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        default=["adamw"],
+        metavar="NAME[=LR]",
+        help="adamw, sgd, lamb, lars; LR: TRAIN.BASE_LR (default: adamw)",
+    )
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs side by side (default: 1)"
+    )
+    parser.add_argument("--table", action="store_true", help="only print the table so far")
+    add_opts_argument(parser)
+    args = parser.parse_args()
+    for option, values in (
+        ("--batch-sizes", args.batch_sizes),
+        ("--seeds", [args.seeds]),
+        ("--jobs", [args.jobs]),
+    ):
+        if min(values) < 1:
+            raise UserError(f"{option} is {min(values)}, it must be at least 1")
+    if not 0 < args.target <= 100:
+        raise UserError(f"--target is {args.target:g}, it must be a percentage above 0")
+    return args
+
+
+def points(args: argparse.Namespace) -> list[Point]:
+    """The runs, seed by seed.
+
+    Raises:
+        UserError: an option that cannot be read; a configuration that cannot be used.
+    """
+    from swinv2_moe.config import load_config
+    from swinv2_moe.measure.scaling_results import Point
+
+    found = []
+    for seed in range(args.seeds):
+        for word in args.optimizers:
+            name, separator, rate = word.partition("=")
+            for batch_size in args.batch_sizes:
+                opts = [
+                    *("PRINT_FREQ", str(_NOISE_SCALE_FREQ)),
+                    *args.opts,
+                    *("TRAIN.OPTIMIZER.NAME", name),
+                    *("DATA.BATCH_SIZE", str(batch_size)),
+                    *("TRAIN.TARGET_TOP1", str(args.target)),
+                    *("TRAIN.NOISE_SCALE_FREQ", str(_NOISE_SCALE_FREQ)),
+                    *("SEED", str(seed)),
+                ]
+                if separator:
+                    opts += ["TRAIN.BASE_LR", rate]
+                load_config(args.cfg, opts, args.data)
+                found.append(Point(word, batch_size, seed, tuple(opts)))
+    return found
+
+
+def train(point: Point, output: Path, args: argparse.Namespace, jobs: Jobs) -> None:
+    """Train or continue a run; a finished one is not repeated."""
+    directory = output / point.name
+    directory.mkdir(exist_ok=True)
+    if (directory / "summary.json").is_file():
+        return
+    words = ["--cfg", args.cfg, "--output", directory, "--resume", "auto"]
+    if args.data:
+        words += ["--data", args.data]
+    jobs.run(directory / "scaling.log", "train", *words, "--opts", *point.opts)
+
+
+def train_all(runs: list[Point], output: Path, args: argparse.Namespace) -> None:
+    """Raises:
+    UserError: runs failed; the others have been trained. The message is the first one's.
+    """
+    jobs = Jobs(args.jobs)
+    errors = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        futures = [pool.submit(train, point, output, args, jobs) for point in runs]
+        try:
+            for point, future in zip(runs, futures, strict=True):
+                error = future.exception()
+                if isinstance(error, UserError):
+                    errors.append(error)
+                elif error is not None:
+                    raise error
+                print(f"{point.name}: {error or 'done'}", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            jobs.stop()
+            raise
+    if errors:
+        raise UserError(f"{len(errors)} of {len(runs)} runs failed; the first: {errors[0]}")
+
+
+def show(runs: list[Point], output: Path, target: float) -> None:
+    from swinv2_moe.measure import scaling_results
+
+    results = scaling_results.read(runs, output)
+    if not results:
+        raise UserError(f"{output}: no run has ended yet")
+    scaling_results.write_csv(results, output / "scaling.csv")
+    scaling_results.draw(results, target, output / "scaling.png")
+    console = Console(width=200, highlight=False, markup=False)
+    console.print(scaling_results.table(results))
+    console.print(f"{output}/scaling.csv, scaling.png")
+
+
+def main() -> None:
+    args = parse()
+    runs = points(args)
+    output = output_directory(args.output)
+    if not args.table:
+        signal.signal(signal.SIGTERM, end_by_signal)
+        train_all(runs, output, args)
+    show(runs, output, args.target)

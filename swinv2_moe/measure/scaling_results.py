@@ -1,0 +1,165 @@
+"""Epochs to a target accuracy against the batch size: what the runs have left, table and figure."""
+
+import csv
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from rich.table import Table
+
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.ablation_results import interval
+from swinv2_moe.measure.run_record import read_run
+from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
+from swinv2_moe.tables import number_table
+
+_COLUMNS = [
+    "optimiser",
+    "batch",
+    "reached",
+    "epochs to target",
+    "steps to target",
+    "final top-1, %",
+    "noise scale",
+]
+
+
+class Point(NamedTuple):
+    """A run to train."""
+
+    optimizer: str  # NAME or NAME=LR
+    batch_size: int
+    seed: int
+    opts: tuple[str, ...]  # KEY VALUE ...
+
+    @property
+    def name(self) -> str:
+        """That of its directory."""
+        return f"{self.optimizer.replace('=', '-')}-batch{self.batch_size}-seed{self.seed}"
+
+
+class Result(NamedTuple):
+    """A finished run."""
+
+    optimizer: str
+    batch_size: int
+    seed: int
+    target_epoch: int | None  # None: not reached
+    target_step: int | None
+    top1: float  # percent, after the last epoch
+    noise_scale: float | None  # images: the median until the target, or of the whole run
+    images_per_second: float
+
+
+def read(runs: Sequence[Point], output: Path) -> list[Result]:
+    """The finished ones of the runs, in that order.
+
+    Raises:
+        UserError: a run that cannot be read.
+    """
+    results = []
+    for point in runs:
+        directory = output / point.name
+        if not (directory / "summary.json").is_file():
+            continue
+        record = read_run(directory)
+        summary = record.summary
+        assert summary is not None
+        last_step = summary["target_step"] or summary["steps"]
+        noise = [
+            step["noise_scale"]
+            for step in record.steps
+            if "noise_scale" in step and step["step"] <= last_step
+        ]
+        results.append(
+            Result(
+                point.optimizer,
+                point.batch_size,
+                point.seed,
+                summary["target_epoch"],
+                summary["target_step"],
+                summary["val_top1"],
+                median(noise) if noise else None,
+                summary["images_per_second"],
+            )
+        )
+    return results
+
+
+def write_csv(results: Sequence[Result], file: Path) -> None:
+    """A line for each run.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        with file.open("w", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(Result._fields)
+            writer.writerows(results)
+    except OSError as error:
+        raise UserError(f"--output {file}: cannot be written ({error.strerror})") from error
+
+
+def table(results: Sequence[Result]) -> Table:
+    """A line for each optimiser and batch size: means over the seeds that reached the target, with
+    95% intervals of Student's t; the median noise scale."""
+    lines = []
+    for (optimizer, batch_size), runs in _groups(results):
+        reached = [run for run in runs if run.target_epoch is not None]
+        epochs, steps = "-", "-"
+        if reached:
+            epochs = str(interval([float(run.target_epoch or 0) for run in reached]))
+            steps = str(interval([float(run.target_step or 0) for run in reached]))
+        noise = [run.noise_scale for run in runs if run.noise_scale is not None]
+        lines.append(
+            [
+                optimizer,
+                f"{batch_size:,}",
+                f"{len(reached)} of {len(runs)}",
+                epochs,
+                steps,
+                str(interval([run.top1 for run in runs])),
+                f"{median(noise):,.0f}" if noise else "-",
+            ]
+        )
+    return number_table(_COLUMNS, lines, markdown=True)
+
+
+def draw(results: Sequence[Result], target: float, file: Path) -> None:
+    """A PNG of the epochs to the target against the batch size, a point for each run.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    figure = new_figure(6.4, 4.2)
+    axes = figure.subplots()
+    optimizers = list(dict.fromkeys(run.optimizer for run in results))
+    for optimizer, colour in zip(optimizers, itertools.cycle(COLOURS), strict=False):
+        middles = []
+        for (name, batch_size), runs in _groups(results):
+            epochs = [run.target_epoch for run in runs if run.target_epoch is not None]
+            if name == optimizer and epochs:
+                axes.scatter([batch_size] * len(epochs), epochs, 14, colour, alpha=0.5)
+                middles.append((batch_size, sum(epochs) / len(epochs)))
+        batch_sizes = [batch_size for batch_size, _ in middles]
+        axes.plot(batch_sizes, [mean for _, mean in middles], color=colour, label=optimizer)
+    axes.set_xscale("log", base=2)
+    sizes = sorted({run.batch_size for run in results})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("images a step")
+    axes.set_ylabel(f"epochs to {target:g}% top-1")
+    axes.legend(frameon=False)
+    tidy(axes)
+    save_png(figure, file)
+
+
+def _groups(results: Sequence[Result]) -> list[tuple[tuple[str, int], list[Result]]]:
+    """The results of all seeds, by optimiser and batch size, in the order of the runs."""
+    groups: dict[tuple[str, int], list[Result]] = {}
+    for run in results:
+        groups.setdefault((run.optimizer, run.batch_size), []).append(run)
+    return list(groups.items())

@@ -1,0 +1,73 @@
+"""tools/scaling.py on the digits: batch sizes and optimisers, resumed, and what it refuses."""
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tool_cases import ROOT, command
+
+CFG = ("--cfg", ROOT / "configs" / "quickstart_digits.yaml")
+SMALL = ("--opts", "TRAIN.EPOCHS", "1", "TRAIN.WARMUP_EPOCHS", "0", "MODEL.SWINV2.EMBED_DIM", "16")
+SMALL += ("MODEL.SWINV2.DEPTHS", "[1,1,1]", "MODEL.MOE.BLOCKS", "[[],[],[0]]", "DATA.NUM_WORKERS")
+SMALL += ("0", "TRAIN.WARMUP_LR", "0", "TRAIN.MIN_LR", "0")
+SIZES = ("--batch-sizes", "64", "256", "--optimizers", "adamw", "lamb=0.1")
+
+
+@pytest.fixture
+def scaling(monkeypatch, capsys):
+    return command("scaling", monkeypatch, capsys)
+
+
+def test_runs_are_trained_once_and_compared(scaling, tmp_path: Path):
+    words = [*CFG, "--target", "5", *SIZES, "--output", tmp_path, *SMALL]
+    done = scaling(*words)
+    assert done.status == 0, done.err
+    with (tmp_path / "scaling.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["optimizer"], row["batch_size"]) for row in rows] == [
+        ("adamw", "64"),
+        ("adamw", "256"),
+        ("lamb=0.1", "64"),
+        ("lamb=0.1", "256"),
+    ]
+    for row in rows:
+        assert row["target_epoch"] == "1"  # five percent is less than chance
+        summary = json.loads(
+            (tmp_path / f"{row['optimizer'].replace('=', '-')}-batch{row['batch_size']}-seed0")
+            .joinpath("summary.json")
+            .read_text()
+        )
+        assert float(row["top1"]) == summary["val_top1"]
+    assert float(rows[0]["noise_scale"]) >= 0
+    assert (tmp_path / "scaling.png").stat().st_size > 5_000
+    assert done.out.count("| 1 of 1 |") == 4
+
+    stamps = {file: os.stat(file).st_mtime_ns for file in tmp_path.glob("*/summary.json")}
+    assert scaling(*words).status == 0
+    assert stamps == {file: os.stat(file).st_mtime_ns for file in stamps}
+    more = scaling(*words[: -len(SMALL)], "--seeds", "2", "--table", *SMALL)
+    assert (more.status, more.out.count("| 1 of 1 |")) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--target", "0", "--batch-sizes", "8"], "--target is 0, it must be a percentage"),
+        (["--target", "9", "--batch-sizes", "0"], "--batch-sizes is 0, it must be at least 1"),
+        (
+            ["--target", "9", "--batch-sizes", "8", "--optimizers", "adma"],
+            "TRAIN.OPTIMIZER.NAME is 'adma'",
+        ),
+        (
+            ["--target", "9", "--batch-sizes", "8", "--optimizers", "lamb=fast"],
+            "TRAIN.BASE_LR",
+        ),
+        (["--target", "9", "--batch-sizes", "8", "--table"], "no run has ended yet"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(scaling, tmp_path, words, message):
+    done = scaling(*CFG, *words, "--output", tmp_path / "new")
+    assert done.status == 2
+    assert message in done.err.splitlines()[-1]
