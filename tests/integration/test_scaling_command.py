@@ -42,13 +42,13 @@ def test_runs_are_trained_once_and_compared(scaling, tmp_path: Path):
         assert float(row["top1"]) == summary["val_top1"]
     assert float(rows[0]["noise_scale"]) >= 0
     assert (tmp_path / "scaling.png").stat().st_size > 5_000
-    assert done.out.count("| 1 of 1 |") == 4
+    assert done.out.count(" 1 of 1 |") == 4
 
     stamps = {file: os.stat(file).st_mtime_ns for file in tmp_path.glob("*/summary.json")}
     assert scaling(*words).status == 0
     assert stamps == {file: os.stat(file).st_mtime_ns for file in stamps}
     more = scaling(*words[: -len(SMALL)], "--seeds", "2", "--table", *SMALL)
-    assert (more.status, more.out.count("| 1 of 1 |")) == (0, 4)
+    assert (more.status, more.out.count(" 1 of 1 |")) == (0, 4)
 
 
 @pytest.mark.parametrize(
