@@ -136,8 +136,7 @@ def summary(row: Row) -> str:
 
 
 def _rate(values: Sequence[float]) -> str:
-    digits = 0 if min(values) >= 100 else 2
-    return median_and_spread(values, digits)
+    return median_and_spread(values, _digits(max(values)))
 
 
 def _mebibytes(num_bytes: float | None) -> str:
@@ -147,7 +146,17 @@ def _mebibytes(num_bytes: float | None) -> str:
 
 
 def _latency(side: Side) -> str:
-    return " / ".join(f"{value:,.1f}" for value in latencies(side.times).values())
+    values = latencies(side.times).values()
+    return " / ".join(f"{value:,.{_digits(value)}f}" for value in values)
+
+
+def _digits(value: float) -> int:
+    """Digits behind the point, so that about three are shown."""
+    if value >= 100:
+        return 0
+    if value >= 10:
+        return 1
+    return 2
 
 
 def main() -> None:

@@ -4,11 +4,13 @@ what they refuse."""
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tool_cases import ROOT, command
 
+from swinv2_moe.commands.throughput import _latency, _rate
 from swinv2_moe.measure import roofline as roofline_module
 from swinv2_moe.measure import rounds
 
@@ -234,3 +236,10 @@ def test_too_few_images_for_a_batch_leaves_nothing(roofline, tiny, tmp_path):
         "DATA.BATCH_SIZE is 9999",
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tables_fit_100_columns_whatever_was_measured():
+    """Rounds that differ by a factor of a thousand."""
+    times = [0.012, 0.8, 9_876.5]
+    assert len(_rate([1e3 / t for t in times])) <= 24
+    assert len(_latency(SimpleNamespace(times=times))) <= 24
