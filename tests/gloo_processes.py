@@ -68,6 +68,7 @@ def _run_rank(rank: int, function: Callable, num_processes: int, store: Path, ar
     dist.init_process_group(
         "gloo", f"file://{store}", rank=rank, world_size=num_processes, timeout=timeout
     )
+    dist.barrier()  # or a rank whose function ends at once leaves while another still connects
     function(rank, *args)
     dist.destroy_process_group()
 
