@@ -37,9 +37,12 @@ def main() -> None:
     is_main = os.environ.get("RANK", "0") == "0"
     if is_main and sys.stdout.isatty():
         print(f"run directory {config.OUTPUT}; importing torch", flush=True)
+    import psutil
+
     from swinv2_moe.train import train
 
-    summary = train(config, args.resume, continuation, args.bind)
+    began = psutil.Process().create_time()
+    summary = train(config, args.resume, continuation, args.bind, began)
     if is_main and summary:
         run = shlex.quote(config.OUTPUT)
         print(f"next: swinv2-moe report {run}, swinv2-moe predict {run} PICTURES")

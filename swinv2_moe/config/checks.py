@@ -48,6 +48,7 @@ _INFINITY = float("inf")
 _RANGES = {  # inclusive
     "SEED": (0, 2**31),
     "PRINT_FREQ": (1, _INFINITY),
+    "TELEMETRY_SECONDS": (0, _INFINITY),
     "SAVE_FREQ": (1, _INFINITY),
     "TIMEOUT": (1, 10**6),
     "CHECKPOINT.STEPS": (0, _INFINITY),

@@ -33,6 +33,8 @@ class RunConfig:
     event_log: bool = False
     # a service that gets the curves too: `wandb` or `mlflow` (needs the extra of that name)
     tracker: str = ""
+    # seconds between two readings of CPUs, memory, disks, network, GPUs and power; 0: none
+    telemetry_seconds: float = 5.0
     device: str = "auto"  # `auto`: a GPU where there is one
     timeout: int = 600  # seconds after which a rank stops waiting for other ranks
     amp_enable: bool = False  # mixed precision

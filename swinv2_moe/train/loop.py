@@ -17,12 +17,14 @@ from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.evaluation import Accuracy, evaluate
 from swinv2_moe.train.meta import check_classifier, describe
 from swinv2_moe.train.parallelize import load_sharded, settle_buckets
+from swinv2_moe.train.phase_times import PhaseTimes
 from swinv2_moe.train.progress import Progress, steps_per_epoch
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.schedules import RoutingSchedule
 from swinv2_moe.train.step import StepResult, TrainingStep
 from swinv2_moe.train.stopping import Stopped, StopSignal
+from swinv2_moe.train.telemetry import Telemetry, combine, energy, open_machine
 from swinv2_moe.train.timing import Batches, Throughput, TimeToTarget
 from swinv2_moe.train.tuning import Tuning
 from swinv2_moe.train.upcycling import read_upcycled
@@ -36,7 +38,17 @@ class Trainer:
     a resumed run repeats what an uninterrupted one would have done, and no random state is saved.
     """
 
-    def __init__(self, config: AllSections, world: World, data: Data, model: MoEModel) -> None:
+    def __init__(
+        self,
+        config: AllSections,
+        world: World,
+        data: Data,
+        model: MoEModel,
+        phases: PhaseTimes | None = None,
+    ) -> None:
+        """`phases`: the times of this process since the program began; None: since now."""
+        if phases is None:
+            phases = PhaseTimes()
         self.config = config
         self.world = world
         self.data = data
@@ -49,7 +61,7 @@ class Trainer:
             max_steps=config.train.max_steps,
             steps_per_epoch=steps_per_epoch(accumulation, len(data.train_loader)),
             global_batch=config.train.batch_size * accumulation * world.size,
-            to_target=TimeToTarget(config.train.target_top1),
+            to_target=TimeToTarget(config.train.target_top1, phases),
         )
         self.schedule = optim.build_schedule(
             config.train,
@@ -61,6 +73,9 @@ class Trainer:
         self.routing = RoutingSchedule(config.model.experts, model, config.train.compile)
         self.dense_updates = 0  # of the optimiser before MODEL.UPCYCLE_CONTINUE upcycled the model
         self.throughput = Throughput()
+        self.phases = phases
+        self.telemetry = Telemetry(phases, open_machine(world.device), config.run.telemetry_seconds)
+        self.joules: float | None = None  # of all parts of the run, where known
         self.validation_seconds = 0.0  # of the last one
         num_images = data.train_size + data.val_size
         self.unreadable = UnreadableImages(num_images, config.data.max_bad_share)
@@ -84,17 +99,18 @@ class Trainer:
             UserError: a loss or gradient is not finite, too many images cannot be read, or the
                 last checkpoint could not be written.
         """
-        self.progress.to_target.start()
+        self.phases.started()
         if not self.config.train.compile:  # it would compile once more, for this pass alone
             settle_buckets(self.step.wrapped, self.step.model, self.world)
         try:
-            with prepared(frozen_moe(self.step.model)):
+            with self.telemetry, prepared(frozen_moe(self.step.model)):
                 while not self.progress.finished:
                     self._train_and_validate(recorder, saver)
         except Stopped as stopped:
             self.stopped_by = str(stopped)
             self.save(saver)
-        saver.close()
+        with self.phases.phase("saving"):
+            saver.close()
 
     def validate(self) -> Accuracy:
         """Accuracy of the deployed weights on the validation set. Every rank calls this."""
@@ -126,20 +142,22 @@ class Trainer:
         started = time.perf_counter()
         epoch = progress.epoch + 1
         if not progress.steps_done:
-            with recorder.interval("epoch", epoch_num=epoch):
+            with self.phases.phase("training"), recorder.interval("epoch", epoch_num=epoch):
                 self._train_epoch(recorder, saver)
         train_loss = mean_over_ranks(self.world, progress.epoch_loss)
         train_loss /= max(progress.epoch_step, 1)
         pictures = recorder.routing(
             self.step.deployed, self.data.val_loader, self.config.data, progress.step
         )
-        with pictures, recorder.interval("eval", epoch_num=epoch):
+        evaluating = recorder.interval("eval", epoch_num=epoch)
+        with self.phases.phase("validation"), pictures, evaluating:
             accuracy = self.validate()
             recorder.event("eval_accuracy", accuracy.top1 / 100, epoch_num=epoch)
         recorder.strategies(self.tuning.take_events(), progress.step)
         is_best = progress.count_validation(accuracy.top1)
         self._record_epoch(recorder, epoch, train_loss, accuracy, time.perf_counter() - started)
-        if progress.to_target.validated(epoch, progress.step, accuracy.top1):
+        self._record_telemetry(recorder, epoch)
+        if progress.to_target.validated(epoch, progress.step, accuracy.top1, self.joules):
             recorder.say(str(progress.to_target))
         is_due = epoch % self.config.run.save_freq == 0 or self._is_time_to_save()
         if is_best or progress.finished or is_due:
@@ -151,7 +169,7 @@ class Trainer:
         accumulation = self.config.train.accumulation_steps
         self.data.set_epoch(progress.epoch, skip_steps=progress.epoch_step * accumulation)
         self.step.wrapped.train()
-        loader = Batches(self.data.train_loader, accumulation)
+        loader = Batches(self.data.train_loader, accumulation, self.phases)
         title = f"epoch {progress.epoch + 1}/{progress.epochs}"
         unreadable: list[str] = []
         images = 0
@@ -277,6 +295,16 @@ class Trainer:
             f"  best {self.progress.best_top1:.2f}%  {seconds:.1f} s"
         )
 
+    def _record_telemetry(self, recorder: Recorder, epoch: int) -> None:
+        if not self.config.run.telemetry_seconds:
+            return
+        machines = self.world.gather(self.telemetry.take())
+        table = combine(machines)
+        joules = energy(table)
+        if joules is not None:
+            self.joules = (self.joules or 0.0) + joules
+        recorder.telemetry(table, epoch, self.progress.step)
+
     # State on disk
 
     def save(self, saver: Saver, is_best: bool = False, partial: bool = False) -> None:
@@ -286,6 +314,10 @@ class Trainer:
             is_best: see `Saver.save`.
             partial: see `Saver.save`.
         """
+        with self.phases.phase("saving"):
+            self._save(saver, is_best, partial)
+
+    def _save(self, saver: Saver, is_best: bool, partial: bool) -> None:
         step = self.step
         training = self.progress.state() | {
             "epoch_loss": mean_over_ranks(self.world, self.progress.epoch_loss),
@@ -294,6 +326,7 @@ class Trainer:
             "strategies": strategy_decisions(step.model),
             "needed_capacity": self.routing.state(),
             "dense_updates": self.dense_updates,
+            "joules": self.joules,
         }
         meta = describe(
             step.model, self.progress.step, self.config.yaml, self.data.class_names, training
@@ -335,6 +368,7 @@ class Trainer:
             load_sharded(step.ema.module, averaged)
         load_sharded(step.model, weights)
         self.dense_updates = training.get("dense_updates", 0)
+        self.joules = training.get("joules")
         if upcycles:
             self.dense_updates = updates
         optim.restore_optimizer(step.optimizer, step.model, moments, updates, self.dense_updates)

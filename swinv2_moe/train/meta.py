@@ -54,7 +54,22 @@ _CONFIG = form(f"text of at most {_MAX_CONFIG:,} characters", _is_config)
 _LOSS_SCALER = record({"scale": POSITIVE_NUMBER, "good_steps": COUNT, "updates": COUNT})
 _WINDOWS = or_null(list_of(POSITIVE_COUNT))
 _LOSS_WATCH = record({"start": list_of(NUMBER), "has_warned": FLAG})
-_TIME_TO_TARGET = record({"seconds": NUMBER, "validations": list_of(list_of(NUMBER, length=4))})
+_PHASES = object_of(TEXT, NUMBER)
+_COST = record({"phases": or_null(_PHASES), "joules": or_null(NUMBER)})
+
+
+def _time_to_target(value: object, place: str) -> None:
+    _TIME_TO_TARGET(value, place)
+    validations = len(value["validations"])
+    costs = len(value.get("costs", value["validations"]))
+    if costs != validations:
+        raise ValueError(f"{place} has {validations} validations and {costs} costs")
+
+
+_TIME_TO_TARGET = record(
+    {"seconds": NUMBER, "validations": list_of(list_of(NUMBER, length=4))},
+    optional={"phases": _PHASES, "costs": list_of(_COST)},
+)
 
 _STRATEGIES = list_of(record({"key": OBJECT, "strategy": OBJECT}))
 
@@ -74,10 +89,11 @@ _CLASSIFIER_TRAINING = record(
     },
     # earlier versions lack them
     optional={
-        "time_to_target": _TIME_TO_TARGET,
+        "time_to_target": _time_to_target,
         "loss_watch": _LOSS_WATCH,
         "needed_capacity": list_of(list_of(POSITIVE_NUMBER)),
         "dense_updates": COUNT,
+        "joules": or_null(NUMBER),
     },
 )
 _DETECTOR_TRAINING = record(

@@ -159,6 +159,16 @@ class Recorder:
         self._scalars(tagged("epoch", values), step)
 
     @_records
+    def telemetry(self, table: dict[str, dict], epoch: int, step: int) -> None:
+        """The use of the machines in each phase since the last call; `table` as `combine` makes
+        it."""
+        self._write({"step": step, "epoch": epoch, "telemetry": table})
+        scalars = {}
+        for phase, values in table.items():
+            scalars |= tagged(f"telemetry_{phase}", values)
+        self._scalars(scalars, step)
+
+    @_records
     def strategies(self, events: list[dict], step: int) -> None:
         """What the tuners have decided and timed up to `step` (tuning.py): a line each."""
         for event in events:

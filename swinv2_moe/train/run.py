@@ -38,10 +38,11 @@ from swinv2_moe.train.distributed import World, expert_group, open_world, seed_e
 from swinv2_moe.train.environment import describe_environment
 from swinv2_moe.train.events import Staging, load_mllogger, read_staging
 from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.phase_times import PhaseTimes
 from swinv2_moe.train.placement import bound_to_node, placement_line
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.run_lock import only_run
-from swinv2_moe.train.run_report import closing_lines, headline, summarize
+from swinv2_moe.train.run_report import closing_lines, headline, summarize, with_staging
 from swinv2_moe.train.run_warnings import start_warnings
 from swinv2_moe.train.saver import Saver, save_policy
 from swinv2_moe.train.tracker_services import check_tracker
@@ -55,6 +56,7 @@ def train(
     resume: str | None = None,
     resume_command: str = 'train(config, resume="auto")',
     bind: str = "auto",
+    began: float | None = None,
 ) -> dict | None:
     """Train (or go on training) what `config` describes in the run directory `config.OUTPUT`.
 
@@ -65,6 +67,7 @@ def train(
         resume: what to go on from: "auto", a run or a checkpoint. None starts afresh.
         resume_command: what the user is told to do to go on with a run that was stopped.
         bind: "auto" binds each rank to the NUMA node of its GPU, "none" to nothing.
+        began: when the program began, in seconds since 1970; None: now.
 
     Returns:
         The summary; None of a run that was told to stop before its end.
@@ -74,7 +77,7 @@ def train(
         CollectiveError: another rank has ended, or is stuck.
         StoppedElsewhere: see there.
     """
-    began, started = time.time(), time.perf_counter()
+    phases = PhaseTimes(began)
     run = run_config(config)
     root = Path(run.output)
     with (
@@ -92,7 +95,7 @@ def train(
         stack.enter_context(only_run(root, world))
         source = _starting_point(root, resume, sections, world)
         data, staging = _load_data(sections.data, world)
-        trainer = _build_trainer(sections, world, data, source)
+        trainer = _build_trainer(sections, world, data, source, phases)
         size = measure_model(sections.model, data.num_classes)
         first_lines = [headline(trainer, size, source), *_notes(trainer, placements)]
         # on all ranks at about the same time: they have just exchanged versions
@@ -113,14 +116,11 @@ def train(
         if not was_finished:
             progress = trainer.progress
             recorder.begin(describe_environment(world), progress.step, progress.steps_per_epoch)
-        with _run_events(recorder, trainer, began, staging):
+        with _run_events(recorder, trainer, phases.began, staging):
             trainer.fit(recorder, saver)
         if trainer.stopped_by:
-            recorder.say(
-                f"{trainer.stopped_by}: stopped after step {trainer.progress.step}; to go on:"
-                f" {resume_command}"
-            )
-        summary = summarize(trainer, size, staging, time.perf_counter() - started)
+            recorder.say(_stopped(trainer, resume_command))
+        summary = summarize(trainer, size, staging, time.time() - phases.began)
         if trainer.progress.finished:
             if not was_finished:  # else it keeps its summary
                 recorder.summary(summary)
@@ -130,6 +130,11 @@ def train(
     if trainer.stopped_by:
         return None
     return summary
+
+
+def _stopped(trainer: Trainer, resume_command: str) -> str:
+    step = trainer.progress.step
+    return f"{trainer.stopped_by}: stopped after step {step}; to go on: {resume_command}"
 
 
 def _check_packages(config: RunConfig, world: World) -> None:
@@ -199,7 +204,11 @@ def _warnings(trainer: Trainer) -> list[str]:
 
 
 def _build_trainer(
-    sections: AllSections, world: World, data: Data, source: Checkpoint | None
+    sections: AllSections,
+    world: World,
+    data: Data,
+    source: Checkpoint | None,
+    phases: PhaseTimes,
 ) -> Trainer:
     """The trainer with the state of `source`, or with the weights that a new run starts from."""
     config, seed = sections.model, sections.run.seed
@@ -207,7 +216,7 @@ def _build_trainer(
     model = build_model(config, data.num_classes, expert_group(config.experts, world))
     if source is None:
         _load_pretrained(config, model, world, seed)
-    trainer = Trainer(sections, world, data, model)
+    trainer = Trainer(sections, world, data, model, phases)
     if source is not None:
         trainer.resume(source)
     return trainer
@@ -282,6 +291,7 @@ def _run_events(
     if staging is not None:
         recorder.event("staging_start", at=staging.started)
         recorder.event("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)
+    recorder.event("cache_clear", False, at=began)  # nothing empties the system's caches
     recorder.event("init_start", at=began)
     recorder.event("seed", config.seed)
     recorder.event("global_batch_size", trainer.progress.global_batch)
@@ -302,3 +312,8 @@ def _run_events(
         if succeeded:
             status = "success"
         recorder.event("run_stop", status=status)
+        reached = progress.to_target.reached
+        if progress.finished and reached is not None and reached.phases:
+            phases = with_staging(reached.phases, staging)
+            stats = {"time_to_solution": sum(phases.values()), "phases": phases}
+            recorder.event("tracked_stats", stats)

@@ -10,6 +10,7 @@ from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.events import Staging
 from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.phase_times import accounted_share
 
 
 def headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> str:
@@ -75,6 +76,15 @@ def closing_lines(trainer: Trainer, summary: dict, root: Path) -> str:
         lines.append(f"staging the data took {summary['staging_seconds']:,.1f} s{speed}")
     if progress.to_target.target:
         lines.append(str(progress.to_target))
+    if summary["time_to_solution"] is not None:
+        phases = summary["phases_to_target"]
+        parts = ", ".join(
+            f"{name} {seconds:,.1f}" for name, seconds in phases.items() if seconds >= 0.05
+        )
+        lines.append(
+            f"time to solution {summary['time_to_solution']:,.1f} s: {parts};"
+            f" {accounted_share(phases):.1%} accounted for"
+        )
     lines.append(
         f"final top-1 {progress.last_top1:.2f}%, best {progress.best_top1:.2f}%;"
         f" checkpoints in {root / 'checkpoints'}, TensorBoard logs in {root / 'tensorboard'}"
@@ -103,6 +113,11 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
         "target_step": None,
         "staging_seconds": None,
         "staging_bytes_per_second": None,
+        "phases": with_staging(progress.to_target.phases.seconds(), staging),
+        "joules": trainer.joules,
+        "time_to_solution": None,
+        "phases_to_target": None,
+        "joules_to_target": None,
         "parameters": size.parameters,
         "active_macs": size.macs,
         "world_size": world.size,
@@ -116,10 +131,22 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
         summary["seconds_to_target"] = reached.seconds
         summary["target_epoch"] = reached.epoch
         summary["target_step"] = reached.step
+        summary["joules_to_target"] = reached.joules
+        if reached.phases:
+            phases = with_staging(reached.phases, staging)
+            summary["phases_to_target"] = phases
+            summary["time_to_solution"] = sum(phases.values())
     if staging is not None:
         summary["staging_seconds"] = staging.seconds
         summary["staging_bytes_per_second"] = staging.rate
     return summary
+
+
+def with_staging(seconds: dict[str, float], staging: Staging | None) -> dict[str, float]:
+    """The seconds of each phase, the staging of the data before them."""
+    if staging is None:
+        return seconds
+    return {"staging": staging.seconds} | seconds
 
 
 def _device_name(world: World) -> str:

@@ -3,44 +3,50 @@
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from swinv2_moe.data import Batch
+from swinv2_moe.train.phase_times import PhaseTimes
 
 
 class Batches:
     """Lists of `size` consecutive batches of a loader; an incomplete last list is left out.
 
-    Attributes:
-        waited: seconds spent waiting for the loader, including the start and end of its workers.
+    Waiting for the loader, with the start and end of its workers, is the phase "data".
     """
 
-    def __init__(self, loader: Iterable[Batch], size: int) -> None:
+    def __init__(self, loader: Iterable[Batch], size: int, phases: PhaseTimes) -> None:
         self.loader = loader
         self.size = size
-        self.waited = 0.0
+        self.phases = phases
+        self._waited_before = phases.seconds()["data"]
         # of the last call of `wait_share`
         self._share_time = time.perf_counter()
         self._share_waited = 0.0
 
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for the loader."""
+        return self.phases.seconds()["data"] - self._waited_before
+
     def __iter__(self) -> Iterator[list[Batch]]:
-        group = []
-        wait_start = time.perf_counter()
-        for batch in self.loader:
-            group.append(batch)
-            if len(group) == self.size:
-                self.waited += time.perf_counter() - wait_start
-                yield group
-                group = []
-                wait_start = time.perf_counter()
-        self.waited += time.perf_counter() - wait_start
+        with self.phases.phase("data"):
+            batches = iter(self.loader)
+        while True:
+            with self.phases.phase("data"):
+                group = list(islice(batches, self.size))
+            if len(group) < self.size:
+                return
+            yield group
 
     def wait_share(self) -> float:
         """The share of the time since the last call that was spent waiting, 0 to 1."""
         now = time.perf_counter()
-        share = (self.waited - self._share_waited) / (now - self._share_time)
+        waited = self.waited
+        share = (waited - self._share_waited) / (now - self._share_time)
         self._share_time = now
-        self._share_waited = self.waited
+        self._share_waited = waited
         return share
 
 
@@ -72,37 +78,24 @@ class Validation(NamedTuple):
 
     epoch: int
     step: int
-    seconds: float  # of the run, at the validation's end
+    seconds: float  # of the run without its start, at the validation's end
     top1: float  # percent
+    phases: dict[str, float] | None = None  # seconds of each phase until then, where known
+    joules: float | None = None  # energy until then, where known
 
 
 class TimeToTarget:
-    """The time of training and validation until the first validation that reaches `target`.
+    """The time of a run until the first validation that reaches `target`.
 
-    The time is summed over all parts of a resumed run. All validations are kept, so the result is
-    right also for a run that is resumed with another target.
+    All validations are kept, so the result is right also for a run that is resumed with another
+    target.
     """
 
-    def __init__(self, target: float) -> None:
+    def __init__(self, target: float, phases: PhaseTimes) -> None:
         """`target`: top-1 accuracy in percent; 0: none."""
         self.target = target
+        self.phases = phases
         self.validations: list[Validation] = []
-        self._earlier_seconds = 0.0  # of the parts before this one
-        self._start_time: float | None = None
-
-    def start(self) -> None:
-        self._start_time = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the run began.
-
-        The time between its parts is left out, and so is that of steps which were lost and
-        repeated.
-        """
-        if self._start_time is None:
-            return self._earlier_seconds
-        return self._earlier_seconds + time.perf_counter() - self._start_time
 
     @property
     def reached(self) -> Validation | None:
@@ -114,9 +107,11 @@ class TimeToTarget:
                 return validation
         return None
 
-    def validated(self, epoch: int, step: int, top1: float) -> bool:
+    def validated(self, epoch: int, step: int, top1: float, joules: float | None = None) -> bool:
         """Record a validation; True if it is the first that reaches the target."""
-        self.validations.append(Validation(epoch, step, self.seconds, top1))
+        phases = self.phases.seconds()
+        seconds = sum(phases.values()) - phases["start"]
+        self.validations.append(Validation(epoch, step, seconds, top1, phases, joules))
         return self.reached is self.validations[-1]
 
     def __str__(self) -> str:
@@ -130,8 +125,21 @@ class TimeToTarget:
         )
 
     def state(self) -> dict:
-        return {"seconds": self.seconds, "validations": self.validations}
+        phases = self.phases.seconds()
+        costs = [{"phases": done.phases, "joules": done.joules} for done in self.validations]
+        return {
+            "seconds": sum(phases.values()) - phases["start"],
+            "phases": phases,
+            "validations": [done[:4] for done in self.validations],
+            "costs": costs,
+        }
 
     def load(self, state: dict) -> None:
-        self._earlier_seconds = state["seconds"]
-        self.validations = [Validation(*values) for values in state["validations"]]
+        """Continue from a state. Earlier versions have neither "phases" nor "costs"."""
+        self.phases.load(state.get("phases", {"training": state["seconds"]}))
+        validations = state["validations"]
+        unknown = [{"phases": None, "joules": None}] * len(validations)
+        costs = state.get("costs", unknown)
+        self.validations = [
+            Validation(*values, **cost) for values, cost in zip(validations, costs, strict=True)
+        ]

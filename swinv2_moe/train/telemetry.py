@@ -1,0 +1,144 @@
+"""Use of CPUs, memory, disks, network and GPUs, and their energy, in each phase of a run."""
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from swinv2_moe.train.machine import Machine
+from swinv2_moe.train.phase_times import PhaseTimes
+
+_log = logging.getLogger(__name__)
+_RATES = ("disk_read", "disk_written", "net_received", "net_sent")
+_LARGEST = ("memory", "gpu_memory")
+_ENERGY = ("cpu_joules", "gpu_joules")
+
+
+class Telemetry:
+    """A thread that reads this machine's counters, as a context manager.
+
+    What a counter grew by between two readings is divided among the phases of that time by their
+    seconds. The first process of each machine reads; the others do nothing.
+    """
+
+    def __init__(self, phases: PhaseTimes, machine: Machine | None, period: float) -> None:
+        """
+        Args:
+            machine: None: this process does not read.
+            period: seconds between two readings; 0: never.
+        """
+        self._phases = phases
+        self._machine = machine
+        self._period = period
+        self._sums: dict[str, dict[str, float]] = {}
+        self._lock = threading.Lock()  # of the readings
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Telemetry":
+        if self._machine is not None and self._period:
+            self._times = self._phases.seconds()
+            self._counters = self._machine.counters()
+            self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._period):
+            self._read()
+
+    def _read(self) -> None:
+        """Add what happened since the last reading."""
+        try:
+            self._add()
+        except Exception as error:  # a counter that vanished must not end a run
+            _log.warning("telemetry: a reading failed (%s: %s)", type(error).__name__, error)
+
+    def _add(self) -> None:
+        with self._lock:
+            times = self._phases.seconds()
+            counters = self._machine.counters()
+            gauges = self._machine.gauges()
+            spent = {phase: times[phase] - self._times[phase] for phase in times}
+            interval = sum(spent.values())
+            for phase, seconds in spent.items():
+                if seconds <= 0:
+                    continue
+                sums = self._sums.setdefault(phase, {"seconds": 0.0})
+                sums["seconds"] += seconds
+                share = seconds / interval
+                for name, value in counters.items():
+                    grown = value - self._counters.get(name, value)
+                    sums[name] = sums.get(name, 0.0) + share * grown
+                for name in _LARGEST:
+                    if name in gauges:
+                        sums[name] = max(sums.get(name, 0.0), gauges[name])
+                if "gpu" in gauges:
+                    sums["gpu_seconds"] = sums.get("gpu_seconds", 0.0) + seconds * gauges["gpu"]
+            self._times = times
+            self._counters = counters
+
+    def take(self) -> dict[str, dict[str, float]] | None:
+        """The sums of each phase since the last call; None of a process that does not read."""
+        if self._thread is None:
+            return None
+        self._read()
+        with self._lock:
+            sums = self._sums
+            self._sums = {}
+        return sums
+
+
+def open_machine(device: torch.device) -> Machine | None:
+    """This machine, for its first process; None for the others."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return None
+    return Machine(device)
+
+
+def combine(machines: Sequence[dict[str, dict[str, float]] | None]) -> dict[str, dict]:
+    """One table of what all machines measured, by phase.
+
+    Returns:
+        For each phase: `seconds` (the mean of the machines), `cpu` and `gpu` (their mean use, 0 to
+        1), `memory` and `gpu_memory` (the largest, bytes), `disk_read`, `disk_written`,
+        `net_received`, `net_sent` (bytes a second, all machines together), and `joules` and `watts`
+        (all machines), where they are known.
+    """
+    read = [sums for sums in machines if sums is not None]
+    phases = dict.fromkeys(phase for sums in read for phase in sums)
+    return {phase: _of_phase([sums[phase] for sums in read if phase in sums]) for phase in phases}
+
+
+def _of_phase(machines: list[dict[str, float]]) -> dict[str, float]:
+    def total(name: str) -> float:
+        return sum(sums.get(name, 0.0) for sums in machines)
+
+    seconds = total("seconds") / len(machines)
+    values = {"seconds": seconds, "cpu": total("cpu_busy") / max(total("cpu_time"), 1e-9)}
+    for name in _LARGEST:
+        if any(name in sums for sums in machines):
+            values[name] = max(sums.get(name, 0.0) for sums in machines)
+    for name in _RATES:
+        values[name] = total(name) / seconds
+    if any("gpu_seconds" in sums for sums in machines):
+        values["gpu"] = total("gpu_seconds") / total("seconds")
+    if any(name in sums for name in _ENERGY for sums in machines):
+        values["joules"] = sum(total(name) for name in _ENERGY)
+        values["watts"] = values["joules"] / seconds
+    return {name: float(f"{value:.5g}") for name, value in values.items()}
+
+
+def energy(table: dict[str, dict]) -> float | None:
+    """Joules of all phases of `combine`'s table; None where it is not known."""
+    known = [values["joules"] for values in table.values() if "joules" in values]
+    if not known:
+        return None
+    return sum(known)
