@@ -11,6 +11,7 @@ from swinv2_moe.config import default_config, flatten, model_config
 from swinv2_moe.measure.curves import draw_curves
 from swinv2_moe.measure.report_validation import Validation
 from swinv2_moe.measure.run_record import RunRecord
+from swinv2_moe.measure.time_account import time_account
 from swinv2_moe.time_left import in_words
 
 
@@ -46,6 +47,7 @@ def _section(run: RunRecord, validation: Validation) -> dict:
     return {
         "name": run.name,
         "facts": _facts(run),
+        "time": time_account(run),
         "strategies": _strategies(run),
         "validation": validation,
         "config": run.config.dump(),

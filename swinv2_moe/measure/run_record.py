@@ -34,6 +34,7 @@ class RunRecord:
     damaged_lines: int  # of metrics.jsonl: a run that was killed may have left one
     # `step`, and `strategy`: what a tuner has decided or timed
     strategies: Sequence[dict] = ()
+    telemetry: Sequence[dict] = ()  # the use of the machines by phase, after each epoch
 
     @property
     def layers(self) -> list[str]:
@@ -112,6 +113,7 @@ def read_run(directory: Path) -> RunRecord:
         _read_summary(directory / "summary.json"),
         len(lines) - len(entries),
         [entry for entry in entries if "strategy" in entry],
+        [entry for entry in entries if "telemetry" in entry],
     )
 
 
