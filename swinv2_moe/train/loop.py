@@ -155,8 +155,8 @@ class Trainer:
             recorder.event("eval_accuracy", accuracy.top1 / 100, epoch_num=epoch)
         recorder.strategies(self.tuning.take_events(), progress.step)
         is_best = progress.count_validation(accuracy.top1)
-        self._record_epoch(recorder, epoch, train_loss, accuracy, time.perf_counter() - started)
         self._record_telemetry(recorder, epoch)
+        self._record_epoch(recorder, epoch, train_loss, accuracy, time.perf_counter() - started)
         if progress.to_target.validated(epoch, progress.step, accuracy.top1, self.joules):
             recorder.say(str(progress.to_target))
         is_due = epoch % self.config.run.save_freq == 0 or self._is_time_to_save()
