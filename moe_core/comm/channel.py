@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from moe_core.comm.library import library
 from moe_core.comm.memory import find_node, share_memory
 from moe_core.comm.ports import Ports
-from moe_core.parallel.ranks import CollectiveError, Ranks
+from moe_core.ranks import CollectiveError, Ranks
 
 # A wait looks so often before it sleeps: for some 10 us, less than a sleep costs. Longer spins were
 # slower wherever the other rank was not running: on a busy machine it may need this very core.

@@ -18,7 +18,7 @@ from moe_core.comm.plans import (
     two_level_all_to_all,
 )
 from moe_core.comm.runner import SUM_DTYPES, PlanRunner
-from moe_core.parallel.ranks import Ranks
+from moe_core.ranks import Ranks
 
 # A piece should stay in the cache until the receiver has copied it, and be worth a signal.
 _MOST_PIECE_BYTES = 2**18

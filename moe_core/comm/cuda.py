@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from moe_core.comm.gpu_memory import share_gpu_memory
-from moe_core.parallel.ranks import CollectiveError, Ranks
+from moe_core.ranks import CollectiveError, Ranks
 
 _ALIGNMENT = 64
 _COUNTER_BYTES = 8

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from moe_core.comm.cuda import CudaMemoryGroup
-from moe_core.parallel.ranks import Ranks
+from moe_core.ranks import Ranks
 
 _BUFFER_BYTES = 2**26
 _ALIGNMENT = 64

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_core.comm.memory import machine_identity
-from moe_core.parallel.ranks import Ranks
+from moe_core.ranks import Ranks
 
 
 @dataclass(frozen=True)

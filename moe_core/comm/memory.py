@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_core.parallel.ranks import Ranks
+from moe_core.ranks import Ranks
 
 _KEY_BYTES = 32
 

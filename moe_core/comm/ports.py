@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_core.parallel.ranks import Ranks
+from moe_core.ranks import Ranks
 
 _PUTS, _SIGNAL, _BARRIER = range(3)  # what ends with a message
 _HEAD = 3  # int64: purpose, number of puts, bytes of all puts

@@ -21,7 +21,7 @@ from moe_core.comm.channel import ChannelGroup
 from moe_core.comm.check import check
 from moe_core.comm.library import library
 from moe_core.comm.plan import ACTIONS, KINDS, Plan, Program
-from moe_core.parallel.ranks import Ranks
+from moe_core.ranks import Ranks
 
 _HEADER_BYTES = 64  # of a slot
 _TIMEOUT = 1  # a status of the interpreter

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_core.comm.gpu_memory import share_gpu_memory
-from moe_core.parallel.ranks import Ranks
+from moe_core.ranks import Ranks
 
 _ALIGNMENT = 16  # bytes of the longest multimem access
 _SUM_DTYPES = (torch.float32, torch.bfloat16)

@@ -9,10 +9,10 @@ from moe_core.parallel.hierarchical import Hierarchical
 from moe_core.parallel.linear import Linear
 from moe_core.parallel.machine import PROFILES, ExchangeCost, Link, LinkTraffic, Machine
 from moe_core.parallel.make_groups import make_expert_groups
-from moe_core.parallel.ranks import CollectiveError, Ranks
 from moe_core.parallel.strategy import EXCHANGES, ParallelStrategy, valid_r
 from moe_core.parallel.traffic import Traffic, count_traffic, record_exchanges, replay
 from moe_core.parallel.tuner import Tuner, TunerEvent
+from moe_core.ranks import CollectiveError, Ranks
 
 __all__ = [
     "EXCHANGES",

@@ -13,7 +13,7 @@ from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.linear import Linear
 from moe_core.parallel.machine import ExchangeCost, LinkTraffic
 from moe_core.parallel.rank_subset import RankSubset
-from moe_core.parallel.ranks import CollectiveError
+from moe_core.ranks import CollectiveError
 from moe_core.registry import register_all_to_all
 
 _log = logging.getLogger("moe_core")

@@ -15,8 +15,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from moe_core.parallel.comm_stream import CommStream
 from moe_core.parallel.rank_subset import RankSubset
-from moe_core.parallel.ranks import Ranks
 from moe_core.parallel.strategy import check_ranks_per_node
+from moe_core.ranks import Ranks
 
 # The process groups inside a node and between nodes; None without torch.distributed.
 NodeGroups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]

@@ -20,8 +20,8 @@ from moe_core.parallel.groups import (
     local_world_size,
     ranks_on_each_node,
 )
-from moe_core.parallel.ranks import CollectiveError, device_of
 from moe_core.parallel.strategy import check_ranks_per_node
+from moe_core.ranks import CollectiveError, device_of
 
 
 def make_expert_groups(

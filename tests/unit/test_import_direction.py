@@ -2,6 +2,7 @@
 the ones before it."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,13 +32,13 @@ BASICS = [
     "moe_core.expert_choice",
     "moe_core.layer_inputs",
     "moe_core.routing_stats",
+    "moe_core.ranks",
 ]
 PARTS = ["moe_core.router", "moe_core.soft", "moe_core.experts", "moe_core.parallel"]
 # Process groups and all-to-all algorithms. They know neither layers nor the cost model.
 RANKS = [
     "moe_core.parallel.machine",
     "moe_core.parallel.strategy",
-    "moe_core.parallel.ranks",
     "moe_core.parallel.rank_subset",
     "moe_core.parallel.traffic",
     "moe_core.parallel.comm_stream",
@@ -106,6 +107,7 @@ ALLOWED = {
     "swinv2_moe.models": SHARED,
     "swinv2_moe.data": [
         "moe_core.files",
+        "moe_core.parallel",
         "swinv2_moe.errors",
         "swinv2_moe.files",
         "swinv2_moe.imports",
@@ -133,10 +135,10 @@ ALLOWED["moe_core.routing_stats"] = ["moe_core.capacity", "moe_core.ops"]
 ALLOWED["moe_core.soft"] = BASICS + ["moe_core.router"]
 ALLOWED["moe_core.ops"] = ["moe_core.choices", "moe_core.files", "moe_core.activations"]
 for name in RANKS:
-    ALLOWED[name] = ["moe_core.choices", "moe_core.registry", "moe_core.comm"] + RANKS
+    ALLOWED[name] = ["moe_core.choices", "moe_core.registry", "moe_core.comm", "moe_core.ranks"]
+    ALLOWED[name] += RANKS
 ALLOWED["moe_core.parallel.machine"] = []
-ALLOWED["moe_core.parallel.ranks"] = []
-ALLOWED["moe_core.comm"] = ["moe_core.ops.native.build_cache", "moe_core.parallel.ranks"]
+ALLOWED["moe_core.comm"] = ["moe_core.ops.native.build_cache", "moe_core.ranks"]
 ALLOWED["moe_core.parallel.cost_model"] = [
     "moe_core.capacity",
     "moe_core.config",
@@ -223,3 +225,31 @@ def test_imports_run_one_way(path):
 )
 def test_the_rules_catch(name, imported):
     assert violations(name, iter([imported]))
+
+
+# Imports each of our modules in a child of its own, which has imported other packages alone.
+IMPORT_EACH = """
+import importlib, os, sys, traceback
+for package in ("torch.distributed", "torch.utils.tensorboard", "torchvision", "timm", "sklearn"):
+    importlib.import_module(package)
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(name)
+"""
+
+
+def test_each_package_of_the_engine_can_be_imported_first():
+    """Whatever a program imports first, no circle of imports meets a half-imported module."""
+    paths = [*(ROOT / "moe_core").glob("*.py"), *(ROOT / "moe_core").rglob("*/__init__.py")]
+    names = [module_name(path) for path in paths]
+    command = [sys.executable, "-c", IMPORT_EACH, *names]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
