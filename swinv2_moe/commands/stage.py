@@ -2,9 +2,42 @@
 
 python data/stage.py SHARDS LOCAL
 python tools/train.py --cfg CONFIG --data LOCAL --opts DATA.DATASET shards
+
+On several nodes, started by torchrun with one process on each, a shard is read from SHARDS by one
+node, which sends it to the others:
+
+torchrun --nnodes 4 --nproc-per-node 1 ... data/stage.py SHARDS LOCAL
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 from swinv2_moe.command import CommandParser
+from swinv2_moe.errors import UserError
+
+if TYPE_CHECKING:  # it imports torch
+    from swinv2_moe.data.prepare.shard_exchange import Exchange
+
+_TIMEOUT = 86_400  # seconds; a node may compare the checksums of many files that it has
+
+
+@contextmanager
+def open_exchange() -> Iterator["Exchange | None"]:
+    """The exchange among the nodes that torchrun started; None without torchrun."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield None
+        return
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    if per_node != 1:
+        raise UserError(f"--nproc-per-node is {per_node}: stage runs once on each node, take 1")
+    from moe_core.parallel import Ranks
+    from swinv2_moe.data.prepare.shard_exchange import Exchange
+    from swinv2_moe.train.distributed import open_world
+
+    with open_world("cpu", _TIMEOUT) as world:
+        yield Exchange(Ranks(world.group, f"node {world.rank} of {world.size}"))
 
 
 def main() -> None:
@@ -16,16 +49,22 @@ def main() -> None:
         "--trust", action="store_true", help="keep files of the right size without reading them"
     )
     args = parser.parse_args()
-    from swinv2_moe.data.prepare.staging import stage
-
     if args.workers < 1:
         parser.error(f"--workers is {args.workers}, it must be at least 1")
-    done = stage(args.shards, args.local, args.workers, args.trust)
-    kept = ""
+    from swinv2_moe.data.prepare.staging import stage
+
+    with open_exchange() as exchange:
+        done = stage(args.shards, args.local, args.workers, args.trust, exchange)
+    notes = []
+    if exchange is not None:
+        notes.append(f"{done.source_bytes:,} of them from {args.shards}")
     if done.kept:
-        kept = f" ({done.kept:,} files were there)"
+        notes.append(f"{done.kept:,} files were there")
+    note = ""
+    if notes:
+        note = f" ({', '.join(notes)})"
     rate = f"{done.bytes / done.seconds:,.0f} bytes/s"
     print(
         f"{args.local}: {done.shards:,} shards, {done.bytes:,} bytes in {done.seconds:.1f} s,"
-        f" {rate}{kept}"
+        f" {rate}{note}"
     )

@@ -268,6 +268,11 @@ def _check_dataset(config: CfgNode) -> None:
         raise UserError(
             f"DATA.DATASET is {data.DATASET!r}: DATA.PATH (or --data) must name its directory"
         )
+    if data.STAGE and data.DATASET != "shards":
+        raise UserError(
+            f"DATA.STAGE is {data.STAGE!r}: it copies shards, DATA.DATASET is {data.DATASET!r}"
+            " (swinv2-moe make-shards makes shards of it)"
+        )
     if data.VAL_SPLIT and data.DATASET not in _SPLIT_DATASETS:
         raise UserError(
             f"DATA.VAL_SPLIT is {data.VAL_SPLIT}: it splits the datasets"

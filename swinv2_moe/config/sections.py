@@ -105,6 +105,9 @@ class DataConfig:
     # `shards`: number of runs of consecutive images that are read in turn; if the number of ranks
     # divides it, each rank reads its own shards
     shard_streams: int = 64
+    # `shards`: a directory on a disk or in the memory of each node, to which the shards are copied
+    # while the first epoch reads them; over several nodes, the source is read once
+    stage: str = ""
     batch_size: int = 128  # images per rank per forward pass
     # images per step over all ranks; 0: `DATA.BATCH_SIZE` per rank
     global_batch_size: int = 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
@@ -15,7 +16,7 @@ from swinv2_moe.config import DataConfig
 from swinv2_moe.data.datasets import Batch, ImageDataset, collate
 from swinv2_moe.data.samplers import Order, TrainSampler, ValSampler, shard_order
 from swinv2_moe.data.shards import ShardedImages
-from swinv2_moe.data.sources import Source, load_sources
+from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
 
@@ -46,15 +47,32 @@ class Data:
         self.train_loader.sampler.epoch = epoch
         self.train_loader.sampler.skip_steps = skip_steps
 
+    def order_of_epoch(self, epoch: int) -> np.ndarray:
+        """The order in which all ranks together read the training images in `epoch` [N]."""
+        return self.train_loader.sampler.order_of_epoch(epoch)
 
-def build_data(config: DataConfig, rank: int = 0, world_size: int = 1) -> Data:
+    def check_arrival(self) -> None:
+        """Raise UserError if the data are being staged and some of them will not come."""
+        for loader in (self.train_loader, self.val_loader):
+            source = loader.dataset.source
+            if isinstance(source, ShardedImages):
+                source.check_arrival()
+
+
+def build_data(
+    config: DataConfig, rank: int = 0, world_size: int = 1, sources: Sources | None = None
+) -> Data:
     """Check the data that `config` names and build this rank's loaders.
+
+    Args:
+        sources: the images; None: those that `config` names.
 
     Raises:
         UserError: data that is missing, malformed, contradicts MODEL.NUM_CLASSES or is too small
             for one step.
     """
-    sources = load_sources(config)
+    if sources is None:
+        sources = load_sources(config)
     num_classes = len(sources.class_names)
     if config.num_classes not in (0, num_classes):
         raise UserError(

@@ -7,6 +7,9 @@
     SHARDS/index.json             class names; the shards of each split with their sizes and
                                   checksums; written last
 
+While shards are being staged to another directory, its index is arriving.json, and staging.failed
+says why nothing more will come.
+
 N images, S shards
 """
 
@@ -16,6 +19,7 @@ import os
 import re
 import stat
 import tarfile
+import time
 from collections import Counter, OrderedDict
 from typing import BinaryIO, NamedTuple
 
@@ -25,15 +29,28 @@ from PIL import Image
 from moe_core.files import open_regular
 from swinv2_moe.data.images import MAX_FILE_BYTES, MAX_PIXELS, decode
 from swinv2_moe.errors import UserError, one_line, short
-from swinv2_moe.files import check_plain_name, read_json
+from swinv2_moe.files import check_plain_name, read_bounded, read_json
 
 FORMAT_VERSION = 1
+INDEX = "index.json"
+ARRIVING_INDEX = "arriving.json"
+FAILED = "staging.failed"
 SPLITS = ("train", "val")
 # Offset and size are those of the image's bytes, without the header of the tar's member.
 MEMBER = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("label", "<i4")])
 MAX_INDEX_BYTES = 1 << 26  # of index.json: a million shards
 _MAX_BYTES = 1 << 50  # of a shard
 _MAX_OPEN = 256  # files of a split; the customary limit of a process is 1024
+_MAX_FAILURE_BYTES = 1 << 16  # of staging.failed
+_POLL_SECONDS = 0.02  # while a shard has not come
+
+
+class ShardFile(NamedTuple):
+    """A file of a directory of shards, as index.json records it."""
+
+    name: str  # relative: "train/000012.tar"
+    bytes: int
+    sha256: str
 
 
 class ShardedImages:
@@ -43,16 +60,25 @@ class ShardedImages:
         split: "train" or "val".
         shards: the checked records of index.json: "name", "images", "bytes", "sha256".
         max_pixels: of an image.
+        arriving: shards may still be on their way; reading an image waits for its shard.
 
     Raises:
         UserError: members.npy cannot be used.
     """
 
-    def __init__(self, root: str, split: str, shards: list[dict], max_pixels: int = MAX_PIXELS):
+    def __init__(
+        self,
+        root: str,
+        split: str,
+        shards: list[dict],
+        max_pixels: int = MAX_PIXELS,
+        arriving: bool = False,
+    ):
         self.root = root
         self.split = split
         self.shards = shards
         self.max_pixels = max_pixels
+        self.arriving = arriving
         self.counts = np.array([shard["images"] for shard in shards], np.int64)  # [S]
         index_file = os.path.join(root, split, "members.npy")
         self.members = _read_members(index_file, int(self.counts.sum()))  # MEMBER [N]
@@ -61,7 +87,8 @@ class ShardedImages:
 
     def __reduce__(self):
         """A copy in another process opens its own files."""
-        return ShardedImages, (self.root, self.split, self.shards, self.max_pixels)
+        arguments = (self.root, self.split, self.shards, self.max_pixels, self.arriving)
+        return ShardedImages, arguments
 
     def __del__(self):
         for file in getattr(self, "_files", {}).values():
@@ -94,14 +121,32 @@ class ShardedImages:
             member = f"byte {offset}"
         return f"{self.split}/{self.shards[shard]['name']}: {member}"
 
+    def check_arrival(self) -> None:
+        """Raise UserError if shards are on their way and will not come."""
+        if not self.arriving:
+            return
+        try:
+            message = read_bounded(os.path.join(self.root, FAILED), _MAX_FAILURE_BYTES)
+        except OSError:
+            return
+        raise UserError(f"staging the data failed: {one_line(message.decode(errors='replace'))}")
+
     def _file(self, shard: int) -> int:
         if shard not in self._files:
             if len(self._files) == _MAX_OPEN:
                 os.close(self._files.popitem(last=False)[1])
             path = os.path.join(self.root, self.split, self.shards[shard]["name"])
+            if self.arriving:
+                self._wait_for(path)
             self._files[shard] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._files.move_to_end(shard)
         return self._files[shard]
+
+    def _wait_for(self, path: str) -> None:
+        """Wait until a file exists, or until staging has failed."""
+        failed = os.path.join(self.root, FAILED)
+        while not os.path.exists(path) and not os.path.exists(failed):
+            time.sleep(_POLL_SECONDS)
 
 
 class Shards(NamedTuple):
@@ -110,25 +155,45 @@ class Shards(NamedTuple):
     class_names: list[str]
 
 
-def load_shards(root: str, max_pixels: int = MAX_PIXELS) -> Shards:
+def load_shards(root: str, max_pixels: int = MAX_PIXELS, arriving: bool = False) -> Shards:
     """The finished shards in `root` (DATA.PATH). Checks the size of each and every row of the
     indexes.
+
+    Args:
+        arriving: the shards are being staged to `root`, and some may not have come.
 
     Raises:
         UserError: no index, a damaged or newer one, a shard that is missing or of another size, a
             label out of range.
     """
-    index = read_index(root, "DATA.PATH")
-    train = open_split(root, "train", index, max_pixels)
-    val = open_split(root, "val", index, max_pixels)
+    name = INDEX
+    if arriving and not os.path.exists(os.path.join(root, INDEX)):
+        name = ARRIVING_INDEX
+    index = read_index(root, "DATA.PATH", name)
+    train = open_split(root, "train", index, max_pixels, arriving)
+    val = open_split(root, "val", index, max_pixels, arriving)
     return Shards(train, val, index["class_names"])
 
 
-def read_index(root: str, key: str) -> dict:
+def files_of(index: dict) -> list[ShardFile]:
+    """The files that an index lists: first what describes the shards, then those of `train`, then
+    those of `val`."""
+    files = [_shard_file(split, index[split]["members"]) for split in SPLITS]
+    for split in SPLITS:
+        files += [_shard_file(split, record) for record in index[split]["shards"]]
+    return files
+
+
+def _shard_file(split: str, record: dict) -> ShardFile:
+    return ShardFile(f"{split}/{record['name']}", record["bytes"], record["sha256"])
+
+
+def read_index(root: str, key: str, name: str = INDEX) -> dict:
     """Read and check SHARDS/index.json.
 
     Args:
         key: what messages call `root`.
+        name: of the file.
 
     Returns:
         "class_names"; "train" and "val", each with the records "members" and "shards"; "made".
@@ -136,7 +201,7 @@ def read_index(root: str, key: str) -> dict:
     Raises:
         UserError: the file does not exist, or cannot be used.
     """
-    path = os.path.join(root, "index.json")
+    path = os.path.join(root, name)
     try:
         index = read_json(path, MAX_INDEX_BYTES)
     except FileNotFoundError as error:
@@ -237,17 +302,24 @@ def _why_no_index(root: str) -> str:
     return "data/make_shards.py makes shards"
 
 
-def open_split(root: str, split: str, index: dict, max_pixels: int = MAX_PIXELS) -> ShardedImages:
+def open_split(
+    root: str, split: str, index: dict, max_pixels: int = MAX_PIXELS, arriving: bool = False
+) -> ShardedImages:
     """The images of one split, after a check of its shards' sizes and of every row of its index.
+
+    Args:
+        arriving: shards may be missing.
 
     Raises:
         UserError: a shard or a row that cannot be used.
     """
-    images = ShardedImages(root, split, index[split]["shards"], max_pixels)
+    images = ShardedImages(root, split, index[split]["shards"], max_pixels, arriving)
     num_classes = len(index["class_names"])
     start = 0
     for number, shard in enumerate(images.shards):
-        _check_size(os.path.join(root, split, shard["name"]), shard["bytes"])
+        path = os.path.join(root, split, shard["name"])
+        if not arriving or os.path.exists(path):
+            _check_size(path, shard["bytes"])
         rows = images.members[start : start + shard["images"]]
         problem = row_problem(rows, number, shard["bytes"], num_classes)
         if problem:

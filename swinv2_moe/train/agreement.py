@@ -11,7 +11,7 @@ from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import code_versions
 
 # Paths may differ between machines. The data found there are compared instead (`check_same_data`).
-DATA_PATHS = frozenset({"DATA.PATH", "DATA.TRAIN_LIST", "DATA.VAL_LIST"})
+DATA_PATHS = frozenset({"DATA.PATH", "DATA.STAGE", "DATA.TRAIN_LIST", "DATA.VAL_LIST"})
 _MAX_NAMED_KEYS = 3  # in a message
 
 

@@ -79,12 +79,12 @@ class EventLog:
 
 
 class Staging(NamedTuple):
-    """What data/stage.py left in staging.json: when it copied the data to this disk (seconds since
-    1970), and how."""
+    """What staging left in staging.json: when it copied the data to this disk, and how."""
 
-    started: float
+    started: float  # seconds since 1970
     seconds: float
     bytes: int
+    overlapped: bool = False  # training read the data meanwhile
 
     @property
     def rate(self) -> float | None:
@@ -105,12 +105,15 @@ def read_staging(data_path: str) -> Staging | None:
     path = Path(data_path).expanduser() / "staging.json"
     try:
         found = read_json(path, _MAX_STAGING_BYTES)
-        staging = Staging(float(found["started"]), float(found["seconds"]), int(found["bytes"]))
+        overlapped = found.get("overlapped", False) is True
+        staging = Staging(
+            float(found["started"]), float(found["seconds"]), int(found["bytes"]), overlapped
+        )
         if not all(math.isfinite(number) and number >= 0 for number in staging):
             raise ValueError(short(found))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise UserError(
             f"{path} is not what data/stage.py writes ({type(error).__name__}: {error})"
         ) from error

@@ -176,6 +176,7 @@ class Trainer:
         started = time.perf_counter()
         with recorder.bar(title, progress.steps_per_epoch, progress.epoch_step) as bar:
             for batches in loader:
+                self.data.check_arrival()
                 result = self.train_step(batches)
                 for batch in batches:
                     unreadable += batch.unreadable
@@ -204,7 +205,9 @@ class Trainer:
         return bool(every) and self.progress.step % every == 0
 
     def _check_stop(self) -> None:
-        """Raise Stopped on every rank if any of them has received a signal."""
+        """Raise Stopped on every rank if any of them has received a signal; UserError if data that
+        are being staged will not come."""
+        self.data.check_arrival()
         signalled = float(self.stop.received is not None)
         if self.world.sum(torch.tensor(signalled, device=self.world.device)) > 0:
             raise Stopped(self._signal())

@@ -32,6 +32,7 @@ from swinv2_moe.models.hub import fetch_weights, is_hub_name, windows_of_name
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.train import checkpoint, optim, upcycling
 from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
+from swinv2_moe.train.background_staging import background_staging
 from swinv2_moe.train.check_files import check_files
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
@@ -94,7 +95,7 @@ def train(
         # before looking at what another run may be writing
         stack.enter_context(only_run(root, world))
         source = _starting_point(root, resume, sections, world)
-        data, staging = _load_data(sections.data, world)
+        data, staging = _load_data(sections.data, world, source, stack)
         trainer = _build_trainer(sections, world, data, source, phases)
         size = measure_model(sections.model, data.num_classes)
         first_lines = [headline(trainer, size, source), *_notes(trainer, placements)]
@@ -120,6 +121,7 @@ def train(
             trainer.fit(recorder, saver)
         if trainer.stopped_by:
             recorder.say(_stopped(trainer, resume_command))
+        staging = staging or read_staging(sections.data.stage)
         summary = summarize(trainer, size, staging, time.time() - phases.began)
         if trainer.progress.finished:
             if not was_finished:  # else it keeps its summary
@@ -156,15 +158,34 @@ def _notes(trainer: Trainer, placements: list[str]) -> list[str]:
     return lines
 
 
-def _load_data(config: DataConfig, world: World) -> tuple[Data, Staging | None]:
-    """The data and the record of its staging.
+def _load_data(
+    config: DataConfig, world: World, start: Checkpoint | None, stack: ExitStack
+) -> tuple[Data, Staging | None]:
+    """The data and the record of an earlier staging.
+
+    Args:
+        start: what the run goes on from.
+        stack: ends the staging that DATA.STAGE asks for.
 
     Raises:
         UserError: on every rank, what one of them finds wrong; what `check_same_data` and
             `check_files` raise.
     """
-    data = world.everywhere(lambda: build_data(config, world.rank, world.size))
     staging = world.everywhere(lambda: read_staging(config.path))
+    background = stack.enter_context(background_staging(config, world))
+
+    def load() -> Data:
+        sources = None
+        if background is not None:
+            sources = background.sources()
+        return build_data(config, world.rank, world.size, sources)
+
+    data = world.everywhere(load)
+    if background is not None:
+        epoch = 0
+        if start is not None and start.meta["training"] is not None:
+            epoch = start.meta["training"]["epoch"]
+        background.start(data, epoch)
     train_images = data.train_loader.dataset.source
     val_images = data.val_loader.dataset.source
     check_same_data(config.path, world, train_images, val_images, data.class_names)
@@ -289,8 +310,7 @@ def _run_events(
         return
     config = trainer.config.train
     if staging is not None:
-        recorder.event("staging_start", at=staging.started)
-        recorder.event("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)
+        _staging_events(recorder, staging)
     recorder.event("cache_clear", False, at=began)  # nothing empties the system's caches
     recorder.event("init_start", at=began)
     recorder.event("seed", config.seed)
@@ -304,6 +324,9 @@ def _run_events(
     try:
         yield
     finally:
+        meanwhile = read_staging(trainer.config.data.stage)
+        if meanwhile is not None and meanwhile.started >= began:
+            _staging_events(recorder, meanwhile)
         progress = trainer.progress
         succeeded = progress.finished
         if progress.to_target.target:
@@ -317,3 +340,8 @@ def _run_events(
             phases = with_staging(reached.phases, staging)
             stats = {"time_to_solution": sum(phases.values()), "phases": phases}
             recorder.event("tracked_stats", stats)
+
+
+def _staging_events(recorder: Recorder, staging: Staging) -> None:
+    recorder.event("staging_start", at=staging.started)
+    recorder.event("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)

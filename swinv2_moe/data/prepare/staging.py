@@ -1,39 +1,62 @@
-"""Copying shards to a local disk. Every checksum is compared with that in index.json."""
+"""Copying shards to the disks of one or more nodes. Every checksum is compared with that in
+index.json.
 
+On N nodes one of them reads a file from the source, and sends it to the others.
+"""
+
+import hashlib
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
 
 from moe_core.files import open_regular, read_chunks, sha256
 from swinv2_moe.data.prepare.transfer_bar import TransferBar
-from swinv2_moe.data.shards import MAX_INDEX_BYTES, SPLITS, read_index
+from swinv2_moe.data.shards import (
+    ARRIVING_INDEX,
+    INDEX,
+    MAX_INDEX_BYTES,
+    SPLITS,
+    ShardFile,
+    files_of,
+    read_index,
+)
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import make_directory, new_file, only_process, read_bounded, write_json
+
+if TYPE_CHECKING:  # it imports torch
+    from swinv2_moe.data.prepare.shard_exchange import Exchange
 
 _CHUNK = 4 << 20  # bytes at a time
 
 
 class Staged(NamedTuple):
-    """The result of staging. TARGET/staging.json has the first three, for a run's event log."""
+    """The result of staging on this node. TARGET/staging.json has the first four, and whether
+    training read the files meanwhile."""
 
     started: float  # unix seconds
     seconds: float
-    bytes: int  # copied now
+    bytes: int  # that came now
+    source_bytes: int  # of these, read from the source; the others came from other nodes
     shards: int  # in all
     kept: int  # files that existed before
 
 
-class _File(NamedTuple):
-    name: str  # relative: "train/000012.tar"
-    bytes: int
-    sha256: str
+class StagingStopped(UserError):
+    """Staging was told to stop."""
 
 
-def stage(source: str, target: str, workers: int = 4, trust: bool = False) -> Staged:
+def stage(
+    source: str,
+    target: str,
+    workers: int = 4,
+    trust: bool = False,
+    exchange: "Exchange | None" = None,
+) -> Staged:
     """Copy the finished shards in `source` to the directory `target`, or continue an earlier start.
 
     index.json is written last: without it, `target` is not accepted as shards.
@@ -41,106 +64,304 @@ def stage(source: str, target: str, workers: int = 4, trust: bool = False) -> St
     Args:
         workers: threads; reading, hashing and writing release the interpreter's lock.
         trust: keep existing files of the right size without comparing their checksums.
+        exchange: with the other nodes that stage the same shards at the same time; each calls this.
 
     Raises:
         UserError: no finished shards, a damaged one, other shards in `target`, too little space, a
-            disk that fills up.
+            disk that fills up; on all nodes, what one of them finds.
     """
-    started = time.time()
-    clock = time.monotonic()
-    index = read_index(source, "SHARDS")
-    for split in SPLITS:
-        make_directory(os.path.join(target, split))
-    if os.path.samefile(source, target):
-        raise UserError(f"LOCAL is {target!r}: that is SHARDS itself")
-    with only_process(target):
-        _refuse_other_shards(source, target)
-        shards = [_file(split, record) for split in SPLITS for record in index[split]["shards"]]
-        files = shards + [_file(split, index[split]["members"]) for split in SPLITS]
-        _check_space(target, files)
-        copied = _Copying(source, target, trust).run(files, workers)
-        seconds, size = time.monotonic() - clock, sum(copied)
-        if size or not os.path.exists(os.path.join(target, "staging.json")):
-            record = {"started": started, "seconds": seconds, "bytes": size}
-            write_json(os.path.join(target, "staging.json"), record)
-        with new_file(os.path.join(target, "index.json")) as file:
-            file.write(_read(os.path.join(source, "index.json")))
-    return Staged(started, seconds, size, len(shards), copied.count(0))
+    with Stager(source, target, workers, trust, exchange) as stager:
+        with TransferBar("stage", stager.missing_bytes(), "bytes") as bar:
+            stager.bar = bar
+            stager.copy(stager.files)
+        return stager.finish()
 
 
-def _file(split: str, record: dict) -> _File:
-    return _File(f"{split}/{record['name']}", record["bytes"], record["sha256"])
+class Stager:
+    """Copies shards to a directory of this node, which is locked inside the `with` block.
 
+    All nodes call the same methods with the same arguments, and raise the same errors.
 
-def _refuse_other_shards(source: str, target: str) -> None:
-    existing = os.path.join(target, "index.json")
-    if os.path.exists(existing) and _read(existing) != _read(os.path.join(source, "index.json")):
-        raise UserError(
-            f"LOCAL is {target!r}: it holds other shards than {source!r}; remove it, or take"
-            " another directory"
-        )
+    Args: see `stage`.
+    """
 
-
-def _read(path: str) -> bytes:
-    try:
-        return read_bounded(path, MAX_INDEX_BYTES)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _check_space(target: str, files: list[_File]) -> None:
-    needed = sum(file.bytes for file in files if not _has_size(target, file))
-    free = shutil.disk_usage(target).free
-    if needed > free:
-        raise UserError(
-            f"LOCAL is {target!r}: {needed / 1e6:,.0f} MB are needed there, {free / 1e6:,.0f} MB"
-            " are free"
-        )
-
-
-def _has_size(target: str, file: _File) -> bool:
-    path = os.path.join(target, file.name)
-    return os.path.exists(path) and os.path.getsize(path) == file.bytes
-
-
-class _Copying:
-    """Threads that copy files until all are copied or one cannot be."""
-
-    def __init__(self, source: str, target: str, trust: bool):
+    def __init__(
+        self,
+        source: str,
+        target: str,
+        workers: int = 4,
+        trust: bool = False,
+        exchange: "Exchange | None" = None,
+    ) -> None:
         self.source = source
         self.target = target
+        self.workers = workers
         self.trust = trust
-        self.stopped = threading.Event()
-        self.done = 0  # bytes read
-        self.lock = threading.Lock()  # of `done`
+        self.exchange = exchange
+        self.bar: TransferBar | None = None
+        self.stopped = threading.Event()  # set from another thread: `copy` raises StagingStopped
+        self.files: list[ShardFile] = []  # of all nodes alike; the small ones come first
+        self._index = b""
+        self._existing: list[set[str]] = []  # names of the files that each node has
+        self._kept = 0  # files that this node had at the start
+        self._sent: list[int] = []  # bytes that each node has had to send
+        self._lock = threading.Lock()  # of the counters
+        self._bytes = 0
+        self._source_bytes = 0
 
-    def run(self, files: list[_File], workers: int) -> list[int]:
-        """Copy the files. Returns the number of bytes copied of each."""
-        with (
-            TransferBar("stage", sum(file.bytes for file in files), "bytes") as bar,
-            ThreadPoolExecutor(workers) as pool,
-        ):
-            futures = [pool.submit(self._copy, file) for file in files]
+    def __enter__(self) -> "Stager":
+        """Check the source and the target, and find the files that the nodes have.
+
+        Raises:
+            UserError: see `stage`; nodes that see different shards.
+        """
+        self._started = time.time()
+        self._clock = time.monotonic()
+        with ExitStack() as stack:
+            problem = None
             try:
-                waiting = set(futures)
-                while waiting:
-                    done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
-                    for future in done:
-                        future.result()  # raises the thread's error
-                    bar.show(0, self.done)
-            finally:
-                self.stopped.set()
-                pool.shutdown(cancel_futures=True)
-        return [future.result() for future in futures]
+                self._open(stack)
+            except UserError as error:
+                problem = error
+            self._agree(problem)
+            self._compare_nodes()
+            self._stack = stack.pop_all()
+        return self
 
-    def _copy(self, file: _File) -> int:
-        """Copy a file unless it exists. Returns the number of bytes copied."""
-        source = os.path.join(self.source, file.name)
-        target = os.path.join(self.target, file.name)
-        has_size = _has_size(self.target, file)
-        if has_size and (self.trust or sha256(self._chunks(target)) == file.sha256):
+    def __exit__(self, *_) -> None:
+        self._stack.close()
+
+    def missing_bytes(self) -> int:
+        """Of the files that this node lacks."""
+        return sum(file.bytes for file in self.files if self._is_missing(file))
+
+    def copy(self, files: Sequence[ShardFile]) -> None:
+        """Copy those of the files that a node lacks, in this order.
+
+        Raises:
+            UserError: see `stage`.
+            StagingStopped: `stopped` was set on a node.
+        """
+        owners = self._owners(files)
+        own = []
+        for file, owner in owners.items():
+            if owner == self._node and self._is_missing(file):
+                own.append(file)
+        with _Reading(self, own) as reading:
+            if self.exchange is None:
+                for file in own:
+                    reading.wait(file)
+            else:
+                lacking = {file.name for file in files if self._is_missing(file)}
+                self.exchange.send(owners, lacking, self.target, reading.wait, self.count)
+        for existing in self._existing:
+            existing.update(file.name for file in files)
+
+    def finish(self, overlapped: bool = False) -> Staged:
+        """Make `target` shards, and return what was done. All files must have been copied.
+
+        Args:
+            overlapped: training read the files meanwhile.
+        """
+        seconds = time.monotonic() - self._clock
+        problem = None
+        try:
+            self._write_record(seconds, overlapped)
+        except UserError as error:
+            problem = error
+        self._agree(problem)
+        num_shards = sum(file.name.endswith(".tar") for file in self.files)
+        return Staged(
+            self._started,
+            seconds,
+            self._bytes,
+            self._source_bytes,
+            num_shards,
+            self._kept,
+        )
+
+    def count(self, size: int, from_source: bool = False) -> None:
+        """Count bytes that have come. Threads call this."""
+        with self._lock:
+            self._bytes += size
+            if from_source:
+                self._source_bytes += size
+            if self.bar is not None:
+                self.bar.show(0, self._bytes)
+
+    @property
+    def _node(self) -> int:
+        if self.exchange is None:
             return 0
-        with new_file(target) as copy:
+        return self.exchange.node
+
+    def _agree(self, problem: UserError | None) -> None:
+        """Raise the problem; on all nodes, that of any of them."""
+        if self.exchange is not None:
+            self.exchange.agree(problem)
+        elif problem is not None:
+            raise problem
+
+    def _open(self, stack: ExitStack) -> None:
+        index = read_index(self.source, "SHARDS")
+        self._index = _read(os.path.join(self.source, INDEX))
+        self.files = files_of(index)
+        for split in SPLITS:
+            make_directory(os.path.join(self.target, split))
+        if os.path.samefile(self.source, self.target):
+            raise UserError(f"LOCAL is {self.target!r}: that is SHARDS itself")
+        stack.enter_context(only_process(self.target))
+        has_index = False
+        for name in (INDEX, ARRIVING_INDEX):
+            existing = os.path.join(self.target, name)
+            if not os.path.exists(existing):
+                continue
+            has_index = True
+            if _read(existing) != self._index:
+                raise UserError(
+                    f"LOCAL is {self.target!r}: it holds other shards than {self.source!r}; remove"
+                    " it, or take another directory"
+                )
+        self._existing = [self._find_existing()]
+        self._kept = len(self._existing[0])
+        self._check_space()
+        if not has_index:
+            with new_file(os.path.join(self.target, ARRIVING_INDEX)) as file:
+                file.write(self._index)
+
+    def _find_existing(self) -> set[str]:
+        """The names of the files in `target` that need not be copied."""
+        candidates = [file for file in self.files if self._has_size(file)]
+        intact = [True] * len(candidates)
+        if not self.trust:
+            with ThreadPoolExecutor(self.workers) as pool:
+                intact = list(pool.map(self._is_intact, candidates))
+        return {file.name for file, is_intact in zip(candidates, intact, strict=True) if is_intact}
+
+    def _has_size(self, file: ShardFile) -> bool:
+        path = os.path.join(self.target, file.name)
+        return os.path.exists(path) and os.path.getsize(path) == file.bytes
+
+    def _is_intact(self, file: ShardFile) -> bool:
+        path = os.path.join(self.target, file.name)
+        try:
+            with open_regular(path) as opened:
+                return sha256(read_chunks(opened, _CHUNK)) == file.sha256
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+    def _check_space(self) -> None:
+        needed = sum(file.bytes for file in self.files if not self._has_size(file))
+        free = shutil.disk_usage(self.target).free
+        if needed > free:
+            raise UserError(
+                f"LOCAL is {self.target!r}: {needed / 1e6:,.0f} MB are needed there,"
+                f" {free / 1e6:,.0f} MB are free"
+            )
+
+    def _compare_nodes(self) -> None:
+        """Learn which files the other nodes have.
+
+        Raises:
+            UserError: a node sees other shards.
+        """
+        self._sent = [0]
+        if self.exchange is None:
+            return
+        digest = hashlib.sha256(self._index).hexdigest()
+        found = self.exchange.gather((digest, self._existing[0]))
+        self._existing = []
+        for node, (other_digest, existing) in enumerate(found):
+            if other_digest != found[0][0]:
+                raise UserError(
+                    f"SHARDS is {self.source!r}: node {node} sees other shards there than node 0"
+                )
+            self._existing.append(existing)
+        self._sent = [0] * len(found)
+
+    def _is_missing(self, file: ShardFile) -> bool:
+        return file.name not in self._existing[self._node]
+
+    def _owners(self, files: Sequence[ShardFile]) -> dict[ShardFile, int]:
+        """The node that sends each file; files that every node has are left out.
+
+        A node that has the file, if there is one. Of several, that with the fewest bytes to send.
+        """
+        nodes = range(len(self._existing))
+        owners = {}
+        for file in files:
+            having = [node for node in nodes if file.name in self._existing[node]]
+            if len(having) == len(nodes):
+                continue
+            owner = min(having or nodes, key=self._sent.__getitem__)
+            self._sent[owner] += file.bytes
+            owners[file] = owner
+        return owners
+
+    def _write_record(self, seconds: float, overlapped: bool) -> None:
+        record = os.path.join(self.target, "staging.json")
+        if self._bytes or not os.path.exists(record):
+            content = {
+                "started": self._started,
+                "seconds": seconds,
+                "bytes": self._bytes,
+                "source_bytes": self._source_bytes,
+                "overlapped": overlapped,
+            }
+            write_json(record, content)
+        arriving = os.path.join(self.target, ARRIVING_INDEX)
+        if os.path.exists(arriving):
+            os.replace(arriving, os.path.join(self.target, INDEX))
+
+
+class _Reading:
+    """Threads that copy files from the source, in order; a context that ends them.
+
+    The first problem ends all of them.
+    """
+
+    def __init__(self, stager: Stager, files: Sequence[ShardFile]) -> None:
+        self.stager = stager
+        self.problem: UserError | None = None
+        self.ended = threading.Event()
+        self.pool = ThreadPoolExecutor(stager.workers)
+        self.futures: dict[str, Future] = {}
+        for file in files:
+            self.futures[file.name] = self.pool.submit(self._copy, file)
+
+    def __enter__(self) -> "_Reading":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.ended.set()
+        self.pool.shutdown(cancel_futures=True)
+
+    def wait(self, file: ShardFile) -> None:
+        """Wait until this node has a file that it owns.
+
+        Raises:
+            UserError: a file could not be copied, this one or another.
+        """
+        future = self.futures.get(file.name)
+        if future is None:  # it existed before
+            return
+        wait([future])
+        if self.problem is not None:
+            raise self.problem
+        future.result()
+
+    def _copy(self, file: ShardFile) -> None:
+        try:
+            self._copy_checked(file)
+        except UserError as error:
+            if self.problem is None:
+                self.problem = error
+            self.ended.set()
+            raise
+
+    def _copy_checked(self, file: ShardFile) -> None:
+        source = os.path.join(self.stager.source, file.name)
+        with new_file(os.path.join(self.stager.target, file.name)) as copy:
             for chunk in self._chunks(source):
                 copy.write(chunk)
                 if copy.bytes > file.bytes:
@@ -150,17 +371,21 @@ class _Copying:
                     f"{source}: is damaged, it has not the size and the checksum that index.json"
                     " records"
                 )
-        return file.bytes
 
     def _chunks(self, path: str) -> Iterator[memoryview]:
         try:
             with open_regular(path) as file:
                 for chunk in read_chunks(file, _CHUNK):
                     yield chunk
-                    with self.lock:
-                        self.done += len(chunk)
-                    if self.stopped.is_set():
-                        # Ends the thread. It is not shown: another error stopped the copying.
-                        raise UserError("stopped")
+                    self.stager.count(len(chunk), from_source=True)
+                    if self.ended.is_set() or self.stager.stopped.is_set():
+                        raise StagingStopped("stopped")
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _read(path: str) -> bytes:
+    try:
+        return read_bounded(path, MAX_INDEX_BYTES)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error

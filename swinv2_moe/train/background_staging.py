@@ -1,0 +1,149 @@
+"""DATA.STAGE: shards are copied to the disk of each node while the first epoch reads them.
+
+One process of each node copies, in a thread; over several nodes one of them reads a shard from
+DATA.PATH and sends it to the others. The order of the images does not change: an image that is read
+before its shard has come waits for it, and the shards come in the order of their first use.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import numpy as np
+import torch.distributed as dist
+
+from moe_core.parallel import Ranks
+from swinv2_moe.config import DataConfig
+from swinv2_moe.data import Data, Sources
+from swinv2_moe.data.prepare.shard_exchange import Exchange
+from swinv2_moe.data.prepare.staging import Stager, StagingStopped
+from swinv2_moe.data.shards import FAILED, ShardFile, load_shards
+from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.files import new_file
+from swinv2_moe.train.distributed import World
+
+# A slow source is no error; that a node has ended is found by the collectives of training.
+_TIMEOUT = timedelta(days=1)
+_LAST_SECONDS = 60  # for the chunks under way when training ends
+
+
+class BackgroundStaging:
+    """The staging of one run, on every rank.
+
+    Args:
+        stager: on the process of a node that copies; None on the others.
+    """
+
+    def __init__(self, config: DataConfig, stager: Stager | None) -> None:
+        self.config = config
+        self.directory = os.path.expanduser(config.stage)
+        self._stager = stager
+        self._thread: threading.Thread | None = None
+
+    def sources(self) -> Sources:
+        """The images, some of whose shards have not come.
+
+        Raises:
+            UserError: see `load_shards`.
+        """
+        shards = load_shards(self.directory, self.config.max_pixels, arriving=True)
+        return Sources(*shards)
+
+    def start(self, data: Data, epoch: int) -> None:
+        """Start to copy the shards in the order in which `epoch` (from 0) reads them."""
+        if self._stager is None:
+            return
+        order = data.order_of_epoch(epoch)
+        shards = data.train_loader.dataset.source.members["shard"]
+        files = in_order_of_use(self._stager.files, shards[order])
+        arguments = (self._stager, files, os.path.join(self.directory, FAILED))
+        # A daemon: when training fails, it may wait for a node that has ended.
+        self._thread = threading.Thread(target=_copy, args=arguments, name="staging", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the copying, finished or not."""
+        if self._stager is not None and self._thread is not None:
+            self._stager.stopped.set()
+            self._thread.join(_LAST_SECONDS)
+
+
+@contextmanager
+def background_staging(config: DataConfig, world: World) -> Iterator[BackgroundStaging | None]:
+    """The staging that DATA.STAGE asks for, with the files that describe the shards in place; None
+    if it is empty. Collective.
+
+    Raises:
+        UserError: on all ranks, see `swinv2_moe.data.prepare.staging.stage`.
+    """
+    if not config.stage:
+        yield None
+        return
+    stager = _stager_of_node(config, world)
+    with contextlib.ExitStack() as stack:
+        problem = None
+        try:
+            if stager is not None:
+                stack.enter_context(stager)
+                stager.copy([file for file in stager.files if not file.name.endswith(".tar")])
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(stager.target, FAILED))
+        except UserError as error:
+            problem = str(error)
+        for message in world.gather(problem):
+            if message is not None:
+                raise UserError(message)
+        staging = BackgroundStaging(config, stager)
+        stack.callback(staging.stop)
+        yield staging
+
+
+def _stager_of_node(config: DataConfig, world: World) -> Stager | None:
+    """The stager of this node on its first rank; None on the others."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_ranks = world.gather(local_rank)
+    first_ranks = [rank for rank, local in enumerate(local_ranks) if local == 0]
+    exchange = None
+    if len(first_ranks) > 1:
+        group = dist.new_group(first_ranks, _TIMEOUT, "gloo")
+        if local_rank == 0:
+            node = first_ranks.index(world.rank)
+            exchange = Exchange(Ranks(group, f"node {node} of {len(first_ranks)}"))
+    if local_rank > 0:
+        return None
+    source, target = os.path.expanduser(config.path), os.path.expanduser(config.stage)
+    return Stager(source, target, trust=True, exchange=exchange)
+
+
+def in_order_of_use(files: Sequence[ShardFile], shards: np.ndarray) -> list[ShardFile]:
+    """The shards of `train` in the order of their first use, and then all other files.
+
+    Args:
+        files: of all splits; those of `train` in the order of their numbers.
+        shards: the number of the shard of each image, in the order of reading [N].
+    """
+    train = [file for file in files if _is_train_shard(file)]
+    numbers, first_uses = np.unique(shards, return_index=True)
+    used = [train[number] for number in numbers[np.argsort(first_uses)]]
+    rest = [file for file in files if file not in set(used)]
+    return used + rest
+
+
+def _is_train_shard(file: ShardFile) -> bool:
+    return file.name.startswith("train/") and file.name.endswith(".tar")
+
+
+def _copy(stager: Stager, files: list[ShardFile], failed: str) -> None:
+    """Copy the files; if that fails, say why in the file that the readers look for."""
+    try:
+        stager.copy(files)
+        stager.finish(overlapped=True)
+    except StagingStopped:
+        pass
+    # Whatever it is, the readers must not wait for ever.
+    except Exception as error:
+        with contextlib.suppress(UserError), new_file(failed) as file:
+            file.write(one_line(str(error)).encode())
