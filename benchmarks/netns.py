@@ -131,8 +131,8 @@ class Cluster:
             _command("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
             _command("ip", "-n", name, "link", "set", UPLINK, "up")
 
-    def set_rate(self, rate_mbit: float | None) -> None:
-        """Change what every link carries; also while ranks run."""
+    def set_rate(self, rate_mbit: float | None, node: int | None = None) -> None:
+        """Change what every link carries, or that of one node; also while ranks run."""
         qdisc = ["noqueue"]
         if rate_mbit is not None:
             if not 0.1 <= rate_mbit <= 1e5:
@@ -147,10 +147,14 @@ class Cluster:
                 "limit",
                 str(MOST_QUEUED),
             ]
-        for name, port in zip(self._namespaces, self._ports, strict=True):
+        links = list(zip(self._namespaces, self._ports, strict=True))
+        if node is not None:
+            links = [links[node]]
+        for name, port in links:
             for namespace, device in ((name, UPLINK), (self._switch, port)):
                 _command("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *qdisc)
-        self.rate_mbit = rate_mbit
+        if node is None:
+            self.rate_mbit = rate_mbit
 
     def set_delay(self, delay_ms: float | None) -> None:
         """Change how long frames between nodes are held; from one number to another also while
@@ -175,6 +179,10 @@ class Cluster:
         if self._delay_switch is not None:
             self._delay_switch.close()
             self._delay_switch = None
+
+    def inside(self, node: int) -> list[str]:
+        """The words before a command that make it run on a node, with mounts of its own."""
+        return ["ip", "netns", "exec", self._namespaces[node]]
 
     def bytes_sent(self) -> list[int]:
         """What each node has put on its link so far, headers included [N]; `node_bytes_sent` is a

@@ -131,28 +131,45 @@ def table(results: Sequence[Result]) -> Table:
 def draw(results: Sequence[Result], target: float, file: Path) -> None:
     """A PNG of the epochs to the target against the batch size, a point for each run.
 
+    A line joins the means of batch sizes with which all runs have reached it. At the top is how
+    many of the others have not.
+
     Raises:
         UserError: the file cannot be written.
     """
     figure = new_figure(6.4, 4.2)
     axes = figure.subplots()
     optimizers = list(dict.fromkeys(run.optimizer for run in results))
-    for optimizer, colour in zip(optimizers, itertools.cycle(COLOURS), strict=False):
+    colours = itertools.cycle(COLOURS)
+    for row, (optimizer, colour) in enumerate(zip(optimizers, colours, strict=False)):
         middles = []
         for (name, batch_size), runs in _groups(results):
+            if name != optimizer:
+                continue
             epochs = [run.target_epoch for run in runs if run.target_epoch is not None]
-            if name == optimizer and epochs:
-                axes.scatter([batch_size] * len(epochs), epochs, 14, colour, alpha=0.5)
+            axes.scatter([batch_size] * len(epochs), epochs, 14, colour, alpha=0.5)
+            num_missed = len(runs) - len(epochs)
+            if num_missed:
+                axes.annotate(
+                    f"not reached: {num_missed} of {len(runs)}",
+                    (batch_size, 0.97 - 0.05 * row),
+                    xycoords=("data", "axes fraction"),
+                    color=colour,
+                    ha="right",
+                    va="top",
+                    fontsize=9,
+                )
+            else:
                 middles.append((batch_size, sum(epochs) / len(epochs)))
         batch_sizes = [batch_size for batch_size, _ in middles]
         axes.plot(batch_sizes, [mean for _, mean in middles], color=colour, label=optimizer)
     axes.set_xscale("log", base=2)
     sizes = sorted({run.batch_size for run in results})
     axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     axes.set_xlabel("images a step")
     axes.set_ylabel(f"epochs to {target:g}% top-1")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower right")
     tidy(axes)
     save_png(figure, file)
 
