@@ -173,8 +173,12 @@ def predict(
     gpus: int,
     gpus_per_node: int,
     batch_size: int,
+    strategy: ParallelStrategy | None = None,
 ) -> Prediction:
     """One optimiser step with `batch_size` images per GPU and forward pass.
+
+    Args:
+        strategy: of the MoE layers; None: the fastest.
 
     Raises:
         ValueError: experts that this number of GPUs cannot share.
@@ -196,7 +200,7 @@ def predict(
         (cost_model.LayerShape.of(moe, batch_size * tokens, size), num_layers)
         for moe, tokens, num_layers in model.layers
     ]
-    strategy, layers = _best(machine, shapes, group, gpus_per_node)
+    strategy, layers = _best(machine, shapes, group, gpus_per_node, strategy)
     trunk = 6 * model.trunk_macs * batch_size / machine.rate(size)
     trunk += ACTIVATION_PASSES * model.activations * batch_size * size / machine.memory_bandwidth
     if config.use_checkpoint:
@@ -233,14 +237,18 @@ def _best(
     shapes: Sequence[tuple[cost_model.LayerShape, int]],
     gpus: int,
     gpus_per_node: int,
+    given: ParallelStrategy | None = None,
 ) -> tuple[ParallelStrategy | None, cost_model.LayerTime]:
-    """The strategy with the shortest total over all layers, and that total."""
+    """The given strategy, or the one with the shortest total over all layers, and that total."""
     nothing = cost_model.LayerTime(0, 0, 0, 0, 0, 0)
     if not shapes:
         return None, nothing
     nodes = math.ceil(gpus / gpus_per_node)
     totals = []
-    for strategy in cost_model.candidates(shapes[0][0].num_experts, gpus, nodes):
+    strategies = cost_model.candidates(shapes[0][0].num_experts, gpus, nodes)
+    if given is not None and gpus > 1:
+        strategies = [given]
+    for strategy in strategies:
         total = nothing
         for shape, num_layers in shapes:
             time = cost_model.layer_time(machine, shape, gpus, strategy)

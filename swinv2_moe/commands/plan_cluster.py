@@ -1,5 +1,5 @@
-"""Predict a configuration's step time and memory from 1 to 4,096 GPUs, without a GPU
-(docs/explanation/planner.md).
+"""Predict a configuration's step time and memory from 1 to 4,096 GPUs, without a GPU; with a run,
+also the time to its target (docs/explanation/planner.md).
 
     python tools/plan_cluster.py --nodes 4 --gpus-per-node 8 \\
         --cfg configs/in22k/swin_moe_base_window12_192_32expert.yaml
@@ -7,6 +7,8 @@
         --cfg configs/imagenette_96.yaml --profile h100 --batch-size 64
     torchrun --nproc_per_node 8 tools/plan_cluster.py --nodes 1 --gpus-per-node 8 --cfg FILE \\
         --profile here --save-profile machine.json
+    python tools/plan_cluster.py --nodes 4 --gpus-per-node 8 --run output/mine \\
+        --profile machine.json
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ from rich.table import Table
 
 from swinv2_moe.command import (
     CommandParser,
-    add_config_argument,
     add_opts_argument,
 )
 from swinv2_moe.errors import UserError
 from swinv2_moe.tables import number_table
 
 if TYPE_CHECKING:
+    from yacs.config import CfgNode
+
     from moe_core.parallel import Machine
     from swinv2_moe import planner
+    from swinv2_moe.time_plan import TimePlan
 
 
 def parse() -> argparse.Namespace:
@@ -40,7 +44,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--gpus-per-node", type=int, required=True, help="the same in every row of the table"
     )
-    add_config_argument(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--cfg", metavar="FILE", help="predict a step of this configuration")
+    what.add_argument(
+        "--run", type=Path, metavar="DIR", help="predict the time that this run would have taken"
+    )
     add_opts_argument(parser)
     parser.add_argument(
         "--batch-size", type=int, help="images per GPU and forward pass (DATA.BATCH_SIZE)"
@@ -65,6 +73,10 @@ def parse() -> argparse.Namespace:
             raise UserError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
     if not Path(args.output).parent.is_dir():
         raise UserError(f"--output {args.output}: its directory does not exist")
+    if args.run and (args.batch_size or args.opts):
+        raise UserError(
+            "--run takes the configuration of the run: leave out --batch-size and --opts"
+        )
     return args
 
 
@@ -101,21 +113,86 @@ def cells_of(row: planner.Prediction, machine: Machine, user_gpus: int) -> list[
     return [gpus, f"{row.nodes:,}", step, rate, share, r, degree, algorithm, memory]
 
 
-def main() -> None:
-    args = parse()
-    from swinv2_moe.config import load_config, model_config, train_config
+def time_table(plans: list[TimePlan], user_gpus: int) -> Table:
+    """The seconds of each phase, with the user's cluster in bold."""
+    from swinv2_moe.time_plan import phases_of
 
-    config = load_config(args.cfg, args.opts)
+    phases = phases_of(plans)
+    rows = []
+    for plan in plans:
+        gpus = f"{plan.step.gpus:,}"
+        if plan.step.gpus == user_gpus:
+            gpus = f"* {gpus}"
+        row = [gpus, f"{plan.step.nodes:,}", f"{1e3 * plan.step.step:,.1f}"]
+        row += [f"{plan.seconds[phase]:,.1f}" for phase in phases]
+        row.append(f"{plan.total:,.1f}")
+        if plan.joules is not None:
+            row.append(f"{plan.joules / 1e3:,.1f}")
+        rows.append(row)
+    columns = ["GPUs", "nodes", "step, ms", *phases, "all"]
+    if plans[0].joules is not None:
+        columns.append("kJ")
+    table = number_table(columns, rows, text_columns=[])
+    table.caption = "* your cluster   phases in seconds"
+    for line, plan in zip(table.rows, plans, strict=True):
+        if plan.step.gpus == user_gpus:
+            line.style = "bold"
+    return table
+
+
+def plan_time(args: argparse.Namespace, machine: Machine, console: Console) -> None:
+    """Print the predicted time of args.run on more and fewer GPUs."""
     from swinv2_moe import planner
-    from swinv2_moe.machine_profile import save_profile
+    from swinv2_moe.config import all_sections
+    from swinv2_moe.time_plan import TimePlanner, measured_run, strategy_of
+
+    measured, run = measured_run(args.run)
+    sections = all_sections(run.config)
+    training = sections.train
+    images = training.batch_size * training.accumulation_steps * measured.gpus
+    strategy = strategy_of(sections.model.experts)
+    model = planner.describe(sections.model)
+    try:
+        times = TimePlanner(
+            measured, model, training, images, machine, args.gpus_per_node, strategy
+        )
+    except ValueError as error:
+        raise UserError(f"--run {args.run}: {error}") from error
+    plans, notes = [], []
+    user_gpus = args.nodes * args.gpus_per_node
+    for gpus in planner.scales(args.gpus_per_node, user_gpus):
+        try:
+            plans.append(times.predict(gpus))
+        except ValueError as error:
+            if gpus <= images or gpus == user_gpus:
+                notes.append(f"{gpus:,} GPUs left out: {error}")
+    aim = "its end"
+    if measured.target:
+        aim = f"{measured.target:g}% top-1"
+    processes = "processes"
+    if measured.gpus == 1:
+        processes = "process"
+    console.print(
+        f"time to {aim} of {args.run}: {measured.steps:,} steps of {images:,} images,"
+        f" {1e3 * measured.step:,.1f} ms each on {measured.gpus} {processes};"
+        f" {machine.name} with processors that take {times.factor:.3g} times as long",
+        soft_wrap=True,
+    )
+    if plans:
+        console.print(time_table(plans, user_gpus))
+    for note in notes:
+        console.print(note, soft_wrap=True)
+
+
+def plan_steps(
+    args: argparse.Namespace, config: CfgNode, machine: Machine, console: Console
+) -> None:
+    """Print and draw the predicted step of a configuration on more and fewer GPUs."""
+    from swinv2_moe import planner
+    from swinv2_moe.config import model_config, train_config
 
     batch_size = args.batch_size or config.DATA.BATCH_SIZE
     user_gpus = args.nodes * args.gpus_per_node
-    machine = planner.machine_named(args.profile)
-    if int(os.environ.get("RANK", 0)) > 0:  # under torchrun the first rank alone goes on
-        return
-    if args.save_profile:
-        save_profile(machine, args.save_profile)
     model, training = planner.describe(model_config(config)), train_config(config)
     plan, notes = [], []
     for gpus in planner.scales(args.gpus_per_node, user_gpus):
@@ -129,9 +206,30 @@ def main() -> None:
         f"{batch_size} images per GPU"
     )
     planner.draw(plan, user_gpus, title, Path(args.output))
-    console = Console(highlight=False)
     console.print(f"{title}; predicted (docs/explanation/planner.md)", soft_wrap=True)
     console.print(table_of(plan, machine, user_gpus))
     for note in notes:
         console.print(note, soft_wrap=True)
     console.print(f"figure: {args.output}", soft_wrap=True)
+
+
+def main() -> None:
+    args = parse()
+    config = None
+    if args.cfg:
+        from swinv2_moe.config import load_config
+
+        config = load_config(args.cfg, args.opts)
+    from swinv2_moe import planner
+    from swinv2_moe.machine_profile import save_profile
+
+    machine = planner.machine_named(args.profile)
+    if int(os.environ.get("RANK", 0)) > 0:  # under torchrun the first rank alone goes on
+        return
+    if args.save_profile:
+        save_profile(machine, args.save_profile)
+    console = Console(highlight=False)
+    if config is None:
+        plan_time(args, machine, console)
+    else:
+        plan_steps(args, config, machine, console)

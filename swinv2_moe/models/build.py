@@ -32,7 +32,7 @@ def build_model(
 def _model(config: ModelConfig, num_classes: int, group: ExpertGroup | None) -> MoEModel:
     strategy: ParallelStrategy | str = ParallelStrategy()
     if group:
-        strategy = _strategy(config.experts)
+        strategy = configured_strategy(config.experts)
     return model_types()[config.type].model(
         **model_arguments(config, num_classes), expert_group=group, expert_strategy=strategy
     )
@@ -59,7 +59,8 @@ def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, object]:
     }
 
 
-def _strategy(experts: ExpertsConfig) -> ParallelStrategy | str:
+def configured_strategy(experts: ExpertsConfig) -> ParallelStrategy | str:
+    """What MODEL.MOE.STRATEGY and the keys of a fixed one say; "auto" asks for a tuner."""
     if experts.strategy == "fixed":
         return ParallelStrategy(
             experts.r,

@@ -1,6 +1,7 @@
 """tools/plan_cluster.py in this process: table, figure, refusals; and its step times against
 published ones."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from tool_cases import command
 from moe_core.parallel import PROFILES, cost_model
 from swinv2_moe import planner
 from swinv2_moe.config import load_config, model_config, train_config
+from swinv2_moe.train import train
 
 ROOT = Path(__file__).parents[2]
 CFG = ("--cfg", str(ROOT / "configs" / "quickstart_digits.yaml"))
@@ -168,3 +170,38 @@ def test_published_images_per_second(monkeypatch):
             published, predicted = map(float, stated[name, f"{gpus} GPUs"])
             assert found.images / found.step / gpus == pytest.approx(predicted, abs=0.51)
             assert predicted == pytest.approx(published, rel=0.15)
+
+
+def test_the_time_of_a_run_on_more_gpus(plan, tmp_path):
+    config = load_config(
+        ROOT / "configs" / "quickstart_digits.yaml",
+        ["TRAIN.EPOCHS", "2", "TRAIN.WARMUP_EPOCHS", "0", "TRAIN.TARGET_TOP1", "1"]
+        + ["DATA.NUM_WORKERS", "0", "MODEL.SWINV2.DEPTHS", "[1, 1, 1]", "MODEL.MOE.BLOCKS"]
+        + ["[[], [0], [0]]", "DEVICE", "cpu"],
+        output=str(tmp_path / "run"),
+    )
+    train(config)
+    status, out, err, figure = plan("--run", tmp_path / "run", *CLUSTER)
+    assert (status, err) == (0, "")
+    assert not figure.exists()
+    first, *lines = out.splitlines()
+    assert first.startswith(f"time to 1% top-1 of {tmp_path / 'run'}: 22 steps of 64 images,")
+    times = [line.replace("*", "").split() for line in lines]
+    columns = next(words for words in times if words[:1] == ["GPUs"])
+    assert columns[-1] == "all"
+    rows = {int(words[0]): words for words in times if words[:1] and words[0].isdigit()}
+    assert list(rows) == [1, 2, 4, 8, 16, 32, 64]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert float(rows[1][-1]) == pytest.approx(summary["time_to_solution"], abs=0.3)
+    assert float(rows[16][-1]) < float(rows[1][-1])
+
+
+def test_refusals_of_a_run(plan, tmp_path):
+    def refusal(*words) -> str:
+        status, _, err, _ = plan(*words, *CLUSTER)
+        assert (status, err.count("\n")) == (2, 1), err
+        return err
+
+    assert "is not a run directory" in refusal("--run", tmp_path / "none")
+    message = refusal("--run", tmp_path, "--opts", "SEED", "1")
+    assert "--run takes the configuration of the run: leave out --batch-size and --opts" in message

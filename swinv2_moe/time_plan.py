@@ -1,0 +1,212 @@
+"""Predict the time to a target accuracy on any number of GPUs, from a run that has reached it.
+
+The number of steps is that of the run, since the images of a step stay the same. The planner
+predicts a step; its machine is slowed down or sped up until it predicts the run's own step. Other
+phases are the run's: data and validation divided over more GPUs, start and saving as they were.
+"""
+
+# W GPUs, g of them on each of N nodes
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moe_core.parallel import Machine, ParallelStrategy
+from swinv2_moe import planner
+from swinv2_moe.config import ExpertsConfig, TrainConfig
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.run_record import RunRecord, read_run
+from swinv2_moe.models.build import configured_strategy
+
+_SHARED = ("data", "validation")  # phases whose images are divided over the GPUs
+_FACTORS = (1e-4, 1e4)  # of a machine that is slower or faster than its profile
+_FIT_STEPS = 60
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a run says about the time to its target or, where it had none, to its end."""
+
+    target: float | None  # top-1, percent
+    gpus: int
+    steps: int  # of the optimiser
+    seconds: dict[str, float]  # by phase, as `PHASES` of training, and perhaps "staging"
+    watts: float | None  # of all machines, where it is known
+    cpu: float | None  # share of the machines' CPUs that training used, 0 to 1
+
+    @property
+    def step(self) -> float:
+        """Seconds of an optimiser step."""
+        return self.seconds["training"] / self.steps
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """The predicted time on one number of GPUs."""
+
+    step: planner.Prediction
+    seconds: dict[str, float]  # by phase
+    joules: float | None
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def measured_run(directory: Path) -> tuple[MeasuredRun, RunRecord]:
+    """What the run in `directory` has measured, and its record.
+
+    Raises:
+        UserError: it has not ended, missed its target, or is of a version that measured no phases.
+    """
+    run = read_run(directory)
+    summary = run.summary
+    if summary is None:
+        raise UserError(f"--run {directory}: has not ended, it has no summary.json")
+    target = summary.get("target_top1")
+    seconds, steps = summary.get("phases"), summary.get("steps")
+    if target:
+        seconds, steps = summary.get("phases_to_target"), summary.get("target_step")
+        if not steps:
+            raise UserError(f"--run {directory}: has not reached its target of {target:g}% top-1")
+    if not _is_table(seconds) or not isinstance(steps, int) or steps < 1:
+        raise UserError(f"--run {directory}: its summary.json does not say where the time went")
+    watts = None
+    joules, joules_seconds = summary.get("joules"), summary.get("phases")
+    if isinstance(joules, int | float) and _is_table(joules_seconds):
+        watts = joules / sum(joules_seconds.values())
+    measured = MeasuredRun(target, summary["world_size"], steps, seconds, watts, _cpu_use(run))
+    return measured, run
+
+
+def _is_table(seconds: object) -> bool:
+    """Whether this is a table of the seconds of phases, with training in it."""
+    if not isinstance(seconds, dict) or "training" not in seconds:
+        return False
+    numbers = seconds.values()
+    if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
+        return False
+    return math.isfinite(sum(numbers)) and seconds["training"] > 0
+
+
+def _cpu_use(run: RunRecord) -> float | None:
+    """The share of the machines' CPUs that training used; None without telemetry."""
+    busy, seconds = 0.0, 0.0
+    for entry in run.telemetry:
+        training = entry["telemetry"].get("training")
+        if training is not None and "cpu" in training:
+            busy += training["cpu"] * training["seconds"]
+            seconds += training["seconds"]
+    if not seconds:
+        return None
+    return busy / seconds
+
+
+class TimePlanner:
+    """Predicts times from one run.
+
+    Args:
+        images: of an optimiser step, over all GPUs.
+        strategy: of the MoE layers; None: the fastest.
+
+    Raises:
+        ValueError: the run's GPUs cannot share its experts.
+        UserError: no machine like `machine` takes as long for a step as the run did.
+    """
+
+    def __init__(
+        self,
+        measured: MeasuredRun,
+        model: planner.Model,
+        training: TrainConfig,
+        images: int,
+        machine: Machine,
+        gpus_per_node: int,
+        strategy: ParallelStrategy | None = None,
+    ) -> None:
+        self.measured = measured
+        self.model = model
+        self.training = training
+        self.images = images
+        self.gpus_per_node = gpus_per_node
+        self.strategy = strategy
+        self.machine = machine
+        self.factor = self._fit()  # of the machine's times
+
+    def predict(self, gpus: int, crowding: float = 1.0) -> TimePlan:
+        """The time on so many GPUs.
+
+        Args:
+            crowding: how many times longer all work takes because ranks share processors.
+
+        Raises:
+            ValueError: a number of GPUs that does not divide the images, or cannot share the
+                experts.
+        """
+        measured = self.measured
+        row = self._step(gpus, self.factor * crowding)
+        seconds = dict(measured.seconds)
+        seconds["training"] = measured.steps * row.step
+        for phase in _SHARED:
+            if phase in seconds:
+                seconds[phase] *= measured.gpus / gpus * crowding
+        joules = None
+        if measured.watts is not None:
+            joules = measured.watts * gpus / measured.gpus * sum(seconds.values())
+        return TimePlan(row, seconds, joules)
+
+    def _step(self, gpus: int, factor: float) -> planner.Prediction:
+        whole, rest = divmod(self.images, gpus * self.training.accumulation_steps)
+        if rest:
+            raise ValueError(f"{self.images} images a step cannot be divided over {gpus} GPUs")
+        return planner.predict(
+            self.model,
+            self.training,
+            slower(self.machine, factor),
+            gpus,
+            self.gpus_per_node,
+            whole,
+            self.strategy,
+        )
+
+    def _fit(self) -> float:
+        """The factor with which the run's own step is predicted."""
+        measured = self.measured
+        low, high = _FACTORS
+        if self._step(measured.gpus, low).step > measured.step:
+            raise UserError(
+                f"the links of {self.machine.name} alone take longer than the run's step of"
+                f" {1e3 * measured.step:,.0f} ms: take the profile of the machine that it ran on"
+            )
+        for _ in range(_FIT_STEPS):
+            middle = math.sqrt(low * high)
+            if self._step(measured.gpus, middle).step < measured.step:
+                low = middle
+            else:
+                high = middle
+        return high
+
+
+def slower(machine: Machine, factor: float) -> Machine:
+    """The machine with processors that take `factor` times as long, and the same links."""
+    return replace(
+        machine,
+        flops=machine.flops / factor,
+        flops_fp32=machine.flops_fp32 / factor,
+        memory_bandwidth=machine.memory_bandwidth / factor,
+        kernel_overhead=machine.kernel_overhead * factor,
+    )
+
+
+def strategy_of(experts: ExpertsConfig) -> ParallelStrategy | None:
+    """The strategy that a run of this configuration uses; None: a tuner chooses the fastest."""
+    strategy = configured_strategy(experts)
+    if isinstance(strategy, str):
+        return None
+    return strategy
+
+
+def phases_of(plans: Sequence[TimePlan]) -> list[str]:
+    """The phases of the plans that take time."""
+    return [phase for phase in plans[0].seconds if any(plan.seconds[phase] for plan in plans)]
