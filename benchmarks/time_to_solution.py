@@ -9,7 +9,9 @@ and encryption included, divided by the bytes of the shards.
 
 stage: `swinv2-moe stage` under torchrun, and by each node for itself
 train: with DATA.STAGE to a target accuracy: seconds by phase, and the bytes again
-plan:  what the planner says before: docs/explanation/planner.md
+plan:  what the planner predicts from the run on the fewest nodes, with the machine's speed and
+       links measured on two nodes. All nodes share the cores of this machine: from the share that
+       telemetry saw in use on one node follows how many times longer work takes on more.
 """
 
 # N nodes
@@ -27,8 +29,13 @@ from pathlib import Path
 
 from netns import Cluster, require
 
+from moe_core.parallel import Machine
 from swinv2_moe.command import run_command
+from swinv2_moe.config import all_sections
 from swinv2_moe.errors import UserError
+from swinv2_moe.machine_profile import load_profile
+from swinv2_moe.planner import describe
+from swinv2_moe.time_plan import TimePlanner, measured_run, strategy_of
 
 ROOT = Path(__file__).parents[1]
 PORT = 29500
@@ -190,9 +197,46 @@ class Measurement:
         seconds = run_on_nodes(cluster, commands, 3000)
         copies = (server.bytes_sent() - before) / self.size
         summary = json.loads((output / "summary.json").read_text())
-        if self.args.keep:
-            shutil.copytree(output, self.args.keep / f"{self.num_nodes}-nodes")
         return {"copies": copies, "seconds": seconds, "summary": summary}
+
+
+def measured_profile(args: argparse.Namespace, work: Path) -> Machine:
+    """The speed of this machine and of the links between two nodes."""
+    file = work / "profile.json"
+    words = ["plan-cluster", "--nodes", "2", "--gpus-per-node", "1", "--cfg", args.cfg]
+    words += ["--profile", "here", "--save-profile", str(file), "--output", str(work / "plan.png")]
+    with Cluster(2, 1, args.rate) as cluster:
+        commands = [f"{torchrun(node, 2)} {shlex.join(words)}" for node in range(2)]
+        run_on_nodes(cluster, commands, 600)
+    return load_profile(file)
+
+
+def report_predictions(found: dict[int, dict], first_run: Path, machine: Machine) -> None:
+    measured, run = measured_run(first_run)
+    sections = all_sections(run.config)
+    training = sections.train
+    images = training.batch_size * training.accumulation_steps * measured.gpus
+    strategy = strategy_of(sections.model.experts)
+    times = TimePlanner(measured, describe(sections.model), training, images, machine, 1, strategy)
+    use = measured.cpu or 1 / os.cpu_count()
+    print(f"\n{times.factor:.3g} times the profile's time; {use:.0%} of the cores in use")
+    print("\n| nodes | step, ms: predicted | measured | to the target, s: predicted | measured |")
+    print("| --- | --- | --- | --- | --- |")
+    for num_nodes, row in found.items():
+        summary = row["train"]["summary"]
+        reached = summary["phases_to_target"]
+        if reached is None:
+            continue
+        crowding = max(1.0, use * num_nodes / measured.gpus) / max(1.0, use)
+        plan = times.predict(num_nodes, crowding)
+        step = 1e3 * reached["training"] / summary["target_step"]
+        step_error = 1e3 * plan.step.step / step - 1
+        total = sum(reached.values())
+        error = plan.total / total - 1
+        print(
+            f"| {num_nodes} | {1e3 * plan.step.step:,.0f} ({step_error:+.0%}) | {step:,.0f}"
+            f" | {plan.total:.1f} ({error:+.0%}) | {total:.1f} |"
+        )
 
 
 def report(found: dict[int, dict]) -> None:
@@ -234,7 +278,6 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=10.0, help="top-1, percent")
     parser.add_argument("--global-batch", type=int, default=128, help="images of a step")
     parser.add_argument("--opts", nargs="*", default=[], help="any configuration keys")
-    parser.add_argument("--keep", type=Path, help="a directory for the runs' directories")
     parser.add_argument("--json", type=Path, help="where to write every number")
     args = parser.parse_args()
     require()
@@ -243,12 +286,16 @@ def main() -> None:
             raise UserError(f"{tool} is not here: apt install sshfs openssh-server")
     args.shards = args.shards.resolve()
     found = {}
-    with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
         for num_nodes in args.nodes:
-            found[num_nodes] = Measurement(args, num_nodes, Path(work)).run()
+            found[num_nodes] = Measurement(args, num_nodes, work).run()
             if args.json:
                 args.json.write_text(json.dumps(found, indent=1) + "\n")
-    report(found)
+        report(found)
+        if args.cfg:
+            first_run = work / f"{args.nodes[0]}-nodes" / "output"
+            report_predictions(found, first_run, measured_profile(args, work))
 
 
 if __name__ == "__main__":
