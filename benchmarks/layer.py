@@ -3,11 +3,13 @@
 
     python benchmarks/layer.py                     (about 8 minutes on two cores)
     python benchmarks/layer.py --shapes 4608x512x8 --dtypes float32 --rounds 15
+    python benchmarks/layer.py --kernels avx2 avx512 torch --same-dtype
     python benchmarks/layer.py --device cuda       (the shapes of SwinV2-B's stages 3 and 4)
 
 A shape is TxMxE[xK]: tokens, model dim, experts, top-k (1); hidden dim is 4 M, for the dense
 network K times that. bfloat16: autocast over fp32 weights, for the peers too; every ratio is to the
-dense network in float32 on a CPU, and in the same dtype on a GPU. Each output, and each gradient of
+dense network in float32 on a CPU, and in the same dtype on a GPU or with --same-dtype. Each output,
+and each gradient of
 the input, is first compared with the reference in fp64: what is wrong is named and not timed. f =
 0: nothing drops. A step ends with zero_grad: freeing 1 GB of gradients takes 100 ms, for which
 whatever comes next must not pay.
@@ -23,7 +25,8 @@ import argparse
 import gc
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +37,7 @@ from results_file import Table, keep, publish
 from timing import CALLS_NOTE, graph_replay, timed
 from torch import Tensor, nn
 
-from moe_core import MoEConfig, MoELayer, prepared
+from moe_core import KERNELS, MoEConfig, MoELayer, prepared
 from swinv2_moe.measure.rounds import matrix_product
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 
@@ -63,6 +66,7 @@ EINSUM = "einsum (GShard)"
 EINSUM_TOKENS = 5000  # above, the masks take more memory and time than all else that is measured
 REPLAYED = ("moe_core", "dense")  # as CUDA graphs, too; the peers read from the device
 PRODUCT = "matrix product"
+LAYER = "moe_core"
 PASSES = {"inference": 1, "training": 3}  # a backward pass has two products for each one
 
 Measured = tuple[dict[str, Times], dict[str, Times]]  # by name: inference, training
@@ -77,6 +81,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK]")
     parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
+    parser.add_argument(
+        "--kernels", nargs="+", choices=KERNELS, default=["auto"], help="a layer with each of them"
+    )
+    parser.add_argument(
+        "--same-dtype", action="store_true", help="ratios to the dense network in the same dtype"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
@@ -106,14 +116,25 @@ class Case:
         device: str,
         peers: bool,
         peak: bool = False,  # also time a large matrix product
+        kernels: Sequence[str] = ("auto",),
     ) -> None:
         tokens, model_dim, num_experts, *rest = shape
         self.top_k, self.dtype, self.device = rest[0] if rest else 1, dtype, torch.device(device)
         torch.manual_seed(0)
         config = MoEConfig(
-            model_dim, 4 * model_dim, num_experts, top_k=self.top_k, capacity_factor=0.0
+            model_dim,
+            4 * model_dim,
+            num_experts,
+            top_k=self.top_k,
+            capacity_factor=0.0,
+            kernels=kernels[0],
         )
         self.layer = MoELayer(config).to(device)
+        self.layers = {LAYER if kernels[0] == "auto" else f"{LAYER}, {kernels[0]}": self.layer}
+        for other in kernels[1:]:
+            layer = MoELayer(replace(config, kernels=other)).to(device)
+            layer.load_state_dict(self.layer.state_dict(), assign=True)
+            self.layers[f"{LAYER}, {other}"] = layer
         hidden = self.top_k * config.hidden_dim  # the FLOPs that a token meets in the MoE layer
         dense = nn.Sequential(
             nn.Linear(model_dim, hidden), nn.GELU(), nn.Linear(hidden, model_dim)
@@ -125,9 +146,9 @@ class Case:
             product, self.product_flops = matrix_product(getattr(torch, dtype), self.device)
             self.product[PRODUCT] = product
         self.trained = {"moe_core": self.layer, "dense": dense}
-        self.modules = [self.layer, dense]
+        self.modules = [*self.layers.values(), dense]
         self.alternatives: dict[str, Callable[[Tensor], Tensor]] = {
-            "moe_core": lambda x: self.layer(x)[0]
+            name: partial(_output, layer) for name, layer in self.layers.items()
         }
         self.left_out: dict[str, str] = {}
         if peers:
@@ -182,8 +203,8 @@ class Case:
             else:
                 reason = f"wrong: an error of {error:.1e} of the largest value"
             if not error < TOLERANCE[self.dtype]:
-                if name == "moe_core":
-                    raise SystemExit(f"moe_core: {reason}")
+                if name in self.layers:
+                    raise SystemExit(f"{name}: {reason}")
                 del self.alternatives[name]
                 self.left_out[name] = reason
         gc.collect()
@@ -243,7 +264,7 @@ class Case:
         x = self.x.detach()
         for module in self.modules:
             module.eval()
-        with prepared(self.layer), torch.no_grad():
+        with prepared(nn.ModuleList(self.layers.values())), torch.no_grad():
             forwards = {name: capture(partial(run, x)) for name, run in runs.items()}
             inference = timed(forwards | self.product, rounds, self.device.type)
         for module in self.modules:
@@ -255,6 +276,10 @@ class Case:
         """Of the experts' two products in a forward pass."""
         config = self.layer.config
         return 4 * len(self.x) * self.top_k * config.model_dim * config.hidden_dim
+
+
+def _output(layer: MoELayer, x: Tensor) -> Tensor:
+    return layer(x)[0]
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
@@ -276,6 +301,8 @@ class Results:
         self.left_out |= case.left_out
         measured = case.times(self.args.rounds)
         floor = FLOOR[self.args.device]
+        if self.args.same_dtype and self.args.device == "cpu":
+            floor = f"dense, {dtype}"
         self._add(case, label, head | {"timing": "many calls"}, measured, floor)
         if EINSUM in case.left_out:
             reason = f"not measured: {case.left_out[EINSUM]}"
@@ -301,7 +328,7 @@ class Results:
                 cells += [milliseconds, median_and_spread(ratio, 2)]
                 if share:
                     shares.append(median_and_spread(share, 3))
-                entry = {"name": name, "layer": name == "moe_core", "pass": pass_name}
+                entry = {"name": name, "layer": name in case.layers, "pass": pass_name}
                 entry |= {"ms": times[name], "ratio": ratio, "share_of_peak": share}
                 self.data.append(head | entry)
             shown = name
@@ -345,7 +372,8 @@ def main() -> None:
     results = Results(args)
     for shape in args.shapes:
         for dtype in args.dtypes:
-            case = Case(shape, dtype, args.device, not args.no_peers, args.peak)
+            peers = not args.no_peers
+            case = Case(shape, dtype, args.device, peers, args.peak, args.kernels)
             results.measure(case, shape, dtype)
             keep(results.table(), args.device, args.output)
             del case

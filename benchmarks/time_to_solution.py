@@ -205,6 +205,7 @@ def measured_profile(args: argparse.Namespace, work: Path) -> Machine:
     file = work / "profile.json"
     words = ["plan-cluster", "--nodes", "2", "--gpus-per-node", "1", "--cfg", args.cfg]
     words += ["--profile", "here", "--save-profile", str(file), "--output", str(work / "plan.png")]
+    words += ["--opts", "DATA.PATH", str(args.shards)]
     with Cluster(2, 1, args.rate) as cluster:
         commands = [f"{torchrun(node, 2)} {shlex.join(words)}" for node in range(2)]
         run_on_nodes(cluster, commands, 600)

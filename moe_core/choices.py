@@ -1,6 +1,7 @@
 """Names of fixed alternatives. Those that can be extended are in moe_core.registry."""
 
-KERNELS = ("auto", "triton", "torch")  # MoEConfig.kernels
+CPU_KERNELS = ("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon")  # the fastest first
+KERNELS = ("auto", "triton", "torch", *CPU_KERNELS)  # MoEConfig.kernels
 EXCHANGES = ("counted", "static")  # ParallelStrategy.exchange
 # fields of MoEConfig
 ROUTING_CHOICES = {"gate_activation": ("softmax", "sigmoid"), "balance": ("loss", "bias")}

@@ -147,9 +147,9 @@ def owned(whole: Tensor, layer: MoELayer, name: str) -> Tensor:
     return whole[first : first + count].chunk(num_parts, 1)[part]
 
 
-def expert_ffn(rows, w1, b1, w2, b2, offsets, *settings) -> torch.Tensor:
+def expert_ffn(rows, w1, b1, w2, b2, offsets, *settings, **named) -> torch.Tensor:
     """The op with its weights one by one."""
-    return ops.expert_ffn(rows, ExpertWeights(w1, b1, w2, b2), offsets, *settings)
+    return ops.expert_ffn(rows, ExpertWeights(w1, b1, w2, b2), offsets, *settings, **named)
 
 
 def moe_ffn(tokens, gates, w1, b1, w2, b2, plan, *settings) -> torch.Tensor:

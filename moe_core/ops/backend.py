@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_core.choices import KERNELS
+from moe_core.choices import CPU_KERNELS, KERNELS
 from moe_core.ops.native import library
+from moe_core.ops.native.instruction_sets import sets_of_cpu
 
 # The activations that the Triton and C++ kernels compute, in the order of their numbers there.
 KERNEL_ACTIVATIONS = ("gelu", "relu", "silu")
@@ -65,12 +66,10 @@ def _grouped_mm(request: Request) -> bool:
 
 
 def _cpp_ffn(request: Request) -> bool:
-    weight_dtypes = (torch.float32, request.dtype, library.PACKED_DTYPES.get(request.dtype))
-    return (
-        request.activation in KERNEL_ACTIVATIONS
-        and request.weight_dtype in weight_dtypes
-        and library.usable(request.dtype)
-    )
+    if request.activation not in KERNEL_ACTIVATIONS:
+        return False
+    packed = library.packed_dtype(request.dtype, request.kernels)  # None without a library
+    return packed is not None and request.weight_dtype in (torch.float32, request.dtype, packed)
 
 
 def _cpp_plan(request: Request) -> bool:
@@ -122,12 +121,14 @@ def select(operation: str, request: Request) -> str:
     """The module of the form that runs, an argument for `load`.
 
     `request.kernels` limits the choice. "auto" allows Triton on a CUDA device where it works, C++
-    on a CPU, and torch. "triton" allows Triton and torch. "torch" allows torch alone. With
-    TRITON_INTERPRET=1 Triton's interpreter runs the kernels, also on a CPU; there "auto" does not
-    allow it.
+    on a CPU, and torch. "triton" allows Triton and torch. "torch" allows torch alone. One of
+    CPU_KERNELS makes the experts' products on a CPU use those instructions; on another device it is
+    "auto". With TRITON_INTERPRET=1 Triton's interpreter runs the kernels, also on a CPU; there
+    "auto" does not allow it.
 
     Raises:
-        ValueError: `kernels` has another value, or is "triton" where Triton cannot run.
+        ValueError: `kernels` has another value, is "triton" where Triton cannot run, or names
+            instructions that this CPU lacks or that do not compile.
     """
     return _select(operation, *request)
 
@@ -169,10 +170,15 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
     if kernels == "torch":
         _log_once(f"torch on {device}")
         return ("torch",)
-    if kernels == "auto" and device == "cpu":
+    if kernels in CPU_KERNELS:
+        if device != "cpu":
+            return _languages("auto", device)
+        if not library.description(kernels):
+            raise ValueError(_why_no_library(kernels))
+    if kernels in ("auto", *CPU_KERNELS) and device == "cpu":
         languages = "torch"
-        if library.description():
-            languages = f"{library.description()} and torch"
+        if library.description(kernels):
+            languages = f"{library.description(kernels)} and torch"
         _log_once(f"{languages} on cpu")
         return ("cpp", "torch")
     if kernels == "auto" and device != "cuda":
@@ -186,6 +192,13 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
         raise ValueError(f"kernels ('triton') cannot run on device type {device!r}: {obstacle}")
     _log_once(f"torch on {device}, since Triton cannot run there: {obstacle}", logging.WARNING)
     return ("torch",)
+
+
+def _why_no_library(kernels: str) -> str:
+    """Why `kernels`, one of CPU_KERNELS, cannot run here."""
+    if kernels in [known.name for known in sets_of_cpu()]:
+        return f"kernels ({kernels!r}) cannot run here: they do not compile (the log says why)"
+    return f"kernels ({kernels!r}) cannot run here: this CPU lacks the instructions"
 
 
 @functools.cache  # several values of `kernels` may lead to the same message

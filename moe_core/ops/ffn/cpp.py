@@ -1,4 +1,4 @@
-"""The experts' networks on an x86 CPU, in C++: fp32 with AVX-512, bf16 with AMX."""
+"""The experts' networks on a CPU, in C++."""
 
 # E experts, N rows, M model dim, H hidden dim
 
@@ -12,10 +12,18 @@ from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.buffers import empty
 from moe_core.ops.ffn.dropout import Dropout
 from moe_core.ops.ffn.inputs import FFNInputs
-from moe_core.ops.native.library import PACKED_DTYPES, call, library, pointer
+from moe_core.ops.native.library import (
+    PACKED_DTYPES,
+    call,
+    library,
+    packed_dtype,
+    pointer,
+)
 
 
-def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+def pack_weights(
+    w1: Tensor, w2: Tensor, dtype: torch.dtype, kernels: str
+) -> tuple[Tensor, Tensor] | None:
     """fp32 weights [E, H, M] converted to `dtype` and stored in the order that `forward` reads.
 
     Returns:
@@ -27,10 +35,11 @@ def pack_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     if hidden_dim % 32 != 0 or model_dim % 32 != 0:
         return None
     sources = [w1.contiguous(), w2.contiguous()]
-    packed = [empty(w.shape, PACKED_DTYPES[dtype], w.device, reuse=False) for w in sources]
+    packed_as = packed_dtype(dtype, kernels)
+    packed = [empty(w.shape, packed_as, w.device, reuse=False) for w in sources]
     is_bf16 = dtype == torch.bfloat16
     sizes = (num_experts, hidden_dim, model_dim, is_bf16, torch.get_num_threads())
-    call("pack_weights", sources + packed, sizes)
+    call("pack_weights", sources + packed, sizes, kernels)
     return packed[0], packed[1]
 
 
@@ -85,7 +94,7 @@ def backward(
     return rounded
 
 
-class _Problem(ctypes.Structure):  # as in ffn_x86.cpp
+class _Problem(ctypes.Structure):  # as in native/ffn.cpp
     _fields_ = (
         [(name, c_void_p) for name in ("rows", "w1", "w2", "b1", "b2", "ends", "noise")]
         + [(name, c_long) for name in ("num_experts", "model_dim", "hidden_dim", "threads")]
@@ -120,6 +129,7 @@ class _Call:
             inputs.noise,
         ]
         num_experts, hidden_dim, model_dim = w1.shape
+        self.kernels = inputs.kernels
         dropout = Dropout.of(inputs.dropout if inputs.noise is not None else 0.0)
         self.problem = _Problem(
             *map(pointer, self.tensors),
@@ -128,8 +138,8 @@ class _Call:
             hidden_dim=hidden_dim,
             threads=torch.get_num_threads(),
             rows_bf16=rows.dtype == torch.bfloat16,
-            weights_bf16=w1.dtype != torch.float32,
-            packed=w1.dtype in PACKED_DTYPES.values(),
+            weights_bf16=w1.dtype in (torch.bfloat16, torch.int16),
+            packed=w1.dtype in PACKED_DTYPES,
             activation=KERNEL_ACTIVATIONS.index(inputs.activation),
             least=dropout.threshold,
             scale=dropout.scale,
@@ -139,7 +149,8 @@ class _Call:
         if self.num_used_rows == 0:
             return
         problem = ctypes.byref(self.problem)
-        space = getattr(library(), f"{direction}_space")(problem)
+        functions = library(self.kernels)
+        space = getattr(functions, f"{direction}_space")(problem)
         memory = empty((space,), torch.uint8, torch.device("cpu"))
-        function = getattr(library(), f"experts_{direction}")
+        function = getattr(functions, f"experts_{direction}")
         function(problem, pointer(memory), *map(pointer, tensors))

@@ -67,7 +67,7 @@ def pack_weights(
     pack = getattr(form, "pack_weights", None)
     if pack is None:
         return None
-    return pack(w1, w2, dtype)
+    return pack(w1, w2, dtype, kernels)
 
 
 # 1. Ops

@@ -1,6 +1,7 @@
-"""The C++ kernels for x86 CPUs.
+"""The C++ kernels for CPUs.
 
-They are compiled with $CXX (g++) at their first use, once, into the user's cache directory.
+They are compiled with $CXX (g++) at their first use, once for each instruction set, into the user's
+cache directory.
 """
 
 import ctypes
@@ -19,39 +20,49 @@ import torch
 from torch import Tensor
 
 from moe_core.ops.native.build_cache import compiled_library
+from moe_core.ops.native.instruction_sets import InstructionSet, sets_of_cpu
 
-_NAMES = ("ffn_x86.cpp", "rows_x86.cpp", "plan.cpp", "product_x86.hpp")
+_NAMES = ("ffn.cpp", "rows.cpp", "plan.cpp", "product.hpp", "vectors.hpp")
 _SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
-_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-_AMX = {"avx512_bf16", "amx_tile", "amx_bf16"}
-_INSTRUCTIONS = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16"
-_FLAGS = f"-std=c++17 -O2 {_INSTRUCTIONS} -fopenmp -fPIC -shared".split()
+_FLAGS = ["-std=c++17", "-O2", "-fopenmp", "-fPIC", "-shared"]
 # Weights in a kernel's memory layout have integer dtypes, because they are not a valid tensor of
-# numbers.
-PACKED_DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+# numbers: one integer for each number, or one of half the size for bf16.
+PACKED_DTYPES = (torch.int32, torch.int16)
 _log = logging.getLogger("moe_core")
 
 
-def usable(dtype: torch.dtype) -> bool:
-    """Whether this CPU has the instructions for fp32 or bf16, and the library compiles."""
-    if dtype == torch.float32:
-        return _cpu_flags() >= _AVX512 and find_library() is not None
-    return dtype == torch.bfloat16 and _cpu_flags() >= _AVX512 | _AMX and _tiles()
+def usable(dtype: torch.dtype, kernels: str = "auto") -> bool:
+    """Whether there is a library for this CPU, and it has the dtype.
+
+    Args:
+        kernels: the name of an instruction set, or "auto".
+    """
+    return dtype in (torch.float32, torch.bfloat16) and chosen(kernels) is not None
 
 
-def description() -> str:
-    """The usable instruction sets, for the log; "" if there are none."""
-    names = []
-    if usable(torch.float32):
-        names.append("AVX-512")
-    if usable(torch.bfloat16):
-        names.append("AMX")
-    if names:
-        return f"C++ ({', '.join(names)})"
-    return ""
+def description(kernels: str = "auto") -> str:
+    """The instruction set in use, for the log; "" if there is none."""
+    found = chosen(kernels)
+    if found is None:
+        return ""
+    return f"C++ ({found[0].label})"
 
 
-def call(function: str, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> int:
+def packed_dtype(dtype: torch.dtype, kernels: str = "auto") -> torch.dtype | None:
+    """The dtype of packed weights for rows of `dtype`; None without a library."""
+    if not usable(dtype, kernels):
+        return None
+    if dtype == torch.bfloat16 and library(kernels).bf16_product_bytes() == 2:
+        return torch.int16
+    return torch.int32
+
+
+def call(
+    function: str,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    kernels: str = "auto",
+) -> int:
     """Call a function of the library.
 
     Its arguments are the pointers of contiguous tensors (None is a null pointer), then `numbers` as
@@ -59,7 +70,7 @@ def call(function: str, tensors: Sequence[Tensor | None], numbers: Sequence[int]
     """
     arguments: list = [pointer(tensor) for tensor in tensors]
     arguments += [c_long(number) for number in numbers]
-    return getattr(library(), function)(*arguments)
+    return getattr(library(kernels), function)(*arguments)
 
 
 def pointer(tensor: Tensor | None) -> c_void_p:
@@ -68,61 +79,66 @@ def pointer(tensor: Tensor | None) -> c_void_p:
     return c_void_p(tensor.data_ptr())
 
 
-@functools.cache
-def _cpu_flags() -> frozenset[str]:
-    """The CPU's instructions, in Linux's names."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    for line in lines:
-        if line.startswith("flags"):
-            return frozenset(line.split(":")[1].split())
-    return frozenset()
-
-
-@functools.cache
-def _tiles() -> bool:
-    """Whether the library exists and the operating system allows this process to use AMX."""
-    return find_library() is not None and library().request_tiles() == 0
-
-
-def library() -> ctypes.CDLL:
+def library(kernels: str = "auto") -> ctypes.CDLL:
     """The library. Call `usable` first: it must have returned True."""
-    loaded = find_library()
-    assert loaded is not None
-    return loaded
+    found = chosen(kernels)
+    assert found is not None
+    return found[1]
 
 
 @functools.cache
-def find_library() -> ctypes.CDLL | None:
-    """The library, compiled if necessary. None if it does not compile; the log gives the reason."""
-    path = None
+def chosen(kernels: str = "auto") -> tuple[InstructionSet, ctypes.CDLL] | None:
+    """The best instruction set that works here, or the one that `kernels` names, and its library.
+
+    None if the CPU has none of them, or if C++ does not compile; then the log says why.
+    """
+    problem = ""
+    for known in sets_of_cpu():
+        if kernels not in ("auto", known.name):
+            continue
+        try:
+            return known, _load(known)
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = getattr(error, "stderr", None) or str(error)
+            problem = reason.splitlines()[0]
+    if problem:
+        _log.warning("moe_core kernels: torch on this CPU, since C++ does not compile: %s", problem)
+    return None
+
+
+def _load(instructions: InstructionSet) -> ctypes.CDLL:
+    """The library, compiled if necessary.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: it does not compile, or cannot run here.
+    """
+    path = _compiled(instructions)
     try:
-        path = _compiled()
         library = ctypes.CDLL(str(path))
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", None) or str(error)
-        _log.warning(
-            "moe_core kernels: torch on this CPU, since C++ does not compile: %s",
-            reason.splitlines()[0],
-        )
-        if path is not None:
-            path.unlink(missing_ok=True)  # the next process compiles it again
-        return None
-    for function in (library.forward_space, library.backward_space, library.make_plan):
+    except OSError:
+        path.unlink(missing_ok=True)  # the next process compiles it again
+        raise
+    if library.request_tiles() != 0:
+        raise OSError("the operating system does not allow this process to use AMX")
+    functions = (
+        library.forward_space,
+        library.backward_space,
+        library.make_plan,
+        library.bf16_product_bytes,
+    )
+    for function in functions:
         function.restype = c_long
     return library
 
 
-def _compiled() -> Path:
-    """The library for these sources, compiler and flags."""
+def _compiled(instructions: InstructionSet) -> Path:
+    """The library for these sources, instructions and compiler."""
     program = shlex.split(os.environ.get("CXX") or "g++")
     version = subprocess.run(program + ["--version"], check=True, capture_output=True, text=True)
-    compiler = program + _FLAGS
+    compiler = program + _FLAGS + instructions.options.split()
     contents = [source.read_text() for source in _SOURCES]
     key = "\n".join([platform.machine(), version.stdout] + compiler + contents)
-    name = f"x86-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    name = f"{instructions.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
     def compile_to(library: Path) -> None:
         _log.info("moe_core kernels: compiling %s, once (about 10 s)", library.with_name(name))

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from moe_core.ops.native import instruction_sets
 from moe_core.ops.native import library as native_library
 from moe_core.ops.native.build_cache import cache_directory, compiled_library
 
@@ -146,10 +147,11 @@ def test_a_library_that_does_not_load_is_compiled_anew_by_the_next_process(
     monkeypatch.setattr(
         native_library,
         "_compiled",
-        lambda: compiled_library(NAME, lambda path: path.write_bytes(b"")),
+        lambda instructions: compiled_library(NAME, lambda path: path.write_bytes(b"")),
     )
+    monkeypatch.setattr(native_library, "sets_of_cpu", lambda: instruction_sets.SETS[:1])
     with caplog.at_level(logging.WARNING, "moe_core"):
-        assert native_library.find_library.__wrapped__() is None
+        assert native_library.chosen.__wrapped__() is None
     assert len(caplog.records) == 1
     assert compiled() == 1
 
@@ -162,16 +164,16 @@ cp {library} "$2"
 LOAD = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-from moe_core.ops.native.library import find_library as library
-print("loaded", library() is not None)
+from moe_core.ops.native.library import chosen
+print("loaded", chosen() is not None)
 """
 
 
-@pytest.mark.skipif(native_library.find_library() is None, reason="no compiler here")
+@pytest.mark.skipif(native_library.chosen() is None, reason="no compiler here")
 @pytest.mark.parametrize("size", [0, 5000])
 def test_a_truncated_library_ends_no_process(size, tmp_path):
     """Loading it as it is would be a bus error, or no C++ for ever."""
-    good = native_library._compiled()
+    good = native_library._compiled(native_library.chosen()[0])
     compiler = tmp_path / "compiler"
     compiler.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && exit\n'

@@ -3,23 +3,27 @@ compilation."""
 
 # N rows, M model dim, H hidden dim
 
+import platform
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_cases import expert_ffn
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.ops import pack_weights
+from moe_core.choices import CPU_KERNELS
+from moe_core.ops import backend, pack_weights
 from moe_core.ops.backend import Request, select
 from moe_core.ops.ffn import cpp as ffn_cpp
 from moe_core.ops.ffn import loop, reference
 from moe_core.ops.ffn.inputs import FFNInputs
-from moe_core.ops.native import library
+from moe_core.ops.native import instruction_sets, library
+from moe_core.ops.native.instruction_sets import sets_of_cpu
 
 OPS = torch.ops.moe_core
 DTYPES = [
@@ -30,15 +34,27 @@ DTYPES = [
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 2e-2}  # of the largest value, which is near 1
 
 
-def form(dtype: torch.dtype, weight_dtype: torch.dtype, device: str = "cpu") -> str:
-    request = Request("auto", device, dtype, weight_dtype=weight_dtype, activation="gelu")
+SETS = [known.name for known in sets_of_cpu()]  # each test runs with all that this CPU has
+
+
+def form(
+    dtype: torch.dtype, weight_dtype: torch.dtype, device: str = "cpu", kernels: str = "auto"
+) -> str:
+    request = Request(kernels, device, dtype, weight_dtype=weight_dtype, activation="gelu")
     return select("ffn", request)
 
 
-def inputs(sizes: list[int], model_dim: int, hidden_dim: int, dtypes, seed: int = 0):
+@pytest.fixture(params=SETS or ["auto"])
+def kernels(request) -> str:
+    return request.param
+
+
+def inputs(
+    sizes: list[int], model_dim: int, hidden_dim: int, dtypes, seed: int = 0, kernels: str = "auto"
+):
     """rows, weights, offsets and a gradient of the output; as large as they are in a network."""
     dtype, weight_dtype = dtypes
-    if form(dtype, weight_dtype) != "ffn.cpp":
+    if form(dtype, weight_dtype, kernels=kernels) != "ffn.cpp":
         pytest.skip("this CPU or compiler lacks the instructions")
     generator = torch.Generator().manual_seed(seed)
     experts, num_rows = len(sizes), sum(sizes)
@@ -66,8 +82,8 @@ def outcome(function, rows, weights, offsets, grad) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def assert_equals_reference(rows, weights, offsets, grad) -> None:
-    found = outcome(expert_ffn, rows, weights, offsets, grad)
+def assert_equals_reference(rows, weights, offsets, grad, kernels: str) -> None:
+    found = outcome(partial(expert_ffn, kernels=kernels), rows, weights, offsets, grad)
     expected = outcome(
         reference.expert_ffn, rows.double(), [w.double() for w in weights], offsets, grad.double()
     )
@@ -84,10 +100,11 @@ def assert_equals_reference(rows, weights, offsets, grad) -> None:
     hidden_dim=st.integers(1, 100),
     dtypes=st.sampled_from(DTYPES),
 )
-@settings(max_examples=60, deadline=None)
-def test_any_sizes_equal_the_reference(sizes, model_dim, hidden_dim, dtypes):
-    """Blocks of 16 x 16, panels of 14, pairs of tiles, and what is left over of each."""
-    assert_equals_reference(*inputs(sizes, model_dim, hidden_dim, dtypes))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_sizes_equal_the_reference(kernels, sizes, model_dim, hidden_dim, dtypes):
+    """Blocks of 16 x 16, panels of 12 or 14, pairs of tiles, and what is left over of each."""
+    case = inputs(sizes, model_dim, hidden_dim, dtypes, kernels=kernels)
+    assert_equals_reference(*case, kernels)
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
@@ -96,19 +113,20 @@ def test_any_sizes_equal_the_reference(sizes, model_dim, hidden_dim, dtypes):
     [([9000, 40], 52, 300), ([90], 40, 9000), ([3, 0, 1], 1100, 4400)],
     ids=["rows in several steps", "hidden units in several steps", "wide"],
 )
-def test_what_one_step_does_not_hold(sizes, model_dim, hidden_dim, dtypes):
-    assert_equals_reference(*inputs(sizes, model_dim, hidden_dim, dtypes))
+def test_what_one_step_does_not_hold(sizes, model_dim, hidden_dim, dtypes, kernels):
+    case = inputs(sizes, model_dim, hidden_dim, dtypes, kernels=kernels)
+    assert_equals_reference(*case, kernels)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
-def test_activations_and_their_slopes_in_fp32(activation):
+def test_activations_and_their_slopes_in_fp32(activation, kernels):
     """Seen through one hidden unit: a relative error, since what is far below zero is tiny.
     exp(-100) is, too."""
     z = torch.cat([torch.linspace(-8, 8, 4001), torch.tensor([0.0, -0.0, 100, -100, 1e4, -1e4])])
-    rows, weights, offsets, _ = inputs([len(z)], 1, 1, DTYPES[0])
+    rows, weights, offsets, _ = inputs([len(z)], 1, 1, DTYPES[0], kernels=kernels)
     rows = z.unsqueeze(1).requires_grad_()
     one = torch.ones_like(weights[0])
-    out = expert_ffn(rows, one, None, one, None, offsets, activation)
+    out = expert_ffn(rows, one, None, one, None, offsets, activation, kernels=kernels)
     exact = z.double().unsqueeze(1).requires_grad_()
     exact_gelu = lambda z: z * torch.erfc(-z / 2**0.5) / 2  # noqa: E731 - F.gelu cancels far below zero
     functions = {"gelu": exact_gelu, "relu": torch.relu, "silu": lambda z: z * z.sigmoid()}
@@ -122,23 +140,23 @@ def test_activations_and_their_slopes_in_fp32(activation):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so(value):
+def test_what_is_not_finite_stays_so(value, kernels):
     for dtypes in DTYPES:
-        rows, weights, offsets, _ = inputs([5, 20], 24, 40, dtypes)
+        rows, weights, offsets, _ = inputs([5, 20], 24, 40, dtypes, kernels=kernels)
         rows[7, 3] = value
-        out = expert_ffn(rows, *weights, offsets)
+        out = expert_ffn(rows, *weights, offsets, kernels=kernels)
         assert not out[7].isfinite().any()
         assert out[:7].isfinite().all()
         assert out[8:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_dropout_is_the_loop_s(dtypes, monkeypatch):
+def test_dropout_is_the_loop_s(dtypes, kernels):
     """The same noise in each kernel's own order of the hidden layer gives the same output and
     gradients."""
-    rows, weights, offsets, grad = inputs([33, 0, 47], 40, 64, dtypes)
-    noise = OPS.dropout_noise(rows, weights[0], "gelu", "auto")
-    ffn_inputs = FFNInputs(rows, *weights, offsets, noise, "gelu", 0.3, "auto")
+    rows, weights, offsets, grad = inputs([33, 0, 47], 40, 64, dtypes, kernels=kernels)
+    noise = OPS.dropout_noise(rows, weights[0], "gelu", kernels)
+    ffn_inputs = FFNInputs(rows, *weights, offsets, noise, "gelu", 0.3, kernels)
     needs = [True] * 5
     out, hidden = OPS.expert_ffn(*ffn_inputs, True)
     found = [out, *OPS.expert_ffn_backward(grad, hidden, needs, *ffn_inputs)]
@@ -155,16 +173,17 @@ def test_dropout_is_the_loop_s(dtypes, monkeypatch):
 
 @pytest.mark.parametrize(("model_dim", "hidden_dim"), [(40, 9000), (2112, 40)])
 @pytest.mark.parametrize("dtypes", DTYPES[:2], ids=str)
-def test_threads_divide_the_work_and_repeat_it_to_the_bit(dtypes, model_dim, hidden_dim):
+def test_threads_divide_the_work_and_repeat_it_to_the_bit(dtypes, model_dim, hidden_dim, kernels):
     """More threads than experts divide an expert's hidden units, by 32; their sums have a fixed
     order."""
-    case = inputs([30, 2], model_dim, hidden_dim, dtypes)
+    case = inputs([30, 2], model_dim, hidden_dim, dtypes, kernels=kernels)
+    run = partial(expert_ffn, kernels=kernels)
     before = torch.get_num_threads()
     try:
         for threads in (1, 5):
             torch.set_num_threads(threads)
-            assert_equals_reference(*case)
-            first, again = (outcome(expert_ffn, *case) for _ in range(2))
+            assert_equals_reference(*case, kernels)
+            first, again = (outcome(run, *case) for _ in range(2))
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     finally:
         torch.set_num_threads(before)
@@ -172,19 +191,19 @@ def test_threads_divide_the_work_and_repeat_it_to_the_bit(dtypes, model_dim, hid
 
 @pytest.mark.parametrize("dtypes", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(("model_dim", "hidden_dim"), [(32, 32), (96, 384), (64, 9024)])
-def test_packed_weights_give_what_the_weights_do(model_dim, hidden_dim, dtypes):
-    rows, weights, offsets, _ = inputs(
-        [20, 0, 70, 600 if model_dim < 96 else 1], model_dim, hidden_dim, dtypes
-    )
+def test_packed_weights_give_what_the_weights_do(model_dim, hidden_dim, dtypes, kernels):
+    sizes = [20, 0, 70, 600 if model_dim < 96 else 1]
+    rows, weights, offsets, _ = inputs(sizes, model_dim, hidden_dim, dtypes, kernels=kernels)
     w1, b1, w2, b2 = weights
-    packed = pack_weights(w1, w2, rows.dtype, "gelu")
+    packed = pack_weights(w1, w2, rows.dtype, "gelu", kernels)
     assert [p.shape for p in packed] == [w1.shape, w2.shape]
     before = torch.get_num_threads()
     try:
         for threads in (1, 5):
             torch.set_num_threads(threads)
-            found = expert_ffn(rows, packed[0], b1, packed[1], b2, offsets)
-            assert torch.equal(found, expert_ffn(rows, w1, b1, w2, b2, offsets))
+            found = expert_ffn(rows, packed[0], b1, packed[1], b2, offsets, kernels=kernels)
+            expected = expert_ffn(rows, w1, b1, w2, b2, offsets, kernels=kernels)
+            assert torch.equal(found, expected)
     finally:
         torch.set_num_threads(before)
 
@@ -193,7 +212,7 @@ def test_packed_weights_give_what_the_weights_do(model_dim, hidden_dim, dtypes):
 def test_torch_leaves_cpp_out(dtype, monkeypatch):
     inputs([1], 32, 32, (dtype, torch.float32))  # skips where there is no C++
     for module in (library, ffn_cpp):
-        monkeypatch.setattr(module, "library", lambda: pytest.fail("C++"))
+        monkeypatch.setattr(module, "library", lambda kernels: pytest.fail("C++"))
     layer = MoELayer(MoEConfig(32, 32, 2, hidden_dropout=0.5, kernels="torch"))
     x = torch.randn(5, 32)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -229,9 +248,47 @@ def test_other_dtypes_and_devices_are_left_to_others():
 
 
 def test_a_cpu_without_the_instructions_is_left_to_the_loop(monkeypatch):
-    monkeypatch.setattr(library, "_cpu_flags", lambda: frozenset({"avx2"}))
-    for dtype, weight_dtype in DTYPES:
-        assert form(dtype, weight_dtype) == "ffn.loop"
+    monkeypatch.setattr(library, "sets_of_cpu", list)
+    library.chosen.cache_clear()
+    try:
+        for dtype, weight_dtype in DTYPES:
+            assert form(dtype, weight_dtype) == "ffn.loop"
+    finally:
+        library.chosen.cache_clear()
+
+
+def test_instructions_that_are_not_here_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr(instruction_sets, "cpu_words", lambda: frozenset({"avx2", "fma"}))
+    library.chosen.cache_clear()
+    backend._languages.cache_clear()
+    try:
+        for name in CPU_KERNELS:
+            if name == "avx2" and platform.machine() == "x86_64":
+                continue
+            with pytest.raises(ValueError, match=rf"kernels \('{name}'\).*lacks the instructions"):
+                form(torch.float32, torch.float32, kernels=name)
+    finally:
+        library.chosen.cache_clear()
+        backend._languages.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("maker", "expected"),
+    [
+        ("AuthenticAMD", ["avx512_bf16", "avx512", "avx2"]),
+        ("GenuineIntel", ["avx512", "avx2", "avx512_bf16"]),
+    ],
+)
+def test_the_order_depends_on_the_maker(monkeypatch, maker, expected):
+    instructions = "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16"
+    words = frozenset({maker, *instructions.split()})
+    monkeypatch.setattr(instruction_sets, "cpu_words", lambda: words)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert [known.name for known in sets_of_cpu()] == expected
+
+
+def test_the_names_are_those_of_the_table():
+    assert tuple(known.name for known in instruction_sets.SETS) == CPU_KERNELS
 
 
 COMPUTE = """
@@ -269,7 +326,7 @@ cp {library} "$2"
 
 def fake_compiler(directory: Path) -> Path:
     compiler = directory / "compiler"
-    compiler.write_text(COMPILER.format(library=library._compiled()))
+    compiler.write_text(COMPILER.format(library=library._compiled(library.chosen()[0])))
     compiler.chmod(0o755)
     return compiler
 

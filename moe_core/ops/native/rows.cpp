@@ -2,7 +2,7 @@
 //
 // T tokens, K top-k, N rows, M model dim
 
-#include "product_x86.hpp"
+#include "vectors.hpp"
 
 namespace {
 
@@ -15,13 +15,13 @@ void sum_rows(const S* rows, const int64_t* slots, const bool* kept, const float
 #pragma omp parallel for num_threads(useful_threads(T * M, threads))
   for (long t = 0; t < T; t++) {
     for (long j = 0; j < M; j += 16) {
-      const __mmask16 mask = first(M - j);
-      __m512 sum = _mm512_setzero_ps();
+      const long count = std::min(M - j, 16L);
+      V sum = spread(0.0f);
       for (long c = t * K; c < t * K + K; c++) {
         if (kept && !kept[c]) continue;
-        sum = _mm512_fmadd_ps(load(rows + slots[c] * M + j, mask), _mm512_set1_ps(gates ? gates[c] : 1.0f), sum);
+        sum = multiply_add(load(rows + slots[c] * M + j, count), spread(gates ? gates[c] : 1.0f), sum);
       }
-      store(out + t * M + j, mask, sum);
+      store(out + t * M + j, sum, count);
     }
   }
 }
@@ -33,14 +33,14 @@ void combine_backward(const D* grad, const S* rows, const int64_t* choices, cons
 #pragma omp parallel for num_threads(useful_threads(N * M, threads))
   for (long n = 0; n < N; n++) {
     const long choice = n < used ? choices[n] : -1;
-    __m512 product = _mm512_setzero_ps();
+    V product = spread(0.0f);
     for (long j = 0; j < M; j += 16) {
-      const __mmask16 mask = first(M - j);
-      const __m512 g = choice < 0 ? _mm512_setzero_ps() : load(grad + choice / K * M + j, mask);
-      if (choice >= 0) product = _mm512_fmadd_ps(load(rows + n * M + j, mask), g, product);
-      store(grad_rows + n * M + j, mask, choice < 0 ? g : _mm512_mul_ps(g, _mm512_set1_ps(gates[choice])));
+      const long count = std::min(M - j, 16L);
+      const V g = choice < 0 ? spread(0.0f) : load(grad + choice / K * M + j, count);
+      if (choice >= 0) product = multiply_add(load(rows + n * M + j, count), g, product);
+      store(grad_rows + n * M + j, choice < 0 ? g : g * spread(gates[choice]), count);
     }
-    if (choice >= 0) grad_gates[choice] = _mm512_reduce_add_ps(product);
+    if (choice >= 0) grad_gates[choice] = sum_of(product);
   }
 }
 

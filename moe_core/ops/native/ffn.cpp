@@ -1,4 +1,5 @@
-// The experts' networks on an x86 CPU. ffn_x86.py calls this and says what is computed.
+// The experts' networks on a CPU. ../ffn/cpp.py calls this and says what is computed. It is compiled once for each set of
+// instructions.
 //
 // E experts, N rows, n rows of one expert, M model dim, H hidden dim
 
@@ -10,7 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "product_x86.hpp"
+#include "product.hpp"
 
 namespace {
 
@@ -27,10 +28,14 @@ struct Dropout {
   long least;            // noise that keeps a number
   float scale;
 
-  __m512 operator()(__m512 v, long place, __mmask16 mask) const {
+  V operator()(V v, long place, long count) const {
     if (!noise) return v;
-    const __m256i drawn = _mm256_maskz_loadu_epi16(mask, noise + place);
-    return _mm512_maskz_mul_ps(_mm256_cmpge_epi16_mask(drawn, _mm256_set1_epi16(least)), v, _mm512_set1_ps(scale));
+    const Words drawn = load_halves(reinterpret_cast<const bf16*>(noise + place), count);
+    EACH_PIECE {
+      const IntLanes number = (IntLanes)(drawn.p[i] << 16) >> 16;  // with its sign
+      v.p[i] = number >= static_cast<int32_t>(least) ? v.p[i] * scale : Lanes{};
+    }
+    return v;
   }
 };
 
@@ -59,9 +64,9 @@ struct Network {
 };
 
 // An expert's whole weights [H, M], packed; a step takes a part of each, in panels or in blocks.
-template <class T>
+template <class P>
 struct PackedExpert {
-  Packed<T, kB> w1, w2;
+  Packed<P, kB> w1, w2;
 
   template <class W>
   PackedExpert(const W* all_w1, const W* all_w2, long e, long H, long M)
@@ -70,11 +75,11 @@ struct PackedExpert {
   static int32_t* at(const W* all, long place) {
     return reinterpret_cast<int32_t*>(const_cast<W*>(all + place));
   }
-  Packed<T, kB> part_of_w1(long unit, long units) const {
-    return Packed<T, kB>(w1.data + unit / 16 * w1.blocks * 256, units, w1.depth);
+  Packed<P, kB> part_of_w1(long unit, long units) const {
+    return Packed<P, kB>(w1.data + unit / 16 * w1.blocks * 256, units, w1.depth);
   }
-  Packed<T, kB> part_of_w2(long unit, long units) const {
-    return Packed<T, kB>(w2.data + unit / Shape<T>::depth * 256, w2.extent, units, w2.blocks);
+  Packed<P, kB> part_of_w2(long unit, long units) const {
+    return Packed<P, kB>(w2.data + unit / Shape<P>::depth * 256, w2.extent, units, w2.blocks);
   }
 };
 
@@ -108,11 +113,11 @@ struct Items {
     sums += (item.sums - item.part * n) * model_dim;
     for (long i = 0; i < n; i++) {
       for (long j = 0; j < model_dim; j += 16) {
-        const __mmask16 mask = first(model_dim - j);
-        __m512 sum = bias ? load(bias + j, mask) : _mm512_setzero_ps();
+        const long count = std::min(model_dim - j, 16L);
+        V sum = bias ? load(bias + j, count) : spread(0.0f);
         for (long part = 0; part < item.parts; part++)
-          sum = _mm512_add_ps(sum, load(sums + (part * n + i) * model_dim + j, mask));
-        store(out + (item.start + i) * model_dim + j, mask, sum);
+          sum = sum + load(sums + (part * n + i) * model_dim + j, count);
+        store(out + (item.start + i) * model_dim + j, sum, count);
       }
     }
   }
@@ -135,16 +140,16 @@ struct Arena {
 inline float* or_new(Arena&, float* place, long) { return place; }
 inline float* or_new(Arena& arena, bf16*, long count) { return arena.take<float>(count); }
 
-template <class T>
+template <class P>
 struct ForwardSpace {
   int32_t *x, *w1, *w2, *packed_h;
-  T* h;
+  P* h;
   float* so_far;
 
   ForwardSpace(Arena& arena, long n, long step, long M)
-      : x(arena.take<int32_t>(Packed<T, kA>::words(n, M))), w1(arena.take<int32_t>(Packed<T, kB>::words(step, M))),
-        w2(arena.take<int32_t>(Packed<T, kB>::words(M, step))),
-        packed_h(arena.take<int32_t>(Packed<T, kA>::words(n, step))), h(arena.take<T>(n * step)),
+      : x(arena.take<int32_t>(Packed<P, kA>::words(n, M))), w1(arena.take<int32_t>(Packed<P, kB>::words(step, M))),
+        w2(arena.take<int32_t>(Packed<P, kB>::words(M, step))),
+        packed_h(arena.take<int32_t>(Packed<P, kA>::words(n, step))), h(arena.take<P>(n * step)),
         so_far(or_new(arena, h, n * step)) {}
   template <class Net>
   static long row_step(const Net& net, long) {
@@ -152,20 +157,21 @@ struct ForwardSpace {
   }
 };
 
-template <class T, class W>
+template <class P, class W>
 struct BackwardSpace {
   int32_t *dy, *wide_dy, *x, *w, *packed_h;
-  T *h, *dz;
+  P *h, *dz;
   float* so_far;
 
   BackwardSpace(Arena& arena, long n, long step, long M)
-      : dy(arena.take<int32_t>(Packed<T, kA>::words(n, M))), wide_dy(arena.take<int32_t>(Packed<T, kB>::words(M, n))),
-        x(arena.take<int32_t>(Packed<T, kB>::words(M, n))),
-        w(arena.take<int32_t>(std::max(Packed<T, kB>::words(step, M), Packed<T, kB>::words(M, step)))),
-        packed_h(arena.take<int32_t>(std::max(Packed<T, kA>::words(step, n), Packed<T, kA>::words(n, step)))),
-        h(arena.take<T>(n * step)), dz(arena.take<T>(n * step)), so_far(or_new(arena, dz, n * step)) {}
+      : dy(arena.take<int32_t>(Packed<P, kA>::words(n, M))), wide_dy(arena.take<int32_t>(Packed<P, kB>::words(M, n))),
+        x(arena.take<int32_t>(Packed<P, kB>::words(M, n))),
+        w(arena.take<int32_t>(std::max(Packed<P, kB>::words(step, M), Packed<P, kB>::words(M, step)))),
+        packed_h(arena.take<int32_t>(std::max(Packed<P, kA>::words(step, n), Packed<P, kA>::words(n, step)))),
+        h(arena.take<P>(n * step)), dz(arena.take<P>(n * step)), so_far(or_new(arena, dz, n * step)) {}
   // gradients in bf16 are rounded once, not after every step
-  static long row_step(const Network<T, W>&, long n) {
+  template <class Net>
+  static long row_step(const Net&, long n) {
     return std::is_same<W, bf16>::value ? std::max(n, 1L) : ::row_step(false);
   }
 };
@@ -193,40 +199,41 @@ void for_each_item(const Network<T, W>& net, char* memory, Run run) {
     Space(counted, n, net.step(), net.model_dim);
     Arena own{memory + shared.used + counted.used * omp_get_thread_num()};
     const Space space(own, n, net.step(), net.model_dim);
-    const Mode<T> mode;
+    const Mode<ProductType<T>> mode;
 #pragma omp for schedule(dynamic, 1) nowait
     for (size_t i = 0; i < items.all.size(); i++) run(items, items.all[i], space, sums);
-    _mm_sfence();
+    finish_streams();
   }
 }
 
 template <class Act, class T, class W>
 void forward(const Network<T, W>& net, char* memory, T* out, T* hidden) {
-  using Space = ForwardSpace<T>;
+  using P = ProductType<T>;
+  using Space = ForwardSpace<P>;
   const long M = net.model_dim, H = net.hidden_dim, step = net.step();
   for_each_item<Space>(net, memory, [&](Items& items, const Item& item, const Space& space, float* sums) {
     const long begin = net.hidden_begin(item), end = net.hidden_end(item), row_step = Space::row_step(net, 0);
     for (long start = item.start; start < item.end; start += row_step) {
       const long n = std::min(row_step, item.end - start);
       float* sum = sums + (item.sums + start - item.start) * M;
-      const auto x = Packed<T, kA>(space.x, n, M).template pack<kAlongK>(net.rows + start * M, M);
+      const auto x = Packed<P, kA>(space.x, n, M).template pack<kAlongK>(net.rows + start * M, M);
       for (long unit = begin; unit < end; unit += step) {
         const long units = std::min(step, end - unit), weight = (item.e * H + unit) * M, next = weight + units * M;
         const float* bias = net.b1 ? net.b1 + item.e * H + unit : nullptr;
-        const PackedExpert<T> expert(net.w1, net.w2, item.e, H, M);
+        const PackedExpert<P> expert(net.w1, net.w2, item.e, H, M);
         const auto w1 = net.packed ? expert.part_of_w1(unit, units)
-                                   : Packed<T, kB>(space.w1, units, M).template pack<kAlongK>(net.w1 + weight, M);
+                                   : Packed<P, kB>(space.w1, units, M).template pack<kAlongK>(net.w1 + weight, M);
         const Ahead w2_ahead = net.packed ? Ahead() : Ahead(net.w2 + weight, units * M);
         const auto nothing = [](long, long) {};
-        long_product(x, w1, w2_ahead, space.so_far, nothing, [&](long i, long j, __mmask16 mask, __m512 v) {
-          if (bias) v = _mm512_add_ps(v, load(bias + j, mask));
+        long_product(x, w1, w2_ahead, space.so_far, nothing, [&](long i, long j, long count, V v) {
+          if (bias) v = v + load(bias + j, count);
           const long place = (start + i) * H + unit + j;
-          if (hidden) store(hidden + place, mask, v);
-          store(space.h + i * units + j, mask, net.dropout(Act::of(v).value, place, mask));
+          if (hidden) store(hidden + place, v, count);
+          store(space.h + i * units + j, net.dropout(Act::of(v).value, place, count), count);
         });
-        const auto h = Packed<T, kA>(space.packed_h, n, units).template pack<kAlongK>(space.h, units);
+        const auto h = Packed<P, kA>(space.packed_h, n, units).template pack<kAlongK>(space.h, units);
         const auto w2 = net.packed ? expert.part_of_w2(unit, units)
-                                   : Packed<T, kB>(space.w2, M, units).template pack<kAcrossK>(net.w2 + weight, M);
+                                   : Packed<P, kB>(space.w2, M, units).template pack<kAcrossK>(net.w2 + weight, M);
         const Ahead ahead = unit + units < end && !net.packed ? Ahead(net.w1 + next, units * M) : Ahead();
         product_into(h, w2, ahead, sum, M, unit > begin, false);
       }
@@ -244,7 +251,8 @@ struct Gradients {  // each may be null: not needed
 
 template <class Act, class T, class W>
 void backward(const Network<T, W>& net, char* memory, const T* grad, const T* hidden, const Gradients<T, W>& to) {
-  using Space = BackwardSpace<T, W>;
+  using P = ProductType<T>;
+  using Space = BackwardSpace<P, W>;
   const long M = net.model_dim, H = net.hidden_dim, step = net.step();
   for_each_item<Space>(net, memory, [&](Items& items, const Item& item, const Space& space, float* sums) {
     const long begin = net.hidden_begin(item), end = net.hidden_end(item);
@@ -253,37 +261,37 @@ void backward(const Network<T, W>& net, char* memory, const T* grad, const T* hi
       const long n = std::min(row_step, item.end - start);
       const bool add = start > item.start;
       float* sum = sums + (item.sums + start - item.start) * M;
-      const auto dy = Packed<T, kA>(space.dy, n, M).template pack<kAlongK>(grad + start * M, M);
-      const Packed<T, kB> wide_dy(space.wide_dy, M, n), x(space.x, M, n);
+      const auto dy = Packed<P, kA>(space.dy, n, M).template pack<kAlongK>(grad + start * M, M);
+      const Packed<P, kB> wide_dy(space.wide_dy, M, n), x(space.x, M, n);
       if (to.w2) wide_dy.template pack<kAcrossK>(grad + start * M, M);
       if (to.w1) x.template pack<kAcrossK>(net.rows + start * M, M);
       if (to.b2 && item.part == 0) sum_rows(grad + start * M, n, M, to.b2 + item.e * M, add);
       for (long unit = begin; unit < end; unit += step) {
         const long units = std::min(step, end - unit), weight = (item.e * H + unit) * M, next = weight + units * M;
-        const auto w2 = Packed<T, kB>(space.w, units, M).template pack<kAlongK>(net.w2 + weight, M);
+        const auto w2 = Packed<P, kB>(space.w, units, M).template pack<kAlongK>(net.w2 + weight, M);
         const auto soon = [&](long i, long j) {
           __builtin_prefetch(hidden + (start + i) * H + unit + j);
           __builtin_prefetch(hidden + (start + i) * H + unit + j + 16);
         };
         const Ahead w1_ahead = to.rows ? Ahead(net.w1 + weight, units * M) : Ahead();
-        long_product(dy, w2, w1_ahead, space.so_far, soon, [&](long i, long j, __mmask16 mask, __m512 v) {
+        long_product(dy, w2, w1_ahead, space.so_far, soon, [&](long i, long j, long count, V v) {
           const long place = (start + i) * H + unit + j;
-          const Activated a = Act::of(load(hidden + place, mask));
-          store(space.h + i * units + j, mask, net.dropout(a.value, place, mask));
-          store(space.dz + i * units + j, mask, _mm512_mul_ps(net.dropout(v, place, mask), a.slope));
+          const Activated a = Act::of(load(hidden + place, count));
+          store(space.h + i * units + j, net.dropout(a.value, place, count), count);
+          store(space.dz + i * units + j, net.dropout(v, place, count) * a.slope, count);
         });
         if (to.w2) {
-          const auto h = Packed<T, kA>(space.packed_h, units, n).template pack<kAcrossK>(space.h, units);
+          const auto h = Packed<P, kA>(space.packed_h, units, n).template pack<kAcrossK>(space.h, units);
           product_into(h, wide_dy, Ahead(), to.w2 + weight, M, add, true);
         }
         if (to.w1) {
-          const auto dz = Packed<T, kA>(space.packed_h, units, n).template pack<kAcrossK>(space.dz, units);
+          const auto dz = Packed<P, kA>(space.packed_h, units, n).template pack<kAcrossK>(space.dz, units);
           product_into(dz, x, Ahead(), to.w1 + weight, M, add, true);
         }
         if (to.b1) sum_rows(space.dz, n, units, to.b1 + item.e * H + unit, add);
         if (to.rows) {
-          const auto dz = Packed<T, kA>(space.packed_h, n, units).template pack<kAlongK>(space.dz, units);
-          const auto w1 = Packed<T, kB>(space.w, M, units).template pack<kAcrossK>(net.w1 + weight, M);
+          const auto dz = Packed<P, kA>(space.packed_h, n, units).template pack<kAlongK>(space.dz, units);
+          const auto w1 = Packed<P, kB>(space.w, M, units).template pack<kAcrossK>(net.w1 + weight, M);
           const Ahead ahead = unit + units < end ? Ahead(net.w2 + next, units * M) : Ahead();
           product_into(dz, w1, ahead, sum, M, unit > begin, false);
         }
@@ -329,14 +337,23 @@ void activated(const Problem& p, Run run) {
 
 extern "C" {
 
-// Linux gives a process AMX's registers when it asks. 0: it did.
-int request_tiles() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */); }
+// Linux gives a process AMX's registers when it asks. 0: it did, or they are not used.
+int request_tiles() {
+#if defined(__AMX_BF16__)
+  return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */);
+#else
+  return 0;
+#endif
+}
+
+// Bytes of a number that rows in bf16 are multiplied in.
+long bf16_product_bytes() { return sizeof(ProductType<bf16>); }
 
 // Bytes of memory that a call works in.
 long forward_space(const Problem* p) {
   return typed(*p, [](const auto& net) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
-    return space_of<ForwardSpace<T>>(net);
+    return space_of<ForwardSpace<ProductType<T>>>(net);
   });
 }
 
@@ -344,7 +361,7 @@ long backward_space(const Problem* p) {
   return typed(*p, [](const auto& net) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
     using W = std::remove_const_t<std::remove_pointer_t<decltype(net.w1)>>;
-    return space_of<BackwardSpace<T, W>>(net);
+    return space_of<BackwardSpace<ProductType<T>, W>>(net);
   });
 }
 
@@ -352,16 +369,16 @@ long backward_space(const Problem* p) {
 void pack_weights(const float* w1, const float* w2, void* to_w1, void* to_w2, long E, long H, long M, long to_bf16,
                   long threads) {
   const auto pack = [&](auto* to_w1, auto* to_w2) {
-    using T = std::remove_pointer_t<decltype(to_w1)>;
+    using P = std::remove_pointer_t<decltype(to_w1)>;
 #pragma omp parallel for num_threads(threads)
     for (long e = 0; e < E; e++) {
-      const PackedExpert<T> packed(to_w1, to_w2, e, H, M);
+      const PackedExpert<P> packed(to_w1, to_w2, e, H, M);
       packed.w1.template pack<kAlongK>(w1 + e * H * M, M);
       packed.w2.template pack<kAcrossK>(w2 + e * H * M, M);
     }
   };
   if (to_bf16)
-    pack(static_cast<bf16*>(to_w1), static_cast<bf16*>(to_w2));
+    pack(static_cast<ProductType<bf16>*>(to_w1), static_cast<ProductType<bf16>*>(to_w2));
   else
     pack(static_cast<float*>(to_w1), static_cast<float*>(to_w2));
 }

@@ -1,0 +1,74 @@
+"""The instruction sets that the C++ kernels are compiled for, and those of this CPU."""
+
+import functools
+import platform
+from pathlib import Path
+from typing import NamedTuple
+
+
+class InstructionSet(NamedTuple):
+    """Instructions of a CPU.
+
+    Attributes:
+        name: the value of `kernels` that forces it.
+        label: what the log calls it.
+        machine: as platform.machine() names it.
+        cpu: what the CPU must have, in the words of /proc/cpuinfo.
+        options: of GCC and Clang.
+        slow_on: makers whose CPUs have these instructions, but are faster without.
+    """
+
+    name: str
+    label: str
+    machine: str
+    cpu: frozenset[str]
+    options: str
+    slow_on: frozenset[str] = frozenset()
+
+
+_AVX2 = "-mavx2 -mfma"
+_AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl"
+_AVX512_CPU = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
+_AMX_CPU = _AVX512_CPU | {"avx512_bf16", "amx_tile", "amx_bf16"}
+# The first one that a CPU has is the fastest.
+SETS = (
+    InstructionSet(
+        "amx", "AMX", "x86_64", _AMX_CPU, f"{_AVX512} -mavx512bf16 -mamx-tile -mamx-bf16"
+    ),
+    InstructionSet(
+        "avx512_bf16",
+        "AVX-512 bf16",
+        "x86_64",
+        _AVX512_CPU | {"avx512_bf16"},
+        f"{_AVX512} -mavx512bf16",
+        # twice as slow in bf16 as products in fp32, on a Xeon: docs/results.md
+        slow_on=frozenset({"GenuineIntel"}),
+    ),
+    InstructionSet("avx512", "AVX-512", "x86_64", _AVX512_CPU, _AVX512),
+    InstructionSet("avx2", "AVX2", "x86_64", frozenset({"avx2", "fma"}), _AVX2),
+    InstructionSet(
+        "neon_bf16", "NEON bf16", "aarch64", frozenset({"asimd", "bf16"}), "-march=armv8.2-a+bf16"
+    ),
+    InstructionSet("neon", "NEON", "aarch64", frozenset({"asimd"}), "-march=armv8-a"),
+)
+
+
+def sets_of_cpu() -> list[InstructionSet]:
+    """Those that this CPU has, the fastest first."""
+    machine, words = platform.machine(), cpu_words()
+    found = [known for known in SETS if known.machine == machine and known.cpu <= words]
+    return sorted(found, key=lambda known: bool(known.slow_on & words))
+
+
+@functools.cache
+def cpu_words() -> frozenset[str]:
+    """The CPU's instructions, in Linux's names, and its maker on x86."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    words: set[str] = set()
+    for line in lines:
+        if line.startswith(("flags", "Features", "vendor_id")):
+            words.update(line.split(":")[1].split())
+    return frozenset(words)

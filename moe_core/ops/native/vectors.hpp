@@ -1,0 +1,387 @@
+// Vectors of 16 fp32 numbers, and of 16 words of 32 bits, on any CPU that GCC or Clang has vectors for.
+//
+// A vector is one to four registers of the CPU, by their width. What a set of instructions does better than plain
+// vector arithmetic is here too: AVX-512, AVX-512 bf16, NEON bf16.
+
+#pragma once
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr int kPieces = 16 / kLanes;
+
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t WordLanes __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HalfLanes __attribute__((vector_size(2 * kLanes)));
+
+struct bf16 {
+  uint16_t bits;
+};
+struct V {
+  Lanes p[kPieces];
+};
+struct Words {
+  WordLanes p[kPieces];
+};
+
+#define EACH_PIECE _Pragma("GCC unroll 4") for (int i = 0; i < kPieces; i++)
+#define INLINE __attribute__((always_inline)) inline
+
+// 1. Arithmetic
+
+INLINE V spread(float x) {
+  V v;
+  EACH_PIECE v.p[i] = Lanes{} + x;
+  return v;
+}
+INLINE V operator+(V a, V b) {
+  EACH_PIECE a.p[i] += b.p[i];
+  return a;
+}
+INLINE V operator-(V a, V b) {
+  EACH_PIECE a.p[i] -= b.p[i];
+  return a;
+}
+INLINE V operator*(V a, V b) {
+  EACH_PIECE a.p[i] *= b.p[i];
+  return a;
+}
+INLINE V operator/(V a, V b) {
+  EACH_PIECE a.p[i] /= b.p[i];
+  return a;
+}
+// a b + c, in one rounding where the CPU has such an instruction
+INLINE V multiply_add(V a, V b, V c) {
+  EACH_PIECE c.p[i] = a.p[i] * b.p[i] + c.p[i];
+  return c;
+}
+// For each number: z > limit ? yes : no. A z that is not a number takes `no`.
+INLINE V above(V z, float limit, V yes, V no) {
+  EACH_PIECE yes.p[i] = z.p[i] > limit ? yes.p[i] : no.p[i];
+  return yes;
+}
+INLINE V absolute(V z) {
+  EACH_PIECE z.p[i] = (Lanes)((WordLanes)z.p[i] & 0x7fffffffu);
+  return z;
+}
+INLINE float sum_of(V v) {
+  float numbers[16], sum = 0;
+  std::memcpy(numbers, &v, sizeof v);
+  for (float number : numbers) sum += number;
+  return sum;
+}
+INLINE V reciprocal(V x) {
+#if defined(__AVX512F__)
+  const __m512 y = _mm512_rcp14_ps(x.p[0]);
+  return {_mm512_mul_ps(y, _mm512_fnmadd_ps(x.p[0], y, _mm512_set1_ps(2.0f)))};
+#else
+  return spread(1.0f) / x;
+#endif
+}
+
+// exp(x) for x <= 0; below -87 it is 0, as numbers below 1e-38 are elsewhere here.
+INLINE V exp_of_negative(V x) {
+  const V shift = spread(12582912.0f), scaled = x * spread(1.44269504f) + shift;  // 1.5 * 2^23: rounds to an integer
+  const V n = scaled - shift;
+  V r = multiply_add(n, spread(-0.693359375f), x);
+  r = multiply_add(n, spread(2.12194440e-4f), r);
+  V y = spread(1.0f / 720);
+  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = multiply_add(y, r, spread(c));
+  // 2^n: the low bits of `scaled` are n
+  EACH_PIECE y.p[i] *= (Lanes)(((WordLanes)scaled.p[i] + 127) << 23);
+  EACH_PIECE y.p[i] = x.p[i] < -87.0f ? Lanes{} : y.p[i];
+  return y;
+}
+
+// 2. bf16
+
+// The bits of each number in bf16, rounded to the nearest, ties to even.
+INLINE Words rounded(V v) {
+  Words bits;
+  EACH_PIECE {
+    const WordLanes word = (WordLanes)v.p[i], upper = word >> 16;
+    const WordLanes nearest = (word + 0x7fff + (upper & 1)) >> 16;
+    bits.p[i] = v.p[i] == v.p[i] ? nearest : upper | 0x40;
+  }
+  return bits;
+}
+// Pairs of numbers of both in bf16: those of `low` in the lower halves of the words.
+INLINE Words joined(V low, V high) {
+#if defined(__AVX512BF16__)
+  const __m512i ranks = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i order = _mm512_add_epi32(_mm512_mullo_epi32(ranks, _mm512_set1_epi32(0x10001)),
+                                         _mm512_set1_epi32(0x100000));  // r, r + 16
+  const __m512i numbers = (__m512i)_mm512_cvtne2ps_pbh(high.p[0], low.p[0]);
+  return {(WordLanes)_mm512_permutexvar_epi16(order, numbers)};
+#else
+  Words words = rounded(low);
+  const Words upper = rounded(high);
+  EACH_PIECE words.p[i] |= upper.p[i] << 16;
+  return words;
+#endif
+}
+// 32 numbers in bf16, each word two that follow each other.
+INLINE Words narrowed(V first, V second) {
+#if defined(__AVX512BF16__)
+  return {(WordLanes)_mm512_cvtne2ps_pbh(second.p[0], first.p[0])};
+#else
+  const Words a = rounded(first), b = rounded(second);
+  uint32_t bits[32], words[16];
+  std::memcpy(bits, &a, sizeof a), std::memcpy(bits + 16, &b, sizeof b);
+  for (int i = 0; i < 16; i++) words[i] = bits[2 * i] | bits[2 * i + 1] << 16;
+  Words narrow;
+  std::memcpy(&narrow, words, sizeof narrow);
+  return narrow;
+#endif
+}
+
+// 3. Memory; `count`: the numbers of 16 that are there, the others read as 0 and are not written
+
+#if defined(__AVX512F__)
+INLINE __mmask16 first(long count) { return count >= 16 ? 0xffff : (1u << std::max(count, 0L)) - 1; }
+
+INLINE V load(const float* p) { return {_mm512_loadu_ps(p)}; }
+INLINE V load(const float* p, long count) { return {_mm512_maskz_loadu_ps(first(count), p)}; }
+INLINE Words load_halves(const bf16* p, long count = 16) {
+  return {(WordLanes)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(count), p))};
+}
+INLINE void store(float* p, V v) { _mm512_storeu_ps(p, v.p[0]); }
+INLINE void store(float* p, V v, long count) { _mm512_mask_storeu_ps(p, first(count), v.p[0]); }
+INLINE void store(bf16* p, V v, long count) {
+#if defined(__AVX512BF16__)
+  const __m256i bits = (__m256i)_mm512_cvtneps_pbh(v.p[0]);
+#else
+  const __m256i bits = _mm512_cvtepi32_epi16((__m512i)rounded(v).p[0]);
+#endif
+  _mm256_mask_storeu_epi16(p, first(count), bits);
+}
+#else
+template <class T>
+INLINE void copy_first(T* to, const T* from, long count) {
+  if (count > 0) std::memcpy(to, from, count * sizeof(T));
+}
+INLINE V load(const float* p, long count = 16) {
+  float numbers[16] = {};
+  if (count < 16) copy_first(numbers, p, count), p = numbers;
+  V v;
+  EACH_PIECE std::memcpy(&v.p[i], p + i * kLanes, sizeof v.p[i]);
+  return v;
+}
+INLINE Words load_halves(const bf16* p, long count = 16) {
+  bf16 numbers[16] = {};
+  if (count < 16) copy_first(numbers, p, count), p = numbers;
+  Words words;
+  EACH_PIECE {
+    HalfLanes halves;
+    std::memcpy(&halves, p + i * kLanes, sizeof halves);
+    words.p[i] = __builtin_convertvector(halves, WordLanes);
+  }
+  return words;
+}
+INLINE void store(float* p, V v, long count = 16) {
+  if (count < 16) return copy_first(p, reinterpret_cast<const float*>(&v), count);
+  EACH_PIECE std::memcpy(p + i * kLanes, &v.p[i], sizeof v.p[i]);
+}
+INLINE void store(bf16* p, V v, long count = 16) {
+  const Words bits = rounded(v);
+  bf16 numbers[16];
+  EACH_PIECE {
+    const HalfLanes halves = __builtin_convertvector(bits.p[i], HalfLanes);
+    std::memcpy(numbers + i * kLanes, &halves, sizeof halves);
+  }
+  copy_first(p, numbers, std::min(count, 16L));
+}
+#endif
+
+INLINE V load(const bf16* p, long count = 16) {
+  const Words words = load_halves(p, count);
+  V v;
+  EACH_PIECE v.p[i] = (Lanes)(words.p[i] << 16);
+  return v;
+}
+INLINE void store_words(int32_t* p, Words words) {  // p is aligned to 64 bytes
+  EACH_PIECE* reinterpret_cast<WordLanes*>(p + i * kLanes) = words.p[i];
+}
+// Past the caches, where the CPU can; p is aligned to 64 bytes.
+INLINE void stream(float* p, V v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, v.p[0]);
+#elif defined(__AVX2__)
+  EACH_PIECE _mm256_stream_ps(p + i * kLanes, v.p[i]);
+#else
+  store(p, v);
+#endif
+}
+inline void finish_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// 4. Transposition
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, WordLanes{__VA_ARGS__})
+#endif
+
+// Lane j of a result of two vectors: a number below kLanes is a lane of the first, others are of the second. All but the
+// last two stay within groups of four lanes.
+struct LowWords {
+  static constexpr unsigned of(unsigned j) { return j / 4 * 4 + j % 4 / 2 + j % 2 * kLanes; }
+};
+struct HighWords {
+  static constexpr unsigned of(unsigned j) { return LowWords::of(j) + 2; }
+};
+struct LowPairs {
+  static constexpr unsigned of(unsigned j) { return j / 4 * 4 + j % 2 + j % 4 / 2 * kLanes; }
+};
+struct HighPairs {
+  static constexpr unsigned of(unsigned j) { return LowPairs::of(j) + 2; }
+};
+struct EvenGroups {
+  static constexpr unsigned of(unsigned j) { return j / 4 * 8 + j % 4; }
+};
+struct OddGroups {
+  static constexpr unsigned of(unsigned j) { return EvenGroups::of(j) + 4; }
+};
+
+#if defined(__AVX512F__)  // GCC would take general permutations
+INLINE WordLanes shuffled(__m512i a, __m512i b, LowWords) { return (WordLanes)_mm512_unpacklo_epi32(a, b); }
+INLINE WordLanes shuffled(__m512i a, __m512i b, HighWords) { return (WordLanes)_mm512_unpackhi_epi32(a, b); }
+INLINE WordLanes shuffled(__m512i a, __m512i b, LowPairs) { return (WordLanes)_mm512_unpacklo_epi64(a, b); }
+INLINE WordLanes shuffled(__m512i a, __m512i b, HighPairs) { return (WordLanes)_mm512_unpackhi_epi64(a, b); }
+INLINE WordLanes shuffled(__m512i a, __m512i b, EvenGroups) { return (WordLanes)_mm512_shuffle_i32x4(a, b, 0x88); }
+INLINE WordLanes shuffled(__m512i a, __m512i b, OddGroups) { return (WordLanes)_mm512_shuffle_i32x4(a, b, 0xdd); }
+template <class First, class Second>
+INLINE void shuffle(WordLanes a, WordLanes b, WordLanes& first, WordLanes& second) {
+  first = shuffled((__m512i)a, (__m512i)b, First());
+  second = shuffled((__m512i)a, (__m512i)b, Second());
+}
+#else
+template <class Places, unsigned... j>
+INLINE WordLanes shuffled(WordLanes a, WordLanes b, std::integer_sequence<unsigned, j...>) {
+  return SHUFFLE(a, b, Places::of(j)...);
+}
+template <class First, class Second>
+INLINE void shuffle(WordLanes a, WordLanes b, WordLanes& first, WordLanes& second) {
+  first = shuffled<First>(a, b, std::make_integer_sequence<unsigned, kLanes>());
+  second = shuffled<Second>(a, b, std::make_integer_sequence<unsigned, kLanes>());
+}
+#endif
+
+// kLanes rows of kLanes words
+INLINE void transpose_lanes(WordLanes v[kLanes]) {
+  WordLanes t[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i += 2) shuffle<LowWords, HighWords>(v[i], v[i + 1], t[i], t[i + 1]);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i += 4) {
+    shuffle<LowPairs, HighPairs>(t[i], t[i + 2], v[i], v[i + 1]);
+    shuffle<LowPairs, HighPairs>(t[i + 1], t[i + 3], v[i + 2], v[i + 3]);
+  }
+  if constexpr (kLanes == 8) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; i++) {
+      shuffle<EvenGroups, OddGroups>(v[i], v[i + 4], t[i], t[i + 4]);
+      v[i] = t[i], v[i + 4] = t[i + 4];
+    }
+  }
+  if constexpr (kLanes == 16) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; i++) {
+      shuffle<EvenGroups, OddGroups>(v[i], v[i + 4], t[i], t[i + 4]);
+      shuffle<EvenGroups, OddGroups>(v[i + 8], v[i + 12], t[i + 8], t[i + 12]);
+      shuffle<EvenGroups, OddGroups>(t[i], t[i + 8], v[i], v[i + 8]);
+      shuffle<EvenGroups, OddGroups>(t[i + 4], t[i + 12], v[i + 4], v[i + 12]);
+    }
+  }
+}
+INLINE void transpose(Words v[16]) {
+  Words turned[16];
+#pragma GCC unroll 4
+  for (int row = 0; row < kPieces; row++) {
+#pragma GCC unroll 4
+    for (int piece = 0; piece < kPieces; piece++) {
+      WordLanes square[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) square[i] = v[row * kLanes + i].p[piece];
+      transpose_lanes(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) turned[piece * kLanes + i].p[row] = square[i];
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) v[i] = turned[i];
+}
+
+// 5. Activations and their slopes
+
+struct Activated {
+  V value, slope;
+};
+
+// The standard normal distribution below z and sqrt(2 pi) times its density. Relative error of the smaller tail 5e-7:
+// erfc(a / sqrt 2) exp(a^2 / 2) / 2 as a polynomial in 1 / (1 + 0.3 a), fitted to 2e-7.
+struct Normal {
+  V below, density;
+
+  INLINE explicit Normal(V z) {
+    const V one = spread(1.0f), a = absolute(z);
+    density = exp_of_negative(a * a * spread(-0.5f));
+    const V t = reciprocal(multiply_add(a, spread(0.3f), one));
+    V tail = spread(0.0351786502f);
+    for (float c : {-0.155142009f, 0.202815726f, -0.0504435711f, 0.126858339f, 0.100425489f, 0.120672747f,
+                    0.119634531f})
+      tail = multiply_add(tail, t, spread(c));
+    tail = tail * t * density;  // beyond a
+    below = above(z, 0.0f, one - tail, tail);
+  }
+};
+
+struct Gelu {
+  static INLINE Activated of(V z) {
+    const Normal normal(z);
+    return {z * normal.below, multiply_add(z * normal.density, spread(0.398942280f), normal.below)};
+  }
+};
+
+struct Relu {
+  static INLINE Activated of(V z) {
+    Activated a = {z, spread(1.0f)};
+    EACH_PIECE a.value.p[i] = z.p[i] <= 0.0f ? Lanes{} : z.p[i];  // what is no number stays
+    EACH_PIECE a.slope.p[i] = z.p[i] <= 0.0f ? Lanes{} : a.slope.p[i];
+    return a;
+  }
+};
+
+struct Silu {
+  static INLINE Activated of(V z) {
+    const V one = spread(1.0f), small = exp_of_negative(spread(0.0f) - absolute(z));
+    const V gate = above(z, 0.0f, one, small) / (one + small);
+    const V value = z * gate;
+    return {value, multiply_add(value, one - gate, gate)};
+  }
+};
+
+}  // namespace

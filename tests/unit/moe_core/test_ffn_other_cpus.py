@@ -1,0 +1,130 @@
+"""The experts' kernels as a program of their own: for Arm in qemu's emulator, with AMX's tiles
+emulated in C++, and with the address sanitizer."""
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe_core.ops.ffn import reference
+from moe_core.ops.native.instruction_sets import SETS, cpu_words, sets_of_cpu
+
+ROOT = Path(__file__).parents[3]
+NATIVE = ROOT / "moe_core/ops/native"
+ACTIVATIONS = (F.gelu, F.relu, F.silu)  # in the order of their numbers in C++
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+]
+TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 2e-2}  # of the largest value
+SANITIZED = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
+OPTIONS = {known.name: known.options for known in SETS}
+
+
+def compiled(directory: Path, compiler: str, options: str) -> Path:
+    program = directory / "experts"
+    sources = [ROOT / "tests/native/experts.cpp", NATIVE / "ffn.cpp"]
+    command = [compiler, "-std=c++17", *options.split(), "-fopenmp", f"-I{NATIVE}"]
+    command += ["-o", str(program), *map(str, sources)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    tensor = tensor.contiguous()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return tensor.numpy().tobytes()
+
+
+def run_case(command: list[str], generator: np.random.Generator, dtypes, packed: bool) -> None:
+    """A random problem, forward and backward, against plain products in fp64."""
+    dtype, weight_dtype = dtypes
+    sizes = generator.integers(0, 45, generator.integers(1, 5)).tolist()
+    sizes[0] += 1  # the kernels are not called without rows
+    model_dim, hidden_dim = generator.integers(1, 75, 2).tolist()
+    if packed:
+        model_dim, hidden_dim = 32, 64
+    experts, num_rows = len(sizes), sum(sizes)
+    activation = int(generator.integers(3))
+    if dtype == torch.bfloat16 and ACTIVATIONS[activation] is F.relu:
+        activation = 0  # a sum near 0 may round to the other side, where relu's slope differs
+    threads = int(generator.integers(1, 4))
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.tensor(generator.random(shape, np.float32) * 2 - 1)
+
+    rows, grad = random(num_rows, model_dim).to(dtype), random(num_rows, model_dim).to(dtype)
+    w1 = (random(experts, hidden_dim, model_dim) / model_dim**0.5).to(weight_dtype)
+    w2 = (random(experts, hidden_dim, model_dim) / hidden_dim**0.5).to(weight_dtype)
+    b1, b2 = random(experts, hidden_dim), random(experts, model_dim)
+    ends = torch.tensor(sizes).cumsum(0).int()
+    header = [experts, num_rows, model_dim, hidden_dim, activation]
+    header += [dtype == torch.bfloat16, weight_dtype == torch.bfloat16, threads, packed]
+    problem = np.array(header, np.int64).tobytes()
+    problem += b"".join(map(bits, (rows, w1, b1, w2, b2, ends, grad)))
+    done = subprocess.run(command, input=problem, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    leaves = [t.double().requires_grad_() for t in (rows, w1, b1, w2, b2)]
+    out = reference.expert_ffn(*leaves, ends, ACTIVATIONS[activation])
+    by_rows, by_w1, by_b1, by_w2, by_b2 = torch.autograd.grad(out, leaves, grad.double())
+    expected = [(out, dtype)] * (1 + packed)
+    expected += [(by_rows, dtype), (by_w1, weight_dtype), (by_w2, weight_dtype)]
+    expected += [(by_b1, torch.float32), (by_b2, torch.float32)]
+    used = torch.tensor(sizes) > 0  # what belongs to no row is left to Python
+    start = 0
+    for number, (wanted, kind) in enumerate(expected):
+        size = wanted.numel() * kind.itemsize
+        found = torch.frombuffer(bytearray(done.stdout[start : start + size]), dtype=kind)
+        found, wanted = found.view(wanted.shape).double(), wanted.detach()
+        if wanted.shape[0] == experts and number > 1 + packed:
+            found, wanted = found[used], wanted[used]
+        limit = TOLERANCES[dtype] * max(float(wanted.abs().max()), 1.0)
+        assert float((found - wanted).abs().max()) <= limit, (number, header, sizes)
+        start += size
+    assert start == len(done.stdout)
+
+
+def run_cases(command: list[str], count: int) -> None:
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        packed = number % 5 == 4
+        dtypes = DTYPES[number % (2 if packed else 3)]
+        run_case(command, generator, dtypes, packed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["neon", "neon_bf16"])
+def test_arm(name, tmp_path):
+    compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64"
+    for tool in (compiler, emulator):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not here (Debian's g++-aarch64-linux-gnu and qemu-user)")
+    program = compiled(tmp_path, compiler, f"-O2 -static {OPTIONS[name]}")
+    run_cases([emulator, "-cpu", "max", str(program)], 60)
+
+
+@pytest.mark.slow
+def test_amx_with_emulated_tiles(tmp_path):
+    if "avx512_bf16" not in cpu_words() or platform.machine() != "x86_64":
+        pytest.skip("this CPU has no AVX-512 bf16, which the rest of this form needs")
+    include = ROOT / "tests/native/emulated_tiles.hpp"
+    options = f"-O2 {OPTIONS['avx512_bf16']} -D__AMX_BF16__ -include {include}"
+    run_cases([str(compiled(tmp_path, "g++", options))], 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [known.name for known in sets_of_cpu()])
+def test_random_shapes_under_the_sanitizers(name, tmp_path):
+    """No access outside of the tensors, whatever their sizes."""
+    options = f"{SANITIZED} {OPTIONS[name]}"
+    if subprocess.run(["g++", "--version"], capture_output=True, check=False).returncode:
+        pytest.skip("no g++ here")
+    run_cases([str(compiled(tmp_path, "g++", options))], 2000)
