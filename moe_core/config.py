@@ -71,7 +71,8 @@ class MoEConfig:
     input_dropout: float = 0.0  # dropout of the router's input in training
     # expert dropout: of the hidden units of routed and shared experts, after the activation
     hidden_dropout: float = 0.0
-    # `triton` and `torch` force one form; `auto`: Triton on CUDA, C++ on a CPU, where they work
+    # `triton` and `torch` force one form, the others the instructions of the experts' products on
+    # a CPU; `auto`: Triton on CUDA, C++ on a CPU with its best instructions, where they work
     kernels: str = "auto"
     # standard deviation of the experts' initial weights (truncated normal)
     init_std: float | None = None
