@@ -36,6 +36,7 @@ def pack_weights(
         return None
     sources = [w1.contiguous(), w2.contiguous()]
     packed_as = packed_dtype(dtype, kernels)
+    assert packed_as is not None, "no library, and yet this form was chosen"
     packed = [empty(w.shape, packed_as, w.device, reuse=False) for w in sources]
     is_bf16 = dtype == torch.bfloat16
     sizes = (num_experts, hidden_dim, model_dim, is_bf16, torch.get_num_threads())
