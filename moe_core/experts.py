@@ -21,6 +21,7 @@ from moe_core.ops import (
     expert_ffn,
     moe_ffn,
     pack_weights,
+    product_dtype,
 )
 from moe_core.precision import expert_dtype
 from moe_core.prepared import PreparedValue
@@ -129,16 +130,18 @@ class Experts(nn.Module):
             self._casts = None
 
     def _copy(self, weights: ExpertWeights, dtype: torch.dtype, may_pack: bool) -> ExpertWeights:
-        """Copies in `dtype`; w1 and w2 in the memory layout of the kernel, if it has its own."""
+        """Copies for rows of `dtype`: in the dtype that they are multiplied in; w1 and w2 in the
+        memory layout of the kernel, if it has its own."""
+        config = self.config
+        copied_as = product_dtype(weights.w1, dtype, config.activation, config.kernels)
 
         def cast(weight: Tensor) -> Tensor:
-            if weight.dtype == dtype:
+            if weight.dtype == copied_as:
                 return weight
-            return empty(weight.shape, dtype, weight.device, reuse=False).copy_(weight)
+            return empty(weight.shape, copied_as, weight.device, reuse=False).copy_(weight)
 
         packed = None
         if may_pack:
-            config = self.config
             packed = pack_weights(weights.w1, weights.w2, dtype, config.activation, config.kernels)
         w1, w2 = packed or (cast(weights.w1), cast(weights.w2))
         b1 = None

@@ -6,7 +6,7 @@
 from moe_core.ops.buffers import empty, release_buffers
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
-from moe_core.ops.ffn.op import expert_ffn, pack_weights
+from moe_core.ops.ffn.op import expert_ffn, pack_weights, product_dtype
 from moe_core.ops.moe_ffn.op import casts_weights, moe_ffn
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
 from moe_core.ops.route.loss import loss_of_sums
@@ -27,6 +27,7 @@ __all__ = [
     "make_plan",
     "moe_ffn",
     "pack_weights",
+    "product_dtype",
     "release_buffers",
     "route",
     "route_tokens",

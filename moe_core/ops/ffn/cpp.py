@@ -44,6 +44,13 @@ def pack_weights(
     return packed[0], packed[1]
 
 
+def product_dtype(dtype: torch.dtype, kernels: str) -> torch.dtype:
+    """bf16 is multiplied in fp32 where the CPU has no instructions for it."""
+    if packed_dtype(dtype, kernels) == torch.int32:
+        return torch.float32
+    return dtype
+
+
 def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
     """Rows of the hidden layer that `forward` keeps."""
     return num_rows

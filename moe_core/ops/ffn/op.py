@@ -70,6 +70,17 @@ def pack_weights(
     return pack(w1, w2, dtype, kernels)
 
 
+def product_dtype(
+    weight: Tensor, dtype: torch.dtype, activation: str, kernels: str = "auto"
+) -> torch.dtype:
+    """The dtype in which weights like `weight` are multiplied with rows of `dtype`."""
+    form = _form(weight.device.type, dtype, weight.dtype, activation, kernels)
+    of_form = getattr(form, "product_dtype", None)
+    if of_form is None:
+        return dtype
+    return of_form(dtype, kernels)
+
+
 # 1. Ops
 
 
