@@ -1,6 +1,7 @@
 """What one rank finds wrong with the data, on its own disk perhaps, ends the run on all of them, at
 once."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import pytest
@@ -45,6 +46,6 @@ def test_other_data_on_another_rank(make_config, tmp_path):
     with pytest.raises(
         UserError, match=r"rank 1 finds 24 \+ 6 images there, rank 0 1,437 \+ 360; their number and"
     ):
-        _load_data(config, world(None, None, ("24 + 6", "names")))
+        _load_data(config, world(None, None, ("24 + 6", "names")), None, ExitStack())
     with pytest.raises(UserError, match="their number and their classes"):
-        _load_data(config, world(None, None, ("1,437 + 360", "other names")))
+        _load_data(config, world(None, None, ("1,437 + 360", "other names")), None, ExitStack())
