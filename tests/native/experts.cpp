@@ -11,22 +11,7 @@
 #include <memory>
 #include <vector>
 
-extern "C" {
-struct Problem {
-  const void *rows, *w1, *w2;
-  const float *b1, *b2;
-  const int32_t* ends;
-  const int16_t* noise;
-  long num_experts, model_dim, hidden_dim, threads, rows_bf16, weights_bf16, packed, activation, least;
-  float scale;
-};
-long forward_space(const Problem*);
-long backward_space(const Problem*);
-long bf16_product_bytes();
-void pack_weights(const float*, const float*, void*, void*, long, long, long, long, long);
-void experts_forward(const Problem*, char*, void*, void*);
-void experts_backward(const Problem*, char*, const void*, const void*, void*, void*, void*, float*, float*);
-}
+#include "ffn.hpp"
 
 namespace {
 

@@ -65,7 +65,10 @@ def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     if keep_hidden:
         hidden_size = len(rows) * hidden_dim
     hidden = empty((hidden_size,), rows.dtype, rows.device)
-    call.run("forward", [out, hidden if keep_hidden else None])
+    kept = None
+    if keep_hidden:
+        kept = hidden
+    call.run("forward", [out, kept])
     if call.num_used_rows < len(rows):
         out[call.num_used_rows :] = 0
         hidden[call.num_used_rows * hidden_dim :] = 0
@@ -80,8 +83,9 @@ def backward(
     gradients: list[Tensor | None] = []
     for tensor, is_needed in zip(tensors, needs, strict=True):
         if is_needed and tensor is not None:
-            is_bias = tensor is inputs.b1 or tensor is inputs.b2
-            dtype = torch.float32 if is_bias else tensor.dtype
+            dtype = tensor.dtype
+            if tensor is inputs.b1 or tensor is inputs.b2:
+                dtype = torch.float32
             gradients.append(empty(tensor.shape, dtype, tensor.device))
         else:
             gradients.append(None)
@@ -102,7 +106,7 @@ def backward(
     return rounded
 
 
-class _Problem(ctypes.Structure):  # as in native/ffn.cpp
+class _Problem(ctypes.Structure):  # as in native/ffn.hpp
     _fields_ = (
         [(name, c_void_p) for name in ("rows", "w1", "w2", "b1", "b2", "ends", "noise")]
         + [(name, c_long) for name in ("num_experts", "model_dim", "hidden_dim", "threads")]
@@ -131,14 +135,17 @@ class _Call:
             rows.contiguous(),
             w1.contiguous(),
             w2.contiguous(),
-            None if b1 is None else b1.float().contiguous(),
-            None if b2 is None else b2.float().contiguous(),
+            _in_fp32(b1),
+            _in_fp32(b2),
             inputs.offsets.int().contiguous(),
             inputs.noise,
         ]
         num_experts, hidden_dim, model_dim = w1.shape
         self.kernels = inputs.kernels
-        dropout = Dropout.of(inputs.dropout if inputs.noise is not None else 0.0)
+        rate = 0.0
+        if inputs.noise is not None:
+            rate = inputs.dropout
+        dropout = Dropout.of(rate)
         self.problem = _Problem(
             *map(pointer, self.tensors),
             num_experts=num_experts,
@@ -162,3 +169,9 @@ class _Call:
         memory = empty((space,), torch.uint8, torch.device("cpu"))
         function = getattr(functions, f"experts_{direction}")
         function(problem, pointer(memory), *map(pointer, tensors))
+
+
+def _in_fp32(bias: Tensor | None) -> Tensor | None:
+    if bias is None:
+        return None
+    return bias.float().contiguous()

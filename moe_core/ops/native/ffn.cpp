@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "ffn.hpp"
 #include "product.hpp"
 
 namespace {
@@ -114,7 +115,7 @@ struct Items {
     for (long i = 0; i < n; i++) {
       for (long j = 0; j < model_dim; j += 16) {
         const long count = std::min(model_dim - j, 16L);
-        V sum = bias ? load(bias + j, count) : spread(0.0f);
+        V sum = bias ? load(bias + j, count) : broadcast(0.0f);
         for (long part = 0; part < item.parts; part++)
           sum = sum + load(sums + (part * n + i) * model_dim + j, count);
         store(out + (item.start + i) * model_dim + j, sum, count);
@@ -302,15 +303,6 @@ void backward(const Network<T, W>& net, char* memory, const T* grad, const T* hi
 }
 
 // 2. What Python calls
-
-struct Problem {
-  const void *rows, *w1, *w2;
-  const float *b1, *b2;
-  const int32_t* ends;
-  const int16_t* noise;
-  long num_experts, model_dim, hidden_dim, threads, rows_bf16, weights_bf16, packed, activation, least;
-  float scale;
-};
 
 // run(network) in the types of the problem; there are no fp32 rows with bf16 weights.
 template <class Run>

@@ -41,7 +41,7 @@ SETS = (
         "x86_64",
         _AVX512_CPU | {"avx512_bf16"},
         f"{_AVX512} -mavx512bf16",
-        # twice as slow in bf16 as products in fp32, on a Xeon: docs/results.md
+        # bf16 takes 1.3 to 1.7 times as long as in products of fp32: docs/results.md
         slow_on=frozenset({"GenuineIntel"}),
     ),
     InstructionSet("avx512", "AVX-512", "x86_64", _AVX512_CPU, _AVX512),

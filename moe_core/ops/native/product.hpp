@@ -150,7 +150,7 @@ struct Ahead {
     next += 64 * taken.lines, lines -= taken.lines;
     return taken;
   }
-  INLINE void fetch(long line) const {  // inline: GCC drops a call of what only fetches
+  INLINE void fetch(long line) const {  // GCC removes calls of functions that only prefetch
     if (line < lines) __builtin_prefetch(next + 64 * line, 0, 2);
   }
 };
@@ -186,7 +186,7 @@ void tile_of(Target to, Packs a, const Packs* b, long words, Ahead ahead) {
 #pragma GCC unroll 14
   for (int i = 0; i < rows; i++)
 #pragma GCC unroll 2
-    for (int j = 0; j < kTileColumns; j++) sums[i][j] = spread(0.0f);
+    for (int j = 0; j < kTileColumns; j++) sums[i][j] = broadcast(0.0f);
   Packs columns[kTileColumns];
   for (int j = 0; j < kTileColumns; j++) columns[j] = b[j];
   for (long k = 0; k < words; k++, a += 16) {
@@ -387,7 +387,7 @@ void long_product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, f
 template <class T>
 void sum_rows(const T* from, long rows, long columns, float* to, bool add) {
   for (long j = 0; j < columns; j += 16) {
-    V sum = add ? load(to + j, columns - j) : spread(0.0f);
+    V sum = add ? load(to + j, columns - j) : broadcast(0.0f);
     for (long i = 0; i < rows; i++) sum = sum + load(from + i * columns + j, columns - j);
     store(to + j, sum, columns - j);
   }

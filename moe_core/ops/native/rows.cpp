@@ -16,10 +16,10 @@ void sum_rows(const S* rows, const int64_t* slots, const bool* kept, const float
   for (long t = 0; t < T; t++) {
     for (long j = 0; j < M; j += 16) {
       const long count = std::min(M - j, 16L);
-      V sum = spread(0.0f);
+      V sum = broadcast(0.0f);
       for (long c = t * K; c < t * K + K; c++) {
         if (kept && !kept[c]) continue;
-        sum = multiply_add(load(rows + slots[c] * M + j, count), spread(gates ? gates[c] : 1.0f), sum);
+        sum = multiply_add(load(rows + slots[c] * M + j, count), broadcast(gates ? gates[c] : 1.0f), sum);
       }
       store(out + t * M + j, sum, count);
     }
@@ -33,12 +33,12 @@ void combine_backward(const D* grad, const S* rows, const int64_t* choices, cons
 #pragma omp parallel for num_threads(useful_threads(N * M, threads))
   for (long n = 0; n < N; n++) {
     const long choice = n < used ? choices[n] : -1;
-    V product = spread(0.0f);
+    V product = broadcast(0.0f);
     for (long j = 0; j < M; j += 16) {
       const long count = std::min(M - j, 16L);
-      const V g = choice < 0 ? spread(0.0f) : load(grad + choice / K * M + j, count);
+      const V g = choice < 0 ? broadcast(0.0f) : load(grad + choice / K * M + j, count);
       if (choice >= 0) product = multiply_add(load(rows + n * M + j, count), g, product);
-      store(grad_rows + n * M + j, choice < 0 ? g : g * spread(gates[choice]), count);
+      store(grad_rows + n * M + j, choice < 0 ? g : g * broadcast(gates[choice]), count);
     }
     if (choice >= 0) grad_gates[choice] = sum_of(product);
   }

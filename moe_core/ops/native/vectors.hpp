@@ -48,7 +48,7 @@ struct Words {
 
 // 1. Arithmetic
 
-INLINE V spread(float x) {
+INLINE V broadcast(float x) {
   V v;
   EACH_PIECE v.p[i] = Lanes{} + x;
   return v;
@@ -94,18 +94,18 @@ INLINE V reciprocal(V x) {
   const __m512 y = _mm512_rcp14_ps(x.p[0]);
   return {_mm512_mul_ps(y, _mm512_fnmadd_ps(x.p[0], y, _mm512_set1_ps(2.0f)))};
 #else
-  return spread(1.0f) / x;
+  return broadcast(1.0f) / x;
 #endif
 }
 
 // exp(x) for x <= 0; below -87 it is 0, as numbers below 1e-38 are elsewhere here.
 INLINE V exp_of_negative(V x) {
-  const V shift = spread(12582912.0f), scaled = x * spread(1.44269504f) + shift;  // 1.5 * 2^23: rounds to an integer
+  const V shift = broadcast(12582912.0f), scaled = x * broadcast(1.44269504f) + shift;  // 1.5 * 2^23: rounds to an integer
   const V n = scaled - shift;
-  V r = multiply_add(n, spread(-0.693359375f), x);
-  r = multiply_add(n, spread(2.12194440e-4f), r);
-  V y = spread(1.0f / 720);
-  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = multiply_add(y, r, spread(c));
+  V r = multiply_add(n, broadcast(-0.693359375f), x);
+  r = multiply_add(n, broadcast(2.12194440e-4f), r);
+  V y = broadcast(1.0f / 720);
+  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = multiply_add(y, r, broadcast(c));
   // 2^n: the low bits of `scaled` are n
   EACH_PIECE y.p[i] *= (Lanes)(((WordLanes)scaled.p[i] + 127) << 23);
   EACH_PIECE y.p[i] = x.p[i] < -87.0f ? Lanes{} : y.p[i];
@@ -124,7 +124,7 @@ INLINE Words rounded(V v) {
   }
   return bits;
 }
-// Pairs of numbers of both in bf16: those of `low` in the lower halves of the words.
+// 16 words of two bf16 numbers: in the lower half that of `low`, in the upper half that of `high`.
 INLINE Words joined(V low, V high) {
 #if defined(__AVX512BF16__)
   const __m512i ranks = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -139,7 +139,7 @@ INLINE Words joined(V low, V high) {
   return words;
 #endif
 }
-// 32 numbers in bf16, each word two that follow each other.
+// 16 words of two bf16 numbers that follow each other in the 32 numbers of `first` and `second`.
 INLINE Words narrowed(V first, V second) {
 #if defined(__AVX512BF16__)
   return {(WordLanes)_mm512_cvtne2ps_pbh(second.p[0], first.p[0])};
@@ -347,13 +347,13 @@ struct Normal {
   V below, density;
 
   INLINE explicit Normal(V z) {
-    const V one = spread(1.0f), a = absolute(z);
-    density = exp_of_negative(a * a * spread(-0.5f));
-    const V t = reciprocal(multiply_add(a, spread(0.3f), one));
-    V tail = spread(0.0351786502f);
+    const V one = broadcast(1.0f), a = absolute(z);
+    density = exp_of_negative(a * a * broadcast(-0.5f));
+    const V t = reciprocal(multiply_add(a, broadcast(0.3f), one));
+    V tail = broadcast(0.0351786502f);
     for (float c : {-0.155142009f, 0.202815726f, -0.0504435711f, 0.126858339f, 0.100425489f, 0.120672747f,
                     0.119634531f})
-      tail = multiply_add(tail, t, spread(c));
+      tail = multiply_add(tail, t, broadcast(c));
     tail = tail * t * density;  // beyond a
     below = above(z, 0.0f, one - tail, tail);
   }
@@ -362,13 +362,13 @@ struct Normal {
 struct Gelu {
   static INLINE Activated of(V z) {
     const Normal normal(z);
-    return {z * normal.below, multiply_add(z * normal.density, spread(0.398942280f), normal.below)};
+    return {z * normal.below, multiply_add(z * normal.density, broadcast(0.398942280f), normal.below)};
   }
 };
 
 struct Relu {
   static INLINE Activated of(V z) {
-    Activated a = {z, spread(1.0f)};
+    Activated a = {z, broadcast(1.0f)};
     EACH_PIECE a.value.p[i] = z.p[i] <= 0.0f ? Lanes{} : z.p[i];  // what is no number stays
     EACH_PIECE a.slope.p[i] = z.p[i] <= 0.0f ? Lanes{} : a.slope.p[i];
     return a;
@@ -377,7 +377,7 @@ struct Relu {
 
 struct Silu {
   static INLINE Activated of(V z) {
-    const V one = spread(1.0f), small = exp_of_negative(spread(0.0f) - absolute(z));
+    const V one = broadcast(1.0f), small = exp_of_negative(broadcast(0.0f) - absolute(z));
     const V gate = above(z, 0.0f, one, small) / (one + small);
     const V value = z * gate;
     return {value, multiply_add(value, one - gate, gate)};

@@ -124,7 +124,7 @@ def test_amx_with_emulated_tiles(tmp_path):
 @pytest.mark.parametrize("name", [known.name for known in sets_of_cpu()])
 def test_random_shapes_under_the_sanitizers(name, tmp_path):
     """No access outside of the tensors, whatever their sizes."""
-    options = f"{SANITIZED} {OPTIONS[name]}"
-    if subprocess.run(["g++", "--version"], capture_output=True, check=False).returncode:
+    if shutil.which("g++") is None:
         pytest.skip("no g++ here")
+    options = f"{SANITIZED} {OPTIONS[name]}"
     run_cases([str(compiled(tmp_path, "g++", options))], 2000)
