@@ -83,13 +83,7 @@ def calibrated(per_node: int, device: torch.device) -> Machine:
     if device.type == "cuda":
         return measured
     ranks_per_core = max(dist.get_world_size() / len(os.sched_getaffinity(0)), 1)
-    return replace(
-        measured,
-        flops=measured.flops / ranks_per_core,
-        flops_fp32=measured.flops_fp32 / ranks_per_core,
-        memory_bandwidth=measured.memory_bandwidth / ranks_per_core,
-        kernel_overhead=measured.kernel_overhead * ranks_per_core,
-    )
+    return measured.slowed(ranks_per_core)
 
 
 class Staircase:

@@ -31,11 +31,9 @@ from netns import Cluster, require
 
 from moe_core.parallel import Machine
 from swinv2_moe.command import run_command
-from swinv2_moe.config import all_sections
 from swinv2_moe.errors import UserError
 from swinv2_moe.machine_profile import load_profile
-from swinv2_moe.planner import describe
-from swinv2_moe.time_plan import TimePlanner, measured_run, strategy_of
+from swinv2_moe.time_plan import planner_of_run
 
 ROOT = Path(__file__).parents[1]
 PORT = 29500
@@ -213,12 +211,8 @@ def measured_profile(args: argparse.Namespace, work: Path) -> Machine:
 
 
 def report_predictions(found: dict[int, dict], first_run: Path, machine: Machine) -> None:
-    measured, run = measured_run(first_run)
-    sections = all_sections(run.config)
-    training = sections.train
-    images = training.batch_size * training.accumulation_steps * measured.gpus
-    strategy = strategy_of(sections.model.experts)
-    times = TimePlanner(measured, describe(sections.model), training, images, machine, 1, strategy)
+    times = planner_of_run(first_run, machine, 1)
+    measured = times.measured
     use = measured.cpu or 1 / os.cpu_count()
     print(f"\n{times.factor:.3g} times the profile's time; {use:.0%} of the cores in use")
     print("\n| nodes | step, ms: predicted | measured | to the target, s: predicted | measured |")

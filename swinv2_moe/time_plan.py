@@ -9,12 +9,12 @@ phases are the run's: data and validation divided over more GPUs, start and savi
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_core.parallel import Machine, ParallelStrategy
 from swinv2_moe import planner
-from swinv2_moe.config import ExpertsConfig, TrainConfig
+from swinv2_moe.config import ExpertsConfig, TrainConfig, all_sections
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.run_record import RunRecord, read_run
 from swinv2_moe.models.build import configured_strategy
@@ -112,7 +112,7 @@ class TimePlanner:
 
     Raises:
         ValueError: the run's GPUs cannot share its experts.
-        UserError: no machine like `machine` takes as long for a step as the run did.
+        UserError: the links of `machine` alone take longer than a step of the run.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class TimePlanner:
         return planner.predict(
             self.model,
             self.training,
-            slower(self.machine, factor),
+            self.machine.slowed(factor),
             gpus,
             self.gpus_per_node,
             whole,
@@ -188,15 +188,21 @@ class TimePlanner:
         return high
 
 
-def slower(machine: Machine, factor: float) -> Machine:
-    """The machine with processors that take `factor` times as long, and the same links."""
-    return replace(
-        machine,
-        flops=machine.flops / factor,
-        flops_fp32=machine.flops_fp32 / factor,
-        memory_bandwidth=machine.memory_bandwidth / factor,
-        kernel_overhead=machine.kernel_overhead * factor,
-    )
+def planner_of_run(directory: Path, machine: Machine, gpus_per_node: int) -> TimePlanner:
+    """The planner of the run in `directory`, with the strategy that the run used.
+
+    Raises:
+        UserError: see `measured_run` and `TimePlanner`; experts that the run's GPUs cannot share.
+    """
+    measured, run = measured_run(directory)
+    sections = all_sections(run.config)
+    training, model = sections.train, planner.describe(sections.model)
+    images = training.batch_size * training.accumulation_steps * measured.gpus
+    strategy = strategy_of(sections.model.experts)
+    try:
+        return TimePlanner(measured, model, training, images, machine, gpus_per_node, strategy)
+    except ValueError as error:
+        raise UserError(f"--run {directory}: {error}") from error
 
 
 def strategy_of(experts: ExpertsConfig) -> ParallelStrategy | None:

@@ -21,10 +21,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from swinv2_moe.command import (
-    CommandParser,
-    add_opts_argument,
-)
+from swinv2_moe.command import CommandParser, add_opts_argument
 from swinv2_moe.errors import UserError
 from swinv2_moe.tables import number_table
 
@@ -143,28 +140,17 @@ def time_table(plans: list[TimePlan], user_gpus: int) -> Table:
 def plan_time(args: argparse.Namespace, machine: Machine, console: Console) -> None:
     """Print the predicted time of args.run on more and fewer GPUs."""
     from swinv2_moe import planner
-    from swinv2_moe.config import all_sections
-    from swinv2_moe.time_plan import TimePlanner, measured_run, strategy_of
+    from swinv2_moe.time_plan import planner_of_run
 
-    measured, run = measured_run(args.run)
-    sections = all_sections(run.config)
-    training = sections.train
-    images = training.batch_size * training.accumulation_steps * measured.gpus
-    strategy = strategy_of(sections.model.experts)
-    model = planner.describe(sections.model)
-    try:
-        times = TimePlanner(
-            measured, model, training, images, machine, args.gpus_per_node, strategy
-        )
-    except ValueError as error:
-        raise UserError(f"--run {args.run}: {error}") from error
+    times = planner_of_run(args.run, machine, args.gpus_per_node)
+    measured = times.measured
     plans, notes = [], []
     user_gpus = args.nodes * args.gpus_per_node
     for gpus in planner.scales(args.gpus_per_node, user_gpus):
         try:
             plans.append(times.predict(gpus))
         except ValueError as error:
-            if gpus <= images or gpus == user_gpus:
+            if gpus <= times.images or gpus == user_gpus:
                 notes.append(f"{gpus:,} GPUs left out: {error}")
     aim = "its end"
     if measured.target:
@@ -173,7 +159,7 @@ def plan_time(args: argparse.Namespace, machine: Machine, console: Console) -> N
     if measured.gpus == 1:
         processes = "process"
     console.print(
-        f"time to {aim} of {args.run}: {measured.steps:,} steps of {images:,} images,"
+        f"time to {aim} of {args.run}: {measured.steps:,} steps of {times.images:,} images,"
         f" {1e3 * measured.step:,.1f} ms each on {measured.gpus} {processes};"
         f" {machine.name} with processors that take {times.factor:.3g} times as long",
         soft_wrap=True,

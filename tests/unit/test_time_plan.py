@@ -15,7 +15,6 @@ from swinv2_moe.time_plan import (
     MeasuredRun,
     TimePlanner,
     measured_run,
-    slower,
     strategy_of,
 )
 
@@ -49,13 +48,13 @@ def test_the_machine_is_fitted_to_the_runs_step(described, gpus, factor):
     model, training = described
     strategy = ParallelStrategy()
     batch = 128 // gpus
-    own = planner.predict(model, training, slower(MACHINE, factor), gpus, 2, batch, strategy)
+    own = planner.predict(model, training, MACHINE.slowed(factor), gpus, 2, batch, strategy)
     run = measured(own.step, gpus)
     times = TimePlanner(run, model, training, 128, MACHINE, 2, strategy)
     assert times.factor == pytest.approx(factor, rel=1e-3)
     for other in (1, 2, 8):
         plan = times.predict(other)
-        machine = slower(MACHINE, factor)
+        machine = MACHINE.slowed(factor)
         row = planner.predict(model, training, machine, other, 2, 128 // other, strategy)
         assert plan.step.step == pytest.approx(row.step, rel=1e-3)
         assert plan.seconds["training"] == pytest.approx(100 * row.step, rel=1e-3)

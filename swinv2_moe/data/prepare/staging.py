@@ -9,9 +9,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from moe_core.files import open_regular, read_chunks, sha256
@@ -118,12 +119,7 @@ class Stager:
         self._started = time.time()
         self._clock = time.monotonic()
         with ExitStack() as stack:
-            problem = None
-            try:
-                self._open(stack)
-            except UserError as error:
-                problem = error
-            self._agree(problem)
+            self._on_each_node(partial(self._open, stack))
             self._compare_nodes()
             self._stack = stack.pop_all()
         return self
@@ -164,12 +160,7 @@ class Stager:
             overlapped: training read the files meanwhile.
         """
         seconds = time.monotonic() - self._clock
-        problem = None
-        try:
-            self._write_record(seconds, overlapped)
-        except UserError as error:
-            problem = error
-        self._agree(problem)
+        self._on_each_node(partial(self._write_record, seconds, overlapped))
         num_shards = sum(file.name.endswith(".tar") for file in self.files)
         return Staged(
             self._started,
@@ -195,8 +186,13 @@ class Stager:
             return 0
         return self.exchange.node
 
-    def _agree(self, problem: UserError | None) -> None:
-        """Raise the problem; on all nodes, that of any of them."""
+    def _on_each_node(self, work: Callable[[], None]) -> None:
+        """Do something on all nodes; raises on all what one of them raises."""
+        problem = None
+        try:
+            work()
+        except UserError as error:
+            problem = error
         if self.exchange is not None:
             self.exchange.agree(problem)
         elif problem is not None:
