@@ -17,7 +17,7 @@ from moe_core.capacity import expert_capacity
 from moe_core.config import MoEConfig
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
-from moe_core.ops import DispatchPlan
+from moe_core.ops import DispatchPlan, Int8Weights
 from moe_core.parallel import ExpertGroup, ParallelStrategy, flexible_all_to_all
 from moe_core.parallel.exchange import Agreement, Exchange
 from moe_core.precision import without_autocast
@@ -97,7 +97,10 @@ def combine_tensor(gates: Tensor, plan: DispatchPlan, num_experts: int, capacity
 
 def _padded_ffn(experts: Experts, buffers: Tensor) -> Tensor:
     """Apply to each row of `buffers` [E_l, N, M] the network of its expert; like `buffers`."""
-    w1, b1, w2, b2 = experts.weights(buffers.dtype)
+    weights = experts.weights(buffers.dtype)
+    if isinstance(weights, Int8Weights):
+        raise ValueError("the einsum form of the layer has no int8_inference (True)")
+    w1, b1, w2, b2 = weights
     hidden = torch.einsum("enm,ehm->enh", buffers, w1)
     if b1 is not None:
         hidden = hidden + b1.unsqueeze(1)

@@ -16,17 +16,23 @@ from moe_core.config import ExpertShard, MoEConfig
 from moe_core.ops import (
     DispatchPlan,
     ExpertWeights,
+    Int8Weights,
     casts_weights,
     empty,
     expert_ffn,
+    int8_ffn,
+    int8_moe_ffn,
     moe_ffn,
     pack_weights,
     product_dtype,
+    quantize_weights,
 )
 from moe_core.precision import expert_dtype
 from moe_core.prepared import PreparedValue
 from moe_core.registry import ACTIVATIONS
 
+# What a rank computes with.
+ComputedWeights = ExpertWeights | Int8Weights
 _MAX_PACKED = 1 << 28  # bytes of weights that `prepared` may copy without a change of dtype
 
 
@@ -42,7 +48,7 @@ class Experts(nn.Module):
         super().__init__()
         self.config, self.shard = config, shard or config.shard(0, 1)
         # Copies of the parameters in the dtype and memory layout of a kernel.
-        self._copies: PreparedValue[ExpertWeights] = PreparedValue()
+        self._copies: PreparedValue[ComputedWeights] = PreparedValue()
         # w1 and w2 in the dtype of computation, within `cast_ahead`
         self._casts: tuple[Tensor, Tensor] | None = None
         self.activation = ACTIVATIONS[config.activation]
@@ -87,7 +93,7 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         gather: Callable[[Tensor], Tensor] | None = None,
         num_gathered: int = 1,
-    ) -> ExpertWeights:
+    ) -> ComputedWeights:
         """The weights to compute with in `dtype`.
 
         Call this within the module's forward, after its hooks.
@@ -98,16 +104,21 @@ class Experts(nn.Module):
 
         Returns:
             The parameters, which the op casts. Within `prepared`, copies in `dtype`, which are
-            gathered once; without gradients these are also in the memory layout of a kernel.
+            gathered once; without gradients these are also in the memory layout of a kernel, or in
+            int8 with `int8_inference`.
         """
         parameters = ExpertWeights(self.w1, self.b1, self.w2, self.b2)
         w1, w2 = parameters.w1, parameters.w2
         may_pack = not torch.is_grad_enabled()
         is_worth_packing = may_pack and w1.nbytes + w2.nbytes < _MAX_PACKED
-        if gather is None and dtype == w1.dtype and not is_worth_packing:
+        in_int8 = may_pack and self.config.int8_inference
+        if gather is None and dtype == w1.dtype and not is_worth_packing and not in_int8:
             return parameters
 
-        def copy() -> ExpertWeights:
+        def copy() -> ComputedWeights:
+            if in_int8:
+                config, gathered = self.config, _gathered(parameters, gather)
+                return quantize_weights(gathered, dtype, config.activation, config.kernels)
             return self._copy(_gathered(parameters, gather), dtype, may_pack)
 
         sources = [p for p in parameters if p is not None]
@@ -130,8 +141,8 @@ class Experts(nn.Module):
             self._casts = None
 
     def _copy(self, weights: ExpertWeights, dtype: torch.dtype, may_pack: bool) -> ExpertWeights:
-        """Copies for rows of `dtype`: in the dtype that they are multiplied in; w1 and w2 in the
-        memory layout of the kernel, if it has its own."""
+        """Weights for rows of `dtype`: w1 and w2 in the dtype that they are multiplied in, in the
+        memory layout of the kernel if it has its own. Kernels add the biases as they are."""
         config = self.config
         copied_as = product_dtype(weights.w1, dtype, config.activation, config.kernels)
 
@@ -144,19 +155,13 @@ class Experts(nn.Module):
         if may_pack:
             packed = pack_weights(weights.w1, weights.w2, dtype, config.activation, config.kernels)
         w1, w2 = packed or (cast(weights.w1), cast(weights.w2))
-        b1 = None
-        if weights.b1 is not None:
-            b1 = cast(weights.b1)
-        b2 = None
-        if weights.b2 is not None:
-            b2 = cast(weights.b2)
-        return ExpertWeights(w1, b1, w2, b2)
+        return weights._replace(w1=w1, w2=w2)
 
     def forward(
         self,
         x: Tensor,
         offsets: Tensor,
-        weights: Callable[[], ExpertWeights] | None = None,
+        weights: Callable[[], ComputedWeights] | None = None,
         gates: Tensor | None = None,
         plan: DispatchPlan | None = None,
     ) -> Tensor:
@@ -178,6 +183,11 @@ class Experts(nn.Module):
             used = self.weights(x.dtype)
         else:
             used = weights()
+        if isinstance(used, Int8Weights):
+            activation, kernels = self.config.activation, self.config.kernels
+            if plan is None:
+                return int8_ffn(x, used, offsets, activation, kernels)
+            return int8_moe_ffn(x, gates, used, plan, activation, kernels)
         dropout = 0.0
         if self.training:
             dropout = self.config.hidden_dropout

@@ -7,6 +7,8 @@ from moe_core.ops.buffers import empty, release_buffers
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.ffn.op import expert_ffn, pack_weights, product_dtype
+from moe_core.ops.int8_ffn.inputs import Int8Weights
+from moe_core.ops.int8_ffn.op import int8_ffn, int8_moe_ffn, quantize_weights
 from moe_core.ops.moe_ffn.op import casts_weights, moe_ffn
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
 from moe_core.ops.route.loss import loss_of_sums
@@ -17,17 +19,21 @@ from moe_core.ops.soft.op import soft_combine, soft_dispatch
 __all__ = [
     "DispatchPlan",
     "ExpertWeights",
+    "Int8Weights",
     "casts_weights",
     "combine",
     "dispatch",
     "empty",
     "expert_ffn",
+    "int8_ffn",
+    "int8_moe_ffn",
     "inverse_plan",
     "loss_of_sums",
     "make_plan",
     "moe_ffn",
     "pack_weights",
     "product_dtype",
+    "quantize_weights",
     "release_buffers",
     "route",
     "route_tokens",

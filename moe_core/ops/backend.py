@@ -72,6 +72,12 @@ def _cpp_ffn(request: Request) -> bool:
     return packed is not None and request.weight_dtype in (torch.float32, request.dtype, packed)
 
 
+def _cpp_int8(request: Request) -> bool:
+    return request.activation in KERNEL_ACTIVATIONS and library.usable(
+        request.dtype, request.kernels
+    )
+
+
 def _cpp_plan(request: Request) -> bool:
     return library.usable(torch.float32)
 
@@ -109,6 +115,10 @@ FORMS = {
         Form("cpp", "ffn.cpp", _cpp_ffn),
         Form("torch", "ffn.grouped", _grouped_mm),
         Form("torch", "ffn.loop", _everything),
+    ),
+    "int8_ffn": (
+        Form("cpp", "int8_ffn.cpp", _cpp_int8),
+        Form("torch", "int8_ffn.reference", _everything),
     ),
     "moe_ffn": (  # dispatch, ffn and combine in one operation
         Form("triton", "moe_ffn.triton", _triton_ffn),

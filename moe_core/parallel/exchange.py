@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from moe_core.capacity import expert_capacity
 from moe_core.config import MoEConfig
-from moe_core.experts import Experts
-from moe_core.ops import DispatchPlan, ExpertWeights, combine, dispatch, inverse_plan
+from moe_core.experts import ComputedWeights, Experts
+from moe_core.ops import DispatchPlan, combine, dispatch, inverse_plan
 from moe_core.parallel.algorithm import RowCounts
 from moe_core.parallel.chunks import ChunkLayout, kept_counts, plan_received
 from moe_core.parallel.gather import gather_weights
@@ -133,7 +133,9 @@ class Local(Exchange):
         rows = apply_experts(experts, rows, plan.offsets)
         return combine(rows, gates, plan, self.config.kernels)
 
-    def _weights(self, experts: Experts, dtype: torch.dtype) -> Callable[[], ExpertWeights] | None:
+    def _weights(
+        self, experts: Experts, dtype: torch.dtype
+    ) -> Callable[[], ComputedWeights] | None:
         """Reads what to compute with, within the experts' call; None: their own weights."""
         return None
 
@@ -157,11 +159,11 @@ class GatheredWeights(Local):
         self.group.ranks.all_reduce(most_tokens, "maximum", dist.ReduceOp.MAX)
         return Agreement(expert_capacity(most_tokens, num_experts, top_k, capacity_factor))
 
-    def _weights(self, experts: Experts, dtype: torch.dtype) -> Callable[[], ExpertWeights]:
+    def _weights(self, experts: Experts, dtype: torch.dtype) -> Callable[[], ComputedWeights]:
         return partial(self._gather, experts, dtype)
 
-    def _gather(self, experts: Experts, dtype: torch.dtype) -> ExpertWeights:
-        weights: ExpertWeights | None = None
+    def _gather(self, experts: Experts, dtype: torch.dtype) -> ComputedWeights:
+        weights: ComputedWeights | None = None
         if self.group.take_gathered is not None:
             weights = self.group.take_gathered(experts, dtype)
         return weights or gather_weights(experts, self.group, 0, dtype, self.owners)

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_core.config import ExpertShard
-from moe_core.experts import Experts
-from moe_core.ops import ExpertWeights
+from moe_core.experts import ComputedWeights, Experts
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.rank_subset import RankSubset
 
@@ -19,7 +18,7 @@ def gather_weights(
     r: int,
     dtype: torch.dtype,
     owners: RankSubset | None = None,
-) -> ExpertWeights:
+) -> ComputedWeights:
     """What this rank computes with under strategy r, in `dtype`. Gradients return to the owners,
     summed over the ranks.
 

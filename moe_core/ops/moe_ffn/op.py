@@ -14,6 +14,7 @@ from moe_core.ops.autograd import empty_gradients, register_backward
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.ffn.dropout import draw_seed
 from moe_core.ops.ffn.inputs import ExpertWeights
+from moe_core.ops.ffn.op import expert_ffn
 from moe_core.ops.moe_ffn import composed
 from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
 from moe_core.ops.plan.op import DispatchPlan
@@ -53,7 +54,11 @@ def moe_ffn(
     request = Request(kernels, tokens.device.type, tokens.dtype, activation=activation)
     form = select("moe_ffn", request)
     if form == "moe_ffn.composed":
-        return composed.moe_ffn(tokens, gates, weights, plan, activation, dropout, kernels)
+
+        def ffn(rows: Tensor) -> Tensor:
+            return expert_ffn(rows, weights, plan.offsets, activation, dropout, kernels)
+
+        return composed.moe_ffn(tokens, gates, ffn, plan, kernels)
     # Cast once for both directions. The op casts nothing, so gradients are rounded to the
     # parameters' dtype alone.
     w1_cast = w2_cast = None

@@ -318,13 +318,6 @@ auto typed(const Problem& p, Run run) {
   return p.weights_bf16 ? run(network(bf16(), bf16())) : run(network(bf16(), float()));
 }
 
-template <class Run>
-void activated(const Problem& p, Run run) {
-  if (p.activation == 0) run(Gelu());
-  if (p.activation == 1) run(Relu());
-  if (p.activation == 2) run(Silu());
-}
-
 }  // namespace
 
 extern "C" {
@@ -378,7 +371,7 @@ void pack_weights(const float* w1, const float* w2, void* to_w1, void* to_w2, lo
 void experts_forward(const Problem* p, char* memory, void* out, void* hidden) {
   typed(*p, [&](const auto& net) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
-    activated(*p, [&](auto act) {
+    activated(p->activation, [&](auto act) {
       forward<decltype(act)>(net, memory, static_cast<T*>(out), static_cast<T*>(hidden));
     });
   });
@@ -391,7 +384,7 @@ void experts_backward(const Problem* p, char* memory, const void* grad, const vo
     using W = std::remove_const_t<std::remove_pointer_t<decltype(net.w1)>>;
     const Gradients<T, W> to = {static_cast<T*>(grad_rows), static_cast<W*>(grad_w1), static_cast<W*>(grad_w2), grad_b1,
                                 grad_b2};
-    activated(*p, [&](auto act) {
+    activated(p->activation, [&](auto act) {
       backward<decltype(act)>(net, memory, static_cast<const T*>(grad), static_cast<const T*>(hidden), to);
     });
   });

@@ -1,8 +1,8 @@
-// Products of matrices on a CPU, in fp32 or in bf16.
+// Products of matrices on a CPU, in fp32, in bf16 or of integers.
 //
 // Both operands are packed into blocks of 16 x 16 words of 32 bits that lie one after the other. So the loops read
-// memory in order, whatever its layout was, and one type becomes the other on the way. A word is one fp32 number, or two
-// bf16 numbers that follow each other along the contracted dimension k.
+// memory in order, whatever its layout was, and one type becomes the other on the way. A word is one fp32 number, or the
+// numbers that follow each other along the contracted dimension k: two in bf16 or int16, four of 8 bits.
 
 #pragma once
 
@@ -23,6 +23,17 @@ constexpr bool kPairs = true;  // an instruction adds products of two pairs of b
 constexpr bool kPairs = false;
 #endif
 
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+using Int8Product = int8_t;  // an instruction adds products of four pairs of bytes
+#else
+using Int8Product = int16_t;
+#endif
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr bool kSignedRows = true;  // it takes signed bytes alone; those of x86 take unsigned ones times signed ones
+#else
+constexpr bool kSignedRows = false;
+#endif
+
 // The type in which rows of type T are multiplied.
 template <class T>
 using ProductType = std::conditional_t<kPairs, T, float>;
@@ -33,11 +44,15 @@ constexpr long kTileRows = kLanes == 16 ? 14 : 6, kTileColumns = kLanes == 16 ? 
 // How a product in P divides i, j and k: an operand's panel is up to `height` wide and has a block for each `depth`.
 template <class P>
 struct Shape {
-  static constexpr bool tiles = kTiles && sizeof(P) == 2;  // AMX: [16 or 32, 32] of C at once
+  static constexpr bool integers = std::is_integral<P>::value;
+  // AMX: [16 or 32, 32] of C at once
+  static constexpr bool tiles = kTiles && (std::is_same<P, bf16>::value || std::is_same<P, int8_t>::value);
   static constexpr long numbers = 4 / sizeof(P);           // of a word
   static constexpr long depth = 16 * numbers, a_height = tiles ? 16 : kTileRows == 14 ? 14 : 12;
   static constexpr long a_panels = tiles ? 2 : 1, b_panels = kTileColumns;
-  static constexpr long stretch = tiles ? 1024 : kLanes == 16 ? 192 * numbers : 256 * numbers;
+  static constexpr long stretch = tiles ? 512 * numbers : kLanes == 16 ? 192 * numbers : 256 * numbers;
+  using Number = std::conditional_t<integers, int32_t, float>;  // of C
+  using Sums = std::conditional_t<integers, Ints, V>;
 };
 
 // 16 words along k, from row `p`, of which `count` numbers are there.
@@ -53,6 +68,21 @@ INLINE Words along(const bf16* p, long count, bf16) {
   Words words = {};
   if (count >= 32) std::memcpy(&words, p, sizeof words);
   else if (count > 0) std::memcpy(&words, p, count * sizeof(bf16));
+  return words;
+}
+template <class S>
+INLINE Words along(const S* p, long count, int8_t) {  // S: bytes, signed or not
+  Words words = {};
+  if (count >= 64) std::memcpy(&words, p, sizeof words);
+  else if (count > 0) std::memcpy(&words, p, count);
+  return words;
+}
+template <class S>
+INLINE Words along(const S* p, long count, int16_t) {
+  int16_t wide[32] = {};
+  for (long i = 0; i < std::min(count, 32L); i++) wide[i] = p[i];
+  Words words;
+  std::memcpy(&words, wide, sizeof words);
   return words;
 }
 
@@ -104,7 +134,7 @@ struct Packed {
     Words v[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
-      if (contiguous == kAlongK)
+      if constexpr (contiguous == kAlongK)
         v[i] = i < count ? along(from + i * stride, left, P()) : Words{};
       else
         v[i] = across(from + i * step * stride, stride, left - i * step, count, P());
@@ -156,8 +186,9 @@ struct Ahead {
 };
 
 // Where a tile of C goes: its rows lie `stride` apart; or it is added to what is there.
+template <class Number>
 struct Target {
-  float* c;
+  Number* c;
   long stride;
   bool add;
 };
@@ -179,14 +210,38 @@ INLINE void add_products(V& sum, int32_t word, Packs words, bf16) {
 #endif
 }
 
+INLINE void add_products(Ints& sum, int32_t word, Packs words, int8_t) {
+#if defined(__AVX512VNNI__)
+  sum.p[0] = (IntLanes)_mm512_dpbusd_epi32((__m512i)sum.p[0], _mm512_set1_epi32(word), _mm512_load_si512(words));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  const int8x16_t bytes = vreinterpretq_s8_s32(vdupq_n_s32(word));
+  EACH_PIECE sum.p[i] = vdotq_s32(sum.p[i], bytes, vreinterpretq_s8_s32(vld1q_s32(words + 4 * i)));
+#endif
+}
+INLINE void add_products(Ints& sum, int32_t word, Packs words, int16_t) {
+#if defined(__AVX512BW__)
+  const __m512i products = _mm512_madd_epi16(_mm512_set1_epi32(word), _mm512_load_si512(words));
+  sum.p[0] += (IntLanes)products;
+#elif defined(__AVX2__)
+  const __m256i pair = _mm256_set1_epi32(word);
+  EACH_PIECE sum.p[i] += (IntLanes)_mm256_madd_epi16(pair, reinterpret_cast<const __m256i*>(words)[i]);
+#else
+  const int32_t low = static_cast<int16_t>(word), high = word >> 16;
+  EACH_PIECE {
+    const IntLanes pairs = reinterpret_cast<const IntLanes*>(words)[i];
+    sum.p[i] += ((IntLanes)((WordLanes)pairs << 16) >> 16) * low + (pairs >> 16) * high;
+  }
+#endif
+}
+
 // [rows, 16 kTileColumns] of C, from some rows of a panel of A and one or two panels of B.
 template <class P, int rows>
-void tile_of(Target to, Packs a, const Packs* b, long words, Ahead ahead) {
-  V sums[rows][kTileColumns];
+void tile_of(Target<typename Shape<P>::Number> to, Packs a, const Packs* b, long words, Ahead ahead) {
+  typename Shape<P>::Sums sums[rows][kTileColumns];
 #pragma GCC unroll 14
   for (int i = 0; i < rows; i++)
 #pragma GCC unroll 2
-    for (int j = 0; j < kTileColumns; j++) sums[i][j] = broadcast(0.0f);
+    for (int j = 0; j < kTileColumns; j++) sums[i][j] = {};
   Packs columns[kTileColumns];
   for (int j = 0; j < kTileColumns; j++) columns[j] = b[j];
   for (long k = 0; k < words; k++, a += 16) {
@@ -202,7 +257,7 @@ void tile_of(Target to, Packs a, const Packs* b, long words, Ahead ahead) {
       columns[j] += 16;
     }
   }
-  float* c = to.c;
+  auto c = to.c;
 #pragma GCC unroll 14
   for (int i = 0; i < rows; i++, c += to.stride)
 #pragma GCC unroll 2
@@ -216,12 +271,12 @@ template <class P, class Rows>
 struct Tiles;
 template <class P, int... rows>
 struct Tiles<P, std::integer_sequence<int, rows...>> {
-  using Tile = void (*)(Target, Packs, const Packs*, long, Ahead);
+  using Tile = void (*)(Target<typename Shape<P>::Number>, Packs, const Packs*, long, Ahead);
   static constexpr Tile of_rows[] = {nullptr, tile_of<P, rows + 1>...};
 };
 
 template <class P, std::enable_if_t<!Shape<P>::tiles, int> = 0>
-void tile(Target to, const Packed<P, kA>& a, long panel, const Packs* b, long rows, Ahead ahead) {
+void tile(Target<typename Shape<P>::Number> to, const Packed<P, kA>& a, long panel, const Packs* b, long rows, Ahead ahead) {
   const auto of_rows = Tiles<P, std::make_integer_sequence<int, kTileRows>>::of_rows;
   const long words = (a.depth + Shape<P>::numbers - 1) / Shape<P>::numbers;
   long start = 0;
@@ -235,13 +290,17 @@ void tile(Target to, const Packed<P, kA>& a, long panel, const Packs* b, long ro
 }
 
 #if defined(__AMX_BF16__)
+#define MULTIPLY_TILES(c, a, b) \
+  if constexpr (Shape<P>::integers) _tile_dpbusd(c, a, b); else _tile_dpbf16ps(c, a, b)
+
 // [16 or 32, 32] of C, from one or two panels of A.
 template <class P, std::enable_if_t<Shape<P>::tiles, int> = 0>
-void tile(Target to, const Packed<P, kA>& a, long panel, const Packs* b, long rows, Ahead ahead) {
+void tile(Target<typename Shape<P>::Number> to, const Packed<P, kA>& a, long panel, const Packs* b, long rows,
+          Ahead ahead) {
   const bool both = rows > 16;
   Packs a0 = a.panel(panel), a1 = a.panel(panel + both), b0 = b[0], b1 = b[1];
   const long bytes = to.stride * 4;
-  float* below = to.c + 16 * to.stride;
+  auto below = to.c + 16 * to.stride;
   if (to.add) {
     _tile_loadd(0, to.c, bytes);
     _tile_loadd(1, to.c + 16, bytes);
@@ -262,12 +321,12 @@ void tile(Target to, const Packed<P, kA>& a, long panel, const Packs* b, long ro
     _tile_loadd(4, a0 + 256 * k, 64);
     _tile_loadd(6, b0 + 256 * k, 64);
     _tile_loadd(7, b1 + 256 * k, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+    MULTIPLY_TILES(0, 4, 6);
+    MULTIPLY_TILES(1, 4, 7);
     if (both) {
       _tile_loadd(5, a1 + 256 * k, 64);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      MULTIPLY_TILES(2, 5, 6);
+      MULTIPLY_TILES(3, 5, 7);
     }
   }
   _tile_stored(0, to.c, bytes);
@@ -322,12 +381,14 @@ struct Mode {
 // `soon(i, j, count)` announces C [i, j : j + count]; `use(i, j, count, v)` takes it by 16 numbers, or `into` a whole
 // tile. The smaller operand is read again and again.
 template <class P, class Soon, class Use>
-void product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, Soon soon, Use use, Target into = {}) {
+void product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, Soon soon, Use use,
+             Target<typename Shape<P>::Number> into = {}) {
+  using Number = typename Shape<P>::Number;
   constexpr long step = Shape<P>::a_panels, wide = Shape<P>::b_panels;
   const long a_steps = (a.panels + step - 1) / step, b_steps = (b.panels + wide - 1) / wide;
   const bool a_outer = a.extent > b.extent;
   const long share = (ahead.lines + a_steps * b_steps - 1) / (a_steps * b_steps);
-  alignas(64) float c[32 * 32];
+  alignas(64) Number c[32 * 32];
   for (long outer = 0; outer < (a_outer ? a_steps : b_steps); outer++) {
     for (long inner = 0; inner < (a_outer ? b_steps : a_steps); inner++) {
       const long pa = (a_outer ? outer : inner) * step, pb = (a_outer ? inner : outer) * wide;
@@ -337,7 +398,8 @@ void product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, Soon s
       for (long i = 0; i < rows; i++) soon(i0 + i, j0);
       const bool whole = columns == 16 * wide && (step == 1 || rows % 16 == 0);  // AMX writes 16 rows
       const bool direct = into.c && whole;
-      const Target to = direct ? Target{into.c + i0 * into.stride + j0, into.stride, into.add} : Target{c, 32, false};
+      Target<Number> to = {c, 32, false};
+      if (direct) to = {into.c + i0 * into.stride + j0, into.stride, into.add};
       tile(to, a, pa, b_panels, rows, ahead.take(share));
       if (direct) continue;
       for (long i = 0; i < rows; i++)
@@ -352,33 +414,35 @@ template <class P, class C>
 void product_into(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, C* c, long stride, bool add, bool last) {
   const bool aligned = reinterpret_cast<uintptr_t>(c) % 64 == 0 && stride % 16 == 0;
   const bool past_caches = last && !add && aligned && std::is_same<C, float>::value;
-  Target into = {};
-  if constexpr (std::is_same<C, float>::value)
+  using Number = typename Shape<P>::Number;
+  using Sums = typename Shape<P>::Sums;
+  Target<Number> into = {};
+  if constexpr (std::is_same<C, Number>::value)
     if (!past_caches) into = {c, stride, add};
   const auto soon = [&](long i, long j) {
     if (past_caches) return;
     for (long ahead = 0; ahead < kTileColumns; ahead++) __builtin_prefetch(c + i * stride + j + 16 * ahead, 1);
   };
-  const auto use = [&](long i, long j, long count, V v) {
+  const auto use = [&](long i, long j, long count, Sums v) {
     C* place = c + i * stride + j;
-    if (past_caches && count == 16)
-      stream(reinterpret_cast<float*>(place), v);
-    else
-      store(place, add ? v + load(place, count) : v, count);
+    if constexpr (std::is_same<C, float>::value)
+      if (past_caches && count == 16) return stream(place, v);
+    store(place, add ? v + load(place, count) : v, count);
   };
   product(a, b, ahead, soon, use, into);
 }
 
 // `product` in stretches of k so short that panels stay in the L1 cache. `so_far`: room for [a.extent, b.extent].
 template <class P, class Soon, class Use>
-void long_product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, float* so_far, Soon soon, Use use) {
+void long_product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, typename Shape<P>::Number* so_far,
+                  Soon soon, Use use) {
   constexpr long step = Shape<P>::stretch;
   long k0 = 0;
   for (; a.depth - k0 > step * 3 / 2; k0 += step)
     product_into(a.along_k(k0, step), b.along_k(k0, step), k0 ? Ahead() : ahead, so_far, b.extent, k0 > 0, false);
   const auto last_a = a.along_k(k0, a.depth - k0);
   const auto last_b = b.along_k(k0, b.depth - k0);
-  product(last_a, last_b, k0 ? Ahead() : ahead, soon, [&](long i, long j, long count, V v) {
+  product(last_a, last_b, k0 ? Ahead() : ahead, soon, [&](long i, long j, long count, typename Shape<P>::Sums v) {
     use(i, j, count, k0 ? v + load(so_far + i * b.extent + j, count) : v);
   });
 }

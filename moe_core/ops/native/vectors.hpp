@@ -42,6 +42,9 @@ struct V {
 struct Words {
   WordLanes p[kPieces];
 };
+struct Ints {
+  IntLanes p[kPieces];
+};
 
 #define EACH_PIECE _Pragma("GCC unroll 4") for (int i = 0; i < kPieces; i++)
 #define INLINE __attribute__((always_inline)) inline
@@ -83,11 +86,38 @@ INLINE V absolute(V z) {
   EACH_PIECE z.p[i] = (Lanes)((WordLanes)z.p[i] & 0x7fffffffu);
   return z;
 }
-INLINE float sum_of(V v) {
-  float numbers[16], sum = 0;
+INLINE V smaller(V a, V b) {
+  EACH_PIECE a.p[i] = a.p[i] < b.p[i] ? a.p[i] : b.p[i];
+  return a;
+}
+INLINE V larger(V a, V b) {
+  EACH_PIECE a.p[i] = a.p[i] > b.p[i] ? a.p[i] : b.p[i];
+  return a;
+}
+template <class Reduce>
+INLINE float reduced(V v, Reduce reduce) {
+  float numbers[16];
   std::memcpy(numbers, &v, sizeof v);
-  for (float number : numbers) sum += number;
-  return sum;
+  float result = numbers[0];
+  for (int i = 1; i < 16; i++) result = reduce(result, numbers[i]);
+  return result;
+}
+// The first `count` numbers of v, the others from `rest`.
+INLINE V first_or(V v, long count, V rest) {
+  std::memcpy(&rest, &v, count * sizeof(float));
+  return rest;
+}
+INLINE float sum_of(V v) {
+  return reduced(v, [](float a, float b) { return a + b; });
+}
+INLINE Ints operator+(Ints a, Ints b) {
+  EACH_PIECE a.p[i] += b.p[i];
+  return a;
+}
+INLINE V to_float(Ints a) {
+  V v;
+  EACH_PIECE v.p[i] = __builtin_convertvector(a.p[i], Lanes);
+  return v;
 }
 INLINE V reciprocal(V x) {
 #if defined(__AVX512F__)
@@ -164,6 +194,10 @@ INLINE V load(const float* p, long count) { return {_mm512_maskz_loadu_ps(first(
 INLINE Words load_halves(const bf16* p, long count = 16) {
   return {(WordLanes)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(count), p))};
 }
+INLINE Ints load(const int32_t* p) { return {(IntLanes)_mm512_loadu_si512(p)}; }
+INLINE Ints load(const int32_t* p, long count) { return {(IntLanes)_mm512_maskz_loadu_epi32(first(count), p)}; }
+INLINE void store(int32_t* p, Ints v) { _mm512_storeu_si512(p, (__m512i)v.p[0]); }
+INLINE void store(int32_t* p, Ints v, long count) { _mm512_mask_storeu_epi32(p, first(count), (__m512i)v.p[0]); }
 INLINE void store(float* p, V v) { _mm512_storeu_ps(p, v.p[0]); }
 INLINE void store(float* p, V v, long count) { _mm512_mask_storeu_ps(p, first(count), v.p[0]); }
 INLINE void store(bf16* p, V v, long count) {
@@ -185,6 +219,17 @@ INLINE V load(const float* p, long count = 16) {
   V v;
   EACH_PIECE std::memcpy(&v.p[i], p + i * kLanes, sizeof v.p[i]);
   return v;
+}
+INLINE Ints load(const int32_t* p, long count = 16) {
+  int32_t numbers[16] = {};
+  if (count < 16) copy_first(numbers, p, count), p = numbers;
+  Ints v;
+  EACH_PIECE std::memcpy(&v.p[i], p + i * kLanes, sizeof v.p[i]);
+  return v;
+}
+INLINE void store(int32_t* p, Ints v, long count = 16) {
+  if (count < 16) return copy_first(p, reinterpret_cast<const int32_t*>(&v), count);
+  EACH_PIECE std::memcpy(p + i * kLanes, &v.p[i], sizeof v.p[i]);
 }
 INLINE Words load_halves(const bf16* p, long count = 16) {
   bf16 numbers[16] = {};
@@ -383,5 +428,13 @@ struct Silu {
     return {value, multiply_add(value, one - gate, gate)};
   }
 };
+
+// run(activation) with the activation of this number in ../backend.py.
+template <class Run>
+void activated(long number, Run run) {
+  if (number == 0) run(Gelu());
+  if (number == 1) run(Relu());
+  if (number == 2) run(Silu());
+}
 
 }  // namespace

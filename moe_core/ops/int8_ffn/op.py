@@ -1,0 +1,101 @@
+"""The experts' feed-forward networks in int8, without gradients, as one torch.library op.
+
+`out = act(rows_e w1[e]^T + b1[e]) w2[e] + b2[e]` for each expert e's rows, both products of bytes.
+"""
+
+# E experts, N rows, M model dim, H hidden dim
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moe_core.ops.backend import Request, load, select
+from moe_core.ops.ffn.inputs import ExpertWeights
+from moe_core.ops.int8_ffn.inputs import Int8Inputs, Int8Weights
+from moe_core.ops.int8_ffn.reference import quantize_weight
+from moe_core.ops.moe_ffn import composed
+from moe_core.ops.plan.op import DispatchPlan
+
+
+def int8_ffn(
+    rows: Tensor,
+    weights: Int8Weights,
+    offsets: Tensor,
+    activation: str = "gelu",
+    kernels: str = "auto",
+) -> Tensor:
+    """Each expert's rows through its own network.
+
+    Args:
+        rows: [N, M], expert 0's rows first, in fp32, bf16 or fp16.
+        weights: of `quantize_weights`, for the same activation and kernels.
+        offsets: [E] int32, where each expert's rows end.
+        activation: a name of moe_core.registry.ACTIVATIONS.
+        kernels: see `backend.select`.
+
+    Returns:
+        [N, M] like rows; zeros past offsets[-1].
+    """
+    return torch.ops.moe_core.int8_ffn(*Int8Inputs(rows, *weights, offsets, activation, kernels))
+
+
+def int8_moe_ffn(
+    tokens: Tensor,
+    gates: Tensor | None,
+    weights: Int8Weights,
+    plan: DispatchPlan,
+    activation: str = "gelu",
+    kernels: str = "auto",
+) -> Tensor:
+    """`moe_ffn` with weights of `quantize_weights`, without gradients and dropout."""
+
+    def ffn(rows: Tensor) -> Tensor:
+        return int8_ffn(rows, weights, plan.offsets, activation, kernels)
+
+    return composed.moe_ffn(tokens, gates, ffn, plan, kernels)
+
+
+def quantize_weights(
+    weights: ExpertWeights, dtype: torch.dtype, activation: str, kernels: str = "auto"
+) -> Int8Weights:
+    """Weights in int8 for rows of `dtype`, in the memory layout of the form that will run.
+
+    Args:
+        weights: in any floating-point dtype.
+    """
+    q1, scale1, sum1 = quantize_weight(weights.w1)  # [E, H, M], [E, H], [E, H]
+    q2, scale2, sum2 = quantize_weight(weights.w2.transpose(1, 2))  # [E, M, H], [E, M], [E, M]
+    pack = getattr(_form(q1.device.type, dtype, activation, kernels), "pack_weight", None)
+    if pack is not None:
+        q1, q2 = pack(q1, kernels), pack(q2, kernels)
+    b1 = None
+    if weights.b1 is not None:
+        b1 = weights.b1.float().contiguous()
+    b2 = None
+    if weights.b2 is not None:
+        b2 = weights.b2.float().contiguous()
+    return Int8Weights(q1, scale1, sum1, b1, q2, scale2, sum2, b2)
+
+
+def _form(device: str, dtype: torch.dtype, activation: str, kernels: str) -> ModuleType:
+    return load(select("int8_ffn", Request(kernels, device, dtype, activation=activation)))
+
+
+@torch.library.custom_op(
+    "moe_core::int8_ffn",
+    mutates_args=(),
+    schema=(
+        "(Tensor rows, Tensor q1, Tensor scale1, Tensor sum1, Tensor? b1, Tensor q2, Tensor scale2,"
+        " Tensor sum2, Tensor? b2, Tensor offsets, str activation, str kernels) -> Tensor"
+    ),
+)
+def _int8_ffn(*fields):
+    inputs = Int8Inputs._make(fields)
+    rows = inputs.rows
+    return _form(rows.device.type, rows.dtype, inputs.activation, inputs.kernels).forward(inputs)
+
+
+@_int8_ffn.register_fake
+def _(rows, *others):
+    return torch.empty_like(rows)

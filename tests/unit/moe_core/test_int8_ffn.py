@@ -1,0 +1,267 @@
+"""Experts in int8: the op against its specification in every instruction set of this CPU, the
+kernels as programs of their own, and the layer that uses them."""
+
+# E experts, N rows, M model dim, H hidden dim
+
+import platform
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_core import MoEConfig, MoELayer, prepared, use_einsum
+from moe_core.ops import ExpertWeights, expert_ffn, int8_ffn, quantize_weights
+from moe_core.ops.backend import KERNEL_ACTIVATIONS, Request, select
+from moe_core.ops.int8_ffn import reference
+from moe_core.ops.int8_ffn.inputs import Int8Inputs
+from moe_core.ops.native.instruction_sets import SETS, cpu_words, sets_of_cpu
+
+ROOT = Path(__file__).parents[3]
+NATIVE = ROOT / "moe_core/ops/native"
+OPTIONS = {known.name: known.options for known in SETS}
+SANITIZED = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
+HERE = [known.name for known in sets_of_cpu()]
+# A number of the hidden layer near the middle of two bytes may become either: one step of 255.
+TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 2e-2}  # of the largest value
+
+
+@pytest.fixture(params=HERE or ["auto"])
+def kernels(request) -> str:
+    if select("int8_ffn", Request(request.param, "cpu", torch.float32, activation="gelu")) != (
+        "int8_ffn.cpp"
+    ):
+        pytest.skip("this CPU or compiler lacks the instructions")
+    return request.param
+
+
+def problem(
+    sizes: list[int], model_dim: int, hidden_dim: int, dtype: torch.dtype, bias: bool = True
+) -> tuple[torch.Tensor, ExpertWeights, torch.Tensor]:
+    """rows, weights and offsets, as large as they are in a network."""
+    generator = torch.Generator().manual_seed(len(sizes) + model_dim)
+    num_experts = len(sizes)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    b1 = b2 = None
+    if bias:
+        b1, b2 = random(num_experts, hidden_dim), random(num_experts, model_dim)
+    w1 = random(num_experts, hidden_dim, model_dim) / model_dim**0.5
+    w2 = random(num_experts, hidden_dim, model_dim) / hidden_dim**0.5
+    rows = random(sum(sizes), model_dim).to(dtype)
+    return rows, ExpertWeights(w1, b1, w2, b2), torch.tensor(sizes).cumsum(0).int()
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    largest = 1.0
+    if expected.numel():
+        largest = max(expected.abs().max().item(), 1.0)
+    atol = TOLERANCES[dtype] * largest
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=atol)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 70), min_size=1, max_size=5),
+    model_dim=st.integers(1, 80),
+    hidden_dim=st.integers(1, 100),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    activation=st.sampled_from(KERNEL_ACTIVATIONS),
+    bias=st.booleans(),
+)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_sizes_equal_the_specification(
+    kernels, sizes, model_dim, hidden_dim, dtype, activation, bias
+):
+    rows, weights, offsets = problem(sizes, model_dim, hidden_dim, dtype, bias)
+    quantized = quantize_weights(weights, dtype, activation, kernels)
+    found = int8_ffn(rows, quantized, offsets, activation, kernels)
+    plain = quantize_weights(weights, dtype, activation, "torch")
+    expected = reference.forward(Int8Inputs(rows, *plain, offsets, activation, "torch"))
+    assert_near(found, expected, dtype)
+
+
+@pytest.mark.parametrize(("model_dim", "hidden_dim"), [(2500, 40), (40, 2500)])
+def test_sums_in_several_stretches(kernels, model_dim, hidden_dim):
+    rows, weights, offsets = problem([260, 1], model_dim, hidden_dim, torch.float32)
+    quantized = quantize_weights(weights, torch.float32, "relu", kernels)
+    plain = quantize_weights(weights, torch.float32, "relu", "torch")
+    expected = int8_ffn(rows, plain, offsets, "relu", "torch")
+    assert_near(int8_ffn(rows, quantized, offsets, "relu", kernels), expected, torch.float32)
+
+
+def test_integers_are_exact(kernels):
+    """Rows and weights that int8 holds: only the rounding of fp32 is left."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 256, (30, 70), generator=generator).float()
+    rows[:, 0], rows[:, 1] = 0.0, 255.0  # the range of a row
+    w1 = torch.randint(-127, 128, (1, 40, 70), generator=generator).float()
+    w1[:, :, 2] = 127.0
+    w2 = torch.eye(40, 70).unsqueeze(0)
+    offsets = torch.tensor([30], dtype=torch.int32)
+    weights = ExpertWeights(w1, None, w2, None)
+    quantized = quantize_weights(weights, rows.dtype, "relu", kernels)
+    found = int8_ffn(rows, quantized, offsets, "relu", kernels)
+    hidden = (rows.double() @ w1[0].double().t()).relu()
+    step = hidden.amax(1, keepdim=True) / 255  # of the bytes that the hidden layer becomes
+    difference = (found[:, :40].double() - hidden).abs()
+    assert bool((difference <= 0.501 * step + 1e-6 * hidden.abs()).all())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_so(kernels, value):
+    rows, weights, offsets = problem([5, 4], 33, 20, torch.float32)
+    rows[3, 7] = value
+    found = int8_ffn(
+        rows, quantize_weights(weights, rows.dtype, "gelu", kernels), offsets, "gelu", kernels
+    )
+    is_finite = found.isfinite()
+    assert not is_finite[3].any()
+    assert is_finite[[0, 1, 2, 4, 5, 6, 7, 8]].all()
+
+
+def test_rows_of_equal_numbers_and_weights_of_zeros(kernels):
+    rows, weights, offsets = problem([3], 20, 24, torch.float32)
+    rows[:] = 0.25
+    weights.w1[0, 3] = 0
+    found = int8_ffn(
+        rows, quantize_weights(weights, rows.dtype, "gelu", kernels), offsets, "gelu", kernels
+    )
+    assert_near(found, expert_ffn(rows, weights, offsets, kernels="torch"), torch.float32)
+
+
+def test_weights_of_another_layout_are_refused(kernels):
+    rows, weights, offsets = problem([3], 20, 24, torch.float32)
+    plain = quantize_weights(weights, rows.dtype, "gelu", "torch")
+    with pytest.raises(ValueError, match=r"q1 is \[1, 24, 20\] in torch.int8"):
+        int8_ffn(rows, plain, offsets, "gelu", kernels)
+
+
+# 1. The layer
+
+
+def layer_and_tokens(**settings) -> tuple[MoELayer, torch.Tensor]:
+    torch.manual_seed(0)
+    config = MoEConfig(48, 96, num_experts=4, capacity_factor=0.0, **settings)
+    return MoELayer(config).eval(), torch.randn(2, 50, 48)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_the_layer_computes_in_int8_where_it_is_prepared(kernels, top_k, shared):
+    layer, x = layer_and_tokens(
+        top_k=top_k, num_shared_experts=shared, kernels=kernels, int8_inference=True
+    )
+    full = MoELayer(replace(layer.config, int8_inference=False)).eval()
+    full.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        expected = full(x)[0]
+        unprepared = layer(x)[0]
+        with prepared(layer):
+            found = layer(x)[0]
+    torch.testing.assert_close(unprepared, expected)
+    error = (found - expected).norm() / expected.norm()
+    assert 0 < error < 0.03
+    assert found.dtype == x.dtype
+
+
+def test_with_gradients_the_layer_keeps_its_precision():
+    layer, x = layer_and_tokens(int8_inference=True)
+    expected = layer(x)[0]
+    with prepared(layer):
+        torch.testing.assert_close(layer(x)[0], expected)
+
+
+def test_the_einsum_form_refuses_it():
+    layer, x = layer_and_tokens(int8_inference=True)
+    use_einsum(layer)
+    with torch.no_grad(), prepared(layer), pytest.raises(ValueError, match="no int8_inference"):
+        layer(x)
+
+
+def test_a_compiled_layer_reads_what_was_prepared():
+    layer, x = layer_and_tokens(int8_inference=True)
+    compiled = torch.compile(layer, backend="eager")
+    with torch.no_grad(), prepared(layer):
+        expected = layer(x)[0]
+        torch.testing.assert_close(compiled(x)[0], expected)
+
+
+# 2. The kernels as programs
+
+
+def compiled_program(directory: Path, compiler: str, options: str) -> Path:
+    program = directory / "int8"
+    sources = [ROOT / "tests/native/int8.cpp", NATIVE / "ffn_int8.cpp"]
+    command = [compiler, "-std=c++17", *options.split(), "-fopenmp", f"-I{NATIVE}"]
+    command += ["-o", str(program), *map(str, sources)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    tensor = tensor.contiguous()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return tensor.numpy().tobytes()
+
+
+def run_cases(command: list[str], count: int) -> None:
+    """Random problems, each against the specification."""
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        dtype = (torch.float32, torch.bfloat16)[number % 2]
+        sizes = generator.integers(0, 45, generator.integers(1, 5)).tolist()
+        sizes[0] += 1  # the kernels are not called without rows
+        model_dim, hidden_dim = generator.integers(1, 150, 2).tolist()
+        activation = int(generator.integers(len(KERNEL_ACTIVATIONS)))
+        name = KERNEL_ACTIVATIONS[activation]
+        rows, weights, offsets = problem(sizes, model_dim, hidden_dim, dtype)
+        q = quantize_weights(weights, dtype, name, "torch")
+        header = [len(sizes), sum(sizes), model_dim, hidden_dim, activation]
+        header += [dtype == torch.bfloat16, int(generator.integers(1, 4))]
+        contents = np.array(header, np.int64).tobytes() + bits(rows)
+        contents += b"".join(map(bits, (q.q1, q.scale1, q.sum1, weights.b1)))
+        contents += b"".join(map(bits, (q.q2, q.scale2, q.sum2, weights.b2, offsets)))
+        done = subprocess.run(command, input=contents, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()[-2000:]
+        found = torch.frombuffer(bytearray(done.stdout), dtype=dtype).view(rows.shape)
+        expected = reference.forward(Int8Inputs(rows, *q, offsets, name, "torch"))
+        assert_near(found, expected, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["neon", "neon_dotprod", "neon_bf16"])
+def test_arm(name, tmp_path):
+    compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64"
+    for tool in (compiler, emulator):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not here (Debian's g++-aarch64-linux-gnu and qemu-user)")
+    program = compiled_program(tmp_path, compiler, f"-O2 -static {OPTIONS[name]}")
+    run_cases([emulator, "-cpu", "max", str(program)], 60)
+
+
+@pytest.mark.slow
+def test_amx_with_emulated_tiles(tmp_path):
+    if "avx512_bf16" not in cpu_words() or platform.machine() != "x86_64":
+        pytest.skip("this CPU has no AVX-512 bf16, which the rest of this form needs")
+    include = ROOT / "tests/native/emulated_tiles.hpp"
+    options = f"-O2 {OPTIONS['avx512_bf16']} -D__AMX_BF16__ -include {include}"
+    run_cases([str(compiled_program(tmp_path, "g++", options))], 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HERE)
+def test_random_shapes_under_the_sanitizers(name, tmp_path):
+    """No access outside of the tensors, whatever their sizes."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here")
+    run_cases([str(compiled_program(tmp_path, "g++", f"{SANITIZED} {OPTIONS[name]}"))], 2000)
