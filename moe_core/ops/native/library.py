@@ -1,7 +1,7 @@
 """The C++ kernels for CPUs.
 
 They are compiled with $CXX (g++) at their first use, once for each instruction set, into the user's
-cache directory.
+cache directory. A wheel of `make wheel` has them compiled.
 """
 
 import ctypes
@@ -34,6 +34,7 @@ _NAMES = (
 )
 _SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 _FLAGS = ["-std=c++17", "-O2", "-fopenmp", "-fPIC", "-shared"]
+PREBUILT = Path(__file__).with_name("prebuilt")  # a wheel's libraries, of prebuild.py
 # Weights in a kernel's memory layout have integer dtypes, because they are not a valid tensor of
 # numbers: one integer for each number, or one of half the size for bf16.
 PACKED_DTYPES = (torch.int32, torch.int16)
@@ -116,17 +117,32 @@ def chosen(kernels: str = "auto") -> tuple[InstructionSet, ctypes.CDLL] | None:
 
 
 def _load(instructions: InstructionSet) -> ctypes.CDLL:
-    """The library, compiled if necessary.
+    """The library, from the wheel or compiled if necessary.
 
     Raises:
         OSError, subprocess.CalledProcessError: it does not compile, or cannot run here.
     """
+    prebuilt = PREBUILT / file_name(instructions)
+    if prebuilt.exists():
+        try:
+            return _opened(prebuilt)
+        except OSError as error:  # of another system; the compiler of this one makes its own
+            _log.info("moe_core kernels: %s does not load (%s)", prebuilt.name, error)
     path = _compiled(instructions)
     try:
-        library = ctypes.CDLL(str(path))
+        return _opened(path)
     except OSError:
         path.unlink(missing_ok=True)  # the next process compiles it again
         raise
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """The library in a file.
+
+    Raises:
+        OSError: it cannot be loaded, or the process may not use its instructions.
+    """
+    library = ctypes.CDLL(str(path))
     if library.request_tiles() != 0:
         raise OSError("the operating system does not allow this process to use AMX")
     functions = (
@@ -142,19 +158,36 @@ def _load(instructions: InstructionSet) -> ctypes.CDLL:
     return library
 
 
-def _compiled(instructions: InstructionSet) -> Path:
-    """The library for these sources, instructions and compiler."""
-    program = shlex.split(os.environ.get("CXX") or "g++")
-    version = subprocess.run(program + ["--version"], check=True, capture_output=True, text=True)
-    compiler = program + _FLAGS + instructions.options.split()
+def file_name(instructions: InstructionSet, compiler: str = "") -> str:
+    """The name of a library: it changes with the sources, the options and the compiler."""
     contents = [source.read_text() for source in _SOURCES]
-    key = "\n".join([platform.machine(), version.stdout] + compiler + contents)
-    name = f"{instructions.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    key = "\n".join([platform.machine(), compiler, instructions.options, *_FLAGS, *contents])
+    return f"{instructions.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
-    def compile_to(library: Path) -> None:
-        _log.info("moe_core kernels: compiling %s, once (about 10 s)", library.with_name(name))
-        sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
-        command = compiler + ["-o", str(library)] + sources
-        subprocess.run(command, check=True, capture_output=True, text=True)
+
+def compile_library(instructions: InstructionSet, path: Path) -> None:
+    """Compile the library with $CXX (g++) into `path`.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: it does not compile.
+    """
+    sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
+    command = _compiler() + _FLAGS + instructions.options.split() + ["-o", str(path)] + sources
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX") or "g++")
+
+
+def _compiled(instructions: InstructionSet) -> Path:
+    """The library for these sources, instructions and compiler, in the cache of the user."""
+    program = _compiler()
+    version = subprocess.run(program + ["--version"], check=True, capture_output=True, text=True)
+    name = file_name(instructions, " ".join(program) + version.stdout)
+
+    def compile_to(path: Path) -> None:
+        _log.info("moe_core kernels: compiling %s, once (about 10 s)", path.with_name(name))
+        compile_library(instructions, path)
 
     return compiled_library(name, compile_to)

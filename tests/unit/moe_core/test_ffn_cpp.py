@@ -4,6 +4,7 @@ compilation."""
 # N rows, M model dim, H hidden dim
 
 import platform
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -285,6 +286,25 @@ def test_the_order_depends_on_the_maker(monkeypatch, maker, expected):
     monkeypatch.setattr(instruction_sets, "cpu_words", lambda: words)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     assert [known.name for known in sets_of_cpu()] == expected
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_wheels_libraries_need_no_compiler(damaged, tmp_path, monkeypatch, caplog):
+    if library.chosen() is None:
+        pytest.skip("this CPU or compiler lacks the instructions")
+    first = sets_of_cpu()[0]
+    prebuilt = tmp_path / library.file_name(first)
+    shutil.copy(library._compiled(first), prebuilt)
+    if damaged:
+        prebuilt.write_bytes(b"not a library")
+    monkeypatch.setattr(library, "PREBUILT", tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    library.chosen.cache_clear()
+    try:
+        assert (library.chosen() is None) == damaged
+    finally:
+        library.chosen.cache_clear()
+    assert ("C++ does not compile" in caplog.text) == damaged
 
 
 def test_the_names_are_those_of_the_table():

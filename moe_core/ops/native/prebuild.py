@@ -1,0 +1,35 @@
+"""Compile the C++ kernels for every instruction set of this kind of machine, for a wheel.
+
+    python -m moe_core.ops.native.prebuild
+
+It writes into the package itself, from which `make wheel` packs. $CXX is the compiler (g++).
+"""
+
+import platform
+import shutil
+import subprocess
+import sys
+
+from moe_core.ops.native.instruction_sets import SETS
+from moe_core.ops.native.library import PREBUILT, compile_library, file_name
+
+
+def main() -> None:
+    shutil.rmtree(PREBUILT, ignore_errors=True)
+    PREBUILT.mkdir()
+    machine = platform.machine()
+    sets = [known for known in SETS if known.machine == machine]
+    if not sets:
+        sys.exit(f"no C++ kernels for machines of type {machine!r}")
+    for known in sets:
+        path = PREBUILT / file_name(known)
+        try:
+            compile_library(known, path)
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = getattr(error, "stderr", None) or str(error)
+            sys.exit(f"{known.name} does not compile: {reason.splitlines()[0]}")
+        print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()
