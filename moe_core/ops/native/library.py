@@ -22,7 +22,15 @@ from torch import Tensor
 from moe_core.ops.native.build_cache import compiled_library
 from moe_core.ops.native.instruction_sets import InstructionSet, sets_of_cpu
 
-_NAMES = ("ffn.cpp", "rows.cpp", "plan.cpp", "ffn.hpp", "product.hpp", "vectors.hpp")
+_NAMES = (
+    "ffn.cpp",
+    "rows.cpp",
+    "plan.cpp",
+    "ffn.hpp",
+    "ffn_work.hpp",
+    "product.hpp",
+    "vectors.hpp",
+)
 _SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 _FLAGS = ["-std=c++17", "-O2", "-fopenmp", "-fPIC", "-shared"]
 # Weights in a kernel's memory layout have integer dtypes, because they are not a valid tensor of
