@@ -74,13 +74,16 @@ class Experts(NamedTuple):
     experts: int
     dtype: torch.dtype
     dropout: float
+    gated: bool = False  # with silu; the others with gelu
 
     @property
     def name(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         name = f"{dtype}, T = {self.tokens:,}, E = {self.experts}"
         if self.dropout:
-            return f"{name}, dropout"
+            name = f"{name}, dropout"
+        if self.gated:
+            name = f"{name}, gated"
         return name
 
 
@@ -89,6 +92,7 @@ EXPERTS = (
     Experts(18432, 32, torch.bfloat16, 0.1),
     Experts(4608, 32, torch.bfloat16, 0.1),  # tiles of 64 rows
     Experts(18432, 8, torch.float32, 0.1),
+    Experts(18432, 8, torch.bfloat16, 0.0, gated=True),
 )
 
 
@@ -114,38 +118,42 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _run_experts(case: Experts, backward: bool) -> None:
+    from moe_core.ops import ExpertWeights
     from moe_core.ops.moe_ffn import triton as moe_ffn
     from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
 
     dtype, num_experts = case.dtype, case.experts
-    w = _meta(num_experts, H, M)
-    cast = None
+    w, b = _meta(num_experts, H, M), _meta(num_experts, H)
+    weights = ExpertWeights(w, b, w, _meta(num_experts, M))
+    activation = "gelu"
+    if case.gated:
+        weights = weights._replace(w3=w, b3=b)
+        activation = "silu"
+    casts = [None, None, None]
     if dtype != torch.float32:
         cast = w.to(dtype)
+        casts = [cast, cast, cast if case.gated else None]
     seed = None
     if case.dropout:
         seed = _meta(1, dtype=torch.int64)
     choices = _meta(case.tokens, dtype=torch.int64)
     inputs = MoEFFNInputs(
-        tokens=_meta(case.tokens, M, dtype=dtype),
-        gates=_meta(case.tokens, 1),
-        w1=w,
-        b1=_meta(num_experts, H),
-        w2=w,
-        b2=_meta(num_experts, M),
-        w1_cast=cast,
-        w2_cast=cast,
+        _meta(case.tokens, M, dtype=dtype),
+        _meta(case.tokens, 1),  # gates
+        *weights,
+        *casts,
         choices=choices,
         offsets=_meta(num_experts, dtype=torch.int32),
         slots=choices.unsqueeze(1),
         kept=_meta(case.tokens, 1, dtype=torch.bool),
         seed=seed,
-        activation="gelu",
+        activation=activation,
         dropout=case.dropout,
     )
     if backward:
-        hidden = _meta(case.tokens, H, dtype=dtype)
-        moe_ffn.backward(inputs, _meta(case.tokens, M), hidden, [True] * 6)
+        hidden = _meta(inputs.num_kept * case.tokens, H, dtype=dtype)
+        needs = [tensor is not None for tensor in (inputs.tokens, inputs.gates, *weights)]
+        moe_ffn.backward(inputs, _meta(case.tokens, M), hidden, needs)
     else:
         moe_ffn.forward(inputs, True)
 

@@ -4,7 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_core.registry import ACTIVATIONS, register_activation
+from moe_core.registry import (
+    ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    register_activation,
+    register_gated_activation,
+)
 
 _aten = torch.ops.aten
 
@@ -23,6 +28,17 @@ def relu(x: Tensor) -> Tensor:
 @register_activation("silu")
 def silu(x: Tensor) -> Tensor:
     return F.silu(x)
+
+
+@register_gated_activation("clamped_swiglu")
+def clamped_swiglu(z: Tensor, u: Tensor) -> Tensor:
+    """`z' sigmoid(1.702 z') (u' + 1)` with z' = min(z, 7) and u' = u limited to -7 to 7.
+
+    Source: gpt-oss, https://github.com/openai/gpt-oss.
+    """
+    z = z.clamp(max=7.0)
+    u = u.clamp(-7.0, 7.0)
+    return z * torch.sigmoid(1.702 * z) * (u + 1)
 
 
 # Built-in activations, for which torch has operations with an output argument.
@@ -51,3 +67,37 @@ def activation_grad(name: str, grad: Tensor, z: Tensor) -> Tensor:
         return _GRADS_IN_PLACE[name](grad, z)
     vjp = torch.func.vjp(ACTIVATIONS[name], z)[1]
     return grad.copy_(vjp(grad)[0])
+
+
+def hidden_layer(name: str, z: Tensor, u: Tensor | None = None) -> Tensor:
+    """The activation of z; of gated experts times u, or a function of both.
+
+    Args:
+        name: of ACTIVATIONS or GATED_ACTIVATIONS.
+        z: `x w1^T + b1`.
+        u: `x w3^T + b3`; None: the experts are not gated.
+    """
+    if name in GATED_ACTIVATIONS:
+        return GATED_ACTIVATIONS[name](z, u)
+    if u is None:
+        return ACTIVATIONS[name](z)
+    return ACTIVATIONS[name](z) * u
+
+
+def activate_gated(name: str, z: Tensor, u: Tensor, out: Tensor) -> Tensor:
+    """Write `hidden_layer(name, z, u)` into `out`, which may be z."""
+    if name in GATED_ACTIVATIONS:
+        return out.copy_(GATED_ACTIVATIONS[name](z, u))
+    return activate(name, z, out).mul_(u)
+
+
+def gated_grads(name: str, grad: Tensor, z: Tensor, u: Tensor, grad_u: Tensor) -> None:
+    """Replace `grad`, the gradient of `hidden_layer(name, z, u)`, by that of z, and write that of u
+    into `grad_u`."""
+    if name in GATED_ACTIVATIONS:
+        grad_z, of_u = torch.func.vjp(GATED_ACTIVATIONS[name], z, u)[1](grad)
+        grad.copy_(grad_z)
+        grad_u.copy_(of_u)
+        return
+    activate(name, z, grad_u).mul_(grad)
+    activation_grad(name, grad.mul_(u), z)

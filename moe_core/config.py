@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_core.choices import KERNELS, ROUTING_CHOICES
-from moe_core.registry import ACTIVATIONS, LOSSES, ROUTERS
+from moe_core.registry import LOSSES, ROUTERS, check_activation
 
 # `routing` of this package's routers, so that a configuration is checked without importing torch.
 _ROUTING = {
@@ -64,6 +64,9 @@ class MoEConfig:
     # the auxiliary loss covers the tokens of all data-parallel ranks, not those of each rank
     global_balance: bool = False
     activation: str = "gelu"  # of the experts; or a registered one
+    # experts with a third weight: `(act(x w1^T + b1) * (x w3^T + b3)) w2 + b2`. With `silu` it is
+    # SwiGLU, with `gelu` GEGLU. Two thirds of the hidden dim then have as many MACs
+    gated: bool = False
     bias: bool = True  # the biases of each expert
     output_bias: bool = True  # the second bias of each expert
     # j: in training the router sees x times a uniform number from 1 - j to 1 + j
@@ -84,8 +87,9 @@ class MoEConfig:
         for name in ("model_dim", "hidden_dim", "num_experts", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
-        for registry in (ROUTERS, LOSSES, ACTIVATIONS):
+        for registry in (ROUTERS, LOSSES):
             registry.check(getattr(self, registry.kind))
+        check_activation(self.activation, self.gated)
         if self.kernels not in KERNELS:
             raise ValueError(f"kernels ({self.kernels!r}) must be one of {', '.join(KERNELS)}")
         for name in ("input_jitter", "input_dropout", "hidden_dropout"):
@@ -117,6 +121,11 @@ class MoEConfig:
         if self.router in _ROUTING:
             return _ROUTING[self.router]
         return getattr(ROUTERS[self.router], "routing", "token_choice")
+
+    @property
+    def num_expert_weights(self) -> int:
+        """Weight matrices of an expert."""
+        return 3 if self.gated else 2
 
     def _check_routing(self) -> None:
         """Check what only some kinds of routing support."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_core.activations import hidden_layer
 from moe_core.capacity import expert_capacity
 from moe_core.config import MoEConfig
 from moe_core.experts import Experts
@@ -100,12 +101,16 @@ def _padded_ffn(experts: Experts, buffers: Tensor) -> Tensor:
     weights = experts.weights(buffers.dtype)
     if isinstance(weights, Int8Weights):
         raise ValueError("the einsum form of the layer has no int8_inference (True)")
-    w1, b1, w2, b2 = weights
-    hidden = torch.einsum("enm,ehm->enh", buffers, w1)
-    if b1 is not None:
-        hidden = hidden + b1.unsqueeze(1)
-    hidden = F.dropout(experts.activation(hidden), experts.config.hidden_dropout, experts.training)
-    out = torch.einsum("enh,ehm->enm", hidden, w2)
-    if b2 is not None:
-        out = out + b2.unsqueeze(1)
-    return out
+    products = [_product("enm,ehm->enh", buffers, weights.w1, weights.b1)]
+    if weights.w3 is not None:
+        products.append(_product("enm,ehm->enh", buffers, weights.w3, weights.b3))
+    hidden = hidden_layer(experts.config.activation, *products)
+    hidden = F.dropout(hidden, experts.config.hidden_dropout, experts.training)
+    return _product("enh,ehm->enm", hidden, weights.w2, weights.b2)
+
+
+def _product(equation: str, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = torch.einsum(equation, rows, weight)
+    if bias is None:
+        return out
+    return out + bias.unsqueeze(1)

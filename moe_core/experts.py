@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,6 @@ from moe_core.ops import (
 )
 from moe_core.precision import expert_dtype
 from moe_core.prepared import PreparedValue
-from moe_core.registry import ACTIVATIONS
 
 # What a rank computes with.
 ComputedWeights = ExpertWeights | Int8Weights
@@ -37,32 +37,45 @@ _MAX_PACKED = 1 << 28  # bytes of weights that `prepared` may copy without a cha
 
 
 class Experts(nn.Module):
-    """`y = dropout(act(x w1^T + b1)) w2 + b2` for each expert.
+    """`y = dropout(act(x w1^T + b1)) w2 + b2` for each expert; for gated ones
+    `y = dropout(act(x w1^T + b1) * (x w3^T + b3)) w2 + b2`.
 
-    Parameters are w1 and w2 [E, H, M], b1 [E, H] and b2 [E, M]. If several ranks share an expert,
-    each has the same part of H in w1, b1 and w2, and of M in b2. The initial values of an expert do
-    not depend on the number of ranks, if all ranks have the same seed.
+    Parameters are the fields of ExpertWeights: w1, w2 and w3 [E, H, M], b1 and b3 [E, H], b2
+    [E, M]. If several ranks share an expert, each has the same part of H in all but b2, and of M in
+    b2. The initial values of an expert do not depend on the number of ranks, if all ranks have the
+    same seed.
+
+    Source of gated experts: arXiv 2002.05202, section 2.
     """
+
+    w1: nn.Parameter
+    b1: nn.Parameter | None
+    w2: nn.Parameter
+    b2: nn.Parameter | None
+    w3: nn.Parameter | None
+    b3: nn.Parameter | None
 
     def __init__(self, config: MoEConfig, shard: ExpertShard | None = None, device=None) -> None:
         super().__init__()
         self.config, self.shard = config, shard or config.shard(0, 1)
         # Copies of the parameters in the dtype and memory layout of a kernel.
         self._copies: PreparedValue[ComputedWeights] = PreparedValue()
-        # w1 and w2 in the dtype of computation, within `cast_ahead`
-        self._casts: tuple[Tensor, Tensor] | None = None
-        self.activation = ACTIVATIONS[config.activation]
-        num_experts, num_parts = self.shard.num_experts, self.shard.num_parts
-        hidden_dim, bias_dim = config.hidden_dim // num_parts, config.model_dim // num_parts
-        self.w1 = _new_parameter((num_experts, hidden_dim, config.model_dim), device)
-        self.b1: nn.Parameter | None = None
-        if config.bias:
-            self.b1 = _new_parameter((num_experts, hidden_dim), device)
-        self.w2 = _new_parameter((num_experts, hidden_dim, config.model_dim), device)
-        self.b2: nn.Parameter | None = None
-        if config.bias and config.output_bias:
-            self.b2 = _new_parameter((num_experts, bias_dim), device)
+        # The weights without biases in the dtype of computation, within `cast_ahead`.
+        self._casts: ExpertWeights | None = None
+        shapes = _parameter_shapes(config)
+        for name in ExpertWeights._fields:
+            parameter = None
+            if name in shapes:
+                first, *rest = shapes[name].shape
+                part = first // self.shard.num_parts
+                parameter = _new_parameter((self.shard.num_experts, part, *rest), device)
+            self.register_parameter(name, parameter)
         self.reset_parameters()
+
+    @property
+    def parameters_by_field(self) -> ExpertWeights:
+        """The parameters themselves."""
+        return ExpertWeights(*[getattr(self, name) for name in ExpertWeights._fields])
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -73,20 +86,14 @@ class Experts(nn.Module):
         """
         if self.w1.is_meta:
             return
-        model_dim, hidden_dim = self.config.model_dim, self.config.hidden_dim
+        shapes = _parameter_shapes(self.config)
         seed = int(torch.randint(2**62, (1,), device="cpu"))
         for e in range(len(self.w1)):
             generator = torch.Generator().manual_seed(seed + self.shard.first_expert + e)
-            matrix = (hidden_dim, model_dim)
-            for tensor, shape, fan_in in (
-                (self.w1, matrix, model_dim),
-                (self.b1, (hidden_dim,), model_dim),
-                (self.w2, matrix, hidden_dim),
-                (self.b2, (model_dim,), hidden_dim),
-            ):
-                if tensor is not None:
-                    values = _initial(shape, self.config.init_std, fan_in, generator)
-                    tensor[e].copy_(values.chunk(self.shard.num_parts)[self.shard.part])
+            for name, (shape, fan_in) in shapes.items():
+                values = _initial(shape, self.config.init_std, fan_in, generator)
+                part = values.chunk(self.shard.num_parts)[self.shard.part]
+                getattr(self, name)[e].copy_(part)
 
     def weights(
         self,
@@ -107,10 +114,11 @@ class Experts(nn.Module):
             gathered once; without gradients these are also in the memory layout of a kernel, or in
             int8 with `int8_inference`.
         """
-        parameters = ExpertWeights(self.w1, self.b1, self.w2, self.b2)
-        w1, w2 = parameters.w1, parameters.w2
+        parameters = self.parameters_by_field
+        w1 = parameters.w1
         may_pack = not torch.is_grad_enabled()
-        is_worth_packing = may_pack and w1.nbytes + w2.nbytes < _MAX_PACKED
+        num_bytes = sum(weight.nbytes for weight in parameters.matrices().tensors())
+        is_worth_packing = may_pack and num_bytes < _MAX_PACKED
         in_int8 = may_pack and self.config.int8_inference
         if gather is None and dtype == w1.dtype and not is_worth_packing and not in_int8:
             return parameters
@@ -121,7 +129,7 @@ class Experts(nn.Module):
                 return quantize_weights(gathered, dtype, config.activation, config.kernels)
             return self._copy(_gathered(parameters, gather), dtype, may_pack)
 
-        sources = [p for p in parameters if p is not None]
+        sources = parameters.tensors()
         key = (dtype, may_pack, w1.device, num_gathered)
         copies = self._copies.get(sources, key, copy)
         return copies or _gathered(parameters, gather)
@@ -134,15 +142,16 @@ class Experts(nn.Module):
         """
         config = self.config
         if casts_weights(self.w1, dtype, config.activation, config.kernels):
-            self._casts = (self.w1.detach().to(dtype), self.w2.detach().to(dtype))
+            matrices = self.parameters_by_field.matrices()
+            self._casts = matrices.map(lambda weight: weight.detach().to(dtype))
         try:
             yield
         finally:
             self._casts = None
 
     def _copy(self, weights: ExpertWeights, dtype: torch.dtype, may_pack: bool) -> ExpertWeights:
-        """Weights for rows of `dtype`: w1 and w2 in the dtype that they are multiplied in, in the
-        memory layout of the kernel if it has its own. Kernels add the biases as they are."""
+        """Weights for rows of `dtype`: w1, w2 and w3 in the dtype that they are multiplied in, in
+        the memory layout of the kernel if it has its own. Kernels add the biases as they are."""
         config = self.config
         copied_as = product_dtype(weights.w1, dtype, config.activation, config.kernels)
 
@@ -153,9 +162,11 @@ class Experts(nn.Module):
 
         packed = None
         if may_pack:
-            packed = pack_weights(weights.w1, weights.w2, dtype, config.activation, config.kernels)
-        w1, w2 = packed or (cast(weights.w1), cast(weights.w2))
-        return weights._replace(w1=w1, w2=w2)
+            packed = pack_weights(weights, dtype, config.activation, config.kernels)
+        if packed is not None:
+            return packed
+        matrices = weights.matrices().map(cast)
+        return weights._replace(w1=matrices.w1, w2=matrices.w2, w3=matrices.w3)
 
     def forward(
         self,
@@ -217,9 +228,31 @@ def _gathered(weights: ExpertWeights, gather: Callable[[Tensor], Tensor] | None)
     """The weights, each joined with those of other ranks."""
     if gather is None:
         return weights
-    b1 = None if weights.b1 is None else gather(weights.b1)
-    b2 = None if weights.b2 is None else gather(weights.b2)
-    return ExpertWeights(gather(weights.w1), b1, gather(weights.w2), b2)
+    return weights.map(gather)
+
+
+class _ParameterShape(NamedTuple):
+    """A parameter of one whole expert."""
+
+    shape: tuple[int, ...]
+    fan_in: int
+
+
+def _parameter_shapes(config: MoEConfig) -> dict[str, _ParameterShape]:
+    """By name the parameters that the configured experts have, in the order of ExpertWeights."""
+    model_dim, hidden_dim = config.model_dim, config.hidden_dim
+    matrix = (hidden_dim, model_dim)
+    shapes = {"w1": _ParameterShape(matrix, model_dim)}
+    if config.bias:
+        shapes["b1"] = _ParameterShape((hidden_dim,), model_dim)
+    shapes["w2"] = _ParameterShape(matrix, hidden_dim)
+    if config.bias and config.output_bias:
+        shapes["b2"] = _ParameterShape((model_dim,), hidden_dim)
+    if config.gated:
+        shapes["w3"] = _ParameterShape(matrix, model_dim)
+        if config.bias:
+            shapes["b3"] = _ParameterShape((hidden_dim,), model_dim)
+    return shapes
 
 
 def _new_parameter(shape: tuple[int, ...], device) -> nn.Parameter:

@@ -11,11 +11,13 @@ number of an expert's rows is known only at run time.
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from moe_core.activations import hidden_layer
 from moe_core.capacity import expert_capacity
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
@@ -225,17 +227,18 @@ class _OneByOne(nn.ModuleList):
 class _FeedForward(nn.Module):
     def __init__(self, experts: Experts, e: int) -> None:
         super().__init__()
-        b1, b2 = None, None
-        if experts.b1 is not None:
-            b1 = experts.b1[e]
-        if experts.b2 is not None:
-            b2 = experts.b2[e]
-        self.fc1 = _linear(experts.w1[e], b1)
-        self.fc2 = _linear(experts.w2[e].t(), b2)
-        self.activation = experts.activation
+        weights = experts.parameters_by_field.map(lambda parameter: parameter[e])
+        self.fc1 = _linear(weights.w1, weights.b1)
+        self.fc2 = _linear(weights.w2.t(), weights.b2)
+        self.fc3: nn.Linear | None = None
+        if weights.w3 is not None:
+            self.fc3 = _linear(weights.w3, weights.b3)
+        self.hidden = partial(hidden_layer, experts.config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
+        if self.fc3 is None:
+            return self.fc2(self.hidden(self.fc1(x)))
+        return self.fc2(self.hidden(self.fc1(x), self.fc3(x)))
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -259,17 +262,13 @@ class _Batched(nn.Module):
 
     def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
         """rows [E * C, M] -> [E * C, M]."""
-        e = self.experts
-        dtype = rows.dtype
-        b1 = None
-        if e.b1 is not None:
-            b1 = e.b1.to(dtype)
-        b2 = None
-        if e.b2 is not None:
-            b2 = e.b2.to(dtype)
+        weights = self.experts.parameters_by_field.map(lambda weight: weight.to(rows.dtype))
         rows = rows.unflatten(0, (len(sizes), -1))  # [E, C, M]
-        hidden = e.activation(_product(rows, e.w1.to(dtype).transpose(1, 2), b1))
-        return _product(hidden, e.w2.to(dtype), b2).flatten(0, 1)
+        products = [_product(rows, weights.w1.transpose(1, 2), weights.b1)]
+        if weights.w3 is not None:
+            products.append(_product(rows, weights.w3.transpose(1, 2), weights.b3))
+        hidden = hidden_layer(self.experts.config.activation, *products)
+        return _product(hidden, weights.w2, weights.b2).flatten(0, 1)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

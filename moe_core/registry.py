@@ -96,6 +96,10 @@ LOSSES = Registry("aux_loss", dict.fromkeys(_LOSSES, "moe_core.losses"))
 ACTIVATIONS = Registry(
     "activation", dict.fromkeys(("gelu", "relu", "silu"), "moe_core.activations")
 )
+# Functions of both halves of gated experts, where a product with the second is not enough.
+GATED_ACTIVATIONS = Registry(
+    "activation", dict.fromkeys(("clamped_swiglu",), "moe_core.activations")
+)
 ALL_TO_ALLS = Registry(
     "all_to_all",
     {
@@ -104,6 +108,15 @@ ALL_TO_ALLS = Registry(
         "channels": "moe_core.parallel.channels",
     },
 )
+
+
+def check_activation(name: str, gated: bool) -> None:
+    """Raise ValueError if experts, gated or not, have no such activation."""
+    if name in GATED_ACTIVATIONS:
+        if not gated:
+            raise ValueError(f"activation ({name!r}) needs gated (False) to be True")
+        return
+    ACTIVATIONS.check(name)
 
 
 def register_router(name: str) -> Callable[[Value], Value]:
@@ -131,9 +144,25 @@ def register_activation(name: str) -> Callable[[Value], Value]:
     differentiable operations.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is taken, by an activation of gated experts too.
     """
+    if name in GATED_ACTIVATIONS:
+        return GATED_ACTIVATIONS.register(name)  # which raises
     return ACTIVATIONS.register(name)
+
+
+def register_gated_activation(name: str) -> Callable[[Value], Value]:
+    """Register an activation of gated experts: a function of z = x w1^T + b1 and u = x w3^T + b3,
+    element by element, in differentiable operations.
+
+    An ordinary activation needs no such entry: gated experts compute `act(z) * u` with it.
+
+    Raises:
+        ValueError: the name is taken, by an ordinary activation too.
+    """
+    if name in ACTIVATIONS:
+        return ACTIVATIONS.register(name)  # which raises
+    return GATED_ACTIVATIONS.register(name)
 
 
 def register_all_to_all(name: str) -> Callable[[Value], Value]:

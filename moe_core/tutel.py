@@ -131,11 +131,14 @@ def to_tutel(
         legacy: write 3-D biases and no `_num_global_experts`.
 
     Raises:
-        ValueError: the experts, or the hidden dim of one, do not divide over `num_ranks`.
+        ValueError: the experts, or the hidden dim of one, do not divide over `num_ranks`; gated
+            experts.
     """
     rest = dict(state)
     shards = {}
     for prefix in _layers(state, "experts.w1"):
+        if f"{prefix}experts.w3" in state:
+            raise ValueError(f"{_named(prefix)} has gated experts, which Tutel has not")
         num_experts, hidden_dim, model_dim = state[f"{prefix}experts.w1"].shape
         _check_ranks(num_experts, hidden_dim, num_ranks, _named(prefix))
         for theirs, ours in _EXPERTS.items():

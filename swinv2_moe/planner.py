@@ -96,7 +96,7 @@ def describe(config: ModelConfig) -> Model:
     parameters, macs = count(model, size, channels)
     for moe, tokens, num_layers in layers:
         choices = tokens * min(moe.top_k, moe.num_experts)
-        macs -= num_layers * choices * 2 * moe.model_dim * moe.hidden_dim
+        macs -= num_layers * choices * moe.num_expert_weights * moe.model_dim * moe.hidden_dim
     return Model(
         trunk_parameters=parameters - experts,
         expert_parameters=experts,

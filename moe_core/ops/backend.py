@@ -20,8 +20,9 @@ from moe_core.choices import CPU_KERNELS, KERNELS
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 
-# The activations that the Triton and C++ kernels compute, in the order of their numbers there.
-KERNEL_ACTIVATIONS = ("gelu", "relu", "silu")
+# The activations that the Triton and C++ kernels compute, in the order of their numbers there. The
+# last one is of gated experts alone.
+KERNEL_ACTIVATIONS = ("gelu", "relu", "silu", "clamped_swiglu")
 # The auxiliary losses whose sums the Triton router computes, in the order of their numbers there.
 KERNEL_LOSSES = ("none", "gshard", "load_importance", "load_importance_tutel")
 _HALVES_AND_FP32 = (torch.bfloat16, torch.float16, torch.float32)

@@ -46,6 +46,7 @@ class LayerShape:
     training: bool = True  # forward and backward; False: forward alone
     bias: bool = True
     output_bias: bool = True
+    gated: bool = False  # experts with three weights
     # With unequal splits, the ranks exchange the numbers of rows before the rows.
     counts_first: bool = True
     # rows that a rank may have for one expert, all of which a static exchange sends; None: no limit
@@ -72,6 +73,7 @@ class LayerShape:
             training,
             bias=config.bias,
             output_bias=config.bias and config.output_bias,
+            gated=config.gated,
             capacity=capacity,
         )
 
@@ -86,13 +88,18 @@ class LayerShape:
     @property
     def expert_parameters(self) -> int:
         """Elements of one expert."""
-        biases = self.bias * self.hidden_dim + self.output_bias * self.model_dim
-        return 2 * self.model_dim * self.hidden_dim + biases
+        biases = self.bias * (1 + self.gated) * self.hidden_dim + self.output_bias * self.model_dim
+        return self.expert_weights * self.model_dim * self.hidden_dim + biases
+
+    @property
+    def expert_weights(self) -> int:
+        """Weight matrices of one expert."""
+        return 2 + self.gated
 
     @property
     def expert_tensors(self) -> int:
         """The number of parameter tensors of a rank's experts; each is gathered by itself."""
-        return 2 + self.bias + self.output_bias
+        return self.expert_weights + self.bias * (1 + self.gated) + self.output_bias
 
 
 @dataclass(frozen=True)
@@ -297,12 +304,12 @@ def _experts_seconds(
 ) -> float:
     """Seconds of the experts' matrix products and activation.
 
-    A forward pass has two products. A backward pass has four, for the gradients of input and
-    weights. Each product reads its weights, or writes their gradient, once a chunk.
+    A forward pass has a product for each weight. A backward pass has two, for the gradients of
+    input and weight. Each product reads its weights, or writes their gradient, once a chunk.
     """
-    products = 2
+    products = shape.expert_weights
     if backward:
-        products = 4
+        products *= 2
     parts = max(strategy.r, 1)
     chunks = _num_chunks(strategy)
     rows = parts * shape.num_experts * shape.rows_per_expert

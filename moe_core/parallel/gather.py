@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_core.config import ExpertShard
 from moe_core.experts import ComputedWeights, Experts
+from moe_core.ops import Int8Weights
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.rank_subset import RankSubset
 
@@ -48,7 +49,10 @@ def gather_weights(
         return weights
     before = shard.part // num_gathered * b2.shape[1]
     after = config.model_dim - before - b2.shape[1]
-    return weights._replace(b2=F.pad(b2, (before, after)))
+    padded = F.pad(b2, (before, after))
+    if isinstance(weights, Int8Weights):
+        return weights.with_b2(padded)
+    return weights._replace(b2=padded)
 
 
 def join(gathered: Tensor, part: Tensor, num_experts: int) -> Tensor:

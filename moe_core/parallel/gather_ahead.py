@@ -72,20 +72,14 @@ class PendingWeights:
         self._group = group
         self._ranks = group.all_ranks()
         self._num_experts = experts.config.num_experts
-        self._has_bias = (experts.b1 is not None, experts.b2 is not None)
-        parameters = [experts.w1, experts.b1, experts.w2, experts.b2]
-        self._parameters = [p for p in parameters if p is not None]
+        self._fields = experts.parameters_by_field
+        self._parameters = self._fields.tensors()
         self._wait: Wait | None = None
         self._token = _Begin.apply(self, *self._parameters)
 
     def finish(self) -> ExpertWeights:
         """Wait for the weights of all experts."""
-        tensors = list(_Finish.apply(self._token, self))
-        has_b1, has_b2 = self._has_bias
-        b2 = tensors.pop() if has_b2 else None
-        w2 = tensors.pop()
-        b1 = tensors.pop() if has_b1 else None
-        return ExpertWeights(tensors.pop(), b1, w2, b2)
+        return self._fields.with_tensors(list(_Finish.apply(self._token, self)))
 
     def start_gather(self) -> None:
         def run(*parameters: Tensor) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from moe_core import (
     ACTIVATIONS,
     ALL_TO_ALLS,
     EXCHANGES,
+    GATED_ACTIVATIONS,
     KERNELS,
     LOSSES,
     ROUTERS,
@@ -36,7 +37,6 @@ _CHOICES: dict[str, Collection] = {
     "MODEL.MOE.AUX_LOSS": LOSSES,
     "MODEL.MOE.BALANCE": ROUTING_CHOICES["balance"],
     "MODEL.MOE.GATE_ACTIVATION": ROUTING_CHOICES["gate_activation"],
-    "MODEL.MOE.ACTIVATION": ACTIVATIONS,
     "MODEL.MOE.EVAL_BATCH_PRIORITIZED": ("same", "always", "never"),
     "MODEL.MOE.NORM": ("post", "before_gate", "pre"),
     "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd", "lamb", "lars"),
@@ -123,7 +123,11 @@ _SPLIT_DATASETS = ("folder", "imagenet")  # that DATA.VAL_SPLIT can split
 
 def choices() -> dict[str, Collection]:
     """The values that a key may have, for each key that names one of a few alternatives."""
-    registered = {"DATA.DATASET": tuple(datasets()), "MODEL.TYPE": tuple(model_types())}
+    registered = {
+        "DATA.DATASET": tuple(datasets()),
+        "MODEL.TYPE": tuple(model_types()),
+        "MODEL.MOE.ACTIVATION": (*ACTIVATIONS, *GATED_ACTIVATIONS),
+    }
     return _CHOICES | registered
 
 
@@ -199,6 +203,11 @@ def _check_experts(config: CfgNode) -> None:
         raise UserError(
             "MODEL.MOE.AUX_LOSS is 'load_importance_tutel', it needs MODEL.MOE.GATE_NOISE (0.0)"
             " above 0"
+        )
+    if moe.ACTIVATION in GATED_ACTIVATIONS and not moe.GATED:
+        raise UserError(
+            f"MODEL.MOE.ACTIVATION is {moe.ACTIVATION!r}, it needs MODEL.MOE.GATED (False) to be"
+            " True"
         )
 
 
@@ -321,6 +330,11 @@ def _check_pretrained(config: CfgNode) -> None:
         raise UserError(
             "MODEL.UPCYCLE is True: it needs dense weights (MODEL.PRETRAINED) and"
             " MODEL.MOE.NUM_EXPERTS"
+        )
+    if model.UPCYCLE and model.MOE.GATED:
+        raise UserError(
+            "MODEL.UPCYCLE is True: a dense FFN has no third weight, which MODEL.MOE.GATED (True)"
+            " needs"
         )
     if model.UPCYCLE_CONTINUE:
         needed = {"UPCYCLE": True, "UPCYCLE_NOISE": 0.0, "NEW_HEAD": False, "CLASS_MAP": ""}

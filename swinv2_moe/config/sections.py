@@ -196,8 +196,8 @@ class ExpertsConfig:
     eval_capacity_factor: float = 1.25
     # `BATCH_PRIORITIZED` in evaluation; `same`: as in training
     eval_batch_prioritized: str = "same"
-    # hidden dim of an expert, in units of that of the FFN which it replaces: 0.5 with `TOP_K` 2 has
-    # the dense model's MACs
+    # hidden dim of an expert, in units of that of the FFN which it replaces: 0.5 with `TOP_K` 2, or
+    # 0.667 with `GATED`, has the dense model's MACs
     hidden_ratio: float = 1.0
     # the norm of a SwinV2 block with experts. `post`: behind the experts and their gate value, as
     # published; `before_gate`: behind the experts, before the gate value; `pre`: before the experts

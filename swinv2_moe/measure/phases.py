@@ -89,7 +89,7 @@ class Chunk(NamedTuple):
 
     rows: Tensor  # [N, M]
     offsets: Tensor
-    weights: tuple[Tensor | None, ...] | None  # a NamedTuple of w1, b1, w2, b2
+    weights: tuple[Tensor | None, ...] | None  # ExpertWeights
 
 
 class _Moves(TorchDispatchMode):

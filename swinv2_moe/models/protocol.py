@@ -28,8 +28,10 @@ _NO_WEIGHT_DECAY = (
     "router.scale",
     "experts.b1",
     "experts.b2",
+    "experts.b3",
     "shared.b1",
     "shared.b2",
+    "shared.b3",
 )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moe_core import ExpertShard, moe_layers
+from moe_core import ExpertShard, MoELayer, moe_layers
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.protocol import MoEModel
 from swinv2_moe.models.weight_files import read_weights, unwrapped
@@ -119,6 +119,8 @@ def load_dense(
     dense = fit(model.convert_dense(dense, name))
     dense |= rank_experts(dense, model)  # of a file that has experts
     layers = moe_layers(model)
+    if upcycle:
+        _check_upcycling(layers, name)
     ffns = _pop_ffns(dense, layers)
     if upcycle:
         for target, tensor in ffns.items():
@@ -140,6 +142,16 @@ def load_dense(
                 shard = layers[_layer_name(target)].shard
                 _add_noise(weight, shard, noise * tensor.std().item(), f"{seed} {target}")
     return kept
+
+
+def _check_upcycling(layers: dict[str, MoELayer], source: str) -> None:
+    """Raise UserError for gated experts, which a dense FFN of two weights cannot become."""
+    for name, layer in layers.items():
+        if layer.config.gated:
+            raise UserError(
+                f"{source}: cannot be copied to the experts of {name}: they are gated"
+                " (MODEL.MOE.GATED), and a dense FFN has no third weight"
+            )
 
 
 def rank_experts(state: dict[str, Tensor], model: nn.Module, prefix: str = "") -> dict[str, Tensor]:

@@ -133,7 +133,12 @@ ALLOWED["moe_core.config"] = ["moe_core.choices", "moe_core.registry"]
 ALLOWED["moe_core.layer_inputs"] = ["moe_core.config", "moe_core.precision"]
 ALLOWED["moe_core.routing_stats"] = ["moe_core.capacity", "moe_core.ops"]
 ALLOWED["moe_core.soft"] = BASICS + ["moe_core.router"]
-ALLOWED["moe_core.ops"] = ["moe_core.choices", "moe_core.files", "moe_core.activations"]
+ALLOWED["moe_core.ops"] = [
+    "moe_core.choices",
+    "moe_core.files",
+    "moe_core.registry",
+    "moe_core.activations",
+]
 for name in RANKS:
     ALLOWED[name] = ["moe_core.choices", "moe_core.registry", "moe_core.comm", "moe_core.ranks"]
     ALLOWED[name] += RANKS

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.buffers import empty
 from moe_core.ops.ffn.dropout import Dropout
-from moe_core.ops.ffn.inputs import FFNInputs
+from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs
 from moe_core.ops.native.library import (
     PACKED_DTYPES,
     call,
@@ -21,27 +21,29 @@ from moe_core.ops.native.library import (
 )
 
 
-def pack_weights(
-    w1: Tensor, w2: Tensor, dtype: torch.dtype, kernels: str
-) -> tuple[Tensor, Tensor] | None:
+def pack_weights(weights: ExpertWeights, dtype: torch.dtype, kernels: str) -> ExpertWeights | None:
     """fp32 weights [E, H, M] converted to `dtype` and stored in the order that `forward` reads.
 
     Returns:
-        Integer tensors [E, H, M]; None if H or M is no multiple of the block size.
+        Integer tensors [E, H, M], and the biases as they are; None if H or M is no multiple of the
+        block size.
     """
-    num_experts, hidden_dim, model_dim = w1.shape
-    if w1.dtype != torch.float32 or w2.dtype != torch.float32:
-        return None
+    num_experts, hidden_dim, model_dim = weights.w1.shape
     if hidden_dim % 32 != 0 or model_dim % 32 != 0:
         return None
-    sources = [w1.contiguous(), w2.contiguous()]
     packed_as = packed_dtype(dtype, kernels)
     assert packed_as is not None, "no library, and yet this form was chosen"
-    packed = [empty(w.shape, packed_as, w.device, reuse=False) for w in sources]
-    is_bf16 = dtype == torch.bfloat16
-    sizes = (num_experts, hidden_dim, model_dim, is_bf16, torch.get_num_threads())
-    call("pack_weights", sources + packed, sizes, kernels)
-    return packed[0], packed[1]
+    packed = {}
+    for name, weight in weights.matrices()._asdict().items():
+        if weight is None:
+            continue
+        if weight.dtype != torch.float32:
+            return None
+        packed[name] = empty(weight.shape, packed_as, weight.device, reuse=False)
+        sizes = (num_experts, hidden_dim, model_dim, name == "w2")
+        settings = (dtype == torch.bfloat16, torch.get_num_threads())
+        call("pack_weight", [weight.contiguous(), packed[name]], sizes + settings, kernels)
+    return weights._replace(**packed)
 
 
 def product_dtype(dtype: torch.dtype, kernels: str) -> torch.dtype:
@@ -57,13 +59,16 @@ def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
 
 
 def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
-    """out [N, M] and, if it is kept, the hidden layer [N * H] before the activation."""
+    """out [N, M] and, if it is kept, the hidden layer [N * H] before the activation.
+
+    Of gated experts the products with w1 and with w3 are kept, [2, n, H] of the n rows in use.
+    """
     rows, hidden_dim = inputs.rows, inputs.w1.shape[1]
     call = _Call(inputs)
     out = empty(rows.shape, rows.dtype, rows.device)
     hidden_size = 0
     if keep_hidden:
-        hidden_size = len(rows) * hidden_dim
+        hidden_size = inputs.num_kept * len(rows) * hidden_dim
     hidden = empty((hidden_size,), rows.dtype, rows.device)
     kept = None
     if keep_hidden:
@@ -71,49 +76,49 @@ def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     call.run("forward", [out, kept])
     if call.num_used_rows < len(rows):
         out[call.num_used_rows :] = 0
-        hidden[call.num_used_rows * hidden_dim :] = 0
+        hidden[inputs.num_kept * call.num_used_rows * hidden_dim :] = 0
     return out, hidden
 
 
 def backward(
     inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of rows, w1, b1, w2 and b2; None where `needs` is False."""
-    tensors = (inputs.rows, inputs.w1, inputs.b1, inputs.w2, inputs.b2)
-    gradients: list[Tensor | None] = []
-    for tensor, is_needed in zip(tensors, needs, strict=True):
+    """Gradients of rows and of weights in their order; None where `needs` is False."""
+    tensors = {"rows": inputs.rows, **inputs.weights._asdict()}
+    found: dict[str, Tensor | None] = {}
+    for (name, tensor), is_needed in zip(tensors.items(), needs, strict=True):
+        found[name] = None
         if is_needed and tensor is not None:
-            dtype = tensor.dtype
-            if tensor is inputs.b1 or tensor is inputs.b2:
-                dtype = torch.float32
-            gradients.append(empty(tensor.shape, dtype, tensor.device))
-        else:
-            gradients.append(None)
+            dtype = torch.float32 if name.startswith("b") else tensor.dtype
+            found[name] = empty(tensor.shape, dtype, tensor.device)
     call = _Call(inputs)
-    grad_rows, grad_w1, grad_b1, grad_w2, grad_b2 = gradients
-    call.run("backward", [grad, hidden, grad_rows, grad_w1, grad_w2, grad_b1, grad_b2])
-    for gradient in gradients[1:]:
-        if gradient is not None:
-            for e in call.unused_experts:
-                gradient[e] = 0
-    if grad_rows is not None:
-        grad_rows[call.num_used_rows :] = 0
-    rounded: list[Tensor | None] = []
-    for gradient, tensor in zip(gradients, tensors, strict=True):
+    call.run("backward", [grad, hidden, *(found[name] for name in _GRADIENTS)])
+    gradients: list[Tensor | None] = []
+    for name, tensor in tensors.items():
+        gradient = found[name]
         if gradient is not None and tensor is not None:
+            if name == "rows":
+                gradient[call.num_used_rows :] = 0
+            else:
+                for e in call.unused_experts:
+                    gradient[e] = 0
             gradient = gradient.to(tensor.dtype)
-        rounded.append(gradient)
-    return rounded
+        gradients.append(gradient)
+    return gradients
+
+
+_GRADIENTS = ("rows", "w1", "w2", "w3", "b1", "b2", "b3")  # in the order of experts_backward
+_POINTERS = ("rows", "w1", "w2", "w3", "b1", "b2", "b3", "ends", "noise")
+_SIZES = ("num_experts", "model_dim", "hidden_dim", "threads")
+_SETTINGS = ("rows_bf16", "weights_bf16", "packed", "activation", "least")
+_STRIDES = ("w1_strides", "w2_strides", "w3_strides")
 
 
 class _Problem(ctypes.Structure):  # as in native/ffn.hpp
     _fields_ = (
-        [(name, c_void_p) for name in ("rows", "w1", "w2", "b1", "b2", "ends", "noise")]
-        + [(name, c_long) for name in ("num_experts", "model_dim", "hidden_dim", "threads")]
-        + [
-            (name, c_long)
-            for name in ("rows_bf16", "weights_bf16", "packed", "activation", "least")
-        ]
+        [(name, c_void_p) for name in _POINTERS]
+        + [(name, c_long) for name in (*_SIZES, *_SETTINGS)]
+        + [(name, c_long * 3) for name in _STRIDES]
         + [("scale", c_float)]
     )
 
@@ -122,21 +127,18 @@ class _Call:
     """The arguments of a C++ call. Holds the tensors that they point to."""
 
     def __init__(self, inputs: FFNInputs) -> None:
-        rows, w1, b1, w2, b2 = inputs[:5]
-        if (w1.shape, w1.dtype) != (w2.shape, w2.dtype):  # or C++ would read past one of them
-            raise ValueError(
-                f"w1 is {list(w1.shape)} in {w1.dtype}, w2 {list(w2.shape)} in {w2.dtype}"
-            )
+        rows, w1 = inputs.rows, inputs.w1
+        weights = inputs.weights
+        weights.check(inputs.activation)  # or C++ would read past one of them
+        matrices = [_readable(weight) for weight in (weights.w1, weights.w2, weights.w3)]
         ends = inputs.offsets.tolist()
         starts = [0] + ends[:-1]
         self.num_used_rows = ends[-1]
         self.unused_experts = [e for e in range(len(ends)) if starts[e] == ends[e]]
         self.tensors = [
             rows.contiguous(),
-            w1.contiguous(),
-            w2.contiguous(),
-            _in_fp32(b1),
-            _in_fp32(b2),
+            *matrices,
+            *[_in_fp32(bias) for bias in (weights.b1, weights.b2, weights.b3)],
             inputs.offsets.int().contiguous(),
             inputs.noise,
         ]
@@ -159,6 +161,9 @@ class _Call:
             least=dropout.threshold,
             scale=dropout.scale,
         )
+        for name, weight in zip(_STRIDES, matrices, strict=True):
+            if weight is not None:
+                setattr(self.problem, name, (c_long * 3)(*weight.stride()))
 
     def run(self, direction: str, tensors: list[Tensor | None]) -> None:
         if self.num_used_rows == 0:
@@ -169,6 +174,16 @@ class _Call:
         memory = empty((space,), torch.uint8, torch.device("cpu"))
         function = getattr(functions, f"experts_{direction}")
         function(problem, pointer(memory), *map(pointer, tensors))
+
+
+def _readable(weight: Tensor | None) -> Tensor | None:
+    """A weight whose model dim or hidden dim is contiguous; a copy only where neither is."""
+    if weight is None:
+        return None
+    _, unit, model = weight.stride()
+    if model == 1 or unit == 1:
+        return weight
+    return weight.contiguous()
 
 
 def _in_fp32(bias: Tensor | None) -> Tensor | None:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_core.activations import activate, activation_grad
+from moe_core.activations import activate, activate_gated, activation_grad, gated_grads
 from moe_core.ops.ffn.dropout import Dropout
-from moe_core.ops.ffn.inputs import FFNInputs
+from moe_core.ops.ffn.inputs import FFNInputs, by_name
 
 _ALIGNMENT = 16  # bytes: F.grouped_mm takes no row stride that is not a multiple of it
 
@@ -25,54 +25,76 @@ def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
 
 
 def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
-    """out [N, M] and, if it is kept, the hidden layer before the activation [N * H]."""
+    """out [N, M] and, if it is kept, the hidden layer before the activation [N * H]; of gated
+    experts the products with w1 and with w3, [2 * N * H]."""
     rows, offsets = inputs.rows, inputs.offsets
     if len(rows) == 0:  # F.grouped_mm needs some
         return rows.new_empty(rows.shape), rows.new_empty(0)
-    w1, w2 = inputs.w1.to(rows.dtype), inputs.w2.to(rows.dtype)
-    b1 = None
-    if inputs.b1 is not None:
-        b1 = inputs.b1.to(rows.dtype)
-    b2 = None
-    if inputs.b2 is not None:
-        b2 = inputs.b2.to(rows.dtype)
-    z = grouped_linear(rows, w1, b1, offsets)  # [N, H]
-    h = _drop(activate(inputs.activation, z, torch.empty_like(z)), inputs)
-    out = grouped_linear(h, w2.transpose(1, 2), b2, offsets)
-    if keep_hidden:
-        return out, z.flatten()
-    return out, z.new_empty(0)
+    weights = inputs.weights.map(lambda tensor: tensor.to(rows.dtype))
+    kept = [grouped_linear(rows, weights.w1, weights.b1, offsets)]  # [N, H]
+    if weights.w3 is not None:
+        kept.append(grouped_linear(rows, weights.w3, weights.b3, offsets))
+    h = _drop(_activated(inputs, kept), inputs)
+    out = grouped_linear(h, weights.w2.transpose(1, 2), weights.b2, offsets)
+    if not keep_hidden:
+        return out, out.new_empty(0)
+    if len(kept) == 1:
+        return out, kept[0].flatten()
+    return out, torch.stack(kept).flatten()
 
 
 def backward(
     inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of rows, w1, b1, w2 and b2; None where `needs` is False."""
-    rows, w1, b1, w2, b2 = inputs[:5]
-    offsets, activation = inputs.offsets, inputs.activation
+    """Gradients of rows and of weights in their order; None where `needs` is False."""
+    rows, offsets, weights = inputs.rows, inputs.offsets, inputs.weights
     if len(rows) == 0:
         return [
             torch.zeros_like(tensor) if is_needed and tensor is not None else None
-            for tensor, is_needed in zip((rows, w1, b1, w2, b2), needs, strict=True)
+            for tensor, is_needed in zip((rows, *weights), needs, strict=True)
         ]
-    needs_rows, needs_w1, needs_b1, needs_w2, needs_b2 = needs
-    z = hidden.view(len(rows), -1)
-    gradients: list[Tensor | None] = [None] * 5
-    if needs_w2:
-        h = _drop(activate(activation, z, torch.empty_like(z)), inputs)
-        gradients[3] = grouped_weight_grad(h, grad, offsets).to(w2.dtype)
-    dz = _drop(grouped_linear(grad, w2.to(rows.dtype), None, offsets), inputs)
-    dz = activation_grad(activation, dz, z)
-    if needs_rows:
-        transposed = w1.to(rows.dtype).transpose(1, 2)
-        gradients[0] = grouped_linear(dz, transposed, None, offsets)
-    if needs_w1:
-        gradients[1] = grouped_weight_grad(dz, rows, offsets).to(w1.dtype)
-    if needs_b1 and b1 is not None:
-        gradients[2] = group_sum(dz, offsets).to(b1.dtype)
-    if needs_b2 and b2 is not None:
-        gradients[4] = group_sum(grad, offsets).to(b2.dtype)
+    needs_rows, needed = needs[0], by_name(needs[1:])
+    kept = list(hidden.view(inputs.num_kept, len(rows), -1).unbind())
+    found: dict[str, Tensor] = {}
+    if needed["w2"]:
+        h = _drop(_activated(inputs, kept), inputs)
+        found["w2"] = grouped_weight_grad(h, grad, offsets)
+    if needed["b2"]:
+        found["b2"] = group_sum(grad, offsets)
+    d_hidden = _drop(grouped_linear(grad, weights.w2.to(rows.dtype), None, offsets), inputs)
+    grad_rows = None
+    for number, d_product in zip("13", _hidden_grads(inputs, d_hidden, kept), strict=False):
+        weight, bias = f"w{number}", f"b{number}"
+        if needs_rows:
+            transposed = getattr(weights, weight).to(rows.dtype).transpose(1, 2)
+            part = grouped_linear(d_product, transposed, None, offsets)
+            grad_rows = part if grad_rows is None else grad_rows + part
+        if needed[weight]:
+            found[weight] = grouped_weight_grad(d_product, rows, offsets)
+        if needed[bias]:
+            found[bias] = group_sum(d_product, offsets)
+    gradients: list[Tensor | None] = [grad_rows]
+    for name, weight in weights._asdict().items():
+        gradient = found.get(name)
+        gradients.append(None if gradient is None else gradient.to(weight.dtype))
     return gradients
+
+
+def _activated(inputs: FFNInputs, kept: list[Tensor]) -> Tensor:
+    """The hidden layer [N, H] from the products with w1 and, of gated experts, w3."""
+    out = torch.empty_like(kept[0])
+    if inputs.w3 is None:
+        return activate(inputs.activation, kept[0], out)
+    return activate_gated(inputs.activation, kept[0], kept[1], out)
+
+
+def _hidden_grads(inputs: FFNInputs, grad: Tensor, kept: list[Tensor]) -> list[Tensor]:
+    """The gradients of `kept` from that of the hidden layer, which is overwritten."""
+    if inputs.w3 is None:
+        return [activation_grad(inputs.activation, grad, kept[0])]
+    grad_u = torch.empty_like(grad)
+    gated_grads(inputs.activation, grad, kept[0], kept[1], grad_u)
+    return [grad, grad_u]
 
 
 def _drop(values: Tensor, inputs: FFNInputs) -> Tensor:

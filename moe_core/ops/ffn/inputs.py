@@ -2,18 +2,64 @@
 
 # E experts, N rows, M model dim, H hidden dim
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from moe_core.registry import check_activation
+
 
 class ExpertWeights(NamedTuple):
-    """Weights and biases of all experts of a rank."""
+    """Weights and biases of all experts of a rank. Gated experts have w3."""
 
     w1: Tensor  # [E, H, M]
     b1: Tensor | None  # [E, H]
     w2: Tensor  # [E, H, M]
     b2: Tensor | None  # [E, M]
+    w3: Tensor | None = None  # [E, H, M]
+    b3: Tensor | None = None  # [E, H]
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are there, in order."""
+        return [tensor for tensor in self if tensor is not None]
+
+    def with_tensors(self, tensors: list[Tensor]) -> "ExpertWeights":
+        """The inverse of `tensors`: other tensors in the places of those that are there."""
+        rest = iter(tensors)
+        found: dict[str, Tensor] = {}
+        for name, old in self._asdict().items():
+            if old is not None:
+                found[name] = next(rest)
+        return ExpertWeights._make([found.get(name) for name in self._fields])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "ExpertWeights":
+        """`function` of each tensor that is there."""
+        return self.with_tensors([function(tensor) for tensor in self.tensors()])
+
+    def matrices(self) -> "ExpertWeights":
+        """The weights without biases."""
+        return self._replace(b1=None, b2=None, b3=None)
+
+    def check(self, activation: str) -> None:
+        """Raise ValueError if the weights do not fit each other, or not the activation."""
+        for name in ("w2", "w3"):
+            other = getattr(self, name)
+            if other is None:
+                continue
+            if (other.shape, other.dtype) != (self.w1.shape, self.w1.dtype):
+                raise ValueError(
+                    f"w1 is {list(self.w1.shape)} in {self.w1.dtype}, {name} {list(other.shape)} in"
+                    f" {other.dtype}"
+                )
+        if self.b3 is not None and self.w3 is None:
+            raise ValueError("b3 needs w3, which is None")
+        check_activation(activation, gated=self.w3 is not None)
+
+
+def by_name(of_weights: Sequence[bool]) -> dict[str, bool]:
+    """A value for each field of ExpertWeights, by its name."""
+    return dict(zip(ExpertWeights._fields, of_weights, strict=True))
 
 
 class FFNInputs(NamedTuple):
@@ -24,6 +70,8 @@ class FFNInputs(NamedTuple):
     b1: Tensor | None
     w2: Tensor
     b2: Tensor | None
+    w3: Tensor | None
+    b3: Tensor | None
     offsets: Tensor  # [E] int32
     # int16, one for each number of the hidden layer; for a form with SEEDED_DROPOUT int64 [1], its
     # seed; None: no dropout
@@ -32,7 +80,16 @@ class FFNInputs(NamedTuple):
     dropout: float
     kernels: str
 
+    @property
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
+
+    @property
+    def num_kept(self) -> int:
+        """Hidden layers before the activation that the backward pass needs: of gated experts both
+        products."""
+        return 1 if self.w3 is None else 2
+
     def needs_gradients(self) -> bool:
         """Whether rows, weights or biases require a gradient."""
-        tensors = (self.rows, self.w1, self.b1, self.w2, self.b2)
-        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+        return any(tensor.requires_grad for tensor in (self.rows, *self.weights.tensors()))

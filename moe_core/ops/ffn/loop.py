@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_core.activations import activate, activation_grad
+from moe_core.activations import activate, activate_gated, activation_grad, gated_grads
 from moe_core.ops.buffers import empty
 from moe_core.ops.ffn.dropout import Dropout
 from moe_core.ops.ffn.inputs import FFNInputs
@@ -44,45 +44,45 @@ def _step(dtype: torch.dtype) -> int:
 
 def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     """out [N, M] and, if it is kept, each expert's hidden layer [H, n] before the activation, one
-    after the other."""
+    after the other; of gated experts all products with w1, then all with w3."""
     rows, activation = inputs.rows, inputs.activation
     groups = _Groups(rows, inputs.offsets, inputs.w1)
     dropout = _GroupDropout(inputs, groups)
     cast = _Cast(rows, inputs.w1)
     h_buffer = groups.hidden_buffer()
+    u_buffer = h_buffer
+    if inputs.w3 is not None and not keep_hidden:
+        u_buffer = groups.hidden_buffer()
     out = groups.output()
-    hidden = empty((groups.hidden_size if keep_hidden else 0,), rows.dtype, rows.device)
-    w1, w2 = inputs.w1.unbind(), inputs.w2.unbind()
-    b1 = None
-    if inputs.b1 is not None:
-        b1 = inputs.b1.to(rows.dtype)
-    b2 = None
-    if inputs.b2 is not None:
-        b2 = inputs.b2.to(rows.dtype)
+    kept_size = groups.hidden_size * inputs.num_kept if keep_hidden else 0
+    hidden = empty((kept_size,), rows.dtype, rows.device)
+    b1, b2, b3 = [_cast_bias(b, rows.dtype) for b in (inputs.b1, inputs.b2, inputs.b3)]
     for group in groups:
         e = group.expert
         x = groups.window(rows, group)
         h = group.block(h_buffer, 0)
         z = group.block(hidden) if keep_hidden else h
-        bias = None
-        if b1 is not None:
-            bias = b1[e].unsqueeze(1)
-        _product(cast(w1[e]), x.t(), z, bias)
-        activate(activation, z, h)
+        _product(cast(inputs.w1[e]), x.t(), z, _column(b1, e))
+        if inputs.w3 is None:
+            activate(activation, z, h)
+        else:
+            u = groups.second_block(hidden, group) if keep_hidden else group.block(u_buffer, 0)
+            _product(cast(inputs.w3[e]), x.t(), u, _column(b3, e))
+            activate_gated(activation, z, u, h)
         dropout(h, group)
         bias = None
         if b2 is not None:
             bias = b2[e]
-        _product(h.t(), cast(w2[e]), group.window_of(out), bias, dropout.scale)
+        _product(h.t(), cast(inputs.w2[e]), group.window_of(out), bias, dropout.scale)
     if keep_hidden:
-        hidden[groups.rows_computed * groups.hidden_dim :] = 0
+        hidden.view(inputs.num_kept, -1)[:, groups.rows_computed * groups.hidden_dim :] = 0
     return groups.trimmed(out), hidden
 
 
 def backward(
     inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of rows, w1, b1, w2 and b2; None where `needs` is False."""
+    """Gradients of rows and of weights in their order; None where `needs` is False."""
     rows, activation = inputs.rows, inputs.activation
     groups = _Groups(rows, inputs.offsets, inputs.w1)
     dropout = _GroupDropout(inputs, groups)
@@ -91,21 +91,25 @@ def backward(
     grad_rows = None
     if needs[0]:
         grad_rows = groups.output()
-    parameters = (inputs.w1, inputs.b1, inputs.w2, inputs.b2)
     gradients: list[Tensor | None] = []
-    for parameter, is_needed in zip(parameters, needs[1:], strict=True):
+    for parameter, is_needed in zip(inputs.weights, needs[1:], strict=True):
         if is_needed and parameter is not None:
             gradients.append(empty(parameter.shape, parameter.dtype, parameter.device))
         else:
             gradients.append(None)
-    grad_w1, grad_b1, grad_w2, grad_b2 = gradients
+    grad_w1, grad_b1, grad_w2, grad_b2, grad_w3, grad_b3 = gradients
     for group in groups:
         e = group.expert
-        z = group.block(hidden)
+        z, u = group.block(hidden), None
+        if inputs.w3 is not None:
+            u = groups.second_block(hidden, group)
         x, dy = groups.window(rows, group), groups.window(grad, group)
         if grad_w2 is not None:
             h = group.block(h_buffer, 0)
-            activate(activation, z, h)
+            if u is None:
+                activate(activation, z, h)
+            else:
+                activate_gated(activation, z, u, h)
             dropout(h, group)
             cast.product(group.without_others(h), dy, grad_w2[e], dropout.scale)
         if grad_b2 is not None:
@@ -113,13 +117,22 @@ def backward(
         dz = group.block(dz_buffer, 0)
         _product(cast(inputs.w2[e]), dy.t(), dz, scale=dropout.scale)
         dropout(dz, group)
-        group.without_others(activation_grad(activation, dz, z))
-        if grad_b1 is not None:
-            torch.sum(dz, 1, dtype=grad_b1.dtype, out=grad_b1[e])
-        if grad_w1 is not None:
-            cast.product(dz, x, grad_w1[e])
-        if grad_rows is not None:
-            _product(dz.t(), cast(inputs.w1[e]), group.window_of(grad_rows))
+        halves = [(dz, inputs.w1, grad_w1, grad_b1)]
+        if u is None or inputs.w3 is None:
+            activation_grad(activation, dz, z)
+        else:
+            du = group.block(h_buffer, 0)
+            gated_grads(activation, dz, z, u, du)
+            halves.append((du, inputs.w3, grad_w3, grad_b3))
+        for number, (d_hidden, weight, grad_weight, grad_bias) in enumerate(halves):
+            group.without_others(d_hidden)
+            if grad_bias is not None:
+                torch.sum(d_hidden, 1, dtype=grad_bias.dtype, out=grad_bias[e])
+            if grad_weight is not None:
+                cast.product(d_hidden, x, grad_weight[e])
+            if grad_rows is not None:
+                d_rows = group.window_of(grad_rows)
+                _product(d_hidden.t(), cast(weight[e]), d_rows, add=number > 0)
     for gradient in gradients:
         if gradient is not None:
             for e in groups.unused:
@@ -129,11 +142,31 @@ def backward(
     return [grad_rows] + gradients
 
 
+def _cast_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if bias is None:
+        return None
+    return bias.to(dtype)
+
+
+def _column(bias: Tensor | None, expert: int) -> Tensor | None:
+    """[H, 1]."""
+    if bias is None:
+        return None
+    return bias[expert].unsqueeze(1)
+
+
 def _product(
-    a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, scale: float = 1.0
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    add: bool = False,
 ) -> None:
-    """out = scale * a @ b + bias."""
-    if bias is not None:
+    """out = scale * a @ b + bias; with `add`, in place of the bias what is there."""
+    if add:
+        out.addmm_(a, b, alpha=scale)
+    elif bias is not None:
         torch.addmm(bias, a, b, alpha=scale, out=out)
     elif scale != 1:
         torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
@@ -199,6 +232,10 @@ class _Groups:
     def hidden_buffer(self) -> Tensor:
         """A buffer that is large enough for any expert's hidden layer."""
         return empty((self.largest * self.hidden_dim,), self.rows.dtype, self.rows.device)
+
+    def second_block(self, hidden: Tensor, group: _Group) -> Tensor:
+        """[H, n] of the kept products with w3, which follow all of those with w1."""
+        return group.block(hidden[self.hidden_size :])
 
     def output(self) -> Tensor:
         """[N + step - 1, M], of which `trimmed` is the result."""

@@ -1,11 +1,13 @@
 """The experts' feed-forward networks, forward and backward, as one torch.library op.
 
-`out = dropout(act(rows_e w1[e]^T + b1[e])) w2[e] + b2[e]` for each expert e's rows. The backward
-pass gets the hidden layer as it was before the activation and computes the activation once more.
+`out = dropout(act(rows_e w1[e]^T + b1[e])) w2[e] + b2[e]` for each expert e's rows; with w3 the
+activation is multiplied by `rows_e w3[e]^T + b3[e]`. The backward pass gets the hidden layer as it
+was before the activation, of gated experts both products, and computes the activation once more.
 """
 
 # E experts, N rows, M model dim, H hidden dim
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -15,13 +17,13 @@ from torch.utils.flop_counter import register_flop_formula
 from moe_core.ops.autograd import empty_gradients, register_backward
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.ffn.dropout import draw_seed
-from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs
+from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs, by_name
 
 _NUM_TENSORS = FFNInputs._fields.index("activation")
 _NUM_DIFFERENTIABLE = FFNInputs._fields.index("offsets")
 _SCHEMA = (
-    "Tensor rows, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor offsets, Tensor? noise,"
-    " str activation, float dropout, str kernels"
+    "Tensor rows, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w3, Tensor? b3,"
+    " Tensor offsets, Tensor? noise, str activation, float dropout, str kernels"
 )
 
 
@@ -38,15 +40,20 @@ def expert_ffn(
     Args:
         rows: [N, M], expert 0's rows first. Their dtype is the one that is computed in.
         weights: may have another dtype than the rows. Their gradients have the weights' dtype.
-            Where no gradients are needed, w1 and w2 may be those of `pack_weights`.
+            Where no gradients are needed, w1, w2 and w3 may be those of `pack_weights`.
         offsets: [E] int32, where each expert's rows end.
-        activation: a name of moe_core.registry.ACTIVATIONS.
+        activation: a name of moe_core.registry.ACTIVATIONS; of gated experts also one of
+            GATED_ACTIVATIONS.
         dropout: the share of the activations that become 0, to the nearest 1/65536.
         kernels: see `backend.select`.
 
     Returns:
         [N, M]. Rows past offsets[-1] hold nothing meaningful.
+
+    Raises:
+        ValueError: weights whose shapes or dtypes differ, or an unknown activation.
     """
+    weights.check(activation)
     noise = None
     if dropout > 0:
         noise = torch.ops.moe_core.dropout_noise(rows, weights.w1, activation, kernels)
@@ -56,18 +63,20 @@ def expert_ffn(
 
 
 def pack_weights(
-    w1: Tensor, w2: Tensor, dtype: torch.dtype, activation: str, kernels: str = "auto"
-) -> tuple[Tensor, Tensor] | None:
+    weights: ExpertWeights, dtype: torch.dtype, activation: str, kernels: str = "auto"
+) -> ExpertWeights | None:
     """fp32 weights [E, H, M] in `dtype` and in the order in which a form reads them.
 
     Returns:
-        Integers of that shape; None where the form that runs reads the ordinary order alone.
+        Integers of that shape, and the biases as they are; None where the form that runs reads the
+        ordinary order alone.
     """
+    w1 = weights.w1
     form = _form(w1.device.type, dtype, w1.dtype, activation, kernels)
     pack = getattr(form, "pack_weights", None)
     if pack is None:
         return None
-    return pack(w1, w2, dtype, kernels)
+    return pack(weights, dtype, kernels)
 
 
 def product_dtype(
@@ -101,7 +110,7 @@ def _has_seeded_dropout(form: ModuleType) -> bool:
 
 
 def _hidden_size(rows: Tensor, w1: Tensor, activation: str, kernels: str):
-    """Numbers of the hidden layer as the form keeps it: an integer or a symbol."""
+    """Numbers of one hidden layer as the form keeps it: an integer or a symbol."""
     form = _form(rows.device.type, rows.dtype, w1.dtype, activation, kernels)
     num_experts, hidden_dim, _ = w1.shape
     return form.hidden_rows(rows.shape[0], num_experts, rows.dtype) * hidden_dim
@@ -125,7 +134,7 @@ def _expert_ffn(*arguments):
     schema=f"(Tensor grad, Tensor hidden, bool[] needs, {_SCHEMA}) -> Tensor[]",
 )
 def _expert_ffn_backward(grad, hidden, needs, *fields):
-    """Gradients of rows, w1, b1, w2 and b2; empty ones where `needs` is False."""
+    """Gradients of rows and of weights in their order; empty ones where `needs` is False."""
     inputs = FFNInputs._make(fields)
     gradients = _form_of(inputs).backward(inputs, grad.contiguous(), hidden, needs)
     return [inputs.rows.new_empty(0) if g is None else g for g in gradients]
@@ -152,6 +161,7 @@ def _(*arguments):
     size = 0
     if keep_hidden:
         size = _hidden_size(rows, inputs.w1, inputs.activation, inputs.kernels)
+        size = size * inputs.num_kept
     return rows.new_empty(rows.shape), rows.new_empty(size)
 
 
@@ -169,17 +179,28 @@ def _(rows, w1, activation, kernels):
 
 
 @register_flop_formula(torch.ops.moe_core.expert_ffn)
-def _flops(rows_shape, w1_shape, *others, out_shape=None, **kwargs) -> int:
-    return 2 * 2 * rows_shape[0] * w1_shape[1] * w1_shape[2]
+def _flops(rows_shape, w1_shape, b1, w2, b2, w3, *others, out_shape=None, **kwargs) -> int:
+    num_products = 2 if w3 is None else 3
+    return 2 * num_products * rows_shape[0] * w1_shape[1] * w1_shape[2]
 
 
 @register_flop_formula(torch.ops.moe_core.expert_ffn_backward)
 def _backward_flops(
-    grad_shape, hidden_shape, needs, rows_shape, w1_shape, *others, out_shape=None, **kwargs
-) -> int:
-    needs_rows, needs_w1, _, needs_w2, _ = needs
-    num_products = 1 + needs_rows + needs_w1 + needs_w2
+    grad_shape, hidden_shape, needs, rows_shape, w1_shape, b1, w2, b2, w3, *others,
+    out_shape=None, **kwargs,
+) -> int:  # fmt: skip
+    num_products = backward_products(needs[0], needs[1:], w3 is not None)
     return 2 * num_products * rows_shape[0] * w1_shape[1] * w1_shape[2]
+
+
+def backward_products(needs_rows: bool, needs_weights: Sequence[bool], gated: bool) -> int:
+    """Matrix products of a backward pass: the hidden layer's gradient, then those of each weight
+    and of the rows, through w1 and w3."""
+    needed = by_name(needs_weights)
+    num_products = 1 + needed["w1"] + needed["w2"] + needs_rows
+    if gated:
+        num_products += needed["w3"] + needs_rows
+    return num_products
 
 
 register_backward("expert_ffn", FFNInputs, _NUM_TENSORS, _NUM_DIFFERENTIABLE)

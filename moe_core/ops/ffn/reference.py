@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_core.registry import GATED_ACTIVATIONS
+
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """rows [N, I], weight [E, O, I], bias [E, O], offsets [E] -> [N, O]: each expert's rows through
@@ -26,11 +28,37 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
 
 
 def expert_ffn(
-    rows: Tensor, w1, b1, w2, b2, offsets: Tensor, activation=F.gelu, kept=None
+    rows: Tensor, w1, b1, w2, b2, offsets: Tensor, activation=F.gelu, kept=None, w3=None, b3=None
 ) -> Tensor:
-    """rows [N, M], w1 and w2 [E, H, M], b1 [E, H], b2 [E, M] -> [N, M]; `kept` [N, H]: dropout's
-    factors."""
-    hidden = activation(grouped_linear(rows, w1, b1, offsets))
-    return grouped_linear(
-        hidden if kept is None else hidden * kept, w2.transpose(1, 2), b2, offsets
-    )
+    """`(kept * hidden) w2 + b2` for each expert's rows.
+
+    The hidden layer is `act(x w1^T + b1)`; with w3, of gated experts, it is
+    `act(x w1^T + b1) * (x w3^T + b3)`.
+
+    Args:
+        rows: [N, M].
+        w1, w2, w3: [E, H, M]. b1 and b3 are [E, H], b2 is [E, M].
+        activation: a function of the first product, or with w3 an entry of GATED_ACTIVATIONS, which
+            is one of both.
+        kept: dropout's factors [N, H].
+
+    Returns:
+        [N, M].
+
+    Source of gated experts: "GLU Variants Improve Transformer", arXiv 2002.05202, section 2.
+    """
+    hidden = grouped_linear(rows, w1, b1, offsets)
+    if w3 is None:
+        hidden = activation(hidden)
+    else:
+        hidden = gate(activation, hidden, grouped_linear(rows, w3, b3, offsets))
+    if kept is not None:
+        hidden = hidden * kept
+    return grouped_linear(hidden, w2.transpose(1, 2), b2, offsets)
+
+
+def gate(activation, z: Tensor, u: Tensor) -> Tensor:
+    """The hidden layer of gated experts from both products."""
+    if activation in GATED_ACTIVATIONS.values():
+        return activation(z, u)
+    return activation(z) * u

@@ -18,7 +18,8 @@ def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
 
 
 def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
-    """out [N, M] and, if it is kept, the hidden layer before the activation [N * H]."""
+    """out [N, M] and, if it is kept, the hidden layer before the activation [N * H], of gated
+    experts [2 * N * H]."""
     out, hidden = moe_ffn.forward(_with_plan(inputs), keep_hidden)
     return out, hidden.flatten()
 
@@ -26,9 +27,9 @@ def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
 def backward(
     inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of rows, w1, b1, w2 and b2; None where `needs` is False."""
+    """Gradients of rows and of weights in their order; None where `needs` is False."""
     needs_rows, *needs_weights = needs
-    hidden = hidden.view(len(inputs.rows), inputs.w1.shape[1])
+    hidden = hidden.view(-1, inputs.w1.shape[1])
     needs = [needs_rows, False, *needs_weights]  # no gates
     grad_rows, _, *gradients = moe_ffn.backward(_with_plan(inputs), grad, hidden, needs)
     return [grad_rows, *gradients]
@@ -38,19 +39,16 @@ def _with_plan(inputs: FFNInputs) -> MoEFFNInputs:
     """The rows as tokens of one choice each, in their own order."""
     rows = inputs.rows
     order = torch.arange(len(rows), device=rows.device)
-    w1_cast = w2_cast = None
+    casts = None
     if inputs.w1.dtype != rows.dtype:
-        w1_cast = inputs.w1.to(rows.dtype)
-        w2_cast = inputs.w2.to(rows.dtype)
+        casts = inputs.weights.matrices().map(lambda weight: weight.to(rows.dtype))
     return MoEFFNInputs(
         rows,
-        gates=None,
-        w1=inputs.w1,
-        b1=inputs.b1,
-        w2=inputs.w2,
-        b2=inputs.b2,
-        w1_cast=w1_cast,
-        w2_cast=w2_cast,
+        None,  # gates
+        *inputs.weights,
+        w1_cast=None if casts is None else casts.w1,
+        w2_cast=None if casts is None else casts.w2,
+        w3_cast=None if casts is None else casts.w3,
         choices=order,
         offsets=inputs.offsets,
         slots=order.unsqueeze(1),

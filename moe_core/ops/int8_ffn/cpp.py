@@ -10,34 +10,43 @@ from torch import Tensor
 
 from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.buffers import empty
-from moe_core.ops.int8_ffn.inputs import Int8Inputs
+from moe_core.ops.int8_ffn.inputs import Int8Inputs, Int8Linear, Int8Weights
 from moe_core.ops.native.library import call, library, pointer
 
 
-def pack_weight(weight: Tensor, kernels: str) -> Tensor:
-    """int8 [E, O, I] -> int32 [E, words], in the order that `forward` reads."""
+def pack_weights(weights: Int8Weights, kernels: str) -> Int8Weights:
+    """Weights in the order that `forward` reads."""
+    linear1 = _packed(weights.linear1, kernels)
+    linear2 = _packed(weights.linear2, kernels)
+    linear3 = None
+    if weights.linear3 is not None:
+        linear3 = _packed(weights.linear3, kernels)
+    return Int8Weights(linear1, linear2, linear3)
+
+
+def _packed(linear: Int8Linear, kernels: str) -> Int8Linear:
+    weight = linear.quantized
     num_experts, outputs, inputs = weight.shape
     words = library(kernels).int8_weight_words(c_long(outputs), c_long(inputs))
     packed = empty((num_experts, words), torch.int32, weight.device, reuse=False)
     sizes = (num_experts, outputs, inputs, torch.get_num_threads())
     call("pack_int8", [weight.contiguous(), packed], sizes, kernels)
-    return packed
+    return linear._replace(quantized=packed)
 
 
-class _Problem(ctypes.Structure):  # as in native/ffn_int8.hpp
+class _Linear(ctypes.Structure):  # as Int8Linear in native/ffn_int8.hpp
+    _fields_ = [(name, c_void_p) for name in ("weight", "scales", "sums", "bias")]
+
+
+_NUMBERS = ("num_experts", "model_dim", "hidden_dim", "threads", "rows_bf16", "activation")
+
+
+class _Problem(ctypes.Structure):  # as Int8Problem in native/ffn_int8.hpp
     _fields_ = [
-        (name, c_void_p)
-        for name in ("rows", "w1", "w2", "scale1", "sum1", "b1", "scale2", "sum2", "b2", "ends")
-    ] + [
-        (name, c_long)
-        for name in (
-            "num_experts",
-            "model_dim",
-            "hidden_dim",
-            "threads",
-            "rows_bf16",
-            "activation",
-        )
+        ("rows", c_void_p),
+        *((name, _Linear) for name in Int8Weights._fields),
+        ("ends", c_void_p),
+        *((name, c_long) for name in _NUMBERS),
     ]
 
 
@@ -45,29 +54,30 @@ def forward(inputs: Int8Inputs) -> Tensor:
     """The results of each expert's rows [N, M]; zeros for rows of none."""
     rows = inputs.rows.contiguous()
     functions = library(inputs.kernels)
-    num_experts, hidden_dim = inputs.scale1.shape
-    model_dim = inputs.scale2.shape[1]
-    _check(inputs, functions)
+    num_experts, hidden_dim = inputs.weights.linear1.scales.shape
+    model_dim = rows.shape[1]
     out = empty(rows.shape, rows.dtype, rows.device)
     ends = inputs.offsets.int().contiguous()
     num_used_rows = int(ends[-1])
     out[num_used_rows:] = 0
     if num_used_rows == 0:
         return out
-    tensors = (
-        rows,
-        inputs.q1,
-        inputs.q2,
-        inputs.scale1,
-        inputs.sum1,
-        inputs.b1,
-        inputs.scale2,
-        inputs.sum2,
-        inputs.b2,
-        ends,
-    )
+    linears = []
+    for linear, outputs, features in (
+        (inputs.weights.linear1, hidden_dim, model_dim),
+        (inputs.weights.linear2, model_dim, hidden_dim),
+        (inputs.weights.linear3, hidden_dim, model_dim),
+    ):
+        if linear is None:
+            linears.append(_Linear())
+            continue
+        words = functions.int8_weight_words(c_long(outputs), c_long(features))
+        _check(linear, (num_experts, words), (num_experts, outputs))
+        linears.append(_Linear(*map(pointer, linear)))
     problem = _Problem(
-        *map(pointer, tensors),
+        pointer(rows),
+        *linears,
+        pointer(ends),
         num_experts=num_experts,
         model_dim=model_dim,
         hidden_dim=hidden_dim,
@@ -81,19 +91,17 @@ def forward(inputs: Int8Inputs) -> Tensor:
     return out
 
 
-def _check(inputs: Int8Inputs, functions: ctypes.CDLL) -> None:
+def _check(linear: Int8Linear, packed: tuple[int, ...], outputs: tuple[int, ...]) -> None:
     """Refuse tensors past whose end C++ would read."""
-    num_experts, hidden_dim = inputs.scale1.shape
-    model_dim = inputs.scale2.shape[1]
-    for name, packed, outputs, features in (
-        ("q1", inputs.q1, hidden_dim, model_dim),
-        ("q2", inputs.q2, model_dim, hidden_dim),
-    ):
-        words = functions.int8_weight_words(c_long(outputs), c_long(features))
-        if packed.dtype != torch.int32 or packed.shape != (num_experts, words):
+    weight = linear.quantized
+    if weight.dtype != torch.int32 or weight.shape != packed:
+        raise ValueError(
+            f"quantized is {list(weight.shape)} in {weight.dtype}; packed weights are"
+            f" {list(packed)} in int32"
+        )
+    for name in ("scales", "sums", "bias"):
+        tensor = getattr(linear, name)
+        if tensor is not None and (tensor.shape != outputs or tensor.dtype != torch.float32):
             raise ValueError(
-                f"{name} is {list(packed.shape)} in {packed.dtype}; weights [{outputs}, {features}]"
-                f" of {num_experts} experts are packed as int32 [{num_experts}, {words}]"
+                f"{name} is {list(tensor.shape)} in {tensor.dtype}, not {list(outputs)} in fp32"
             )
-    if inputs.rows.shape[1] != model_dim:
-        raise ValueError(f"rows are {list(inputs.rows.shape)}, the model dim is {model_dim}")

@@ -1,41 +1,62 @@
 """Weights of experts in int8."""
 
-# E experts, M model dim, H hidden dim
+# E experts, M model dim, H hidden dim, I input features, O output features
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 
+class Int8Linear(NamedTuple):
+    """A weight of every expert: `weight[e, o, i] = scale[e, o] * quantized[e, o, i]`."""
+
+    quantized: Tensor  # int8 [E, O, I]; or int32 [E, words] in the memory layout of the C++ kernels
+    scales: Tensor  # [E, O] fp32
+    sums: Tensor  # [E, O] fp32, of a row of the weight: they multiply the rows' offset
+    bias: Tensor | None  # [E, O] fp32
+
+
 class Int8Weights(NamedTuple):
-    """Weights of all experts of a rank: `weight[e, o, i] = scale[e, o] * q[e, o, i]`.
+    """Weights of all experts of a rank. Gated experts have linear3."""
 
-    q1 and q2 are int8, or int32 in the memory layout of the C++ kernels. The sums are those of a
-    row of `weight`: they multiply the offset of the rows' numbers.
-    """
+    linear1: Int8Linear  # O = H, I = M
+    linear2: Int8Linear  # O = M, I = H
+    linear3: Int8Linear | None  # as linear1
 
-    q1: Tensor  # [E, H, M]
-    scale1: Tensor  # [E, H] fp32
-    sum1: Tensor  # [E, H] fp32
-    b1: Tensor | None  # [E, H] fp32
-    q2: Tensor  # [E, M, H]
-    scale2: Tensor  # [E, M] fp32
-    sum2: Tensor  # [E, M] fp32
-    b2: Tensor | None  # [E, M] fp32
+    @property
+    def b2(self) -> Tensor | None:
+        return self.linear2.bias
+
+    def with_b2(self, b2: Tensor) -> "Int8Weights":
+        """The weights with another bias of the second product."""
+        return self._replace(linear2=self.linear2._replace(bias=b2))
+
+    def tensors(self) -> list[Tensor | None]:
+        """All tensors, in the order of the op's arguments."""
+        found: list[Tensor | None] = [*self.linear1, *self.linear2]
+        found += self.linear3 or [None] * len(Int8Linear._fields)
+        return found
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[Tensor | None]) -> "Int8Weights":
+        """The inverse of `tensors`."""
+        size = len(Int8Linear._fields)
+        starts = range(0, len(tensors), size)
+        linear1, linear2, linear3 = [
+            Int8Linear._make(tensors[start : start + size])  # type: ignore[arg-type]
+            for start in starts
+        ]
+        if linear3.quantized is None:
+            return cls(linear1, linear2, None)
+        return cls(linear1, linear2, linear3)
 
 
 class Int8Inputs(NamedTuple):
-    """The arguments of the op `moe_core::int8_ffn`, in its order."""
+    """What the op `moe_core::int8_ffn` computes from."""
 
     rows: Tensor  # [N, M]
-    q1: Tensor
-    scale1: Tensor
-    sum1: Tensor
-    b1: Tensor | None
-    q2: Tensor
-    scale2: Tensor
-    sum2: Tensor
-    b2: Tensor | None
+    weights: Int8Weights
     offsets: Tensor  # [E] int32
     activation: str
     kernels: str

@@ -1,6 +1,7 @@
 """The experts' feed-forward networks in int8, without gradients, as one torch.library op.
 
-`out = act(rows_e w1[e]^T + b1[e]) w2[e] + b2[e]` for each expert e's rows, both products of bytes.
+`out = act(rows_e w1[e]^T + b1[e]) w2[e] + b2[e]` for each expert e's rows; of gated experts as in
+`expert_ffn`. All products are of bytes.
 """
 
 # E experts, N rows, M model dim, H hidden dim
@@ -37,7 +38,8 @@ def int8_ffn(
     Returns:
         [N, M] like rows; zeros past offsets[-1].
     """
-    return torch.ops.moe_core.int8_ffn(*Int8Inputs(rows, *weights, offsets, activation, kernels))
+    tensors = weights.tensors()
+    return torch.ops.moe_core.int8_ffn(rows, tensors, offsets, activation, kernels)
 
 
 def int8_moe_ffn(
@@ -64,18 +66,16 @@ def quantize_weights(
     Args:
         weights: in any floating-point dtype.
     """
-    q1, scale1, sum1 = quantize_weight(weights.w1)  # [E, H, M], [E, H], [E, H]
-    q2, scale2, sum2 = quantize_weight(weights.w2.transpose(1, 2))  # [E, M, H], [E, M], [E, M]
-    pack = getattr(_form(q1.device.type, dtype, activation, kernels), "pack_weight", None)
-    if pack is not None:
-        q1, q2 = pack(q1, kernels), pack(q2, kernels)
-    b1 = None
-    if weights.b1 is not None:
-        b1 = weights.b1.float().contiguous()
-    b2 = None
-    if weights.b2 is not None:
-        b2 = weights.b2.float().contiguous()
-    return Int8Weights(q1, scale1, sum1, b1, q2, scale2, sum2, b2)
+    linear1 = quantize_weight(weights.w1, weights.b1)
+    linear2 = quantize_weight(weights.w2.transpose(1, 2), weights.b2)
+    linear3 = None
+    if weights.w3 is not None:
+        linear3 = quantize_weight(weights.w3, weights.b3)
+    quantized = Int8Weights(linear1, linear2, linear3)
+    pack = getattr(_form(weights.w1.device.type, dtype, activation, kernels), "pack_weights", None)
+    if pack is None:
+        return quantized
+    return pack(quantized, kernels)
 
 
 def _form(device: str, dtype: torch.dtype, activation: str, kernels: str) -> ModuleType:
@@ -86,16 +86,15 @@ def _form(device: str, dtype: torch.dtype, activation: str, kernels: str) -> Mod
     "moe_core::int8_ffn",
     mutates_args=(),
     schema=(
-        "(Tensor rows, Tensor q1, Tensor scale1, Tensor sum1, Tensor? b1, Tensor q2, Tensor scale2,"
-        " Tensor sum2, Tensor? b2, Tensor offsets, str activation, str kernels) -> Tensor"
+        "(Tensor rows, Tensor?[] weights, Tensor offsets, str activation, str kernels) -> Tensor"
     ),
 )
-def _int8_ffn(*fields):
-    inputs = Int8Inputs._make(fields)
-    rows = inputs.rows
-    return _form(rows.device.type, rows.dtype, inputs.activation, inputs.kernels).forward(inputs)
+def _int8_ffn(rows, weights, offsets, activation, kernels):
+    form = _form(rows.device.type, rows.dtype, activation, kernels)
+    weights = Int8Weights.of_tensors(weights)
+    return form.forward(Int8Inputs(rows, weights, offsets, activation, kernels))
 
 
 @_int8_ffn.register_fake
-def _(rows, *others):
+def _(rows, weights, offsets, activation, kernels):
     return torch.empty_like(rows)

@@ -10,20 +10,22 @@ in arXiv 2004.09602, sections 3.1 and 3.2). Products of integers are exact; all 
 import torch
 from torch import Tensor
 
-from moe_core.ops.int8_ffn.inputs import Int8Inputs
-from moe_core.registry import ACTIVATIONS
+from moe_core.activations import hidden_layer
+from moe_core.ops.int8_ffn.inputs import Int8Inputs, Int8Linear
 
 _SMALLEST_RANGE = 1e-30  # of a row; below, its numbers count as equal
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """weight [E, O, I] -> int8 [E, O, I], and in fp32 scales [E, O] and sums [E, O]."""
+def quantize_weight(weight: Tensor, bias: Tensor | None) -> Int8Linear:
+    """weight [E, O, I] and bias [E, O] in int8 and fp32."""
     weight = weight.float()
     largest = weight.abs().amax(2)
     scale = torch.where(largest > 0, largest / 127, 1.0)
     quantized = (weight / scale.unsqueeze(2)).round().to(torch.int8)
     sums = quantized.sum(2, dtype=torch.int64).float() * scale
-    return quantized, scale, sums
+    if bias is not None:
+        bias = bias.float().contiguous()
+    return Int8Linear(quantized, scale, sums, bias)
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,33 +41,29 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return quantized.where(is_finite, 0), scale, low.where(is_finite, torch.nan)
 
 
-def linear(
-    rows: Tensor, weight: Tensor, scale: Tensor, weight_sum: Tensor, bias: Tensor | None
-) -> Tensor:
-    """rows [n, I] times one expert's weight: int8 [O, I], fp32 [O] -> fp32 [n, O]."""
+def product(rows: Tensor, linear: Int8Linear, expert: int) -> Tensor:
+    """rows [n, I] times one expert's weight, and its bias: fp32 [n, O]."""
     quantized, row_scale, row_offset = quantize_rows(rows)
     # fp64 holds sums of such products exactly, and multiplies them faster than int64
-    products = quantized.double() @ weight.double().t()
-    out = products.float() * (scale * row_scale) + row_offset * weight_sum
-    if bias is not None:
-        out = out + bias
+    sums = quantized.double() @ linear.quantized[expert].double().t()
+    out = sums.float() * (linear.scales[expert] * row_scale) + row_offset * linear.sums[expert]
+    if linear.bias is not None:
+        out = out + linear.bias[expert]
     return out
 
 
 def forward(inputs: Int8Inputs) -> Tensor:
     """The results of each expert's rows [N, M], in the rows' dtype; zeros for rows of none."""
-    activation = ACTIVATIONS[inputs.activation]
     rows = inputs.rows
+    linear1, linear2, linear3 = inputs.weights
     out = torch.zeros_like(rows)
     start = 0
     for e, end in enumerate(inputs.offsets.tolist()):
-        b1 = b2 = None
-        if inputs.b1 is not None:
-            b1 = inputs.b1[e]
-        if inputs.b2 is not None:
-            b2 = inputs.b2[e]
-        hidden = linear(rows[start:end], inputs.q1[e], inputs.scale1[e], inputs.sum1[e], b1)
-        result = linear(activation(hidden), inputs.q2[e], inputs.scale2[e], inputs.sum2[e], b2)
-        out[start:end] = result.to(out.dtype)
+        x = rows[start:end]
+        u = None
+        if linear3 is not None:
+            u = product(x, linear3, e)
+        hidden = hidden_layer(inputs.activation, product(x, linear1, e), u)
+        out[start:end] = product(hidden, linear2, e).to(out.dtype)
         start = end
     return out

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_core.ops.ffn.inputs import ExpertWeights
+
 
 class MoEFFNInputs(NamedTuple):
     """The arguments of the op `moe_core::moe_ffn`, in its order."""
@@ -17,8 +19,11 @@ class MoEFFNInputs(NamedTuple):
     b1: Tensor | None  # [E, H]
     w2: Tensor  # [E, H, M]
     b2: Tensor | None  # [E, M]
+    w3: Tensor | None  # [E, H, M]
+    b3: Tensor | None  # [E, H]
     w1_cast: Tensor | None  # w1 in the tokens' dtype; None: it has that dtype
     w2_cast: Tensor | None
+    w3_cast: Tensor | None
     choices: Tensor  # a DispatchPlan's
     offsets: Tensor
     slots: Tensor
@@ -27,26 +32,30 @@ class MoEFFNInputs(NamedTuple):
     activation: str
     dropout: float
 
+    @property
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
+
+    @property
+    def cast_weights(self) -> ExpertWeights:
+        """The weights, w1, w2 and w3 in the tokens' dtype, contiguous."""
+        weights = self.weights
+        if self.w1_cast is not None and self.w2_cast is not None:
+            weights = weights._replace(w1=self.w1_cast, w2=self.w2_cast, w3=self.w3_cast)
+        return weights.map(Tensor.contiguous)
+
+    @property
+    def num_kept(self) -> int:
+        """Hidden layers before the activation that the backward pass needs: of gated experts both
+        products."""
+        return 1 if self.w3 is None else 2
+
     def needs_gradients(self) -> bool:
         """Whether tokens, gates, weights or biases require a gradient."""
-        tensors = (self.tokens, self.gates, self.w1, self.b1, self.w2, self.b2)
+        tensors = (self.tokens, self.gates, *self.weights)
         return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
     @property
     def weight_dtype(self) -> torch.dtype:
         """Of the parameters, and so of their gradients."""
         return self.w1.dtype
-
-    @property
-    def cast_w1(self) -> Tensor:
-        """w1 in the tokens' dtype."""
-        if self.w1_cast is None:
-            return self.w1
-        return self.w1_cast
-
-    @property
-    def cast_w2(self) -> Tensor:
-        """w2 in the tokens' dtype."""
-        if self.w2_cast is None:
-            return self.w2
-        return self.w2_cast

@@ -14,7 +14,7 @@ from moe_core.ops.autograd import empty_gradients, register_backward
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.ffn.dropout import draw_seed
 from moe_core.ops.ffn.inputs import ExpertWeights
-from moe_core.ops.ffn.op import expert_ffn
+from moe_core.ops.ffn.op import backward_products, expert_ffn
 from moe_core.ops.moe_ffn import composed
 from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
 from moe_core.ops.plan.op import DispatchPlan
@@ -22,9 +22,9 @@ from moe_core.ops.plan.op import DispatchPlan
 _NUM_TENSORS = MoEFFNInputs._fields.index("activation")
 _NUM_DIFFERENTIABLE = MoEFFNInputs._fields.index("w1_cast")
 _SCHEMA = (
-    "Tensor tokens, Tensor? gates, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w1_cast,"
-    " Tensor? w2_cast, Tensor choices, Tensor offsets, Tensor slots, Tensor? kept, Tensor? seed,"
-    " str activation, float dropout"
+    "Tensor tokens, Tensor? gates, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w3,"
+    " Tensor? b3, Tensor? w1_cast, Tensor? w2_cast, Tensor? w3_cast, Tensor choices,"
+    " Tensor offsets, Tensor slots, Tensor? kept, Tensor? seed, str activation, float dropout"
 )
 
 
@@ -36,7 +36,7 @@ def moe_ffn(
     activation: str = "gelu",
     dropout: float = 0.0,
     kernels: str = "auto",
-    casts: tuple[Tensor, Tensor] | None = None,
+    casts: ExpertWeights | None = None,
 ) -> Tensor:
     """`y_t = sum_k gates_tk * expert_tk(tokens_t)` of the kept choices; differentiable in tokens,
     gates and weights.
@@ -46,11 +46,15 @@ def moe_ffn(
         gates: [T, K]. None: all 1, where the plan only reorders: K = 1, and every choice is kept.
         weights, activation, dropout, kernels: as `expert_ffn`'s.
         plan: of these tokens.
-        casts: w1 and w2 in the dtype of tokens, where they have been cast before.
+        casts: w1, w2 and w3 in the dtype of tokens, where they have been cast before.
 
     Returns:
         [T, M] in the wider dtype of tokens and gates.
+
+    Raises:
+        ValueError: as `expert_ffn`.
     """
+    weights.check(activation)
     request = Request(kernels, tokens.device.type, tokens.dtype, activation=activation)
     form = select("moe_ffn", request)
     if form == "moe_ffn.composed":
@@ -61,23 +65,20 @@ def moe_ffn(
         return composed.moe_ffn(tokens, gates, ffn, plan, kernels)
     # Cast once for both directions. The op casts nothing, so gradients are rounded to the
     # parameters' dtype alone.
-    w1_cast = w2_cast = None
-    if weights.w1.dtype != tokens.dtype:
-        if casts is None or casts[0].dtype != tokens.dtype:
-            casts = (weights.w1.detach().to(tokens.dtype), weights.w2.detach().to(tokens.dtype))
-        w1_cast, w2_cast = casts
+    if weights.w1.dtype == tokens.dtype:
+        casts = None
+    elif casts is None or casts.w1.dtype != tokens.dtype:
+        casts = weights.matrices().map(lambda weight: weight.detach().to(tokens.dtype))
     seed = None
     if dropout > 0:
         seed = torch.ops.moe_core.dropout_seed(tokens)
     inputs = MoEFFNInputs(
         tokens,
         gates,
-        w1=weights.w1,
-        b1=weights.b1,
-        w2=weights.w2,
-        b2=weights.b2,
-        w1_cast=w1_cast,
-        w2_cast=w2_cast,
+        *weights,
+        w1_cast=None if casts is None else casts.w1,
+        w2_cast=None if casts is None else casts.w2,
+        w3_cast=None if casts is None else casts.w3,
         choices=plan.choices,
         offsets=plan.offsets,
         slots=plan.slots,
@@ -107,7 +108,8 @@ def casts_weights(
     schema=f"({_SCHEMA}, bool keep_hidden) -> (Tensor, Tensor)",
 )
 def _moe_ffn(*arguments):
-    """out [T, M] and, if it is kept, the hidden layer before the activation [N, H]."""
+    """out [T, M] and, if it is kept, the hidden layer before the activation [N, H]; of gated
+    experts the products with w1 and then those with w3 [2 N, H]."""
     inputs, keep_hidden = MoEFFNInputs._make(arguments[:-1]), arguments[-1]
     return load("moe_ffn.triton").forward(inputs, keep_hidden)
 
@@ -118,7 +120,7 @@ def _moe_ffn(*arguments):
     schema=f"(Tensor grad, Tensor hidden, bool[] needs, {_SCHEMA}) -> Tensor[]",
 )
 def _moe_ffn_backward(grad, hidden, needs, *fields):
-    """Gradients of tokens, gates, w1, b1, w2 and b2; empty ones where `needs` is False."""
+    """Gradients of tokens, gates and weights in their order; empty where `needs` is False."""
     inputs = MoEFFNInputs._make(fields)
     gradients = load("moe_ffn.triton").backward(inputs, grad, hidden, needs)
     return [grad.new_empty(0) if g is None else g for g in gradients]
@@ -144,7 +146,7 @@ def _(*arguments):
         dtype = torch.promote_types(dtype, inputs.gates.dtype)
     num_kept = 0
     if keep_hidden:
-        num_kept = inputs.choices.shape[0]
+        num_kept = inputs.choices.shape[0] * inputs.num_kept
     hidden = tokens.new_empty(num_kept, inputs.w1.shape[1])
     return tokens.new_empty(tokens.shape, dtype=dtype), hidden
 
@@ -163,16 +165,15 @@ def _(like):
 def _flops(*shapes, out_shape=None, **kwargs) -> int:
     inputs = MoEFFNInputs._make(shapes[:-1])
     _, hidden_dim, model_dim = inputs.w1
-    return 2 * 2 * inputs.choices[0] * hidden_dim * model_dim
+    return 2 * (1 + inputs.num_kept) * inputs.choices[0] * hidden_dim * model_dim
 
 
 @register_flop_formula(torch.ops.moe_core.moe_ffn_backward)
 def _backward_flops(grad_shape, hidden_shape, needs, *shapes, out_shape=None, **kwargs) -> int:
-    needs_tokens, _, needs_w1, _, needs_w2, _ = needs
-    num_products = 1 + needs_tokens + needs_w1 + needs_w2
-    num_rows, hidden_dim = hidden_shape
-    model_dim = grad_shape[1]
-    return 2 * num_products * num_rows * hidden_dim * model_dim
+    inputs = MoEFFNInputs._make(shapes)
+    num_products = backward_products(needs[0], needs[2:], inputs.w3 is not None)
+    _, hidden_dim, model_dim = inputs.w1
+    return 2 * num_products * inputs.choices[0] * hidden_dim * model_dim
 
 
 register_backward("moe_ffn", MoEFFNInputs, _NUM_TENSORS, _NUM_DIFFERENTIABLE)

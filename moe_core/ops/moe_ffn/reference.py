@@ -8,6 +8,8 @@ The other forms are held to it, output and every gradient.
 import torch
 from torch import Tensor
 
+from moe_core.ops.ffn.reference import gate
+
 
 def moe_ffn(
     x: Tensor,
@@ -20,9 +22,11 @@ def moe_ffn(
     activation,
     capacity=None,
     priority=None,
+    w3=None,
+    b3=None,
 ) -> Tensor:
     """The whole layer after routing, one choice at a time: x [T, M], expert_ids and gates [T, K] ->
-    [T, M]."""
+    [T, M]. With w3 and b3 the experts are gated."""
     num_tokens, top_k = expert_ids.shape
     tokens = list(range(num_tokens))
     if priority is not None:
@@ -34,6 +38,10 @@ def moe_ffn(
             e = int(expert_ids[t, k])
             filled[e] += 1
             if capacity is None or filled[e] <= capacity:
-                hidden = activation(w1[e] @ x[t] + b1[e])
+                hidden = w1[e] @ x[t] + b1[e]
+                if w3 is None:
+                    hidden = activation(hidden)
+                else:
+                    hidden = gate(activation, hidden, w3[e] @ x[t] + b3[e])
                 y[t] = y[t] + gates[t, k] * (hidden @ w2[e] + b2[e])
     return torch.stack(y)

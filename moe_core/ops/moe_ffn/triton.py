@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.combine.triton import sum_rows
 from moe_core.ops.ffn.dropout import Dropout
+from moe_core.ops.ffn.inputs import ExpertWeights, by_name
 from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
 from moe_core.ops.moe_ffn.triton_kernels import (
     blocks_kernel,
@@ -61,7 +62,7 @@ def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile,
 
 def forward(inputs: MoEFFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     """out [T, M] in the wider dtype of tokens and gates, and, if it is kept, the hidden layer [N,
-    H] before the activation."""
+    H] before the activation; of gated experts the products with w1 and then with w3 [2 N, H]."""
     with torch.cuda.device_of(inputs.tokens):
         return _forward(inputs, keep_hidden)
 
@@ -69,79 +70,89 @@ def forward(inputs: MoEFFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
 def backward(
     inputs: MoEFFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of tokens, gates, w1, b1, w2 and b2, None where `needs` is False; those of weights
-    in their dtype."""
+    """Gradients of tokens, gates and weights in their order, None where `needs` is False; those of
+    weights in their dtype."""
     with torch.cuda.device_of(inputs.tokens):
         return _backward(inputs, grad, hidden, needs)
 
 
 def _forward(inputs: MoEFFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     call = _Call(inputs)
-    w1, w2 = inputs.cast_w1.contiguous(), inputs.cast_w2.contiguous()
-    b1, b2 = _contiguous(inputs.b1), _contiguous(inputs.b2)
-    seed, gates = inputs.seed, _contiguous(inputs.gates)
+    weights = inputs.cast_weights
+    w1, b1, w2, b2, w3, b3 = weights
     h = call.tokens.new_empty(call.num_rows, call.hidden_dim)
-    hidden = call.tokens.new_empty(call.num_rows if keep_hidden else 0, call.hidden_dim)
+    num_kept = inputs.num_kept * call.num_rows if keep_hidden else 0
+    hidden = call.tokens.new_empty(num_kept, call.hidden_dim)
     kept_hidden = None
     if keep_hidden:
         kept_hidden = hidden
     call.over_blocks(
         hidden_kernel,
-        call.small,
+        call.for_hidden,
         call.hidden_dim,
-        (call.tokens, call.choices, call.blocks, w1, b1, seed, kept_hidden, h),
+        (call.tokens, call.choices, call.blocks, w1, b1, w3, b3, inputs.seed, kept_hidden, h),
         TOP_K=call.top_k,
+        num_rows=call.num_rows,
         **call.constants,
     )
-    return call.to_tokens(h, w2, b2, gates, inputs.kept), hidden
+    gates = _contiguous(inputs.gates)
+    return call.to_tokens([(h, w2)], b2, gates, inputs.kept), hidden
 
 
 def _backward(
     inputs: MoEFFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
     call = _Call(inputs)
-    needs_tokens, needs_gates, needs_w1, needs_b1, needs_w2, needs_b2 = needs
-    w1, w2 = inputs.cast_w1.contiguous(), inputs.cast_w2.contiguous()
-    b1, b2 = _contiguous(inputs.b1), _contiguous(inputs.b2)
-    seed, gates = inputs.seed, _contiguous(inputs.gates)
+    needs_tokens, needs_gates, *rest = needs
+    needed = by_name(rest)
+    weights = inputs.cast_weights
+    gates = _contiguous(inputs.gates)
     grad = grad.to(call.tokens.dtype).contiguous()
     grad_z = torch.empty_like(hidden)
-    gated = None
-    if needs_w2:
-        gated = torch.empty_like(hidden)
+    weighted = None
+    if needed["w2"]:
+        weighted = call.tokens.new_empty(call.num_rows, call.hidden_dim)
     num_dots = triton.cdiv(call.hidden_dim, call.small.columns)
-    dots = call.new(needs_gates or needs_b2, call.num_rows, num_dots)
-    sums = call.new(needs_b1, call.num_blocks, call.hidden_dim)
-    results = (grad_z, gated, dots, sums)
+    dots = call.new(needs_gates or needed["b2"], call.num_rows, num_dots)
+    sums = call.new(needed["b1"] or needed["b3"], inputs.num_kept, call.num_blocks, call.hidden_dim)
+    results = (grad_z, weighted, dots, sums)
     call.over_blocks(
         hidden_grad_kernel,
         call.small,
         call.hidden_dim,
-        (grad, call.choices, call.blocks, w2, hidden, seed, gates, *results),
+        (grad, call.choices, call.blocks, weights.w2, hidden, inputs.seed, gates, *results),
         TOP_K=call.top_k,
+        num_rows=call.num_rows,
+        GATED=inputs.w3 is not None,
         **call.constants,
     )
-    gradients: list[Tensor | None] = [None] * 6
-    if gated is not None:
-        gradients[4] = call.weight_grad(gated, grad, inputs.weight_dtype)
-    del gated, results
-    if sums is not None and b1 is not None:
-        gradients[3] = call.sum_blocks(sums, b1)
+    found: dict[str, Tensor] = {}
+    if weighted is not None:
+        found["w2"] = call.weight_grad(weighted, grad, inputs.weight_dtype)
+    del weighted, results
+    grad_gates = None
     if dots is not None:
-        grad_gates = None
         if gates is not None:
             grad_gates = torch.zeros_like(gates)  # dropped choices keep the 0
-        sums = call.new(needs_b2, call.num_blocks, call.model_dim)
-        call.gate_grad(grad, gates, b2, dots, grad_gates, sums)
-        if needs_gates:
-            gradients[1] = grad_gates
-        if sums is not None and b2 is not None:
-            gradients[5] = call.sum_blocks(sums, b2)
-    if needs_w1:
-        gradients[2] = call.weight_grad(grad_z, call.tokens, inputs.weight_dtype)
+        bias_sums = call.new(needed["b2"], call.num_blocks, call.model_dim)
+        call.gate_grad(grad, gates, weights.b2, dots, grad_gates, bias_sums)
+        if bias_sums is not None and weights.b2 is not None:
+            found["b2"] = call.sum_blocks(bias_sums, weights.b2)
+    halves = [(grad_z[: call.num_rows], weights.w1)]
+    if weights.w3 is not None:
+        halves.append((grad_z[call.num_rows :], weights.w3))
+    for i, (d_hidden, _) in enumerate(halves):
+        weight, bias = ("w1", "b1") if i == 0 else ("w3", "b3")
+        if needed[weight]:
+            found[weight] = call.weight_grad(d_hidden, call.tokens, inputs.weight_dtype)
+        if sums is not None and needed[bias]:
+            found[bias] = call.sum_blocks(sums[i], getattr(weights, bias))
+    grad_tokens = None
     if needs_tokens:
-        gradients[0] = call.to_tokens(grad_z, w1, None, None, inputs.kept)
-    return gradients
+        grad_tokens = call.to_tokens(halves, None, None, inputs.kept)
+    if not needs_gates:
+        grad_gates = None
+    return [grad_tokens, grad_gates, *[found.get(name) for name in ExpertWeights._fields]]
 
 
 class _Call:
@@ -157,6 +168,10 @@ class _Call:
         rows_per_expert = self.num_rows / self.num_experts
         shared_memory = _shared_memory(self.tokens)
         self.small, self.large = tiles(rows_per_expert, self.model_dim, shared_memory)
+        # A program of gated experts computes as many columns of both products.
+        self.for_hidden = self.small
+        if inputs.w3 is not None:
+            self.for_hidden = self.small._replace(columns=self.small.columns // 2)
         # The gradient of a weight contracts over rows, so a large tile wastes no work.
         _, self.for_weights = tiles(math.inf, self.model_dim, shared_memory)
         dropout = Dropout.of(inputs.dropout)
@@ -202,11 +217,15 @@ class _Call:
             num_stages=tile.stages,
         )
 
-    def to_tokens(self, h: Tensor, w: Tensor, bias, gates, kept) -> Tensor:
-        """h [N, H] times w [E, H, M], summed for each token with its gates: [T, M]."""
+    def to_tokens(self, pairs: list[tuple[Tensor, Tensor]], bias, gates, kept) -> Tensor:
+        """The sum of h w over the pairs, one or two, of h [N, H] and w [E, H, M], summed for each
+        token with its gates: [T, M]."""
+        (h, w), (other_h, other_w) = pairs[0], (None, None)
+        if len(pairs) == 2:
+            other_h, other_w = pairs[1]
         if self.top_k > 1:
             rows = h.new_empty(self.num_rows, self.model_dim)
-            to_rows = (h, self.blocks, w, bias, None, None, rows)
+            to_rows = (h, self.blocks, w, other_h, other_w, bias, None, None, rows)
             self.over_blocks(model_kernel, self.large, self.model_dim, to_rows)
             return sum_rows(rows, self.slots, kept, gates)
         # A token has one row at most. The kernel weights it and writes it to the token's place.
@@ -216,7 +235,7 @@ class _Call:
         out = h.new_empty(len(self.slots), self.model_dim, dtype=dtype)
         if kept is not None:
             out.zero_()
-        to_places = (h, self.blocks, w, bias, self.choices, gates, out)
+        to_places = (h, self.blocks, w, other_h, other_w, bias, self.choices, gates, out)
         self.over_blocks(model_kernel, self.large, self.model_dim, to_places)
         return out
 

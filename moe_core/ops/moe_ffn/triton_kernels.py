@@ -3,7 +3,8 @@ launches them.
 
 1. `blocks_kernel` cuts every expert's rows into blocks: no padding, and the host need not know
    their number.
-2. `hidden_kernel`: gather, product with w1, bias, activation and dropout. `model_kernel`: product
+2. `hidden_kernel`: gather, product with w1, bias, activation and dropout; of gated experts also the
+   product with w3, of the same rows in the same program. `model_kernel`: product
    with w2, bias and, where a token has one row, the gate value and the way back to the token's
    place.
 3. Backward, `hidden_grad_kernel`: gather of the output's gradient, product with w2, activation and
@@ -23,9 +24,7 @@ may exceed 2^31.
 import triton
 import triton.language as tl
 
-# Places in backend.KERNEL_ACTIVATIONS
-_GELU, _RELU, _SILU = (tl.constexpr(i) for i in range(3))
-
+from moe_core.ops.moe_ffn.triton_activations import activation, dropout_factors, gated_activation
 
 # 1. Blocks of rows
 
@@ -62,23 +61,21 @@ def _block(blocks, block, num_blocks):
     return expert, start, end
 
 
-# 2. Products and activations
+# 2. Products
 
 
 @triton.jit
 def _product(
+    total,
     a,
     b,
     DEPTH: tl.constexpr,
     STEP_B: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """[ROWS, COLUMNS] in fp32 from pointers to the first BLOCK_K of the contracted dimension; b's
-    go on by STEP_B."""
+    """`total` in fp32 plus a product from pointers to the first BLOCK_K of the contracted
+    dimension; b's go on by STEP_B."""
     k = tl.arange(0, BLOCK_K)
-    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for start in range(0, DEPTH, BLOCK_K):
         if DEPTH % BLOCK_K == 0:
             left, right = tl.load(a), tl.load(b)
@@ -102,63 +99,54 @@ def _gathered_product(
     token = tl.load(choices + n) // TOP_K
     a = source + token[:, None] * M + k[None, :]
     b = w + (expert * H + columns % H)[None, :] * M + k[:, None]
-    return _product(a, b, M, 1, BLOCK_N, BLOCK_COLUMNS, BLOCK_K)
+    total = tl.zeros([BLOCK_N, BLOCK_COLUMNS], dtype=tl.float32)
+    return _product(total, a, b, M, 1, BLOCK_K)
 
 
 @triton.jit
-def _normal(z):
-    """The standard normal distribution function and its density; erf by Abramowitz and Stegun
-    7.1.26, to 1.5e-7."""
-    x = tl.abs(z) * 0.7071067811865476
-    t = 1.0 / (1.0 + 0.3275911 * x)
-    density = tl.exp(-x * x)
-    tail = 0.5 * density * t * (
-        0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
-    )  # fmt: skip
-    return tl.where(z < 0, tail, 1.0 - tail), density * 0.3989422804014327
-
-
-@triton.jit
-def _activation(z, ACTIVATION: tl.constexpr):
-    """The activation of z and its slope."""
-    if ACTIVATION == _GELU:
-        share, density = _normal(z)
-        value, slope = z * share, share + z * density
-    elif ACTIVATION == _RELU:
-        value, slope = tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
-    else:
-        share = tl.sigmoid(z)
-        value, slope = z * share, share * (1.0 + z * (1.0 - share))
-    return value, slope
-
-
-@triton.jit
-def _hash(x):
-    """As moe_core.ops.ffn.dropout's, of uint32."""
-    x ^= x >> 16
-    x *= 0x7FEB352D
-    x ^= x >> 15
-    x *= 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _kept(seed, n, columns, LEAST: tl.constexpr, SCALE: tl.constexpr):
-    """Dropout's factors for the rows n and these columns of H: SCALE where the noise is at least
-    LEAST, else 0."""
-    state = _hash(_hash(n.to(tl.uint32)) ^ tl.load(seed).to(tl.uint32))
-    steps = columns.to(tl.uint32) * 0x9E3779B9
-    noise = _hash(state[:, None] + steps[None, :]) >> 16
-    return tl.where(noise.to(tl.int32) - 32768 >= LEAST, SCALE, 0.0)
-
-
-@triton.jit(do_not_specialize=["num_blocks"])
-def hidden_kernel(
-    tokens, choices, blocks, w1, b1, seed, z, h, num_blocks, M: tl.constexpr, H: tl.constexpr,
-    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+def _two_gathered_products(
+    source, choices, w1, w3, expert, n, columns, M: tl.constexpr, H: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """z [N, H], if it is wanted, before the activation, and h [N, H] after it."""
+    """_gathered_product with w1 and with w3; source is read once."""
+    k = tl.arange(0, BLOCK_K)
+    token = tl.load(choices + n) // TOP_K
+    a = source + token[:, None] * M + k[None, :]
+    place = (expert * H + columns % H)[None, :] * M + k[:, None]
+    first, second = w1 + place, w3 + place
+    z = tl.zeros([BLOCK_N, BLOCK_COLUMNS], dtype=tl.float32)
+    u = tl.zeros([BLOCK_N, BLOCK_COLUMNS], dtype=tl.float32)
+    for start in range(0, M, BLOCK_K):
+        if M % BLOCK_K == 0:
+            left, right, other = tl.load(a), tl.load(first), tl.load(second)
+        else:
+            left = tl.load(a, mask=(start + k < M)[None, :], other=0.0)
+            right = tl.load(first, mask=(start + k < M)[:, None], other=0.0)
+            other = tl.load(second, mask=(start + k < M)[:, None], other=0.0)
+        z = tl.dot(left, right, z, input_precision="tf32x3")
+        u = tl.dot(left, other, u, input_precision="tf32x3")
+        a += BLOCK_K
+        first += BLOCK_K
+        second += BLOCK_K
+    return z, u
+
+
+@triton.jit
+def _add_bias(value, bias, expert, columns, H: tl.constexpr):
+    if bias is not None:
+        numbers = tl.load(bias + expert * H + columns, mask=columns < H, other=0.0)
+        value += numbers.to(tl.float32)[None, :]
+    return value
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+def hidden_kernel(
+    tokens, choices, blocks, w1, b1, w3, b3, seed, z, h, num_blocks, M: tl.constexpr,
+    H: tl.constexpr, TOP_K: tl.constexpr, num_rows, ACTIVATION: tl.constexpr, LEAST: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """z [N, H], if it is wanted, before the activation, and h [N, H] after it. With w3, of gated
+    experts, z [2 N, H] has the products with w1 and then those with w3."""
     tiles_of_block: tl.constexpr = (H + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     expert, start, end = _block(blocks, tl.program_id(0) // tiles_of_block, num_blocks)
     if start < end:
@@ -167,33 +155,41 @@ def hidden_kernel(
             tl.program_id(0) % tiles_of_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS),
         )
         row = tl.minimum(n, end - 1)
-        value = _gathered_product(
-            tokens, choices, w1, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_COLUMNS, BLOCK_K
-        )
-        if b1 is not None:
-            value += tl.load(b1 + expert * H + columns, mask=columns < H, other=0.0).to(tl.float32)[
-                None, :
-            ]
         cells = n[:, None] * H + columns[None, :]
         mask = (n < end)[:, None] & (columns < H)[None, :]
-        value = value.to(h.dtype.element_ty)
-        if z is not None:
-            tl.store(z + cells, value, mask=mask)
-        value, _ = _activation(
-            value.to(tl.float32), ACTIVATION
-        )  # of what the backward pass will read
+        # Both are rounded first: the activation is that of what the backward pass will read.
+        if w3 is None:
+            value = _gathered_product(
+                tokens, choices, w1, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_COLUMNS,
+                BLOCK_K,
+            )  # fmt: skip
+            value = _add_bias(value, b1, expert, columns, H).to(h.dtype.element_ty)
+            if z is not None:
+                tl.store(z + cells, value, mask=mask)
+            value, _ = activation(value.to(tl.float32), ACTIVATION)
+        else:
+            value, other = _two_gathered_products(
+                tokens, choices, w1, w3, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_COLUMNS,
+                BLOCK_K,
+            )  # fmt: skip
+            value = _add_bias(value, b1, expert, columns, H).to(h.dtype.element_ty)
+            other = _add_bias(other, b3, expert, columns, H).to(h.dtype.element_ty)
+            if z is not None:
+                tl.store(z + cells, value, mask=mask)
+                tl.store(z + num_rows.to(tl.int64) * H + cells, other, mask=mask)
+            value, _, _ = gated_activation(value.to(tl.float32), other.to(tl.float32), ACTIVATION)
         if seed is not None:
-            value *= _kept(seed, n, columns, LEAST, SCALE)
+            value *= dropout_factors(seed, n, columns, LEAST, SCALE)
         tl.store(h + cells, value.to(h.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def model_kernel(
-    h, blocks, w, bias, choices, gates, out, num_blocks, M: tl.constexpr, H: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    h, blocks, w, other_h, other_w, bias, choices, gates, out, num_blocks, M: tl.constexpr,
+    H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """h [N, H] times w [E, H, M] and the bias: out [N, M]; or, with `choices`, at their places,
-    with their gates."""
+    """h [N, H] times w [E, H, M], plus the other product if there is one, and the bias: out [N, M];
+    or, with `choices`, at their places, with their gates."""
     tiles_of_block: tl.constexpr = (M + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     expert, start, end = _block(blocks, tl.program_id(0) // tiles_of_block, num_blocks)
     if start < end:
@@ -202,15 +198,15 @@ def model_kernel(
             tl.program_id(0) % tiles_of_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS),
         )
         k, row = tl.arange(0, BLOCK_K), tl.minimum(n, end - 1)
-        a = h + row[:, None] * H + k[None, :]
+        cells = row[:, None] * H + k[None, :]
         # a remainder keeps columns out of bounds inside: of a minimum Triton does not know that 16
         # bytes lie together
-        b = w + expert * H * M + k[:, None] * M + (columns % M)[None, :]
-        value = _product(a, b, H, M, BLOCK_N, BLOCK_COLUMNS, BLOCK_K)
-        if bias is not None:
-            value += tl.load(bias + expert * M + columns, mask=columns < M, other=0.0).to(
-                tl.float32
-            )[None, :]
+        of_weight = expert * H * M + k[:, None] * M + (columns % M)[None, :]
+        value = tl.zeros([BLOCK_N, BLOCK_COLUMNS], dtype=tl.float32)
+        value = _product(value, h + cells, w + of_weight, H, M, BLOCK_K)
+        if other_h is not None:
+            value = _product(value, other_h + cells, other_w + of_weight, H, M, BLOCK_K)
+        value = _add_bias(value, bias, expert, columns, M)
         place = n
         if choices is not None:
             place = tl.load(choices + row)
@@ -226,39 +222,61 @@ def model_kernel(
 
 
 @triton.jit
+def _store_gradient(gradient, place, sums, block, cells, mask, columns, H: tl.constexpr):
+    """A tile of the gradient of z, and the sum of its rows as those of a block."""
+    tl.store(place + cells, gradient.to(place.dtype.element_ty), mask=mask)
+    if sums is not None:
+        total = tl.sum(tl.where(mask, gradient, 0.0), 0)
+        tl.store(sums + block.to(tl.int64) * H + columns, total, mask=columns < H)
+
+
+@triton.jit
 def _slopes(
-    grad_h, block, n, there, columns, gate, z, seed, grad_z, gated, sums, H: tl.constexpr,
-    ACTIVATION: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
+    grad_h, block, n, there, columns, gate, z, seed, grad_z, weighted, sums, num_blocks, num_rows,
+    H: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
     """What hidden_grad_kernel writes for some columns, from the gradient of h; <h, its gradient> of
     each row."""
     cells, mask = n[:, None] * H + columns[None, :], there[:, None] & (columns < H)[None, :]
-    value, slope = _activation(tl.load(z + cells, mask=mask, other=0.0).to(tl.float32), ACTIVATION)
+    first = tl.load(z + cells, mask=mask, other=0.0).to(tl.float32)
+    rest = num_rows.to(tl.int64) * H  # to the products with w3
+    if GATED:
+        second = tl.load(z + rest + cells, mask=mask, other=0.0).to(tl.float32)
+        value, slope, slope_u = gated_activation(first, second, ACTIVATION)
+    else:
+        value, slope = activation(first, ACTIVATION)
     if seed is not None:
-        kept = _kept(seed, n, columns, LEAST, SCALE)
+        kept = dropout_factors(seed, n, columns, LEAST, SCALE)
         value *= kept
         slope *= kept
+        if GATED:
+            slope_u *= kept
     dot = tl.sum(tl.where(mask, value * grad_h, 0.0), 1)
-    if gated is not None:
-        tl.store(gated + cells, (value * gate[:, None]).to(gated.dtype.element_ty), mask=mask)
-    slope *= grad_h * gate[:, None]
-    tl.store(grad_z + cells, slope.to(grad_z.dtype.element_ty), mask=mask)
-    if sums is not None:
-        total = tl.sum(tl.where(mask, slope, 0.0), 0)
-        tl.store(sums + block.to(tl.int64) * H + columns, total, mask=columns < H)
+    if weighted is not None:
+        numbers = (value * gate[:, None]).to(weighted.dtype.element_ty)
+        tl.store(weighted + cells, numbers, mask=mask)
+    grad_h *= gate[:, None]
+    _store_gradient(slope * grad_h, grad_z, sums, block, cells, mask, columns, H)
+    if GATED:
+        other_sums = sums
+        if sums is not None:
+            other_sums = sums + num_blocks.to(tl.int64) * H
+        _store_gradient(slope_u * grad_h, grad_z + rest, other_sums, block, cells, mask, columns, H)
     return dot
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
 def hidden_grad_kernel(
-    grad, choices, blocks, w2, z, seed, gates, grad_z, gated, dots, sums, num_blocks,
-    M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
-    LEAST: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    grad, choices, blocks, w2, z, seed, gates, grad_z, weighted, dots, sums, num_blocks,
+    M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, num_rows, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """From the output's gradient [T, M]: that of z [N, H]; gate * h [N, H], which the gradient of
     w2 needs; for each row and tile <h, its gradient without the gate>; for each block the sum of
-    its rows' gradients of z."""
+    its rows' gradients of z. Of gated experts z, its gradient and the sums have two parts, for w1
+    and w3."""
     tiles_of_block: tl.constexpr = (H + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     block, tile = tl.program_id(0) // tiles_of_block, tl.program_id(0) % tiles_of_block
     expert, start, end = _block(blocks, block, num_blocks)
@@ -278,40 +296,14 @@ def hidden_grad_kernel(
         )
         columns = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS // 2)
         dot = _slopes(
-            left,
-            block,
-            n,
-            n < end,
-            columns,
-            gate,
-            z,
-            seed,
-            grad_z,
-            gated,
-            sums,
-            H,
-            ACTIVATION,
-            LEAST,
-            SCALE,
-        )
+            left, block, n, n < end, columns, gate, z, seed, grad_z, weighted, sums, num_blocks,
+            num_rows, H, GATED, ACTIVATION, LEAST, SCALE,
+        )  # fmt: skip
         columns += BLOCK_COLUMNS // 2
         dot += _slopes(
-            right,
-            block,
-            n,
-            n < end,
-            columns,
-            gate,
-            z,
-            seed,
-            grad_z,
-            gated,
-            sums,
-            H,
-            ACTIVATION,
-            LEAST,
-            SCALE,
-        )
+            right, block, n, n < end, columns, gate, z, seed, grad_z, weighted, sums, num_blocks,
+            num_rows, H, GATED, ACTIVATION, LEAST, SCALE,
+        )  # fmt: skip
         if dots is not None:
             tl.store(dots + n * tiles_of_block + tile, dot, mask=n < end)
 

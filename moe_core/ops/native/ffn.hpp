@@ -8,11 +8,14 @@ extern "C" {
 
 // As _Problem in ../ffn/cpp.py.
 struct Problem {
-  const void *rows, *w1, *w2;
-  const float *b1, *b2;
+  const void *rows, *w1, *w2, *w3;  // w3 is null unless the experts are gated
+  const float *b1, *b2, *b3;        // or null
   const int32_t* ends;
   const int16_t* noise;
   long num_experts, model_dim, hidden_dim, threads, rows_bf16, weights_bf16, packed, activation, least;
+  // Of each weight: numbers from one expert, and from one hidden unit, to the next. With 1 from unit to unit, a weight
+  // lies transposed, [M, H], and the third number is that from one row of H numbers to the next.
+  long w1_strides[3], w2_strides[3], w3_strides[3];
   float scale;
 };
 
@@ -20,9 +23,8 @@ int request_tiles();
 long bf16_product_bytes();
 long forward_space(const Problem*);
 long backward_space(const Problem*);
-void pack_weights(const float* w1, const float* w2, void* to_w1, void* to_w2, long E, long H, long M, long to_bf16,
-                  long threads);
+void pack_weight(const float* w, void* to, long E, long H, long M, long is_w2, long to_bf16, long threads);
 void experts_forward(const Problem*, char* memory, void* out, void* hidden);
 void experts_backward(const Problem*, char* memory, const void* grad, const void* hidden, void* grad_rows,
-                      void* grad_w1, void* grad_w2, float* grad_b1, float* grad_b2);
+                      void* grad_w1, void* grad_w2, void* grad_w3, float* grad_b1, float* grad_b2, float* grad_b3);
 }

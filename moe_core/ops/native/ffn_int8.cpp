@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "activations.hpp"
 #include "ffn_int8.hpp"
 #include "product.hpp"
 
@@ -70,16 +71,14 @@ Range quantize(const T* row, long count, uint8_t* to) {
 
 // 2. One expert
 
-struct Expert {
-  Weight w1, w2;
-  const float *scale1, *sum1, *b1, *scale2, *sum2, *b2;
+// One expert's weight [outputs, inputs].
+struct Linear {
+  Weight weight;
+  const float *scales, *sums, *bias;
 
-  static const float* at(const float* all, long place) { return all ? all + place : nullptr; }
-  Expert(const Int8Problem& p, long e)
-      : w1(p.w1 + e * Weight::words(p.hidden_dim, p.model_dim), p.hidden_dim, p.model_dim),
-        w2(p.w2 + e * Weight::words(p.model_dim, p.hidden_dim), p.model_dim, p.hidden_dim),
-        scale1(p.scale1 + e * p.hidden_dim), sum1(p.sum1 + e * p.hidden_dim), b1(at(p.b1, e * p.hidden_dim)),
-        scale2(p.scale2 + e * p.model_dim), sum2(p.sum2 + e * p.model_dim), b2(at(p.b2, e * p.model_dim)) {}
+  Linear(const Int8Linear& all, long e, long outputs, long inputs)
+      : weight(all.weight + e * Weight::words(outputs, inputs), outputs, inputs), scales(all.scales + e * outputs),
+        sums(all.sums + e * outputs), bias(all.bias ? all.bias + e * outputs : nullptr) {}
 };
 
 // The memory of a thread.
@@ -105,19 +104,22 @@ struct Space {
   }
 };
 
-// rows [n, K] times a weight, in fp32: use(i, j, count, v) takes 16 numbers of [n, outputs].
-template <class T, class Use>
-void linear(const T* rows, long n, const Weight& weight, const float* scales, const float* weight_sums,
-            const float* bias, const Space& space, Use use) {
-  const long K = weight.depth;
+// rows [n, K] in bytes, packed; their ranges are in `space`.
+template <class T>
+Rows packed_bytes(const T* rows, long n, long K, const Space& space) {
   for (long i = 0; i < n; i++) space.ranges[i] = quantize(rows + i * K, K, space.bytes + i * K);
-  const auto packed = Rows(space.packed, n, K).template pack<kAlongK>(space.bytes, K);
+  return Rows(space.packed, n, K).template pack<kAlongK>(space.bytes, K);
+}
+
+// rows times a weight, in fp32: use(i, j, count, v) takes 16 numbers of [n, outputs].
+template <class Use>
+void product_with(const Linear& linear, const Rows& rows, const Space& space, Use use) {
   const auto nothing = [](long, long) {};
-  long_product(packed, weight, Ahead(), space.sums, nothing, [&](long i, long j, long count, Ints sums) {
+  long_product(rows, linear.weight, Ahead(), space.sums, nothing, [&](long i, long j, long count, Ints sums) {
     const Range range = space.ranges[i];
-    V v = to_float(sums) * (load(scales + j, count) * broadcast(range.scale));
-    v = multiply_add(load(weight_sums + j, count), broadcast(range.offset), v);
-    if (bias) v = v + load(bias + j, count);
+    V v = to_float(sums) * (load(linear.scales + j, count) * broadcast(range.scale));
+    v = multiply_add(load(linear.sums + j, count), broadcast(range.offset), v);
+    if (linear.bias) v = v + load(linear.bias + j, count);
     use(i, j, count, v);
   });
 }
@@ -140,11 +142,21 @@ void experts(const Int8Problem& p, char* memory, const T* rows, T* out) {
 #pragma omp for schedule(dynamic, 1) nowait
     for (size_t i = 0; i < items.size(); i++) {
       const Item item = items[i];
-      const Expert expert(p, item.e);
-      linear(rows + item.start * M, item.n, expert.w1, expert.scale1, expert.sum1, expert.b1, space,
-             [&](long i, long j, long count, V v) { store(space.hidden + i * H + j, Act::of(v).value, count); });
-      linear(space.hidden, item.n, expert.w2, expert.scale2, expert.sum2, expert.b2, space,
-             [&](long i, long j, long count, V v) { store(out + (item.start + i) * M + j, v, count); });
+      const bool gated = p.linear3.weight != nullptr;
+      const Rows x = packed_bytes(rows + item.start * M, item.n, M, space);
+      product_with(Linear(p.linear1, item.e, H, M), x, space, [&](long i, long j, long count, V v) {
+        store(space.hidden + i * H + j, gated ? v : Act::of(v).value, count);
+      });
+      if (gated) {
+        product_with(Linear(p.linear3, item.e, H, M), x, space, [&](long i, long j, long count, V v) {
+          float* place = space.hidden + i * H + j;
+          store(place, Gated<Act>::of(load(place, count), v).value, count);
+        });
+      }
+      const Rows h = packed_bytes(space.hidden, item.n, H, space);
+      product_with(Linear(p.linear2, item.e, M, H), h, space, [&](long i, long j, long count, V v) {
+        store(out + (item.start + i) * M + j, v, count);
+      });
     }
   }
 }

@@ -6,12 +6,16 @@
 
 extern "C" {
 
-// As _Problem in ../int8_ffn/cpp.py.
+// As _Linear and _Problem in ../int8_ffn/cpp.py.
+struct Int8Linear {
+  int32_t* weight;             // by pack_int8
+  const float *scales, *sums;  // [E, outputs]
+  const float* bias;           // [E, outputs], or null
+};
 struct Int8Problem {
-  const void* rows;                                  // [N, M] in fp32 or bf16
-  int32_t *w1, *w2;                                  // by pack_int8
-  const float *scale1, *sum1, *b1, *scale2, *sum2, *b2;  // [E, H] and [E, M]; b1 and b2 may be null
-  const int32_t* ends;                               // [E]
+  const void* rows;  // [N, M] in fp32 or bf16
+  Int8Linear linear1, linear2, linear3;  // [H, M], [M, H], [H, M]; the third one is null where experts are not gated
+  const int32_t* ends;  // [E]
   long num_experts, model_dim, hidden_dim, threads, rows_bf16, activation;
 };
 

@@ -29,6 +29,8 @@ _NAMES = (
     "plan.cpp",
     "ffn.hpp",
     "ffn_int8.hpp",
+    "ffn_work.hpp",
+    "activations.hpp",
     "product.hpp",
     "vectors.hpp",
 )

@@ -18,7 +18,7 @@ from moe_cases import expert_ffn
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.choices import CPU_KERNELS
-from moe_core.ops import backend, pack_weights
+from moe_core.ops import ExpertWeights, backend, pack_weights
 from moe_core.ops.backend import Request, select
 from moe_core.ops.ffn import cpp as ffn_cpp
 from moe_core.ops.ffn import loop, reference
@@ -157,17 +157,17 @@ def test_dropout_is_the_loop_s(dtypes, kernels):
     gradients."""
     rows, weights, offsets, grad = inputs([33, 0, 47], 40, 64, dtypes, kernels=kernels)
     noise = OPS.dropout_noise(rows, weights[0], "gelu", kernels)
-    ffn_inputs = FFNInputs(rows, *weights, offsets, noise, "gelu", 0.3, kernels)
-    needs = [True] * 5
+    ffn_inputs = FFNInputs(rows, *weights, None, None, offsets, noise, "gelu", 0.3, kernels)
+    needs = [True] * 5 + [False] * 2
     out, hidden = OPS.expert_ffn(*ffn_inputs, True)
-    found = [out, *OPS.expert_ffn_backward(grad, hidden, needs, *ffn_inputs)]
+    found = [out, *OPS.expert_ffn_backward(grad, hidden, needs, *ffn_inputs)[:5]]
     for_loop = torch.zeros(loop.hidden_rows(len(rows), 3, dtypes[0]) * 64, dtype=torch.int16)
     for group in loop._Groups(rows, offsets, weights[0]):
         noise_of_group = noise.view(-1, 64)[group.start : group.end]
         group.block(for_loop)[:, : len(noise_of_group)] = noise_of_group.t()
     ffn_inputs = ffn_inputs._replace(noise=for_loop)
     out, hidden = loop.forward(ffn_inputs, True)
-    expected = [out, *loop.backward(ffn_inputs, grad, hidden, needs)]
+    expected = [out, *loop.backward(ffn_inputs, grad, hidden, needs)[:5]]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCES[dtypes[0]] * b.abs().max().item())
 
@@ -196,13 +196,13 @@ def test_packed_weights_give_what_the_weights_do(model_dim, hidden_dim, dtypes, 
     sizes = [20, 0, 70, 600 if model_dim < 96 else 1]
     rows, weights, offsets, _ = inputs(sizes, model_dim, hidden_dim, dtypes, kernels=kernels)
     w1, b1, w2, b2 = weights
-    packed = pack_weights(w1, w2, rows.dtype, "gelu", kernels)
-    assert [p.shape for p in packed] == [w1.shape, w2.shape]
+    packed = pack_weights(ExpertWeights(*weights), rows.dtype, "gelu", kernels)
+    assert [p.shape for p in packed.matrices().tensors()] == [w1.shape, w2.shape]
     before = torch.get_num_threads()
     try:
         for threads in (1, 5):
             torch.set_num_threads(threads)
-            found = expert_ffn(rows, packed[0], b1, packed[1], b2, offsets, kernels=kernels)
+            found = expert_ffn(rows, packed.w1, b1, packed.w2, b2, offsets, kernels=kernels)
             expected = expert_ffn(rows, w1, b1, w2, b2, offsets, kernels=kernels)
             assert torch.equal(found, expected)
     finally:
@@ -224,17 +224,19 @@ def test_torch_leaves_cpp_out(dtype, monkeypatch):
 
 def test_what_is_not_packed():
     w1, w2 = (torch.zeros(2, 64, 32) for _ in range(2))
-    assert pack_weights(w1, w2, torch.float64, "gelu") is None
-    assert pack_weights(w1, w2, torch.float32, "gelu", "torch") is None
-    assert pack_weights(w1.bfloat16(), w2.bfloat16(), torch.bfloat16, "gelu") is None
-    w1, w2 = w1[:, :48].contiguous(), w2[:, :48].contiguous()
-    assert pack_weights(w1, w2, torch.float32, "gelu") is None
+    weights = ExpertWeights(w1, None, w2, None)
+    assert pack_weights(weights, torch.float64, "gelu") is None
+    assert pack_weights(weights, torch.float32, "gelu", "torch") is None
+    halves = weights.map(torch.Tensor.bfloat16)
+    assert pack_weights(halves, torch.bfloat16, "gelu") is None
+    part = weights.map(lambda weight: weight[:, :48].contiguous())
+    assert pack_weights(part, torch.float32, "gelu") is None
 
 
 def test_weights_of_two_dtypes_or_shapes_are_refused():
     """Read as those of the first, the second's memory would end too early."""
     rows, (w1, b1, w2, b2), offsets, _ = inputs([4], 32, 32, DTYPES[0])
-    assert pack_weights(w1, w2.bfloat16(), rows.dtype, "gelu") is None
+    assert pack_weights(ExpertWeights(w1, b1, w2.bfloat16(), b2), rows.dtype, "gelu") is None
     for other in (w2.bfloat16(), w2[:, :16]):
         with pytest.raises(ValueError, match=r"w1 is .* w2 "):
             expert_ffn(rows, w1, b1, other, b2, offsets)

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe_core.activations import clamped_swiglu
 from moe_core.ops.ffn import reference
 from moe_core.ops.native.instruction_sets import SETS, cpu_words, sets_of_cpu
 
 ROOT = Path(__file__).parents[3]
 NATIVE = ROOT / "moe_core/ops/native"
-ACTIVATIONS = (F.gelu, F.relu, F.silu)  # in the order of their numbers in C++
+# in the order of their numbers in C++; the last one is of gated experts
+ACTIVATIONS = (F.gelu, F.relu, F.silu, clamped_swiglu)
 DTYPES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
@@ -44,7 +46,9 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def run_case(command: list[str], generator: np.random.Generator, dtypes, packed: bool) -> None:
+def run_case(
+    command: list[str], generator: np.random.Generator, dtypes, packed: bool, gated: bool
+) -> None:
     """A random problem, forward and backward, against plain products in fp64."""
     dtype, weight_dtype = dtypes
     sizes = generator.integers(0, 45, generator.integers(1, 5)).tolist()
@@ -53,7 +57,8 @@ def run_case(command: list[str], generator: np.random.Generator, dtypes, packed:
     if packed:
         model_dim, hidden_dim = 32, 64
     experts, num_rows = len(sizes), sum(sizes)
-    activation = int(generator.integers(3))
+    activation = int(generator.integers(3 + gated))
+    apart = not packed and bool(generator.integers(2))
     if dtype == torch.bfloat16 and ACTIVATIONS[activation] is F.relu:
         activation = 0  # a sum near 0 may round to the other side, where relu's slope differs
     threads = int(generator.integers(1, 4))
@@ -64,20 +69,32 @@ def run_case(command: list[str], generator: np.random.Generator, dtypes, packed:
     rows, grad = random(num_rows, model_dim).to(dtype), random(num_rows, model_dim).to(dtype)
     w1 = (random(experts, hidden_dim, model_dim) / model_dim**0.5).to(weight_dtype)
     w2 = (random(experts, hidden_dim, model_dim) / hidden_dim**0.5).to(weight_dtype)
+    w3 = (random(experts, hidden_dim, model_dim) / model_dim**0.5).to(weight_dtype)
     b1, b2 = random(experts, hidden_dim), random(experts, model_dim)
+    b3 = random(experts, hidden_dim)
     ends = torch.tensor(sizes).cumsum(0).int()
     header = [experts, num_rows, model_dim, hidden_dim, activation]
     header += [dtype == torch.bfloat16, weight_dtype == torch.bfloat16, threads, packed]
+    header += [gated, apart]
+    if apart:
+        tensors = [rows, torch.stack([w1, w3], 1), b1, w2.mT, b2]
+    else:
+        tensors = [rows, w1, b1, w2, b2]
+    if gated:
+        tensors += [b3] if apart else [w3, b3]
     problem = np.array(header, np.int64).tobytes()
-    problem += b"".join(map(bits, (rows, w1, b1, w2, b2, ends, grad)))
+    problem += b"".join(map(bits, (*tensors, ends, grad)))
     done = subprocess.run(command, input=problem, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
-    leaves = [t.double().requires_grad_() for t in (rows, w1, b1, w2, b2)]
-    out = reference.expert_ffn(*leaves, ends, ACTIVATIONS[activation])
-    by_rows, by_w1, by_b1, by_w2, by_b2 = torch.autograd.grad(out, leaves, grad.double())
+    used_weights = (rows, w1, b1, w2, b2, w3, b3) if gated else (rows, w1, b1, w2, b2)
+    leaves = [t.double().requires_grad_() for t in used_weights]
+    of_gate = leaves[5:]
+    out = reference.expert_ffn(*leaves[:5], ends, ACTIVATIONS[activation], None, *of_gate)
+    by_rows, by_w1, by_b1, by_w2, by_b2, *by_gate = torch.autograd.grad(out, leaves, grad.double())
     expected = [(out, dtype)] * (1 + packed)
     expected += [(by_rows, dtype), (by_w1, weight_dtype), (by_w2, weight_dtype)]
     expected += [(by_b1, torch.float32), (by_b2, torch.float32)]
+    expected += list(zip(by_gate, (weight_dtype, torch.float32), strict=False))
     used = torch.tensor(sizes) > 0  # what belongs to no row is left to Python
     start = 0
     for number, (wanted, kind) in enumerate(expected):
@@ -97,7 +114,7 @@ def run_cases(command: list[str], count: int) -> None:
     for number in range(count):
         packed = number % 5 == 4
         dtypes = DTYPES[number % (2 if packed else 3)]
-        run_case(command, generator, dtypes, packed)
+        run_case(command, generator, dtypes, packed, gated=number % 2 == 1)
 
 
 @pytest.mark.slow

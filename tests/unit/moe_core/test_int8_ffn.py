@@ -21,6 +21,7 @@ from moe_core.ops.backend import KERNEL_ACTIVATIONS, Request, select
 from moe_core.ops.int8_ffn import reference
 from moe_core.ops.int8_ffn.inputs import Int8Inputs
 from moe_core.ops.native.instruction_sets import SETS, cpu_words, sets_of_cpu
+from moe_core.registry import GATED_ACTIVATIONS
 
 ROOT = Path(__file__).parents[3]
 NATIVE = ROOT / "moe_core/ops/native"
@@ -41,7 +42,12 @@ def kernels(request) -> str:
 
 
 def problem(
-    sizes: list[int], model_dim: int, hidden_dim: int, dtype: torch.dtype, bias: bool = True
+    sizes: list[int],
+    model_dim: int,
+    hidden_dim: int,
+    dtype: torch.dtype,
+    bias: bool = True,
+    gated: bool = False,
 ) -> tuple[torch.Tensor, ExpertWeights, torch.Tensor]:
     """rows, weights and offsets, as large as they are in a network."""
     generator = torch.Generator().manual_seed(len(sizes) + model_dim)
@@ -56,7 +62,15 @@ def problem(
     w1 = random(num_experts, hidden_dim, model_dim) / model_dim**0.5
     w2 = random(num_experts, hidden_dim, model_dim) / hidden_dim**0.5
     rows = random(sum(sizes), model_dim).to(dtype)
-    return rows, ExpertWeights(w1, b1, w2, b2), torch.tensor(sizes).cumsum(0).int()
+    offsets = torch.tensor(sizes).cumsum(0).int()
+    weights = ExpertWeights(w1, b1, w2, b2)
+    if gated:
+        w3 = random(num_experts, hidden_dim, model_dim) / model_dim**0.5
+        b3 = None
+        if bias:
+            b3 = random(num_experts, hidden_dim)
+        weights = weights._replace(w3=w3, b3=b3)
+    return rows, weights, offsets
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -74,16 +88,18 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     activation=st.sampled_from(KERNEL_ACTIVATIONS),
     bias=st.booleans(),
+    gated=st.booleans(),
 )
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sizes_equal_the_specification(
-    kernels, sizes, model_dim, hidden_dim, dtype, activation, bias
+    kernels, sizes, model_dim, hidden_dim, dtype, activation, bias, gated
 ):
-    rows, weights, offsets = problem(sizes, model_dim, hidden_dim, dtype, bias)
+    gated = gated or activation in GATED_ACTIVATIONS
+    rows, weights, offsets = problem(sizes, model_dim, hidden_dim, dtype, bias, gated)
     quantized = quantize_weights(weights, dtype, activation, kernels)
     found = int8_ffn(rows, quantized, offsets, activation, kernels)
     plain = quantize_weights(weights, dtype, activation, "torch")
-    expected = reference.forward(Int8Inputs(rows, *plain, offsets, activation, "torch"))
+    expected = reference.forward(Int8Inputs(rows, plain, offsets, activation, "torch"))
     assert_near(found, expected, dtype)
 
 
@@ -139,7 +155,7 @@ def test_rows_of_equal_numbers_and_weights_of_zeros(kernels):
 def test_weights_of_another_layout_are_refused(kernels):
     rows, weights, offsets = problem([3], 20, 24, torch.float32)
     plain = quantize_weights(weights, rows.dtype, "gelu", "torch")
-    with pytest.raises(ValueError, match=r"q1 is \[1, 24, 20\] in torch.int8"):
+    with pytest.raises(ValueError, match=r"quantized is \[1, 24, 20\] in torch.int8"):
         int8_ffn(rows, plain, offsets, "gelu", kernels)
 
 
@@ -154,10 +170,14 @@ def layer_and_tokens(**settings) -> tuple[MoELayer, torch.Tensor]:
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize("shared", [0, 1])
-def test_the_layer_computes_in_int8_where_it_is_prepared(kernels, top_k, shared):
+@pytest.mark.parametrize(("shared", "gated"), [(0, False), (1, True)])
+def test_the_layer_computes_in_int8_where_it_is_prepared(kernels, top_k, shared, gated):
     layer, x = layer_and_tokens(
-        top_k=top_k, num_shared_experts=shared, kernels=kernels, int8_inference=True
+        top_k=top_k,
+        num_shared_experts=shared,
+        gated=gated,
+        kernels=kernels,
+        int8_inference=True,
     )
     full = MoELayer(replace(layer.config, int8_inference=False)).eval()
     full.load_state_dict(layer.state_dict())
@@ -224,17 +244,19 @@ def run_cases(command: list[str], count: int) -> None:
         model_dim, hidden_dim = generator.integers(1, 150, 2).tolist()
         activation = int(generator.integers(len(KERNEL_ACTIVATIONS)))
         name = KERNEL_ACTIVATIONS[activation]
-        rows, weights, offsets = problem(sizes, model_dim, hidden_dim, dtype)
+        gated = name in GATED_ACTIVATIONS or number % 4 == 3
+        rows, weights, offsets = problem(sizes, model_dim, hidden_dim, dtype, gated=gated)
         q = quantize_weights(weights, dtype, name, "torch")
         header = [len(sizes), sum(sizes), model_dim, hidden_dim, activation]
-        header += [dtype == torch.bfloat16, int(generator.integers(1, 4))]
+        header += [dtype == torch.bfloat16, int(generator.integers(1, 4)), gated]
         contents = np.array(header, np.int64).tobytes() + bits(rows)
-        contents += b"".join(map(bits, (q.q1, q.scale1, q.sum1, weights.b1)))
-        contents += b"".join(map(bits, (q.q2, q.scale2, q.sum2, weights.b2, offsets)))
+        for linear in q:
+            contents += b"".join(map(bits, linear or ()))
+        contents += bits(offsets)
         done = subprocess.run(command, input=contents, capture_output=True, check=False)
         assert done.returncode == 0, done.stderr.decode()[-2000:]
         found = torch.frombuffer(bytearray(done.stdout), dtype=dtype).view(rows.shape)
-        expected = reference.forward(Int8Inputs(rows, *q, offsets, name, "torch"))
+        expected = reference.forward(Int8Inputs(rows, q, offsets, name, "torch"))
         assert_near(found, expected, dtype)
 
 

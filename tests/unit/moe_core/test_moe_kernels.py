@@ -184,9 +184,8 @@ def test_gradcheck_dropout():
     rows, weights, offsets, _ = ffn_inputs([2, 2, 5], 5, model_dim=3, hidden_dim=4)
     noise = OPS.dropout_noise(rows, weights[0], "gelu", "auto")
     inputs = [t.requires_grad_() for t in (rows, *weights)]
-    assert torch.autograd.gradcheck(
-        lambda *i: OPS.expert_ffn(*i, offsets, noise, "gelu", 0.4, "auto", True)[0], inputs
-    )
+    settings = (None, None, offsets, noise, "gelu", 0.4, "auto", True)
+    assert torch.autograd.gradcheck(lambda *i: OPS.expert_ffn(*i, *settings)[0], inputs)
 
 
 def test_dropout_noise_is_even_and_follows_the_seed():
@@ -261,11 +260,12 @@ def test_fake_kernels_give_the_strides_of_real_ones():
     choices, slots, kept = plan.choices, plan.slots, plan.kept
     rows, gates, tokens = random(3, len(choices)).t(), random(2, 7).t(), random(7, 3)
     of_experts, weights, offsets, _ = ffn_inputs([0, 7, 12])
+    settings = (None, None, offsets, None, "gelu", 0.0, "auto", False)
     for op, inputs in (
         (OPS.combine_rows_backward, (tokens, rows, gates, choices, slots, kept, "auto")),
         (
             OPS.expert_ffn,
-            (of_experts.t().contiguous().t(), *weights, offsets, None, "gelu", 0.0, "auto", False),
+            (of_experts.t().contiguous().t(), *weights, *settings),
         ),
     ):
         real, fake = (
@@ -281,9 +281,9 @@ def test_fake_kernels_give_the_strides_of_real_ones():
 def test_opcheck_ffn(op, dtypes):
     rows, weights, offsets, grad = ffn_inputs([0, 7, 12], 12, *dtypes)
     noise = OPS.dropout_noise(rows, weights[0], "gelu", "auto")
-    settings = (offsets, noise, "gelu", 0.5, "auto")
+    settings = (None, None, offsets, noise, "gelu", 0.5, "auto")
     hidden = OPS.expert_ffn(rows, *weights, *settings, True)[1]
-    needs = [True, False, True, True, False]
+    needs = [True, False, True, True, False, False, False]
     arguments = {
         "expert_ffn_backward": (grad, hidden, needs, rows, *weights, *settings),
         "expert_ffn": (
@@ -320,10 +320,10 @@ def test_grouped_mm_path_equals_reference(with_bias, ends, num_rows, sizes, dtyp
         grad.double(),
         ends[-1],
     )
-    inputs = FFNInputs(rows, *weights, offsets, None, "gelu", 0.0, "auto")
+    inputs = FFNInputs(rows, *weights, None, None, offsets, None, "gelu", 0.0, "auto")
     out, hidden = grouped.forward(inputs, True)
     assert (out.shape, out.dtype, out.is_contiguous()) == (rows.shape, dtype, True)
-    needs = [t is not None for t in (rows, *weights)]
+    needs = [t is not None for t in (rows, *weights, None, None)]
     gradients = grouped.backward(inputs, grad, hidden, needs)
     assert_close((out, *(g for g in gradients if g is not None)), expected, ends[-1], dtype)
 
@@ -346,9 +346,10 @@ def test_grouped_mm_may_leave_anything_for_an_expert_without_rows(monkeypatch):
 def test_grouped_mm_path_drops_alike_in_both_directions():
     rows, weights, offsets, grad = ffn_inputs([4, 12], 12, torch.float32, torch.float32, 24, 16)
     noise = torch.randint(-32768, 32768, (12 * 16,), dtype=torch.int16)
-    inputs = FFNInputs(rows, *weights, offsets, noise, "gelu", 0.25, "auto")
+    inputs = FFNInputs(rows, *weights, None, None, offsets, noise, "gelu", 0.25, "auto")
     out, hidden = grouped.forward(inputs, True)
-    found = (out, *grouped.backward(inputs, grad, hidden, [True] * 5))
+    gradients = grouped.backward(inputs, grad, hidden, [True] * 5 + [False] * 2)
+    found = (out, *gradients[:5])
     kept = (noise >= 16384 - 32768).view(12, 16) / 0.75
     inputs = [t.double().requires_grad_() for t in (rows, *weights)]
     expected = reference.expert_ffn(*inputs, offsets, kept=kept.double())

@@ -177,7 +177,8 @@ class TestKernels:
 
         def forward(*inputs):
             plan = case.plan[:4]
-            return OPS.moe_ffn(*inputs, None, None, *plan, seed, "gelu", share, True)[0]
+            rest = (*[None] * 5, *plan, seed, "gelu", share, True)
+            return OPS.moe_ffn(*inputs, *rest)[0]
 
         assert_close(
             case.outcome(forward, case.inputs), case.reference(kept=kept.double()), torch.float32
@@ -270,11 +271,11 @@ class TestKernels:
         case = Case(7, 4, 2, 2)
         seed = OPS.dropout_seed(case.inputs[0])
         inputs = [t.requires_grad_() for t in case.inputs]
-        rest = (None, None, *case.plan[:4], seed, "gelu", 0.5)
+        rest = (*[None] * 5, *case.plan[:4], seed, "gelu", 0.5)
         torch.library.opcheck(OPS.moe_ffn.default, (*inputs, *rest, True))
         hidden = OPS.moe_ffn(*inputs, *rest, True)[1]
         inputs = [t.detach() for t in inputs]
-        needs = [True, False, True, True, False, True]
+        needs = [True, False, True, True, False, True, False, False]
         torch.library.opcheck(
             OPS.moe_ffn_backward.default, (case.grad, hidden, needs, *inputs, *rest)
         )
@@ -349,7 +350,10 @@ def test_under_the_interpreter():
         pytest.param(89, 101376, torch.float16, marks=pytest.mark.slow),
     ],
 )
-def test_kernels_compile_without_a_gpu(architecture, shared_memory, dtype, top_k, monkeypatch):
+@pytest.mark.parametrize("gated", [False, True])
+def test_kernels_compile_without_a_gpu(
+    gated, architecture, shared_memory, dtype, top_k, monkeypatch
+):
     """For an H100, an A100 and an RTX 4090, within the shared memory of a program there."""
     pytest.importorskip("triton")
     from moe_core.ops.moe_ffn import triton as triton_ffn
@@ -371,10 +375,14 @@ def test_kernels_compile_without_a_gpu(architecture, shared_memory, dtype, top_k
         w.to(dtype),
         torch.zeros(4, 384),
     )  # 384: one tile and half of one
-    casts = (None, None)
-    inputs = MoEFFNInputs(tokens, gates, *weights, *casts, *plan[:4], None, "gelu", 0.0)
+    if gated:
+        weights += (w.to(dtype), torch.zeros(4, 2048))
+    else:
+        weights += (None, None)
+    casts = (None, None, None)
+    inputs = MoEFFNInputs(tokens, gates, *weights, *casts, *plan[:4], None, "silu", 0.0)
     y, hidden = triton_ffn.forward(inputs, True)
-    triton_ffn.backward(inputs, y, hidden, [True] * 6)
+    triton_ffn.backward(inputs, y, hidden, [True] * (8 if gated else 6) + [False] * (2 - 2 * gated))
     assert len(compiled) == 7
     for name, kernel in compiled.items():
         assert kernel.metadata.shared <= (shared_memory or 101376), name

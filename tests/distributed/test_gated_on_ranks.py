@@ -1,0 +1,116 @@
+"""Gated experts on several ranks equal those of one process: every strategy, fewer experts than
+ranks, weights gathered ahead, and checkpoints for another number of ranks."""
+
+# T tokens of a rank, W ranks, E experts
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_cases import make_layer, owned
+from torch import Tensor, nn
+
+from moe_core import MoELayer, gather_ahead, use_einsum
+from moe_core.checkpoint import load_tensors, save_tensors
+from moe_core.parallel import ParallelStrategy, make_expert_groups
+from moe_core.parallel.strategy import valid_r
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+OPTIONS = {
+    "gated": True, "activation": "silu", "hidden_dim": 16, "model_dim": 8, "top_k": 1,
+    "capacity_factor": 0.0, "aux_loss": "none",
+}  # fmt: skip
+
+
+def inputs_of(rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens [T, 8] of a rank, and the weights of its loss."""
+    generator = torch.Generator().manual_seed(rank)
+    shape = (5 + 2 * rank, 8)
+    x, weight = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
+    return x.requires_grad_(), weight
+
+
+def check_equals_one_process(layer: MoELayer, single: MoELayer, **call) -> None:
+    """Outputs, the gradient of x, and those of experts as sums over the ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layer.zero_grad()
+    single.zero_grad()
+    for r in range(size):
+        expected_x, weight = inputs_of(r)
+        expected_y = single(expected_x)[0]
+        (expected_y * weight).sum().backward()
+        if r == rank:
+            expected = expected_y, expected_x.grad
+    x, weight = inputs_of(rank)
+    y = layer(x, **call)[0]
+    (y * weight).sum().backward()
+    torch.testing.assert_close((y, x.grad), expected, **CLOSE)
+    names = {name for name, _ in layer.experts.named_parameters()}
+    assert names == {"w1", "b1", "w2", "b2", "w3", "b3"}
+    for name, parameter in layer.experts.named_parameters():
+        whole = single.experts.get_parameter(name).grad
+        torch.testing.assert_close(parameter.grad, owned(whole, layer, f"experts.{name}"), **CLOSE)
+
+
+def every_strategy(rank: int, world_size: int, num_experts: int) -> None:
+    group = make_expert_groups(world_size)
+    layer = make_layer(group=group, num_experts=num_experts, **OPTIONS)
+    single = make_layer(num_experts=num_experts, **OPTIONS)
+    for name, parameter in layer.named_parameters():  # the same values at the start
+        assert torch.equal(parameter, owned(single.get_parameter(name), layer, name))
+    for r in valid_r(num_experts, world_size):
+        for degree in (1, 2) if r else (1,):
+            check_equals_one_process(layer, single, strategy=ParallelStrategy(r, degree))
+    if num_experts >= world_size:
+        use_einsum(layer)
+        check_equals_one_process(layer, single)
+
+
+@pytest.mark.parametrize(("world_size", "num_experts"), [(2, 4), (2, 1), (4, 4), (4, 2)])
+def test_every_strategy_equals_one_process(run_processes, world_size, num_experts):
+    run_processes(every_strategy, world_size, world_size, num_experts)
+
+
+def gathered_ahead(rank: int) -> None:
+    layer = make_layer(
+        group=make_expert_groups(2), strategy=ParallelStrategy(r=0), num_experts=4, **OPTIONS
+    )
+    x, weight = inputs_of(rank)
+    inputs = [x, *layer.experts.parameters()]
+    expected = torch.autograd.grad((layer(x)[0] * weight).sum(), inputs)
+    with gather_ahead(layer):
+        y = layer(x)[0]
+    torch.testing.assert_close(torch.autograd.grad((y * weight).sum(), inputs), expected)
+
+
+def test_weights_gathered_ahead(run_processes):
+    run_processes(gathered_ahead, 2)
+
+
+def model_of(seed: int, group=None) -> nn.Module:
+    options = {**OPTIONS, "num_experts": 2}
+    return nn.ModuleDict({"moe": make_layer(seed, torch.float32, group, **options)})
+
+
+def save(rank: int, directory: Path) -> None:
+    model = model_of(1, dist.group.WORLD)
+    save_tensors(directory, model, model.state_dict(), is_main=rank == 0)
+    dist.barrier()
+
+
+def load(rank: int, directory: Path) -> None:
+    model, whole = model_of(2, dist.group.WORLD), model_of(1)
+    model.load_state_dict(load_tensors(directory, model))
+    for name, parameter in model["moe"].named_parameters():
+        expected = whole["moe"].get_parameter(name)
+        assert torch.equal(parameter, owned(expected, model["moe"], name))
+
+
+def test_checkpoints_fit_another_number_of_ranks(run_processes, tmp_path):
+    """From four ranks, of which two share an expert, to one and to two."""
+    run_processes(save, 4, tmp_path / "four")
+    model = model_of(2)
+    model.load_state_dict(load_tensors(tmp_path / "four", model))
+    torch.testing.assert_close(model.state_dict(), model_of(1).state_dict(), rtol=0, atol=0)
+    run_processes(load, 2, tmp_path / "four")
