@@ -97,7 +97,9 @@ def combine_tensor(gates: Tensor, plan: DispatchPlan, num_experts: int, capacity
 
 def _padded_ffn(experts: Experts, buffers: Tensor) -> Tensor:
     """Apply to each row of `buffers` [E_l, N, M] the network of its expert; like `buffers`."""
-    w1, b1, w2, b2 = experts.weights(buffers.dtype)
+    weights = experts.weights(buffers.dtype, packed=False)
+    w1, w2 = weights.w1.to(buffers.dtype), weights.w2.to(buffers.dtype)
+    b1, b2 = weights.b1, weights.b2
     hidden = torch.einsum("enm,ehm->enh", buffers, w1)
     if b1 is not None:
         hidden = hidden + b1.unsqueeze(1)

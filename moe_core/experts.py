@@ -87,6 +87,7 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         gather: Callable[[Tensor], Tensor] | None = None,
         num_gathered: int = 1,
+        packed: bool = True,
     ) -> ExpertWeights:
         """The weights to compute with in `dtype`.
 
@@ -95,6 +96,7 @@ class Experts(nn.Module):
         Args:
             gather: joins a parameter with those of other ranks.
             num_gathered: the number of these ranks, this one included.
+            packed: whether the memory layout may be that of a kernel.
 
         Returns:
             The parameters, which the op casts. Within `prepared`, copies in `dtype`, which are
@@ -102,7 +104,7 @@ class Experts(nn.Module):
         """
         parameters = ExpertWeights(self.w1, self.b1, self.w2, self.b2)
         w1, w2 = parameters.w1, parameters.w2
-        may_pack = not torch.is_grad_enabled()
+        may_pack = packed and not torch.is_grad_enabled()
         is_worth_packing = may_pack and w1.nbytes + w2.nbytes < _MAX_PACKED
         if gather is None and dtype == w1.dtype and not is_worth_packing:
             return parameters
