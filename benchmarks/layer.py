@@ -6,13 +6,13 @@
     python benchmarks/layer.py --kernels avx2 avx512 torch --same-dtype
     python benchmarks/layer.py --device cuda       (the shapes of SwinV2-B's stages 3 and 4)
 
-A shape is TxMxE[xK]: tokens, model dim, experts, top-k (1); hidden dim is 4 M, for the dense
-network K times that. bfloat16: autocast over fp32 weights, for the peers too; every ratio is to the
-dense network in float32 on a CPU, and in the same dtype on a GPU or with --same-dtype. Each output,
-and each gradient of
-the input, is first compared with the reference in fp64: what is wrong is named and not timed. f =
-0: nothing drops. A step ends with zero_grad: freeing 1 GB of gradients takes 100 ms, for which
-whatever comes next must not pay.
+A shape is TxMxE[xK[xH]]: tokens, model dim, experts, top-k (1), hidden dim (4 M), which for the
+dense network is K times that. 2048x2048x2x2x2048: the layer of Microsoft's blog post on Tutel with
+a sixteenth of its tokens. bfloat16: autocast over fp32 weights, for the peers too; every ratio is
+to the dense network in float32 on a CPU, and in the same dtype on a GPU or with --same-dtype. Each
+output, and each gradient of the input, is first compared with the reference in fp64: what is wrong
+is named and not timed. f = 0: nothing drops. A step ends with zero_grad: freeing 1 GB of gradients
+takes 100 ms, for which whatever comes next must not pay.
 
 On a GPU each time is of many calls (timing.py); the layer and the dense network are also measured
 as CUDA graphs, whose ratio is to the dense graph. --peak: the rate over that of a large matrix
@@ -79,7 +79,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=SHAPES, default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK]")
+    parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK[xH]]")
     parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
     parser.add_argument(
         "--kernels", nargs="+", choices=KERNELS, default=["auto"], help="a layer with each of them"
@@ -118,12 +118,12 @@ class Case:
         peak: bool = False,  # also time a large matrix product
         kernels: Sequence[str] = ("auto",),
     ) -> None:
-        tokens, model_dim, num_experts, *rest = shape
-        self.top_k, self.dtype, self.device = rest[0] if rest else 1, dtype, torch.device(device)
+        tokens, model_dim, num_experts, self.top_k, hidden_dim = completed(shape)
+        self.dtype, self.device = dtype, torch.device(device)
         torch.manual_seed(0)
         config = MoEConfig(
             model_dim,
-            4 * model_dim,
+            hidden_dim,
             num_experts,
             top_k=self.top_k,
             capacity_factor=0.0,
@@ -278,6 +278,12 @@ class Case:
         return 4 * len(self.x) * self.top_k * config.model_dim * config.hidden_dim
 
 
+def completed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """T, M, E, K and H, of which the last two may be left out."""
+    defaults = (1, 4 * shape[1])
+    return shape + defaults[len(shape) - 3 :]
+
+
 def _output(layer: MoELayer, x: Tensor) -> Tensor:
     return layer(x)[0]
 
@@ -353,7 +359,7 @@ class Results:
         return [ratio * share for ratio in ratios(times[PRODUCT], times[name])]
 
     def table(self) -> Table:
-        columns = ["TxMxE(xK), dtype", "", "forward, ms", "to dense"]
+        columns = ["TxMxE(xK(xH)), dtype", "", "forward, ms", "to dense"]
         columns += ["forward + backward, ms", "to dense"]
         if self.args.peak:
             columns.append("of a matrix product's rate: f; f + b")

@@ -18,7 +18,7 @@ from moe_core.capacity import expert_capacity
 from moe_core.config import MoEConfig
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
-from moe_core.ops import DispatchPlan, Int8Weights
+from moe_core.ops import DispatchPlan, ExpertWeights
 from moe_core.parallel import ExpertGroup, ParallelStrategy, flexible_all_to_all
 from moe_core.parallel.exchange import Agreement, Exchange
 from moe_core.precision import without_autocast
@@ -98,9 +98,9 @@ def combine_tensor(gates: Tensor, plan: DispatchPlan, num_experts: int, capacity
 
 def _padded_ffn(experts: Experts, buffers: Tensor) -> Tensor:
     """Apply to each row of `buffers` [E_l, N, M] the network of its expert; like `buffers`."""
-    weights = experts.weights(buffers.dtype)
-    if isinstance(weights, Int8Weights):
-        raise ValueError("the einsum form of the layer has no int8_inference (True)")
+    weights = experts.weights(buffers.dtype, packed=False)
+    assert isinstance(weights, ExpertWeights), "not packed, so not in int8"
+    weights = weights.map(lambda weight: weight.to(buffers.dtype))
     products = [_product("enm,ehm->enh", buffers, weights.w1, weights.b1)]
     if weights.w3 is not None:
         products.append(_product("enm,ehm->enh", buffers, weights.w3, weights.b3))

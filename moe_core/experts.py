@@ -100,6 +100,7 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         gather: Callable[[Tensor], Tensor] | None = None,
         num_gathered: int = 1,
+        packed: bool = True,
     ) -> ComputedWeights:
         """The weights to compute with in `dtype`.
 
@@ -108,6 +109,7 @@ class Experts(nn.Module):
         Args:
             gather: joins a parameter with those of other ranks.
             num_gathered: the number of these ranks, this one included.
+            packed: whether the memory layout may be that of a kernel.
 
         Returns:
             The parameters, which the op casts. Within `prepared`, copies in `dtype`, which are
@@ -116,7 +118,7 @@ class Experts(nn.Module):
         """
         parameters = self.parameters_by_field
         w1 = parameters.w1
-        may_pack = not torch.is_grad_enabled()
+        may_pack = packed and not torch.is_grad_enabled()
         num_bytes = sum(weight.nbytes for weight in parameters.matrices().tensors())
         is_worth_packing = may_pack and num_bytes < _MAX_PACKED
         in_int8 = may_pack and self.config.int8_inference

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from moe_cases import all_gradients, make_layer
 
-from moe_core import use_einsum
+from moe_core import MoEConfig, MoELayer, prepared, use_einsum
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 CONFIGS = [
@@ -37,6 +37,22 @@ def check_equal(group, num_tokens: int, config: dict) -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 13])
 def test_equals_the_layer(config, num_tokens):
     check_equal(None, num_tokens, config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_layer_whose_weights_are_prepared(dtype):
+    """Kernels cache weights in their own dtype and memory layout, which einsums cannot read."""
+    config = MoEConfig(64, 256, 4, top_k=2, capacity_factor=0.0)
+    layer = MoELayer(config).eval()
+    baseline = MoELayer(config).eval()
+    baseline.load_state_dict(layer.state_dict())
+    use_einsum(baseline)
+    x = torch.randn(32, 64)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16)
+    with prepared(layer), prepared(baseline), torch.inference_mode(), autocast:
+        expected, found = layer(x)[0], baseline(x)[0]
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 def on_ranks(rank: int) -> None:

@@ -19,7 +19,7 @@ SMALLER = (
     "--opts MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.MOE.BLOCKS [[],[0],[0]]"
 )
 ARGUMENTS = {
-    "layer": "--shapes 64x16x4 48x16x4x2 --rounds 2",
+    "layer": "--shapes 64x16x4 48x16x4x2 48x32x4x2x24 --rounds 2",
     "attention": "--device cpu --shapes 4x16x1x16 --rounds 1",
     "pieces": "--shapes 64x16x4x2 --rounds 2",
     "routers": "--shapes 2x16x16x4 --rounds 2",

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_core import MoEConfig, MoELayer, prepared, use_einsum
+from moe_core import MoEConfig, MoELayer, prepared
 from moe_core.ops import ExpertWeights, expert_ffn, int8_ffn, quantize_weights
 from moe_core.ops.backend import KERNEL_ACTIVATIONS, Request, select
 from moe_core.ops.int8_ffn import reference
@@ -197,13 +197,6 @@ def test_with_gradients_the_layer_keeps_its_precision():
     expected = layer(x)[0]
     with prepared(layer):
         torch.testing.assert_close(layer(x)[0], expected)
-
-
-def test_the_einsum_form_refuses_it():
-    layer, x = layer_and_tokens(int8_inference=True)
-    use_einsum(layer)
-    with torch.no_grad(), prepared(layer), pytest.raises(ValueError, match="no int8_inference"):
-        layer(x)
 
 
 def test_a_compiled_layer_reads_what_was_prepared():
