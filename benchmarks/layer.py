@@ -3,7 +3,7 @@
 
     python benchmarks/layer.py                     (about 8 minutes on two cores)
     python benchmarks/layer.py --shapes 4608x512x8 --dtypes float32 --rounds 15
-    python benchmarks/layer.py --kernels avx2 avx512 torch --same-dtype
+    python benchmarks/layer.py --kernels avx2 avx512 torch --same-dtype --int8
     python benchmarks/layer.py --device cuda       (the shapes of SwinV2-B's stages 3 and 4)
 
 A shape is TxMxE[xK[xH]]: tokens, model dim, experts, top-k (1), hidden dim (4 M), which for the
@@ -84,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--kernels", nargs="+", choices=KERNELS, default=["auto"], help="a layer with each of them"
     )
+    parser.add_argument("--int8", action="store_true", help="inference with experts in int8, too")
     parser.add_argument(
         "--same-dtype", action="store_true", help="ratios to the dense network in the same dtype"
     )
@@ -117,6 +118,7 @@ class Case:
         peers: bool,
         peak: bool = False,  # also time a large matrix product
         kernels: Sequence[str] = ("auto",),
+        int8: bool = False,  # also time inference with experts in int8
     ) -> None:
         tokens, model_dim, num_experts, self.top_k, hidden_dim = completed(shape)
         self.dtype, self.device = dtype, torch.device(device)
@@ -132,9 +134,15 @@ class Case:
         self.layer = MoELayer(config).to(device)
         self.layers = {LAYER if kernels[0] == "auto" else f"{LAYER}, {kernels[0]}": self.layer}
         for other in kernels[1:]:
-            layer = MoELayer(replace(config, kernels=other)).to(device)
-            layer.load_state_dict(self.layer.state_dict(), assign=True)
-            self.layers[f"{LAYER}, {other}"] = layer
+            self.layers[f"{LAYER}, {other}"] = self._with_the_same_weights(kernels=other)
+        self.only_in_inference: set[str] = set()
+        if int8:
+            for name, layer in list(self.layers.items()):
+                name = f"{name}, int8"
+                self.layers[name] = self._with_the_same_weights(
+                    kernels=layer.config.kernels, int8_inference=True
+                )
+                self.only_in_inference.add(name)
         hidden = self.top_k * config.hidden_dim  # the FLOPs that a token meets in the MoE layer
         dense = nn.Sequential(
             nn.Linear(model_dim, hidden), nn.GELU(), nn.Linear(hidden, model_dim)
@@ -177,6 +185,11 @@ class Case:
             )
         if dtype == "float32" or device == "cpu":
             self.alternatives[FLOOR[device] if device == "cpu" else "dense"] = dense
+
+    def _with_the_same_weights(self, **settings) -> MoELayer:
+        layer = MoELayer(replace(self.layer.config, **settings)).to(self.device)
+        layer.load_state_dict(self.layer.state_dict(), assign=True)
+        return layer
 
     def _under_autocast(self, run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def autocast(x: Tensor) -> Tensor:
@@ -234,7 +247,11 @@ class Case:
     def times(self, rounds: int) -> Measured:
         """Milliseconds of the forward pass in evaluation, without gradients; of forward and
         backward in training."""
-        steps = {name: partial(self.step, run) for name, run in self.alternatives.items()}
+        steps = {
+            name: partial(self.step, run)
+            for name, run in self.alternatives.items()
+            if name not in self.only_in_inference
+        }
         return self._timed(self.alternatives, steps, rounds)
 
     def times_of_graphs(self, rounds: int) -> Measured:
@@ -328,6 +345,9 @@ class Results:
                 continue
             cells, shares = [], []
             for pass_name, times in zip(("inference", "training"), measured, strict=True):
+                if name not in times:
+                    cells += ["", ""]
+                    continue
                 ratio = ratios(times[name], times[floor])
                 share = self._share_of_peak(case, name, pass_name, times)
                 milliseconds = median_and_spread(times[name], DIGITS[self.args.device])
@@ -379,7 +399,7 @@ def main() -> None:
     for shape in args.shapes:
         for dtype in args.dtypes:
             peers = not args.no_peers
-            case = Case(shape, dtype, args.device, peers, args.peak, args.kernels)
+            case = Case(shape, dtype, args.device, peers, args.peak, args.kernels, args.int8)
             results.measure(case, shape, dtype)
             keep(results.table(), args.device, args.output)
             del case
