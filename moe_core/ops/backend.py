@@ -155,6 +155,7 @@ def _select(operation: str, *fields) -> str:
     raise AssertionError(f"{operation} has no torch form")
 
 
+@functools.cache
 def load(module: str) -> ModuleType:
     """Import the module that `select` returned."""
     return importlib.import_module(f"moe_core.ops.{module}")

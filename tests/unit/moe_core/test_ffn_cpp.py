@@ -101,7 +101,7 @@ def assert_equals_reference(rows, weights, offsets, grad, kernels: str) -> None:
     hidden_dim=st.integers(1, 100),
     dtypes=st.sampled_from(DTYPES),
 )
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sizes_equal_the_reference(kernels, sizes, model_dim, hidden_dim, dtypes):
     """Blocks of 16 x 16, panels of 12 or 14, pairs of tiles, and what is left over of each."""
     case = inputs(sizes, model_dim, hidden_dim, dtypes, kernels=kernels)

@@ -90,7 +90,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
     bias=st.booleans(),
     gated=st.booleans(),
 )
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sizes_equal_the_specification(
     kernels, sizes, model_dim, hidden_dim, dtype, activation, bias, gated
 ):
