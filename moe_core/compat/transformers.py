@@ -7,8 +7,7 @@
 `model.set_experts_implementation("moe_core")` changes a model that exists. The routers stay
 transformers' own, and so do parameters, gradients and checkpoints.
 
-Weights that transformers stores as [E, 2 H, M] and [E, M, H] are read where they lie. gpt-oss
-interleaves the two products in the last dim, [E, M, 2 H]; these weights are copied in each call.
+Weights are read where they lie on a CPU, also gpt-oss's, whose [E, M, 2 H] interleaves two of them.
 
 Source: the interface and the layouts, transformers 5.24, integrations/moe.py.
 """
@@ -121,8 +120,6 @@ def _weights(module: Any) -> ExpertWeights:
     if not module.has_gate:
         return ExpertWeights(first, b1, w2, b2)
     w1, w3 = _halves(first, module.is_concatenated)
-    if not module.is_concatenated:
-        w1, w3 = _uninterleaved(w1), _uninterleaved(w3)
     if b1 is not None:
         b1, b3 = _halves(b1, module.is_concatenated)
     return ExpertWeights(w1, b1, w2, b2, w3, b3)
@@ -135,14 +132,6 @@ def _halves(both: Tensor, is_concatenated: bool) -> tuple[Tensor, Tensor]:
     else:
         gate, up = both.unflatten(1, (-1, 2)).unbind(2)
     return gate, up
-
-
-def _uninterleaved(weight: Tensor) -> Tensor:
-    """A copy whose hidden units lie one after the other; in the order [E, M, H] if the weight is a
-    part of such a tensor, since this copy is the faster one."""
-    if weight.stride(1) < weight.stride(2):
-        return weight.transpose(1, 2).contiguous().transpose(1, 2)
-    return weight.contiguous()
 
 
 # 1. Activations
