@@ -107,31 +107,31 @@ def _check(module: Any) -> None:
 
 def _weights(module: Any) -> ExpertWeights:
     """Views of the module's parameters in the engine's shapes."""
-    first = module.gate_up_proj if module.has_gate else module.up_proj
+    first = [module.gate_up_proj if module.has_gate else module.up_proj]
+    biases = []
+    if module.has_bias:
+        biases = [module.gate_up_proj_bias if module.has_gate else module.up_proj_bias]
+    if module.has_gate:
+        hidden_dim = 2 if module.is_transposed else 1
+        first = _halves(first[0], hidden_dim, module.is_concatenated)
+        if module.has_bias:
+            biases = _halves(biases[0], 1, module.is_concatenated)
     w2 = module.down_proj
     if module.is_transposed:
-        first = first.transpose(1, 2)  # [E, 2 H or H, M]
+        first = [weight.transpose(1, 2) for weight in first]
     else:
-        w2 = w2.transpose(1, 2)  # [E, H, M]
-    b1 = b2 = w3 = b3 = None
-    if module.has_bias:
-        b1 = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-        b2 = module.down_proj_bias
-    if not module.has_gate:
-        return ExpertWeights(first, b1, w2, b2)
-    w1, w3 = _halves(first, module.is_concatenated)
-    if b1 is not None:
-        b1, b3 = _halves(b1, module.is_concatenated)
+        w2 = w2.transpose(1, 2)
+    w1, w3 = [*first, None][:2]
+    b1, b3 = [*biases, None, None][:2]
+    b2 = module.down_proj_bias if module.has_bias else None
     return ExpertWeights(w1, b1, w2, b2, w3, b3)
 
 
-def _halves(both: Tensor, is_concatenated: bool) -> tuple[Tensor, Tensor]:
-    """Those of the gate and of the other product, from [E, 2 H, ...]."""
+def _halves(both: Tensor, dim: int, is_concatenated: bool) -> list[Tensor]:
+    """Those of the gate and of the other product, where `dim` has 2 H numbers."""
     if is_concatenated:
-        gate, up = both.unflatten(1, (2, -1)).unbind(1)
-    else:
-        gate, up = both.unflatten(1, (-1, 2)).unbind(2)
-    return gate, up
+        return list(both.unflatten(dim, (2, -1)).unbind(dim))
+    return list(both.unflatten(dim, (-1, 2)).unbind(dim + 1))
 
 
 # 1. Activations

@@ -42,6 +42,33 @@ struct Item {
   long e, start, end, part, parts, sums;
 };
 
+// to[i] = from[2 i] for as many of `count` as whole vectors take; the number of these. It reads no number behind the last.
+template <unsigned... j>
+INLINE WordLanes evens(WordLanes a, WordLanes b, std::integer_sequence<unsigned, j...>) {
+  return SHUFFLE(a, b, (2 * j)...);
+}
+inline long copy_evens(float* to, const float* from, long count) {
+  long i = 0;
+  for (; i + kLanes < count; i += kLanes) {
+    WordLanes a, b;
+    std::memcpy(&a, from + 2 * i, sizeof a);
+    std::memcpy(&b, from + 2 * i + kLanes, sizeof b);
+    a = evens(a, b, std::make_integer_sequence<unsigned, kLanes>());
+    std::memcpy(to + i, &a, sizeof a);
+  }
+  return i;
+}
+inline long copy_evens(bf16* to, const bf16* from, long count) {
+  long i = 0;
+  for (; i + kLanes < count; i += kLanes) {
+    WordLanes pairs;
+    std::memcpy(&pairs, from + 2 * i, sizeof pairs);
+    const HalfLanes low = __builtin_convertvector(pairs, HalfLanes);
+    std::memcpy(to + i, &low, sizeof low);
+  }
+  return i;
+}
+
 // A weight [E, H, M], or transposed [E, M, H], or with gaps between all numbers: then a step's part is copied to `room`
 // [M, units] first. W is const, but for gradients.
 template <class W>
@@ -76,7 +103,8 @@ struct Weight {
     auto* to = static_cast<std::remove_const_t<W>*>(room);
     for (long m = 0; m < M; m++) {
       const W* from = at(e, h) + m * model;
-      for (long u = 0; u < units; u++) to[m * units + u] = from[u * unit];
+      long u = unit == 2 ? copy_evens(to + m * units, from, units) : 0;
+      for (; u < units; u++) to[m * units + u] = from[u * unit];
     }
     return to;
   }
