@@ -8,11 +8,12 @@
 
 A shape is TxMxE[xK[xH]]: tokens, model dim, experts, top-k (1), hidden dim (4 M), which for the
 dense network is K times that. 2048x2048x2x2x2048: the layer of Microsoft's blog post on Tutel with
-a sixteenth of its tokens. bfloat16: autocast over fp32 weights, for the peers too; every ratio is
-to the dense network in float32 on a CPU, and in the same dtype on a GPU or with --same-dtype. Each
-output, and each gradient of the input, is first compared with the reference in fp64: what is wrong
-is named and not timed. f = 0: nothing drops. A step ends with zero_grad: freeing 1 GB of gradients
-takes 100 ms, for which whatever comes next must not pay.
+a sixteenth of its tokens. --gated: gated experts beside a dense SwiGLU, without peers. bfloat16:
+autocast over fp32 weights, for the peers too; every ratio is to the dense network in float32 on a
+CPU, and in the same dtype on a GPU or with --same-dtype. Each output, and each gradient of the
+input, is first compared with the reference in fp64: what is wrong is named and not timed. f = 0:
+nothing drops. A step ends with zero_grad: freeing 1 GB of gradients takes 100 ms, for which
+whatever comes next must not pay.
 
 On a GPU each time is of many calls (timing.py); the layer and the dense network are also measured
 as CUDA graphs, whose ratio is to the dense graph. --peak: the rate over that of a large matrix
@@ -32,12 +33,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from peers import BUILT_IN, libraries, routed
+from peers import BUILT_IN, SwiGLU, libraries, routed
 from results_file import Table, keep, publish
 from timing import CALLS_NOTE, graph_replay, timed
 from torch import Tensor, nn
 
 from moe_core import KERNELS, MoEConfig, MoELayer, prepared
+from moe_core.activations import hidden_layer
 from swinv2_moe.measure.rounds import matrix_product
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 
@@ -97,6 +99,9 @@ def arguments() -> argparse.Namespace:
         "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
     )
     parser.add_argument(
+        "--gated", action="store_true", help="gated experts with SiLU, and a dense SwiGLU"
+    )
+    parser.add_argument(
         "--peak", action="store_true", help="the share of a large matrix product's rate, too"
     )
     args = parser.parse_args()
@@ -119,6 +124,7 @@ class Case:
         peak: bool = False,  # also time a large matrix product
         kernels: Sequence[str] = ("auto",),
         int8: bool = False,  # also time inference with experts in int8
+        gated: bool = False,
     ) -> None:
         tokens, model_dim, num_experts, self.top_k, hidden_dim = completed(shape)
         self.dtype, self.device = dtype, torch.device(device)
@@ -130,6 +136,8 @@ class Case:
             top_k=self.top_k,
             capacity_factor=0.0,
             kernels=kernels[0],
+            gated=gated,
+            activation="silu" if gated else "gelu",
         )
         self.layer = MoELayer(config).to(device)
         self.layers = {LAYER if kernels[0] == "auto" else f"{LAYER}, {kernels[0]}": self.layer}
@@ -144,9 +152,12 @@ class Case:
                 )
                 self.only_in_inference.add(name)
         hidden = self.top_k * config.hidden_dim  # the FLOPs that a token meets in the MoE layer
-        dense = nn.Sequential(
-            nn.Linear(model_dim, hidden), nn.GELU(), nn.Linear(hidden, model_dim)
-        ).to(device)
+        if gated:
+            dense: nn.Module = SwiGLU(model_dim, hidden)
+        else:
+            layers = nn.Linear(model_dim, hidden), nn.GELU(), nn.Linear(hidden, model_dim)
+            dense = nn.Sequential(*layers)
+        dense = dense.to(device)
         self.x = torch.randn(tokens, model_dim, device=device).requires_grad_()
         self.grad = torch.randn_like(self.x)
         self.product: dict[str, Callable[[], object]] = {}
@@ -232,8 +243,11 @@ class Case:
         y = torch.zeros_like(x)
         for i in range(self.layer.config.num_experts):
             token, k = (ids == i).nonzero(as_tuple=True)
-            w1, b1, w2, b2 = (t[i].detach().double() for t in (e.w1, e.b1, e.w2, e.b2))
-            out = F.gelu(x[token] @ w1.t() + b1) @ w2 + b2
+            w = e.parameters_by_field.map(lambda parameter: parameter[i].detach().double())  # noqa: B023
+            z, u = x[token] @ w.w1.t() + w.b1, None
+            if w.w3 is not None:
+                u = x[token] @ w.w3.t() + w.b3
+            out = hidden_layer(self.layer.config.activation, z, u) @ w.w2 + w.b2
             y = y.index_add(0, token, out * gates[token, k].unsqueeze(1))
         return y.detach(), *torch.autograd.grad(y, x, self.grad.double())
 
@@ -290,9 +304,10 @@ class Case:
         return inference, timed(captured | self.product, rounds, self.device.type)
 
     def flops(self) -> int:
-        """Of the experts' two products in a forward pass."""
+        """Of the experts' products in a forward pass."""
         config = self.layer.config
-        return 4 * len(self.x) * self.top_k * config.model_dim * config.hidden_dim
+        macs_of_row = config.num_expert_weights * config.model_dim * config.hidden_dim
+        return 2 * len(self.x) * self.top_k * macs_of_row
 
 
 def completed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -389,7 +404,10 @@ class Results:
                 continue  # it depends on the shape, and has a row with the reason
             notes.append(f"{name} is not measured. {reason}")
         command = shlex.join(["python", "benchmarks/layer.py", *sys.argv[1:]])
-        return Table("One MoE layer", command, columns, self.rows, notes, self.data)
+        title = "One MoE layer"
+        if self.args.gated:
+            title = "One MoE layer of gated experts"
+        return Table(title, command, columns, self.rows, notes, self.data)
 
 
 def main() -> None:
@@ -398,8 +416,17 @@ def main() -> None:
     results = Results(args)
     for shape in args.shapes:
         for dtype in args.dtypes:
-            peers = not args.no_peers
-            case = Case(shape, dtype, args.device, peers, args.peak, args.kernels, args.int8)
+            peers = not args.no_peers and not args.gated
+            case = Case(
+                shape,
+                dtype,
+                args.device,
+                peers,
+                peak=args.peak,
+                kernels=args.kernels,
+                int8=args.int8,
+                gated=args.gated,
+            )
             results.measure(case, shape, dtype)
             keep(results.table(), args.device, args.output)
             del case

@@ -25,6 +25,19 @@ from moe_core.precision import expert_dtype
 Peer = Callable[[Tensor], Tensor]
 
 
+class SwiGLU(nn.Module):
+    """The dense network of which gated experts are copies."""
+
+    def __init__(self, model_dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(model_dim, hidden_dim)
+        self.up = nn.Linear(model_dim, hidden_dim)
+        self.down = nn.Linear(hidden_dim, model_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 def routed(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """Gates and experts of every token [T, K]."""
     with torch.autocast(x.device.type, enabled=False):

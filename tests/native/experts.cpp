@@ -2,9 +2,10 @@
 // of its own, so that it also runs in an emulator of another CPU.
 //
 // stdin:  the integers experts, rows, model dim, hidden dim, activation, rows in bf16, weights in bf16, threads, packed,
-//         gated, apart; then rows, w1, b1, w2, b2, of gated experts w3 and b3, ends, grad. With `apart`, w1 and w3 lie in
-//         one tensor [E, 2, H, M], and w2 is transposed, [E, M, H]
-// stdout: out, and the gradients of rows, w1, w2, b1, b2, of gated experts w3 and b3
+//         gated, layout; then rows, w1, b1, w2, b2, of gated experts w3 and b3, ends, grad. Layout 0: weights [E, H, M];
+//         1: w1 and w3 in one tensor [E, 2, H, M], w2 [E, M, H]; 2: w1 and w3 in one tensor [E, M, H, 2], w2 [E, M, H]
+// stdout: out, and the gradients of rows, w1, w2, b1, b2, of gated experts w3 and b3; those of weights are [E, M, H] where
+//         the weights are
 
 #include <cstdint>
 #include <cstdio>
@@ -44,20 +45,26 @@ int main() {
   Problem p = {};
   p.num_experts = E, p.model_dim = M, p.hidden_dim = H, p.activation = n[4], p.rows_bf16 = n[5], p.weights_bf16 = n[6];
   p.threads = n[7];
-  const bool gated = n[9], apart = n[10];
-  const long step = apart ? 2 * H * M : H * M;  // from one expert to the next
+  const bool gated = n[9];
+  const long layout = n[10], step = layout ? 2 * H * M : H * M;  // from one expert to the next
   p.rows = read(N * M * number);
   const char* w1 = read(E * step * weight);
   p.w1 = w1;
   p.b1 = reinterpret_cast<float*>(read(E * H * 4));
   p.w2 = read(E * H * M * weight);
   p.b2 = reinterpret_cast<float*>(read(E * M * 4));
-  set(p.w1_strides, step, M, 1);
-  set(p.w2_strides, H * M, apart ? 1 : M, apart ? H : 1);
+  const auto set_first = [&](long* strides) { layout == 2 ? set(strides, step, 2, 2 * H) : set(strides, step, M, 1); };
+  const auto set_own = [&](long* strides, bool transposed) {
+    transposed ? set(strides, H * M, 1, H) : set(strides, H * M, M, 1);
+  };
+  set_first(p.w1_strides);
+  set_own(p.w2_strides, layout);
+  set_own(p.grad_w1_strides, layout == 2);
+  set_own(p.grad_w2_strides, layout);
   if (gated) {
-    p.w3 = apart ? w1 + H * M * weight : read(E * H * M * weight);
+    p.w3 = layout ? w1 + (layout == 2 ? 1 : H * M) * weight : read(E * H * M * weight);
     p.b3 = reinterpret_cast<float*>(read(E * H * 4));
-    set(p.w3_strides, step, M, 1);
+    set_first(p.w3_strides);
   }
   p.ends = reinterpret_cast<int32_t*>(read(E * 4));
   const char* grad = read(N * M * number);

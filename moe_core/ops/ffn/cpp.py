@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.buffers import empty
 from moe_core.ops.ffn.dropout import Dropout
-from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs
+from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs, is_transposed
 from moe_core.ops.native.library import (
     PACKED_DTYPES,
     call,
@@ -19,6 +19,8 @@ from moe_core.ops.native.library import (
     packed_dtype,
     pointer,
 )
+
+TRANSPOSED_GRADIENTS = True  # of weights that lie transposed
 
 
 def pack_weights(weights: ExpertWeights, dtype: torch.dtype, kernels: str) -> ExpertWeights | None:
@@ -89,9 +91,13 @@ def backward(
     for (name, tensor), is_needed in zip(tensors.items(), needs, strict=True):
         found[name] = None
         if is_needed and tensor is not None:
-            dtype = torch.float32 if name.startswith("b") else tensor.dtype
-            found[name] = empty(tensor.shape, dtype, tensor.device)
+            found[name] = _gradient(name, tensor, inputs.weights)
     call = _Call(inputs)
+    for name in ("w1", "w2"):
+        like = found[name]
+        if name == "w1" and like is None:
+            like = found["w3"]
+        call.set_strides(f"grad_{name}_strides", like)
     call.run("backward", [grad, hidden, *(found[name] for name in _GRADIENTS)])
     gradients: list[Tensor | None] = []
     for name, tensor in tensors.items():
@@ -107,11 +113,24 @@ def backward(
     return gradients
 
 
+def _gradient(name: str, tensor: Tensor, weights: ExpertWeights) -> Tensor:
+    """An uninitialised gradient. That of a weight has its dims in the weight's order, which spares
+    autograd a copy; that of w3 in w1's."""
+    if name.startswith("b"):
+        return empty(tensor.shape, torch.float32, tensor.device)
+    like = weights.w1 if name == "w3" else tensor
+    if name == "rows" or not is_transposed(like):
+        return empty(tensor.shape, tensor.dtype, tensor.device)
+    num_experts, hidden_dim, model_dim = tensor.shape
+    shape = (num_experts, model_dim, hidden_dim)
+    return empty(shape, tensor.dtype, tensor.device).transpose(1, 2)
+
+
 _GRADIENTS = ("rows", "w1", "w2", "w3", "b1", "b2", "b3")  # in the order of experts_backward
 _POINTERS = ("rows", "w1", "w2", "w3", "b1", "b2", "b3", "ends", "noise")
 _SIZES = ("num_experts", "model_dim", "hidden_dim", "threads")
 _SETTINGS = ("rows_bf16", "weights_bf16", "packed", "activation", "least")
-_STRIDES = ("w1_strides", "w2_strides", "w3_strides")
+_STRIDES = ("w1_strides", "w2_strides", "w3_strides", "grad_w1_strides", "grad_w2_strides")
 
 
 class _Problem(ctypes.Structure):  # as in native/ffn.hpp
@@ -130,14 +149,13 @@ class _Call:
         rows, w1 = inputs.rows, inputs.w1
         weights = inputs.weights
         weights.check(inputs.activation)  # or C++ would read past one of them
-        matrices = [_readable(weight) for weight in (weights.w1, weights.w2, weights.w3)]
         ends = inputs.offsets.tolist()
         starts = [0] + ends[:-1]
         self.num_used_rows = ends[-1]
         self.unused_experts = [e for e in range(len(ends)) if starts[e] == ends[e]]
         self.tensors = [
             rows.contiguous(),
-            *matrices,
+            *(weights.w1, weights.w2, weights.w3),
             *[_in_fp32(bias) for bias in (weights.b1, weights.b2, weights.b3)],
             inputs.offsets.int().contiguous(),
             inputs.noise,
@@ -161,9 +179,12 @@ class _Call:
             least=dropout.threshold,
             scale=dropout.scale,
         )
-        for name, weight in zip(_STRIDES, matrices, strict=True):
-            if weight is not None:
-                setattr(self.problem, name, (c_long * 3)(*weight.stride()))
+        for name in ("w1", "w2", "w3"):
+            self.set_strides(f"{name}_strides", getattr(weights, name))
+
+    def set_strides(self, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            setattr(self.problem, name, (c_long * 3)(*tensor.stride()))
 
     def run(self, direction: str, tensors: list[Tensor | None]) -> None:
         if self.num_used_rows == 0:
@@ -174,16 +195,6 @@ class _Call:
         memory = empty((space,), torch.uint8, torch.device("cpu"))
         function = getattr(functions, f"experts_{direction}")
         function(problem, pointer(memory), *map(pointer, tensors))
-
-
-def _readable(weight: Tensor | None) -> Tensor | None:
-    """A weight whose model dim or hidden dim is contiguous; a copy only where neither is."""
-    if weight is None:
-        return None
-    _, unit, model = weight.stride()
-    if model == 1 or unit == 1:
-        return weight
-    return weight.contiguous()
 
 
 def _in_fp32(bias: Tensor | None) -> Tensor | None:

@@ -57,6 +57,11 @@ class ExpertWeights(NamedTuple):
         check_activation(activation, gated=self.w3 is not None)
 
 
+def is_transposed(weight: Tensor) -> bool:
+    """Whether a weight [E, H, M] lies in memory as [E, M, H], with gaps or without."""
+    return weight.stride(2) != 1 and weight.stride(1) <= weight.stride(2)
+
+
 def by_name(of_weights: Sequence[bool]) -> dict[str, bool]:
     """A value for each field of ExpertWeights, by its name."""
     return dict(zip(ExpertWeights._fields, of_weights, strict=True))

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from moe_core.ops.autograd import empty_gradients, register_backward
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.ffn.dropout import draw_seed
-from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs, by_name
+from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs, by_name, is_transposed
 
 _NUM_TENSORS = FFNInputs._fields.index("activation")
 _NUM_DIFFERENTIABLE = FFNInputs._fields.index("offsets")
@@ -167,7 +167,17 @@ def _(*arguments):
 
 @_expert_ffn_backward.register_fake
 def _(grad, hidden, needs, *fields):
-    return empty_gradients(grad, fields[:_NUM_DIFFERENTIABLE], needs)
+    gradients = empty_gradients(grad, fields[:_NUM_DIFFERENTIABLE], needs)
+    inputs = FFNInputs._make(fields)
+    if not getattr(_form_of(inputs), "TRANSPOSED_GRADIENTS", False):
+        return gradients
+    layouts = {"w1": inputs.w1, "w2": inputs.w2, "w3": inputs.w1}
+    for name, like in layouts.items():
+        place = FFNInputs._fields.index(name)
+        if needs[place] and is_transposed(like):
+            gradient = gradients[place]
+            gradients[place] = gradient.new_empty(gradient.mT.shape).mT
+    return gradients
 
 
 @_dropout_noise.register_fake

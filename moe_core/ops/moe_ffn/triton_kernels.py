@@ -155,27 +155,28 @@ def hidden_kernel(
             tl.program_id(0) % tiles_of_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS),
         )
         row = tl.minimum(n, end - 1)
-        cells = n[:, None] * H + columns[None, :]
-        mask = (n < end)[:, None] & (columns < H)[None, :]
-        # Both are rounded first: the activation is that of what the backward pass will read.
+        other = None
         if w3 is None:
             value = _gathered_product(
                 tokens, choices, w1, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_COLUMNS,
                 BLOCK_K,
             )  # fmt: skip
-            value = _add_bias(value, b1, expert, columns, H).to(h.dtype.element_ty)
-            if z is not None:
-                tl.store(z + cells, value, mask=mask)
-            value, _ = activation(value.to(tl.float32), ACTIVATION)
         else:
             value, other = _two_gathered_products(
                 tokens, choices, w1, w3, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_COLUMNS,
                 BLOCK_K,
             )  # fmt: skip
-            value = _add_bias(value, b1, expert, columns, H).to(h.dtype.element_ty)
+        # rounded first: the activation is that of what the backward pass will read
+        value = _add_bias(value, b1, expert, columns, H).to(h.dtype.element_ty)
+        cells = n[:, None] * H + columns[None, :]
+        mask = (n < end)[:, None] & (columns < H)[None, :]
+        if z is not None:
+            tl.store(z + cells, value, mask=mask)
+        if other is None:
+            value, _ = activation(value.to(tl.float32), ACTIVATION)
+        else:
             other = _add_bias(other, b3, expert, columns, H).to(h.dtype.element_ty)
             if z is not None:
-                tl.store(z + cells, value, mask=mask)
                 tl.store(z + num_rows.to(tl.int64) * H + cells, other, mask=mask)
             value, _, _ = gated_activation(value.to(tl.float32), other.to(tl.float32), ACTIVATION)
         if seed is not None:

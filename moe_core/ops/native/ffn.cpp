@@ -30,9 +30,9 @@ void forward(const Network<T, W>& net, char* memory, T* out, T* hidden) {
       for (long unit = begin; unit < end; unit += step) {
         const long units = std::min(step, end - unit), e = item.e;
         // x w^T + bias of these units, in use(index in space.h, place in the hidden layer, count, v).
-        const auto product_with = [&](const Weight<W>& weight, const float* bias, Ahead ahead, float* so_far, auto use) {
+        const auto product_with = [&](const Weight<const W>& weight, const float* bias, Ahead ahead, float* so_far, auto use) {
           const auto w = net.packed ? panels_of(packed_expert<P>(weight.data, e, H, M, false), unit, units)
-                                    : weight.template over_model<P>(space.w, e, unit, units, M);
+                                    : weight.template over_model<P>(space.w, space.room, e, unit, units, M);
           long_product(x, w, net.packed ? Ahead() : ahead, so_far, nothing, [&](long i, long j, long count, V v) {
             if (bias) v = v + load(bias + j, count);
             use(i * units + j, (start + i) * H + unit + j, count, v);
@@ -59,7 +59,7 @@ void forward(const Network<T, W>& net, char* memory, T* out, T* hidden) {
         }
         const auto h = Packed<P, kA>(space.packed_h, n, units).template pack<kAlongK>(space.h, units);
         const auto w2 = net.packed ? blocks_of(packed_expert<P>(net.w2.data, e, H, M, true), unit, units)
-                                   : net.w2.template over_units<P>(space.w, e, unit, units, M);
+                                   : net.w2.template over_units<P>(space.w, space.room, e, unit, units, M);
         const long next = unit + units;
         const bool reads_next = next < end && !net.packed;
         const Ahead ahead = reads_next ? net.w1.ahead(e, next, std::min(step, end - next)) : Ahead();
@@ -73,9 +73,18 @@ void forward(const Network<T, W>& net, char* memory, T* out, T* hidden) {
 template <class T, class W>
 struct Gradients {  // each may be null: not needed
   T* rows;
-  W *w1, *w2, *w3;
+  Weight<W> w1, w2, w3;
   float *b1, *b2, *b3;
 };
+
+// Rows [n, M] as the operand of a weight's gradient, which is the product's B, or A of a transposed weight.
+template <class P, class T, class W>
+void pack_wide(int32_t* to, const T* rows, long n, long M, const Weight<W>& gradient) {
+  if (gradient.transposed())
+    Packed<P, kA>(to, M, n).template pack<kAcrossK>(rows, M);
+  else
+    Packed<P, kB>(to, M, n).template pack<kAcrossK>(rows, M);
+}
 
 template <class Act, class T, class W>
 void backward(const Network<T, W>& net, char* memory, const T* grad, const T* hidden, const Gradients<T, W>& to) {
@@ -91,13 +100,22 @@ void backward(const Network<T, W>& net, char* memory, const T* grad, const T* hi
       const bool add = start > item.start;
       float* sum = sums + (item.sums + start - item.start) * M;
       const auto dy = Packed<P, kA>(space.dy, n, M).template pack<kAlongK>(grad + start * M, M);
-      const Packed<P, kB> wide_dy(space.wide_dy, M, n), x(space.x, M, n);
-      if (to.w2) wide_dy.template pack<kAcrossK>(grad + start * M, M);
-      if (to.w1 || to.w3) x.template pack<kAcrossK>(net.rows + start * M, M);
+      if (to.w2.data) pack_wide<P>(space.wide_dy, grad + start * M, n, M, to.w2);
+      if (to.w1.data || to.w3.data) pack_wide<P>(space.x, net.rows + start * M, n, M, to.w1);
       if (to.b2 && item.part == 0) sum_rows(grad + start * M, n, M, to.b2 + e * M, add);
       for (long unit = begin; unit < end; unit += step) {
-        const long units = std::min(step, end - unit), weight = (e * H + unit) * M;
-        const auto w2 = net.w2.template over_model<P>(space.w, e, unit, units, M);
+        const long units = std::min(step, end - unit);
+        // The gradient of a weight: d [n, units] and the rows that pack_wide packed, multiplied over n.
+        const auto by_weight = [&](const P* d, int32_t* wide, const Weight<W>& gradient) {
+          if (gradient.transposed()) {
+            const auto b = Packed<P, kB>(space.packed_h, units, n).template pack<kAcrossK>(d, units);
+            product_into(Packed<P, kA>(wide, M, n), b, Ahead(), gradient.at(e, unit), gradient.model, add, true);
+          } else {
+            const auto a = Packed<P, kA>(space.packed_h, units, n).template pack<kAcrossK>(d, units);
+            product_into(a, Packed<P, kB>(wide, M, n), Ahead(), gradient.at(e, unit), gradient.unit, add, true);
+          }
+        };
+        const auto w2 = net.w2.template over_model<P>(space.w, space.room, e, unit, units, M);
         const auto soon = [&](long i, long j) {
           __builtin_prefetch(hidden + (start + i) * H + unit + j);
           __builtin_prefetch(hidden + (start + i) * H + unit + j + 16);
@@ -120,20 +138,15 @@ void backward(const Network<T, W>& net, char* memory, const T* grad, const T* hi
             store(space.dz + at, dh * a.slope, count);
           }
         });
-        if (to.w2) {
-          const auto h = Packed<P, kA>(space.packed_h, units, n).template pack<kAcrossK>(space.h, units);
-          product_into(h, wide_dy, Ahead(), to.w2 + weight, M, add, true);
-        }
+        if (to.w2.data) by_weight(space.h, space.wide_dy, to.w2);
         // The gradients through one product of x: of its weight and bias, and of the rows.
-        const auto through = [&](const P* d, const Weight<W>& w, W* to_w, float* to_b, Ahead ahead, bool add_rows) {
-          if (to_w) {
-            const auto wide = Packed<P, kA>(space.packed_h, units, n).template pack<kAcrossK>(d, units);
-            product_into(wide, x, Ahead(), to_w + weight, M, add, true);
-          }
+        const auto through = [&](const P* d, const Weight<const W>& w, const Weight<W>& to_w, float* to_b, Ahead ahead,
+                                 bool add_rows) {
+          if (to_w.data) by_weight(d, space.x, to_w);
           if (to_b) sum_rows(d, n, units, to_b + e * H + unit, add);
           if (to.rows) {
             const auto packed = Packed<P, kA>(space.packed_h, n, units).template pack<kAlongK>(d, units);
-            const auto packed_w = w.template over_units<P>(space.w, e, unit, units, M);
+            const auto packed_w = w.template over_units<P>(space.w, space.room, e, unit, units, M);
             product_into(packed, packed_w, ahead, sum, M, add_rows, false);
           }
         };
@@ -157,7 +170,7 @@ auto typed(const Problem& p, Run run) {
     using T = decltype(row);
     using W = decltype(weight);
     const auto of = [](const void* data, const long* strides) {
-      return Weight<W>{static_cast<const W*>(data), strides[0], strides[1], strides[2]};
+      return Weight<const W>{static_cast<const W*>(data), strides[0], strides[1], strides[2]};
     };
     return Network<T, W>{static_cast<const T*>(p.rows), of(p.w1, p.w1_strides), of(p.w2, p.w2_strides),
                          of(p.w3, p.w3_strides), p.b1, p.b2, p.b3, p.ends, p.num_experts, p.model_dim, p.hidden_dim,
@@ -232,8 +245,12 @@ void experts_backward(const Problem* p, char* memory, const void* grad, const vo
   typed(*p, [&](const auto& net) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
     using W = std::remove_const_t<std::remove_pointer_t<decltype(net.w1.data)>>;
-    const Gradients<T, W> to = {static_cast<T*>(grad_rows), static_cast<W*>(grad_w1), static_cast<W*>(grad_w2),
-                                static_cast<W*>(grad_w3), grad_b1, grad_b2, grad_b3};
+    const auto of = [](void* data, const long* strides) {
+      return Weight<W>{static_cast<W*>(data), strides[0], strides[1], strides[2]};
+    };
+    const Gradients<T, W> to = {static_cast<T*>(grad_rows), of(grad_w1, p->grad_w1_strides),
+                                of(grad_w2, p->grad_w2_strides), of(grad_w3, p->grad_w1_strides),
+                                grad_b1, grad_b2, grad_b3};
     activated(p->activation, [&](auto act) {
       backward<decltype(act)>(net, memory, static_cast<const T*>(grad), static_cast<const T*>(hidden), to);
     });

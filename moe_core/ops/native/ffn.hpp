@@ -13,9 +13,10 @@ struct Problem {
   const int32_t* ends;
   const int16_t* noise;
   long num_experts, model_dim, hidden_dim, threads, rows_bf16, weights_bf16, packed, activation, least;
-  // Of each weight: numbers from one expert, and from one hidden unit, to the next. With 1 from unit to unit, a weight
-  // lies transposed, [M, H], and the third number is that from one row of H numbers to the next.
+  // Of each weight: numbers from one expert, hidden unit and model dim to the next.
   long w1_strides[3], w2_strides[3], w3_strides[3];
+  // The same of their gradients. One of the last two is 1, and w3's are w1's.
+  long grad_w1_strides[3], grad_w2_strides[3];
   float scale;
 };
 

@@ -42,36 +42,78 @@ struct Item {
   long e, start, end, part, parts, sums;
 };
 
-// A weight [E, H, M], or transposed [E, M, H]. Experts and rows may lie further apart than their numbers need.
+// to[i] = from[2 i] for as many of `count` as whole vectors take; the number of these. It reads no number behind the last.
+template <unsigned... j>
+INLINE WordLanes evens(WordLanes a, WordLanes b, std::integer_sequence<unsigned, j...>) {
+  return SHUFFLE(a, b, (2 * j)...);
+}
+inline long copy_evens(float* to, const float* from, long count) {
+  long i = 0;
+  for (; i + kLanes < count; i += kLanes) {
+    WordLanes a, b;
+    std::memcpy(&a, from + 2 * i, sizeof a);
+    std::memcpy(&b, from + 2 * i + kLanes, sizeof b);
+    a = evens(a, b, std::make_integer_sequence<unsigned, kLanes>());
+    std::memcpy(to + i, &a, sizeof a);
+  }
+  return i;
+}
+inline long copy_evens(bf16* to, const bf16* from, long count) {
+  long i = 0;
+  for (; i + kLanes < count; i += kLanes) {
+    WordLanes pairs;
+    std::memcpy(&pairs, from + 2 * i, sizeof pairs);
+    const HalfLanes low = __builtin_convertvector(pairs, HalfLanes);
+    std::memcpy(to + i, &low, sizeof low);
+  }
+  return i;
+}
+
+// A weight [E, H, M], or transposed [E, M, H], or with gaps between all numbers: then a step's part is copied to `room`
+// [M, units] first. W is const, but for gradients.
 template <class W>
 struct Weight {
-  const W* data;
-  long expert, unit, model;  // numbers from one expert, hidden unit or model dim to the next; unit or model is 1
+  W* data;
+  long expert, unit, model;  // numbers from one expert, hidden unit or model dim to the next
 
   bool transposed() const { return model != 1; }
-  const W* at(long e, long h) const { return data + e * expert + h * unit; }
+  bool has_gaps() const { return data && transposed() && unit != 1; }
+  W* at(long e, long h) const { return data + e * expert + h * unit; }
   // Memory of `units` hidden units, for the caches; none of a transposed weight, which is in many places.
   Ahead ahead(long e, long h, long units) const {
     return transposed() ? Ahead() : Ahead(at(e, h), units * unit);
   }
   // As B of a product over the model dim, [units, M].
   template <class P>
-  Packed<P, kB> over_model(int32_t* to, long e, long h, long units, long M) const {
+  Packed<P, kB> over_model(int32_t* to, void* room, long e, long h, long units, long M) const {
     const Packed<P, kB> packed(to, units, M);
-    return transposed() ? packed.template pack<kAcrossK>(at(e, h), model) : packed.template pack<kAlongK>(at(e, h), unit);
+    if (!transposed()) return packed.template pack<kAlongK>(at(e, h), unit);
+    if (!has_gaps()) return packed.template pack<kAcrossK>(at(e, h), model);
+    return packed.template pack<kAcrossK>(without_gaps(room, e, h, units, M), units);
   }
   // As B of a product over the hidden units, [M, units].
   template <class P>
-  Packed<P, kB> over_units(int32_t* to, long e, long h, long units, long M) const {
+  Packed<P, kB> over_units(int32_t* to, void* room, long e, long h, long units, long M) const {
     const Packed<P, kB> packed(to, M, units);
-    return transposed() ? packed.template pack<kAlongK>(at(e, h), model) : packed.template pack<kAcrossK>(at(e, h), unit);
+    if (!transposed()) return packed.template pack<kAcrossK>(at(e, h), unit);
+    if (!has_gaps()) return packed.template pack<kAlongK>(at(e, h), model);
+    return packed.template pack<kAlongK>(without_gaps(room, e, h, units, M), units);
+  }
+  const W* without_gaps(void* room, long e, long h, long units, long M) const {
+    auto* to = static_cast<std::remove_const_t<W>*>(room);
+    for (long m = 0; m < M; m++) {
+      const W* from = at(e, h) + m * model;
+      long u = unit == 2 ? copy_evens(to + m * units, from, units) : 0;
+      for (; u < units; u++) to[m * units + u] = from[u * unit];
+    }
+    return to;
   }
 };
 
 template <class T, class W>
 struct Network {
   const T* rows;
-  Weight<W> w1, w2, w3;        // w3 without data: the experts are not gated
+  Weight<const W> w1, w2, w3;  // w3 without data: the experts are not gated
   const float *b1, *b2, *b3;  // or null
   const int32_t* ends;
   long num_experts, model_dim, hidden_dim;
@@ -80,6 +122,7 @@ struct Network {
   bool packed;  // the weights, by pack_weight
 
   bool gated() const { return w3.data; }
+  bool has_gaps() const { return w1.has_gaps() || w2.has_gaps() || w3.has_gaps(); }
   const float* bias_of(const float* bias, long e, long unit) const {
     return bias ? bias + e * hidden_dim + unit : nullptr;
   }
@@ -168,13 +211,15 @@ struct ForwardSpace {
   int32_t *x, *w, *packed_h;
   P *h, *z;  // z: x w1^T + b1 of gated experts
   float* so_far;
+  char* room;  // of Weight
 
-  ForwardSpace(Arena& arena, long n, long step, long M, bool gated)
+  ForwardSpace(Arena& arena, long n, long step, long M, bool gated, bool has_gaps)
       : x(arena.take<int32_t>(Packed<P, kA>::words(n, M))),
         w(arena.take<int32_t>(std::max(Packed<P, kB>::words(step, M), Packed<P, kB>::words(M, step)))),
         packed_h(arena.take<int32_t>(Packed<P, kA>::words(n, step))), h(arena.take<P>(n * step)),
         z(arena.take<P>(gated ? n * step : 0)),
-        so_far(arena.take<float>(std::is_same<P, float>::value ? 0 : n * step)) {}
+        so_far(arena.take<float>(std::is_same<P, float>::value ? 0 : n * step)),
+        room(arena.take<char>(has_gaps ? 4 * step * M : 0)) {}
   template <class Net>
   static long row_step(const Net& net, long) {
     return ::row_step(net.packed);
@@ -186,14 +231,18 @@ struct BackwardSpace {
   int32_t *dy, *wide_dy, *x, *w, *packed_h;
   P *h, *dz, *du;  // du: the gradient of x w3^T + b3 of gated experts
   float* so_far;
+  char* room;  // of Weight
 
-  BackwardSpace(Arena& arena, long n, long step, long M, bool gated)
-      : dy(arena.take<int32_t>(Packed<P, kA>::words(n, M))), wide_dy(arena.take<int32_t>(Packed<P, kB>::words(M, n))),
-        x(arena.take<int32_t>(Packed<P, kB>::words(M, n))),
+  BackwardSpace(Arena& arena, long n, long step, long M, bool gated, bool has_gaps)
+      : dy(arena.take<int32_t>(Packed<P, kA>::words(n, M))),
+        wide_dy(arena.take<int32_t>(std::max(Packed<P, kA>::words(M, n), Packed<P, kB>::words(M, n)))),
+        x(arena.take<int32_t>(std::max(Packed<P, kA>::words(M, n), Packed<P, kB>::words(M, n)))),
         w(arena.take<int32_t>(std::max(Packed<P, kB>::words(step, M), Packed<P, kB>::words(M, step)))),
-        packed_h(arena.take<int32_t>(std::max(Packed<P, kA>::words(step, n), Packed<P, kA>::words(n, step)))),
+        packed_h(arena.take<int32_t>(std::max({Packed<P, kA>::words(step, n), Packed<P, kB>::words(step, n),
+                                               Packed<P, kA>::words(n, step)}))),
         h(arena.take<P>(n * step)), dz(arena.take<P>(n * step)), du(arena.take<P>(gated ? n * step : 0)),
-        so_far(arena.take<float>(std::is_same<P, float>::value ? 0 : n * step)) {}
+        so_far(arena.take<float>(std::is_same<P, float>::value ? 0 : n * step)),
+        room(arena.take<char>(has_gaps ? 4 * step * M : 0)) {}
   // gradients in bf16 are rounded once, not after every step
   template <class Net>
   static long row_step(const Net&, long n) {
@@ -207,7 +256,8 @@ long space_of(const Network<T, W>& net) {
   const Items items(net);
   Arena sums{nullptr}, own{nullptr};
   sums.take<float>(items.partial_rows * net.model_dim);
-  Space(own, std::min(items.most_rows, Space::row_step(net, items.most_rows)), net.step(), net.model_dim, net.gated());
+  Space(own, std::min(items.most_rows, Space::row_step(net, items.most_rows)), net.step(), net.model_dim, net.gated(),
+        net.has_gaps());
   return sums.used + own.used * net.threads;
 }
 
@@ -221,9 +271,9 @@ void for_each_item(const Network<T, W>& net, char* memory, Run run) {
   {
     const long n = std::min(items.most_rows, Space::row_step(net, items.most_rows));
     Arena counted{nullptr};
-    Space(counted, n, net.step(), net.model_dim, net.gated());
+    Space(counted, n, net.step(), net.model_dim, net.gated(), net.has_gaps());
     Arena own{memory + shared.used + counted.used * omp_get_thread_num()};
-    const Space space(own, n, net.step(), net.model_dim, net.gated());
+    const Space space(own, n, net.step(), net.model_dim, net.gated(), net.has_gaps());
     const Mode<ProductType<T>> mode;
 #pragma omp for schedule(dynamic, 1) nowait
     for (size_t i = 0; i < items.all.size(); i++) run(items, items.all[i], space, sums);

@@ -58,7 +58,7 @@ def run_case(
         model_dim, hidden_dim = 32, 64
     experts, num_rows = len(sizes), sum(sizes)
     activation = int(generator.integers(3 + gated))
-    apart = not packed and bool(generator.integers(2))
+    layout = 0 if packed else int(generator.integers(3))
     if dtype == torch.bfloat16 and ACTIVATIONS[activation] is F.relu:
         activation = 0  # a sum near 0 may round to the other side, where relu's slope differs
     threads = int(generator.integers(1, 4))
@@ -75,13 +75,15 @@ def run_case(
     ends = torch.tensor(sizes).cumsum(0).int()
     header = [experts, num_rows, model_dim, hidden_dim, activation]
     header += [dtype == torch.bfloat16, weight_dtype == torch.bfloat16, threads, packed]
-    header += [gated, apart]
-    if apart:
+    header += [gated, layout]
+    if layout == 0:
+        tensors = [rows, w1, b1, w2, b2]
+    elif layout == 1:
         tensors = [rows, torch.stack([w1, w3], 1), b1, w2.mT, b2]
     else:
-        tensors = [rows, w1, b1, w2, b2]
+        tensors = [rows, torch.stack([w1.mT, w3.mT], 3), b1, w2.mT, b2]
     if gated:
-        tensors += [b3] if apart else [w3, b3]
+        tensors += [b3] if layout else [w3, b3]
     problem = np.array(header, np.int64).tobytes()
     problem += b"".join(map(bits, (*tensors, ends, grad)))
     done = subprocess.run(command, input=problem, capture_output=True, check=False)
@@ -91,6 +93,11 @@ def run_case(
     of_gate = leaves[5:]
     out = reference.expert_ffn(*leaves[:5], ends, ACTIVATIONS[activation], None, *of_gate)
     by_rows, by_w1, by_b1, by_w2, by_b2, *by_gate = torch.autograd.grad(out, leaves, grad.double())
+    if layout > 0:
+        by_w2 = by_w2.mT
+    if layout == 2:
+        by_w1 = by_w1.mT
+        by_gate = [gradient.mT if gradient.dim() == 3 else gradient for gradient in by_gate]
     expected = [(out, dtype)] * (1 + packed)
     expected += [(by_rows, dtype), (by_w1, weight_dtype), (by_w2, weight_dtype)]
     expected += [(by_b1, torch.float32), (by_b2, torch.float32)]

@@ -19,6 +19,7 @@ from moe_core.ops.moe_ffn import reference as moe_ffn_reference
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 
+OPS = torch.ops.moe_core
 SIZES = {"even": [4, 4, 4], "empty": [0, 37, 0, 5, 0], "one": [70], "none": [0, 0], "ones": [1] * 3}
 KERNELS = ["torch", *(known.name for known in sets_of_cpu())]
 
@@ -109,6 +110,13 @@ def test_weights_in_other_memory_layouts(dtypes, kernels):
         out = expert_ffn(x, ExpertWeights(*leaves), ends, "silu", 0.0, kernels)
         found = [out, *torch.autograd.grad(out, [x, *leaves], grad)]
         assert_close(found, expected, dtypes[0])
+        settings = (ends, None, "silu", 0.0, kernels)
+        hidden = OPS.expert_ffn(x, *leaves, *settings, True)[1]
+        # which compares the strides of the gradients with those that torch.compile plans with
+        arguments = (grad, hidden, [True] * 7, x.detach(), *layout, *settings)
+        torch.library.opcheck(
+            OPS.expert_ffn_backward.default, arguments, test_utils="test_faketensor"
+        )
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -177,15 +185,14 @@ def test_packed_weights_give_what_the_weights_do(dtypes, kernels):
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_opcheck(kernels, dtypes):
     rows, weights, ends, grad = gated_inputs([0, 7, 5], dtypes=dtypes)
-    op = torch.ops.moe_core
-    noise = op.dropout_noise(rows, weights.w1, "silu", kernels)
+    noise = OPS.dropout_noise(rows, weights.w1, "silu", kernels)
     settings = (ends, noise, "silu", 0.5, kernels)
-    hidden = op.expert_ffn(rows, *weights, *settings, True)[1]
+    hidden = OPS.expert_ffn(rows, *weights, *settings, True)[1]
     leaves = [tensor.detach().requires_grad_() for tensor in (rows, *weights)]
-    torch.library.opcheck(op.expert_ffn.default, (*leaves, *settings, True))
+    torch.library.opcheck(OPS.expert_ffn.default, (*leaves, *settings, True))
     needs = [True, False, True, True, False, True, True]
     torch.library.opcheck(
-        op.expert_ffn_backward.default, (grad, hidden, needs, rows, *weights, *settings)
+        OPS.expert_ffn_backward.default, (grad, hidden, needs, rows, *weights, *settings)
     )
 
 

@@ -1,0 +1,198 @@
+"""Models of Hugging Face transformers with this engine's experts equal those with their own, in
+outputs and all gradients."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers", minversion="5.24")
+
+from moe_core.compat import transformers as compat  # noqa: E402
+
+_SMALL = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 64, "num_experts_per_tok": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CONFIGS = {
+    "mixtral": ("MixtralConfig", {"intermediate_size": 48, "num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"moe_intermediate_size": 48, "intermediate_size": 48, "num_experts": 4},
+    ),
+    "olmoe": ("OlmoeConfig", {"intermediate_size": 48, "num_experts": 4}),
+    "gpt_oss": ("GptOssConfig", {"intermediate_size": 48, "num_local_experts": 4}),
+}
+# of the largest value
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+MODELS = pytest.mark.parametrize("name", CONFIGS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    compat.register()
+    compat.register()  # once more changes nothing
+
+
+def model_of(name: str, implementation: str = "eager", **changes) -> nn.Module:
+    """A tiny model with random weights, in evaluation mode."""
+    class_name, sizes = CONFIGS[name]
+    config = getattr(transformers, class_name)(**{**_SMALL, **sizes, **changes})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation=implementation
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():  # some start at zero
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(values / max(parameter.shape[-1], 1) ** 0.5)
+    return model.eval()
+
+
+def experts_of(model: nn.Module) -> nn.Module:
+    """Those of the first layer."""
+    modules = model.modules()
+    return next(module for module in modules if type(module).__name__.endswith("Experts"))
+
+
+def assert_close(found, expected, tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        limit = tolerance * max(value.abs().max().item(), 1e-30)
+        torch.testing.assert_close(
+            found[name].double(), value.double(), rtol=0, atol=limit, msg=name
+        )
+
+
+def experts_outcome(experts: nn.Module, implementation: str, x, ids, gates, grad) -> dict:
+    """The output of an experts module and all gradients."""
+    experts.config._experts_implementation = implementation
+    experts.zero_grad()
+    x, gates = x.detach().requires_grad_(), gates.detach().requires_grad_()
+    y = experts(x, ids, gates)
+    y.backward(grad)
+    found = {name: parameter.grad for name, parameter in experts.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, "gates": gates.grad, **found}
+
+
+@MODELS
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_logits_and_all_gradients(name, dtype):
+    model = model_of(name).to(dtype)
+    tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(2))
+    outcomes = []
+    for implementation in ("eager", "moe_core"):
+        model.set_experts_implementation(implementation)
+        model.zero_grad()
+        logits = model(tokens).logits
+        logits.float().square().mean().backward()
+        gradients = {key: p.grad for key, p in model.named_parameters()}
+        outcomes.append({"logits": logits.detach(), **gradients})
+    assert_close(outcomes[1], outcomes[0], TOLERANCES[dtype])
+
+
+@MODELS
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("case", ["even", "one token", "an expert without tokens"])
+def test_the_experts_alone(name, dtype, case):
+    experts = experts_of(model_of(name)).to(dtype)
+    generator = torch.Generator().manual_seed(3)
+    num_tokens = 1 if case == "one token" else 23
+    scores = torch.rand(num_tokens, 4, generator=generator)
+    if case == "an expert without tokens":
+        scores[:, 1] = 0
+    gates, ids = scores.topk(2)
+    x, grad = (torch.randn(num_tokens, 32, generator=generator).to(dtype) for _ in range(2))
+    inputs = (x, ids, gates.to(dtype), grad)
+    expected = experts_outcome(experts, "eager", *inputs)
+    found = experts_outcome(experts, "moe_core", *inputs)
+    assert_close(found, expected, TOLERANCES[dtype])
+    with torch.no_grad():
+        assert_close({"y": experts(x, ids, inputs[2])}, {"y": found["y"]}, TOLERANCES[dtype])
+
+
+def test_the_engine_computes(monkeypatch):
+    model = model_of("mixtral", "moe_core")
+    calls = []
+    original = compat.moe_ffn
+    monkeypatch.setattr(
+        compat, "moe_ffn", lambda *arguments: calls.append(1) or original(*arguments)
+    )
+    with torch.no_grad():
+        model(torch.tensor([[3, 4, 5]]))
+    assert len(calls) == 2  # layers
+
+
+def test_training_steps_are_equal():
+    losses = []
+    for implementation in ("eager", "moe_core"):
+        model = model_of("olmoe", implementation).double().train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(2))
+        losses.append([])
+        for _ in range(3):
+            loss = model(tokens, labels=tokens).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "gelu_pytorch_tanh", "leaky_relu"])
+def test_other_activations(activation):
+    experts = experts_of(model_of("mixtral", hidden_act=activation)).double()
+    x, grad = torch.randn(2, 9, 32, dtype=torch.float64).unbind()
+    gates, ids = torch.rand(9, 4, dtype=torch.float64).topk(2)
+    expected = experts_outcome(experts, "eager", x, ids, gates, grad)
+    assert_close(experts_outcome(experts, "moe_core", x, ids, gates, grad), expected, 1e-10)
+
+
+def test_other_limits_of_gpt_oss():
+    experts = experts_of(model_of("gpt_oss", swiglu_limit=0.5, swiglu_alpha=1.5)).double()
+    x, grad = torch.randn(2, 9, 32, dtype=torch.float64).unbind()
+    gates, ids = torch.rand(9, 4, dtype=torch.float64).topk(2)
+    expected = experts_outcome(experts, "eager", x, ids, gates, grad)
+    assert_close(experts_outcome(experts, "moe_core", x, ids, gates, grad), expected, 1e-10)
+
+
+class TestBadInput:
+    def test_a_norm_behind_the_experts(self):
+        experts = experts_of(model_of("mixtral", "moe_core"))
+        experts.has_post_expert_norm = True
+        with pytest.raises(ValueError, match="MixtralExperts has a norm behind each expert"):
+            experts(torch.zeros(1, 32), torch.zeros(1, 1).long(), torch.ones(1, 1))
+
+    def test_expert_parallelism_of_transformers(self):
+        experts = experts_of(model_of("mixtral", "moe_core"))
+        experts._is_expert_parallel = True
+        with pytest.raises(ValueError, match="expert parallelism"):
+            experts(torch.zeros(1, 32), torch.zeros(1, 1).long(), torch.ones(1, 1))
+
+    def test_activations_that_are_not_known(self, monkeypatch):
+        experts = experts_of(model_of("mixtral", "moe_core"))
+        inputs = (torch.zeros(1, 32), torch.zeros(1, 1).long(), torch.ones(1, 1))
+        monkeypatch.setattr(type(experts), "_apply_gate", lambda self, x: x)
+        with pytest.raises(ValueError, match=r"MixtralExperts has an activation of its own"):
+            experts(*inputs)
+        monkeypatch.undo()
+        experts.act_fn = nn.PReLU()
+        with pytest.raises(ValueError, match="activation PReLU, which is no function"):
+            experts(*inputs)
+
+    def test_an_old_version(self):
+        with pytest.raises(ImportError, match=r"transformers 4\.57\.6 is too old.* 5\.24"):
+            compat.check_version("4.57.6")
+
+    def test_without_transformers(self):
+        program = (
+            "import sys; sys.modules['transformers'] = None\nimport moe_core.compat.transformers"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        last = done.stderr.strip().splitlines()[-1]
+        assert "needs transformers 5.24 or newer" in last
