@@ -40,8 +40,8 @@ class ParallelEnv:
     is_cuda: bool = False
 
 
-# By the world's process group and group_count: all layers share process groups.
-_made: dict[tuple[dist.ProcessGroup | None, int], ParallelEnv] = {}
+# By the world's process group, group_count and backend: all layers share process groups.
+_made: dict[tuple[dist.ProcessGroup | None, int, str | None], ParallelEnv] = {}
 _expert_groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by process group
 _backends: dict[dist.ProcessGroup | None, str] = {}  # by the world's process group
 
@@ -73,8 +73,9 @@ def create_groups_from_world(
     backend = _backends.get(world, include_init)
     if include_init is not None and backend != include_init:
         raise ValueError(f"backend ({include_init!r}) is not the one in use ({backend!r})")
-    _backends.setdefault(world, include_init or "")
-    key = (world, group_count)
+    if backend is not None:
+        _backends[world] = backend
+    key = (world, group_count, backend)
     if key not in _made:
         _made[key] = _make(group_count, backend)
     return _made[key]

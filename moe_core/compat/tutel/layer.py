@@ -233,10 +233,7 @@ class MOELayer(nn.Module):
             return self._result(input.view_as(input))
         if input.dim() < 2:
             raise ValueError(f"input has shape {list(input.shape)}, it must have 2 dims or more")
-        if a2a_ffn_overlap_degree is not None:
-            self.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree
-        if adaptive_r is not None:
-            self.adaptive_degree = adaptive_r
+        self._set_strategy(a2a_ffn_overlap_degree, adaptive_r)
         gate = self._all_gates()[gate_index]
         self._check_noise(gate)
         if capacity_factor is None:
@@ -274,6 +271,20 @@ class MOELayer(nn.Module):
         assert engine.last_routing is not None, "there was a pass"
         self.dispatch_count = engine.last_routing.counts
         return y, l_aux
+
+    def _set_strategy(self, overlap_degree: int | None, r: int | None) -> None:
+        """Keep the options that calls may change; None: unchanged."""
+        if overlap_degree is not None:
+            self.a2a_ffn_overlap_degree = overlap_degree
+        if r is not None:
+            self.adaptive_degree = r
+        if self.a2a_ffn_overlap_degree < 1:
+            raise ValueError(
+                f"a2a_ffn_overlap_degree ({self.a2a_ffn_overlap_degree}) must be at least 1"
+            )
+        if self.adaptive_degree not in self.valid_rs:
+            listed = ", ".join(map(str, self.valid_rs))
+            raise ValueError(f"adaptive_r ({self.adaptive_degree}) must be one of {listed}")
 
     def _result(self, y: Tensor) -> Any:
         y.l_aux = self.l_aux  # type: ignore[attr-defined]
@@ -357,6 +368,10 @@ class MOELayer(nn.Module):
             if state_dict[name].numel() == parameter.numel():
                 state_dict[name] = state_dict[name].view(parameter.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: the loss of the last call belongs to its graph."""
+        return self.__dict__ | {"l_aux": None}
 
     def extra_repr(self) -> str:
         gates = [f"k={gate.top_k}, noise={gate.gate_noise}" for gate in self.gates]
