@@ -18,7 +18,3 @@ own:
 What is mapped, and what raises: docs/how-to/replace-tutel.md. State dicts have Tutel's names;
 `moe_core.tutel` converts them to MoELayer's and to other numbers of ranks.
 """
-
-from moe_core.compat.tutel import moe, net, system
-
-__all__ = ["moe", "net", "system"]
