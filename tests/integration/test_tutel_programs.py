@@ -77,7 +77,32 @@ def test_modules_without_a_counterpart(shim, tmp_path):
 
 # Losses of steps 0 and 9 that Tutel's CPU build (commit ac0e51b) printed, at model_dim 64,
 # hidden_size 64, batch 4 and 64 tokens, for the program, its further arguments and the ranks.
-CLIENTS: list[tuple[str, str, int, tuple[float, float]]] = []
+_HIDDEN = "--hidden_size 64"
+_PLACES = "--l_aux_wt 0.1 --a2a_ffn_overlap_degree 4 --capacity_factor 0.7"
+_SHARED = "--num_local_experts -2"
+CLIENTS: list[tuple[str, str, int, tuple[float, float]]] = [
+    ("helloworld.py", f"--top 1 {_HIDDEN}", 1, (4.83643, 4.68370)),
+    ("helloworld.py", f"--top 2 {_HIDDEN}", 1, (5.33001, 5.12377)),
+    ("helloworld.py", f"--top 1 --capacity_factor 0.5 {_HIDDEN}", 1, (4.75067, 4.68529)),
+    ("helloworld.py", f"--top 2 --capacity_factor -0.5 {_HIDDEN}", 1, (4.84814, 4.69538)),
+    ("helloworld.py", f"--dtype float64 {_HIDDEN}", 1, (5.33001, 5.12377)),
+    ("helloworld.py", f"--expert_type llama_ffn {_HIDDEN}", 1, (4.15823, 4.15819)),
+    ("helloworld.py", f"{_PLACES} {_HIDDEN}", 1, (4.98298, 4.81947)),
+    ("helloworld_ddp_tutel.py", _HIDDEN, 1, (5.33001, 5.30922)),
+    ("helloworld_switch.py", _HIDDEN, 1, (5.33001, 5.30922)),
+    ("helloworld_custom_gate_expert.py", "", 1, (4.14253, 4.11970)),
+    ("helloworld_custom_expert_sharded.py", "", 1, (4.15903, 4.11150)),
+    ("helloworld.py", f"--top 1 --capacity_factor 0.5 {_HIDDEN}", 2, (4.44264, 4.38318)),
+    ("helloworld.py", f"--top 2 {_HIDDEN}", 2, (5.27506, 4.88069)),
+    ("helloworld.py", f"{_SHARED} {_HIDDEN}", 2, (5.82189, 4.77293)),
+    ("helloworld_ddp_tutel.py", _HIDDEN, 2, (5.27506, 5.23483)),
+    ("helloworld_custom_gate_expert.py", "", 2, (4.19087, 4.14096)),
+    ("helloworld.py", f"{_SHARED} --top 1 {_HIDDEN}", 4, (5.20483, 4.56625)),
+    ("helloworld.py", f"{_SHARED} --parallel_type model {_HIDDEN}", 4, (5.23543, 4.33708)),
+    ("helloworld.py", f"{_SHARED} --parallel_type adaptive:0 {_HIDDEN}", 4, (5.23543, 4.33708)),
+    ("helloworld.py", f"--top 2 --use_2dh {_HIDDEN}", 4, (5.26783, 4.65250)),
+    ("helloworld_custom_expert_sharded.py", _SHARED, 4, (4.18808, 3.99890)),
+]
 
 
 @pytest.mark.slow
