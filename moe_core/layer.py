@@ -78,7 +78,8 @@ class MoELayer(nn.Module):
         self.config = config
         self.group = ExpertGroup.of(group)
         self.shard = config.shard(self.group.rank, self.group.size)
-        if experts is not None and self.shard.num_parts > 1:
+        is_foreign = experts is not None and not isinstance(experts, Experts)
+        if is_foreign and self.shard.num_parts > 1:
             raise ValueError(
                 f"an experts module needs num_experts ({config.num_experts}) to be at least the"
                 f" expert-parallel size ({self.group.size})"
@@ -90,7 +91,7 @@ class MoELayer(nn.Module):
         elif isinstance(router, Sequence):
             router = nn.ModuleList(router)
         self.router: nn.Module = router
-        self._untried_experts = experts is not None and self.group.size > 1
+        self._untried_experts = is_foreign and self.group.size > 1
         self.experts = Experts(config, self.shard, device) if experts is None else experts
         self.shared: SharedExperts | None = None
         if config.num_shared_experts:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from moe_core import MoEConfig, MoELayer
+from moe_core.compat.tutel import moe
+from moe_core.tutel import to_tutel
 
 DIM, NUM_EXPERTS, TOKENS_PER_SAMPLE = 2048, 2, 1024
 
@@ -41,8 +43,21 @@ def baseline_layer(top_k: int, dtype: torch.dtype) -> MoELayer:
     return layer
 
 
-def losses(top_k: int, dtype: torch.dtype, batch_size: int, steps: int) -> list[float]:
-    layer = baseline_layer(top_k, dtype)
+def compat_layer(top_k: int, dtype: torch.dtype) -> nn.Module:
+    """The same by moe_core.compat.tutel."""
+    layer = moe.moe_layer(
+        {"type": "top", "k": top_k},
+        DIM,
+        {"type": "ffn", "num_experts_per_device": NUM_EXPERTS, "hidden_size_per_expert": DIM},
+    ).to(dtype)
+    layer.load_state_dict(to_tutel(baseline_layer(top_k, dtype).state_dict())[0])
+    return layer
+
+
+def losses(
+    top_k: int, dtype: torch.dtype, batch_size: int, steps: int, make_layer=baseline_layer
+) -> list[float]:
+    layer = make_layer(top_k, dtype)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-5)
     torch.manual_seed(0)
     x = torch.randn(batch_size, TOKENS_PER_SAMPLE, DIM).to(dtype)
@@ -50,7 +65,9 @@ def losses(top_k: int, dtype: torch.dtype, batch_size: int, steps: int) -> list[
     history = []
     for step in range(steps):
         with torch.set_grad_enabled(step + 1 < steps):
-            y, _ = layer(x)
+            y = layer(x)
+            if isinstance(y, tuple):
+                y = y[0]  # of y, aux_loss
             loss = F.nll_loss(F.log_softmax(y.sum(2), dim=1), target)
         history.append(loss.item())
         if step + 1 < steps:
@@ -66,6 +83,12 @@ def test_first_losses_equal_the_baseline():
     for case, steps in ((BASELINE[0], 1), (BASELINE[2], 2)):
         top_k, dtype, batch_size, first, _ = case.values
         assert losses(top_k, dtype, batch_size, steps) == pytest.approx(first[:steps], abs=5e-4)
+
+
+def test_the_layer_with_tutels_arguments():
+    top_k, dtype, batch_size, first, _ = BASELINE[2].values
+    found = losses(top_k, dtype, batch_size, 2, compat_layer)
+    assert found == pytest.approx(first[:2], abs=5e-4)
 
 
 @pytest.mark.slow

@@ -1,0 +1,380 @@
+"""`tutel.net` and `tutel.impls.communicate`: collectives over torch.distributed.
+
+`group` None is the world. With one rank, or without torch.distributed, a collective returns its
+input.
+"""
+
+# W ranks of the group
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_core.ranks import Ranks
+
+SUM = dist.ReduceOp.SUM
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """The number of ranks; 1 without torch.distributed."""
+    if not dist.is_initialized():
+        return 1
+    return dist.get_world_size(group)
+
+
+def get_world_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank; 0 without torch.distributed."""
+    if not dist.is_initialized():
+        return 0
+    return dist.get_rank(group)
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    if get_world_size(group) > 1:
+        with _named_errors("barrier", group):
+            dist.barrier(group=group)
+
+
+def create_standalone_group() -> dist.ProcessGroup | None:
+    """A process group of this rank alone; None without torch.distributed. Every rank calls it."""
+    if not dist.is_initialized():
+        return None
+    own = None
+    for rank in range(dist.get_world_size()):
+        process_group = dist.new_group([rank])
+        if rank == dist.get_rank():
+            own = process_group
+    return own
+
+
+# 1. Collectives without a gradient
+
+
+def simple_broadcast(input: Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Overwrite `input` with that of rank `src` of the world and return it."""
+    if get_world_size(group) > 1:
+        with _named_errors("broadcast", group):
+            dist.broadcast(input, src=src, group=group)
+    return input
+
+
+def simple_all_reduce(
+    input: Tensor, group: dist.ProcessGroup | None = None, op=SUM, inplace: bool = False
+) -> Tensor:
+    """The reduction of `input` over the ranks, in a new tensor unless `inplace`."""
+    if get_world_size(group) == 1:
+        return input
+    output = input
+    if not inplace:
+        output = torch.clone(input, memory_format=torch.contiguous_format)
+    with _named_errors("all-reduce", group):
+        dist.all_reduce(output, op=op, group=group)
+    return output
+
+
+def simple_all_to_all(
+    input: Tensor, group: dist.ProcessGroup | None = None, background: bool = False
+) -> Tensor | tuple[Tensor, Callable]:
+    """Part i of W equal parts of the first dim goes to rank i.
+
+    Returns:
+        The received parts, in the order of the ranks; with `background`, also a function that waits
+        for them.
+    """
+    input = input.contiguous()
+    if get_world_size(group) == 1:
+        if background:
+            return input, lambda *args: None
+        return input
+    output = torch.empty_like(input)
+    with _named_errors("all-to-all", group):
+        work = dist.all_to_all_single(output, input, group=group, async_op=background)
+    if background:
+        return output, work.wait
+    return output
+
+
+def simple_split(input: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's part of the first dim.
+
+    Raises:
+        ValueError: the ranks do not divide the first dim.
+    """
+    num_ranks = get_world_size(group)
+    if num_ranks == 1:
+        return input
+    _check_divides(input, num_ranks)
+    return input.contiguous().chunk(num_ranks, dim=0)[get_world_rank(group)]
+
+
+def simple_reduce_scatter(input: Tensor, group: dist.ProcessGroup | None = None, op=SUM) -> Tensor:
+    """This rank's part, along the first dim, of the reduction of `input` over the ranks.
+
+    Raises:
+        ValueError: the ranks do not divide the first dim.
+    """
+    num_ranks = get_world_size(group)
+    if num_ranks == 1:
+        return input
+    _check_divides(input, num_ranks)
+    if not input.is_cuda:  # gloo has no reduce-scatter
+        return simple_split(simple_all_reduce(input, group, op), group)
+    output = input.new_empty(input.shape[0] // num_ranks, *input.shape[1:])
+    with _named_errors("reduce-scatter", group):
+        dist.reduce_scatter_tensor(output, input.contiguous(), op=op, group=group)
+    return output
+
+
+def simple_all_gather(input: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The tensors of all ranks, joined along the first dim."""
+    num_ranks = get_world_size(group)
+    if num_ranks == 1:
+        return input
+    input = input.contiguous()
+    parts = [torch.empty_like(input) for _ in range(num_ranks)]
+    with _named_errors("all-gather", group):
+        dist.all_gather(parts, input, group=group)
+    if input.dim() == 0:
+        return torch.stack(parts)
+    return torch.cat(parts)
+
+
+def batch_all_to_all_v(
+    datas: Sequence[Tensor],
+    partition_sizes: Tensor | Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """Send parts of each flat tensor to the ranks; all tensors have parts of the same sizes.
+
+    Args:
+        partition_sizes: [W], the numbers for each rank.
+
+    Returns:
+        What arrived, for each tensor; and the numbers [W] that each rank sent.
+    """
+    num_ranks = get_world_size(group)
+    sizes = torch.as_tensor(partition_sizes, dtype=torch.int64, device=datas[0].device)
+    if sizes.numel() != num_ranks:
+        raise ValueError(f"partition_sizes has {sizes.numel()} values, the group {num_ranks} ranks")
+    if num_ranks == 1:
+        return list(datas), sizes
+    received = simple_all_to_all(sizes, group)
+    assert isinstance(received, Tensor)
+    outputs = []
+    for data in datas:
+        output = data.new_empty(int(received.sum()))
+        with _named_errors("all-to-all", group):
+            dist.all_to_all_single(
+                output, data.flatten(), received.tolist(), sizes.tolist(), group=group
+            )
+        outputs.append(output)
+    return outputs, received
+
+
+def batch_all_gather_v(
+    datas: Sequence[Tensor], group: dist.ProcessGroup | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """Join the flat tensors of all ranks, which may have different lengths.
+
+    Returns:
+        The joined tensors, and the length [W] on each rank.
+    """
+    sizes = torch.tensor([datas[0].numel()], device=datas[0].device)
+    num_ranks = get_world_size(group)
+    if num_ranks == 1:
+        return list(datas), sizes
+    sizes = simple_all_gather(sizes, group)
+    longest = int(sizes.max())
+    outputs = []
+    for data in datas:
+        padded = data.new_zeros(longest)
+        padded[: data.numel()] = data.flatten()
+        rows = simple_all_gather(padded, group).view(num_ranks, longest)
+        outputs.append(torch.cat([row[:n] for row, n in zip(rows, sizes.tolist(), strict=True)]))
+    return outputs, sizes
+
+
+# 2. Collectives with a gradient
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, group):
+        ctx.group = group
+        return simple_all_to_all(input, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _AllToAll.apply(grad, ctx.group), None
+
+
+class _AllGather(torch.autograd.Function):
+    """The gradient is this rank's part of its own gradient or, with `sums`, of all ranks' sum."""
+
+    @staticmethod
+    def forward(ctx, input, sums, group):
+        ctx.sums, ctx.group = sums, group
+        return simple_all_gather(input, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.sums:
+            return simple_reduce_scatter(grad, ctx.group), None, None
+        return simple_split(grad, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, group):
+        ctx.group = group
+        return simple_reduce_scatter(input, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return simple_all_gather(grad, ctx.group), None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, group):
+        ctx.group = group
+        return simple_split(input, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return simple_all_gather(grad, ctx.group), None
+
+
+class _ForwardSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, op, group):
+        return simple_all_reduce(input, group, op)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+class _BackwardSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, op, group):
+        ctx.op, ctx.group = op, group
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return simple_all_reduce(grad, ctx.group, ctx.op), None, None
+
+
+def all_to_all_single(input: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """`simple_all_to_all` with a gradient."""
+    return _AllToAll.apply(input, group)
+
+
+def all_to_all(
+    input: Tensor,
+    input_dim: int,
+    output_dim: int,
+    group: dist.ProcessGroup | None = None,
+    background: bool = False,
+    use_2dh: bool = False,
+) -> Tensor | Callable[[], Tensor]:
+    """`exchange`. A 2DH exchange has the same result; here `use_2dh` uses the linear one.
+
+    Returns:
+        The tensor; with `background`, a function that returns it.
+    """
+    output = exchange(input, input_dim, output_dim, group)
+    if background:
+        return lambda: output
+    return output
+
+
+def exchange(
+    input: Tensor, input_dim: int, output_dim: int, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Cut `output_dim` over the ranks and join `input_dim` of all of them.
+
+    `[E, C, M]` with dims (1, 0) becomes `[E / W, W * C, M]`, and (0, 1) is the inverse.
+
+    Raises:
+        ValueError: the ranks do not divide `output_dim`.
+    """
+    num_ranks = get_world_size(group)
+    if input_dim == output_dim or num_ranks == 1:
+        return input
+    if input.shape[output_dim] % num_ranks:
+        raise ValueError(
+            f"dim {output_dim} ({input.shape[output_dim]}) must be divisible by the"
+            f" {num_ranks} ranks"
+        )
+    parts = torch.stack(input.chunk(num_ranks, output_dim))  # [W, ...]
+    received = all_to_all_single(parts, group)
+    return torch.cat(received.unbind(), input_dim)
+
+
+def all_gather(
+    input: Tensor, dim: int, fused: bool = False, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Join the ranks' tensors along `dim`. With `fused` the ranks' gradients are summed."""
+    gathered = _AllGather.apply(input.transpose(0, dim), fused, group)
+    return gathered.transpose(0, dim)
+
+
+def zero_gather(
+    input: Tensor, full_shape: Sequence[int] | None = None, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Join the ranks' parts of a parameter; their gradients are summed.
+
+    Args:
+        full_shape: of the whole parameter, which the ranks hold in flat parts of equal length;
+            None: the parts' own shape, with W times the first dim.
+    """
+    gathered = _AllGather.apply(input, True, group)
+    if full_shape is None:
+        return gathered
+    shape = torch.Size(full_shape)
+    return gathered.reshape(-1)[: shape.numel()].view(shape)
+
+
+def zero_scatter(
+    input: Tensor, scatter_fn: Callable, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, torch.Size]:
+    """`scatter_fn` of the flat tensor, padded with zeros to a multiple of W; and its shape."""
+    flat = input.reshape(-1)
+    missing = -flat.numel() % get_world_size(group)
+    if missing:
+        flat = torch.cat([flat, flat.new_zeros(missing)])
+    return scatter_fn(flat, group=group), input.shape
+
+
+def spatial_split(input: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's part of `dim`; the gradient joins those of all ranks."""
+    return _Split.apply(input.transpose(0, dim), group).transpose(0, dim)
+
+
+def reduce_scatter(input: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's part, along `dim`, of the sum over the ranks."""
+    return _ReduceScatter.apply(input.transpose(0, dim), group).transpose(0, dim)
+
+
+def allreduce_forward(input: Tensor, op=SUM, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The reduction over the ranks; the gradient is unchanged."""
+    return _ForwardSum.apply(input, op, group)
+
+
+def allreduce_backward(input: Tensor, op=SUM, group: dist.ProcessGroup | None = None) -> Tensor:
+    """`input`; its gradient is reduced over the ranks."""
+    return _BackwardSum.apply(input, op, group)
+
+
+def _check_divides(input: Tensor, num_ranks: int) -> None:
+    if input.shape[0] % num_ranks:
+        raise ValueError(f"dim 0 ({input.shape[0]}) must be divisible by the {num_ranks} ranks")
+
+
+def _named_errors(operation: str, group: dist.ProcessGroup | None):
+    description = f"rank {get_world_rank(group)} of {get_world_size(group)}"
+    return Ranks(group, description).named_errors(operation)

@@ -1,0 +1,116 @@
+"""Programs that import tutel run on the engine, through the directory that one command prints."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gloo_processes import ROOT
+
+# A directory with Tutel's repository, for the slow test.
+SOURCE = os.environ.get("TUTEL_SOURCE", "")
+PROGRAM = """
+import torch
+import tutel
+from tutel import moe as tutel_moe, net, system
+from tutel.experts.ffn import ExpertModule
+from tutel.gates.top import Gate
+from tutel.impls.communicate import simple_all_reduce
+from tutel.impls.losses import gshard_loss
+import tutel.impls.fast_dispatch
+
+system.init_affinity_at_program_beginning()
+env = system.init_data_model_parallel(backend="gloo")
+assert simple_all_reduce is net.simple_all_reduce
+layer = tutel_moe.moe_layer(
+    gate_type={"type": "top", "k": 2},
+    model_dim=8,
+    experts={"type": "ffn", "num_experts_per_device": 2, "hidden_size_per_expert": 8},
+    seeds=(1, env.global_rank + 1, 1),
+)
+assert isinstance(layer.experts, ExpertModule) and isinstance(layer.gates[0], Gate)
+x = torch.linspace(-1, 1, 48).view(2, 3, 8) * (env.global_rank + 1)
+total = net.simple_all_reduce(layer(x).abs().sum().detach())
+env.dist_print(f"{env.global_size} ranks: {layer.num_global_experts} experts {float(total) > 0}")
+"""
+
+
+@pytest.fixture(scope="module")
+def shim() -> str:
+    """What `python -m moe_core.compat.tutel` prints."""
+    command = [sys.executable, "-m", "moe_core.compat.tutel"]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def run(shim: str, num_ranks: int, *arguments: object, cwd: Path) -> str:
+    """What a program prints on so many ranks with `tutel` from the engine."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += [f"--nproc_per_node={num_ranks}", *map(str, arguments)]
+    path = os.pathsep.join([str(ROOT), shim])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        words, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_a_program_finds_tutel(shim, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    assert run(shim, 2, program, cwd=tmp_path) == "2 ranks: 4 experts True\n"
+
+
+def test_modules_without_a_counterpart(shim, tmp_path):
+    program = "import tutel.parted"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), shim])}
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'tutel.parted'\n")
+
+
+# Losses of steps 0 and 9 that Tutel's CPU build (commit ac0e51b) printed, at model_dim 64,
+# hidden_size 64, batch 4 and 64 tokens, for the program, its further arguments and the ranks.
+_HIDDEN = "--hidden_size 64"
+_PLACES = "--l_aux_wt 0.1 --a2a_ffn_overlap_degree 4 --capacity_factor 0.7"
+_SHARED = "--num_local_experts -2"
+CLIENTS: list[tuple[str, str, int, tuple[float, float]]] = [
+    ("helloworld.py", f"--top 1 {_HIDDEN}", 1, (4.83643, 4.68370)),
+    ("helloworld.py", f"--top 2 {_HIDDEN}", 1, (5.33001, 5.12377)),
+    ("helloworld.py", f"--top 1 --capacity_factor 0.5 {_HIDDEN}", 1, (4.75067, 4.68529)),
+    ("helloworld.py", f"--top 2 --capacity_factor -0.5 {_HIDDEN}", 1, (4.84814, 4.69538)),
+    ("helloworld.py", f"--dtype float64 {_HIDDEN}", 1, (5.33001, 5.12377)),
+    ("helloworld.py", f"--expert_type llama_ffn {_HIDDEN}", 1, (4.15823, 4.15819)),
+    ("helloworld.py", f"{_PLACES} {_HIDDEN}", 1, (4.98298, 4.81947)),
+    ("helloworld_ddp_tutel.py", _HIDDEN, 1, (5.33001, 5.30922)),
+    ("helloworld_switch.py", _HIDDEN, 1, (5.33001, 5.30922)),
+    ("helloworld_custom_gate_expert.py", "", 1, (4.14253, 4.11970)),
+    ("helloworld_custom_expert_sharded.py", "", 1, (4.15903, 4.11150)),
+    ("helloworld.py", f"--top 1 --capacity_factor 0.5 {_HIDDEN}", 2, (4.44264, 4.38318)),
+    ("helloworld.py", f"--top 2 {_HIDDEN}", 2, (5.27506, 4.88069)),
+    ("helloworld.py", f"{_SHARED} {_HIDDEN}", 2, (5.82189, 4.77293)),
+    ("helloworld_ddp_tutel.py", _HIDDEN, 2, (5.27506, 5.23483)),
+    ("helloworld_custom_gate_expert.py", "", 2, (4.19087, 4.14096)),
+    ("helloworld.py", f"{_SHARED} --top 1 {_HIDDEN}", 4, (5.20483, 4.56625)),
+    ("helloworld.py", f"{_SHARED} --parallel_type model {_HIDDEN}", 4, (5.23543, 4.33708)),
+    ("helloworld.py", f"{_SHARED} --parallel_type adaptive:0 {_HIDDEN}", 4, (5.23543, 4.33708)),
+    ("helloworld.py", f"--top 2 --use_2dh {_HIDDEN}", 4, (5.26783, 4.65250)),
+    ("helloworld_custom_expert_sharded.py", _SHARED, 4, (4.18808, 3.99890)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SOURCE, reason="TUTEL_SOURCE, Tutel's repository, is not set")
+@pytest.mark.parametrize(("program", "arguments", "num_ranks", "losses"), CLIENTS)
+def test_tutels_own_examples(shim, tmp_path, program, arguments, num_ranks, losses):
+    file = Path(SOURCE) / "tutel" / "examples" / program
+    sizes = "--batch_size 4 --num_tokens 64 --model_dim 64 --num_steps 10 --device cpu"
+    printed = run(shim, num_ranks, file, *sizes.split(), *arguments.split(), cwd=tmp_path)
+    found = re.findall(r"STEP-\d+: loss = ([\d.]+)", printed)
+    assert (float(found[0]), float(found[9])) == pytest.approx(losses, abs=2e-5)
