@@ -62,6 +62,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 1024, 4096])
     parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
     parser.add_argument("--rounds", type=int, default=7)
@@ -70,7 +71,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if BASE not in args.backends:
+        parser.error(f"--backends must include {BASE}, whose time is the unit")
+    return args
 
 
 def experts_of(sizes: Sizes, dtype: torch.dtype, device: str) -> nn.Module:
@@ -147,11 +151,11 @@ def usable(case: Case, candidates: list[str], tolerance: float) -> list[str]:
 def rows_of(args: argparse.Namespace, model: str, num_tokens: int, dtype_name: str) -> list:
     sizes, dtype = MODELS[model], getattr(torch, dtype_name)
     case = Case(sizes, num_tokens, dtype, args.device)
-    candidates = list(BACKENDS)
+    candidates = list(args.backends)
     if args.device == "cuda":
         candidates.append("sonicmoe")
     if copied_gb(sizes, num_tokens, dtype) > args.most_gb:
-        candidates.remove("batched_mm")
+        candidates = [name for name in candidates if name != "batched_mm"]
     backends = usable(case, candidates, TOLERANCE[dtype_name])
     columns = []
     passes: tuple[Callable[[str], object], ...] = (case.inference, case.training)
@@ -177,7 +181,7 @@ def main() -> None:
         for dtype_name in args.dtypes:
             for num_tokens in args.tokens:
                 rows += rows_of(args, model, num_tokens, dtype_name)
-                print(*rows[-len(BACKENDS) :], sep="\n", file=sys.stderr)
+                print(f"{model}, T = {num_tokens}, {dtype_name}: measured", file=sys.stderr)
     head = ["experts", "T", "dtype", "backend", "forward, ms", "ratio", "step, ms", "ratio"]
     command = shlex.join(["python", "benchmarks/transformers_backends.py", *sys.argv[1:]])
     notes = [

@@ -117,14 +117,14 @@ def backward(
         dz = group.block(dz_buffer, 0)
         _product(cast(inputs.w2[e]), dy.t(), dz, scale=dropout.scale)
         dropout(dz, group)
-        halves = [(dz, inputs.w1, grad_w1, grad_b1)]
+        products = [(dz, inputs.w1, grad_w1, grad_b1)]
         if u is None or inputs.w3 is None:
             activation_grad(activation, dz, z)
         else:
             du = group.block(h_buffer, 0)
             gated_grads(activation, dz, z, u, du)
-            halves.append((du, inputs.w3, grad_w3, grad_b3))
-        for number, (d_hidden, weight, grad_weight, grad_bias) in enumerate(halves):
+            products.append((du, inputs.w3, grad_w3, grad_b3))
+        for number, (d_hidden, weight, grad_weight, grad_bias) in enumerate(products):
             group.without_others(d_hidden)
             if grad_bias is not None:
                 torch.sum(d_hidden, 1, dtype=grad_bias.dtype, out=grad_bias[e])

@@ -7,17 +7,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gated_cases import DTYPES, FUNCTIONS, assert_close, by_reference, gated_inputs, outcome
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from moe_cases import make_layer
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_core import MoEConfig, MoELayer, prepared
+from moe_core import (
+    MoEConfig,
+    MoELayer,
+    prepared,
+    register_activation,
+    register_gated_activation,
+)
 from moe_core.einsum import use_einsum
+from moe_core.export import StandardMoE
 from moe_core.ops import ExpertWeights, expert_ffn, make_plan, moe_ffn, pack_weights
-from moe_core.ops.ffn import grouped
+from moe_core.ops.ffn import grouped, reference
 from moe_core.ops.ffn.inputs import FFNInputs
 from moe_core.ops.moe_ffn import reference as moe_ffn_reference
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
+from moe_core.parallel.cost_model import LayerShape
+from moe_core.tutel import to_tutel
 
 OPS = torch.ops.moe_core
 SIZES = {"even": [4, 4, 4], "empty": [0, 37, 0, 5, 0], "one": [70], "none": [0, 0], "ones": [1] * 3}
@@ -110,13 +121,53 @@ def test_weights_in_other_memory_layouts(dtypes, kernels):
         out = expert_ffn(x, ExpertWeights(*leaves), ends, "silu", 0.0, kernels)
         found = [out, *torch.autograd.grad(out, [x, *leaves], grad)]
         assert_close(found, expected, dtypes[0])
-        settings = (ends, None, "silu", 0.0, kernels)
-        hidden = OPS.expert_ffn(x, *leaves, *settings, True)[1]
+        rest = (ends, None, "silu", 0.0, kernels)
+        hidden = OPS.expert_ffn(x, *leaves, *rest, True)[1]
         # which compares the strides of the gradients with those that torch.compile plans with
-        arguments = (grad, hidden, [True] * 7, x.detach(), *layout, *settings)
+        arguments = (grad, hidden, [True] * 7, x.detach(), *layout, *rest)
         torch.library.opcheck(
             OPS.expert_ffn_backward.default, arguments, test_utils="test_faketensor"
         )
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_sizes(data):
+    sizes = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
+    model_dim, hidden_dim = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 70))
+    dtypes = data.draw(st.sampled_from([DTYPES["fp32"], DTYPES["mixed"], DTYPES["bf16"]]))
+    bias = data.draw(st.booleans())
+    case = gated_inputs(sizes, model_dim, hidden_dim, dtypes, bias)
+    rows, weights, ends, grad = case
+    found = outcome(
+        lambda rows, weights: expert_ffn(rows, weights, ends, "silu"), rows, weights, grad
+    )
+    assert_close(found, by_reference(*case), dtypes[0])
+
+
+def test_a_registered_function_of_both_products():
+    @register_gated_activation("test_difference")
+    def difference(z, u):
+        return z.tanh() - 2 * u
+
+    rows, weights, ends, grad = gated_inputs([3, 0, 6])
+    found = outcome(
+        lambda rows, weights: expert_ffn(rows, weights, ends, "test_difference"),
+        rows,
+        weights,
+        grad,
+    )
+
+    def specification(rows, weights):
+        w1, b1, w2, b2, w3, b3 = weights
+        return reference.expert_ffn(rows, w1, b1, w2, b2, ends, difference, None, w3, b3)
+
+    assert_close(found, outcome(specification, rows, weights, grad), torch.float64)
+    for register in (register_gated_activation, register_activation):
+        with pytest.raises(ValueError, match="'test_difference' is registered already"):
+            register("test_difference")
+    with pytest.raises(ValueError, match="'silu' is registered already"):
+        register_gated_activation("silu")
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -186,13 +237,13 @@ def test_packed_weights_give_what_the_weights_do(dtypes, kernels):
 def test_opcheck(kernels, dtypes):
     rows, weights, ends, grad = gated_inputs([0, 7, 5], dtypes=dtypes)
     noise = OPS.dropout_noise(rows, weights.w1, "silu", kernels)
-    settings = (ends, noise, "silu", 0.5, kernels)
-    hidden = OPS.expert_ffn(rows, *weights, *settings, True)[1]
+    rest = (ends, noise, "silu", 0.5, kernels)
+    hidden = OPS.expert_ffn(rows, *weights, *rest, True)[1]
     leaves = [tensor.detach().requires_grad_() for tensor in (rows, *weights)]
-    torch.library.opcheck(OPS.expert_ffn.default, (*leaves, *settings, True))
+    torch.library.opcheck(OPS.expert_ffn.default, (*leaves, *rest, True))
     needs = [True, False, True, True, False, True, True]
     torch.library.opcheck(
-        OPS.expert_ffn_backward.default, (grad, hidden, needs, rows, *weights, *settings)
+        OPS.expert_ffn_backward.default, (grad, hidden, needs, rows, *weights, *rest)
     )
 
 
@@ -273,6 +324,27 @@ class TestLayer:
         w1, b1, w2, b2, w3, b3 = (p[0] for p in layer.shared.parameters_by_field)
         hidden = F.silu(F.linear(x, w1, b1)) * F.linear(x, w3, b3)
         torch.testing.assert_close(layer.shared(x), F.linear(hidden, w2.T, b2))
+
+    @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+    @pytest.mark.parametrize("batched", [False, True])
+    def test_exported_in_standard_operations(self, batched, activation):
+        layer = make_layer(gated=True, activation=activation, top_k=2, capacity_factor=2.0).eval()
+        x = torch.randn(12, 6, dtype=torch.float64)
+        standard = StandardMoE(layer, batched=batched)
+        torch.testing.assert_close(standard(x), layer(x)[0])
+
+    def test_the_cost_model_counts_their_parameters(self):
+        for bias in (True, False):
+            config = MoEConfig(6, 10, 4, gated=True, bias=bias)
+            parameters = list(MoELayer(config).experts.parameters())
+            shape = LayerShape.of(config, tokens=8)
+            assert 4 * shape.expert_parameters == sum(p.numel() for p in parameters)
+            assert shape.expert_tensors == len(parameters)
+
+    def test_tutel_has_no_such_experts(self):
+        state = make_layer(gated=True).state_dict()
+        with pytest.raises(ValueError, match="gated experts, which Tutel has not"):
+            to_tutel(state)
 
 
 class TestBadInput:

@@ -3,11 +3,15 @@ there is no GPU."""
 
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from gated_cases import FUNCTIONS, assert_close, gated_inputs, outcome
+from moe_cases import make_layer
 from triton_cases import INTERPRETED, run_interpreted
 
+from moe_core import cast_ahead
 from moe_core.ops import expert_ffn, make_plan, moe_ffn
 from moe_core.ops.backend import Request, select
 from moe_core.ops.ffn import reference
@@ -132,6 +136,23 @@ class TestKernels:
         out = moe_ffn(case.tokens, case.gates, case.weights, case.plan, "silu", 0.0, "torch")
         (expected,) = torch.autograd.grad((out * case.grad).sum(), case.gates)
         assert_close([found], [expected], torch.float32)
+
+    def test_weights_cast_ahead(self):
+        layer = make_layer(
+            gated=True, activation="silu", dtype=torch.float32, kernels="triton", num_experts=2
+        ).to(DEVICE)
+        x = torch.randn(12, 6, device=DEVICE)
+        outcomes = []
+        for context in (nullcontext(), cast_ahead(layer, HALF)):
+            layer.zero_grad()
+            with context, torch.autocast(DEVICE, HALF):
+                y = layer(x)[0]
+                casts = layer.experts._casts
+                y.sum().backward()
+            outcomes.append([y, *(p.grad for p in layer.experts.parameters())])
+        assert casts.w3.dtype == HALF
+        assert casts.b3 is None
+        assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
     def test_opcheck(self):
         case = Case(7, 4, 2, 2)
