@@ -102,6 +102,8 @@ CLIENTS: list[tuple[str, str, int, tuple[float, float]]] = [
     ("helloworld.py", f"{_SHARED} --parallel_type adaptive:0 {_HIDDEN}", 4, (5.23543, 4.33708)),
     ("helloworld.py", f"--top 2 --use_2dh {_HIDDEN}", 4, (5.26783, 4.65250)),
     ("helloworld_custom_expert_sharded.py", _SHARED, 4, (4.18808, 3.99890)),
+    ("helloworld_switch.py", f"--num_local_experts -4 {_HIDDEN}", 4, (10.45581, 9.98261)),
+    ("helloworld_ddp_tutel.py", _HIDDEN, 4, (5.26783, 5.20460)),
 ]
 
 

@@ -4,7 +4,6 @@
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,9 +21,11 @@ from moe_core.compat.tutel.options import (
     Call,
     GateType,
     adaptive_degree,
+    check_unknown,
     count_local_experts,
     gate_descriptions,
     global_expert_count,
+    is_set,
     make_experts,
     make_gate,
 )
@@ -36,8 +37,6 @@ from moe_core.precision import expert_dtype
 
 _log = logging.getLogger("moe_core")
 _COUNT = "_num_global_experts"
-# Variables of Tutel that leave a part of the layer out, to measure the rest.
-_UNSUPPORTED_VARIABLES = ("SKIP_A2A", "SKIP_EXPERT")
 
 
 class MOELayer(nn.Module):
@@ -102,22 +101,23 @@ class MOELayer(nn.Module):
         **kwargs,
     ) -> None:
         super().__init__()
-        _check_unknown(kwargs)
+        check_unknown(kwargs)
         self.expert_group = expert_group_of(group)
         self.world_size = self.expert_group.size
         self.model_dim = model_dim
         self.result_func = result_func
         self.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree
         self.is_postscore = is_postscore
-        self.batch_prioritized_routing = batch_prioritized_routing or _is_set("BATCH_PRIO")
+        self.batch_prioritized_routing = batch_prioritized_routing or is_set("BATCH_PRIO")
         self.normalize_gate = normalize_gate
         self.is_gshard_loss = is_gshard_loss
         self.use_2dh = use_2dh
-        self.skip_moe = _is_set("SKIP_MOE")
+        self.skip_moe = is_set("SKIP_MOE")
         self._count_experts(experts)
         self.adaptive_degree = adaptive_degree(parallel_type, self.valid_rs)
         self.l_aux: Tensor | None = None
-        self.dispatch_count: Tensor | None = None  # [E] choices in the last call, before any drop
+        self._last_gate = 0
+        self._counts: Tensor | None = None  # of the last call, if it was on padded buffers
         seeds = [*(seeds or ()), None, None, None]
         _seed(seeds[1])
         self.experts = make_experts(experts, model_dim, self.num_local_experts, self.sharded_count)
@@ -190,6 +190,14 @@ class MOELayer(nn.Module):
     def group(self) -> dist.ProcessGroup | None:
         return self.expert_group.process_group
 
+    @property
+    def dispatch_count(self) -> Tensor | None:
+        """[E] choices of each expert in the last call, before any drop; None before the first."""
+        if self._counts is not None or not self._engines:
+            return self._counts
+        routing = self._engines[self._last_gate].last_routing
+        return None if routing is None else routing.counts
+
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and parameters of "gate" or "local_experts".
 
@@ -254,23 +262,20 @@ class MOELayer(nn.Module):
             y, self.l_aux = self._engine_forward(gate_index, tokens, call)
         else:
             token_shape = input.shape[-reserve_dims:]
-            y, self.l_aux = padded_forward(self, gate, tokens, token_shape, call)
+            y, self.l_aux, self._counts = padded_forward(self, gate, tokens, token_shape, call)
         y = y.reshape(*input.shape[:-reserve_dims], *y.shape[1:]).to(input.dtype)
         return self._result(y)
 
     def _engine_forward(self, gate_index: int, tokens: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """tokens [T, M] -> [T, M], and the auxiliary loss, by MoELayer."""
-        engine = self._engine(gate_index)
-        y, l_aux = engine(
+        self._last_gate, self._counts = gate_index, None
+        return self._engine(gate_index)(
             tokens,
             top_k=call.top_k,
             capacity_factor=self._aligned_factor(tokens, call),
             strategy=self._strategy(),
             batch_prioritized=self.batch_prioritized_routing,
         )
-        assert engine.last_routing is not None, "there was a pass"
-        self.dispatch_count = engine.last_routing.counts
-        return y, l_aux
 
     def _set_strategy(self, overlap_degree: int | None, r: int | None) -> None:
         """Keep the options that calls may change; None: unchanged."""
@@ -382,21 +387,6 @@ class MOELayer(nn.Module):
 
 
 moe_layer = MOELayer
-
-
-def _check_unknown(options: dict[str, Any]) -> None:
-    if "pad_samples" in options:
-        options.pop("pad_samples")
-        warnings.warn("pad_samples has no effect: no sample is padded", FutureWarning, stacklevel=4)
-    for name, value in options.items():
-        raise ValueError(f"{name} ({value!r}) is not an argument of moe_layer")
-    for name in _UNSUPPORTED_VARIABLES:
-        if _is_set(name):
-            raise NotImplementedError(f"{name}={os.environ[name]} has no counterpart here")
-
-
-def _is_set(variable: str) -> bool:
-    return int(os.environ.get(variable, "0")) != 0
 
 
 def _seed(seed: int | None, offset: int = 0) -> None:

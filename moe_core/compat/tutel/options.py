@@ -12,6 +12,9 @@ from moe_core.compat.tutel.communicate import get_world_size
 from moe_core.compat.tutel.experts import FusedExpertsNetwork, LlamaFFNNetwork
 from moe_core.compat.tutel.gates import CosineTopKGate, LinearTopKGate
 
+# Variables of Tutel that leave a part of the layer out, to measure the rest.
+_UNSUPPORTED_VARIABLES = ("SKIP_A2A", "SKIP_EXPERT")
+
 
 class Call(NamedTuple):
     """The options of one call of a layer."""
@@ -177,3 +180,25 @@ def adaptive_degree(parallel_type: str, valid_rs: Sequence[int]) -> int:
             f"parallel_type ({parallel_type!r}) must be 'adaptive:R', or one of {', '.join(named)}"
         )
     return named[parallel_type]
+
+
+def check_unknown(options: dict[str, Any]) -> None:
+    """Raise for arguments of `moe_layer` and variables that have no counterpart.
+
+    Raises:
+        ValueError: an argument.
+        NotImplementedError: a variable.
+    """
+    if "pad_samples" in options:
+        options.pop("pad_samples")
+        warnings.warn("pad_samples has no effect: no sample is padded", FutureWarning, stacklevel=4)
+    for name, value in options.items():
+        raise ValueError(f"{name} ({value!r}) is not an argument of moe_layer")
+    for name in _UNSUPPORTED_VARIABLES:
+        if is_set(name):
+            raise NotImplementedError(f"{name}={os.environ[name]} has no counterpart here")
+
+
+def is_set(variable: str) -> bool:
+    """Whether a variable of the environment is a number other than 0."""
+    return int(os.environ.get(variable, "0")) != 0

@@ -30,8 +30,9 @@ from moe_core.precision import without_autocast
 
 def padded_forward(
     layer: Any, gate: Any, tokens: Tensor, token_shape: torch.Size, call: Call
-) -> tuple[Tensor, Tensor]:
-    """tokens [T, M] -> the experts' results, weighted and summed [T, ...]; and the auxiliary loss.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens [T, M] -> the experts' results, weighted and summed [T, ...]; the auxiliary loss; and
+    the choices of each expert [E] before any drop.
 
     Args:
         layer: a MOELayer.
@@ -55,10 +56,9 @@ def padded_forward(
             layer.group,
             call.inequivalent_tokens,
         )
-    layer.dispatch_count = get_dispatch_count(critical)
     assert l_aux is not None, "there is a loss function"
     y = _through_experts(layer, tokens, critical, token_shape)
-    return y, l_aux
+    return y, l_aux, get_dispatch_count(critical)
 
 
 def _loss_function(
