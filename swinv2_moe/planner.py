@@ -14,19 +14,24 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from moe_core import MoEConfig, expert_parameters, moe_layers
-from moe_core.parallel import PROFILES, Machine, ParallelStrategy, calibrate, cost_model
+from moe_core.parallel import (
+    PROFILES,
+    Machine,
+    ParallelStrategy,
+    calibrate,
+    cost_model,
+    einsum_cost,
+)
 from swinv2_moe.config import ModelConfig, TrainConfig
 from swinv2_moe.machine_profile import load_profile
 from swinv2_moe.models.build import build_model
 from swinv2_moe.models.complexity import count
-from swinv2_moe.plots import new_figure, save_png, tidy
 from swinv2_moe.train.distributed import open_world
 
 LARGEST = 4096  # GPUs
@@ -38,6 +43,7 @@ ACTIVATION_PASSES = 67
 STATE_BYTES = 16  # a parameter in fp32, its gradient and AdamW's two moments
 UPDATE_BYTES = 28  # a step reads all four and writes three
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
+_NOTHING = cost_model.LayerTime(0, 0, 0, 0, 0, 0)
 
 
 class LayerKind(NamedTuple):
@@ -59,6 +65,7 @@ class Model:
     kept: int  # elements that autograd keeps with the configured recomputation
     layers: tuple["LayerKind", ...]
     expert_parallel_size: int  # GPUs that share the experts; 0: all
+    blocks: int  # pieces in which a sharded trunk is gathered
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,12 @@ class Prediction:
     @property
     def step(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def moe_layers(self) -> float:
+        """Seconds of all MoE layers."""
+        names = ("experts", "routing, dispatch", "all-to-all", "weight gather")
+        return sum(self.parts[name] for name in names)
 
     @property
     def exchange_share(self) -> float:
@@ -105,6 +118,7 @@ def describe(config: ModelConfig) -> Model:
         kept=kept,
         layers=layers,
         expert_parallel_size=config.experts.expert_parallel_size,
+        blocks=sum(len(stage) for stage in model.block_stages()),
     )
 
 
@@ -174,14 +188,17 @@ def predict(
     gpus_per_node: int,
     batch_size: int,
     strategy: ParallelStrategy | None = None,
+    einsum: bool = False,
 ) -> Prediction:
     """One optimiser step with `batch_size` images per GPU and forward pass.
 
     Args:
         strategy: of the MoE layers; None: the fastest.
+        einsum: MoE layers in the einsum form, which has no strategy.
 
     Raises:
-        ValueError: experts that this number of GPUs cannot share.
+        ValueError: experts that this number of GPUs cannot share; with `einsum`, fewer experts than
+            GPUs.
     """
     size = 4
     if config.amp_enable:
@@ -200,36 +217,55 @@ def predict(
         (cost_model.LayerShape.of(moe, batch_size * tokens, size), num_layers)
         for moe, tokens, num_layers in model.layers
     ]
-    strategy, layers = _best(machine, shapes, group, gpus_per_node, strategy)
-    trunk = 6 * model.trunk_macs * batch_size / machine.rate(size)
-    trunk += ACTIVATION_PASSES * model.activations * batch_size * size / machine.memory_bandwidth
-    if config.use_checkpoint:
-        trunk *= 4 / 3  # the forward pass twice
+    if einsum:
+        strategy, layers = None, _by_einsum(machine, shapes, group, gpus_per_node)
+    else:
+        strategy, layers = _best(machine, shapes, group, gpus_per_node, strategy)
+    trunk = _trunk_seconds(machine, model, config, batch_size, size)
     gpu_experts = model.expert_parameters / group
-    gpu_parameters = model.trunk_parameters + gpu_experts
-    all_reduce = _exposed_all_reduce(
-        machine, model.trunk_parameters, gpus, gpus_per_node, trunk * 2 / 3
-    )
+    gpu_trunk = model.trunk_parameters
+    if config.shard_trunk:
+        gpu_trunk /= gpus
+        gradients = _exposed_shards(machine, model, gpus, gpus_per_node, trunk)
+    else:
+        gradients = _exposed_all_reduce(
+            machine, model.trunk_parameters, gpus, gpus_per_node, trunk * 2 / 3
+        )
     if group < gpus and gpu_experts:  # after the backward pass, between the groups
         near = min(max(gpus_per_node // group, 1), gpus // group)
-        all_reduce += _all_reduce(machine, 4 * gpu_experts, near, gpus // group // near)
+        gradients += _all_reduce(machine, 4 * gpu_experts, near, gpus // group // near)
+    gpu_parameters = gpu_trunk + gpu_experts
     parts = {
         "trunk": repeats * trunk,
         "experts": repeats * layers.experts,
         "routing, dispatch": repeats * (layers.routing + layers.dispatch),
         "all-to-all": repeats * layers.exposed_exchange,
         "weight gather": repeats * layers.gather,
-        "gradient all-reduce": all_reduce,
+        "gradient all-reduce": gradients,
         "optimiser": gpu_parameters * UPDATE_BYTES / machine.memory_bandwidth,
     }
     memory = gpu_parameters * STATE_BYTES
     if size < 4:
         memory += gpu_parameters * size  # a copy in the dtype of matrix products
-    if gpus > 1:
+    if config.shard_trunk:
+        memory += 4 * model.trunk_parameters / model.blocks  # the gathered block
+    elif gpus > 1:
         memory += 4 * model.trunk_parameters  # DistributedDataParallel's buckets
     memory += model.kept * batch_size * size + _strategy_bytes(shapes, group, strategy)
     nodes, images = math.ceil(gpus / gpus_per_node), repeats * batch_size * gpus
     return Prediction(gpus, nodes, strategy, parts, images, memory)
+
+
+def _trunk_seconds(
+    machine: Machine, model: Model, config: TrainConfig, batch_size: int, element_size: int
+) -> float:
+    """Seconds of all but the MoE layers in a forward and a backward pass."""
+    products = 6 * model.trunk_macs * batch_size / machine.rate(element_size)
+    passes = ACTIVATION_PASSES * model.activations * batch_size
+    seconds = products + passes * element_size / machine.memory_bandwidth
+    if config.use_checkpoint:
+        seconds *= 4 / 3  # the forward pass twice
+    return seconds
 
 
 def _best(
@@ -240,16 +276,15 @@ def _best(
     given: ParallelStrategy | None = None,
 ) -> tuple[ParallelStrategy | None, cost_model.LayerTime]:
     """The given strategy, or the one with the shortest total over all layers, and that total."""
-    nothing = cost_model.LayerTime(0, 0, 0, 0, 0, 0)
     if not shapes:
-        return None, nothing
+        return None, _NOTHING
     nodes = math.ceil(gpus / gpus_per_node)
     totals = []
     strategies = cost_model.candidates(shapes[0][0].num_experts, gpus, nodes)
     if given is not None and gpus > 1:
         strategies = [given]
     for strategy in strategies:
-        total = nothing
+        total = _NOTHING
         for shape, num_layers in shapes:
             time = cost_model.layer_time(machine, shape, gpus, strategy)
             total = total.plus(time, num_layers)
@@ -258,6 +293,35 @@ def _best(
     if gpus == 1:
         return None, total
     return strategy, total
+
+
+def _by_einsum(
+    machine: Machine,
+    shapes: Sequence[tuple[cost_model.LayerShape, int]],
+    gpus: int,
+    gpus_per_node: int,
+) -> cost_model.LayerTime:
+    """The total over all layers in the einsum form."""
+    total = _NOTHING
+    for shape, num_layers in shapes:
+        near = min(gpus, gpus_per_node)
+        time = einsum_cost.einsum_layer_time(machine, shape, gpus, near)
+        total = total.plus(time, num_layers)
+    return total
+
+
+def _exposed_shards(
+    machine: Machine, model: Model, gpus: int, gpus_per_node: int, trunk: float
+) -> float:
+    """Seconds of a sharded trunk's traffic that do not overlap with its passes.
+
+    Each block is gathered in fp32 for both passes, and its gradients are scattered: one and a half
+    times the traffic of an all-reduce. At least that of one block does not overlap.
+    """
+    near = min(gpus, gpus_per_node)
+    block_bytes = 4 * model.trunk_parameters / model.blocks
+    block = 1.5 * _all_reduce(machine, block_bytes, near, math.ceil(gpus / near))
+    return max(model.blocks * block - trunk, block)
 
 
 def _exposed_all_reduce(
@@ -323,63 +387,3 @@ def machine_named(profile: str) -> Machine:
         machine = calibrate(None, 1, world.device)
     links = PROFILES["a100-hdr"]
     return replace(machine, intra=links.intra, inter=links.inter)
-
-
-def draw(plan: Sequence[Prediction], user_gpus: int, title: str, path: Path) -> None:
-    """A PNG: step time by part as stacked bars, and the shares of communication.
-
-    The column of `user_gpus` is marked.
-
-    Raises:
-        UserError: a file that cannot be written.
-    """
-    figure = new_figure(11, 7.5)
-    bars, shares = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
-    labels = [f"{row.gpus:,}\n{_short(row.strategy)}" for row in plan]
-    _stack(bars, plan, labels)
-    bars.set_title(title, loc="left")
-    for name, marker in (("all-to-all", "o"), ("weight gather", "s")):
-        percent = [100 * row.parts[name] / row.step for row in plan]
-        shares.plot(labels, percent, color=_COLOURS[name], marker=marker, label=name)
-    shares.set_ylabel("% of the step")
-    shares.set_ylim(bottom=0)
-    shares.set_xlabel("GPUs; best r, pipeline degree and all-to-all (grey: your cluster)")
-    counts = [row.gpus for row in plan]
-    for axes in (bars, shares):
-        if user_gpus in counts:
-            column = counts.index(user_gpus)
-            axes.axvspan(column - 0.5, column + 0.5, color="0.9", zorder=0)
-        tidy(axes)
-    save_png(figure, path)
-
-
-_COLOURS = {
-    "trunk": "#4c72b0",
-    "experts": "#55a868",
-    "routing, dispatch": "#a1c9a8",
-    "all-to-all": "#c44e52",
-    "weight gather": "#dd8452",
-    "gradient all-reduce": "#8172b3",
-    "optimiser": "#937860",
-}
-
-
-def _stack(axes, plan: Sequence[Prediction], labels: list[str]) -> None:
-    tops = [0.0] * len(plan)
-    for name, colour in _COLOURS.items():
-        heights = [1e3 * row.parts[name] for row in plan]
-        drawn = axes.bar(labels, heights, bottom=tops, label=name, color=colour, width=0.72)
-        tops = [top + height for top, height in zip(tops, heights, strict=True)]
-    labels = [f"{top:,.0f}" if top >= 100 else f"{top:.3g}" for top in tops]
-    axes.bar_label(drawn, labels, padding=2, fontsize=9)
-    axes.set_ylabel("one step, ms")
-    axes.set_ylim(0, 1.3 * max(tops))
-    axes.legend(ncols=4, frameon=False, loc="upper left")
-
-
-def _short(strategy: ParallelStrategy | None) -> str:
-    if strategy is None:
-        return "-\n"
-    if strategy.r == 0:
-        return "r=0\n"
-    return f"r={strategy.r} d={strategy.pipeline_degree}\n{strategy.all_to_all}"

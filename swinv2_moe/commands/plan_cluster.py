@@ -9,12 +9,15 @@ also the time to its target (docs/explanation/planner.md).
         --profile here --save-profile machine.json
     python tools/plan_cluster.py --nodes 4 --gpus-per-node 8 --run output/mine \\
         --profile machine.json
+    python tools/plan_cluster.py --nodes 64 --gpus-per-node 8 --batch-size 4 \\
+        --language-model layers=32 dim=4096 hidden=16384 experts=512 --opts AMP_ENABLE true
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,9 +49,19 @@ def parse() -> argparse.Namespace:
     what.add_argument(
         "--run", type=Path, metavar="DIR", help="predict the time that this run would have taken"
     )
+    what.add_argument(
+        "--language-model",
+        nargs="+",
+        metavar="NAME=NUMBER",
+        help="predict a step of this language model, also with its MoE layers as einsums: layers,"
+        " dim, hidden; experts (0: dense), top_k (2), every (2: experts in every second block),"
+        " context (1024), vocabulary (51200)",
+    )
     add_opts_argument(parser)
     parser.add_argument(
-        "--batch-size", type=int, help="images per GPU and forward pass (DATA.BATCH_SIZE)"
+        "--batch-size",
+        type=int,
+        help="images or sequences per GPU and forward pass (DATA.BATCH_SIZE)",
     )
     parser.add_argument(
         "--profile",
@@ -77,11 +90,20 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def table_of(plan: list[planner.Prediction], machine: Machine, user_gpus: int) -> Table:
-    """The predictions, with the user's cluster in bold."""
+def table_of(
+    plan: list[planner.Prediction], machine: Machine, user_gpus: int, context: int | None
+) -> Table:
+    """The predictions, with the user's cluster in bold.
+
+    Args:
+        context: tokens of a sequence; None: images.
+    """
+    unit = "images/s"
+    if context:
+        unit = "tokens/s"
     table = number_table(
-        ["GPUs", "nodes", "step, ms", "images/s", "all-to-all", "r", "d", "algorithm", "GiB a GPU"],
-        [cells_of(row, machine, user_gpus) for row in plan],
+        ["GPUs", "nodes", "step, ms", unit, "all-to-all", "r", "d", "algorithm", "GiB a GPU"],
+        [cells_of(row, machine, user_gpus, context or 1) for row in plan],
         text_columns=[],
     )
     table.caption = "* your cluster   ! more than a GPU has"
@@ -93,7 +115,9 @@ def table_of(plan: list[planner.Prediction], machine: Machine, user_gpus: int) -
     return table
 
 
-def cells_of(row: planner.Prediction, machine: Machine, user_gpus: int) -> list[str]:
+def cells_of(
+    row: planner.Prediction, machine: Machine, user_gpus: int, per_image: int
+) -> list[str]:
     gpus = f"{row.gpus:,}"
     if row.gpus == user_gpus:
         gpus = f"* {gpus}"
@@ -105,7 +129,7 @@ def cells_of(row: planner.Prediction, machine: Machine, user_gpus: int) -> list[
         r = str(row.strategy.r)
         if row.strategy.r:
             degree, algorithm = str(row.strategy.pipeline_degree), row.strategy.all_to_all
-    step, rate = f"{1e3 * row.step:,.1f}", f"{row.images / row.step:,.0f}"
+    step, rate = f"{1e3 * row.step:,.1f}", f"{per_image * row.images / row.step:,.0f}"
     share = f"{row.exchange_share:.1%}"
     return [gpus, f"{row.nodes:,}", step, rate, share, r, degree, algorithm, memory]
 
@@ -173,36 +197,93 @@ def plan_time(args: argparse.Namespace, machine: Machine, console: Console) -> N
 def plan_steps(
     args: argparse.Namespace, config: CfgNode, machine: Machine, console: Console
 ) -> None:
-    """Print and draw the predicted step of a configuration on more and fewer GPUs."""
-    from swinv2_moe import planner
+    """Print and draw the predicted step of a configuration or a language model on more and fewer
+    GPUs."""
+    from swinv2_moe import language_plan, planner
     from swinv2_moe.config import model_config, train_config
+    from swinv2_moe.planner_figure import draw
 
     batch_size = args.batch_size or config.DATA.BATCH_SIZE
+    training = train_config(config)
+    context = None
+    if args.cfg:
+        model = planner.describe(model_config(config))
+        name, batch = Path(args.cfg).stem, f"{batch_size} images"
+    else:
+        language_model = language_plan.parse(args.language_model)
+        group = config.MODEL.MOE.EXPERT_PARALLEL_SIZE
+        model = language_plan.describe(language_model, group, training.use_checkpoint)
+        context = language_model.context
+        millions = (model.trunk_parameters + model.expert_parameters) / 1e6
+        name = f"language model of {millions:,.0f}M parameters"
+        batch = f"{batch_size} x {context:,} tokens"
+
+    def predict(gpus: int, **options) -> planner.Prediction:
+        return planner.predict(
+            model, training, machine, gpus, args.gpus_per_node, batch_size, **options
+        )
+
     user_gpus = args.nodes * args.gpus_per_node
-    model, training = planner.describe(model_config(config)), train_config(config)
     plan, notes = [], []
     for gpus in planner.scales(args.gpus_per_node, user_gpus):
         try:
-            row = planner.predict(model, training, machine, gpus, args.gpus_per_node, batch_size)
-            plan.append(row)
+            plan.append(predict(gpus))
         except ValueError as error:
             notes.append(f"{gpus:,} GPUs left out: {error}")
-    title = (
-        f"{Path(args.cfg).stem} on {machine.name}, {args.gpus_per_node} GPUs a node, "
-        f"{batch_size} images per GPU"
-    )
-    planner.draw(plan, user_gpus, title, Path(args.output))
+    title = f"{name} on {machine.name}, {args.gpus_per_node} GPUs a node, {batch} per GPU"
+    draw(plan, user_gpus, title, Path(args.output))
     console.print(f"{title}; predicted (docs/explanation/planner.md)", soft_wrap=True)
-    console.print(table_of(plan, machine, user_gpus))
+    console.print(table_of(plan, machine, user_gpus, context))
     for note in notes:
         console.print(note, soft_wrap=True)
+    if context and model.layers:
+        compare_forms(predict, args, model, console)
     console.print(f"figure: {args.output}", soft_wrap=True)
+
+
+def compare_forms(
+    predict: Callable[..., planner.Prediction],
+    args: argparse.Namespace,
+    model: planner.Model,
+    console: Console,
+) -> None:
+    """Print the user's cluster with MoE layers as einsums, and by rows with the linear all-to-all
+    and with the best strategy.
+
+    Args:
+        predict: a prediction on so many GPUs.
+    """
+    from moe_core.parallel import ParallelStrategy
+
+    gpus = args.nodes * args.gpus_per_node
+    # static: buffers of one size, as those of the einsums
+    linear = ParallelStrategy(1, 1, "linear", min(gpus, args.gpus_per_node), "static")
+    try:
+        forms = {
+            "einsums, linear (fairseq)": predict(gpus, einsum=True),
+            "rows, linear": predict(gpus, strategy=linear),
+            "rows, best strategy": predict(gpus),
+        }
+    except ValueError as error:
+        console.print(f"left out: {error}", soft_wrap=True)
+        return
+    baseline = next(iter(forms.values()))
+    num_layers = sum(kind.count for kind in model.layers)
+    rows = []
+    for name, row in forms.items():
+        layer = f"{1e3 * row.moe_layers / num_layers:,.1f}"
+        layer_gain = f"{baseline.moe_layers / row.moe_layers:.2f}"
+        rows.append([name, layer, layer_gain, f"{1e3 * row.step:,.1f}"])
+        rows[-1].append(f"{baseline.step / row.step:.2f}")
+    columns = ["MoE layers", "one layer, ms", "speed-up", "step, ms", "speed-up"]
+    console.print(f"MoE layers by einsums and by rows on {gpus:,} GPUs:")
+    console.print(number_table(columns, rows))
 
 
 def main() -> None:
     args = parse()
     config = None
-    if args.cfg:
+    if not args.run:
         from swinv2_moe.config import load_config
 
         config = load_config(args.cfg, args.opts)

@@ -106,6 +106,37 @@ def test_this_machine_and_another_batch_size(plan):
     assert float(cells[64][1].replace(",", "")) > float(cells[16][1].replace(",", ""))
 
 
+LANGUAGE_MODEL = ["layers=4", "dim=256", "hidden=1024", "experts=16", "context=128"]
+
+
+def test_a_language_model_is_compared_with_its_einsum_form(plan):
+    words = ("--language-model", *LANGUAGE_MODEL, "--batch-size", "32")
+    status, out, err, figure = plan(*words, *CLUSTER, "--opts", "AMP_ENABLE", "true")
+    assert (status, err) == (0, "")
+    assert "45M parameters on a100-hdr, 8 GPUs a node, 32 x 128 tokens per GPU" in out
+    assert "tokens/s" in out
+    rows = rows_of(out)
+    assert list(rows) == [2**k for k in range(13)]
+    step, tokens = (float(rows[16][column].replace(",", "")) for column in (1, 2))
+    assert tokens == pytest.approx(16 * 32 * 128 / step * 1000, rel=0.05)  # step is rounded
+    table = out[out.index("MoE layers by einsums and by rows on 16 GPUs") :].splitlines()
+    numbers = [line.split()[-4:] for line in table if line.strip().startswith(("einsums", "rows"))]
+    layers, layer_gains, steps, step_gains = zip(*(map(float, row) for row in numbers), strict=True)
+    assert layers[0] > layers[1] >= layers[2]
+    assert steps[0] > steps[1] >= steps[2]
+    assert layer_gains[0] == step_gains[0] == 1
+    assert steps[2] == step
+    assert figure.exists()
+
+
+def test_a_language_model_without_an_einsum_form(plan):
+    words = ("--language-model", *LANGUAGE_MODEL)
+    out = plan(*words, "--nodes", "4", "--gpus-per-node", "8")[1]
+    assert "left out: the einsum form needs num_experts (16)" in out
+    out = plan(*words, "experts=0", *CLUSTER)[1]
+    assert "einsum" not in out
+
+
 BAD_INPUT = {
     "no nodes": (["--nodes", "0"], ["--nodes is 0"]),
     "no GPUs": (["--gpus-per-node", "-1"], ["--gpus-per-node is -1"]),
@@ -126,6 +157,13 @@ def test_bad_input_is_one_line(case, plan):
     assert err.startswith("error: ")
     assert [text for text in texts if text not in err] == []
     assert not figure.exists()
+
+
+def test_a_bad_word_of_a_language_model_is_one_line(plan):
+    status, out, err, _ = plan("--language-model", "layers=2", "depth=3", *CLUSTER)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: --language-model depth=3: must be NAME=NUMBER")
+    assert err.count("\n") == 1
 
 
 def test_scales():

@@ -501,6 +501,24 @@ def test_the_document_states_what_the_model_predicts():
         assert 100 * (found[name] / published - 1) == pytest.approx(error, abs=0.6), name
 
 
+def blog_layer(size: int) -> tuple[float, float]:
+    """The speed-up over the einsum form of the layer of Microsoft's blog post: by rows with the
+    linear all-to-all, and with the best strategy. 32 x 1,024 tokens, two experts a GPU."""
+    config = MoEConfig(2048, 2048, 2 * size, top_k=2, capacity_factor=1.0)
+    shape = LayerShape.of(config, 32 * 1024)
+    einsum = einsum_layer_time(PAPER, shape, size, 8).total
+    linear = layer_time(PAPER, shape, size, ParallelStrategy(1, 1, "linear", 8, "static")).total
+    return einsum / linear, einsum / ranked(PAPER, shape, size, 8)[0][1]
+
+
+def test_the_document_states_what_the_model_predicts_of_the_blogs_layer():
+    rows = documented()
+    for size, published in ((8, 8.49), (512, 2.75)):
+        cells = list(map(float, rows[f"layer, {size} GPUs"][:3]))
+        assert cells[0] == published
+        assert blog_layer(size) == pytest.approx(cells[1:], abs=0.00501)
+
+
 def test_the_published_ratios_are_met():
     found = predictions()
     assert found["all-to-all share, 16 GPUs, %"] == pytest.approx(33.7, abs=0.2)  # fitted
