@@ -2,19 +2,28 @@
 FLOPs.
 
     python benchmarks/language_model.py --seeds 0 1     (about 25 minutes on one core)
+    python benchmarks/language_model.py --seeds --rounds 40
 
 Each model of each seed is trained in turn, and its lines are added to --csv as they are printed: a
 second call with other seeds adds to it. The figure has all of them. Losses are in nats per byte.
+--rounds compares the times of a training step, interleaved: other work on the machine slows both.
 """
 
 import argparse
 import csv
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean, median, quantiles, stdev
 
+import torch
+
+from swinv2_moe.measure.rounds import interleaved
+from swinv2_moe.measure.spread import median_and_spread, ratios
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +39,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="none: only draw")
     parser.add_argument("--experts", type=int, nargs="+", default=[0, 8], help="0: dense")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="of training steps, interleaved; 0: none"
+    )
     parser.add_argument(
         "--csv", type=Path, metavar="FILE", default=ROOT / "docs/results/language_model.csv"
     )
@@ -61,6 +73,28 @@ def train(experts: int, seed: int, steps: int, file: Path) -> None:
                 output.flush()
     if process.returncode:
         sys.exit(f"{' '.join(command)} ended with status {process.returncode}")
+
+
+def training_step(experts: int) -> Callable[[], object]:
+    """A step of a fresh model on one batch."""
+    example = runpy.run_path(str(EXAMPLE))
+    args = example["parse"](["--experts", str(experts)])
+    torch.manual_seed(args.seed)
+    model = example["LanguageModel"](args, None).to(args.device)
+    batch = example["Text"](example["read_text"](None), args, 0, 1).training_batch(1)
+    return partial(
+        example["train_step"], model, model, batch, example["make_optimizer"](model, args)
+    )
+
+
+def print_speeds(numbers_of_experts: list[int], rounds: int) -> None:
+    """Milliseconds of a step, and the ratio to the first model's in the same round."""
+    steps = {name_of(experts): training_step(experts) for experts in numbers_of_experts}
+    times = interleaved(steps, rounds)
+    base = next(iter(times.values()))
+    for name, milliseconds in times.items():
+        ratio = median_and_spread(ratios(milliseconds, base), 2)
+        print(f"{name}: {median_and_spread(milliseconds, 1)} ms a step, ratio {ratio}")
 
 
 def read(file: Path) -> dict[int, dict[int, list[dict[str, float]]]]:
@@ -102,35 +136,23 @@ def last(values: list[float]) -> float:
 
 
 def draw(runs: dict[int, dict[int, list[dict[str, float]]]], file: Path) -> None:
-    """Validation loss against steps, and against the seconds of training."""
-    figure = new_figure(10, 4)
-    by_steps, by_time = figure.subplots(1, 2, sharey=True)
-    for colour, (experts, seeds) in zip(COLOURS, sorted(runs.items()), strict=False):
-        label = name_of(experts)
-        for run in seeds.values():
-            steps = [line["step"] for line in run]
-            losses = [line["validation"] for line in run]
-            by_steps.plot(steps, losses, color=colour, label=label)
-            by_time.plot(seconds_of(run), losses, color=colour)
-            label = "_"  # one entry for all seeds
-    by_steps.set_xlabel("steps of 2,048 bytes")
-    by_steps.set_ylabel("validation loss, nats per byte")
-    by_time.set_xlabel("seconds of training")
-    by_steps.legend(frameon=False)
-    for axes in (by_steps, by_time):
-        axes.set_yscale("log")
+    """Training and validation loss, a line for each seed."""
+    figure = new_figure(9, 3.6)
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {"loss": "training", "validation": "validation"}
+    for axes, (column, title) in zip(panels, titles.items(), strict=True):
+        for colour, (experts, seeds) in zip(COLOURS, sorted(runs.items()), strict=False):
+            label = name_of(experts)
+            for run in seeds.values():
+                steps = [line["step"] for line in run]
+                axes.plot(steps, [line[column] for line in run], color=colour, label=label)
+                label = "_"  # one entry for all seeds
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("steps of 2,048 bytes")
         tidy(axes)
+    panels[0].set_ylabel("nats per byte")
+    panels[0].legend(frameon=False)
     save_png(figure, file, "--figure")
-
-
-def seconds_of(run: list[dict[str, float]]) -> list[float]:
-    """Seconds of training until each line."""
-    seconds, step = [0.0], 0.0
-    for line in run:
-        tokens = (line["step"] - step) * 2048
-        seconds.append(seconds[-1] + tokens / line["tokens_per_second"])
-        step = line["step"]
-    return seconds[1:]
 
 
 def main() -> None:
@@ -138,6 +160,10 @@ def main() -> None:
     for seed in args.seeds:
         for experts in args.experts:
             train(experts, seed, args.steps, args.csv)
+    if args.rounds:
+        print_speeds(args.experts, args.rounds)
+    if not args.csv.exists():
+        return
     runs = read(args.csv)
     draw(runs, args.figure)
     print(table(runs))

@@ -19,7 +19,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -190,25 +190,39 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, 
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), aux_loss
 
 
+def train_step(
+    replicated: nn.Module,
+    model: LanguageModel,
+    batch: tuple[Tensor, Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> Tensor:
+    """One step of the optimiser; the loss before it.
+
+    Args:
+        replicated: the model, within DistributedDataParallel on several ranks.
+    """
+    loss, aux_loss = loss_of(replicated, *batch)
+    (loss + AUX_WEIGHT * aux_loss).backward()
+    average_expert_gradients(model)
+    clip_gradients(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def train(model: LanguageModel, text: Text, args: argparse.Namespace) -> None:
     """Train for `args.steps` steps; print a line every `args.every` steps and at the end."""
     replicated: nn.Module = model
     if text.num_ranks > 1:
         replicated = DistributedDataParallel(WithoutExperts(model))
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1)
+    optimizer = make_optimizer(model, args)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args))
     losses: list[Tensor] = []
     seconds = 0.0
     for step in range(1, args.steps + 1):
         start = time.perf_counter()
-        loss, aux_loss = loss_of(replicated, *text.training_batch(step))
-        (loss + AUX_WEIGHT * aux_loss).backward()
-        average_expert_gradients(model)
-        clip_gradients(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(train_step(replicated, model, text.training_batch(step), optimizer))
         schedule.step()
-        losses.append(loss.detach())
         if step % args.every and step < args.steps:
             seconds += time.perf_counter() - start
             continue
@@ -221,6 +235,10 @@ def train(model: LanguageModel, text: Text, args: argparse.Namespace) -> None:
         )
         losses.clear()
         seconds = 0.0
+
+
+def make_optimizer(model: LanguageModel, args: argparse.Namespace) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1)
 
 
 def lr_factor(step: int, args: argparse.Namespace) -> float:
@@ -300,7 +318,8 @@ def say(line: str) -> None:
 # --- command
 
 
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's options; None: those of this process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -321,7 +340,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=300, help="bytes of the sample")
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the trained model there")
     parser.add_argument("--load", type=Path, metavar="DIR", help="start from what --save wrote")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     check(args)
     if args.device == "auto":
         args.device = "cpu"
