@@ -342,12 +342,21 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--load", type=Path, metavar="DIR", help="start from what --save wrote")
     args = parser.parse_args(words)
     check(args)
+    if args.save:
+        make_directory(args.save)
     if args.device == "auto":
         args.device = "cpu"
         if torch.cuda.is_available():
             args.device = "cuda"
     args.device = torch.device(args.device)
     return args
+
+
+def make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--save {directory}: cannot be written ({error.strerror})")
 
 
 def check(args: argparse.Namespace) -> None:

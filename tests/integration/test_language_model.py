@@ -83,6 +83,7 @@ BAD_INPUT = {
     "no prompt": (["--prompt", ""], "--prompt is empty, it must have a character"),
     "no text": (["--text", "none.txt"], "--text none.txt: cannot be read (No such file"),
     "short text": (["--context", 500], "the text has 1,800 bytes; its last tenth must hold"),
+    "save": (["--save", "README.md"], "--save README.md: cannot be written (File exists)"),
     "nothing saved": (["--load", "none"], "--load none: none/model.safetensors is missing"),
 }
 
