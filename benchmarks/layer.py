@@ -140,17 +140,9 @@ class Case:
             activation="silu" if gated else "gelu",
         )
         self.layer = MoELayer(config).to(device)
-        self.layers = {LAYER if kernels[0] == "auto" else f"{LAYER}, {kernels[0]}": self.layer}
-        for other in kernels[1:]:
-            self.layers[f"{LAYER}, {other}"] = self._with_the_same_weights(kernels=other)
+        self.layers: dict[str, MoELayer] = {}
         self.only_in_inference: set[str] = set()
-        if int8:
-            for name, layer in list(self.layers.items()):
-                name = f"{name}, int8"
-                self.layers[name] = self._with_the_same_weights(
-                    kernels=layer.config.kernels, int8_inference=True
-                )
-                self.only_in_inference.add(name)
+        self._add_layers(kernels, int8)
         hidden = self.top_k * config.hidden_dim  # the FLOPs that a token meets in the MoE layer
         if gated:
             dense: nn.Module = SwiGLU(model_dim, hidden)
@@ -171,21 +163,7 @@ class Case:
         }
         self.left_out: dict[str, str] = {}
         if peers:
-            if tokens > EINSUM_TOKENS:
-                masks = 4e-9 * tokens**2
-                self.left_out[EINSUM] = (
-                    f"above {EINSUM_TOKENS:,} tokens: its fp32 masks [T, E, C] take"
-                    f" {masks:.1f} GB or more"
-                )
-            self.alternatives |= {
-                name: partial(peer, self.layer)
-                for name, peer in BUILT_IN.items()
-                if name not in self.left_out
-            }
-            found, unavailable = libraries(self.layer, self.device)
-            self.left_out |= unavailable
-            self.alternatives |= {name: peer for name, (peer, _) in found.items()}
-            self.modules += [module for _, module in found.values()]
+            self._add_peers()
         self._leave_out_what_is_wrong()
         if dtype == "bfloat16":
             self.alternatives = {
@@ -196,6 +174,38 @@ class Case:
             )
         if dtype == "float32" or device == "cpu":
             self.alternatives[FLOOR[device] if device == "cpu" else "dense"] = dense
+
+    def _add_layers(self, kernels: Sequence[str], int8: bool) -> None:
+        """A layer with each of `kernels`, the first one's being `self.layer`."""
+        first = LAYER
+        if kernels[0] != "auto":
+            first = f"{LAYER}, {kernels[0]}"
+        self.layers[first] = self.layer
+        for other in kernels[1:]:
+            self.layers[f"{LAYER}, {other}"] = self._with_the_same_weights(kernels=other)
+        if not int8:
+            return
+        for name, layer in list(self.layers.items()):
+            name = f"{name}, int8"
+            self.layers[name] = self._with_the_same_weights(
+                kernels=layer.config.kernels, int8_inference=True
+            )
+            self.only_in_inference.add(name)
+
+    def _add_peers(self) -> None:
+        tokens = len(self.x)
+        if tokens > EINSUM_TOKENS:
+            size = f"{4e-9 * tokens**2:.1f} GB or more"
+            self.left_out[EINSUM] = f"above {EINSUM_TOKENS:,} tokens: its masks take {size}"
+        self.alternatives |= {
+            name: partial(peer, self.layer)
+            for name, peer in BUILT_IN.items()
+            if name not in self.left_out
+        }
+        found, unavailable = libraries(self.layer, self.device)
+        self.left_out |= unavailable
+        self.alternatives |= {name: peer for name, (peer, _) in found.items()}
+        self.modules += [module for _, module in found.values()]
 
     def _with_the_same_weights(self, **settings) -> MoELayer:
         layer = MoELayer(replace(self.layer.config, **settings)).to(self.device)

@@ -27,6 +27,7 @@ def test_the_notebook_is_valid_and_has_no_outputs(notebook):
             assert cell.execution_count is None
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_notebook_runs(notebook, tmp_path):
     shutil.copy(ROOT / "examples" / "classify.py", tmp_path)

@@ -32,6 +32,7 @@ from swinv2_moe.train.checkpoint import checkpoints_below, open_checkpoint
 
 STEPS = 16  # of the runs that are compared; six an epoch
 HELD = 4  # the step in which a run waits for its signal
+SLOW = pytest.mark.slow
 SAYS = re.compile(r"(SIGTERM|SIGUSR1|SIGINT): stopped after step (\d+); to go on: (.+)")
 
 
@@ -245,7 +246,7 @@ def stop_command(process: subprocess.Popen, run: Path, number: int) -> Outcome:
         process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW)])
 def test_the_command_line(number, data, tmp_path):
     """With data workers. The command that it prints goes on from the step at which it stopped."""
     run = tmp_path / "run"
@@ -261,7 +262,7 @@ def test_the_command_line(number, data, tmp_path):
     assert [number for number, _ in steps(run)] == list(range(1, step + 2))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=SLOW), signal.SIGINT])
 def test_the_launcher(number, data, tmp_path):
     """torchrun passes the signal on and waits for its workers; it then ends with a traceback of its
     own and status 1, though each of them has saved and ended well."""

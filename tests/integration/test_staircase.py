@@ -19,6 +19,7 @@ def run(*options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_all_parts_run_and_the_steps_have_equal_results(tmp_path):
     reason = netns.unavailable()

@@ -160,6 +160,7 @@ def test_shards_come_in_the_order_of_their_first_use():
     assert sorted(order) == sorted(files)  # an unused one comes too
 
 
+@pytest.mark.slow
 def test_two_nodes_read_the_source_once(made, make_config, tmp_path):
     # each process takes its own directory, as each node has its own disk
     program = tmp_path / "train.py"
