@@ -196,7 +196,8 @@ class Case:
         tokens = len(self.x)
         if tokens > EINSUM_TOKENS:
             size = f"{4e-9 * tokens**2:.1f} GB or more"
-            self.left_out[EINSUM] = f"above {EINSUM_TOKENS:,} tokens: its masks take {size}"
+            masks = f"its fp32 masks [T, E, C] take {size}"
+            self.left_out[EINSUM] = f"above {EINSUM_TOKENS:,} tokens: {masks}"
         self.alternatives |= {
             name: partial(peer, self.layer)
             for name, peer in BUILT_IN.items()
