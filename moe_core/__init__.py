@@ -33,7 +33,7 @@ _MODULES = {
     "einsum": ("use_einsum",),
     "layer": ("MoELayer",),
     "losses": ("AuxiliaryLoss", "RoutingScores"),
-    "ops": ("release_buffers",),
+    "ops": ("check_kernels", "release_buffers"),
     "routing_stats": ("RoutingStats",),
     "training": (
         "WithoutExperts",
@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from moe_core.einsum import use_einsum
     from moe_core.layer import MoELayer
     from moe_core.losses import AuxiliaryLoss, RoutingScores
-    from moe_core.ops import release_buffers
+    from moe_core.ops import check_kernels, release_buffers
     from moe_core.routing_stats import RoutingStats
     from moe_core.training import (
         WithoutExperts,
@@ -113,6 +113,7 @@ __all__ = [
     "WithoutExperts",
     "average_expert_gradients",
     "cast_ahead",
+    "check_kernels",
     "clip_gradients",
     "clip_to_norm",
     "count_experts",

@@ -3,6 +3,7 @@
 `backend` has the table of forms. It is the only place that chooses one.
 """
 
+from moe_core.ops.backend import check_kernels
 from moe_core.ops.buffers import empty, release_buffers
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
@@ -21,6 +22,7 @@ __all__ = [
     "ExpertWeights",
     "Int8Weights",
     "casts_weights",
+    "check_kernels",
     "combine",
     "dispatch",
     "empty",

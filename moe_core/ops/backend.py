@@ -155,6 +155,11 @@ def _select(operation: str, *fields) -> str:
     raise AssertionError(f"{operation} has no torch form")
 
 
+def check_kernels(kernels: str, device: str) -> None:
+    """Raise ValueError if the kernels of this name cannot run on a device of this type."""
+    _languages(kernels, device)
+
+
 @functools.cache
 def load(module: str) -> ModuleType:
     """Import the module that `select` returned."""

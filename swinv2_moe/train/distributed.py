@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_core import check_kernels
 from moe_core.parallel import CollectiveError, ExpertGroup, Ranks, make_expert_groups
 from swinv2_moe.config import ExpertsConfig
 from swinv2_moe.errors import UserError
@@ -159,9 +160,16 @@ def expert_group(config: ExpertsConfig, world: World) -> ExpertGroup | None:
     None for a single process or a dense model.
 
     Raises:
-        UserError: the number of ranks is not divisible by EXPERT_PARALLEL_SIZE.
+        UserError: the number of ranks is not divisible by EXPERT_PARALLEL_SIZE, or the experts'
+            kernels cannot run on the world's device.
     """
-    if world.group is None or not config.num_experts:
+    if not config.num_experts:
+        return None
+    try:
+        check_kernels(config.layer.kernels, world.device.type)
+    except ValueError as error:
+        raise UserError(f"MODEL.MOE: {error}") from error
+    if world.group is None:
         return None
     try:
         return make_expert_groups(

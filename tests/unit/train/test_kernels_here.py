@@ -1,0 +1,47 @@
+"""MODEL.MOE.KERNELS that cannot run on the device are refused before anything is written."""
+
+import platform
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_core import MoEConfig
+from swinv2_moe.config import load_config, model_config
+from swinv2_moe.errors import UserError
+from swinv2_moe.train.distributed import World, expert_group
+
+# of another kind of machine than this one
+ELSEWHERE = "avx2" if platform.machine() == "aarch64" else "neon"
+
+
+def experts_with(kernels: str):
+    opts = ["MODEL.MOE.NUM_EXPERTS", 4, "MODEL.MOE.BLOCKS", [[], [], [1], []]]
+    experts = model_config(load_config(None, opts)).experts
+    layer = replace(experts.layer, kernels=kernels)
+    assert isinstance(layer, MoEConfig)
+    return replace(experts, layer=layer)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "says"),
+    [
+        ("triton", r"kernels \('triton'\) cannot run on device type 'cpu'"),
+        (ELSEWHERE, rf"kernels \('{ELSEWHERE}'\) cannot run here: this CPU lacks the instructions"),
+    ],
+)
+def test_what_cannot_run_is_one_line(kernels, says, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    alone = World(0, 1, torch.device("cpu"))
+    with pytest.raises(UserError, match=says):
+        expert_group(experts_with(kernels), alone)
+
+
+def test_a_dense_model_has_no_kernels():
+    config = load_config(None, ["MODEL.MOE.NUM_EXPERTS", 0, "MODEL.MOE.KERNELS", "triton"])
+    alone = World(0, 1, torch.device("cpu"))
+    assert expert_group(model_config(config).experts, alone) is None
+
+
+def test_kernels_that_run():
+    assert expert_group(experts_with("torch"), World(0, 1, torch.device("cpu"))) is None
