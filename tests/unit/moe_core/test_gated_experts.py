@@ -28,6 +28,7 @@ from moe_core.ops.moe_ffn import reference as moe_ffn_reference
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 from moe_core.parallel.cost_model import LayerShape
+from moe_core.registry import ACTIVATIONS, GATED_ACTIVATIONS
 from moe_core.tutel import to_tutel
 
 OPS = torch.ops.moe_core
@@ -145,7 +146,10 @@ def test_any_sizes(data):
     assert_close(found, by_reference(*case), dtypes[0])
 
 
-def test_a_registered_function_of_both_products():
+def test_a_registered_function_of_both_products(monkeypatch):
+    for registry in (ACTIVATIONS, GATED_ACTIVATIONS):
+        monkeypatch.setattr(registry, "_values", dict(registry))  # nothing stays registered
+
     @register_gated_activation("test_difference")
     def difference(z, u):
         return z.tanh() - 2 * u

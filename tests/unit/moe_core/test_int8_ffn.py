@@ -28,8 +28,9 @@ NATIVE = ROOT / "moe_core/ops/native"
 OPTIONS = {known.name: known.options for known in SETS}
 SANITIZED = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
 HERE = [known.name for known in sets_of_cpu()]
-# A number of the hidden layer near the middle of two bytes may become either: one step of 255.
-TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 2e-2}  # of the largest value
+# A number near the middle of two bytes may become either: a step of 255 of its row's range, which
+# one number can make large. So an error may be as large as LARGEST, but few are.
+LARGEST, MEAN = 6e-2, 5e-3  # of the largest value
 
 
 @pytest.fixture(params=HERE or ["auto"])
@@ -73,12 +74,14 @@ def problem(
     return rows, weights, offsets
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     largest = 1.0
     if expected.numel():
         largest = max(expected.abs().max().item(), 1.0)
-    atol = TOLERANCES[dtype] * largest
-    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=atol)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=LARGEST * largest)
+    if expected.numel() >= 100:
+        mean = (found.float() - expected.float()).abs().mean().item()
+        assert mean <= MEAN * largest, (mean, largest)
 
 
 @given(
@@ -100,7 +103,7 @@ def test_any_sizes_equal_the_specification(
     found = int8_ffn(rows, quantized, offsets, activation, kernels)
     plain = quantize_weights(weights, dtype, activation, "torch")
     expected = reference.forward(Int8Inputs(rows, plain, offsets, activation, "torch"))
-    assert_near(found, expected, dtype)
+    assert_near(found, expected)
 
 
 @pytest.mark.parametrize(("model_dim", "hidden_dim"), [(2500, 40), (40, 2500)])
@@ -109,7 +112,7 @@ def test_sums_in_several_stretches(kernels, model_dim, hidden_dim):
     quantized = quantize_weights(weights, torch.float32, "relu", kernels)
     plain = quantize_weights(weights, torch.float32, "relu", "torch")
     expected = int8_ffn(rows, plain, offsets, "relu", "torch")
-    assert_near(int8_ffn(rows, quantized, offsets, "relu", kernels), expected, torch.float32)
+    assert_near(int8_ffn(rows, quantized, offsets, "relu", kernels), expected)
 
 
 def test_integers_are_exact(kernels):
@@ -149,7 +152,7 @@ def test_rows_of_equal_numbers_and_weights_of_zeros(kernels):
     found = int8_ffn(
         rows, quantize_weights(weights, rows.dtype, "gelu", kernels), offsets, "gelu", kernels
     )
-    assert_near(found, expert_ffn(rows, weights, offsets, kernels="torch"), torch.float32)
+    assert_near(found, expert_ffn(rows, weights, offsets, kernels="torch"))
 
 
 def test_weights_of_another_layout_are_refused(kernels):
@@ -250,7 +253,7 @@ def run_cases(command: list[str], count: int) -> None:
         assert done.returncode == 0, done.stderr.decode()[-2000:]
         found = torch.frombuffer(bytearray(done.stdout), dtype=dtype).view(rows.shape)
         expected = reference.forward(Int8Inputs(rows, q, offsets, name, "torch"))
-        assert_near(found, expected, dtype)
+        assert_near(found, expected)
 
 
 @pytest.mark.slow

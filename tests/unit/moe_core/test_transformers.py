@@ -11,6 +11,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers", minversion="5.24")
 
 from moe_core.compat import transformers as compat  # noqa: E402
+from moe_core.registry import ACTIVATIONS, GATED_ACTIVATIONS  # noqa: E402
 
 _SMALL = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -35,6 +36,12 @@ MODELS = pytest.mark.parametrize("name", CONFIGS)
 def registered():
     compat.register()
     compat.register()  # once more changes nothing
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_registered(monkeypatch):
+    for registry in (ACTIVATIONS, GATED_ACTIVATIONS):
+        monkeypatch.setattr(registry, "_values", dict(registry))
 
 
 def model_of(name: str, implementation: str = "eager", **changes) -> nn.Module:
