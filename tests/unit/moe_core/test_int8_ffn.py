@@ -277,6 +277,7 @@ def test_amx_with_emulated_tiles(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # compiling with the sanitizers takes minutes
 @pytest.mark.parametrize("name", HERE)
 def test_random_shapes_under_the_sanitizers(name, tmp_path):
     """No access outside of the tensors, whatever their sizes."""
