@@ -157,7 +157,14 @@ def _select(operation: str, *fields) -> str:
 
 def check_kernels(kernels: str, device: str) -> None:
     """Raise ValueError if the kernels of this name cannot run on a device of this type."""
-    _languages(kernels, device)
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels ({kernels!r}) must be one of {', '.join(KERNELS)}")
+    if kernels in CPU_KERNELS and device == "cpu" and not library.description(kernels):
+        raise ValueError(_why_no_library(kernels))
+    if kernels == "triton" and device != "meta":
+        obstacle = _triton_obstacle(device)
+        if obstacle is not None:
+            raise ValueError(f"kernels ('triton') cannot run on device type {device!r}: {obstacle}")
 
 
 @functools.cache
@@ -180,8 +187,7 @@ def on_its_device(launcher: Callable) -> Callable:
 @functools.cache
 def _languages(kernels: str, device: str) -> tuple[str, ...]:
     """The languages whose forms may run on a device of this type."""
-    if kernels not in KERNELS:
-        raise ValueError(f"kernels ({kernels!r}) must be one of {', '.join(KERNELS)}")
+    check_kernels(kernels, device)
     if device == "meta":  # all forms return the same shapes
         return ("torch",)
     if kernels == "torch":
@@ -190,8 +196,6 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
     if kernels in CPU_KERNELS:
         if device != "cpu":
             return _languages("auto", device)
-        if not library.description(kernels):
-            raise ValueError(_why_no_library(kernels))
     if kernels in ("auto", *CPU_KERNELS) and device == "cpu":
         languages = "torch"
         if library.description(kernels):
@@ -205,8 +209,6 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
     if obstacle is None:
         _log_once(f"{_triton_name()} on {device}")
         return ("triton", "torch")
-    if kernels == "triton":
-        raise ValueError(f"kernels ('triton') cannot run on device type {device!r}: {obstacle}")
     _log_once(f"torch on {device}, since Triton cannot run there: {obstacle}", logging.WARNING)
     return ("torch",)
 
