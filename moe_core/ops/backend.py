@@ -193,9 +193,8 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
     if kernels == "torch":
         _log_once(f"torch on {device}")
         return ("torch",)
-    if kernels in CPU_KERNELS:
-        if device != "cpu":
-            return _languages("auto", device)
+    if kernels in CPU_KERNELS and device != "cpu":
+        return _languages("auto", device)
     if kernels in ("auto", *CPU_KERNELS) and device == "cpu":
         languages = "torch"
         if library.description(kernels):
