@@ -107,12 +107,19 @@ def _check(module: Any) -> None:
 
 def _weights(module: Any) -> ExpertWeights:
     """Views of the module's parameters in the engine's shapes."""
-    first = [module.gate_up_proj if module.has_gate else module.up_proj]
-    biases = []
-    if module.has_bias:
-        biases = [module.gate_up_proj_bias if module.has_gate else module.up_proj_bias]
     if module.has_gate:
-        hidden_dim = 2 if module.is_transposed else 1
+        first, bias_name = [module.gate_up_proj], "gate_up_proj_bias"
+    else:
+        first, bias_name = [module.up_proj], "up_proj_bias"
+    biases = []
+    b2 = None
+    if module.has_bias:
+        biases = [getattr(module, bias_name)]
+        b2 = module.down_proj_bias
+    if module.has_gate:
+        hidden_dim = 1
+        if module.is_transposed:
+            hidden_dim = 2
         first = _halves(first[0], hidden_dim, module.is_concatenated)
         if module.has_bias:
             biases = _halves(biases[0], 1, module.is_concatenated)
@@ -123,7 +130,6 @@ def _weights(module: Any) -> ExpertWeights:
         w2 = w2.transpose(1, 2)
     w1, w3 = [*first, None][:2]
     b1, b3 = [*biases, None, None][:2]
-    b2 = module.down_proj_bias if module.has_bias else None
     return ExpertWeights(w1, b1, w2, b2, w3, b3)
 
 

@@ -9,28 +9,12 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <memory>
-#include <vector>
 
 #include "ffn.hpp"
+#include "memory.hpp"
 
 namespace {
 
-std::vector<std::unique_ptr<void, void (*)(void*)>> held;  // until the end
-
-// Aligned as torch's memory is, and not a byte more: the address sanitizer sees what lies beyond.
-char* memory(long bytes) {
-  void* start = nullptr;
-  if (posix_memalign(&start, 64, bytes)) std::exit(3);
-  held.emplace_back(start, std::free);
-  return static_cast<char*>(start);
-}
-char* read(long bytes) {
-  char* start = memory(bytes);
-  if (static_cast<long>(std::fread(start, 1, bytes, stdin)) != bytes) std::exit(2);
-  return start;
-}
 void write(const void* start, long bytes) { std::fwrite(start, 1, bytes, stdout); }
 void set(long* strides, long expert, long unit, long model) {
   strides[0] = expert, strides[1] = unit, strides[2] = model;

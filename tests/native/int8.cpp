@@ -6,28 +6,12 @@
 // stdout: out
 
 #include <cstdio>
-#include <cstdlib>
-#include <memory>
-#include <vector>
 
 #include "ffn_int8.hpp"
+#include "memory.hpp"
 
 namespace {
 
-std::vector<std::unique_ptr<void, void (*)(void*)>> held;  // until the end
-
-// Aligned as torch's memory is, and not a byte more: the address sanitizer sees what lies beyond.
-char* memory(long bytes) {
-  void* start = nullptr;
-  if (posix_memalign(&start, 64, bytes)) std::exit(3);
-  held.emplace_back(start, std::free);
-  return static_cast<char*>(start);
-}
-char* read(long bytes) {
-  char* start = memory(bytes);
-  if (static_cast<long>(std::fread(start, 1, bytes, stdin)) != bytes) std::exit(2);
-  return start;
-}
 float* read_floats(long count) { return reinterpret_cast<float*>(read(4 * count)); }
 Int8Linear read_linear(long experts, long outputs, long inputs) {
   Int8Linear linear = {};
