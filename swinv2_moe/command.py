@@ -8,8 +8,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -341,13 +343,12 @@ def _launcher() -> list[str]:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command and map its errors to exit status and one line on stderr.
 
-    UserError: 2, printed by the main rank. CollectiveError: 1, printed by every rank. Ctrl-C: 130.
+    UserError: 2, printed by one rank. CollectiveError: 1, printed by every rank. Ctrl-C: 130.
     """
     try:
         main()
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {one_line(str(error))}", file=sys.stderr)
+        _print_once(one_line(str(error)))
         sys.exit(2)
     except RuntimeError as error:
         # An import at the top would be that of torch.
@@ -362,6 +363,22 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
         end_interrupted()
+
+
+def _print_once(message: str) -> None:
+    """Print an error that all ranks have, or this one alone, on one rank.
+
+    torchrun ends all ranks of a node as soon as one of them exits. So rank 0 prints at once, and
+    the others wait to be ended. A rank that is not ended was the only one with the error.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    is_first_of_node = os.environ.get("LOCAL_RANK") == "0"
+    time.sleep(5 if is_first_of_node else 10)
+    print(f"error: {message} (rank {rank})", file=sys.stderr, flush=True)
 
 
 def run_tool(name: str, *arguments: object) -> None:
