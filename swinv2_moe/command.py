@@ -343,7 +343,8 @@ def _launcher() -> list[str]:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command and map its errors to exit status and one line on stderr.
 
-    UserError: 2, printed by one rank. CollectiveError: 1, printed by every rank. Ctrl-C: 130.
+    UserError: 2, printed by the main rank, or by the one that has it. CollectiveError: 1, printed
+    by every rank. Ctrl-C: 130.
     """
     try:
         main()
@@ -366,19 +367,19 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def _print_once(message: str) -> None:
-    """Print an error that all ranks have, or this one alone, on one rank.
+    """Print an error on one rank: all ranks may have it, or this one alone.
 
     torchrun ends all ranks of a node as soon as one of them exits. So rank 0 prints at once, and
-    the others wait to be ended. A rank that is not ended was the only one with the error.
+    the others first wait to be ended. A rank that is not ended has the error alone.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
-        return
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    is_first_of_node = os.environ.get("LOCAL_RANK") == "0"
-    time.sleep(5 if is_first_of_node else 10)
-    print(f"error: {message} (rank {rank})", file=sys.stderr, flush=True)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        first_of_node = os.environ["LOCAL_RANK"] == "0"
+        time.sleep(5 if first_of_node else 10)
+        print(f"error: {message} (rank {rank})", file=sys.stderr, flush=True)
 
 
 def run_tool(name: str, *arguments: object) -> None:

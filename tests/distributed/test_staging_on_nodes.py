@@ -204,7 +204,8 @@ def test_under_torchrun(made, tmp_path):
         "run('stage')\n"
     )
     for per_node, code in (("1", 0), ("2", 1)):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2"]
         command += [str(program), str(made), str(tmp_path / "local"), per_node]
         environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

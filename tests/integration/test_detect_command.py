@@ -169,7 +169,14 @@ def test_learns_shapes_in_five_epochs(shapes: Path, name: str) -> None:
 def test_two_processes(shapes: Path) -> None:
     """torchrun with gloo: trains, and tests to the AP that one process finds."""
     config, work = CONFIGS / "mask_rcnn.py", shapes / "two"
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", 2, ROOT / "tools/detect.py")
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        2,
+        ROOT / "tools/detect.py",
+    )
     run(shapes, *torchrun, "train", config, "--output", work, "--opts", *SMALL)
     run(shapes, *torchrun, "test", config, work, "--output", work / "two.json")
     run(shapes, ROOT / "tools/detect.py", "test", config, work, "--output", work / "one.json")

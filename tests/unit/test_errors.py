@@ -1,5 +1,9 @@
 """How messages show what files hold: one line, of a sensible length, whatever it is."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from swinv2_moe.command import run_command
@@ -38,3 +42,37 @@ def test_a_command_prints_one_line_whatever_a_name_has_in_it(capsys, monkeypatch
         run_command(main)
     assert stop.value.code == 2
     assert capsys.readouterr().err == "error: a b\\x1b[2J.tar: is damaged\n"
+
+
+RANK_1_FIRST = """
+import os, sys, time
+from swinv2_moe.command import run_command
+from swinv2_moe.errors import UserError
+
+def main():
+    if os.environ["RANK"] == "0":
+        time.sleep(float(sys.argv[1]))
+    raise UserError("KEY is 1, it must be 2")
+
+run_command(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank_0_seconds", "line"),
+    [
+        (2, "error: KEY is 1, it must be 2\n"),  # though torchrun ends all when rank 1 exits
+        (600, "error: KEY is 1, it must be 2 (rank 1)\n"),
+    ],
+)
+def test_one_rank_of_torchrun_prints(rank_0_seconds, line, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(RANK_1_FIRST)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc-per-node", "2"]
+    words += [str(program), str(rank_0_seconds)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("error: KEY") == 1, done.stderr
+    assert line in done.stderr

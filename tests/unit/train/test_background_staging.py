@@ -177,7 +177,8 @@ def test_two_nodes_read_the_source_once(made, make_config, tmp_path):
     for name, stage in (("staged", str(tmp_path / "localRANK")), ("unstaged", "")):
         file = tmp_path / f"{name}.yaml"
         file.write_text(make_config(tmp_path / name, shared).dump())
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2"]
         command += [str(program), "--cfg", str(file), "--output", str(tmp_path / name)]
         if stage:
             command += ["--opts", "DATA.STAGE", stage]
