@@ -125,7 +125,9 @@ class MoEConfig:
     @property
     def num_expert_weights(self) -> int:
         """Weight matrices of an expert."""
-        return 3 if self.gated else 2
+        if self.gated:
+            return 3
+        return 2
 
     def _check_routing(self) -> None:
         """Check what only some kinds of routing support."""

@@ -8,6 +8,8 @@ offsets back to the host (torch 2.11).
 
 # E experts, N rows, I input features, O output features, M model dim, H hidden dim
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,10 +51,7 @@ def backward(
     """Gradients of rows and of weights in their order; None where `needs` is False."""
     rows, offsets, weights = inputs.rows, inputs.offsets, inputs.weights
     if len(rows) == 0:
-        return [
-            torch.zeros_like(tensor) if is_needed and tensor is not None else None
-            for tensor, is_needed in zip((rows, *weights), needs, strict=True)
-        ]
+        return _zeros((rows, *weights), needs)
     needs_rows, needed = needs[0], by_name(needs[1:])
     kept = list(hidden.view(inputs.num_kept, len(rows), -1).unbind())
     found: dict[str, Tensor] = {}
@@ -68,7 +67,10 @@ def backward(
         if needs_rows:
             transposed = getattr(weights, weight).to(rows.dtype).transpose(1, 2)
             part = grouped_linear(d_product, transposed, None, offsets)
-            grad_rows = part if grad_rows is None else grad_rows + part
+            if grad_rows is None:
+                grad_rows = part
+            else:
+                grad_rows = grad_rows + part
         if needed[weight]:
             found[weight] = grouped_weight_grad(d_product, rows, offsets)
         if needed[bias]:
@@ -76,7 +78,20 @@ def backward(
     gradients: list[Tensor | None] = [grad_rows]
     for name, weight in weights._asdict().items():
         gradient = found.get(name)
-        gradients.append(None if gradient is None else gradient.to(weight.dtype))
+        if gradient is not None:
+            gradient = gradient.to(weight.dtype)
+        gradients.append(gradient)
+    return gradients
+
+
+def _zeros(tensors: Sequence[Tensor | None], needs: list[bool]) -> list[Tensor | None]:
+    """Gradients where there are no rows."""
+    gradients: list[Tensor | None] = []
+    for tensor, is_needed in zip(tensors, needs, strict=True):
+        if tensor is not None and is_needed:
+            gradients.append(torch.zeros_like(tensor))
+        else:
+            gradients.append(None)
     return gradients
 
 

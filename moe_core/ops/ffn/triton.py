@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_core.ops.ffn.inputs import FFNInputs
 from moe_core.ops.moe_ffn import triton as moe_ffn
-from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
+from moe_core.ops.moe_ffn.inputs import MoEFFNInputs, cast_fields
 
 SEEDED_DROPOUT = True  # `noise` is a seed
 
@@ -46,9 +46,7 @@ def _with_plan(inputs: FFNInputs) -> MoEFFNInputs:
         rows,
         None,  # gates
         *inputs.weights,
-        w1_cast=None if casts is None else casts.w1,
-        w2_cast=None if casts is None else casts.w2,
-        w3_cast=None if casts is None else casts.w3,
+        **cast_fields(casts),
         choices=order,
         offsets=inputs.offsets,
         slots=order.unsqueeze(1),

@@ -1,22 +1,17 @@
 """The experts' kernels as a program of their own: for Arm in qemu's emulator, with AMX's tiles
 emulated in C++, and with the address sanitizer."""
 
-import platform
-import shutil
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_programs import KernelProgram, raw, run_program
 
 from moe_core.activations import clamped_swiglu
 from moe_core.ops.ffn import reference
-from moe_core.ops.native.instruction_sets import SETS, cpu_words, sets_of_cpu
+from moe_core.ops.native.instruction_sets import sets_of_cpu
 
-ROOT = Path(__file__).parents[3]
-NATIVE = ROOT / "moe_core/ops/native"
+PROGRAM = KernelProgram("experts.cpp", "ffn.cpp")
 # in the order of their numbers in C++; the last one is of gated experts
 ACTIVATIONS = (F.gelu, F.relu, F.silu, clamped_swiglu)
 DTYPES = [
@@ -25,25 +20,6 @@ DTYPES = [
     (torch.bfloat16, torch.bfloat16),
 ]
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 2e-2}  # of the largest value
-SANITIZED = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
-OPTIONS = {known.name: known.options for known in SETS}
-
-
-def compiled(directory: Path, compiler: str, options: str) -> Path:
-    program = directory / "experts"
-    sources = [ROOT / "tests/native/experts.cpp", NATIVE / "ffn.cpp"]
-    command = [compiler, "-std=c++17", *options.split(), "-fopenmp", f"-I{NATIVE}"]
-    command += ["-o", str(program), *map(str, sources)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return program
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.contiguous()
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.int16)
-    return tensor.numpy().tobytes()
 
 
 def run_case(
@@ -85,9 +61,8 @@ def run_case(
     if gated:
         tensors += [b3] if layout else [w3, b3]
     problem = np.array(header, np.int64).tobytes()
-    problem += b"".join(map(bits, (*tensors, ends, grad)))
-    done = subprocess.run(command, input=problem, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    problem += b"".join(map(raw, (*tensors, ends, grad)))
+    output = run_program(command, problem)
     used_weights = (rows, w1, b1, w2, b2, w3, b3) if gated else (rows, w1, b1, w2, b2)
     leaves = [t.double().requires_grad_() for t in used_weights]
     of_gate = leaves[5:]
@@ -106,14 +81,14 @@ def run_case(
     start = 0
     for number, (wanted, kind) in enumerate(expected):
         size = wanted.numel() * kind.itemsize
-        found = torch.frombuffer(bytearray(done.stdout[start : start + size]), dtype=kind)
+        found = torch.frombuffer(bytearray(output[start : start + size]), dtype=kind)
         found, wanted = found.view(wanted.shape).double(), wanted.detach()
         if wanted.shape[0] == experts and number > 1 + packed:
             found, wanted = found[used], wanted[used]
         limit = TOLERANCES[dtype] * max(float(wanted.abs().max()), 1.0)
         assert float((found - wanted).abs().max()) <= limit, (number, header, sizes)
         start += size
-    assert start == len(done.stdout)
+    assert start == len(output)
 
 
 def run_cases(command: list[str], count: int) -> None:
@@ -127,21 +102,12 @@ def run_cases(command: list[str], count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["neon", "neon_bf16"])
 def test_arm(name, tmp_path):
-    compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64"
-    for tool in (compiler, emulator):
-        if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not here (Debian's g++-aarch64-linux-gnu and qemu-user)")
-    program = compiled(tmp_path, compiler, f"-O2 -static {OPTIONS[name]}")
-    run_cases([emulator, "-cpu", "max", str(program)], 60)
+    run_cases(PROGRAM.on_arm(tmp_path, name), 60)
 
 
 @pytest.mark.slow
 def test_amx_with_emulated_tiles(tmp_path):
-    if "avx512_bf16" not in cpu_words() or platform.machine() != "x86_64":
-        pytest.skip("this CPU has no AVX-512 bf16, which the rest of this form needs")
-    include = ROOT / "tests/native/emulated_tiles.hpp"
-    options = f"-O2 {OPTIONS['avx512_bf16']} -D__AMX_BF16__ -include {include}"
-    run_cases([str(compiled(tmp_path, "g++", options))], 60)
+    run_cases(PROGRAM.with_emulated_tiles(tmp_path), 60)
 
 
 @pytest.mark.slow
@@ -149,7 +115,4 @@ def test_amx_with_emulated_tiles(tmp_path):
 @pytest.mark.parametrize("name", [known.name for known in sets_of_cpu()])
 def test_random_shapes_under_the_sanitizers(name, tmp_path):
     """No access outside of the tensors, whatever their sizes."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ here")
-    options = f"{SANITIZED} {OPTIONS[name]}"
-    run_cases([str(compiled(tmp_path, "g++", options))], 2000)
+    run_cases(PROGRAM.with_sanitizers(tmp_path, name), 2000)

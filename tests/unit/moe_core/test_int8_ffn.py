@@ -3,30 +3,24 @@ kernels as programs of their own, and the layer that uses them."""
 
 # E experts, N rows, M model dim, H hidden dim
 
-import platform
-import shutil
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_programs import KernelProgram, raw, run_program
 
 from moe_core import MoEConfig, MoELayer, prepared
 from moe_core.ops import ExpertWeights, expert_ffn, int8_ffn, quantize_weights
 from moe_core.ops.backend import KERNEL_ACTIVATIONS, Request, select
 from moe_core.ops.int8_ffn import reference
 from moe_core.ops.int8_ffn.inputs import Int8Inputs
-from moe_core.ops.native.instruction_sets import SETS, cpu_words, sets_of_cpu
+from moe_core.ops.native.instruction_sets import sets_of_cpu
 from moe_core.registry import GATED_ACTIVATIONS
 
-ROOT = Path(__file__).parents[3]
-NATIVE = ROOT / "moe_core/ops/native"
-OPTIONS = {known.name: known.options for known in SETS}
-SANITIZED = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
+PROGRAM = KernelProgram("int8.cpp", "ffn_int8.cpp")
 HERE = [known.name for known in sets_of_cpu()]
 # A number near the middle of two bytes may become either: a step of 255 of its row's range, which
 # one number can make large. So an error may be as large as LARGEST, but few are.
@@ -213,23 +207,6 @@ def test_a_compiled_layer_reads_what_was_prepared():
 # 2. The kernels as programs
 
 
-def compiled_program(directory: Path, compiler: str, options: str) -> Path:
-    program = directory / "int8"
-    sources = [ROOT / "tests/native/int8.cpp", NATIVE / "ffn_int8.cpp"]
-    command = [compiler, "-std=c++17", *options.split(), "-fopenmp", f"-I{NATIVE}"]
-    command += ["-o", str(program), *map(str, sources)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return program
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.contiguous()
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.int16)
-    return tensor.numpy().tobytes()
-
-
 def run_cases(command: list[str], count: int) -> None:
     """Random problems, each against the specification."""
     generator = np.random.default_rng(0)
@@ -245,13 +222,12 @@ def run_cases(command: list[str], count: int) -> None:
         q = quantize_weights(weights, dtype, name, "torch")
         header = [len(sizes), sum(sizes), model_dim, hidden_dim, activation]
         header += [dtype == torch.bfloat16, int(generator.integers(1, 4)), gated]
-        contents = np.array(header, np.int64).tobytes() + bits(rows)
+        contents = np.array(header, np.int64).tobytes() + raw(rows)
         for linear in q:
-            contents += b"".join(map(bits, linear or ()))
-        contents += bits(offsets)
-        done = subprocess.run(command, input=contents, capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr.decode()[-2000:]
-        found = torch.frombuffer(bytearray(done.stdout), dtype=dtype).view(rows.shape)
+            contents += b"".join(map(raw, linear or ()))
+        contents += raw(offsets)
+        output = run_program(command, contents)
+        found = torch.frombuffer(bytearray(output), dtype=dtype).view(rows.shape)
         expected = reference.forward(Int8Inputs(rows, q, offsets, name, "torch"))
         assert_near(found, expected)
 
@@ -259,21 +235,12 @@ def run_cases(command: list[str], count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["neon", "neon_dotprod", "neon_bf16"])
 def test_arm(name, tmp_path):
-    compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64"
-    for tool in (compiler, emulator):
-        if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not here (Debian's g++-aarch64-linux-gnu and qemu-user)")
-    program = compiled_program(tmp_path, compiler, f"-O2 -static {OPTIONS[name]}")
-    run_cases([emulator, "-cpu", "max", str(program)], 60)
+    run_cases(PROGRAM.on_arm(tmp_path, name), 60)
 
 
 @pytest.mark.slow
 def test_amx_with_emulated_tiles(tmp_path):
-    if "avx512_bf16" not in cpu_words() or platform.machine() != "x86_64":
-        pytest.skip("this CPU has no AVX-512 bf16, which the rest of this form needs")
-    include = ROOT / "tests/native/emulated_tiles.hpp"
-    options = f"-O2 {OPTIONS['avx512_bf16']} -D__AMX_BF16__ -include {include}"
-    run_cases([str(compiled_program(tmp_path, "g++", options))], 60)
+    run_cases(PROGRAM.with_emulated_tiles(tmp_path), 60)
 
 
 @pytest.mark.slow
@@ -281,6 +248,4 @@ def test_amx_with_emulated_tiles(tmp_path):
 @pytest.mark.parametrize("name", HERE)
 def test_random_shapes_under_the_sanitizers(name, tmp_path):
     """No access outside of the tensors, whatever their sizes."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ here")
-    run_cases([str(compiled_program(tmp_path, "g++", f"{SANITIZED} {OPTIONS[name]}"))], 2000)
+    run_cases(PROGRAM.with_sanitizers(tmp_path, name), 2000)
