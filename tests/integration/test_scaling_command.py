@@ -12,7 +12,7 @@ CFG = ("--cfg", ROOT / "configs" / "quickstart_digits.yaml")
 SMALL = ("--opts", "TRAIN.EPOCHS", "1", "TRAIN.WARMUP_EPOCHS", "0", "MODEL.SWINV2.EMBED_DIM", "16")
 SMALL += ("MODEL.SWINV2.DEPTHS", "[1,1,1]", "MODEL.MOE.BLOCKS", "[[],[],[0]]", "DATA.NUM_WORKERS")
 SMALL += ("0", "TRAIN.WARMUP_LR", "0", "TRAIN.MIN_LR", "0")
-SIZES = ("--batch-sizes", "64", "256", "--optimizers", "adamw", "lamb=0.1")
+SIZES = ("--batch-sizes", "256", "--optimizers", "adamw", "lamb=0.1")
 
 
 @pytest.fixture
@@ -27,9 +27,7 @@ def test_runs_are_trained_once_and_compared(scaling, tmp_path: Path):
     with (tmp_path / "scaling.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["optimizer"], row["batch_size"]) for row in rows] == [
-        ("adamw", "64"),
         ("adamw", "256"),
-        ("lamb=0.1", "64"),
         ("lamb=0.1", "256"),
     ]
     for row in rows:
@@ -42,13 +40,13 @@ def test_runs_are_trained_once_and_compared(scaling, tmp_path: Path):
         assert float(row["top1"]) == summary["val_top1"]
     assert float(rows[0]["noise_scale"]) >= 0
     assert (tmp_path / "scaling.png").stat().st_size > 5_000
-    assert done.out.count(" 1 of 1 |") == 4
+    assert done.out.count(" 1 of 1 |") == 2
 
     stamps = {file: os.stat(file).st_mtime_ns for file in tmp_path.glob("*/summary.json")}
     assert scaling(*words).status == 0
     assert stamps == {file: os.stat(file).st_mtime_ns for file in stamps}
     more = scaling(*words[: -len(SMALL)], "--seeds", "2", "--table", *SMALL)
-    assert (more.status, more.out.count(" 1 of 1 |")) == (0, 4)
+    assert (more.status, more.out.count(" 1 of 1 |")) == (0, 2)
 
 
 @pytest.mark.parametrize(
