@@ -214,8 +214,8 @@ def section_lines(record: dict) -> Iterator[str]:
         counts = {"passed": passed} | {key: tests[key] for key in ("failures", "errors", "skipped")}
         yield ", ".join(f"{count} {name}" for name, count in counts.items())
         yield ""
-    for found in record["tables"].values():
-        fields = {name: found[name] for name in ("title", "command", "columns", "rows", "notes")}
+    for table in record["tables"].values():
+        fields = {name: table[name] for name in ("title", "command", "columns", "rows", "notes")}
         yield "#" + Table(**fields).markdown()
     if record["status"] != "done":
         yield f"{record['status']}; printed last:"

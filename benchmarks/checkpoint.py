@@ -125,18 +125,18 @@ def main() -> None:
         for mode in MODES:
             bench.window_with_save(mode)
         size = sum(p.numel() for p in bench.trainer.step.model.parameters())
-        found, copies = {mode: [] for mode in MODES}, []
+        saves, copies = {mode: [] for mode in MODES}, []
         for _ in range(args.rounds):
             plain = bench.plain_window()
             for mode in MODES:
                 seconds, stall, cost = bench.window_with_save(mode)
                 step = plain / args.window
-                found[mode].append(
+                saves[mode].append(
                     (stall, stall / step, (seconds - plain) / step, cost.bytes, cost.seconds)
                 )
             latest = bench.savers["full, behind it"].root / "latest"
             copies.append(copy(latest.resolve(), Path(directory) / "copy"))
-        whole = found["full, behind it"][0][3]
+        whole = saves["full, behind it"][0][3]
     experts = f"{args.experts} experts in 2 layers, {args.partial} of them in a partial save"
     print(f"{size / 1e6:.1f}M parameters, {experts}; a step {1e3 * step:.0f} ms;")
     print(f"{args.rounds} rounds of {args.window} steps; {machine('cpu')}\n")
@@ -145,7 +145,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|")
     rate = whole / 1e6 / statistics.median(copies)
-    for mode, rows in found.items():
+    for mode, rows in saves.items():
         stall, stall_steps, cost_steps, size, seconds = (
             list(column) for column in zip(*rows, strict=True)
         )

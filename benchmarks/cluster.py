@@ -102,7 +102,7 @@ def exchange(rank: int, world_size: int, per_node: int, rounds: int) -> dict:
     """For every size and algorithm: times, bytes that this node sent to others, messages of this
     rank to them."""
     group = make_expert_groups(world_size, ranks_per_node=per_node)
-    found = {}
+    measured = {}
     for size, floats in SIZES.items():
         rows = torch.arange(floats, dtype=torch.float32).view(world_size, -1) + rank
         ways = {}
@@ -119,12 +119,12 @@ def exchange(rank: int, world_size: int, per_node: int, rounds: int) -> dict:
             far = sum(
                 n for other, n in traffic.messages.items() if other // per_node != rank // per_node
             )
-            found[f"{size}, {name}"] = {
+            measured[f"{size}, {name}"] = {
                 "ms": times[name],
                 "bytes": node_bytes_sent() - before,
                 "messages": far,
             }
-    return found
+    return measured
 
 
 class Step:
@@ -205,12 +205,11 @@ def report_exchange(layouts: list[tuple[int, int]], rates: list[float], rounds: 
     print("|---|---|---|---|---|---|---|---|")
     records = {}
     for cluster, where in clusters(layouts, rates):
-        found = records[where] = cluster.run(exchange, cluster.ranks_per_node, rounds, timeout=600)[
-            0
-        ]
-        for name, values in found.items():
+        by_rank = cluster.run(exchange, cluster.ranks_per_node, rounds, timeout=600)
+        measured = records[where] = by_rank[0]
+        for name, values in measured.items():
             size, algorithm = name.split(", ")
-            ratio = median_and_spread(ratios(values["ms"], found[f"{size}, linear"]["ms"]), 2)
+            ratio = median_and_spread(ratios(values["ms"], measured[f"{size}, linear"]["ms"]), 2)
             print(
                 f"{where} {size} | {algorithm} | {median_and_spread(values['ms'])} | {ratio} |"
                 f" {values['bytes']:,}"
@@ -266,22 +265,22 @@ def report_tuner(layouts: list[tuple[int, int]], rates: list[float], rounds: int
     records = {}
     for cluster, where in clusters(layouts, rates):
         for workload in WORKLOADS:
-            found = cluster.run(tuner, cluster.ranks_per_node, workload, rounds, timeout=600)[0]
-            records[f"{where} {workload} |"] = found
-            print(f"{where} {workload} | {_tuner_cells(found)}")
+            measured = cluster.run(tuner, cluster.ranks_per_node, workload, rounds, timeout=600)[0]
+            records[f"{where} {workload} |"] = measured
+            print(f"{where} {workload} | {_tuner_cells(measured)}")
     return records
 
 
-def _tuner_cells(found: dict) -> str:
-    medians = {name: statistics.median(times) for name, times in found["ms"].items()}
+def _tuner_cells(measured: dict) -> str:
+    medians = {name: statistics.median(times) for name, times in measured["ms"].items()}
     tuned = medians.pop("tuner")
     best, worst = min(medians, key=medians.get), max(medians, key=medians.get)
-    lost = sum(found["exploring_ms"]) / tuned - len(found["exploring_ms"])  # steps
+    lost = sum(measured["exploring_ms"]) / tuned - len(measured["exploring_ms"])  # steps
     return (
-        f"{median_and_spread(found['ms']['tuner'])} ms"
+        f"{median_and_spread(measured['ms']['tuner'])} ms"
         f" | {tuned / medians[best]:.3f} ({best}) | {medians[worst] / tuned:.2f} ({worst})"
-        f" | {len(found['exploring_ms'])} steps, {lost:.1f} lost: {lost / 10:.1f}% of 1,000"
-        f" | {'; '.join(f'{key}: {value}' for key, value in found['decisions'].items())} |"
+        f" | {len(measured['exploring_ms'])} steps, {lost:.1f} lost: {lost / 10:.1f}% of 1,000"
+        f" | {'; '.join(f'{key}: {value}' for key, value in measured['decisions'].items())} |"
     )
 
 

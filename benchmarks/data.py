@@ -56,13 +56,13 @@ def decoders(size: int) -> dict[str, Decoder]:
         )
         return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
-    found = {"Pillow": lambda content: to_mode(decode(content), "RGB"), "Pillow, draft": draft}
-    found["torchvision"] = by_torchvision
+    by_name = {"Pillow": lambda content: to_mode(decode(content), "RGB"), "Pillow, draft": draft}
+    by_name["torchvision"] = by_torchvision
     try:
         import simplejpeg
     except ImportError:
-        return found
-    return found | {
+        return by_name
+    return by_name | {
         "simplejpeg": lambda content: Image.fromarray(simplejpeg.decode_jpeg(content, "RGB"))
     }
 
@@ -117,8 +117,8 @@ def by_turns(
     )
 
 
-def rates(name: str, found: dict[str, Times], amount: float, unit: str) -> None:
-    for alternative, times in found.items():
+def rates(name: str, alternatives: dict[str, Times], amount: float, unit: str) -> None:
+    for alternative, times in alternatives.items():
         speed = median_and_spread([1e3 * amount / t for t in times], 0)
         print(f"| {name} | {alternative} | {speed} {unit} |")
 
@@ -126,9 +126,9 @@ def rates(name: str, found: dict[str, Times], amount: float, unit: str) -> None:
 def decoding(source: ImageFiles, size: int, rounds: int) -> None:
     contents = [source.read(i) for i in range(len(source))]
     transform = build_transform(data_config(recipe(size)), is_train=True)
-    found = decoders(size)
-    reference = [np.asarray(found["Pillow"](content), int) for content in contents]
-    for name, decoder in found.items():
+    alternatives = decoders(size)
+    reference = [np.asarray(alternatives["Pillow"](content), int) for content in contents]
+    for name, decoder in alternatives.items():
         if name != "Pillow, draft":
             worst = max(
                 np.abs(decoder(c) - r).mean() for c, r in zip(contents, reference, strict=True)
@@ -145,9 +145,9 @@ def decoding(source: ImageFiles, size: int, rounds: int) -> None:
 
     alone = {
         name: lambda images, d=decoder: [d(contents[i]) for i in images]
-        for name, decoder in found.items()
+        for name, decoder in alternatives.items()
     }
-    whole = {name: partial(augmented, decoder) for name, decoder in found.items()}
+    whole = {name: partial(augmented, decoder) for name, decoder in alternatives.items()}
     print("\n| | | median (quartiles) |\n|---|---|---|")
     rates("decode", by_turns(alone, len(contents), rounds), len(contents), "images/s")
     rates("decode and augment", by_turns(whole, len(contents), rounds), len(contents), "images/s")

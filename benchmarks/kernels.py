@@ -271,9 +271,9 @@ def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
         file.flush()
         command = [tool, "-res-usage", file.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
-    assert found is not None, report
-    registers, stack, local = map(int, found.groups())
+    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
+    assert match is not None, report
+    registers, stack, local = map(int, match.groups())
     return registers, stack + local
 
 

@@ -203,10 +203,10 @@ class Case:
             for name, peer in BUILT_IN.items()
             if name not in self.left_out
         }
-        found, unavailable = libraries(self.layer, self.device)
+        peers, unavailable = libraries(self.layer, self.device)
         self.left_out |= unavailable
-        self.alternatives |= {name: peer for name, (peer, _) in found.items()}
-        self.modules += [module for _, module in found.values()]
+        self.alternatives |= {name: peer for name, (peer, _) in peers.items()}
+        self.modules += [module for _, module in peers.values()]
 
     def _with_the_same_weights(self, **settings) -> MoELayer:
         layer = MoELayer(replace(self.layer.config, **settings)).to(self.device)
@@ -228,8 +228,8 @@ class Case:
             run = self._under_autocast(run) if self.dtype == "bfloat16" else run
             try:
                 y = run(self.x).to(self.x.dtype)
-                found = (y.detach(), *torch.autograd.grad(y, self.x, self.grad))
-                error = max(_difference(a, b) for a, b in zip(found, wanted, strict=True))
+                results = (y.detach(), *torch.autograd.grad(y, self.x, self.grad))
+                error = max(_difference(a, b) for a, b in zip(results, wanted, strict=True))
             except Exception as problem:  # a library's; the layer's own ends the run below
                 error, reason = (
                     float("inf"),

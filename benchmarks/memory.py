@@ -99,18 +99,18 @@ def kept_bytes(
 ) -> int:
     """Bytes that `forward` keeps for its backward pass, without those of the parameters."""
     known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    found: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            found[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = forward()
     del y
-    return sum(found.values())
+    return sum(storages.values())
 
 
 def run(layer: MoELayer, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -141,7 +141,7 @@ def main() -> None:
     for dtype_name in args.dtypes:
         dtype = getattr(torch, dtype_name)
         for tokens, published in PUBLISHED.items():
-            found = {
+            memory = {
                 "tokens": tokens,
                 "dtype": dtype_name,
                 "dropout": args.dropout,
@@ -150,17 +150,18 @@ def main() -> None:
             }
             if tokens in args.measure:
                 x = torch.randn(tokens, args.size, device=args.device).requires_grad_()
-                found["saved"] = saved(layer, x, dtype)
+                memory["saved"] = saved(layer, x, dtype)
                 layer.zero_grad()
                 step = partial(forward_and_backward, layer, x, dtype)
-                found["peak"] = working_memory(step, torch.device(args.device))
+                memory["peak"] = working_memory(step, torch.device(args.device))
                 layer.zero_grad()
-                if found["peak"] is not None:
-                    found["with weights"] = found["peak"] + weights
-            data.append(found)
+                if memory["peak"] is not None:
+                    memory["with weights"] = memory["peak"] + weights
+            data.append(memory)
             names = ("counted", "counted, Tutel", "saved", "peak", "with weights")
             cells = [
-                f"{found[name] / GIB:.2f}" if found.get(name) is not None else "" for name in names
+                f"{memory[name] / GIB:.2f}" if memory.get(name) is not None else ""
+                for name in names
             ]
             rows.append([f"{tokens:,}", dtype_name, *cells, *(f"{value}" for value in published)])
             keep(table, args.device, args.output)

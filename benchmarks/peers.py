@@ -216,15 +216,15 @@ def libraries(
     layer: MoELayer, device: torch.device
 ) -> tuple[dict[str, tuple[Peer, nn.Module]], dict[str, str]]:
     """The libraries' layers with `layer`'s weights; and why the others are not among them."""
-    found, unavailable = {}, {}
+    peers, unavailable = {}, {}
     for name, adapter in LIBRARIES.items():
         try:
-            found[name] = adapter(layer, device)
+            peers[name] = adapter(layer, device)
         except Exception as error:  # whatever a library fails with, the table goes on without it
             unavailable[name] = (
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )
-    return found, unavailable
+    return peers, unavailable
 
 
 @torch.no_grad()

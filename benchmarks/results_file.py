@@ -45,11 +45,11 @@ def keep(table: Table, device: str, output: Path | None = None) -> None:
     """`publish` without printing: scripts keep what they have so far, since a time limit may end
     them."""
     path = output or DIRECTORY / f"{_slug(device_name(device))}-{datetime.date.today()}.json"
-    found = json.loads(path.read_text()) if path.exists() else {"tables": {}}
-    found["tables"][table.title] = vars(table) | {"environment": environment(device)}
+    content = json.loads(path.read_text()) if path.exists() else {"tables": {}}
+    content["tables"][table.title] = vars(table) | {"environment": environment(device)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    path.with_suffix(".md").write_text(_document(found["tables"]))
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.with_suffix(".md").write_text(_document(content["tables"]))
 
 
 def environment(device: str) -> dict[str, str | int]:
@@ -83,9 +83,9 @@ def device_name(device: str) -> str:
 
 def _document(tables: dict[str, dict]) -> str:
     parts = ["Written by the scripts of benchmarks/; medians (quartiles) of interleaved rounds.\n"]
-    for found in tables.values():
-        fields = {name: found[name] for name in ("title", "command", "columns", "rows", "notes")}
-        head = ", ".join(f"{key} {value}" for key, value in found["environment"].items())
+    for table in tables.values():
+        fields = {name: table[name] for name in ("title", "command", "columns", "rows", "notes")}
+        head = ", ".join(f"{key} {value}" for key, value in table["environment"].items())
         parts.append(f"{Table(**fields).markdown()}\n{head}\n")
     return "\n".join(parts)
 

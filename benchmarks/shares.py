@@ -81,20 +81,20 @@ def routing_is_named() -> Iterator[None]:
 def profiled(run: Callable[[], object], passes: int, device: torch.device) -> tuple[Shares, float]:
     """The shares of a pass, and the milliseconds that it took under the profiler."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with routing_is_named(), profile(activities=activities, acc_events=True) as found:
+    with routing_is_named(), profile(activities=activities, acc_events=True) as profiler:
         synchronize()
         start = time.perf_counter()
         for _ in range(passes):
             run()
         synchronize()
         milliseconds = 1e3 * (time.perf_counter() - start) / passes
-    return shares(found.events(), passes, device.type), milliseconds
+    return shares(profiler.events(), passes, device.type), milliseconds
 
 
 def shares(events: Iterable[FunctionEvent], passes: int, device_type: str) -> Shares:
     """Milliseconds of a pass for each kind; an operator's backward pass is of the operator's
     kind."""
-    found: Shares = {kind: defaultdict(float) for kind in KINDS}
+    by_kind: Shares = {kind: defaultdict(float) for kind in KINDS}
     on_device = 0.0  # ms of all kernels
     kinds: dict[int, str | None] = {}
     # the kind by the number that an operator shares with its backward pass
@@ -113,12 +113,12 @@ def shares(events: Iterable[FunctionEvent], passes: int, device_type: str) -> Sh
         if device_type == "cuda":
             times = [(kernel.name, kernel.duration) for kernel in event.kernels]
         for name, microseconds in times:
-            found[own or REST][name] += microseconds / 1e3 / passes
+            by_kind[own or REST][name] += microseconds / 1e3 / passes
     if on_device:
-        found[REST]["kernels of no operator"] = on_device - sum(
-            sum(times.values()) for times in found.values()
+        by_kind[REST]["kernels of no operator"] = on_device - sum(
+            sum(times.values()) for times in by_kind.values()
         )
-    return found
+    return by_kind
 
 
 def _kind(
@@ -147,25 +147,25 @@ def measure(
         for name, config in zip(("experts", "dense"), configs, strict=True)
     }
     runs = {name: subject.run for name, subject in subjects.items()}
-    found = {}
+    measured = {}
     with prepared_for_inference(subjects.values()):
         times = timed(runs, rounds, world.device.type)
         for name, run in runs.items():
             parts, milliseconds = profiled(run, passes, world.device)
             # the profiler slows a host that launches kernels; where the host computes, both are of
             # the same passes
-            found[name] = (
+            measured[name] = (
                 parts,
                 statistics.median(times[name]) if world.device.type == "cuda" else milliseconds,
             )
-    return found
+    return measured
 
 
-def rows(found: dict[str, tuple[Shares, float]]) -> Iterator[list[str]]:
+def rows(measured: dict[str, tuple[Shares, float]]) -> Iterator[list[str]]:
     """A row for each kind: both models' milliseconds and their share of the pass, and the
     difference."""
     columns = []
-    for parts, whole in found.values():
+    for parts, whole in measured.values():
         column = {kind: sum(times.values()) for kind, times in parts.items()}
         columns.append(column | {IDLE: whole - sum(column.values()), PASS: whole})
     experts, dense = columns
@@ -198,9 +198,9 @@ def main() -> None:
             notes.insert(0, title)
         for combination, *configs in plan:
             with open_world(args.device, configs[0].TIMEOUT) as world:
-                found = measure(mode, configs, args.rounds, args.passes, world)
-            lines += [[str(combination), *row] for row in rows(found)]
-            data.append(combination._asdict() | found)
+                measured = measure(mode, configs, args.rounds, args.passes, world)
+            lines += [[str(combination), *row] for row in rows(measured)]
+            data.append(combination._asdict() | measured)
             keep(table, args.device, args.output)
             print(f"{combination}: done", file=sys.stderr, flush=True)
     publish(table, args.device, args.output)

@@ -277,8 +277,8 @@ def report_exchange(args: argparse.Namespace) -> dict:
     layouts = [(nodes, per_node) for nodes, per_node in args.layouts if min(nodes, per_node) > 1]
     records = {}
     for cluster, where in clusters(args, layouts):
-        found = cluster.run(run_exchange, cluster.ranks_per_node, sizes, args.rounds, timeout=600)
-        records[where] = times = found[0]
+        by_rank = cluster.run(run_exchange, cluster.ranks_per_node, sizes, args.rounds, timeout=600)
+        records[where] = times = by_rank[0]
         for size in sizes:
             linear, hierarchical = times[f"{size} linear"], times[f"{size} 2dh"]
             pairs = zip(hierarchical["measured"], linear["measured"], strict=True)

@@ -144,13 +144,13 @@ class Measurement:
         with Cluster(self.num_nodes + 1, 1, self.args.rate) as cluster:
             cluster.set_rate(self.args.source_rate, self.num_nodes)
             server = FileServer(cluster, self.num_nodes, self.args.shards, self.work)
-            found = {
+            measured = {
                 "stage": self._stage(cluster, server, alone=False),
                 "stage, each node alone": self._stage(cluster, server, alone=True),
             }
             if self.args.cfg:
-                found["train"] = self._train(cluster, server)
-        return found
+                measured["train"] = self._train(cluster, server)
+        return measured
 
     def _directories(self, name: str) -> list[Path]:
         return [self.work / name / f"node{node}" for node in range(self.num_nodes)]
@@ -210,14 +210,14 @@ def measured_profile(args: argparse.Namespace, work: Path) -> Machine:
     return load_profile(file)
 
 
-def report_predictions(found: dict[int, dict], first_run: Path, machine: Machine) -> None:
+def report_predictions(by_nodes: dict[int, dict], first_run: Path, machine: Machine) -> None:
     times = planner_of_run(first_run, machine, 1)
     measured = times.measured
     use = measured.cpu or 1 / os.cpu_count()
     print(f"\n{times.factor:.3g} times the profile's time; {use:.0%} of the cores in use")
     print("\n| nodes | step, ms: predicted | measured | to the target, s: predicted | measured |")
     print("| --- | --- | --- | --- | --- |")
-    for num_nodes, row in found.items():
+    for num_nodes, row in by_nodes.items():
         summary = row["train"]["summary"]
         reached = summary["phases_to_target"]
         if reached is None:
@@ -234,19 +234,19 @@ def report_predictions(found: dict[int, dict], first_run: Path, machine: Machine
         )
 
 
-def report(found: dict[int, dict]) -> None:
+def report(by_nodes: dict[int, dict]) -> None:
     print("\n| nodes | staging | copies read from the source | seconds |")
     print("| --- | --- | --- | --- |")
-    for num_nodes, measured in found.items():
+    for num_nodes, measured in by_nodes.items():
         for name in ("stage", "stage, each node alone"):
             row = measured[name]
             print(f"| {num_nodes} | {name} | {row['copies']:.2f} | {row['staging_seconds']:.1f} |")
-    if not all("train" in measured for measured in found.values()):
+    if not all("train" in measured for measured in by_nodes.values()):
         return
-    phases = list(found[1]["train"]["summary"]["phases"])
+    phases = list(by_nodes[1]["train"]["summary"]["phases"])
     print(f"\n| nodes | copies | staging | to the target | {' | '.join(phases)} | known |")
     print("| --- | --- | --- | --- |" + " --- |" * (len(phases) + 1))
-    for num_nodes, measured in found.items():
+    for num_nodes, measured in by_nodes.items():
         summary = measured["train"]["summary"]
         cells = [str(num_nodes), f"{measured['train']['copies']:.2f}"]
         cells.append(f"{summary['staging_seconds']:.1f}")
@@ -280,17 +280,17 @@ def main() -> None:
         if shutil.which(tool) is None:
             raise UserError(f"{tool} is not here: apt install sshfs openssh-server")
     args.shards = args.shards.resolve()
-    found = {}
+    by_nodes = {}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         for num_nodes in args.nodes:
-            found[num_nodes] = Measurement(args, num_nodes, work).run()
+            by_nodes[num_nodes] = Measurement(args, num_nodes, work).run()
             if args.json:
-                args.json.write_text(json.dumps(found, indent=1) + "\n")
-        report(found)
+                args.json.write_text(json.dumps(by_nodes, indent=1) + "\n")
+        report(by_nodes)
         if args.cfg:
             first_run = work / f"{args.nodes[0]}-nodes" / "output"
-            report_predictions(found, first_run, measured_profile(args, work))
+            report_predictions(by_nodes, first_run, measured_profile(args, work))
 
 
 if __name__ == "__main__":

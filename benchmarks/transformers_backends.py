@@ -134,7 +134,7 @@ def copied_gb(sizes: Sizes, num_tokens: int, dtype: torch.dtype) -> float:
 def usable(case: Case, candidates: list[str], tolerance: float) -> list[str]:
     """The backends whose output is eager's; the others are named."""
     expected = case.inference("eager")
-    found = []
+    backends = []
     for backend in candidates:
         try:
             error = (case.inference(backend) - expected).abs().max() / expected.abs().max()
@@ -142,10 +142,10 @@ def usable(case: Case, candidates: list[str], tolerance: float) -> list[str]:
             print(f"{backend}: {str(failure).splitlines()[0]}", file=sys.stderr)
             continue
         if error <= tolerance:
-            found.append(backend)
+            backends.append(backend)
         else:
             print(f"{backend}: wrong by {error:.1e} of the largest value", file=sys.stderr)
-    return found
+    return backends
 
 
 def rows_of(args: argparse.Namespace, model: str, num_tokens: int, dtype_name: str) -> list:

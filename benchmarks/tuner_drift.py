@@ -149,33 +149,33 @@ def measure(cluster: Cluster, rate: float, mode: str, rounds: int) -> dict:
         return cluster.run(drift, cluster.ranks_per_node, mode, rounds, directory, timeout=900)[0]
 
 
-def steps_until_near(found: dict) -> int | None:
+def steps_until_near(measured: dict) -> int | None:
     """Steps after the change until all that follow are within 10% of the best fixed strategy; None:
     not within the steps of the run."""
-    medians = {name: statistics.median(times) for name, times in found["ms"].items()}
+    medians = {name: statistics.median(times) for name, times in measured["ms"].items()}
     medians.pop("tuner")
     limit = WITHIN * min(medians.values())
     last_far = 0
-    for step, strategy in enumerate(found["after"], start=1):
+    for step, strategy in enumerate(measured["after"], start=1):
         if medians[strategy] > limit:
             last_far = step
-    if last_far == len(found["after"]):
+    if last_far == len(measured["after"]):
         return None
     return last_far
 
 
-def row(mode: str, rate: float, found: dict) -> str:
-    medians = {name: statistics.median(times) for name, times in found["ms"].items()}
+def row(mode: str, rate: float, measured: dict) -> str:
+    medians = {name: statistics.median(times) for name, times in measured["ms"].items()}
     medians.pop("tuner")
     best = min(medians, key=medians.get)
-    until = steps_until_near(found)
+    until = steps_until_near(measured)
     if until is None:
         until = f"more than {STEPS_AFTER}"
-    to_best = median_and_spread(ratios(found["ms"]["tuner"], found["ms"][best]), 2)
-    kept = medians[found["before"]] / medians[best]
+    to_best = median_and_spread(ratios(measured["ms"]["tuner"], measured["ms"][best]), 2)
+    kept = medians[measured["before"]] / medians[best]
     return (
-        f"| {mode} | {rate:g} -> {rate / 2:g} | {found['until_decided']} | {found['before']}"
-        f" | {kept:.2f} | {until} | {found['after'][-1]} | {best} | {to_best} |"
+        f"| {mode} | {rate:g} -> {rate / 2:g} | {measured['until_decided']} | {measured['before']}"
+        f" | {kept:.2f} | {until} | {measured['after'][-1]} | {best} | {to_best} |"
     )
 
 
@@ -202,9 +202,9 @@ def main() -> None:
     with Cluster(nodes, per_node) as cluster:
         for mode in args.modes:
             rate = args.rate or RATES[mode]
-            found = measure(cluster, rate, mode, args.rounds)
-            records[mode] = found
-            print(row(mode, rate, found), flush=True)
+            measured = measure(cluster, rate, mode, args.rounds)
+            records[mode] = measured
+            print(row(mode, rate, measured), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"machine": machine("cpu"), **records}) + "\n")
 

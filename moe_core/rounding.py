@@ -75,10 +75,10 @@ def _tile_limits(
     counts_by_k.scatter_add_(1, choices, torch.ones_like(choices))
     counts = counts_by_k[:top_k].sum(0)
     available = counts_by_k.sum(0)
-    wanted = counts
+    clipped = counts
     if capacity is not None:
-        wanted = wanted.clamp(max=capacity)
+        clipped = clipped.clamp(max=capacity)
         available = available.clamp(max=capacity)
-    nearest = (wanted + round_to // 2) // round_to * round_to
-    rounded_down = wanted // round_to * round_to
+    nearest = (clipped + round_to // 2) // round_to * round_to
+    rounded_down = clipped // round_to * round_to
     return counts, torch.where(nearest <= available, nearest, rounded_down)

@@ -209,7 +209,7 @@ def global_grad_norm(model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def global_grad_dot(model: nn.Module, others: Mapping[nn.Parameter, Tensor]) -> Tensor:
+def global_grad_dot(model: nn.Module, vectors: Mapping[nn.Parameter, Tensor]) -> Tensor:
     """The inner product of the gradient of the complete model with another, over the ranks as in
     `global_grad_norm`.
 
@@ -220,8 +220,8 @@ def global_grad_dot(model: nn.Module, others: Mapping[nn.Parameter, Tensor]) -> 
     def inner_product(parameters: list[nn.Parameter]) -> Tensor:
         parts = []
         for parameter in parameters:
-            if parameter in others:
-                product = _local_gradient(parameter) * _local(others[parameter])
+            if parameter in vectors:
+                product = _local_gradient(parameter) * _local(vectors[parameter])
                 parts.append(product.sum(dtype=torch.float32))
         if not parts:
             return torch.zeros((), device=parameters[0].device)

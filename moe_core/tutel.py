@@ -134,7 +134,7 @@ def to_tutel(
         ValueError: the experts, or the hidden dim of one, do not divide over `num_ranks`; gated
             experts.
     """
-    rest = dict(state)
+    remaining = dict(state)
     shards = {}
     for prefix in _layers(state, "experts.w1"):
         if f"{prefix}experts.w3" in state:
@@ -142,7 +142,7 @@ def to_tutel(
         num_experts, hidden_dim, model_dim = state[f"{prefix}experts.w1"].shape
         _check_ranks(num_experts, hidden_dim, num_ranks, _named(prefix))
         for theirs, ours in _EXPERTS.items():
-            full = rest.pop(f"{prefix}experts.{ours}", None)
+            full = remaining.pop(f"{prefix}experts.{ours}", None)
             if full is None:
                 length = hidden_dim
                 if ours == "b2":
@@ -152,16 +152,16 @@ def to_tutel(
             if legacy and theirs.endswith("bias"):
                 by_rank = by_rank.unsqueeze(2)
             shards[f"{prefix}experts.{theirs}"] = by_rank
-        for name in [name for name in rest if name.startswith(f"{prefix}router.")]:
+        for name in [name for name in remaining if name.startswith(f"{prefix}router.")]:
             match = re.fullmatch(r"router\.(?:(\d+)\.)?(.+)", name.removeprefix(prefix))
             if match and match[2] in _ROUTER:
                 new = f"{prefix}gates.{match[1] or 0}.{_ROUTER[match[2]]}"
-                _replace(rest, name, new, rest[name])
+                _replace(remaining, name, new, remaining[name])
         if not legacy:
-            rest[prefix + _COUNT] = tensor(num_experts)
+            remaining[prefix + _COUNT] = tensor(num_experts)
     states = []
     for rank in range(num_ranks):
-        states.append(rest | {name: by_rank[rank] for name, by_rank in shards.items()})
+        states.append(remaining | {name: by_rank[rank] for name, by_rank in shards.items()})
     return states
 
 

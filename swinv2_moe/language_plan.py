@@ -76,14 +76,14 @@ def parse(words: Sequence[str]) -> LanguageModel:
     Raises:
         UserError: an unknown name, a value that is not a whole number, a missing one.
     """
-    known = [field.name for field in fields(LanguageModel)]
+    allowed = [field.name for field in fields(LanguageModel)]
     values = {}
     for word in words:
         name, _, value = word.partition("=")
-        if name not in known:
+        if name not in allowed:
             raise UserError(
                 f"--language-model {word}: must be NAME=NUMBER, where NAME is one of"
-                f" {', '.join(known)}"
+                f" {', '.join(allowed)}"
             )
         try:
             values[name] = int(value)

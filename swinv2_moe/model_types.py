@@ -62,13 +62,13 @@ def register_model_type(name: str, section: Section) -> Callable[[Model], Model]
     Raises:
         ValueError: the name is taken.
     """
-    known = _TYPES.get(name, ModelType(section))
-    if known.registered or known.section is not section:
-        raise ValueError(f"MODEL.TYPE {name!r} is registered already: {known.model}")
+    existing = _TYPES.get(name, ModelType(section))
+    if existing.registered or existing.section is not section:
+        raise ValueError(f"MODEL.TYPE {name!r} is registered already: {existing.model}")
 
     def register(model: Model) -> Model:
-        known.registered = model
-        _TYPES[name] = known
+        existing.registered = model
+        _TYPES[name] = existing
         return model
 
     return register

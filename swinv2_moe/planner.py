@@ -142,9 +142,9 @@ def _saved_elements_per_image(model: nn.Module, size: int, channels: int) -> int
     The difference of two images and one: it excludes what does not depend on the images, such as
     copies of weights.
     """
-    one = torch.empty(1, channels, size, size, device="meta")
-    two = torch.empty(2, channels, size, size, device="meta")
-    return _saved_elements(model, two) - _saved_elements(model, one)
+    one_image = torch.empty(1, channels, size, size, device="meta")
+    two_images = torch.empty(2, channels, size, size, device="meta")
+    return _saved_elements(model, two_images) - _saved_elements(model, one_image)
 
 
 def _saved_elements(model: nn.Module, images: torch.Tensor) -> int:

@@ -124,19 +124,19 @@ def _make_file(num_bytes: int, offer: _Offer) -> tuple[int, _Offer]:
     """An anonymous file with its pages, which ends with a random key."""
     key = secrets.token_bytes(_KEY_BYTES)
     descriptor = -1
-    wanted = f"{num_bytes / 2**20:.1f} MiB of shared memory"
+    size_text = f"{num_bytes / 2**20:.1f} MiB of shared memory"
     try:
         # posix_fallocate would not fail: the kernel would end processes to make room.
         if num_bytes > available_bytes():
             free = f"{available_bytes() / 2**20:.1f} MiB of memory are available"
-            return descriptor, replace(offer, problem=f"{wanted}: {free}")
+            return descriptor, replace(offer, problem=f"{size_text}: {free}")
         # the name appears in /proc/*/maps alone
         descriptor = os.memfd_create(f"moe_core.comm.{os.getpid()}")
         # Without the pages, a machine that is out of memory would kill the first rank to write.
         os.posix_fallocate(descriptor, 0, num_bytes + _KEY_BYTES)
         os.pwrite(descriptor, key, num_bytes)
     except OSError as error:
-        return descriptor, replace(offer, problem=f"{wanted}: {error.strerror}")
+        return descriptor, replace(offer, problem=f"{size_text}: {error.strerror}")
     return descriptor, replace(offer, pid=os.getpid(), descriptor=descriptor, key=key)
 
 

@@ -60,8 +60,8 @@ def register() -> None:
 
 def check_version(version: str) -> None:
     """Raise ImportError for a version of transformers without the interface that is used here."""
-    found = tuple(int(part) for part in version.split(".")[:2])
-    if found < _OLDEST:
+    installed = tuple(int(part) for part in version.split(".")[:2])
+    if installed < _OLDEST:
         raise ImportError(
             f"transformers {version} is too old: moe_core.compat.transformers needs"
             f" {_OLDEST[0]}.{_OLDEST[1]} or newer"

@@ -214,7 +214,7 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
 
 def _why_no_library(kernels: str) -> str:
     """Why `kernels`, one of CPU_KERNELS, cannot run here."""
-    if kernels in [known.name for known in sets_of_cpu()]:
+    if kernels in [instructions.name for instructions in sets_of_cpu()]:
         return f"kernels ({kernels!r}) cannot run here: they do not compile (the log says why)"
     return f"kernels ({kernels!r}) cannot run here: this CPU lacks the instructions"
 

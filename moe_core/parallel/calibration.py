@@ -113,9 +113,9 @@ def _gather_seconds(process_group: dist.ProcessGroup, device: torch.device) -> l
     if device.type == "cuda":
         num_elements = 2**24
     part = torch.ones(num_elements // size, device=device)
-    whole = torch.empty(size * len(part), device=device)
-    gather = partial(dist.all_gather_into_tensor, whole, part, group=process_group)
-    reduce = partial(dist.reduce_scatter_tensor, part, whole, group=process_group)
+    gathered = torch.empty(size * len(part), device=device)
+    gather = partial(dist.all_gather_into_tensor, gathered, part, group=process_group)
+    reduce = partial(dist.reduce_scatter_tensor, part, gathered, group=process_group)
     return [_fastest(gather, device, repeats=3), _fastest(reduce, device, repeats=3)]
 
 

@@ -95,15 +95,15 @@ def record_call(
     """Report a collective of `tensor` that sends `sent[rank]` elements to each rank of the expert
     group."""
     group = subset.group
-    others = {rank: number for rank, number in sent.items() if rank != group.rank}
+    to_others = {rank: number for rank, number in sent.items() if rank != group.rank}
     # Integers are numbers of rows.
     if tensor.is_floating_point() and group in _counted:
         traffic = _counted[group]
-        for rank, number in others.items():
+        for rank, number in to_others.items():
             traffic.elements[rank] += number
             traffic.messages[rank] += 1
     if group in _recorded:
-        sent_bytes = sum(others.values()) * tensor.element_size()
+        sent_bytes = sum(to_others.values()) * tensor.element_size()
         call = ExchangeCall(
             subset, name, tuple(tensor.shape), tensor.dtype, tensor.device, sizes, sent_bytes
         )

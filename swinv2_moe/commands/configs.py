@@ -38,13 +38,13 @@ def main() -> None:
         console.print(as_started("\n".join(f"  {line}" for line in comment(path))))
     if args.names:
         return
-    found = {}
+    files = {}
     for name, path in config_names().items():
         if not name.startswith(_PARTS) and not name.endswith("recipe"):
-            found[name] = path
-    width = max(map(len, found))
+            files[name] = path
+    width = max(map(len, files))
     console.print(f"{'':{width}}  top-1  (published, or ours; sizes: docs/reference/models.md)")
-    for name, path in found.items():
+    for name, path in files.items():
         title = " ".join(comment(path)[:1])
         console.print(f"{name:{width}}  {top_1(path):>5}  {title}")
 

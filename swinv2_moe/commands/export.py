@@ -83,19 +83,20 @@ def time_ratios(program: dict) -> list[float]:
     return ratios(milliseconds["program"], milliseconds["model"])
 
 
-def show(found: dict, output: Path) -> None:
+def show(results: dict, output: Path) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    print_selection(console, found)
-    if found["without_data"]:
-        console.print(f"compared on random images: {found['without_data']}")
-    if found["other_class_names"]:
-        console.print(found["other_class_names"])
+    print_selection(console, results)
+    if results["without_data"]:
+        console.print(f"compared on random images: {results['without_data']}")
+    if results["other_class_names"]:
+        console.print(results["other_class_names"])
     experts = "dense"
-    if found["num_experts"]:
-        experts = f"{found['num_experts']} experts, capacity factor {found['capacity_factor']:g}"
-    console.print(f"{found['checkpoint']}, step {found['step']}, {experts}; {found['dtype']}")
-    batch, _, size, _ = found["input"]["shape"]
-    programs = list(found["programs"].values())
+    if results["num_experts"]:
+        factor = results["capacity_factor"]
+        experts = f"{results['num_experts']} experts, capacity factor {factor:g}"
+    console.print(f"{results['checkpoint']}, step {results['step']}, {experts}; {results['dtype']}")
+    batch, _, size, _ = results["input"]["shape"]
+    programs = list(results["programs"].values())
     columns = [f"{batch or 'any number'} x {size} px"]
     columns += [program["file"] for program in programs]
     rows = []
@@ -103,7 +104,7 @@ def show(found: dict, output: Path) -> None:
         rows.append([name] + [cell(program) for program in programs])
     console.print(number_table(columns, rows))
     images, batch = programs[0]["images"], programs[0]["timed_batch"]
-    compared = f"{images} {found['compared_on']}, timed in batches of {batch}"
+    compared = f"{images} {results['compared_on']}, timed in batches of {batch}"
     console.print(f"{compared}: {output}/model.json")
 
 
@@ -125,6 +126,6 @@ def main() -> None:
     )
     output, timer = Path(args.output), partial(interleaved, rounds=ROUNDS)
     resume, selected = select_checkpoint(args.resume, args.checkpoint)
-    found = export_model(resume, output, choices, args.data, args.dataset, args.opts, timer)
-    found["selected"] = selected
-    show(found, output)
+    results = export_model(resume, output, choices, args.data, args.dataset, args.opts, timer)
+    results["selected"] = selected
+    show(results, output)

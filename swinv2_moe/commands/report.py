@@ -119,17 +119,17 @@ def write_report(
     from swinv2_moe.measure.report_validation import validate
     from swinv2_moe.train.selection import select_checkpoint
 
-    found = []
+    used = []
     for run in runs:
         selected = select_checkpoint(str(run.directory), args.checkpoint)
         if selected not in validations:
             validations[selected] = validate(selected, args.data, args.opts, args.images)
-        found.append(validations[selected])
+        used.append(validations[selected])
     finished = not args.watch or all(run.summary for run in runs)
     refresh = 0
     if not finished:
         refresh = args.watch
-    page = render(runs, found, refresh)
+    page = render(runs, used, refresh)
     write_text(output, page)
     print(f"{output}: {len(page) / 1e6:.1f} MB", flush=True)
     return finished

@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def table_of(found: Roofline) -> Table:
+def table_of(result: Roofline) -> Table:
     from swinv2_moe.measure.roofline import PHASES
 
     titles = [
@@ -76,10 +76,10 @@ def table_of(found: Roofline) -> Table:
     ]
     rows = []
     for name in PHASES:
-        if name not in found.phases:
+        if name not in result.phases:
             rows.append([name] + ["-"] * (len(titles) - 1))
             continue
-        phase, share = found.phases[name], found.share_of_step(name)
+        phase, share = result.phases[name], result.share_of_step(name)
         work, (bound, of_roof) = phase.work, phase.bound()
         amounts = [work.flops / 1e9, work.memory / 1e6, work.exchange / 1e6, work.disk / 1e6]
         amounts += [phase.rate("flops") / 1e9, phase.rate("memory") / 1e9]
@@ -90,26 +90,26 @@ def table_of(found: Roofline) -> Table:
     return number_table(titles, rows, text_columns=["phase", "bound by"], markdown=True)
 
 
-def show(found: Roofline) -> None:
+def show(result: Roofline) -> None:
     # wide enough that no row of the table wraps
     console = Console(width=500, highlight=False, markup=False)
     console.print(
-        f"{found.title}, without mixup, accumulation or averaged weights\n"
-        f"{found.machine}; medians of {len(found.step)} rounds after {found.warmup} to warm up"
+        f"{result.title}, without mixup, accumulation or averaged weights\n"
+        f"{result.machine}; medians of {len(result.step)} rounds after {result.warmup} to warm up"
     )
-    for peak in found.peaks.values():
+    for peak in result.peaks.values():
         unit = "B/s"
-        if peak is found.peaks["flops"]:
+        if peak is result.peaks["flops"]:
             unit = "FLOP/s"
         console.print(f"peak: {peak.rate / 1e9:,.2f} G{unit}, {peak.what}")
-    console.print(table_of(found))
-    accounted = [100 * share for share in found.accounted()]
+    console.print(table_of(result))
+    accounted = [100 * share for share in result.accounted()]
     console.print(
-        f"whole step: {median_and_spread(found.step, 2)} ms; its phases, measured alone, add up to"
+        f"whole step: {median_and_spread(result.step, 2)} ms; its phases, measured alone, add up to"
         f" {median_and_spread(accounted, 1)}% of it. Data are read in parallel. Saving a checkpoint"
-        f" stops training for {found.stall:.2f} s."
+        f" stops training for {result.stall:.2f} s."
     )
-    if any(phase.bound()[1] > 1 for phase in found.phases.values()):
+    if any(phase.bound()[1] > 1 for phase in result.phases.values()):
         console.print("above 100% of a roof: the data were already in a cache")
 
 
@@ -123,9 +123,9 @@ def main() -> None:
     from swinv2_moe.measure import roofline
     from swinv2_moe.measure.roofline_figure import draw
 
-    found = roofline.measure(config, output, args.rounds, args.warmup)
-    if found is None:  # not the main rank
+    result = roofline.measure(config, output, args.rounds, args.warmup)
+    if result is None:  # not the main rank
         return
-    show(found)
-    draw(found, output / "roofline.png")
-    write_results(output / "roofline.json", found.record())
+    show(result)
+    draw(result, output / "roofline.png")
+    write_results(output / "roofline.json", result.record())

@@ -82,7 +82,7 @@ def points(args: argparse.Namespace) -> list[Point]:
     from swinv2_moe.config import load_config
     from swinv2_moe.measure.scaling_results import Point
 
-    found = []
+    all_points = []
     for seed in range(args.seeds):
         for word in args.optimizers:
             name, separator, rate = word.partition("=")
@@ -99,8 +99,8 @@ def points(args: argparse.Namespace) -> list[Point]:
                 if separator:
                     opts += ["TRAIN.BASE_LR", rate]
                 load_config(args.cfg, opts, args.data)
-                found.append(Point(word, batch_size, seed, tuple(opts)))
-    return found
+                all_points.append(Point(word, batch_size, seed, tuple(opts)))
+    return all_points
 
 
 def train(point: Point, output: Path, args: argparse.Namespace, jobs: Jobs) -> None:

@@ -63,10 +63,10 @@ def describe(prefix: str) -> str:
         UserError: no key starts so; the error names the nearest.
     """
     defaults = flatten(default_config())
-    wanted = prefix.upper().rstrip(".")
-    keys = [key for key in defaults if key == wanted or key.startswith(f"{wanted}.")]
+    name = prefix.upper().rstrip(".")
+    keys = [key for key in defaults if key == name or key.startswith(f"{name}.")]
     if not keys:
-        raise UserError(f"no key starts with {prefix!r}{nearest_key(wanted)}")
+        raise UserError(f"no key starts with {prefix!r}{nearest_key(name)}")
     by_key, types = meanings(), _types()
     lines = []
     for key in keys:
@@ -79,16 +79,16 @@ def describe(prefix: str) -> str:
 
 def meanings() -> dict[str, str]:
     """What each key means: the comments of the sections' fields, and what model types say."""
-    found = {}
+    by_key = {}
     for group, classes in _SECTIONS.items():
         for section in classes:
             for name, comment in comments(section).items():
-                found.setdefault(".".join(filter(None, [group, name.upper()])), comment)
+                by_key.setdefault(".".join(filter(None, [group, name.upper()])), comment)
     for registered in model_types().values():
         section = registered.section
         for key, meaning in section.meanings.items():
-            found[f"MODEL.{section.name}.{key}"] = meaning
-    return found
+            by_key[f"MODEL.{section.name}.{key}"] = meaning
+    return by_key
 
 
 def comments(section: type) -> dict[str, str]:
@@ -96,7 +96,7 @@ def comments(section: type) -> dict[str, str]:
 
     Fields of several words that a comment names in backticks become keys, in capitals.
     """
-    found = {}
+    by_name = {}
     lines_before = []
     for line in inspect.getsource(section).splitlines():
         if line.startswith("    # "):
@@ -104,15 +104,15 @@ def comments(section: type) -> dict[str, str]:
             continue
         match = _FIELD.match(line)
         if match:
-            found[match[1]] = " ".join(lines_before) or match[2] or ""
+            by_name[match[1]] = " ".join(lines_before) or match[2] or ""
         lines_before = []
 
     def as_key(match: re.Match) -> str:
-        if match[1] in found:
+        if match[1] in by_name:
             return match[0].upper()
         return match[0]
 
-    return {name: re.sub(r"`(\w+_\w+)`", as_key, text) for name, text in found.items()}
+    return {name: re.sub(r"`(\w+_\w+)`", as_key, text) for name, text in by_name.items()}
 
 
 def _types() -> dict[str, str]:

@@ -106,8 +106,9 @@ def _check_experts(
     piece = states[0][f"{name}.{_FC1}"]  # [E/W, H, M] or [1, H/s, M]
     if piece.shape[2:] != (config.model_dim,) or not piece.numel():
         return  # another architecture, which is reported with the names of its tensors
-    needed, rest = divmod(config.num_experts * config.hidden_dim * config.model_dim, piece.numel())
-    if ranks != needed and not rest:
+    num_elements = config.num_experts * config.hidden_dim * config.model_dim
+    needed, remainder = divmod(num_elements, piece.numel())
+    if ranks != needed and not remainder:
         missing = ""
         if 1 < ranks < needed:
             missing = f"; missing {sources.missing(needed)}"

@@ -196,11 +196,11 @@ def _indices_of(file: str, rows: list[dict], key: str, owners: list[dict]) -> np
         UserError: an id that no owner has.
     """
     ids = np.array([owner["id"] for owner in owners], np.int64)
-    wanted = np.array([row[key] for row in rows], np.int64)
+    wanted_ids = np.array([row[key] for row in rows], np.int64)
     order = np.argsort(ids)
-    place = order[np.searchsorted(ids, wanted, sorter=order).clip(max=len(ids) - 1)]
+    place = order[np.searchsorted(ids, wanted_ids, sorter=order).clip(max=len(ids) - 1)]
     kind = key.removesuffix("_id")
-    _check(file, "annotation {id}", rows, ids[place] != wanted, f"there is no {kind} {{{key}}}")
+    _check(file, "annotation {id}", rows, ids[place] != wanted_ids, f"there is no {kind} {{{key}}}")
     return place
 
 

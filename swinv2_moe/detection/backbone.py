@@ -212,12 +212,12 @@ def _check_names(trunk: dict) -> None:
         for cls in (SwinTransformerV2, SwinTransformerV2MoE)
         for name in signature(cls).parameters
     ]
-    known = sorted(set(parameters) - _SET_HERE)
+    allowed = sorted(set(parameters) - _SET_HERE)
     for name, value in trunk.items():
-        if name not in known:
+        if name not in allowed:
             raise _WrongArgument(
                 f"backbone.{name} ({value!r}) is not an argument of SwinV2MoE, whose trunk takes"
-                f" {', '.join(known)}"
+                f" {', '.join(allowed)}"
             )
 
 

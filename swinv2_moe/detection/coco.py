@@ -156,24 +156,24 @@ def check_split(file: Path, images: Path, decode_count: int | None) -> Annotatio
         UserError: as `check_annotations`; or images that are broken or have another size than in
             the annotations.
     """
-    found = check_annotations(file, images)
-    num_images = len(found.image_files)
+    annotations = check_annotations(file, images)
+    num_images = len(annotations.image_files)
     if decode_count is None:
         decode_count = num_images
     rows = spread(num_images, decode_count)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        problems = pool.map(partial(_problem, found, images), rows)
+        problems = pool.map(partial(_problem, annotations, images), rows)
         problems = list(filter(None, track(problems, f"decoding {images.name}", len(rows))))
     if problems:
         raise UserError(
             f"{images}: {len(problems):,} of {len(rows):,} images are unusable, the first:"
             f" {problems[0]}"
         )
-    return found
+    return annotations
 
 
-def _problem(found: Annotations, images: Path, row: int) -> str | None:
-    name, size = found.image_files[row], tuple(found.image_sizes[row])
+def _problem(annotations: Annotations, images: Path, row: int) -> str | None:
+    name, size = annotations.image_files[row], tuple(annotations.image_sizes[row])
     try:
         image = decode(read_file(images / name))
     except (OSError, ValueError) as error:

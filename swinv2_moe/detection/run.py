@@ -145,8 +145,8 @@ def build_detector(config: Config, source: str | None = None) -> nn.Module:
     if source is None:
         return model.eval()
     if Path(source).is_dir():
-        found = checkpoint.find_checkpoint(source, Path(), key="checkpoint", weights_only=True)
-        model.load_state_dict(checkpoint.read_weights_of(found, model))
+        weights = checkpoint.find_checkpoint(source, Path(), key="checkpoint", weights_only=True)
+        model.load_state_dict(checkpoint.read_weights_of(weights, model))
     else:
         load_pth(model, read_pth(source), source)
     return model.eval()

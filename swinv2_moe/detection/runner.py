@@ -114,20 +114,20 @@ class MoERunner(Runner):
     def load_or_resume(self) -> None:
         if self._has_loaded:
             return
-        found = self._find()
-        if found is None:
+        source = self._find()
+        if source is None:
             super().load_or_resume()
             return
-        for problem in found.skipped:
+        for problem in source.skipped:
             self.logger.warning(f"passed over: {problem}")
-        weights = checkpoint.read_weights_of(found, self.detector)
-        checkpoint.load_strategies(found, self.detector)
+        weights = checkpoint.read_weights_of(source, self.detector)
+        checkpoint.load_strategies(source, self.detector)
         self.detector.load_state_dict(weights)
         if self._resume:
-            self._restore(found)
+            self._restore(source)
         self._has_loaded = True
         origin = "going on from" if self._resume else "weights of"
-        self.logger.info(f"{origin} {found.directory}")
+        self.logger.info(f"{origin} {source.directory}")
 
     def _find(self) -> Checkpoint | None:
         """The checkpoint of the store to load, if any."""
@@ -142,19 +142,19 @@ class MoERunner(Runner):
             return checkpoint.find_checkpoint("auto", root, self.world)
         return None
 
-    def _restore(self, found: Checkpoint) -> None:
+    def _restore(self, source: Checkpoint) -> None:
         """Restore the training state, which `ExpertStoreHook` writes after epochs or iterations."""
-        training = found.meta["training"]
+        training = source.meta["training"]
         if training is None:
             raise UserError(
-                f"checkpoint {found.directory} holds weights alone, no training to resume"
+                f"checkpoint {source.directory} holds weights alone, no training to resume"
             )
         wrapper, schedulers = self.optim_wrapper, self.param_schedulers or []
-        check_detector(found.directory, training, len(wrapper.param_groups), len(schedulers))
+        check_detector(source.directory, training, len(wrapper.param_groups), len(schedulers))
         parameters = {name: p for name, p in self.detector.named_parameters() if p.requires_grad}
-        sections = found.optimizer_sections()
+        sections = source.optimizer_sections()
         moments = {
-            kind: checkpoint.read_section(found, kind, self.detector, parameters)
+            kind: checkpoint.read_section(source, kind, self.detector, parameters)
             for kind in sections
         }
         restore_optimizer(
@@ -166,7 +166,7 @@ class MoERunner(Runner):
         for scheduler, state in zip(schedulers, training["param_schedulers"], strict=True):
             scheduler.load_state_dict(state)
         self.train_loop._epoch, self.train_loop._iter = training["epoch"], training["iter"]
-        self.source = found
+        self.source = source
 
     def load_checkpoint(self, filename: str, *args, **kwargs) -> dict:
         """Load a .pth file of mmengine; weights that do not fit raise, where mmengine warns."""

@@ -112,8 +112,10 @@ def _place(
     return None
 
 
-def _overlap(one: np.ndarray, other: np.ndarray) -> bool:
-    return bool((np.maximum(one.min(0), other.min(0)) < np.minimum(one.max(0), other.max(0))).all())
+def _overlap(polygon: np.ndarray, other: np.ndarray) -> bool:
+    start = np.maximum(polygon.min(0), other.min(0))
+    end = np.minimum(polygon.max(0), other.max(0))
+    return bool((start < end).all())
 
 
 def _mask(polygon: np.ndarray, width: int, height: int) -> Image.Image:

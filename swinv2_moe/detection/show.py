@@ -61,9 +61,9 @@ def show(
     with prepared(detector):
         for file, name in zip(files, _names(files), strict=True):
             photo = _read(file)
-            found, experts = _look(detector, pipeline, photo, threshold)
-            save_png(draw(photo, found, experts, meta), output / name)
-            yield output / name, len(found.scores)
+            detections, experts = _look(detector, pipeline, photo, threshold)
+            save_png(draw(photo, detections, experts, meta), output / name)
+            yield output / name, len(detections.scores)
 
 
 def image_files(names: Sequence[str]) -> list[Path]:
@@ -125,18 +125,18 @@ def _look(
     masks = np.zeros((0,) + photo.shape[:2], bool)
     if "masks" in instances:
         masks = instances.masks
-    found = Detections(instances.bboxes, masks, instances.labels, instances.scores)
+    detections = Detections(instances.bboxes, masks, instances.labels, instances.scores)
     if not moe_layers(detector):
-        return found, {}
+        return detections, {}
     pixels = detector.data_preprocessor(data)["inputs"]
     height, width = data["data_samples"][0].img_shape
     with record_choices(detector) as choices:  # without padding, which is not routed
         detector.backbone(pixels[..., :height, :width])
-    return found, {name: ids[0, ..., 0].cpu().numpy() for name, ids in choices.items()}
+    return detections, {name: ids[0, ..., 0].cpu().numpy() for name, ids in choices.items()}
 
 
 def draw(
-    photo: np.ndarray, found: Detections, experts: dict[str, np.ndarray], meta: dict
+    photo: np.ndarray, detections: Detections, experts: dict[str, np.ndarray], meta: dict
 ) -> "Figure":
     """The photograph with its detections, and its patches in the colours of their experts.
 
@@ -154,7 +154,7 @@ def draw(
         inches += 0.4  # for the legend
     figure = new_figure(_WIDTH * (1 + columns / rows), inches)
     grid = figure.add_gridspec(rows, 1 + columns, width_ratios=[rows] + [1] * columns)
-    _draw_objects(figure.add_subplot(grid[:, 0]), photo, found, meta)
+    _draw_objects(figure.add_subplot(grid[:, 0]), photo, detections, meta)
     for number, (name, ids) in enumerate(experts.items()):
         axes = figure.add_subplot(grid[number // columns, 1 + number % columns])
         _draw_experts(axes, photo, ids, block_name(name.removeprefix("backbone.trunk.")))
@@ -163,16 +163,16 @@ def draw(
     return figure
 
 
-def _draw_objects(axes: "Axes", photo: np.ndarray, found: Detections, meta: dict) -> None:
+def _draw_objects(axes: "Axes", photo: np.ndarray, detections: Detections, meta: dict) -> None:
     from matplotlib.patches import Rectangle
 
-    colours = np.asarray(meta["palette"])[found.labels].reshape(-1, 3) / 255
+    colours = np.asarray(meta["palette"])[detections.labels].reshape(-1, 3) / 255
     picture = photo / 255
-    for mask, colour in zip(found.masks, colours, strict=False):
+    for mask, colour in zip(detections.masks, colours, strict=False):
         picture[mask] = (picture[mask] + colour) / 2
-    _picture(axes, picture, f"{len(found.scores)} objects")
+    _picture(axes, picture, f"{len(detections.scores)} objects")
     for box, label, score, colour in zip(
-        found.boxes, found.labels, found.scores, colours, strict=True
+        detections.boxes, detections.labels, detections.scores, colours, strict=True
     ):
         left, top, right, bottom = box
         size = (right - left, bottom - top)

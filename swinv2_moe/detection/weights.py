@@ -29,12 +29,12 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
     if not Path(source).is_dir():
         _load_file(trunk, Path(source))
         return
-    found = checkpoint.find_checkpoint(source, Path(), key=_KEY, weights_only=True)
+    pretrained = checkpoint.find_checkpoint(source, Path(), key=_KEY, weights_only=True)
     section = ""
-    if found.has("ema"):
+    if pretrained.has("ema"):
         section = "ema"
-    tensors = checkpoint.read_tensors(found, section, nn.Module())
-    experts = count_experts(found.directory / section)
+    tensors = checkpoint.read_tensors(pretrained, section, nn.Module())
+    experts = count_experts(pretrained.directory / section)
     prefix = ""
     if any(name.startswith(_DETECTOR_PREFIX) for name in tensors):
         prefix = _DETECTOR_PREFIX
@@ -42,7 +42,7 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
     windows_key = "windows"
     if prefix:
         windows_key = "backbone_windows"
-    windows = found.meta.get(windows_key)
+    windows = pretrained.meta.get(windows_key)
     if windows not in (None, trunk.position_windows()):
         raise UserError(
             f"{_KEY} {source}: its positions are measured by windows of {windows}, the backbone's "
@@ -52,7 +52,7 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
     model: nn.Module = trunk
     if prefix:
         model = _in_detector(trunk)
-    checkpoint.load_weights(found, model, _without_head)
+    checkpoint.load_weights(pretrained, model, _without_head)
 
 
 def _below(prefix: str, values: dict) -> dict:

@@ -178,23 +178,25 @@ class _Task:
         return entries
 
 
-def check_agreement(kind: str, dtype: str, found: Comparison) -> None:
+def check_agreement(kind: str, dtype: str, comparison: Comparison) -> None:
     """Check that a program agrees with the model.
 
     Raises:
         UserError: their logits differ by more than TOLERANCES, or their top-1 differs too often.
     """
-    difference, allowed = found.p99_abs_difference, TOLERANCES[dtype] * found.max_abs_logit
+    difference = comparison.p99_abs_difference
+    allowed = TOLERANCES[dtype] * comparison.max_abs_logit
     if not difference <= allowed:  # also if it is NaN
         raise UserError(
             f"the {kind} program's logits differ from the model's by {difference:.3g}; with "
             f"--dtype {dtype}, {allowed:.3g} is allowed ({TOLERANCES[dtype]:g} of the largest): "
             "nothing is written"
         )
-    if found.same_top1 < LEAST_SAME_TOP1:
+    if comparison.same_top1 < LEAST_SAME_TOP1:
         raise UserError(
-            f"the {kind} program (--dtype {dtype}) has the model's top-1 in {found.same_top1:.1f}% "
-            f"of {found.images} images; {LEAST_SAME_TOP1}% is needed: nothing is written"
+            f"the {kind} program (--dtype {dtype}) has the model's top-1 in"
+            f" {comparison.same_top1:.1f}% of {comparison.images} images;"
+            f" {LEAST_SAME_TOP1}% is needed: nothing is written"
         )
 
 

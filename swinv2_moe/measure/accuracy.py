@@ -361,7 +361,7 @@ class _Subject:
             what = f"capacity factor {factor:g}"
         with _capacity_factor(self.model, factor), self._bar(what, len(self.loader)) as bar:
             order = self.loader.sampler.order
-            found, paths = predict(
+            predictions, paths = predict(
                 self.model, self.loader, self.world, self.autocast, after_batch, order
             )
         self.unreadable.add(paths)
@@ -369,7 +369,8 @@ class _Subject:
         share = None
         if layers:
             share = float(dropped.sum() / choices.sum())
-        return _Pass(found, share, dict(zip(layers, (dropped / choices).tolist(), strict=True)))
+        share_of_layers = (dropped / choices).tolist()
+        return _Pass(predictions, share, dict(zip(layers, share_of_layers, strict=True)))
 
     def speeds(self, factors: list[float], base: float) -> dict[float, dict]:
         """Images/s of all ranks together at each factor, and their ratio to `base` by round."""

@@ -64,9 +64,9 @@ def worst(predictions: Predictions, count: int) -> list[int]:
     return wrong[order][:count].tolist()
 
 
-def taken_for(found: Sequence[Mistake]) -> dict[int, Mistake]:
-    """For each true class its most frequent mistake; `found` as `mistakes` returns it."""
+def taken_for(all_mistakes: Sequence[Mistake]) -> dict[int, Mistake]:
+    """For each true class its most frequent mistake; `all_mistakes` as `mistakes` returns it."""
     by_class: dict[int, Mistake] = {}
-    for mistake in found:
+    for mistake in all_mistakes:
         by_class.setdefault(mistake.truth, mistake)
     return by_class

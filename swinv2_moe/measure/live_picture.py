@@ -146,14 +146,14 @@ def _loads(run: LiveRun, width: int, height: int) -> list[Text]:
     if rows * columns < len(lines):
         shown = rows * columns - 1
         lines[shown:] = [Text(f"and {len(lines) - shown} more layers")]
-    found = []
+    bars = []
     for row in range(rows):
         line = Text()
         for text in lines[row::rows]:
             line.append_text(text)
             line.append(" " * (cell - len(text)))
-        found.append(line)
-    return found
+        bars.append(line)
+    return bars
 
 
 def _load(place: str, place_width: int, layer: dict, width: int) -> Text:

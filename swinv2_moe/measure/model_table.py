@@ -41,12 +41,12 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """Every configuration that `swinv2-moe train` takes; builds each model without memory."""
-    found = []
+    model_rows = []
     for name, path in config_names().items():
         is_part = name.startswith("ablations/") or name.endswith("recipe")
         if path.suffix == ".yaml" and not is_part:
-            found.append(row_of(name, path))
-    return found
+            model_rows.append(row_of(name, path))
+    return model_rows
 
 
 def row_of(name: str, path: Path) -> Row:

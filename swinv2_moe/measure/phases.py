@@ -238,10 +238,10 @@ def router(step: TrainingStep, calls: Sequence[Call]) -> Task:
         prepared.append((alone, x, call.options, [tokens, *call.layer.router.parameters()]))
 
     def run() -> None:
-        for alone, x, options, wanted in prepared:
+        for alone, x, options, inputs in prepared:
             with step.autocast():
                 y, aux_loss = alone(_not_a_leaf(x), **options)
-            torch.autograd.grad(y.sum() + weight * aux_loss, wanted)
+            torch.autograd.grad(y.sum() + weight * aux_loss, inputs)
 
     return counted(run)
 
@@ -255,12 +255,12 @@ def dispatch(moves: Moves) -> Task:
             if isinstance(arg, Tensor):
                 arg = arg.detach().requires_grad_(arg.is_floating_point())
             args.append(arg)
-        wanted = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
-        prepared.append((operator, args, wanted, torch.ones_like(operator(*args))))
+        inputs = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+        prepared.append((operator, args, inputs, torch.ones_like(operator(*args))))
 
     def run() -> None:
-        for operator, args, wanted, grad in prepared:
-            torch.autograd.grad(operator(*args), wanted, grad)
+        for operator, args, inputs, grad in prepared:
+            torch.autograd.grad(operator(*args), inputs, grad)
 
     combined = sum(
         args[0].numel() for operator, args in moves if operator_name(operator) == _MOVES[1]

@@ -119,7 +119,7 @@ def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
     if not len(predictions.targets):
         return Validation(problem="No predictions: no validation image can be read.")
     measured = measure(predictions, names)
-    found = mistakes(predictions)
+    all_mistakes = mistakes(predictions)
     model_names = deployed.source.meta["class_names"] or names
     samples, routing = _samples(deployed, model, source, names, model_names)
     about = f"{why or deployed.source.directory.name}. {len(predictions.targets):,} images"
@@ -129,9 +129,9 @@ def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
         problem=renamed or "",
         about=f"{about}.",
         facts=_facts(measured),
-        classes=_class_rows(measured["per_class"], taken_for(found), names),
+        classes=_class_rows(measured["per_class"], taken_for(all_mistakes), names),
         matrix=_matrix_rows(predictions, names),
-        pairs=_pairs(found, predictions, names),
+        pairs=_pairs(all_mistakes, predictions, names),
         worst=_worst_pictures(deployed, source, predictions, names, model_names),
         samples=samples,
         routing=routing,
@@ -198,8 +198,8 @@ def _worst_pictures(
         guess = Guess(
             model_names[predictions.predicted[position]], float(predictions.confidence[position])
         )
-        own = Guess(model_names[truth], math.exp(-predictions.losses[position]))
-        pictures.append(Picture(_data_url(photo), names[truth], False, [guess, own]))
+        true_class = Guess(model_names[truth], math.exp(-predictions.losses[position]))
+        pictures.append(Picture(_data_url(photo), names[truth], False, [guess, true_class]))
     return pictures
 
 
@@ -214,11 +214,11 @@ def _matrix_rows(predictions: Predictions, names: Sequence[str]) -> list[MatrixR
 
 
 def _pairs(
-    found: Sequence[Mistake], predictions: Predictions, names: Sequence[str]
+    all_mistakes: Sequence[Mistake], predictions: Predictions, names: Sequence[str]
 ) -> list[tuple[str, str, int, int]]:
     totals = np.bincount(predictions.targets, minlength=len(names)).tolist()
     pairs = []
-    for truth, predicted, images in found[:_PAIRS]:
+    for truth, predicted, images in all_mistakes[:_PAIRS]:
         pairs.append((names[truth], names[predicted], images, totals[truth]))
     return pairs
 

@@ -133,15 +133,15 @@ class Roofline:
 
     def record(self) -> dict:
         """Everything, ready for JSON; times in ms, one a round."""
-        found = {}
+        phases = {}
         for name, phase in self.phases.items():
             bound, share = phase.bound()
-            found[name] = asdict(phase.work) | {
+            phases[name] = asdict(phase.work) | {
                 "run": phase.times.run,
                 "ms": phase.times,
                 "bound_by": bound,
             }
-            found[name] |= {"share_of_roof": share, "share_of_step": self.share_of_step(name)}
+            phases[name] |= {"share_of_roof": share, "share_of_step": self.share_of_step(name)}
         peaks = {
             name: {
                 "what": peak.what,
@@ -153,7 +153,7 @@ class Roofline:
         }
         step = {"run": self.step.run, "ms": self.step, "accounted": self.accounted()}
         facts = {"title": self.title, "machine": self.machine, "warmup": self.warmup, "step": step}
-        return facts | {"phases": found, "peaks": peaks, "checkpoint_stall_seconds": self.stall}
+        return facts | {"phases": phases, "peaks": peaks, "checkpoint_stall_seconds": self.stall}
 
 
 def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline | None:

@@ -162,7 +162,7 @@ def measure(
         if graph:
             modes = [combination.mode for combination, *_ in plan]
             check_graph(modes, [combination.compile for combination, *_ in plan], world)
-        sizes = [measure_model(own, _classes(own)) for own in map(model_config, plan[0][1:])]
+        sizes = [measure_model(model, _classes(model)) for model in map(model_config, plan[0][1:])]
         if baseline == "einsum":
             sizes.append(sizes[0])
         for combination, *configs in plan:
@@ -216,7 +216,7 @@ def _measure(
             for name, subject in zip(names, subjects, strict=True):
                 alternatives[name] = capture(subject.run, f"{combination}, {name}")
         times = interleaved(alternatives, rounds, warmup, world)
-    peaks = [None if None in found else max(found) for found in memory]
+    peaks = [None if None in values else max(values) for values in memory]
     timed = [times[name] for name in names]
     moe, dense, *einsum = map(Side, timed, sizes, first, peaks, map(_held, subjects))
     routing = world.gather(_routing(subjects[0].model))
@@ -310,5 +310,5 @@ def _routing(model: MoEModel) -> tuple[float, float]:
     any layer."""
     stats = [layer.last_routing for layer in moe_layers(model).values()]
     return dropped_share(stats), max(
-        float(found.counts.max() / found.counts.float().mean()) for found in stats
+        float(of_layer.counts.max() / of_layer.counts.float().mean()) for of_layer in stats
     )

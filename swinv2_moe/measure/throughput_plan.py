@@ -70,7 +70,7 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
             f"{file}: MODEL.MOE.NUM_EXPERTS is 0, a model with experts is to be measured beside its"
             " dense one"
         )
-    found = []
+    all_combinations = []
     choices = (
         options.mode,
         options.batch_sizes,
@@ -95,5 +95,5 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
         config = load(keys)
         check_opts(opts, config, _DECIDED_BY)
         combination = Combination(mode, batch, dtype, factor, compile)
-        found.append((combination, config, load(keys | _DENSE)))
-    return found
+        all_combinations.append((combination, config, load(keys | _DENSE)))
+    return all_combinations

@@ -99,10 +99,10 @@ def _use(run: RunRecord) -> dict[str, dict[str, float]]:
 def _averaged(rows: list[Mapping[str, float]]) -> dict[str, float]:
     averaged = {}
     for key in _MEANS:
-        known = [row for row in rows if key in row]
-        seconds = sum(row["seconds"] for row in known)
+        with_key = [row for row in rows if key in row]
+        seconds = sum(row["seconds"] for row in with_key)
         if seconds:
-            averaged[key] = sum(row[key] * row["seconds"] for row in known) / seconds
+            averaged[key] = sum(row[key] * row["seconds"] for row in with_key) / seconds
     for key in _LARGEST:
         values = [row[key] for row in rows if key in row]
         if values:

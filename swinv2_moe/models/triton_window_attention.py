@@ -413,10 +413,10 @@ def _masks(mask: Tensor | None) -> tuple[Tensor | None, int]:
 def _blocks(tokens: int, widest: int) -> tuple[int, int]:
     """Tokens of each block and of the last one."""
     block = min(widest, _padded(tokens))
-    rest = tokens % block
-    if rest == 0:
+    remainder = tokens % block
+    if remainder == 0:
         return block, block
-    return block, _padded(rest)
+    return block, _padded(remainder)
 
 
 def _padded(tokens: int) -> int:

@@ -91,8 +91,8 @@ def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -
         raise ValueError("cannot be read as weights (a tar file, which torch wrote before 0.1.10)")
     content.seek(0)
     with torch.serialization.safe_globals(list(allowed)):
-        found = _load(file if is_zip else content, is_zip)
-    state = unwrapped(found)
+        loaded = _load(file if is_zip else content, is_zip)
+    state = unwrapped(loaded)
     if not isinstance(state, dict) or not all(
         isinstance(value, Tensor) for value in state.values()
     ):
@@ -106,7 +106,7 @@ def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -
     _check_total(state.values(), file.stat().st_size)
     if records is not None:
         _check_records(state, records)
-    return found
+    return loaded
 
 
 def _load(source: Path | BinaryIO, is_zip: bool) -> object:

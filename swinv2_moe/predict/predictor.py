@@ -191,13 +191,13 @@ def find_pictures(pictures: Picture | Iterable[Picture]) -> list[Path | Image.Im
     """
     if isinstance(pictures, (str, os.PathLike, Image.Image)):
         pictures = [pictures]
-    found: list[Path | Image.Image] = []
+    pictures_found: list[Path | Image.Image] = []
     for picture in pictures:
         if isinstance(picture, Image.Image):
-            found.append(picture)
+            pictures_found.append(picture)
         else:
-            found += image_paths([picture])
-    return found
+            pictures_found += image_paths([picture])
+    return pictures_found
 
 
 def _name(picture: Picture) -> str:

@@ -86,15 +86,15 @@ def predict(
             rows.append(_describe(logits, batch.targets))
             unreadable += batch.unreadable
             after_batch()
-    found = world.gather_rows(torch.cat(rows)).numpy()
+    gathered = world.gather_rows(torch.cat(rows)).numpy()
     if order is not None and world.is_main:
-        by_position = found[: len(order)]  # without padding
-        found = np.empty_like(by_position)
-        found[order] = by_position
-    indices = np.flatnonzero(found[:, 0] != IGNORE)
-    found = found[indices]
-    targets, predicted, ranks = found[:, :3].astype(np.int64).T
-    confidence, losses = found[:, 3:].T
+        by_position = gathered[: len(order)]  # without padding
+        gathered = np.empty_like(by_position)
+        gathered[order] = by_position
+    indices = np.flatnonzero(gathered[:, 0] != IGNORE)
+    gathered = gathered[indices]
+    targets, predicted, ranks = gathered[:, :3].astype(np.int64).T
+    confidence, losses = gathered[:, 3:].T
     paths = [path for paths in world.gather(unreadable) for path in paths]
     return Predictions(targets, predicted, ranks, confidence, losses, indices), paths
 
@@ -142,10 +142,10 @@ def _count(logits: Tensor, targets: Tensor) -> Tensor:
 def _describe(logits: Tensor, targets: Tensor) -> Tensor:
     """float64 [B, 5]: the columns of Predictions, and anything but the target where that is
     IGNORE."""
-    own = logits.gather(1, targets.clamp(min=0)[:, None])  # [B, 1]
+    target_logits = logits.gather(1, targets.clamp(min=0)[:, None])  # [B, 1]
     earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]  # [B, C]
     # of equal classes the first one leads, as in argmax
-    ranks = ((logits > own) | ((logits == own) & earlier)).sum(1)
+    ranks = ((logits > target_logits) | ((logits == target_logits) & earlier)).sum(1)
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
     columns = (targets, logits.argmax(1), ranks, logits.softmax(1).amax(1), losses)
     return torch.stack([column.double() for column in columns], dim=1)

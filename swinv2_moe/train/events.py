@@ -104,13 +104,13 @@ def read_staging(data_path: str) -> Staging | None:
         return None
     path = Path(data_path).expanduser() / "staging.json"
     try:
-        found = read_json(path, _MAX_STAGING_BYTES)
-        overlapped = found.get("overlapped", False) is True
+        content = read_json(path, _MAX_STAGING_BYTES)
+        overlapped = content.get("overlapped", False) is True
         staging = Staging(
-            float(found["started"]), float(found["seconds"]), int(found["bytes"]), overlapped
+            float(content["started"]), float(content["seconds"]), int(content["bytes"]), overlapped
         )
         if not all(math.isfinite(number) and number >= 0 for number in staging):
-            raise ValueError(short(found))
+            raise ValueError(short(content))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:

@@ -280,9 +280,10 @@ class Bar:
 def dropped_share(stats: Iterable[RoutingStats]) -> float:
     """Of all choices in one or more layers together, those that found their expert full; 0 where
     none was made."""
-    counts, shares = zip(*((one.counts.sum(), one.dropped_share) for one in stats), strict=True)
-    choices = torch.stack(counts).double()
-    return float(choices @ torch.stack(shares).double() / choices.sum().clamp(min=1))
+    stats = list(stats)
+    choices = torch.stack([of_layer.counts.sum() for of_layer in stats]).double()
+    shares = torch.stack([of_layer.dropped_share for of_layer in stats]).double()
+    return float(choices @ shares / choices.sum().clamp(min=1))
 
 
 def _load(stats: RoutingStats) -> dict:

@@ -75,12 +75,12 @@ def sample_choices(model: nn.Module, num_images: int, count: int) -> Iterator[Ro
     Up to `count` images are kept, spread evenly over the `num_images` of the forward passes to
     come. Conditions as in `record_choices`.
     """
-    wanted, sample, seen = spread(num_images, count), RoutingSample(), 0
+    positions, sample, seen = spread(num_images, count), RoutingSample(), 0
 
     def keep(model: nn.Module, args: tuple, output: Tensor) -> None:
         nonlocal seen
         images = args[0]
-        for row in [i - seen for i in wanted if seen <= i < seen + len(images)]:
+        for row in [i - seen for i in positions if seen <= i < seen + len(images)]:
             sample.images.append(images[row].cpu())
             for name, ids in choices.items():
                 sample.choices.setdefault(name, []).append(ids[row].cpu())

@@ -258,17 +258,17 @@ def _load_pretrained(config: ModelConfig, model: MoEModel, world: World, seed: i
         check_windows(model, windows_of_name(source), source)
         source = str(file)
     try:
-        found = None
+        pretrained = None
         if Path(source).is_dir():
-            found = checkpoint.find_checkpoint(
+            pretrained = checkpoint.find_checkpoint(
                 source, Path(), world, "MODEL.PRETRAINED", weights_only=True
             )
-        if found and not config.upcycle:
-            checkpoint.load_weights(found, model, fit)
+        if pretrained and not config.upcycle:
+            checkpoint.load_weights(pretrained, model, fit)
         else:
             dense = source
-            if found:
-                dense = checkpoint.read_dense(found, found.weights_section, model)
+            if pretrained:
+                dense = checkpoint.read_dense(pretrained, pretrained.weights_section, model)
             fresh = load_dense(model, dense, config.upcycle, config.upcycle_noise, seed, fit)
             if fresh and config.experts.freeze:
                 raise UserError(

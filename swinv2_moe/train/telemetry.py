@@ -138,7 +138,7 @@ def _of_phase(machines: list[dict[str, float]]) -> dict[str, float]:
 
 def energy(table: dict[str, dict]) -> float | None:
     """Joules of all phases of `combine`'s table; None where it is not known."""
-    known = [values["joules"] for values in table.values() if "joules" in values]
-    if not known:
+    joules = [values["joules"] for values in table.values() if "joules" in values]
+    if not joules:
         return None
-    return sum(known)
+    return sum(joules)

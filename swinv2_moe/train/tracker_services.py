@@ -138,8 +138,8 @@ class MLflow:
         """As parameters. MLflow changes none: a resumed run keeps the values of its start."""
         from mlflow.entities import Param
 
-        known = self._client.get_run(self.id).data.params
-        params = [Param(key, str(value)) for key, value in values.items() if key not in known]
+        sent = self._client.get_run(self.id).data.params
+        params = [Param(key, str(value)) for key, value in values.items() if key not in sent]
         self._client.log_batch(self.id, params=params)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

@@ -41,12 +41,12 @@ def create_standalone_group() -> dist.ProcessGroup | None:
     """A process group of this rank alone; None without torch.distributed. Every rank calls it."""
     if not dist.is_initialized():
         return None
-    own = None
+    group_of_rank = None
     for rank in range(dist.get_world_size()):
         process_group = dist.new_group([rank])
         if rank == dist.get_rank():
-            own = process_group
-    return own
+            group_of_rank = process_group
+    return group_of_rank
 
 
 # 1. Collectives without a gradient

@@ -183,13 +183,13 @@ def _own_group(partition: list[range]) -> dist.ProcessGroup | None:
     """This rank's process group, of those into which `partition` cuts the world."""
     if len(partition) == 1:
         return dist.group.WORLD
-    own = None
+    group_of_rank = None
     seconds = int(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", _DEFAULT_TIMEOUT))
     for ranks in partition:
         process_group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds))
         if dist.get_rank() in ranks:
-            own = process_group
-    return own
+            group_of_rank = process_group
+    return group_of_rank
 
 
 def _printer(rank: int) -> Callable[..., None]:

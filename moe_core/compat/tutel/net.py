@@ -107,5 +107,5 @@ class TutelDistributedOptimizer:
                 part.grad, _ = zero_scatter(grad, simple_reduce_scatter, group=self.group)
         self.local_optim.step()
         for parameter, part in zip(self.params, self.parts, strict=True):
-            whole = simple_all_gather(part.data, group=self.group)
-            parameter.data.copy_(whole[: parameter.numel()].view_as(parameter))
+            gathered = simple_all_gather(part.data, group=self.group)
+            parameter.data.copy_(gathered[: parameter.numel()].view_as(parameter))

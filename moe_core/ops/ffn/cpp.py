@@ -87,21 +87,21 @@ def backward(
 ) -> list[Tensor | None]:
     """Gradients of rows and of weights in their order; None where `needs` is False."""
     tensors = {"rows": inputs.rows, **inputs.weights._asdict()}
-    found: dict[str, Tensor | None] = {}
+    by_field: dict[str, Tensor | None] = {}
     for (name, tensor), is_needed in zip(tensors.items(), needs, strict=True):
-        found[name] = None
+        by_field[name] = None
         if is_needed and tensor is not None:
-            found[name] = _gradient(name, tensor, inputs.weights)
+            by_field[name] = _gradient(name, tensor, inputs.weights)
     call = _Call(inputs)
     for name in ("w1", "w2"):
-        like = found[name]
+        like = by_field[name]
         if name == "w1" and like is None:
-            like = found["w3"]
+            like = by_field["w3"]
         call.set_strides(f"grad_{name}_strides", like)
-    call.run("backward", [grad, hidden, *(found[name] for name in _GRADIENTS)])
+    call.run("backward", [grad, hidden, *(by_field[name] for name in _GRADIENTS)])
     gradients: list[Tensor | None] = []
     for name, tensor in tensors.items():
-        gradient = found[name]
+        gradient = by_field[name]
         if gradient is not None and tensor is not None:
             if name == "rows":
                 gradient[call.num_used_rows :] = 0

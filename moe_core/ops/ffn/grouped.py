@@ -54,12 +54,12 @@ def backward(
         return _zeros((rows, *weights), needs)
     needs_rows, needed = needs[0], by_name(needs[1:])
     kept = list(hidden.view(inputs.num_kept, len(rows), -1).unbind())
-    found: dict[str, Tensor] = {}
+    by_weight: dict[str, Tensor] = {}
     if needed["w2"]:
         h = _drop(_activated(inputs, kept), inputs)
-        found["w2"] = grouped_weight_grad(h, grad, offsets)
+        by_weight["w2"] = grouped_weight_grad(h, grad, offsets)
     if needed["b2"]:
-        found["b2"] = group_sum(grad, offsets)
+        by_weight["b2"] = group_sum(grad, offsets)
     d_hidden = _drop(grouped_linear(grad, weights.w2.to(rows.dtype), None, offsets), inputs)
     grad_rows = None
     for number, d_product in zip("13", _hidden_grads(inputs, d_hidden, kept), strict=False):
@@ -72,12 +72,12 @@ def backward(
             else:
                 grad_rows = grad_rows + part
         if needed[weight]:
-            found[weight] = grouped_weight_grad(d_product, rows, offsets)
+            by_weight[weight] = grouped_weight_grad(d_product, rows, offsets)
         if needed[bias]:
-            found[bias] = group_sum(d_product, offsets)
+            by_weight[bias] = group_sum(d_product, offsets)
     gradients: list[Tensor | None] = [grad_rows]
     for name, weight in weights._asdict().items():
-        gradient = found.get(name)
+        gradient = by_weight.get(name)
         if gradient is not None:
             gradient = gradient.to(weight.dtype)
         gradients.append(gradient)

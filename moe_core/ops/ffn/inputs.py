@@ -27,11 +27,11 @@ class ExpertWeights(NamedTuple):
     def with_tensors(self, tensors: list[Tensor]) -> "ExpertWeights":
         """The inverse of `tensors`: other tensors in the places of those that are there."""
         rest = iter(tensors)
-        found: dict[str, Tensor] = {}
+        by_field: dict[str, Tensor] = {}
         for name, old in self._asdict().items():
             if old is not None:
-                found[name] = next(rest)
-        return ExpertWeights._make([found.get(name) for name in self._fields])
+                by_field[name] = next(rest)
+        return ExpertWeights._make([by_field.get(name) for name in self._fields])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ExpertWeights":
         """`function` of each tensor that is there."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_core.ops.ffn.inputs import FFNInputs
 from moe_core.ops.moe_ffn import triton as moe_ffn
-from moe_core.ops.moe_ffn.inputs import MoEFFNInputs, cast_fields
+from moe_core.ops.moe_ffn.inputs import MoEFFNInputs, cast_matrices
 
 SEEDED_DROPOUT = True  # `noise` is a seed
 
@@ -46,7 +46,7 @@ def _with_plan(inputs: FFNInputs) -> MoEFFNInputs:
         rows,
         None,  # gates
         *inputs.weights,
-        **cast_fields(casts),
+        *cast_matrices(casts),
         choices=order,
         offsets=inputs.offsets,
         slots=order.unsqueeze(1),

@@ -34,9 +34,9 @@ class Int8Weights(NamedTuple):
 
     def tensors(self) -> list[Tensor | None]:
         """All tensors, in the order of the op's arguments."""
-        found: list[Tensor | None] = [*self.linear1, *self.linear2]
-        found += self.linear3 or [None] * len(Int8Linear._fields)
-        return found
+        tensors: list[Tensor | None] = [*self.linear1, *self.linear2]
+        tensors += self.linear3 or [None] * len(Int8Linear._fields)
+        return tensors
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[Tensor | None]) -> "Int8Weights":

@@ -61,8 +61,10 @@ class MoEFFNInputs(NamedTuple):
         return self.w1.dtype
 
 
-def cast_fields(casts: ExpertWeights | None) -> dict[str, Tensor | None]:
+def cast_matrices(
+    casts: ExpertWeights | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The fields w1_cast, w2_cast and w3_cast."""
     if casts is None:
-        return {"w1_cast": None, "w2_cast": None, "w3_cast": None}
-    return {"w1_cast": casts.w1, "w2_cast": casts.w2, "w3_cast": casts.w3}
+        return None, None, None
+    return casts.w1, casts.w2, casts.w3

@@ -16,7 +16,7 @@ from moe_core.ops.ffn.dropout import draw_seed
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.ffn.op import backward_products, expert_ffn
 from moe_core.ops.moe_ffn import composed
-from moe_core.ops.moe_ffn.inputs import MoEFFNInputs, cast_fields
+from moe_core.ops.moe_ffn.inputs import MoEFFNInputs, cast_matrices
 from moe_core.ops.plan.op import DispatchPlan
 
 _NUM_TENSORS = MoEFFNInputs._fields.index("activation")
@@ -76,7 +76,7 @@ def moe_ffn(
         tokens,
         gates,
         *weights,
-        **cast_fields(casts),
+        *cast_matrices(casts),
         choices=plan.choices,
         offsets=plan.offsets,
         slots=plan.slots,

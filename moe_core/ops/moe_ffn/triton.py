@@ -126,9 +126,9 @@ def _backward(
         GATED=inputs.w3 is not None,
         **call.constants,
     )
-    found: dict[str, Tensor] = {}
+    by_weight: dict[str, Tensor] = {}
     if weighted is not None:
-        found["w2"] = call.weight_grad(weighted, grad, inputs.weight_dtype)
+        by_weight["w2"] = call.weight_grad(weighted, grad, inputs.weight_dtype)
     del weighted, results
     grad_gates = None
     if dots is not None:
@@ -137,22 +137,22 @@ def _backward(
         bias_sums = call.new(needed["b2"], call.num_blocks, call.model_dim)
         call.gate_grad(grad, gates, weights.b2, dots, grad_gates, bias_sums)
         if bias_sums is not None and weights.b2 is not None:
-            found["b2"] = call.sum_blocks(bias_sums, weights.b2)
+            by_weight["b2"] = call.sum_blocks(bias_sums, weights.b2)
     halves = [(grad_z[: call.num_rows], weights.w1)]
     if weights.w3 is not None:
         halves.append((grad_z[call.num_rows :], weights.w3))
     for i, (d_hidden, _) in enumerate(halves):
         weight, bias = ("w1", "b1") if i == 0 else ("w3", "b3")
         if needed[weight]:
-            found[weight] = call.weight_grad(d_hidden, call.tokens, inputs.weight_dtype)
+            by_weight[weight] = call.weight_grad(d_hidden, call.tokens, inputs.weight_dtype)
         if sums is not None and needed[bias]:
-            found[bias] = call.sum_blocks(sums[i], getattr(weights, bias))
+            by_weight[bias] = call.sum_blocks(sums[i], getattr(weights, bias))
     grad_tokens = None
     if needs_tokens:
         grad_tokens = call.to_tokens(halves, None, None, inputs.kept)
     if not needs_gates:
         grad_gates = None
-    return [grad_tokens, grad_gates, *[found.get(name) for name in ExpertWeights._fields]]
+    return [grad_tokens, grad_gates, *[by_weight.get(name) for name in ExpertWeights._fields]]
 
 
 class _Call:

@@ -47,10 +47,10 @@ def blocks_kernel(
     first = tl.sum(tl.where(its, (behind - counts)[None, :], 0), 1)
     start = tl.sum(tl.where(its, starts[None, :], 0), 1) + (b - first) * BLOCK_N
     end = tl.minimum(start + BLOCK_N, tl.sum(tl.where(its, ends[None, :], 0), 1))
-    there = expert < NUM_EXPERTS
-    tl.store(blocks + b, tl.where(there, expert, 0), mask=b < num_blocks)
-    tl.store(blocks + num_blocks + b, tl.where(there, start, 0), mask=b < num_blocks)
-    tl.store(blocks + 2 * num_blocks + b, tl.where(there, end, 0), mask=b < num_blocks)
+    in_range = expert < NUM_EXPERTS
+    tl.store(blocks + b, tl.where(in_range, expert, 0), mask=b < num_blocks)
+    tl.store(blocks + num_blocks + b, tl.where(in_range, start, 0), mask=b < num_blocks)
+    tl.store(blocks + 2 * num_blocks + b, tl.where(in_range, end, 0), mask=b < num_blocks)
 
 
 @triton.jit
@@ -233,17 +233,18 @@ def _store_gradient(gradient, place, sums, block, cells, mask, columns, H: tl.co
 
 @triton.jit
 def _slopes(
-    grad_h, block, n, there, columns, gate, z, seed, grad_z, weighted, sums, num_blocks, num_rows,
+    grad_h, block, n, in_range, columns, gate, z, seed, grad_z, weighted, sums, num_blocks,
+    num_rows,
     H: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr,
     SCALE: tl.constexpr,
 ):  # fmt: skip
     """What hidden_grad_kernel writes for some columns, from the gradient of h; <h, its gradient> of
     each row."""
-    cells, mask = n[:, None] * H + columns[None, :], there[:, None] & (columns < H)[None, :]
+    cells, mask = n[:, None] * H + columns[None, :], in_range[:, None] & (columns < H)[None, :]
     first = tl.load(z + cells, mask=mask, other=0.0).to(tl.float32)
-    rest = num_rows.to(tl.int64) * H  # to the products with w3
+    second_start = num_rows.to(tl.int64) * H  # to the products with w3
     if GATED:
-        second = tl.load(z + rest + cells, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(z + second_start + cells, mask=mask, other=0.0).to(tl.float32)
         value, slope, slope_u = gated_activation(first, second, ACTIVATION)
     else:
         value, slope = activation(first, ACTIVATION)
@@ -263,7 +264,8 @@ def _slopes(
         other_sums = sums
         if sums is not None:
             other_sums = sums + num_blocks.to(tl.int64) * H
-        _store_gradient(slope_u * grad_h, grad_z + rest, other_sums, block, cells, mask, columns, H)
+        grad_u = grad_z + second_start
+        _store_gradient(slope_u * grad_h, grad_u, other_sums, block, cells, mask, columns, H)
     return dot
 
 
@@ -327,11 +329,11 @@ def weight_grad_kernel(
     total = tl.zeros([BLOCK_H, BLOCK_M], dtype=tl.float32)
     for first in range(start, end, BLOCK_K):
         n = first + tl.arange(0, BLOCK_K)
-        there = (n < end)[:, None]
+        in_range = (n < end)[:, None]
         token = tl.load(choices + n, mask=n < end, other=0) // TOP_K
-        left = tl.load(a + n[:, None] * H + h[None, :], mask=there & (h < H)[None, :], other=0.0)
+        left = tl.load(a + n[:, None] * H + h[None, :], mask=in_range & (h < H)[None, :], other=0.0)
         right = tl.load(
-            source + token[:, None] * M + m[None, :], mask=there & (m < M)[None, :], other=0.0
+            source + token[:, None] * M + m[None, :], mask=in_range & (m < M)[None, :], other=0.0
         )
         total = tl.dot(tl.trans(left), right, total, input_precision="tf32x3")
     cells = (expert.to(tl.int64) * H + h)[:, None] * M + m[None, :]
@@ -350,19 +352,19 @@ def gate_grad_kernel(
     expert, start, end = _block(blocks, block, num_blocks)
     if start < end:
         n, d = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-        there = n < end
-        choice = tl.load(choices + n, mask=there, other=0)
-        gate = tl.where(there, 1.0, 0.0)
+        in_range = n < end
+        choice = tl.load(choices + n, mask=in_range, other=0)
+        gate = tl.where(in_range, 1.0, 0.0)
         if gates is not None:
-            gate = tl.load(gates + choice, mask=there, other=0.0).to(tl.float32)
+            gate = tl.load(gates + choice, mask=in_range, other=0.0).to(tl.float32)
         cells = n[:, None] * NUM_DOTS + d[None, :]
         dot = tl.sum(
-            tl.load(dots + cells, mask=there[:, None] & (d < NUM_DOTS)[None, :], other=0.0), 1
+            tl.load(dots + cells, mask=in_range[:, None] & (d < NUM_DOTS)[None, :], other=0.0), 1
         )
         if b2 is not None:
             for first in range(0, M, BLOCK_M):
                 columns = first + tl.arange(0, BLOCK_M)
-                mask = there[:, None] & (columns < M)[None, :]
+                mask = in_range[:, None] & (columns < M)[None, :]
                 values = tl.load(
                     grad + (choice // TOP_K)[:, None] * M + columns[None, :], mask=mask, other=0.0
                 )
@@ -375,7 +377,7 @@ def gate_grad_kernel(
                     total = tl.sum(values * gate[:, None], 0)
                     tl.store(sums + block.to(tl.int64) * M + columns, total, mask=columns < M)
         if grad_gates is not None:
-            tl.store(grad_gates + choice, dot.to(grad_gates.dtype.element_ty), mask=there)
+            tl.store(grad_gates + choice, dot.to(grad_gates.dtype.element_ty), mask=in_range)
 
 
 @triton.jit

@@ -74,8 +74,11 @@ SETS = (
 def sets_of_cpu() -> list[InstructionSet]:
     """Those that this CPU has, the fastest first."""
     machine, words = platform.machine(), cpu_words()
-    found = [known for known in SETS if known.machine == machine and known.cpu <= words]
-    return sorted(found, key=lambda known: bool(known.slow_on & words))
+    usable = []
+    for instructions in SETS:
+        if instructions.machine == machine and instructions.cpu <= words:
+            usable.append(instructions)
+    return sorted(usable, key=lambda instructions: bool(instructions.slow_on & words))
 
 
 @functools.cache

@@ -54,10 +54,10 @@ def usable(dtype: torch.dtype, kernels: str = "auto") -> bool:
 
 def description(kernels: str = "auto") -> str:
     """The instruction set in use, for the log; "" if there is none."""
-    found = chosen(kernels)
-    if found is None:
+    choice = chosen(kernels)
+    if choice is None:
         return ""
-    return f"C++ ({found[0].label})"
+    return f"C++ ({choice[0].label})"
 
 
 def packed_dtype(dtype: torch.dtype, kernels: str = "auto") -> torch.dtype | None:
@@ -93,9 +93,9 @@ def pointer(tensor: Tensor | None) -> c_void_p:
 
 def library(kernels: str = "auto") -> ctypes.CDLL:
     """The library. Call `usable` first: it must have returned True."""
-    found = chosen(kernels)
-    assert found is not None
-    return found[1]
+    choice = chosen(kernels)
+    assert choice is not None
+    return choice[1]
 
 
 @functools.cache
@@ -105,11 +105,11 @@ def chosen(kernels: str = "auto") -> tuple[InstructionSet, ctypes.CDLL] | None:
     None if the CPU has none of them, or if C++ does not compile; then the log says why.
     """
     problem = ""
-    for known in sets_of_cpu():
-        if kernels not in ("auto", known.name):
+    for instructions in sets_of_cpu():
+        if kernels not in ("auto", instructions.name):
             continue
         try:
-            return known, _load(known)
+            return instructions, _load(instructions)
         except (OSError, subprocess.CalledProcessError) as error:
             reason = getattr(error, "stderr", None) or str(error)
             problem = reason.splitlines()[0]

@@ -18,16 +18,16 @@ def main() -> None:
     shutil.rmtree(PREBUILT, ignore_errors=True)
     PREBUILT.mkdir()
     machine = platform.machine()
-    sets = [known for known in SETS if known.machine == machine]
+    sets = [instructions for instructions in SETS if instructions.machine == machine]
     if not sets:
         sys.exit(f"no C++ kernels for machines of type {machine!r}")
-    for known in sets:
-        path = PREBUILT / file_name(known)
+    for instructions in sets:
+        path = PREBUILT / file_name(instructions)
         try:
-            compile_library(known, path)
+            compile_library(instructions, path)
         except (OSError, subprocess.CalledProcessError) as error:
             reason = getattr(error, "stderr", None) or str(error)
-            sys.exit(f"{known.name} does not compile: {reason.splitlines()[0]}")
+            sys.exit(f"{instructions.name} does not compile: {reason.splitlines()[0]}")
         print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB")
 
 

@@ -103,11 +103,11 @@ def _fingerprint(source: Source) -> str:
 
 
 def _new_plan(output: str, writers: "dict[str, _Writer]") -> dict:
-    others = [name for name in os.listdir(output) if not name.startswith(".")]
-    if others:
+    entries = [name for name in os.listdir(output) if not name.startswith(".")]
+    if entries:
         raise UserError(
             f"--output {output}: is not empty and holds no shards that were begun; found:"
-            f" {sorted(others)[0]}"
+            f" {sorted(entries)[0]}"
         )
     return {f"{split}_images_per_shard": writer.estimate() for split, writer in writers.items()}
 

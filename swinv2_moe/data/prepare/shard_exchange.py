@@ -50,14 +50,14 @@ class Exchange:
             UserError: there is one.
             StagingStopped: a node was told to stop.
         """
-        own = None
+        reported = None
         if problem is not None:
-            own = (str(problem), isinstance(problem, StagingStopped))
-        problems = self.gather(own)
-        for node, found in enumerate(problems):
-            if found is None:
+            reported = (str(problem), isinstance(problem, StagingStopped))
+        problems = self.gather(reported)
+        for node, node_problem in enumerate(problems):
+            if node_problem is None:
                 continue
-            message, was_stopped = found
+            message, was_stopped = node_problem
             if was_stopped:
                 raise StagingStopped(message)
             if None in problems:

@@ -139,13 +139,13 @@ class Stager:
             StagingStopped: `stopped` was set on a node.
         """
         owners = self._owners(files)
-        own = []
+        files_of_node = []
         for file, owner in owners.items():
             if owner == self._node and self._is_missing(file):
-                own.append(file)
-        with _Reading(self, own) as reading:
+                files_of_node.append(file)
+        with _Reading(self, files_of_node) as reading:
             if self.exchange is None:
-                for file in own:
+                for file in files_of_node:
                     reading.wait(file)
             else:
                 lacking = {file.name for file in files if self._is_missing(file)}
@@ -265,15 +265,15 @@ class Stager:
         if self.exchange is None:
             return
         digest = hashlib.sha256(self._index).hexdigest()
-        found = self.exchange.gather((digest, self._existing[0]))
+        by_node = self.exchange.gather((digest, self._existing[0]))
         self._existing = []
-        for node, (other_digest, existing) in enumerate(found):
-            if other_digest != found[0][0]:
+        for node, (other_digest, existing) in enumerate(by_node):
+            if other_digest != by_node[0][0]:
                 raise UserError(
                     f"SHARDS is {self.source!r}: node {node} sees other shards there than node 0"
                 )
             self._existing.append(existing)
-        self._sent = [0] * len(found)
+        self._sent = [0] * len(by_node)
 
     def _is_missing(self, file: ShardFile) -> bool:
         return file.name not in self._existing[self._node]
