@@ -154,7 +154,7 @@ def route(
     if balance is not None or config.gate_activation != "softmax":
         ids, gates = _choose_by_score(noisy, config.gate_activation, top_k, balance)
         if normalize:
-            gates = gates / gates.sum(1, keepdim=True)
+            gates = gates / _gate_sums(gates)
     fused_value = None
     if sums is None:
         scores = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
@@ -168,7 +168,7 @@ def route(
         ids = with_random_choices(ids, config.num_experts, random_share)
         gates = gate_scores(noisy, config.gate_activation).gather(1, ids)
         if normalize:
-            gates = gates / gates.sum(1, keepdim=True)
+            gates = gates / _gate_sums(gates)
     return Routing(ids, gates, aux_loss, probs)
 
 
@@ -295,6 +295,12 @@ def gate_scores(logits: Tensor, activation: str) -> Tensor:
     return logits.softmax(1)
 
 
+def _gate_sums(gates: Tensor) -> Tensor:
+    """The sum of each token's gate values [T, 1], at least 1e-30: all of them may be 0 where the
+    choice is not that of the largest logits, and with sigmoid gates."""
+    return gates.sum(1, keepdim=True).clamp(min=1e-30)
+
+
 def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
     """The routing with gate values that sum to 1 for each token, and a scale for each token [T, 1].
 
@@ -304,7 +310,7 @@ def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
     Args:
         routing: with gate values that are not normalised.
     """
-    total = routing.gates.sum(1, keepdim=True)
+    total = _gate_sums(routing.gates)
     top_k = routing.gates.shape[1]
     undecided = top_k / config.num_experts
     if config.gate_activation == "sigmoid":

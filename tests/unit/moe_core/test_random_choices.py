@@ -60,6 +60,18 @@ def test_gate_values_and_loss_are_the_routers(activation, normalize):
     assert len(routing.expert_ids.unique()) == 8
 
 
+@pytest.mark.parametrize("output_norm", [None, torch.nn.LayerNorm(6)], ids=["gates", "norm"])
+def test_experts_without_any_probability_have_gates_and_gradients_that_are_numbers(output_norm):
+    """The softmax of a decided router is exactly 0 for the experts that chance chose."""
+    layer = make_layer(dtype=torch.float32, top_k=2, capacity_factor=0.0, num_experts=8)
+    with torch.no_grad():
+        layer.router.weight.mul_(1000)
+    y, aux_loss = layer(torch.randn(50, 6), random_share=1.0, output_norm=output_norm)
+    (y.sum() + aux_loss).backward()
+    assert y.isfinite().all()
+    assert layer.router.weight.grad.isfinite().all()
+
+
 def test_a_layer_with_equal_experts_and_gates_does_not_change():
     """Only the choice is random."""
     layer = make_layer(capacity_factor=0.0, num_experts=4)
