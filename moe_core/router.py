@@ -152,13 +152,16 @@ def route(
         logits, noisy, top_k, normalize, aux_loss_name, loss_noise_std, config.kernels
     )
     if balance is not None or config.gate_activation != "softmax":
-        ids, gates = _choose_by_score(noisy, config.gate_activation, top_k, balance)
+        scores = gate_scores(noisy, config.gate_activation)
+        if balance is not None:
+            ids = largest(balance(scores), top_k)
+        gates = scores.gather(1, ids)
         if normalize:
             gates = gates / _gate_sums(gates)
     fused_value = None
     if sums is None:
-        scores = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
-        sums = expert_sums(aux_loss_name, scores)
+        loss_inputs = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
+        sums = expert_sums(aux_loss_name, loss_inputs)
     else:  # a kernel has computed the sums
         fused_value = loss_of_sums
     aux_loss = auxiliary_loss(aux_loss_name, sums, logits.shape[0], reduce, fused_value)
@@ -271,18 +274,6 @@ def _noise_std(logits: Tensor, config: MoEConfig, training: bool) -> float:
     if training:
         return config.gate_noise / config.num_experts
     return 0.0
-
-
-def _choose_by_score(
-    logits: Tensor, gate_activation: str, top_k: int, balance: BalanceBias | None
-) -> tuple[Tensor, Tensor]:
-    """Expert ids and scores [T, K] where the choice is biased or gates are no softmax."""
-    scores = gate_scores(logits, gate_activation)
-    choice_scores = scores.detach()
-    if balance is not None:
-        choice_scores = balance(scores)
-    ids = largest(choice_scores, top_k)
-    return ids, scores.gather(1, ids)
 
 
 def gate_scores(logits: Tensor, activation: str) -> Tensor:
