@@ -32,6 +32,8 @@ class Routing(NamedTuple):
     probs: Tensor  # [T, E] softmax of the (noisy) logits
     # [T, K]: which choices an expert takes first, where experts choose (`make_plan`)
     priority: Tensor | None = None
+    # [T, E] scores that gate values are taken from, where they are not `probs`
+    scores: Tensor | None = None
 
 
 @register_router("linear")
@@ -151,10 +153,12 @@ def route(
     gates, ids, probs, sums = choose_experts(
         logits, noisy, top_k, normalize, aux_loss_name, loss_noise_std, config.kernels
     )
-    if balance is not None or config.gate_activation != "softmax":
+    scores = probs
+    if config.gate_activation != "softmax":
         scores = gate_scores(noisy, config.gate_activation)
-        if balance is not None:
-            ids = largest(balance(scores), top_k)
+    if balance is not None:
+        ids = largest(balance(scores), top_k)
+    if balance is not None or config.gate_activation != "softmax":
         gates = scores.gather(1, ids)
         if normalize:
             gates = gates / _gate_sums(gates)
@@ -169,10 +173,10 @@ def route(
         aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
     if has_random_choices(random_share):
         ids = with_random_choices(ids, config.num_experts, random_share)
-        gates = gate_scores(noisy, config.gate_activation).gather(1, ids)
+        gates = scores.gather(1, ids)
         if normalize:
             gates = gates / _gate_sums(gates)
-    return Routing(ids, gates, aux_loss, probs)
+    return Routing(ids, gates, aux_loss, probs, scores=scores)
 
 
 def with_random_choices(ids: Tensor, num_experts: int, share: float | Tensor) -> Tensor:
@@ -306,7 +310,11 @@ def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
     undecided = top_k / config.num_experts
     if config.gate_activation == "sigmoid":
         undecided = top_k / 2
-    return routing._replace(gates=routing.gates / total), total / undecided
+    scores = routing.probs
+    if routing.scores is not None:
+        scores = routing.scores
+    split = routing._replace(gates=routing.gates / total, scores=scores / total)
+    return split, total / undecided
 
 
 def z_loss(logits: Tensor) -> Tensor:
