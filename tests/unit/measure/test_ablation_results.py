@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from swinv2_moe.measure.ablation_plan import Plan, Variant
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.ablation_plan import Plan, Variant, read_plan
 from swinv2_moe.measure.ablation_results import Run, interval, summarize, warnings
 
 
@@ -51,3 +52,42 @@ def test_other_macs_are_named():
     assert warnings(summarize(runs, plan()), "dense") == [
         "warning: moe has +3.0% active MACs beside dense"
     ]
+
+
+PLAN = """
+control: {control}
+seeds: 1
+variants:
+  8: {{base: {base}}}
+stages:
+  10: {{variants: {variants}}}
+"""
+
+
+@pytest.fixture
+def write_plan(tmp_path):
+    def write(control, variants):
+        base = tmp_path / "base.yaml"
+        base.touch()
+        file = tmp_path / "plan.yaml"
+        file.write_text(PLAN.format(control=control, variants=variants, base=base))
+        return file
+
+    return write
+
+
+def test_names_may_be_numbers(write_plan):
+    plan = read_plan(write_plan("8", "[8]"), "10")
+    assert (plan.control, list(plan.variants)) == ("8", ["8"])
+
+
+@pytest.mark.parametrize(
+    ("control", "variants", "message"),
+    [
+        ("[8]", "[8]", r"control is '\[8\]', allowed: 8"),
+        ("8", "[{8: 1}]", r"stages.10.variants: no such variant '{8: 1}'"),
+    ],
+)
+def test_names_that_are_none_are_refused(write_plan, control, variants, message):
+    with pytest.raises(UserError, match=message):
+        read_plan(write_plan(control, variants), "10")
