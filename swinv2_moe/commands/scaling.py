@@ -79,7 +79,7 @@ def points(args: argparse.Namespace) -> list[Point]:
     Raises:
         UserError: an option that cannot be read; a configuration that cannot be used.
     """
-    from swinv2_moe.config import load_config
+    from swinv2_moe.config import load_config, resolve_batch_size
     from swinv2_moe.measure.scaling_results import Point
 
     all_points = []
@@ -91,14 +91,14 @@ def points(args: argparse.Namespace) -> list[Point]:
                     *("PRINT_FREQ", str(_NOISE_SCALE_FREQ)),
                     *args.opts,
                     *("TRAIN.OPTIMIZER.NAME", name),
-                    *("DATA.BATCH_SIZE", str(batch_size)),
+                    *("DATA.GLOBAL_BATCH_SIZE", str(batch_size)),
                     *("TRAIN.TARGET_TOP1", str(args.target)),
                     *("TRAIN.NOISE_SCALE_FREQ", str(_NOISE_SCALE_FREQ)),
                     *("SEED", str(seed)),
                 ]
                 if separator:
                     opts += ["TRAIN.BASE_LR", rate]
-                load_config(args.cfg, opts, args.data)
+                resolve_batch_size(load_config(args.cfg, opts, args.data), 1)
                 all_points.append(Point(word, batch_size, seed, tuple(opts)))
     return all_points
 

@@ -4,9 +4,13 @@ import csv
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tool_cases import ROOT, command
+
+from swinv2_moe.commands.scaling import points
+from swinv2_moe.config import load_config, resolve_batch_size
 
 CFG = ("--cfg", ROOT / "configs" / "quickstart_digits.yaml")
 SMALL = ("--opts", "TRAIN.EPOCHS", "1", "TRAIN.WARMUP_EPOCHS", "0", "MODEL.SWINV2.EMBED_DIM", "16")
@@ -18,6 +22,16 @@ SIZES = ("--batch-sizes", "256", "--optimizers", "adamw", "lamb=0.1")
 @pytest.fixture
 def scaling(monkeypatch, capsys):
     return command("scaling", monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("key", ["DATA.GLOBAL_BATCH_SIZE", "TRAIN.ACCUMULATION_STEPS"])
+def test_a_batch_size_counts_the_images_of_a_step(key):
+    """Whatever the configuration says of the batch."""
+    args = SimpleNamespace(cfg=CFG[1], data=None, opts=[key, "4"], target=5.0)
+    args.seeds, args.batch_sizes, args.optimizers = 1, [32], ["adamw"]
+    (point,) = points(args)
+    config = resolve_batch_size(load_config(args.cfg, list(point.opts), None), 1)
+    assert config.DATA.BATCH_SIZE * config.TRAIN.ACCUMULATION_STEPS == 32
 
 
 def test_runs_are_trained_once_and_compared(scaling, tmp_path: Path):
