@@ -77,16 +77,18 @@ def points(args: argparse.Namespace) -> list[Point]:
     """The runs, seed by seed.
 
     Raises:
-        UserError: an option that cannot be read; a configuration that cannot be used.
+        UserError: an option that cannot be read; a configuration that cannot be used, or is not
+            that of a run which exists.
     """
     from swinv2_moe.config import load_config, resolve_batch_size
+    from swinv2_moe.measure.ablation_plan import check_unchanged
     from swinv2_moe.measure.scaling_results import Point
 
     all_points = []
     for seed in range(args.seeds):
-        for word in args.optimizers:
+        for word in dict.fromkeys(args.optimizers):
             name, separator, rate = word.partition("=")
-            for batch_size in args.batch_sizes:
+            for batch_size in dict.fromkeys(args.batch_sizes):
                 opts = [
                     *("PRINT_FREQ", str(_NOISE_SCALE_FREQ)),
                     *args.opts,
@@ -98,8 +100,10 @@ def points(args: argparse.Namespace) -> list[Point]:
                 ]
                 if separator:
                     opts += ["TRAIN.BASE_LR", rate]
-                resolve_batch_size(load_config(args.cfg, opts, args.data), 1)
-                all_points.append(Point(word, batch_size, seed, tuple(opts)))
+                config = resolve_batch_size(load_config(args.cfg, opts, args.data), 1)
+                point = Point(word, batch_size, seed, tuple(opts))
+                check_unchanged(Path(args.output) / point.name, "this command", config)
+                all_points.append(point)
     return all_points
 
 

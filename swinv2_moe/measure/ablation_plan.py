@@ -168,8 +168,11 @@ def _by_name(content: object, where: str) -> dict[str, object]:
     return {str(name): value for name, value in _mapping(content, where).items()}
 
 
-def check_unchanged(directory: Path, variant: Variant, config: CfgNode) -> None:
+def check_unchanged(directory: Path, source: str, config: CfgNode) -> None:
     """Check that a run in `directory`, if there is one, has the configuration `config`.
+
+    Args:
+        source: what says so, for the message.
 
     Raises:
         UserError: it has another; the message names the first key that differs.
@@ -181,6 +184,6 @@ def check_unchanged(directory: Path, variant: Variant, config: CfgNode) -> None:
     for key, value in flatten(config).items():
         if key != "OUTPUT" and recorded[key] != value:
             raise UserError(
-                f"{directory}: its run has {key} {recorded[key]!r}, variant {variant.name} now has"
+                f"{directory}: its run has {key} {recorded[key]!r}, {source} now has"
                 f" {value!r}; another --output starts anew"
             )

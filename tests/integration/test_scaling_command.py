@@ -28,7 +28,8 @@ def scaling(monkeypatch, capsys):
 def test_a_batch_size_counts_the_images_of_a_step(key):
     """Whatever the configuration says of the batch."""
     args = SimpleNamespace(cfg=CFG[1], data=None, opts=[key, "4"], target=5.0)
-    args.seeds, args.batch_sizes, args.optimizers = 1, [32], ["adamw"]
+    args.seeds, args.batch_sizes, args.optimizers = 1, [32, 32], ["adamw", "adamw"]
+    args.output = "new"
     (point,) = points(args)
     config = resolve_batch_size(load_config(args.cfg, list(point.opts), None), 1)
     assert config.DATA.BATCH_SIZE * config.TRAIN.ACCUMULATION_STEPS == 32
@@ -61,6 +62,10 @@ def test_runs_are_trained_once_and_compared(scaling, tmp_path: Path):
     assert stamps == {file: os.stat(file).st_mtime_ns for file in stamps}
     more = scaling(*words[: -len(SMALL)], "--seeds", "2", "--table", *SMALL)
     assert (more.status, more.out.count(" 1 of 1 |")) == (0, 2)
+    # what the runs recorded is of their own target
+    other = scaling(*CFG, "--target", "99", *SIZES, "--output", tmp_path, "--table", *SMALL)
+    assert other.status == 2
+    assert "its run has TRAIN.TARGET_TOP1 5.0, this command now has 99.0" in other.err
 
 
 @pytest.mark.parametrize(
