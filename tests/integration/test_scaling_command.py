@@ -11,6 +11,7 @@ from tool_cases import ROOT, command
 
 from swinv2_moe.commands.scaling import points
 from swinv2_moe.config import load_config, resolve_batch_size
+from swinv2_moe.measure.scaling_results import Point, Result, read
 
 CFG = ("--cfg", ROOT / "configs" / "quickstart_digits.yaml")
 SMALL = ("--opts", "TRAIN.EPOCHS", "1", "TRAIN.WARMUP_EPOCHS", "0", "MODEL.SWINV2.EMBED_DIM", "16")
@@ -33,6 +34,17 @@ def test_a_batch_size_counts_the_images_of_a_step(key):
     (point,) = points(args)
     config = resolve_batch_size(load_config(args.cfg, list(point.opts), None), 1)
     assert config.DATA.BATCH_SIZE * config.TRAIN.ACCUMULATION_STEPS == 32
+
+
+def test_a_run_of_fewer_steps_than_are_logged_has_no_noise_scale(tmp_path: Path):
+    point = Point("adamw", 512, 0, ())
+    run = tmp_path / point.name
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    summary = {"parameters": 1, "active_macs": 1, "world_size": 1, "device": "cpu", "steps": 3}
+    summary |= {"target_step": 2, "target_epoch": 1, "val_top1": 50.0, "images_per_second": 9.0}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert read([point], tmp_path) == [Result("adamw", 512, 0, 1, 2, 50.0, None, 9.0)]
 
 
 def test_runs_are_trained_once_and_compared(scaling, tmp_path: Path):
