@@ -134,7 +134,8 @@ def route(
         normalize_gates: False: gate values are scores, whatever the configuration says.
         random_share: of the tokens get random experts (`with_random_choices`). Gate values stay
             the router's, and the loss is that of the router's choices.
-        balance: biases of the choice in place of an auxiliary loss.
+        balance: biases of the choice in place of an auxiliary loss. In training it counts the
+            choices.
 
     Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
     """
@@ -158,6 +159,8 @@ def route(
         scores = gate_scores(noisy, config.gate_activation)
     if balance is not None:
         ids = largest(balance(scores), top_k)
+        if training:
+            balance.add_load(ids)
     if balance is not None or config.gate_activation != "softmax":
         gates = scores.gather(1, ids)
         if normalize:

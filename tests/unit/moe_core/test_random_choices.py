@@ -5,6 +5,7 @@ import torch
 from moe_cases import TINY, make_layer
 
 from moe_core import MoEConfig
+from moe_core.balance import BalanceBias
 from moe_core.router import route, with_random_choices
 
 NUM_TOKENS = 4000
@@ -70,6 +71,14 @@ def test_experts_without_any_probability_have_gates_and_gradients_that_are_numbe
     (y.sum() + aux_loss).backward()
     assert y.isfinite().all()
     assert layer.router.weight.grad.isfinite().all()
+
+
+def test_biases_balance_the_choices_of_the_router():
+    """Random ones would hide that all tokens choose experts 3 and 1."""
+    balance = BalanceBias(8, 1e-3)
+    config = MoEConfig(**TINY | MANY, top_k=2, balance="bias")
+    route(logits(), config, 2, training=True, random_share=1.0, balance=balance)
+    assert balance.load.tolist() == [0, NUM_TOKENS, 0, NUM_TOKENS, 0, 0, 0, 0]
 
 
 def test_a_layer_with_equal_experts_and_gates_does_not_change():
