@@ -108,7 +108,11 @@ def points(args: argparse.Namespace) -> list[Point]:
 
 
 def train(point: Point, output: Path, args: argparse.Namespace, jobs: Jobs) -> None:
-    """Train or continue a run; a finished one is not repeated."""
+    """Train or continue a run; a finished one is not repeated.
+
+    Raises:
+        UserError: it failed, or a signal has ended it before its last epoch.
+    """
     directory = output / point.name
     directory.mkdir(exist_ok=True)
     if (directory / "summary.json").is_file():
@@ -117,6 +121,8 @@ def train(point: Point, output: Path, args: argparse.Namespace, jobs: Jobs) -> N
     if args.data:
         words += ["--data", args.data]
     jobs.run(directory / "scaling.log", "train", *words, "--opts", *point.opts)
+    if not (directory / "summary.json").is_file():
+        raise UserError(f"{directory}: the training was told to stop")
 
 
 def train_all(runs: list[Point], output: Path, args: argparse.Namespace) -> None:

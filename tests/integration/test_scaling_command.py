@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 from tool_cases import ROOT, command
 
-from swinv2_moe.commands.scaling import points
+from swinv2_moe.commands.scaling import points, train
 from swinv2_moe.config import load_config, resolve_batch_size
+from swinv2_moe.errors import UserError
 from swinv2_moe.measure.scaling_results import Point, Result, read
 
 CFG = ("--cfg", ROOT / "configs" / "quickstart_digits.yaml")
@@ -45,6 +46,13 @@ def test_a_run_of_fewer_steps_than_are_logged_has_no_noise_scale(tmp_path: Path)
     summary |= {"target_step": 2, "target_epoch": 1, "val_top1": 50.0, "images_per_second": 9.0}
     (run / "summary.json").write_text(json.dumps(summary))
     assert read([point], tmp_path) == [Result("adamw", 512, 0, 1, 2, 50.0, None, 9.0)]
+
+
+def test_a_training_that_was_told_to_stop_is_not_done(tmp_path: Path):
+    args = SimpleNamespace(cfg=CFG[1], data=None)
+    jobs = SimpleNamespace(run=lambda *words: None)  # it ended with status 0
+    with pytest.raises(UserError, match="adamw-batch8-seed0: the training was told to stop"):
+        train(Point("adamw", 8, 0, ()), tmp_path, args, jobs)
 
 
 def test_runs_are_trained_once_and_compared(scaling, tmp_path: Path):
