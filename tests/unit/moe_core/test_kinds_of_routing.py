@@ -245,6 +245,8 @@ def test_bias_does_not_change_in_evaluation():
         ({"gate_activation": "relu"}, "gate_activation"),
         ({"balance": "none"}, "balance"),
         ({"z_loss_weight": float("nan")}, "z_loss_weight"),
+        ({"gate_noise": float("nan")}, "gate_noise"),
+        ({"gate_noise": float("inf")}, "gate_noise"),
         ({"num_shared_experts": -1}, "num_shared_experts"),
     ],
 )
