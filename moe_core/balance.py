@@ -6,7 +6,7 @@ others is lowered, by a constant. Gate values have no bias, so it has no gradien
 Source: Auxiliary-Loss-Free Load Balancing, arXiv 2408.15664, section 3, algorithm 1.
 """
 
-# E experts, L layers with a bias
+# T tokens, E experts, K top-k, L layers with a bias
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ class BalanceBias(nn.Module):
 
     Attributes:
         bias: [E], part of a checkpoint and equal on all ranks.
-        load: [E] int64, choices of this rank's tokens since the last update.
+        load: [E] int64, the router's choices for this rank's tokens since the last update; random
+            ones (`random_share`) would hide an imbalance.
     """
 
     def __init__(self, num_experts: int, rate: float, device=None) -> None:
@@ -35,9 +36,10 @@ class BalanceBias(nn.Module):
         return scores.detach() + self.bias.to(scores.dtype)
 
     @torch.no_grad()
-    def add_load(self, counts: Tensor) -> None:
-        """Count the choices [E] of a forward pass."""
-        self.load += counts
+    def add_load(self, expert_ids: Tensor) -> None:
+        """Count the choices [T, K] of a forward pass."""
+        ids = expert_ids.flatten()
+        self.load.scatter_add_(0, ids, torch.ones_like(ids))
 
     @torch.no_grad()
     def update(self, total: Tensor) -> None:

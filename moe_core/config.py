@@ -103,14 +103,13 @@ class MoEConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")
-        for name in ("slots_per_expert", "num_shared_experts", "z_loss_weight", "balance_rate"):
+        counts = ("slots_per_expert", "num_shared_experts")
+        for name in (*counts, "z_loss_weight", "balance_rate", "gate_noise"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} ({value}) must be finite and not negative")
         if self.round_to < 0:
             raise ValueError(f"round_to ({self.round_to}) must not be negative; 0 is off")
-        if self.gate_noise < 0:
-            raise ValueError(f"gate_noise ({self.gate_noise}) must not be negative")
         if self.aux_loss == "load_importance_tutel" and self.gate_noise == 0:
             raise ValueError("aux_loss ('load_importance_tutel') needs gate_noise (0.0) above 0")
         self._check_routing()

@@ -414,8 +414,6 @@ class MoELayer(nn.Module):
     def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
         """Keep what `last_routing` is computed from; not the choices that fill tiles."""
         counts, kept = counts_and_kept(plan, top_k, self.config.routing)
-        if self.balance is not None and self.training:
-            self.balance.add_load(counts)
         self._last = (routing.probs.detach(), counts, kept, top_k)
 
     # Everything that can be wrong is found on every rank before the first collective.

@@ -32,6 +32,8 @@ class Routing(NamedTuple):
     probs: Tensor  # [T, E] softmax of the (noisy) logits
     # [T, K]: which choices an expert takes first, where experts choose (`make_plan`)
     priority: Tensor | None = None
+    # [T, E] scores that gate values are taken from, where they are not `probs`
+    scores: Tensor | None = None
 
 
 @register_router("linear")
@@ -132,7 +134,8 @@ def route(
         normalize_gates: False: gate values are scores, whatever the configuration says.
         random_share: of the tokens get random experts (`with_random_choices`). Gate values stay
             the router's, and the loss is that of the router's choices.
-        balance: biases of the choice in place of an auxiliary loss.
+        balance: biases of the choice in place of an auxiliary loss. In training it counts the
+            choices.
 
     Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
     """
@@ -151,14 +154,21 @@ def route(
     gates, ids, probs, sums = choose_experts(
         logits, noisy, top_k, normalize, aux_loss_name, loss_noise_std, config.kernels
     )
+    scores = probs
+    if config.gate_activation != "softmax":
+        scores = gate_scores(noisy, config.gate_activation)
+    if balance is not None:
+        ids = largest(balance(scores), top_k)
+        if training:
+            balance.add_load(ids)
     if balance is not None or config.gate_activation != "softmax":
-        ids, gates = _choose_by_score(noisy, config.gate_activation, top_k, balance)
+        gates = scores.gather(1, ids)
         if normalize:
-            gates = gates / gates.sum(1, keepdim=True)
+            gates = gates / _gate_sums(gates)
     fused_value = None
     if sums is None:
-        scores = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
-        sums = expert_sums(aux_loss_name, scores)
+        loss_inputs = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
+        sums = expert_sums(aux_loss_name, loss_inputs)
     else:  # a kernel has computed the sums
         fused_value = loss_of_sums
     aux_loss = auxiliary_loss(aux_loss_name, sums, logits.shape[0], reduce, fused_value)
@@ -166,10 +176,10 @@ def route(
         aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
     if has_random_choices(random_share):
         ids = with_random_choices(ids, config.num_experts, random_share)
-        gates = gate_scores(noisy, config.gate_activation).gather(1, ids)
+        gates = scores.gather(1, ids)
         if normalize:
-            gates = gates / gates.sum(1, keepdim=True)
-    return Routing(ids, gates, aux_loss, probs)
+            gates = gates / _gate_sums(gates)
+    return Routing(ids, gates, aux_loss, probs, scores=scores)
 
 
 def with_random_choices(ids: Tensor, num_experts: int, share: float | Tensor) -> Tensor:
@@ -273,18 +283,6 @@ def _noise_std(logits: Tensor, config: MoEConfig, training: bool) -> float:
     return 0.0
 
 
-def _choose_by_score(
-    logits: Tensor, gate_activation: str, top_k: int, balance: BalanceBias | None
-) -> tuple[Tensor, Tensor]:
-    """Expert ids and scores [T, K] where the choice is biased or gates are no softmax."""
-    scores = gate_scores(logits, gate_activation)
-    choice_scores = scores.detach()
-    if balance is not None:
-        choice_scores = balance(scores)
-    ids = largest(choice_scores, top_k)
-    return ids, scores.gather(1, ids)
-
-
 def gate_scores(logits: Tensor, activation: str) -> Tensor:
     """The score of each expert, from which gate values are taken: logits [T, E] -> [T, E].
 
@@ -293,6 +291,12 @@ def gate_scores(logits: Tensor, activation: str) -> Tensor:
     if activation == "sigmoid":
         return logits.sigmoid()
     return logits.softmax(1)
+
+
+def _gate_sums(gates: Tensor) -> Tensor:
+    """The sum of each token's gate values [T, 1], at least 1e-30: all of them may be 0 where the
+    choice is not that of the largest logits, and with sigmoid gates."""
+    return gates.sum(1, keepdim=True).clamp(min=1e-30)
 
 
 def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
@@ -304,12 +308,16 @@ def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
     Args:
         routing: with gate values that are not normalised.
     """
-    total = routing.gates.sum(1, keepdim=True)
+    total = _gate_sums(routing.gates)
     top_k = routing.gates.shape[1]
     undecided = top_k / config.num_experts
     if config.gate_activation == "sigmoid":
         undecided = top_k / 2
-    return routing._replace(gates=routing.gates / total), total / undecided
+    scores = routing.probs
+    if routing.scores is not None:
+        scores = routing.scores
+    split = routing._replace(gates=routing.gates / total, scores=scores / total)
+    return split, total / undecided
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ def _plain_activation(module: Any) -> str:
         )
     settings = []
     for name, value in vars(act_fn).items():
-        if isinstance(value, float) or name == "approximate":
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
             settings.append(f"{name}={value}")
     name = f"transformers.{kind}({', '.join(settings)})"
     if name not in ACTIVATIONS:

@@ -113,7 +113,8 @@ def run_all(plan: Plan, variants: list[Variant], output: Path, args: argparse.Na
     runs = [(variant, seed) for seed in range(plan.seeds) for variant in variants]
     for variant, seed in runs:
         config = variant.config(seed, args.data)
-        check_unchanged(run_directory(output, variant.name, seed), variant, config)
+        directory = run_directory(output, variant.name, seed)
+        check_unchanged(directory, f"variant {variant.name}", config)
     jobs = Jobs(args.jobs)
     errors = []
     with ThreadPoolExecutor(args.jobs) as pool:

@@ -77,34 +77,42 @@ def points(args: argparse.Namespace) -> list[Point]:
     """The runs, seed by seed.
 
     Raises:
-        UserError: an option that cannot be read; a configuration that cannot be used.
+        UserError: an option that cannot be read; a configuration that cannot be used, or is not
+            that of a run which exists.
     """
-    from swinv2_moe.config import load_config
+    from swinv2_moe.config import load_config, resolve_batch_size
+    from swinv2_moe.measure.ablation_plan import check_unchanged
     from swinv2_moe.measure.scaling_results import Point
 
     all_points = []
     for seed in range(args.seeds):
-        for word in args.optimizers:
+        for word in dict.fromkeys(args.optimizers):
             name, separator, rate = word.partition("=")
-            for batch_size in args.batch_sizes:
+            for batch_size in dict.fromkeys(args.batch_sizes):
                 opts = [
                     *("PRINT_FREQ", str(_NOISE_SCALE_FREQ)),
                     *args.opts,
                     *("TRAIN.OPTIMIZER.NAME", name),
-                    *("DATA.BATCH_SIZE", str(batch_size)),
+                    *("DATA.GLOBAL_BATCH_SIZE", str(batch_size)),
                     *("TRAIN.TARGET_TOP1", str(args.target)),
                     *("TRAIN.NOISE_SCALE_FREQ", str(_NOISE_SCALE_FREQ)),
                     *("SEED", str(seed)),
                 ]
                 if separator:
                     opts += ["TRAIN.BASE_LR", rate]
-                load_config(args.cfg, opts, args.data)
-                all_points.append(Point(word, batch_size, seed, tuple(opts)))
+                config = resolve_batch_size(load_config(args.cfg, opts, args.data), 1)
+                point = Point(word, batch_size, seed, tuple(opts))
+                check_unchanged(Path(args.output) / point.name, "this command", config)
+                all_points.append(point)
     return all_points
 
 
 def train(point: Point, output: Path, args: argparse.Namespace, jobs: Jobs) -> None:
-    """Train or continue a run; a finished one is not repeated."""
+    """Train or continue a run; a finished one is not repeated.
+
+    Raises:
+        UserError: it failed, or a signal has ended it before its last epoch.
+    """
     directory = output / point.name
     directory.mkdir(exist_ok=True)
     if (directory / "summary.json").is_file():
@@ -113,6 +121,8 @@ def train(point: Point, output: Path, args: argparse.Namespace, jobs: Jobs) -> N
     if args.data:
         words += ["--data", args.data]
     jobs.run(directory / "scaling.log", "train", *words, "--opts", *point.opts)
+    if not (directory / "summary.json").is_file():
+        raise UserError(f"{directory}: the training was told to stop")
 
 
 def train_all(runs: list[Point], output: Path, args: argparse.Namespace) -> None:

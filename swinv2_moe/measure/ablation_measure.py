@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core import equal_tokens, moe_layers, prepared
-from swinv2_moe.data import Batch, evaluation_loader
+from swinv2_moe.data import IGNORE, Batch, evaluation_loader
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.measure.routing import DROPLESS, Subset, class_bits
 from swinv2_moe.models import MoEModel
@@ -68,7 +68,7 @@ def router_gradients(model: MoEModel, batches: Iterable[Batch], deployed: Deploy
 
     For each batch and MoE layer, g_task(P) is the L2 norm of the gradient of the cross-entropy with
     respect to the parameters P, and g_aux(P) that of the weighted auxiliary loss. Images are not
-    augmented.
+    augmented; those that cannot be read are left out.
 
     Returns:
         `router_to_experts`, the mean over layers and batches of g_task(router) / g_task(experts);
@@ -80,6 +80,10 @@ def router_gradients(model: MoEModel, batches: Iterable[Batch], deployed: Deploy
     to_experts, task_shares = [], []
     model.train()
     for number, (images, targets, _) in enumerate(batches):
+        is_readable = targets != IGNORE
+        if not is_readable.any():
+            continue
+        images, targets = images[is_readable], targets[is_readable]
         seed_everything(0, number)
         with deployed.autocast(), equal_tokens(model):
             logits, aux_loss = model.forward_with_aux(images.to(device))

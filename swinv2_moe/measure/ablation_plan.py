@@ -103,11 +103,11 @@ def read_plan(file: str | Path, stage: str | None = None, seeds: int | None = No
 def _plan(content: object, stage: str | None, seeds: int | None) -> Plan:
     plan = _mapping(content, "the file", _PLAN_KEYS)
     opts = _opts(plan.get("opts", {}), "opts")
-    definitions = _mapping(plan.get("variants"), "variants")
+    definitions = _by_name(plan.get("variants"), "variants")
     names = list(definitions)
     num_seeds = plan.get("seeds")
     if stage is not None:
-        stages = _mapping(plan.get("stages", {}), "stages")
+        stages = _by_name(plan.get("stages", {}), "stages")
         if stage not in stages:
             raise ValueError(f"no stage {stage!r}, allowed: {', '.join(stages) or 'none'}")
         settings = _mapping(stages[stage], f"stages.{stage}", _STAGE_KEYS)
@@ -121,11 +121,11 @@ def _plan(content: object, stage: str | None, seeds: int | None) -> Plan:
     if not isinstance(names, list):
         raise ValueError(f"stages.{stage}.variants is {names!r}, it must be a list of names")
     variants = {}
-    for name in names:
+    for name in map(str, names):
         if name not in definitions:
             raise ValueError(f"stages.{stage}.variants: no such variant {name!r}")
-        variants[str(name)] = _variant(str(name), definitions[name], opts)
-    control = plan.get("control")
+        variants[name] = _variant(name, definitions[name], opts)
+    control = str(plan.get("control"))
     if control not in variants:
         raise ValueError(f"control is {control!r}, allowed: {', '.join(variants) or 'none'}")
     return Plan(control, num_seeds, variants)
@@ -163,8 +163,16 @@ def _mapping(content: object, where: str, allowed: Sequence[str] = ()) -> dict:
     return content
 
 
-def check_unchanged(directory: Path, variant: Variant, config: CfgNode) -> None:
+def _by_name(content: object, where: str) -> dict[str, object]:
+    """YAML reads some names as numbers."""
+    return {str(name): value for name, value in _mapping(content, where).items()}
+
+
+def check_unchanged(directory: Path, source: str, config: CfgNode) -> None:
     """Check that a run in `directory`, if there is one, has the configuration `config`.
+
+    Args:
+        source: what says so, for the message.
 
     Raises:
         UserError: it has another; the message names the first key that differs.
@@ -176,6 +184,6 @@ def check_unchanged(directory: Path, variant: Variant, config: CfgNode) -> None:
     for key, value in flatten(config).items():
         if key != "OUTPUT" and recorded[key] != value:
             raise UserError(
-                f"{directory}: its run has {key} {recorded[key]!r}, variant {variant.name} now has"
+                f"{directory}: its run has {key} {recorded[key]!r}, {source} now has"
                 f" {value!r}; another --output starts anew"
             )

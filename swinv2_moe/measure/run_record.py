@@ -110,14 +110,19 @@ def read_run(directory: Path) -> RunRecord:
         steps,
         [entry for entry in entries if "val_top1" in entry],
         [entry["environment"] for entry in entries if "environment" in entry],
-        _read_summary(directory / "summary.json"),
+        read_summary(directory / "summary.json"),
         len(lines) - len(entries),
         [entry for entry in entries if "strategy" in entry],
         [entry for entry in entries if "telemetry" in entry],
     )
 
 
-def _read_summary(file: Path) -> dict | None:
+def read_summary(file: Path) -> dict | None:
+    """The summary of a run, None without one.
+
+    Raises:
+        UserError: it is not readable.
+    """
     if not file.exists():
         return None
     summary = parse(_read(file, missing=f"{file}: has just vanished"))

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.ablation_results import interval
-from swinv2_moe.measure.run_record import read_run
+from swinv2_moe.measure.run_record import NotBegunError, read_run, read_summary
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.tables import number_table
 
@@ -62,17 +62,10 @@ def read(runs: Sequence[Point], output: Path) -> list[Result]:
     results = []
     for point in runs:
         directory = output / point.name
-        if not (directory / "summary.json").is_file():
+        summary = read_summary(directory / "summary.json")
+        if summary is None:
             continue
-        record = read_run(directory)
-        summary = record.summary
-        assert summary is not None
-        last_step = summary["target_step"] or summary["steps"]
-        noise = [
-            step["noise_scale"]
-            for step in record.steps
-            if "noise_scale" in step and step["step"] <= last_step
-        ]
+        noise = _noise_scales(directory, summary["target_step"] or summary["steps"])
         results.append(
             Result(
                 point.optimizer,
@@ -86,6 +79,17 @@ def read(runs: Sequence[Point], output: Path) -> list[Result]:
             )
         )
     return results
+
+
+def _noise_scales(directory: Path, last_step: int) -> list[float]:
+    """What the run has logged until a step; nothing if it had fewer steps than PRINT_FREQ."""
+    try:
+        steps = read_run(directory).steps
+    except NotBegunError:
+        return []
+    return [
+        step["noise_scale"] for step in steps if "noise_scale" in step and step["step"] <= last_step
+    ]
 
 
 def write_csv(results: Sequence[Result], file: Path) -> None:

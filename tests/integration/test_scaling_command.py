@@ -4,9 +4,15 @@ import csv
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tool_cases import ROOT, command
+
+from swinv2_moe.commands.scaling import points, train
+from swinv2_moe.config import load_config, resolve_batch_size
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.scaling_results import Point, Result, read
 
 CFG = ("--cfg", ROOT / "configs" / "quickstart_digits.yaml")
 SMALL = ("--opts", "TRAIN.EPOCHS", "1", "TRAIN.WARMUP_EPOCHS", "0", "MODEL.SWINV2.EMBED_DIM", "16")
@@ -18,6 +24,35 @@ SIZES = ("--batch-sizes", "256", "--optimizers", "adamw", "lamb=0.1")
 @pytest.fixture
 def scaling(monkeypatch, capsys):
     return command("scaling", monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("key", ["DATA.GLOBAL_BATCH_SIZE", "TRAIN.ACCUMULATION_STEPS"])
+def test_a_batch_size_counts_the_images_of_a_step(key):
+    """Whatever the configuration says of the batch."""
+    args = SimpleNamespace(cfg=CFG[1], data=None, opts=[key, "4"], target=5.0)
+    args.seeds, args.batch_sizes, args.optimizers = 1, [32, 32], ["adamw", "adamw"]
+    args.output = "new"
+    (point,) = points(args)
+    config = resolve_batch_size(load_config(args.cfg, list(point.opts), None), 1)
+    assert config.DATA.BATCH_SIZE * config.TRAIN.ACCUMULATION_STEPS == 32
+
+
+def test_a_run_of_fewer_steps_than_are_logged_has_no_noise_scale(tmp_path: Path):
+    point = Point("adamw", 512, 0, ())
+    run = tmp_path / point.name
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    summary = {"parameters": 1, "active_macs": 1, "world_size": 1, "device": "cpu", "steps": 3}
+    summary |= {"target_step": 2, "target_epoch": 1, "val_top1": 50.0, "images_per_second": 9.0}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert read([point], tmp_path) == [Result("adamw", 512, 0, 1, 2, 50.0, None, 9.0)]
+
+
+def test_a_training_that_was_told_to_stop_is_not_done(tmp_path: Path):
+    args = SimpleNamespace(cfg=CFG[1], data=None)
+    jobs = SimpleNamespace(run=lambda *words: None)  # it ended with status 0
+    with pytest.raises(UserError, match="adamw-batch8-seed0: the training was told to stop"):
+        train(Point("adamw", 8, 0, ()), tmp_path, args, jobs)
 
 
 def test_runs_are_trained_once_and_compared(scaling, tmp_path: Path):
@@ -47,6 +82,10 @@ def test_runs_are_trained_once_and_compared(scaling, tmp_path: Path):
     assert stamps == {file: os.stat(file).st_mtime_ns for file in stamps}
     more = scaling(*words[: -len(SMALL)], "--seeds", "2", "--table", *SMALL)
     assert (more.status, more.out.count(" 1 of 1 |")) == (0, 2)
+    # what the runs recorded is of their own target
+    other = scaling(*CFG, "--target", "99", *SIZES, "--output", tmp_path, "--table", *SMALL)
+    assert other.status == 2
+    assert "its run has TRAIN.TARGET_TOP1 5.0, this command now has 99.0" in other.err
 
 
 @pytest.mark.parametrize(

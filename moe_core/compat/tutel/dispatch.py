@@ -116,7 +116,7 @@ def fast_encode(data: Tensor, critical: Critical | tuple, is_postscore: bool = T
         if not is_postscore:
             rows = tokens * gate.to(tokens.dtype).unsqueeze(1)
         buffer = buffer.index_add(0, _rows_of(ids, places, capacity, num_experts), rows)
-    return buffer[:-1].view(num_experts, capacity, -1).to(data.dtype)
+    return buffer[:-1].view(num_experts, capacity, data.shape[1]).to(data.dtype)
 
 
 def fast_decode(data: Tensor, critical: Critical | tuple, is_postscore: bool = True) -> Tensor:

@@ -89,7 +89,7 @@ def _through_experts(
     shape = rows.shape[:2]
     y: Tensor = layer.experts(rows.view(*shape, *token_shape), layer)
     output_shape = y.shape[2:]
-    y = y.reshape(*shape, -1)
+    y = y.flatten(2)
     if is_exchanged:
         y = exchange(y, 0, 1, layer.group)
     if is_exchanged and num_experts < num_ranks:

@@ -17,10 +17,13 @@ _SMALLEST_RANGE = 1e-30  # of a row; below, its numbers count as equal
 
 
 def quantize_weight(weight: Tensor, bias: Tensor | None) -> Int8Linear:
-    """weight [E, O, I] and bias [E, O] in int8 and fp32."""
+    """weight [E, O, I] and bias [E, O] in int8 and fp32.
+
+    Where the weight of an output has a NaN, its scale is NaN.
+    """
     weight = weight.float()
     largest = weight.abs().amax(2)
-    scale = torch.where(largest > 0, largest / 127, 1.0)
+    scale = torch.where(largest == 0, 1.0, largest / 127)
     quantized = (weight / scale.unsqueeze(2)).round().to(torch.int8)
     sums = quantized.sum(2, dtype=torch.int64).float() * scale
     if bias is not None:

@@ -1,11 +1,18 @@
-"""Intervals, paired differences, and the comparison at equal MACs and equal time."""
+"""Intervals, paired differences, the comparison at equal MACs and equal time, names of a plan, and
+gradients of images that can be read."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from swinv2_moe.measure.ablation_plan import Plan, Variant
+from moe_core import MoEConfig, MoELayer
+from swinv2_moe.data import Batch
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.ablation_measure import router_gradients
+from swinv2_moe.measure.ablation_plan import Plan, Variant, read_plan
 from swinv2_moe.measure.ablation_results import Run, interval, summarize, warnings
 
 
@@ -51,3 +58,68 @@ def test_other_macs_are_named():
     assert warnings(summarize(runs, plan()), "dense") == [
         "warning: moe has +3.0% active MACs beside dense"
     ]
+
+
+PLAN = """
+control: {control}
+seeds: 1
+variants:
+  8: {{base: {base}}}
+stages:
+  10: {{variants: {variants}}}
+"""
+
+
+@pytest.fixture
+def write_plan(tmp_path):
+    def write(control, variants):
+        base = tmp_path / "base.yaml"
+        base.touch()
+        file = tmp_path / "plan.yaml"
+        file.write_text(PLAN.format(control=control, variants=variants, base=base))
+        return file
+
+    return write
+
+
+def test_names_may_be_numbers(write_plan):
+    plan = read_plan(write_plan("8", "[8]"), "10")
+    assert (plan.control, list(plan.variants)) == ("8", ["8"])
+
+
+@pytest.mark.parametrize(
+    ("control", "variants", "message"),
+    [
+        ("[8]", "[8]", r"control is '\[8\]', allowed: 8"),
+        ("8", "[{8: 1}]", r"stages.10.variants: no such variant '{8: 1}'"),
+    ],
+)
+def test_names_that_are_none_are_refused(write_plan, control, variants, message):
+    with pytest.raises(UserError, match=message):
+        read_plan(write_plan(control, variants), "10")
+
+
+class Classifier(torch.nn.Module):
+    """Images [B, 4] with experts in place of a network."""
+
+    def __init__(self):
+        super().__init__()
+        self.moe = MoELayer(MoEConfig(4, 8, 2, capacity_factor=0.0))
+
+    def forward_with_aux(self, images):
+        return self.moe(images)
+
+
+def test_images_that_cannot_be_read_have_no_gradient():
+    torch.manual_seed(0)
+    model, images = Classifier(), torch.randn(6, 4)
+    deployed = SimpleNamespace(
+        world=SimpleNamespace(device="cpu"),
+        config=SimpleNamespace(train=SimpleNamespace(aux_loss_weight=0.0)),
+        autocast=nullcontext,
+    )
+    batch = Batch(images[:4], torch.tensor([0, 1, 2, 3]), [])
+    with_bad = Batch(images, torch.tensor([0, 1, 2, 3, -1, -1]), ["a.png", "b.png"])
+    only_bad = Batch(images[4:], torch.tensor([-1, -1]), ["a.png", "b.png"])
+    expected = router_gradients(model, [batch], deployed)
+    assert router_gradients(model, [with_bad, only_bad], deployed) == pytest.approx(expected)

@@ -139,6 +139,18 @@ def test_what_is_not_finite_stays_so(kernels, value):
     assert is_finite[[0, 1, 2, 4, 5, 6, 7, 8]].all()
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["w1", "w2"])
+def test_weights_that_are_not_finite_have_no_finite_results(kernels, name, value):
+    rows, weights, offsets = problem([3, 4], 33, 65, torch.float32)
+    getattr(weights, name)[0, 7, 20] = value
+    for form in ("torch", kernels):
+        quantized = quantize_weights(weights, torch.float32, "gelu", form)
+        out = int8_ffn(rows, quantized, offsets, "gelu", form)
+        assert not out[:3].isfinite().all(1).any()
+        assert out[3:].isfinite().all()
+
+
 def test_rows_of_equal_numbers_and_weights_of_zeros(kernels):
     rows, weights, offsets = problem([3], 20, 24, torch.float32)
     rows[:] = 0.25

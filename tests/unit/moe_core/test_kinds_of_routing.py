@@ -205,6 +205,21 @@ def test_bias_balances_the_load():
     assert last.max() < 1.1 * 100
 
 
+@pytest.mark.parametrize("name", ["bias", "sigmoid"])
+def test_gates_that_are_all_zero_leave_numbers(name):
+    layer = make_layer(name, top_k=2).float()
+    if layer.balance is not None:
+        layer.balance.bias.copy_(torch.tensor([-3.0, 0.0, 0.0, 0.0]))
+    with torch.no_grad():
+        layer.router.weight.fill_(-100.0)  # sigmoids of logits below -104 are 0
+        if layer.balance is not None:
+            layer.router.weight[0].fill_(100.0)  # and so is the softmax of the others
+    y, aux_loss = layer(torch.ones(5, M))
+    (y.sum() + aux_loss).backward()
+    assert y.isfinite().all()
+    assert layer.router.weight.grad.isfinite().all()
+
+
 def test_bias_is_saved_and_its_load_is_not():
     layer = make_layer("bias")
     assert set(layer.state_dict()) >= {"balance.bias"}
@@ -230,6 +245,8 @@ def test_bias_does_not_change_in_evaluation():
         ({"gate_activation": "relu"}, "gate_activation"),
         ({"balance": "none"}, "balance"),
         ({"z_loss_weight": float("nan")}, "z_loss_weight"),
+        ({"gate_noise": float("nan")}, "gate_noise"),
+        ({"gate_noise": float("inf")}, "gate_noise"),
         ({"num_shared_experts": -1}, "num_shared_experts"),
     ],
 )

@@ -5,6 +5,7 @@ import torch
 from moe_cases import TINY, make_layer
 
 from moe_core import MoEConfig
+from moe_core.balance import BalanceBias
 from moe_core.router import route, with_random_choices
 
 NUM_TOKENS = 4000
@@ -58,6 +59,26 @@ def test_gate_values_and_loss_are_the_routers(activation, normalize):
     assert torch.equal(routing.aux_loss, plain.aux_loss)
     assert torch.equal(plain.expert_ids, torch.tensor([[3, 1]]).expand(NUM_TOKENS, 2))
     assert len(routing.expert_ids.unique()) == 8
+
+
+@pytest.mark.parametrize("output_norm", [None, torch.nn.LayerNorm(6)], ids=["gates", "norm"])
+def test_experts_without_any_probability_have_gates_and_gradients_that_are_numbers(output_norm):
+    """The softmax of a decided router is exactly 0 for the experts that chance chose."""
+    layer = make_layer(dtype=torch.float32, top_k=2, capacity_factor=0.0, num_experts=8)
+    with torch.no_grad():
+        layer.router.weight.mul_(1000)
+    y, aux_loss = layer(torch.randn(50, 6), random_share=1.0, output_norm=output_norm)
+    (y.sum() + aux_loss).backward()
+    assert y.isfinite().all()
+    assert layer.router.weight.grad.isfinite().all()
+
+
+def test_biases_balance_the_choices_of_the_router():
+    """Random ones would hide that all tokens choose experts 3 and 1."""
+    balance = BalanceBias(8, 1e-3)
+    config = MoEConfig(**TINY | MANY, top_k=2, balance="bias")
+    route(logits(), config, 2, training=True, random_share=1.0, balance=balance)
+    assert balance.load.tolist() == [0, NUM_TOKENS, 0, NUM_TOKENS, 0, 0, 0, 0]
 
 
 def test_a_layer_with_equal_experts_and_gates_does_not_change():

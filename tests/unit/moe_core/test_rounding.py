@@ -110,6 +110,18 @@ def test_a_multiple_of_one_changes_nothing():
         torch.testing.assert_close(make_layer(round_to=1, **config)(x), make_layer(**config)(x))
 
 
+@pytest.mark.parametrize("gate_activation", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("output_norm", [None, torch.nn.Identity()], ids=["gates", "norm"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_gate_values_are_those_of_the_router(top_k, output_norm, gate_activation):
+    config = {"top_k": top_k, "normalize_gates": False, "gate_activation": gate_activation}
+    outputs = []
+    for round_to in (1, 0):
+        layer = make_layer(round_to=round_to, capacity_factor=0.0, **config)
+        outputs.append(layer(tokens(), output_norm=output_norm)[0])
+    torch.testing.assert_close(*outputs)
+
+
 @pytest.mark.parametrize("aux_loss", ["gshard", "load_importance"])
 def test_evaluation_and_the_auxiliary_loss_know_nothing_of_it(aux_loss):
     rounded, plain = (

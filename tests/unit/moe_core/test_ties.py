@@ -45,3 +45,10 @@ def test_probabilities_that_underflow_do_not_tie():
     config = MoEConfig(1, 1, 4, kernels="torch")
     ids = route(logits, config, 4, training=False).expert_ids
     assert ids.tolist() == [[0, 2, 3, 1]]
+
+
+def test_sigmoids_that_round_to_one_do_not_tie():
+    logits = torch.tensor([[20.0, 21.0, 23.0, 22.0]])
+    config = MoEConfig(1, 1, 4, kernels="torch", gate_activation="sigmoid")
+    ids = route(logits, config, 2, training=False).expert_ids
+    assert ids.tolist() == [[2, 3]]

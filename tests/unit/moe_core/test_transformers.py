@@ -160,6 +160,17 @@ def test_other_activations(activation):
     assert_close(experts_outcome(experts, "moe_core", x, ids, gates, grad), expected, 1e-10)
 
 
+def test_activations_of_other_limits_are_not_mistaken_for_each_other():
+    x, ids = torch.randn(9, 32), torch.randint(4, (9, 1))
+    gates = torch.ones(9, 1)
+    for limit in (10, 1):
+        experts = experts_of(model_of("mixtral"))
+        experts.act_fn = transformers.activations.ClippedGELUActivation(-limit, limit)
+        nn.init.normal_(experts.gate_up_proj)  # large, so that the limit of 1 is reached
+        expected = experts(x, ids, gates)
+        torch.testing.assert_close(compat.experts_forward(experts, x, ids, gates), expected)
+
+
 def test_other_limits_of_gpt_oss():
     experts = experts_of(model_of("gpt_oss", swiglu_limit=0.5, swiglu_alpha=1.5)).double()
     x, grad = torch.randn(2, 9, 32, dtype=torch.float64).unbind()

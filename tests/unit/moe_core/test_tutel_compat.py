@@ -140,6 +140,18 @@ def test_both_forms_agree(monkeypatch):
 # Arguments
 
 
+@pytest.mark.parametrize("activation", [F.relu, torch.tanh], ids=["engine", "padded"])
+@pytest.mark.parametrize(("num_tokens", "capacity_factor"), [(0, 1.0), (0, 0.0), (7, 0.1)])
+def test_experts_without_a_place(activation, num_tokens, capacity_factor):
+    gate = {"capacity_factor": capacity_factor}
+    layer = make_layer({"experts": {"activation_fn": activation}, "gate": gate}, moe)
+    x = torch.randn(num_tokens, MODEL_DIM, requires_grad=True)
+    y = layer(x)
+    (y.sum() + y.l_aux).backward()
+    assert y.shape == x.shape
+    assert not y.any()
+
+
 def test_attributes_that_programs_read():
     seen = []
     layer = moe.moe_layer(
