@@ -28,7 +28,7 @@ from moe_core.registry import (
 )
 
 _MODULES = {
-    "balance": ("update_balance",),
+    "balance": ("reset_balance_loads", "update_balance"),
     "checkpoint": ("count_experts", "load_tensors", "save_tensors"),
     "einsum": ("use_einsum",),
     "layer": ("MoELayer",),
@@ -54,7 +54,7 @@ _MODULES = {
 }
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
-    from moe_core.balance import update_balance
+    from moe_core.balance import reset_balance_loads, update_balance
     from moe_core.checkpoint import count_experts, load_tensors, save_tensors
     from moe_core.einsum import use_einsum
     from moe_core.layer import MoELayer
@@ -132,6 +132,7 @@ __all__ = [
     "register_loss",
     "register_router",
     "release_buffers",
+    "reset_balance_loads",
     "save_tensors",
     "strategy_decisions",
     "strategy_tuners",

@@ -27,9 +27,15 @@ class BalanceBias(nn.Module):
         self.rate = rate
         self.bias: Tensor
         self.load: Tensor
-        self.register_buffer("bias", torch.zeros(num_experts, device=device))
-        load = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("bias", torch.empty(num_experts, device=device))
+        load = torch.empty(num_experts, dtype=torch.int64, device=device)
         self.register_buffer("load", load, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set biases and loads to 0."""
+        self.bias.zero_()
+        self.load.zero_()
 
     def forward(self, scores: Tensor) -> Tensor:
         """The scores [T, E] by which experts are chosen."""
@@ -57,7 +63,7 @@ def update_balance(model: nn.Module, process_group: dist.ProcessGroup | None = N
     Args:
         process_group: all data-parallel ranks; None: the world, where there is one.
     """
-    biases = [module for module in model.modules() if isinstance(module, BalanceBias)]
+    biases = _biases(model)
     if not biases:
         return
     loads = torch.cat([balance.load for balance in biases])
@@ -66,3 +72,13 @@ def update_balance(model: nn.Module, process_group: dist.ProcessGroup | None = N
     sizes = [len(balance.load) for balance in biases]
     for balance, total in zip(biases, loads.split(sizes), strict=True):
         balance.update(total)
+
+
+def reset_balance_loads(model: nn.Module) -> None:
+    """Forget the loads since the last update. For optimiser steps that are skipped."""
+    for balance in _biases(model):
+        balance.load.zero_()
+
+
+def _biases(model: nn.Module) -> list[BalanceBias]:
+    return [module for module in model.modules() if isinstance(module, BalanceBias)]

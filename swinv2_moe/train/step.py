@@ -15,6 +15,7 @@ from moe_core import (
     gather_ahead,
     global_grad_norm,
     moe_layers,
+    reset_balance_loads,
     update_balance,
 )
 from swinv2_moe.config import TrainConfig
@@ -203,12 +204,14 @@ class TrainingStep:
             self.optimizer.step()
             update_balance(self.model)
             self.skipped_in_a_row = 0
-        elif self.scaler.exhausted:
+        else:
+            reset_balance_loads(self.model)
+            was_skipped = self.scaler.exhausted
+        if was_skipped:
             if self.skipped_in_a_row == self.config.skip_non_finite:
                 images = self._mixed(batches[-1])[0]
                 raise UserError(explain_non_finite(step + 1, self.model, images, self.world))
             self.skipped_in_a_row += 1
-            was_skipped = True
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema and is_finite:
             self.ema.update(self.model)

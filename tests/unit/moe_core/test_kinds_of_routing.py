@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.balance import update_balance
+from moe_core.balance import BalanceBias, update_balance
 from moe_core.export import StandardMoE
 
 B, N, E, M, H = 3, 8, 4, 8, 16  # images, tokens of an image, experts, model dim, hidden dim
@@ -218,6 +218,14 @@ def test_gates_that_are_all_zero_leave_numbers(name):
     (y.sum() + aux_loss).backward()
     assert y.isfinite().all()
     assert layer.router.weight.grad.isfinite().all()
+
+
+def test_bias_of_a_layer_made_on_meta():
+    balance = BalanceBias(4, 0.1, device="meta").to_empty(device="cpu")
+    balance.bias.fill_(3)
+    balance.reset_parameters()
+    assert not balance.bias.any()
+    assert not balance.load.any()
 
 
 def test_bias_is_saved_and_its_load_is_not():

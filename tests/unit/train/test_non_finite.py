@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_core import moe_layers
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.record import Recorder
@@ -127,6 +128,20 @@ def test_steps_that_are_not_finite_are_skipped(make_trainer, tmp_path, capsys, r
     assert all(line["loss"] is not None for line in read_metrics(tmp_path / "run")[0])
     meta = open_checkpoint(tmp_path / "checkpoints" / "latest").meta
     assert meta["training"]["skipped"] == 3
+
+
+def test_a_skipped_step_leaves_the_balance_as_it_is(make_trainer):
+    trainer = make_trainer({"TRAIN.SKIP_NON_FINITE": 2, "MODEL.MOE.BALANCE": "bias"})
+    poison_steps(trainer, {1})
+    batch = next(iter(trainer.data.train_loader))
+    trainer.train_step([batch])
+    balances = [layer.balance for layer in moe_layers(trainer.step.model).values()]
+    assert balances
+    for balance in balances:
+        assert not balance.bias.any()
+        assert not balance.load.any()
+    trainer.train_step([batch])
+    assert all(balance.bias.any() for balance in balances)
 
 
 def test_one_more_stops_the_run(make_trainer, tmp_path):
