@@ -38,7 +38,7 @@ _VARIANT_KEYS = ("base", "opts")
 
 @dataclass(frozen=True)
 class Variant:
-    """A configuration to train: a configuration file and keys over it."""
+    """A configuration to train: a configuration file and keys that override it."""
 
     name: str
     base: Path
