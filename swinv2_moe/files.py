@@ -21,7 +21,7 @@ from moe_core.files import atomic_write, fsync, open_regular, try_lock
 from swinv2_moe.errors import UserError, short
 
 MAX_YAML_CHARS = 1 << 16
-# size of a document with expanded aliases: its characters, and _VALUE_SIZE for each value
+# limit of a document with expanded aliases: its characters, plus _VALUE_SIZE for each value
 MAX_YAML_SIZE = 1 << 17
 MAX_YAML_DEPTH = 32
 _VALUE_SIZE = 16
@@ -162,7 +162,7 @@ def check_inner_path(path: object) -> str:
 
 
 class HashedFile:
-    """A binary file, read or written sequentially, with its size and checksum so far."""
+    """A binary file that is read or written sequentially, with its size and checksum up to now."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -189,7 +189,7 @@ class HashedFile:
 
 @contextmanager
 def new_file(path: str | Path) -> Iterator[HashedFile]:
-    """Write a file that appears under its name once it is on the disk.
+    """Write a file that gets its name once it is complete on the disk.
 
     See `moe_core.files.atomic_write`.
 
@@ -237,7 +237,8 @@ def publish_directory(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def new_directory(output: Path) -> Iterator[Path]:
-    """A temporary directory next to `output`, which the block renames to it or which is removed.
+    """A temporary directory next to `output`. The block renames it to `output`; otherwise it is
+    removed.
 
     Raises:
         UserError: it cannot be made.
@@ -249,7 +250,7 @@ def new_directory(output: Path) -> Iterator[Path]:
         )
     with private:
         with writing(output):
-            # mkdir gives it the usual permissions, which TemporaryDirectory does not.
+            # mkdir sets the usual permissions; TemporaryDirectory does not.
             directory = Path(private.name) / output.name
             directory.mkdir()
         yield directory
@@ -281,7 +282,8 @@ def replace_link(link: Path, target: str) -> None:
 def only_process(directory: str | Path) -> Iterator[None]:
     """Lock `directory` against other processes that call this.
 
-    The lock lasts until the end of the block, and until processes that are forked in it end.
+    The lock is held until the end of the block, and until all processes forked in the block have
+    ended.
 
     Raises:
         UserError: another process holds the lock.
