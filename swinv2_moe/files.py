@@ -34,7 +34,7 @@ def read_bounded(path: str | Path, max_bytes: int) -> bytes:
     """The content of a regular file of at most `max_bytes` bytes.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or is larger; `strerror` says which.
+        OSError: the file is unreadable, not a regular file, or larger; `strerror` says which.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -56,8 +56,8 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON document.
 
     Raises:
-        ValueError: it is not JSON, not UTF-8, nested too deeply, or holds an integer of thousands
-            of digits.
+        ValueError: the text is not JSON, not UTF-8, nested too deeply, or has an integer with
+            thousands of digits.
     """
     try:
         return json.loads(text)
@@ -79,7 +79,7 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML document of plain values.
 
     Raises:
-        ValueError: it is not YAML, too long, nested too deeply, or too large with expanded
+        ValueError: the text is not YAML, too long, nested too deeply, or too large with expanded
             aliases; the message is one line.
     """
     try:
@@ -125,7 +125,7 @@ def check_plain_name(name: object) -> str:
     """Return `name` if it is a file name: no separator or control character, not "." or "..".
 
     Raises:
-        ValueError: it is not; the message has its value.
+        ValueError: `name` is not a file name; the message has its value.
     """
     if (
         not isinstance(name, str)
@@ -148,7 +148,7 @@ def check_inner_path(path: object) -> str:
     """Return `path` if it is a relative path of plain names, which stays below its directory.
 
     Raises:
-        ValueError: it does not; the message has its value.
+        ValueError: `path` is not such a path; the message has its value.
     """
     try:
         parts = path.split(os.sep)
@@ -213,7 +213,7 @@ def make_directory(path: str | Path) -> None:
     """Make a directory and its parents, unless they exist.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: the directory cannot be made.
     """
     try:
         os.makedirs(path, exist_ok=True)
@@ -225,7 +225,7 @@ def publish_directory(temporary: Path, final: Path) -> None:
     """Rename a directory whose files are on the disk, after flushing all directories in it.
 
     Raises:
-        OSError: it cannot be renamed.
+        OSError: the directory cannot be renamed.
     """
     for path in temporary.rglob("*"):
         if path.is_dir():
@@ -241,7 +241,7 @@ def new_directory(output: Path) -> Iterator[Path]:
     removed.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: the directory cannot be made.
     """
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -269,7 +269,7 @@ def replace_link(link: Path, target: str) -> None:
     """Make `link` a symbolic link to `target`, atomically replacing an existing link.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the link cannot be made.
     """
     temporary = link.with_name(f".{link.name}.tmp")
     temporary.unlink(missing_ok=True)

@@ -249,7 +249,7 @@ def _fitting(tensors: dict[str, Tensor], model: nn.Module, source: Path) -> dict
     """The tensors in the model's dtypes, after checking that they are exactly the model's.
 
     Raises:
-        UserError: other names or shapes, or values that are not finite.
+        UserError: names or shapes differ, or values are not finite.
     """
     expected = model.state_dict()
     problems = compare(expected, tensors)

@@ -88,7 +88,7 @@ class MoEOptimWrapper(OptimWrapper):
         clip_grad: `dict(max_norm=...)`; None: no clipping.
 
     Raises:
-        UserError: other values; in a step, a gradient norm that is not finite, unless it is an
+        UserError: unsupported values; in a step, a gradient norm that is not finite, except for an
             overflow of fp16.
     """
 

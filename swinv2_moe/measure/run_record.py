@@ -119,10 +119,10 @@ def read_run(directory: Path) -> RunRecord:
 
 
 def read_summary(file: Path) -> dict | None:
-    """The summary of a run, None without one.
+    """The summary of a run; None if it has none.
 
     Raises:
-        UserError: it is not readable.
+        UserError: the summary cannot be read.
     """
     if not file.exists():
         return None

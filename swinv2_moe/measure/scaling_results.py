@@ -83,7 +83,7 @@ def read(runs: Sequence[Point], output: Path) -> list[Result]:
 
 
 def _noise_scales(directory: Path, last_step: int) -> list[float]:
-    """What the run has logged until a step; nothing if it had fewer steps than PRINT_FREQ."""
+    """The noise scales that the run logged until a step; none with fewer steps than PRINT_FREQ."""
     try:
         steps = read_run(directory).steps
     except NotBegunError:

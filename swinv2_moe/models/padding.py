@@ -34,7 +34,7 @@ Size = tuple[int, int]  # height, width
 
 
 class TokenMask(NamedTuple):
-    """Which tokens of a stage's map belong to an image, and the attention masks for that."""
+    """The tokens of a stage's map that belong to an image, and the attention masks for them."""
 
     tokens: Tensor | None  # bool [B, H, W]; None: all tokens belong to an image
     num_tokens: int  # tokens of all images together

@@ -49,7 +49,7 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
         """As MoEModel; one of NORM_POSITIONS.
 
         Raises:
-            ValueError: another position, or "before_gate" with a router without gate values.
+            ValueError: an unknown position, or "before_gate" with a router without gate values.
         """
         if position not in NORM_POSITIONS:
             raise ValueError(f"moe_norm ({position!r}) must be one of {', '.join(NORM_POSITIONS)}")

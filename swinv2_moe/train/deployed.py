@@ -127,7 +127,7 @@ class Deployed:
         )
 
     def facts(self) -> dict:
-        """What identifies the measured checkpoint in a result, ready for JSON."""
+        """Values that identify the measured checkpoint in a result, ready for JSON."""
         return {
             "checkpoint": str(self.source.directory),
             "step": self.source.meta["step"],

@@ -100,7 +100,7 @@ def read_staging(data_path: str) -> Staging | None:
     """The record of staging in the data's directory; None if there is none.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the record cannot be read.
     """
     if not data_path:
         return None

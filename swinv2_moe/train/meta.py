@@ -128,8 +128,8 @@ def read_meta(directory: Path, key: str = "checkpoint") -> dict:
     """A checkpoint's meta.json.
 
     Raises:
-        UserError: it is missing, must not be read, or is of a newer format.
-        DamagedError: it is damaged, or was written by another program.
+        UserError: the file is missing, cannot be read, or has a newer format.
+        DamagedError: the file is damaged, or was written by another program.
     """
     if directory.is_file():
         raise UserError(f"{key} {directory}: is a file; a checkpoint is a directory with meta.json")

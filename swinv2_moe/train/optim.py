@@ -222,7 +222,7 @@ def check_optimizer_sections(
     updates.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the sections differ.
     """
     kinds = []
     if isinstance(optimizer, (torch.optim.AdamW, ExpertLamb)):

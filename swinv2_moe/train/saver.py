@@ -183,7 +183,7 @@ class Saver:
     def _plan(
         self, model: nn.Module, sections: Collection[str], meta: dict, partial: bool
     ) -> Plan | None:
-        """The same plan on every rank; None if nothing can be written in `root`."""
+        """Make the plan, the same on every rank; None if nothing can be written in `root`."""
         plan = None
         if self.world.is_main:
             temporary = self.root / f".{_name(meta)}.tmp"
