@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, device: str) -> None:
-    """On every rank; the first one writes."""
+    """Measure on every rank; rank 0 writes the results."""
     group = make_expert_groups(dist.get_world_size(), ranks_per_node=args.ranks_per_node)
     table, data = [], []
     for size, floats in SIZES.items():

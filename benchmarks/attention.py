@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
 
 @contextmanager
 def options(warps: int, stages: int) -> Iterator[None]:
-    """Launch the kernels with these numbers."""
+    """Launch the kernels with these numbers of warps and stages."""
     original = kernels._OPTIONS
     kernels._OPTIONS = {"num_warps": warps, "num_stages": stages}
     try:
@@ -86,12 +86,12 @@ class Subject:
 
 
 def run_interpreted() -> None:
-    """Make this a process with Triton's interpreter."""
+    """Run this process with Triton's interpreter."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
         raise SystemExit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    importlib.import_module("triton_cases")  # mends the interpreter
+    importlib.import_module("triton_cases")  # repairs the interpreter
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def main() -> None:
     dtype = torch.bfloat16
     if args.device == "cpu":
         run_interpreted()
-        dtype = torch.float16  # numpy, the interpreter's, has no bf16
+        dtype = torch.float16  # numpy, which the interpreter uses, has no bf16
     rows: list[list[str]] = []
     data: list[dict] = []
     in_use = (kernels._OPTIONS["num_warps"], kernels._OPTIONS["num_stages"])

@@ -33,14 +33,14 @@ from wheels import CARRIED, WheelError, collect, missing, unpack_missing
 OUTPUT = ROOT / "output" / "campaign"
 PACKAGES = ROOT / "output" / "wheels"
 MOST_MINUTES = 1440  # a day
-RESERVED = 3.0  # seconds for the last report and the end of the last section
-LEAST = 2.0  # seconds; with less no section begins
-MORE_TIME = 1.25  # a section that was killed runs again with so many times its earlier limit
-KEPT_OUTPUT = 6000  # characters of what a section printed last
+RESERVED = 3.0  # seconds reserved for the last report and the end of the last section
+LEAST = 2.0  # seconds; with less time left, no section begins
+MORE_TIME = 1.25  # a section that was killed runs again with its earlier limit times this factor
+KEPT_OUTPUT = 6000  # characters that are kept of a section's output, from its end
 
 
 class CampaignError(Exception):
-    """One line for the user; the exit code is 2."""
+    """An error with a message of one line for the user. The exit code is 2."""
 
 
 def arguments() -> argparse.Namespace:
@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    # `timeout` and a terminal that closes end the section too, through the `finally` of its run
+    # `timeout` and a closing terminal also end the section, through the `finally` of its run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if args.wheels is not None:
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def carry(folder: str) -> int:
-    """List the packages to carry; download them where a folder is named."""
+    """List the packages to carry. If a folder is given, download them to it."""
     if folder:
         collect(Path(folder))
     else:
@@ -87,7 +87,7 @@ def carry(folder: str) -> int:
 
 
 def campaign(args: argparse.Namespace) -> int:
-    """Run the sections that are left, within the limit."""
+    """Run the remaining sections within the time limit."""
     deadline = time.monotonic() + 60 * args.minutes - RESERVED
     if not 0 < args.minutes <= MOST_MINUTES:
         raise CampaignError(
@@ -112,10 +112,10 @@ def campaign(args: argparse.Namespace) -> int:
 
 
 def prepare_output(folder: Path) -> None:
-    """Make the folder, and write a file into it.
+    """Make the folder, and check that a file can be written to it.
 
     Raises:
-        CampaignError: it cannot be made or written.
+        CampaignError: the folder cannot be made, or cannot be written to.
     """
     probe = folder / ".campaign"
     try:
@@ -127,7 +127,8 @@ def prepare_output(folder: Path) -> None:
 
 
 def prepare_packages(folder: Path, scratch: Path) -> dict[str, str]:
-    """Unpack the carried wheels that are missing; the environment in which sections find them.
+    """Unpack the carried wheels of missing packages. Returns the environment in which sections find
+    them.
 
     Raises:
         CampaignError: a package is neither installed nor carried.
@@ -179,10 +180,10 @@ def describe_device(
 
 
 def open_state(args: argparse.Namespace, device: dict[str, str]) -> dict:
-    """The results so far with --resume, if there are any, else empty ones.
+    """With --resume, the results so far, if any; otherwise empty results.
 
     Raises:
-        CampaignError: the results cannot be read, or are of another commit, device or form.
+        CampaignError: the results cannot be read, or are of another commit, device or format.
     """
     file = args.output / "campaign.json"
     if args.resume and not file.exists():
@@ -211,8 +212,8 @@ def run_sections(
     scratch: Path,
     environment: dict[str, str],
 ) -> None:
-    """Run each section that is left, and write the results after each."""
-    # Imports torch and yacs, which may be among the packages just unpacked.
+    """Run each remaining section, and write the results after each section."""
+    # Imported here: it imports torch and yacs, which may be among the packages just unpacked.
     from campaign_report import write_report
 
     write_report(state, args.output)
@@ -239,7 +240,7 @@ def chosen_sections(args: argparse.Namespace) -> list[Section]:
 
 
 def waiting_sections(chosen: list[Section], records: dict[str, dict]) -> list[Section]:
-    """The sections that are not done; those that failed before come last."""
+    """The sections that are not done. Sections that failed before come last."""
     waiting = []
     failed = []
     for section in chosen:
@@ -252,14 +253,14 @@ def waiting_sections(chosen: list[Section], records: dict[str, dict]) -> list[Se
 
 
 def was_killed(record: dict | None) -> bool:
-    """Whether a section exceeded its limit: it may end with more time."""
+    """Whether a section exceeded its time limit. With more time it may succeed."""
     return record is not None and record["status"] == "time limit"
 
 
 def run_section(
     section: Section, is_dry_run: bool, limit: float, scratch: Path, environment: dict[str, str]
 ) -> dict:
-    """Run one section, and collect what it measured, also if it was killed."""
+    """Run one section and collect its results, also if it was killed."""
     tables, junit = scratch / f"{section.name}.json", scratch / f"{section.name}.xml"
     command = section.command(is_dry_run, tables, junit)
     started = time.monotonic()
@@ -280,10 +281,10 @@ def run_section(
 def run_limited(
     command: Sequence[str], limit: float, log: Path, environment: dict[str, str]
 ) -> tuple[int | None, str]:
-    """Run a command in a process group of its own, killed after `limit` seconds.
+    """Run a command in a separate process group, which is killed after `limit` seconds.
 
     Returns:
-        The exit code, None if it was killed; and the end of what it printed.
+        The exit code (None if the command was killed), and the end of its output.
     """
     code = None
     with log.open("wb") as file:
@@ -306,14 +307,15 @@ def run_limited(
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """Kill what is left of the process's group, also the children of one that has ended."""
+    """Kill the remaining processes of the group, including children of a process that has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def read_tables(file: Path) -> dict[str, dict]:
-    """The tables that the section has published; none if it was killed while it wrote them."""
+    """The tables that the section has published. There are none if it was killed while writing
+    them."""
     try:
         return json.loads(file.read_text())["tables"]
     except (OSError, ValueError, KeyError):
@@ -321,7 +323,7 @@ def read_tables(file: Path) -> dict[str, dict]:
 
 
 def read_tests(file: Path) -> dict[str, int] | None:
-    """Numbers of tests by outcome; None where pytest did not end."""
+    """Numbers of tests by outcome; None if pytest did not end."""
     try:
         suites = xml.etree.ElementTree.parse(file).getroot().iter("testsuite")
     except (OSError, xml.etree.ElementTree.ParseError):

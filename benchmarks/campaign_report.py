@@ -1,4 +1,4 @@
-"""A campaign's results as JSON and Markdown, and which goals they meet."""
+"""Report of a campaign as JSON and Markdown, with the goals that the results meet."""
 
 # T tokens, E experts, M model dim
 
@@ -36,8 +36,9 @@ class Goal(NamedTuple):
     name: str
     section: str
     bound: float
-    is_upper: bool  # the value must not exceed the bound
-    values: Callable[[list[dict]], Iterable[tuple[str, list[float]]]]  # case, value of each round
+    is_upper: bool  # True: the value must not exceed the bound; False: it must reach the bound
+    # function that returns each case and its value in each round
+    values: Callable[[list[dict]], Iterable[tuple[str, list[float]]]]
 
 
 def layer_speed(images: int) -> Callable[[list[dict]], Iterator[tuple[str, list[float]]]]:
@@ -55,7 +56,7 @@ def layer_speed(images: int) -> Callable[[list[dict]], Iterator[tuple[str, list[
 
 
 def share_of_peak(data: list[dict]) -> Iterator[tuple[str, list[float]]]:
-    """The layer's share of a large matrix product's rate at M = 768, forward and backward."""
+    """The layer's FLOP/s relative to a large matrix product's, at M = 768, forward and backward."""
     for entry in preferred_timing(data):
         is_goal = entry["shape"][1] == 768 and entry["pass"] == "training"
         if is_goal and entry["dtype"] == "bfloat16" and entry.get("share_of_peak"):
@@ -64,7 +65,8 @@ def share_of_peak(data: list[dict]) -> Iterator[tuple[str, list[float]]]:
 
 
 def preferred_timing(data: list[dict]) -> list[dict]:
-    """This project's layer: replayed as a graph where that was measured, else by calls."""
+    """The entries of this project's layer: timed by graph replay if that was measured, otherwise by
+    calls."""
     layers = [entry for entry in data if entry["layer"]]
     replayed = {(*entry["shape"], entry["dtype"]) for entry in layers if is_replayed(entry)}
     return [
@@ -79,7 +81,7 @@ def is_replayed(entry: dict) -> bool:
 
 
 def network_speed(mode: str) -> Callable[[list[dict]], Iterator[tuple[str, list[float]]]]:
-    """Images/s relative to the dense twin, of the largest batch."""
+    """Images/s relative to the dense twin, with the largest batch."""
 
     def values(data: list[dict]) -> Iterator[tuple[str, list[float]]]:
         entries = [e for e in data if e["mode"] == mode and e["dtype"] == "bfloat16"]
@@ -93,7 +95,8 @@ def network_speed(mode: str) -> Callable[[list[dict]], Iterator[tuple[str, list[
 
 
 def activations(data: list[dict]) -> Iterator[tuple[str, list[float]]]:
-    """What a layer keeps over what Tutel's keeps, both with dropout, at the most tokens."""
+    """Bytes that the layer keeps for its backward pass, relative to Tutel's layer. Both have
+    dropout, and the largest number of tokens is used."""
     entries = [e for e in data if e["dropout"] > 0 and "saved" in e and e["dtype"] == "bfloat16"]
     most = max((e["tokens"] for e in entries), default=0)
     for entry in entries:
@@ -124,7 +127,7 @@ GOALS = (
 
 
 def write_report(state: dict, folder: Path) -> None:
-    """Write campaign.json and campaign.md; each appears whole or not at all."""
+    """Write campaign.json and campaign.md, each atomically."""
     state["goals"] = [judged for goal in GOALS for judged in judge(goal, state)]
     replace_file(folder / "campaign.json", json.dumps(state, indent=1) + "\n")
     replace_file(folder / "campaign.md", markdown(state))
@@ -137,7 +140,7 @@ def replace_file(file: Path, text: str) -> None:
 
 
 def judge(goal: Goal, state: dict) -> Iterator[dict]:
-    """A row for each case of a goal; "not measured" where there is none, and in a dry run."""
+    """Yield a row for each case of a goal; "not measured" if there is no case, and in a dry run."""
     record = state["sections"].get(goal.section, {"tables": {}})
     cases = []
     if not state["dry_run"]:
@@ -207,7 +210,8 @@ def outcome_lines(records: dict[str, dict]) -> Iterator[str]:
 
 
 def section_lines(record: dict) -> Iterator[str]:
-    """Outcomes of tests, tables as they were published, and what a failed section printed."""
+    """The lines of a section: outcomes of tests, the published tables, and the output of a failed
+    section."""
     tests = record.get("tests")
     if tests:
         passed = tests["tests"] - tests["failures"] - tests["errors"] - tests["skipped"]

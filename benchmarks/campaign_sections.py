@@ -1,4 +1,4 @@
-"""The sections of a campaign: one command each, in the order of their worth."""
+"""The sections of a campaign, in order of importance. Each is one command."""
 
 import sys
 from dataclasses import dataclass
@@ -24,7 +24,11 @@ TINY_SHAPES = "--device cpu --shapes 64x16x4 48x16x4x2 --dtypes bfloat16 --round
 
 @dataclass(frozen=True)
 class Section:
-    """`weight`: minutes of a campaign of 25; the share of the time that is left follows from it."""
+    """A section of a campaign.
+
+    `weight`: minutes in a campaign of 25 minutes. It determines the section's share of the
+    remaining time.
+    """
 
     name: str
     weight: float
@@ -32,7 +36,8 @@ class Section:
     tiny: str  # arguments of a dry run on a CPU
 
     def command(self, is_dry_run: bool, tables: Path, junit: Path) -> list[str]:
-        """The words of the command; its tables or its tests' outcomes go into the files."""
+        """The words of the command. It writes its tables, or the outcomes of its tests, to the
+        given files."""
         arguments = self.full
         if is_dry_run:
             arguments = self.tiny
@@ -66,7 +71,7 @@ SECTIONS = (
 
 
 def gpu_test_files() -> list[str]:
-    """The test files that have tests of the marker gpu; last those that can wait for ranks."""
+    """The test files that have tests with the marker gpu. Tests of several ranks come last."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     files.sort(key=lambda file: file.parent.name == "distributed")
     return [str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text()]

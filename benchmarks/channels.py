@@ -34,8 +34,9 @@ from moe_core.comm import ChannelGroup, Collectives
 from moe_core.parallel import ParallelStrategy, Ranks, make_expert_groups
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 
-SMALL = 2**16  # bytes of the largest all-reduce
-TIMED_BYTES = 2**24  # of calls that are timed as one; at most MOST_CALLS
+SMALL = 2**16  # bytes of the largest input of an all-reduce
+# bytes of all calls that are timed together; there are at most MOST_CALLS calls
+TIMED_BYTES = 2**24
 MOST_CALLS = 20
 LAYER = {"model_dim": 256, "hidden_dim": 512}
 LAYER_TOKENS = 512
@@ -57,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def sizes(args: argparse.Namespace) -> list[int]:
-    """Every 16-fold from `least`, and `most`."""
+    """The powers of 16 times `least` up to `most`, and `most`."""
     listed = []
     size = args.least
     while size < args.most:
@@ -66,11 +67,12 @@ def sizes(args: argparse.Namespace) -> list[int]:
     return [*listed, args.most]
 
 
-# The rank's side
+# On a rank
 
 
 class Case(NamedTuple):
-    """One collective of one size. Both write to `out`, which exists before."""
+    """One collective of one size, through channels and gloo. Both write to `out`, which is
+    allocated before."""
 
     name: str
     out: Tensor
@@ -113,7 +115,7 @@ def cases(rows: Tensor, collectives: Collectives, most: int) -> Iterator[Case]:
 
 
 def timed(alternatives: dict[str, Callable], rounds: int, num_bytes: int) -> dict[str, Times]:
-    """Milliseconds of one call; on the slowest rank."""
+    """Milliseconds of one call on the slowest rank."""
     calls = max(1, min(MOST_CALLS, TIMED_BYTES // max(num_bytes, 1)))
     repeated = {name: partial(repeat, work, calls) for name, work in alternatives.items()}
     times = interleaved_over_ranks(repeated, rounds)
@@ -125,7 +127,8 @@ def measure_collectives(args: argparse.Namespace, rank: int, size: int) -> list[
     collectives = Collectives(Ranks(process_group, f"rank {rank} of {size}"))
     records = []
     for num_bytes in sizes(args):
-        rows = torch.arange(max(num_bytes // 4, size)).float() % 64 + rank  # exact sums
+        # small integers, so that sums are exact
+        rows = torch.arange(max(num_bytes // 4, size)).float() % 64 + rank
         memcpy = partial(torch.empty_like(rows).copy_, rows)
         for case in cases(rows, collectives, args.most):
             case.gloo()
@@ -140,7 +143,8 @@ def measure_collectives(args: argparse.Namespace, rank: int, size: int) -> list[
 
 
 def measure_primitives(args: argparse.Namespace, rank: int, size: int) -> list[dict]:
-    """Ranks 0 and 1 play, the others watch."""
+    """Measure a put there and back between ranks 0 and 1. Other ranks only take part in the
+    barriers of the timing."""
     ranks = Ranks(dist.group.WORLD, f"rank {rank} of {size}")
     group = ChannelGroup(ranks, args.most)
     records = []

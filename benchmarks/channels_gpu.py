@@ -1,4 +1,4 @@
-"""The GPU part of channels.py: all-to-all and all-reduce through channels beside NCCL."""
+"""The GPU part of channels.py: all-to-all and all-reduce through channels, compared with NCCL."""
 
 # P ranks
 
@@ -20,13 +20,13 @@ from moe_core.comm.switch import SwitchChannel
 from moe_core.parallel import Ranks
 from swinv2_moe.measure.spread import median_and_spread, ratios
 
-CALLS = 20  # timed as one
+CALLS = 20  # number of calls that are timed together
 TITLE = "Channels between GPUs"
 COLUMNS = ["ranks", "", "bytes", "channels, ms", "NCCL, ms", "to NCCL"]
 
 
 def compare(args: argparse.Namespace, sizes: list[int], num_ranks: list[int], command: str) -> None:
-    """Print and keep the table, or print why nothing is measured.
+    """Print and save the table, or print the reason why nothing is measured.
 
     Args:
         sizes: bytes of each rank's rows.
@@ -70,7 +70,7 @@ def rank_main(rank: int, size: int, sizes: list[int], rounds: int, store: str, o
     switch, note = make_switch(ranks, max(sizes))
     records: list[dict] = []
     for num_bytes in sizes:
-        # exact sums; a multiple of 16 bytes for each rank
+        # small integers, so that sums are exact; a multiple of 16 bytes for each rank
         num_rows = max(num_bytes // 16, size) // size * size
         rows = (torch.arange(4 * num_rows, device="cuda") % 64).float().view(num_rows, 4) + rank
         received = torch.empty_like(rows)
@@ -99,17 +99,17 @@ def rank_main(rank: int, size: int, sizes: list[int], rounds: int, store: str, o
 
 
 def make_switch(ranks: Ranks, num_bytes: int) -> tuple[SwitchChannel | None, list[str]]:
-    """The switch channel, or a note why its sums are not measured."""
+    """The switch channel, or a note with the reason why it is not measured."""
     try:
         return SwitchChannel(ranks, num_bytes), []
-    except RuntimeError as error:  # on all ranks
+    except RuntimeError as error:  # raised on all ranks
         return None, [f"switch channel: not measured ({error})"]
 
 
 def timed(
     name: str, channels: Callable[[], Tensor], nccl: Callable[[], Tensor], rounds: int
 ) -> dict:
-    """Milliseconds of one call; on the slowest rank."""
+    """Milliseconds of one call on the slowest rank."""
     if not torch.equal(channels(), nccl()):
         raise SystemExit(f"{name} is not what NCCL gives")
     alternatives = {

@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Bench:
-    """A trainer on the digits, and a saver with a directory of its own for each mode."""
+    """A trainer on the digits, and a saver with a separate directory for each mode."""
 
     def __init__(self, args: argparse.Namespace, root: Path) -> None:
         keys = (
@@ -90,7 +90,8 @@ class Bench:
         return self.steps(self.window)
 
     def window_with_save(self, mode: str) -> tuple[float, float, Cost]:
-        """Seconds of the window, seconds that training stood still, what the saver reports."""
+        """Seconds of the window, seconds for which training waited, and the cost that the saver
+        reports."""
         saver, (_, partial, waits) = self.savers[mode], MODES[mode]
         started = time.perf_counter()
         self.trainer.save(saver, partial=partial)
@@ -120,8 +121,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         bench = Bench(args, Path(directory))
         bench.steps(3)
-        # the partial ones need a checkpoint to borrow from; and memory is touched for the first
-        # time
+        # partial saves need an earlier checkpoint, and the first save also touches memory for the
+        # first time
         for mode in MODES:
             bench.window_with_save(mode)
         size = sum(p.numel() for p in bench.trainer.step.model.parameters())

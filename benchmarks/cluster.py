@@ -44,13 +44,13 @@ from swinv2_moe.measure.rounds import interleaved, machine
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 from swinv2_moe.train.distributed import World
 
-FLOATS = 2**20 // 4  # in one MiB
-# floats that each rank sends, itself included
+FLOATS = 2**20 // 4  # floats in one MiB
+# floats that each rank sends, including those to itself
 SIZES = {"64 KiB": FLOATS // 16, "1 MiB": FLOATS, "4 MiB": 4 * FLOATS}
 DEGREES = (1, 2, 4, 8)
 PIPELINE = {"tokens": 4096, "model_dim": 256, "num_experts": 4}
 HIDDEN_DIMS = (1024, 2048)
-WORKLOADS = {  # capacity factors of the steps in turn
+WORKLOADS = {  # capacity factors of successive steps
     "small": ({"tokens": 256, "model_dim": 64, "hidden_dim": 128, "num_experts": 2}, (2.0,)),
     "large": ({"tokens": 4096, "model_dim": 256, "hidden_dim": 1024, "num_experts": 2}, (2.0,)),
     "fluctuating": (
@@ -61,14 +61,14 @@ WORKLOADS = {  # capacity factors of the steps in turn
 
 
 def slowest(seconds: float) -> float:
-    """Of all ranks."""
+    """The largest value over all ranks."""
     value = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return value.item()
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Milliseconds from a common start to the last rank's end."""
+    """Milliseconds from a common start until the last rank has finished."""
     dist.barrier()
     start = time.perf_counter()
     function()
@@ -76,7 +76,8 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def cpu_milliseconds(function: Callable[[], object]) -> float:
-    """Of all threads of all ranks, over the cores of the machine: no schedule ends sooner."""
+    """CPU time of all threads of all ranks, divided by the number of cores: a lower bound for any
+    schedule."""
     dist.barrier()
     start = time.process_time()
     function()
@@ -88,19 +89,19 @@ def cpu_milliseconds(function: Callable[[], object]) -> float:
 def interleaved_over_ranks(
     alternatives: dict[str, Callable[[], object]], rounds: int, device: str = "cpu"
 ) -> dict[str, Times]:
-    """`interleaved` over the default group, after one round to warm up."""
+    """`interleaved` over the default group, with one warm-up round."""
     world = World(
         dist.get_rank(), dist.get_world_size(), torch.device(device), group=dist.group.WORLD
     )
     return interleaved(alternatives, rounds, warmup=1, world=world)
 
 
-# The rank's side
+# On a rank
 
 
 def exchange(rank: int, world_size: int, per_node: int, rounds: int) -> dict:
-    """For every size and algorithm: times, bytes that this node sent to others, messages of this
-    rank to them."""
+    """Measure every size and algorithm: times, bytes that this node sent to other nodes, and
+    messages that this rank sent to other nodes."""
     group = make_expert_groups(world_size, ranks_per_node=per_node)
     measured = {}
     for size, floats in SIZES.items():
@@ -141,15 +142,15 @@ class Step:
         self.factors = factors
 
     def __call__(self) -> None:
-        """A step at each of the capacity factors."""
+        """Run a step with each of the capacity factors."""
         for factor in self.factors:
             y, aux_loss = self.layer(self.x, capacity_factor=factor)
             (y.sum() + aux_loss).backward()
 
 
 def pipeline(rank: int, world_size: int, per_node: int, hidden_dim: int, rounds: int) -> dict:
-    """Milliseconds of a step by degree, of the same work on rows that stay, and of the cores in a
-    step at d = 1."""
+    """Milliseconds of a step for each degree; of the same work without an exchange of rows
+    ("work"); and of CPU time per core in a step with d = 1 ("cores")."""
     group = make_expert_groups(world_size, ranks_per_node=per_node)
     shape = PIPELINE | {"hidden_dim": hidden_dim}
     steps = {f"d={d}": Step(group, ParallelStrategy(1, d), **shape) for d in DEGREES}
@@ -161,10 +162,11 @@ def pipeline(rank: int, world_size: int, per_node: int, hidden_dim: int, rounds:
 
 
 def tuner(rank: int, world_size: int, per_node: int, workload: str, rounds: int) -> dict:
-    """What the tuner's steps took until it had decided, and then it beside every fixed strategy."""
+    """Milliseconds of the tuner's steps until its decision, then of the tuned layer and of every
+    fixed strategy."""
     group = make_expert_groups(world_size, ranks_per_node=per_node)
     dims, factors = WORKLOADS[workload]
-    for _ in range(2):  # what any run pays at its start is not the tuner's cost
+    for _ in range(2):  # start-up costs of any run do not belong to the tuner's cost
         Step(make_expert_groups(world_size), ParallelStrategy(), factors=factors, **dims)()
     tuned = Step(group, "auto", factors=factors, **dims)
     first = []
@@ -185,11 +187,11 @@ def tuner(rank: int, world_size: int, per_node: int, workload: str, rounds: int)
     }
 
 
-# The command's side
+# In the command
 
 
 def clusters(layouts: list[tuple[int, int]], rates: list[float]) -> Iterator[tuple[Cluster, str]]:
-    """Each layout at each rate, with the first cells of its lines."""
+    """Yield a cluster for each layout and rate, and the first cells of its rows."""
     for nodes, per_node in layouts:
         with Cluster(nodes, per_node) as cluster:
             for rate in rates:

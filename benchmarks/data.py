@@ -37,12 +37,13 @@ from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.measure.rounds import interleaved, machine
 from swinv2_moe.measure.spread import Times, median_and_spread
 
-_TURN = 5  # images
+_TURN = 5  # images of an alternative before the next one's turn
 Decoder = Callable[[bytes], Image.Image]
 
 
 def decoders(size: int) -> dict[str, Decoder]:
-    """JPEG bytes -> RGB, as a Pillow image, which timm's augmentations take."""
+    """Decoders of JPEG bytes to RGB. The result is a Pillow image, as timm's augmentations need
+    it."""
 
     def draft(content: bytes) -> Image.Image:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
@@ -73,8 +74,8 @@ def is_plain(path: Path) -> bool:
 
 
 def sample(directory: str, count: int) -> ImageFiles:
-    """So many of the JPEGs below a directory, at random; those that are neither RGB nor grey are
-    passed over."""
+    """A random sample of `count` JPEGs below a directory. Files that are neither RGB nor grey are
+    skipped."""
     paths = sorted(
         path for path in Path(directory).rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")
     )
@@ -86,7 +87,7 @@ def sample(directory: str, count: int) -> ImageFiles:
 
 
 def recipe(size: int) -> CfgNode:
-    """Every key's default but the size, which no model has to fit here."""
+    """The default configuration with another image size. No model has to fit this size."""
     config = default_config()
     config.DATA.IMG_SIZE = size
     return config
@@ -99,10 +100,11 @@ def by_turns(
     clock: Callable[[], float] = time.process_time,
     before_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
-    """Milliseconds of each alternative for images 0 to `count`, in each round after one to warm up.
+    """Milliseconds of each alternative for images 0 to `count`, in each round after one warm-up
+    round.
 
-    The speed of a machine changes within a round. The alternatives share that, since each takes few
-    images at a time.
+    The speed of a machine changes within a round. Each alternative takes only a few images before
+    the next one's turn, so these changes affect all of them alike.
     """
     order = np.random.default_rng(0).permutation(count).tolist()
     parts = [order[start : start + _TURN] for start in range(0, count, _TURN)]

@@ -1,7 +1,7 @@
-"""Delay for the links of a cluster (netns.py), where the kernel has no `tc netem`.
+"""Delay for the links of a cluster (netns.py), without the kernel's `tc netem`.
 
-A program in user space (delay_switch.cpp) takes the place of the bridge: it holds every frame for
-the delay. It is compiled with $CXX (g++) at its first use, into the user's cache directory.
+A program in user space (delay_switch.cpp) replaces the bridge: it holds every frame for the delay.
+It is compiled with $CXX (g++) at its first use, into the user's cache directory.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _FLAGS = ["-std=c++17", "-O2"]
 
 
 class DelaySwitch:
-    """A running switch among interfaces of one network namespace, at first without delay.
+    """A running switch between interfaces of one network namespace, initially without delay.
 
     It ends with `close`, with this process, or when the processes of the namespace are killed.
 
@@ -27,7 +27,7 @@ class DelaySwitch:
         interfaces: the names of its interfaces, which belong to no bridge.
 
     Raises:
-        RuntimeError: it cannot be compiled or started.
+        RuntimeError: the program cannot be compiled or started.
     """
 
     def __init__(self, namespace: str, interfaces: Sequence[str]) -> None:
@@ -42,13 +42,13 @@ class DelaySwitch:
             raise RuntimeError(f"the switch with delay does not start: {reason}")
 
     def set_delay(self, milliseconds: float) -> None:
-        """Change the delay. Frames that the switch holds keep theirs."""
+        """Change the delay. Frames that the switch already holds keep their delay."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{1000 * milliseconds}\n")
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End the program; the frames that it holds are lost."""
+        """End the program. The frames that it holds are lost."""
         self._process.kill()
         self._process.communicate()
 
@@ -57,7 +57,7 @@ def _program() -> Path:
     """The compiled program, for this source and compiler.
 
     Raises:
-        RuntimeError: it does not compile.
+        RuntimeError: the program does not compile.
     """
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     key = "\n".join([*compiler, *_FLAGS, _SOURCE.read_text()])

@@ -54,7 +54,8 @@ def step_seconds(network: Network, x: Tensor, ahead: bool) -> float:
 
 
 def measure(rank: int, world_size: int, width: int, num_tokens: int, rounds: int) -> list:
-    """For each round the seconds of a step on one rank alone, in place and ahead."""
+    """For each round, the seconds of a step: on one rank alone, with gathers in place, and with
+    gathers ahead."""
     torch.manual_seed(0)
     group = make_expert_groups(world_size)
     network = Network(group, width, 4)
@@ -92,8 +93,8 @@ def main() -> None:
 
 
 def row(rate: float, times: list) -> str:
-    """A line of the table: medians, and the ratio's range; `hidden` is the saved time as a share of
-    what could be hidden, the smaller one of exchange and work."""
+    """A line of the table: medians, and the ratio's range; `hidden` is the saved time divided by
+    the time that could be hidden, which is the smaller of exchange and work."""
     work, in_place, ahead = (1e3 * median(column) for column in zip(*times, strict=True))
     ratios = sorted(after / before for _, before, after in times)
     ratio = f"{median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})"

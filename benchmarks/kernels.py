@@ -45,36 +45,36 @@ ARCHITECTURES = {
     90: Architecture(232448, 233472),
     100: Architecture(232448, 233472),
 }
-_SHARED_OF_SYSTEM = 1024  # bytes of shared memory that each program takes besides
-_REGISTER_UNIT = 256  # a warp's registers are a multiple
-_SCHEDULERS = 4  # of a multiprocessor; each has a quarter of the registers
-_TENSOR_MEMORY = 512  # columns of a multiprocessor from sm_100
+_SHARED_OF_SYSTEM = 1024  # bytes of shared memory that the system reserves for each program
+_REGISTER_UNIT = 256  # the registers of a warp are rounded up to a multiple
+_SCHEDULERS = 4  # schedulers of a multiprocessor; each has a quarter of the registers
+_TENSOR_MEMORY = 512  # columns of a multiprocessor, from sm_100 on
 
 
 class Usage(NamedTuple):
-    """One kernel as compiled; the row of the table."""
+    """Resources of one compiled kernel: a row of the table."""
 
     kernel: str
     case: str
     sm: int
     num_warps: int
-    registers: int  # a thread
-    spilled: int  # bytes a thread
-    shared: int  # bytes a program
-    programs: int  # on a multiprocessor
+    registers: int  # per thread
+    spilled: int  # bytes per thread
+    shared: int  # bytes per program
+    programs: int  # programs per multiprocessor
 
 
-# What is compiled
+# The compiled kernels
 
 
 class Experts(NamedTuple):
-    """A call of the experts between tokens and tokens."""
+    """A call of the fused experts, which maps tokens to tokens."""
 
     tokens: int
     experts: int
     dtype: torch.dtype
     dropout: float
-    gated: bool = False  # with silu; the others with gelu
+    gated: bool = False  # gated experts have silu, others gelu
 
     @property
     def name(self) -> str:
@@ -97,7 +97,8 @@ EXPERTS = (
 
 
 def cases() -> dict[str, Callable[[], None]]:
-    """What launches the kernels, by name. Tensors are on the meta device: only types count."""
+    """Functions that launch the kernels, by name. Tensors are on the meta device, since only their
+    types matter."""
     launches: dict[str, Callable[[], None]] = {}
     for experts in EXPERTS:
         launches[f"{experts.name}, forward"] = partial(_run_experts, experts, False)
@@ -220,7 +221,7 @@ def _run_channels() -> None:
     channels.read(words, words, table, flag, block, piece, 128)
 
 
-# What it needs
+# The resources of a kernel
 
 
 def usages(case: str, sm: int) -> list[Usage]:
@@ -262,7 +263,7 @@ def _usage(name: str, case: str, sm: int, kernel) -> Usage:
 
 
 def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread."""
+    """Registers and bytes of stack per thread."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -280,7 +281,8 @@ def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
 def programs_that_fit(
     limits: Architecture, num_warps: int, registers: int, shared: int, tensor_memory: int = 0
 ) -> int:
-    """Programs on a multiprocessor at a time; `tensor_memory` in columns."""
+    """Number of programs that fit on a multiprocessor at the same time. `tensor_memory` is in
+    columns."""
     of_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
     warps_of_scheduler = limits.registers // _SCHEDULERS // of_warp
     by_registers = warps_of_scheduler * _SCHEDULERS // num_warps
@@ -295,8 +297,8 @@ def programs_that_fit(
 
 
 def markdown(rows: list[Usage]) -> str:
-    """A line for each kernel and case. For each architecture registers, spilled bytes (in bold),
-    KiB of shared memory and programs."""
+    """A table with a row for each kernel and case. For each architecture it has registers, spilled
+    bytes (in bold), KiB of shared memory, and programs."""
     names = sorted({row.sm for row in rows})
     cells: dict[tuple, dict[int, str]] = {}
     for row in rows:

@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
 
 
 def train(experts: int, seed: int, steps: int, file: Path) -> None:
-    """Train one model in a process of its own, and add its lines to the file."""
+    """Train one model in a separate process, and append its lines to the file."""
     command = [sys.executable, str(EXAMPLE), "--experts", str(experts), "--seed", str(seed)]
     command += ["--steps", str(steps), "--every", "50"]
     is_new = not file.exists()
@@ -76,7 +76,7 @@ def train(experts: int, seed: int, steps: int, file: Path) -> None:
 
 
 def training_step(experts: int) -> Callable[[], object]:
-    """A step of a fresh model on one batch."""
+    """A training step of a new model on one batch."""
     example = runpy.run_path(str(EXAMPLE))
     args = example["parse"](["--experts", str(experts)])
     torch.manual_seed(args.seed)
@@ -88,7 +88,7 @@ def training_step(experts: int) -> Callable[[], object]:
 
 
 def print_speeds(numbers_of_experts: list[int], rounds: int) -> None:
-    """Milliseconds of a step, and the ratio to the first model's in the same round."""
+    """Print milliseconds of a step, and the ratio to the first model's time in the same round."""
     steps = {name_of(experts): training_step(experts) for experts in numbers_of_experts}
     times = interleaved(steps, rounds)
     base = next(iter(times.values()))
@@ -115,7 +115,7 @@ def name_of(experts: int) -> str:
 
 
 def table(runs: dict[int, dict[int, list[dict[str, float]]]]) -> str:
-    """A line for each model: mean and standard deviation over the seeds, and speed."""
+    """A table with a row for each model: mean and standard deviation over the seeds, and speed."""
     lines = ["| | seeds | last loss | last validation | best validation | tokens/s |"]
     lines.append("|---|---:|---:|---:|---:|---:|")
     for experts, seeds in sorted(runs.items()):
@@ -136,7 +136,7 @@ def last(values: list[float]) -> float:
 
 
 def draw(runs: dict[int, dict[int, list[dict[str, float]]]], file: Path) -> None:
-    """Training and validation loss, a line for each seed."""
+    """Draw training and validation loss, with a line for each seed."""
     figure = new_figure(9, 3.6)
     panels = figure.subplots(1, 2, sharey=True)
     titles = {"loss": "training", "validation": "validation"}

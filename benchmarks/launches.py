@@ -39,7 +39,7 @@ LAYERS = {
         "hidden_dropout": 0.1,
     },
 }
-# of torch: views, allocations, and what other operators do the work of
+# torch's operators that launch no kernel: views, allocations, and operators that call others
 _LAUNCH_NOTHING = """
 promote_types dropout
 empty empty_like empty_strided new_empty resize_ set_ view reshape _reshape_alias
@@ -106,7 +106,7 @@ def _counts_of_layer(config: dict, group) -> tuple[Counter, Counter]:
     torch.manual_seed(0)
     layer = MoELayer(MoEConfig(32, 64, kernels="triton", **config), group)
     x = torch.randn(40, 32, requires_grad=True)
-    # as autocast gives it to the experts; numpy, the interpreter's, has no bf16
+    # the dtype that autocast gives to the experts; numpy, which the interpreter uses, has no bf16
     autocast = torch.autocast("cpu", torch.float16)
 
     def forward() -> torch.Tensor:
@@ -147,20 +147,20 @@ def _counts_of_step(network: str) -> Counter:
     world = World(0, 1, torch.device("cpu"), None)
     torch.manual_seed(0)
     model = build_model(config.model, 10, expert_group(config.model.experts, world))
-    # numpy, the interpreter's, has no bf16; a configuration refuses fp16 on a CPU
+    # numpy, which the interpreter uses, has no bf16; a configuration does not allow fp16 on a CPU
     window_attention.runs = lambda qkv: qkv.dtype == torch.float16
     step = TrainingStep(config.train, world, model, 10)
     step.autocast = lambda: torch.autocast("cpu", torch.float16)
     step.compute_dtype = torch.float16
     step.wrapped.train()
     batch = Batch(torch.randn(2, 3, 64, 64), torch.arange(2), [])
-    step.run([batch], 0)  # makes the optimiser's moments
+    step.run([batch], 0)  # creates the optimiser's moments
     return count_launches(lambda: step.run([batch], 1))
 
 
 def _prepare() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    importlib.import_module("triton_cases")  # mends Triton's interpreter
+    importlib.import_module("triton_cases")  # repairs Triton's interpreter
     torch.set_num_threads(1)
 
 
@@ -188,7 +188,7 @@ def count_launches(function: Callable[[], object]) -> Counter:
 
 
 def _add(event, counts: Counter) -> None:
-    """Count an operator, or what it consists of."""
+    """Count an operator or, if it calls others, the operators that it calls."""
     if event.name == LAUNCH:
         counts[LAUNCH] += 1
         return

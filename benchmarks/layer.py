@@ -52,8 +52,8 @@ SHAPES = {
         "4608x512x8x2",
         "1152x1024x8x2",
     ),
-    # SwinV2-B at 192 px: 144 tokens of 512 channels in stage 3, 36 of 1024 in stage 4, of 32, 128
-    # and 512 images
+    # SwinV2-B at 192 px: 144 tokens of 512 channels in stage 3, 36 tokens of 1024 channels in stage
+    # 4, with 32, 128 and 512 images
     "cuda": tuple(
         f"{i * t}x{m}x{e}"
         for t, m in ((144, 512), (36, 1024))
@@ -61,17 +61,17 @@ SHAPES = {
         for e in (8, 32, 64)
     ),
 }
-DIGITS = {"cpu": 1, "cuda": 3}  # of milliseconds
+DIGITS = {"cpu": 1, "cuda": 3}  # digits of milliseconds
 FLOOR = {"cpu": "dense, float32", "cuda": "dense"}
-TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # of the largest value
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # relative to the largest value
 EINSUM = "einsum (GShard)"
-EINSUM_TOKENS = 5000  # above, the masks take more memory and time than all else that is measured
-REPLAYED = ("moe_core", "dense")  # as CUDA graphs, too; the peers read from the device
+EINSUM_TOKENS = 5000  # with more, the masks take more memory and time than all else together
+REPLAYED = ("moe_core", "dense")  # also measured as CUDA graphs; the peers read from the device
 PRODUCT = "matrix product"
 LAYER = "moe_core"
-PASSES = {"inference": 1, "training": 3}  # a backward pass has two products for each one
+PASSES = {"inference": 1, "training": 3}  # a backward pass has twice the products
 
-Measured = tuple[dict[str, Times], dict[str, Times]]  # by name: inference, training
+Measured = tuple[dict[str, Times], dict[str, Times]]  # inference, training; by name
 
 
 def arguments() -> argparse.Namespace:
@@ -123,7 +123,7 @@ class Case:
         peers: bool,
         peak: bool = False,  # also time a large matrix product
         kernels: Sequence[str] = ("auto",),
-        int8: bool = False,  # also time inference with experts in int8
+        int8: bool = False,  # also time inference with int8 experts
         gated: bool = False,
     ) -> None:
         tokens, model_dim, num_experts, self.top_k, hidden_dim = completed(shape)
@@ -143,7 +143,7 @@ class Case:
         self.layers: dict[str, MoELayer] = {}
         self.only_in_inference: set[str] = set()
         self._add_layers(kernels, int8)
-        hidden = self.top_k * config.hidden_dim  # the FLOPs that a token meets in the MoE layer
+        hidden = self.top_k * config.hidden_dim  # the same FLOPs as in the MoE layer
         if gated:
             dense: nn.Module = SwiGLU(model_dim, hidden)
         else:
@@ -176,7 +176,7 @@ class Case:
             self.alternatives[FLOOR[device] if device == "cpu" else "dense"] = dense
 
     def _add_layers(self, kernels: Sequence[str], int8: bool) -> None:
-        """A layer with each of `kernels`, the first one's being `self.layer`."""
+        """Add a layer for each of `kernels`. The first one is `self.layer`."""
         first = LAYER
         if kernels[0] != "auto":
             first = f"{LAYER}, {kernels[0]}"
@@ -221,8 +221,8 @@ class Case:
         return autocast
 
     def _leave_out_what_is_wrong(self) -> None:
-        """By the output and the gradient of x for every token, against plain products in fp64 on
-        the same routing."""
+        """Remove alternatives with wrong results. The output and the gradient of x are compared for
+        every token with plain products in fp64 on the same routing."""
         wanted = self._reference()
         for name, run in list(self.alternatives.items()):
             run = self._under_autocast(run) if self.dtype == "bfloat16" else run
@@ -230,7 +230,7 @@ class Case:
                 y = run(self.x).to(self.x.dtype)
                 results = (y.detach(), *torch.autograd.grad(y, self.x, self.grad))
                 error = max(_difference(a, b) for a, b in zip(results, wanted, strict=True))
-            except Exception as problem:  # a library's; the layer's own ends the run below
+            except Exception as problem:  # of a library; an error of the layer ends the run below
                 error, reason = (
                     float("inf"),
                     f"{type(problem).__name__}: {str(problem).splitlines()[0]}",
@@ -245,8 +245,8 @@ class Case:
         gc.collect()
 
     def _reference(self) -> tuple[Tensor, Tensor]:
-        """y, and the gradient of x through gates and experts [T, M]; an expert's tokens at a time,
-        in fp64."""
+        """The output y [T, M], and the gradient of x through gates and experts [T, M]. Computed in
+        fp64, one expert's tokens at a time."""
         e, x = self.layer.experts, self.x.detach().double().requires_grad_()
         _, ids = routed(self.layer, self.x.detach())
         probs = F.linear(x, self.layer.router.weight.double()).softmax(-1).gather(1, ids)
@@ -270,7 +270,7 @@ class Case:
             module.zero_grad()
 
     def times(self, rounds: int) -> Measured:
-        """Milliseconds of the forward pass in evaluation, without gradients; of forward and
+        """Milliseconds of the forward pass in evaluation, without gradients, and of forward and
         backward in training."""
         steps = {
             name: partial(self.step, run)
@@ -280,7 +280,7 @@ class Case:
         return self._timed(self.alternatives, steps, rounds)
 
     def times_of_graphs(self, rounds: int) -> Measured:
-        """The same of the layer and the dense network as CUDA graphs.
+        """As `times`, for the layer and the dense network as CUDA graphs.
 
         Raises:
             RuntimeError: one of them cannot be captured.
@@ -290,8 +290,8 @@ class Case:
         return self._timed(runs, steps, rounds, capture=graph_replay)
 
     def gradients(self, name: str) -> None:
-        """A step whose gradients are returned, not accumulated: accumulation is bound to the
-        stream of an earlier step."""
+        """A training step that returns its gradients. It does not accumulate them, because
+        accumulation uses the stream of an earlier step."""
         y = self.alternatives[name](self.x)
         inputs = [self.x, *self.trained[name].parameters()]
         torch.autograd.grad(y, inputs, self.grad.to(y.dtype), allow_unused=True)
@@ -315,14 +315,14 @@ class Case:
         return inference, timed(captured | self.product, rounds, self.device.type)
 
     def flops(self) -> int:
-        """Of the experts' products in a forward pass."""
+        """FLOPs of the experts' products in a forward pass."""
         config = self.layer.config
         macs_of_row = config.num_expert_weights * config.model_dim * config.hidden_dim
         return 2 * len(self.x) * self.top_k * macs_of_row
 
 
 def completed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """T, M, E, K and H, of which the last two may be left out."""
+    """T, M, E, K and H. The last two may be omitted in `shape`."""
     defaults = (1, 4 * shape[1])
     return shape + defaults[len(shape) - 3 :]
 
@@ -359,7 +359,7 @@ class Results:
         if self.args.device == "cuda":
             try:
                 replayed = case.times_of_graphs(self.args.rounds)
-            except RuntimeError as error:  # what a capture meets: the calls above stand
+            except RuntimeError as error:  # the capture failed; the times above are valid
                 first_line = f"{error}".splitlines()[0]
                 self.left_out[f"{label} as a graph"] = first_line
             else:
@@ -389,7 +389,7 @@ class Results:
             self._add_row([label, shown, *cells, "; ".join(shares)])
 
     def _add_row(self, cells: list[str]) -> None:
-        """The last cell is the share of the peak, a column that only --peak asks for."""
+        """Add a row. Its last cell is the share of the peak, which is removed without --peak."""
         if not self.args.peak:
             cells.pop()
         self.rows.append(cells)
@@ -398,7 +398,7 @@ class Results:
     def _share_of_peak(
         self, case: Case, name: str, pass_name: str, times: dict[str, Times]
     ) -> list[float]:
-        """FLOPs in a second over those of a large matrix product, in each round."""
+        """FLOP/s relative to a large matrix product's, in each round."""
         if PRODUCT not in times:
             return []
         share = case.flops() * PASSES[pass_name] / case.product_flops
@@ -412,7 +412,7 @@ class Results:
         notes = [CALLS_NOTE]
         for name, reason in self.left_out.items():
             if name == EINSUM:
-                continue  # it depends on the shape, and has a row with the reason
+                continue  # depends on the shape; the table has a row with the reason
             notes.append(f"{name} is not measured. {reason}")
         command = shlex.join(["python", "benchmarks/layer.py", *sys.argv[1:]])
         title = "One MoE layer"

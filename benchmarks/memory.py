@@ -30,7 +30,7 @@ from moe_core import MoEConfig, MoELayer
 from swinv2_moe.measure.rounds import working_memory
 
 GIB = 2**30
-# GiB: Fairseq, Tutel
+# GiB of Fairseq and Tutel
 PUBLISHED = {4096: (3.7, 2.9), 8192: (6.2, 3.2), 16384: (16.3, 4.0), 32768: (57.9, 5.7)}
 SIZE = 4096
 
@@ -64,8 +64,9 @@ def arguments() -> argparse.Namespace:
 
 
 def counted(tokens: int, config: MoEConfig, dtype: torch.dtype, device: str) -> int:
-    """Bytes for the backward pass; indices and the router's few numbers of a token left out."""
-    # the router's input in fp32
+    """Bytes kept for the backward pass, by formula. Indices and the router's few values per token
+    are not counted."""
+    # `of_router`: the router's input in fp32
     rows, of_router = tokens * config.top_k, tokens * config.model_dim * 4
     if device == "cuda" and dtype == torch.bfloat16:  # moe_core.ops.moe_ffn
         weights = 2 * config.num_experts * config.model_dim * config.hidden_dim
@@ -78,8 +79,9 @@ def counted(tokens: int, config: MoEConfig, dtype: torch.dtype, device: str) -> 
 def counted_of_tutel(tokens: int, config: MoEConfig, dtype: torch.dtype) -> int:
     """Bytes that Tutel's layer keeps for its backward pass, counted from its public code.
 
-    Dispatched rows and experts' output [N, M], the hidden layer before and after its activation [N,
-    H] (tutel/experts/ffn.py), with dropout a mask of a byte each, and the router's input in fp32.
+    Kept are the dispatched rows and the experts' output [N, M], the hidden layer before and after
+    its activation [N, H] (tutel/experts/ffn.py), and the router's input in fp32. With dropout, a
+    mask of one byte per hidden value is also kept.
     """
     rows = tokens * config.top_k
     values = rows * 2 * (config.model_dim + config.hidden_dim)
@@ -90,14 +92,14 @@ def counted_of_tutel(tokens: int, config: MoEConfig, dtype: torch.dtype) -> int:
 
 
 def saved(layer: MoELayer, x: torch.Tensor, dtype: torch.dtype) -> int:
-    """Bytes that a forward pass saves for its backward pass, without parameters."""
+    """Bytes that a forward pass of the layer keeps for its backward pass, without parameters."""
     return kept_bytes(lambda: run(layer, x, dtype), layer.parameters())
 
 
 def kept_bytes(
     forward: Callable[[], torch.Tensor], parameters: Iterable[torch.nn.Parameter]
 ) -> int:
-    """Bytes that `forward` keeps for its backward pass, without those of the parameters."""
+    """Bytes that `forward` keeps for its backward pass, without parameters."""
     known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     storages: dict[int, int] = {}
 

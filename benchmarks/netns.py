@@ -1,5 +1,5 @@
-"""A cluster on one machine: every node is a Linux network namespace with a link of its own, every
-rank a gloo process.
+"""A cluster on one machine. Each node is a Linux network namespace with its own link; each rank is
+a gloo process.
 
     with Cluster(nodes=2, ranks_per_node=4, rate_mbit=1000, delay_ms=0.2) as cluster:
         # function(rank, world_size, argument) on every rank
@@ -7,11 +7,11 @@ rank a gloo process.
         cluster.set_rate(100)
         cluster.set_delay(1)
 
-Ranks of one node talk over its loopback, at memory speed. Ranks of different nodes talk over veth
-pairs and a bridge; a token bucket (tc tbf) at either end of each pair limits what its node sends
-and what it receives. With a delay, a program in user space (delay_switch.py) replaces the bridge.
-The bridge lives in a namespace too, so nothing of a cluster shows among the machine's own links,
-and to delete the namespaces is to delete all of it.
+Ranks of one node communicate over its loopback device, at memory speed. Ranks of different nodes
+communicate over veth pairs and a bridge. A token bucket (tc tbf) at each end of a pair limits the
+rates at which its node sends and receives. With a delay, a program in user space (delay_switch.py)
+replaces the bridge. The bridge is also in a namespace, so the cluster does not appear among the
+machine's own links. Deleting the namespaces deletes the whole cluster.
 
 Linux only, as root, with iproute2.
 """
@@ -45,33 +45,36 @@ from delay_switch import DelaySwitch
 
 NAMESPACES = Path("/var/run/netns")
 PREFIX = "moe-cluster"
-UPLINK = "eth0"  # of every node; its other end is port<node> of the switch
-STORE_PORT = 29500  # every cluster has its own: ports belong to a namespace
+UPLINK = "eth0"  # network interface of every node; its other end is port<node> of the switch
+STORE_PORT = 29500  # the same in every cluster: ports belong to a namespace
 CLONE_NEWNET = 0x40000000
-# bytes; one that cannot take TCP's 64 KB packets whole makes tbf cut them up: 3 times slower
+# bytes; if a bucket cannot hold TCP's 64 KB packets, tbf splits them, which is 3 times slower
 LEAST_BURST = 128 * 1024
-# timers fire late by some tens of microseconds: a smaller bucket would lose rate to that
+# timers fire some tens of microseconds late; with a smaller bucket this would reduce the rate
 BURST_SECONDS = 2e-4
-# the others fail because of the first, and a killed one's sockets close before its pipe does
+# the other ranks fail because of the first failure, and the sockets of a killed rank close before
+# its pipe
 LATE_SECONDS = 1
 # bytes; nothing is dropped, as in a lossless fabric; with 2 MiB a third of the rate was lost
 MOST_QUEUED = 64 * 2**20
 
 
 class Cluster:
-    """N nodes of g ranks; a context manager that leaves nothing behind.
+    """A cluster of N nodes with g ranks each; a context manager that removes the cluster at its
+    end.
 
     Args:
-        nodes: N; node i has the address 10.77.0.(i + 1).
-        ranks_per_node: g; node i has the ranks from g i to g (i + 1) - 1.
-        rate_mbit: what each node's link carries in each direction, in 10^6 bit/s, with all headers;
-            None: unshaped.
-        delay_ms: milliseconds that every frame between nodes is held, one way; None: none beyond
-            the few tens of microseconds that the kernel takes. 0 holds no frame, but passes all
-            through user space: what other delays compare to.
+        nodes: N. Node i has the address 10.77.0.(i + 1).
+        ranks_per_node: g. Node i has the ranks g i to g (i + 1) - 1.
+        rate_mbit: rate of each node's link in each direction, in 10^6 bit/s, including all headers;
+            None: no limit.
+        delay_ms: delay of every frame between nodes in one direction, in milliseconds; None: only
+            the kernel's delay of a few tens of microseconds. With 0, frames are not held but pass
+            through the program in user space, as with other delays. 0 is therefore the baseline for
+            other delays.
 
     Raises:
-        ValueError: sizes, a rate or a delay that no cluster can have.
+        ValueError: sizes, a rate or a delay out of range.
         RuntimeError: `ip` or `tc` failed; see `unavailable`.
     """
 
@@ -89,10 +92,11 @@ class Cluster:
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
         self.rate_mbit, self.delay_ms = rate_mbit, delay_ms
         self._delay_switch: DelaySwitch | None = None
-        name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"  # the id tells whose owner is gone
+        # the process id shows whether the owner still runs
+        name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
         self._switch = f"{name}-switch"
         self._namespaces = [f"{name}-node{node}" for node in range(nodes)]
-        self._ports = [f"port{node}" for node in range(nodes)]  # of the switch
+        self._ports = [f"port{node}" for node in range(nodes)]  # ports of the switch
 
     @property
     def world_size(self) -> int:
@@ -114,7 +118,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Delete the namespaces, and with them all links; kill what still runs in them."""
+        """Kill all processes in the namespaces, and delete the namespaces with all links."""
         self._end_delay_switch()
         for name in [self._switch, *self._namespaces]:
             _remove(name)
@@ -132,7 +136,7 @@ class Cluster:
             _command("ip", "-n", name, "link", "set", UPLINK, "up")
 
     def set_rate(self, rate_mbit: float | None, node: int | None = None) -> None:
-        """Change what every link carries, or that of one node; also while ranks run."""
+        """Change the rate of all links, or of one node's link. This also works while ranks run."""
         qdisc = ["noqueue"]
         if rate_mbit is not None:
             if not 0.1 <= rate_mbit <= 1e5:
@@ -157,7 +161,7 @@ class Cluster:
             self.rate_mbit = rate_mbit
 
     def set_delay(self, delay_ms: float | None) -> None:
-        """Change how long frames between nodes are held; from one number to another also while
+        """Change the delay of frames between nodes. Changing one number to another also works while
         ranks run."""
         if delay_ms is not None and not 0 <= delay_ms <= 1000:
             raise ValueError(f"delay_ms ({delay_ms}) must be from 0 to 1000, or None")
@@ -181,29 +185,30 @@ class Cluster:
             self._delay_switch = None
 
     def inside(self, node: int) -> list[str]:
-        """The words before a command that make it run on a node, with mounts of its own."""
+        """The words to put before a command so that it runs on a node, with separate mounts."""
         return ["ip", "netns", "exec", self._namespaces[node]]
 
     def bytes_sent(self) -> list[int]:
-        """What each node has put on its link so far, headers included [N]; `node_bytes_sent` is a
-        rank's view of it."""
+        """Bytes that each node has sent over its link so far, including headers [N]. Ranks use
+        `node_bytes_sent`."""
         links = json.loads(_command("ip", "-n", self._switch, "-s", "-j", "link", "show"))
         received = {link["ifname"]: link["stats64"]["rx"]["bytes"] for link in links}
         return [received[port] for port in self._ports]
 
     def run(self, function: Callable, *args, timeout: float = 60) -> list:
-        """`function(rank, world_size, *args)` on every rank, in a gloo world with torchrun's
-        variables.
+        """Run `function(rank, world_size, *args)` on every rank, in a gloo process group with
+        torchrun's environment variables.
 
-        The function must be importable (at a module's top level), and what it returns be plain
-        numbers, strings, lists and dictionaries. Torch has one thread in every rank.
+        The function must be importable (at the top level of a module). Its result may contain only
+        numbers, strings, lists and dictionaries. torch has one thread on each rank.
 
         Returns:
-            What the ranks returned, in their order [W].
+            The results of the ranks, in their order [W].
 
         Raises:
-            RuntimeError: the first failure, with the rank's traceback; the other ranks are ended.
-            TimeoutError: ranks that still run after so many seconds; they are ended.
+            RuntimeError: a rank failed. The message has the traceback of the first failure; the
+                other ranks are ended.
+            TimeoutError: ranks still run after `timeout` seconds; they are ended.
         """
         deadline = time.monotonic() + timeout
         started = []
@@ -225,7 +230,7 @@ class Cluster:
         arguments = (namespace, self._variables(rank), function, args, timeout, childs_end)
         process = context.Process(target=_run_rank, args=arguments)
         process.start()
-        childs_end.close()  # else the pipe of a rank that died would stay open
+        childs_end.close()  # otherwise the pipe of a rank that died would stay open
         return process, pipe
 
     def _variables(self, rank: int) -> dict[str, str]:
@@ -241,7 +246,7 @@ class Cluster:
 
 
 def unavailable() -> str | None:
-    """Why no cluster can be made here, in one line; None where one can."""
+    """The reason why a cluster cannot be made here, in one line; None if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -250,13 +255,13 @@ def unavailable() -> str | None:
     try:
         with Cluster(1, 1, rate_mbit=100):
             return None
-    # a container without the rights, a kernel without veth, bridge or tbf
+    # in a container without the rights, or with a kernel without veth, bridge or tbf
     except RuntimeError as error:
         return str(error)
 
 
 def require() -> None:
-    """End a script with exit code 2 and one line where no cluster can be made."""
+    """If no cluster can be made, end the script with a message of one line and exit code 2."""
     reason = unavailable()
     if reason is not None:
         print(f"cannot make a cluster on this machine: {reason}", file=sys.stderr)
@@ -264,7 +269,8 @@ def require() -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove the namespaces of clusters whose process was killed, and what still runs in them."""
+    """Remove the namespaces of clusters whose process was killed, and kill the processes in
+    them."""
     for path in NAMESPACES.glob(f"{PREFIX}-*"):
         owner = path.name.removeprefix(f"{PREFIX}-").split("-")[0]
         if not Path("/proc", owner).exists():
@@ -272,10 +278,10 @@ def remove_abandoned() -> None:
 
 
 def node_bytes_sent() -> int:
-    """What the node of the calling rank has put on its link so far, headers included.
+    """Bytes that the node of the calling rank has sent over its link so far, including headers.
 
-    Read it before one barrier and after another: behind the first, the node's other ranks may have
-    sent already.
+    To measure an operation, read the value before a barrier, and again after a barrier behind the
+    operation. After the first barrier, other ranks of the node may already have sent bytes.
     """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
@@ -305,7 +311,7 @@ def _remove(namespace: str) -> None:
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list:
-    """What each rank sent, in the order of ranks; the failure that came first, if one did."""
+    """The results that the ranks sent, in their order. Raises the first failure, if any."""
     results, failures, waiting = {}, [], {pipe: rank for rank, pipe in enumerate(pipes)}
     while waiting:
         ready = wait(list(waiting), max(0, deadline - time.monotonic()))
@@ -340,7 +346,8 @@ def _receive(pipe: Connection) -> tuple[float, str | None, object]:
 def _run_rank(
     namespace: str, variables: dict[str, str], function: Callable, args: tuple, timeout: float, pipe
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its ranks
+    # all processes receive Ctrl-C; the parent ends its ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _enter(namespace)
@@ -348,7 +355,7 @@ def _run_rank(
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
         result = function(dist.get_rank(), dist.get_world_size(), *args)
-        dist.barrier()  # nobody leaves while another still needs rank 0's store
+        dist.barrier()  # no rank leaves while another one still needs rank 0's store
         dist.destroy_process_group()
         pipe.send((time.monotonic(), None, result))
     except Exception:
@@ -356,9 +363,9 @@ def _run_rank(
 
 
 def _start_server() -> None:
-    """A process that imports torch once and forks ranks: 16 start in half a second.
+    """Start a process that imports torch once and forks the ranks: 16 ranks start in half a second.
 
-    Its C++ log leaves out that the addresses of nodes have no host names.
+    Its C++ log omits warnings that the nodes' addresses have no host names.
     """
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "moe_core"])
     with mock.patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1"):
@@ -371,8 +378,8 @@ def _end_with_parent() -> None:
 
 
 def _enter(namespace: str) -> None:
-    """Move this thread, and those it will start, to a network namespace (os.setns is there from
-    Python 3.12)."""
+    """Move this thread, and the threads that it will start, to a network namespace. (os.setns
+    exists from Python 3.12 on.)"""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(NAMESPACES / namespace) as file:
         if libc.setns(file.fileno(), CLONE_NEWNET) != 0:

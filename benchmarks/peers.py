@@ -1,9 +1,9 @@
-"""Other ways to run the same layer on the same weights, to be measured beside it.
+"""Other implementations of the same layer with the same weights, for comparison.
 
 Three need no library: GShard's einsums (as in fairseq), a loop over the experts, and F.grouped_mm
-on sorted rows with everything else unfused (as in torchtitan). The others are libraries, each
-imported if it is there; `unavailable` says why one is not measured. All are dropless and in fp32
-gate like MoELayer.
+on sorted rows without other fusion (as in torchtitan). The others are libraries, which are used if
+they are installed. `unavailable` gives the reason why a library is not measured. All
+implementations are dropless. In fp32 their gate values are MoELayer's.
 """
 
 # T tokens, E experts, K top-k, C capacity, N rows, M model dim, H hidden dim
@@ -26,7 +26,7 @@ Peer = Callable[[Tensor], Tensor]
 
 
 class SwiGLU(nn.Module):
-    """The dense network of which gated experts are copies."""
+    """The dense network with the structure of a gated expert."""
 
     def __init__(self, model_dim: int, hidden_dim: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def routed(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_einsum(layer: MoELayer, x: Tensor) -> Tensor:
-    """GShard's einsums (moe_core.einsum), whose C is the largest load."""
+    """GShard's einsums (moe_core.einsum). C is the largest load."""
     gates, ids = routed(layer, x)
     plan = make_plan(ids, layer.config.num_experts, None, kernels="torch")
     x = x.to(expert_dtype(x))
@@ -55,11 +55,12 @@ def by_einsum(layer: MoELayer, x: Tensor) -> Tensor:
 
 
 def by_loop(layer: MoELayer, x: Tensor) -> Tensor:
-    """Each expert's tokens found, computed and added in turn."""
+    """A loop over the experts: find an expert's tokens, compute its output, and add it to the
+    result."""
     gates, ids = routed(layer, x)
     y = torch.zeros_like(x)
-    # unbind: the gradient of a weight taken by its index would be made anew, zeros and all, for
-    # each expert
+    # unbind: indexing would allocate a gradient of the whole weight, filled with zeros, for each
+    # expert
     for i, (w1, b1, w2, b2) in enumerate(
         zip(*(p.unbind() for p in layer.experts.parameters()), strict=True)
     ):
@@ -130,7 +131,7 @@ def deepspeed(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
         }.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("LOCAL_RANK", "0")
-        # would be compiled, for many ranks
+        # replaced because it would be compiled, and serves only many ranks
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
         comm.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
     gate = sharded_moe.TopKGate(
@@ -215,12 +216,13 @@ LIBRARIES = {
 def libraries(
     layer: MoELayer, device: torch.device
 ) -> tuple[dict[str, tuple[Peer, nn.Module]], dict[str, str]]:
-    """The libraries' layers with `layer`'s weights; and why the others are not among them."""
+    """The libraries' layers with the weights of `layer`, and for each other library the reason why
+    it is missing."""
     peers, unavailable = {}, {}
     for name, adapter in LIBRARIES.items():
         try:
             peers[name] = adapter(layer, device)
-        except Exception as error:  # whatever a library fails with, the table goes on without it
+        except Exception as error:  # any error of a library; the table continues without it
             unavailable[name] = (
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )

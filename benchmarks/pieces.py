@@ -61,8 +61,8 @@ def leaf(tensor: Tensor) -> Tensor:
 def pieces(
     layer: MoELayer, x: Tensor, dtype: torch.dtype
 ) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
-    """For each part a call that gives its differentiable output, and what the gradient is taken
-    of."""
+    """For each part of the layer, a call that returns its differentiable output, and the tensors
+    with respect to which gradients are taken."""
     config, tokens = layer.config, leaf(x.to(dtype))
 
     def router(x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def pieces(
         "dispatch": (lambda: dispatch(tokens, plan), [tokens]),
         "experts": (lambda: layer.experts(rows, plan.offsets), [rows, *weights]),
         "combine": (lambda: combine(rows, gates, plan), [rows, gates]),
-        # In place of the three before. On a CPU these are three ops, too.
+        # Replaces the three parts before. On a CPU it also consists of three ops.
         "dispatch to combine as one": (
             lambda: layer.experts(tokens, plan.offsets, gates=gates, plan=plan),
             [tokens, gates, *weights],
@@ -106,7 +106,7 @@ class Bench:
         x = torch.randn(tokens, model_dim, device=device)
         self.parts = pieces(layer, leaf(x), getattr(torch, dtype))
         self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=dtype == "bfloat16")
-        # By shape and dtype. Drawing a gradient takes longer than some parts.
+        # By shape and dtype. They are kept because drawing a gradient takes longer than some parts.
         self.grads: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def step(self, call: Callable[[], Tensor], wanted: list[Tensor]) -> None:
@@ -131,12 +131,12 @@ class Bench:
 
 
 def replayed(calls: Calls) -> Calls:
-    """The calls as CUDA graphs. Raises RuntimeError where one cannot be captured."""
+    """The calls as CUDA graphs. Raises RuntimeError if a call cannot be captured."""
     return {name: graph_replay(call) for name, call in calls.items()}
 
 
 def measure(bench: Bench, args: argparse.Namespace) -> dict[str, tuple[dict, dict]]:
-    """For each kind of timing the times of the forward passes and of the steps, by part."""
+    """For each kind of timing, the times of forward passes and of steps, by part."""
     measured = {}
     forwards, steps = bench.forwards(), bench.steps()
     kind = "many calls"
@@ -144,7 +144,8 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, tuple[dict, dic
     if args.device == "cuda":
         try:
             graphs = replayed(forwards), replayed(steps)
-        except RuntimeError as error:  # what a capture meets: the calls above stand
+        # the capture failed; the times of the calls above remain valid
+        except RuntimeError as error:
             print(f"no graph replay: {error}", file=sys.stderr, flush=True)
         else:
             kind = "graph replay"
@@ -153,7 +154,7 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, tuple[dict, dic
 
 
 def rows(label: str, kind: str, measured: tuple[dict[str, Times], dict[str, Times]]):
-    """A row for each part: times, and their share of the layer's."""
+    """Rows for the parts: times, and their share of the layer's time."""
     for name in measured[0]:
         shown = name
         if kind == "graph replay":

@@ -22,37 +22,41 @@ from moe_core.ops.moe_ffn.triton import Tile, tiles
 from moe_core.parallel.machine import PROFILES
 
 M, H, CAPACITY = 512, 2048, 1.25
-GOALS = {18432: "0.80", 73728: "0.90"}  # of the dense network's speed
+GOALS = {18432: "0.80", 73728: "0.90"}  # relative to the dense network's speed
 # NVIDIA H200 SXM data sheet: 989 TFLOP/s dense bf16, 67 fp32, 4.8 TB/s
-MACHINE = PROFILES["h200"]  # for bandwidth and the host's time of a launch, 5 us
+MACHINE = PROFILES["h200"]  # gives the bandwidth and the host's time for a launch, 5 us
 PEAK, PEAK_FP32, SHARED_MEMORY = 989e12, 67e12, 232448
-# Assumptions: shares of the peaks that cuBLAS's large products and thin ones in fp32 reach.
+# Assumed shares of the peaks that cuBLAS reaches in large products and in thin fp32 products.
 REACHED, REACHED_FP32 = 0.65, 0.5
 L2_BANDWIDTH = 6.1e12  # 65% (assumed) of 5,120 bytes a clock (A100 white paper) at 1.83 GHz
-SHORTEST = 2e-6  # seconds, with the gap to the next kernel
-GELU, SLOPE, HASH = 33, 45, 13  # instructions a number, after the last product in sm_90's code
-CUBLAS_TILE = (256, 256)  # two programs of 128 x 256 share what they read
+SHORTEST = 2e-6  # seconds of the shortest kernel, including the gap to the next one
+# instructions per value after the last product, counted in the code for sm_90
+GELU, SLOPE, HASH = 33, 45, 13
+CUBLAS_TILE = (256, 256)  # two programs of 128 x 256 share the tiles that they read
 
 
 class Kernel(NamedTuple):
     """A kernel, or several short ones."""
 
     name: str
-    num_bytes: float = 0.0  # to and from memory
-    flops: float = 0.0  # on tensor cores, rows that fill tiles included
+    num_bytes: float = 0.0  # bytes read from and written to memory
+    flops: float = 0.0  # on tensor cores, including rows that only fill tiles
     tile: tuple[int, int] = CUBLAS_TILE
-    instructions: float = 0.0  # after the products
-    overlaps: bool = False  # a second program fits (kernels.csv), whose product runs meanwhile
+    instructions: float = 0.0  # executed after the products
+    # a second program fits on a multiprocessor (kernels.csv) and computes its product in the
+    # meantime
+    overlaps: bool = False
     flops_fp32: float = 0.0
     launches: int = 1
 
     @property
     def seconds(self) -> float:
         rows, columns = self.tile
-        # A step of the product reads rows + columns halves for rows * columns multiplications.
+        # A step of the product reads `rows + columns` half-precision values for `rows * columns`
+        # multiplications.
         l2_bytes = self.flops * (rows + columns) / (rows * columns)
         compute = max(self.flops / (PEAK * REACHED), l2_bytes / L2_BANDWIDTH)
-        end = self.instructions / (PEAK_FP32 / 2)  # a multiply-add is two FLOPs
+        end = self.instructions / (PEAK_FP32 / 2)  # a multiply-add counts as two FLOPs
         compute = max(compute, end) + min(compute, end) * (not self.overlaps)
         compute += self.flops_fp32 / (PEAK_FP32 * REACHED_FP32)
         return max(self.num_bytes / MACHINE.memory_bandwidth, compute, SHORTEST * self.launches)
@@ -63,29 +67,31 @@ class Case(NamedTuple):
 
     tokens: int
     experts: int
-    dropout: bool  # of 0.1
+    dropout: bool  # with probability 0.1
     commit: str = "now"
 
     @property
     def tiles(self) -> tuple[Tile, Tile]:
         rows = self.tokens / self.experts
         if self.commit == "before" and rows > 64:
-            rows = max(rows, 192)  # 128 rows, as above 192 now
+            # such cases had tiles of 128 rows, as cases above 192 rows have now
+            rows = max(rows, 192)
         return tiles(rows, M, SHARED_MEMORY)
 
     @property
     def wasted(self) -> float:
-        """Share of the products' rows that fill tiles: half of an expert's last one in the mean."""
+        """Share of the products' rows that only fill tiles: on average half of an expert's last
+        tile."""
         half = self.tiles[0].rows / 2
         return half / (self.tokens / self.experts + half)
 
     @property
     def noise_bytes(self) -> int:
-        """What dropout stored, int16 [N, H]; written once and read once by each pass."""
+        """Bytes of dropout's stored noise, int16 [N, H]. Each pass writes or reads it once."""
         return 2 * self.tokens * H * (self.dropout and self.commit == "before")
 
     def end(self, activation: int) -> int:
-        """Instructions after the first product, or the second one's gradient."""
+        """Instructions after the first product, or after the gradient of the second product."""
         return self.tokens * H * (activation + HASH * (self.dropout and self.commit == "now"))
 
 
@@ -95,7 +101,7 @@ def forward(case: Case) -> list[Kernel]:
     flops, noise = 2 * t * M * H / (1 - case.wasted), case.noise_bytes
     hidden_bytes = 2 * (t * M + w + 2 * t * H) + noise
     kernels = [
-        # the product is of 16 columns at least
+        # the product has at least 16 columns
         Kernel("route_tokens_kernel", 6 * t * M, flops_fp32=2 * t * M * max(e, 16)),
         Kernel("plan and other short ones", launches=6),  # launches.py counts 12 in all
     ]
@@ -122,7 +128,7 @@ def backward(case: Case) -> list[Kernel]:
     small, large = (tile[:2] for tile in case.tiles)
     flops = 2 * t * M * H / (1 - case.wasted)
     hidden_bytes = 2 * (t * M + w + 3 * t * H) + case.noise_bytes
-    # Rows are the contracted dimension of the weights' gradients, in steps of `depth`.
+    # In the weights' gradients rows are the contracted dimension, taken in steps of `depth`.
     flops_of_weights = 2 * (t + e * case.tiles[1].depth / 2) * M * H
     weights = Kernel("", 2 * t * (H + M) + 4 * w, flops_of_weights, large)
     router = [
@@ -151,29 +157,33 @@ def backward(case: Case) -> list[Kernel]:
 
 
 def dense(tokens: int, dropout: bool) -> list[Kernel]:
-    """Both passes of torch's Linear, GELU, dropout, Linear of equal MACs, eager under autocast."""
+    """Kernels of both passes of the dense network with equal MACs: torch's Linear, GELU, dropout,
+    Linear, in eager mode under autocast."""
     t, w, hidden = tokens, M * H, 2 * tokens * H  # hidden: bytes of [T, H]
     kernels = 6 * [Kernel("product", 2 * t * (M + H) + 2 * w, 2 * t * M * H)]
     kernels += 2 * [Kernel("casts of tokens and weights", 6 * t * M + 12 * w, launches=5)]
     kernels.append(Kernel("GELU", 2 * hidden, instructions=GELU * t * H))
     kernels.append(Kernel("slope of GELU", 3 * hidden, instructions=SLOPE * t * H))
     kernels.append(Kernel("gradients of biases", hidden + 2 * t * M, launches=2))
-    if dropout:  # reads and writes [T, H], and a mask of bytes
+    if dropout:  # reads and writes [T, H], and a mask of one byte per value
         kernels += 2 * [Kernel("dropout", 2.5 * hidden)]
     return kernels
 
 
 def pass_seconds(kernels: list[Kernel]) -> float:
-    """Of the device, or of the host that launches."""
+    """Seconds of a pass: those of the device or, if larger, of the host that launches the
+    kernels."""
     host = sum(kernel.launches for kernel in kernels) * MACHINE.kernel_overhead
     return max(host, sum(kernel.seconds for kernel in kernels))
 
 
 def kept_bytes(case: Case) -> tuple[float, float]:
-    """Activations kept for the backward pass, here and in Tutel's layout; not weights' copies."""
+    """Bytes of activations kept for the backward pass, here and in Tutel's layout, without copies
+    of weights."""
     config = MoEConfig(M, H, case.experts, capacity_factor=CAPACITY)
     kept = counted(case.tokens, config, torch.bfloat16, "cuda") - 4 * case.experts * M * H
-    # in and out [E, C, M], before and after the activation [E, C, H], its mask; the router's input
+    # input and output [E, C, M], hidden layer before and after the activation and its mask [E, C,
+    # H], and the router's input
     of_row = 2 * (2 * M + 2 * H) + H * case.dropout
     return kept + case.noise_bytes, CAPACITY * case.tokens * of_row + 4 * case.tokens * M
 
@@ -201,7 +211,7 @@ def main() -> None:
     print(" | of dense's speed | goal | of peak | kept, MB | of Tutel's |\n" + "| --- " * 13 + "|")
     for sizes in product(tokens, (8, 32), (False, True), ("before", "now")):
         print(summary(Case(*sizes)))
-    moved = 4 * 2 * 2 * tokens[0] * M  # there and back in both passes; read and written
+    moved = 4 * 2 * 2 * tokens[0] * M  # to the experts and back in both passes; read and written
     text = f"{moved / 1e6:,.0f} MB, {moved / MACHINE.memory_bandwidth * 1e6:,.0f} us, now none"
     print(f"\nPermutations of T = {tokens[0]:,} rows of other ranks, both passes: before {text}")
     for experts in (8, 32):

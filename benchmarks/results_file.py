@@ -1,5 +1,5 @@
-"""Tables printed, and kept as benchmarks/results/<device>-<date>.json with a .md beside it that
-shows the same."""
+"""Tables are printed and saved as benchmarks/results/<device>-<date>.json, with a .md file of the
+same content."""
 
 import datetime
 import importlib.metadata
@@ -18,7 +18,7 @@ DIRECTORY = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Table:
-    """What one script measured; `data` is every number behind the cells."""
+    """The measurements of one script. `data` has all numbers from which the cells are computed."""
 
     title: str
     command: str
@@ -35,15 +35,15 @@ class Table:
 
 
 def publish(table: Table, device: str, output: Path | None = None) -> None:
-    """Print the table, and put it in the file of this device and day, in the place of an earlier
-    one of its title."""
+    """Print the table and save it in the file of this device and day. It replaces an earlier table
+    with the same title."""
     print(table.markdown(), flush=True)
     keep(table, device, output)
 
 
 def keep(table: Table, device: str, output: Path | None = None) -> None:
-    """`publish` without printing: scripts keep what they have so far, since a time limit may end
-    them."""
+    """As `publish`, without printing. Scripts save partial results with it, since a time limit may
+    end them."""
     path = output or DIRECTORY / f"{_slug(device_name(device))}-{datetime.date.today()}.json"
     content = json.loads(path.read_text()) if path.exists() else {"tables": {}}
     content["tables"][table.title] = vars(table) | {"environment": environment(device)}
@@ -67,7 +67,7 @@ def environment(device: str) -> dict[str, str | int]:
 
 
 def device_name(device: str) -> str:
-    """The GPU's name; or the processor's with its cores, and AMX where it has that."""
+    """The GPU's name; or the processor's name with its number of cores, and AMX if available."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:

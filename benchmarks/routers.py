@@ -35,7 +35,7 @@ SHAPES = {
     "cpu": ("8x144x512x8", "32x144x512x8"),
     "cuda": ("128x144x512x8", "128x144x512x32"),
 }
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # of the largest value
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # relative to the largest value
 
 
 def arguments() -> argparse.Namespace:
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def einsum_experts(layer: MoELayer, rows: Tensor) -> Tensor:
-    """rows [E, C, M] -> their experts' results."""
+    """rows [E, C, M] -> the experts' outputs for their rows."""
     experts = layer.experts
     hidden = torch.einsum("ecm,ehm->ech", rows, experts.w1) + experts.b1.unsqueeze(1)
     return torch.einsum("ech,ehm->ecm", F.gelu(hidden), experts.w2) + experts.b2.unsqueeze(1)
@@ -79,7 +79,7 @@ def einsum_soft(layer: MoELayer, x: Tensor) -> Tensor:
 
 
 def einsum_expert_choice(layer: MoELayer, x: Tensor) -> Tensor:
-    """Expert choice as section 3.2 of arXiv 2202.09368: x [B, N, M] -> [B, N, M]."""
+    """Expert choice as in section 3.2 of arXiv 2202.09368: x [B, N, M] -> [B, N, M]."""
     tokens = x.flatten(0, 1)
     num_tokens = len(tokens)
     with torch.autocast(x.device.type, enabled=False):
@@ -128,7 +128,7 @@ class Case:
             layer.zero_grad()
 
     def check(self) -> None:
-        """Compare einsum forms with the layer's.
+        """Compare the outputs of einsum forms with the layer's.
 
         Raises:
             SystemExit: they differ.

@@ -36,7 +36,8 @@ from swinv2_moe.measure.throughput_plan import combinations
 from swinv2_moe.measure.throughput_report import headline
 from swinv2_moe.train.distributed import World, open_world
 
-# Kinds, by an operator's name. Of operators that call each other the outermost with a kind decides.
+# Kinds, as patterns for an operator's name. If operators call each other, the outermost operator
+# with a kind determines it.
 EXPERTS, EXPERTS_REST, PRODUCTS = "experts: products", "experts: besides", "other matrix products"
 ROUTING, REST, IDLE, PASS = (
     "routing and plan",
@@ -45,9 +46,9 @@ ROUTING, REST, IDLE, PASS = (
     "the pass",
 )
 KINDS = {
-    # autograd calls an operator as GeneratedBackwardFor_ its name
+    # autograd calls an operator GeneratedBackwardFor_ followed by its name
     EXPERTS: r"(moe_core::|GeneratedBackwardFor_moe_core_)(expert|moe)_ffn(_backward|_default)?",
-    # and what the experts' operator calls besides products
+    # operators that the experts' operator calls besides products
     EXPERTS_REST: r"moe_core::dropout_(noise|seed)",
     PRODUCTS: r"aten::(linear|matmul|mm|addmm|bmm|baddbmm|_grouped_mm|conv\w*)",
     "attention": r"aten::_?scaled_dot_product_\w+|swinv2_moe::\w+",
@@ -64,8 +65,8 @@ Shares = dict[str, dict[str, float]]  # kind -> kernel or operator -> ms of a pa
 
 @contextmanager
 def routing_is_named() -> Iterator[None]:
-    """What an MoE layer computes in torch's own operators to route and plan appears under one
-    name."""
+    """A context in which torch's operators for routing and plan in an MoE layer appear under one
+    name in the profile."""
     with ExitStack() as stack:
         for owner, name in (
             (MoELayer, "_route"),
@@ -79,7 +80,7 @@ def routing_is_named() -> Iterator[None]:
 
 
 def profiled(run: Callable[[], object], passes: int, device: torch.device) -> tuple[Shares, float]:
-    """The shares of a pass, and the milliseconds that it took under the profiler."""
+    """The shares of a pass, and its milliseconds under the profiler."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with routing_is_named(), profile(activities=activities, acc_events=True) as profiler:
         synchronize()
@@ -92,18 +93,18 @@ def profiled(run: Callable[[], object], passes: int, device: torch.device) -> tu
 
 
 def shares(events: Iterable[FunctionEvent], passes: int, device_type: str) -> Shares:
-    """Milliseconds of a pass for each kind; an operator's backward pass is of the operator's
-    kind."""
+    """Milliseconds of a pass for each kind. The backward pass of an operator has the same kind as
+    the operator."""
     by_kind: Shares = {kind: defaultdict(float) for kind in KINDS}
     on_device = 0.0  # ms of all kernels
     kinds: dict[int, str | None] = {}
-    # the kind by the number that an operator shares with its backward pass
+    # kind, by the sequence number that an operator shares with its backward pass
     differentiated: dict[int, str | None] = {}
     # parents first
     for event in sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end)):
         own = _kind(event, kinds.get(id(event.cpu_parent)), differentiated)
         kinds[id(event)] = own
-        # it may have a copy of its kernels' time
+        # such an event may have a copy of its kernels' time
         if event.is_user_annotation and device_type == "cuda":
             continue
         if event.device_type != torch.autograd.DeviceType.CPU:
@@ -124,16 +125,16 @@ def shares(events: Iterable[FunctionEvent], passes: int, device_type: str) -> Sh
 def _kind(
     event: FunctionEvent, parent: str | None, differentiated: dict[int, str | None]
 ) -> str | None:
-    """None: not known yet; what it calls may tell."""
+    """The kind of an event; None: not known yet, its children may determine it."""
     named = next((kind for kind, names in KINDS.items() if re.fullmatch(names, event.name)), None)
     own = parent or named
     if parent in (EXPERTS, EXPERTS_REST):
         own = EXPERTS if named in (EXPERTS, PRODUCTS) else EXPERTS_REST
-    # it encloses the backward pass of the operator of this number
+    # this event encloses the backward pass of the operator with this number
     if event.name.startswith("autograd::"):
         return own or differentiated.get(event.sequence_nr)
     if event.sequence_nr >= 0 and event.scope == 0:  # RecordScope::FUNCTION
-        # of operators with one number the last is the differentiable one
+        # of several operators with one number, the last is the differentiable one
         differentiated[event.sequence_nr] = own
     return own
 
@@ -141,7 +142,7 @@ def _kind(
 def measure(
     mode: str, configs: list, rounds: int, passes: int, world: World
 ) -> dict[str, tuple[Shares, float]]:
-    """For the model with experts and the dense one, the shares of a pass and its milliseconds."""
+    """The shares of a pass and its milliseconds, for the model with experts and the dense model."""
     subjects = {
         name: prepare(mode, all_sections(config), world)
         for name, config in zip(("experts", "dense"), configs, strict=True)
@@ -152,8 +153,8 @@ def measure(
         times = timed(runs, rounds, world.device.type)
         for name, run in runs.items():
             parts, milliseconds = profiled(run, passes, world.device)
-            # the profiler slows a host that launches kernels; where the host computes, both are of
-            # the same passes
+            # the profiler slows down a host that launches kernels; if the host computes, both are
+            # from the same passes
             measured[name] = (
                 parts,
                 statistics.median(times[name]) if world.device.type == "cuda" else milliseconds,
@@ -162,7 +163,7 @@ def measure(
 
 
 def rows(measured: dict[str, tuple[Shares, float]]) -> Iterator[list[str]]:
-    """A row for each kind: both models' milliseconds and their share of the pass, and the
+    """Yield a row for each kind: milliseconds of both models with their shares of the pass, and the
     difference."""
     columns = []
     for parts, whole in measured.values():

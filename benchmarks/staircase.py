@@ -58,27 +58,27 @@ SHAPES = {  # M = H, T
     "table 2": (256, 512),
 }
 QUICK_SHAPES = {"quick": (16, 32)}
-SIZES = (2**14, 2**18, 2**22)  # bytes that a rank sends, those to itself included
+SIZES = (2**14, 2**18, 2**22)  # bytes that a rank sends, including those to itself
 QUICK_SIZES = (2**14,)
-ROW = 64  # floats of a row in the exchange
+ROW = 64  # floats per row in the exchange
 LAYOUTS = [(2, 1), (2, 2), (2, 4), (4, 4)]
-DELAYS = (0.0, 0.2, 1.0)  # ms, one way
+DELAYS = (0.0, 0.2, 1.0)  # ms, in one direction
 RATE = 1000.0  # Mbit/s of each node's link
 # Rates at which the exchange is 30 to 60% of a step with these hidden dims
 OVERLAP = ((2048, 600.0), (6144, 200.0))
 QUICK_OVERLAP = ((16, 1000.0),)
 OVERLAP_RUNS = 5
-CLOSE = 1e-4  # of the largest value of a result
-# GPUs: the shapes themselves
+CLOSE = 1e-4  # tolerance, relative to the largest value of a result
+# on GPUs: the shapes
 GPU_SHAPES = {"section 5.2": (2048, 16384), "table 2": (4096, 65536)}
 
 
-# The rank's side
+# On a rank
 
 
 def calibrated(per_node: int, device: torch.device) -> Machine:
-    """The measured machine. Ranks that share cores have their share of a core's speed, where
-    `calibrate` takes the fastest run, which had a core for itself."""
+    """The measured machine. If ranks share cores, each has a part of a core's speed. `calibrate`
+    itself takes the fastest run, in which the rank had a core for itself."""
     measured = calibrate(dist.group.WORLD, per_node, device)
     if device.type == "cuda":
         return measured
@@ -87,7 +87,7 @@ def calibrated(per_node: int, device: torch.device) -> Machine:
 
 
 class Staircase:
-    """The steps of one layer on this rank, by name, with predicted seconds."""
+    """The steps of one layer on this rank, by name, with their predicted seconds."""
 
     def __init__(
         self, group: ExpertGroup, per_node: int, dim: int, tokens: int, device: torch.device
@@ -106,7 +106,7 @@ class Staircase:
         self.group_size = group.size
 
     def run(self, name: str) -> tuple[Tensor, Tensor]:
-        """The output of a step, and the gradient of its input."""
+        """Run a step. Returns its output and the gradient of its input."""
         layer, options = self.layer, {"strategy": self.strategies[name]}
         if name == "einsum":
             layer, options = self.einsum_layer, {}
@@ -118,7 +118,7 @@ class Staircase:
         return y.detach(), self.x.grad
 
     def predicted(self, name: str) -> float:
-        """Seconds of a step."""
+        """Predicted seconds of a step."""
         strategy = self.strategies[name]
         seconds = layer_time(self.machine, self.shape, self.group_size, strategy).total
         if name == "einsum":
@@ -129,8 +129,8 @@ class Staircase:
         return seconds
 
     def largest_difference(self) -> float:
-        """Between the results of any step and of the einsum layer, relative to their largest
-        value."""
+        """The largest difference between the results of any step and of the einsum layer, relative
+        to their largest value."""
         expected = self.run("einsum")
         largest = 0.0
         for name in self.strategies:
@@ -143,7 +143,7 @@ class Staircase:
 def _strategies(
     machine: Machine, shape: LayerShape, group_size: int, per_node: int
 ) -> dict[str, ParallelStrategy]:
-    """The strategy of each step. One rank per node, or one node, leaves 2DH out."""
+    """The strategy of each step. 2DH is omitted with one rank per node, and with one node."""
     linear = ParallelStrategy(1, 1, "linear", per_node)
     strategies = {"einsum": replace(linear, exchange="static"), "kernels": linear}
     algorithm = "linear"
@@ -165,7 +165,7 @@ def run_layer(
     rounds: int,
     device: str = "cpu",
 ) -> dict[str, dict]:
-    """For each step its strategy, and its predicted and measured milliseconds.
+    """For each step, its strategy and its predicted and measured milliseconds.
 
     Raises:
         RuntimeError: the steps have different results.
@@ -193,7 +193,7 @@ def run_layer(
 def run_exchange(
     rank: int, world_size: int, per_node: int, sizes: tuple[int, ...], rounds: int
 ) -> dict[str, dict]:
-    """For each size and algorithm the predicted and measured milliseconds of one direction."""
+    """For each size and algorithm, the predicted and measured milliseconds of one direction."""
     group = make_expert_groups(world_size, ranks_per_node=per_node)
     machine = calibrated(per_node, torch.device("cpu"))
     results = {}
@@ -218,11 +218,11 @@ def run_exchange(
     return results
 
 
-# The command's side
+# In the command
 
 
 def clusters(args: argparse.Namespace, layouts: list) -> Iterator[tuple[Cluster, str]]:
-    """Each layout with each delay, and the first cells of its rows."""
+    """Yield a cluster for each layout and delay, and the first cells of its rows."""
     for nodes, per_node in layouts:
         with Cluster(nodes, per_node, args.rate) as cluster:
             for delay in args.delays:
@@ -260,7 +260,7 @@ def print_steps(where: str, steps: dict[str, dict]) -> None:
 
 
 def predicted_and_measured(step: dict) -> str:
-    """Cells with both times and the prediction's error."""
+    """Cells with predicted and measured time, and the error of the prediction."""
     median = statistics.median(step["measured"])
     error = step["predicted"] / median - 1
     return f"{step['predicted']:.1f} | {median_and_spread(step['measured'])} | {100 * error:+.0f}%"
@@ -310,7 +310,8 @@ def report_overlap(args: argparse.Namespace) -> dict:
 
 
 def overlap_cells(times: dict[str, list[float]]) -> str:
-    """Times without overlap, the exchange's share of them, and the hidden parts."""
+    """Cells with the times without overlap, the exchange's share of these times, and the hidden
+    parts."""
     plain, work = times["d=1"], times["work"]
     exchange = [t - w for t, w in zip(plain, work, strict=True)]
     shares = [e / t for e, t in zip(exchange, plain, strict=True)]
@@ -325,7 +326,7 @@ def overlap_cells(times: dict[str, list[float]]) -> str:
 
 
 def run_under_torchrun(args: argparse.Namespace) -> None:
-    """The layer over NCCL, on the GPUs of torchrun's ranks."""
+    """Measure the layer with NCCL, on the GPUs of torchrun's ranks."""
     if not torch.cuda.is_available() or "RANK" not in os.environ:
         print("NCCL: not measured; --device cuda needs GPUs and torchrun")
         return

@@ -33,7 +33,7 @@ from moe_core.router import route
 from swinv2_moe.measure.rounds import interleaved
 from swinv2_moe.measure.spread import median_and_spread, ratios
 
-# rows are those in use
+# alternatives to the tiles in use; their rows are replaced by those of the tiles in use
 SMALL = (
     Tile(128, 128, 64, 4, 3),
     Tile(128, 128, 64, 8, 4),
@@ -64,7 +64,7 @@ def arguments(command: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def alternatives() -> dict[str, Callable[[Tiles], Tiles]]:
-    """From the tiles in use to others, by name."""
+    """Functions that change the tiles in use to other tiles, by name."""
     changes: dict[str, Callable[[Tiles], Tiles]] = {"in use": lambda tiles: tiles}
     for rows in (64, 128):
         changes[f"{rows} rows"] = partial(_with_rows, rows)
@@ -104,7 +104,7 @@ class Subject:
             top_k = rest[0]
         kernels = "triton"
         if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            kernels = "auto"  # a dry run, in which tiles change nothing
+            kernels = "auto"  # for a dry run, in which tiles have no effect
         config = MoEConfig(
             model_dim,
             4 * model_dim,
@@ -129,7 +129,7 @@ class Subject:
         self.grad = torch.randn(tokens, model_dim, device=device)
 
     def fused(self, change: Callable[[Tiles], Tiles]) -> Tensor:
-        """Tokens to tokens in one op, with other tiles."""
+        """Map tokens to tokens in one op, with changed tiles."""
         original = moe_ffn_triton.tiles
         moe_ffn_triton.tiles = lambda *sizes: change(original(*sizes))
         try:
@@ -138,12 +138,12 @@ class Subject:
             moe_ffn_triton.tiles = original
 
     def by_grouped_mm(self) -> Tensor:
-        """Dispatch, grouped products and combine as ops of their own."""
+        """Map tokens to tokens with separate ops: dispatch, grouped products and combine."""
         rows = dispatch(self.x, self.plan)
         return combine(self.grouped(rows, self.plan.offsets), self.gates, self.plan)
 
     def step(self, run: Callable[[], Tensor], change: Callable[[Tiles], Tiles] | None) -> None:
-        """Forward and backward; the backward pass has the same tiles."""
+        """Forward and backward pass, both with the same tiles."""
         original = moe_ffn_triton.tiles
         if change is not None:
             moe_ffn_triton.tiles = lambda *sizes: change(original(*sizes))
@@ -154,7 +154,7 @@ class Subject:
 
 
 def measure(shape: str, args: argparse.Namespace) -> tuple[list[list], list[dict], list[str]]:
-    """Rows of the table, their times, and what was left out, for one shape."""
+    """Rows of the table, their times, and the omitted alternatives, for one shape."""
     subject = Subject(shape, args.device, getattr(torch, args.dtype))
     forward_runs: dict[str, Callable] = {}
     steps: dict[str, Callable] = {}
@@ -168,7 +168,7 @@ def measure(shape: str, args: argparse.Namespace) -> tuple[list[list], list[dict
     for name in list(steps):
         try:
             steps[name]()
-        except Exception as problem:  # a tile that this device has no room for
+        except Exception as problem:  # the tile does not fit on this device
             del steps[name], forward_runs[name]
             reason = f"{type(problem).__name__}: {problem}"
             left_out.append(f"{shape}: {name} is not measured. {reason}")

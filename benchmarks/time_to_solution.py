@@ -84,10 +84,11 @@ class FileServer:
 
 
 def run_on_nodes(cluster: Cluster, commands: list[str], seconds: float) -> float:
-    """Run a shell command on each of the first nodes; returns the seconds until the last ended.
+    """Run one shell command on each of the first nodes. Returns the seconds until the last command
+    has ended.
 
     Raises:
-        UserError: a command failed; the last lines of its output.
+        UserError: a command failed; the message has the last lines of its output.
     """
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -131,7 +132,7 @@ def torchrun(node: int, num_nodes: int) -> str:
 
 
 class Measurement:
-    """All that is measured with one number of nodes."""
+    """All measurements with one number of nodes."""
 
     def __init__(self, args: argparse.Namespace, num_nodes: int, work: Path) -> None:
         self.args = args
@@ -156,7 +157,8 @@ class Measurement:
         return [self.work / name / f"node{node}" for node in range(self.num_nodes)]
 
     def _stage(self, cluster: Cluster, server: FileServer, alone: bool) -> dict:
-        """Seconds from the start of the program, and copies of the data that the server sent."""
+        """Stage the data. Returns the seconds from the start of the program, and how many copies of
+        the data the server sent."""
         targets = self._directories(f"staged-{alone}")
         commands = []
         for node, target in enumerate(targets):

@@ -1,11 +1,11 @@
-"""Rounds in which the launch overhead of a single call on a GPU does not count.
+"""Timing in which the launch overhead of a single GPU call does not count.
 
-Many calls: each alternative is called several times between two synchronisations, so that the host
-launches a call's kernels while the device runs those of the call before. A call whose kernels take
-less time than their launches is still limited by the host.
+Many calls: each alternative is called several times between two synchronisations. The host then
+launches the kernels of a call while the device runs those of the previous call. If the kernels of a
+call take less time than their launches, the host still limits the speed.
 
-Graph replay: the kernels of a call are captured once as a CUDA graph and launched as one. This is
-the device's time. Work that reads from the device on the host cannot be captured.
+Graph replay: the kernels of a call are captured once as a CUDA graph and launched together. This
+gives the device's time. If the host reads from the device during the call, it cannot be captured.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch
 from swinv2_moe.measure.rounds import interleaved, synchronize
 from swinv2_moe.measure.spread import Times
 
-MILLISECONDS = 20.0  # between two synchronisations, at least
+MILLISECONDS = 20.0  # minimum time between two synchronisations
 MOST_CALLS = 100
 WARM_UP = 3
 CALLS_NOTE = (
@@ -44,7 +44,7 @@ def timed(
 
 
 def number_of_calls(work: Callable[[], object]) -> int:
-    """How many calls take MILLISECONDS, by the third."""
+    """Number of calls that take MILLISECONDS, estimated from the third call."""
     for _ in range(2):
         work()
     synchronize()
@@ -65,12 +65,13 @@ def per_call(times: Times, calls: int) -> Times:
 
 
 def graph_replay(work: Callable[[], object]) -> Callable[[], None]:
-    """Capture `work` as a CUDA graph, and return what launches it.
+    """Capture `work` as a CUDA graph, and return a function that launches it.
 
     Raises:
-        RuntimeError: `work` does what cannot be captured, such as waiting for the device.
+        RuntimeError: `work` cannot be captured, for example because it waits for the device.
     """
-    torch.cuda.synchronize()  # the stream below does not wait for what made the inputs
+    # the stream below does not wait for the operations that made the inputs
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(WARM_UP):
             work()

@@ -31,11 +31,11 @@ from swinv2_moe.measure.spread import median_and_spread, ratios
 
 BACKENDS = ("eager", "batched_mm", "grouped_mm", "moe_core")
 BASE = "grouped_mm"
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # of the largest value
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # relative to the largest value
 
 
 class Sizes(NamedTuple):
-    """An experts module of moderate size, with the published ratio of H to M and K of E."""
+    """Sizes of a moderate experts module, with the published K and ratio of H to M."""
 
     config: str
     model_dim: int
@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
 
 
 def experts_of(sizes: Sizes, dtype: torch.dtype, device: str) -> nn.Module:
-    """The experts module of a model of one layer, with random weights."""
+    """The experts module of a model with one layer, with random weights."""
     config = getattr(transformers, sizes.config)(
         hidden_size=sizes.model_dim,
         intermediate_size=sizes.hidden_dim,
@@ -126,13 +126,13 @@ class Case:
 
 
 def copied_gb(sizes: Sizes, num_tokens: int, dtype: torch.dtype) -> float:
-    """Of batched_mm: three weights for each choice."""
+    """Gigabytes of weights that batched_mm copies: three matrices for each choice."""
     numbers = num_tokens * sizes.top_k * 3 * sizes.model_dim * sizes.hidden_dim
     return numbers * dtype.itemsize / 1e9
 
 
 def usable(case: Case, candidates: list[str], tolerance: float) -> list[str]:
-    """The backends whose output is eager's; the others are named."""
+    """The backends whose output agrees with eager's. Names of the others are printed."""
     expected = case.inference("eager")
     backends = []
     for backend in candidates:

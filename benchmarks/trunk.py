@@ -26,7 +26,7 @@ from swinv2_moe.model_types import model_section
 from swinv2_moe.models.attention import FusedWindowAttention
 from swinv2_moe.train.distributed import open_world
 
-TOLERANCE = 1e-4  # in fp32, of the largest value
+TOLERANCE = 1e-4  # in fp32, relative to the largest value
 
 
 def eager():

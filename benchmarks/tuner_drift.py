@@ -31,7 +31,7 @@ from moe_core.parallel.cost_model import candidates
 from swinv2_moe.measure.rounds import machine
 from swinv2_moe.measure.spread import median_and_spread, ratios
 
-# Tokens of a rank, shapes, and Mbit/s for which halving the rate changes what is best.
+# Tokens of a rank, shapes, and rates in Mbit/s at which halving the rate changes the best strategy.
 TOKENS = 2048
 RATES = {"training": 200.0, "inference": 300.0}
 SHAPES = {
@@ -39,8 +39,8 @@ SHAPES = {
     "inference": {"model_dim": 128, "hidden_dim": 768, "num_experts": 2},
 }
 CHECK_STEPS = 10
-MOST_STEPS = 200  # until the first decision
-CALM_STEPS = 23  # from there to the change, which comes between two checks
+MOST_STEPS = 200  # maximum number of steps until the first decision
+CALM_STEPS = 23  # steps from the decision to the change of the rate, which is between two checks
 STEPS_AFTER = 60
 WITHIN = 1.1
 
@@ -69,7 +69,7 @@ class TunedStep(Step):
     def __init__(self, group, mode: str) -> None:
         super().__init__(group, "auto", mode)
         self.tuner = Tuner.of(group)
-        self.strategies: list[str] = []  # of the calls
+        self.strategies: list[str] = []  # strategy of each call
         choose = self.tuner.choose
 
         def record(*args):
@@ -85,11 +85,12 @@ class TunedStep(Step):
             self.tuner.check()
 
 
-# The rank's side
+# On a rank
 
 
 def drift(rank: int, world_size: int, per_node: int, mode: str, rounds: int, flags: str):
-    """Steps, their strategies, and milliseconds of each strategy after the change."""
+    """Measure a drift: steps, their strategies, and milliseconds of each strategy after the
+    change."""
     group = make_expert_groups(world_size, ranks_per_node=per_node)
     tuned = TunedStep(group, mode)
     while not tuned.tuner.decisions() and len(tuned.strategies) < MOST_STEPS:
@@ -130,7 +131,7 @@ def _wait_for_the_change(rank: int, group, flags: Path) -> None:
     group.ranks.barrier(torch.device("cpu"))
 
 
-# The command's side
+# In the command
 
 
 def halve_when_ready(cluster: Cluster, rate: float, flags: Path) -> None:
@@ -150,8 +151,8 @@ def measure(cluster: Cluster, rate: float, mode: str, rounds: int) -> dict:
 
 
 def steps_until_near(measured: dict) -> int | None:
-    """Steps after the change until all that follow are within 10% of the best fixed strategy; None:
-    not within the steps of the run."""
+    """Number of steps after the change until all following steps are within 10% of the best fixed
+    strategy; None if that is not reached in the run."""
     medians = {name: statistics.median(times) for name, times in measured["ms"].items()}
     medians.pop("tuner")
     limit = WITHIN * min(medians.values())

@@ -1,6 +1,7 @@
-"""Packages that a machine without a network lacks: collected as wheels elsewhere, unpacked there.
+"""Packages for a machine without a network: wheels are collected elsewhere and unpacked on that
+machine.
 
-Needs the standard library alone, since it runs before any of the packages is there.
+This module needs only the standard library, since it runs before the packages are available.
 """
 
 import importlib
@@ -12,8 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
-# What the benchmarks, tests/conftest.py and the GPU tests import beyond torch, triton, timm,
-# tensorboard and what those bring; pytest-timeout because pyproject.toml sets its `timeout`.
+# Packages that the benchmarks, tests/conftest.py and the GPU tests import, except torch, triton,
+# timm, tensorboard and their dependencies. pytest-timeout is needed because pyproject.toml sets its
+# option `timeout`.
 CARRIED = (
     "yacs",
     "pytest",
@@ -34,14 +36,14 @@ PLATFORMS = (
 
 
 class WheelError(Exception):
-    """One line for the user."""
+    """An error with a message of one line for the user."""
 
 
 def collect(folder: Path) -> None:
     """Download the wheels of CARRIED and of their dependencies. Needs a network.
 
     Raises:
-        WheelError: pip could not get all of them.
+        WheelError: pip could not download all wheels.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-input", "--only-binary=:all:"]
     command += ["--python-version", PYTHON, "--implementation", "cp"]
@@ -56,7 +58,7 @@ def collect(folder: Path) -> None:
 def unpack_missing(folder: Path, target: Path) -> list[str]:
     """Unpack into `target` each wheel of `folder` whose distribution is not installed.
 
-    A wheel is a zip archive whose top is what site-packages gets, so this needs no pip.
+    A wheel is a zip archive of files for site-packages, so this needs no pip.
 
     Returns:
         The names of the distributions that were unpacked.

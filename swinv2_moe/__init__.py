@@ -25,13 +25,13 @@ def load(
     Args:
         run: a run directory or a checkpoint.
         device: "auto", "cpu" or "cuda".
-        opts: KEY VALUE ... over the checkpoint's configuration.
-        checkpoint: which one of a run: "best", "latest" or the number of a step.
+        opts: KEY VALUE pairs that override the checkpoint's configuration.
+        checkpoint: the checkpoint of a run: "best", "latest" or the number of a step.
 
     Raises:
-        swinv2_moe.errors.UserError: there is no whole checkpoint, or it cannot be used.
+        swinv2_moe.errors.UserError: there is no complete checkpoint, or it cannot be used.
     """
-    # Not with the package: importing torch and timm takes seconds.
+    # Not imported with the package: importing torch and timm takes seconds.
     from swinv2_moe.predict.predictor import load_predictor
 
     return load_predictor(run, checkpoint, ["DEVICE", device, *opts])

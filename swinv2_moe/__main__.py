@@ -1,4 +1,4 @@
-"""`python -m swinv2_moe NAME`: the commands, also under torchrun with -m swinv2_moe."""
+"""`python -m swinv2_moe NAME` runs a command. Under torchrun, use `-m swinv2_moe NAME`."""
 
 from swinv2_moe.commands import main
 

@@ -1,5 +1,5 @@
-"""Functions that the commands share: arguments, files of results, other commands, and the exit
-status and message of errors."""
+"""Functions that the commands share: arguments, files of results, calls of other commands, and exit
+status and messages of errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from yacs.config import CfgNode
 
-_REGISTERED = (  # keys whose choices --import can extend
+_REGISTERED = (  # keys whose allowed values --import can extend
     "DATA.DATASET",
     "MODEL.MOE.ROUTER",
     "MODEL.MOE.AUX_LOSS",
@@ -45,8 +45,8 @@ class CommandParser(argparse.ArgumentParser):
     algorithms and datasets.
 
     Args:
-        description: its examples name scripts of tools/ and data/. They become those of
-            `swinv2-moe` where that was started.
+        description: the help text. Its examples name scripts of tools/ and data/. If `swinv2-moe`
+            was started, they are replaced by its commands.
     """
 
     def __init__(self, description: str | None = None, **kwargs) -> None:
@@ -79,7 +79,7 @@ def started_by_script() -> bool:
 
 
 def as_started(text: str) -> str:
-    """A text whose command lines start commands as this process was started.
+    """Convert the command lines in a text to the way in which this process was started.
 
     `python tools/NAME.py` becomes `swinv2-moe NAME`, and `torchrun ... tools/NAME.py` becomes
     `torchrun ... -m swinv2_moe NAME`, unless this process runs a script.
@@ -110,7 +110,7 @@ def add_opts_argument(
     """Add --opts, which takes `KEY VALUE` and `KEY=VALUE`, mixed.
 
     Args:
-        help: what the keys are.
+        help: a description of the keys.
         joined: the result is a list of `KEY=VALUE` words; by default, of alternating keys and
             values.
     """
@@ -133,8 +133,8 @@ def add_opts_argument(
 
 
 def split_pairs(words: Sequence[str]) -> list[str]:
-    """Keys and values in turn, from `KEY VALUE` and `KEY=VALUE`. A key without value is the last
-    word."""
+    """Alternating keys and values, from `KEY VALUE` and `KEY=VALUE` words. If a key has no value,
+    it is the last word."""
     split = []
     for word in words:
         is_key = len(split) % 2 == 0
@@ -148,7 +148,7 @@ def split_pairs(words: Sequence[str]) -> list[str]:
 def check_opts(opts: Sequence[str]) -> None:
     """Check the keys of --opts and the types of their values, before slow imports or slow work.
 
-    For commands that read the rest of the configuration later, such as a checkpoint's.
+    For commands that read the rest of the configuration later, for example from a checkpoint.
 
     Raises:
         UserError: an unknown key, or a value of the wrong type.
@@ -201,7 +201,8 @@ def add_checkpoint_argument(
     default: str = "best",
     measure: str = "validation accuracy",
 ) -> None:
-    """Add --checkpoint, for `select_checkpoint`. `measure`: what the best one is best in."""
+    """Add --checkpoint, for `select_checkpoint`. `measure`: the measure of the best checkpoint, for
+    the help."""
     parser.add_argument(
         "--checkpoint",
         default=default,
@@ -243,8 +244,8 @@ def write_text(file: str | Path, text: str) -> None:
 
 
 def print_selection(console: Console, results: dict) -> None:
-    """Print which of the run's checkpoints was used and why, and which damaged ones were passed
-    over."""
+    """Print which checkpoint of the run was used and why, and which damaged checkpoints were
+    skipped."""
     if results["selected"]:
         console.print(results["selected"], markup=False)
     for problem in results["passed_over"]:
@@ -260,10 +261,10 @@ def print_unreadable(console: Console, results: dict) -> None:
 
 
 def output_directory(name: str, option: str = "--output") -> Path:
-    """`option`'s value as a directory, which is made if it does not exist.
+    """The directory `name`, the value of `option`. It is made if it does not exist.
 
     Raises:
-        UserError: it cannot be made, or cannot be written to.
+        UserError: the directory cannot be made, or cannot be written to.
     """
     path = Path(name)
     try:
@@ -278,17 +279,18 @@ def output_directory(name: str, option: str = "--output") -> Path:
 
 
 def config_from(args: argparse.Namespace) -> CfgNode:
-    """The checked configuration that the arguments describe."""
+    """The checked configuration from the arguments."""
     from swinv2_moe.config import load_config
 
     return load_config(args.cfg, args.opts, data=args.data, output=args.output)
 
 
 def command_line(name: str, launcher: Sequence[str] = ()) -> list[str]:
-    """The words that start a command as this process was started, before the command's arguments.
+    """The words that start a command in the way this process was started, without the command's
+    arguments.
 
     Args:
-        name: of the command, such as "few-shot".
+        name: name of the command, such as "few-shot".
         launcher: torchrun and its options; empty for one process.
     """
     if started_by_script():
@@ -312,7 +314,7 @@ def resume_command(
 
     Args:
         cfg, data, output, opts: arguments of the training, as in `add_training_arguments`.
-        bind: its --bind.
+        bind: value of --bind.
     """
     words = command_line("train", _launcher()) + import_arguments() + ["--cfg", cfg]
     if data:
@@ -328,9 +330,9 @@ def resume_command(
 
 
 def _launcher() -> list[str]:
-    """torchrun and its options for as many processes as now; empty for one.
+    """torchrun and its options for the current number of processes; empty for one process.
 
-    "..." stands for the options of several nodes, which are not known here.
+    With several nodes, "..." stands for their options, which are not known here.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
@@ -343,8 +345,8 @@ def _launcher() -> list[str]:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command and map its errors to exit status and one line on stderr.
 
-    UserError: 2, printed by the main rank, or by the one that has it. CollectiveError: 1, printed
-    by every rank. Ctrl-C: 130.
+    UserError: 2, printed by the main rank, or by the only rank that raised it. CollectiveError: 1,
+    printed by every rank. Ctrl-C: 130.
     """
     try:
         main()
@@ -352,12 +354,13 @@ def run_command(main: Callable[[], None]) -> None:
         _print_once(one_line(str(error)))
         sys.exit(2)
     except RuntimeError as error:
-        # An import at the top would be that of torch.
+        # Not imported at the top, because it imports torch.
         from moe_core.parallel import CollectiveError
 
         if not isinstance(error, CollectiveError):
             raise
-        # Every rank prints: each knows a different part of the failure. NCCL's text is many lines.
+        # Every rank prints, because each knows a different part of the failure. NCCL's text is many
+        # lines.
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(1)
     except StoppedElsewhere:
@@ -367,10 +370,11 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def _print_once(message: str) -> None:
-    """Print an error on one rank: all ranks may have it, or this one alone.
+    """Print an error once, whether all ranks or only this rank raised it.
 
     torchrun ends all ranks of a node as soon as one of them exits. So rank 0 prints at once, and
-    the others first wait to be ended. A rank that is not ended has the error alone.
+    the other ranks first wait to be ended. A rank that is not ended is the only one with the error,
+    and prints it.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
@@ -383,8 +387,8 @@ def _print_once(message: str) -> None:
 
 
 def run_tool(name: str, *arguments: object) -> None:
-    """Print and run another command, such as "few-shot", with this process's --import files; as
-    `run_process`."""
+    """Print and run another command, such as "few-shot", with this process's --import files. Ends
+    like `run_process`."""
     words = import_arguments() + [str(argument) for argument in arguments]
     print(f"\n$ {shlex.join(command_line(name) + words)}", flush=True)
     run_process([sys.executable, "-m", "swinv2_moe", name] + words)
@@ -393,8 +397,8 @@ def run_tool(name: str, *arguments: object) -> None:
 def run_process(words: Sequence[str]) -> None:
     """Run a process to its end.
 
-    A failure, which the process has reported, ends this one with the same status. Ctrl-C reaches
-    both: this one waits until the other has saved, then ends.
+    If the process fails, it has reported the error, and this process exits with the same status.
+    Ctrl-C reaches both processes: this process waits until the other one has saved, then ends.
     """
     process = subprocess.Popen(words)
     try:
@@ -409,7 +413,7 @@ def run_process(words: Sequence[str]) -> None:
 def run_training(config: str, data: Path, output: Path, opts: list) -> None:
     """Start or continue a training with a configuration of this project.
 
-    A finished run stays as it is. If the training is told to stop, this process ends too.
+    A finished run is not changed. If the training is told to stop, this process ends too.
     """
     arguments = ["--cfg", config, "--data", data, "--output", output]
     arguments += ["--resume", "auto", "--opts"] + opts

@@ -5,19 +5,20 @@ from pathlib import Path
 
 from swinv2_moe.errors import UserError
 
-# A link to configs/ in a clone, a folder of the installed package
+# In a clone this is a link to configs/, in an installed package a folder.
 DIRECTORY = Path(__file__).parent / "configs"
 _SUFFIXES = (".yaml", ".py")  # .py: mmdetection's
 
 
 def find_config(name: str | Path) -> Path:
-    """The file that `name` means: a path, or the name of a configuration of this project.
+    """Find a configuration file by its path, or by the name of a configuration of this project.
 
-    A name is the path below configs/, with or without `configs/` and suffix, or its last part if
-    no other configuration has the same.
+    A name is the path below configs/, with or without `configs/` and suffix. The last part of the
+    path suffices if it is unique.
 
     Raises:
-        UserError: `name` has no suffix, and there is no such configuration, or several.
+        UserError: `name` has no suffix, and there is no configuration with this name, or more than
+            one.
     """
     path = Path(name)
     if path.exists():
@@ -30,7 +31,7 @@ def find_config(name: str | Path) -> Path:
         if not path.is_absolute() and candidate.is_file():
             return candidate
     if path.suffix or path.is_absolute():
-        return path  # whoever reads it says what is wrong
+        return path  # the caller that reads the file reports errors
     names = config_names()
     same = [full for full in names if Path(full).name == str(name)]
     if len(same) == 1:

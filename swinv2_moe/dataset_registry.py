@@ -1,10 +1,10 @@
-"""Registry of datasets: what DATA.DATASET may name, and which keys each of them needs.
+"""Registry of datasets: the allowed values of DATA.DATASET, and the keys that each dataset needs.
 
 A new dataset is one file, `swinv2_moe/data/sources/NAME.py` or a file given by `--import FILE`:
 
->>> from swinv2_moe.data import ImageArrays, Sources, register_dataset
->>> @register_dataset("npz")
-... def npz(config: DataConfig) -> Sources: ...
+    >>> from swinv2_moe.data import ImageArrays, Sources, register_dataset
+    >>> @register_dataset("npz")
+    ... def npz(config: DataConfig) -> Sources: ...
 """
 
 import importlib
@@ -17,7 +17,7 @@ LoadFunction = TypeVar("LoadFunction", bound=Callable[[Any], Any])
 
 @dataclass(frozen=True)
 class RegisteredDataset:
-    """A function that loads a dataset, and what the configuration must give it.
+    """A function that loads a dataset, and the configuration keys that it needs.
 
     Attributes:
         load: `swinv2_moe.config.DataConfig` -> `swinv2_moe.data.Sources`.
@@ -33,8 +33,8 @@ class RegisteredDataset:
 
     @property
     def needs_files(self) -> bool:
-        """Whether the configuration must name files. `--data` then names files of this dataset,
-        otherwise a folder of images that replaces it."""
+        """Whether the configuration must name files. If so, `--data` names files of this dataset.
+        Otherwise `--data` names a folder of images, which replaces this dataset."""
         return self.needs_path or self.needs_lists
 
 
@@ -44,21 +44,21 @@ _DATASETS: dict[str, RegisteredDataset] = {}
 def register_dataset(
     name: str, *, needs_path: bool = True, needs_lists: bool = False, use_workers: bool = True
 ) -> Callable[[LoadFunction], LoadFunction]:
-    """A decorator that makes a function selectable by DATA.DATASET.
+    """Decorator that registers a function as a value of DATA.DATASET.
 
-    The function receives a `DataConfig` and returns `swinv2_moe.data.Sources`. In its `path` "~" is
-    expanded; where the dataset needs files, `path` is an existing directory or empty. The function
-    raises UserError, in one line that names the file, for missing or broken data.
+    The function receives a `DataConfig` and returns `swinv2_moe.data.Sources`. In its `path`, "~"
+    is expanded. If the dataset needs files, `path` is an existing directory or empty. For missing
+    or broken data the function raises UserError, with a message of one line that names the file.
 
     Args:
         name: the value of DATA.DATASET.
         needs_path: DATA.PATH must name a directory.
         needs_lists: DATA.TRAIN_LIST and DATA.VAL_LIST must name files.
-        use_workers: False for images that take no time to read: the training process reads them,
-            whatever DATA.NUM_WORKERS says.
+        use_workers: False for images that are fast to read. The training process then reads them,
+            for any DATA.NUM_WORKERS.
 
     Raises:
-        ValueError: the name is taken, or not a text.
+        ValueError: the name is registered already, or is not a string.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"a dataset is registered as {name!r}, which is not a name")
@@ -75,6 +75,7 @@ def register_dataset(
 
 
 def datasets() -> Mapping[str, RegisteredDataset]:
-    """Every registered dataset by name. Imports those of the package, which register themselves."""
+    """All registered datasets by name. This imports the package's datasets, which register
+    themselves."""
     importlib.import_module("swinv2_moe.data.sources")
     return _DATASETS

@@ -2,10 +2,10 @@
 
 
 class UserError(Exception):
-    """Input of the user (configuration, data, checkpoint) cannot be used.
+    """Raised for user input (configuration, data, checkpoint) that cannot be used.
 
-    The message names the input and its value. Tools print it in one line, without a traceback, and
-    exit with status 2.
+    The message names the input and its value. Commands print the message in one line, without a
+    traceback, and exit with status 2.
     """
 
 
@@ -21,7 +21,7 @@ def short(value: object, length: int = 80) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` in one line: spaces for line ends, escapes for control characters."""
+    """Convert `text` to one line: line ends become spaces, control characters become escapes."""
     joined = " ".join(text.split())
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in joined)
 
@@ -29,6 +29,7 @@ def one_line(text: str) -> str:
 class StoppedElsewhere(Exception):
     """Raised on a rank that has saved and stops because another rank received SIGTERM.
 
-    Only under a launcher that restarts ranks. torchrun takes exit status 0 of a rank for the end of
-    the job. Here a single node leaves, and the ranks of the other nodes have to restart.
+    It is only raised under a launcher that restarts ranks. For torchrun, exit status 0 of a rank
+    means the end of the job. Here a single node leaves, and the ranks of the other nodes must
+    restart.
     """

@@ -21,7 +21,7 @@ from moe_core.files import atomic_write, fsync, open_regular, try_lock
 from swinv2_moe.errors import UserError, short
 
 MAX_YAML_CHARS = 1 << 16
-# size of a document with expanded aliases: its characters, and _VALUE_SIZE for each value
+# limit of a document with expanded aliases: its characters, plus _VALUE_SIZE for each value
 MAX_YAML_SIZE = 1 << 17
 MAX_YAML_DEPTH = 32
 _VALUE_SIZE = 16
@@ -34,7 +34,7 @@ def read_bounded(path: str | Path, max_bytes: int) -> bytes:
     """The content of a regular file of at most `max_bytes` bytes.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or is larger; `strerror` says which.
+        OSError: the file is unreadable, not a regular file, or larger; `strerror` says which.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -56,8 +56,8 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON document.
 
     Raises:
-        ValueError: it is not JSON, not UTF-8, nested too deeply, or holds an integer of thousands
-            of digits.
+        ValueError: the text is not JSON, not UTF-8, nested too deeply, or has an integer with
+            thousands of digits.
     """
     try:
         return json.loads(text)
@@ -79,7 +79,7 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML document of plain values.
 
     Raises:
-        ValueError: it is not YAML, too long, nested too deeply, or too large with expanded
+        ValueError: the text is not YAML, too long, nested too deeply, or too large with expanded
             aliases; the message is one line.
     """
     try:
@@ -125,7 +125,7 @@ def check_plain_name(name: object) -> str:
     """Return `name` if it is a file name: no separator or control character, not "." or "..".
 
     Raises:
-        ValueError: it is not; the message has its value.
+        ValueError: `name` is not a file name; the message has its value.
     """
     if (
         not isinstance(name, str)
@@ -148,7 +148,7 @@ def check_inner_path(path: object) -> str:
     """Return `path` if it is a relative path of plain names, which stays below its directory.
 
     Raises:
-        ValueError: it does not; the message has its value.
+        ValueError: `path` is not such a path; the message has its value.
     """
     try:
         parts = path.split(os.sep)
@@ -162,7 +162,7 @@ def check_inner_path(path: object) -> str:
 
 
 class HashedFile:
-    """A binary file, read or written sequentially, with its size and checksum so far."""
+    """A binary file that is read or written sequentially, with its size and checksum up to now."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -189,7 +189,7 @@ class HashedFile:
 
 @contextmanager
 def new_file(path: str | Path) -> Iterator[HashedFile]:
-    """Write a file that appears under its name once it is on the disk.
+    """Write a file that gets its name once it is complete on the disk.
 
     See `moe_core.files.atomic_write`.
 
@@ -213,7 +213,7 @@ def make_directory(path: str | Path) -> None:
     """Make a directory and its parents, unless they exist.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: the directory cannot be made.
     """
     try:
         os.makedirs(path, exist_ok=True)
@@ -225,7 +225,7 @@ def publish_directory(temporary: Path, final: Path) -> None:
     """Rename a directory whose files are on the disk, after flushing all directories in it.
 
     Raises:
-        OSError: it cannot be renamed.
+        OSError: the directory cannot be renamed.
     """
     for path in temporary.rglob("*"):
         if path.is_dir():
@@ -237,10 +237,11 @@ def publish_directory(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def new_directory(output: Path) -> Iterator[Path]:
-    """A temporary directory next to `output`, which the block renames to it or which is removed.
+    """A temporary directory next to `output`. The block renames it to `output`; otherwise it is
+    removed.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: the directory cannot be made.
     """
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -249,7 +250,7 @@ def new_directory(output: Path) -> Iterator[Path]:
         )
     with private:
         with writing(output):
-            # mkdir gives it the usual permissions, which TemporaryDirectory does not.
+            # mkdir sets the usual permissions; TemporaryDirectory does not.
             directory = Path(private.name) / output.name
             directory.mkdir()
         yield directory
@@ -268,7 +269,7 @@ def replace_link(link: Path, target: str) -> None:
     """Make `link` a symbolic link to `target`, atomically replacing an existing link.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the link cannot be made.
     """
     temporary = link.with_name(f".{link.name}.tmp")
     temporary.unlink(missing_ok=True)
@@ -281,7 +282,8 @@ def replace_link(link: Path, target: str) -> None:
 def only_process(directory: str | Path) -> Iterator[None]:
     """Lock `directory` against other processes that call this.
 
-    The lock lasts until the end of the block, and until processes that are forked in it end.
+    The lock is held until the end of the block, and until all processes forked in the block have
+    ended.
 
     Raises:
         UserError: another process holds the lock.

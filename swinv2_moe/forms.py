@@ -16,7 +16,8 @@ _SHOWN = 40  # characters of a wrong value in a message
 
 
 def form(what: str, accepts: Callable[[object], bool]) -> Form:
-    """Values for which `accepts` is true. `what`: a description of them for messages."""
+    """A form of values for which `accepts` returns True. `what`: a description of the values for
+    messages."""
 
     def check(value: object, place: str) -> None:
         if not accepts(value):
@@ -84,7 +85,7 @@ def _is_number(value: object) -> bool:
 
 
 def is_text(value: object) -> bool:
-    """Whether it is text that can be encoded. JSON may contain unpaired surrogates."""
+    """Whether the value is text that can be encoded. JSON may contain unpaired surrogates."""
     if not isinstance(value, str):
         return False
     try:

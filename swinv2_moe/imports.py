@@ -1,8 +1,8 @@
 """Python files of the user, run before the configuration is read: `--import FILE`.
 
-Such a file registers datasets (`swinv2_moe.data.register_dataset`), or routers, losses,
-activations and all-to-all algorithms (`moe_core.register_router` and its siblings).
-Files are named on the command line alone, never by a configuration or a checkpoint.
+Such a file registers datasets (`swinv2_moe.data.register_dataset`), or routers, losses, activations
+and all-to-all algorithms (`moe_core.register_router` and its siblings). Only the command line names
+such files; a configuration or a checkpoint cannot.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from swinv2_moe.errors import UserError, one_line
 
-# Registration is for the whole process, and so is the list of what has been imported.
+# The list of imported files belongs to the process, as the registries do.
 _imported: list[Path] = []
 
 
@@ -24,7 +24,7 @@ def imported_files() -> tuple[Path, ...]:
 
 
 def import_arguments() -> list[str]:
-    """These files as arguments of another command."""
+    """The imported files as arguments of another command."""
     words = []
     for file in _imported:
         words += ["--import", str(file)]
@@ -32,10 +32,10 @@ def import_arguments() -> list[str]:
 
 
 def import_file(name: str) -> None:
-    """Run a Python file as a module of its own; one that has been imported is not run again.
+    """Run a Python file as a separate module. A file that has been imported is not run again.
 
     Raises:
-        UserError: there is no such file, or it raises; the line names the file.
+        UserError: the file does not exist, or it raises an exception. The message names the file.
     """
     file = Path(name).resolve()
     if file in _imported:
@@ -48,7 +48,7 @@ def import_file(name: str) -> None:
     module_name = f"imported_{file.stem}"
     spec = spec_from_loader(module_name, SourceFileLoader(module_name, str(file)))
     module = module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look their module up
+    sys.modules[module_name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -60,9 +60,9 @@ def import_file(name: str) -> None:
 
 
 class ImportedFiles:
-    """Imports the files of this process in the process that unpickles it.
+    """Imports the files of this process in the process that unpickles this object.
 
-    A pickled object whose classes may be in such a file holds this as its first attribute.
+    An object whose classes may be defined in such a file has this as its first attribute.
     """
 
     def __reduce__(self):
@@ -76,7 +76,8 @@ def _import_files(files: tuple[Path, ...]) -> ImportedFiles:
 
 
 def _line_in(file: Path, error: BaseException) -> str:
-    """ "line 12, " where the file's own code raised; syntax errors name their line themselves."""
+    """The prefix "line 12, " for a message, if the file's own code raised the error. Messages of
+    syntax errors already have the line."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(file)]
     if lines:
@@ -90,7 +91,7 @@ class _Import(argparse.Action):
 
 
 def add_import_argument(parser: argparse.ArgumentParser) -> None:
-    """--import FILE, which runs the file as the arguments are parsed; it can be repeated."""
+    """Add --import FILE, which runs the file when the arguments are parsed. It can be repeated."""
     parser.add_argument(
         "--import",
         action=_Import,

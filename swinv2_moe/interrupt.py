@@ -1,14 +1,14 @@
 """Ctrl-C ends a command with one line and exit status 130, also during the command's imports.
 
-swinv2_moe.command imports this module before those that take seconds. Therefore it imports almost
-nothing.
+swinv2_moe.command imports this module before modules that take seconds to import. Therefore this
+module imports almost nothing.
 """
 
 import os
 import signal
 import sys
 
-INTERRUPTED = 130  # exit status in shells of a process that SIGINT has ended
+INTERRUPTED = 130  # the exit status that shells report for a process ended by SIGINT
 
 
 def end_interrupted() -> None:

@@ -1,4 +1,4 @@
-"""Run commands in processes of their own, so that several run side by side."""
+"""Run commands in separate processes, so that several can run at the same time."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 
 class Jobs:
-    """Commands in processes of their own, so that several run side by side."""
+    """Commands in separate processes, several of which can run at the same time."""
 
     def __init__(self, num_jobs: int) -> None:
         self.environment = dict(os.environ)
@@ -26,10 +26,10 @@ class Jobs:
         self.stopping = False
 
     def run(self, log: Path, command: str, *arguments: object) -> None:
-        """Run a command; its output goes to the end of the file `log`.
+        """Run a command and append its output to the file `log`.
 
         Raises:
-            UserError: it failed, or the ablation is being stopped.
+            UserError: the command failed, or `stop` was called.
         """
         words = import_arguments() + [str(argument) for argument in arguments]
         with log.open("a") as file:
@@ -51,7 +51,8 @@ class Jobs:
             raise UserError(f"{log}: {command} ended with status {status} ({lines[-1]})")
 
     def stop(self) -> None:
-        """Tell all commands to end; trainings save a checkpoint. Waits until they have."""
+        """Tell all commands to end, and wait until they have ended. Trainings save a checkpoint
+        first."""
         with self.lock:
             self.stopping = True
             processes = list(self.processes)

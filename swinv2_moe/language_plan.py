@@ -1,7 +1,7 @@
-"""A language model in plain numbers, for the planner: a decoder with experts in some blocks.
+"""A language model described by numbers, for the planner: a decoder with experts in some blocks.
 
-The planner's images are sequences here. Parameters and products are counted by formula; a test
-compares them with examples/language_model.py.
+The planner treats a sequence as it treats an image. Parameters and products are computed by
+formulas; a test compares them with examples/language_model.py.
 """
 
 # L tokens of a sequence, M model dim, H hidden dim, E experts, V vocabulary
@@ -16,16 +16,17 @@ from swinv2_moe.planner import LayerKind, Model
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A decoder: embeddings of tokens and positions, blocks, a norm and a head of its own.
+    """A decoder: embeddings of tokens and positions, blocks, a norm and a head that shares no
+    weights.
 
     Raises:
-        UserError: a number out of range.
+        UserError: a number is out of range.
     """
 
     layers: int  # blocks of attention and a feed-forward network
     dim: int
-    hidden: int  # of a feed-forward network, and of an expert
-    experts: int = 0  # of a layer; 0: a dense model
+    hidden: int  # hidden dim of a feed-forward network, and of an expert
+    experts: int = 0  # experts per MoE layer; 0: a dense model
     top_k: int = 2
     every: int = 2  # experts are in every second block
     context: int = 1024  # tokens of a sequence
@@ -54,7 +55,7 @@ class LanguageModel:
 
     @property
     def expert_parameters(self) -> int:
-        """Of all layers and all experts, with biases."""
+        """The parameters of all experts in all layers, including biases."""
         expert = 2 * self.dim * self.hidden + self.hidden + self.dim
         return self.moe_layers * self.experts * expert
 
@@ -74,7 +75,7 @@ def parse(words: Sequence[str]) -> LanguageModel:
     """A language model from words such as layers=32.
 
     Raises:
-        UserError: an unknown name, a value that is not a whole number, a missing one.
+        UserError: an unknown name, a value that is not a whole number, or a missing value.
     """
     allowed = [field.name for field in fields(LanguageModel)]
     values = {}
@@ -96,11 +97,12 @@ def parse(words: Sequence[str]) -> LanguageModel:
 
 
 def describe(model: LanguageModel, expert_parallel_size: int, use_checkpoint: bool) -> Model:
-    """What the planner predicts from.
+    """The input of the planner's prediction for this model.
 
     Args:
         expert_parallel_size: GPUs that share the experts; 0: all.
-        use_checkpoint: the backward pass computes each block again from its input.
+        use_checkpoint: activation checkpointing. The backward pass computes each block again from
+            its input.
     """
     activations = kept = _activations(model)
     if use_checkpoint:
@@ -124,7 +126,7 @@ def describe(model: LanguageModel, expert_parallel_size: int, use_checkpoint: bo
 
 
 def _trunk_macs(model: LanguageModel) -> int:
-    """Multiply-adds of a sequence, without the MoE layers."""
+    """Multiply-adds for a sequence, without the MoE layers."""
     # causal attention: scores and values of half of the pairs
     attention = 4 * model.dim * model.dim + model.context * model.dim
     feed_forward = 2 * model.dim * model.hidden
@@ -133,12 +135,12 @@ def _trunk_macs(model: LanguageModel) -> int:
 
 
 def _activations(model: LanguageModel) -> int:
-    """Elements that autograd keeps of a sequence, with fused attention.
+    """Elements that autograd keeps for a sequence, with fused attention.
 
-    Of each token: the input and the output of both norms, queries, keys, values and the attention's
-    output; of a feed-forward network the hidden dim before and after the activation. Experts keep
-    it before the activation alone, for K of them, and their results. (Korthikanti et al., arXiv
-    2205.05198, section 4, count alike.)
+    Kept for each token: the input and output of both norms; queries, keys, values and the
+    attention's output; the hidden layer of a feed-forward network before and after the activation.
+    Experts keep the hidden layer only before the activation, for K experts, and their outputs.
+    Korthikanti et al., arXiv 2205.05198, section 4, count in the same way.
     """
     attention = 6 * model.dim
     dense = 2 * model.dim + 2 * model.hidden

@@ -1,4 +1,4 @@
-"""Names of layers for people."""
+"""Readable names of layers."""
 
 
 def block_place(layer: str) -> str:

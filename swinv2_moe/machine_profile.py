@@ -15,7 +15,7 @@ _NAME = form(
     f"a printable name of 1 to {_MAX_NAME} characters",
     lambda value: isinstance(value, str) and value.isprintable() and 0 < len(value) <= _MAX_NAME,
 )
-# Older files have no delay, and no reduce_scatter.
+# Earlier versions have neither delay nor reduce_scatter.
 _LINK = record(
     {"latency": POSITIVE_NUMBER, "bandwidth": POSITIVE_NUMBER}, {"delay": NON_NEGATIVE_NUMBER}
 )
@@ -47,10 +47,10 @@ def save_profile(machine: Machine, path: str | Path) -> None:
 
 
 def load_profile(path: str | Path) -> Machine:
-    """The machine that `save_profile` wrote.
+    """Read a machine from a file of `save_profile`.
 
     Raises:
-        UserError: the file cannot be read, or a value that no machine has.
+        UserError: the file cannot be read, or has an invalid value.
     """
     try:
         content = read_json(path, _MAX_BYTES)

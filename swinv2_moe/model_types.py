@@ -1,4 +1,5 @@
-"""Registry of model types: what MODEL.TYPE may name, and the keys below MODEL that each type reads.
+"""Registry of model types: the allowed values of MODEL.TYPE, and the keys below MODEL that each
+type reads.
 
 A new type is one file `swinv2_moe/models/NAME_moe.py`:
 
@@ -7,7 +8,7 @@ A new type is one file `swinv2_moe/models/NAME_moe.py`:
 ... class VisionTransformerMoE(MoEModel, VisionTransformer): ...
 
 Its keys then exist in every configuration, and `build_model` passes them to the class, in lower
-case, as keyword arguments. With its section in swinv2_moe.model_sections, a configuration is
+case, as keyword arguments. If the section is in swinv2_moe.model_sections, configurations are
 checked without importing the model.
 """
 
@@ -46,7 +47,7 @@ class ModelType:
 
     @property
     def model(self) -> type:
-        """The class. The first use imports the models, which takes seconds."""
+        """The model class. The first access imports the models, which takes seconds."""
         if self.registered is None:
             importlib.import_module(_MODELS)
         assert self.registered is not None
@@ -57,10 +58,10 @@ _TYPES = {name: ModelType(section) for name, section in SECTIONS.items()}
 
 
 def register_model_type(name: str, section: Section) -> Callable[[Model], Model]:
-    """A decorator that makes a subclass of `swinv2_moe.models.MoEModel` selectable by MODEL.TYPE.
+    """Decorator that registers a subclass of `swinv2_moe.models.MoEModel` as a value of MODEL.TYPE.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is registered already.
     """
     existing = _TYPES.get(name, ModelType(section))
     if existing.registered or existing.section is not section:
@@ -75,14 +76,15 @@ def register_model_type(name: str, section: Section) -> Callable[[Model], Model]
 
 
 def model_types() -> Mapping[str, ModelType]:
-    """Every type by name. Imports the models only if the section of one is not known."""
+    """All model types by name. Imports the models only if the section of a model is not known."""
     _import_unknown()
     return _TYPES
 
 
 @functools.cache
 def _import_unknown() -> None:
-    """Import the models if one of their files is not in SECTIONS: it has its section itself."""
+    """Import the models if a model's file is not in SECTIONS, because its section is then in that
+    file."""
     folder = Path(__file__).parent / "models"
     for module in pkgutil.iter_modules([str(folder)]):
         if module.name.endswith("_moe") and module.name not in _TYPES:
@@ -95,5 +97,5 @@ def model_type(config: CfgNode) -> ModelType:
 
 
 def model_section(config: CfgNode) -> CfgNode:
-    """The keys of the configured model: MODEL.SWINV2, or what its type has instead."""
+    """The section of the configured model: MODEL.SWINV2, or the section of another model type."""
     return config.MODEL[model_type(config).section.name]

@@ -1,10 +1,11 @@
 """Predict step time and memory of a configured model on any number of GPUs, without a GPU.
 
-moe_core's cost model predicts the MoE layers, with the strategy (r, d, all-to-all algorithm) that
-is fastest for all of them together. This module adds the trunk's matrix products, its other
-operations (proportional to its activations), the all-reduce of its gradients, which overlaps with
-the backward pass, and the memory traffic of the optimiser. docs/explanation/planner.md has the
-formulas, the assumptions and the errors against published figures.
+moe_core's cost model predicts the time of the MoE layers. All layers have the same strategy (r, d,
+all-to-all algorithm): the one with the smallest total time. This module adds the trunk's matrix
+products, its other operations (proportional to its activations), the all-reduce of its gradients,
+which overlaps with the backward pass, and the memory traffic of the optimiser.
+docs/explanation/planner.md has the formulas, the assumptions and the errors against published
+figures.
 """
 
 # W GPUs, g of them on each of N nodes
@@ -35,13 +36,13 @@ from swinv2_moe.models.complexity import count
 from swinv2_moe.train.distributed import open_world
 
 LARGEST = 4096  # GPUs
-ASSUMED_CLASSES = 1000  # if the data set determines the number of classes
+ASSUMED_CLASSES = 1000  # if the data determine the number of classes
 # Operations other than matrix products (norms, softmax, window shifts, launches, waiting) are
-# assumed to read or write each activation that autograd keeps so many times a step. Fitted to dense
-# SwinV2-B's 291 images/s on an A100 (arXiv 2206.03382).
+# modelled as memory traffic: so many reads or writes per step of each activation that autograd
+# keeps. The number is fitted to dense SwinV2-B's 291 images/s on an A100 (arXiv 2206.03382).
 ACTIVATION_PASSES = 67
-STATE_BYTES = 16  # a parameter in fp32, its gradient and AdamW's two moments
-UPDATE_BYTES = 28  # a step reads all four and writes three
+STATE_BYTES = 16  # per parameter: the fp32 value, its gradient and AdamW's two moments
+UPDATE_BYTES = 28  # per parameter: a step reads all four and writes three
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
 _NOTHING = cost_model.LayerTime(0, 0, 0, 0, 0, 0)
 
@@ -50,7 +51,7 @@ class LayerKind(NamedTuple):
     """MoE layers of the same configuration and number of tokens."""
 
     config: MoEConfig
-    tokens: int  # of an image
+    tokens: int  # tokens per image
     count: int  # of layers
 
 
@@ -65,7 +66,7 @@ class Model:
     kept: int  # elements that autograd keeps with the configured recomputation
     layers: tuple["LayerKind", ...]
     expert_parallel_size: int  # GPUs that share the experts; 0: all
-    blocks: int  # pieces in which a sharded trunk is gathered
+    blocks: int  # number of parts in which a sharded trunk is gathered
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class Prediction:
 
 
 def describe(config: ModelConfig) -> Model:
-    """Count the configured model on the meta device: no memory, and a few seconds."""
+    """Count the configured model on the meta device, which needs no memory and takes a few
+    seconds."""
     classes = config.num_classes or ASSUMED_CLASSES
     with torch.device("meta"):
         model = build_model(config, classes)
@@ -137,10 +139,10 @@ def _layers(model: nn.Module, image: torch.Tensor) -> tuple[LayerKind, ...]:
 
 
 def _saved_elements_per_image(model: nn.Module, size: int, channels: int) -> int:
-    """Elements that autograd keeps of one image.
+    """Elements that autograd keeps for one image.
 
-    The difference of two images and one: it excludes what does not depend on the images, such as
-    copies of weights.
+    Computed as the difference between two images and one image. This excludes elements that do not
+    depend on the images, such as copies of weights.
     """
     one_image = torch.empty(1, channels, size, size, device="meta")
     two_images = torch.empty(2, channels, size, size, device="meta")
@@ -148,7 +150,7 @@ def _saved_elements_per_image(model: nn.Module, size: int, channels: int) -> int
 
 
 def _saved_elements(model: nn.Module, images: torch.Tensor) -> int:
-    """Elements of distinct tensors that autograd keeps of one forward pass, without parameters."""
+    """Elements of distinct tensors, except parameters, that autograd keeps for one forward pass."""
     parameters = {p.untyped_storage() for p in model.parameters()}
     saved = {}
 
@@ -190,15 +192,15 @@ def predict(
     strategy: ParallelStrategy | None = None,
     einsum: bool = False,
 ) -> Prediction:
-    """One optimiser step with `batch_size` images per GPU and forward pass.
+    """Predict one optimiser step with `batch_size` images per GPU and forward pass.
 
     Args:
-        strategy: of the MoE layers; None: the fastest.
+        strategy: strategy of the MoE layers; None: the fastest.
         einsum: MoE layers in the einsum form, which has no strategy.
 
     Raises:
-        ValueError: experts that this number of GPUs cannot share; with `einsum`, fewer experts than
-            GPUs.
+        ValueError: this number of GPUs cannot share the experts; or, with `einsum`, there are fewer
+            experts than GPUs.
     """
     size = 4
     if config.amp_enable:
@@ -246,7 +248,7 @@ def predict(
     }
     memory = gpu_parameters * STATE_BYTES
     if size < 4:
-        memory += gpu_parameters * size  # a copy in the dtype of matrix products
+        memory += gpu_parameters * size  # a copy in the dtype of the matrix products
     if config.shard_trunk:
         memory += 4 * model.trunk_parameters / model.blocks  # the gathered block
     elif gpus > 1:
@@ -259,12 +261,12 @@ def predict(
 def _trunk_seconds(
     machine: Machine, model: Model, config: TrainConfig, batch_size: int, element_size: int
 ) -> float:
-    """Seconds of all but the MoE layers in a forward and a backward pass."""
+    """Seconds of a forward and a backward pass without the MoE layers."""
     products = 6 * model.trunk_macs * batch_size / machine.rate(element_size)
     passes = ACTIVATION_PASSES * model.activations * batch_size
     seconds = products + passes * element_size / machine.memory_bandwidth
     if config.use_checkpoint:
-        seconds *= 4 / 3  # the forward pass twice
+        seconds *= 4 / 3  # recomputation runs the forward pass twice
     return seconds
 
 
@@ -275,7 +277,8 @@ def _best(
     gpus_per_node: int,
     given: ParallelStrategy | None = None,
 ) -> tuple[ParallelStrategy | None, cost_model.LayerTime]:
-    """The given strategy, or the one with the shortest total over all layers, and that total."""
+    """The given strategy, or else the strategy with the smallest total time over all layers; and
+    the total time."""
     if not shapes:
         return None, _NOTHING
     nodes = math.ceil(gpus / gpus_per_node)
@@ -301,7 +304,7 @@ def _by_einsum(
     gpus: int,
     gpus_per_node: int,
 ) -> cost_model.LayerTime:
-    """The total over all layers in the einsum form."""
+    """The total time over all layers in the einsum form."""
     total = _NOTHING
     for shape, num_layers in shapes:
         near = min(gpus, gpus_per_node)
@@ -316,7 +319,7 @@ def _exposed_shards(
     """Seconds of a sharded trunk's traffic that do not overlap with its passes.
 
     Each block is gathered in fp32 for both passes, and its gradients are scattered: one and a half
-    times the traffic of an all-reduce. At least that of one block does not overlap.
+    times the traffic of an all-reduce. At least the traffic of one block does not overlap.
     """
     near = min(gpus, gpus_per_node)
     block_bytes = 4 * model.trunk_parameters / model.blocks
@@ -329,7 +332,7 @@ def _exposed_all_reduce(
 ) -> float:
     """Seconds of the fp32 gradients' all-reduce that do not overlap with the trunk's backward pass.
 
-    At least the last bucket does not.
+    At least the last bucket does not overlap.
     """
     near = min(gpus, gpus_per_node)
     buckets = math.ceil(4 * parameters / BUCKET_BYTES)
@@ -340,8 +343,8 @@ def _exposed_all_reduce(
 def _all_reduce(machine: Machine, num_bytes: float, near: int, nodes: int) -> float:
     """Seconds of an all-reduce over `near` GPUs in each of `nodes` nodes.
 
-    First inside a node, then between nodes, as NCCL's trees do: a GPU's network link carries 1/near
-    of the bytes.
+    The model, as in NCCL's trees: first a sum inside each node, then between nodes. A GPU's network
+    link carries 1/near of the bytes.
     """
     near_steps = 2 * math.log2(near)
     far_steps = 2 * math.log2(nodes)
@@ -355,7 +358,7 @@ def _strategy_bytes(
     gpus: int,
     strategy: ParallelStrategy | None,
 ) -> float:
-    """Bytes that the strategy keeps for the backward pass: gathered weights, and copies of rows."""
+    """Bytes kept for the backward pass with this strategy: gathered weights, and copies of rows."""
     if strategy is None:
         return 0.0
     total = 0.0
@@ -368,10 +371,11 @@ def _strategy_bytes(
 
 
 def machine_named(profile: str) -> Machine:
-    """A named profile, this machine (`here`), or what a file of `save_profile` holds.
+    """The machine of a named profile, this machine (`here`), or the machine in a file of
+    `save_profile`.
 
-    `here` under torchrun measures the links between the ranks, too; all ranks call this. One
-    process cannot measure links: they are those of an A100 cluster.
+    Under torchrun, `here` also measures the links between the ranks; all ranks call this. A single
+    process cannot measure links, so they are those of an A100 cluster.
 
     Raises:
         UserError: a file that is not a profile.

@@ -9,7 +9,7 @@ from swinv2_moe.plots import new_figure, save_png, tidy
 
 
 def draw(plan: Sequence[Prediction], user_gpus: int, title: str, path: Path) -> None:
-    """A PNG: step time by part as stacked bars, and the shares of communication.
+    """Write a PNG: step time by part as stacked bars, and the shares of communication.
 
     The column of `user_gpus` is marked.
 

@@ -1,6 +1,6 @@
 """Functions that the figures of all commands share.
 
-They do not use pyplot: no display is needed, and no global state changes.
+They do not use pyplot, so they need no display and change no global state.
 """
 
 import re
@@ -22,12 +22,12 @@ if TYPE_CHECKING:  # importing matplotlib takes half a second
 # Paul Tol's bright scheme without its pale yellow: readable on white and on black, and
 # distinguishable by the colour-blind.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#66ccee", "#bbbbbb")
-_POINTS = 400  # points of a curve: more cannot be distinguished
+_POINTS = 400  # maximum number of points of a curve: more cannot be distinguished
 _INK = "#123456"  # a colour that no figure uses, which `to_svg` replaces by the page's text colour
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure of so many inches."""
+    """An empty figure of `width` x `height` inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -104,9 +104,10 @@ class Reading(NamedTuple):
 
 
 def add_readings(svg: str, axes: "Axes", readings: Sequence[Reading]) -> str:
-    """Add readings to the <svg> that `to_svg` made of the figure of `axes`; they need no script.
+    """Add readings to the <svg> that `to_svg` made from the figure of `axes`. They need no script.
 
-    The page's style hides elements of the class "reading" outside of the hovered "near".
+    The page's style hides elements of class "reading", unless the pointer is over their element of
+    class "near".
     """
     figure = axes.figure
     width, height = 72 * figure.get_size_inches()  # the units of the <svg>

@@ -1,7 +1,8 @@
 """Pictures of routing: photographs painted with the expert of each patch, and their legend.
 
-An expert has a colour and a hatching, the same in every picture: eight colours that the
-colour-blind can tell apart and seven hatchings, so that 56 experts differ.
+Each expert has a colour and a hatching, the same in every picture. There are eight colours, which
+the colour-blind can distinguish, and seven hatchings (including none), so 56 experts can be
+distinguished.
 
 B images, C channels, S pixels a side, h x w tokens, K choices of a token, E experts
 """
@@ -23,8 +24,8 @@ if TYPE_CHECKING:  # importing matplotlib takes half a second
 # Okabe and Ito, "Color Universal Design", 2008; grey in place of black.
 _COLOURS = ("e69f00", "56b4e9", "009e73", "f0e442", "0072b2", "d55e00", "cc79a7", "707070")
 _HATCHES = ("", "///", "\\\\\\", "---", "|||", "xxx", "...")  # as matplotlib names them
-_SIDE = 128  # pixels that a picture of an image has at least
-_GAP = 4  # pixels between pictures
+_SIDE = 128  # minimum side of a picture, in pixels
+_GAP = 4  # pixels between two pictures
 _HATCH_PERIOD = 8  # pixels
 _OUTLINE = 25  # grey value of the line between two experts
 _LEGEND_ENTRY = 0.8  # inches
@@ -45,11 +46,12 @@ def expert_hatch(expert: int) -> str:
 def columns(
     images: Tensor, choices: dict[str, Tensor], mean: Sequence[float], std: Sequence[float]
 ) -> list[np.ndarray]:
-    """The columns of a routing picture: the images, then these painted by each layer's choices.
+    """The columns of a routing picture: the images, then the images painted with each layer's
+    choices.
 
     Args:
         images: normalised, [B, C, S, S].
-        choices: of each layer [B, h, w, K].
+        choices: the choices of each layer [B, h, w, K].
 
     Returns:
         uint8 [B, s, s, 3] for each column, as `pictures_figure` takes them.
@@ -83,8 +85,8 @@ def denormalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> 
 def paint(photos: np.ndarray, experts: np.ndarray) -> np.ndarray:
     """Paint each patch in the colour and hatching of its expert, with lines between experts.
 
-    The colour keeps 45 to 100% of its brightness, as the photograph has from 0 to 100%, so that it
-    can be told on black and on white.
+    Where the photograph has a brightness of 0 to 100%, the colour has 45 to 100% of its own
+    brightness. So colours can be distinguished on black and on white.
 
     Args:
         photos: uint8 [B, H, W, 3].
@@ -107,7 +109,7 @@ def paint(photos: np.ndarray, experts: np.ndarray) -> np.ndarray:
 
 
 def _hatching(by_pixel: np.ndarray) -> np.ndarray:
-    """Which pixels a line of their expert's hatching crosses: bool [B, H, W]."""
+    """Mask of the pixels on a line of their expert's hatching: bool [B, H, W]."""
     height, width = by_pixel.shape[1:]
     y, x = np.mgrid[:height, :width]
     rising = (x + y) % _HATCH_PERIOD == 0
@@ -122,7 +124,7 @@ def _hatching(by_pixel: np.ndarray) -> np.ndarray:
 
 
 def _borders(by_pixel: np.ndarray) -> np.ndarray:
-    """Which pixels lie left of or above another expert's: bool [B, H, W]."""
+    """Mask of the pixels whose right or lower neighbour has another expert: bool [B, H, W]."""
     borders = np.zeros(by_pixel.shape, bool)
     borders[:, :, :-1] |= by_pixel[:, :, :-1] != by_pixel[:, :, 1:]
     borders[:, :-1] |= by_pixel[:, :-1] != by_pixel[:, 1:]
@@ -130,8 +132,8 @@ def _borders(by_pixel: np.ndarray) -> np.ndarray:
 
 
 def montage(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Columns of pictures, each uint8 [B, s, s, 3] -> one picture uint8 [B * (s + 4) - 4, columns *
-    (s + 4) - 4, 3], white between them."""
+    """Join columns of pictures, each uint8 [B, s, s, 3], to one picture with white gaps: uint8 [B *
+    (s + 4) - 4, columns * (s + 4) - 4, 3]."""
     cells = np.pad(
         np.stack(columns, 1), [(0, 0)] * 2 + [(0, _GAP)] * 2 + [(0, 0)], constant_values=255
     )
@@ -146,7 +148,7 @@ def pictures_figure(
 
     Args:
         pictures: as `columns` returns them.
-        labels: of the images.
+        labels: labels of the images.
         layers: names of the MoE layers or of their blocks.
     """
     picture, side = montage(pictures), pictures[0].shape[1]
@@ -195,7 +197,7 @@ def expert_legend(figure: "Figure", num_experts: int) -> None:
 
 
 def legend_height(num_experts: int, width: float) -> float:
-    """Inches that the legend needs below a figure of so many inches."""
+    """Height of the legend in inches, below a figure `width` inches wide."""
     return 0.2 * _legend_rows(num_experts, width)
 
 

@@ -13,11 +13,11 @@ def number_table(
     text_columns: Collection[str] | None = None,
     markdown: bool = False,
 ) -> Table:
-    """A table of numbers, which are aligned to the right, and columns of text.
+    """A table with columns of numbers, aligned to the right, and columns of text.
 
     Args:
         columns: titles.
-        rows: cells of each row.
+        rows: the cells of each row.
         text_columns: titles of the columns of text, aligned to the left. Default: the first one.
         markdown: draw the table in Markdown.
     """

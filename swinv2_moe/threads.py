@@ -1,4 +1,5 @@
-"""The number of CPU threads, chosen before torch is imported: torch's OpenMP reads it then."""
+"""Choose the number of CPU threads. This must happen before torch is imported, because torch's
+OpenMP reads the number at import."""
 
 import os
 import sys
@@ -6,18 +7,19 @@ import time
 from pathlib import Path
 
 _SAMPLE_SECONDS = 0.1
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container (cgroup v2): microseconds, of a period
+# CPU quota of a container (cgroup v2): microseconds of CPU time, microseconds of a period
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def choose_threads() -> None:
-    """Use as many threads as there are idle cores. Prints one line if that is not all of them.
+    """Use as many threads as there are idle cores. Prints one line if some cores are not idle.
 
     A thread that shares its core with another program makes all threads wait for it at the end of
     every operation. They wait actively by default, which is fastest on idle cores; if some cores
     are busy, waiting threads sleep. OMP_NUM_THREADS and OMP_WAIT_POLICY override both choices;
-    torchrun sets the first one.
+    torchrun sets OMP_NUM_THREADS.
 
-    Does nothing once torch is imported.
+    This does nothing if torch has been imported.
     """
     if "torch" in sys.modules:
         return
@@ -29,7 +31,7 @@ def choose_threads() -> None:
         idle = cores
     threads = max(1, min(cores, round(idle)))
     if threads == len(os.sched_getaffinity(0)):
-        return  # what torch uses by itself
+        return  # torch's default
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     reason = f"{cores} cores, {idle:.1f} of them idle"
@@ -47,8 +49,8 @@ def available_cores() -> int:
 
 
 def idle_cores(seconds: float) -> float | None:
-    """How many of this process's cores are idle, averaged over so many seconds; None if the system
-    does not say. Programs of lower priority than normal (`nice`) count as idle."""
+    """The number of idle cores of this process, averaged over `seconds`; None if the system does
+    not report it. Programs with lower priority than normal (`nice`) count as idle."""
     before = _idle_times()
     time.sleep(seconds)
     after = _idle_times()
@@ -63,7 +65,8 @@ def idle_cores(seconds: float) -> float | None:
 
 
 def _idle_times() -> dict[str, tuple[int, int]]:
-    """Ticks of each of this process's cores since the start of the machine: idle or nice, and all.
+    """Clock ticks of each of this process's cores since the machine started: idle or nice ticks,
+    and all ticks.
 
     Source: proc_stat(5).
     """

@@ -1,17 +1,17 @@
-"""How long a run will still take. Imports no torch."""
+"""Remaining time of a run. Imports no torch."""
 
 import math
 from typing import Protocol
 
 
 class Position(Protocol):
-    """How far a run is. `swinv2_moe.train.progress.Progress` is one."""
+    """The position in a run. `swinv2_moe.train.progress.Progress` implements this protocol."""
 
     epochs: int  # TRAIN.EPOCHS
     max_steps: int  # TRAIN.MAX_STEPS; 0: no limit
     steps_per_epoch: int
     epoch: int  # complete epochs
-    epoch_step: int  # steps of the epoch at hand
+    epoch_step: int  # steps of the current epoch
     step: int  # steps in all
 
 
@@ -29,9 +29,9 @@ def seconds_left(
     """Seconds until the end of the run, with a validation after each epoch and after the last step.
 
     Args:
-        seconds_per_step: at the speed of late.
-        seconds_per_validation: that of the last one; 0 before the first, which makes the result too
-            small.
+        seconds_per_step: seconds per step, at the recent speed.
+        seconds_per_validation: duration of the last validation; 0 before the first one, which makes
+            the result too small.
     """
     steps = steps_left(position)
     validations = math.ceil((position.epoch_step + steps) / position.steps_per_epoch)

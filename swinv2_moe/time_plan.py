@@ -1,8 +1,9 @@
 """Predict the time to a target accuracy on any number of GPUs, from a run that has reached it.
 
-The number of steps is that of the run, since the images of a step stay the same. The planner
-predicts a step; its machine is slowed down or sped up until it predicts the run's own step. Other
-phases are the run's: data and validation divided over more GPUs, start and saving as they were.
+The number of steps is the run's, since the number of images per step stays the same. The planner
+predicts the time of a step. Its machine is scaled in speed so that the prediction for the run's own
+GPUs equals the measured step. The other phases are those of the run: data and validation are
+divided over the GPUs, start and saving stay the same.
 """
 
 # W GPUs, g of them on each of N nodes
@@ -20,19 +21,19 @@ from swinv2_moe.measure.run_record import RunRecord, read_run
 from swinv2_moe.models.build import configured_strategy
 
 _SHARED = ("data", "validation")  # phases whose images are divided over the GPUs
-_FACTORS = (1e-4, 1e4)  # of a machine that is slower or faster than its profile
+_FACTORS = (1e-4, 1e4)  # limits of the factor between the machine and its profile
 _FIT_STEPS = 60
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run says about the time to its target or, where it had none, to its end."""
+    """The times that a run measured until its target or, without a target, until its end."""
 
     target: float | None  # top-1, percent
     gpus: int
-    steps: int  # of the optimiser
+    steps: int  # optimiser steps
     seconds: dict[str, float]  # by phase, as `PHASES` of training, and perhaps "staging"
-    watts: float | None  # of all machines, where it is known
+    watts: float | None  # of all machines; None: not known
     cpu: float | None  # share of the machines' CPUs that training used, 0 to 1
 
     @property
@@ -55,10 +56,11 @@ class TimePlan:
 
 
 def measured_run(directory: Path) -> tuple[MeasuredRun, RunRecord]:
-    """What the run in `directory` has measured, and its record.
+    """The measurements of the run in `directory`, and its record.
 
     Raises:
-        UserError: it has not ended, missed its target, or is of a version that measured no phases.
+        UserError: the run has not ended, missed its target, or is from a version that measured no
+            phases.
     """
     run = read_run(directory)
     summary = run.summary
@@ -81,7 +83,7 @@ def measured_run(directory: Path) -> tuple[MeasuredRun, RunRecord]:
 
 
 def _is_table(seconds: object) -> bool:
-    """Whether this is a table of the seconds of phases, with training in it."""
+    """Whether `seconds` is a table of the seconds of phases, including training."""
     if not isinstance(seconds, dict) or "training" not in seconds:
         return False
     numbers = seconds.values()
@@ -107,8 +109,8 @@ class TimePlanner:
     """Predicts times from one run.
 
     Args:
-        images: of an optimiser step, over all GPUs.
-        strategy: of the MoE layers; None: the fastest.
+        images: images per optimiser step, over all GPUs.
+        strategy: strategy of the MoE layers; None: the fastest.
 
     Raises:
         ValueError: the run's GPUs cannot share its experts.
@@ -132,13 +134,13 @@ class TimePlanner:
         self.gpus_per_node = gpus_per_node
         self.strategy = strategy
         self.machine = machine
-        self.factor = self._fit()  # of the machine's times
+        self.factor = self._fit()  # factor on the machine's times
 
     def predict(self, gpus: int, crowding: float = 1.0) -> TimePlan:
-        """The time on so many GPUs.
+        """Predict the time on `gpus` GPUs.
 
         Args:
-            crowding: how many times longer all work takes because ranks share processors.
+            crowding: factor by which all work takes longer because ranks share processors.
 
         Raises:
             ValueError: a number of GPUs that does not divide the images, or cannot share the
@@ -171,7 +173,7 @@ class TimePlanner:
         )
 
     def _fit(self) -> float:
-        """The factor with which the run's own step is predicted."""
+        """The factor on the machine's times with which the prediction equals the run's own step."""
         measured = self.measured
         low, high = _FACTORS
         if self._step(measured.gpus, low).step > measured.step:
@@ -189,10 +191,11 @@ class TimePlanner:
 
 
 def planner_of_run(directory: Path, machine: Machine, gpus_per_node: int) -> TimePlanner:
-    """The planner of the run in `directory`, with the strategy that the run used.
+    """A planner for the run in `directory`, with the strategy that the run used.
 
     Raises:
-        UserError: see `measured_run` and `TimePlanner`; experts that the run's GPUs cannot share.
+        UserError: see `measured_run` and `TimePlanner`; also if the run's GPUs cannot share its
+            experts.
     """
     measured, run = measured_run(directory)
     sections = all_sections(run.config)

@@ -5,7 +5,7 @@ functions it imports torch and whatever imports torch, after it has read the arg
 configuration, so that --help, wrong arguments and wrong configurations answer at once.
 """
 
-# First, so that Ctrl-C during slow imports ends with one line.
+# Imported first, so that Ctrl-C during slow imports ends with one line.
 from swinv2_moe import interrupt  # noqa: F401
 
 # isort: split
@@ -24,7 +24,7 @@ from swinv2_moe.threads import choose_threads
 
 
 class Command(NamedTuple):
-    folder: str | None  # of its script in the repository, if it has one
+    folder: str | None  # folder of its script in the repository; None: it has no script
     help: str
 
 
@@ -55,8 +55,8 @@ COMMANDS = {
     "prepare-coco": Command("data", "lay out and check COCO"),
     "prepare-imagenet": Command("data", "unpack and check ImageNet"),
 }
-# Those whose threads are chosen by `choose_threads`. Measurements use all cores, and commands that
-# start others leave the choice to them.
+# Commands whose number of threads is set by `choose_threads`. Measurements use all cores. Commands
+# that start other commands leave the choice to them.
 CHOOSE_THREADS = {
     "train",
     "evaluate",
@@ -70,11 +70,11 @@ CHOOSE_THREADS = {
 
 
 def run(name: str) -> None:
-    """Run a command with the arguments in `sys.argv`; `run_command` says how it ends."""
+    """Run a command with the arguments in `sys.argv`. Errors are handled as in `run_command`."""
     only_asks = {"-h", "--help"} & set(sys.argv) or "_ARGCOMPLETE" in os.environ
     if name in CHOOSE_THREADS and not only_asks:
         choose_threads()
-    # Imported here, because it imports this module.
+    # Imported here, because that module imports this one.
     from swinv2_moe.command import run_command
 
     run_command(lambda: import_module(f"swinv2_moe.commands.{name.replace('-', '_')}").main())
@@ -106,8 +106,8 @@ def main() -> None:
 def complete(line: str) -> None:
     """Answer a shell that asks for completions of a command line, then exit.
 
-    A command's parser completes its own options: to it, the words before them are those of a
-    script.
+    A command's parser completes its own options. For the parser, the words before the options are
+    the call of a script.
     """
     words = line.split()
     name = words[1] if len(words) > 1 else ""

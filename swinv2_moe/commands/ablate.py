@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
 def run_variant(
     variant: Variant, seed: int, output: Path, args: argparse.Namespace, jobs: Jobs
 ) -> None:
-    """Train or continue a run, then measure it; what exists is not repeated."""
+    """Train or continue a run, then measure it. Existing results are not computed again."""
     from swinv2_moe.measure.ablation_results import FEW_SHOT, run_directory
 
     directory = run_directory(output, variant.name, seed)
@@ -100,7 +100,8 @@ def needs_measurement(directory: Path, speed: bool) -> bool:
 
 
 def run_all(plan: Plan, variants: list[Variant], output: Path, args: argparse.Namespace) -> None:
-    """Train every variant with every seed, seed by seed, so that all variants have early results.
+    """Train every variant with every seed. All variants of one seed are trained before the next
+    seed, so that all variants have early results.
 
     A run that fails does not stop the others.
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from swinv2_moe.command import CommandParser, as_started
 from swinv2_moe.config_files import comment, config_names, find_config
 
-# Not experiments: what others start from, and plans of `swinv2-moe ablate`
+# Not experiments: recipes that other configurations start from, and plans of `swinv2-moe ablate`
 _PARTS = ("ablations/", "detection/_base_/")
 _TOP_1 = re.compile(r"Accuracy.*?(?:top-1 (\d+\.\d+)|(\d+\.\d+)% top-1)")
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def top_1(path: Path) -> str:
-    """Top-1 accuracy in percent, as the head of a configuration says; empty where it does not."""
+    """Top-1 accuracy in percent, from the head of a configuration; empty if it has none."""
     for line in comment(path):
         match = _TOP_1.match(line)
         if match:

@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
         add_checkpoint_argument(command, measure="AP in validation")
     train.add_argument(
         "--output",
-        "--work-dir",  # as mmdetection calls it
+        "--work-dir",  # mmdetection's name of the option
         metavar="DIR",
         help="the run (default: output/<name of the config>)",
     )
@@ -131,7 +131,7 @@ def test(args: argparse.Namespace, config) -> None:
 
 
 def chosen_checkpoint(args: argparse.Namespace) -> str:
-    """The checkpoint of the run that --checkpoint means, after a line that says which it is."""
+    """Select the checkpoint that --checkpoint names, and print a line about it."""
     from swinv2_moe.train.selection import select_checkpoint
 
     checkpoint, line = select_checkpoint(args.source, args.checkpoint)
@@ -143,7 +143,7 @@ def chosen_checkpoint(args: argparse.Namespace) -> str:
 def check(config, splits: list[str]) -> None:
     """Check the data sets on the main rank.
 
-    The other ranks wait for it where the process group is created.
+    The other ranks wait for the main rank when the process group is created.
     """
     from swinv2_moe.detection import evaluation
 

@@ -26,7 +26,7 @@ from swinv2_moe.command import (
 from swinv2_moe.errors import UserError
 from swinv2_moe.tables import number_table
 
-EXTREMES = 5  # of many classes, the table shows so many of the worst and of the best
+EXTREMES = 5  # with many classes, the table shows this number of the worst and of the best classes
 
 
 def parse() -> argparse.Namespace:
@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
 
 
 def figure_of(args: argparse.Namespace) -> Path:
-    """The file of the sweep's figure, next to the results."""
+    """The path of the sweep's figure, next to the results."""
     return Path(args.output or "sweep").with_suffix(".png")
 
 
@@ -95,7 +95,8 @@ def show(results: dict) -> None:
 
 
 def class_rows(classes: list[dict]) -> list[list[str]]:
-    """The classes that have images, the worst first. Of many classes only the two ends."""
+    """Rows for the classes that have images, the worst first. With many classes, only the worst and
+    the best are shown."""
     with_images = [entry for entry in classes if entry["images"]]
     rows = []
     for entry in sorted(with_images, key=lambda entry: entry["top1"]):

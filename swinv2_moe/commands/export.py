@@ -78,7 +78,7 @@ ROWS = {
 
 
 def time_ratios(program: dict) -> list[float]:
-    """The program's time relative to the model's, of each round."""
+    """The program's time divided by the model's time, in each round."""
     milliseconds = program["milliseconds"]
     return ratios(milliseconds["program"], milliseconds["model"])
 

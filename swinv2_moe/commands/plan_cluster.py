@@ -96,7 +96,7 @@ def table_of(
     """The predictions, with the user's cluster in bold.
 
     Args:
-        context: tokens of a sequence; None: images.
+        context: tokens of a sequence; None: the model's inputs are images.
     """
     unit = "images/s"
     if context:
@@ -247,16 +247,16 @@ def compare_forms(
     model: planner.Model,
     console: Console,
 ) -> None:
-    """Print the user's cluster with MoE layers as einsums, and by rows with the linear all-to-all
-    and with the best strategy.
+    """Print the prediction for the user's cluster with three forms of the MoE layers: einsums, rows
+    with the linear all-to-all, and rows with the best strategy.
 
     Args:
-        predict: a prediction on so many GPUs.
+        predict: function that predicts a step on a number of GPUs.
     """
     from moe_core.parallel import ParallelStrategy
 
     gpus = args.nodes * args.gpus_per_node
-    # static: buffers of one size, as those of the einsums
+    # static: buffers of fixed size, as in the einsum form
     linear = ParallelStrategy(1, 1, "linear", min(gpus, args.gpus_per_node), "static")
     try:
         forms = {
@@ -291,7 +291,7 @@ def main() -> None:
     from swinv2_moe.machine_profile import save_profile
 
     machine = planner.machine_named(args.profile)
-    if int(os.environ.get("RANK", 0)) > 0:  # under torchrun the first rank alone goes on
+    if int(os.environ.get("RANK", 0)) > 0:  # under torchrun only the first rank continues
         return
     if args.save_profile:
         save_profile(machine, args.save_profile)

@@ -34,7 +34,8 @@ from swinv2_moe.tables import number_table
 if TYPE_CHECKING:  # importing torch takes seconds
     from swinv2_moe.predict.predictor import Predictor
 
-MAX_ROWS = 40  # the table of more pictures shows so many, and how many are of each class
+# with more pictures, the table shows this number of rows, and the number of pictures of each class
+MAX_ROWS = 40
 
 
 def parse() -> argparse.Namespace:
@@ -75,7 +76,8 @@ def parse() -> argparse.Namespace:
 
 
 def check_annotated(directory: Path, files: Sequence[Path]) -> None:
-    """Raise UserError if pictures would be searched for, or overwritten, in --pictures."""
+    """Raise UserError if the input pictures are in the directory --pictures, or would be
+    overwritten there."""
     resolved = directory.resolve()
     for file in files:
         if resolved in file.resolve().parents:
@@ -88,7 +90,7 @@ def check_annotated(directory: Path, files: Sequence[Path]) -> None:
 def predict(
     predictor: "Predictor", args: argparse.Namespace, files: list[Path], names: list[str]
 ) -> list[Prediction]:
-    """The predictions, beside a progress bar; their annotated copies are written meanwhile."""
+    """Predict all files with a progress bar, and write annotated copies of the pictures."""
     from swinv2_moe.predict.annotate import copy_name, save_annotated
     from swinv2_moe.train.record import Bar
 

@@ -15,7 +15,7 @@ from swinv2_moe.errors import UserError
 
 
 def count(text: str) -> int | None:
-    """ "all" or a number of images."""
+    """Parse a number of images, or "all", for which None is returned."""
     if text == "all":
         return None
     if not text.isdecimal():

@@ -9,7 +9,7 @@ from swinv2_moe.command import CommandParser, add_opts_argument, as_started, res
 from swinv2_moe.tables import number_table
 
 CONFIG = "configs/quickstart_digits.yaml"
-# Top-1 routing: the dense model has as many active MACs.
+# With top-1 routing, the dense model has as many active MACs.
 DENSE = ["MODEL.MOE.NUM_EXPERTS", "0"]
 WHAT_DIGITS_SHOW = """\
 Digits are too easy for experts to help: both models read nearly all of them, and one digit of the

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from swinv2_moe.measure.report_validation import Validation
     from swinv2_moe.measure.run_record import RunRecord
 
-WATCH = 30  # seconds
-POLL = 1  # seconds between two looks for the first logged step
+WATCH = 30  # seconds between two updates of the page
+POLL = 1  # seconds between two checks for the first logged step
 
 
 def parse() -> argparse.Namespace:
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def read_begun(directories: list[Path], wait: bool) -> list[RunRecord]:
-    """The runs; with `wait`, once each has logged a step."""
+    """Read the runs. With `wait`, wait until each run has logged a step."""
     from swinv2_moe.measure.run_record import NotBegunError, read_runs
 
     told = False
@@ -105,14 +105,14 @@ def write_report(
     """Write the page.
 
     Args:
-        validations: those of earlier calls, by the checkpoint as `select_checkpoint` returns it.
+        validations: results of earlier calls, by the result of `select_checkpoint`.
 
     Returns:
         Whether the page is final.
     """
     from swinv2_moe.config import config_from_text
 
-    # An error in --opts ends the command; one of the checkpoint only omits the predictions.
+    # An error in --opts ends the command. An error in the checkpoint only omits the predictions.
     for run in runs:
         config_from_text(run.config.dump(), str(run.directory), args.opts)
     from swinv2_moe.measure.report import render

@@ -74,11 +74,11 @@ def parse() -> argparse.Namespace:
 
 
 def points(args: argparse.Namespace) -> list[Point]:
-    """The runs, seed by seed.
+    """The runs in order of their seeds.
 
     Raises:
-        UserError: an option that cannot be read; a configuration that cannot be used, or is not
-            that of a run which exists.
+        UserError: an option cannot be read, or a configuration cannot be used or differs from that
+            of an existing run.
     """
     from swinv2_moe.config import load_config, resolve_batch_size
     from swinv2_moe.measure.ablation_plan import check_unchanged
@@ -108,10 +108,10 @@ def points(args: argparse.Namespace) -> list[Point]:
 
 
 def train(point: Point, output: Path, args: argparse.Namespace, jobs: Jobs) -> None:
-    """Train or continue a run; a finished one is not repeated.
+    """Train or continue a run. A finished run is not repeated.
 
     Raises:
-        UserError: it failed, or a signal has ended it before its last epoch.
+        UserError: the run failed, or a signal ended it before its last epoch.
     """
     directory = output / point.name
     directory.mkdir(exist_ok=True)

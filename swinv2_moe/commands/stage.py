@@ -20,7 +20,7 @@ from swinv2_moe.errors import UserError
 if TYPE_CHECKING:  # it imports torch
     from swinv2_moe.data.prepare.shard_exchange import Exchange
 
-_TIMEOUT = 86_400  # seconds; a node may compare the checksums of many files that it has
+_TIMEOUT = 86_400  # in seconds; a node may have to compare the checksums of many existing files
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def _latency(side: Side) -> str:
 
 
 def _digits(value: float) -> int:
-    """Digits behind the point, so that about three are shown."""
+    """Number of decimal places with which about three digits are shown."""
     if value >= 100:
         return 0
     if value >= 10:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from swinv2_moe.measure.live_run import LiveRun
 
-_HEIGHT = 24  # lines of a picture in a file or a pipe
+_HEIGHT = 24  # lines of the picture if the output is a file or a pipe
 
 
 def parse() -> argparse.Namespace:
@@ -48,7 +48,7 @@ def main() -> None:
 
     from swinv2_moe.measure.live_run import LiveRun
 
-    sys.stdout.reconfigure(errors="replace")  # where the locale has no block characters
+    sys.stdout.reconfigure(errors="replace")  # for locales without block characters
     console = Console(highlight=False)
     run = LiveRun(Path(args.run))
     run.read()
@@ -69,7 +69,7 @@ def wait(run: LiveRun, every: float) -> None:
     """Wait for the first logged step.
 
     Raises:
-        UserError: the run has ended without one.
+        UserError: the run has ended without a logged step.
     """
     if run.last is None:
         print(f"waiting: {run.directory} has not logged a step yet", flush=True)
@@ -81,7 +81,7 @@ def wait(run: LiveRun, every: float) -> None:
 
 
 def follow(run: LiveRun, console: Console, every: float) -> None:
-    """Show the run, until it ends, in place of what is on the terminal."""
+    """Show the run on the whole terminal until the run ends."""
     from rich.live import Live
 
     from swinv2_moe.measure.live_picture import picture
@@ -89,7 +89,7 @@ def follow(run: LiveRun, console: Console, every: float) -> None:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             now = time.time()
-            if run.last is not None:  # else a resumed run is about to repeat all steps
+            if run.last is not None:  # otherwise a resumed run is about to repeat all steps
                 live.update(picture(run, console.width, console.height, now), refresh=True)
             if run.state(now) in ("finished", "stopped"):
                 return
@@ -103,5 +103,5 @@ def show(run: LiveRun, console: Console) -> None:
 
     height = _HEIGHT
     if console.is_terminal:
-        height = console.height - 1  # the prompt has the last line
+        height = console.height - 1  # the last line is for the prompt
     console.print(picture(run, console.width, height, time.time()), height=height)

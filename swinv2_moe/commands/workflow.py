@@ -29,7 +29,7 @@ SHOTS = "5"
 WHERE_PHOTOGRAPHS_ARE = """\
 Data: digits. With photographs: make workflow PRETRAIN=DIR TRANSFER=DIR, for example Tiny-ImageNet
 (http://cs231n.stanford.edu/tiny-imagenet-200.zip) and Imagenette (https://github.com/fastai/imagenette)"""
-MAX_BYTES = 1 << 26  # largest file of results
+MAX_BYTES = 1 << 26  # limit of a file of results
 
 
 def main() -> None:
@@ -129,7 +129,7 @@ def show(output: Path, seconds: float) -> None:
 
 
 def read_results(output: Path, name: str) -> dict[str, str]:
-    """The cells of a model's column by title."""
+    """The cells of a model's column, by row title."""
     from swinv2_moe.files import read_json
 
     pretrained = read_json(output / "pretrained" / name / "summary.json", MAX_BYTES)

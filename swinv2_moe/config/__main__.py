@@ -43,7 +43,8 @@ def main() -> None:
             _print_keys()
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, such as `head`, has ended. Python flushes stdout once more as it exits.
+        # The reading process, such as `head`, has ended. Python flushes stdout once more when it
+        # exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

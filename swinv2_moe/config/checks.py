@@ -1,4 +1,4 @@
-"""What values a configuration may have, alone and together."""
+"""Checks of the values of a configuration, each key alone and several keys together."""
 
 import difflib
 import math
@@ -23,7 +23,7 @@ from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_section, model_type, model_types
 
-# A registry holds what has been registered by the time of the check.
+# Registries are queried at the time of the check, since entries may be added until then.
 _CHOICES: dict[str, Collection] = {
     "TRACKER": ("", "wandb", "mlflow"),
     "DEVICE": ("auto", "cpu", "cuda"),
@@ -45,7 +45,7 @@ _CHOICES: dict[str, Collection] = {
     "AUG.MIXUP_MODE": ("batch", "pair", "elem"),
 }
 _INFINITY = float("inf")
-_RANGES = {  # inclusive
+_RANGES = {  # lower and upper bounds, both included
     "SEED": (0, 2**31),
     "PRINT_FREQ": (1, _INFINITY),
     "TELEMETRY_SECONDS": (0, _INFINITY),
@@ -61,7 +61,7 @@ _RANGES = {  # inclusive
     "DATA.GLOBAL_BATCH_SIZE": (0, _INFINITY),
     "DATA.IMG_SIZE": (1, 2**16),
     "DATA.NUM_WORKERS": (0, _INFINITY),
-    "DATA.MAX_PIXELS": (1, 178_956_970),  # Pillow opens none with more
+    "DATA.MAX_PIXELS": (1, 178_956_970),  # Pillow refuses larger images
     "DATA.MAX_BAD_SHARE": (0, 1),
     "MODEL.NUM_CLASSES": (0, _INFINITY),
     "MODEL.DROP_RATE": (0, 0.999),
@@ -118,11 +118,11 @@ _RANGES = {  # inclusive
     "TEST.CROP_RATIO": (0.1, 1),
 }
 
-_SPLIT_DATASETS = ("folder", "imagenet")  # that DATA.VAL_SPLIT can split
+_SPLIT_DATASETS = ("folder", "imagenet")  # datasets that DATA.VAL_SPLIT can split
 
 
 def choices() -> dict[str, Collection]:
-    """The values that a key may have, for each key that names one of a few alternatives."""
+    """The allowed values of each key that has a fixed list of them."""
     registered = {
         "DATA.DATASET": tuple(datasets()),
         "MODEL.TYPE": tuple(model_types()),
@@ -132,7 +132,7 @@ def choices() -> dict[str, Collection]:
 
 
 def ranges() -> dict[str, tuple[float, float]]:
-    """The lowest and the highest value of a key, both included, for each key that has limits."""
+    """The lower and upper bound of each key that has bounds. Both are included."""
     limits = dict(_RANGES)
     for registered in model_types().values():
         section = registered.section

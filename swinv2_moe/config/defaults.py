@@ -1,4 +1,4 @@
-"""The yacs tree: every key with its default, made from the sections."""
+"""The yacs tree of all keys with their defaults, made from the sections."""
 
 import copy
 from dataclasses import fields
@@ -10,7 +10,7 @@ from swinv2_moe.model_types import model_types
 
 
 def _group(section: type) -> CfgNode:
-    """A group of keys with the defaults of a section."""
+    """The group of a section's keys, with their defaults."""
     group = CfgNode()
     for field in fields(section):
         if sections.is_key(field):
@@ -19,15 +19,15 @@ def _group(section: type) -> CfgNode:
 
 
 def _with_lists(value: object) -> object:
-    """A tuple as a list, and tuples in it too."""
+    """The value with tuples replaced by lists, also inside of tuples."""
     if isinstance(value, tuple):
         return [_with_lists(item) for item in value]
     return value
 
 
 def default_config() -> CfgNode:
-    """A mutable tree of every key with its default: those of the sections and of every registered
-    model type."""
+    """A mutable tree of all keys with their defaults, for the sections and every registered model
+    type."""
     config = _group(sections.RunConfig)
     config.CHECKPOINT = _group(sections.CheckpointConfig)
     config.DATA = _group(sections.DataConfig)

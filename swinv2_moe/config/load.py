@@ -1,8 +1,8 @@
 """Configuration files and KEY VALUE pairs, merged strictly over the defaults.
 
-`load_config(file, opts)` is the entry. It refuses what cannot work, in one line that names the key,
-its value and what is allowed. A YAML file may name others to start from: `BASE: [recipe.yaml]`
-(paths relative to the file).
+`load_config(file, opts)` is the main function. For invalid input it raises an error of one line,
+with the key, its value and the allowed values. A YAML file may be based on other files: `BASE:
+[recipe.yaml]` (paths relative to the file).
 """
 
 import ast
@@ -22,7 +22,7 @@ from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
 
 _log = logging.getLogger(__name__)
-_MAX_FILES = 32  # that BASE may name, one by one and together
+_MAX_FILES = 32  # limit for the files that BASE names, in one file and in total
 
 
 def load_config(
@@ -31,19 +31,20 @@ def load_config(
     data: str | None = None,
     output: str | None = None,
 ) -> CfgNode:
-    """Defaults, then `file` (its BASE files first), `data`, `output` and `opts` (KEY VALUE ...);
-    checked and frozen.
+    """Merge the defaults, `file` (its BASE files first), `data`, `output` and `opts` (KEY VALUE
+    ...), in this order. The result is checked and frozen.
 
     Args:
         file: a path, or the name of a configuration of this project, such as "imagenette_96".
-        data: DATA.PATH; replaces a dataset that needs no files, such as digits, by a folder of
-            images.
+        data: DATA.PATH. If the configured dataset needs no files, such as digits, it is replaced by
+            a folder of images.
         output: OUTPUT, the run directory.
-        opts: TRAIN.EPOCHS shortens a longer warm-up of the file.
+        opts: KEY VALUE pairs. If TRAIN.EPOCHS is among them, a longer warm-up of the file is
+            shortened.
 
     Raises:
-        UserError: a file that cannot be read, an unknown key, a wrong type, a value out of range, a
-            contradiction.
+        UserError: a file that cannot be read, an unknown key, a wrong type, a value out of range,
+            or values that contradict each other.
     """
     config = default_config()
     if file is not None:
@@ -63,7 +64,8 @@ def load_config(
 
 
 def _shorten_warmup(config: CfgNode, opts: Sequence[str]) -> None:
-    """Let the warm-up of a file end before the TRAIN.EPOCHS of `opts` do, and log that."""
+    """If the warm-up of a file is not shorter than the TRAIN.EPOCHS of `opts`, shorten it to half
+    of these epochs, and log that."""
     train = config.TRAIN
     if "TRAIN.EPOCHS" not in opts[::2] or "TRAIN.WARMUP_EPOCHS" in opts[::2]:
         return
@@ -80,11 +82,11 @@ def _shorten_warmup(config: CfgNode, opts: Sequence[str]) -> None:
 
 
 def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNode:
-    """The checked configuration that a checkpoint or single file holds as YAML, then `opts` (KEY
-    VALUE ...).
+    """The checked configuration from the YAML text of a checkpoint or single file, overridden by
+    `opts` (KEY VALUE ...).
 
     Raises:
-        UserError: it is not one that this program knows; of `opts` what `load_config` raises.
+        UserError: the text is not a configuration of this program; for `opts` as `load_config`.
     """
     config = default_config()
     try:
@@ -104,7 +106,7 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
 
 
 def as_opts(values: Mapping[str, object]) -> list[str]:
-    """`{"SEED": 1}` as the KEY VALUE pairs that `load_config` and its siblings accept."""
+    """Convert `{"SEED": 1}` to KEY VALUE pairs, as in `opts` of `load_config`."""
     opts = []
     for key, value in values.items():
         opts += [key, str(value)]
@@ -112,8 +114,8 @@ def as_opts(values: Mapping[str, object]) -> list[str]:
 
 
 def merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
-    """Lay `opts` (KEY VALUE ...) over a configuration, in place; values are not checked against
-    each other.
+    """Override keys of a configuration by `opts` (KEY VALUE ...), in place. The combination of
+    values is not checked.
 
     Raises:
         UserError: an unknown key or a value of the wrong type.
@@ -129,11 +131,12 @@ def merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
 
 
 def resolve_batch_size(config: CfgNode, world_size: int) -> CfgNode:
-    """The configuration with the DATA.BATCH_SIZE that follows from DATA.GLOBAL_BATCH_SIZE and the
-    number of ranks; unchanged if DATA.GLOBAL_BATCH_SIZE is 0.
+    """The configuration with DATA.BATCH_SIZE computed from DATA.GLOBAL_BATCH_SIZE and the number of
+    ranks; unchanged if DATA.GLOBAL_BATCH_SIZE is 0.
 
     Raises:
-        UserError: the global batch cannot be divided by ranks times accumulation steps.
+        UserError: the global batch is not divisible by the number of ranks times the accumulation
+            steps.
     """
     global_size = config.DATA.GLOBAL_BATCH_SIZE
     accumulation = config.TRAIN.ACCUMULATION_STEPS
@@ -153,16 +156,16 @@ def resolve_batch_size(config: CfgNode, world_size: int) -> CfgNode:
 
 
 class _Files:
-    """Configuration files and the values that they set. Each file is read once."""
+    """Reads configuration files with their BASE files. Each file is read once."""
 
     def __init__(self):
         self._values: dict[str, dict[str, object]] = {}  # by path
-        # The file that is being read, after the files that name it in BASE.
+        # The file that is being read, preceded by the files that name it in BASE.
         self._open: list[str] = []
 
     def values(self, file: Path) -> dict[str, object]:
-        """`{"TRAIN.BASE_LR": 1e-3, ...}`: the values of the file's BASE files, in order, then its
-        own."""
+        """The values of the file's BASE files, in order, then of the file itself:
+        `{"TRAIN.BASE_LR": 1e-3, ...}`."""
         path = os.path.realpath(file)
         if path in self._open:
             raise UserError(f"config {file}: BASE names itself in a circle")
@@ -187,7 +190,7 @@ def _read(file: Path) -> dict:
         content = parse_yaml(read_bounded(file, MAX_YAML_CHARS).decode()) or {}
     except OSError as error:
         raise UserError(f"config {file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:  # also what is not UTF-8
+    except ValueError as error:  # also raised for text that is not UTF-8
         raise UserError(f"config {file}: not valid YAML ({error})") from error
     if not isinstance(content, dict):
         raise UserError(f"config {file}: expected KEY: VALUE lines, found {type(content).__name__}")
@@ -211,7 +214,8 @@ def _can_be_path(value: object) -> bool:
 def _checked(
     content: dict, group: CfgNode, prefix: str = "", source: str = ""
 ) -> dict[str, object]:
-    """`{"TRAIN.BASE_LR": 1e-3, ...}` of nested `content`, each value in the type of its default.
+    """Flatten nested `content` to `{"TRAIN.BASE_LR": 1e-3, ...}`, with each value in the type of
+    its default.
 
     Args:
         group: the defaults of the keys of `content`.
@@ -251,9 +255,9 @@ def _lay_over(config: CfgNode, values: dict[str, object]) -> None:
 
 
 def _coerce(name: str, value: object, default: object, source: str) -> object:
-    """The value in the default's type.
+    """Convert the value to the type of the default.
 
-    For a float, '1e-3' and 1 become floats; for a list, tuples become lists. Nothing else is
+    '1e-3' and 1 become a float if the default is one. Tuples become lists. Nothing else is
     converted.
     """
     if isinstance(value, str) and not isinstance(default, str):
@@ -291,8 +295,8 @@ def _shown(value: object) -> str:
 
 
 def nearest_key(name: str) -> str:
-    """The end of a message about an unknown key: the nearest group or key by its full name, else by
-    its last part."""
+    """The end of a message about an unknown key: the nearest group or key, by its full name or else
+    by its last part."""
     name = name[:200]
     names = set()
     names_by_last_part = {}

@@ -1,4 +1,4 @@
-"""Tables of every key in Markdown, from the definitions of the keys and their comments.
+"""Markdown tables of all keys, made from the definitions of the keys and their comments.
 
 `swinv2-moe config --markdown` prints them; docs/reference/configuration-keys.md holds the output.
 """
@@ -57,10 +57,10 @@ def markdown() -> str:
 
 
 def describe(prefix: str) -> str:
-    """The keys that start with `prefix`: default, type and meaning of each.
+    """The default, type and meaning of each key that starts with `prefix`.
 
     Raises:
-        UserError: no key starts so; the error names the nearest.
+        UserError: no key starts with `prefix`; the message names the nearest key.
     """
     defaults = flatten(default_config())
     name = prefix.upper().rstrip(".")
@@ -78,7 +78,7 @@ def describe(prefix: str) -> str:
 
 
 def meanings() -> dict[str, str]:
-    """What each key means: the comments of the sections' fields, and what model types say."""
+    """The meaning of each key, from the comments of the sections' fields and from model types."""
     by_key = {}
     for group, classes in _SECTIONS.items():
         for section in classes:
@@ -92,9 +92,9 @@ def meanings() -> dict[str, str]:
 
 
 def comments(section: type) -> dict[str, str]:
-    """The comment of each field of a dataclass, behind it or on the lines before it.
+    """The comment of each field of a dataclass: after the field, or on the lines before it.
 
-    Fields of several words that a comment names in backticks become keys, in capitals.
+    Names of several words in backticks that are fields become keys, in capitals.
     """
     by_name = {}
     lines_before = []

@@ -4,7 +4,7 @@
 position to the next one; with `linear`, values between two positions are interpolated. The last
 value holds to the end.
 
-    epoch 0:2 10:1                top-2, from the end of the tenth epoch on top-1
+    epoch 0:2 10:1                top-2, and top-1 after ten epochs
     step 0:1.25 5000:2 linear     from 1.25 to 2 in 5,000 steps
 """
 
@@ -24,7 +24,7 @@ class Schedule(NamedTuple):
     is_linear: bool
 
     def value(self, epoch: float, step: int) -> float:
-        """The value after so many epochs (with their fraction) and so many steps."""
+        """The value after `epoch` epochs (may be fractional) and `step` steps."""
         position = epoch
         if self.unit == "step":
             position = step
@@ -38,7 +38,8 @@ class Schedule(NamedTuple):
         return self.values[index] + share * (self.values[index + 1] - self.values[index])
 
     def check_top_k(self, num_experts: int) -> None:
-        """Raise ValueError unless the values are numbers of experts; of a dense model, any."""
+        """Raise ValueError unless the values are whole numbers from 1 to `num_experts`. With 0
+        experts (a dense model) there is no upper bound."""
         for value in self.values:
             if value < 1 or value != int(value):
                 raise ValueError(f"{value:g} is not a whole number from 1 on")
@@ -46,22 +47,22 @@ class Schedule(NamedTuple):
                 raise ValueError(f"{value:g} must be at most MODEL.MOE.NUM_EXPERTS ({num_experts})")
 
     def check_share(self) -> None:
-        """Raise ValueError unless the values are from 0 to 1."""
+        """Raise ValueError unless all values are from 0 to 1."""
         for value in self.values:
             if not 0 <= value <= 1:
                 raise ValueError(f"{value:g} is not a share from 0 to 1")
 
 
 def parse_schedule(text: str, may_reach_zero: bool = False) -> Schedule | None:
-    """The schedule in `text`; None if it is empty.
+    """Parse `text`. Returns None if it is empty.
 
     Args:
         may_reach_zero: whether linear values may reach or cross 0. As a capacity factor, 0 means no
             limit.
 
     Raises:
-        ValueError: another form; positions that do not increase from 0; values that are not finite;
-            linear values that must not reach 0 but do.
+        ValueError: the text has another form; the positions do not increase from 0; values are not
+            finite; or linear values reach 0 although they may not.
     """
     if not text:
         return None

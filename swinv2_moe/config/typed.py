@@ -1,4 +1,4 @@
-"""From a yacs tree to the typed sections: each part of the program receives its own."""
+"""Convert a yacs tree to typed sections: each part of the program receives its own section."""
 
 from yacs.config import CfgNode
 
@@ -8,17 +8,17 @@ from swinv2_moe.model_types import model_section
 
 
 def run_config(config: CfgNode) -> sections.RunConfig:
-    """What concerns the run as such: keys without a group."""
+    """The section of the run itself: keys without a group."""
     return sections.RunConfig(**_values(config))
 
 
 def checkpoint_config(config: CfgNode) -> sections.CheckpointConfig:
-    """CHECKPOINT."""
+    """The section CHECKPOINT."""
     return sections.CheckpointConfig(**_values(config.CHECKPOINT))
 
 
 def data_config(config: CfgNode) -> sections.DataConfig:
-    """DATA, with AUG, TEST and what else reading images needs."""
+    """The section DATA, with AUG, TEST and all other keys that reading images needs."""
     return sections.DataConfig(
         **_values(config.DATA),
         augment=_augment(config),
@@ -31,7 +31,8 @@ def data_config(config: CfgNode) -> sections.DataConfig:
 
 
 def model_config(config: CfgNode) -> sections.ModelConfig:
-    """MODEL, with the group of its type, MOE and what else building a model needs."""
+    """The section MODEL, with the group of its type, MOE and all other keys that building a model
+    needs."""
     trunk = model_section(config)
     return sections.ModelConfig(
         **_values(config.MODEL),
@@ -44,7 +45,7 @@ def model_config(config: CfgNode) -> sections.ModelConfig:
 
 
 def train_config(config: CfgNode) -> sections.TrainConfig:
-    """TRAIN, with OPTIMIZER and what else a training step needs."""
+    """The section TRAIN, with OPTIMIZER and all other keys that a training step needs."""
     return sections.TrainConfig(
         **_values(config.TRAIN),
         optimizer=sections.OptimizerConfig(**_values(config.TRAIN.OPTIMIZER)),
@@ -61,7 +62,8 @@ def train_config(config: CfgNode) -> sections.TrainConfig:
 
 
 def all_sections(config: CfgNode) -> sections.AllSections:
-    """Every section, for code that builds the parts of a run, and the text that the run records."""
+    """All sections, for code that builds the parts of a run, and the YAML text that the run
+    records."""
     return sections.AllSections(
         run=run_config(config),
         checkpoint=checkpoint_config(config),
@@ -92,7 +94,7 @@ def _drop_share(moe: CfgNode) -> float | None:
 
 
 def _values(group: CfgNode) -> dict[str, object]:
-    """`{"img_size": 192, ...}` of the keys of a group, without the groups in it."""
+    """The values of a group's keys as `{"img_size": 192, ...}`, without nested groups."""
     return {
         key.lower(): _with_tuples(value)
         for key, value in group.items()
@@ -101,7 +103,7 @@ def _values(group: CfgNode) -> dict[str, object]:
 
 
 def _with_tuples(value: object) -> object:
-    """A list as a tuple, and lists in it too."""
+    """The value with lists replaced by tuples, also inside of lists."""
     if isinstance(value, list):
         return tuple(_with_tuples(item) for item in value)
     return value

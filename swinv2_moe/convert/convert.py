@@ -56,9 +56,10 @@ def import_weights(
     Args:
         kind: one of IMPORTS.
         source: for swin-moe and tutel, see `find_sources`.
-        config: the model; None: the configuration in a single file.
-        class_names: in the order of the classifier's outputs; None: those in the file, if any.
-        noise: on upcycled experts (`load_dense`); its seed is config.SEED.
+        config: configuration of the model; None: the configuration in the single file.
+        class_names: names in the order of the classifier's outputs; None: the names in the file, if
+            any.
+        noise: noise on upcycled experts (see `load_dense`); its seed is config.SEED.
 
     Raises:
         UserError: input that cannot be used or does not fit the model; nothing is written.
@@ -78,7 +79,7 @@ def import_weights(
         section = model_config(config)
         num_classes = _num_classes(read_weights(source), section, class_names, source)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.SEED)  # of the routers
+            torch.manual_seed(config.SEED)  # for the routers' initial values
             model = build_model(section, num_classes)
         load_dense(model, source, upcycle=True, noise=noise, seed=config.SEED)
         tensors = model.state_dict()
@@ -248,7 +249,7 @@ def _fitting(tensors: dict[str, Tensor], model: nn.Module, source: Path) -> dict
     """The tensors in the model's dtypes, after checking that they are exactly the model's.
 
     Raises:
-        UserError: other names or shapes, or values that are not finite.
+        UserError: names or shapes differ, or values are not finite.
     """
     expected = model.state_dict()
     problems = compare(expected, tensors)

@@ -22,7 +22,7 @@ _MEMBER = re.compile(r"(?P<stem>.+)\.(rank\d+|master|global)")
 
 
 class Sources(NamedTuple):
-    """The files that a path stands for.
+    """The files of a model's weights.
 
     Either one file of the whole model (`path` itself), or one for each rank and perhaps `master`,
     which holds what the ranks share.
@@ -38,10 +38,11 @@ class Sources(NamedTuple):
 
 
 def find_sources(path: Path) -> Sources:
-    """Find the files of a model, of which `path` names one, or X for the following.
+    """Find the files of a model. `path` names one of them, or is the prefix X of the following
+    names.
 
-    X.global is the whole model. X.rank0, X.rank1, ... and X.master are those of several ranks. In
-    place of the ending, `{rank}` may stand anywhere in the file's name, as in Tutel's tools.
+    X.global is the whole model. X.rank0, X.rank1, ... and X.master are the files of several ranks.
+    In place of the ending, `{rank}` may stand anywhere in the file's name, as in Tutel's tools.
 
     Raises:
         UserError: no file, a directory, both forms, or a missing file of a rank.
@@ -144,7 +145,7 @@ def write_files(
     Contents are dictionaries of tensors for .safetensors, and any object for torch.save.
 
     Raises:
-        UserError: a file cannot be written; none is left behind.
+        UserError: a file cannot be written; no file is left behind.
     """
     temporaries: dict[Path, Path] = {}
     try:
@@ -158,7 +159,7 @@ def write_files(
             fsync(temporaries[path])
         for path, temporary in temporaries.items():
             temporary.rename(path)
-    # torch and safetensors raise the latter two on a full disk.
+    # torch and safetensors raise the last two on a full disk.
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--output {path}: cannot be written ({reason})") from error

@@ -19,7 +19,7 @@ from swinv2_moe.files import new_directory, publish_directory, writing
 from swinv2_moe.models import load_strict, measure_model, model_arguments
 from swinv2_moe.train.checkpoint import count_classes, find_checkpoint, read_weights_of
 
-# Keys about the machine of the training.
+# Keys about the machine of the training, with the values that are exported instead.
 _NOT_THE_MODELS = {"MODEL.MOE.KERNELS": "auto"}
 
 
@@ -80,7 +80,7 @@ def timm_preprocessing(config: DataConfig) -> dict[str, object]:
         "crop_pct": config.test.crop_ratio,
         "crop_mode": "center",
     }
-    if not config.test.crop:  # the image is stretched to the square
+    if not config.test.crop:  # without a crop, the image is stretched to the square
         preprocessing |= {"crop_pct": 1.0, "crop_mode": "squash"}
     return preprocessing
 

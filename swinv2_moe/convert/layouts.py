@@ -31,7 +31,7 @@ def check_layout(kind: str, config: ModelConfig) -> None:
 
 
 def released_name(name: str) -> str:
-    """A parameter's name in the released models, which merge patches at the end of a stage.
+    """A parameter's name in the released models. They merge patches at the end of a stage.
 
     This project merges them at the start of the next stage.
     """
@@ -92,7 +92,8 @@ def joined(
 def _check_experts(
     name: str, count: int, layer: MoELayer, states: list[dict[str, Tensor]], sources: Sources
 ) -> None:
-    """Check the number of experts and ranks, before hundreds of tensors have a wrong shape.
+    """Check the number of experts and ranks. Otherwise errors would list the shapes of hundreds of
+    tensors.
 
     Raises:
         UserError: a wrong number.
@@ -105,7 +106,7 @@ def _check_experts(
         )
     piece = states[0][f"{name}.{_FC1}"]  # [E/W, H, M] or [1, H/s, M]
     if piece.shape[2:] != (config.model_dim,) or not piece.numel():
-        return  # another architecture, which is reported with the names of its tensors
+        return  # another architecture; a later check reports the names of its tensors
     num_elements = config.num_experts * config.hidden_dim * config.model_dim
     needed, remainder = divmod(num_elements, piece.numel())
     if ranks != needed and not remainder:

@@ -86,8 +86,8 @@ def model_card(
     """The model card, in Markdown.
 
     Args:
-        source: its meta.json has the accuracy, if the run validated there.
-        config: that of the training.
+        source: the checkpoint. Its meta.json has the accuracy, if the run validated at its step.
+        config: configuration of the training.
     """
     section = model_config(config)
     module = model_types()[section.type].model.__module__
@@ -116,7 +116,8 @@ def model_card(
 
 
 def _data_set(config: CfgNode, num_classes: int) -> str:
-    """The kind of the data set and its number of classes. A path may be private: it is left out."""
+    """The kind of the data set and its number of classes. The path is omitted, since it may be
+    private."""
     return f"{config.DATA.DATASET} ({num_classes:,} classes); name the images here"
 
 

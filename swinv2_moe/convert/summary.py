@@ -15,10 +15,10 @@ class Summary:
 
     directory: str
     step: int
-    epoch: float | None  # 2.5: in the middle of the third; None: only weights
+    epoch: float | None  # for example 2.5 in the middle of the third epoch; None: weights only
     saved: str
     model: str
-    classes: int | None  # None: without names
+    classes: int | None  # None: the checkpoint has no class names
     # "weights", "ema", "optimizer/exp_avg": number of files, size
     sections: dict[str, tuple[int, int]]
     layers: dict[str, "Layer"]

@@ -1,7 +1,8 @@
 """Images from a configuration: sources, transforms, samplers and loaders.
 
-`build_data` makes the loaders of a run. `register_dataset` adds a dataset. A name whose module
-imports torch is imported when it is first used: the datasets' names are known without torch.
+`build_data` makes the loaders of a run. `register_dataset` adds a dataset. Names whose modules
+import torch are imported at their first use. So the datasets' names are available without importing
+torch.
 """
 
 from importlib import import_module

@@ -23,7 +23,7 @@ from swinv2_moe.errors import UserError
 
 @dataclass(frozen=True)
 class Data:
-    """Loaders of `Batch`es for this rank, and the facts that a model and a report need.
+    """Loaders of `Batch`es for this rank, and properties of the data for the model and the reports.
 
     `len(train_loader)` and `len(val_loader)` are the same on every rank.
     """
@@ -34,14 +34,14 @@ class Data:
     class_names: list[str]
     train_size: int  # images over all ranks
     val_size: int
-    notes: tuple[str, ...] = ()  # lines of the dataset for the log
+    notes: tuple[str, ...] = ()  # messages of the dataset, for the log
 
     def set_epoch(self, epoch: int, skip_steps: int = 0) -> None:
         """Choose the order and the augmentation of `epoch` (from 0); call it before each
         `iter(train_loader)`.
 
-        `skip_steps` leaves out the first batches, unread, to resume in the middle of an epoch;
-        `len(train_loader)` still counts them.
+        The first `skip_steps` batches are skipped without being read, to resume in the middle of an
+        epoch. `len(train_loader)` still counts them.
         """
         self.train_loader.dataset.epoch = epoch
         self.train_loader.sampler.epoch = epoch
@@ -52,7 +52,7 @@ class Data:
         return self.train_loader.sampler.order_of_epoch(epoch)
 
     def check_arrival(self) -> None:
-        """Raise UserError if the data are being staged and some of them will not come."""
+        """Raise UserError if the data are being staged and staging has failed."""
         for loader in (self.train_loader, self.val_loader):
             source = loader.dataset.source
             if isinstance(source, ShardedImages):
@@ -65,10 +65,10 @@ def build_data(
     """Check the data that `config` names and build this rank's loaders.
 
     Args:
-        sources: the images; None: those that `config` names.
+        sources: the images; None: the images that `config` names.
 
     Raises:
-        UserError: data that is missing, malformed, contradicts MODEL.NUM_CLASSES or is too small
+        UserError: the data are missing, malformed, contradict MODEL.NUM_CLASSES or are too small
             for one step.
     """
     if sources is None:
@@ -81,7 +81,8 @@ def build_data(
         )
     train_size, val_size = len(sources.train), len(sources.val)
     _check_step(config.batch_size, world_size, train_size)
-    # One more than may be unreadable in all: so many in a row, and UnreadableImages stops the run.
+    # One more than the allowed number of unreadable images: if so many in a row are unreadable,
+    # UnreadableImages stops the run.
     max_tries = int(config.max_bad_share * (train_size + val_size)) + 1
     train_set = ImageDataset(sources.train, config, is_train=True, max_tries=max_tries)
     sampler = TrainSampler(
@@ -123,7 +124,8 @@ def evaluation_loader(
     world_size: int = 1,
     shuffle: bool = False,
 ) -> DataLoader:
-    """Batches of every image of a source, once over all ranks, through the evaluation transform.
+    """A loader of all images of a source with the evaluation transform. Each image is read once, by
+    one of the ranks.
 
     Every rank has the same number of batches. The images are in the source's order or, with
     `shuffle`, in a fixed permutation of it (`ValSampler.order`).
@@ -136,8 +138,8 @@ def evaluation_loader(
 def _shard_order(config: DataConfig, source: Source) -> Order | None:
     """An order that reads shards almost sequentially; None for other sources.
 
-    A rank's workers share its part batch by batch, so that what one worker reads ahead serves the
-    others from the page cache.
+    The workers of a rank take its batches in turn. So the pages that one worker reads ahead are in
+    the page cache for the others.
     """
     if isinstance(source, ShardedImages):
         return partial(shard_order, source.counts, config.shard_streams)
@@ -145,8 +147,8 @@ def _shard_order(config: DataConfig, source: Source) -> Order | None:
 
 
 def _loader(config: DataConfig, dataset: ImageDataset, sampler: Sampler[int]) -> DataLoader:
-    """A loader that starts its workers for each epoch, since they copy the dataset with its epoch.
-    torch gives each worker one thread."""
+    """A loader that starts its workers for each epoch, because they get a copy of the dataset with
+    its epoch. torch gives each worker one thread."""
     num_workers = 0
     if datasets()[config.dataset].use_workers:
         num_workers = config.num_workers
@@ -157,7 +159,7 @@ def _loader(config: DataConfig, dataset: ImageDataset, sampler: Sampler[int]) ->
         num_workers=num_workers,
         collate_fn=collate,
         pin_memory=config.pin_memory and config.device != "cpu" and torch.cuda.is_available(),
-        # Without one, each epoch would draw from torch's global generator.
+        # Without a generator, each epoch would draw from torch's global generator.
         generator=torch.Generator().manual_seed(config.seed),
     )
 
@@ -165,14 +167,15 @@ def _loader(config: DataConfig, dataset: ImageDataset, sampler: Sampler[int]) ->
 class Loader(DataLoader):
     """A loader whose workers ignore the signals that make a run save.
 
-    Schedulers signal every process of a job, and Ctrl-C every process in the foreground. The run
-    needs its workers until it has saved, and then ends them.
+    Schedulers send signals to every process of a job, and Ctrl-C sends one to every process in the
+    foreground. The run needs its workers until it has saved; then it ends them.
     """
 
     def __iter__(self) -> Iterator[Batch]:
         if self.num_workers == 0:
             return super().__iter__()
-        # Under spawn and forkserver the first process starts this one, which lifts the block.
+        # Started here, because starting it unblocks the signals. Under spawn and forkserver, the
+        # first worker would start it.
         resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(
             signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -182,19 +185,19 @@ class Loader(DataLoader):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         iterators.add(iterator)
-        # The last one registered is the first to run, before torch's own.
+        # Functions registered last run first, so this runs before torch's own.
         atexit.unregister(end_workers)
         atexit.register(end_workers)
         return iterator
 
 
-iterators: weakref.WeakSet = weakref.WeakSet()  # of `Loader`s with workers
+iterators: weakref.WeakSet = weakref.WeakSet()  # iterators of `Loader`s with workers
 
 
 def end_workers() -> None:
     """End the workers of the iterators that still exist when Python exits.
 
-    Python would send them SIGTERM, which they block, and then wait for them for ever.
+    Python would send them SIGTERM, which they block, and then wait forever.
     """
     for iterator in list(iterators):
         iterator.__del__()

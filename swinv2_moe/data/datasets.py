@@ -1,4 +1,4 @@
-"""Samples of a source, batches of samples, and the count of images that cannot be read.
+"""Samples of a source, batches of samples, and a counter of unreadable images.
 
 B images per batch, C channels, S DATA.IMG_SIZE
 """
@@ -21,29 +21,29 @@ from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import ImportedFiles
 
-IGNORE = -1  # the target of an image that no metric may count
+IGNORE = -1  # target of an image that no metric counts
 _MASK = 2**64 - 1
 
 # Large collections of photographs have thousands of files with broken EXIF tags, and Pillow warns
-# of each. Set on import, so that it holds in loader workers too.
+# about each. The filter is set on import, so that it also holds in loader workers.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 class Sample(NamedTuple):
     image: torch.Tensor  # float32 [C, S, S], normalised
     target: int
-    unreadable: list[str]  # paths of images that could not be read and that this one replaces
+    unreadable: list[str]  # paths of unreadable images, in whose place this image is used
 
 
 class Batch(NamedTuple):
     images: torch.Tensor  # float32 [B, C, S, S], normalised
-    targets: torch.Tensor  # int64 [B]; IGNORE where the image does not count
+    targets: torch.Tensor  # int64 [B]; IGNORE for images that do not count
     unreadable: list[str]  # paths of images that could not be read
 
 
 def collate(samples: list[Sample]) -> Batch:
     """Make a batch of B samples."""
-    # In a worker default_collate stacks straight into shared memory.
+    # In a worker, default_collate stacks directly into shared memory.
     images = default_collate([sample.image for sample in samples])
     targets = torch.tensor([sample.target for sample in samples], dtype=torch.int64)
     unreadable = []
@@ -53,9 +53,9 @@ def collate(samples: list[Sample]) -> Batch:
 
 
 class ImageDataset(Dataset):
-    """A source's images through the transform of training or evaluation.
+    """The images of a source, with the transform of training or evaluation.
 
-    Training: the augmentation of an image depends on (SEED, epoch, index) alone, not on the number
+    Training: the augmentation of an image depends only on (SEED, epoch, index), not on the number
     of ranks and workers. The random states of the process are restored afterwards. An unreadable
     image is replaced by the next readable one, or by a blank one after `max_tries` attempts.
 
@@ -72,8 +72,8 @@ class ImageDataset(Dataset):
             raise UserError(
                 f"IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB) channels"
             )
-        # Before the source, whose class may be in one of these files: a spawned worker restores
-        # attributes in this order.
+        # This must come before the source, whose class may be defined in one of these files: a
+        # spawned worker restores attributes in this order.
         self.imported_files = ImportedFiles()
         self.source = source
         self.is_train = is_train
@@ -119,7 +119,7 @@ class ImageDataset(Dataset):
             return Sample(self.transform(image), target, unreadable)
         target = IGNORE
         if self.is_train:
-            # The training loss has no case for IGNORE, and UnreadableImages stops the run here.
+            # The training loss does not support IGNORE, and UnreadableImages then stops the run.
             target = int(self.source.targets[index])
         return Sample(torch.zeros(self.shape), target, unreadable)
 
@@ -151,25 +151,26 @@ def preserved_random_states() -> Iterator[None]:
 def seed_random_states(*numbers: int) -> None:
     """Seed `random`, `numpy.random` and torch's CPU generator from integers, in about 10 us."""
     key = 0
-    # The finaliser of splitmix64 after each number gives neighbouring numbers unrelated streams.
+    # The final mixing of splitmix64 after each number makes the streams of neighbouring numbers
+    # unrelated.
     for number in numbers:
         key = (key + number + 0x9E3779B97F4A7C15) & _MASK
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
         key ^= key >> 31
     random.seed(key)
-    # numpy and torch both seed a Mersenne Twister with 32 bits. Different halves of the key make
-    # them draw different numbers.
+    # numpy and torch both use a Mersenne Twister with a seed of 32 bits. With different halves of
+    # the key they draw different numbers.
     np.random.seed(key >> 32)  # noqa: NPY002
     # torch.manual_seed seeds every device, which takes 100 us.
     torch.default_generator.manual_seed(key & 0xFFFFFFFF)
 
 
 class UnreadableImages:
-    """The distinct images that could not be read; stops a run that has too many of them.
+    """The set of images that could not be read. It stops a run if there are too many.
 
     Args:
-        size: training and validation images together.
+        size: total number of training and validation images.
         max_share: DATA.MAX_BAD_SHARE, 0 to 1.
     """
 
@@ -193,7 +194,7 @@ class UnreadableImages:
             )
 
     def summary(self) -> str | None:
-        """A line for the end of a run; None if every image could be read."""
+        """A message for the end of a run; None if every image could be read."""
         if not self.paths:
             return None
         return (

@@ -1,7 +1,7 @@
-"""Image files: which exist in a folder, and their pixels.
+"""Image files: finding them in folders, and decoding them.
 
-The header is checked before pixels are decoded. Decoded images are upright: photographs are turned
-as their EXIF orientation says.
+The header is checked before pixels are decoded. Decoded images are upright: they are turned
+according to their EXIF orientation.
 """
 
 import io
@@ -16,7 +16,7 @@ from swinv2_moe.config import DataConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_bounded
 
-# Pillow's names. Others can do more than hold pixels: for EPS Pillow starts Ghostscript.
+# Pillow's names. Other formats do more than store pixels: for EPS, Pillow starts Ghostscript.
 FORMATS: tuple[str, ...] = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
 # Endings of image files in folders: torchvision's IMG_EXTENSIONS. The content decides the format.
 SUFFIXES: tuple[str, ...] = (
@@ -30,10 +30,10 @@ SUFFIXES: tuple[str, ...] = (
     ".tiff",
     ".webp",
 )
-# Endings of image files that cannot be read here, and what would read them.
+# Endings of image files that are not supported, and the package that could decode them.
 NOT_DECODED: dict[str, str] = {}
 
-# Older versions of Pillow do not know the name.
+# Older versions of Pillow do not have this name.
 if "avif" in features.modules and features.check("avif"):
     FORMATS += ("AVIF",)
     SUFFIXES += (".avif",)
@@ -48,7 +48,7 @@ else:
     FORMATS += ("HEIF",)
     SUFFIXES += (".heic", ".heif")
 
-# What makes an image upright, by its EXIF orientation.
+# The operation that makes an image upright, by EXIF orientation.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -60,25 +60,27 @@ _TURNS = {
 }
 # Pillow's names of the metadata that may hold an orientation.
 _METADATA = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
-_TILE_SIZE = (322, 323)  # TIFF's tags of its width and length
-MAX_PIXELS = DataConfig.max_pixels  # where no configuration says
-MAX_FILE_BYTES = 1 << 30  # of an image file
+_TILE_SIZE = (322, 323)  # tags of the width and length of a TIFF's tiles
+MAX_PIXELS = DataConfig.max_pixels  # default without a configuration
+MAX_FILE_BYTES = 1 << 30  # limit of an image file
 
 
 def read_file(path: str | os.PathLike) -> bytes:
     """The content of an image file.
 
     Raises:
-        OSError: it cannot be read, is no regular file or has more than MAX_FILE_BYTES.
+        OSError: the file cannot be read, is not a regular file, or has more than MAX_FILE_BYTES.
     """
     return read_bounded(path, MAX_FILE_BYTES)
 
 
 def decode(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image (of an animation the first frame), upright, in whatever mode it has.
+    """Decode an image and turn it upright. The mode of the image is kept. Of an animation, the
+    first frame is decoded.
 
     Raises:
-        ValueError: not one of FORMATS, broken, or of more than `max_pixels` pixels.
+        ValueError: the content is not in one of FORMATS, is broken, or has more than `max_pixels`
+            pixels.
     """
     try:
         with _open(content, max_pixels) as image:
@@ -90,13 +92,13 @@ def decode(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def _open(content: bytes, max_pixels: int) -> Image.Image:
-    """The image with its header read and its pixels not yet decoded."""
+    """Read the image's header. Its pixels are not decoded yet."""
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
-    except Image.UnidentifiedImageError as error:  # its message names the file object
+    except Image.UnidentifiedImageError as error:  # Pillow's message names the file object
         raise ValueError(f"none of the formats {' '.join(FORMATS)}") from error
     sizes = [image.size]
-    # A tile is decoded as one piece, and may be larger than the image.
+    # Each tile is decoded at once, and a tile may be larger than the image.
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         sizes.append(tuple(image.tag_v2.get(tag, 0) for tag in _TILE_SIZE))
     for width, height in sizes:
@@ -106,9 +108,9 @@ def _open(content: bytes, max_pixels: int) -> Image.Image:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """The image turned as its EXIF orientation says, without EXIF data; or the image itself, if it
-    is upright, has no orientation or one that cannot be read."""
-    # Pillow turns a TIFF as it loads it.
+    """Turn the image according to its EXIF orientation, and remove the EXIF data. The image is
+    returned unchanged if it is upright, or has no readable orientation."""
+    # Pillow turns a TIFF when it loads it.
     if image.info.keys().isdisjoint(_METADATA):  # most images; getexif() takes 4 us
         return image
     try:
@@ -120,14 +122,14 @@ def upright(image: Image.Image) -> Image.Image:
     if turn is None:
         return image
     turned = image.transpose(turn)
-    for key in _METADATA:  # else it would be turned again where it is read next
+    for key in _METADATA:  # otherwise a later reader would turn the image again
         turned.info.pop(key, None)
     return turned
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
     """The image in `mode`, "RGB" or "L"."""
-    if image.mode.startswith("I"):  # 16 bits a channel, which convert() would clip at 255
+    if image.mode.startswith("I"):  # 16 bits per channel; convert() would clip at 255
         image = Image.fromarray(np.clip(np.asarray(image) // 256, 0, 255).astype(np.uint8))
     if image.mode == mode:  # convert() would copy
         return image
@@ -137,11 +139,11 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
 def image_paths(names: Sequence[str | os.PathLike], option: str = "") -> list[Path]:
     """The named files, and the images in the named folders and their subfolders, sorted by name.
 
-    Of folders, files that end in one of SUFFIXES or, to be named where they cannot be read, one of
-    NOT_DECODED.
+    In folders, files with an ending in SUFFIXES are found. Files with an ending in NOT_DECODED are
+    also included, so that a message can name them.
 
     Args:
-        option: what messages begin with, such as "--images ".
+        option: beginning of messages, such as "--images ".
 
     Raises:
         UserError: no such file or directory, or a directory without images.
@@ -162,11 +164,11 @@ def image_paths(names: Sequence[str | os.PathLike], option: str = "") -> list[Pa
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """The files of a folder and its subfolders. Links are followed, each folder once."""
+    """The files of a folder and its subfolders. Links are followed; each folder is visited once."""
     visited = set()
     for directory, subfolders, names in os.walk(folder, followlinks=True):
         real_path = os.path.realpath(directory)
-        if real_path in visited:  # a link that leads in a circle
+        if real_path in visited:  # a link in a circle
             subfolders.clear()
             continue
         visited.add(real_path)

@@ -1,8 +1,8 @@
 """List files: one `path label` per line, or Swin's JSON map, `[["folder/image.JPEG", 0], ...]`.
 
 The JSON form is that of ILSVRC2011fall_whole_map_train.txt, which Swin-Transformer's
-data/imagenet22k_dataset.py reads. The first element of an entry is the path, the second the label;
-others are ignored.
+data/imagenet22k_dataset.py reads. The first element of an entry is the path, the second is the
+label. Further elements are ignored.
 
 N images
 """
@@ -27,15 +27,15 @@ _SPACE = re.compile(r"\s*")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _MAX_LABEL = 2**31 - 1
 _BLOCK = 100_000  # entries
-_MAX_LINE = 8192  # characters: systems take paths of up to 4096 bytes
+_MAX_LINE = 8192  # limit of a line, in characters: systems allow paths of up to 4096 bytes
 _MAX_JSON_BYTES = 1 << 32  # ImageNet-22K's has 0.8 GB
-# An array of paths is as wide as the longest path. It may take _SMALL bytes, or _MAX_PADDING times
-# the bytes of all paths.
+# In an array of paths, each path takes as much memory as the longest path. The array may take
+# _SMALL bytes, or _MAX_PADDING times the bytes of all paths.
 _MAX_PADDING = 64
 _SMALL = 1 << 28
 
-# (place, path, label) of an image; place is "file:line" or the like, for messages. Labels of a text
-# file are text.
+# (place, path, label) of an image. The place is "file:line" or similar, for messages. Labels from a
+# text file are text.
 Entry = tuple[str, str, object]
 
 
@@ -46,20 +46,20 @@ def read_list(
 
     Args:
         key: the configuration key that names `file`, for messages.
-        file: looked for as given, then in `root`.
+        file: path of the list file; also searched in `root`.
         root: DATA.PATH; empty: the list file's folder.
-        num_classes: labels must be below it; 0: any label that is not negative.
+        num_classes: labels must be smaller; 0: any label that is not negative.
 
     Returns:
-        The directory that paths are relative to, paths bytes [N], labels int64 [N].
+        The directory that paths are relative to; the paths, bytes [N]; the labels, int64 [N].
 
     Raises:
-        UserError: no such file, no lines, a line or label that cannot be used, no image where the
-            paths point.
+        UserError: the file does not exist or has no lines, a line or label cannot be used, or there
+            are no images at the paths.
     """
     file = _find(key, file, root)
     images = _images(key, file, num_classes)
-    # ImageNet-22K has 14 million lines: lists of objects would take gigabytes.
+    # ImageNet-22K has 14 million lines; lists of Python objects would take gigabytes.
     blocks = []
     labels = array("q")
     longest_path = total_bytes = 0
@@ -104,7 +104,7 @@ def _entries(key: str, file: str) -> Iterator[Entry]:
     try:
         with open_regular(file) as content:
             size = os.fstat(content.fileno()).st_size
-            # Paths may be of any encoding.
+            # Paths may have any encoding.
             lines = io.TextIOWrapper(content, "utf-8-sig", "surrogateescape")
             is_json = _JSON.match(lines.read(1000))
             lines.seek(0)
@@ -120,7 +120,7 @@ def _entries(key: str, file: str) -> Iterator[Entry]:
         raise UserError(f"{file}:{error.lineno}: not valid JSON ({error.msg})") from error
     except RecursionError as error:
         raise UserError(f"{file}: not valid JSON (nested too deeply)") from error
-    except ValueError as error:  # such as an integer of thousands of digits
+    except ValueError as error:  # for example an integer of thousands of digits
         raise UserError(f"{file}: not valid JSON ({error})") from error
     except OSError as error:
         raise UserError(f"{key} is {file!r}: cannot be read ({error.strerror})") from error
@@ -154,13 +154,13 @@ def _json_entries(file: str, text: str) -> Iterator[Entry]:
 
 
 def _json_array(text: str) -> Iterator[object]:
-    """The elements of a JSON array, one by one, so that they are not in memory together.
+    """Yield the elements of a JSON array one by one, so that they are not all in memory.
 
     Args:
-        text: matches _JSON, that is begins with "[".
+        text: must match _JSON, that is, begin with "[".
 
     Raises:
-        json.JSONDecodeError: it is no array.
+        json.JSONDecodeError: the text is not a JSON array.
     """
     decoder = json.JSONDecoder()
 
@@ -200,7 +200,7 @@ def _label(place: str, value: object, num_classes: int) -> int:
     """The label as a number.
 
     Args:
-        num_classes: labels must be below it; 0: below _MAX_LABEL.
+        num_classes: labels must be smaller; 0: smaller than _MAX_LABEL.
     """
     text = value
     if not isinstance(text, str):
@@ -217,7 +217,8 @@ def _label(place: str, value: object, num_classes: int) -> int:
 
 
 def _check_some_exist(key: str, file: str, root: str, paths: np.ndarray) -> None:
-    """Raise UserError if none of some 16 images exists, as with a wrong `root`."""
+    """Raise UserError if none of about 16 sampled images exists, for example with a wrong
+    `root`."""
     sample = paths[:: len(paths) // 16 + 1]
     for path in sample:
         if os.path.exists(os.path.join(os.fsencode(root), path)):

@@ -1,4 +1,4 @@
-"""The images that each rank reads at each step. They depend on (seed, epoch, rank) alone.
+"""The images that each rank reads at each step. They depend only on (seed, epoch, rank).
 
 N images, W ranks, B images per rank and step, G = B * W images per step over all ranks
 """
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from torch.utils.data import Sampler
 
-WINDOW = 1024  # consecutive images that are shuffled among themselves
+WINDOW = 1024  # number of consecutive images that are shuffled among themselves
 
 Order = Callable[[np.random.Generator], np.ndarray]  # -> int64 [N], every image once
 
 
 def shard_order(counts: np.ndarray, streams: int, rng: np.random.Generator) -> np.ndarray:
-    """An order of all N images that reads shards from `streams` places in turn, almost
-    sequentially.
+    """A random order of all N images that reads shards almost sequentially, from `streams` places
+    in turn.
 
     1. Shards are shuffled and their images put in a row.
     2. The row is cut into `streams` segments of equal length.
@@ -50,13 +50,14 @@ def shard_order(counts: np.ndarray, streams: int, rng: np.random.Generator) -> n
 class TrainSampler(Sampler[int]):
     """A new order of all N images each epoch.
 
-    Step s over all ranks is the positions [s * G, (s + 1) * G) of the order. Rank r takes the
+    Step s of all ranks reads the positions [s * G, (s + 1) * G) of the order. Rank r takes the
     positions r, r + W, r + 2 W, ... Images at the end that do not fill a step are dropped, so every
-    rank has the same number of full batches. Together they are the images of one process with
-    batches of G.
+    rank has the same number of full batches. A single process with batches of G would read the same
+    images at each step.
 
     Args:
-        order: makes the order of an epoch from its random generator; default: a permutation.
+        order: function that makes the order of an epoch from its random generator; default: a
+            permutation.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class TrainSampler(Sampler[int]):
         self.order = order or (lambda rng: rng.permutation(size))
         self.num_steps = size // (batch_size * world_size)
         self.epoch = 0
-        self.skip_steps = 0  # already done in this epoch, before a resume
+        self.skip_steps = 0  # steps of this epoch that were done before a resume
 
     def __len__(self) -> int:
         return self.num_steps * self.batch_size
@@ -91,15 +92,16 @@ class TrainSampler(Sampler[int]):
 
 
 class ValSampler(Sampler[int]):
-    """Every image exactly once over all ranks; rank r takes the positions r, r + W, r + 2 W, ...
+    """Reads every image exactly once over all ranks. Rank r takes the positions r, r + W, r + 2 W,
+    ...
 
-    Position p is image p, or with `shuffle` image `order[p]` of a permutation that depends on the
-    number of images alone.
+    Position p is image p, or with `shuffle` image `order[p]` of a permutation that depends only on
+    the number of images.
 
-    All ranks yield ceil(N / W) indices, since a forward pass with experts spread over ranks is
-    collective. A rank without a last image repeats an earlier image i, as ~i (negative), which a
-    dataset gives the target IGNORE. A blank image would not do: its identical tokens would fill one
-    expert and displace others.
+    All ranks yield ceil(N / W) indices, since a forward pass with experts distributed over ranks is
+    collective. A rank without a last image repeats an earlier image i as the negative index ~i, for
+    which the dataset returns the target IGNORE. A blank image is not used for padding: its
+    identical tokens would fill one expert and displace other tokens.
     """
 
     def __init__(self, size: int, rank: int, world_size: int, shuffle: bool = False):

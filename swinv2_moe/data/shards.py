@@ -36,19 +36,19 @@ INDEX = "index.json"
 ARRIVING_INDEX = "arriving.json"
 FAILED = "staging.failed"
 SPLITS = ("train", "val")
-# Offset and size are those of the image's bytes, without the header of the tar's member.
+# Offset and size refer to the image's bytes, without the header of the tar's member.
 MEMBER = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("label", "<i4")])
-MAX_INDEX_BYTES = 1 << 26  # of index.json: a million shards
-_MAX_BYTES = 1 << 50  # of a shard
-_MAX_OPEN = 256  # files of a split; the customary limit of a process is 1024
-_MAX_FAILURE_BYTES = 1 << 16  # of staging.failed
-_POLL_SECONDS = 0.02  # while a shard has not come
+MAX_INDEX_BYTES = 1 << 26  # limit of index.json: a million shards
+_MAX_BYTES = 1 << 50  # limit of a shard
+_MAX_OPEN = 256  # open files per split; the usual limit of a process is 1024
+_MAX_FAILURE_BYTES = 1 << 16  # limit of staging.failed
+_POLL_SECONDS = 0.02  # polling interval while a shard is missing
 
 
 class ShardFile(NamedTuple):
     """A file of a directory of shards, as index.json records it."""
 
-    name: str  # relative: "train/000012.tar"
+    name: str  # relative path: "train/000012.tar"
     bytes: int
     sha256: str
 
@@ -59,8 +59,9 @@ class ShardedImages:
     Args:
         split: "train" or "val".
         shards: the checked records of index.json: "name", "images", "bytes", "sha256".
-        max_pixels: of an image.
-        arriving: shards may still be on their way; reading an image waits for its shard.
+        max_pixels: maximum size of an image.
+        arriving: shards may still be missing during staging. Reading an image then waits for its
+            shard.
 
     Raises:
         UserError: members.npy cannot be used.
@@ -82,11 +83,11 @@ class ShardedImages:
         self.counts = np.array([shard["images"] for shard in shards], np.int64)  # [S]
         index_file = os.path.join(root, split, "members.npy")
         self.members = _read_members(index_file, int(self.counts.sum()))  # MEMBER [N]
-        # Shard -> descriptor; the least recently used comes first.
+        # Shard -> file descriptor, the least recently used one first.
         self._files: OrderedDict[int, int] = OrderedDict()
 
     def __reduce__(self):
-        """A copy in another process opens its own files."""
+        """Pickling: a copy in another process opens its own files."""
         arguments = (self.root, self.split, self.shards, self.max_pixels, self.arriving)
         return ShardedImages, arguments
 
@@ -108,11 +109,11 @@ class ShardedImages:
         shard, offset, size, _ = self.members[index].item()
         if size > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"larger than {MAX_FILE_BYTES:,} bytes", self.name(index))
-        # pread does not move the position, which forked workers share.
+        # pread does not move the file position, which forked workers share.
         return os.pread(self._file(shard), size, offset)
 
     def name(self, index: int) -> str:
-        """Such as "train/000012.tar: 00000017-n01440764_18.jpg"."""
+        """A name for messages, such as "train/000012.tar: 00000017-n01440764_18.jpg"."""
         shard, offset, _, _ = self.members[index].item()
         try:
             header = os.pread(self._file(shard), tarfile.BLOCKSIZE, offset - tarfile.BLOCKSIZE)
@@ -122,7 +123,7 @@ class ShardedImages:
         return f"{self.split}/{self.shards[shard]['name']}: {member}"
 
     def check_arrival(self) -> None:
-        """Raise UserError if shards are on their way and will not come."""
+        """Raise UserError if shards are missing and their staging has failed."""
         if not self.arriving:
             return
         try:
@@ -156,15 +157,15 @@ class Shards(NamedTuple):
 
 
 def load_shards(root: str, max_pixels: int = MAX_PIXELS, arriving: bool = False) -> Shards:
-    """The finished shards in `root` (DATA.PATH). Checks the size of each and every row of the
-    indexes.
+    """Open the finished shards in `root` (DATA.PATH). Checks the size of each shard and every row
+    of the indexes.
 
     Args:
-        arriving: the shards are being staged to `root`, and some may not have come.
+        arriving: the shards are being staged to `root`; some may still be missing.
 
     Raises:
-        UserError: no index, a damaged or newer one, a shard that is missing or of another size, a
-            label out of range.
+        UserError: the index is missing, damaged or of a newer version, a shard is missing or has
+            another size, or a label is out of range.
     """
     name = INDEX
     if arriving and not os.path.exists(os.path.join(root, INDEX)):
@@ -176,8 +177,8 @@ def load_shards(root: str, max_pixels: int = MAX_PIXELS, arriving: bool = False)
 
 
 def files_of(index: dict) -> list[ShardFile]:
-    """The files that an index lists: first what describes the shards, then those of `train`, then
-    those of `val`."""
+    """The files that an index lists: first the files that describe the shards, then the shards of
+    `train`, then the shards of `val`."""
     files = [_shard_file(split, index[split]["members"]) for split in SPLITS]
     for split in SPLITS:
         files += [_shard_file(split, record) for record in index[split]["shards"]]
@@ -192,8 +193,8 @@ def read_index(root: str, key: str, name: str = INDEX) -> dict:
     """Read and check SHARDS/index.json.
 
     Args:
-        key: what messages call `root`.
-        name: of the file.
+        key: the name of `root` in messages.
+        name: name of the file.
 
     Returns:
         "class_names"; "train" and "val", each with the records "members" and "shards"; "made".
@@ -256,7 +257,8 @@ def _check_shards(split: str, shards: object) -> None:
 
 
 def check_shard(where: str, record: object) -> None:
-    """Raise ValueError unless `record` describes a shard. `where` is its name in messages."""
+    """Raise ValueError unless `record` describes a shard. `where`: the record's name in
+    messages."""
     _check_record(where, record, images=int, left_out=int)
     if not record["name"].endswith(".tar"):
         raise ValueError(
@@ -305,13 +307,13 @@ def _why_no_index(root: str) -> str:
 def open_split(
     root: str, split: str, index: dict, max_pixels: int = MAX_PIXELS, arriving: bool = False
 ) -> ShardedImages:
-    """The images of one split, after a check of its shards' sizes and of every row of its index.
+    """Open the images of one split. Checks the sizes of its shards and every row of its index.
 
     Args:
         arriving: shards may be missing.
 
     Raises:
-        UserError: a shard or a row that cannot be used.
+        UserError: a shard or a row cannot be used.
     """
     images = ShardedImages(root, split, index[split]["shards"], max_pixels, arriving)
     num_classes = len(index["class_names"])
@@ -348,16 +350,17 @@ def _read_members(path: str, count: int) -> np.ndarray:
 
 
 def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type of the array in a .npy file, which is left at its first row.
+    """Read shape and dtype of the array in a .npy file. The file position is then at the first row.
 
     Raises:
-        ValueError: no .npy, or one of another version than these rows are saved in.
+        ValueError: the file is not a .npy file, or has another version than the index files.
     """
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("not a .npy of version 1.0")
     try:
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    # numpy evaluates the header as Python: RecursionError, TypeError and others besides ValueError.
+    # numpy evaluates the header as Python code, which may raise RecursionError, TypeError and
+    # others besides ValueError.
     except Exception as error:
         raise ValueError(f"a damaged header: {error}") from error
     return shape, dtype
@@ -377,11 +380,11 @@ def _check_size(path: str, recorded: int) -> None:
 
 
 def row_problem(rows: np.ndarray, shard: int, size: int, num_classes: int) -> str | None:
-    """A phrase for what is wrong with a shard's rows, MEMBER [n]; None if nothing is.
+    """A phrase that describes an error in a shard's rows, MEMBER [n]; None if they are valid.
 
     Args:
-        shard: its number.
-        size: its bytes.
+        shard: number of the shard.
+        size: size of the shard in bytes.
     """
     if not len(rows):
         return None
@@ -389,7 +392,7 @@ def row_problem(rows: np.ndarray, shard: int, size: int, num_classes: int) -> st
     others = shards[shards != shard]
     if len(others):
         return f"rows of shard {others[0]} where those of shard {shard} should be"
-    # Offsets first: the sum of an offset near 2^64 and a size wraps around.
+    # Offsets are checked first: the sum of an offset near 2^64 and a size would wrap around.
     if offsets.max() > size or (offsets + rows["size"]).max() > size:
         return "rows that point beyond the end of their shard"
     invalid = labels[(labels < 0) | (labels >= num_classes)]

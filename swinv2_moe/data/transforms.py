@@ -18,10 +18,11 @@ Transform = Callable[[Image.Image], torch.Tensor]
 
 
 def build_transform(config: DataConfig, is_train: bool) -> Transform:
-    """A PIL image of any size -> float32 [C, S, S], normalised with DATA.MEAN and DATA.STD.
+    """Build the transform of a PIL image of any size to float32 [C, S, S], normalised with
+    DATA.MEAN and DATA.STD.
 
-    Training draws from `random`, `numpy.random` and torch's CPU generator; evaluation draws
-    nothing.
+    Training draws from `random`, `numpy.random` and torch's CPU generator; evaluation is
+    deterministic.
 
     Raises:
         UserError: timm does not know AUG.AUTO_AUGMENT.
@@ -52,7 +53,7 @@ def _train_transform(config: DataConfig) -> Transform:
             re_mode=aug.remode,
             re_count=aug.recount,
         )
-    # Of all arguments timm parses only the policy.
+    # This is the only argument that timm parses.
     except (AssertionError, ValueError, KeyError) as error:
         raise UserError(
             f"AUG.AUTO_AUGMENT is {aug.auto_augment!r}, timm knows no such policy;"
@@ -62,7 +63,7 @@ def _train_transform(config: DataConfig) -> Transform:
         if op.aug_fn is posterize:
             op.aug_fn = _posterize
     if aug.scale == (1, 1):
-        # The whole image. A random crop of another aspect ratio would cut a strip off.
+        # The whole image is used. A random crop of another aspect ratio would remove a strip.
         transform.transforms[0] = _eval_transform(config, crop=False).transforms[0]
     return transform
 
@@ -78,7 +79,7 @@ def _augment_ops(transform: transforms.Compose) -> list[AugmentOp]:
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **unused: object) -> Image.Image:
-    # timm's strongest level keeps 0 bits, which is a black image and a ValueError in Pillow 13.
+    # timm's strongest level keeps 0 bits, which gives a black image, and a ValueError in Pillow 13.
     return posterize(image, max(1, bits_to_keep))
 
 
@@ -88,7 +89,7 @@ def _eval_transform(config: DataConfig, crop: bool) -> transforms.Compose:
     if crop:
         crop_ratio, crop_mode = config.test.crop_ratio, "center"
     interpolation = config.interpolation
-    if interpolation == "random":  # for training only
+    if interpolation == "random":  # "random" is for training only
         interpolation = "bilinear"
     return create_transform(
         config.img_size,

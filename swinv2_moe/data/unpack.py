@@ -17,16 +17,17 @@ _DAMAGE += (ArithmeticError, LookupError, RecursionError, ValueError)
 
 
 def image_folder(data: Path, target: Path) -> Path:
-    """The directory `data`; or, if `data` is a tar, `target`, where it is unpacked unless it has
-    been before.
+    """The directory `data`. If `data` is a tar, it is unpacked to `target`, unless it has been
+    unpacked before, and `target` is returned.
 
     Raises:
-        UserError: a tar that cannot be unpacked, or a directory without train/ and val/ with class
+        UserError: the tar cannot be unpacked, or the directory has no train/ and val/ with class
             folders of images.
     """
     if data.is_file() and not target.exists():
         temporary = target.with_name(f".{target.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)  # of an earlier, perhaps another, tar
+        # left by an interrupted unpacking, perhaps of another tar
+        shutil.rmtree(temporary, ignore_errors=True)
         try:
             with tarfile.open(data) as tar:
                 tar.extractall(temporary, filter=_checked)

@@ -1,2 +1,2 @@
-"""COCO detection with mmdetection. Importing this imports none of it; `registry` does, for
-configurations."""
+"""COCO detection with mmdetection. Importing this package does not import mmdetection; `registry`,
+which configurations import, does."""

@@ -40,7 +40,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Annotations:
-    """Content of a checked file."""
+    """Content of a checked annotation file."""
 
     file: str
     image_files: list[str]  # relative to the directory of the images

@@ -94,7 +94,7 @@ class SwinV2MoE(BaseModule):
         try:
             self.trunk = mask_blocks(
                 forms[model](
-                    # no lasting effect: windows and masks are computed for each batch
+                    # not used afterwards: windows and masks are computed for each batch
                     img_size=32 * patch_size,
                     patch_size=patch_size,
                     num_classes=0,
@@ -112,7 +112,7 @@ class SwinV2MoE(BaseModule):
             raise UserError(
                 f"backbone.out_indices ({list(out_indices)}) must end with the last stage ({last})"
             )
-        self.trunk.norm = nn.Identity()  # each output has its own
+        self.trunk.norm = nn.Identity()  # each output has its own norm
         self.norms = nn.ModuleList(
             nn.LayerNorm(self.trunk.feature_info[i]["num_chs"]) for i in self.out_indices
         )

@@ -107,7 +107,7 @@ def unpack(archive: Path, target: Path, folder: str) -> None:
     """Unpack an archive's only folder into `target`; files of the right size are kept.
 
     Raises:
-        UserError: another archive, a broken one, or no space. No incomplete file gets its name.
+        UserError: a wrong or broken archive, or no space. Incomplete files do not get their names.
     """
     try:
         with zipfile.ZipFile(archive) as content:

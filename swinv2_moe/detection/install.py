@@ -68,7 +68,7 @@ def compiled_wheel(log: Path) -> Path:
     A lock excludes other processes meanwhile.
 
     Raises:
-        InstallError: it cannot be compiled.
+        InstallError: mmcv cannot be compiled.
     """
     directory, requirement = wheel_directory(), pinned("onedl-mmcv")
     directory.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ def parameter_groups(
         no_weight_decay_list=trunk.no_weight_decay(),
         layer_decay=layer_decay,
     )
-    trunk_options = {}  # scale of the learning rate and weight decay, by parameter
+    trunk_options = {}  # scale of the learning rate, and weight decay, by parameter
     for group in trunk_groups:
         for p in group["params"]:
             trunk_options[p] = (group["lr_scale"] * layer_decay, group["weight_decay"])
@@ -88,7 +88,7 @@ class MoEOptimWrapper(OptimWrapper):
         clip_grad: `dict(max_norm=...)`; None: no clipping.
 
     Raises:
-        UserError: other values; in a step, a gradient norm that is not finite, unless it is an
+        UserError: unsupported values; in a step, a gradient norm that is not finite, except for an
             overflow of fp16.
     """
 

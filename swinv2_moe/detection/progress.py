@@ -18,15 +18,15 @@ _PACKAGE = Path(__file__).parents[1]
 class ProgressHook(Hook):
     """A progress bar for each epoch and a line after it; the main rank shows them.
 
-    Without a terminal there are the lines alone.
+    Without a terminal only the lines are shown.
     """
 
-    priority = "VERY_LOW"  # after the hooks that compute what is shown
+    priority = "VERY_LOW"  # after the hooks that compute the shown values
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
         self.bar: Bar | None = None
-        self.validates = False  # the bar is a validation's
+        self.validates = False  # whether the bar is for a validation
 
     def before_run(self, runner: Runner) -> None:
         self.is_main = runner.rank == 0
@@ -123,7 +123,7 @@ class ProgressHook(Hook):
 def quiet_console(logger: logging.Logger) -> None:
     """Show warnings and this package's lines at the terminal; the log's file has everything.
 
-    COCO's readers print while they make an index, and have no option against it.
+    COCO's readers print while they make an index, and have no option to prevent it.
     """
     from mmdet.datasets.api_wrappers import coco_api
 

@@ -16,7 +16,7 @@ def read_pth(file: str) -> dict:
     mmengine's `resume` would run, is removed.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     content = read_torch_file(Path(file), get_torch_safe_globals())
     if isinstance(content.get("meta"), dict):
@@ -28,7 +28,7 @@ def load_pth(model: nn.Module, content: dict, file: str) -> None:
     """Load the weights of `read_pth`'s result into a model.
 
     Raises:
-        UserError: they do not fit.
+        UserError: the weights do not fit.
     """
     state = {name.removeprefix("module."): tensor for name, tensor in unwrapped(content).items()}
     try:

@@ -76,7 +76,7 @@ def train(config: Config, resume: str | None = None) -> dict[str, float]:
 
     Raises:
         UserError: input that cannot be used, or another training in `work_dir`.
-        CollectiveError: another rank has ended, or is stuck.
+        CollectiveError: another rank has ended, or does not answer.
     """
     config.resume = resume is not None
     if resume not in (None, "auto"):

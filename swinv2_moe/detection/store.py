@@ -50,7 +50,7 @@ class ExpertStoreHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         world = runner.world
-        # all have everything: the main rank writes as one process would
+        # all ranks have all experts: the main rank writes in the same way as a single process
         if not sharded_experts(runner.detector):
             world = World(world.rank, 1, world.device)
         if world.is_main or world.size > 1:
@@ -74,8 +74,8 @@ class ExpertStoreHook(Hook):
             self._save(runner, runner.epoch + 1, runner.iter)
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """`best` is pointed at the newest checkpoint: saving comes before validation, so that this
-        cannot lose it."""
+        """Point `best` at the newest checkpoint if its score is the best so far. Checkpoints are
+        saved before the validation."""
         score = (metrics or {}).get(self.save_best)
         if score is None or self.saver is None or not self.saver.world.is_main:
             return
@@ -129,7 +129,7 @@ class ExpertStoreHook(Hook):
 
 
 def _best_score(file: Path, runner: Runner) -> float | None:
-    """The score of the best checkpoint so far; None where best.json is missing, or damaged, which
+    """The score of the best checkpoint so far. None if best.json is missing, or is damaged; damage
     is logged."""
     try:
         content = read_json(file, _MAX_RECORD)
@@ -145,7 +145,7 @@ def _best_score(file: Path, runner: Runner) -> float | None:
 
 
 def _plain(values: dict) -> dict:
-    """What of them JSON takes and gives back as it is."""
+    """The values that JSON can represent without a change."""
     kinds = int | float | str | list | None
     return {
         key: value for key, value in values.items() if key != "params" and isinstance(value, kinds)

@@ -16,8 +16,8 @@ from swinv2_moe.data.datasets import IGNORE, ImageDataset, collate
 from swinv2_moe.data.sources import Source
 from swinv2_moe.export.programs import Program
 
-# Images [B, C, S, S] and targets [b]: the first b <= B images count, the others pad the batch.
-# The target of an image without a label is IGNORE.
+# Images [B, C, S, S] and targets [b]. The first b <= B images count; the others pad the batch. The
+# target of an image without a label is IGNORE.
 Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
 
@@ -39,7 +39,8 @@ class Comparison:
 
 
 def validation_batches(config: DataConfig, source: Source, count: int, batch_size: int) -> Batches:
-    """`count` images of the set, evenly spaced, or all of them; unreadable ones are blank."""
+    """`count` evenly spaced images of the validation set, or all if there are fewer. Unreadable
+    images are blank."""
     dataset, count = ImageDataset(source, config, is_train=False), min(count, len(source))
     indices = np.linspace(0, len(source) - 1, count).round().astype(int)
 
@@ -53,7 +54,8 @@ def validation_batches(config: DataConfig, source: Source, count: int, batch_siz
 
 
 def random_batches(config: DataConfig, count: int, batch_size: int) -> Batches:
-    """`count` images of normal noise, with the moments of normalised images; equal at each call."""
+    """`count` images of normal noise, with the moments of normalised images. Each call returns the
+    same images."""
     shape = (batch_size, config.in_chans, config.img_size, config.img_size)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -110,7 +112,7 @@ def _centred(logits: Tensor) -> Tensor:
 
 
 def _accuracy(hits: Tensor) -> float | None:
-    """Percent; None without images."""
+    """The share of hits in percent; None without images."""
     if not len(hits):
         return None
     return 100 * float(hits.double().mean())

@@ -31,8 +31,8 @@ from swinv2_moe.files import new_directory, publish_directory, writing
 from swinv2_moe.train.deployed import Deployed, open_deployed
 
 # Largest difference between logits, relative to the largest logit, in 99% of the images. Measured
-# with 8 experts on Tiny-ImageNet: 2e-7, 0.03 and 0.03. An image may exceed it when rounding routes
-# a token to another expert.
+# with 8 experts on Tiny-ImageNet: 2e-7, 0.03 and 0.03. An image may exceed the limit if rounding
+# routes a token to another expert.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "int8": 0.2}
 LEAST_SAME_TOP1 = 90  # percent of the images; measured: 100, 98 and 98
 _DATA_KEYS = {"DATA.DATASET", "DATA.PATH", "DATA.TRAIN_LIST", "DATA.VAL_LIST"}
@@ -101,8 +101,8 @@ def export_model(
         The content of model.json.
 
     Raises:
-        UserError: several processes, a package that is missing, input or output that cannot be
-            used; what `check_agreement` raises.
+        UserError: several processes, a missing package, or input or output that cannot be used;
+            also raised by `check_agreement`.
     """
     if output.exists() or output.is_symlink():
         raise UserError(f"--output {output}: already exists")
@@ -182,7 +182,7 @@ def check_agreement(kind: str, dtype: str, comparison: Comparison) -> None:
     """Check that a program agrees with the model.
 
     Raises:
-        UserError: their logits differ by more than TOLERANCES, or their top-1 differs too often.
+        UserError: the logits differ by more than TOLERANCES, or the top-1 classes differ too often.
     """
     difference = comparison.p99_abs_difference
     allowed = TOLERANCES[dtype] * comparison.max_abs_logit
@@ -218,7 +218,8 @@ def _batches(
 ) -> tuple[Batches, dict[str, str | None]]:
     """The batches of the comparison, and entries of model.json about them.
 
-    If the data were not chosen (`is_chosen`) and cannot be used, the batches are random.
+    If the user did not choose the data (`is_chosen`) and they cannot be used, the batches are
+    random.
     """
     data, batch_size = deployed.data, choices.compared_batch
     try:
@@ -260,7 +261,8 @@ def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict
 
 
 def preprocessing(config: DataConfig) -> dict:
-    """How an image becomes the model's square input, as `build_transform` does in evaluation.
+    """A description of how an image becomes the model's square input, as with `build_transform` in
+    evaluation.
 
     The image is first turned upright, as its EXIF orientation says. `mode` is Pillow's; of 16 bits
     per channel, the upper 8 are used. `resize` is the length of the short side before the centre

@@ -1,1 +1,1 @@
-"""What a model is worth and where its time goes: accuracy, throughput, routing."""
+"""Measurements of a model: accuracy, throughput, routing."""

@@ -1,4 +1,5 @@
-"""What an ablation measures on a trained model: routing of classes, gradients, speed.
+"""Measurements of an ablation on a trained model: mutual information of expert and class, router
+gradients, speed.
 
 B images of a batch
 """
@@ -64,16 +65,16 @@ def measure_run(directory: Path, limit: int, speed: bool) -> dict:
 
 
 def router_gradients(model: MoEModel, batches: Iterable[Batch], deployed: Deployed) -> dict:
-    """How much of the gradient reaches the routers, in training mode (with gate noise).
+    """The share of the gradient that reaches the routers, in training mode (with gate noise).
 
     For each batch and MoE layer, g_task(P) is the L2 norm of the gradient of the cross-entropy with
-    respect to the parameters P, and g_aux(P) that of the weighted auxiliary loss. Images are not
-    augmented; those that cannot be read are left out.
+    respect to the parameters P, and g_aux(P) is the norm of the gradient of the weighted auxiliary
+    loss. Images are not augmented. Unreadable images are omitted.
 
     Returns:
-        `router_to_experts`, the mean over layers and batches of g_task(router) / g_task(experts);
-        and `router_task_share`, that of g_task(router) / (g_task(router) + g_aux(router)), which is
-        1 without an auxiliary loss. None where there is no gradient.
+        `router_to_experts`: the mean over layers and batches of g_task(router) / g_task(experts).
+        `router_task_share`: the mean of g_task(router) / (g_task(router) + g_aux(router)), which is
+        1 without an auxiliary loss. A value without gradients is None.
     """
     device = deployed.world.device
     weight = deployed.config.train.aux_loss_weight
@@ -102,7 +103,7 @@ def router_gradients(model: MoEModel, batches: Iterable[Batch], deployed: Deploy
 
 
 def gradient_norm(loss: Tensor, parameters: list[nn.Parameter]) -> float:
-    """L2 norm of the gradient of a scalar; 0 where it does not depend on the parameters."""
+    """L2 norm of the gradient of a scalar; 0 if the scalar does not depend on the parameters."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained or not loss.requires_grad:
         return 0.0
@@ -121,7 +122,8 @@ def _mean(values: list[float]) -> float | None:
 
 @torch.inference_mode()
 def _inference_speed(model: MoEModel, deployed: Deployed) -> float:
-    """Images/s of batches of random images that are already on the device: the median."""
+    """Images/s for batches of random images that are already on the device: the median over
+    rounds."""
     data, device = deployed.data, deployed.world.device
     shape = (data.batch_size, data.in_chans, data.img_size, data.img_size)
     images = torch.randn(shape, device=device)

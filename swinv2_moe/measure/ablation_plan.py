@@ -38,7 +38,7 @@ _VARIANT_KEYS = ("base", "opts")
 
 @dataclass(frozen=True)
 class Variant:
-    """A configuration to train: a configuration file and keys over it."""
+    """A configuration to train: a configuration file and keys that override it."""
 
     name: str
     base: Path
@@ -164,7 +164,7 @@ def _mapping(content: object, where: str, allowed: Sequence[str] = ()) -> dict:
 
 
 def _by_name(content: object, where: str) -> dict[str, object]:
-    """YAML reads some names as numbers."""
+    """A mapping with its names as strings, because YAML reads some names as numbers."""
     return {str(name): value for name, value in _mapping(content, where).items()}
 
 
@@ -175,7 +175,7 @@ def check_unchanged(directory: Path, source: str, config: CfgNode) -> None:
         source: what says so, for the message.
 
     Raises:
-        UserError: it has another; the message names the first key that differs.
+        UserError: the configurations differ; the message names the first key that differs.
     """
     file = directory / "config.yaml"
     if not file.is_file():

@@ -1,7 +1,7 @@
-"""Results of an ablation: what its runs have left, and one table with intervals.
+"""Results of an ablation: reads the records of its runs and makes a table with intervals.
 
 Intervals are 95% intervals of Student's t over seeds. The difference to the control is paired by
-seed, and its interval is that of the differences.
+seed; its interval is that of the paired differences.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a variant and what was measured of it."""
+    """A run of a variant and its measurements."""
 
     seed: int
     record: RunRecord
@@ -78,12 +78,12 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Duration of all epochs with their validation, also of a run in several parts."""
+        """Duration of all epochs and their validations, summed over the parts of a resumed run."""
         return sum(epoch["seconds"] for epoch in self.record.epochs)
 
     @property
     def top1(self) -> float:
-        """In percent, after the last epoch."""
+        """Top-1 accuracy after the last epoch, in percent."""
         return self.record.epochs[-1]["val_top1"]
 
     def value(self, column: str) -> float | None:
@@ -108,7 +108,7 @@ class Run:
         return self.measured.get(keys[column])
 
     def top1_after(self, seconds: float) -> float | None:
-        """Top-1 of the last epoch that ended within so many seconds; None: no epoch did."""
+        """Top-1 of the last epoch that ended within `seconds`; None: no epoch did."""
         elapsed = 0.0
         top1 = None
         for epoch in self.record.epochs:
@@ -124,7 +124,7 @@ def run_directory(output: Path, variant: str, seed: int) -> Path:
 
 
 def read_results(output: Path, plan: Plan) -> tuple[dict[str, list[Run]], list[str]]:
-    """The finished runs of each variant, and a line for each run that is under way."""
+    """The finished runs of each variant, and a line for each unfinished run."""
     runs: dict[str, list[Run]] = {}
     pending = []
     for name in plan.variants:
@@ -144,7 +144,7 @@ def read_results(output: Path, plan: Plan) -> tuple[dict[str, list[Run]], list[s
 
 
 def _read(directory: Path, seed: int) -> Run | None:
-    """None: the run has not logged a step yet."""
+    """The run with this seed; None if it has not logged a step yet."""
     if not (directory / "metrics.jsonl").is_file():
         return None
     try:

@@ -72,7 +72,7 @@ class RoutingOptions:
             _check_finite("sweep", factor)
 
     def opts(self) -> list[str]:
-        """The overrides as KEY VALUE ..."""
+        """The overrides as KEY VALUE pairs."""
         keys = {
             "MODEL.MOE.EVAL_CAPACITY_FACTOR": self.capacity_factor,
             "MODEL.MOE.TOP_K": self.top_k,
@@ -106,7 +106,8 @@ def evaluate_checkpoint(
     opts: Sequence[str] = (),
     routing: RoutingOptions = RoutingOptions(),
 ) -> dict | None:
-    """Measure the checkpoint or run `resume` as this module's docstring says. Called by every rank.
+    """Measure the checkpoint or run `resume` as described at the head of this module. Every rank
+    calls this.
 
     Args:
         data, dataset, opts: as in `open_deployed`.
@@ -160,7 +161,7 @@ def measure(predictions: Predictions, class_names: Sequence[str]) -> dict:
     None stands for the accuracy of a class without images, and for top-5 of at most five classes.
 
     Args:
-        predictions: of at least one image.
+        predictions: for at least one image.
     """
     hits = predictions.ranks == 0
     top5 = None
@@ -191,7 +192,7 @@ def _per_class(targets: np.ndarray, hits: np.ndarray, class_names: Sequence[str]
 
 
 def _percent(shares: np.ndarray) -> float | None:
-    """100 times the mean; None of an empty array."""
+    """100 times the mean; None for an empty array."""
     if not len(shares):
         return None
     return 100 * float(shares.mean())
@@ -228,7 +229,7 @@ def reliability(confidence: np.ndarray, hits: np.ndarray, bins: int = BINS) -> l
 
 
 def _bin_of(confidence: np.ndarray, bins: int) -> np.ndarray:
-    """m for a confidence above m / bins and up to (m + 1) / bins."""
+    """The index m of the bin of each confidence: m / bins < confidence <= (m + 1) / bins."""
     return np.digitize(confidence, np.arange(1, bins) / bins, right=True)
 
 
@@ -261,9 +262,9 @@ def draw_sweep(results: dict, path: Path) -> None:
 
 
 def _label_points(axes: "Axes", rows: list[dict], colours: list[str]) -> None:
-    """Label the points, sorted from the top, in a column on the right, since points may overlap."""
+    """Label the points in a column on the right, sorted from the top, since points may overlap."""
     bottom, top = axes.get_ylim()
-    height = math.inf  # of the label above
+    height = math.inf  # height of the label above
     style = {"textcoords": ("axes fraction", "data"), "va": "center", "fontsize": 9, "zorder": 0}
     style["arrowprops"] = {"arrowstyle": "-", "color": COLOURS[5], "relpos": (0, 0.5)}
     for row, colour in zip(rows, colours, strict=True):
@@ -304,7 +305,7 @@ class _Subject:
     autocast: partial
     shuffled: bool  # TEST.SHUFFLE
     class_names: list[str]
-    notes: tuple[str, ...]  # of the dataset
+    notes: tuple[str, ...]  # messages of the dataset
     renamed: str | None
     unreadable: UnreadableImages
 
@@ -345,9 +346,10 @@ class _Subject:
         return layers[0].eval_batch_prioritized
 
     def predictions(self, factor: float) -> _Pass:
-        """Raises UserError where too many images cannot be read."""
+        """Predict all validation images at a capacity factor. Raises UserError if too many images
+        cannot be read."""
         layers = moe_layers(self.model)
-        # columns: dropped choices, choices
+        # [layers, 2]: number of dropped choices, number of choices
         totals = torch.zeros(len(layers), 2, dtype=torch.float64, device=self.world.device)
 
         def after_batch() -> None:
@@ -373,7 +375,8 @@ class _Subject:
         return _Pass(predictions, share, dict(zip(layers, share_of_layers, strict=True)))
 
     def speeds(self, factors: list[float], base: float) -> dict[float, dict]:
-        """Images/s of all ranks together at each factor, and their ratio to `base` by round."""
+        """Images/s of all ranks together at each factor, and the ratio to the speed at `base` in
+        each round."""
         images = next(iter(self.loader)).images.to(self.world.device)
 
         @torch.inference_mode()

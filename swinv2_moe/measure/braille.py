@@ -7,8 +7,8 @@ from typing import NamedTuple
 from rich.text import Text
 
 _BLANK = 0x2800
-_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a dot, by column and row
-_LABEL = 8  # characters of the numbers beside the axis
+_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bit of each dot, by column and row
+_LABEL = 8  # width of the numbers beside the axis, in characters
 
 
 class Curve(NamedTuple):
@@ -20,7 +20,7 @@ class Curve(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What the axes show."""
+    """The ranges of the axes."""
 
     left: float
     right: float
@@ -31,8 +31,8 @@ class Limits(NamedTuple):
 def draw(curves: Sequence[Curve], last_step: int, width: int, height: int) -> list[Text]:
     """The curves over steps from 0 to `last_step`, as `height` lines of `width` characters.
 
-    A line of dots shows the mean of the points that share a column of dots. Without points, or
-    without room for any, there are no lines.
+    Points in the same column of dots are averaged. The result is empty if there are no points or no
+    room.
     """
     values = [value for curve in curves for _, value in curve.points]
     columns, rows = width - _LABEL - 1, height - 1
@@ -56,7 +56,8 @@ def draw(curves: Sequence[Curve], last_step: int, width: int, height: int) -> li
 def _dots(
     points: Sequence[tuple[float, float]], limits: Limits, columns: int, rows: int
 ) -> list[tuple[int, int]]:
-    """The means of the points as dots, from the left and from the top."""
+    """The points as dots, averaged in each column: positions counted from the left and from the
+    top."""
     left, right, low, high = limits
     by_column: dict[int, list[float]] = {}
     for x, y in points:
@@ -70,7 +71,7 @@ def _dots(
 
 
 def _join(cells: list[list[tuple[int, str]]], dots: Sequence[tuple[int, int]], style: str) -> None:
-    """Add a line from dot to dot."""
+    """Draw a line between successive dots."""
     line = list(dots[:1])
     for (x, y), (next_x, next_y) in pairwise(dots):
         across, down = next_x - x, next_y - y

@@ -1,4 +1,4 @@
-"""Configurations as they are measured, and their checks. Imports no torch."""
+"""The configurations of measurements, and checks of them. Imports no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from yacs.config import CfgNode
 from swinv2_moe.config import as_opts, default_config, flatten, load_config, merge_opts
 from swinv2_moe.errors import UserError
 
-# Settings of a training step that can be repeated: one batch, and a learning rate of 0.
+# Settings that make a training step repeatable: one batch, and a learning rate of 0.
 REPEATABLE = {
     "AUG.MIXUP": 0,
     "AUG.CUTMIX": 0,
@@ -21,11 +21,11 @@ REPEATABLE = {
 
 
 def check_opts(opts: Sequence[str], config: CfgNode, why: dict[str, str]) -> None:
-    """Check that the measured configuration has the values that --opts asks for.
+    """Check that the measured configuration has the values of --opts.
 
     Args:
         config: the configuration that is measured.
-        why: for keys whose value is fixed, the reason.
+        why: the reason, for keys whose value is fixed.
 
     Raises:
         UserError: a key of `opts` has another value in `config`; an unknown key, a value of the
@@ -44,12 +44,12 @@ def check_opts(opts: Sequence[str], config: CfgNode, why: dict[str, str]) -> Non
 def repeatable_step(
     file: str | Path, opts: Sequence[str], data: str | None, batch_size: int | None
 ) -> CfgNode:
-    """The checked configuration of a step that can be taken apart and repeated, whose data this
-    process reads.
+    """The checked configuration of a repeatable step, whose phases can be measured separately. This
+    process reads the data.
 
     Raises:
-        UserError: what `load_config` raises; a key whose step has other phases, an `opts` that is
-            not measured.
+        UserError: as `load_config`; also for keys such as COMPILE, whose steps cannot be divided
+            into these phases, and for `opts` that have no effect on the measurement.
     """
     keys = {"DATA.NUM_WORKERS": 0} | REPEATABLE
     if batch_size is not None:

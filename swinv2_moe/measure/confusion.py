@@ -1,4 +1,4 @@
-"""What a model takes for what: counts over the predictions of a data set.
+"""Confusion of classes: counts over the predictions of a data set.
 
 N images, C classes
 """
@@ -12,7 +12,7 @@ from swinv2_moe.train.evaluation import Predictions
 
 
 class Mistake(NamedTuple):
-    """A class that was taken for another one; classes are their numbers."""
+    """A class that was predicted as another one. Classes are numbers."""
 
     truth: int
     predicted: int
@@ -24,7 +24,8 @@ class Matrix(NamedTuple):
 
     classes: list[int]
     counts: np.ndarray  # int64 [classes, classes]; a row for each true class
-    elsewhere: np.ndarray  # int64 [classes], images taken for a class that is not shown
+    # int64 [classes], images that were predicted as a class that is not shown
+    elsewhere: np.ndarray
 
 
 def mistakes(predictions: Predictions) -> list[Mistake]:
@@ -37,9 +38,11 @@ def mistakes(predictions: Predictions) -> list[Mistake]:
 
 
 def matrix(predictions: Predictions, num_classes: int, most: int) -> Matrix:
-    """The confusion matrix of all classes or, of more than `most`, of those with most mistakes.
+    """The confusion matrix of all classes. If there are more than `most` classes, only the `most`
+    with the most mistakes are shown.
 
-    A class has the mistakes on its own images and those that were taken for it.
+    The mistakes of a class are wrong predictions of its images, and images of other classes that
+    were predicted as it.
     """
     classes = np.arange(num_classes)
     if num_classes > most:
@@ -58,14 +61,14 @@ def matrix(predictions: Predictions, num_classes: int, most: int) -> Matrix:
 
 
 def worst(predictions: Predictions, count: int) -> list[int]:
-    """Positions of up to `count` wrong predictions, those with the highest confidence first."""
+    """Positions of up to `count` wrong predictions, in order of decreasing confidence."""
     wrong = np.flatnonzero(predictions.ranks > 0)
     order = np.argsort(-predictions.confidence[wrong], kind="stable")
     return wrong[order][:count].tolist()
 
 
 def taken_for(all_mistakes: Sequence[Mistake]) -> dict[int, Mistake]:
-    """For each true class its most frequent mistake; `all_mistakes` as `mistakes` returns it."""
+    """The most frequent mistake of each true class. `all_mistakes`: a result of `mistakes`."""
     by_class: dict[int, Mistake] = {}
     for mistake in all_mistakes:
         by_class.setdefault(mistake.truth, mistake)

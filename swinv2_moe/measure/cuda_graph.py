@@ -1,4 +1,4 @@
-"""CUDA graphs of passes without gradients: the kernels of a pass, launched as one."""
+"""CUDA graphs of passes without gradients: all kernels of a pass are launched together."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,18 +7,18 @@ import torch
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.distributed import World
 
-_WARM_UP = 3  # passes before the capture: they compile kernels and fill the caches of `prepared`
+_WARM_UP = 3  # passes before the capture, which compile kernels and fill the caches of `prepared`
 
 
 def check_graph(modes: Sequence[str], compiled: Sequence[str], world: World) -> None:
     """Check that the passes to measure can be captured.
 
     Args:
-        modes: "inference" or "training", of each pass.
-        compiled: "off" or "on", of each pass.
+        modes: the mode of each pass, "inference" or "training".
+        compiled: whether each pass is compiled, "off" or "on".
 
     Raises:
-        UserError: they cannot.
+        UserError: a pass cannot be captured.
     """
     if "training" in modes:
         raise UserError("--graph captures inference alone, but --mode is 'training'")
@@ -33,13 +33,13 @@ def check_graph(modes: Sequence[str], compiled: Sequence[str], world: World) -> 
 
 
 def capture(run: Callable[[], object], name: str) -> Callable[[], None]:
-    """Capture the kernels of `run()`, and return the function that launches them again.
+    """Capture the kernels of `run()`, and return a function that launches them.
 
     The tensors that `run` reads, weights included, must stay at their addresses, and the caches of
     `moe_core.prepared` must live as long as the graph: call both within the same context.
 
     Args:
-        name: of what is captured, for the error.
+        name: name of the captured pass, for the error message.
 
     Raises:
         UserError: `run` reads from the device on the host.

@@ -1,4 +1,4 @@
-"""The figures of a run report: one or two runs over their steps."""
+"""The figures of a run report: curves of one or two runs over their steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from swinv2_moe.plots import (
 )
 
 _WIDTH, _HEIGHT = 4.6, 2.7  # inches
-_READINGS = 100  # places of a panel where it shows values
+_READINGS = 100  # number of steps of a panel at which it shows values
 
 Points = tuple[list[int], list[float]]  # steps and values
 
@@ -32,7 +32,8 @@ class Panel(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A panel's content: the curves of each run by label. `from_zero`: the y axis starts at 0."""
+    """The content of a panel: the curves of each run by label. `from_zero`: the y axis starts at
+    0."""
 
     title: str
     note: str
@@ -124,7 +125,8 @@ class _Line(NamedTuple):
     points: Points
 
     def style(self, num_runs: int) -> dict:
-        """Of several runs, the colour shows the run and the dashes show the curve."""
+        """The line style. With several runs, the colour shows the run and the dashes show the
+        curve."""
         if num_runs == 1:
             return {"color": COLOURS[self.curve]}
         if self.curve == 0:
@@ -168,7 +170,8 @@ def _draw(figure: Figure, runs: Sequence[RunRecord]) -> Panel | None:
 
 
 def _readings(lines: list[_Line]) -> list[Reading]:
-    """The values of all curves at up to 100 steps of the longest: each curve's last one so far."""
+    """The values of all curves at up to 100 steps of the longest curve. A curve without a value at
+    a step has its last earlier value."""
     longest = max((line.points[0] for line in lines), key=len)
     numbers = np.linspace(0, len(longest) - 1, min(len(longest), _READINGS)).round().astype(int)
     readings = []

@@ -1,5 +1,5 @@
-"""The einsum baseline of a throughput measurement: the same model with the einsum form of its MoE
-layers, as in fairseq (moe_core.einsum)."""
+"""The einsum baseline of a throughput measurement: the same model with its MoE layers in the einsum
+form, as in fairseq (moe_core.einsum)."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ _FEW_TOKENS = 0.01
 
 
 def einsum_config(config: CfgNode) -> CfgNode:
-    """`config` with routing and dispatch plan in plain torch, as in fairseq."""
+    """`config`, with routing and dispatch plan computed by torch operations, as in fairseq."""
     config = config.clone()
     config.defrost()
     config.MODEL.MOE.KERNELS = "torch"
@@ -29,7 +29,7 @@ def use_einsum_layers(model: MoEModel) -> None:
     """Make all MoE layers of `model` compute with einsums.
 
     Raises:
-        UserError: a model that the einsum form cannot compute.
+        UserError: the einsum form does not support the model.
     """
     for name, layer in moe_layers(model).items():
         try:
@@ -40,11 +40,12 @@ def use_einsum_layers(model: MoEModel) -> None:
 
 @torch.no_grad()
 def check_same_outputs(model: MoEModel, baseline: MoEModel, images: Tensor, world: World) -> None:
-    """Whether each MoE layer has the same fp32 outputs in both models, in evaluation. All ranks
+    """Check that each MoE layer has the same fp32 outputs in both models, in evaluation. All ranks
     call this.
 
-    The layers are compared, not the logits: a new residual post-norm block adds nothing to its
-    input. A few tokens may differ, where rounding flips a near tie of two experts.
+    The layers are compared, not the logits, because a new residual post-norm block adds nothing to
+    its input. A few tokens may differ: rounding can change the order of two experts with almost
+    equal scores.
 
     Raises:
         UserError: outputs differ, on any rank.

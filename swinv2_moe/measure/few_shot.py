@@ -2,9 +2,9 @@
 
 For each number of shots n, and each of several seeded draws, a linear classifier is fitted to the
 features of n training images per class and tested on the whole validation set. Draw i of a data set
-has the same images for every model. (In shards the images have another order, so their draws
-differ.) The 1-shot images of a draw are among its 5-shot images. The regularisation is fixed, since
-it could only be tuned on the validation set.
+has the same images for every model. (In shards the images have another order, so the draws differ.)
+The 1-shot images of a draw are among its 5-shot images. The regularisation is fixed, since only the
+validation set would be available to tune it.
 
 - ridge: least squares on targets of -1 and 1, as V-MoE's few-shot transfer (arXiv 2106.05974), with
   the settings of google-research/big_vision: features standardised by the shots' mean and
@@ -115,7 +115,8 @@ def evaluate_few_shot(
         unreadable = UnreadableImages(len(sources.train) + len(sources.val), config.max_bad_share)
         train = _extract(deployed, model, sources.train, "training images", unreadable)
         val = _extract(deployed, model, sources.val, "validation images", unreadable)
-    if not world.is_main:  # fitting may take longer than a collective's timeout
+    # the others do not wait: fitting may take longer than a collective's timeout
+    if not world.is_main:
         return None
     _check_counts(train.targets, sources, protocol, "training images that can be read")
     if not len(val.targets):
@@ -154,7 +155,7 @@ def extract_features(
                 maps = model.forward_features(images.to(world.device, non_blocking=True))
                 pooled = model.forward_head(maps, pre_logits=True)  # [B, D]
             labels = world.gather_rows(labels.to(world.device))  # [B * W]
-            is_labelled = labels >= 0  # neither padding nor unreadable
+            is_labelled = labels >= 0  # excludes padding and unreadable images
             features.append(world.gather_rows(pooled.float())[is_labelled])
             targets.append(labels[is_labelled])
             unreadable += bad
@@ -166,16 +167,17 @@ def extract_features(
 def draw_shots(targets: np.ndarray, shots: int, seed: int) -> np.ndarray:
     """Draw `shots` images of each class in targets [N], without replacement.
 
-    A draw of more shots with the same seed contains the draw of fewer.
+    With the same seed, a draw of more shots contains the draw of fewer shots.
 
     Returns:
         Indices, int64 [classes * shots], sorted by class.
 
     Raises:
-        ValueError: a class has fewer.
+        ValueError: a class has fewer than `shots` images.
     """
     order = np.random.default_rng(seed).permutation(len(targets))
-    order = order[np.argsort(targets[order], kind="stable")]  # class by class, shuffled in each
+    # sorted by class; the order within a class is random
+    order = order[np.argsort(targets[order], kind="stable")]
     classes, starts, counts = np.unique(targets[order], return_index=True, return_counts=True)
     if counts.min() < shots:
         raise ValueError(
@@ -208,8 +210,8 @@ def knn_accuracy(
 ) -> float:
     """Top-1 in percent on `val` by weighted votes of the nearest images of `train`.
 
-    In torch, so that it runs on a GPU: for a million images scikit-learn takes minutes on many
-    cores.
+    Computed with torch, so that it can run on a GPU. For a million images scikit-learn takes
+    minutes on many cores.
 
     Args:
         neighbors: at most the number of images of `train`.
@@ -234,7 +236,7 @@ def measure(
 ) -> dict:
     """The results of a protocol as JSON values.
 
-    "std" is the sample standard deviation over the draws, None with a single one.
+    "std" is the sample standard deviation over the draws; None for a single draw.
     """
     few_shot = {}
     for shots in sorted(set(protocol.shots)):

@@ -1,4 +1,4 @@
-"""The picture of a run that `swinv2-moe watch` shows: its state, curves and expert loads."""
+"""The live display of `swinv2-moe watch`: state, curves and expert loads of a run."""
 
 from collections.abc import Sequence
 
@@ -17,12 +17,17 @@ _HEAD = 5  # lines
 _FRAME = 4  # columns of a panel's frame
 _TRAINING, _VALIDATION = "cyan", "bold yellow"
 _DOT = "●"
-_BARS = "·▁▂▃▄▅▆▇█"  # from no token to twice an even share and more
-_UNUSED, _CROWDED = 0.25, 2.0  # loads from which a bar is coloured
+_BARS = "·▁▂▃▄▅▆▇█"  # from no tokens to at least twice an even share
+_UNUSED, _CROWDED = 0.25, 2.0  # loads below and above which a bar is coloured
 
 
 def picture(run: LiveRun, width: int, height: int, now: float) -> Layout:
-    """A run that has logged a step, in so many characters, `now` (in seconds since 1970)."""
+    """The display of a run that has logged a step.
+
+    Args:
+        width, height: in characters.
+        now: the time, in seconds since 1970.
+    """
     loads = _loads(run, width - _FRAME, max(height // 3 - 2, 1))
     parts = [Layout(_head(run, now), size=_HEAD)]
     curves = Layout()
@@ -92,7 +97,7 @@ def _results(run: LiveRun) -> Text:
 
 
 def _health(run: LiveRun) -> Text:
-    """What may go wrong."""
+    """Signs of problems."""
     words = []
     for key, text in (
         ("moe/dropped_share", "{:.1%} of the choices dropped"),
@@ -131,9 +136,10 @@ def _of_epochs(run: LiveRun, key: str) -> list[tuple[int, float]]:
 
 
 def _loads(run: LiveRun, width: int, height: int) -> list[Text]:
-    """The experts' loads at the last logged step, in at most `height` lines; none of a dense model.
+    """The experts' loads at the last logged step, in at most `height` lines; no lines for a dense
+    model.
 
-    Layers stand side by side where there is room.
+    Layers are shown side by side if there is room.
     """
     layers = run.last.get("moe_layers", {})
     if not layers:
@@ -157,7 +163,8 @@ def _loads(run: LiveRun, width: int, height: int) -> list[Text]:
 
 
 def _load(place: str, place_width: int, layer: dict, width: int) -> Text:
-    """A character for each expert, or for the mean of some neighbours where there is no room."""
+    """One character for each expert, or for the mean of neighbouring experts if there is no
+    room."""
     loads = layer["load"]
     limits = f" {min(loads, default=0):.1f}-{max(loads, default=0):.1f}"
     room = max(width - place_width - 1 - len(limits), 1)

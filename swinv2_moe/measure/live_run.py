@@ -1,6 +1,7 @@
-"""A run that is being written, followed line by line. Imports no torch.
+"""Follow the records of a running training line by line. Imports no torch.
 
-`read_run` reads a whole run at once; this one keeps only what `swinv2-moe watch` shows.
+`read_run` reads a whole run at once. This module keeps only the values that `swinv2-moe watch`
+shows.
 """
 
 import fcntl
@@ -18,12 +19,12 @@ from swinv2_moe.measure.run_entries import parse_entry
 from swinv2_moe.time_left import in_words, seconds_left
 
 _MAX_CONFIG = 1 << 16  # characters
-_QUIET = 60  # seconds without a new line, after which the run may have stopped
-_RECENT = 20  # logged steps whose median speed counts: the first ones of an epoch are slow
+_QUIET = 60  # after so many seconds without a new line, the run may have stopped
+_RECENT = 20  # number of logged steps for the median speed: the first steps of an epoch are slow
 
 
 class RunPosition(NamedTuple):
-    """As `swinv2_moe.time_left.Position`."""
+    """A position in a run, as `swinv2_moe.time_left.Position`."""
 
     epochs: int
     max_steps: int
@@ -34,21 +35,21 @@ class RunPosition(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the configuration says of a run's length."""
+    """The length of a run, from its configuration."""
 
     epochs: int
     max_steps: int
-    rank_batch: int  # images of a step on each rank
+    rank_batch: int  # images per step on each rank
 
 
 class LiveRun:
     """The run in `directory`, as far as it was written at the last `read`."""
 
     def __init__(self, directory: Path) -> None:
-        """Nothing is read yet.
+        """Find the run; nothing is read yet.
 
         Raises:
-            UserError: no run is there, and none is starting.
+            UserError: the directory has no run, and no run is starting there.
         """
         self.directory = directory
         self._file = directory / "metrics.jsonl"
@@ -60,13 +61,13 @@ class LiveRun:
 
     def _forget(self) -> None:
         self._inode, self._offset = 0, 0
-        self._start: dict = {}  # of the part of the run at hand
+        self._start: dict = {}  # values at the start of the current part of the run
         self._speeds: deque[float] = deque(maxlen=_RECENT)
         self.plan: Plan | None = None
-        self.losses: list[tuple[int, float]] = []  # of training, by step
+        self.losses: list[tuple[int, float]] = []  # training loss by step
         self.epochs: list[dict] = []
         self.last: dict | None = None  # the last logged step
-        self.written = 0.0  # when the last line was written, in seconds since 1970
+        self.written = 0.0  # time of the last written line, in seconds since 1970
 
     @property
     def name(self) -> str:
@@ -77,8 +78,8 @@ class LiveRun:
         return (self.directory / "summary.json").exists()
 
     def state(self, now: float) -> str:
-        """What the run is doing `now`, in seconds since 1970: "running", "finished", "stopped" or
-        how long it has written nothing."""
+        """The state of the run at the time `now` (seconds since 1970): "running", "finished",
+        "stopped", or "nothing new for ..." with the time since the last written line."""
         if self.finished:
             return "finished"
         silence = now - self.written
@@ -89,7 +90,8 @@ class LiveRun:
         return f"nothing new for {in_words(silence)}"
 
     def is_running(self) -> bool:
-        """Whether a process holds the lock of the directory; True where files have no locks."""
+        """Whether a process holds the lock of the directory; True if the system has no file
+        locks."""
         try:
             with (self.directory / ".lock").open() as lock:
                 fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -100,7 +102,7 @@ class LiveRun:
         return False
 
     def read(self) -> None:
-        """Take in the lines that have been added; all of them if the run has dropped some.
+        """Read the lines that have been added. If the run has removed lines, read all lines again.
 
         Raises:
             UserError: the run cannot be read.
@@ -120,7 +122,7 @@ class LiveRun:
                         break
                     self._offset += len(line)
                     self._add(parse_entry(line) or {})
-        except FileNotFoundError:  # not begun
+        except FileNotFoundError:  # the file does not exist yet
             return
         except OSError as error:
             raise UserError(f"{self._file}: cannot be read ({error.strerror})") from error
@@ -137,17 +139,18 @@ class LiveRun:
         elif "val_top1" in entry:
             self.epochs.append(entry)
 
-    # How far it is
+    # Progress
 
     def position(self) -> RunPosition | None:
-        """None before the first logged step, or where the length of an epoch is not known yet."""
+        """The position in the run; None before the first logged step, or if the length of an epoch
+        is not known yet."""
         if self.plan is None or self.last is None:
             return None
         steps_per_epoch = int(self._start.get("steps_per_epoch") or 0)
         epoch, epoch_end = 0, 0
         if self.epochs:
             epoch, epoch_end = self.epochs[-1]["epoch"], self.epochs[-1]["step"]
-            # Runs of earlier versions did not log it.
+            # Earlier versions did not log the length of an epoch.
             steps_per_epoch = steps_per_epoch or epoch_end // max(epoch, 1)
         if steps_per_epoch < 1:
             return None
@@ -157,7 +160,7 @@ class LiveRun:
         return RunPosition(epochs, max_steps, steps_per_epoch, epoch, epoch_step, step)
 
     def seconds_left(self, now: float) -> float | None:
-        """Seconds from `now` (since 1970) to the end of the run; None if that is not known yet."""
+        """Seconds from `now` (since 1970) to the end of the run; None if not known yet."""
         position = self.position()
         if position is None:
             return None
@@ -175,10 +178,10 @@ class LiveRun:
 
 
 def _read_plan(file: Path) -> Plan:
-    """Three numbers of a run's configuration, without the checks of `load_config`.
+    """Read three numbers of a run's configuration, without the checks of `load_config`.
 
     Raises:
-        UserError: they are not there.
+        UserError: the configuration does not have them.
     """
     with suppress(OSError, ValueError, yaml.YAMLError, TypeError, KeyError, RecursionError):
         with file.open() as stream:

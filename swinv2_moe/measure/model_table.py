@@ -1,4 +1,5 @@
-"""Table of the configurations of this project: sizes, computed, and accuracy, as the files say."""
+"""Table of the configurations of this project: computed sizes, and the accuracy that the files
+state."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,7 +8,7 @@ from swinv2_moe.config import load_config, model_config
 from swinv2_moe.config_files import comment, config_names
 from swinv2_moe.models import measure_model
 
-# Numbers of classes that follow from data named in a configuration's file.
+# Numbers of classes of configurations in which the data determine them.
 _CLASSES = {
     "imagenette_96": 10,
     "quickstart_digits": 10,
@@ -40,7 +41,8 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Every configuration that `swinv2-moe train` takes; builds each model without memory."""
+    """Every configuration that `swinv2-moe train` accepts. Each model is built on the meta
+    device."""
     model_rows = []
     for name, path in config_names().items():
         is_part = name.startswith("ablations/") or name.endswith("recipe")

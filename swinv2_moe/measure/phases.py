@@ -1,28 +1,27 @@
-"""The phases of a training step, each as work that can be repeated alone, with what it computes and
-moves counted.
+"""The phases of a training step as separate, repeatable tasks, with their FLOPs and bytes counted.
 
-All get what one real batch gives them, and go forward and backward:
+The input of each phase is recorded from one real batch. Each phase runs forward and backward:
 
-- data: a batch read, decoded and augmented by this process; a run's DATA.NUM_WORKERS share that
-  work.
-- trunk: the model with nothing in the place of its MoE layers, and the loss.
-- router: logits, choice, auxiliary loss and the plan of rows; the layer at width 1 behind the real
-  router and tokens.
+- data: this process reads, decodes and augments a batch. In a run, DATA.NUM_WORKERS processes share
+  this work.
+- trunk: the model with each MoE layer replaced by the identity, and the loss.
+- router: logits, choice, auxiliary loss and the plan of rows. A layer of width 1 runs behind the
+  real router, which gets the real tokens.
 - dispatch: tokens to rows, and rows back to tokens.
 - experts: their products and activations.
-- exchange: the collectives of rows, their numbers and expert weights that a step makes, whatever
-  its strategy, one after the other; then the all-reduce of the shared gradients. A step hides part
-  of it behind its work.
+- exchange: the collectives of a step one after the other, for any strategy: rows, numbers of rows
+  and expert weights, then the all-reduce of the shared gradients. A real step hides a part of the
+  exchange behind other work.
 - optimiser: the gradients' norm and clipping, and the update.
-- checkpoint: a whole save, until it is on the disk; training stands still for a part of it only.
+- checkpoint: a whole save, until it is on the disk. Training waits only for a part of it.
 
-What is counted, on one rank:
+Counted on one rank:
 
-- FLOPs and memory: as `swinv2_moe.measure.work` counts them; FLOPs of dispatch and optimiser by
+- FLOPs and memory: as in `swinv2_moe.measure.work`. FLOPs of dispatch and optimiser are computed by
   formulas.
-- Exchange: bytes sent to other ranks; an all-reduce of n bytes is 2 n (W - 1) / W.
-- Disk: bytes that reading a batch's images took (from a cache or not), and those of the
-  checkpoint's files.
+- Exchange: bytes sent to other ranks. An all-reduce of n bytes counts as 2 n (W - 1) / W.
+- Disk: bytes read for a batch's images (from a cache or not), and the size of the checkpoint's
+  files.
 
 T tokens, M model dim, W ranks
 """
@@ -55,28 +54,29 @@ from swinv2_moe.train.saver import Cost, SavePolicy, Saver
 from swinv2_moe.train.step import TrainingStep
 
 _MOVES = ("moe_core::dispatch_rows", "moe_core::combine_rows")
-# of a row's element: weighted and added; backward weighted, and multiplied and added for the gate
+# FLOPs for each element of a row: forward, weight and add; backward, weight, and multiply and add
+# for the gate
 _COMBINE_FLOPS = 5
-# FLOPs and bytes of a parameter in fp32. AdamW: decay 1, moments 3 and 4, denominator 3, update 3;
+# FLOPs and bytes per parameter in fp32. AdamW: decay 1, moments 3 and 4, denominator 3, update 3;
 # it reads parameter, gradient and both moments, and writes all but the gradient. SGD with
 # Nesterov's momentum: 2 each for decay, momentum, look-ahead and update; one moment less. Then the
-# norm's square and sum, and clipping's product.
+# square and sum of the norm, and the product of clipping.
 _UPDATE = {"adamw": (14, 28), "sgd": (8, 20)}
 _NORM, _CLIPPING = (2, 4), (1, 8)
 
 
 def _not_a_leaf(tensor: Tensor) -> Tensor:
-    """FlopCounterMode's hooks on modules fail under autograd.grad where a leaf goes into one (torch
-    2.11)."""
+    """A view of `tensor`. FlopCounterMode's module hooks fail under autograd.grad if a module's
+    input is a leaf (torch 2.11)."""
     return tensor.view_as(tensor)
 
 
-# What one batch gives to the MoE layers
+# Inputs of the MoE layers, recorded from one batch
 
 
 @dataclass
 class Call:
-    """What one MoE layer was given in a forward pass."""
+    """The inputs of one MoE layer in a forward pass."""
 
     layer: MoELayer
     x: Tensor  # [..., M]
@@ -85,7 +85,8 @@ class Call:
 
 
 class Chunk(NamedTuple):
-    """What the experts were given: sorted rows, and the weights where other ranks gave some."""
+    """The inputs of the experts: sorted rows, and weights if they were gathered from other
+    ranks."""
 
     rows: Tensor  # [N, M]
     offsets: Tensor
@@ -93,7 +94,7 @@ class Chunk(NamedTuple):
 
 
 class _Moves(TorchDispatchMode):
-    """Keeps the calls of the operators that move rows."""
+    """Records the calls of the operators that move rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,8 +110,8 @@ Moves = list[tuple[Callable, tuple]]  # operators and their arguments
 
 
 def watch(step: TrainingStep, images: Tensor) -> tuple[list[Call], Moves]:
-    """One forward pass: what each MoE layer was given, and the operators that moved its rows with
-    their arguments."""
+    """Run one forward pass and record the inputs of each MoE layer, and the operators that moved
+    its rows with their arguments."""
     calls: list[Call] = []
 
     def layer_begins(layer: MoELayer, args: tuple, options: dict) -> None:
@@ -118,7 +119,7 @@ def watch(step: TrainingStep, images: Tensor) -> tuple[list[Call], Moves]:
 
     def experts_begin(experts: nn.Module, args: tuple, options: dict) -> None:
         rows, offsets = args
-        # they are tokens, and dispatch is a part of the experts' op
+        # here `rows` are tokens, because dispatch is a part of the experts' op
         if options.get("plan") is not None:
             plan = options["plan"]
             rows = rows.index_select(0, plan.choices // plan.slots.shape[1])
@@ -126,7 +127,7 @@ def watch(step: TrainingStep, images: Tensor) -> tuple[list[Call], Moves]:
         if options.get("weights") is not None:  # gathered by a collective
             gathered = options["weights"]()
             weights = gathered._make(_detached(tensor) for tensor in gathered)
-        # none past the experts' rows
+        # without the undefined rows past the end
         rows = rows[: int(offsets[-1])].detach().clone()
         calls[-1].chunks.append(Chunk(rows, offsets, weights))
 
@@ -143,7 +144,7 @@ def watch(step: TrainingStep, images: Tensor) -> tuple[list[Call], Moves]:
 
 @contextmanager
 def without_experts(model: nn.Module) -> Iterator[None]:
-    """The model with nothing in the place of its MoE layers."""
+    """A context in which each MoE layer is replaced by the identity."""
     children = (
         (parent, name, child)
         for parent in model.modules()
@@ -163,7 +164,7 @@ def without_experts(model: nn.Module) -> Iterator[None]:
 
 
 def data(batches: Iterator[Batch]) -> Task:
-    """The loader's next batch."""
+    """Read the loader's next batch."""
     first = []
     read = bytes_read(lambda: first.append(next(batches)))
     work = Work(memory=float(first[0].images.nbytes), disk=float(read))
@@ -171,14 +172,14 @@ def data(batches: Iterator[Batch]) -> Task:
 
 
 def endless(images: Data) -> Iterator[Batch]:
-    """The training set's batches, epoch after epoch."""
+    """The batches of the training set, epoch after epoch."""
     for epoch in itertools.count():
         images.set_epoch(epoch)
         yield from images.train_loader
 
 
 def bytes_read(work: Callable[[], object]) -> int:
-    """Bytes that this process's reads return meanwhile, as Linux counts them; 0 on other
+    """The bytes that this process reads while `work` runs, as Linux counts them; 0 on other
     systems."""
 
     def so_far() -> int:
@@ -187,14 +188,14 @@ def bytes_read(work: Callable[[], object]) -> int:
     if not Path("/proc/self/io").exists():
         work()
         return 0
-    overhead = -so_far() + so_far()  # reading the counter counts as well
+    overhead = -so_far() + so_far()  # reading the counter is counted too
     before = so_far()
     work()
     return max(so_far() - before - overhead, 0)
 
 
 def trunk(step: TrainingStep, batch: Batch) -> Task:
-    """Forward, cross-entropy, backward."""
+    """Forward pass, cross-entropy and backward pass of the trunk."""
     model, smoothing = step.model, step.config.label_smoothing
     with without_experts(model):
         parameters = list(model.parameters())
@@ -209,7 +210,7 @@ def trunk(step: TrainingStep, batch: Batch) -> Task:
 
 
 class _Behind(nn.Module):
-    """A router that sees the given tokens [T, M] instead of its input."""
+    """A router whose input is replaced by the given tokens [T, M]."""
 
     def __init__(self, router: nn.Module, tokens: Tensor) -> None:
         super().__init__()
@@ -220,14 +221,14 @@ class _Behind(nn.Module):
 
 
 class _Unchanged(nn.Module):
-    """Experts that do nothing."""
+    """Experts that return their input."""
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         return rows
 
 
 def router(step: TrainingStep, calls: Sequence[Call]) -> Task:
-    """Everything of the layers that the width of a token is not in, and the logits."""
+    """The logits, and all operations of the layers that do not depend on the width of a token."""
     weight = step.config.aux_loss_weight
     prepared = []
     for call in calls:
@@ -247,7 +248,7 @@ def router(step: TrainingStep, calls: Sequence[Call]) -> Task:
 
 
 def dispatch(moves: Moves) -> Task:
-    """The operators with their arguments once more, forward and backward."""
+    """Call the recorded operators again with their arguments, forward and backward."""
     prepared = []
     for operator, given in moves:
         args = []
@@ -269,7 +270,7 @@ def dispatch(moves: Moves) -> Task:
 
 
 def experts(step: TrainingStep, calls: Sequence[Call]) -> Task:
-    """The experts' rows through their networks, forward and backward."""
+    """The experts' networks on the recorded rows, forward and backward."""
     prepared = []
     for call in calls:
         for chunk in call.chunks:
@@ -298,7 +299,7 @@ def _detached(weight: Tensor | None) -> Tensor | None:
 
 
 def exchange(step: TrainingStep, calls: Sequence[Call], batch: Batch) -> Task:
-    """What a step of several ranks sends."""
+    """The collectives of a step with several ranks."""
     model, world = step.model, step.world
     num_expert_parameters = sum(p.numel() for p in expert_parameters(model).values())
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -358,11 +359,14 @@ def optimiser(step: TrainingStep, batch: Batch) -> Task:
 def checkpoint(
     step: TrainingStep, policy: SavePolicy, directory: Path
 ) -> Iterator[tuple[Task, list[Cost]]]:
-    """Saves into `directory`, and what each has cost this rank; the work is that of the first one,
-    done already. The checkpoints hold no configuration and no state of a run.
+    """Save checkpoints into `directory`, without a configuration and a run's state.
+
+    Yields:
+        A task that saves a checkpoint, and a list that receives the cost of each save on this rank.
+        The first save was done before; the task's work is counted from it.
 
     Raises:
-        UserError: the last one failed.
+        UserError: the last save failed.
     """
     costs: list[Cost] = []
     saver = Saver(
@@ -380,6 +384,6 @@ def checkpoint(
 
     run()
     saver.close()
-    # copied, then written
+    # memory: the tensors are copied, then read to be written
     yield Task(run, Work(memory=2.0 * costs[0].bytes, disk=float(costs[0].bytes))), costs
     saver.close()

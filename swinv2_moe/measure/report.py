@@ -1,4 +1,4 @@
-"""Report of one run, or of two side by side, as one HTML page without scripts or other files."""
+"""Report of one run, or two runs side by side, as one self-contained HTML page without scripts."""
 
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -16,18 +16,18 @@ from swinv2_moe.time_left import in_words
 
 
 def render(runs: Sequence[RunRecord], validations: Sequence[Validation], refresh: int = 0) -> str:
-    """The page of one run, or of two.
+    """The page of one or two runs.
 
     Args:
-        validations: of each run, as `validate` returns them.
-        refresh: seconds after which a browser reads the page again; 0: never.
+        validations: the result of `validate` for each run.
+        refresh: seconds after which a browser loads the page again; 0: never.
     """
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     template = environment.get_template("report.html.j2")
     sections = []
     for run, validation in zip(runs, validations, strict=True):
         sections.append(_section(run, validation))
-    labels: dict[str, None] = {}  # of the facts of all runs, in order
+    labels: dict[str, None] = {}  # the facts of all runs, in order (an ordered set)
     for section in sections:
         labels |= dict.fromkeys(section["facts"])
     return template.render(
@@ -56,7 +56,7 @@ def _section(run: RunRecord, validation: Validation) -> dict:
 
 
 def _differences(runs: Sequence[RunRecord]) -> list[tuple[str, object, list]]:
-    """Configuration keys that are not at their default: key, default, value of each run."""
+    """Configuration keys with a value other than the default: key, default, value of each run."""
     configs = [flatten(run.config) for run in runs]
     differences = []
     for key, default in flatten(default_config()).items():
@@ -86,7 +86,7 @@ def _experts(run: RunRecord) -> str:
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
-    """The key figures by their labels."""
+    """The key figures by label."""
     summary, last = run.summary or {}, run.steps[-1]
     facts = {}
     if run.epochs:
@@ -116,7 +116,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 
 def _strategies(run: RunRecord) -> list[tuple[str, str, str, str, str]]:
-    """The time line of the tuner: step, layers, event, strategy, milliseconds."""
+    """The record of the tuner: step, layers, event, strategy, milliseconds."""
     rows = []
     for entry in run.strategies:
         event = entry["strategy"]

@@ -1,4 +1,4 @@
-"""The part of a report that needs the model: what it predicts for the validation images."""
+"""The part of a report that needs the model: predictions for the validation images."""
 
 import base64
 import io
@@ -26,12 +26,12 @@ from swinv2_moe.train.evaluation import Predictions, predict
 from swinv2_moe.train.record import Bar
 from swinv2_moe.train.routing import record_choices, spread
 
-_IMAGES = 8  # validation images with the most probable classes
-_ROUTED = 4  # images with the experts of their patches
-_GUESSES = 3  # classes of an image
-_WORST = 12  # wrong predictions with their pictures
-_CLASSES = 20  # in the confusion matrix
-_PAIRS = 15  # most frequent mistakes
+_IMAGES = 8  # validation images that are shown with their most probable classes
+_ROUTED = 4  # images that are shown with the experts of their patches
+_GUESSES = 3  # predicted classes of an image
+_WORST = 12  # wrong predictions that are shown
+_CLASSES = 20  # classes in the confusion matrix
+_PAIRS = 15  # most frequent mistakes that are shown
 
 
 class Guess(NamedTuple):
@@ -42,7 +42,7 @@ class Guess(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A validation image and what the model says of it."""
+    """A validation image and the model's prediction."""
 
     image: str  # a data URL
     truth: str
@@ -51,7 +51,8 @@ class Picture(NamedTuple):
 
 
 class ClassRow(NamedTuple):
-    """A class of the data; `taken_for` is its most frequent mistake, with the number of images."""
+    """A row for a class of the data. `taken_for` is its most frequent mistake, with the number of
+    images."""
 
     name: str
     images: int
@@ -60,7 +61,8 @@ class ClassRow(NamedTuple):
 
 
 class MatrixRow(NamedTuple):
-    """The images of a class: how many were taken for each class shown, and for others."""
+    """A row of the confusion matrix: how many images of a class were predicted as each class shown,
+    and as other classes."""
 
     name: str
     images: int
@@ -69,16 +71,16 @@ class MatrixRow(NamedTuple):
 
 
 class Validation(NamedTuple):
-    """Predictions of a run's checkpoint. Without any, only `problem` is there.
+    """Predictions of a run's checkpoint. If there are none, only `problem` is set.
 
-    `problem`: why there are no predictions, or a warning about them.
+    `problem`: the reason why there are no predictions, or a warning about them.
     """
 
     problem: str = ""
     about: str = ""  # the checkpoint and the images
     facts: dict[str, str] = {}  # noqa: RUF012
     classes: Sequence[ClassRow] = ()  # the worst first
-    matrix: Sequence[MatrixRow] = ()  # of the classes with most mistakes
+    matrix: Sequence[MatrixRow] = ()  # the classes with the most mistakes
     pairs: Sequence[tuple[str, str, int, int]] = ()  # truth, prediction, mistakes, images of truth
     worst: Sequence[Picture] = ()
     samples: Sequence[Picture] = ()
@@ -91,12 +93,12 @@ def validate(
     opts: Sequence[str] = (),
     limit: int = 0,
 ) -> Validation:
-    """Predict validation images, with the capacity that the configuration gives evaluation.
+    """Predict validation images, with the configured capacity of evaluation.
 
     Args:
         selected: a checkpoint, as `select_checkpoint` returns it.
         data, opts: as in `open_deployed`.
-        limit: at most so many images, evenly spaced; 0: all.
+        limit: maximum number of images, evenly spaced; 0: all.
     """
     resume, why = selected
     try:
@@ -139,7 +141,8 @@ def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
 
 
 def _predict(deployed: Deployed, model: nn.Module, source: Source) -> Predictions:
-    """Raises UserError where too many images cannot be read, or outputs are not finite."""
+    """Predict the images of `source`. Raises UserError if too many images cannot be read, or
+    outputs are not finite."""
     data, world = deployed.data, deployed.world
     loader = evaluation_loader(data, source, shuffle=data.test.shuffle)
     console = Console(stderr=True)
@@ -187,7 +190,7 @@ def _worst_pictures(
     names: Sequence[str],
     model_names: Sequence[str],
 ) -> list[Picture]:
-    """Wrong predictions with the highest confidence, beside the probability of the truth."""
+    """The wrong predictions with the highest confidence, with the probability of the true class."""
     data = deployed.data
     dataset = ImageDataset(source, data, is_train=False)
     pictures = []

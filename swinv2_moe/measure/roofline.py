@@ -1,12 +1,12 @@
-"""How far each phase of a training step is from what this machine can do: a roofline (doi
+"""A roofline of a training step: how close each phase is to the limits of this machine (doi
 10.1145/1498765.1498785).
 
-swinv2_moe.measure.phases says what the phases are and how their work is counted. Peaks are
-measured: the product of two large matrices in the step's dtype, a copy of more memory than a cache
-holds, an all-to-all of large messages, reading and writing a file in the output directory. A
-phase's roof is the time that its scarcest resource would take at its peak; both come from the same
-interleaved rounds. These time a whole step, too, to tell what the phases leave of it: of one batch,
-without mixup or averaged weights, with a learning rate of 0.
+swinv2_moe.measure.phases defines the phases and counts their work. Peaks are measured: the product
+of two large matrices in the step's dtype, a copy of more memory than a cache holds, an all-to-all
+of large messages, and reading and writing a file in the output directory. The roof of a phase is
+the time that its most limiting resource would take at its peak rate. Phases and peaks are timed in
+the same interleaved rounds. The rounds also time a whole step, to compare it with the sum of the
+phases. The step uses one batch, no mixup, no averaged weights, and a learning rate of 0.
 """
 
 import itertools
@@ -51,14 +51,14 @@ PHASES = ("data", "trunk", "router", "dispatch", "experts", "exchange", "optimis
 OF_THE_STEP = PHASES[1:-1]
 
 _SAVES = 3
-_FILE = 128 * 2**20  # bytes of the file that is written and read
-_COPY = 256 * 2**20  # bytes that are copied
-_MESSAGES = {"cpu": 2**22, "cuda": 2**26}  # bytes that a rank has in the all-to-all
+_FILE = 128 * 2**20  # size of the file that is written and read
+_COPY = 256 * 2**20  # size of the copy
+_MESSAGES = {"cpu": 2**22, "cuda": 2**26}  # bytes of a rank's data in the all-to-all
 
 
 @dataclass(frozen=True)
 class Peak:
-    """So many FLOPs or bytes in each of these times."""
+    """A measured peak: `amount` FLOPs or bytes took each of `times`."""
 
     what: str
     amount: float
@@ -66,21 +66,21 @@ class Peak:
 
     @property
     def rate(self) -> float:
-        """FLOP/s or bytes/s, the median."""
+        """The median rate, in FLOP/s or bytes/s."""
         return 1e3 * self.amount / statistics.median(self.times)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What it does and took, beside the peaks of the resources that it uses."""
+    """The work and times of a phase, and the peaks of the resources that it uses."""
 
     work: Work
     times: Times
-    peaks: dict[str, Peak]  # by Work's names
+    peaks: dict[str, Peak]  # by the names of Work's fields
 
     def shares(self) -> dict[str, float]:
-        """For each resource the time that it would take at its peak over the phase's own; medians
-        of the rounds.
+        """The share of the roof by resource: the time that the resource would take at its peak,
+        divided by the phase's time. Medians of the rounds.
 
         Raises:
             ValueError: a peak was timed in other rounds.
@@ -98,11 +98,11 @@ class Phase:
         }
 
     def bound(self) -> tuple[str, float]:
-        """The resource that would take longest, and the share of the roof that it sets."""
+        """The limiting resource, and its share of the roof."""
         return max(self.shares().items(), key=lambda pair: pair[1])
 
     def rate(self, resource: str) -> float:
-        """FLOP/s or bytes/s, the median."""
+        """The median rate of a resource, in FLOP/s or bytes/s."""
         return 1e3 * getattr(self.work, resource) / statistics.median(self.times)
 
 
@@ -110,29 +110,30 @@ class Phase:
 class Roofline:
     title: str
     machine: str
-    # those that there are: a dense model has no router, one rank no exchange
+    # without phases that do not exist: a dense model has no router, a single rank no exchange
     phases: dict[str, Phase]
-    peaks: dict[str, Peak]  # "written" is the disk's for the checkpoint, "disk" the one for reading
+    # "written": writing to the disk, for the checkpoint; "disk": reading from it
+    peaks: dict[str, Peak]
     step: Times  # of the whole step
-    stall: float  # seconds that training stands still for the last checkpoint
+    stall: float  # seconds that training waits for the last checkpoint
     warmup: int
 
     def accounted(self) -> list[float]:
-        """A step's phases together over the whole step, in each round."""
+        """The sum of a step's phases, divided by the time of the whole step, in each round."""
         return ratios(
             summed([phase.times for name, phase in self.phases.items() if name in OF_THE_STEP]),
             self.step,
         )
 
     def share_of_step(self, name: str) -> float | None:
-        """The median; of data too, though other processes do that meanwhile. None for a
-        checkpoint."""
+        """The median time of a phase, divided by the time of a step. Also for data, although other
+        processes do that work in parallel. None for the checkpoint."""
         if name == "checkpoint":
             return None
         return statistics.median(ratios(self.phases[name].times, self.step))
 
     def record(self) -> dict:
-        """Everything, ready for JSON; times in ms, one a round."""
+        """All values, ready for JSON; times in ms, one for each round."""
         phases = {}
         for name, phase in self.phases.items():
             bound, share = phase.bound()
@@ -157,14 +158,15 @@ class Roofline:
 
 
 def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline | None:
-    """Of a step of `config`, with checkpoints and files below `output`, which do not stay. Every
-    rank calls this.
+    """Measure a training step of `config`. Checkpoints and files are written below `output` and
+    removed. Every rank calls this.
 
     Returns:
-        On the main rank its own work beside the slowest rank's times; on the others None.
+        On the main rank, its own work and the slowest rank's times; None on the other ranks.
 
     Raises:
-        UserError: data that cannot be used, a strategy or a disk that is unfit.
+        UserError: the data cannot be used, the strategy cannot be measured, or the disk cannot be
+            written to.
     """
     run = run_config(config)
     with open_world(run.device, run.timeout) as world, world.named_errors("a collective"):
@@ -205,10 +207,10 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
 
 
 def _step(sections: AllSections, images: Data, world: World) -> TrainingStep:
-    """The step that is measured.
+    """The measured step.
 
     Raises:
-        UserError: an epoch without a step.
+        UserError: the epoch has no whole step.
     """
     train, experts = sections.train, sections.model.experts
     seed_everything(sections.run.seed)
@@ -238,7 +240,7 @@ def _dtype(config: TrainConfig) -> str:
 
 
 def _tasks(step: TrainingStep, images: Data) -> tuple[dict[str, Task], Callable[[], object]]:
-    """The phases of one batch but for the checkpoint, and the whole step."""
+    """The phases of one batch, except the checkpoint, and the whole step."""
     batches = phases.endless(images)
     first = next(batches)
     device = step.world.device
@@ -248,7 +250,7 @@ def _tasks(step: TrainingStep, images: Data) -> tuple[dict[str, Task], Callable[
     def run_step() -> None:
         step.run([batch], next(numbers))
 
-    run_step()  # moments, and DDP's buckets, begin with the first step
+    run_step()  # the first step creates the moments and DDP's final buckets
     calls, moves = phases.watch(step, batch.images)
     tasks = {"data": phases.data(batches), "trunk": phases.trunk(step, batch)}
     if calls:
@@ -262,7 +264,7 @@ def _tasks(step: TrainingStep, images: Data) -> tuple[dict[str, Task], Callable[
 
 
 class Probe(NamedTuple):
-    """Work at the machine's limit: so many FLOPs or bytes a call."""
+    """A task at a limit of the machine: `amount` FLOPs or bytes in each call."""
 
     what: str
     amount: float
@@ -278,7 +280,7 @@ def _probes(step: TrainingStep, file: Path) -> dict[str, Probe]:
     where = f"{_FILE >> 20} MiB in {file.parent.parent}"
     probes = {
         "flops": Probe(f"matrix product, {dtype}", flops, product),
-        # read and written
+        # counted twice: read and written
         "memory": Probe(f"copy of {_COPY >> 20} MiB", 2 * _COPY, lambda: target.copy_(source)),
         "disk": Probe(f"reading {where}", _FILE, partial(read_file, file)),
         "written": Probe(f"writing {where}, with fsync", _FILE, partial(write_file, file, _FILE)),
@@ -294,7 +296,7 @@ def _probes(step: TrainingStep, file: Path) -> dict[str, Probe]:
 
 @contextmanager
 def scratch(output: Path, world: World) -> Iterator[Path]:
-    """A new directory in `output`, the same on all ranks, for the block's length."""
+    """A new directory in `output`, the same on all ranks, removed at the end of the block."""
     directory = Path(
         world.agree(tempfile.mkdtemp(prefix=".roofline-", dir=output) if world.is_main else None)
     )
@@ -306,8 +308,8 @@ def scratch(output: Path, world: World) -> Iterator[Path]:
 
 
 def write_file(path: Path, size: int) -> None:
-    """Until it is on the disk. Raises UserError where it cannot be."""
-    block = os.urandom(2**20)  # a file system may squeeze zeros
+    """Write a file and wait until it is on the disk. Raises UserError if that fails."""
+    block = os.urandom(2**20)  # random bytes, because a file system may compress zeros
     try:
         with path.open("wb", buffering=0) as file:
             for _ in range(size // len(block)):
@@ -318,8 +320,8 @@ def write_file(path: Path, size: int) -> None:
 
 
 def read_file(path: Path) -> None:
-    """From the disk: the system is asked to forget what it has of the file in memory (Linux does
-    so)."""
+    """Read a file from the disk. The system is first asked to drop its cached pages of the file,
+    which Linux does."""
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

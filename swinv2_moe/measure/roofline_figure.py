@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def draw(roofline: Roofline, path: Path) -> None:
-    """Write a PNG: the phases with FLOPs under the roof, and each phase's share of the step and of
-    its roof.
+    """Write a PNG: the phases that compute FLOPs under the roof, and each phase's shares of the
+    step and of its roof.
 
     Raises:
         UserError: the file cannot be written.
@@ -55,7 +55,7 @@ def _draw_roof(axes: "Axes", roofline: Roofline) -> None:
         rate = points[name].rate("flops") / 1e9
         axes.plot(intensity, rate, "o", color=_colour(name))
         offset = (0, 7)
-        if i % 2:  # alternately above and below: neighbours may be close
+        if i % 2:  # alternately above and below the point, since neighbours may be close
             offset = (0, -14)
         axes.annotate(
             name,
@@ -90,7 +90,7 @@ def _draw_shares(axes: "Axes", roofline: Roofline) -> None:
 def _draw_bars(
     axes: "Axes", shares: Sequence[float | None], offset: float, label: str, colour: str
 ) -> None:
-    """Horizontal bars, one a phase, `offset` above its place; none where a share is None."""
+    """Horizontal bars, one for each phase, shifted up by `offset`. A share of None has no bar."""
     places = [i + offset for i in range(len(shares))]
     percent = [100 * (share or 0) for share in shares]
     bars = axes.barh(places, percent, 0.38, color=colour, label=label)

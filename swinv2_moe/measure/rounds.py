@@ -33,8 +33,8 @@ def interleaved(
 ) -> dict[str, Times]:
     """Time alternatives in rounds. Each round runs all of them.
 
-    So other work on the machine slows all of them alike. Every other turn runs them in reverse
-    order, so that none always follows the one that needs most memory.
+    Other work on the machine then slows all alternatives alike. Every second turn runs them in
+    reverse order, so that no alternative always follows the one with the largest memory use.
 
     Args:
         warmup: rounds that are run first and not counted.
@@ -83,7 +83,7 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def machine(device: str) -> str:
-    """One line with device, threads, load and torch's version."""
+    """One line with the device, the number of threads, the load and torch's version."""
     name = f"CPU, {torch.get_num_threads()} threads"
     if device == "cuda":
         name = torch.cuda.get_device_name()
@@ -101,8 +101,8 @@ def matrix_product(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[
 def working_memory(work: Callable[[], object], device: torch.device) -> int | None:
     """Peak memory of `work` in bytes, beyond what is in use before it.
 
-    On a GPU from torch's allocator, on Linux from the process's peak resident set, which is reset
-    before. None where neither is available.
+    On a GPU the value is from torch's allocator. On a CPU under Linux it is from the process's peak
+    resident set, which is reset before. None if neither is available.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -125,7 +125,7 @@ def working_memory(work: Callable[[], object], device: torch.device) -> int | No
 
 
 def _resident(name: str) -> int:
-    """Bytes of this field of /proc/self/status, such as "VmRSS"."""
+    """The value of a field of /proc/self/status, such as "VmRSS", in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             kibibytes = int(line.split()[1])

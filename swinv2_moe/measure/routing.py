@@ -1,11 +1,11 @@
 """Expert specialisation of a checkpoint: pictures of its routing, and mutual information in bits.
 
-Measured is the mutual information between a token's expert and its class, position, colour or
-contrast, over a validation set, dropless (no expert is ever full).
+The mutual information is measured between a token's expert and its class, position, colour or
+contrast. It is measured on a validation set with dropless routing: no expert has a capacity limit.
 
 The plug-in estimates are biased upwards for few images (Paninski, Neural Computation 15, 2003). The
-bias for classes is estimated by shuffling the images' classes: the tokens of an image share its
-class, so that images are shuffled and not tokens. Colour and contrast are quantised, which gives a
+bias for classes is estimated by shuffling the classes of images. Images are shuffled, not tokens,
+because all tokens of an image have the same class. Colour and contrast are quantised, which gives a
 lower bound of their mutual information.
 
 N images, B of a batch, S pixels a side, h x w tokens of an image, K choices of a token, A kinds of
@@ -44,8 +44,9 @@ if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.figure import Figure
 
 _SHUFFLES = 10
-_LEVELS = 4  # of a patch's mean red, green and blue each: 64 kinds of colour
-# Limits between the kinds: standard deviation of a patch's brightness, from 0 to 255.
+_LEVELS = 4  # levels of a patch's mean red, green and blue: 64 kinds of colour
+# Boundaries between the kinds of contrast: standard deviation of a patch's brightness, from 0 to
+# 255.
 _CONTRASTS = (1, 2, 4, 8, 16, 32, 64)
 DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
 
@@ -65,7 +66,8 @@ def mutual_information(counts: np.ndarray) -> float:
 
 
 def class_table(by_image: np.ndarray, classes: np.ndarray, num_classes: int) -> np.ndarray:
-    """Choices of each expert by image [N, E] -> by class [num_classes, E]; `classes` is [N]."""
+    """Counts of each expert's choices by image [N, E] -> by class [num_classes, E]. `classes` [N]
+    are the images' classes."""
     table = np.zeros((num_classes, by_image.shape[1]), np.int64)
     np.add.at(table, classes, by_image)
     return table
@@ -94,7 +96,8 @@ class LayerChoices:
     contrast: np.ndarray | int = 0  # int64 [8, E]
 
     def add(self, ids: Tensor, pixels: Tensor) -> None:
-        """Count the choices `ids` [B, h, w, K] of a batch `pixels` [B, 3, S, S], from 0 to 1."""
+        """Count the choices `ids` [B, h, w, K] for a batch of images `pixels` [B, 3, S, S], from 0
+        to 1."""
         batch, height, width, _ = ids.shape
         grid = (height, width)
         numbers = torch.arange(batch, device=ids.device).view(-1, 1, 1)
@@ -119,9 +122,9 @@ class LayerChoices:
         return counts.view(num_kinds, self.num_experts).cpu().numpy()
 
     def summary(self, classes: np.ndarray, num_classes: int) -> dict:
-        """Load (1: an even share) and mutual information in bits, ready for JSON.
+        """The loads (1: an even share) and the mutual information in bits, ready for JSON.
 
-        `classes` [N] are those of the images.
+        `classes` [N]: the images' classes.
         """
         by_image = np.concatenate(self.images)
         load = by_image.sum(0)
@@ -129,7 +132,7 @@ class LayerChoices:
             "experts_used": int((load > 0).sum()),
             "load": (load / load.mean()).round(4).tolist(),
             "bits": {
-                "expert": entropy(load),  # the upper bound of those below
+                "expert": entropy(load),  # upper bound of the mutual information below
                 "class": mutual_information(class_table(by_image, classes, num_classes)),
                 "class_by_chance": chance_information(by_image, classes, num_classes),
                 "position": mutual_information(self.position),
@@ -187,11 +190,11 @@ def draw_routing(
     count: int = 8,
     limit: int | None = None,
 ) -> dict:
-    """Write routing.png, classes.png and, where `resume` is in a run, load.png into the directory
+    """Write routing.png, classes.png and, if `resume` is in a run, load.png into the directory
     `output`.
 
     Args:
-        images: files and folders of images for routing.png; none: the validation images.
+        images: files and folders of images for routing.png; empty: the validation images.
         data, dataset, opts: as in `open_deployed`.
         count: number of images in routing.png, evenly spaced.
         limit: number of validation images to measure on, evenly spaced; None: all.
@@ -263,7 +266,7 @@ def _choose(names: Sequence[str], count: int, sources: Sources, deployed: Deploy
 
 
 def _check(output: Path, count: int, limit: int | None) -> None:
-    """Check the arguments before anything is read.
+    """Check the arguments before reading any file.
 
     Raises:
         UserError: several processes, or a wrong argument.
@@ -282,7 +285,7 @@ def _check(output: Path, count: int, limit: int | None) -> None:
 
 
 def _files(names: Sequence[str], max_pixels: int) -> ImageFiles:
-    """The images of --images; those of a folder and its subfolders are sorted by name."""
+    """The images of --images. Images of a folder and its subfolders are sorted by name."""
     paths = np.array([os.fsencode(path) for path in image_paths(names, "--images ")])
     return ImageFiles("", paths, np.zeros(len(paths), np.int64), max_pixels)
 
@@ -291,9 +294,10 @@ def _files(names: Sequence[str], max_pixels: int) -> ImageFiles:
 def _paint_all(
     model: nn.Module, source: Source, deployed: Deployed, must_be_readable: bool
 ) -> list[np.ndarray]:
-    """The images, and the same painted by each layer's choices: uint8 [N, s, s, 3] each."""
+    """The images, and the images painted with each layer's choices: arrays of uint8 [N, s, s,
+    3]."""
     data = deployed.data
-    parts = []  # of each batch
+    parts = []  # one for each batch
     with prepared(model), record_choices(model) as choices:
         for images, _, unreadable in evaluation_loader(data, source):
             if must_be_readable and unreadable:
@@ -318,7 +322,7 @@ def _count(
         layers[block_name(name)] = LayerChoices(moe_layer.config.num_experts)
     unreadable = UnreadableImages(len(source), data.max_bad_share)
     loader, console = evaluation_loader(data, source), Console()
-    classes = []  # of each batch
+    classes = []  # one for each batch
     with (
         prepared(model),
         record_choices(model) as choices,
@@ -350,7 +354,7 @@ def class_bits(model: nn.Module, source: Source, deployed: Deployed, num_classes
 
 
 def _forward(model: nn.Module, images: Tensor, deployed: Deployed) -> Tensor:
-    """Run the model, whose choices are being recorded; returns the images on its device."""
+    """Run the model while its choices are recorded, and return the images on its device."""
     images = images.to(deployed.world.device, non_blocking=True)
     with deployed.autocast():
         model(images)
@@ -364,5 +368,5 @@ def _save(figures: "dict[str, Figure]", output: Path) -> None:
         raise UserError(f"--output {output}: cannot be made ({error.strerror})") from error
     for name, figure in figures.items():
         save_png(figure, output / name)
-    if "load.png" not in figures:  # remove that of another checkpoint
+    if "load.png" not in figures:  # remove the figure of another checkpoint
         (output / "load.png").unlink(missing_ok=True)

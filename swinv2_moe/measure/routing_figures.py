@@ -22,15 +22,15 @@ from swinv2_moe.routing_pictures import (
 if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.figure import Figure
 
-_MOST_CLASSES = 60  # in a heat map
+_MOST_CLASSES = 60  # maximum in a heat map
 
 
 def classes_figure(
     tables: dict[str, np.ndarray], class_names: Sequence[str], summaries: dict[str, dict]
 ) -> "Figure":
-    """For each layer a heat map of P(expert | class) / P(expert), from counts [C, E].
+    """One heat map for each layer: P(expert | class) / P(expert), from counts [C, E].
 
-    `summaries`: of each layer, as `LayerChoices.summary` returns it.
+    `summaries`: the result of `LayerChoices.summary` for each layer.
     """
     cols = min(len(tables), 4)
     rows = -(-len(tables) // cols)
@@ -59,19 +59,20 @@ def classes_figure(
 
 
 def preferences(table: np.ndarray) -> np.ndarray:
-    """P(expert | class) / P(expert), from counts [C, E]; 1 where there are no choices."""
+    """P(expert | class) / P(expert), from counts [C, E]; 1 for an expert or class without
+    choices."""
     expected = np.outer(table.sum(1), table.sum(0)) / table.sum()
     return np.divide(table, expected, out=np.ones(table.shape), where=expected > 0)
 
 
 def class_order(tables: Sequence[np.ndarray], most: int) -> np.ndarray:
-    """Up to `most` classes, in an order for the panels of all layers.
+    """Up to `most` classes, in the order of the rows of all panels.
 
-    They are those with the largest share of the mutual information of class and expert, summed
-    over the layers, sorted by the expert that they prefer in the last layer.
+    These classes have the largest share of the mutual information of class and expert, summed over
+    the layers. They are sorted by their preferred expert in the last layer.
 
     Args:
-        tables: of each layer the choices of each expert by each class [C, E].
+        tables: for each layer, the number of choices of each expert by class [C, E].
     """
     information = np.zeros(len(tables[0]))
     for table in tables:
@@ -85,7 +86,7 @@ def class_order(tables: Sequence[np.ndarray], most: int) -> np.ndarray:
 
 
 def load_figure(run: RunRecord) -> "Figure":
-    """Each layer's share of the choices for each expert over the logged steps, as stacked areas."""
+    """Stacked areas for each layer: each expert's share of the choices over the logged steps."""
     cols = min(len(run.layers), 3)
     rows = -(-len(run.layers) // cols)
     num_experts = len(run.load(run.layers[0])[1][0])

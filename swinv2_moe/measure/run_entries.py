@@ -1,4 +1,5 @@
-"""The lines of metrics.jsonl, checked. Imports no torch: `swinv2-moe watch` starts at once."""
+"""Read and check the lines of metrics.jsonl. Imports no torch, so that `swinv2-moe watch` starts
+fast."""
 
 import json
 from typing import Any
@@ -26,7 +27,8 @@ _STRATEGY = {
 
 
 def parse_entry(line: str | bytes) -> dict | None:
-    """A complete line as `swinv2_moe.train.record` writes it; None for any other text."""
+    """The values of a complete line that `swinv2_moe.train.record` has written; None for any other
+    text."""
     entry = parse(line)
     if _is_entry(entry):
         return entry
@@ -49,7 +51,7 @@ def fits(entry: Any, types: dict) -> bool:
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type and, if it is a number, finite and of a sensible size."""
+    """Whether a value has a type. A number must also be finite and below a limit."""
     return isinstance(value, kind) and (not isinstance(value, NUMBER) or -_LIMIT < value < _LIMIT)
 
 

@@ -31,8 +31,8 @@ class RunRecord:
     epochs: list[dict]
     environments: list[dict]
     summary: dict | None  # None: the run has not ended
-    damaged_lines: int  # of metrics.jsonl: a run that was killed may have left one
-    # `step`, and `strategy`: what a tuner has decided or timed
+    damaged_lines: int  # in metrics.jsonl; a run that was killed may leave one
+    # `step` and `strategy`: decisions or timings of a tuner
     strategies: Sequence[dict] = ()
     telemetry: Sequence[dict] = ()  # the use of the machines by phase, after each epoch
 
@@ -64,7 +64,8 @@ class NotBegunError(UserError):
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
-    """As `read_run`; the names have as many parts of the path as distinguish the runs."""
+    """Read several runs, as `read_run`. The runs' names are the last parts of their paths, as many
+    as needed to distinguish them."""
     paths = [directory.resolve().parts for directory in directories]
     depth = _distinguishing_depth(paths)
     runs = []
@@ -74,7 +75,7 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
 
 
 def _distinguishing_depth(paths: Sequence[tuple[str, ...]]) -> int:
-    """The number of last parts by which the paths differ; 1 if they are equal."""
+    """The number of last parts that distinguishes the paths; 1 if the paths are equal."""
     for depth in range(1, max(map(len, paths))):
         if len({path[-depth:] for path in paths}) == len(paths):
             return depth
@@ -82,11 +83,11 @@ def _distinguishing_depth(paths: Sequence[tuple[str, ...]]) -> int:
 
 
 def read_run(directory: Path) -> RunRecord:
-    """The run in `directory`.
+    """Read the run in `directory`.
 
     Raises:
-        NotBegunError: it has not logged a step yet.
-        UserError: no run is there, or what it holds is not readable.
+        NotBegunError: the run has not logged a step yet.
+        UserError: the directory has no run, or the run cannot be read.
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: is not a run directory")
@@ -101,7 +102,7 @@ def read_run(directory: Path) -> RunRecord:
             " begun?"
         )
     text = _read(directory / "config.yaml", f"{directory}: holds no config.yaml")
-    if not text.strip():  # it would be read as the default configuration
+    if not text.strip():  # an empty file would be read as the default configuration
         raise UserError(f"{directory / 'config.yaml'}: is empty")
     return RunRecord(
         directory,
@@ -118,10 +119,10 @@ def read_run(directory: Path) -> RunRecord:
 
 
 def read_summary(file: Path) -> dict | None:
-    """The summary of a run, None without one.
+    """The summary of a run; None if it has none.
 
     Raises:
-        UserError: it is not readable.
+        UserError: the summary cannot be read.
     """
     if not file.exists():
         return None

@@ -1,4 +1,4 @@
-"""Epochs to a target accuracy against the batch size: what the runs have left, table and figure."""
+"""Epochs to a target accuracy for each batch size: results of the runs, table and figure."""
 
 import csv
 import itertools
@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
     @property
     def name(self) -> str:
-        """That of its directory."""
+        """The name of the run's directory."""
         return f"{self.optimizer.replace('=', '-')}-batch{self.batch_size}-seed{self.seed}"
 
 
@@ -49,12 +49,13 @@ class Result(NamedTuple):
     target_epoch: int | None  # None: not reached
     target_step: int | None
     top1: float  # percent, after the last epoch
-    noise_scale: float | None  # images: the median until the target, or of the whole run
+    # in images: the median until the target, or over the whole run if the target was not reached
+    noise_scale: float | None
     images_per_second: float
 
 
 def read(runs: Sequence[Point], output: Path) -> list[Result]:
-    """The finished ones of the runs, in that order.
+    """The results of the finished runs, in the order of `runs`.
 
     Raises:
         UserError: a run that cannot be read.
@@ -82,7 +83,7 @@ def read(runs: Sequence[Point], output: Path) -> list[Result]:
 
 
 def _noise_scales(directory: Path, last_step: int) -> list[float]:
-    """What the run has logged until a step; nothing if it had fewer steps than PRINT_FREQ."""
+    """The noise scales that the run logged until a step; none with fewer steps than PRINT_FREQ."""
     try:
         steps = read_run(directory).steps
     except NotBegunError:
@@ -93,7 +94,7 @@ def _noise_scales(directory: Path, last_step: int) -> list[float]:
 
 
 def write_csv(results: Sequence[Result], file: Path) -> None:
-    """A line for each run.
+    """Write a line for each run.
 
     Raises:
         UserError: the file cannot be written.
@@ -108,8 +109,8 @@ def write_csv(results: Sequence[Result], file: Path) -> None:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """A line for each optimiser and batch size: means over the seeds that reached the target, with
-    95% intervals of Student's t; the median noise scale."""
+    """A table with a row for each optimiser and batch size: means over the seeds that reached the
+    target, with 95% intervals of Student's t, and the median noise scale."""
     lines = []
     for (optimizer, batch_size), runs in _groups(results):
         reached = [run for run in runs if run.target_epoch is not None]
@@ -133,10 +134,10 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def draw(results: Sequence[Result], target: float, file: Path) -> None:
-    """A PNG of the epochs to the target against the batch size, a point for each run.
+    """Write a PNG: epochs to the target against batch size, with a point for each run.
 
-    A line joins the means of batch sizes with which all runs have reached it. At the top is how
-    many of the others have not.
+    A line joins the means of the batch sizes at which all runs reached the target. For the other
+    batch sizes, the number of runs that did not reach it is shown at the top.
 
     Raises:
         UserError: the file cannot be written.

@@ -28,11 +28,11 @@ def check_rounds(rounds: int, warmup: int) -> None:
 
 
 def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """`times / base` of each round.
+    """The ratio `times / base` in each round.
 
     Raises:
-        ValueError: the two come from different calls of `interleaved`, or from different numbers
-            of rounds.
+        ValueError: the two are from different calls of `interleaved`, or have different numbers of
+            rounds.
     """
     _common_run(times, base)
     return [t / b for t, b in zip(times, base, strict=True)]
@@ -44,9 +44,9 @@ def summed(parts: Sequence[Times]) -> Times:
 
 
 def _common_run(*many: Sequence[float]) -> str | None:
-    """The call of `interleaved` that all times come from; None for plain lists.
+    """The id of the call of `interleaved` that all times are from; None for plain lists.
 
-    For plain lists the caller promises that they come from the same rounds.
+    For plain lists the caller guarantees that they are from the same rounds.
     """
     runs = [getattr(times, "run", None) for times in many]
     if len(set(runs)) > 1:

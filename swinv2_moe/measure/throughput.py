@@ -1,27 +1,28 @@
-"""Images/s of a model with experts beside its dense twin, the same trunk with plain FFNs.
+"""Images/s of a model with experts compared with its dense twin: the same trunk with dense FFNs.
 
-Every combination of mode, batch size, dtype, capacity factor and compilation is one run of
-interleaved rounds, in which both models and a large matrix product of the same dtype take turns; no
-other times are ever set against each other.
+Each combination of mode, batch size, dtype, capacity factor and compilation is measured in one
+series of interleaved rounds. In each round both models and a large matrix product of the same dtype
+are timed. Only times of the same series are compared.
 
 - Training: the step of a training run (forward, both losses, backward, clipping, update, and under
   torchrun the exchange of rows and gradients), without mixup, accumulation or averaged weights. The
-  learning rate is 0: as much work, but every round does it on the same weights.
-- bfloat16 and float16: autocast, as in training and evaluation; the weights stay fp32.
+  learning rate is 0, which does not change the amount of work, so that every round has the same
+  weights.
+- bfloat16 and float16: autocast, as in training and evaluation; the weights stay in fp32.
 - The einsum baseline: a third model with the same weights, whose MoE layers compute as fairseq's do
-  (measure.einsum_baseline). That its outputs are the same is checked first.
+  (measure.einsum_baseline). Its outputs are first compared with the model's.
 - Images/s: of all ranks together; a round takes as long as its slowest rank.
 - MFU (model FLOPs utilisation, arXiv 2204.02311, appendix B): two FLOPs for each MAC of the batch
-  (models.complexity; none dropped), three times as many in training, over what the matrix product
-  reached in the same round on each rank.
+  (models.complexity, without dropped choices), three times as many in training, divided by the
+  FLOPs that the matrix product reached in the same round on each rank.
 - CUDA graphs (`graph`): the rounds replay the kernels of each pass. First call and peak memory are
-  of passes before the capture.
-- Peak memory: what one untimed pass needs beyond what lies there before it, on the rank that needs
-  most.
+  measured on passes before the capture.
+- Peak memory: the memory that one untimed pass needs in addition to the memory in use before it, on
+  the rank with the largest value.
 
-The images lie on the device and are noise, on which fresh routers of a deep model spread the tokens
-about as evenly as balanced, trained ones do on photographs; the share that was dropped and the
-largest load are in every row.
+The images are noise on the device. With noise, new routers of a deep model distribute the tokens
+about as evenly as trained, balanced routers do with photographs. Each row reports the dropped share
+and the largest load.
 
 B images of a rank and pass, W ranks
 """
@@ -73,17 +74,17 @@ from swinv2_moe.train.parallelize import local_part
 from swinv2_moe.train.record import dropped_share
 from swinv2_moe.train.step import TrainingStep
 
-ASSUMED_CLASSES = 1000  # where the configuration leaves the number to the data
+ASSUMED_CLASSES = 1000  # if the data determine the number of classes
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the models in one run of rounds."""
+    """The measurements of one model in one series of rounds."""
 
     times: Times  # ms of a pass
     size: Complexity
-    first_call: float  # seconds; compilation happens in it
-    peak_memory: int | None  # bytes; None: this system does not tell
+    first_call: float  # in seconds, including compilation
+    peak_memory: int | None  # in bytes; None: not available on this system
     # bytes of the parameters and, in training, of the optimiser's state, on the main rank
     held: int
 
@@ -99,8 +100,8 @@ class Row:
     dense: Side
     product: Times  # ms of the matrix product, which each rank computes
     product_flops: int
-    dropped: float  # of all choices of an expert in the last pass, the share that found it full
-    largest_load: float  # of an expert in any layer and rank, in units of an even share
+    dropped: float  # share of the choices in the last pass whose expert was full
+    largest_load: float  # of any expert in any layer, in units of an even share
     einsum: Side | None = None  # the model with experts, computed with einsums
 
     def sides(self) -> dict[str, Side]:
@@ -111,11 +112,12 @@ class Row:
         return named
 
     def images_per_second(self, side: Side) -> list[float]:
-        """Of all ranks together, in each round."""
+        """Images/s of all ranks together, in each round."""
         return [1e3 * self.combination.batch_size * self.ranks / t for t in side.times]
 
     def ratio(self, base: Side | None = None) -> list[float]:
-        """Images/s with experts over those of `base` (None: the dense model), in each round.
+        """Images/s with experts divided by the images/s of `base` (None: the dense model), in each
+        round.
 
         Raises:
             ValueError: the two were not timed in the same rounds.
@@ -125,7 +127,7 @@ class Row:
         return ratios(base.times, self.moe.times)
 
     def mfu(self, side: Side) -> list[float]:
-        """The share of the measured peak, in each round. Raises what `ratio` raises."""
+        """The share of the measured peak FLOPs, in each round. Raises what `ratio` raises."""
         flops = 2 * side.size.macs * PASSES[self.combination.mode] * self.combination.batch_size
         return [ratio * flops / self.product_flops for ratio in ratios(self.product, side.times)]
 
@@ -133,13 +135,15 @@ class Row:
 def measure(
     plan: Plan, rounds: int, warmup: int, baseline: str = "dense", graph: bool = False
 ) -> Iterator[Row]:
-    """The main rank gets each row as soon as it is measured, the other ranks none; every rank goes
-    through all.
+    """Measure each combination of `plan`. Every rank iterates over all combinations.
+
+    Yields:
+        On the main rank a row, as soon as it is measured; nothing on the other ranks.
 
     Raises:
         UserError: experts or a strategy that do not fit the ranks; a GPU whose memory is too small;
-            float16 on a CPU; an einsum baseline with other outputs than the model's; with `graph`,
-            a pass that cannot be captured.
+            float16 on a CPU; an einsum baseline whose outputs differ from the model's; with
+            `graph`, a pass that cannot be captured.
     """
     config = plan[0][1]
     run = run_config(config)
@@ -178,7 +182,7 @@ def measure(
 
 
 class Subject(NamedTuple):
-    """A model and what is timed of it."""
+    """A model and its timed function."""
 
     model: MoEModel
     run: Callable[[], object]  # one pass, or one step
@@ -195,10 +199,11 @@ def _measure(
     world: World,
     graph: bool,
 ) -> Row:
-    """`configs` and `sizes` are those of the model with experts, of the dense one and, if it is
-    measured, of the einsum baseline."""
-    gc.collect()  # models of the combination before, which DDP holds in a circle
-    torch.compiler.reset()  # or they would count towards dynamo's limit of recompilations
+    """Measure one combination. `configs` and `sizes` are those of the model with experts, the dense
+    model and, if it is measured, the einsum baseline."""
+    # frees the models of the previous combination, which DDP keeps in a reference cycle
+    gc.collect()
+    torch.compiler.reset()  # otherwise they would count towards dynamo's limit of recompilations
     before = machine(world.device.type)
     subjects = [prepare(combination.mode, config, world) for config in configs]
     if len(subjects) == 3:
@@ -229,19 +234,18 @@ def _measure(
 
 @contextmanager
 def prepared_for_inference(subjects: Iterable[Subject]) -> Iterator[None]:
-    """`moe_core.prepared` for the subjects whose weights do not change: those without an
-    optimiser."""
+    """`moe_core.prepared` for the subjects without an optimiser, whose weights do not change."""
     with ExitStack() as contexts:
         for subject in subjects:
             if subject.optimizer is None:
                 contexts.enter_context(prepared(subject.model))
             if subject.uncompiled is not None:
-                subject.uncompiled()  # it computes the values that the compiled passes read
+                subject.uncompiled()  # computes the cached values, which the compiled passes read
         yield
 
 
 def prepare(mode: str, config: AllSections, world: World) -> Subject:
-    """The model of one of the configurations of `combinations`, and its pass or step."""
+    """The model of a configuration from `combinations`, and its forward pass or training step."""
     if mode == "training":
         return _training(config, world)
     return _inference(config, world)
@@ -306,8 +310,8 @@ def _held(subject: Subject) -> int:
 
 
 def _routing(model: MoEModel) -> tuple[float, float]:
-    """Of this rank's last pass: the dropped share of all choices; the largest load of an expert in
-    any layer."""
+    """Routing in this rank's last pass: the dropped share of all choices, and the largest load of
+    an expert in any layer."""
     stats = [layer.last_routing for layer in moe_layers(model).values()]
     return dropped_share(stats), max(
         float(of_layer.counts.max() / of_layer.counts.float().mean()) for of_layer in stats

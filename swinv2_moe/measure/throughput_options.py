@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.spread import check_rounds
 
-# a backward pass has two products for each one of the forward pass
+# matrix products in units of a forward pass; the backward pass has two for each of them
 PASSES = {"inference": 1, "training": 3}
 DTYPES = ("float32", "bfloat16", "float16")
 BASELINES = ("dense", "einsum")
@@ -14,11 +14,11 @@ SWITCH = ("off", "on")
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured: all combinations of the first five; without capacity factors, the
-    configuration's.
+    """Options of a measurement: all combinations of the first five fields are measured. Without
+    capacity factors, the configured one is used.
 
     Raises:
-        UserError: a value that none of them can take.
+        UserError: a field has an invalid value.
     """
 
     mode: tuple[str, ...] = ("inference",)

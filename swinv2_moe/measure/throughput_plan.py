@@ -1,4 +1,4 @@
-"""What a throughput measurement combines, and the configurations for it. Imports no torch."""
+"""The combinations of a throughput measurement, and their configurations. Imports no torch."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.measure.configurations import REPEATABLE, check_opts
 from swinv2_moe.measure.throughput_options import Options
 
-# nothing is loaded
+# settings of a speed measurement: no images and no weights are loaded
 _SPEED_ALONE = REPEATABLE | {
     "DATA.DATASET": "digits",
     "DATA.GLOBAL_BATCH_SIZE": 0,
@@ -50,15 +50,16 @@ class Combination(NamedTuple):
         )
 
 
-Plan = list[tuple[Combination, CfgNode, CfgNode]]  # with the configurations of the two models
+# each combination with the configurations of the two models
+Plan = list[tuple[Combination, CfgNode, CfgNode]]
 
 
 def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Plan:
     """Every combination, with the configurations of the model with experts and of the dense one.
 
     Raises:
-        UserError: what `load_config` raises; a configuration without experts, an `opts` that is not
-            measured.
+        UserError: as `load_config`; also for a configuration without experts, and for `opts` that
+            have no effect on the measurement.
     """
 
     def load(keys: dict[str, object]) -> CfgNode:

@@ -31,7 +31,7 @@ def headline(plan: Plan, ranks: int) -> str:
 
 
 def protocol(row: Row, warmup: int) -> str:
-    """How the figures were measured, for the head of a table."""
+    """A description of the measurement, for the head of a table."""
     rounds, experts, dense = len(row.product), row.moe.size, row.dense.size
     sizes = (
         f"{experts.parameters / 1e6:,.1f}M parameters and {experts.macs / 1e6:,.0f}M MACs/image, "
@@ -95,7 +95,8 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """A PNG with a panel for each mode: images/s of both models with quartiles, and their ratio.
+    """Write a PNG with a panel for each mode: images/s of both models with quartiles, and their
+    ratio.
 
     Raises:
         UserError: a file that cannot be written.

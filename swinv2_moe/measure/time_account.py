@@ -1,4 +1,4 @@
-"""Where the time of a run went, and how its machines were used, for the report."""
+"""The time of a run by phase, and the use of its machines, for the report."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -32,7 +32,7 @@ class TimeAccount(NamedTuple):
 
 
 def time_account(run: RunRecord) -> TimeAccount | None:
-    """The account of a run; None of one that recorded no phases (an earlier version)."""
+    """The account of a run; None if the run recorded no phases (an earlier version)."""
     seconds = _seconds(run)
     total = sum(seconds.values())
     if not total:
@@ -72,7 +72,7 @@ def _to_solution(run: RunRecord) -> str:
 
 
 def _seconds(run: RunRecord) -> dict[str, float]:
-    """Seconds of each phase: of the summary or, before the run's end, of its epochs so far."""
+    """Seconds of each phase: from the summary or, before the run's end, from its epochs so far."""
     phases = (run.summary or {}).get("phases")
     if isinstance(phases, dict) and fits(phases, dict.fromkeys(phases, NUMBER)):
         return {name: phases[name] for name in _PHASES if name in phases}
@@ -85,7 +85,7 @@ def _seconds(run: RunRecord) -> dict[str, float]:
 
 
 def _use(run: RunRecord) -> dict[str, dict[str, float]]:
-    """The means and maxima of each phase over the epochs."""
+    """The use of the machines in each phase: means and maxima over the epochs."""
     by_phase: dict[str, list[Mapping[str, float]]] = {}
     for entry in run.telemetry:
         for name, values in entry["telemetry"].items():

@@ -1,9 +1,9 @@
-"""FLOPs and bytes of a piece of work, counted while it runs.
+"""FLOPs and bytes of a task, counted while it runs.
 
 - FLOPs: torch's FlopCounterMode (products, convolutions, attention).
 - Memory: every operator reads each input tensor once and writes each output tensor once. A view
-  moves nothing. Where results stay in a cache from one operator to the next, less is moved, and
-  the work may exceed its roof.
+  moves nothing. If results stay in a cache between two operators, less is moved, and the task may
+  be faster than its roof.
 """
 
 import math
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-# Operators that do not read the values of one argument, by its name: they use its shape only, or
-# write to it.
+# Operators that do not read the values of one argument (the given name): they use only its shape,
+# or write to it.
 _UNREAD = dict.fromkeys(
     (
         "aten::copy_",
@@ -40,7 +40,7 @@ _UNREAD = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank computes and moves."""
+    """The computation and data movement of one rank."""
 
     flops: float = 0.0
     memory: float = 0.0  # bytes read and written
@@ -49,15 +49,15 @@ class Work:
 
 
 class Task(NamedTuple):
-    """A function and the work that one call of it does."""
+    """A function and the work of one call."""
 
     run: Callable[[], object]
     work: Work
 
 
 class MemoryTraffic(TorchDispatchMode):
-    """A context that counts in `bytes` what the operators in it read and write, as the head of this
-    module says."""
+    """A context that counts in `bytes` the reads and writes of its operators, as described at the
+    head of this module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class MemoryTraffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        # these allocate, and write nothing
+        # these allocate memory without writing to it
         if not operator_name(func).startswith(("aten::empty", "aten::new_empty")):
             self.bytes += _moved_bytes(func, args, kwargs, out)
         return out
@@ -74,12 +74,12 @@ class MemoryTraffic(TorchDispatchMode):
 
 def _moved_bytes(func: Callable, args: tuple, kwargs: dict, out: object) -> int:
     """Bytes that an operator reads and writes, by its arguments and its result."""
-    arguments = func._schema.arguments  # no public function tells which are written
+    arguments = func._schema.arguments  # no public function tells which arguments are written
     values = dict(kwargs)
     for argument, value in zip(arguments, args, strict=False):
         values[argument.name] = value
     written = [values.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
-    # each tensor counts once, however often it is passed
+    # each tensor counts once, even if it is passed several times
     read_tensors = {id(tensor): tensor for tensor in _tensors_in((args, kwargs))}
     written_tensors = {id(tensor): tensor for tensor in _tensors_in(written)}
     storages = {tensor.untyped_storage() for tensor in read_tensors.values()}
@@ -93,7 +93,7 @@ def _moved_bytes(func: Callable, args: tuple, kwargs: dict, out: object) -> int:
 
 
 def operator_name(func: Callable) -> str:
-    """The name without the overload, such as aten::add."""
+    """The operator's name without the overload, such as aten::add."""
     return func.name().partition(".")[0]
 
 

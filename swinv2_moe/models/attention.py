@@ -1,6 +1,7 @@
 """Window attention with timm's parameters and results, in one fused operation.
 
-That is `window_attention` on a GPU in half precision, and scaled_dot_product_attention elsewhere.
+The operation is `window_attention` on a GPU in half precision, and scaled_dot_product_attention
+otherwise.
 """
 
 # B images, W windows of an image, N tokens of a window, h heads, D channels of a head
@@ -21,8 +22,9 @@ from swinv2_moe.models import window_attention
 class FusedWindowAttention(WindowAttention):
     """timm's SwinV2 attention (cosine similarity, log-spaced position bias) as one fused kernel.
 
-    Same parameters, same output within rounding. Source: Swin Transformer V2, arXiv 2111.09883,
-    section 3. Within `moe_core.prepared` the position network runs once.
+    It has the same parameters as timm's, and the same output except for rounding. Source: Swin
+    Transformer V2, arXiv 2111.09883, section 3. Within `moe_core.prepared` the position network
+    runs once.
     """
 
     cosine = True  # queries and keys are normalised
@@ -33,7 +35,7 @@ class FusedWindowAttention(WindowAttention):
 
     @classmethod
     def like(cls, attn: WindowAttention) -> "FusedWindowAttention":
-        """A new attention of the same shape, on the same device."""
+        """A new attention with the same shape and on the same device as `attn`."""
         return cls(
             attn.dim,
             attn.window_size,
@@ -53,7 +55,7 @@ class FusedWindowAttention(WindowAttention):
         dropout = 0.0
         if self.training:
             dropout = self.attn_drop.p
-        if torch.jit.is_scripting():  # TorchScript compiles this branch alone
+        if torch.jit.is_scripting():  # TorchScript compiles only this branch
             x = self._sdpa(qkv, mask, dropout)
         else:
             x = self._fastest(qkv, mask, dropout)
@@ -103,7 +105,8 @@ class FusedWindowAttention(WindowAttention):
         return F.linear(x, self.qkv.weight, bias)
 
     def scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Queries and keys of unit length, queries times the head's temperature; and the scale."""
+        """Queries and keys of unit length, with the queries multiplied by the head's temperature;
+        and the scale of the scores."""
         return (
             (F.normalize(q, dim=-1) * self.temperature()).to(q.dtype),
             F.normalize(k, dim=-1).to(q.dtype),
@@ -115,14 +118,14 @@ class FusedWindowAttention(WindowAttention):
         return self.logit_scale.clamp(max=math.log(1 / 0.01)).exp()
 
     def _position_bias(self, dtype: torch.dtype) -> Tensor:
-        """[h, N, N]."""
+        """The position bias in `dtype`: [h, N, N]."""
         if torch.jit.is_scripting():
             return self.position_bias().to(dtype)
         else:
             return self._kept_position_bias(dtype)
 
     def _kept_position_bias(self, dtype: torch.dtype) -> Tensor:
-        """The same, computed once within `moe_core.prepared`."""
+        """As `_position_bias`, but computed only once within `moe_core.prepared`."""
 
         def compute() -> Tensor:
             return self.position_bias().to(dtype).contiguous()
@@ -134,7 +137,7 @@ class FusedWindowAttention(WindowAttention):
         return kept
 
     def position_bias(self) -> Tensor:
-        """[h, N, N]."""
+        """The position bias: [h, N, N]."""
         return 16 * torch.sigmoid(self.raw_position_bias())
 
     def raw_position_bias(self) -> Tensor:

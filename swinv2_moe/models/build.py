@@ -1,4 +1,4 @@
-"""The model that a configuration describes."""
+"""Build the model of a configuration."""
 
 import torch
 
@@ -9,17 +9,17 @@ from swinv2_moe.model_types import model_types
 from swinv2_moe.models.complexity import Complexity, count
 from swinv2_moe.models.protocol import MoEModel
 
-# by the value of MODEL.MOE.EVAL_BATCH_PRIORITIZED; None: as in training
+# MoEMlp's setting by the value of MODEL.MOE.EVAL_BATCH_PRIORITIZED; None: as in training
 _EVAL_BATCH_PRIORITIZED = {"same": None, "always": True, "never": False}
 
 
 def build_model(
     config: ModelConfig, num_classes: int, group: ExpertGroup | None = None
 ) -> MoEModel:
-    """A freshly initialised model; its values follow torch's seed and not the number of ranks.
+    """A newly initialised model. Its values depend on torch's seed, not on the number of ranks.
 
     Raises:
-        UserError: experts, or a strategy, that do not fit the group.
+        UserError: the experts or the strategy do not fit the group.
     """
     try:
         model = _model(config, num_classes, group)
@@ -60,7 +60,7 @@ def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, object]:
 
 
 def configured_strategy(experts: ExpertsConfig) -> ParallelStrategy | str:
-    """What MODEL.MOE.STRATEGY and the keys of a fixed one say; "auto" asks for a tuner."""
+    """The strategy from MODEL.MOE.STRATEGY and the keys of a fixed strategy; "auto" for a tuner."""
     if experts.strategy == "fixed":
         return ParallelStrategy(
             experts.r,
@@ -75,8 +75,8 @@ def configured_strategy(experts: ExpertsConfig) -> ParallelStrategy | str:
 
 
 def measure_model(config: ModelConfig, num_classes: int) -> Complexity:
-    """Parameters over all ranks and MACs per image of the configured model, without building it in
-    memory."""
+    """Parameters over all ranks and MACs per image of the configured model, counted on the meta
+    device."""
     with torch.device("meta"):
         model = build_model(config, num_classes)
     return count(model, config.img_size, config.in_chans)

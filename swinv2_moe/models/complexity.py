@@ -1,5 +1,5 @@
-"""Parameters and multiply-accumulates of a model, counted on the meta device, without
-memory or computation."""
+"""Count the parameters and multiply-accumulates of a model on the meta device, without memory or
+computation."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ _LAYER_NORM = {
 
 
 class Complexity(NamedTuple):
-    """Totals over all experts; `macs` are those one image activates."""
+    """Parameters over all experts, and the MACs of one image (`macs`)."""
 
     parameters: int
     macs: int
@@ -22,10 +22,10 @@ class Complexity(NamedTuple):
 def count(model: nn.Module, img_size: int, in_chans: int = 3) -> Complexity:
     """Count a model that lives on the meta device.
 
-    The MACs are what one more image in the batch costs, so the position bias, which a batch shares,
-    is not in them: convolutions, linear layers, attention, and layer norms as one per element; each
-    token counts in its top-k experts, none dropped. This is how Swin Transformer's public code
-    counts, and it reproduces its published figures.
+    MACs are the cost of one more image in a batch: convolutions, linear layers, attention, and one
+    MAC per element of a layer norm. Each token counts in its top-k experts; none is dropped. The
+    position bias is computed once per batch and not counted. Swin Transformer's public code counts
+    in the same way, and the results agree with the published figures.
     """
     model.eval()
     macs = [

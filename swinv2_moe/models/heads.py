@@ -1,4 +1,4 @@
-"""Adapts the classifier of pretrained weights to a model with other classes."""
+"""Adapt the classifier of pretrained weights to a model with other classes."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import read_bounded
 from swinv2_moe.models.protocol import MoEModel
 
-_MAX_BYTES = 1 << 26  # of a class map
+_MAX_BYTES = 1 << 26  # limit of a class map
 _MAX_DIGITS = 9
 
 
@@ -20,10 +20,10 @@ def fit_head(tensors: dict[str, Tensor], model: MoEModel, config: ModelConfig) -
     Without these keys the tensors are returned unchanged.
 
     Args:
-        model: MODEL.NEW_HEAD uses its head.
+        model: the source of the new head with MODEL.NEW_HEAD.
 
     Raises:
-        UserError: a class map that cannot be read, or does not match the model or the weights.
+        UserError: the class map cannot be read, or does not match the model or the weights.
     """
     names, expected = model.classifier_names(), model.state_dict()
     if config.new_head:
@@ -51,7 +51,7 @@ def read_class_map(file: Path) -> list[int]:
     """Read a class map, such as Swin's map22kto1k.txt or a file of data/make_class_map.py.
 
     It has one line for each class of the model: the number (from 0) of the class in the pretrained
-    weights, or -1 if they do not have it.
+    weights, or -1 if the weights do not have this class.
 
     Raises:
         UserError: the file cannot be read, or is not a class map.

@@ -1,7 +1,8 @@
-"""Weights by name: MODEL.PRETRAINED timm:NAME or hf-hub:OWNER/NAME, from the Hugging Face hub.
+"""Pretrained weights by name, timm:NAME or hf-hub:OWNER/NAME in MODEL.PRETRAINED, from the Hugging
+Face hub.
 
-A file that the cache has is used without a connection. The cache and its variables (HF_HOME,
-HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN) are those of huggingface_hub.
+A file in the cache is used without a connection. The cache is huggingface_hub's, with its
+environment variables (HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN).
 """
 
 import difflib
@@ -19,7 +20,7 @@ from swinv2_moe.models.positions import windows_of_model
 
 _TIMM = "timm:"
 _HUB = "hf-hub:"
-_FILES = ("model.safetensors", "pytorch_model.bin")  # the second one in older repositories
+_FILES = ("model.safetensors", "pytorch_model.bin")  # the second name is used in older repositories
 
 
 def is_hub_name(pretrained: str) -> bool:
@@ -28,7 +29,7 @@ def is_hub_name(pretrained: str) -> bool:
 
 
 def fetch_weights(name: str) -> Path:
-    """The file of weights that `name` stands for, from the cache or else downloaded.
+    """The file of weights that `name` stands for, from the cache, or else by download.
 
     Processes of one machine that ask for the same file download it once: huggingface_hub locks it.
 
@@ -46,7 +47,7 @@ def fetch_weights(name: str) -> Path:
         except (LocalEntryNotFoundError, ValueError):
             continue  # not in the cache; the download reports an invalid name
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its retries are no news for the user
+    logging.set_verbosity_error()  # messages about retries do not help the user
     try:
         return _download(name, repository, revision, files)
     finally:
@@ -56,7 +57,7 @@ def fetch_weights(name: str) -> Path:
 def windows_of_name(name: str) -> list[int]:
     """For each stage the window side that the weights' position biases were trained with.
 
-    Empty where it is not known: for names of the hub, and models other than SwinV2.
+    Empty if not known: for names of the hub, and for models other than SwinV2.
     """
     if not name.startswith(_TIMM):
         return []
@@ -74,7 +75,7 @@ def _location(name: str) -> tuple[str, str | None, tuple[str, ...]]:
     model = name.removeprefix(_TIMM)
     try:
         config = get_pretrained_cfg(model)
-    except RuntimeError:  # a tag that the model does not have
+    except RuntimeError:  # the model has no such tag
         config = None
     if config is None:
         similar = difflib.get_close_matches(model, timm.list_pretrained(), n=1)
@@ -102,7 +103,7 @@ def _download(name: str, repository: str, revision: str | None, files: tuple[str
             raise UserError(_advice(name, repository, revision, "no connection")) from error
         except EntryNotFoundError:
             continue
-        except (OSError, ValueError) as error:  # of requests, of the disk, of the name
+        except (OSError, ValueError) as error:  # raised for requests, for the disk and for the name
             reason = one_line(str(error))
             raise UserError(_advice(name, repository, revision, reason)) from error
     raise UserError(f"MODEL.PRETRAINED {name}: {repository} has no file {' or '.join(files)}")

@@ -1,4 +1,4 @@
-"""The adapter around MoELayer that takes the place of a timm block's FFN."""
+"""Adapter that makes MoELayer usable as the FFN of a timm block."""
 
 import torch
 from timm.models import register_notrace_module
@@ -11,18 +11,19 @@ _LAYER = ".mlp.moe"  # suffix of an MoE layer's name after its block's name
 
 @register_notrace_module  # reason: routing depends on the input
 class MoEMlp(nn.Module):
-    """An MoE layer with the interface of a block's FFN: a tensor in, a tensor out.
+    """An MoE layer with the interface of a block's FFN, which maps a tensor to a tensor.
 
-    timm's block expects one result, so the auxiliary loss is stored here until `take_aux_loss`. If
-    `frozen`, the layer stays in evaluation mode (no noise, the capacity of evaluation) and has no
-    auxiliary loss.
+    timm's block expects one result, so the auxiliary loss is stored here until `take_aux_loss`
+    collects it. If `frozen`, the layer stays in evaluation mode (no noise, the capacity of
+    evaluation) and has no auxiliary loss.
 
     Attributes:
-        top_k, capacity_factor: in training mode; None: as the layer is configured. A schedule sets
-            them between two steps.
-        random_share: of the tokens get random experts in training mode. A schedule sets it.
-        eval_capacity_factor, eval_batch_prioritized: in evaluation mode; the latter may be None: as
-            the layer is configured.
+        top_k, capacity_factor: values in training mode; None: as the layer is configured. A
+            schedule sets them between two steps.
+        random_share: share of the tokens that get random experts in training mode. A schedule sets
+            it.
+        eval_capacity_factor, eval_batch_prioritized: values in evaluation mode.
+            `eval_batch_prioritized` may be None: as the layer is configured.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Where the norm of a Swin block's FFN branch is, for blocks with experts (MODEL.MOE.NORM).
+"""The position of the norm in the FFN branch of Swin blocks with experts (MODEL.MOE.NORM).
 
-SwinV2 normalises the FFN's result (res-post-norm). With one expert per token the norm divides by
-the gate value that the experts' result was multiplied by. The task's gradient of the router is then
-almost zero, and the router learns little besides balance.
+SwinV2 normalises the FFN's result (res-post-norm). With one expert per token, the expert's output
+is multiplied by the gate value, and the norm removes this factor again. So the router's gradient
+from the task is almost zero, and the router learns little besides balance.
 """
 
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
@@ -12,9 +12,10 @@ NORM_POSITIONS = ("post", "before_gate", "pre")
 
 
 class ExpertBlock(SwinTransformerV2Block):
-    """SwinV2's block with another place of the FFN's norm: same state, attribute `norm_position`.
+    """SwinV2's block with the FFN's norm at another position, given by the attribute
+    `norm_position`. Its state is the same.
 
-    - "post": `norm2(mlp(x))`, SwinV2's.
+    - "post": `norm2(mlp(x))`, as in SwinV2.
     - "before_gate": the experts' results are normalised, then multiplied by their gate value.
     - "pre": `mlp(norm2(x))`.
     """
@@ -30,15 +31,15 @@ class ExpertBlock(SwinTransformerV2Block):
 
 
 def set_norm_position(block: SwinTransformerV2Block, position: str) -> None:
-    """Change a block with experts in place. Parameters and their names stay."""
+    """Change a block with experts in place. Parameters and their names do not change."""
     if position != "post":
-        # The state stays and only the forward method changes, as in swin_moe.
+        # Only the forward method changes, not the state, as in swin_moe.
         block.__class__ = ExpertBlock
         block.norm_position = position
 
 
 def ffn_branch(block: SwinTransformerV2Block, tokens: Tensor, **mask) -> Tensor:
-    """The block's FFN and its norm: tokens [..., C] -> [..., C].
+    """Compute the block's FFN and its norm: tokens [..., C] -> [..., C].
 
     Args:
         mask: `mask` and `num_tokens` of MoELayer, for a block with experts.

@@ -34,9 +34,9 @@ Size = tuple[int, int]  # height, width
 
 
 class TokenMask(NamedTuple):
-    """Which tokens of a stage's map belong to an image, and the attention masks for that."""
+    """The tokens of a stage's map that belong to an image, and the attention masks for them."""
 
-    tokens: Tensor | None  # bool [B, H, W]; None: all tokens do
+    tokens: Tensor | None  # bool [B, H, W]; None: all tokens belong to an image
     num_tokens: int  # tokens of all images together
     # Attention masks of 0 and -inf, [W, N, N] or [B*W, N, N]; None: no mask.
     windows: Tensor | None
@@ -94,13 +94,13 @@ class MaskedPreNormBlock(_MaskedBlock, PreNormBlock):
 def mask_blocks(model: SwinTransformerV2MoE) -> SwinTransformerV2MoE:
     """Change the model's blocks in place, so that they take a `TokenMask`, and return the model.
 
-    Only `stage_maps` can run the model afterwards. Parameters and their names stay. The model needs
-    `always_partition=True`, so that its windows have the same size on any canvas.
+    Afterwards only `stage_maps` can run the model. Parameters and their names do not change. The
+    model needs `always_partition=True`, so that its windows have the same size on any canvas.
     """
     for stage in model.layers:
         for block in stage.blocks:
             assert block.always_partition, "padding needs a model with always_partition=True"
-            # The state stays and only the forward method changes, as in swin_moe.
+            # Only the forward method changes, not the state, as in swin_moe.
             if isinstance(block, PreNormBlock):
                 block.__class__ = MaskedPreNormBlock
             else:

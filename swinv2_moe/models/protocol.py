@@ -1,8 +1,9 @@
-"""What training, checkpoints, parallelism, routing pictures and detection need of a model.
+"""The interface of models that training, checkpoints, parallelism, routing pictures and detection
+use.
 
-A backbone is a subclass of `MoEModel` and of one of timm's models. From timm's it has patch_embed,
-group_matcher, set_grad_checkpointing, get_classifier and the initialisation; `MoEModel` adds the
-experts and says where they are.
+A backbone is a subclass of `MoEModel` and of one of timm's models. It inherits patch_embed,
+group_matcher, set_grad_checkpointing, get_classifier and the initialisation from timm's model.
+`MoEModel` adds the experts and the methods that locate them.
 """
 
 # B images, T tokens, K choices of a token, h x w tokens of a map, M model dim
@@ -40,26 +41,29 @@ class MoEModel(nn.Module):
 
     >>> class VisionTransformerMoE(MoEModel, VisionTransformer): ...
 
-    A subclass defines `block_stages` and overrides what else differs. A block keeps its FFN as
-    `block.mlp`, with the layers fc1 and fc2.
+    A subclass defines `block_stages` and overrides other methods where its model differs. A block
+    keeps its FFN as `block.mlp`, with the layers fc1 and fc2.
 
     Args:
-        num_experts: of each MoE layer, over all ranks of `expert_group`; 0: the dense model.
+        num_experts: number of experts of each MoE layer, over all ranks of `expert_group`; 0: the
+            dense model.
         moe_blocks: per stage, the blocks (from 0) whose FFN becomes a mixture of experts.
-        moe: further MoEConfig fields, over the published recipe.
-        eval_capacity_factor: in evaluation mode; None: as in training.
-        eval_batch_prioritized: in evaluation mode; None: as in training.
-        hidden_ratio: hidden dim of an expert, in units of that of the FFN which it replaces.
-        moe_norm: where the norm of a block with experts is; "post": where the model has it.
+        moe: further MoEConfig fields, which override the published recipe.
+        eval_capacity_factor: capacity factor in evaluation mode; None: as in training.
+        eval_batch_prioritized: `batch_prioritized` in evaluation mode; None: as in training.
+        hidden_ratio: hidden dim of an expert, in units of the hidden dim of the FFN that it
+            replaces.
+        moe_norm: position of the norm in a block with experts; "post": the model's usual position.
         freeze_moe: the MoE layers are not trained, and route as in evaluation.
-        expert_group: the ranks over which the experts are spread; None: all here.
+        expert_group: the ranks over which the experts are distributed; None: this process has all
+            experts.
         expert_strategy: how the ranks exchange tokens; "auto": the tuner searches.
-        device, dtype: of every parameter; None: torch's defaults.
-        kwargs: of timm's class.
+        device, dtype: device and dtype of every parameter; None: torch's defaults.
+        kwargs: arguments of timm's class.
 
     Raises:
-        ValueError: moe_blocks that name a stage or block which does not exist; what MoEConfig and
-            MoELayer raise.
+        ValueError: moe_blocks names a stage or block that does not exist; also raised by MoEConfig
+            and MoELayer.
     """
 
     classifier = "head"  # name of the linear layer that gives the logits
@@ -82,7 +86,7 @@ class MoEModel(nn.Module):
         **kwargs,
     ) -> None:
         super().__init__(device=device, dtype=dtype, **kwargs)
-        # one for all layers: they share what it sets up
+        # one object for all layers, because the layers share its state
         expert_group = ExpertGroup.of(expert_group)
         stages = self.block_stages()
         if num_experts:
@@ -114,16 +118,17 @@ class MoEModel(nn.Module):
         """The blocks of each stage, in the order of the forward pass. A ViT has one stage."""
         raise NotImplementedError
 
-    # Overridden where a model differs
+    # Overridden by models that differ
 
     def adapt_block(self, block: nn.Module) -> None:
-        """Replace what differs from timm's block. Called before the experts are put in."""
+        """Replace the parts of a timm block that differ. Called before the FFN is replaced by
+        experts."""
 
     def place_norm(self, block: nn.Module, position: str) -> None:
-        """Place the norm of a block with experts.
+        """Set the position of the norm in a block with experts.
 
         Raises:
-            ValueError: a place that the model does not have.
+            ValueError: the model does not support the position.
         """
         if position != "post":
             raise ValueError(
@@ -134,17 +139,17 @@ class MoEModel(nn.Module):
     def tokens_of_image(self, block: nn.Module) -> int:
         """The number of tokens of an image in a block, at the model's image size.
 
-        For Soft MoE whose number of slots is not given.
+        Used by Soft MoE if the number of slots is not given.
         """
         height, width = block.input_resolution
         return height * width
 
     def token_maps(self, values: Tensor, output: Tensor) -> Tensor:
-        """Values of the tokens of an MoE layer, at their places in the image.
+        """Arrange values of the tokens of an MoE layer at their places in the image.
 
         Args:
             values: [T, K], in the order of the layer's tokens.
-            output: of the layer's block, [B, h, w, M] here.
+            output: output of the layer's block, here [B, h, w, M].
 
         Returns:
             [B, h, w, K], without tokens that have no place, such as a class token.
@@ -159,13 +164,13 @@ class MoEModel(nn.Module):
         return []
 
     def convert_dense(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-        """Dense weights in timm's or another layout, under the names of this model.
+        """Convert dense weights in timm's or another layout to the names of this model.
 
         Args:
-            source: names the weights in messages.
+            source: name of the weights in messages.
 
         Raises:
-            UserError: weights that this model cannot use.
+            UserError: this model cannot use the weights.
         """
         return tensors
 
@@ -185,15 +190,16 @@ class MoEModel(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """timm's exceptions, the cosine router and the experts' biases."""
+        """Names of parameters without weight decay: timm's, the cosine router's and the experts'
+        biases."""
         names = [name for name, _ in self.named_parameters()]
         ours = {name for name in names if any(part in name for part in _NO_WEIGHT_DECAY)}
         return super().no_weight_decay() | ours
 
 
 class WithAuxLoss(nn.Module):
-    """The model with its auxiliary loss as a second output: what DistributedDataParallel and
-    torch.compile wrap."""
+    """The model with its auxiliary loss as a second output. DistributedDataParallel and
+    torch.compile wrap this module."""
 
     def __init__(self, model: MoEModel) -> None:
         super().__init__()

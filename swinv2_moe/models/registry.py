@@ -17,7 +17,8 @@ _BASE = _SMALL | {"embed_dim": 128, "num_heads": (4, 8, 16, 32)}
 
 
 def _cfg(size: int, classes: int, pool: int) -> dict:
-    """Images of `size` px, the last stage's maps of `pool` tokens a side."""
+    """timm's pretrained configuration: images of `size` px, and maps of `pool` tokens a side in the
+    last stage."""
     return {
         "url": "",
         "num_classes": classes,
@@ -62,14 +63,14 @@ def _create(cls: type, variant: str, pretrained: bool, variant_args: dict, kwarg
 
 @register_model
 def swinv2_moe(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
-    """SwinV2-MoE of any size; without arguments the small one."""
+    """SwinV2-MoE of any size; without arguments, the small size."""
     args = _SMALL | {"moe_blocks": _PUBLISHED_BLOCKS}
     return _create(SwinTransformerV2MoE, "swinv2_moe", pretrained, args, kwargs)
 
 
 @register_model
 def swin_moe(pretrained: bool = False, **kwargs) -> SwinTransformerMoE:
-    """Swin-MoE of any size, as released (pre-norm); without arguments the small one."""
+    """Swin-MoE of any size, as released (pre-norm); without arguments, the small size."""
     args = _SMALL | {"moe_blocks": _PUBLISHED_BLOCKS}
     return _create(SwinTransformerMoE, "swin_moe", pretrained, args, kwargs)
 

@@ -1,8 +1,8 @@
 """The form in which Swin-MoE was released: pre-norm blocks, dot-product attention, V1 patch
 merging.
 
-The paper (arXiv 2206.03382, section 5) calls it SwinV2-MoE; this model exists so that the released
-weights load.
+The paper (arXiv 2206.03382, section 5) calls the model SwinV2-MoE. This form is needed to load the
+released weights.
 """
 
 from functools import partial
@@ -31,8 +31,8 @@ class PreNormBlock(SwinTransformerV2Block):
 
 
 class PreNormMerging(swin_transformer_v2.PatchMerging):
-    """V1's patch merging (norm, then reduction) under V2's type, which timm's `set_input_size` asks
-    for."""
+    """V1's patch merging (norm, then reduction). It is a subclass of V2's, because timm's
+    `set_input_size` requires that."""
 
     def __init__(self, dim: int, out_dim: int, device=None, dtype=None) -> None:
         super().__init__(dim, out_dim, device=device, dtype=dtype)
@@ -43,8 +43,8 @@ class PreNormMerging(swin_transformer_v2.PatchMerging):
 
 @register_model_type("swin_moe", SWINV2)
 class SwinTransformerMoE(SwinTransformerV2MoE):
-    """SwinTransformerV2MoE's arguments, the released architecture; FFNs and experts have no second
-    bias."""
+    """The released architecture, with the arguments of SwinTransformerV2MoE. FFNs and experts have
+    no second bias."""
 
     attention = DotProductWindowAttention
 
@@ -61,8 +61,8 @@ class SwinTransformerMoE(SwinTransformerV2MoE):
 
     def adapt_block(self, block: SwinTransformerV2Block) -> None:
         super().adapt_block(block)
-        # Same state, other order of the norms: the class is the only difference between the two
-        # blocks.
+        # The state is the same and the order of the norms differs, so the class is the only
+        # difference between the two blocks.
         block.__class__ = PreNormBlock
         fc1 = block.mlp.fc1
         block.mlp = Mlp(
@@ -75,9 +75,9 @@ class SwinTransformerMoE(SwinTransformerV2MoE):
         )
 
     def place_norm(self, block: SwinTransformerV2Block, position: str) -> None:
-        """As MoEModel: its blocks normalise before the experts."""
+        """As MoEModel; blocks of this model already normalise before the experts."""
         MoEModel.place_norm(self, block, position)
 
     def init_weights(self, needs_reset: bool = True) -> None:
-        """As timm, but the norms start at one: only res-post-norm starts them at zero."""
+        """As timm, but norm weights start at one. timm starts them at zero, for res-post-norm."""
         self.apply(partial(self._init_weights, needs_reset=needs_reset))

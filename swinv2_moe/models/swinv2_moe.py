@@ -24,7 +24,8 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
     """timm's SwinTransformerV2 (any of its arguments, by keyword) with fused attention and experts.
 
     Args:
-        freeze_moe: with it Swin-MoE is better than its dense model on COCO (arXiv 2206.03382).
+        freeze_moe: the MoE layers are not trained. With frozen layers, Swin-MoE is better than its
+            dense model on COCO (arXiv 2206.03382).
         mlp_ratio: hidden dim of the dense FFN and of each expert, in units of the block's channels.
         others: as in MoEModel and SwinTransformerV2.
 
@@ -36,7 +37,7 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
     classifier = "head.fc"
 
     def _init_weights(self, m: nn.Module, needs_reset: bool = True) -> None:
-        # meta tensors hold no values, and skipping them halves the time
+        # meta tensors hold no values, and skipping the initialisation halves the time
         if not (isinstance(m, nn.Linear) and m.weight.is_meta):
             super()._init_weights(m, needs_reset)
 
@@ -48,7 +49,7 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
         """As MoEModel; one of NORM_POSITIONS.
 
         Raises:
-            ValueError: another position; a router without gate values for "before_gate".
+            ValueError: an unknown position, or "before_gate" with a router without gate values.
         """
         if position not in NORM_POSITIONS:
             raise ValueError(f"moe_norm ({position!r}) must be one of {', '.join(NORM_POSITIONS)}")
@@ -61,7 +62,8 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
         set_norm_position(block, position)
 
     def init_weights(self, needs_reset: bool = True) -> None:
-        """As timm, but a norm before the FFN starts at one: only res-post-norm starts at zero."""
+        """As timm, but the weight of a norm before the FFN starts at one. Only for res-post-norm it
+        starts at zero."""
         super().init_weights(needs_reset=needs_reset)
         for block in chain.from_iterable(self.block_stages()):
             if getattr(block, "norm_position", "post") == "pre":
@@ -76,6 +78,6 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
         return windows_of_model(self)
 
     def convert_dense(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-        """As MoEModel; takes timm's layout and Microsoft's."""
+        """As MoEModel; accepts timm's and Microsoft's layouts."""
         check_windows(self, windows_of_tables(tensors, len(self.layers)), source)
         return checkpoint_filter_fn(tensors, self)

@@ -26,13 +26,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens of an outer block: the rows of a WGMMA, Hopper's matrix product of four warps.
+# Tokens of an outer block. This is the number of rows of a WGMMA, Hopper's matrix product of four
+# warps.
 _OUTER = 64
 # One stage: with prefetching, the bias would be read from the L2 cache at each window.
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
 _PROGRAMS = 1024  # four waves of two programs on each multiprocessor of a large GPU
 _LOG2E = tl.constexpr(1.4426950408889634)
-_EPS = tl.constexpr(1e-12)  # F.normalize's
+_EPS = tl.constexpr(1e-12)  # as in F.normalize
 
 
 # 1. Tiles
@@ -49,7 +50,7 @@ def _tokens(j: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.cons
 
 @triton.jit
 def _vectors(start, stride, tokens, N: tl.constexpr, D: tl.constexpr):
-    """[len(tokens), D], 0 past the window's end."""
+    """Load vectors [len(tokens), D]; 0 past the window's end."""
     return tl.load(
         start + tokens[:, None] * stride + tl.arange(0, D)[None, :],
         mask=(tokens < N)[:, None],
@@ -65,8 +66,8 @@ def _store(start, stride, tokens, values, N: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _pairs(table, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, N: tl.constexpr):
-    """[len(left), len(right)] of a table [N, N] with these strides, -inf past its edges: a
-    probability of 0."""
+    """Load [len(left), len(right)] from a table [N, N] with these strides. Entries past its edges
+    are -inf, which gives a probability of 0."""
     inside = (left < N)[:, None] & (right < N)[None, :]
     return tl.load(
         table + left[:, None] * LEFT + right[None, :] * RIGHT, mask=inside, other=float("-inf")
@@ -75,7 +76,8 @@ def _pairs(table, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, N: tl.co
 
 @triton.jit
 def _unit(vectors, COSINE: tl.constexpr):
-    """With COSINE the rows scaled to unit length, otherwise unchanged; and the scale factors."""
+    """The rows, scaled to unit length with COSINE and unchanged otherwise; and the scale
+    factors."""
     wide = vectors.to(tl.float32)
     if COSINE:
         inverse = 1 / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), _EPS)
@@ -345,8 +347,8 @@ def forward(
     if windows == 0:
         return out, lse
     row_block, row_tail = _blocks(tokens, _OUTER)
-    # Where rows of the bias are not aligned to 16 bytes, its numbers are loaded one by one.
-    # Narrower blocks are faster then.
+    # If rows of the bias are not aligned to 16 bytes, its elements are loaded one by one. Narrower
+    # blocks are then faster.
     widest = 64
     if tokens % 8:
         widest = 32
@@ -404,14 +406,14 @@ def backward(
 
 
 def _masks(mask: Tensor | None) -> tuple[Tensor | None, int]:
-    """The mask, contiguous, and the number of windows that it has masks for."""
+    """The contiguous mask, and the number of windows in it."""
     if mask is None:
         return None, 1
     return mask.contiguous(), len(mask)
 
 
 def _blocks(tokens: int, widest: int) -> tuple[int, int]:
-    """Tokens of each block and of the last one."""
+    """Number of tokens in each block, and in the last block."""
     block = min(widest, _padded(tokens))
     remainder = tokens % block
     if remainder == 0:
@@ -426,8 +428,9 @@ def _padded(tokens: int) -> int:
 def _grid(qkv: Tensor) -> tuple[int, int, int]:
     """The grid of every kernel: (outer blocks, heads, splits).
 
-    The number of splits depends on sizes alone, so that sums are the same on any GPU. A split has
-    at least eight windows, so that the buffers of the bias gradient are small beside them.
+    The number of splits depends only on sizes, so that sums are the same on any GPU. A split has at
+    least eight windows, so that the buffers of the bias gradient are small compared with the
+    windows.
     """
     windows, tokens, _, heads, _ = qkv.shape
     block, _ = _blocks(tokens, _OUTER)

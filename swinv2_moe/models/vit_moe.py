@@ -34,10 +34,10 @@ class VisionTransformerMoE(MoEModel, VisionTransformer):
         return self.patch_embed.num_patches + self.num_prefix_tokens
 
     def token_maps(self, values: Tensor, output: Tensor) -> Tensor:
-        """As MoEModel; `output` is [B, N, M], whose first tokens are no patches.
+        """As MoEModel. `output` is [B, N, M]; its first tokens are not patches.
 
         Raises:
-            ValueError: an image of another size than the model's.
+            ValueError: the image has another size than the model's.
         """
         values = values.unflatten(0, output.shape[:2])  # [B, N, K]
         patches = values[:, self.num_prefix_tokens :]
@@ -98,7 +98,7 @@ def _create(variant: str, pretrained: bool, variant_args: dict, kwargs: dict):
 
 @register_model
 def vit_moe(pretrained: bool = False, **kwargs) -> VisionTransformerMoE:
-    """ViT-MoE of any size; without arguments the tiny one."""
+    """ViT-MoE of any size; without arguments, the tiny size."""
     args = {"embed_dim": 192, "num_heads": 3}
     return _create("vit_moe", pretrained, args, kwargs)
 

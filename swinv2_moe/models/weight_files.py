@@ -1,4 +1,4 @@
-"""Reads untrusted weight files: .safetensors, and torch's formats without running code from the
+"""Read untrusted weight files: .safetensors, and torch's formats without running code from the
 file."""
 
 import pickle
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from moe_core.files import open_regular
 from swinv2_moe.errors import UserError
 
-_ZIP = b"PK\x03\x04"  # how torch tells its zip files from the format of before torch 1.6
-_MAX_READ = 64 << 20  # bytes of a zip's directory, and of a record that holds no tensor
+_ZIP = b"PK\x03\x04"  # start of torch's zip files; torch before 1.6 used another format
+_MAX_READ = 64 << 20  # limit of a zip's directory, and of a record that holds no tensor
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """A state dict from .safetensors or, read without running any code in it, .pth / .pt / .bin.
+    """Read a state dict from .safetensors, or from .pth / .pt / .bin without running code in the
+    file.
 
     Raises:
         UserError: as `read_torch_file`.
@@ -40,17 +41,18 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def read_torch_file(file: Path, allowed: Sequence[object] = ()) -> dict:
-    """What torch.save wrote: a state dict, or a dictionary with one below "model" or "state_dict".
+    """Read a file of torch.save: a state dict, or a dictionary with a state dict under the key
+    "model" or "state_dict".
 
-    Tensors stay in the file until they are used (memory-mapped), but for the format of before torch
-    1.6. Those of the state dict are compared with their records' sizes and checksums. None takes
-    more memory than its data has bytes.
+    Tensors stay in the file until they are used (memory-mapped), except in the format of torch
+    before 1.6. Tensors of the state dict are compared with the sizes and checksums of their
+    records. No tensor takes more memory than its data in the file.
 
     Args:
         allowed: classes and functions, beyond torch's own list, that the file's pickle may use.
 
     Raises:
-        UserError: no such file, or not an undamaged file with dense tensors.
+        UserError: the file does not exist, is damaged, or has other than dense tensors.
     """
     with _opened(file) as content:
         return _read_torch_file(file, content, allowed)
@@ -58,8 +60,7 @@ def read_torch_file(file: Path, allowed: Sequence[object] = ()) -> dict:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[BinaryIO]:
-    """A file of weights; what the block finds wrong with it (ValueError) becomes a UserError that
-    names it."""
+    """Open a file of weights. A ValueError in the block becomes a UserError that names the file."""
     if file.is_dir():
         raise UserError(f"weights {file}: is a directory")
     try:
@@ -72,8 +73,8 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def unwrapped(content: object) -> object:
-    """The state dict in what a training program saved: that below "model" or "state_dict", or all
-    of it."""
+    """The state dict in the content of a training program's file: the value of "model" or
+    "state_dict", or the whole content."""
     for key in ("model", "state_dict"):
         if isinstance(content, dict):
             content = content.get(key, content)
@@ -81,7 +82,7 @@ def unwrapped(content: object) -> object:
 
 
 def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -> dict:
-    """Raises ValueError: says what is wrong, without the file's name."""
+    """Read an opened file. Raises ValueError with the reason, without the file's name."""
     is_zip = content.read(len(_ZIP)) == _ZIP
     content.seek(0)
     records = None
@@ -124,12 +125,12 @@ def _load(source: Path | BinaryIO, is_zip: bool) -> object:
 
 
 def _check_zip(content: BinaryIO) -> set[tuple[int, int]]:
-    """(size, CRC-32) of each record of a torch file. The checksums are 0 where torch was told to
-    compute none.
+    """(size, CRC-32) of each record of a torch file. The checksums are 0 if torch was told not to
+    compute them.
 
     Raises:
-        ValueError: it is damaged in what does not hold tensors, or its records cannot be mapped
-            into memory.
+        ValueError: parts that do not hold tensors are damaged, or records cannot be mapped into
+            memory.
     """
     try:
         with zipfile.ZipFile(_BoundedReads(content)) as archive:
@@ -161,8 +162,8 @@ def _holds_tensor(record: zipfile.ZipInfo) -> bool:
 
 
 class _BoundedReads:
-    """A file for `zipfile`, which reads a directory at once, however large the file says that it
-    is."""
+    """A file for `zipfile` that limits the size of a read. `zipfile` reads the directory at once,
+    with the size that the file states."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.seek, self.tell, self.seekable, self._read = (
@@ -181,7 +182,8 @@ class _BoundedReads:
 
 
 def _why_unusable(tensor: Tensor) -> str | None:
-    """A phrase; None if the tensor is a dense one in memory, and no larger than its data."""
+    """A phrase with the reason; None if the tensor is dense, in memory, and no larger than its
+    data."""
     if type(tensor) not in (Tensor, nn.Parameter):
         return f"is a {type(tensor).__name__}, not a plain tensor"
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -200,7 +202,7 @@ def _why_unusable(tensor: Tensor) -> str | None:
 
 
 def _check_total(tensors: Iterable[Tensor], file_size: int) -> None:
-    """Raise ValueError where tensors share their data so often that copies of them would fill the
+    """Raise ValueError if so many tensors share their data that copies of them would fill the
     memory."""
     total = sum(tensor.nbytes for tensor in tensors)
     if total > 2 * file_size:

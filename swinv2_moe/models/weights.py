@@ -1,4 +1,5 @@
-"""Loads weights into a model: exactly matching ones, or dense weights into one with experts."""
+"""Load weights into a model: weights that match exactly, or dense weights into a model with
+experts."""
 
 import hashlib
 import re
@@ -25,9 +26,10 @@ def load_strict(model: nn.Module, state: dict[str, Tensor], source: str) -> None
     """Load `state` if it matches the model exactly; otherwise change nothing.
 
     Raises:
-        UserError: `state` does not match, or has a value that is NaN or infinite. The message names
-            `source` and every missing key, unexpected key, key of another shape and key of another
-            kind of dtype; or the first tensor with such a value.
+        UserError: `state` does not match; the message names `source` and every missing key,
+            unexpected key, key with another shape and key with another kind of dtype. Or `state`
+            has a value that is NaN or infinite; the message names the first tensor with such a
+            value.
     """
     _check_fit(model, state, source)
     check_finite(state, source)
@@ -70,7 +72,7 @@ def check_finite(tensors: dict[str, Tensor], source: str) -> None:
     for name, tensor in tensors.items():
         if tensor.numel() == 0 or tensor.dtype not in _FLOATS:
             continue
-        # If any value is NaN, so are both extremes.
+        # If a value is NaN, minimum and maximum are NaN.
         extremes = torch.stack(tensor.detach().aminmax()).float()
         if not extremes.isfinite().all():
             raise UserError(f"{source}: {_printable(name)} holds values that are NaN or infinite")
@@ -94,7 +96,7 @@ def load_dense(
 
     Accepts the layouts of the model's `convert_dense`. Weights outside of MoE blocks load
     unchanged. With `upcycle`, the dense FFN of a MoE block is copied to every expert; otherwise it
-    is ignored and the experts keep their values. Routers always keep theirs. Source: sparse
+    is ignored and the experts keep their values. Routers always keep their values. Source: sparse
     upcycling, arXiv 2212.05055.
 
     Args:
@@ -107,7 +109,7 @@ def load_dense(
         The model's keys that the dense weights do not cover.
 
     Raises:
-        UserError: a file that cannot be read, or weights that do not match; nothing is loaded then.
+        UserError: the file cannot be read, or the weights do not match; nothing is loaded.
     """
     if isinstance(source, dict):
         name = "the given weights"
@@ -117,7 +119,7 @@ def load_dense(
         dense = read_weights(Path(source))
     _check_values(dense, name)
     dense = fit(model.convert_dense(dense, name))
-    dense |= rank_experts(dense, model)  # of a file that has experts
+    dense |= rank_experts(dense, model)  # for a file of a model with experts
     layers = moe_layers(model)
     if upcycle:
         _check_upcycling(layers, name)
@@ -145,7 +147,7 @@ def load_dense(
 
 
 def _check_upcycling(layers: dict[str, MoELayer], source: str) -> None:
-    """Raise UserError for gated experts, which a dense FFN of two weights cannot become."""
+    """Raise UserError for gated experts: they have three weights, a dense FFN has two."""
     for name, layer in layers.items():
         if layer.config.gated:
             raise UserError(
@@ -155,7 +157,8 @@ def _check_upcycling(layers: dict[str, MoELayer], source: str) -> None:
 
 
 def rank_experts(state: dict[str, Tensor], model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """This rank's part of the expert tensors that `state` has complete and `model` in part."""
+    """This rank's part of expert tensors that are complete in `state` and distributed in
+    `model`."""
     parts = {}
     for layer_name, layer in moe_layers(model).items():
         first, count, part, num_parts = layer.shard
@@ -169,16 +172,16 @@ def rank_experts(state: dict[str, Tensor], model: nn.Module, prefix: str = "") -
 
 
 def to_experts(dense: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Tensors of a dense model, in which those of a MoE block's FFN are copied to each expert.
+    """Convert tensors of a dense model: tensors of an MoE block's FFN are copied to each expert.
 
-    The weights of a model with experts, or an optimiser's moments of them.
+    The tensors are weights, or an optimiser's moments of the weights.
 
     Args:
-        dense: under the dense model's names.
+        dense: the tensors under the dense model's names.
 
     Returns:
-        Under the names of `model`; for experts, those of this rank. What has no dense twin
-        (`has_dense_twin`) is missing.
+        The tensors under the names of `model`, with this rank's experts. Parameters without a dense
+        twin (`has_dense_twin`) are missing.
     """
     layers = moe_layers(model)
     tensors = dict(dense)
@@ -189,8 +192,8 @@ def to_experts(dense: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 def has_dense_twin(name: str) -> bool:
-    """Whether a parameter is in the dense model too, or is copied from it to experts; not those of
-    routers and shared experts."""
+    """Whether a parameter is also in the dense model, or is copied from it to experts. Parameters
+    of routers and shared experts have no dense twin."""
     return ".mlp.moe." not in name or ".mlp.moe.experts." in name
 
 
@@ -218,7 +221,7 @@ def _layer_name(target: str) -> str:
 
 
 def _check_values(dense: dict[str, Tensor], source: str) -> None:
-    """Raise UserError for weights that timm's filter fails on, or whose errors it would hide."""
+    """Raise UserError for weights on which timm's filter fails, or whose errors it would hide."""
     used = {name: tensor for name, tensor in dense.items() if not name.endswith(RECOMPUTED)}
     for name, tensor in used.items():
         if tensor.dtype not in _FLOATS:
@@ -234,7 +237,8 @@ def _check_values(dense: dict[str, Tensor], source: str) -> None:
 
 
 def _to_experts(tensor: Tensor, shard: ExpertShard) -> Tensor:
-    """The rank's part of a dense FFN's tensor, along the first dim, expanded to its experts."""
+    """The rank's part of a dense FFN's tensor along the first dim, expanded to the rank's
+    experts."""
     part = tensor.tensor_split(shard.num_parts)[shard.part]
     return part.expand(shard.num_experts, *part.shape)
 

@@ -12,7 +12,7 @@ from swinv2_moe.predict.prediction import ClassProbability, Prediction
 
 _LONG_SIDE = 1024  # pixels of the photograph in the copy, at most
 _LEAST_WIDTH = 256  # pixels of the copy, so that the text fits
-_TEXT_SHARE = 24  # of the width, the height of the text is one part
+_TEXT_SHARE = 24  # the text's height is the picture's width divided by this
 _LEAST_TEXT = 12
 _BACKGROUND = (34, 34, 34)
 _BAR = (68, 119, 170)
@@ -22,8 +22,8 @@ _JPEG_SUFFIXES = (".jpg", ".jpeg")
 
 
 def annotate(image: Image.Image, top: tuple[ClassProbability, ...]) -> Image.Image:
-    """An RGB copy of the image with a row below for each class: its probability, as a number and as
-    a bar, and its name."""
+    """An RGB copy of the image. Below the image is a row for each class, with its probability (as a
+    number and a bar) and its name."""
     photo = _resized(to_mode(image, "RGB"))
     width = max(_LEAST_WIDTH, photo.width)
     text_height = max(_LEAST_TEXT, width // _TEXT_SHARE)
@@ -45,7 +45,7 @@ def annotate(image: Image.Image, top: tuple[ClassProbability, ...]) -> Image.Ima
 
 
 def _resized(photo: Image.Image) -> Image.Image:
-    """The photograph, larger if it is narrow, and never longer than _LONG_SIDE."""
+    """The photograph, enlarged if it is narrow, and reduced if its long side exceeds _LONG_SIDE."""
     factor = max(1.0, _LEAST_WIDTH / photo.width)
     factor = min(factor, _LONG_SIDE / max(photo.size))
     if factor == 1:
@@ -72,7 +72,7 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
 
 
 def save_annotated(prediction: Prediction, target: Path, max_pixels: int = MAX_PIXELS) -> None:
-    """Write the annotated copy of a picture that could be read, as a JPEG.
+    """Write the annotated copy of a readable picture as a JPEG.
 
     Raises:
         UserError: `target` cannot be written.
@@ -81,7 +81,7 @@ def save_annotated(prediction: Prediction, target: Path, max_pixels: int = MAX_P
         copy = annotate(decode(read_file(prediction.file), max_pixels), prediction.top)
         target.parent.mkdir(parents=True, exist_ok=True)
         copy.save(target, "JPEG", quality=_QUALITY)
-    except (OSError, ValueError) as error:  # ValueError: the picture has changed meanwhile
+    except (OSError, ValueError) as error:  # ValueError: the picture has changed since it was read
         raise UserError(f"--pictures {target}: cannot be written ({error})") from error
 
 

@@ -1,4 +1,4 @@
-"""What a model says of a picture."""
+"""A model's prediction for a picture."""
 
 from dataclasses import dataclass
 
@@ -17,12 +17,12 @@ class ClassProbability:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of a picture, or why it could not be read.
+    """The most probable classes of a picture, or the reason why it could not be read.
 
     Attributes:
-        file: its path; "" for an image in memory.
+        file: path of the picture; "" for an image in memory.
         top: K classes, the most probable first; empty if the picture could not be read.
-        error: why it could not be read; None if it could.
+        error: the reason why the picture could not be read; None if it could be read.
     """
 
     file: str

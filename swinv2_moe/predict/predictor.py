@@ -32,18 +32,18 @@ def load_predictor(
     opts: Sequence[str] = (),
     name: str = "run",
 ) -> "Predictor":
-    """The model of a run or of a checkpoint.
+    """Load the model of a run or of a checkpoint.
 
-    Without capacity: no token is dropped, so that a prediction does not depend on the other
-    pictures of its batch. An `opts` of MODEL.MOE.EVAL_CAPACITY_FACTOR sets another capacity.
+    The model has no capacity limit. No token is dropped, so that a prediction does not depend on
+    the other pictures of its batch. MODEL.MOE.EVAL_CAPACITY_FACTOR in `opts` sets another capacity.
 
     Args:
-        checkpoint: which one of a run: "best", "latest" or a step.
-        opts: KEY VALUE ... over the checkpoint's configuration.
-        name: what messages call `run`.
+        checkpoint: the checkpoint of a run: "best", "latest" or a step.
+        opts: KEY VALUE pairs that override the checkpoint's configuration.
+        name: the name of `run` in messages.
 
     Raises:
-        UserError: several processes, no whole checkpoint, options that cannot be used.
+        UserError: several processes, no complete checkpoint, or options that cannot be used.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(
@@ -63,9 +63,9 @@ class Predictor:
 
     Attributes:
         class_names: in the order of the logits.
-        checkpoint: the directory it is from.
+        checkpoint: directory of the checkpoint.
         module: the model, in evaluation mode.
-        facts: what identifies the checkpoint in results, ready for JSON.
+        facts: values that identify the checkpoint in results, ready for JSON.
     """
 
     def __init__(self, deployed: Deployed):
@@ -85,7 +85,8 @@ class Predictor:
         self.facts = {name: facts[name] for name in names}
 
     def make_dropless(self) -> None:
-        """Drop no token where tokens choose their experts; experts that choose need a capacity."""
+        """Remove the capacity limit of layers whose tokens choose their experts. Expert choice
+        needs a capacity and does not change."""
         for layer in self.module.modules():
             if isinstance(layer, MoEMlp) and layer.moe.config.routing == "token_choice":
                 layer.eval_capacity_factor = 0.0
@@ -101,21 +102,22 @@ class Predictor:
         A picture that cannot be read has a Prediction with its `error`.
 
         Args:
-            pictures: a file, a folder, an image of Pillow, or several of them. Of folders the
-                images, also in subfolders, are sorted by name.
-            top_k: classes of a prediction, at most all.
+            pictures: a file, a folder, an image of Pillow, or several of these. Images of a folder
+                and its subfolders are sorted by name.
+            top_k: number of classes of a prediction, at most all classes.
             batch_size: pictures per forward pass.
 
         Raises:
-            UserError: a file that does not exist, a folder without images, `top_k` or `batch_size`
-                below 1, a model whose outputs are not finite.
+            UserError: a file does not exist, a folder has no images, `top_k` or `batch_size` is
+                below 1, or the model's outputs are not finite.
         """
         return list(self.stream(find_pictures(pictures), top_k, batch_size))
 
     def stream(
         self, pictures: Sequence[Picture], top_k: int = TOP_K, batch_size: int = BATCH_SIZE
     ) -> Iterator[Prediction]:
-        """As `predict`, one by one; `pictures` are files and images alone.
+        """As `predict`, but yields the predictions one by one. `pictures` may be only files and
+        images.
 
         Threads read the pictures of the next batch while the model runs.
         """
@@ -137,7 +139,7 @@ class Predictor:
                 yield from self._predictions(names, inputs, top_k)
 
     def _read(self, picture: Picture) -> Tensor | str:
-        """The model's input, float32 [C, S, S], or why the picture cannot be read."""
+        """The model's input, float32 [C, S, S], or the reason why the picture cannot be read."""
         try:
             if isinstance(picture, Image.Image):
                 image = upright(picture)
@@ -154,7 +156,7 @@ class Predictor:
     def _predictions(
         self, names: list[str], inputs: list[Tensor | str], top_k: int
     ) -> Iterator[Prediction]:
-        """A Prediction for each of B pictures, from what `_read` gave."""
+        """Yield a Prediction for each of B pictures, from the results of `_read`."""
         images = [item for item in inputs if isinstance(item, Tensor)]
         rows: Iterator[tuple[ClassProbability, ...]] = iter(())
         if images:
@@ -184,10 +186,10 @@ class Predictor:
 
 
 def find_pictures(pictures: Picture | Iterable[Picture]) -> list[Path | Image.Image]:
-    """Images of Pillow as they are; files, and in place of folders the images in them.
+    """Replace folders by the images in them. Files and images of Pillow are unchanged.
 
     Raises:
-        UserError: no such file or directory, or a directory without images.
+        UserError: a file or directory does not exist, or a directory has no images.
     """
     if isinstance(pictures, (str, os.PathLike, Image.Image)):
         pictures = [pictures]

@@ -43,7 +43,8 @@ def as_json(predictions: Sequence[Prediction], facts: dict) -> str:
 
 
 def shared_folder(files: Sequence[Path]) -> tuple[Path, list[str]]:
-    """The folder that holds all the files, absolute, and their paths in it."""
+    """The absolute path of the folder that contains all files, and the files' paths relative to
+    it."""
     paths = [os.path.abspath(file) for file in files]
     folder = os.path.commonpath([os.path.dirname(path) for path in paths])
     return Path(folder), [os.path.relpath(path, folder) for path in paths]

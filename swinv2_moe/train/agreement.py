@@ -10,7 +10,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import code_versions
 
-# Paths may differ between machines. The data found there are compared instead (`check_same_data`).
+# Paths may differ between machines. `check_same_data` compares the data at these paths instead.
 DATA_PATHS = frozenset({"DATA.PATH", "DATA.STAGE", "DATA.TRAIN_LIST", "DATA.VAL_LIST"})
 _MAX_NAMED_KEYS = 3  # in a message
 
@@ -22,8 +22,8 @@ def check_same_start(values: Mapping[str, object], world: World) -> None:
         values: configuration keys and options by name. Their `repr` is compared.
 
     Raises:
-        UserError: on every rank, if a rank has another value than rank 0; names the key and both
-            values.
+        UserError: on every rank, if a rank has another value than rank 0. The message names the key
+            and both values.
     """
     texts = {key: repr(value) for key, value in values.items() if key not in DATA_PATHS}
     digests = world.gather(_digest(texts))

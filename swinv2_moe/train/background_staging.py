@@ -1,8 +1,8 @@
 """DATA.STAGE: shards are copied to the disk of each node while the first epoch reads them.
 
-One process of each node copies, in a thread; over several nodes one of them reads a shard from
-DATA.PATH and sends it to the others. The order of the images does not change: an image that is read
-before its shard has come waits for it, and the shards come in the order of their first use.
+One process of each node copies, in a thread. With several nodes, one node reads a shard from
+DATA.PATH and sends it to the others. The order of the images does not change: reading an image
+waits until its shard has arrived. The shards are copied in the order of their first use.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import new_file
 from swinv2_moe.train.distributed import World
 
-# A slow source is no error; that a node has ended is found by the collectives of training.
+# A slow source is no error. If another node has ended, the collectives of training report it.
 _TIMEOUT = timedelta(days=1)
-_LAST_SECONDS = 60  # for the chunks under way when training ends
+_LAST_SECONDS = 60  # to finish the current chunks when training ends
 
 
 class BackgroundStaging:
     """The staging of one run, on every rank.
 
     Args:
-        stager: on the process of a node that copies; None on the others.
+        stager: the stager, on the process of each node that copies; None on the others.
     """
 
     def __init__(self, config: DataConfig, stager: Stager | None) -> None:
@@ -44,7 +44,7 @@ class BackgroundStaging:
         self._thread: threading.Thread | None = None
 
     def sources(self) -> Sources:
-        """The images, some of whose shards have not come.
+        """The images. Some of their shards may not have arrived yet.
 
         Raises:
             UserError: see `load_shards`.
@@ -53,19 +53,19 @@ class BackgroundStaging:
         return Sources(*shards)
 
     def start(self, data: Data, epoch: int) -> None:
-        """Start to copy the shards in the order in which `epoch` (from 0) reads them."""
+        """Start copying the shards in the order in which `epoch` (from 0) reads them."""
         if self._stager is None:
             return
         order = data.order_of_epoch(epoch)
         shards = data.train_loader.dataset.source.members["shard"]
         files = in_order_of_use(self._stager.files, shards[order])
         arguments = (self._stager, files, os.path.join(self.directory, FAILED))
-        # A daemon: when training fails, it may wait for a node that has ended.
+        # A daemon: when training fails, the thread may wait for a node that has ended.
         self._thread = threading.Thread(target=_copy, args=arguments, name="staging", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the copying, finished or not."""
+        """Stop copying, even if it is not finished."""
         if self._stager is not None and self._thread is not None:
             self._stager.stopped.set()
             self._thread.join(_LAST_SECONDS)
@@ -73,8 +73,9 @@ class BackgroundStaging:
 
 @contextmanager
 def background_staging(config: DataConfig, world: World) -> Iterator[BackgroundStaging | None]:
-    """The staging that DATA.STAGE asks for, with the files that describe the shards in place; None
-    if it is empty. Collective.
+    """Start the staging that DATA.STAGE asks for; yield None if DATA.STAGE is empty. Collective.
+
+    The files that describe the shards are copied first.
 
     Raises:
         UserError: on all ranks, see `swinv2_moe.data.prepare.staging.stage`.
@@ -122,7 +123,7 @@ def in_order_of_use(files: Sequence[ShardFile], shards: np.ndarray) -> list[Shar
     """The shards of `train` in the order of their first use, and then all other files.
 
     Args:
-        files: of all splits; those of `train` in the order of their numbers.
+        files: the files of all splits; the shards of `train` in the order of their numbers.
         shards: the number of the shard of each image, in the order of reading [N].
     """
     train = [file for file in files if _is_train_shard(file)]
@@ -137,13 +138,13 @@ def _is_train_shard(file: ShardFile) -> bool:
 
 
 def _copy(stager: Stager, files: list[ShardFile], failed: str) -> None:
-    """Copy the files; if that fails, say why in the file that the readers look for."""
+    """Copy the files. On failure, write the reason to the file that the readers check."""
     try:
         stager.copy(files)
         stager.finish(overlapped=True)
     except StagingStopped:
         pass
-    # Whatever it is, the readers must not wait for ever.
+    # After any error the readers must not wait forever.
     except Exception as error:
         with contextlib.suppress(UserError), new_file(failed) as file:
             file.write(one_line(str(error)).encode())

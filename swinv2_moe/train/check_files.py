@@ -9,7 +9,7 @@ from swinv2_moe.train.record import Bar
 
 
 def check_files(config: DataConfig, data: Data, world: World) -> None:
-    """Print every image that cannot be read, a line each. Collective.
+    """Print one line for each image that cannot be read. Collective.
 
     The ranks share the work. It takes as long as reading the images of an epoch.
 

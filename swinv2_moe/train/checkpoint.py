@@ -8,8 +8,8 @@
         optimizer/<kind>/...             the moments, in the same files
     checkpoints/latest, best             links to the checkpoints to use
 
-A directory gets its name when it is complete (swinv2_moe.train.saver). It is not used before each
-of its files has been compared with the size and checksum in meta.json.
+A directory gets its name when it is complete (swinv2_moe.train.saver). Before it is used, each of
+its files is compared with the size and checksum in meta.json.
 """
 
 import itertools
@@ -36,7 +36,7 @@ from swinv2_moe.models.weights import check_finite, compare
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import DamagedError, describe, read_meta, write_meta
 
-# Changes the tensors of a checkpoint before they are compared with the model's.
+# A function that changes the tensors of a checkpoint before they are compared with the model's.
 Fit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
@@ -52,15 +52,15 @@ class Checkpoint:
     """A checkpoint whose files are complete and undamaged."""
 
     directory: Path
-    meta: dict  # of meta.json
+    meta: dict  # content of meta.json
     skipped: tuple[str, ...] = ()  # why newer checkpoints were not used
 
     def has(self, section: str) -> bool:
-        """Whether it has files of a section ("ema", "optimizer/exp_avg")."""
+        """Whether the checkpoint has files of a section ("ema", "optimizer/exp_avg")."""
         return any(file.startswith(f"{section}/") for file in self.meta["files"])
 
     def optimizer_sections(self) -> list[str]:
-        """The names of its sections of moments, such as "optimizer/exp_avg"."""
+        """The names of the sections with the optimiser's moments, such as "optimizer/exp_avg"."""
         sections = set()
         for file in self.meta["files"]:
             if file.startswith("optimizer/"):
@@ -76,8 +76,8 @@ class Checkpoint:
         return ""
 
     def expert_ages(self) -> str | None:
-        """One line about experts that are older than the checkpoint (partial saves); None if none
-        is."""
+        """One line about experts that are older than the checkpoint (partial saves); None if there
+        are none."""
         ages = []
         for steps in self.meta["experts"].values():
             ages += [self.meta["step"] - step for step in steps]
@@ -97,8 +97,8 @@ def checkpoints_below(root: Path) -> list[Path]:
 
 
 def order_of(directory: Path) -> tuple[int, int]:
-    """The step in a checkpoint's name, and its number among those of that step. The larger, the
-    newer."""
+    """Sort key of checkpoints: the step in the name, and the number among checkpoints of that step.
+    A larger key is newer."""
     step, number = _NAME.fullmatch(directory.name).groups(default="0")
     return int(step), int(number)
 
@@ -131,7 +131,7 @@ def find_checkpoint(
         weights_only: do not check the optimiser's files.
 
     Raises:
-        UserError: there is none, or all are damaged; the damaged file is named.
+        UserError: there is no checkpoint, or all are damaged. The message names the damaged file.
     """
     path = root
     if resume != "auto":
@@ -163,8 +163,8 @@ def open_checkpoint(
     """The checkpoint in the directory `path`. Arguments as in `find_checkpoint`.
 
     Raises:
-        UserError: not a checkpoint, or of a newer format.
-        DamagedError: meta.json or a file that it lists is missing or not as it was written.
+        UserError: `path` is not a checkpoint, or it has a newer format.
+        DamagedError: meta.json or a file that it lists is missing or was changed.
     """
     meta, error = None, None
     try:
@@ -198,13 +198,13 @@ def _check_files(
 
 
 def damage_of(directory: Path, file: str, record: dict[str, int | str]) -> str | None:
-    """What is wrong with a file of a checkpoint, as a phrase; None if nothing is.
+    """A phrase that describes the damage of a checkpoint's file; None if the file is undamaged.
 
     Args:
         record: size and checksum of the file, from meta.json.
 
     Raises:
-        PermissionError: the file must not be read.
+        PermissionError: this process may not read the file.
     """
     if _leads_outside(directory, directory / file):
         return "is a link that leads out of the checkpoint"
@@ -239,7 +239,7 @@ def write_weights(
     """Write a checkpoint that holds weights only. One process calls this.
 
     Args:
-        model: tells which tensors are experts; may be on the meta device.
+        model: determines which tensors belong to experts; may be on the meta device.
         tensors: as in `model.state_dict()`.
         config: the complete configuration, as YAML.
 
@@ -276,8 +276,8 @@ def read_section(
         fit: called with the tensors of the checkpoint, before they are compared.
 
     Raises:
-        UserError: files are missing or unreadable, the weights are of other windows, or tensors are
-            missing, unexpected or of another shape; all of them are named.
+        UserError: files are missing or unreadable, the weights were trained with other windows, or
+            tensors are missing, unexpected or have another shape. The message names all of them.
     """
     directory = checkpoint.directory
     check_windows(model, checkpoint.meta.get("windows"), f"checkpoint {directory}")
@@ -305,7 +305,7 @@ def read_section(
 def read_tensors(
     checkpoint: Checkpoint, section: str, model: nn.Module, like: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """A section's tensors as they are in its files.
+    """A section's tensors as stored in its files.
 
     Args:
         model, like: as in `moe_core.checkpoint.load_tensors`.
@@ -330,7 +330,7 @@ def read_weights_of(
         fit: as in `read_section`.
 
     Raises:
-        UserError: they do not fit the model.
+        UserError: the weights do not fit the model.
     """
     section = checkpoint.weights_section
     return read_section(checkpoint, section, model, model.state_dict(), fit)
@@ -340,7 +340,7 @@ def read_dense(checkpoint: Checkpoint, section: str, model: nn.Module) -> dict[s
     """A section of a dense checkpoint, to upcycle into `model`.
 
     Raises:
-        UserError: the checkpoint has experts, or is of other windows.
+        UserError: the checkpoint has experts, or was trained with other windows.
     """
     check_windows(model, checkpoint.meta.get("windows"), f"checkpoint {checkpoint.directory}")
     if checkpoint.meta["experts"]:
@@ -360,7 +360,7 @@ def load_weights(
         finite: refuse NaN and infinity.
 
     Raises:
-        UserError: they do not fit the model; nothing is loaded.
+        UserError: the weights do not fit the model; nothing is loaded.
     """
     tensors = read_weights_of(checkpoint, model, fit)
     if finite:
@@ -373,7 +373,7 @@ def load_strategies(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Load the strategies that the tuner found in training, if any, into the model's layers.
 
     Raises:
-        UserError: they cannot be used.
+        UserError: the strategies cannot be used.
     """
     training = checkpoint.meta["training"] or {}
     decisions = training.get("strategies", [])
@@ -389,7 +389,7 @@ def count_classes(checkpoint: Checkpoint, config: ModelConfig) -> int:
     """The number of classes of a checkpoint of this model.
 
     Raises:
-        UserError: it has no classifier.
+        UserError: the checkpoint has no classifier.
     """
     weight = f"{model_types()[config.type].model.classifier}.weight"
     try:
@@ -409,7 +409,7 @@ def count_classes(checkpoint: Checkpoint, config: ModelConfig) -> int:
 def _compare_expert_counts(section: Path, model: nn.Module) -> list[str]:
     """One phrase for each layer whose number of experts differs.
 
-    None for a dense checkpoint: the comparison of names tells what it lacks.
+    Empty for a dense checkpoint: the comparison of names reports the missing experts.
     """
     saved = count_experts(section)
     if not saved:

@@ -1,4 +1,4 @@
-"""A checkpoint as it is used after its training: its configuration, perhaps for other data, and its
+"""A checkpoint in use after its training: its configuration, which may name other data, and its
 model."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world
 
-# Keys about the machines and the data of the training, with their values for any other use.
+# Keys about the machines and the data of the training, with the values that any other use gets.
 _NOT_THE_MODELS = {
     "MODEL.NUM_CLASSES": 0,
     "DATA.GLOBAL_BATCH_SIZE": 0,
@@ -47,7 +47,8 @@ _NOT_THE_MODELS = {
 
 @dataclass(frozen=True)
 class Deployed:
-    """A complete checkpoint, the processes that use it, and its configuration there."""
+    """A complete checkpoint, the processes that use it, and its configuration on these
+    processes."""
 
     world: World
     source: Checkpoint
@@ -55,12 +56,12 @@ class Deployed:
 
     @property
     def data(self) -> DataConfig:
-        """The section of the data that the checkpoint is used with."""
+        """The configuration's sections about data."""
         return self.config.data
 
     @property
     def model_config(self) -> ModelConfig:
-        """The section of the model."""
+        """The configuration's sections about the model."""
         return self.config.model
 
     @property
@@ -69,11 +70,13 @@ class Deployed:
         return build_autocast(self.config.run, self.world)
 
     def model(self, num_classes: int) -> MoEModel:
-        """Its model on this rank's device, in evaluation mode; with `num_classes` 0 the model
-        without its classifier.
+        """The checkpoint's model on this rank's device, in evaluation mode.
+
+        Args:
+            num_classes: number of classes; 0: without the classifier.
 
         Raises:
-            UserError: the weights do not fit the configuration or so many classes.
+            UserError: the weights do not fit the configuration or the number of classes.
         """
         config = self.model_config
         model = build_model(config, num_classes, expert_group(config.experts, self.world))
@@ -82,7 +85,7 @@ class Deployed:
         def fit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: tensor for name, tensor in tensors.items() if name not in head}
 
-        # a measurement says what became of NaN
+        # NaN is allowed: measurements report it
         checkpoint.load_weights(self.source, model, fit, finite=False)
         return model.to(self.world.device).eval()
 
@@ -90,7 +93,7 @@ class Deployed:
         """Class names in the order of the logits; numbers if the checkpoint has no names.
 
         Raises:
-            UserError: it has neither names nor a classifier.
+            UserError: the checkpoint has neither names nor a classifier.
         """
         names = self.source.meta["class_names"]
         if names:
@@ -99,11 +102,11 @@ class Deployed:
         return [str(number) for number in range(count)]
 
     def compare_classes(self, class_names: Sequence[str]) -> str | None:
-        """A line where the checkpoint has other names for the classes of the data; imported weights
-        may have none.
+        """A message if the checkpoint's class names differ from the data's; None if they agree.
+        Imported weights may have no names.
 
         Raises:
-            UserError: the data has another number of classes.
+            UserError: the data have another number of classes.
         """
         trained = self.source.meta["class_names"] or class_names
         if len(trained) != len(class_names):
@@ -124,7 +127,7 @@ class Deployed:
         )
 
     def facts(self) -> dict:
-        """What identifies the measured checkpoint in a result, ready for JSON."""
+        """Values that identify the measured checkpoint in a result, ready for JSON."""
         return {
             "checkpoint": str(self.source.directory),
             "step": self.source.meta["step"],
@@ -146,21 +149,20 @@ def open_deployed(
     options: Mapping[str, object] | None = None,
     name: str = "--resume",
 ) -> Iterator[Deployed]:
-    """The checkpoint `resume`, or the newest of a run, for the block's length. Every rank calls
-    this.
+    """Open the checkpoint `resume`, or the newest checkpoint of a run. Every rank calls this.
 
     Args:
         data: DATA.PATH; None: the data that the checkpoint was trained on.
-        dataset: DATA.DATASET; None: shards or a folder of images where `data` looks like that, else
-            the training's.
-        opts: KEY VALUE ... over the checkpoint's configuration. DEVICE and TIMEOUT are not the
-            checkpoint's but these.
-        options: what else the ranks must have in common.
-        name: what messages call the option of `resume`.
+        dataset: DATA.DATASET; None: shards or a folder of images if `data` contains such, otherwise
+            the training's dataset.
+        opts: KEY VALUE ... over the checkpoint's configuration. DEVICE and TIMEOUT are taken only
+            from here, not from the checkpoint.
+        options: further values that must be the same on all ranks.
+        name: the option that gives `resume`, for messages.
 
     Raises:
-        UserError: there is none that is whole, options that cannot be used, ranks with different
-            ones.
+        UserError: there is no complete checkpoint, options cannot be used, or ranks have different
+            options.
     """
     options_alone = default_config()
     merge_opts(options_alone, opts)
@@ -183,7 +185,7 @@ def _configuration(
         dataset = _dataset_of(Path(data).expanduser(), trained.dataset)
     keys = dict(_NOT_THE_MODELS)
     if data is not None or dataset is not None:
-        keys["DATA.VAL_SPLIT"] = 0  # the training's data had no validation images
+        keys["DATA.VAL_SPLIT"] = 0  # needed if the training's data had no validation images
     if data is not None:
         keys["DATA.PATH"] = data
     if dataset is not None:
@@ -193,7 +195,7 @@ def _configuration(
 
 
 def _dataset_of(data: Path, trained_on: str) -> str:
-    """DATA.DATASET for what lies in the directory `data`: perhaps that of the training, moved."""
+    """DATA.DATASET for the directory `data`, which may be the moved data of the training."""
     if (data / "index.json").is_file():
         return "shards"
     if (data / "train").is_dir() or not datasets()[trained_on].needs_files:

@@ -8,7 +8,7 @@ from swinv2_moe.train.distributed import World
 
 def first_non_finite_layer(model: nn.Module, images: Tensor) -> str | None:
     """The name of the first innermost module whose output for `images` has a NaN or an infinity;
-    None if there is none."""
+    None if all outputs are finite."""
     names: list[str] = []  # in the order in which modules return
 
     def watch(name: str):
@@ -34,7 +34,7 @@ def first_non_finite_layer(model: nn.Module, images: Tensor) -> str | None:
 
 
 def _is_finite(output: object) -> bool:
-    """Whether a module's output, a tensor or a tuple, is finite in all its tensors."""
+    """Whether all tensors of a module's output (a tensor or a tuple) are finite."""
     if not isinstance(output, tuple):
         output = (output,)
     for value in output:
@@ -49,10 +49,10 @@ def explain_non_finite(step: int, model: nn.Module, images: Tensor, world: World
     calls this.
 
     Args:
-        images: the batch of the step, whose gradients are still in place.
+        images: the batch of the step. The gradients of this step must still be in the parameters.
     """
     ranks = world.gather(_causes(model, images))
-    # An earlier cause explains the later ones, whichever rank has it.
+    # An earlier cause explains the later ones, on whichever rank it occurs.
     for causes in zip(*ranks, strict=True):
         for cause in causes:
             if cause is not None:
@@ -61,8 +61,8 @@ def explain_non_finite(step: int, model: nn.Module, images: Tensor, world: World
 
 
 def _causes(model: nn.Module, images: Tensor) -> list[str | None]:
-    """The possible causes on this rank, in the order of the computation; None where all values are
-    finite."""
+    """The possible causes on this rank, in the order of the computation; None for each cause whose
+    values are all finite."""
     bad_images = bad_parameter = bad_layer = bad_gradient = None
     if not torch.isfinite(images).all():
         bad_images = "the input images"
@@ -71,7 +71,7 @@ def _causes(model: nn.Module, images: Tensor) -> list[str | None]:
             bad_parameter = f"the parameter {name}"
         gradient = parameter.grad
         if gradient is not None and not torch.isfinite(gradient).all():
-            # the last one in the network is the first in the backward pass
+            # the backward pass goes through the network in reverse order
             bad_gradient = f"the gradient of {name}"
     layer = first_non_finite_layer(model, images)
     if layer is not None:

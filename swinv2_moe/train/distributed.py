@@ -40,7 +40,7 @@ class World:
 
     @property
     def ranks(self) -> Ranks:
-        """Collectives over all processes whose errors name the rank."""
+        """Collectives over all processes. Their errors name the rank."""
         return Ranks(self.group, f"rank {self.rank} of {self.size}", "within TIMEOUT")
 
     def barrier(self) -> None:
@@ -101,7 +101,7 @@ class World:
         return result
 
     def named_errors(self, operation: str) -> AbstractContextManager[None]:
-        """Context in which the error of a failed collective names `operation`.
+        """A context in which the error of a failed collective names `operation`.
 
         A collective fails or times out when a rank has ended or hangs.
         """
@@ -110,7 +110,7 @@ class World:
 
 @contextmanager
 def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
-    """Join the processes that torchrun started; leave their group at the end of the block.
+    """Join the process group of torchrun's processes; leave it at the end of the block.
 
     Without torchrun the world is this process alone.
 
@@ -119,7 +119,7 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
         timeout: seconds after which a collective fails if a rank does not answer.
 
     Raises:
-        UserError: CUDA is asked for but absent, or this machine has more ranks than GPUs.
+        UserError: CUDA is requested but not available, or this machine has more ranks than GPUs.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -141,8 +141,9 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
         return
     limit = timedelta(seconds=timeout)
     try:
-        # Without device_id NCCL creates a group's communicator at its first collective. With it,
-        # every group gets one at once, also the groups that are never used.
+        # Without device_id NCCL creates a group's communicator at its first collective. With
+        # device_id it creates the communicators of all groups at once, including groups that are
+        # never used.
         dist.init_process_group(backend, timeout=limit)
     except RuntimeError as error:
         raise CollectiveError(

@@ -39,15 +39,15 @@ def describe_environment(world: World) -> dict:
 
 
 def code_versions() -> dict[str, str | None]:
-    """The commit of this code and the versions of Python and of the main packages; None where one
-    is unknown."""
+    """The commit of this code and the versions of Python and of the main packages; None if
+    unknown."""
     packages = {name: _version(name) for name in _PACKAGES}
     return {"commit": _commit(), "python": platform.python_version()} | packages
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has used so far: of tensors on a GPU, otherwise of the
-    machine's memory."""
+    """The peak memory of this process in bytes: of tensors on a GPU, otherwise of the machine's
+    memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -57,9 +57,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _commit() -> str | None:
-    """The commit of this code, with a + if files have changed since; None outside of a checkout."""
+    """The commit of this code, followed by + if files have changed since. None outside of a git
+    checkout."""
     root = Path(__file__).parents[2]
-    # Without this check, git would answer for a repository that the installed package lies in.
+    # Without this check, git would describe a repository that contains the installed package.
     if not (root / ".git").exists():
         return None
     try:

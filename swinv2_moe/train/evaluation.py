@@ -1,4 +1,4 @@
-"""A model on a loader, over all ranks: its accuracy, or what it says of every single image.
+"""Accuracy of a model on a loader over all ranks, and its prediction for each image.
 
 B images per rank and batch, C classes, N labelled images over all ranks
 """
@@ -28,11 +28,11 @@ class Accuracy(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """Of the images that count, in the order of the data set."""
+    """Predictions for the labelled images, in the order of the data set."""
 
     targets: np.ndarray  # int64 [N]
     predicted: np.ndarray  # int64 [N]
-    # int64 [N], the target's place among the classes, the likeliest first: a top-k hit is below k
+    # int64 [N]: number of classes ranked above the target. A top-k hit has a rank below k.
     ranks: np.ndarray
     confidence: np.ndarray  # float64 [N], the softmax probability of the predicted class
     losses: np.ndarray  # float64 [N], cross-entropy in nats
@@ -43,11 +43,11 @@ class Predictions(NamedTuple):
 def evaluate(
     model: nn.Module, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
 ) -> Accuracy:
-    """Every image counts once, whatever the number of ranks; targets of -1 (padding, unreadable
-    images) do not count.
+    """Compute the accuracy and the mean cross-entropy. Every rank calls this.
 
-    The model is in evaluation mode during the call, and every module back in its own mode
-    afterwards, also when `after_batch` raises. Every rank calls this.
+    Every image counts once, for any number of ranks. Targets of -1 (padding, unreadable images) do
+    not count. The model is in evaluation mode during the call. Afterwards each module has its
+    previous mode again, even if `after_batch` raises.
     """
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
     unreadable: list[str] = []
@@ -70,15 +70,18 @@ def predict(
     after_batch: Callable[[], None] = lambda: None,
     order: np.ndarray | None = None,
 ) -> tuple[Predictions, list[str]]:
-    """What the model says of every image that counts, as in `evaluate`, and the paths of unreadable
-    images.
+    """Predict every labelled image. Every rank calls this.
 
-    Every rank calls this; the predictions are the main rank's, and of no images on the others.
+    Images count as in `evaluate`.
 
     Args:
-        loader: Batches of this rank by ValSampler, so that all ranks have as many images.
-        order: int64 [images], the sampler's; None: the order of the data set. Both without the
-            images that only pad the last batch.
+        loader: Batches of this rank from a ValSampler, so that all ranks have equally many images.
+        order: int64 [images], the sampler's order without padding; None: the order of the data set,
+            also without padding.
+
+    Returns:
+        The predictions, on the main rank; the other ranks get predictions of no images. And the
+        paths of unreadable images.
     """
     rows, unreadable = [], []
     with _evaluation_mode(model):
@@ -140,11 +143,11 @@ def _count(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _describe(logits: Tensor, targets: Tensor) -> Tensor:
-    """float64 [B, 5]: the columns of Predictions, and anything but the target where that is
-    IGNORE."""
+    """float64 [B, 5]: the columns of Predictions. If the target is IGNORE, the other columns are
+    undefined."""
     target_logits = logits.gather(1, targets.clamp(min=0)[:, None])  # [B, 1]
     earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]  # [B, C]
-    # of equal classes the first one leads, as in argmax
+    # among equally probable classes the first one ranks higher, as in argmax
     ranks = ((logits > target_logits) | ((logits == target_logits) & earlier)).sum(1)
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
     columns = (targets, logits.argmax(1), ranks, logits.softmax(1).amax(1), losses)

@@ -1,10 +1,11 @@
 """OUTPUT/events.log: when staging, initialisation, epochs and validations began and ended.
 
-A line an event, ":::MLLOG " and a JSON object, with the keys and through the logger of MLCommons'
-`mlperf-logging` package (https://github.com/mlcommons/logging), so that what reads such logs reads
-these; epochs count from 1, eval_accuracy is top-1 from 0 to 1. Each part of a run that was
-interrupted begins with its own staging, init and run. A common format is all it is, never an MLPerf
-result: no run here follows that benchmark's rules or was reviewed.
+Each line is one event: ":::MLLOG " and a JSON object. The keys are those of MLCommons' package
+`mlperf-logging` (https://github.com/mlcommons/logging), whose logger writes the lines. Programs
+that read MLPerf logs can read this file. Epochs count from 1. eval_accuracy is the top-1 accuracy,
+from 0 to 1. If a run was interrupted, each of its parts begins with its own staging, init and run
+events. Only the format is MLPerf's. The results are not MLPerf results: the runs do not follow the
+rules of that benchmark and were not reviewed.
 """
 
 import logging
@@ -21,10 +22,10 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_mllogger() -> type:
-    """The logger of the package, which is optional.
+    """The logger class of the optional package `mlperf-logging`.
 
     Raises:
-        UserError: it is missing.
+        UserError: the package is not installed.
     """
     try:
         from mlperf_logging.mllog.mllog import MLLogger
@@ -37,29 +38,30 @@ def load_mllogger() -> type:
 
 
 class EventLog:
-    """Appends events to one file, and writes nowhere else."""
+    """Appends events to one file and writes to no other place."""
 
     def __init__(self, path: Path) -> None:
-        # Neither the package's own logger nor one of logging's tree: those print, and what the next
-        # run in this process logs would come here too. Lines are collected and written by `write`:
-        # MLLogger swallows a handler's errors.
+        # MLLogger needs a logger. The package's own logger, and one of logging's tree, would print.
+        # They would also send the events of the next run in this process to this file. MLLogger
+        # ignores errors of a handler; therefore the handler only collects lines, and `write` writes
+        # them.
         logger, handler = logging.Logger(__name__, logging.INFO), logging.Handler()
         handler.emit = lambda record: self._lines.append(record.getMessage())
         logger.addHandler(handler)
         self._mllogger = load_mllogger()(logger, root_dir=re.escape(str(_ROOT)))
         self._lines: list[str] = []
         if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
-            self._lines.append("")  # ends a line that was cut off, by a power cut for example
+            self._lines.append("")  # ends a line that was cut off, for example by a power cut
         self._file = path.open("a", buffering=1)
 
     def write(self, key: str, value: object, at: float | None, metadata: dict) -> None:
-        """The event `key`; those called ..._start and ..._stop bound an interval.
+        """Write the event `key`. Keys that end in _start and _stop mark an interval.
 
         Args:
-            at: when it was, in seconds since 1970; None: now.
+            at: time of the event, in seconds since 1970; None: now.
 
         Raises:
-            OSError: a full disk, say.
+            OSError: the file cannot be written, for example because the disk is full.
         """
         log = self._mllogger.event
         if key.endswith("_start"):
@@ -79,7 +81,7 @@ class EventLog:
 
 
 class Staging(NamedTuple):
-    """What staging left in staging.json: when it copied the data to this disk, and how."""
+    """The content of staging.json: when the data were copied to this disk, and how."""
 
     started: float  # seconds since 1970
     seconds: float
@@ -88,17 +90,17 @@ class Staging(NamedTuple):
 
     @property
     def rate(self) -> float | None:
-        """Bytes/s; None if it took no time that was measured."""
+        """Bytes/s; None if the duration was measured as zero."""
         if self.seconds:
             return self.bytes / self.seconds
         return None
 
 
 def read_staging(data_path: str) -> Staging | None:
-    """The record beside the data; None where there is none.
+    """The record of staging in the data's directory; None if there is none.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the record cannot be read.
     """
     if not data_path:
         return None

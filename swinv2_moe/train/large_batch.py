@@ -1,8 +1,9 @@
-"""Optimisers for large batches, timm's LAMB and LARS, with a trust ratio for each expert.
+"""LAMB and LARS of timm, optimisers for large batches, with a trust ratio for each expert.
 
-Both scale the update of a matrix by the ratio of its norm to that of its update. The experts of a
-layer lie in one tensor, of which each rank has a part: one ratio for the tensor would mix experts
-and depend on the number of ranks. So each expert counts as a matrix of its own.
+Both multiply the update of a matrix by a trust ratio: the norm of the matrix divided by the norm of
+its update. The experts of a layer are stored in one tensor, and each rank has a part of it. A
+single ratio for this tensor would mix experts and depend on the number of ranks. Therefore each
+expert counts as a separate matrix.
 
 LAMB: arXiv 1904.00962; LARS: arXiv 1708.03888.
 """
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 
 class ExpertLamb(Lamb):
-    """timm's Lamb. Gradients are clipped before, as for other optimisers.
+    """timm's Lamb with a trust ratio for each expert. It does not clip gradients: the training step
+    does.
 
     Each group counts its updates in "step", which `restore_optimizer` sets.
 
@@ -71,7 +73,7 @@ class ExpertLamb(Lamb):
 
 
 class ExpertLars(Lars):
-    """timm's Lars with Nesterov's momentum.
+    """timm's Lars with Nesterov's momentum and a trust ratio for each expert.
 
     Args:
         stacked: parameters whose first dimension counts experts.
@@ -111,14 +113,15 @@ class ExpertLars(Lars):
 
 
 class _Matrices:
-    """The parameters that have gradients, and how tensors of their shapes are split by expert."""
+    """The parameters that have gradients, and a function that splits tensors of their shapes by
+    expert."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], stacked: set[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if p.grad is not None]
         self.is_stacked = [p in stacked for p in self.parameters]
 
     def split(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The tensors of `parameters`, in that order, with a view of each expert."""
+        """The tensors of `parameters` in the same order, with one view for each expert."""
         matrices: list[Tensor] = []
         for tensor, is_stacked in zip(tensors, self.is_stacked, strict=False):
             if is_stacked:

@@ -1,4 +1,4 @@
-"""The loop of a training run: epochs of steps, a validation after each, checkpoints between."""
+"""The loop of a training run: epochs of steps, a validation after each epoch, and checkpoints."""
 
 import time
 
@@ -31,11 +31,12 @@ from swinv2_moe.train.upcycling import read_upcycled
 
 
 class Trainer:
-    """A run: `fit` trains from where `progress` stands to the end; `save` and `resume` move the
-    state of the run to and from disk.
+    """A training run. `fit` trains from the state in `progress` to the end. `save` and `resume`
+    write and read the state of the run.
 
-    The order of the images follows from (SEED, epoch), and random numbers from (SEED, step, rank):
-    a resumed run repeats what an uninterrupted one would have done, and no random state is saved.
+    The order of the images depends only on (SEED, epoch), random numbers only on (SEED, step,
+    rank). So a resumed run gives the same results as an uninterrupted one, and no random state is
+    saved.
     """
 
     def __init__(
@@ -46,7 +47,11 @@ class Trainer:
         model: MoEModel,
         phases: PhaseTimes | None = None,
     ) -> None:
-        """`phases`: the times of this process since the program began; None: since now."""
+        """Create the trainer of a new run.
+
+        Args:
+            phases: times of this process since the program began; None: measured from now on.
+        """
         if phases is None:
             phases = PhaseTimes()
         self.config = config
@@ -71,17 +76,17 @@ class Trainer:
         )
         self.tuning = Tuning(model)
         self.routing = RoutingSchedule(config.model.experts, model, config.train.compile)
-        self.dense_updates = 0  # of the optimiser before MODEL.UPCYCLE_CONTINUE upcycled the model
+        self.dense_updates = 0  # optimiser updates before MODEL.UPCYCLE_CONTINUE upcycled the model
         self.throughput = Throughput()
         self.phases = phases
         self.telemetry = Telemetry(phases, open_machine(world.device), config.run.telemetry_seconds)
-        self.joules: float | None = None  # of all parts of the run, where known
-        self.validation_seconds = 0.0  # of the last one
+        self.joules: float | None = None  # energy of all parts of the run; None: not known
+        self.validation_seconds = 0.0  # duration of the last validation
         num_images = data.train_size + data.val_size
         self.unreadable = UnreadableImages(num_images, config.data.max_bad_share)
 
     def data_wait_share(self) -> float | None:
-        """The share of training time that the slowest rank waited for its loader, 0 to 1; None
+        """The share of training time that the slowest rank waited for its loader, 0 to 1. None
         before training. Every rank calls this."""
         if not self.throughput.seconds:
             return None
@@ -90,17 +95,18 @@ class Trainer:
     # The run
 
     def fit(self, recorder: Recorder, saver: Saver) -> None:
-        """Train what is left, validate and record each epoch, save as SAVE_FREQ and CHECKPOINT say.
+        """Train to the end. Validate and record each epoch; save as SAVE_FREQ and CHECKPOINT say.
 
-        After a signal to stop, the state is saved between two steps, and this returns with the
-        signal in `stopped_by`.
+        After a signal to stop, this saves the state between two steps, sets `stopped_by` to the
+        signal, and returns.
 
         Raises:
             UserError: a loss or gradient is not finite, too many images cannot be read, or the
                 last checkpoint could not be written.
         """
         self.phases.started()
-        if not self.config.train.compile:  # it would compile once more, for this pass alone
+        # with COMPILE, this pass would need a separate compilation
+        if not self.config.train.compile:
             settle_buckets(self.step.wrapped, self.step.model, self.world)
         try:
             with self.telemetry, prepared(frozen_moe(self.step.model)):
@@ -137,7 +143,7 @@ class Trainer:
         return result
 
     def _train_and_validate(self, recorder: Recorder, saver: Saver) -> None:
-        """The rest of an epoch, or of the steps until MAX_STEPS, and the validation."""
+        """Train the rest of an epoch, or the steps until MAX_STEPS, and validate."""
         progress = self.progress
         started = time.perf_counter()
         epoch = progress.epoch + 1
@@ -164,7 +170,7 @@ class Trainer:
             self.save(saver, is_best, partial=not (is_best or progress.finished))
 
     def _train_epoch(self, recorder: Recorder, saver: Saver) -> None:
-        """The steps that are left of this epoch."""
+        """Train the remaining steps of this epoch."""
         progress = self.progress
         accumulation = self.config.train.accumulation_steps
         self.data.set_epoch(progress.epoch, skip_steps=progress.epoch_step * accumulation)
@@ -193,7 +199,7 @@ class Trainer:
                     raise Stopped(self._signal())
                 if progress.steps_done:
                     break
-                # at the end of an epoch: after the validation
+                # at the end of an epoch, saving follows the validation
                 is_inside = progress.epoch_step < progress.steps_per_epoch
                 if is_inside and self._is_time_to_save():
                     self.save(saver, partial=True)
@@ -205,15 +211,15 @@ class Trainer:
         return bool(every) and self.progress.step % every == 0
 
     def _check_stop(self) -> None:
-        """Raise Stopped on every rank if any of them has received a signal; UserError if data that
-        are being staged will not come."""
+        """Raise Stopped on every rank if a rank has received a signal. Raise UserError if staging
+        has failed."""
         self.data.check_arrival()
         signalled = float(self.stop.received is not None)
         if self.world.sum(torch.tensor(signalled, device=self.world.device)) > 0:
             raise Stopped(self._signal())
 
     def _signal(self) -> str:
-        """The signal that some rank has received."""
+        """The signal that a rank has received."""
         return next(filter(None, self.world.gather(self.stop.received)))
 
     def _count_unreadable(self, paths: list[str]) -> None:
@@ -230,13 +236,13 @@ class Trainer:
         return f"loss {loss:.3f}  top-1 {accuracy}  {rate:,.0f} images/s"
 
     def _time_left(self, rate: float) -> str:
-        """The end of the progress bar: the time left of the run, at `rate` images/s."""
+        """The end of the progress bar's text: the remaining time of the run, at `rate` images/s."""
         seconds_per_step = self.progress.global_batch / rate
         seconds = seconds_left(self.progress, seconds_per_step, self.validation_seconds)
         return f"left, {in_words(seconds)} of the run"
 
     def _warn(self, recorder: Recorder, result: StepResult) -> None:
-        """Report a skipped step, and a loss that has risen."""
+        """Report a skipped step, and a diverging loss."""
         progress = self.progress
         if result.was_skipped:
             recorder.say(
@@ -339,10 +345,11 @@ class Trainer:
     def resume(self, source: Checkpoint) -> None:
         """Load the state of a checkpoint. Everything is read and compared before anything changes.
 
-        With MODEL.UPCYCLE_CONTINUE, that of a dense run is upcycled.
+        With MODEL.UPCYCLE_CONTINUE, the checkpoint is that of a dense run, and its state is
+        upcycled.
 
         Raises:
-            UserError: it does not fit this run, or holds weights alone.
+            UserError: the state does not fit this run, or the checkpoint holds only weights.
         """
         step = self.step
         training = self._check_training(source)
@@ -378,11 +385,11 @@ class Trainer:
         step.scaler.load(training["loss_scaler"])
         self.progress.load(source.meta["step"], training)
         if upcycles:
-            self.progress.best_top1 = -1.0  # the dense checkpoint is not one of this run
+            self.progress.best_top1 = -1.0  # the dense checkpoint does not belong to this run
         self.schedule.step_update(self.progress.schedule_step)
 
     def _check_training(self, source: Checkpoint) -> dict:
-        """The state of the training in a checkpoint of a classifier's run."""
+        """The state of the training in a checkpoint, which must be from a classifier's run."""
         training = source.meta["training"]
         if training is None:
             raise UserError(

@@ -1,4 +1,4 @@
-"""What the operating system and NVML count about this machine."""
+"""Counters and gauges of this machine, from the operating system and NVML."""
 
 import contextlib
 import os
@@ -25,13 +25,15 @@ COUNTERS = (
 
 
 class Machine:
-    """The counters and gauges of this machine, GPUs of this run included."""
+    """The counters and gauges of this machine, including the GPUs of this run."""
 
     def __init__(self, device: torch.device, powercap: Path = _POWERCAP) -> None:
-        """
+        """Find the counters and GPUs.
+
         Args:
-            device: of this process. With "cuda", the GPUs of all its processes here are read.
-            powercap: where Linux shows the energy counters of CPUs (RAPL).
+            device: the device of this process. With "cuda", the GPUs of all processes of this run
+                on this machine are read.
+            powercap: the directory in which Linux shows the energy counters of CPUs (RAPL).
         """
         self._packages = [_RaplPackage(path) for path in _rapl_packages(powercap)]
         self._gpus: list[_Gpu] = []
@@ -39,7 +41,8 @@ class Machine:
             self._gpus = _open_gpus()
 
     def counters(self) -> dict[str, float]:
-        """Those of `COUNTERS` that this machine has, since some moment of the past."""
+        """The values of those `COUNTERS` that this machine has. Only differences between two calls
+        have a meaning."""
         times = psutil.cpu_times()
         # guest time is part of user time
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
@@ -60,7 +63,7 @@ class Machine:
         return values
 
     def gauges(self) -> dict[str, float]:
-        """Bytes of memory in use, and of the GPUs their mean use (0 to 1) and largest memory."""
+        """Bytes of memory in use; the mean use (0 to 1) and the largest memory use of the GPUs."""
         memory = psutil.virtual_memory()
         values = {"memory": float(memory.total - memory.available)}
         if self._gpus:
@@ -70,7 +73,7 @@ class Machine:
 
 
 def _rapl_packages(powercap: Path) -> list[Path]:
-    """The packages of CPUs whose energy this process may read; often only root may."""
+    """The CPU packages whose energy this process may read. Often only root may."""
     packages = []
     for path in sorted(powercap.glob("intel-rapl:*")):
         is_package = re.fullmatch(r"intel-rapl:\d+", path.name)
@@ -80,7 +83,7 @@ def _rapl_packages(powercap: Path) -> list[Path]:
 
 
 class _RaplPackage:
-    """The energy of one package of CPUs, whose counter wraps around."""
+    """The energy counter of one CPU package, corrected for wrap-around."""
 
     def __init__(self, path: Path) -> None:
         self._file = path / "energy_uj"
@@ -99,7 +102,7 @@ class _RaplPackage:
 
 
 def _open_gpus() -> list["_Gpu"]:
-    """The GPUs of this run's processes on this machine; none where NVML is not there."""
+    """The GPUs of this run's processes on this machine; none if NVML is not available."""
     import pynvml
 
     try:
@@ -121,7 +124,7 @@ class _Gpu:
         self._handle = handle
 
     def _read(self, function: Callable) -> object:
-        """What NVML's function returns; None where this GPU does not offer it."""
+        """The result of an NVML function; None if this GPU does not support it."""
         import pynvml
 
         try:

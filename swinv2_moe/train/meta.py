@@ -87,7 +87,7 @@ _CLASSIFIER_TRAINING = record(
         "loss_scaler": _LOSS_SCALER,
         "strategies": _STRATEGIES,
     },
-    # earlier versions lack them
+    # earlier versions have no such keys
     optional={
         "time_to_target": _time_to_target,
         "loss_watch": _LOSS_WATCH,
@@ -128,8 +128,8 @@ def read_meta(directory: Path, key: str = "checkpoint") -> dict:
     """A checkpoint's meta.json.
 
     Raises:
-        UserError: it is missing, must not be read, or is of a newer format.
-        DamagedError: it is damaged, or of another program.
+        UserError: the file is missing, cannot be read, or has a newer format.
+        DamagedError: the file is damaged, or was written by another program.
     """
     if directory.is_file():
         raise UserError(f"{key} {directory}: is a file; a checkpoint is a directory with meta.json")
@@ -189,7 +189,7 @@ def describe(
 def write_meta(directory: Path, meta: dict) -> dict:
     """Write meta.json with a checksum of itself, and return its content.
 
-    The checksum is that of the text with zeros in its place.
+    The checksum is computed from the text with zeros in place of the checksum.
     """
     meta = {
         "format_version": FORMAT_VERSION,
@@ -241,7 +241,8 @@ def _check_checksum(directory: Path, text: bytes, meta: object) -> None:
 
 
 def _check_form(directory: Path, meta: dict) -> None:
-    """Raise DamagedError unless every value has its form and all files of the model are listed."""
+    """Raise DamagedError unless every value has the required form and all files of the model are
+    listed."""
     try:
         _META(meta, "")
         training = meta["training"]

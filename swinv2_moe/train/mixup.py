@@ -6,7 +6,7 @@ from swinv2_moe.config import AugmentConfig
 
 
 def build_mixup(config: AugmentConfig, label_smoothing: float, num_classes: int) -> Mixup | None:
-    """timm's mixup and cutmix, or None where both are off."""
+    """timm's mixup and cutmix, or None if both are off."""
     if config.mixup_prob == 0 or (config.mixup == 0 and config.cutmix == 0):
         return None
     return Mixup(

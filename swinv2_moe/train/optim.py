@@ -17,19 +17,19 @@ from swinv2_moe.models.weights import has_dense_twin
 from swinv2_moe.train.large_batch import ExpertLamb, ExpertLars
 from swinv2_moe.train.parallelize import local_part, placed_like
 
-_REFERENCE_BATCH = 512  # images a step for which TRAIN.BASE_LR is given
+_REFERENCE_BATCH = 512  # images per step for which TRAIN.BASE_LR is given
 
 
 def build_optimizer(
     config: TrainConfig, model: MoEModel, learning_rate: float
 ) -> torch.optim.Optimizer:
-    """The optimiser that TRAIN.OPTIMIZER names, with layer decay by depth.
+    """Build the optimiser that TRAIN.OPTIMIZER names, with layer decay by depth.
 
-    Biases, 1-D parameters and those that the model names have no weight decay; experts may have one
-    of their own.
+    There is no weight decay for biases, 1-D parameters, and parameters that the model excludes.
+    Experts may have a separate weight decay.
 
     Raises:
-        UserError: LAMB or LARS, and ranks that hold parts of experts.
+        UserError: LAMB or LARS is chosen and a rank holds a part of an expert.
     """
     no_weight_decay = model.no_weight_decay()
     groups = param_groups_layer_decay(
@@ -71,7 +71,7 @@ def _check_whole_experts(model: MoEModel, name: str) -> None:
 def _split_experts(
     groups: list[dict], weights: set[nn.Parameter], weight_decay: float
 ) -> list[dict]:
-    """The groups, with the weights of experts in groups of their own that have `weight_decay`."""
+    """Move the weights of experts into separate groups, which have `weight_decay`."""
     split = []
     for group in groups:
         others = [p for p in group["params"] if p not in weights]
@@ -84,8 +84,8 @@ def _split_experts(
 
 
 def _merge(groups: list[dict]) -> list[dict]:
-    """One group for each pair of learning rate and weight decay, for fewer kernels in a step: timm
-    makes two for each layer of the model."""
+    """Merge groups with the same learning rate and weight decay, so that a step launches fewer
+    kernels. timm makes two groups for each layer of the model."""
     merged: dict[tuple, dict] = {}
     for group in groups:
         key = (group.get("lr_scale", 1.0), group["weight_decay"])
@@ -97,16 +97,19 @@ def _merge(groups: list[dict]) -> list[dict]:
 
 
 def _split_sharded(group: dict) -> list[dict]:
-    """A parameter group as one or two: fused optimisers cannot mix sharded parameters and
-    others."""
+    """Split a parameter group into sharded and other parameters: fused optimisers cannot mix the
+    two."""
     sharded = [p for p in group["params"] if isinstance(p, DTensor)]
     others = [p for p in group["params"] if not isinstance(p, DTensor)]
     return [group | {"params": part} for part in (others, sharded) if part]
 
 
 def scaled_learning_rate(config: TrainConfig, per_512: float, world_size: int) -> float:
-    """The learning rate `per_512`, given for 512 images a step, scaled to the global batch as
-    TRAIN.LR_SCALING says."""
+    """The learning rate scaled to the global batch as TRAIN.LR_SCALING says.
+
+    Args:
+        per_512: the learning rate for 512 images per step.
+    """
     ratio = config.batch_size * config.accumulation_steps * world_size / _REFERENCE_BATCH
     if config.lr_scaling == "sqrt":
         ratio = math.sqrt(ratio)
@@ -116,7 +119,8 @@ def scaled_learning_rate(config: TrainConfig, per_512: float, world_size: int) -
 def build_schedule(
     config: TrainConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int, world_size: int
 ) -> CosineLRScheduler:
-    """Linear warm-up, then half a cosine down to MIN_LR. `step_update(step)` sets the rate."""
+    """Linear warm-up, then half a cosine down to MIN_LR. `step_update(step)` sets the learning
+    rate."""
     warmup = config.warmup_epochs * steps_per_epoch
     return CosineLRScheduler(
         optimizer,
@@ -139,7 +143,7 @@ class LossScaler:
 
     INITIAL = 2.0**16
     GROWTH_INTERVAL = 2000
-    SMALLEST = 2.0**-8  # a gradient that overflows at a smaller scale has another cause
+    SMALLEST = 2.0**-8  # an overflow at a smaller scale has another cause
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -201,7 +205,7 @@ def optimizer_sections(
 ) -> dict[str, dict[str, Tensor]]:
     """The optimiser's state: `{"optimizer/exp_avg": {parameter name: tensor}, ...}`.
 
-    The number of updates is left out: `LossScaler` counts it (`restore_optimizer`).
+    The number of updates is not included: `LossScaler` counts it (see `restore_optimizer`).
     """
     sections: dict[str, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -214,10 +218,11 @@ def optimizer_sections(
 def check_optimizer_sections(
     optimizer: torch.optim.Optimizer, sections: Collection[str], updates: int
 ) -> None:
-    """Compare a checkpoint's sections with those that this optimiser has after `updates` updates.
+    """Compare a checkpoint's sections with the sections that this optimiser has after `updates`
+    updates.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the sections differ.
     """
     kinds = []
     if isinstance(optimizer, (torch.optim.AdamW, ExpertLamb)):
@@ -248,9 +253,9 @@ def restore_optimizer(
     """Restore the state that `optimizer_sections` returned after `updates` updates.
 
     Args:
-        dense_updates: how many of them the dense model had made before it was upcycled. What has no
-            dense twin was not updated by them. LAMB counts them for all, so that the first updates
-            of such parameters are small.
+        dense_updates: number of these updates that were made before the dense model was upcycled.
+            They did not update parameters without a dense twin. LAMB nevertheless counts them for
+            all parameters, so that the first updates of parameters without a dense twin are small.
     """
     is_adam = isinstance(optimizer, torch.optim.AdamW)
     for name, parameter in trained_parameters(model).items():

@@ -20,7 +20,8 @@ from swinv2_moe.train.distributed import World
 def parallelize(
     model: MoEModel, world: World, compile: bool = False, shard: bool = False
 ) -> nn.Module:
-    """The model with its auxiliary loss as second output.
+    """Replicate or shard the model over the ranks. The result has the auxiliary loss as second
+    output.
 
     Args:
         compile: compile the model. Ignored if it is sharded.
@@ -40,10 +41,10 @@ def parallelize(
 def settle_buckets(replicated: nn.Module, model: MoEModel, world: World) -> None:
     """Run one backward pass, which leaves the model unchanged; call it before the first step.
 
-    After its first backward pass, DDP assigns the gradients to other buckets, in the order in which
-    they were computed. With three ranks or more, that changes the order of their sum. Without this
-    call, the first step after a resume would differ from the uninterrupted run's by a rounding
-    error.
+    After its first backward pass, DDP assigns the gradients to new buckets, in the order in which
+    they were computed. With three or more ranks, this changes the order of summation. Without this
+    call, the first step after a resume would differ by a rounding error from the same step of an
+    uninterrupted run.
     """
     if not isinstance(replicated, DistributedDataParallel) or world.size < 3:
         return
@@ -67,17 +68,18 @@ def shard_trunk(model: MoEModel, world: World) -> None:
     blocks = [block for stage in model.block_stages() for block in stage]
     modules = blocks + [model]
     for module in modules:
-        # True for the root as well: a forward pass without a backward one must release it.
+        # True for the root as well: it must release its parameters after a forward pass without a
+        # backward pass.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=experts)
     for module in modules:
-        # Allocates the gathered parameters. In inference mode, they would be inference tensors,
-        # which training cannot use.
+        # Allocates the gathered parameters. Allocated in inference mode, they would be inference
+        # tensors, which training cannot use.
         module.unshard()
         module.reshard()
 
 
 def averaged_copy(model: MoEModel, world: World, decay: float, shard: bool) -> ModelEmaV3 | None:
-    """The moving average of the weights, sharded like them; None at a decay of 0.
+    """The moving average of the weights, sharded like the weights; None if `decay` is 0.
 
     Call it before `parallelize`: a sharded model cannot be copied.
     """
@@ -93,8 +95,8 @@ def averaged_copy(model: MoEModel, world: World, decay: float, shard: bool) -> M
 
 @contextmanager
 def gradient_sync(wrapped: nn.Module, enabled: bool) -> Iterator[None]:
-    """A context for a forward and a backward pass. Unless `enabled`, it does not average the shared
-    gradients over the ranks."""
+    """A context for a forward and a backward pass. With `enabled` False, the shared gradients are
+    not averaged over the ranks."""
     if isinstance(wrapped, DistributedDataParallel) and not enabled:
         with wrapped.no_sync():
             yield
@@ -105,10 +107,10 @@ def gradient_sync(wrapped: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def gather_shards(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """The tensors with each sharded one gathered from all ranks. Every rank calls this.
+    """Gather each sharded tensor from all ranks. Every rank calls this.
 
     Args:
-        keep: whether this rank's result has the gathered tensors, on the CPU.
+        keep: whether this rank's result includes the gathered tensors, on the CPU.
     """
     result = {}
     for name, tensor in tensors.items():
@@ -122,10 +124,10 @@ def gather_shards(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def placed_like(tensor: Tensor, model_tensor: Tensor) -> Tensor:
-    """A tensor on the device of the model's tensor, and sharded like it.
+    """Place a tensor on the device of the model's tensor, and shard it in the same way.
 
     Args:
-        tensor: full on every rank, or sharded already.
+        tensor: complete on every rank, or already sharded.
     """
     tensor = tensor.to(model_tensor.device)
     if not isinstance(model_tensor, DTensor) or isinstance(tensor, DTensor):
@@ -136,8 +138,7 @@ def placed_like(tensor: Tensor, model_tensor: Tensor) -> Tensor:
 
 
 def load_sharded(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """`model.load_state_dict` of full tensors into a model that may be sharded: each rank takes its
-    part."""
+    """Load complete tensors into a model that may be sharded. Each rank takes its part."""
     state = model.state_dict()
     model.load_state_dict(
         {name: placed_like(tensor, state[name]) for name, tensor in tensors.items()}
@@ -145,7 +146,7 @@ def load_sharded(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other tensor itself."""
+    """This rank's part of a sharded tensor. Other tensors are returned unchanged."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor

@@ -1,20 +1,20 @@
-"""Where the time of a run goes: each moment belongs to one phase."""
+"""The time of a run by phase. Each moment belongs to one phase."""
 
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# start: from the start of the program to the first step, imports and model included; data: training
-# waits for its loader; saving: training waits for a checkpoint
+# start: from the start of the program to the first step, including imports and building the model;
+# data: training waits for its loader; saving: training waits for a checkpoint
 PHASES = ("start", "data", "training", "validation", "saving", "other")
 
 
 class PhaseTimes:
     """Seconds of each phase in this process, summed over the parts of a resumed run.
 
-    The time between two parts is left out, and so is that of steps which were lost and repeated.
-    Any thread may read it; one thread changes the phase.
+    The sums exclude the time between two parts, and steps that were lost and repeated. Any thread
+    may read the sums; only one thread changes the phase.
     """
 
     def __init__(self, began: float | None = None) -> None:
@@ -39,7 +39,7 @@ class PhaseTimes:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of the block as `name`; a phase inside of another interrupts it."""
+        """Count the time of the block as `name`. A nested phase interrupts the outer one."""
         before = self._change(name)
         try:
             yield
@@ -47,7 +47,7 @@ class PhaseTimes:
             self._change(before)
 
     def _change(self, name: str) -> str:
-        """Begin the phase `name`; returns the one before."""
+        """Begin the phase `name` and return the previous phase."""
         now = time.perf_counter()
         with self._lock:
             before = self._phase
@@ -64,7 +64,7 @@ class PhaseTimes:
         return seconds
 
     def load(self, earlier: Mapping[str, float]) -> None:
-        """Add the seconds of the parts before this one."""
+        """Add the seconds of the run's earlier parts."""
         with self._lock:
             for phase in PHASES:
                 self._seconds[phase] += earlier.get(phase, 0.0)

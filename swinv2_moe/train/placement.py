@@ -37,7 +37,7 @@ def bound_to_node(bind: str, device: torch.device, sysfs: Path = _SYSFS) -> Iter
         What was done, for the log; empty on a machine with one NUMA node.
 
     Raises:
-        UserError: another value of `bind`.
+        UserError: `bind` is not one of `BINDS`.
     """
     if bind not in BINDS:
         raise UserError(f"--bind is {bind!r}, allowed: {', '.join(BINDS)}")
@@ -114,7 +114,7 @@ def parse_cpu_list(text: str) -> set[int]:
     """The kernel's list format: "0-3,8" is 0, 1, 2, 3, 8.
 
     Raises:
-        ValueError: another format.
+        ValueError: `text` has another format.
     """
     cpus: set[int] = set()
     for part in text.strip().split(","):

@@ -1,4 +1,4 @@
-"""How far a training run has come, and its form in a checkpoint."""
+"""The progress of a training run, and its form in a checkpoint."""
 
 from dataclasses import dataclass, field
 
@@ -18,10 +18,10 @@ class Progress:
     global_batch: int  # images of a step, over all ranks
     to_target: TimeToTarget
     epoch: int = 0  # complete epochs
-    epoch_step: int = 0  # steps of the epoch at hand
+    epoch_step: int = 0  # steps of the current epoch
     step: int = 0  # steps in all
     validated_step: int = 0  # the step of the last validation
-    epoch_loss: float = 0.0  # sum over the steps of the epoch at hand, on this rank
+    epoch_loss: float = 0.0  # sum over the steps of the current epoch, on this rank
     skipped: int = 0  # steps whose loss or gradient was not finite
     best_top1: float = -1.0  # percent
     last_top1: float | None = None
@@ -42,17 +42,17 @@ class Progress:
     def schedule_step(self) -> int:
         """The argument of the learning-rate schedule.
 
-        It follows epochs: on another number of ranks they may have another number of steps.
+        It counts in epochs: the number of steps per epoch may differ between numbers of ranks.
         """
         return self.epoch * self.steps_per_epoch + self.epoch_step
 
     @property
     def epochs_done(self) -> float:
-        """Complete epochs and the fraction of the epoch at hand."""
+        """Complete epochs and the fraction of the current epoch."""
         return self.schedule_step / self.steps_per_epoch
 
     def count_step(self, result: StepResult) -> None:
-        """Count a step that was done."""
+        """Count a completed step."""
         self.step += 1
         self.epoch_step += 1
         self.skipped += result.was_skipped
@@ -79,8 +79,8 @@ class Progress:
         return is_best
 
     def state(self) -> dict:
-        """The state for a checkpoint, ready for JSON, without `step`. `epoch_loss` is this
-        rank's."""
+        """The state for a checkpoint, ready for JSON, without `step`. `epoch_loss` is the value of
+        this rank."""
         return {
             "epoch": self.epoch,
             "epoch_step": self.epoch_step,
@@ -98,8 +98,8 @@ class Progress:
     def load(self, step: int, state: dict) -> None:
         """Continue from a state, perhaps with another global batch.
 
-        The position in the epoch becomes the number of steps that the images seen so far would have
-        been, so that a few images may be seen again.
+        The position in the epoch is the number of steps of the new size that fit into the images
+        seen so far. A few images may therefore be seen again.
 
         Args:
             step: number of steps before the state was taken.
@@ -125,7 +125,7 @@ def steps_per_epoch(accumulation_steps: int, num_batches: int) -> int:
     """The number of whole steps in an epoch of `num_batches` batches.
 
     Raises:
-        UserError: there is none.
+        UserError: the epoch has no whole step.
     """
     steps = num_batches // accumulation_steps
     if steps == 0:

@@ -1,5 +1,5 @@
-"""What a run leaves for people and programs: progress bar, metrics.jsonl, trackers, events.log,
-summary.json, config.yaml."""
+"""The records of a run: progress bar, metrics.jsonl, trackers, events.log, summary.json,
+config.yaml."""
 
 import json
 import logging
@@ -33,8 +33,9 @@ _PICTURES = 4  # validation images whose routing trackers show
 
 
 def _records(method: Callable) -> Callable:
-    """For a method of Recorder that writes: it does nothing on other ranks, and what a full disk,
-    say, does not take is lost; the run goes on."""
+    """Decorator for the writing methods of Recorder. On ranks other than the main rank, the method
+    does nothing. If writing fails, for example because the disk is full, the record is lost and the
+    run continues."""
 
     @wraps(method)
     def guarded(self: "Recorder", *args, **kwargs) -> None:
@@ -53,7 +54,7 @@ def _records(method: Callable) -> Callable:
 
 
 class Recorder:
-    """Writes to a run directory and to the terminal on the main rank; on the others it does
+    """Writes to a run directory and to the terminal on the main rank. On other ranks it does
     nothing."""
 
     def __init__(
@@ -64,8 +65,11 @@ class Recorder:
         event_log: bool = False,
         tracker: str = "",
     ) -> None:
-        """Go on after `step`: what an earlier run in this directory recorded beyond it is about to
-        be repeated (but what happened stays in the event log, and in the service `tracker`)."""
+        """Continue the records after `step`.
+
+        A resumed run repeats the later steps. Therefore their records are removed, except from the
+        event log and the service `tracker`.
+        """
         self.directory, self.active, self.losing = directory, world.is_main, False
         self.files, self.events = ExitStack(), None
         self.trackers: list[Tracker] = []
@@ -88,13 +92,13 @@ class Recorder:
         self.files.close()
 
     def say(self, line: str) -> None:
-        """One line for the person at the terminal."""
+        """Print one line at the terminal."""
         self.console.print(line, markup=False)
 
     @contextmanager
     def engine_log(self) -> Iterator[None]:
-        """Says what moe_core has to tell (its kernels, the strategies it settles on) until the end
-        of the block."""
+        """Print moe_core's log messages (kernels, decided strategies) until the end of the
+        block."""
         logger, handler = logging.getLogger("moe_core"), logging.Handler(logging.INFO)
         handler.emit = lambda record: self.say(handler.format(record))
         level = logger.level
@@ -108,15 +112,15 @@ class Recorder:
 
     @_records
     def config(self, text: str) -> None:
-        """The whole configuration, as YAML."""
+        """Write the complete configuration, as YAML."""
         (self.directory / "config.yaml").write_text(text)
         for tracker in self.trackers:
             tracker.config(flatten(CfgNode(parse_yaml(text))))
 
     @_records
     def begin(self, environment: dict, step: int, steps_per_epoch: int) -> None:
-        """A part of the run begins after `step`, and what it runs on; an earlier one's summary is
-        not the run's now."""
+        """Begin a part of the run after `step`: record its environment, and remove the summary of
+        an earlier part."""
         self.finished = False
         (self.directory / "summary.json").unlink(missing_ok=True)
         line = {"step": step, "steps_per_epoch": steps_per_epoch, "environment": environment}
@@ -124,14 +128,18 @@ class Recorder:
 
     @_records
     def summary(self, values: dict) -> None:
-        """The run is finished."""
+        """Write the summary of the finished run."""
         self.finished = True
         (self.directory / "summary.json").write_text(json.dumps(_plain(values), indent=1) + "\n")
 
     @_records
     def step(self, values: dict, routing: dict[str, RoutingStats]) -> None:
-        """A logging step: `values` has `step` and `epoch`; `routing` holds each MoE layer's
-        statistics of this step."""
+        """Record a logged step.
+
+        Args:
+            values: `step`, `epoch` and other values of the step.
+            routing: the statistics of each MoE layer in this step.
+        """
         layers = {name: _load(stats) for name, stats in routing.items()}
         if layers:
             values["moe/dropped_share"] = dropped_share(routing.values())
@@ -154,14 +162,14 @@ class Recorder:
 
     @_records
     def epoch(self, values: dict, step: int) -> None:
-        """The end of an epoch: `values` has `epoch`, `train_loss`, `val_top1`, ..."""
+        """Record the end of an epoch: `values` has `epoch`, `train_loss`, `val_top1`, ..."""
         self._write({"step": step} | values)
         self._scalars(tagged("epoch", values), step)
 
     @_records
     def telemetry(self, table: dict[str, dict], epoch: int, step: int) -> None:
-        """The use of the machines in each phase since the last call; `table` as `combine` makes
-        it."""
+        """Record the use of the machines in each phase since the last call. `table` is a result of
+        `combine`."""
         self._write({"step": step, "epoch": epoch, "telemetry": table})
         scalars = {}
         for phase, values in table.items():
@@ -170,10 +178,11 @@ class Recorder:
 
     @_records
     def strategies(self, events: list[dict], step: int) -> None:
-        """What the tuners have decided and timed up to `step` (tuning.py): a line each."""
+        """Write one line for each decision or timing of the tuners up to `step` (tuning.py)."""
         for event in events:
             self._write({"step": step, "strategy": event})
-            layers = re.sub(r"\W+", "_", event["layers"])  # as TensorBoard's tags must be
+            # TensorBoard's tags allow only these characters
+            layers = re.sub(r"\W+", "_", event["layers"])
             if event["event"] == "time":
                 self._scalars({f"strategy_ms/{layers}": event["ms"]}, step)
                 continue
@@ -183,13 +192,14 @@ class Recorder:
 
     @_records
     def event(self, key: str, value: object = None, at: float | None = None, **metadata) -> None:
-        """A line of the event log, where there is one; arguments as in `EventLog.write`."""
+        """Write a line to the event log, if the run has one. Arguments as in `EventLog.write`."""
         if self.events:
             self.events.write(key, value, at, metadata)
 
     @contextmanager
     def interval(self, name: str, **metadata) -> Iterator[None]:
-        """`<name>_start` and, however the block ends, `<name>_stop` in the event log."""
+        """Write `<name>_start` to the event log, and `<name>_stop` at the end of the block, also
+        after an exception."""
         self.event(f"{name}_start", **metadata)
         try:
             yield
@@ -198,7 +208,7 @@ class Recorder:
 
     @_records
     def checkpoint(self, cost: Cost) -> None:
-        """What a save cost the main rank."""
+        """Record the cost of a save on the main rank."""
         values = {"stall_seconds": cost.stall, "seconds": cost.seconds, "bytes": cost.bytes}
         self._scalars(tagged("checkpoint", values), cost.step)
 
@@ -206,13 +216,15 @@ class Recorder:
     def routing(
         self, model: nn.Module, loader: DataLoader, data: DataConfig, step: int
     ) -> Iterator[None]:
-        """Around a validation of `model` on `loader`: four of its images, always the same, and
-        beside each, layer by layer, its patches painted with the expert that they chose, in
-        the trackers.
+        """Show the routing of four images in the trackers. Put a validation of `model` on `loader`
+        in the block.
 
-        The pass is the validation's own, with the capacity of evaluation; which choices that
-        dropped is not shown. Only the main rank's images; no rank does anything for it together
-        with others.
+        The images are the same in each validation. Beside each image, one picture for each layer
+        shows the patches painted with the experts that they chose.
+
+        The forward passes are those of the validation, with the capacity of evaluation. Dropped
+        choices are not marked. Only images of the main rank are used. This does not communicate
+        with other ranks.
         """
         if not self.active or not moe_layers(model):
             yield
@@ -231,7 +243,7 @@ class Recorder:
             tracker.image(tag, picture, step)
 
     def bar(self, description: str, total: int, done: int = 0) -> "Bar":
-        """A progress bar for one epoch; invisible where there is no terminal."""
+        """A progress bar for one epoch; invisible without a terminal."""
         return Bar(
             self.console, description, total, done, visible=self.active and self.console.is_terminal
         )
@@ -273,13 +285,13 @@ class Bar:
         self._progress.stop()
 
     def advance(self, text: str, left: str = "left") -> None:
-        """Count one more; `left` follows the time that is left until the bar is full."""
+        """Count one more. `left` is shown after the remaining time of the bar."""
         self._progress.update(self._task, advance=1, text=text, left=left)
 
 
 def dropped_share(stats: Iterable[RoutingStats]) -> float:
-    """Of all choices in one or more layers together, those that found their expert full; 0 where
-    none was made."""
+    """The share of the choices in one or more layers whose expert was full; 0 if there were no
+    choices."""
     stats = list(stats)
     choices = torch.stack([of_layer.counts.sum() for of_layer in stats]).double()
     shares = torch.stack([of_layer.dropped_share for of_layer in stats]).double()
@@ -287,7 +299,7 @@ def dropped_share(stats: Iterable[RoutingStats]) -> float:
 
 
 def _load(stats: RoutingStats) -> dict:
-    """A layer's routing as plain numbers; load is relative to an even share, 1 for every expert."""
+    """A layer's routing as plain numbers; load is relative to an even share, which is 1."""
     counts = stats.counts.double()
     load = (counts * len(counts) / counts.sum().clamp(min=1)).tolist()
     return {
@@ -301,7 +313,7 @@ def _load(stats: RoutingStats) -> dict:
 
 
 def _plain(value: object) -> object:
-    """JSON has no NaN: null stands for it."""
+    """The value for JSON. NaN, which JSON does not have, becomes null."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
@@ -312,8 +324,7 @@ def _plain(value: object) -> object:
 
 
 def _forget_after(metrics: Path, step: int) -> None:
-    """Drop the lines of steps that a resumed run is going to repeat, and those whose writing was
-    cut off."""
+    """Remove the lines of steps that a resumed run is going to repeat, and incomplete lines."""
     if metrics.is_file():
         lines = [
             line for line in metrics.read_text(errors="replace").splitlines() if _step(line) <= step

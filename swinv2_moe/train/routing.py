@@ -1,4 +1,4 @@
-"""Which expert each token of an image goes to, recorded in a forward pass.
+"""Record the expert that each token of an image is routed to.
 
 B images, C channels, S pixels a side, h x w tokens, K choices of a token
 """
@@ -17,8 +17,8 @@ from swinv2_moe.models import MoEModel, block_name
 def record_choices(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Record the experts chosen in the latest forward pass, in each MoE layer.
 
-    Forward hooks record what the router chose, whether or not the expert has room. They work in
-    evaluation mode only, since the noise of training is added after the router, and not for a
+    Forward hooks record the router's choices, including choices that are dropped. They work in
+    evaluation mode only, since in training noise is added after the router. They do not work for a
     compiled model, which was compiled without the hooks.
 
     Args:
@@ -62,7 +62,7 @@ def _hooks(
 
 @dataclass
 class RoutingSample:
-    """Some of the images that went through a model, and the choices of their tokens."""
+    """Some of the images of a forward pass, and the choices of their tokens."""
 
     images: list[Tensor] = field(default_factory=list)  # float32 [C, S, S], normalised
     choices: dict[str, list[Tensor]] = field(default_factory=dict)  # of each layer int64 [h, w, K]
@@ -72,8 +72,8 @@ class RoutingSample:
 def sample_choices(model: nn.Module, num_images: int, count: int) -> Iterator[RoutingSample]:
     """Keep some of the images that go through `model`, and their choices, on the CPU.
 
-    Up to `count` images are kept, spread evenly over the `num_images` of the forward passes to
-    come. Conditions as in `record_choices`.
+    Up to `count` images are kept, evenly spaced among the `num_images` of the forward passes in the
+    block. The restrictions of `record_choices` apply.
     """
     positions, sample, seen = spread(num_images, count), RoutingSample(), 0
 
@@ -95,6 +95,6 @@ def sample_choices(model: nn.Module, num_images: int, count: int) -> Iterator[Ro
 
 
 def spread(size: int, count: int) -> list[int]:
-    """Up to `count` evenly spaced numbers below `size`, from 0 on."""
+    """Up to `count` evenly spaced integers from 0 to `size` - 1."""
     count = min(size, count)
     return [i * size // count for i in range(count)]

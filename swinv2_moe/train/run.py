@@ -1,4 +1,5 @@
-"""A run from its configuration to its summary: what is opened, in which order, and closed."""
+"""A training run, from its configuration to its summary: the order in which its parts are opened
+and closed."""
 
 import time
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ from swinv2_moe.train.run_warnings import start_warnings
 from swinv2_moe.train.saver import Saver, save_policy
 from swinv2_moe.train.tracker_services import check_tracker
 
-# for a save under way when the run fails; with all ranks well it takes a fraction
+# waiting time for a current save when the run fails; if all ranks are well, it takes much less
 _LAST_SAVE_SECONDS = 60
 
 
@@ -59,24 +60,23 @@ def train(
     bind: str = "auto",
     began: float | None = None,
 ) -> dict | None:
-    """Train (or go on training) what `config` describes in the run directory `config.OUTPUT`.
+    """Train, or continue to train, the configured model in the run directory `config.OUTPUT`.
 
-    Everything that can be wrong with the input is found before anything but a lock is written to
-    the run directory.
+    All input is checked before anything but a lock is written to the run directory.
 
     Args:
-        resume: what to go on from: "auto", a run or a checkpoint. None starts afresh.
-        resume_command: what the user is told to do to go on with a run that was stopped.
-        bind: "auto" binds each rank to the NUMA node of its GPU, "none" to nothing.
+        resume: the state to continue from: "auto", a run or a checkpoint. None starts a new run.
+        resume_command: the command that continues a stopped run, for a message to the user.
+        bind: "auto" binds each rank to the NUMA node of its GPU, "none" does not.
         began: when the program began, in seconds since 1970; None: now.
 
     Returns:
-        The summary; None of a run that was told to stop before its end.
+        The summary; None if the run was told to stop before its end.
 
     Raises:
         UserError: input that cannot be used, or a loss that is not finite.
-        CollectiveError: another rank has ended, or is stuck.
-        StoppedElsewhere: see there.
+        CollectiveError: another rank has ended, or does not answer.
+        StoppedElsewhere: another rank received SIGTERM, and a launcher may restart the ranks.
     """
     phases = PhaseTimes(began)
     run = run_config(config)
@@ -86,20 +86,20 @@ def train(
         world.named_errors("a collective"),
         ExitStack() as stack,
     ):
-        # before data workers start, which inherit the CPUs
+        # before data workers start, because they inherit the CPUs
         placement = stack.enter_context(bound_to_node(bind, world.device))
         check_same_start(flatten(config) | {"--resume": resume}, world)
         placements = world.gather(placement)
         world.everywhere(lambda: _check_packages(run, world))
         sections = all_sections(resolve_batch_size(config, world.size))
-        # before looking at what another run may be writing
+        # before reading files that another run may be writing
         stack.enter_context(only_run(root, world))
         source = _starting_point(root, resume, sections, world)
         data, staging = _load_data(sections.data, world, source, stack)
         trainer = _build_trainer(sections, world, data, source, phases)
         size = measure_model(sections.model, data.num_classes)
         first_lines = [headline(trainer, size, source), *_notes(trainer, placements)]
-        # on all ranks at about the same time: they have just exchanged versions
+        # all ranks get here at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
         recorder = stack.enter_context(
             closing(Recorder(root, world, trainer.progress.step, run.event_log, run.tracker))
@@ -124,7 +124,7 @@ def train(
         staging = staging or read_staging(sections.data.stage)
         summary = summarize(trainer, size, staging, time.time() - phases.began)
         if trainer.progress.finished:
-            if not was_finished:  # else it keeps its summary
+            if not was_finished:  # a run that was already finished keeps its summary
                 recorder.summary(summary)
             recorder.say(closing_lines(trainer, summary, root))
     if trainer.stop.came_from_elsewhere(trainer.stopped_by):
@@ -140,7 +140,7 @@ def _stopped(trainer: Trainer, resume_command: str) -> str:
 
 
 def _check_packages(config: RunConfig, world: World) -> None:
-    """Raise UserError if an optional package is missing that the configuration needs."""
+    """Raise UserError if an optional package that the configuration needs is missing."""
     if config.event_log:
         load_mllogger()
     if world.is_main:
@@ -148,7 +148,7 @@ def _check_packages(config: RunConfig, world: World) -> None:
 
 
 def _notes(trainer: Trainer, placements: list[str]) -> list[str]:
-    """What the log says after the headline. All ranks call this."""
+    """Lines of the log after the headline. All ranks call this."""
     lines = []
     if any(placements):
         lines.append(placement_line(placements))
@@ -161,15 +161,15 @@ def _notes(trainer: Trainer, placements: list[str]) -> list[str]:
 def _load_data(
     config: DataConfig, world: World, start: Checkpoint | None, stack: ExitStack
 ) -> tuple[Data, Staging | None]:
-    """The data and the record of an earlier staging.
+    """The data, and the record of an earlier staging.
 
     Args:
-        start: what the run goes on from.
-        stack: ends the staging that DATA.STAGE asks for.
+        start: the checkpoint that the run continues from.
+        stack: an exit stack, which ends the staging that DATA.STAGE asks for.
 
     Raises:
-        UserError: on every rank, what one of them finds wrong; what `check_same_data` and
-            `check_files` raise.
+        UserError: on every rank, if the data cannot be used on any rank; also what
+            `check_same_data` and `check_files` raise.
     """
     staging = world.everywhere(lambda: read_staging(config.path))
     background = stack.enter_context(background_staging(config, world))
@@ -197,9 +197,9 @@ def _load_data(
 def _starting_point(
     root: Path, resume: str | None, sections: AllSections, world: World
 ) -> Checkpoint | None:
-    """The checkpoint to go on from, of this run or, with MODEL.UPCYCLE_CONTINUE, of a dense one.
+    """The checkpoint to continue from: of this run or, with MODEL.UPCYCLE_CONTINUE, of a dense one.
 
-    None starts afresh, which an existing run in `root` forbids.
+    None starts a new run. That is not allowed if `root` already has a run.
     """
     source = None
     if resume is not None:
@@ -216,7 +216,7 @@ def _starting_point(
 
 
 def _warnings(trainer: Trainer) -> list[str]:
-    """Every rank calls this."""
+    """The warnings before the first step. Every rank calls this."""
     sections, world = trainer.config, trainer.world
     config = sections.train
     rate = optim.scaled_learning_rate(config, config.base_lr, world.size)
@@ -231,7 +231,7 @@ def _build_trainer(
     source: Checkpoint | None,
     phases: PhaseTimes,
 ) -> Trainer:
-    """The trainer with the state of `source`, or with the weights that a new run starts from."""
+    """A trainer with the state of `source`, or with the initial weights of a new run."""
     config, seed = sections.model, sections.run.seed
     seed_everything(seed)  # the same weights on any number of ranks
     model = build_model(config, data.num_classes, expert_group(config.experts, world))
@@ -244,7 +244,7 @@ def _build_trainer(
 
 
 def _load_pretrained(config: ModelConfig, model: MoEModel, world: World, seed: int) -> None:
-    """Load MODEL.PRETRAINED, if given; `seed` is that of the noise on upcycled experts.
+    """Load MODEL.PRETRAINED, if given. `seed` is the seed of the noise on upcycled experts.
 
     Raises:
         UserError: the weights do not fit the model.
@@ -286,9 +286,10 @@ def _load_pretrained(config: ModelConfig, model: MoEModel, world: World, seed: i
 
 
 def _fetch_weights(name: str, world: World) -> Path:
-    """The file of a MODEL.PRETRAINED that is a name. Every rank calls this.
+    """The file of weights that the name in MODEL.PRETRAINED stands for. Every rank calls this.
 
-    The main rank downloads it. The others read the cache then, or fill that of their own machine.
+    The main rank downloads the file. The others then read it from the cache, or download it to the
+    cache of their own machine.
 
     Raises:
         UserError: as `fetch_weights`, on every rank.
@@ -302,16 +303,19 @@ def _fetch_weights(name: str, world: World) -> Path:
 def _run_events(
     recorder: Recorder, trainer: Trainer, began: float, staging: Staging | None
 ) -> Iterator[None]:
-    """What the event log says of this part of a run: what it starts from (since `began`, in seconds
-    since 1970), and around the block its training, which has success with the target, or with its
-    end where there is none."""
-    if trainer.progress.finished:  # before
+    """Write the events of this part of a run to the event log.
+
+    Before the block: the starting point of the run, since `began` (in seconds since 1970). Around
+    the block: the training. It ends with success when it reaches the target or, without a target,
+    when the run has ended.
+    """
+    if trainer.progress.finished:  # finished before this part
         yield
         return
     config = trainer.config.train
     if staging is not None:
         _staging_events(recorder, staging)
-    recorder.event("cache_clear", False, at=began)  # nothing empties the system's caches
+    recorder.event("cache_clear", False, at=began)  # no command here empties the system's caches
     recorder.event("init_start", at=began)
     recorder.event("seed", config.seed)
     recorder.event("global_batch_size", trainer.progress.global_batch)

@@ -19,8 +19,8 @@ _MAX_ATTEMPTS = 100
 def only_run(directory: Path, world: World, option: str = "--output") -> Iterator[None]:
     """Lock `directory` until the end of the block. Collective.
 
-    Take the lock before reading the directory: until then another run may write or remove
-    checkpoints. Missing directories are created, and removed at the end if they are still empty.
+    Take the lock before reading the directory, since another run may write or remove checkpoints
+    until then. Missing directories are created, and removed at the end if they are still empty.
 
     Args:
         option: the option that names the directory, for messages.

@@ -143,7 +143,7 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
 
 
 def with_staging(seconds: dict[str, float], staging: Staging | None) -> dict[str, float]:
-    """The seconds of each phase, with the staging of the data before them."""
+    """The seconds of each phase, preceded by those of staging the data."""
     if staging is None or staging.overlapped:
         return seconds
     return {"staging": staging.seconds} | seconds

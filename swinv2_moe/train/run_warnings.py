@@ -9,8 +9,8 @@ import numpy as np
 from swinv2_moe.config import DataConfig, TrainConfig
 from swinv2_moe.data import Data
 
-# Range of a schedule's highest learning rate. Published recipes are well within it. 0 is taken as
-# intended.
+# Range of a schedule's highest learning rate. Published recipes are well within it. There is no
+# warning for 0.
 _USUAL_LEARNING_RATES = {
     "adamw": (1e-8, 0.1),
     "sgd": (1e-6, 10.0),
@@ -25,8 +25,8 @@ def start_warnings(
     """Warnings before the first step of a run, one line each.
 
     Args:
-        data_config: where `data` comes from.
-        learning_rate: the highest of the schedule, scaled to the global batch.
+        data_config: the section that `data` was built from.
+        learning_rate: the highest rate of the schedule, scaled to the global batch.
     """
     lines = []
     low, high = _USUAL_LEARNING_RATES[config.optimizer.name]

@@ -1,4 +1,5 @@
-"""What one rank writes of a checkpoint: copies of tensors, and the thread's work on them."""
+"""The files that one rank writes of a checkpoint: copies of tensors, and a thread that writes
+them."""
 
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -96,7 +97,7 @@ class SaveJob:
         """Write the copies and wait until every file is on the disk.
 
         Returns:
-            The size and checksum of each file, and the error if there is one.
+            The size and checksum of each file, and the error, if any.
         """
         records = {}
         try:

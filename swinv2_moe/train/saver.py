@@ -1,8 +1,8 @@
 """Writing checkpoints while training continues.
 
 1. Rank 0 chooses the directory and the experts that are written; the ranks agree on both.
-2. Each rank copies the tensors that it writes. What exceeds `SavePolicy.staging_mb` is written at
-   once. Training continues.
+2. Each rank copies the tensors that it writes. Tensors that exceed `SavePolicy.staging_mb` are
+   written at once. Training continues.
 3. A thread of each rank writes the copies, waits until they are on the disk, and gathers the
    records or the error of every rank.
 4. Rank 0 writes meta.json, renames the directory, points `latest` (and `best`) at it and removes
@@ -39,14 +39,14 @@ from swinv2_moe.train.meta import write_meta
 from swinv2_moe.train.parallelize import gather_shards
 from swinv2_moe.train.save_job import SaveJob, StagingBuffers
 
-# "" (the model), "ema", "optimizer/exp_avg", ... -> named like the parameters
+# section -> tensors by parameter name; sections are "" (the model), "ema", "optimizer/exp_avg", ...
 Sections = dict[str, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """Which checkpoints are kept, and what a partial save leaves out. The configuration's
-    CHECKPOINT."""
+    """The CHECKPOINT section of a configuration: which checkpoints are kept, and what a partial
+    save leaves out."""
 
     keep_last: int = 2  # newest checkpoints that are kept, besides `best`
     experts: int = 0  # experts of each layer that a partial save writes; 0: all
@@ -59,21 +59,21 @@ def save_policy(config: CheckpointConfig) -> SavePolicy:
 
 
 class Plan(NamedTuple):
-    """What the ranks agree on before a save."""
+    """The ranks' agreement on a save."""
 
     temporary: Path
-    # expert files that every section writes; None: all
+    # the expert files that every section writes; None: all
     written_experts: frozenset[str] | None = None
-    # files of the other experts, which are linked from the previous checkpoint
+    # the files of the other experts, which become links to the previous checkpoint
     linked_files: tuple[str, ...] = ()
 
 
 class Cost(NamedTuple):
-    """What a save cost this rank."""
+    """The cost of a save on this rank."""
 
     step: int
     stall: float  # seconds that training waited
-    seconds: float  # until the save was complete
+    seconds: float  # duration of the whole save
     bytes: int  # written
 
 
@@ -126,13 +126,13 @@ class Saver:
         is_best: bool = False,
         partial: bool = False,
     ) -> None:
-        """Write `root/step-<meta["step"]>`. Every rank calls this, and may change the tensors when
-        it returns.
+        """Write `root/step-<meta["step"]>`. Every rank calls this. The tensors may change once it
+        has returned.
 
         Args:
             meta: what `swinv2_moe.train.meta.describe` returns.
-            partial: write only `policy.experts` experts of each layer, those whose copies are
-                oldest, and link the others to their copies in the previous checkpoint (arXiv
+            partial: write only the `policy.experts` experts of each layer that have the oldest
+                copies, and link the others to their copies in the previous checkpoint (arXiv
                 2408.04307, MoC-System).
         """
         started = time.perf_counter()
@@ -143,7 +143,7 @@ class Saver:
             return
         job = SaveJob(plan.temporary, self.staging)
         for i, (section, tensors) in enumerate(sections.items()):
-            # every rank has the trunk: the ranks take turns to write it
+            # every rank has the whole trunk: the ranks share the work of writing it
             writes_trunk = i % self.world.size == self.world.rank
             tensors = gather_shards(tensors, keep=writes_trunk)
             files = tensors_by_file(model, tensors, writes_trunk, plan.written_experts)
@@ -152,7 +152,7 @@ class Saver:
         self.staging.synchronize()
         stall = time.perf_counter() - started
         arguments = (job, plan, meta, is_best, started, stall)
-        # A daemon: where ranks have died, its collective must not keep this process from ending.
+        # A daemon: if ranks have died, its collective must not keep this process from ending.
         self.thread = threading.Thread(
             target=self._finish, args=arguments, name="checkpoint", daemon=True
         )
@@ -162,7 +162,7 @@ class Saver:
         """Wait until the current save, if any, is complete or has failed.
 
         Args:
-            seconds: the longest wait; None: no limit.
+            seconds: maximum waiting time; None: no limit.
         """
         if self.thread is not None:
             self.thread.join(seconds)
@@ -183,7 +183,7 @@ class Saver:
     def _plan(
         self, model: nn.Module, sections: Collection[str], meta: dict, partial: bool
     ) -> Plan | None:
-        """The same plan on every rank; None if nothing can be written in `root`."""
+        """Make the plan, the same on every rank; None if nothing can be written in `root`."""
         plan = None
         if self.world.is_main:
             temporary = self.root / f".{_name(meta)}.tmp"
@@ -198,7 +198,7 @@ class Saver:
         return self.world.agree(plan)
 
     def _partial_plan(self, temporary: Path, model: nn.Module, sections: Collection[str]) -> Plan:
-        """Write the `policy.experts` experts of each layer whose copies are oldest.
+        """Plan to write the `policy.experts` experts of each layer that have the oldest copies.
 
         All experts are written if the previous checkpoint does not have the others.
         """
@@ -214,7 +214,8 @@ class Saver:
             steps = meta["experts"].get(name, [])
             if len(steps) != num_experts:
                 return complete
-            # Each layer starts with another expert, so that all ranks write about equally much.
+            # Each layer starts with a different expert, so that the ranks write about the same
+            # amount.
             first = i * num_experts // len(layers)
             turns = []
             for expert, step in enumerate(steps):
@@ -228,8 +229,8 @@ class Saver:
         return Plan(temporary, frozenset(written), linked)
 
     def _tidy(self, source: Checkpoint | None) -> None:
-        """Remove what a killed run left, and set aside the checkpoints of steps that this run is
-        going to repeat."""
+        """Remove the leftovers of a killed run, and set aside the checkpoints of steps that this
+        run will repeat."""
         for leftover in self.root.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         step = 0

@@ -1,7 +1,7 @@
 """Top-k, capacity factor and share of random choices of the MoE layers at each training step.
 
-A schedule depends on the position in the run alone. The automatic capacity depends on the last
-steps, which a checkpoint holds. So a resumed run repeats what an uninterrupted one would have done.
+A schedule depends only on the position in the run. The automatic capacity depends on the last
+steps, which are stored in checkpoints. So a resumed run repeats the values of an uninterrupted run.
 """
 
 import math
@@ -15,22 +15,23 @@ from swinv2_moe.config import ExpertsConfig, parse_schedule
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEMlp
 
-STEPS = 16  # that the automatic capacity looks back
+STEPS = 16  # number of last steps that the automatic capacity considers
 
 
 class RoutingSchedule:
     """MODEL.MOE.TOP_K_SCHEDULE, CAPACITY_SCHEDULE, CAPACITY_AUTO and RANDOM_CHOICE_SCHEDULE of a
     model.
 
-    With CAPACITY_AUTO, the capacity factor of a layer is the largest that it needed in the last
-    STEPS steps, on any rank. A needed factor is the smallest that drops at most the given share of
-    a rank's choices. Before the first measurement, CAPACITY_FACTOR holds.
+    With CAPACITY_AUTO, the capacity factor of a layer is the largest needed factor of the last
+    STEPS steps, over all ranks. The needed factor of a step is the smallest factor that drops at
+    most the given share of a rank's choices. Before the first measurement, CAPACITY_FACTOR is used.
 
     Frozen layers and evaluation are not affected.
 
     Args:
-        is_compiled: COMPILE; a new top-k is compiled once, a new capacity factor is not. The model
-            is compiled once more when the share of random choices reaches 0.
+        is_compiled: the value of COMPILE. With it, each new top-k needs a compilation; a new
+            capacity factor does not. When the share of random choices reaches 0, the model is
+            compiled once more.
     """
 
     def __init__(self, config: ExpertsConfig, model: nn.Module, is_compiled: bool = False) -> None:
@@ -40,13 +41,13 @@ class RoutingSchedule:
         self.capacity_schedule = parse_schedule(config.capacity_schedule)
         self.random_schedule = parse_schedule(config.random_choice_schedule, may_reach_zero=True)
         self.is_automatic = config.capacity_auto
-        # of the last steps, the factor that each layer needed; empty without CAPACITY_AUTO
+        # the needed factor of each layer in the last steps; empty without CAPACITY_AUTO
         self.needed: deque[list[float]] = deque(maxlen=STEPS)
         self.is_compiled = is_compiled
-        self.current: dict[str, float] = {}  # what changes during training, for the log
+        self.current: dict[str, float] = {}  # scheduled values, for the log
 
     def apply(self, epoch: float, step: int) -> None:
-        """Set what the layers use in the step after so many epochs and steps."""
+        """Set the values for the step after `epoch` epochs and `step` steps."""
         if not self.layers:
             return
         if self.top_k_schedule:
@@ -65,22 +66,23 @@ class RoutingSchedule:
             self.current["moe/random_share"] = share
 
     def observe(self, needed_factors: Sequence[float]) -> None:
-        """Count a step, in which each layer needed these factors; none without CAPACITY_AUTO."""
+        """Count a step. `needed_factors` are the needed factors of its layers; none without
+        CAPACITY_AUTO."""
         if needed_factors:
             self.needed.append(list(needed_factors))
 
     def state(self) -> list[list[float]]:
-        """For a checkpoint, ready for JSON."""
+        """The state for a checkpoint, ready for JSON."""
         return list(self.needed)
 
     def load(self, state: list[list[float]], source: str) -> None:
-        """Go on from a state; without CAPACITY_AUTO it is ignored.
+        """Restore a state. Without CAPACITY_AUTO it is ignored.
 
         Args:
             source: the beginning of messages.
 
         Raises:
-            UserError: it is of another number of layers; nothing changes.
+            UserError: the state has another number of layers; nothing changes.
         """
         if not self.is_automatic:
             return
@@ -94,7 +96,7 @@ class RoutingSchedule:
         self.needed.extend(state)
 
     def _capacity_factors(self, epoch: float, step: int) -> list[float]:
-        """Of each layer; empty where they are as configured."""
+        """The capacity factor of each layer; empty if the layers use the configured one."""
         if self.capacity_schedule:
             return [self.capacity_schedule.value(epoch, step)] * len(self.layers)
         if self.needed:
@@ -102,18 +104,21 @@ class RoutingSchedule:
         return []
 
     def _set_random_share(self, share: float) -> None:
-        """As one tensor for all layers, since a number would be compiled anew for each value; as
-        the number 0 when there are no random choices any more."""
+        """Set the share of random choices.
+
+        All layers get the same tensor, since a number would be compiled again for each value. They
+        get the number 0 when there are no random choices any more.
+        """
         value: float | Tensor = share
         if share > 0:
-            # a fill; a copy would wait for the GPU
+            # a fill kernel: a copy from the host would wait for the GPU
             device = next(self.layers[0].parameters()).device
             value = torch.full((), share, device=device)
         for layer in self.layers:
             layer.random_share = value
 
     def _for_layer(self, layer: MoEMlp, factor: float) -> float | Tensor:
-        """The factor as a tensor where a number would be compiled anew for each value."""
+        """The factor, as a tensor if a number would be compiled again for each value."""
         moe = layer.moe
         if not self.is_compiled or factor == 0 or moe.group.size > 1 or moe.config.round_to:
             return factor

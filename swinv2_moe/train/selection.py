@@ -1,4 +1,4 @@
-"""Which checkpoint of a run a command uses: `--checkpoint best`, `latest` or a step."""
+"""The checkpoint of a run that a command uses: `--checkpoint best`, `latest` or a step."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from swinv2_moe.train.checkpoint import checkpoints_below, order_of
 
 
 def select_checkpoint(run: str, which: str = "best") -> tuple[str, str]:
-    """The checkpoint of a run that `which` means.
+    """Select the checkpoint of a run.
 
     Args:
         run: a run, or a checkpoint, which is taken as it is.
@@ -15,8 +15,9 @@ def select_checkpoint(run: str, which: str = "best") -> tuple[str, str]:
             number of a step.
 
     Returns:
-        What `open_deployed` takes: the run itself for its newest checkpoint, so that damaged ones
-        are passed over. And a line that says which it is and why, empty for a checkpoint.
+        The argument for `open_deployed`, and a line about the selection. For the newest checkpoint,
+        the argument is the run itself, so that damaged checkpoints are skipped. The line names the
+        checkpoint and the reason; it is empty if `run` is a checkpoint.
 
     Raises:
         UserError: `which` is none of these, or the run has no checkpoint of that step.

@@ -33,27 +33,28 @@ from swinv2_moe.train.stopping import StopSignal
 
 
 class StepResult(NamedTuple):
-    """What one step gives. Losses are means over the images of this rank."""
+    """The result of one step. Losses are means over the images of this rank."""
 
-    loss: float  # with the weighted auxiliary loss
+    loss: float  # including the weighted auxiliary loss
     aux_loss: float  # unweighted
     grad_norm: float  # over all ranks, before clipping
     has_finite_loss: bool  # on every rank
-    was_skipped: bool  # the optimiser left the weights as they were
-    stopping: bool  # some rank has received a signal
-    # of each MoE layer, the capacity factor that CAPACITY_AUTO needed; empty without it
+    was_skipped: bool  # the optimiser did not change the weights
+    stopping: bool  # a rank has received a signal to stop
+    # the capacity factor that each MoE layer needed; empty without CAPACITY_AUTO
     needed_factors: tuple[float, ...] = ()
 
 
 class TrainingStep:
-    """A model, its optimiser and what they need for a step on given batches.
+    """A model, its optimiser and all other objects of an optimiser step.
 
     Random numbers are seeded from (SEED, step, rank) at each step: the result depends only on the
     weights, the batches and the number of the step.
 
     Args:
-        num_classes: size of the targets that mixup makes.
-        stop: its signal is shared with the other ranks at each step.
+        num_classes: number of classes of mixup's targets.
+        stop: the signal that this process has received, if any. Each step shares it with the other
+            ranks.
     """
 
     def __init__(
@@ -88,14 +89,14 @@ class TrainingStep:
 
     @property
     def deployed(self) -> MoEModel:
-        """The weights to validate: the averaged ones if there are any."""
+        """The model to validate: the averaged weights if there are any."""
         if self.ema:
             return self.ema.module
         return self.model
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The sections of a checkpoint: the weights (""), the optimiser's moments
-        ("optimizer/exp_avg", ...) and the averaged weights ("ema"), where there are any."""
+        ("optimizer/exp_avg", ...) and the averaged weights ("ema"), if any."""
         sections = {"": self.model.state_dict()}
         sections |= optim.optimizer_sections(self.optimizer, self.model)
         if self.ema:
@@ -103,14 +104,14 @@ class TrainingStep:
         return sections
 
     def run(self, batches: Sequence[Batch], step: int) -> StepResult:
-        """One step on accumulated batches, of equal size on all ranks. Every rank calls this.
+        """Run one step on accumulated batches, of equal size on all ranks. Every rank calls this.
 
         Args:
             step: number of steps before this one.
 
         Raises:
-            UserError: a loss or gradient is not finite, and SKIP_NON_FINITE steps before this one
-                were skipped; the message names the layer where it began.
+            UserError: a loss or gradient is not finite, and the SKIP_NON_FINITE steps before this
+                one were skipped. The message names the layer with the first such value.
         """
         seed_everything(self.config.seed, step, self.world.rank)
         total = torch.zeros(2, device=self.world.device)
@@ -125,7 +126,7 @@ class TrainingStep:
         norm = self._grad_norm().reshape(1)
         agreed = self._agree(total[0], needed)
         product = self.noise.inner_product(self.model)
-        # the one wait for the device in a step
+        # the only point in a step at which the host waits for the device
         values = torch.cat([total, norm, agreed, product]).tolist()
         loss, aux_loss, norm, bad_loss, signalled, *measured = values
         needed_factors = measured[: len(needed)]
@@ -143,7 +144,8 @@ class TrainingStep:
     def _forward_and_backward(
         self, batch: Batch, step: int, num_batches: int
     ) -> tuple[Tensor, Tensor]:
-        """`loss` of the batch, detached; its gradients are added to the parameters'."""
+        """Compute `loss` of the batch and add its gradients to the parameters'. Returns the losses,
+        detached."""
         with self.world.named_errors(f"the forward pass of step {step + 1}"):
             loss, aux_loss = self.loss(batch)
         with self.world.named_errors(f"the backward pass of step {step + 1}"):
@@ -151,11 +153,11 @@ class TrainingStep:
         return loss.detach(), aux_loss.detach()
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss to minimise, with the weighted auxiliary loss, and the unweighted auxiliary
-        loss: scalars."""
+        """The loss to minimise, which includes the weighted auxiliary loss, and the unweighted
+        auxiliary loss. Both are scalars."""
         images, targets = self._mixed(batch)
         smoothing = self.config.label_smoothing
-        if self.mixup:  # it smooths its own targets
+        if self.mixup:  # mixup's targets are already smoothed
             smoothing = 0.0
         with self.autocast(), gather_ahead(self.model):
             logits, aux_loss = self.wrapped(images)
@@ -171,13 +173,14 @@ class TrainingStep:
         return (images, targets)
 
     def _grad_norm(self) -> Tensor:
-        """Average and unscale the gradients; returns their global norm."""
+        """Average and unscale the gradients, and return their global norm."""
         average_expert_gradients(self.model)
         self.scaler.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
         return global_grad_norm(self.model)
 
     def _needed_factors(self, earlier: Tensor) -> Tensor:
-        """The larger of `earlier` [L] and what the measured layers needed in this forward pass."""
+        """The elementwise maximum of `earlier` [L] and the factors that the measured layers needed
+        in this forward pass."""
         if not self.measured_layers:
             return earlier
         share = self.config.capacity_drop_share
@@ -185,18 +188,20 @@ class TrainingStep:
         return torch.maximum(earlier, torch.stack(factors).float())
 
     def _agree(self, loss: Tensor, needed: Tensor) -> Tensor:
-        """Whether the loss of some rank is not finite, whether one received a signal, and the
-        largest needed factors of all ranks: [2 + L]."""
+        """Exchange flags and factors between the ranks, [2 + L]: whether the loss of a rank is not
+        finite, whether a rank has received a signal, and the largest needed factor of each layer
+        over all ranks."""
         is_bad = (~torch.isfinite(loss)).float()
-        # a fill; a copy would wait for the GPU
+        # a fill kernel: a copy from the host would wait for the GPU
         signalled = torch.full_like(loss, self.stop.received is not None)
         return self.world.max(torch.cat([torch.stack([is_bad, signalled]), needed]))
 
     def _update(self, is_finite: bool, batches: Sequence[Batch], step: int) -> bool:
-        """Update the weights, unless a loss or the gradient on some rank is not finite.
+        """Update the weights, unless a loss or the gradient on a rank is not finite.
 
         Returns:
-            Whether the step counts as skipped: fp16's search for a loss scale does not.
+            Whether the step counts as skipped. A step in which fp16 searches for a loss scale does
+            not count.
         """
         self.scaler.update(is_finite)
         was_skipped = False

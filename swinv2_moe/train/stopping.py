@@ -37,7 +37,7 @@ class StopSignal:
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in self.SIGNALS:
-            # `nohup` and a shell's background jobs ask to ignore some.
+            # `nohup` and a shell's background jobs set signals to be ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._previous_handlers[number] = signal.signal(number, self._receive)
         return self
@@ -47,7 +47,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def came_from_elsewhere(self, stopped_by: str | None) -> bool:
-        """True if another rank received the SIGTERM and torchrun may restart this one."""
+        """True if another rank received the SIGTERM and torchrun may restart this rank."""
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
         return stopped_by == "SIGTERM" and self.received is None and restarts > 0
 

@@ -1,4 +1,4 @@
-"""Use of CPUs, memory, disks, network and GPUs, and their energy, in each phase of a run."""
+"""Use of CPUs, memory, disks, network and GPUs, and energy, in each phase of a run."""
 
 import logging
 import os
@@ -19,21 +19,22 @@ _ENERGY = ("cpu_joules", "gpu_joules")
 class Telemetry:
     """A thread that reads this machine's counters, as a context manager.
 
-    What a counter grew by between two readings is divided among the phases of that time by their
-    seconds. The first process of each machine reads; the others do nothing.
+    The increase of a counter between two readings is divided among the phases in that time, in
+    proportion to their seconds. Only the first process of each machine reads.
     """
 
     def __init__(self, phases: PhaseTimes, machine: Machine | None, period: float) -> None:
-        """
+        """Create the thread, which starts with the context.
+
         Args:
-            machine: None: this process does not read.
+            machine: the machine to read; None: this process does not read.
             period: seconds between two readings; 0: never.
         """
         self._phases = phases
         self._machine = machine
         self._period = period
         self._sums: dict[str, dict[str, float]] = {}
-        self._lock = threading.Lock()  # of the readings
+        self._lock = threading.Lock()  # protects the readings
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -55,7 +56,7 @@ class Telemetry:
             self._read()
 
     def _read(self) -> None:
-        """Add what happened since the last reading."""
+        """Add the changes since the last reading."""
         try:
             self._add()
         except Exception as error:  # a counter that vanished must not end a run
@@ -86,7 +87,7 @@ class Telemetry:
             self._counters = counters
 
     def take(self) -> dict[str, dict[str, float]] | None:
-        """The sums of each phase since the last call; None of a process that does not read."""
+        """The sums of each phase since the last call; None for a process that does not read."""
         if self._thread is None:
             return None
         self._read()
@@ -104,13 +105,13 @@ def open_machine(device: torch.device) -> Machine | None:
 
 
 def combine(machines: Sequence[dict[str, dict[str, float]] | None]) -> dict[str, dict]:
-    """One table of what all machines measured, by phase.
+    """One table of the measurements of all machines, by phase.
 
     Returns:
-        For each phase: `seconds` (the mean of the machines), `cpu` and `gpu` (their mean use, 0 to
-        1), `memory` and `gpu_memory` (the largest, bytes), `disk_read`, `disk_written`,
-        `net_received`, `net_sent` (bytes a second, all machines together), and `joules` and `watts`
-        (all machines), where they are known.
+        For each phase: `seconds` (mean over the machines), `cpu` and `gpu` (mean use, 0 to 1),
+        `memory` and `gpu_memory` (maximum, in bytes), `disk_read`, `disk_written`, `net_received`,
+        `net_sent` (bytes per second, summed over the machines), and `joules` and `watts` (summed
+        over the machines), if known.
     """
     read = [sums for sums in machines if sums is not None]
     phases = dict.fromkeys(phase for sums in read for phase in sums)
@@ -137,7 +138,7 @@ def _of_phase(machines: list[dict[str, float]]) -> dict[str, float]:
 
 
 def energy(table: dict[str, dict]) -> float | None:
-    """Joules of all phases of `combine`'s table; None where it is not known."""
+    """Joules of all phases of `combine`'s table; None if not known."""
     joules = [values["joules"] for values in table.values() if "joules" in values]
     if not joules:
         return None

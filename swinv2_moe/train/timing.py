@@ -11,9 +11,10 @@ from swinv2_moe.train.phase_times import PhaseTimes
 
 
 class Batches:
-    """Lists of `size` consecutive batches of a loader; an incomplete last list is left out.
+    """Lists of `size` consecutive batches of a loader; an incomplete last list is omitted.
 
-    Waiting for the loader, with the start and end of its workers, is the phase "data".
+    The phase "data" is the time spent waiting for the loader, including the start and end of its
+    workers.
     """
 
     def __init__(self, loader: Iterable[Batch], size: int, phases: PhaseTimes) -> None:
@@ -21,7 +22,7 @@ class Batches:
         self.size = size
         self.phases = phases
         self._waited_before = phases.seconds()["data"]
-        # of the last call of `wait_share`
+        # values at the last call of `wait_share`
         self._share_time = time.perf_counter()
         self._share_waited = 0.0
 
@@ -57,7 +58,7 @@ class Throughput:
     Start-up, validation and the save at the end are not included.
     """
 
-    images: int = 0  # of all ranks
+    images: int = 0  # over all ranks
     seconds: float = 0.0
     waited: float = 0.0  # seconds this rank waited for its loader
 
@@ -78,21 +79,24 @@ class Validation(NamedTuple):
 
     epoch: int
     step: int
-    seconds: float  # of the run without its start, at the validation's end
+    seconds: float  # time of the run at the end of the validation, without start-up
     top1: float  # percent
-    phases: dict[str, float] | None = None  # seconds of each phase until then, where known
-    joules: float | None = None  # energy until then, where known
+    phases: dict[str, float] | None = None  # seconds of each phase until then; None: not known
+    joules: float | None = None  # energy until then; None: not known
 
 
 class TimeToTarget:
     """The time of a run until the first validation that reaches `target`.
 
-    All validations are kept, so the result is right also for a run that is resumed with another
-    target.
+    All validations are kept, so that a run can be resumed with another target.
     """
 
     def __init__(self, target: float, phases: PhaseTimes) -> None:
-        """`target`: top-1 accuracy in percent; 0: none."""
+        """Start without a validation.
+
+        Args:
+            target: top-1 accuracy in percent; 0: no target.
+        """
         self.target = target
         self.phases = phases
         self.validations: list[Validation] = []
@@ -108,7 +112,7 @@ class TimeToTarget:
         return None
 
     def validated(self, epoch: int, step: int, top1: float, joules: float | None = None) -> bool:
-        """Record a validation; True if it is the first that reaches the target."""
+        """Record a validation. Returns whether it is the first one that reaches the target."""
         phases = self.phases.seconds()
         seconds = sum(phases.values()) - phases["start"]
         self.validations.append(Validation(epoch, step, seconds, top1, phases, joules))

@@ -1,7 +1,7 @@
 """The services that TRACKER names: Weights & Biases, and MLflow.
 
-Each has the methods of `swinv2_moe.train.trackers.Tracker`, and takes credentials and addresses
-from its own environment variables.
+Each class has the methods of `swinv2_moe.train.trackers.Tracker`. Credentials and addresses come
+from the service's own environment variables.
 """
 
 import logging
@@ -15,13 +15,13 @@ from PIL import Image
 
 from swinv2_moe.errors import UserError, one_line
 
-LAST_SECONDS = 60  # for what is left to be sent when a run ends
-_PROJECT = "swinv2-moe"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME names another
-_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}  # by extra of pyproject.toml
+LAST_SECONDS = 60  # time to send the remaining data when a run ends
+_PROJECT = "swinv2-moe"  # default of WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME
+_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}  # package by extra of pyproject.toml
 
 
 def check_tracker(name: str) -> None:
-    """Import the package of TRACKER, and look for W&B's API key; "" needs neither.
+    """Import the package that TRACKER needs, and check that W&B's API key is set. "" needs neither.
 
     Raises:
         UserError: the package or the key is missing.
@@ -30,7 +30,7 @@ def check_tracker(name: str) -> None:
         if name == "wandb":
             _check_wandb()
         elif name == "mlflow":
-            # Otherwise MLflow reports its use to its makers.
+            # Otherwise MLflow reports usage data to its developers.
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
             from mlflow.tracking import MlflowClient  # noqa: F401
     except ImportError as error:
@@ -41,7 +41,8 @@ def check_tracker(name: str) -> None:
 
 
 def _check_wandb() -> None:
-    # `import wandb` alone would find a folder of that name, which W&B makes where it runs.
+    # `import wandb` alone would also find the directory of that name that W&B creates in a run's
+    # working directory.
     from wandb import login, setup
 
     try:
@@ -73,7 +74,7 @@ class Wandb:
             dir=str(directory),
             settings=wandb.Settings(console="off", silent=True, finish_timeout=LAST_SECONDS),
         )
-        # W&B's own step cannot go back, as that of a resumed run may.
+        # W&B's own step cannot decrease, but the step of a resumed run can.
         self._run.define_metric("*", step_metric="step")
         self.id = self._run.id
         self.place = self._run.dir
@@ -88,7 +89,7 @@ class Wandb:
             self._run.log({**values, "step": step})
 
     def loads(self, loads: Mapping[str, Sequence[float]], step: int) -> None:
-        """As histograms with one bar for each expert."""
+        """Write the loads as histograms with one bar for each expert."""
         histograms: dict[str, object] = {}
         for tag, load in loads.items():
             edges = list(range(len(load) + 1))
@@ -112,13 +113,13 @@ class MLflow:
         """Continue the run `run_id`; None begins one."""
         from mlflow.tracking import MlflowClient
 
-        # Otherwise each of several attempts to reach a server prints a line.
+        # Otherwise MLflow prints a line for each attempt to reach a server.
         logging.getLogger("urllib3").setLevel(logging.ERROR)
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         self.place = uri or str(directory / "mlruns")
         if not uri:
             uri = (directory / "mlruns").resolve().as_uri()
-            # MLflow 3 refuses to write files, rather than a database, unless told otherwise.
+            # By default MLflow 3 refuses to write to files instead of a database.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(tracking_uri=uri)
         if run_id:
@@ -135,7 +136,8 @@ class MLflow:
         return self._client.create_run(experiment_id, run_name=name).info.run_id
 
     def config(self, values: Mapping[str, object]) -> None:
-        """As parameters. MLflow changes none: a resumed run keeps the values of its start."""
+        """Write the configuration as parameters. MLflow does not change parameters: a resumed run
+        keeps the first values."""
         from mlflow.entities import Param
 
         sent = self._client.get_run(self.id).data.params
@@ -150,7 +152,7 @@ class MLflow:
         self._client.log_batch(self.id, metrics=metrics)
 
     def loads(self, loads: Mapping[str, Sequence[float]], step: int) -> None:
-        """A metric for each expert."""
+        """Write one metric for each expert."""
         values = {}
         for tag, load in loads.items():
             values |= {f"{tag}/{expert}": value for expert, value in enumerate(load)}

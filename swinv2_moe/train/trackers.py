@@ -1,4 +1,5 @@
-"""Where the curves of a run go besides metrics.jsonl: TensorBoard, and what TRACKER names."""
+"""Destinations of a run's curves besides metrics.jsonl: TensorBoard, and the service that TRACKER
+names."""
 
 import json
 import queue
@@ -19,37 +20,38 @@ from swinv2_moe.train.tracker_services import LAST_SECONDS, SERVICES
 _IDS = "tracker.json"  # in the run directory: the run's id in each service
 _MAX_IDS_BYTES = 4096
 _FLUSH_SECONDS = 10
-_MAX_WAITING = 1000  # calls that wait for a slow service; further ones are dropped
+# maximum number of calls in the queue of a slow service; further calls are dropped
+_MAX_WAITING = 1000
 _MAX_ERROR = 200  # characters
 _GOES_ON = "; the run goes on, records there may be lost"
 
 
 class Tracker(Protocol):
-    """What is told of a run. Steps are optimiser steps; a tag is a name such as train/loss."""
+    """Interface of a tracker. Steps are optimiser steps. A tag is a name such as train/loss."""
 
     def config(self, values: Mapping[str, object]) -> None:
-        """The configuration, by key."""
+        """Write the configuration, by key."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Values by tag."""
+        """Write numbers, by tag."""
 
     def loads(self, loads: Mapping[str, Sequence[float]], step: int) -> None:
-        """By tag, the load of each expert of a layer; 1 is an even share."""
+        """Write the load of each expert of a layer, by tag; 1 is an even share."""
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """A line of text."""
+        """Write a line of text."""
 
     def image(self, tag: str, picture: np.ndarray, step: int) -> None:
-        """A picture, uint8 [height, width, 3]."""
+        """Write a picture, uint8 [height, width, 3]."""
 
     def close(self, finished: bool) -> None:
-        """The process ends; `finished`: the run has come to its end."""
+        """Close the tracker. `finished`: the run has ended; False: only this process ends."""
 
 
 def tagged(prefix: str, values: Mapping[str, object]) -> dict[str, float]:
     """The numbers of a line of metrics.jsonl, or of a layer in it, by tag.
 
-    `step` and `epoch` are known, and `load` is for `loads`.
+    `step` and `epoch` are omitted, and so is `load`, which is written by `loads`.
     """
     numbers = {}
     for key, value in values.items():
@@ -65,20 +67,21 @@ class TensorBoard:
     """Event files in the directory `tensorboard` of a run."""
 
     def __init__(self, directory: Path, step: int) -> None:
-        """Go on after `step`: readers forget what was written beyond it."""
+        """Continue after `step`. Readers of the files ignore events of later steps that were
+        written before."""
         self._writer = SummaryWriter(
             str(directory / "tensorboard"), purge_step=step + 1, flush_secs=_FLUSH_SECONDS
         )
 
     def config(self, values: Mapping[str, object]) -> None:
-        """Not shown: config.yaml lies beside the event files."""
+        """Write nothing: config.yaml is in the same run directory."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
 
     def loads(self, loads: Mapping[str, Sequence[float]], step: int) -> None:
-        """As histograms with one bar for each expert, numbered along the axis."""
+        """Write the loads as histograms with one bar for each expert, numbered along the axis."""
         for tag, load in loads.items():
             counts = np.asarray(load, dtype=np.float64)
             ids = np.arange(len(counts), dtype=np.float64)
@@ -105,10 +108,10 @@ class TensorBoard:
 
 
 class Background:
-    """A tracker whose calls run in their order in a thread of its own.
+    """A tracker whose calls run in a separate thread, in order.
 
-    Training does not wait for the service, and an error of it ends no run: `say` gets one line, and
-    what the service did not take is lost.
+    Training does not wait for the service. An error of the service does not end the run: `say` gets
+    one line, and the data are lost.
     """
 
     def __init__(
@@ -139,11 +142,11 @@ class Background:
         self._add("image", tag, picture, step)
 
     def close(self, finished: bool) -> None:
-        """Wait for the calls that are left, but not for ever."""
+        """Wait for the remaining calls, for a limited time."""
         try:
             self._calls.put(("close", finished), timeout=LAST_SECONDS)
         except queue.Full:
-            return  # which a line has said
+            return  # a line has already reported the error
         self._thread.join(LAST_SECONDS)
         if self._thread.is_alive():
             self._lose(f"the last records did not arrive in {LAST_SECONDS} s")
@@ -155,7 +158,7 @@ class Background:
             self._lose(f"{_MAX_WAITING} records wait for it{_GOES_ON}")
 
     def _work(self, open_tracker: Callable[[], Tracker]) -> None:
-        """Open the tracker and do the calls, the last of which closes it."""
+        """Open the tracker and run the calls. The last call closes it."""
         tracker = None
         try:
             tracker = open_tracker()
@@ -180,11 +183,12 @@ class Background:
 def open_trackers(
     directory: Path, step: int, name: str, say: Callable[[str], None]
 ) -> list[Tracker]:
-    """The trackers of the run in `directory`, which goes on after `step`.
+    """The trackers of the run in `directory`, which continues after `step`.
 
     Args:
-        name: TRACKER.
-        say: gets a line where the run is tracked, and one of the first error.
+        name: the value of TRACKER.
+        say: called with a line that says where the run is tracked, and with a line about the first
+            error.
     """
     trackers: list[Tracker] = [TensorBoard(directory, step)]
     if not name:
@@ -202,7 +206,7 @@ def open_trackers(
 
 
 def _read_ids(file: Path) -> dict[str, str]:
-    """The run's id in each service that has been told of it.
+    """The run's id in each service that has tracked it.
 
     Raises:
         ValueError: the file is damaged.

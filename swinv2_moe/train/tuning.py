@@ -1,4 +1,4 @@
-"""The tuners of a model in a run: when they look for a drift, and their time line."""
+"""The tuners of a model in a run: regular checks for a drift, and a record of decisions."""
 
 from torch import nn
 
@@ -9,10 +9,11 @@ CHECK_STEPS = 10  # optimiser steps between two checks of the decided strategies
 
 
 class Tuning:
-    """The tuners of a model's layers; none unless MODEL.MOE.STRATEGY is "auto" on several ranks.
+    """The tuners of a model's layers. There are none unless MODEL.MOE.STRATEGY is "auto" on several
+    ranks.
 
     Args:
-        check_steps: optimiser steps between two checks, each of which is a collective.
+        check_steps: optimiser steps between two checks. Each check is a collective.
     """
 
     def __init__(self, model: nn.Module, check_steps: int = CHECK_STEPS) -> None:
@@ -20,15 +21,15 @@ class Tuning:
         self._check_steps = check_steps
 
     def after_step(self, step: int) -> list[dict]:
-        """Check the decided strategies if it is time to; `take_events`. Every rank calls this after
-        each optimiser step."""
+        """Check the decided strategies every `check_steps` steps, and return `take_events()`. Every
+        rank calls this after each optimiser step."""
         if step % self._check_steps == 0:
             for tuner in self._tuners:
                 tuner.check()
         return self.take_events()
 
     def take_events(self) -> list[dict]:
-        """What the tuners have decided and timed since the last call, ready for JSON."""
+        """The decisions and timings of the tuners since the last call, ready for JSON."""
         return [_as_record(event) for tuner in self._tuners for event in tuner.take_events()]
 
 

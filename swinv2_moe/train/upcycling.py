@@ -1,7 +1,7 @@
-"""MODEL.UPCYCLE_CONTINUE: a dense run that goes on as one with experts.
+"""MODEL.UPCYCLE_CONTINUE: continue a dense run as a run of a model with experts.
 
 Each expert begins as a copy of the dense FFN, with copies of its moments. Routers and shared
-experts begin at random, with an optimiser that has made no update. Source: sparse upcycling, arXiv
+experts are initialised at random, and their moments are zero. Source: sparse upcycling, arXiv
 2212.05055.
 """
 
@@ -17,13 +17,14 @@ from swinv2_moe.train.distributed import World
 
 
 def find_dense(pretrained: str, epochs: int, world: World) -> Checkpoint:
-    """The dense checkpoint MODEL.PRETRAINED, to go on from. Every rank calls this.
+    """The dense checkpoint in MODEL.PRETRAINED, from which the run continues. Every rank calls
+    this.
 
     Args:
         epochs: TRAIN.EPOCHS.
 
     Raises:
-        UserError: there is none, it has experts, or no epoch is left.
+        UserError: there is no checkpoint, it has experts, or no epoch is left.
     """
     source = find_checkpoint(pretrained, Path(), world, "MODEL.PRETRAINED")
     assert source is not None, "only --resume auto may be without one"
@@ -44,10 +45,10 @@ def find_dense(pretrained: str, epochs: int, world: World) -> Checkpoint:
 def read_upcycled(
     source: Checkpoint, section: str, model: nn.Module, expected: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """A section of a dense checkpoint for a model with experts, as
+    """Read a section of a dense checkpoint for a model with experts. Arguments as in
     `swinv2_moe.train.checkpoint.read_section`.
 
-    What has no dense twin is as in `expected`; its moments are 0.
+    Parameters without a dense twin keep the values in `expected`; their moments are 0.
 
     Raises:
         UserError: the section does not fit the model; all differences are named.

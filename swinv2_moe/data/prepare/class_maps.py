@@ -1,4 +1,5 @@
-"""Class maps: for each class of a dataset the number of the class of the same name in another one.
+"""Class maps: for each class of a dataset, the number of the class with the same name in another
+dataset.
 
 MODEL.CLASS_MAP names a file of such numbers.
 """
@@ -22,7 +23,7 @@ IMAGENETS = (
     "imagenet-22k-ms",
 )
 NO_CLASS = -1
-_MAX_BYTES = 1 << 26  # of a file that holds names
+_MAX_BYTES = 1 << 26  # limit of a file with names
 
 
 def class_names(source: str) -> list[str]:
@@ -30,10 +31,10 @@ def class_names(source: str) -> list[str]:
 
     Args:
         source: one of IMAGENETS (timm's lists of WordNet ids); a run or a checkpoint; shards; a
-            folder of images, or its train/; a text file with a name in each line.
+            folder of images, or its train/; a text file with one name per line.
 
     Raises:
-        UserError: none of these, or a duplicate name.
+        UserError: `source` is none of these, or has a duplicate name.
     """
     if source in IMAGENETS:
         return ImageNetInfo(source).label_names()
@@ -59,7 +60,7 @@ def _names_in(path: Path) -> list[str]:
     latest = path / "checkpoints" / "latest"
     if latest.is_dir():
         path = latest
-    for file in (path / "meta.json", path / "index.json"):  # of a checkpoint, of shards
+    for file in (path / "meta.json", path / "index.json"):  # a checkpoint or shards
         if file.is_file():
             return _names_in_json(read_bounded(file, _MAX_BYTES))
     train = path / "train"
@@ -83,6 +84,6 @@ def _names_in_json(text: bytes) -> list[str]:
 
 
 def map_classes(pretrained: Sequence[str], classes: Sequence[str]) -> list[int]:
-    """For each of `classes` the number of the class of that name in `pretrained`, or NO_CLASS."""
+    """For each name in `classes`, its number in `pretrained`, or NO_CLASS."""
     numbers = {name: number for number, name in enumerate(pretrained)}
     return [numbers.get(name, NO_CLASS) for name in classes]

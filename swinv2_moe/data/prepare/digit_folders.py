@@ -1,4 +1,5 @@
-"""Two folders of images to pretrain on and to transfer to, from the digits of scikit-learn."""
+"""Two folders of images made from the digits of scikit-learn: one for pretraining, one for
+transfer."""
 
 from pathlib import Path
 
@@ -9,18 +10,18 @@ from sklearn.datasets import load_digits
 from swinv2_moe.files import make_directory
 
 _SIDE = 64  # pixels
-_MAX_VALUE = 16  # of the digits' grey values
-_PRETRAIN = range(5)  # the digits of the first folder; the others are in the second
+_MAX_VALUE = 16  # largest grey value of the digits
+_PRETRAIN = range(5)  # the digits of the first folder; the others go to the second
 
 
 def write_digit_folders(directory: Path) -> tuple[Path, Path]:
     """Write the digits 0 to 4 to `pretrain` and 5 to 9 to `transfer`, both with train/ and val/.
 
-    Each digit has a colour of its own on a dark ground of another. Every fifth image is for
-    validation. Folders that are complete are kept.
+    Each digit has its own colour, on a dark background of another colour. Every fifth image is for
+    validation. Complete folders are kept.
 
     Raises:
-        UserError: they cannot be written.
+        UserError: the folders cannot be written.
     """
     folders = directory / "pretrain", directory / "transfer"
     complete = directory / "complete"

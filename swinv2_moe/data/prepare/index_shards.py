@@ -1,7 +1,9 @@
-"""The index (swinv2_moe.data.shards) of tars that another program wrote in the WebDataset format.
+"""Make the index (swinv2_moe.data.shards) of tars that another program wrote in the WebDataset
+format.
 
-A sample is the members whose names are equal up to the first dot: an image, and its label in a .cls
-(the number as text) or a .json (its "label"). Each tar is read once, index and checksum together.
+A sample consists of members whose names are equal up to the first dot: an image, and a .cls file
+(the label as text) or a .json file (with the key "label"). Each tar is read once, for both index
+and checksum.
 """
 
 import os
@@ -23,24 +25,28 @@ from swinv2_moe.files import HashedFile, only_process, parse_json
 _IMAGES = {"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "jfif"}
 _IMAGES |= {"avif", "heic", "heif"}
 _MAX_LABEL = 2**31 - 1
-_MAX_LABEL_BYTES = 1 << 20  # of a .cls or .json
-# Raised by tarfile; all but TarError for headers with invalid numbers or headers that nest deeply.
+_MAX_LABEL_BYTES = 1 << 20  # limit of a .cls or .json file
+# Raised by tarfile. All but TarError are raised for headers with invalid numbers or deeply nested
+# headers.
 _DAMAGE = (tarfile.TarError, ArithmeticError, LookupError, RecursionError, ValueError)
 
 
 def index_shards(
     root: str, num_classes: int, check: bool, workers: int, max_pixels: int = MAX_PIXELS
 ) -> dict:
-    """Make members.npy and index.json for `root`/train/*.tar and `root`/val/*.tar; returns what
-    index.json holds.
+    """Make members.npy and index.json for `root`/train/*.tar and `root`/val/*.tar.
 
     Args:
-        num_classes: 0: as many as the labels of train reach, all of which must have an image then.
-        check: leave out images that cannot be decoded, or have more than `max_pixels`.
+        num_classes: number of classes; 0: determined by the largest label of train. Then every
+            smaller label must have an image.
+        check: omit images that cannot be decoded, or have more than `max_pixels`.
+
+    Returns:
+        The content of index.json.
 
     Raises:
-        UserError: no tars, a damaged one, an image without a label or the reverse, a label that is
-            not one.
+        UserError: there are no tars, a tar is damaged, an image has no label or a label no image,
+            or a label is invalid.
     """
     jobs = _jobs(root)
     with only_process(root):
@@ -66,7 +72,7 @@ def index_shards(
 
 
 def _jobs(root: str) -> list[Job]:
-    """A job for each tar."""
+    """One job for each tar."""
     jobs = []
     for split in SPLITS:
         names = []
@@ -80,8 +86,11 @@ def _jobs(root: str) -> list[Job]:
 
 
 def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: Tick) -> dict:
-    """Index one tar. `max_pixels`: decode every image and leave out larger ones; None: decode
-    none."""
+    """Index one tar.
+
+    Args:
+        max_pixels: decode every image, and omit broken and larger images; None: decode no image.
+    """
     path = job.path(root)
     rows = []
     left_out = []
@@ -101,7 +110,7 @@ def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: 
                     last_name = image.name
                     tick(1, tar.offset - done)
                     done = tar.offset
-                # tarfile takes a cut between two members for the end.
+                # tarfile takes a cut between two members for the end of the archive.
                 end = os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset)
                 is_complete = end == bytes(tarfile.BLOCKSIZE)
         except _DAMAGE:
@@ -111,7 +120,7 @@ def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: 
             if last_name:
                 place = f"after {one_line(last_name)}"
             raise UserError(f"{path}: is cut off or damaged {place}")
-        while reader.read(1 << 20):  # the rest, for the checksum
+        while reader.read(1 << 20):  # read the rest of the file, for the checksum
             pass
         size = file.tell()
     tick(0, size - done)
@@ -121,7 +130,7 @@ def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: 
 class _Sample(NamedTuple):
     image: tarfile.TarInfo
     label: int
-    is_usable: bool  # as `_is_usable` says of the image
+    is_usable: bool  # result of `_is_usable` for the image
 
 
 def _samples(
@@ -136,7 +145,7 @@ def _samples(
         is_usable = True
         labels = {}
         where = f"{path}: {one_line(key)}"
-        # The tar is a stream: the content of a member can be read only here.
+        # The tar is a stream: a member's content can only be read now.
         for _, kind, member in group:
             if kind in _IMAGES:
                 if image is not None:
@@ -160,23 +169,23 @@ _Member = tuple[str, str, tarfile.TarInfo]
 
 
 def _members(tar: tarfile.TarFile, size: int) -> Iterator[_Member]:
-    """Key, extension and member of each file in a tar of `size` bytes, named as webdataset names
-    them."""
+    """Yield key, extension and member of each file in a tar of `size` bytes. Key and extension are
+    those of webdataset."""
     for member in tar:
         # tarfile would search for the next member beyond the end.
         if not member.offset < tar.offset <= size:
             raise tarfile.ReadError("a member that does not end within the tar")
         folder, _, name = member.name.rpartition("/")
         stem, _, kind = name.partition(".")
-        # The bytes of a sparse member are not stored as they are.
+        # A sparse member is not stored as its plain bytes.
         is_file = member.isfile() and not member.issparse()
         if is_file and stem and kind and not member.name.startswith("__"):
             yield f"{folder}/{stem}".lstrip("/"), kind.lower(), member
 
 
 def _is_usable(tar: tarfile.TarFile, image: tarfile.TarInfo, max_pixels: int | None) -> bool:
-    """Whether the member is not empty and, unless `max_pixels` is None, an image of at most so many
-    pixels."""
+    """Whether the member is not empty and is an image of at most `max_pixels` pixels. With
+    `max_pixels` None, the image is not decoded."""
     if not 0 < image.size <= MAX_FILE_BYTES:
         return False
     try:
@@ -188,7 +197,7 @@ def _is_usable(tar: tarfile.TarFile, image: tarfile.TarInfo, max_pixels: int | N
 
 
 def _label(where: str, labels: dict[str, bytes], num_classes: int) -> int:
-    """The label that a .cls holds, or else the "label" of a .json."""
+    """The label in the .cls file, or else the value "label" in the .json file."""
     try:
         if "cls" in labels:
             text = labels["cls"].decode()

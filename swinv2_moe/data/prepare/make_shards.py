@@ -1,7 +1,7 @@
-"""Making shards (swinv2_moe.data.shards) of any source: images are shuffled and written to tars.
+"""Make shards (swinv2_moe.data.shards) from any source: images are shuffled and written to tars.
 
-The images of a shard depend on the list of images, the seed and the number of images per shard, not
-on the process that writes it.
+The images of a shard depend only on the list of images, the seed and the number of images per
+shard, not on the process that writes it.
 """
 
 import io
@@ -22,25 +22,26 @@ from swinv2_moe.data.sources import Source, Sources
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import make_directory, new_file, only_process
 
-_QUALITY = 90  # of JPEGs that are made smaller
+_QUALITY = 90  # quality of images that are stored smaller
 _BLOCK = 512  # bytes of a block of a tar
-_ESTIMATE = 256  # images of each split that the number of images per shard is estimated from
-# The content decides before the name: some of ImageNet's .JPEG files are PNGs.
+# number of images of each split from which the number of images per shard is estimated
+_ESTIMATE = 256
+# The content has precedence over the name: some of ImageNet's .JPEG files are PNGs.
 _KINDS = {b"\xff\xd8": "jpg", b"\x89PNG": "png"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """How shards are made of images.
+    """Options for making shards.
 
     Args:
-        seed: of the order of the images.
+        seed: seed of the order of the images.
         shard_mb: approximate size of a shard in 10^6 bytes. All but the last of a split hold the
             same number of images.
-        short_side: store images with a longer short side as JPEGs of this short side, in pixels;
-            0: store all images as they are.
-        check: leave out images that cannot be decoded.
-        max_pixels: of an image that is decoded; larger ones count as broken.
+        short_side: store images with a longer short side as JPEGs of this short side, in pixels; 0:
+            store all images as they are.
+        check: omit images that cannot be decoded.
+        max_pixels: maximum size of an image that is decoded; larger images count as broken.
     """
 
     seed: int = 0
@@ -51,16 +52,16 @@ class Options:
 
 
 def make_shards(sources: Sources, output: str, options: Options, workers: int) -> dict:
-    """Write the images of both splits to shards in `output`, or continue an earlier start.
+    """Write the images of both splits to shards in `output`, or continue an interrupted call.
 
-    Images that are missing, empty or (where they are decoded) broken are left out.
+    Images that are missing or empty are omitted; so are broken images, if images are decoded.
 
     Returns:
         The content of index.json.
 
     Raises:
-        UserError: `output` holds something else, a file that cannot be read or written, too many
-            images left out.
+        UserError: `output` has other content, a file cannot be read or written, or too many images
+            were omitted.
     """
     _require_webdataset()
     make_directory(output)
@@ -97,7 +98,7 @@ def _require_webdataset() -> None:
 
 
 def _fingerprint(source: Source) -> str:
-    """A checksum of a source's paths or pixels, and targets."""
+    """A checksum of a source's targets and its paths or pixels."""
     arrays = [value for value in vars(source).values() if isinstance(value, np.ndarray)]
     return sha256(np.ascontiguousarray(array) for array in arrays)
 
@@ -132,14 +133,14 @@ class _Writer:
         self.images_per_shard = 0
 
     def estimate(self) -> int:
-        """The number of images that gives a shard about the wanted size, from the first images of
-        the order, which is random."""
+        """The number of images that gives a shard of about the wanted size, estimated from the
+        first images of the order, which is random."""
         rows = self.order[:_ESTIMATE].tolist()
-        sizes = []  # in a tar
+        sizes = []  # sizes in a tar
         for row in rows:
             content = self._content(row)
             if content:
-                # Four blocks for the two headers and the label.
+                # Four blocks: the two headers and the label.
                 num_blocks = 4 + math.ceil(len(content) / _BLOCK)
                 sizes.append(num_blocks * _BLOCK)
         if not sizes:
@@ -150,7 +151,7 @@ class _Writer:
         return max(1, round(1e6 * self.options.shard_mb / np.mean(sizes)))
 
     def write(self, job: Job, tick: Tick) -> dict:
-        from webdataset import TarWriter  # a second to import, for this alone
+        from webdataset import TarWriter  # imported here, because it takes a second
 
         path = job.path(self.output)
         start = job.number * self.images_per_shard
@@ -169,14 +170,14 @@ class _Writer:
         return finish_job(path, file.bytes, file.sha256, rows, left_out)
 
     def _add(self, tar, row: int, content: bytes) -> tuple[int, int, int]:
-        """Write an image; returns its offset in the tar, its size and its label."""
+        """Write an image, and return its offset in the tar, its size and its label."""
         stem, extension = os.path.splitext(os.path.basename(self.source.name(row)))
         kind = extension.removeprefix(".").lower() or "img"
         for start, kind_of_content in _KINDS.items():
             if content.startswith(start):
                 kind = kind_of_content
         label = int(self.source.targets[row])
-        # A key has no dots: the first dot of a member's name begins the extension.
+        # A key must have no dots: the first dot of a member's name begins the extension.
         key = f"{row:08d}-{re.sub('[^A-Za-z0-9]+', '_', stem)[:60]}"
         tar.write({"__key__": key, "cls": str(label).encode()})
         tar.write({"__key__": key, kind: content})
@@ -184,12 +185,12 @@ class _Writer:
         return tar.tarstream.offset - padded_size, len(content), label
 
     def _content(self, row: int) -> bytes | None:
-        """The bytes to store; None if there is no image in them."""
+        """The bytes to store; None if they are not an image."""
         try:
             content = self.source.read(row)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:  # of the file system: a later start may succeed
+        except OSError as error:  # an error of the file system: a later call may succeed
             raise UserError(
                 f"{self.source.name(row)}: cannot be read ({error.strerror})"
             ) from error

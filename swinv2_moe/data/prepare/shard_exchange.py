@@ -1,4 +1,5 @@
-"""Files that one node has and others lack, sent over a process group with one rank per node.
+"""Send files from nodes that have them to nodes that lack them, over a process group with one rank
+per node.
 
 N nodes
 """
@@ -19,13 +20,13 @@ from swinv2_moe.data.shards import ShardFile
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import HashedFile, new_file
 
-_CHUNK = 4 << 20  # bytes of a file in one step
-_MOST_FILES = 32  # that are sent at once: twice 4 MiB of memory for each
+_CHUNK = 4 << 20  # bytes of a file per step
+_MOST_FILES = 32  # maximum number of files sent at the same time; each needs 2 * 4 MiB of memory
 
 
 class Exchange:
-    """Sends files between the nodes. All nodes make the same calls in the same order, and a problem
-    of one node is raised on all.
+    """Sends files between the nodes. All nodes make the same calls in the same order. An error on
+    one node is raised on all.
 
     Args:
         nodes: a gloo group with one rank per node.
@@ -43,11 +44,11 @@ class Exchange:
         return self.nodes.gather_objects(value, "gathering from all nodes")
 
     def agree(self, problem: UserError | None) -> None:
-        """Raise the first problem of any node on all nodes, with the node's number where not all
-        have one.
+        """Raise the first problem of any node on all nodes. The message has the node's number,
+        unless all nodes have a problem.
 
         Raises:
-            UserError: there is one.
+            UserError: a node has a problem.
             StagingStopped: a node was told to stop.
         """
         reported = None
@@ -72,17 +73,19 @@ class Exchange:
         wait_for: Callable[[ShardFile], None],
         count: Callable[[int], None],
     ) -> None:
-        """Send files to the nodes that lack them. They appear there if their checksums are right.
+        """Send files to the nodes that lack them. A file gets its name there if its checksum is
+        right.
 
         Args:
-            owners: the files in the order of sending, each with the node that sends it.
+            owners: the files in the order of sending, with the node that sends each file.
             lacking: names of the files that this node lacks.
-            directory: of this node; the files' names are relative to it.
-            wait_for: returns when this node has a file that it owns; may raise UserError.
-            count: is called with the number of bytes of each piece that has come.
+            directory: directory of this node; the files' names are relative to it.
+            wait_for: a function that returns when this node has the given file, which it owns; may
+                raise UserError.
+            count: called with the number of bytes of each received piece.
 
         Raises:
-            UserError: a file that cannot be read or written, or that has come damaged.
+            UserError: a file cannot be read or written, or was damaged in transfer.
             StagingStopped: a node was told to stop.
         """
         files = list(owners)
@@ -114,14 +117,14 @@ class _Request(NamedTuple):
 
 
 class _FailedElsewhere(Exception):
-    """Another node has a problem, which the next `agree` tells."""
+    """Another node has a problem, which the next `agree` reports."""
 
 
 class _Wave:
-    """Some files that are sent at the same time, chunk by chunk.
+    """A group of files that are sent at the same time, chunk by chunk.
 
-    A step broadcasts one chunk of each file, while the chunks of the step before are written. Every
-    node takes part in every step, and all leave after the step in which a node has a problem.
+    A step broadcasts one chunk of each file, while the chunks of the previous step are written.
+    Every node takes part in every step. If a node has a problem, all nodes stop after that step.
     """
 
     def __init__(
@@ -137,15 +140,17 @@ class _Wave:
         self.pool = pool
         self.sources: dict[ShardFile, BinaryIO] = {}
         self.copies: dict[ShardFile, HashedFile] = {}
-        self.writing: list[Future] = []  # of the chunks of the last step
+        self.writing: list[Future] = []  # writes of the last step's chunks
         largest = max(file.bytes for file in files)
         self.num_steps = -(-largest // _CHUNK)
         self.buffers = torch.empty(2, len(files), min(_CHUNK, largest), dtype=torch.uint8)
 
     def send(self) -> None:
-        """Raises:
-        UserError: a problem of this node.
-        _FailedElsewhere: one of another node.
+        """Send the files.
+
+        Raises:
+            UserError: this node has a problem.
+            _FailedElsewhere: another node has a problem.
         """
         with ExitStack() as opened:
             problem = _problem_of(self._open, opened)
@@ -235,7 +240,7 @@ class _Wave:
             future.result()
 
     def _check(self) -> None:
-        """Raise UserError unless each file has come as index.json records it."""
+        """Raise UserError unless each received file has the size and checksum in index.json."""
         for file, copy in self.copies.items():
             if (copy.bytes, copy.sha256) != (file.bytes, file.sha256):
                 owner = self.request.owners[file]

@@ -1,4 +1,4 @@
-"""Work on shards in processes that can be killed. Finished shards stay; the index is made last.
+"""Work on shards in processes that may be killed. Finished shards are kept; the index is made last.
 
 SHARDS/plan.json                        options of the command; removed when index.json exists
 SHARDS/train/000000.tar.members.json    "sidecar": rows and checksum of a finished shard, until the
@@ -27,9 +27,9 @@ from swinv2_moe.data.shards import (
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import new_file, read_json, write_json
 
-MAX_LEFT_OUT = 0.01  # the share of images that may be left out
-_MAX_NUMBER = 2**31 - 1  # size and label of an image
-_MAX_JSON_BYTES = 1 << 30  # of a plan or sidecar: 30 million rows
+MAX_LEFT_OUT = 0.01  # maximum share of omitted images
+_MAX_NUMBER = 2**31 - 1  # maximum size and label of an image
+_MAX_JSON_BYTES = 1 << 30  # limit of a plan or sidecar: 30 million rows
 
 
 class Job(NamedTuple):
@@ -41,20 +41,21 @@ class Job(NamedTuple):
         return os.path.join(root, self.split, self.name)
 
 
-Tick = Callable[[int, int], None]  # called with the numbers of images and bytes just done
-Work = Callable[[Job, Tick], dict]  # does a job and returns the summary of `finish_job`
+# called with the numbers of images and bytes that were done since the last call
+Tick = Callable[[int, int], None]
+Work = Callable[[Job, Tick], dict]  # does a job and returns the summary from `finish_job`
 
 
 def begin(root: str, asked: dict, more: Callable[[], dict], otherwise: str) -> dict:
-    """The plan in `root`: that of an earlier start, or a new one, which is written.
+    """The plan in `root`. If there is none from an earlier call, a new plan is written.
 
     Args:
         asked: the options of the command.
-        more: makes the other entries of a new plan.
-        otherwise: the end of the message about an earlier start with other options.
+        more: a function that returns the other entries of a new plan.
+        otherwise: the end of the message about an earlier call with other options.
 
     Raises:
-        UserError: an earlier start had other options.
+        UserError: an earlier call had other options.
     """
     file = os.path.join(root, "plan.json")
     if os.path.exists(os.path.join(root, "index.json")):
@@ -64,7 +65,7 @@ def begin(root: str, asked: dict, more: Callable[[], dict], otherwise: str) -> d
     else:
         plan = asked | more()
         write_json(file, plan)
-    plan = {"max_pixels": MAX_PIXELS} | plan  # older plans have no entry for it
+    plan = {"max_pixels": MAX_PIXELS} | plan  # older plans do not have this entry
     for key, value in asked.items():
         if plan.get(key) != value:
             raise UserError(
@@ -81,7 +82,7 @@ def finish_job(
 
     Args:
         rows: offset, size and label of each image.
-        left_out: names of the images that were left out.
+        left_out: names of the omitted images.
 
     Returns:
         The sidecar's content without the rows.
@@ -108,14 +109,14 @@ def run_jobs(
     bar: TransferBar,
     num_images: int | None = None,
 ) -> None:
-    """Do the jobs that are not finished yet, in forked processes.
+    """Do the unfinished jobs, in forked processes.
 
     Args:
-        num_images: of all jobs; None: unknown. If known, the work stops as soon as too many images
-            are left out.
+        num_images: number of images of all jobs; None: unknown. If it is known, the work stops as
+            soon as too many images are omitted.
 
     Raises:
-        UserError: a job raised it. Unfinished shards are removed.
+        UserError: raised by a job. Unfinished shards are removed.
     """
     todo = []
     finished = []
@@ -131,7 +132,7 @@ def run_jobs(
         bar.console.print(
             f"{len(finished):,} of {len(jobs):,} shards were finished before", highlight=False
         )
-    context = multiprocessing.get_context("fork")  # does not copy the lists of images
+    context = multiprocessing.get_context("fork")  # "fork" does not copy the lists of images
     counts = context.RawArray("q", 2 * workers)  # images and bytes of each worker
     processes = _start(context, work, todo, workers, counts)
 
@@ -147,7 +148,7 @@ def run_jobs(
         for process in processes.values():
             process.terminate()
             process.join()
-        for job in todo:  # files of workers that were stopped
+        for job in todo:  # remove files of workers that were stopped
             temporary = os.path.join(root, job.split, f".{job.name}.tmp")
             if os.path.exists(temporary):
                 os.unlink(temporary)
@@ -156,7 +157,7 @@ def run_jobs(
 def _start(
     context, work: Work, jobs: list[Job], workers: int, counts
 ) -> dict[Connection, multiprocessing.Process]:
-    """Start workers that share the jobs. Returns them by the connection of their results."""
+    """Start workers that share the jobs. Returns each worker by the connection for its results."""
     processes = {}
     # Ctrl-C in the middle of a fork would be lost.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -166,7 +167,8 @@ def _start(
             arguments = (send, counts, worker, work, jobs[worker::workers], os.getpid())
             processes[receive] = context.Process(target=_work, args=arguments, daemon=True)
             processes[receive].start()
-            # Before the next fork, so that only this worker can send: `receive` ends when it does.
+            # Closed before the next fork, so that only this worker can send: `receive` then ends
+            # when the worker ends.
             send.close()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -197,7 +199,7 @@ def _work(
 def _results(
     processes: dict[Connection, multiprocessing.Process], show: Callable[[], None]
 ) -> Iterator[dict]:
-    """The summaries that the processes send, until each has sent None."""
+    """Yield the summaries that the processes send, until each has sent None."""
     while processes:
         for connection in wait(list(processes), timeout=0.2):
             try:
@@ -219,7 +221,7 @@ def _results(
 
 
 def check_left_out(root: str, summaries: list[dict], num_images: int | None = None) -> None:
-    """Raise UserError if more than MAX_LEFT_OUT of the images are left out, or all."""
+    """Raise UserError if all images or more than a share of MAX_LEFT_OUT were omitted."""
     left_out = sum(summary["left_out"] for summary in summaries)
     if num_images is None:
         num_images = left_out + sum(summary["images"] for summary in summaries)
@@ -233,16 +235,17 @@ def check_left_out(root: str, summaries: list[dict], num_images: int | None = No
 
 
 def finish(root: str, jobs: list[Job], class_names: list[str] | None, plan: dict) -> dict:
-    """Make members.npy and index.json from the sidecars and the plan, and remove those.
+    """Make members.npy and index.json from the sidecars and the plan, and remove sidecars and plan.
 
     Args:
-        class_names: None: the numbers from 0 to the highest label of the training images.
+        class_names: names of the classes; None: the numbers from 0 to the highest label of the
+            training images.
 
     Returns:
         The content of index.json.
 
     Raises:
-        UserError: labels that are out of range, labels without an image, too many images left out.
+        UserError: labels are out of range or have no image, or too many images were omitted.
     """
     index_file = os.path.join(root, "index.json")
     if os.path.exists(index_file):
@@ -250,7 +253,7 @@ def finish(root: str, jobs: list[Job], class_names: list[str] | None, plan: dict
     else:
         index = _make_index(root, jobs, class_names, plan)
     for split in SPLITS:
-        open_split(root, split, index)  # checks labels and sizes
+        open_split(root, split, index)  # this checks labels and sizes
     if not os.path.exists(index_file):
         write_json(index_file, index)
     temporary_files = [_sidecar(job.path(root)) for job in jobs]
@@ -295,9 +298,9 @@ def _class_names(root: str, labels: np.ndarray) -> list[str]:
     """Numbers from 0 to the highest label.
 
     Raises:
-        UserError: a label below it has no image.
+        UserError: a smaller label has no image.
     """
-    used = np.unique(labels)  # rather than a count per label: a label may be huge
+    used = np.unique(labels)  # not a count per label, because a label may be huge
     num_classes = 0
     if len(used):
         num_classes = int(used[-1]) + 1
@@ -326,7 +329,7 @@ def _read_json(path: str) -> dict:
 
 
 def _read_sidecar(path: str) -> tuple[dict, np.ndarray]:
-    """The record of the shard at `path` for index.json, and offset, size and label of its n images,
+    """The record of the shard at `path` for index.json; and offset, size and label of its n images,
     int64 [n, 3]."""
     sidecar = _sidecar(path)
     content = _read_json(sidecar)

@@ -1,7 +1,6 @@
-"""Copying shards to the disks of one or more nodes. Every checksum is compared with that in
-index.json.
+"""Copy shards to the disks of one or more nodes. Every file's checksum is compared with index.json.
 
-On N nodes one of them reads a file from the source, and sends it to the others.
+With several nodes, one node reads a file from the source and sends it to the others.
 """
 
 import hashlib
@@ -32,23 +31,24 @@ from swinv2_moe.files import make_directory, new_file, only_process, read_bounde
 if TYPE_CHECKING:  # it imports torch
     from swinv2_moe.data.prepare.shard_exchange import Exchange
 
-_CHUNK = 4 << 20  # bytes at a time
+_CHUNK = 4 << 20  # bytes per read
 
 
 class Staged(NamedTuple):
-    """The result of staging on this node. TARGET/staging.json has the first four, and whether
-    training read the files meanwhile."""
+    """The result of staging on this node. TARGET/staging.json has the first four fields, and
+    whether training read the files during staging."""
 
     started: float  # unix seconds
     seconds: float
-    bytes: int  # that came now
-    source_bytes: int  # of these, read from the source; the others came from other nodes
-    shards: int  # in all
-    kept: int  # files that existed before
+    bytes: int  # bytes copied to this node by this call
+    # the part of `bytes` that was read from the source; the rest came from other nodes
+    source_bytes: int
+    shards: int  # total number
+    kept: int  # number of files that existed before
 
 
 class StagingStopped(UserError):
-    """Staging was told to stop."""
+    """Raised when staging was told to stop."""
 
 
 def stage(
@@ -58,18 +58,20 @@ def stage(
     trust: bool = False,
     exchange: "Exchange | None" = None,
 ) -> Staged:
-    """Copy the finished shards in `source` to the directory `target`, or continue an earlier start.
+    """Copy the finished shards in `source` to the directory `target`, or continue an interrupted
+    call.
 
     index.json is written last: without it, `target` is not accepted as shards.
 
     Args:
-        workers: threads; reading, hashing and writing release the interpreter's lock.
+        workers: number of threads; reading, hashing and writing release the interpreter's lock.
         trust: keep existing files of the right size without comparing their checksums.
-        exchange: with the other nodes that stage the same shards at the same time; each calls this.
+        exchange: the connection to the other nodes that stage the same shards at the same time.
+            Each node calls this function.
 
     Raises:
-        UserError: no finished shards, a damaged one, other shards in `target`, too little space, a
-            disk that fills up; on all nodes, what one of them finds.
+        UserError: the shards are unfinished or damaged, `target` has other shards, or the disk has
+            too little space. An error on one node is raised on all.
     """
     with Stager(source, target, workers, trust, exchange) as stager:
         with TransferBar("stage", stager.missing_bytes(), "bytes") as bar:
@@ -100,13 +102,13 @@ class Stager:
         self.trust = trust
         self.exchange = exchange
         self.bar: TransferBar | None = None
-        self.stopped = threading.Event()  # set from another thread: `copy` raises StagingStopped
-        self.files: list[ShardFile] = []  # of all nodes alike; the small ones come first
+        self.stopped = threading.Event()  # set by another thread; `copy` then raises StagingStopped
+        self.files: list[ShardFile] = []  # the same on all nodes; small files come first
         self._index = b""
         self._existing: list[set[str]] = []  # names of the files that each node has
         self._kept = 0  # files that this node had at the start
-        self._sent: list[int] = []  # bytes that each node has had to send
-        self._lock = threading.Lock()  # of the counters
+        self._sent: list[int] = []  # bytes that each node has been assigned to send
+        self._lock = threading.Lock()  # protects the counters
         self._bytes = 0
         self._source_bytes = 0
 
@@ -114,7 +116,7 @@ class Stager:
         """Check the source and the target, and find the files that the nodes have.
 
         Raises:
-            UserError: see `stage`; nodes that see different shards.
+            UserError: see `stage`; also if nodes see different shards.
         """
         self._started = time.time()
         self._clock = time.monotonic()
@@ -128,11 +130,11 @@ class Stager:
         self._stack.close()
 
     def missing_bytes(self) -> int:
-        """Of the files that this node lacks."""
+        """Bytes of the files that this node lacks."""
         return sum(file.bytes for file in self.files if self._is_missing(file))
 
     def copy(self, files: Sequence[ShardFile]) -> None:
-        """Copy those of the files that a node lacks, in this order.
+        """Copy the files that any node lacks, in the given order.
 
         Raises:
             UserError: see `stage`.
@@ -154,10 +156,11 @@ class Stager:
             existing.update(file.name for file in files)
 
     def finish(self, overlapped: bool = False) -> Staged:
-        """Make `target` shards, and return what was done. All files must have been copied.
+        """Write index.json, which makes `target` valid shards, and return the result. All files
+        must have been copied.
 
         Args:
-            overlapped: training read the files meanwhile.
+            overlapped: whether training read the files during staging.
         """
         seconds = time.monotonic() - self._clock
         self._on_each_node(partial(self._write_record, seconds, overlapped))
@@ -172,7 +175,7 @@ class Stager:
         )
 
     def count(self, size: int, from_source: bool = False) -> None:
-        """Count bytes that have come. Threads call this."""
+        """Count received bytes. Several threads call this."""
         with self._lock:
             self._bytes += size
             if from_source:
@@ -187,7 +190,7 @@ class Stager:
         return self.exchange.node
 
     def _on_each_node(self, work: Callable[[], None]) -> None:
-        """Do something on all nodes; raises on all what one of them raises."""
+        """Call `work` on all nodes. If it raises on one node, all nodes raise the same error."""
         problem = None
         try:
             work()
@@ -256,7 +259,7 @@ class Stager:
             )
 
     def _compare_nodes(self) -> None:
-        """Learn which files the other nodes have.
+        """Find out which files the other nodes have.
 
         Raises:
             UserError: a node sees other shards.
@@ -279,9 +282,10 @@ class Stager:
         return file.name not in self._existing[self._node]
 
     def _owners(self, files: Sequence[ShardFile]) -> dict[ShardFile, int]:
-        """The node that sends each file; files that every node has are left out.
+        """The node that sends each file. Files that every node has are omitted.
 
-        A node that has the file, if there is one. Of several, that with the fewest bytes to send.
+        If nodes have the file, one of them sends it. Among the candidates, the node with the fewest
+        bytes to send is chosen.
         """
         nodes = range(len(self._existing))
         owners = {}
@@ -311,9 +315,9 @@ class Stager:
 
 
 class _Reading:
-    """Threads that copy files from the source, in order; a context that ends them.
+    """Threads that copy files from the source, in order. The context ends them.
 
-    The first problem ends all of them.
+    The first error ends all threads.
     """
 
     def __init__(self, stager: Stager, files: Sequence[ShardFile]) -> None:
@@ -336,10 +340,10 @@ class _Reading:
         """Wait until this node has a file that it owns.
 
         Raises:
-            UserError: a file could not be copied, this one or another.
+            UserError: this or another file could not be copied.
         """
         future = self.futures.get(file.name)
-        if future is None:  # it existed before
+        if future is None:  # the file existed before
             return
         wait([future])
         if self.problem is not None:

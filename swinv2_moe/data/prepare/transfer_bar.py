@@ -19,11 +19,11 @@ class TransferBar(Progress):
         self.task = self.add_task("", total=total, done="")
 
     def skip(self, images: int, bytes: int) -> None:
-        """Leave out what an earlier start has done."""
+        """Exclude the work of an earlier call from the total."""
         self.update(self.task, total=self.tasks[0].total - self._count(images, bytes))
 
     def show(self, images: int, bytes: int) -> None:
-        """Show what has been done so far."""
+        """Show the work done so far."""
         seconds = self.tasks[0].elapsed or 1.0
         done = ""
         if images:
@@ -32,7 +32,7 @@ class TransferBar(Progress):
         self.update(self.task, completed=self._count(images, bytes), done=done)
 
     def _count(self, images: int, bytes: int) -> int:
-        """The one of the two that the bar is in units of."""
+        """`images` or `bytes`, depending on the unit of the bar."""
         if self.unit == "images":
             return images
         return bytes

@@ -1,4 +1,4 @@
-"""Datasets that DATA.DATASET names. Each file here registers one or several.
+"""The datasets for DATA.DATASET. Each file here registers one or more datasets.
 
 Importing this package imports every file in it.
 """
@@ -28,10 +28,10 @@ __all__ = ["ImageArrays", "ImageFiles", "Source", "Sources", "check_directory", 
 
 
 def load_sources(config: DataConfig) -> Sources:
-    """The sources of the dataset that DATA.DATASET names; nothing is downloaded.
+    """Load the sources of the dataset DATA.DATASET. Nothing is downloaded.
 
     Raises:
-        UserError: a path, folder, list line or label that cannot be used; train and val with
+        UserError: a path, folder, list line or label cannot be used, or train and val have
             different classes.
     """
     dataset = datasets()[config.dataset]

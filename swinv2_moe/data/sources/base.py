@@ -1,4 +1,4 @@
-"""What a dataset consists of: two sources of images and the names of the classes.
+"""The parts of a dataset: two sources of images and the names of the classes.
 
 N images
 """
@@ -43,7 +43,7 @@ class Sources(NamedTuple):
     train: Source
     val: Source
     class_names: list[str]
-    notes: tuple[str, ...] = ()  # lines for the log: what is used, or left out
+    notes: tuple[str, ...] = ()  # messages for the log, for example about omitted images
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ class ImageFiles:
 
     Args:
         root: the directory that paths are relative to.
-        paths: bytes [N]. An array, since workers would copy the pages of a list of objects.
+        paths: bytes [N]. It is an array, since workers would copy the memory pages of a list of
+            objects.
         targets: integers [N].
-        max_pixels: of an image.
+        max_pixels: maximum size of an image.
     """
 
     root: str
@@ -83,7 +84,7 @@ class ImageArrays:
     """Images in memory, a `Source`.
 
     Args:
-        label: what messages call the dataset.
+        label: name of the dataset in messages.
         images: uint8 [N, H, W] or [N, H, W, 3].
         targets: integers [N].
     """
@@ -118,7 +119,8 @@ def check_directory(key: str, path: str) -> None:
 
 
 def printable(path: str) -> str:
-    """The path with bytes that are not UTF-8 as \\xff, so that different names stay different."""
+    """The path as text. Bytes that are not UTF-8 are written as \\xff, so that different paths stay
+    different."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 

@@ -9,7 +9,7 @@ from swinv2_moe.dataset_registry import register_dataset
 
 @register_dataset("digits", needs_path=False, use_workers=False)
 def digits(config: DataConfig) -> Sources:
-    """A fixed, stratified fifth is the validation part."""
+    """Load the digits. A fixed, stratified fifth of them is for validation."""
     # Importing scikit-learn takes a second.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -17,7 +17,7 @@ def digits(config: DataConfig) -> Sources:
     pixels, targets = load_digits(return_X_y=True)  # [1797, 64], 0 to 16
     images = np.round(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     targets = targets.astype(np.int64)
-    # random_state does not depend on SEED: every run is measured on the same images.
+    # random_state does not depend on SEED, so that every run is validated on the same images.
     train, val = train_test_split(
         np.arange(len(targets)), test_size=0.2, stratify=targets, random_state=0
     )

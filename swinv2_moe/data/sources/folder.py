@@ -37,10 +37,11 @@ def imagenet(config: DataConfig) -> Sources:
 
 
 def _load(config: DataConfig, hint: str = "") -> Sources:
-    """The images of a directory with train/ and val/, or a share of train/ for val/.
+    """Load the images of a directory with train/ and val/. Without val/, a share of train/ can be
+    used for validation.
 
     Args:
-        hint: the end of the message where a folder is missing.
+        hint: the end of the message about a missing folder.
     """
     root = config.path
     train = os.path.join(root, "train")
@@ -70,10 +71,10 @@ def _load(config: DataConfig, hint: str = "") -> Sources:
 def _validation_folder(root: str, val_split: float) -> str | None:
     """The name of the folder of validation images: the first of VALIDATION_FOLDERS that exists.
 
-    None if there is none; with DATA.VAL_SPLIT, test/ is not one.
+    None if there is none. With DATA.VAL_SPLIT, test/ does not count.
 
     Raises:
-        UserError: DATA.VAL_SPLIT is above 0 and there are validation images.
+        UserError: DATA.VAL_SPLIT is above 0, but there are validation images.
     """
     for name in VALIDATION_FOLDERS:
         if not os.path.isdir(os.path.join(root, name)):
@@ -89,7 +90,7 @@ def _validation_folder(root: str, val_split: float) -> str | None:
 
 
 def _check_folders(root: str, train: str, name: str | None, val_split: float, hint: str) -> None:
-    """Raise UserError if train/, or the validation images, are missing."""
+    """Raise UserError if train/ or the validation images are missing."""
     missing = []
     if not os.path.isdir(train):
         missing.append("train/")
@@ -105,10 +106,12 @@ def _check_folders(root: str, train: str, name: str | None, val_split: float, hi
 
 
 def _split(images: ImageFiles, classes: list[str], share: float) -> tuple[ImageFiles, ImageFiles]:
-    """`images` without a share of each class, and that share: at least one image.
+    """Split off a share of each class, at least one image. Returns the remaining images and that
+    share.
 
-    Which images are held out depends on their names alone, not on SEED: so every run with the same
-    share is measured on the same images, and a model fine-tuned from another has not seen them.
+    The choice depends only on the images' names, not on SEED. So every run with the same share is
+    validated on the same images. If a model is fine-tuned from another one, neither has been
+    trained on them.
 
     Raises:
         UserError: a class has a single image.
@@ -166,12 +169,12 @@ def _check_same_classes(root: str, name: str, train: list[str], val: list[str]) 
 
 
 def _image_files(split: str, classes: list[str], max_pixels: int) -> tuple[ImageFiles, list[str]]:
-    """The images in the class folders of a split, class by class, and lines for the log."""
+    """The images in the class folders of a split, class by class, and messages for the log."""
     from torchvision.datasets.folder import make_dataset
 
     prefix = os.path.join(split, "")
     endings = SUFFIXES + tuple(NOT_DECODED)
-    # One array for each class: a list of millions of strings would take gigabytes.
+    # One array for each class, because a list of millions of strings would take gigabytes.
     paths = []
     left_out = []
     for name in classes:
@@ -204,7 +207,7 @@ def _image_files(split: str, classes: list[str], max_pixels: int) -> tuple[Image
 
 
 def _left_out_line(paths: list[str]) -> str:
-    """How many images are left out since nothing decodes them here, and why."""
+    """A message about images that are omitted because no installed package decodes them."""
     endings = sorted({os.path.splitext(path)[1].lower() for path in paths})
     needs = " and ".join(f"{ending} needs {NOT_DECODED[ending]}" for ending in endings)
     return f"images left out: {len(paths):,} ({needs}); the first: {printable(paths[0])}"

@@ -11,7 +11,8 @@ from swinv2_moe.errors import UserError
 
 @register_dataset("list", needs_path=False, needs_lists=True)
 def listed(config: DataConfig) -> Sources:
-    """Classes are numbers: MODEL.NUM_CLASSES of them, or those of the training list."""
+    """Load the images of the lists. Classes are numbers: MODEL.NUM_CLASSES of them or, if it is 0,
+    those in the training list."""
     num_classes = config.num_classes
     train = _image_files("DATA.TRAIN_LIST", config.train_list, num_classes, config)
     if not num_classes:
@@ -35,7 +36,7 @@ def _count_classes(file: str, targets: np.ndarray) -> int:
     num_classes = int(labels[-1]) + 1
     if len(labels) == num_classes:
         return num_classes
-    # Labels may be huge: the first candidates suffice, since the message names three at most.
+    # Labels may be huge. The first few candidates suffice, since the message names three at most.
     candidates = np.arange(min(num_classes, len(labels) + 3))
     missing = np.setdiff1d(candidates, labels).tolist()
     raise UserError(
