@@ -62,7 +62,7 @@ def activate(name: str, z: Tensor, out: Tensor) -> Tensor:
 
 
 def activation_grad(name: str, grad: Tensor, z: Tensor) -> Tensor:
-    """Replace `grad`, the gradient of the activation of z, by the gradient of z, in place."""
+    """Overwrite `grad`, the gradient with respect to the activation of z, with that of z."""
     if name in _GRADS_IN_PLACE:
         return _GRADS_IN_PLACE[name](grad, z)
     vjp = torch.func.vjp(ACTIVATIONS[name], z)[1]
@@ -70,10 +70,10 @@ def activation_grad(name: str, grad: Tensor, z: Tensor) -> Tensor:
 
 
 def hidden_layer(name: str, z: Tensor, u: Tensor | None = None) -> Tensor:
-    """The activation of z; of gated experts times u, or a function of both.
+    """The hidden layer: `act(z)`, or for gated experts `act(z) * u` or a gated activation of z, u.
 
     Args:
-        name: of ACTIVATIONS or GATED_ACTIVATIONS.
+        name: a name in ACTIVATIONS or GATED_ACTIVATIONS.
         z: `x w1^T + b1`.
         u: `x w3^T + b3`; None: the experts are not gated.
     """
@@ -92,8 +92,10 @@ def activate_gated(name: str, z: Tensor, u: Tensor, out: Tensor) -> Tensor:
 
 
 def gated_grads(name: str, grad: Tensor, z: Tensor, u: Tensor, grad_u: Tensor) -> None:
-    """Replace `grad`, the gradient of `hidden_layer(name, z, u)`, by that of z, and write that of u
-    into `grad_u`."""
+    """Compute the gradients of z and u from `grad`, the gradient of `hidden_layer(name, z, u)`.
+
+    The gradient of z overwrites `grad`. The gradient of u is written to `grad_u`.
+    """
     if name in GATED_ACTIVATIONS:
         grad_z, of_u = torch.func.vjp(GATED_ACTIVATIONS[name], z, u)[1](grad)
         grad.copy_(grad_z)

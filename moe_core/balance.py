@@ -1,7 +1,8 @@
-"""Balancing without a loss: a bias of each expert, added to its score for the choice alone.
+"""Load balancing without a loss. Each expert has a bias, added to its score only for the choice.
 
-After each step, the bias of an expert with less than the mean load is raised, and that of the
-others is lowered, by a constant. Gate values have no bias, so it has no gradient.
+After each step, the bias of an expert with less than the mean load is raised by a constant. The
+bias of an expert with more than the mean load is lowered by it. Gate values do not include the
+bias, so the bias has no gradient.
 
 Source: Auxiliary-Loss-Free Load Balancing, arXiv 2408.15664, section 3, algorithm 1.
 """
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 
 
 class BalanceBias(nn.Module):
-    """The bias of a layer's experts and their load since its last update.
+    """The biases of a layer's experts, and the experts' loads since the last update.
 
     Attributes:
-        bias: [E], part of a checkpoint and equal on all ranks.
-        load: [E] int64, the router's choices for this rank's tokens since the last update; random
-            ones (`random_share`) would hide an imbalance.
+        bias: [E]. It is saved in checkpoints and equal on all ranks.
+        load: [E] int64, the number of the router's choices for this rank's tokens since the last
+            update. Random choices (`random_share`) are excluded, as they would hide an imbalance.
     """
 
     def __init__(self, num_experts: int, rate: float, device=None) -> None:
@@ -38,30 +39,30 @@ class BalanceBias(nn.Module):
         self.load.zero_()
 
     def forward(self, scores: Tensor) -> Tensor:
-        """The scores [T, E] by which experts are chosen."""
+        """scores [T, E] -> the scores [T, E] by which experts are chosen, without gradient."""
         return scores.detach() + self.bias.to(scores.dtype)
 
     @torch.no_grad()
     def add_load(self, expert_ids: Tensor) -> None:
-        """Count the choices [T, K] of a forward pass."""
+        """Add the choices [T, K] of a forward pass to the load."""
         ids = expert_ids.flatten()
         self.load.scatter_add_(0, ids, torch.ones_like(ids))
 
     @torch.no_grad()
     def update(self, total: Tensor) -> None:
-        """Change the bias by the load of all ranks [E] and start counting again."""
+        """Update the bias from `total`, the load [E] over all ranks, and reset the load to 0."""
         total = total.double()
         self.bias += self.rate * torch.sign(total.mean() - total).to(self.bias.dtype)
         self.load.zero_()
 
 
 def update_balance(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-    """Update the biases of all layers with `balance="bias"`, once per optimiser step. Collective.
+    """Update the biases of all layers with `balance="bias"`. Call it once per optimiser step.
 
-    One sum over all ranks, for all layers; nothing where no layer has a bias.
+    This is a collective: one all-reduce for all layers. If no layer has a bias, it does nothing.
 
     Args:
-        process_group: all data-parallel ranks; None: the world, where there is one.
+        process_group: all data-parallel ranks; None: the world, if torch.distributed is used.
     """
     biases = _biases(model)
     if not biases:

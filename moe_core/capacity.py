@@ -24,11 +24,14 @@ def expert_capacity(
 def expert_capacity(
     num_tokens: int | Tensor, num_experts: int, top_k: int, capacity_factor: float | Tensor
 ) -> int | Tensor | None:
-    """Rows that one rank may send to one expert: `K * floor(|f| * ceil(T / E))`; None (no limit)
-    for f = 0.
+    """The number of rows that one rank may send to one expert: `K * floor(|f| * ceil(T / E))`.
 
-    `num_tokens` is the group's maximum when ranks hold unequal counts. From an int64 tensor follows
-    an int64 tensor, the same number; from a scalar tensor f, which is not 0, too.
+    Args:
+        num_tokens: T. If ranks have different numbers of tokens, the largest one.
+        capacity_factor: f. A tensor must be a scalar other than 0.
+
+    Returns:
+        None (no limit) for f = 0. An int64 tensor if one of the arguments is a tensor.
     """
     if isinstance(capacity_factor, Tensor):
         per_expert = (num_tokens + num_experts - 1) // num_experts
@@ -37,7 +40,7 @@ def expert_capacity(
         return None
     if isinstance(num_tokens, Tensor):
         per_expert = (num_tokens + num_experts - 1) // num_experts
-        # fp64, as Python's numbers are
+        # fp64, so that the result equals that of Python numbers
         return top_k * (per_expert.double() * abs(capacity_factor)).floor().long()
     return top_k * math.floor(abs(capacity_factor) * math.ceil(num_tokens / num_experts))
 
@@ -46,12 +49,12 @@ def expert_capacity(
 def needed_capacity_factor(counts: Tensor, top_k: int, drop_share: float = 0.0) -> Tensor:
     """The smallest capacity factor with which one rank drops at most a share of its choices.
 
-    `expert_capacity` of the factor is the smallest sufficient capacity, also after the factor has
-    been rounded to fp32, and also if that capacity is 0: the factor is never 0, which is dropless.
+    With this factor `expert_capacity` returns the smallest sufficient capacity, even if the factor
+    is rounded to fp32. The factor is above 0 even for a capacity of 0, because 0 means dropless.
 
     Args:
         counts: int64 [E], the rank's choices per expert before any drop.
-        drop_share: from 0 to 1; 0: no choice is dropped.
+        drop_share: the share of choices that may be dropped, from 0 to 1.
 
     Returns:
         fp64 scalar, on the device of `counts`.

@@ -1,10 +1,10 @@
 """Saves and loads a model's tensors: a safetensors file for the trunk, and one for each expert.
 
-    model.safetensors                     tensors that every rank has
-    experts/<layer>/<expert>.safetensors  one expert, by its number among all experts of the layer
+    model.safetensors                     the trunk: tensors that every rank has
+    experts/<layer>/<expert>.safetensors  one expert; <expert> is its number in the whole layer
 
-Each rank writes its own experts and reads those that it needs. The files do not depend on the
-number of ranks.
+Each rank writes its own experts and reads the experts that it needs. The files do not depend on
+the number of ranks.
 """
 
 # E experts on this rank
@@ -40,13 +40,13 @@ def tensors_by_file(
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (file, tensors) for each file that this rank has to write.
 
-    A collective: every rank must iterate to the end. An expert that several ranks share is joined
-    at its turn, so that no more than one is in memory. The rank with its first part writes it; with
-    replicas, the first one.
+    This is a collective: every rank must iterate to the end. If several ranks share an expert, its
+    parts are joined just before it is yielded, so at most one joined expert is in memory. The rank
+    with the first part writes the expert. If there are replicas, only the first replica writes.
 
     Args:
         tensors: any subset of `model.state_dict()`; expert tensors are [E, ...]. The results are
-            views of them.
+            views of these tensors.
         writes_trunk: whether this rank writes the trunk.
         only: the expert files to yield; None: all.
     """
@@ -76,7 +76,9 @@ def tensors_by_file(
 def save_tensors(
     directory: Path, model: nn.Module, tensors: dict[str, Tensor], is_main: bool = True
 ) -> None:
-    """Write `tensors` to `directory`, for `load_tensors`. A collective: every rank calls this.
+    """Write `tensors` to `directory`, in the form that `load_tensors` reads.
+
+    This is a collective: every rank calls it.
 
     Raises:
         OSError: a file cannot be written.
@@ -103,12 +105,12 @@ def load_tensors(
 ) -> dict[str, Tensor]:
     """Read this rank's tensors from `directory` to the CPU, with the names of `model.state_dict()`.
 
-    The tensors are not compared with the model; the caller does that. Of an expert that several
-    ranks share, only this rank's part is read.
+    The caller must compare the tensors with the model. If several ranks share an expert, only this
+    rank's part is read.
 
     Args:
-        like: tensors by name. Some may be DTensors, sharded along the first dim as in FSDP2. Of
-            those, only this rank's rows are read, and the result is sharded likewise.
+        like: tensors by name. Some may be DTensors, sharded along the first dim as in FSDP2. For
+            a DTensor only this rank's rows are read, and the result has the same sharding.
 
     Raises:
         FileNotFoundError: a file is missing; the message names it.
@@ -151,14 +153,14 @@ def _forms(tensors: dict[str, Tensor]) -> dict[str, tuple]:
 
 
 def _prefix(layer: str) -> str:
-    """The prefix of a layer's expert parameters. The name "" means that the model is the layer."""
+    """The prefix of the names of a layer's expert parameters. For "" the model is the layer."""
     if layer:
         return f"{layer}.experts."
     return "experts."
 
 
 def _read(file: Path, read: Callable[[str, Any], Tensor]) -> dict[str, Tensor]:
-    """Read a file: `read(name, slices)` returns the part to load of each tensor."""
+    """Read a file. For each tensor `read(name, slice)` returns the part to load."""
     try:
         open_regular(file).close()
     except FileNotFoundError as error:
@@ -170,7 +172,7 @@ def _read(file: Path, read: Callable[[str, Any], Tensor]) -> dict[str, Tensor]:
             return {name: read(name, content.get_slice(name)) for name in content.keys()}  # noqa: SIM118
     except (SafetensorError, MemoryError) as error:
         raise ValueError(f"{file} is not a readable safetensors file ({error})") from error
-    except ValueError as error:  # read's
+    except ValueError as error:  # raised by `read`
         raise ValueError(f"{file}: {error}") from error
 
 

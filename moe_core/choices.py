@@ -1,4 +1,4 @@
-"""Names of fixed alternatives. Those that can be extended are in moe_core.registry."""
+"""Names of options that cannot be extended. Options that can are in moe_core.registry."""
 
 CPU_KERNELS = (
     "amx",

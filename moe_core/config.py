@@ -7,7 +7,8 @@ from typing import NamedTuple
 from moe_core.choices import KERNELS, ROUTING_CHOICES
 from moe_core.registry import LOSSES, ROUTERS, check_activation
 
-# `routing` of this package's routers, so that a configuration is checked without importing torch.
+# The attribute `routing` of this package's routers. With this copy a configuration is checked
+# without importing torch.
 _ROUTING = {
     "linear": "token_choice",
     "cosine": "token_choice",
@@ -20,15 +21,15 @@ _ROUTING = {
 class MoEConfig:
     """Shape and routing of one MoE layer.
 
-    `top_k` above `num_experts` means all experts. `capacity_factor` f limits the tokens that one
-    rank may send to one expert to `K * floor(|f| * ceil(T / E))`; 0 is dropless. `init_std` None
-    initialises as nn.Linear does.
+    A `top_k` above `num_experts` means all experts. The capacity factor f limits the tokens that
+    one rank may send to one expert to `K * floor(|f| * ceil(T / E))`; f = 0 is dropless. With
+    `init_std` None, parameters are initialised as in nn.Linear.
 
     Source: Tutel, arXiv 2206.03382, section 4.1. There f = 0 and f < 0 adapt the size of a padded
-    buffer. Rows need no such buffer, so here f < 0 has the same limit as f > 0.
+    buffer. This engine has no padded buffer, so f < 0 has the same limit as f > 0.
 
     Raises:
-        ValueError: a value out of range; the message names it and the allowed values.
+        ValueError: a value is out of range. The message names the value and the allowed values.
     """
 
     model_dim: int
@@ -116,20 +117,20 @@ class MoEConfig:
 
     @property
     def routing(self) -> str:
-        """Who chooses, as the router's class says: "token_choice", "expert_choice" or "soft"."""
+        """The kind of routing of the router: "token_choice", "expert_choice" or "soft"."""
         if self.router in _ROUTING:
             return _ROUTING[self.router]
         return getattr(ROUTERS[self.router], "routing", "token_choice")
 
     @property
     def num_expert_weights(self) -> int:
-        """Weight matrices of an expert."""
+        """The number of weight matrices of an expert."""
         if self.gated:
             return 3
         return 2
 
     def _check_routing(self) -> None:
-        """Check what only some kinds of routing support."""
+        """Check the options that only some kinds of routing support."""
         if self.choose_per_image and self.routing != "expert_choice":
             raise ValueError(
                 f"choose_per_image (True) needs a router of expert choice, not {self.router!r}"
@@ -152,8 +153,9 @@ class MoEConfig:
                 )
 
     def shard(self, rank: int, group_size: int) -> "ExpertShard":
-        """The experts of `rank` in an expert-parallel group; with more ranks than experts, a part
-        of one.
+        """The experts of `rank` in an expert-parallel group of `group_size` ranks.
+
+        With more ranks than experts, this is a part of one expert.
 
         Raises:
             ValueError: the experts do not divide over the ranks; or hidden_dim (model_dim, for the
@@ -185,7 +187,7 @@ class MoEConfig:
 
 
 class ExpertShard(NamedTuple):
-    """The experts of a rank, and its part of their hidden dim (and of the output bias)."""
+    """The experts of a rank, and the rank's part of their hidden dim and output bias."""
 
     first_expert: int
     num_experts: int

@@ -1,7 +1,7 @@
-"""The einsum form of an MoE layer: padded buffers, filled and read by one-hot tensors.
+"""The einsum form of an MoE layer: padded buffers that are filled and read with one-hot tensors.
 
-It is the baseline of measurements: what fairseq computes, to which the paper compares Tutel. The
-results are those of every other form.
+It is the baseline of measurements. fairseq uses this form, and the Tutel paper compares Tutel with
+fairseq. The results are the same as those of the other forms.
 
 Source: GShard, arXiv 2006.16668, algorithm 1.
 """
@@ -29,7 +29,7 @@ def use_einsum(layer: MoELayer) -> None:
     default one, the exchange of tokens.
 
     Raises:
-        ValueError: an experts module of the user's; fewer experts than ranks.
+        ValueError: the layer has a custom experts module, or fewer experts than ranks.
     """
     if not isinstance(layer.experts, Experts):
         raise ValueError("the einsum form needs the built-in experts")
@@ -43,7 +43,7 @@ def use_einsum(layer: MoELayer) -> None:
 
 
 class EinsumExchange(Exchange):
-    """Sends buffers of one size [E_l, C, M] to every rank, padded with zeros."""
+    """Sends a buffer [E_l, C, M] to every rank. Rows without a choice are zero."""
 
     def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
         self.config = config
@@ -80,7 +80,11 @@ class EinsumExchange(Exchange):
 
 
 def combine_tensor(gates: Tensor, plan: DispatchPlan, num_experts: int, capacity: int) -> Tensor:
-    """The gate values [T, K] at each choice's expert and place in it, [T, E, C]; 0 elsewhere."""
+    """The combine tensor [T, E, C]: the gate value of each choice at its expert and place, else 0.
+
+    Args:
+        gates: [T, K].
+    """
     ends = plan.offsets.long()
     ids = torch.searchsorted(ends, plan.slots, right=True).clamp(max=num_experts - 1)  # [T, K]
     starts = F.pad(ends, (1, -1))
@@ -97,7 +101,7 @@ def combine_tensor(gates: Tensor, plan: DispatchPlan, num_experts: int, capacity
 
 
 def _padded_ffn(experts: Experts, buffers: Tensor) -> Tensor:
-    """Apply to each row of `buffers` [E_l, N, M] the network of its expert; like `buffers`."""
+    """Apply each expert's network to its rows: [E_l, N, M] -> [E_l, N, M]."""
     weights = experts.weights(buffers.dtype, packed=False)
     assert isinstance(weights, ExpertWeights), "not packed, so not in int8"
     weights = weights.map(lambda weight: weight.to(buffers.dtype))

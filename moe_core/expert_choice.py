@@ -1,7 +1,7 @@
 """Expert choice: each expert chooses as many tokens as its capacity.
 
-So all experts have the same load without an auxiliary loss, and a token has between 0 and E
-experts. An image does not wait for later tokens, so the choice may look at all of them.
+All experts then have the same load without an auxiliary loss. A token has between 0 and E experts.
+The choice depends on all tokens of an image, which are available at the same time.
 
 Source: Mixture-of-Experts with Expert Choice Routing, arXiv 2202.09368, section 3.2.
 """
@@ -23,8 +23,9 @@ def expert_priority(scores: Tensor, num_images: int, per_image: bool) -> Tensor:
 
     Args:
         scores: [T, E].
-        per_image: by the token's rank among its image's tokens, so that an expert takes equally
-            many tokens of every image (give or take one); else by score.
+        per_image: whether tokens are ordered by their rank within their image. An expert then takes
+            the same number of tokens from every image, up to a difference of one. Otherwise tokens
+            are ordered by score.
     """
     if not per_image or num_images == 0:
         return scores

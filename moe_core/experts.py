@@ -31,19 +31,21 @@ from moe_core.ops import (
 from moe_core.precision import expert_dtype
 from moe_core.prepared import PreparedValue
 
-# What a rank computes with.
+# The weights that a rank computes with.
 ComputedWeights = ExpertWeights | Int8Weights
-_MAX_PACKED = 1 << 28  # bytes of weights that `prepared` may copy without a change of dtype
+_MAX_PACKED = 1 << 28  # bytes; larger weights are packed only if they must be copied in any case
 
 
 class Experts(nn.Module):
-    """`y = dropout(act(x w1^T + b1)) w2 + b2` for each expert; for gated ones
+    """The feed-forward networks of this rank's experts.
+
+    Each expert computes `y = dropout(act(x w1^T + b1)) w2 + b2`. A gated expert computes
     `y = dropout(act(x w1^T + b1) * (x w3^T + b3)) w2 + b2`.
 
-    Parameters are the fields of ExpertWeights: w1, w2 and w3 [E, H, M], b1 and b3 [E, H], b2
-    [E, M]. If several ranks share an expert, each has the same part of H in all but b2, and of M in
-    b2. The initial values of an expert do not depend on the number of ranks, if all ranks have the
-    same seed.
+    The parameters are the fields of ExpertWeights: w1, w2 and w3 [E, H, M], b1 and b3 [E, H], b2
+    [E, M]. If several ranks share an expert, each rank has a part of H, and for b2 a part of M. The
+    initial values of an expert do not depend on the number of ranks if all ranks have the same
+    seed.
 
     Source of gated experts: arXiv 2002.05202, section 2.
     """
@@ -60,7 +62,7 @@ class Experts(nn.Module):
         self.config, self.shard = config, shard or config.shard(0, 1)
         # Copies of the parameters in the dtype and memory layout of a kernel.
         self._copies: PreparedValue[ComputedWeights] = PreparedValue()
-        # The weights without biases in the dtype of computation, within `cast_ahead`.
+        # Within `cast_ahead`: the weights without biases, in the dtype of computation.
         self._casts: ExpertWeights | None = None
         shapes = _parameter_shapes(config)
         for name in ExpertWeights._fields:
@@ -74,15 +76,15 @@ class Experts(nn.Module):
 
     @property
     def parameters_by_field(self) -> ExpertWeights:
-        """The parameters themselves."""
+        """The parameters as ExpertWeights, not copied."""
         return ExpertWeights(*[getattr(self, name) for name in ExpertWeights._fields])
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise each expert with its own seed.
 
-        Weights are truncated normal with `init_std` and biases zero; without `init_std`, both are
-        as in nn.Linear.
+        With `init_std`, weights are truncated normal and biases are zero. Without it, both are
+        initialised as in nn.Linear.
         """
         if self.w1.is_meta:
             return
@@ -107,14 +109,14 @@ class Experts(nn.Module):
         Call this within the module's forward, after its hooks.
 
         Args:
-            gather: joins a parameter with those of other ranks.
-            num_gathered: the number of these ranks, this one included.
-            packed: whether the memory layout may be that of a kernel.
+            gather: joins a parameter with the same parameter of other ranks.
+            num_gathered: the number of these ranks, including this one.
+            packed: whether the weights may be in the memory layout of a kernel.
 
         Returns:
-            The parameters, which the op casts. Within `prepared`, copies in `dtype`, which are
-            gathered once; without gradients these are also in the memory layout of a kernel, or in
-            int8 with `int8_inference`.
+            The parameters, which the op casts. Within `prepared`, copies in `dtype` that are
+            gathered once. Without gradients the copies are also in the memory layout of a kernel,
+            or in int8 with `int8_inference`.
         """
         parameters = self.parameters_by_field
         w1 = parameters.w1
@@ -138,9 +140,9 @@ class Experts(nn.Module):
 
     @contextmanager
     def cast_ahead(self, dtype: torch.dtype) -> Iterator[None]:
-        """Context in which the weights do not change: they are cast once, for every pass in it.
+        """Context in which the weights do not change. They are cast once for all passes in it.
 
-        It does nothing where the kernels that run cast no weights, as on a CPU.
+        It has no effect if the kernels do not cast weights, for example on a CPU.
         """
         config = self.config
         if casts_weights(self.w1, dtype, config.activation, config.kernels):
@@ -152,8 +154,11 @@ class Experts(nn.Module):
             self._casts = None
 
     def _copy(self, weights: ExpertWeights, dtype: torch.dtype, may_pack: bool) -> ExpertWeights:
-        """Weights for rows of `dtype`: w1, w2 and w3 in the dtype that they are multiplied in, in
-        the memory layout of the kernel if it has its own. Kernels add the biases as they are."""
+        """Copy the weights for rows of `dtype`.
+
+        w1, w2 and w3 get the dtype of the products and, if `may_pack`, the memory layout of the
+        kernel. The biases are not copied.
+        """
         config = self.config
         copied_as = product_dtype(weights.w1, dtype, config.activation, config.kernels)
 
@@ -178,18 +183,18 @@ class Experts(nn.Module):
         gates: Tensor | None = None,
         plan: DispatchPlan | None = None,
     ) -> Tensor:
-        """Apply to each row the network of its expert.
+        """Apply the network of each expert to the expert's rows.
 
         Args:
             x: rows [N, M] grouped by expert; with a `plan`, tokens [T, M].
-            offsets: [E], where each expert's rows end.
-            weights: reads the weights to compute with. It is called here, so that hooks of this
-                module have run. None: `self.weights`.
-            gates, plan: gate values [T, K], None for 1, and the plan. Dispatch and combine are then
-                part of this call.
+            offsets: [E], the end of each expert's rows.
+            weights: a function that returns the weights to compute with. It is called here, after
+                the hooks of this module. None: `self.weights`.
+            gates: gate values [T, K], only with a `plan`; None: all 1.
+            plan: if given, dispatch and combine are part of this call.
 
         Returns:
-            Like x.
+            A tensor of the shape of x.
         """
         x = x.to(expert_dtype(x))
         if weights is None:
@@ -214,34 +219,34 @@ class Experts(nn.Module):
 
 
 class SharedExperts(Experts):
-    """Experts that every token visits, as one wide network: their sum is one."""
+    """Experts that every token visits, computed as one wide expert: it equals the sum of them."""
 
     def __init__(self, config: MoEConfig, device=None) -> None:
         hidden_dim = config.num_shared_experts * config.hidden_dim
         super().__init__(replace(config, num_experts=1, hidden_dim=hidden_dim), device=device)
 
     def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
-        """tokens [T, M] -> what is added to each of them."""
+        """tokens [T, M] -> the sum of the shared experts' results [T, M]."""
         offsets = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
         return super().forward(tokens, offsets)
 
 
 def _gathered(weights: ExpertWeights, gather: Callable[[Tensor], Tensor] | None) -> ExpertWeights:
-    """The weights, each joined with those of other ranks."""
+    """The weights, each joined with the same weight of other ranks."""
     if gather is None:
         return weights
     return weights.map(gather)
 
 
 class _ParameterShape(NamedTuple):
-    """A parameter of one whole expert."""
+    """The shape of a parameter of one whole expert."""
 
     shape: tuple[int, ...]
     fan_in: int
 
 
 def _parameter_shapes(config: MoEConfig) -> dict[str, _ParameterShape]:
-    """By name the parameters that the configured experts have, in the order of ExpertWeights."""
+    """The shapes of the configured experts' parameters, by name, in the order of ExpertWeights."""
     model_dim, hidden_dim = config.model_dim, config.hidden_dim
     matrix = (hidden_dim, model_dim)
     shapes = {"w1": _ParameterShape(matrix, model_dim)}
@@ -258,7 +263,7 @@ def _parameter_shapes(config: MoEConfig) -> dict[str, _ParameterShape]:
 
 
 def _new_parameter(shape: tuple[int, ...], device) -> nn.Parameter:
-    """Uninitialised, in torch's default dtype; `device` None is torch's default device."""
+    """An uninitialised parameter in torch's default dtype; `device` None: the default device."""
     device = torch.get_default_device() if device is None else torch.device(device)
     return nn.Parameter(empty(shape, torch.get_default_dtype(), device, reuse=False))
 
@@ -266,7 +271,10 @@ def _new_parameter(shape: tuple[int, ...], device) -> nn.Parameter:
 def _initial(
     shape: tuple[int, ...], std: float | None, fan_in: int, generator: torch.Generator
 ) -> Tensor:
-    """One expert's weight (2-D) or bias (1-D), drawn on the CPU: the same on every device."""
+    """Initial values of one expert's weight (2-D) or bias (1-D).
+
+    They are drawn on the CPU, so they do not depend on the device.
+    """
     new = torch.empty(shape, device="cpu")
     if std is None:
         bound = 1 / math.sqrt(fan_in)

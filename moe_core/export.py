@@ -29,13 +29,14 @@ from moe_core.router import route, route_by_experts, split_gates
 class StandardMoE(nn.Module):
     """`layer(x, capacity_factor=...)[0]` in evaluation mode, with copies of the layer's parameters.
 
-    Input x [..., M], output of the same shape and dtype. It makes the same choices and drops the
-    same tokens as the layer; values are equal up to rounding. As in the layer, the router computes
-    in at least fp32, and the experts in the dtype of x, which must be that of their parameters.
+    The input is x [..., M]; the output has the same shape and dtype. The choices and the dropped
+    tokens are the same as the layer's; values are equal up to rounding. As in the layer, the router
+    computes in at least fp32. The experts compute in the dtype of x, which must be the dtype of
+    their parameters.
 
     Args:
-        layer: in one process, with the built-in experts and one router.
-        capacity_factor: 0 is dropless; None, or 0 where experts choose: the configured one.
+        layer: a layer in one process, with the built-in experts and one router.
+        capacity_factor: 0 is dropless. None, or 0 with expert choice: the configured factor.
         batched: with a capacity, compute all experts in batched products. On a CPU this is faster
             in torch (16% of a model with 8 experts, on one image), but slower in onnxruntime (12%).
         batch_prioritized: whether full experts keep the most probable tokens; None: as configured.
@@ -85,7 +86,7 @@ class StandardMoE(nn.Module):
             self.shared = _FeedForward(layer.shared, 0)
 
     def forward(self, x: Tensor, output_norm: nn.Module | None = None) -> Tensor:
-        """x [..., M] -> [..., M]; `output_norm` is that of MoELayer."""
+        """x [..., M] -> [..., M]; `output_norm` is as in `MoELayer.forward`."""
         tokens = x.reshape(-1, self.config.model_dim)  # [T, M]
         # The router computes in at least fp32.
         logits = self.router(tokens.to(torch.promote_types(tokens.dtype, torch.float32)))
@@ -180,7 +181,7 @@ class _Plan(NamedTuple):
 def _plan(
     expert_ids: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None
 ) -> _Plan:
-    """`ops.make_plan` in operations that ONNX has, with the rows of each expert padded to capacity.
+    """`ops.make_plan` in operations of ONNX, with the rows of each expert padded to the capacity.
 
     The arguments are those of `ops.make_plan`.
     """

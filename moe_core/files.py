@@ -52,7 +52,7 @@ def read_chunks(file: BinaryIO, size: int = CHUNK) -> Iterator[memoryview]:
 
 
 def sha256(chunks: Iterable[bytes | memoryview]) -> str:
-    """The SHA-256 of the concatenated chunks, in hexadecimal."""
+    """The SHA-256 of the concatenated chunks, as a hexadecimal string."""
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)
@@ -156,8 +156,8 @@ def try_lock(descriptor: int, inherited: bool) -> bool:
     On a file system without locks it returns True.
 
     Args:
-        inherited: whether forked processes share the lock, which the last of them releases at its
-            end.
+        inherited: whether forked processes share the lock. It is then released when the last of
+            these processes ends.
 
     Returns:
         False if another process holds the lock.

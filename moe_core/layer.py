@@ -42,24 +42,24 @@ from moe_core.soft import expert_logits, route_slots
 
 
 class MoELayer(nn.Module):
-    """A feed-forward layer of `num_experts` experts of which every token visits `top_k`.
+    """A feed-forward layer with `num_experts` experts. Every token visits `top_k` of them.
 
     Args:
-        config: the layer.
-        group: the expert-parallel ranks, over which the experts are spread in contiguous, equal
-            shares (parts of one expert where ranks are more); None: all experts in this process.
-            Give several layers one ExpertGroup, rather than a process group each, and they share
-            what their strategies set up.
-        strategy: how the group is used; it changes neither the result nor which rank owns which
-            parameter. "auto" tries strategies and keeps the fastest (moe_core.parallel.tuner).
-        router: in place of the configured one, a module from tokens [T, M] to logits [T, E]; or
-            several of them, of which each call takes one.
-        experts: in place of the built-in ones, a module from (rows [N, M], offsets [E_local]) to
-            rows [N, M]; its parameters count as this rank's own. Needs whole experts on every rank,
-            and r = 1. With a group it is tried on one row per expert before the first exchange.
+        config: the layer's configuration.
+        group: the expert-parallel ranks. Each owns the same number of consecutive experts or, with
+            more ranks than experts, a part of one expert. None: all experts are in this process.
+            Layers with the same ExpertGroup share process groups, shared memory and the tuner.
+        strategy: how the ranks exchange data. It changes neither the result nor which rank owns
+            which parameter. "auto" tries strategies and keeps the fastest one
+            (moe_core.parallel.tuner).
+        router: replaces the configured router: a module from tokens [T, M] to logits [T, E], or a
+            sequence of such modules, from which each call selects one.
+        experts: replaces the built-in experts: a module from (rows [N, M], offsets [E_local]) to
+            rows [N, M]. All its parameters belong to this rank. It needs whole experts on every
+            rank, and r = 1. With a group it is tried on one row per expert before the first call.
 
     Raises:
-        ValueError: experts that do not divide over the group; what ParallelStrategy.check raises.
+        ValueError: the experts do not divide over the group, or as ParallelStrategy.check.
 
     Source: arXiv 2206.03382 (Tutel), sections 2 and 3; its public code for exact semantics.
     """
@@ -103,12 +103,12 @@ class MoELayer(nn.Module):
         if strategy != "auto":
             self._exchange_of(strategy)
         self.group.copy_to_replicas(self.experts)
-        # probs [T, E], counts [E], kept [T, K] (None where nothing can drop) and K
+        # probs [T, E], counts [E], kept [T, K] (None if no choice can be dropped) and K
         self._last: tuple[Tensor, Tensor, Tensor | None, int] | None = None
 
     @property
     def last_routing(self) -> RoutingStats | None:
-        """Statistics of the last forward pass, computed when read; None before the first."""
+        """Statistics of the last forward pass, computed on access; None before the first pass."""
         if self._last is None:
             return None
         return routing_stats(*self._last)
@@ -121,7 +121,7 @@ class MoELayer(nn.Module):
         return needed_capacity_factor(counts, top_k, drop_share)
 
     def expert_logits(self, logits: Tensor) -> Tensor:
-        """A router's logits as one for each expert [T, E]; those of Soft MoE are [T, S]."""
+        """A router's logits (for Soft MoE [T, S]) -> one logit for each expert [T, E]."""
         if self.config.routing == "soft":
             return expert_logits(logits, self.config)
         return logits
@@ -154,36 +154,36 @@ class MoELayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x [..., M] -> y like x, and the auxiliary loss (a scalar of at least fp32, unweighted).
 
-        `top_k`, `capacity_factor`, `strategy` and `batch_prioritized` replace the configured ones
-        for this call alone; a `capacity_factor` of 0 means 0. `router` is the number of one of
-        several.
+        `top_k`, `capacity_factor`, `strategy` and `batch_prioritized` replace the configured values
+        for this call only. `router` is the index of the router, if the layer has several.
 
         Args:
-            capacity_factor: as a scalar tensor on the device of x, not 0, it may change without
-                another compilation (torch.compile); only without ranks and round_to.
-            mask: bool [...]; tokens where it is False are ignored: they take no capacity and no
-                part in the loss or in the statistics, and their y is 0.
-            num_tokens: how many are True, where the caller knows; otherwise they are counted, which
+            capacity_factor: a number (0: dropless), or a nonzero scalar tensor on the device of x.
+                The value of a tensor may change without recompilation. A tensor is supported only
+                with one rank and without round_to.
+            mask: bool [...]. Tokens where it is False are ignored: they do not count for capacity,
+                loss and statistics, and their y is 0.
+            num_tokens: the number of True values in `mask`. If it is None, they are counted, which
                 waits for the device.
             output_norm: a module from [T, M] to [T, M], applied to the experts' results before the
-                gate value: `y = s G norm(sum_k (g_k / G) e_k)` with `G = sum_k g_k`; s is 1 / G of
-                an undecided router. A norm of y itself would remove the gate value. Only where
-                tokens choose. Shared experts are normalised by themselves.
+                gate value: `y = s G norm(sum_k (g_k / G) e_k)` with `G = sum_k g_k`. s is 1 / G of
+                an undecided router. A norm of y itself would remove the gate value. Shared experts
+                are normalised separately. Not for expert choice and Soft MoE.
             random_share: the share of the tokens that get random experts, with the router's gate
-                values; a scalar tensor may change without another compilation.
+                values. The value of a scalar tensor may change without recompilation.
 
         Raises:
-            ValueError: x that is no floating-point tensor, is 0-d or of another width or device, a
-                mask of another shape or of floating-point values, top_k below 1, capacity_factor
-                not finite, or a tensor with ranks or round_to, a strategy that does not fit the
-                group, a router that is not there, an experts module that returns another shape.
+            ValueError: x is not a floating-point tensor [..., M] on the layer's device; `mask` has
+                another shape or floating-point values; top_k is below 1; capacity_factor is not
+                finite, or is a tensor with several ranks or round_to; the strategy does not fit the
+                group; the router does not exist; a custom experts module returns another shape.
             RuntimeError: a rank of the group has ended or did not come within the group's timeout.
         """
         check_tensors(x, mask)
-        # torch.compile leaves a layer over several ranks alone. In torch 2.11 an autograd.Function
-        # whose forward writes into its output, as collectives do, gets a gradient of 0
-        # (https://github.com/pytorch/pytorch/issues/180642). Besides, every new number of rows
-        # would be compiled anew.
+        # A layer over several ranks is excluded from torch.compile. In torch 2.11 the gradient of
+        # an autograd.Function whose forward writes into its output, as collectives do, is 0
+        # (https://github.com/pytorch/pytorch/issues/180642). Also, every new number of rows would
+        # cause a compilation.
         forward = self._forward
         if self.group.size > 1:
             forward = self._forward_uncompiled
@@ -215,7 +215,7 @@ class MoELayer(nn.Module):
         output_norm: nn.Module | None,
         random_share: float | Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """`forward` of all tokens: route, plan, exchange with the experts and combine."""
+        """`forward` without a mask: route, plan, exchange with the experts and combine."""
         config = self.config
         if top_k is None:
             top_k = config.top_k
@@ -264,7 +264,7 @@ class MoELayer(nn.Module):
         strategy: ParallelStrategy | str,
         batch_prioritized: bool = False,
     ) -> Tensor:
-        """tokens [T, M] -> the results of their experts, weighted and summed [T, M]."""
+        """tokens [T, M] -> the sums of their experts' results, weighted by the gates [T, M]."""
         strategy, trial = self._choose(strategy, tokens, top_k, capacity_factor)
         if trial is not None:
             tokens = trial.begin(tokens)
@@ -281,9 +281,9 @@ class MoELayer(nn.Module):
     def _mix(
         self, x: Tensor, strategy: ParallelStrategy | str, router: int
     ) -> tuple[Tensor, Tensor]:
-        """Soft MoE: the experts process slots, which are means of an image's tokens.
+        """Soft MoE: the experts process slots, which are weighted means of an image's tokens.
 
-        Slots have fixed experts, so they take the path of tokens that have chosen.
+        Slots are processed as tokens whose experts are already chosen.
         """
         config = self.config
         tokens = as_images(x)  # [B, N, M]
@@ -293,16 +293,16 @@ class MoELayer(nn.Module):
         inputs = tokens.to(expert_dtype(tokens))
         slots = expert_input(soft_dispatch(inputs, logits), self.group.size)  # [B, S, M]
         routing = route_slots(slots, logits, config)
-        # Each expert has as many slots as its capacity at a factor of 1: none is dropped.
+        # At a factor of 1 the capacity of an expert is its number of slots, so none is dropped.
         rows = self._through_experts(slots.flatten(0, 1), routing, 1, 1.0, strategy)
         y = soft_combine(rows.view_as(slots), logits)
         return y.flatten(0, 1), routing.aux_loss
 
     def _exchange_of(self, strategy: ParallelStrategy | str) -> Exchange:
-        """The exchange of a strategy, made and checked when first asked for.
+        """The exchange of a strategy. It is created and checked at the first call.
 
         Raises:
-            ValueError: a strategy that does not fit the group or the experts.
+            ValueError: the strategy does not fit the group or the experts.
         """
         if not isinstance(strategy, ParallelStrategy):
             raise ValueError(f"strategy ({strategy!r}) must be a ParallelStrategy or 'auto'")
@@ -320,14 +320,14 @@ class MoELayer(nn.Module):
         top_k: int,
         capacity_factor: float,
     ) -> tuple[ParallelStrategy, Trial | None]:
-        """The strategy of this call and the trial that it is, if any. For "auto", what the group's
-        tuner has found for this capacity, or tries now: in training with gradients, in evaluation
-        without."""
+        """The strategy of this call, and the tuner's trial if the call is one. For "auto" the tuner
+        of the group chooses. It tries strategies in training with gradients, and in evaluation
+        without gradients."""
         if isinstance(strategy, ParallelStrategy):
             return strategy, None
         if self.group.size == 1:
             return ParallelStrategy(), None
-        # Without a capacity (0) the mean load of an expert is the key.
+        # Without a capacity limit (0) the key contains the mean load of an expert.
         capacity = self._agreed_capacity(tokens, top_k, capacity_factor or 1.0)
         assert capacity is not None
         tuner = Tuner.of(self.group)
@@ -355,7 +355,7 @@ class MoELayer(nn.Module):
         normalize_gates: bool,
         random_share: float | Tensor,
     ) -> tuple[Routing, Tensor]:
-        """The routing of tokens [T, M], and the tokens, perhaps in the dtype of the experts."""
+        """The routing of tokens [T, M], and the tokens. Some kernels cast them for the experts."""
         config = self.config
         reduce = None
         if config.global_balance:
@@ -382,8 +382,8 @@ class MoELayer(nn.Module):
         capacity_factor: float,
         batch_prioritized: bool,
     ) -> tuple[Routing, DispatchPlan, Agreement]:
-        """The plan, the routing that it is of, and what the ranks agreed on for it. Token rounding
-        adds a choice to each token."""
+        """The routing, its plan, and the agreement of the ranks. With token rounding the routing
+        has an additional choice for each token."""
         config = self.config
         if self.training and config.round_to:
             capacity = self._agreed_capacity(routing.probs, top_k, capacity_factor)
@@ -404,19 +404,19 @@ class MoELayer(nn.Module):
         return routing, plan, agreement
 
     def _agreed_capacity(self, tokens: Tensor, top_k: int, capacity_factor: float) -> int | None:
-        """The capacity on the host, for tokens [T, ...] here."""
+        """The capacity as a number on the host, for this rank's tokens [T, ...]; None: no limit."""
         if capacity_factor == 0:
             return None
-        # len would fix it in torch.export
+        # shape, not len: torch.export would make the result of len a constant
         most_tokens = self.group.most_tokens(tokens.shape[0], tokens.device)
         return expert_capacity(most_tokens, self.config.num_experts, top_k, capacity_factor)
 
     def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
-        """Keep what `last_routing` is computed from; not the choices that fill tiles."""
+        """Keep the inputs of `last_routing`, without the additional choices of token rounding."""
         counts, kept = counts_and_kept(plan, top_k, self.config.routing)
         self._last = (routing.probs.detach(), counts, kept, top_k)
 
-    # Everything that can be wrong is found on every rank before the first collective.
+    # Arguments are checked in the same way on every rank, before the first collective.
 
     def _check(
         self, x: Tensor, top_k: int, capacity_factor, strategy: ParallelStrategy, router: int

@@ -1,4 +1,4 @@
-"""Checks and views of what a layer is called with."""
+"""Checks and views of a layer's arguments."""
 
 # B images, N tokens of an image, T tokens, M model dim
 
@@ -12,8 +12,7 @@ from moe_core.precision import expert_dtype
 
 
 def as_images(x: Tensor) -> Tensor:
-    """Tokens by image [B, N, M]: the first dim of x [B, ..., M] counts images; x [T, M] and x [M]
-    are of one image."""
+    """x [B, ..., M] -> tokens by image [B, N, M]. x [T, M] and x [M] are one image."""
     if x.dim() < 3:
         return x.reshape(1, -1, x.shape[-1])
     return x.flatten(1, -2)
@@ -37,8 +36,11 @@ def check_tensors(x: Tensor, mask: Tensor | None) -> None:
 
 
 def expert_input(tokens: Tensor, group_size: int) -> Tensor:
-    """The tokens in the dtype of the experts. Over several ranks they require a gradient, also
-    where x does not: all ranks have a backward pass, or none."""
+    """The tokens in the dtype of the experts.
+
+    Over several ranks the result requires a gradient even if the tokens do not, because either all
+    ranks or none must run the backward pass.
+    """
     tokens = tokens.to(expert_dtype(tokens))
     if group_size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
         return tokens.detach().requires_grad_()
@@ -46,14 +48,14 @@ def expert_input(tokens: Tensor, group_size: int) -> Tensor:
 
 
 def positions_of(mask: Tensor, count: int | None) -> Tensor:
-    """Where `mask` [T] is True, in order: [count]."""
+    """The indices [count] at which `mask` [T] is True, in ascending order."""
     if count is None:
         return mask.nonzero().squeeze(1)
     return mask.nonzero_static(size=count).squeeze(1)
 
 
 def check_devices(layer: nn.Module, x: Tensor) -> None:
-    """Raise ValueError for a parameter on another device than x."""
+    """Raise ValueError if a parameter is on another device than x."""
     for name, parameter in layer.named_parameters():
         if parameter.device != x.device:
             raise ValueError(f"x is on {x.device}, the layer's {name} on {parameter.device}")
@@ -62,8 +64,8 @@ def check_devices(layer: nn.Module, x: Tensor) -> None:
 def check_token_options(
     output_norm: nn.Module | None, random_share: float | Tensor, config: MoEConfig
 ) -> None:
-    """Raise ValueError for options of a call that its layer's kind of routing does not have, and
-    for a share of random choices that is no share."""
+    """Raise ValueError for options that the layer's kind of routing does not support, or for a
+    `random_share` that is not a scalar from 0 to 1."""
     if isinstance(random_share, Tensor):
         if random_share.dim() > 0:
             raise ValueError(
@@ -106,14 +108,14 @@ def is_dropless(capacity_factor: float | Tensor) -> bool:
 def check_capacity_factor(
     capacity_factor: float | Tensor, config: MoEConfig, group_size: int
 ) -> None:
-    """Raise ValueError for a factor that a layer over `group_size` ranks cannot have."""
+    """Raise ValueError for a capacity factor that a layer over `group_size` ranks cannot use."""
     if is_dropless(capacity_factor) and config.routing == "expert_choice":
         raise ValueError(
             "capacity_factor (0) must not be 0 with expert choice: it says how many tokens an"
             " expert chooses"
         )
     if not isinstance(capacity_factor, Tensor):
-        # torch.compile cannot trace math.isfinite of a value that changes
+        # torch.compile cannot trace math.isfinite of a value that changes between calls.
         if not abs(capacity_factor) < math.inf:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be finite; 0 is dropless")
         return

@@ -48,7 +48,7 @@ class AuxiliaryLoss:
 
 @register_loss("gshard")
 class GShardLoss(AuxiliaryLoss):
-    """GShard, arXiv 2006.16668, section 2.2."""
+    """The loss of GShard, arXiv 2006.16668, section 2.2."""
 
     def sums(self, scores: RoutingScores) -> Tensor:
         return gshard_sums(scores.probs, scores.expert_ids[:, 0])
@@ -124,9 +124,9 @@ def auxiliary_loss(
 
     Args:
         reduce: a differentiable sum over ranks, for the loss of all ranks' tokens. It is called
-            once, with all sums and the number of tokens in one tensor [n * E + 1]; for "none" it is
+            once, with all sums and the number of tokens in one tensor [n * E + 1]. For "none" it is
             not called.
-        fused_value: a kernel for the formula of the loss: from kind, sums and number of tokens.
+        fused_value: a kernel that computes the loss from its kind, sums and number of tokens.
 
     Raises:
         ValueError: a registered loss returned another shape.
@@ -145,8 +145,12 @@ def auxiliary_loss(
 
 
 def gshard_sums(probs: Tensor, top1_ids: Tensor) -> Tensor:
-    """Per expert [2, E]: the sum of its probabilities and the number of tokens whose first choice
-    it is."""
+    """For each expert [2, E], the sum of its probabilities and the number of its first choices.
+
+    Args:
+        probs: [T, E].
+        top1_ids: [T].
+    """
     first = torch.zeros(probs.shape[1], dtype=probs.dtype, device=probs.device)
     first = first.scatter_add(0, top1_ids, torch.ones_like(top1_ids, dtype=probs.dtype))
     return torch.stack([probs.sum(0), first])
@@ -184,8 +188,8 @@ def squared_variation(per_expert: Tensor) -> Tensor:
 def expected_load(clean: Tensor, threshold: Tensor, noise_std: float) -> Tensor:
     """Per expert [E], `sum_t Phi((clean_te - threshold_t) / noise_std)`.
 
-    This is the expected number of tokens of the expert if noise is drawn again. Without noise, the
-    probability Phi becomes a step function, and the load has no gradient.
+    This is the expected number of the expert's tokens when the noise is drawn again. Without noise,
+    Phi becomes a step function, and the load has no gradient.
 
     Args:
         clean: [T, E], the logits without noise.

@@ -1,7 +1,8 @@
 """Cache of values computed from parameters, for blocks of code in which these do not change.
 
-`moe_core.prepared` is the function, and this module has the same name: so the package imports it
-first, before anything that imports torch. Torch is imported where it is used.
+The function `moe_core.prepared` has the same name as this module. Therefore the package imports
+this module first, before any module that imports torch. This module imports torch only in the
+functions that use it.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class PreparedValue(Generic[Value]):
     ) -> Value | None:
         """The cached value of `compute()` for `key`, or None where caching is not possible.
 
-        It is not possible outside of `prepared`, while a program is traced or exported, or if one
-        of `sources`, the tensors that the value depends on, needs a gradient. A compiled pass
-        reads values of earlier passes that were not compiled, and adds none.
+        Caching is not possible outside of `prepared`, while a program is traced or exported, or if
+        a tensor in `sources` needs a gradient. `sources` are the tensors that the value depends on.
+        A compiled pass reads values that earlier passes without compilation cached. It adds none.
         """
         values = self._values  # read once: another thread may end the context
         if values is None:
@@ -98,7 +99,7 @@ class PreparedValue(Generic[Value]):
 
 
 def _is_tracing() -> bool:
-    """Whether a program is traced or exported; torch.compile does not count."""
+    """Whether a program is being traced or exported; torch.compile does not count."""
     import torch
 
     is_exporting = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()

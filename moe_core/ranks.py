@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# In its errors: the path of a source file, or what operations meet whose connection an earlier
-# timeout has closed.
+# Words in the error messages of gloo: the path of a source file, or the reason why an operation
+# fails after an earlier timeout has closed its connection.
 _WORDS_OF_GLOO = ("gloo", "timeout caused pair closure")
 
 
@@ -29,8 +29,8 @@ class Ranks:
 
     Args:
         process_group: None for one rank without torch.distributed.
-        description: of this rank in error messages, such as "rank 0 of 4".
-        time_limit: the phrase for the timeout in error messages.
+        description: describes this rank in error messages, such as "rank 0 of 4".
+        time_limit: describes the timeout in error messages.
     """
 
     process_group: dist.ProcessGroup | None
@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Of this process, in the process group."""
+        """The rank of this process in the process group."""
         if self.process_group is None:
             return 0
         return self.process_group.rank()
@@ -68,7 +68,7 @@ class Ranks:
         return values
 
     def start_all_reduce(self, values: Tensor, operation: str) -> Callable[[], None]:
-        """Start summing `values` over the ranks in place; returns a function that waits."""
+        """Start to sum `values` over the ranks in place; returns a function that waits for it."""
         if self.process_group is None:
             return lambda: None
         with self.named_errors(operation):
@@ -118,7 +118,7 @@ class Ranks:
         """Wait until every rank has called this.
 
         Args:
-            device: of this rank, which NCCL requires.
+            device: the device of this rank, which NCCL requires.
         """
         if self.process_group is None:
             return
@@ -130,8 +130,10 @@ class Ranks:
 
     @contextmanager
     def named_errors(self, operation: str) -> Iterator[None]:
-        """Convert the errors of collectives in the block to CollectiveError with the operation and
-        the ranks. Other errors pass unchanged."""
+        """Convert errors of collectives in the block to CollectiveError.
+
+        The message names the operation and the ranks. Other errors pass unchanged.
+        """
         try:
             yield
         except RuntimeError as error:

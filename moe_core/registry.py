@@ -23,8 +23,8 @@ class Registry(Mapping[str, Any]):
 
     Args:
         kind: the field of MoEConfig or ParallelStrategy that selects an entry, for messages.
-        modules: by name, the modules that register the first entries. They are imported when their
-            entries are looked up, since they import torch; the names are known before.
+        modules: the module of each built-in entry, by the entry's name. A module is imported when
+            its entry is looked up, because it imports torch.
     """
 
     def __init__(self, kind: str, modules: Mapping[str, str] | None = None) -> None:
@@ -67,7 +67,7 @@ class Registry(Mapping[str, Any]):
         return self._look_up(name)
 
     def _look_up(self, name: str) -> Any:
-        """The entry; None if the name is new, or its module is being imported."""
+        """The entry; None if the name is not known, or if its module is being imported."""
         value = self._values.get(name)
         if value is None and name in self._modules:
             importlib.import_module(self._modules[name])
@@ -96,7 +96,7 @@ LOSSES = Registry("aux_loss", dict.fromkeys(_LOSSES, "moe_core.losses"))
 ACTIVATIONS = Registry(
     "activation", dict.fromkeys(("gelu", "relu", "silu"), "moe_core.activations")
 )
-# Functions of both halves of gated experts, where a product with the second is not enough.
+# Functions of both products of gated experts, for activations that are not `act(z) * u`.
 GATED_ACTIVATIONS = Registry(
     "activation", dict.fromkeys(("clamped_swiglu",), "moe_core.activations")
 )
@@ -111,7 +111,7 @@ ALL_TO_ALLS = Registry(
 
 
 def check_activation(name: str, gated: bool) -> None:
-    """Raise ValueError if experts, gated or not, have no such activation."""
+    """Raise ValueError if `name` is not an activation of gated (or not gated) experts."""
     if name in GATED_ACTIVATIONS:
         if not gated:
             raise ValueError(f"activation ({name!r}) needs gated (False) to be True")
@@ -120,8 +120,9 @@ def check_activation(name: str, gated: bool) -> None:
 
 
 def register_router(name: str) -> Callable[[Value], Value]:
-    """Register a router: a module class, constructed with (config, device), that maps tokens [T, M]
-    to logits [T, E].
+    """Register a router: a module class that maps tokens [T, M] to logits [T, E].
+
+    It is constructed with (config, device).
 
     Raises:
         ValueError: the name is taken.
@@ -130,8 +131,9 @@ def register_router(name: str) -> Callable[[Value], Value]:
 
 
 def register_loss(name: str) -> Callable[[Value], Value]:
-    """Register an auxiliary loss: a subclass of `moe_core.AuxiliaryLoss`, constructed without
-    arguments.
+    """Register an auxiliary loss: a subclass of `moe_core.AuxiliaryLoss`.
+
+    It is constructed without arguments.
 
     Raises:
         ValueError: the name is taken.
@@ -140,11 +142,10 @@ def register_loss(name: str) -> Callable[[Value], Value]:
 
 
 def register_activation(name: str) -> Callable[[Value], Value]:
-    """Register an activation of the experts: a function of a tensor, element by element, in
-    differentiable operations.
+    """Register an activation of the experts: a differentiable, element-wise function of a tensor.
 
     Raises:
-        ValueError: the name is taken, by an activation of gated experts too.
+        ValueError: the name is taken by this or by a gated activation.
     """
     if name in GATED_ACTIVATIONS:
         return GATED_ACTIVATIONS.register(name)  # which raises
@@ -152,13 +153,13 @@ def register_activation(name: str) -> Callable[[Value], Value]:
 
 
 def register_gated_activation(name: str) -> Callable[[Value], Value]:
-    """Register an activation of gated experts: a function of z = x w1^T + b1 and u = x w3^T + b3,
-    element by element, in differentiable operations.
+    """Register an activation of gated experts: a differentiable, element-wise function of z and u.
 
-    An ordinary activation needs no such entry: gated experts compute `act(z) * u` with it.
+    z is `x w1^T + b1` and u is `x w3^T + b3`. Gated experts use an ordinary activation `act` as
+    `act(z) * u`, so an ordinary activation need not be registered here.
 
     Raises:
-        ValueError: the name is taken, by an ordinary activation too.
+        ValueError: the name is taken by this or by an ordinary activation.
     """
     if name in ACTIVATIONS:
         return ACTIVATIONS.register(name)  # which raises

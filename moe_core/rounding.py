@@ -2,7 +2,8 @@
 
 No tile of the experts' matrix products is then partly empty.
 
-1. Every token has one additional choice, its most probable other expert. It may fill a tile.
+1. Every token has one additional choice, its most probable other expert. This choice may fill a
+   tile.
 2. The number of an expert's rows is the number of its choices, rounded to the nearest multiple of
    `round_to`; half a tile is rounded up. It is rounded down where the expert has too few additional
    choices, or too small a capacity.
@@ -61,7 +62,7 @@ def round_to_tiles(
 
 
 def _with_next_choice(routing: Routing) -> Tensor:
-    """[T, K + 1]: the K choices and the most probable other expert; [T, K] where K = E."""
+    """Expert ids [T, K + 1]: the K choices and the most probable other expert; [T, K] if K = E."""
     ids, probs = routing.expert_ids, routing.probs.detach()
     if ids.shape[1] == probs.shape[1]:
         return ids

@@ -1,5 +1,5 @@
-"""Routers give logits; `route` turns logits into the experts, gate values and auxiliary loss of
-every token."""
+"""Routers and routing. A router computes logits. `route` computes experts, gate values and the
+auxiliary loss from the logits."""
 
 # T tokens, E experts, K top-k, M model dim
 
@@ -24,13 +24,13 @@ from moe_core.registry import ROUTERS, register_router
 
 
 class Routing(NamedTuple):
-    """The decision for every token; `expert_ids[:, 0]` is its first choice."""
+    """The experts and gate values of every token; `expert_ids[:, 0]` is the first choice."""
 
     expert_ids: Tensor  # [T, K] int64
     gates: Tensor  # [T, K] gate values, differentiable
     aux_loss: Tensor  # scalar
     probs: Tensor  # [T, E] softmax of the (noisy) logits
-    # [T, K]: which choices an expert takes first, where experts choose (`make_plan`)
+    # [T, K], only with expert choice: an expert takes choices of higher priority first
     priority: Tensor | None = None
     # [T, E] scores that gate values are taken from, where they are not `probs`
     scores: Tensor | None = None
@@ -46,7 +46,7 @@ class LinearRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # nn.Linear's
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as in nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
@@ -54,11 +54,11 @@ class LinearRouter(nn.Module):
 
 @register_router("cosine")
 class CosineRouter(nn.Module):
-    """Cosine similarity of a projected token with one direction per expert, over a learned
-    temperature.
+    """Cosine similarity of the projected token with one learned direction per expert.
 
-    `logits = <norm(P x + b), norm_column(S)> * exp(min(t, ln 100))` with P [256, M], S [256, E], t
-    from ln(1 / 0.5).
+    `logits = <norm(P x + b), norm_column(S)> * exp(min(t, ln 100))`, with P [256, M], S [256, E]
+    and a learned log scale t, which starts at ln(1 / 0.5).
+
     Source: arXiv 2206.03382, section 5.2 (the cosine router of SwinV2-MoE), after arXiv 2204.09179.
     """
 
@@ -81,14 +81,15 @@ class CosineRouter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.projector(x)
-        # Divided by the length afterwards, where a token has E numbers; 1e-12 is F.normalize's
+        # The E logits are divided by the length, not the longer projection; 1e-12 is as in
+        # F.normalize.
         length = projected.norm(dim=1, keepdim=True).clamp(min=1e-12)
         cosine = projected @ F.normalize(self.sim_matrix.to(x.dtype), dim=0) / length
         return cosine * self.temperature.to(x.dtype).clamp(max=self.MAX_TEMPERATURE).exp()
 
 
 class _WideLinear(nn.Linear):
-    """nn.Linear in the dtype of its input, whatever that of its parameters is."""
+    """nn.Linear that computes in the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
@@ -96,7 +97,7 @@ class _WideLinear(nn.Linear):
 
 @register_router("expert_choice")
 class ExpertChoiceRouter(LinearRouter):
-    """The logits of the linear router, by which experts choose tokens (moe_core.expert_choice)."""
+    """The linear router for expert choice (moe_core.expert_choice)."""
 
     routing = "expert_choice"
 
@@ -107,8 +108,7 @@ def make_router(config: MoEConfig, device=None) -> nn.Module:
 
 
 def perturb_input(x: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """The router's view of the tokens: in training with input jitter (arXiv 2101.03961) and input
-    dropout."""
+    """The router's input: in training, tokens with input jitter (arXiv 2101.03961) and dropout."""
     if training and config.input_jitter:
         x = x * torch.empty_like(x).uniform_(1 - config.input_jitter, 1 + config.input_jitter)
     return F.dropout(x, config.input_dropout, training)
@@ -130,11 +130,12 @@ def route(
     loss's probabilities are those of the noisy logits.
 
     Args:
-        reduce: sums over ranks, for a loss of all their tokens (`losses.auxiliary_loss`).
-        normalize_gates: False: gate values are scores, whatever the configuration says.
-        random_share: of the tokens get random experts (`with_random_choices`). Gate values stay
-            the router's, and the loss is that of the router's choices.
-        balance: biases of the choice in place of an auxiliary loss. In training it counts the
+        reduce: a sum over ranks, for a loss over the tokens of all ranks (see
+            `losses.auxiliary_loss`).
+        normalize_gates: False overrides the configuration: gate values are not normalised.
+        random_share: the share of tokens that get random experts (see `with_random_choices`). The
+            gate values are the router's, and the loss is computed from the router's choices.
+        balance: biases for the choice, which replace the auxiliary loss. In training it counts the
             choices.
 
     Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
@@ -145,7 +146,7 @@ def route(
         noisy = logits + noise_std * torch.randn_like(logits)
     loss_noise_std = noise_std
     if config.aux_loss == "load_importance_tutel":
-        # Tutel's loss needs its noise scale also in evaluation, where no noise is drawn.
+        # Tutel's loss needs the noise scale even in evaluation, in which no noise is drawn.
         loss_noise_std = config.gate_noise / config.num_experts
     aux_loss_name = config.aux_loss
     if balance is not None:
@@ -169,7 +170,7 @@ def route(
     if sums is None:
         loss_inputs = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
         sums = expert_sums(aux_loss_name, loss_inputs)
-    else:  # a kernel has computed the sums
+    else:  # the kernel has computed the sums
         fused_value = loss_of_sums
     aux_loss = auxiliary_loss(aux_loss_name, sums, logits.shape[0], reduce, fused_value)
     if config.z_loss_weight > 0:
@@ -183,8 +184,8 @@ def route(
 
 
 def with_random_choices(ids: Tensor, num_experts: int, share: float | Tensor) -> Tensor:
-    """Expert ids [T, K] in which each token has, with probability `share`, K different experts
-    drawn uniformly; the others keep theirs."""
+    """Replace the expert ids [T, K] of each token, with probability `share`, by K different experts
+    that are drawn uniformly."""
     scores = torch.rand(ids.shape[0], num_experts, device=ids.device)
     random_ids = largest(scores, ids.shape[1])
     is_replaced = torch.rand(ids.shape[0], 1, device=ids.device) < share
@@ -201,11 +202,11 @@ def route_in_one_pass(
     normalize_gates: bool,
     random_share: float | Tensor = 0.0,
 ) -> tuple[Routing, Tensor] | None:
-    """A linear router's product and `route` by one kernel: tokens [T, M] on a GPU.
+    """Compute a linear router's logits and `route` in one GPU kernel, for tokens [T, M].
 
     Returns:
-        The routing, and the tokens in the dtype of the experts; None where the kernel does not
-        compute what the configuration asks for.
+        The routing, and the tokens in the dtype of the experts. None if the kernel does not support
+        the configuration or the tokens.
     """
     perturbs_input = training and (config.input_jitter > 0 or config.input_dropout > 0)
     is_plain = config.balance == "loss" and config.gate_activation == "softmax"
@@ -243,18 +244,20 @@ def route_in_one_pass(
 
 
 def router_logits(router: nn.Module, tokens: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """The logits of a router in at least fp32: a bf16 softmax flips close choices."""
+    """The logits of a router in at least fp32, because rounding to bf16 changes close choices."""
     with without_autocast(tokens):
         tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
         return router(perturb_input(tokens, config, training))
 
 
 def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, training: bool) -> Routing:
-    """Expert choice: every expert is a choice of every token, and takes those with the highest
-    score up to its capacity (moe_core.expert_choice).
+    """Expert choice (moe_core.expert_choice), from logits [T, E].
+
+    The result lists every expert as a choice of every token. The priority makes each expert take
+    the tokens with the highest scores, up to its capacity.
 
     Args:
-        logits: [T, E], the tokens of one image after the other.
+        logits: [T, E], with the tokens of one image after the other.
     """
     noise_std = _noise_std(logits, config, training)
     if noise_std > 0:
@@ -268,10 +271,10 @@ def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, trainin
 
 
 def _noise_std(logits: Tensor, config: MoEConfig, training: bool) -> float:
-    """The standard deviation of the noise on the logits, whose shape is checked.
+    """The standard deviation of the noise on the logits. Also checks the shape of the logits.
 
     Raises:
-        ValueError: a router of the user's returned another shape.
+        ValueError: the logits are not [T, E].
     """
     if logits.ndim != 2 or logits.shape[1] != config.num_experts:
         raise ValueError(
@@ -284,7 +287,7 @@ def _noise_std(logits: Tensor, config: MoEConfig, training: bool) -> float:
 
 
 def gate_scores(logits: Tensor, activation: str) -> Tensor:
-    """The score of each expert, from which gate values are taken: logits [T, E] -> [T, E].
+    """logits [T, E] -> scores [T, E]. The gate values are the scores of the chosen experts.
 
     Sources: softmax, arXiv 1701.06538; sigmoid, arXiv 2412.19437 (DeepSeek-V3), section 2.1.2.
     """
@@ -302,11 +305,11 @@ def _gate_sums(gates: Tensor) -> Tensor:
 def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
     """The routing with gate values that sum to 1 for each token, and a scale for each token [T, 1].
 
-    The scale is the sum of the token's gate values relative to that of an undecided router (K / E
-    of softmax, K / 2 of sigmoid gates), so it begins near 1.
+    The scale is the sum of the token's gate values, divided by the sum that an undecided router
+    gives (K / E for softmax, K / 2 for sigmoid gates). So it is near 1 at the start of training.
 
     Args:
-        routing: with gate values that are not normalised.
+        routing: a routing whose gate values are not normalised.
     """
     total = _gate_sums(routing.gates)
     top_k = routing.gates.shape[1]

@@ -12,11 +12,11 @@ from moe_core.ops import DispatchPlan
 
 
 class RoutingStats(NamedTuple):
-    """Statistics of this rank's tokens in a forward pass, for logs; detached, on the device."""
+    """Statistics of this rank's tokens in a forward pass: detached tensors on the device."""
 
-    # [E] choices per expert, before any drop and without those that fill tiles (round_to)
+    # [E] choices per expert, before any drop and without the additional choices of `round_to`
     counts: Tensor
-    # scalar: share of these choices that were dropped: their expert was full, or rounded down
+    # scalar: share of these choices that were dropped, by the capacity or by `round_to`
     dropped_share: Tensor
     entropy: Tensor  # scalar: mean entropy of the router's probabilities, in nats
     needed_factor: Tensor  # scalar: smallest capacity factor with which no choice is dropped
@@ -25,8 +25,11 @@ class RoutingStats(NamedTuple):
 def counts_and_kept(
     plan: DispatchPlan, top_k: int, routing_kind: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The choices of each expert [E], and which were kept [T, K] (None where nothing can drop);
-    without those that fill tiles. Where experts choose, [T, 1]: whether one chose the token."""
+    """The number of choices of each expert [E], and a mask of the kept choices [T, K].
+
+    Both exclude the additional choices of `round_to`. The mask is None if no choice can be dropped.
+    With expert choice it is [T, 1]: whether at least one expert chose the token.
+    """
     kept = plan.kept
     if routing_kind == "expert_choice":
         assert kept is not None, "experts choose up to a capacity"
@@ -38,7 +41,10 @@ def counts_and_kept(
 
 @torch.no_grad()
 def routing_stats(probs: Tensor, counts: Tensor, kept: Tensor | None, top_k: int) -> RoutingStats:
-    """probs [T, E], counts [E] and kept [T, K], None where nothing can drop."""
+    """Statistics from probs [T, E], counts [E] and kept [T, K].
+
+    `kept` is None if no choice can be dropped.
+    """
     dropped_share = counts.new_zeros((), dtype=torch.float32)
     if kept is not None:
         dropped_share = (~kept).sum() / max(kept.numel(), 1)

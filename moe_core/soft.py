@@ -27,8 +27,8 @@ from moe_core.router import Routing
 class SoftRouter(nn.Module):
     """`logits = norm(x) norm(P) * scale` with P [M, S], both normalised to length 1.
 
-    The slots of expert e are columns e * p to (e + 1) * p - 1, with p = `slots_per_expert`. Their
-    number does not depend on the number of tokens. `scale` starts at 1, as published.
+    The slots of expert e are columns e * p to (e + 1) * p - 1, with p = `slots_per_expert`. The
+    number of slots does not depend on the number of tokens. `scale` starts at 1, as published.
 
     Raises:
         ValueError: slots_per_expert is 0.
@@ -61,15 +61,15 @@ class SoftRouter(nn.Module):
 
 
 def route_slots(slots: Tensor, logits: Tensor, config: MoEConfig) -> Routing:
-    """Each slot as a token with a fixed expert and a gate value of 1.
+    """The routing in which each slot is a token with a fixed expert and a gate value of 1.
 
     Args:
         slots: [B, S, M].
         logits: [B, N, S].
 
     Returns:
-        Routing of the B S slots. `probs` [T, E] are of the tokens: the sum of the weights of an
-        expert's slots in a token's output.
+        The routing of the B S slots. Its `probs` [T, E] belong to the tokens: the sum of the
+        weights of an expert's slots in a token's output.
     """
     num_images, num_slots, _ = slots.shape
     slot_numbers = torch.arange(num_slots, device=slots.device)
@@ -80,5 +80,5 @@ def route_slots(slots: Tensor, logits: Tensor, config: MoEConfig) -> Routing:
 
 
 def expert_logits(logits: Tensor, config: MoEConfig) -> Tensor:
-    """Logits [T, E] whose softmax is the sum of an expert's slots' weights; logits [T, S]."""
+    """logits [T, S] -> [T, E], whose softmax is the sum of the weights of each expert's slots."""
     return logits.unflatten(1, (config.num_experts, -1)).logsumexp(2)

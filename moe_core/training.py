@@ -36,19 +36,19 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def equal_tokens(model: nn.Module) -> Iterator[None]:
-    """Context in which the caller promises that all ranks have equally many tokens in each call.
+    """Context in which the caller guarantees that all ranks have equally many tokens in each call.
 
-    This is for the MoE layers of `model`, and the ranks of their expert groups.
+    It covers the MoE layers of `model` and the ranks of their expert groups. The number of tokens
+    is then known without communication. Results are the same.
 
-    Then the ranks need not agree on it. Without the promise a static exchange, weights that are
-    gathered (r = 0), token rounding and the strategy "auto" each need a collective per call, and
-    most of them make the host wait for it. Results are the same.
+    Without this context a static exchange, gathered weights (r = 0), token rounding and the
+    strategy "auto" need one collective per call. Except with r = 0, the host waits for its result.
 
-    If the promise is broken, ranks use different capacities. A static exchange and "auto" then fail
-    or wait until the timeout; with r = 0 the ranks drop by different limits.
+    If the guarantee is broken, ranks use different capacities. A static exchange and "auto" then
+    fail or wait until the timeout. With r = 0 the ranks drop tokens by different limits.
 
     >>> with equal_tokens(model):
-    ...     model(batch)  # every rank has as many images of the same size
+    ...     model(batch)  # every rank has the same number of images, all of the same size
     """
     groups = {layer.group for layer in moe_layers(model).values()}
     promised = [group for group in groups if not group.has_equal_tokens]
@@ -65,13 +65,13 @@ def equal_tokens(model: nn.Module) -> Iterator[None]:
 def cast_ahead(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Context in which the weights of the experts of `model` do not change.
 
-    Where their kernels compute in another dtype than the parameters', each weight is cast to
-    `dtype` once, for all forward and backward passes in the context: accumulated batches,
-    recomputed activations, chunks of rows. Otherwise every pass casts it. Results are the same.
-    Gathered weights (r = 0) are cast in each pass.
+    If kernels compute in another dtype than that of the parameters, each weight is cast to `dtype`
+    once for all forward and backward passes in the context: accumulated batches, recomputed
+    activations, chunks of rows. Outside of the context every pass casts the weights. Results are
+    the same. Gathered weights (r = 0) are cast in each pass.
 
-    Within the context weights must not be changed, by an optimiser for example: passes would still
-    use the earlier ones.
+    Weights must not be changed in the context, for example by an optimiser: later passes would
+    still use the previous values.
 
     >>> with cast_ahead(model, torch.bfloat16):
     ...     for batch in batches:
@@ -92,12 +92,12 @@ def gather_ahead(model: nn.Module) -> Iterator[None]:
     """Context for one forward pass that calls each MoE layer of `model` once, in the order of
     `moe_layers`.
 
-    Where weights are gathered (r = 0), those of a layer are on their way since the layer before
-    began, and the sums of their gradients travel beside the backward pass. Results are the same.
-    Outside of the context a layer waits for its weights. The context is entered within autocast. It
-    reads the parameters before the hooks of their modules run.
+    It affects layers with gathered weights (r = 0). The gather of a layer's weights starts before
+    the previous layer is computed, and the reduction of their gradients overlaps with the backward
+    pass. Results are the same. Outside of the context a layer waits for its weights.
 
-    If layers are called in another order, weights are gathered twice.
+    Enter the context within autocast. The parameters are read before the hooks of their modules
+    run. If layers are called in another order, weights are gathered twice.
 
     >>> with gather_ahead(model):
     ...     outputs = model(batch)
@@ -110,7 +110,7 @@ def gather_ahead(model: nn.Module) -> Iterator[None]:
         if strategy is None or strategy.r != 0 or not layer.group.comm_stream.concurrent:
             continue
         if ALL_TO_ALLS[strategy.all_to_all].through_memory:
-            continue  # copies, which take the processor's time wherever they run
+            continue  # copies by the CPU gain nothing from running at the same time
         assert isinstance(layer.experts, Experts), "r = 0 needs the built-in experts"
         gathering.setdefault(layer.group, []).append(layer.experts)
     with ExitStack() as stack:
@@ -147,9 +147,9 @@ def average_expert_gradients(model: nn.Module) -> None:
     """Average expert gradients over all data-parallel ranks, as DistributedDataParallel does for
     the shared parameters.
 
-    The backward pass of the exchange sums them over the ranks of an expert group. This function
-    adds the sum over replicas and divides by the number of ranks. Every rank must call it once per
-    optimiser step.
+    The backward pass of the exchange has summed them over the ranks of an expert group. This
+    function sums them over the replicas and divides by the number of ranks. Every rank must call
+    it once per optimiser step.
     """
     waits = []
     for layer in moe_layers(model).values():
@@ -171,12 +171,12 @@ def average_expert_gradients(model: nn.Module) -> None:
 
 
 def strategy_decisions(model: nn.Module) -> list[dict]:
-    """The tuners' decisions as JSON values; an empty list without tuners."""
+    """The decisions of the model's tuners as JSON values; an empty list without tuners."""
     return [decision for tuner in strategy_tuners(model) for decision in tuner.state_dict()]
 
 
 def load_strategy_decisions(model: nn.Module, decisions: list[dict]) -> None:
-    """Load the result of `strategy_decisions`. Loaded shapes need no trials.
+    """Load the result of `strategy_decisions`. Layer shapes that it contains need no trials.
 
     Raises:
         ValueError: a strategy that is not valid, or an all-to-all that is not registered.
@@ -210,11 +210,13 @@ def global_grad_norm(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def global_grad_dot(model: nn.Module, vectors: Mapping[nn.Parameter, Tensor]) -> Tensor:
-    """The inner product of the gradient of the complete model with another, over the ranks as in
-    `global_grad_norm`.
+    """The inner product of the gradient of the complete model with `vectors`.
+
+    It is summed over the ranks as in `global_grad_norm`.
 
     Args:
-        others: by parameter, of the gradient's shape; parameters without an entry count as 0.
+        vectors: for each parameter, a tensor of the shape of its gradient. Parameters without an
+            entry count as 0.
     """
 
     def inner_product(parameters: list[nn.Parameter]) -> Tensor:
@@ -233,12 +235,12 @@ def global_grad_dot(model: nn.Module, vectors: Mapping[nn.Parameter, Tensor]) ->
 def _sum_over_ranks(
     model: nn.Module, part_of: Callable[[list[nn.Parameter]], Tensor], operation: str
 ) -> Tensor:
-    """The sum of `part_of` of all parameters that have gradients.
+    """The sum of `part_of` over all parameters that have gradients, and over the ranks.
 
     Args:
-        part_of: of parameters over the same ranks, at least one: a scalar, which is summed over
-            these ranks.
-        operation: what errors call it.
+        part_of: maps parameters that are sharded over the same ranks to a scalar. The list has at
+            least one parameter. The scalar is summed over these ranks.
+        operation: the name of the operation in error messages.
     """
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
@@ -249,7 +251,7 @@ def _sum_over_ranks(
         with_gradients = [p for p in parameters if p.grad is not None]
         if with_gradients:
             part = part_of(with_gradients)
-        # replicas hold equal gradients, so the sum covers one expert group
+        # Replicas have equal gradients, so only one expert group is summed.
         if process_group is not None and process_group.size() > 1:
             if process_group in expert_ranks:
                 expert_ranks[process_group].all_reduce(part, operation)
@@ -262,7 +264,7 @@ def _sum_over_ranks(
 def _parameters_by_group(model: nn.Module) -> dict[dist.ProcessGroup | None, list[nn.Parameter]]:
     """This rank's parameters, by the process group over which they are sharded; None: replicated.
 
-    Groups and their order are equal on all ranks.
+    The process groups and their order are the same on all ranks.
     """
     owners = {}
     for layer in moe_layers(model).values():
@@ -292,8 +294,8 @@ def _local(tensor: Tensor) -> Tensor:
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients in place so that their global norm is at most `max_norm` (0: no clipping).
 
-    A norm that is not finite changes no gradient. On a GPU this multiplies also where the norm is
-    small enough, since it does not wait for the norm. See `clip_to_norm`.
+    If the norm is not finite, no gradient changes. On a GPU the gradients are multiplied even if
+    the norm is small enough, because the host does not wait for the norm. See also `clip_to_norm`.
 
     Returns:
         The norm before clipping.
@@ -310,12 +312,13 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def clip_to_norm(model: nn.Module, max_norm: float, norm: float) -> None:
-    """Scale gradients in place to `max_norm` (0: no clipping), if their norm exceeds it.
+    """Scale gradients in place to `max_norm` (0: no clipping) if their norm exceeds it.
 
-    For a training loop that reads the norm anyway: most steps then touch no gradient.
+    This is for a training loop that reads the norm in any case. Gradients are read and written only
+    in steps that clip.
 
     Args:
-        norm: that of `global_grad_norm`; if it is not finite, no gradient changes.
+        norm: the result of `global_grad_norm`. If it is not finite, no gradient changes.
     """
     if max_norm <= 0 or not math.isfinite(norm):
         return

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch.nn.functional as F
 from torch import Tensor, cat, tensor
 
-# From Tutel's names to MoELayer's.
+# MoELayer's names by Tutel's names.
 _EXPERTS = {
     "batched_fc1_w": "w1",
     "batched_fc1_bias": "b1",
@@ -81,7 +81,7 @@ def count_tutel_experts(state: Mapping[str, Tensor]) -> dict[str, int]:
 def from_tutel(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Join the state dicts of all ranks into one with MoELayer's names.
 
-    Tensors outside of Tutel layers are those of the first rank. Each layer must have both biases.
+    Tensors outside of Tutel layers are taken from the first rank. Each layer must have both biases.
     With one rank the results are views of the given tensors; with several, experts are copied, one
     tensor at a time.
 
