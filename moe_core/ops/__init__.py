@@ -1,6 +1,6 @@
-"""The operations of an MoE layer. Each folder has a specification, fast forms of it and the op.
+"""The operations of an MoE layer. Each folder has a specification, fast implementations and the op.
 
-`backend` has the table of forms. It is the only place that chooses one.
+An implementation is called a form. `backend` has the table of forms and selects one for each call.
 """
 
 from moe_core.ops.backend import check_kernels

@@ -1,7 +1,7 @@
 """The autograd formula that the ops of the experts' networks share.
 
 Such an op returns its output and the hidden layer, which its backward op needs. Its arguments are
-the fields of a named tuple, tensors first, and at the end whether the hidden layer is kept.
+the fields of a named tuple, tensors first. The last argument says whether the hidden layer is kept.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from torch import Tensor
 def register_backward(
     name: str, inputs_type: type, num_tensors: int, num_differentiable: int
 ) -> None:
-    """Let `moe_core::<name>_backward` give the gradients of the op `moe_core::<name>`.
+    """Register `moe_core::<name>_backward` as the backward op of `moe_core::<name>`.
 
     Args:
-        name: of the op.
-        inputs_type: the named tuple of its arguments.
-        num_tensors: how many of them, from the first, are tensors or None.
-        num_differentiable: how many of these, from the first, have gradients.
+        name: the name of the op.
+        inputs_type: the named tuple of the op's arguments.
+        num_tensors: the number of leading fields that are tensors or None.
+        num_differentiable: the number of leading fields that have gradients.
     """
     num_arguments = len(inputs_type._fields) + 1  # type: ignore[attr-defined]
 
@@ -29,7 +29,7 @@ def register_backward(
         ctx.save_for_backward(*fields[:num_tensors], hidden)
         ctx.settings = fields[num_tensors:]
         ctx.mark_non_differentiable(hidden)
-        # Otherwise zeros as large as the hidden layer would be made for its gradient.
+        # Otherwise autograd would allocate zeros for the gradient of the hidden layer.
         ctx.set_materialize_grads(False)
 
     def differentiate(ctx, grad, grad_hidden):
@@ -50,8 +50,10 @@ def register_backward(
 
 
 def empty_gradients(grad: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
-    """What the backward op returns under fake tensors: like each tensor whose gradient is needed,
-    empty for the others."""
+    """The gradients that the backward op's fake kernel returns.
+
+    A gradient that is needed has the shape of its tensor. The others have no elements.
+    """
     gradients = []
     for tensor, is_needed in zip(tensors, needs, strict=True):
         if is_needed:

@@ -20,10 +20,10 @@ from moe_core.choices import CPU_KERNELS, KERNELS
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 
-# The activations that the Triton and C++ kernels compute, in the order of their numbers there. The
-# last one is of gated experts alone.
+# The activations that the Triton and C++ kernels compute. The index is the number in the kernels.
+# The last one is for gated experts only.
 KERNEL_ACTIVATIONS = ("gelu", "relu", "silu", "clamped_swiglu")
-# The auxiliary losses whose sums the Triton router computes, in the order of their numbers there.
+# The auxiliary losses whose sums the Triton router computes. The index is the number in the kernel.
 KERNEL_LOSSES = ("none", "gshard", "load_importance", "load_importance_tutel")
 _HALVES_AND_FP32 = (torch.bfloat16, torch.float16, torch.float32)
 _FP32_AND_BF16 = (torch.float32, torch.bfloat16)
@@ -46,7 +46,7 @@ class Form(NamedTuple):
     """One implementation of an operation."""
 
     language: str  # "triton", "cpp" or "torch"
-    module: str  # relative to moe_core.ops; imported at its first run
+    module: str  # relative to moe_core.ops; imported when it is first used
     supports: Callable[[Request], bool]
 
 
@@ -129,22 +129,27 @@ FORMS = {
 
 
 def select(operation: str, request: Request) -> str:
-    """The module of the form that runs, an argument for `load`.
+    """The module of the form that runs. Pass it to `load`.
 
-    `request.kernels` limits the choice. "auto" allows Triton on a CUDA device where it works, C++
-    on a CPU, and torch. "triton" allows Triton and torch. "torch" allows torch alone. One of
-    CPU_KERNELS makes the experts' products on a CPU use those instructions; on another device it is
-    "auto". With TRITON_INTERPRET=1 Triton's interpreter runs the kernels, also on a CPU; there
-    "auto" does not allow it.
+    `request.kernels` limits the choice:
+
+    - "auto" allows Triton on a CUDA device where it works, C++ on a CPU, and torch.
+    - "triton" allows Triton and torch.
+    - "torch" allows only torch.
+    - A name in CPU_KERNELS makes the experts' products on a CPU use these instructions. On another
+      device it is the same as "auto".
+
+    With TRITON_INTERPRET=1 Triton's interpreter runs the kernels, also on a CPU. On a CPU "auto"
+    does not select the interpreter.
 
     Raises:
-        ValueError: `kernels` has another value, is "triton" where Triton cannot run, or names
+        ValueError: `kernels` has another value; it is "triton" but Triton cannot run; or it names
             instructions that this CPU lacks or that do not compile.
     """
     return _select(operation, *request)
 
 
-# A constant for torch.compile, which cannot trace logging and imports.
+# torch.compile cannot trace logging and imports, so the result is a constant for it.
 @torch.compiler.assume_constant_result
 def _select(operation: str, *fields) -> str:
     request = Request(*fields)
@@ -174,7 +179,7 @@ def load(module: str) -> ModuleType:
 
 
 def on_its_device(launcher: Callable) -> Callable:
-    """Decorator: make the device of the first argument the current one, where Triton launches."""
+    """Decorator that makes the device of the first argument current. Triton launches on it."""
 
     @functools.wraps(launcher)
     def launch(first: Tensor, *others):
@@ -219,7 +224,7 @@ def _why_no_library(kernels: str) -> str:
     return f"kernels ({kernels!r}) cannot run here: this CPU lacks the instructions"
 
 
-@functools.cache  # several values of `kernels` may lead to the same message
+@functools.cache  # the same message is logged once
 def _log_once(choice: str, level: int = logging.INFO) -> None:
     _log.log(level, "moe_core kernels: %s", choice)
 
@@ -245,7 +250,7 @@ def _triton_obstacle(device: str) -> str | None:
         import triton
 
         if not _is_interpreted():
-            # Compiles Triton's launcher. The C compiler or Python.h may be missing.
+            # This compiles Triton's launcher. The C compiler or Python.h may be missing.
             triton.runtime.driver.active.get_current_device()
     except Exception as error:  # the torch forms run instead, and the log gives the reason
         return f"{type(error).__name__}: {error}"

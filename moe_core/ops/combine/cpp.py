@@ -1,6 +1,6 @@
 """C++ form: sums rows into tokens in one pass over memory. Sums are in fp32 and rounded once.
 
-torch gathers the tokens.
+The dispatch has no C++ form; torch gathers the tokens.
 """
 
 # T tokens, K top-k, N rows, M model dim

@@ -1,8 +1,8 @@
 """Dispatch gathers tokens into rows; combine sums rows into tokens. Both are torch.library ops.
 
-The backward pass of each is also a gather. Autograd would scatter instead. A gather is
-deterministic and needs no atomic operations on a GPU. All forms give the same values up to
-rounding: Triton and C++ sum a token's rows in fp32 and round once.
+The backward pass of each is also a gather, where autograd would scatter. A gather is deterministic
+and needs no atomic operations on a GPU. All forms give the same values up to rounding: Triton and
+C++ sum a token's rows in fp32 and round once.
 """
 
 # T tokens, K top-k, N rows, M model dim
@@ -23,7 +23,7 @@ def combine(rows: Tensor, gates: Tensor, plan: DispatchPlan, kernels: str = "aut
     """Sum each token's rows, weighted by its gate values; dropped choices add 0.
 
     Args:
-        rows: [N, M]. Trailing rows without a choice may be missing, because an exchange between
+        rows: [N, M]. Rows without a choice at the end may be missing, because an exchange between
             ranks does not return them.
         gates: [T, K].
         plan: the row of each choice.

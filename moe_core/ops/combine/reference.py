@@ -1,4 +1,4 @@
-"""Dispatch of tokens into rows and their combination in plain torch: the specification."""
+"""Dispatch and combine in plain torch: the specification."""
 
 # T tokens, K top-k, N rows, M model dim
 
@@ -15,7 +15,7 @@ def dispatch_rows(tokens: Tensor, choices: Tensor, top_k: int) -> Tensor:
 
 
 def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None) -> Tensor:
-    """`sum_k gates_tk * rows[slots_tk]` of the kept choices.
+    """`sum_k gates_tk * rows[slots_tk]` over the kept choices.
 
     Args:
         rows: [N, M].
@@ -31,8 +31,8 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
         term = _rows_at(rows, slots[:, k])
         if gates is not None:
             gate = gates[:, k : k + 1]
-            # In place, because memory traffic dominates. In one dtype, because a product of two
-            # dtypes takes twice as long.
+            # The product is in place, because memory traffic dominates. Both factors have one
+            # dtype, because a product of two dtypes takes twice as long.
             term = term.to(torch.promote_types(term.dtype, gate.dtype)).mul_(gate)
         if kept is not None:
             # Not a product with 0: the row of a dropped choice may hold NaN.
@@ -62,7 +62,7 @@ def combine_rows_backward(
 
 
 def _rows_at(rows: Tensor, slots: Tensor) -> Tensor:
-    """A copy of `rows[slots]`; zeros without rows (capacity 0)."""
+    """A copy of `rows[slots]`; zeros if there are no rows (capacity 0)."""
     if rows.shape[0] == 0:
         return rows.new_zeros(slots.shape + rows.shape[1:])
     return rows.index_select(0, slots)

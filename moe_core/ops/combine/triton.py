@@ -75,7 +75,7 @@ def _combine_backward_kernel(
     is_row = n < num_rows
     choice = tl.load(choices + n, mask=is_row, other=0)
     used = is_row
-    # `choices` has an entry for unused rows too. Such a row is not the slot of that choice.
+    # `choices` has an entry for unused rows too. An unused row is not the slot of that choice.
     if kept is not None:
         is_kept = tl.load(kept + choice, mask=is_row, other=0) != 0
         used = is_row & is_kept & (tl.load(slots + choice, mask=is_row, other=0) == n)
@@ -140,7 +140,7 @@ def combine_rows_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of rows [N, M], 0 for rows without a choice, and of gates [T, K].
 
-    It passes over the rows once.
+    The rows are read once.
     """
     grad, rows = _matrix(grad), _matrix(rows)
     _check_indices(rows.device, gates, choices, slots, kept)

@@ -20,14 +20,14 @@ from moe_core.ops.native.library import (
     pointer,
 )
 
-TRANSPOSED_GRADIENTS = True  # of weights that lie transposed
+TRANSPOSED_GRADIENTS = True  # gradients have the memory order of transposed weights
 
 
 def pack_weights(weights: ExpertWeights, dtype: torch.dtype, kernels: str) -> ExpertWeights | None:
     """fp32 weights [E, H, M] converted to `dtype` and stored in the order that `forward` reads.
 
     Returns:
-        Integer tensors [E, H, M], and the biases as they are; None if H or M is no multiple of the
+        Integer tensors [E, H, M] and the unchanged biases; None if H or M is not a multiple of the
         block size.
     """
     num_experts, hidden_dim, model_dim = weights.w1.shape
@@ -49,21 +49,22 @@ def pack_weights(weights: ExpertWeights, dtype: torch.dtype, kernels: str) -> Ex
 
 
 def product_dtype(dtype: torch.dtype, kernels: str) -> torch.dtype:
-    """bf16 is multiplied in fp32 where the CPU has no instructions for it."""
+    """The dtype of products: `dtype`, or fp32 for bf16 if the CPU has no instructions for bf16."""
     if packed_dtype(dtype, kernels) == torch.int32:
         return torch.float32
     return dtype
 
 
 def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
-    """Rows of the hidden layer that `forward` keeps."""
+    """The number of rows of the hidden layer that `forward` keeps."""
     return num_rows
 
 
 def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
-    """out [N, M] and, if it is kept, the hidden layer [N * H] before the activation.
+    """out [N, M] and, with `keep_hidden`, the hidden layer [N * H] before the activation.
 
-    Of gated experts the products with w1 and with w3 are kept, [2, n, H] of the n rows in use.
+    For gated experts, both the products with w1 and those with w3 are kept: [2, n, H] for the n
+    rows in use.
     """
     rows, hidden_dim = inputs.rows, inputs.w1.shape[1]
     call = _Call(inputs)
@@ -85,7 +86,7 @@ def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
 def backward(
     inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of rows and of weights in their order; None where `needs` is False."""
+    """Gradients of the rows and of the fields of ExpertWeights; None where `needs` is False."""
     tensors = {"rows": inputs.rows, **inputs.weights._asdict()}
     by_field: dict[str, Tensor | None] = {}
     for (name, tensor), is_needed in zip(tensors.items(), needs, strict=True):
@@ -114,8 +115,11 @@ def backward(
 
 
 def _gradient(name: str, tensor: Tensor, weights: ExpertWeights) -> Tensor:
-    """An uninitialised gradient. That of a weight has its dims in the weight's order, which spares
-    autograd a copy; that of w3 in w1's."""
+    """An uninitialised gradient.
+
+    The gradient of a weight has the weight's memory order, so autograd does not copy it. The
+    gradient of w3 has the memory order of w1.
+    """
     if name.startswith("b"):
         return empty(tensor.shape, torch.float32, tensor.device)
     like = weights.w1 if name == "w3" else tensor
@@ -143,12 +147,12 @@ class _Problem(ctypes.Structure):  # as in native/ffn.hpp
 
 
 class _Call:
-    """The arguments of a C++ call. Holds the tensors that they point to."""
+    """The arguments of a C++ call. It keeps the tensors that they point to alive."""
 
     def __init__(self, inputs: FFNInputs) -> None:
         rows, w1 = inputs.rows, inputs.w1
         weights = inputs.weights
-        weights.check(inputs.activation)  # or C++ would read past one of them
+        weights.check(inputs.activation)  # otherwise C++ could read past the end of a tensor
         ends = inputs.offsets.tolist()
         starts = [0] + ends[:-1]
         self.num_used_rows = ends[-1]

@@ -1,9 +1,8 @@
-"""The experts' networks by torch.nn.functional.grouped_mm, for GPUs in bf16; runs wherever that
-does.
+"""The experts' networks with torch.nn.functional.grouped_mm, for GPUs in bf16.
 
-Wrapped: it takes neither a bias nor strides that are not multiples of 16 bytes, and does not sum.
-Its kernels are for compute capability 9.0 and 10.0; on other GPUs it is a loop that reads the
-offsets back to the host (torch 2.11).
+grouped_mm accepts neither a bias nor strides that are not multiples of 16 bytes, and it has no sum
+over rows. The functions here add these. grouped_mm has kernels for compute capability 9.0 and 10.0.
+On other GPUs it is a loop that reads the offsets on the host (torch 2.11).
 """
 
 # E experts, N rows, I input features, O output features, M model dim, H hidden dim
@@ -18,19 +17,21 @@ from moe_core.activations import activate, activate_gated, activation_grad, gate
 from moe_core.ops.ffn.dropout import Dropout
 from moe_core.ops.ffn.inputs import FFNInputs, by_name
 
-_ALIGNMENT = 16  # bytes: F.grouped_mm takes no row stride that is not a multiple of it
+_ALIGNMENT = 16  # bytes; F.grouped_mm needs row strides that are multiples of it
 
 
 def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
-    """Rows of the hidden layer as it is kept."""
+    """The number of rows of the hidden layer that `forward` keeps."""
     return num_rows
 
 
 def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
-    """out [N, M] and, if it is kept, the hidden layer before the activation [N * H]; of gated
-    experts the products with w1 and with w3, [2 * N * H]."""
+    """out [N, M] and, with `keep_hidden`, the hidden layer [N * H] before the activation.
+
+    For gated experts, both the products with w1 and those with w3 are kept: [2 * N * H].
+    """
     rows, offsets = inputs.rows, inputs.offsets
-    if len(rows) == 0:  # F.grouped_mm needs some
+    if len(rows) == 0:  # F.grouped_mm needs at least one row
         return rows.new_empty(rows.shape), rows.new_empty(0)
     weights = inputs.weights.map(lambda tensor: tensor.to(rows.dtype))
     kept = [grouped_linear(rows, weights.w1, weights.b1, offsets)]  # [N, H]
@@ -48,7 +49,7 @@ def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
 def backward(
     inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of rows and of weights in their order; None where `needs` is False."""
+    """Gradients of the rows and of the fields of ExpertWeights; None where `needs` is False."""
     rows, offsets, weights = inputs.rows, inputs.offsets, inputs.weights
     if len(rows) == 0:
         return _zeros((rows, *weights), needs)
@@ -85,7 +86,7 @@ def backward(
 
 
 def _zeros(tensors: Sequence[Tensor | None], needs: list[bool]) -> list[Tensor | None]:
-    """Gradients where there are no rows."""
+    """The gradients if there are no rows: zeros, or None where `needs` is False."""
     gradients: list[Tensor | None] = []
     for tensor, is_needed in zip(tensors, needs, strict=True):
         if tensor is not None and is_needed:
@@ -96,7 +97,7 @@ def _zeros(tensors: Sequence[Tensor | None], needs: list[bool]) -> list[Tensor |
 
 
 def _activated(inputs: FFNInputs, kept: list[Tensor]) -> Tensor:
-    """The hidden layer [N, H] from the products with w1 and, of gated experts, w3."""
+    """The hidden layer [N, H] from the products with w1 and, for gated experts, with w3."""
     out = torch.empty_like(kept[0])
     if inputs.w3 is None:
         return activate(inputs.activation, kept[0], out)
@@ -104,7 +105,7 @@ def _activated(inputs: FFNInputs, kept: list[Tensor]) -> Tensor:
 
 
 def _hidden_grads(inputs: FFNInputs, grad: Tensor, kept: list[Tensor]) -> list[Tensor]:
-    """The gradients of `kept` from that of the hidden layer, which is overwritten."""
+    """The gradients of `kept` from `grad`, the gradient of the hidden layer. Overwrites `grad`."""
     if inputs.w3 is None:
         return [activation_grad(inputs.activation, grad, kept[0])]
     grad_u = torch.empty_like(grad)
@@ -121,8 +122,10 @@ def _drop(values: Tensor, inputs: FFNInputs) -> Tensor:
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """`rows_e @ weight[e]^T + bias[e]` for every expert's rows: [N, I], [E, O, I], [E, O] or None,
-    [E] -> [N, O]."""
+    """`rows_e @ weight[e]^T + bias[e]` for the rows of every expert e.
+
+    rows [N, I], weight [E, O, I], bias [E, O] or None, offsets [E] -> [N, O].
+    """
     num_rows, out_features = len(rows), weight.shape[1]
     out = F.grouped_mm(
         _aligned(rows), _aligned(weight, pad_rows=True).transpose(1, 2), offs=offsets
@@ -136,32 +139,36 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
 
 
 def grouped_weight_grad(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    """`grad_e^T @ rows_e` for every expert: [N, O], [N, I], [E] -> [E, O, I]."""
+    """`grad_e^T @ rows_e` for every expert e: [N, O], [N, I], [E] -> [E, O, I]."""
     out = _contracted(_aligned(grad), _aligned(rows), offsets)
     return out[:, : grad.shape[1], : rows.shape[1]].contiguous()
 
 
 def group_sum(rows: Tensor, offsets: Tensor) -> Tensor:
-    """rows [N, O] -> [E, O]: the sum over every expert's rows, by a product with ones: in fp32 and
-    a fixed order."""
+    """rows [N, O] -> [E, O]: the sum over the rows of every expert.
+
+    It is a product with ones, so sums are in fp32 and in a fixed order.
+    """
     ones = rows.new_ones(len(rows), _ALIGNMENT // rows.element_size())
     return _contracted(_aligned(rows), ones, offsets)[:, : rows.shape[1], 0].contiguous()
 
 
 def _contracted(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """`a_e^T @ b_e` for every expert: [N, O], [N, I] -> [E, O, I]."""
+    """`a_e^T @ b_e` for every expert e: [N, O], [N, I] -> [E, O, I]."""
     out = F.grouped_mm(a.t(), b, offs=offsets)
     if a.is_cuda and torch.cuda.get_device_capability(a.device)[0] != 10:
         return out
-    # On a B200 a product over no rows is what its registers held before (NVIDIA/cutlass issue
-    # 2674).
+    # On a B200 the result of a product over no rows is undefined: the kernel stores registers that
+    # it has not initialised (NVIDIA/cutlass issue 2674).
     sizes = offsets.diff(prepend=offsets.new_zeros(1))
     return out.masked_fill_((sizes == 0).view(-1, 1, 1), 0)
 
 
 def _aligned(x: Tensor, pad_rows: bool = False) -> Tensor:
-    """x as F.grouped_mm wants it: one dense dimension, its start and all other strides on multiples
-    of 16 bytes."""
+    """x in a layout that F.grouped_mm accepts.
+
+    One dimension has stride 1. The address and all other strides are multiples of 16 bytes.
+    """
     unit = _ALIGNMENT // x.element_size()
     missing_columns = -x.shape[-1] % unit
     missing_rows = 0
@@ -170,7 +177,7 @@ def _aligned(x: Tensor, pad_rows: bool = False) -> Tensor:
     if missing_columns > 0 or missing_rows > 0:
         return F.pad(x, (0, missing_columns, 0, missing_rows))
     on_unit = x.data_ptr() % _ALIGNMENT == 0 and all(s % unit == 0 for s in x.stride() if s != 1)
-    # an expanded gradient is neither of the two
+    # An expanded gradient is neither plain nor transposed.
     plain = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]
     transposed = x.stride(-2) == 1 and x.stride(-1) >= x.shape[-2]
     if on_unit and (plain or transposed):

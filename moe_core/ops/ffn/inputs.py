@@ -1,4 +1,4 @@
-"""What the experts' networks are computed from, as one value."""
+"""The inputs of the experts' networks, as named tuples."""
 
 # E experts, N rows, M model dim, H hidden dim
 
@@ -21,11 +21,11 @@ class ExpertWeights(NamedTuple):
     b3: Tensor | None = None  # [E, H]
 
     def tensors(self) -> list[Tensor]:
-        """Those that are there, in order."""
+        """The tensors that are not None, in the order of the fields."""
         return [tensor for tensor in self if tensor is not None]
 
     def with_tensors(self, tensors: list[Tensor]) -> "ExpertWeights":
-        """The inverse of `tensors`: other tensors in the places of those that are there."""
+        """The inverse of `tensors`: replace the fields that are not None by `tensors`, in order."""
         rest = iter(tensors)
         by_field: dict[str, Tensor] = {}
         for name, old in self._asdict().items():
@@ -34,15 +34,15 @@ class ExpertWeights(NamedTuple):
         return ExpertWeights._make([by_field.get(name) for name in self._fields])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ExpertWeights":
-        """`function` of each tensor that is there."""
+        """Apply `function` to each field that is not None."""
         return self.with_tensors([function(tensor) for tensor in self.tensors()])
 
     def matrices(self) -> "ExpertWeights":
-        """The weights without biases."""
+        """The weights without the biases, which become None."""
         return self._replace(b1=None, b2=None, b3=None)
 
     def check(self, activation: str) -> None:
-        """Raise ValueError if the weights do not fit each other, or not the activation."""
+        """Raise ValueError if shapes or dtypes do not match, or do not fit the activation."""
         for name in ("w2", "w3"):
             other = getattr(self, name)
             if other is None:
@@ -58,17 +58,17 @@ class ExpertWeights(NamedTuple):
 
 
 def is_transposed(weight: Tensor) -> bool:
-    """Whether a weight [E, H, M] lies in memory as [E, M, H], with gaps or without."""
+    """Whether a weight [E, H, M] is stored as [E, M, H]. There may be gaps between the rows."""
     return weight.stride(2) != 1 and weight.stride(1) <= weight.stride(2)
 
 
 def by_name(of_weights: Sequence[bool]) -> dict[str, bool]:
-    """A value for each field of ExpertWeights, by its name."""
+    """Map the name of each field of ExpertWeights to its value in `of_weights`."""
     return dict(zip(ExpertWeights._fields, of_weights, strict=True))
 
 
 class FFNInputs(NamedTuple):
-    """The arguments of the op `moe_core::expert_ffn`, in its order."""
+    """The arguments of the op `moe_core::expert_ffn`, in the op's order."""
 
     rows: Tensor  # [N, M]
     w1: Tensor
@@ -78,8 +78,8 @@ class FFNInputs(NamedTuple):
     w3: Tensor | None
     b3: Tensor | None
     offsets: Tensor  # [E] int32
-    # int16, one for each number of the hidden layer; for a form with SEEDED_DROPOUT int64 [1], its
-    # seed; None: no dropout
+    # int16, one value for each element of the hidden layer. For a form with SEEDED_DROPOUT the
+    # seed, int64 [1]. None: no dropout
     noise: Tensor | None
     activation: str
     dropout: float
@@ -91,8 +91,7 @@ class FFNInputs(NamedTuple):
 
     @property
     def num_kept(self) -> int:
-        """Hidden layers before the activation that the backward pass needs: of gated experts both
-        products."""
+        """The number of products that the backward pass needs: 2 for gated experts, else 1."""
         return 1 if self.w3 is None else 2
 
     def needs_gradients(self) -> bool:

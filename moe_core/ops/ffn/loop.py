@@ -1,15 +1,17 @@
 """The experts' networks as a loop over the experts, for CPUs.
 
-1. What one expert computes stays in the cache for its next product, and an expert without rows
-   costs nothing.
-2. Where the weights have another dtype than the rows (autocast), each is cast when its turn comes:
-   a copy of all at once, and its gradient, would cost more than the products of few rows.
-3. An expert's hidden layer lies transposed, [H, n]: four of the six products are faster so
+1. The result of an expert's product stays in the cache for the expert's next product. An expert
+   without rows costs nothing.
+2. If the weights have another dtype than the rows (autocast), each expert's weight is cast just
+   before it is used. A cast of all weights and gradients at once would take longer than the
+   products of few rows.
+3. An expert's hidden layer is stored transposed, [H, n]. Four of the six products are then faster
    (docs/explanation/performance.md).
 4. In half precision oneDNN compiles a kernel for each new shape, which takes several times as long
-   as a product of few rows. So an expert computes on a multiple of `step` rows: its own and the
-   first of the next ones, whose results are overwritten when their turn comes. Few shapes are left.
-5. Everything large lies in buffers that are used again.
+   as a product of few rows. To limit the number of shapes, an expert computes a multiple of `step`
+   rows: its own rows and the first rows of the next experts. The results of the additional rows
+   are overwritten when the next experts are computed.
+5. Large tensors are in buffers that are reused.
 """
 
 # E experts, N rows, n rows of one expert rounded up, M model dim, H hidden dim
@@ -26,25 +28,28 @@ from moe_core.ops.buffers import empty
 from moe_core.ops.ffn.dropout import Dropout
 from moe_core.ops.ffn.inputs import FFNInputs
 
-# of an expert: below it writing a weight's fp32 gradient takes longer than its product in fp32
+# For fewer rows of an expert, a weight's gradient is faster to compute in fp32 than to cast.
 _FEW_ROWS = 64
 
 
 def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
-    """Rows of the hidden layer as it is kept, at most: each expert's rounded up."""
+    """The largest number of rows of the kept hidden layers. Each expert's rows are rounded up."""
     return num_rows + num_experts * (_step(dtype) - 1)
 
 
 def _step(dtype: torch.dtype) -> int:
-    # 16: of a tile in AMX, whose other rows would be computed in vain anyway
+    # 16 rows are a tile of AMX, which computes all its rows in any case.
     if dtype.itemsize == 2:
         return 16
     return 1
 
 
 def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
-    """out [N, M] and, if it is kept, each expert's hidden layer [H, n] before the activation, one
-    after the other; of gated experts all products with w1, then all with w3."""
+    """out [N, M] and, with `keep_hidden`, the hidden layers of all experts before the activation.
+
+    The hidden layers [H, n] are stored one after the other. For gated experts, the products of all
+    experts with w1 come first, then the products of all experts with w3.
+    """
     rows, activation = inputs.rows, inputs.activation
     groups = _Groups(rows, inputs.offsets, inputs.w1)
     dropout = _GroupDropout(inputs, groups)
@@ -82,7 +87,7 @@ def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
 def backward(
     inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of rows and of weights in their order; None where `needs` is False."""
+    """Gradients of the rows and of the fields of ExpertWeights; None where `needs` is False."""
     rows, activation = inputs.rows, inputs.activation
     groups = _Groups(rows, inputs.offsets, inputs.w1)
     dropout = _GroupDropout(inputs, groups)
@@ -149,7 +154,7 @@ def _cast_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _column(bias: Tensor | None, expert: int) -> Tensor | None:
-    """[H, 1]."""
+    """The bias of an expert as a column [H, 1]."""
     if bias is None:
         return None
     return bias[expert].unsqueeze(1)
@@ -163,7 +168,7 @@ def _product(
     scale: float = 1.0,
     add: bool = False,
 ) -> None:
-    """out = scale * a @ b + bias; with `add`, in place of the bias what is there."""
+    """out = scale * a @ b + bias; with `add`, out += scale * a @ b."""
     if add:
         out.addmm_(a, b, alpha=scale)
     elif bias is not None:
@@ -175,8 +180,11 @@ def _product(
 
 
 class _Group(NamedTuple):
-    """One expert's rows, start to end. It computes on `size` rows from start; its hidden layer
-    begins at `place`."""
+    """The rows of one expert, from `start` to `end`.
+
+    The expert computes `size` rows from `start`. Its hidden layer begins at row `place` of the kept
+    hidden layers.
+    """
 
     expert: int
     start: int
@@ -186,25 +194,25 @@ class _Group(NamedTuple):
     hidden_dim: int
 
     def block(self, flat: Tensor, place: int | None = None) -> Tensor:
-        """[H, n], at this group's place or another one."""
+        """A view [H, n] of `flat` at `place`; None: at the place of this group."""
         start = self.place if place is None else place
         return flat.narrow(0, start * self.hidden_dim, self.size * self.hidden_dim).view(
             self.hidden_dim, self.size
         )
 
     def window_of(self, out: Tensor) -> Tensor:
-        """[n, M]."""
+        """The rows [n, M] of `out` that this group computes."""
         return out.narrow(0, self.start, self.size)
 
     def without_others(self, hidden: Tensor) -> Tensor:
-        """Zeros in [H, n] for the rows of other experts, over which a product is to sum."""
+        """Set the rows of other experts in `hidden` [H, n] to 0, so that a sum excludes them."""
         if self.size > self.end - self.start:
             hidden[:, self.end - self.start :] = 0
         return hidden
 
 
 class _Groups:
-    """The experts that have rows, in their order."""
+    """The groups of the experts that have rows, in the order of the experts."""
 
     def __init__(self, rows: Tensor, offsets: Tensor, weight: Tensor) -> None:
         num_experts, self.hidden_dim, _ = weight.shape
@@ -234,23 +242,25 @@ class _Groups:
         return empty((self.largest * self.hidden_dim,), self.rows.dtype, self.rows.device)
 
     def second_block(self, hidden: Tensor, group: _Group) -> Tensor:
-        """[H, n] of the kept products with w3, which follow all of those with w1."""
+        """The kept product [H, n] of a group with w3. They follow all products with w1."""
         return group.block(hidden[self.hidden_size :])
 
     def output(self) -> Tensor:
-        """[N + step - 1, M], of which `trimmed` is the result."""
+        """An uninitialised output [N + step - 1, M]. `trimmed` returns the result from it."""
         return empty(
             (len(self.rows) + self.step - 1, self.rows.shape[1]), self.rows.dtype, self.rows.device
         )
 
     def trimmed(self, output: Tensor) -> Tensor:
-        """[N, M], with zeros for rows of no expert."""
+        """The first N rows of `output`, with zeros for rows that belong to no expert."""
         output[self.end :] = 0
         return output[: len(self.rows)]
 
     def window(self, rows: Tensor, group: _Group) -> Tensor:
-        """[n, M]: the group's rows and the next ones; zeros past the last expert's, where anything
-        may lie."""
+        """[n, M]: the rows of the group and the next rows.
+
+        Rows after the last expert's rows are undefined, so zeros replace them.
+        """
         if group.start + group.size <= self.end:
             return rows.narrow(0, group.start, group.size)
         padded = rows.new_zeros(group.size, rows.shape[1])
@@ -259,8 +269,10 @@ class _Groups:
 
 
 class _Cast:
-    """A weight in the rows' dtype, and a gradient back in the weight's; one buffer serves all
-    experts in turn."""
+    """Casts a weight to the dtype of the rows, and a gradient to the dtype of the weight.
+
+    All experts use the same buffer, one after the other.
+    """
 
     def __init__(self, rows: Tensor, weight: Tensor) -> None:
         self.buffer: Tensor | None = None  # None: the dtypes are the same

@@ -1,8 +1,9 @@
 """The experts' feed-forward networks, forward and backward, as one torch.library op.
 
-`out = dropout(act(rows_e w1[e]^T + b1[e])) w2[e] + b2[e]` for each expert e's rows; with w3 the
-activation is multiplied by `rows_e w3[e]^T + b3[e]`. The backward pass gets the hidden layer as it
-was before the activation, of gated experts both products, and computes the activation once more.
+`out = dropout(act(rows_e w1[e]^T + b1[e])) w2[e] + b2[e]` for the rows of each expert e. With w3
+the activation is multiplied by `rows_e w3[e]^T + b3[e]`. The forward pass keeps the hidden layer
+before the activation (for gated experts both products). The backward pass computes the activation
+again.
 """
 
 # E experts, N rows, M model dim, H hidden dim
@@ -35,23 +36,23 @@ def expert_ffn(
     dropout: float = 0.0,
     kernels: str = "auto",
 ) -> Tensor:
-    """Each expert's rows through its own network; differentiable in rows, weights and biases.
+    """Apply the network of each expert to its rows; differentiable in rows, weights and biases.
 
     Args:
-        rows: [N, M], expert 0's rows first. Their dtype is the one that is computed in.
-        weights: may have another dtype than the rows. Their gradients have the weights' dtype.
-            Where no gradients are needed, w1, w2 and w3 may be those of `pack_weights`.
-        offsets: [E] int32, where each expert's rows end.
-        activation: a name of moe_core.registry.ACTIVATIONS; of gated experts also one of
+        rows: [N, M], the rows of expert 0 first. The computation is in their dtype.
+        weights: may have another dtype than the rows. Their gradients have the dtype of the
+            weights. If no gradients are needed, the weights may be packed (`pack_weights`).
+        offsets: [E] int32, the end of each expert's rows.
+        activation: a name in moe_core.registry.ACTIVATIONS; for gated experts also a name in
             GATED_ACTIVATIONS.
-        dropout: the share of the activations that become 0, to the nearest 1/65536.
+        dropout: the share of the activations that become 0, rounded to 1/65536.
         kernels: see `backend.select`.
 
     Returns:
-        [N, M]. Rows past offsets[-1] hold nothing meaningful.
+        [N, M]. Rows past offsets[-1] are undefined.
 
     Raises:
-        ValueError: weights whose shapes or dtypes differ, or an unknown activation.
+        ValueError: the shapes or dtypes of the weights do not match, or the activation is unknown.
     """
     weights.check(activation)
     noise = None
@@ -65,11 +66,11 @@ def expert_ffn(
 def pack_weights(
     weights: ExpertWeights, dtype: torch.dtype, activation: str, kernels: str = "auto"
 ) -> ExpertWeights | None:
-    """fp32 weights [E, H, M] in `dtype` and in the order in which a form reads them.
+    """Convert fp32 weights [E, H, M] to `dtype` and to the memory layout of the form that runs.
 
     Returns:
-        Integers of that shape, and the biases as they are; None where the form that runs reads the
-        ordinary order alone.
+        Integer tensors [E, H, M] and the unchanged biases; None if the form that runs has no memory
+        layout of its own.
     """
     w1 = weights.w1
     form = _form(w1.device.type, dtype, w1.dtype, activation, kernels)
@@ -110,7 +111,7 @@ def _has_seeded_dropout(form: ModuleType) -> bool:
 
 
 def _hidden_size(rows: Tensor, w1: Tensor, activation: str, kernels: str):
-    """Numbers of one hidden layer as the form keeps it: an integer or a symbol."""
+    """The number of elements of a hidden layer that the form keeps: an integer or a symbol."""
     form = _form(rows.device.type, rows.dtype, w1.dtype, activation, kernels)
     num_experts, hidden_dim, _ = w1.shape
     return form.hidden_rows(rows.shape[0], num_experts, rows.dtype) * hidden_dim
@@ -122,8 +123,7 @@ def _hidden_size(rows: Tensor, w1: Tensor, activation: str, kernels: str):
     schema=f"({_SCHEMA}, bool keep_hidden) -> (Tensor, Tensor)",
 )
 def _expert_ffn(*arguments):
-    """out [N, M], and the hidden layer before the activation in the form's own order if it is
-    kept."""
+    """out [N, M] and the hidden layer before the activation in the form's layout, if it is kept."""
     inputs, keep_hidden = FFNInputs._make(arguments[:-1]), arguments[-1]
     return _form_of(inputs).forward(inputs, keep_hidden)
 
@@ -134,7 +134,7 @@ def _expert_ffn(*arguments):
     schema=f"(Tensor grad, Tensor hidden, bool[] needs, {_SCHEMA}) -> Tensor[]",
 )
 def _expert_ffn_backward(grad, hidden, needs, *fields):
-    """Gradients of rows and of weights in their order; empty ones where `needs` is False."""
+    """Gradients of the rows and of the fields of ExpertWeights; empty where `needs` is False."""
     inputs = FFNInputs._make(fields)
     gradients = _form_of(inputs).backward(inputs, grad.contiguous(), hidden, needs)
     return [inputs.rows.new_empty(0) if g is None else g for g in gradients]
@@ -144,12 +144,12 @@ def _expert_ffn_backward(grad, hidden, needs, *fields):
     "moe_core::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def _dropout_noise(rows: Tensor, w1: Tensor, activation: str, kernels: str) -> Tensor:
-    """int16, one for each number of the hidden layer; or the form's seed."""
+    """The noise, int16, one value for each element of the hidden layer; or the form's seed."""
     form = _form(rows.device.type, rows.dtype, w1.dtype, activation, kernels)
     if _has_seeded_dropout(form):
         return draw_seed(rows.device)
     size = _hidden_size(rows, w1, activation, kernels)
-    # Four of them from each draw of the generator, which is slow on a CPU.
+    # Each int64 from the generator gives four int16, because the generator is slow on a CPU.
     draws = torch.empty(-(-size // 4), dtype=torch.int64, device=rows.device)
     return draws.random_(-(2**63), None).view(torch.int16)[:size]
 
@@ -204,8 +204,11 @@ def _backward_flops(
 
 
 def backward_products(needs_rows: bool, needs_weights: Sequence[bool], gated: bool) -> int:
-    """Matrix products of a backward pass: the hidden layer's gradient, then those of each weight
-    and of the rows, through w1 and w3."""
+    """The number of matrix products of a backward pass.
+
+    There is one for the gradient of the hidden layer, one for each weight, and one (for gated
+    experts two) for the rows.
+    """
     needed = by_name(needs_weights)
     num_products = 1 + needed["w1"] + needed["w2"] + needs_rows
     if gated:

@@ -1,6 +1,6 @@
-"""The experts' networks in plain, slow torch: the specification.
+"""The experts' networks in plain torch: the specification.
 
-The other forms are held to it, output and every gradient.
+Tests compare the output and every gradient of the other forms with it.
 """
 
 # E experts, N rows, I input features, O output features, M model dim, H hidden dim
@@ -13,8 +13,10 @@ from moe_core.registry import GATED_ACTIVATIONS
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """rows [N, I], weight [E, O, I], bias [E, O], offsets [E] -> [N, O]: each expert's rows through
-    its own."""
+    """Apply the linear layer of each expert to its rows.
+
+    rows [N, I], weight [E, O, I], bias [E, O], offsets [E] -> [N, O].
+    """
     parts = []
     start = 0
     for e, end in enumerate(offsets.tolist()):
@@ -30,17 +32,17 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
 def expert_ffn(
     rows: Tensor, w1, b1, w2, b2, offsets: Tensor, activation=F.gelu, kept=None, w3=None, b3=None
 ) -> Tensor:
-    """`(kept * hidden) w2 + b2` for each expert's rows.
+    """`(kept * hidden) w2 + b2` for the rows of each expert.
 
-    The hidden layer is `act(x w1^T + b1)`; with w3, of gated experts, it is
+    The hidden layer is `act(x w1^T + b1)`. For gated experts, which have w3, it is
     `act(x w1^T + b1) * (x w3^T + b3)`.
 
     Args:
         rows: [N, M].
         w1, w2, w3: [E, H, M]. b1 and b3 are [E, H], b2 is [E, M].
-        activation: a function of the first product, or with w3 an entry of GATED_ACTIVATIONS, which
-            is one of both.
-        kept: dropout's factors [N, H].
+        activation: a function of the first product. With w3 it may also be an entry of
+            GATED_ACTIVATIONS, a function of both products.
+        kept: the factors of dropout [N, H].
 
     Returns:
         [N, M].

@@ -1,4 +1,4 @@
-"""The experts' networks by the kernels of `moe_ffn`: rows are tokens that are in order already."""
+"""The experts' networks with the kernels of `moe_ffn`. The rows are tokens sorted by expert."""
 
 # E experts, N rows, M model dim, H hidden dim
 
@@ -13,13 +13,15 @@ SEEDED_DROPOUT = True  # `noise` is a seed
 
 
 def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
-    """Rows of the hidden layer as it is kept."""
+    """The number of rows of the hidden layer that `forward` keeps."""
     return num_rows
 
 
 def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
-    """out [N, M] and, if it is kept, the hidden layer before the activation [N * H], of gated
-    experts [2 * N * H]."""
+    """out [N, M] and, with `keep_hidden`, the hidden layer [N * H] before the activation.
+
+    For gated experts, both the products with w1 and those with w3 are kept: [2 * N * H].
+    """
     out, hidden = moe_ffn.forward(_with_plan(inputs), keep_hidden)
     return out, hidden.flatten()
 
@@ -27,7 +29,7 @@ def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
 def backward(
     inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of rows and of weights in their order; None where `needs` is False."""
+    """Gradients of the rows and of the fields of ExpertWeights; None where `needs` is False."""
     needs_rows, *needs_weights = needs
     hidden = hidden.view(-1, inputs.w1.shape[1])
     needs = [needs_rows, False, *needs_weights]  # no gates
@@ -36,7 +38,7 @@ def backward(
 
 
 def _with_plan(inputs: FFNInputs) -> MoEFFNInputs:
-    """The rows as tokens of one choice each, in their own order."""
+    """The inputs of `moe_ffn` in which each row is a token with one choice, in the same order."""
     rows = inputs.rows
     order = torch.arange(len(rows), device=rows.device)
     casts = None

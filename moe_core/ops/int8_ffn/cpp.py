@@ -15,7 +15,7 @@ from moe_core.ops.native.library import call, library, pointer
 
 
 def pack_weights(weights: Int8Weights, kernels: str) -> Int8Weights:
-    """Weights in the order that `forward` reads."""
+    """Weights in the memory layout that `forward` reads."""
     linear1 = _packed(weights.linear1, kernels)
     linear2 = _packed(weights.linear2, kernels)
     linear3 = None
@@ -51,7 +51,7 @@ class _Problem(ctypes.Structure):  # as Int8Problem in native/ffn_int8.hpp
 
 
 def forward(inputs: Int8Inputs) -> Tensor:
-    """The results of each expert's rows [N, M]; zeros for rows of none."""
+    """The experts' results [N, M]; zeros for rows that belong to no expert."""
     rows = inputs.rows.contiguous()
     functions = library(inputs.kernels)
     num_experts, hidden_dim = inputs.weights.linear1.scales.shape
@@ -92,7 +92,7 @@ def forward(inputs: Int8Inputs) -> Tensor:
 
 
 def _check(linear: Int8Linear, packed: tuple[int, ...], outputs: tuple[int, ...]) -> None:
-    """Refuse tensors past whose end C++ would read."""
+    """Raise ValueError if C++ would read past the end of a tensor."""
     weight = linear.quantized
     if weight.dtype != torch.int32 or weight.shape != packed:
         raise ValueError(

@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class Int8Linear(NamedTuple):
-    """A weight of every expert: `weight[e, o, i] = scale[e, o] * quantized[e, o, i]`."""
+    """A weight of all experts: `weight[e, o, i] = scales[e, o] * quantized[e, o, i]`."""
 
     quantized: Tensor  # int8 [E, O, I]; or int32 [E, words] in the memory layout of the C++ kernels
     scales: Tensor  # [E, O] fp32
-    sums: Tensor  # [E, O] fp32, of a row of the weight: they multiply the rows' offset
+    sums: Tensor  # [E, O] fp32: sum of weight[e, o] over i; it is multiplied by the rows' offset
     bias: Tensor | None  # [E, O] fp32
 
 
@@ -53,7 +53,7 @@ class Int8Weights(NamedTuple):
 
 
 class Int8Inputs(NamedTuple):
-    """What the op `moe_core::int8_ffn` computes from."""
+    """The inputs of the op `moe_core::int8_ffn`."""
 
     rows: Tensor  # [N, M]
     weights: Int8Weights

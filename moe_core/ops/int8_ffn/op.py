@@ -1,7 +1,7 @@
 """The experts' feed-forward networks in int8, without gradients, as one torch.library op.
 
-`out = act(rows_e w1[e]^T + b1[e]) w2[e] + b2[e]` for each expert e's rows; of gated experts as in
-`expert_ffn`. All products are of bytes.
+`out = act(rows_e w1[e]^T + b1[e]) w2[e] + b2[e]` for the rows of each expert e. Gated experts are
+computed as in `expert_ffn`. The factors of all matrix products are 8-bit integers.
 """
 
 # E experts, N rows, M model dim, H hidden dim
@@ -26,17 +26,17 @@ def int8_ffn(
     activation: str = "gelu",
     kernels: str = "auto",
 ) -> Tensor:
-    """Each expert's rows through its own network.
+    """Apply the network of each expert to its rows.
 
     Args:
-        rows: [N, M], expert 0's rows first, in fp32, bf16 or fp16.
-        weights: of `quantize_weights`, for the same activation and kernels.
-        offsets: [E] int32, where each expert's rows end.
-        activation: a name of moe_core.registry.ACTIVATIONS.
+        rows: [N, M], the rows of expert 0 first, in fp32, bf16 or fp16.
+        weights: the result of `quantize_weights` for the same activation and kernels.
+        offsets: [E] int32, the end of each expert's rows.
+        activation: a name in moe_core.registry.ACTIVATIONS.
         kernels: see `backend.select`.
 
     Returns:
-        [N, M] like rows; zeros past offsets[-1].
+        [N, M] in the dtype of rows; zeros past offsets[-1].
     """
     tensors = weights.tensors()
     return torch.ops.moe_core.int8_ffn(rows, tensors, offsets, activation, kernels)
@@ -50,7 +50,7 @@ def int8_moe_ffn(
     activation: str = "gelu",
     kernels: str = "auto",
 ) -> Tensor:
-    """`moe_ffn` with weights of `quantize_weights`, without gradients and dropout."""
+    """`moe_ffn` with int8 weights (`quantize_weights`), without gradients and dropout."""
 
     def ffn(rows: Tensor) -> Tensor:
         return int8_ffn(rows, weights, plan.offsets, activation, kernels)

@@ -1,8 +1,9 @@
 """The experts' networks in int8, in plain torch: the specification.
 
-Weights are int8 with a scale for each output; the inputs of a product are bytes with a scale and an
-offset for each row, so that its smallest number is 0 and its largest 255 (dynamic quantisation, as
-in arXiv 2004.09602, sections 3.1 and 3.2). Products of integers are exact; all else is fp32.
+Weights are int8 with a scale for each output. The inputs of a product are uint8 with a scale and an
+offset for each row: the row's smallest number becomes 0, its largest becomes 255 (dynamic
+quantisation, as in arXiv 2004.09602, sections 3.1 and 3.2). Products of integers are exact.
+Everything else is computed in fp32.
 """
 
 # E experts, N rows, I input features, O output features, M model dim, H hidden dim
@@ -13,13 +14,13 @@ from torch import Tensor
 from moe_core.activations import hidden_layer
 from moe_core.ops.int8_ffn.inputs import Int8Inputs, Int8Linear
 
-_SMALLEST_RANGE = 1e-30  # of a row; below, its numbers count as equal
+_SMALLEST_RANGE = 1e-30  # of a row; with a smaller range, its numbers are treated as equal
 
 
 def quantize_weight(weight: Tensor, bias: Tensor | None) -> Int8Linear:
-    """weight [E, O, I] and bias [E, O] in int8 and fp32.
+    """Quantise a weight [E, O, I] to int8. The bias [E, O] is converted to fp32.
 
-    Where the weight of an output has a NaN, its scale is NaN.
+    If the weight of an output has a NaN, the scale of the output is NaN.
     """
     weight = weight.float()
     largest = weight.abs().amax(2)
@@ -32,9 +33,10 @@ def quantize_weight(weight: Tensor, bias: Tensor | None) -> Int8Linear:
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """rows [N, I] -> bytes as fp32 [N, I], and scales and offsets [N, 1]: offset + scale * byte.
+    """rows [N, I] -> integers from 0 to 255 as fp32 [N, I], scales [N, 1] and offsets [N, 1].
 
-    A row with a number that is not finite has an offset of NaN.
+    `rows = offset + scale * integer` up to rounding. A row with a number that is not finite has an
+    offset of NaN.
     """
     rows = rows.float()
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
@@ -45,9 +47,9 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def product(rows: Tensor, linear: Int8Linear, expert: int) -> Tensor:
-    """rows [n, I] times one expert's weight, and its bias: fp32 [n, O]."""
+    """rows [n, I] times the weight of one expert, plus its bias: fp32 [n, O]."""
     quantized, row_scale, row_offset = quantize_rows(rows)
-    # fp64 holds sums of such products exactly, and multiplies them faster than int64
+    # Sums of these products are exact in fp64, and products are faster than in int64.
     sums = quantized.double() @ linear.quantized[expert].double().t()
     out = sums.float() * (linear.scales[expert] * row_scale) + row_offset * linear.sums[expert]
     if linear.bias is not None:
@@ -56,7 +58,7 @@ def product(rows: Tensor, linear: Int8Linear, expert: int) -> Tensor:
 
 
 def forward(inputs: Int8Inputs) -> Tensor:
-    """The results of each expert's rows [N, M], in the rows' dtype; zeros for rows of none."""
+    """The experts' results [N, M], in the rows' dtype; zeros for rows that belong to no expert."""
     rows = inputs.rows
     linear1, linear2, linear3 = inputs.weights
     out = torch.zeros_like(rows)

@@ -1,4 +1,4 @@
-"""Tokens through their experts and back, by one op after the other."""
+"""Dispatch, the experts' networks and combine, as separate ops."""
 
 # T tokens, K top-k, N rows, M model dim
 
@@ -17,8 +17,10 @@ def moe_ffn(
     plan: DispatchPlan,
     kernels: str,
 ) -> Tensor:
-    """As `op.moe_ffn`, with the experts' networks as a function of rows [N, M]; differentiated by
-    the ops."""
+    """As `op.moe_ffn`. `ffn` computes the experts' networks: rows [N, M] -> [N, M].
+
+    The autograd formulas of the ops give the gradients.
+    """
     rows = ffn(dispatch(tokens, plan, kernels))
     if gates is None:
         return dispatch(rows, inverse_plan(plan), kernels)

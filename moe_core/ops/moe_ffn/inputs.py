@@ -1,4 +1,4 @@
-"""What the Triton form is computed from, as one value."""
+"""The inputs of the Triton form, as a named tuple."""
 
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
 
@@ -11,20 +11,20 @@ from moe_core.ops.ffn.inputs import ExpertWeights
 
 
 class MoEFFNInputs(NamedTuple):
-    """The arguments of the op `moe_core::moe_ffn`, in its order."""
+    """The arguments of the op `moe_core::moe_ffn`, in the op's order."""
 
     tokens: Tensor  # [T, M]
-    gates: Tensor | None  # [T, K]; None: all 1, and the plan only reorders
+    gates: Tensor | None  # [T, K]; None: all 1 (the plan is then a permutation)
     w1: Tensor  # [E, H, M]
     b1: Tensor | None  # [E, H]
     w2: Tensor  # [E, H, M]
     b2: Tensor | None  # [E, M]
     w3: Tensor | None  # [E, H, M]
     b3: Tensor | None  # [E, H]
-    w1_cast: Tensor | None  # w1 in the tokens' dtype; None: it has that dtype
+    w1_cast: Tensor | None  # w1 in the tokens' dtype; None: w1 has this dtype
     w2_cast: Tensor | None
     w3_cast: Tensor | None
-    choices: Tensor  # a DispatchPlan's
+    choices: Tensor  # this and the next fields are as in DispatchPlan
     offsets: Tensor
     slots: Tensor
     kept: Tensor | None
@@ -38,7 +38,7 @@ class MoEFFNInputs(NamedTuple):
 
     @property
     def cast_weights(self) -> ExpertWeights:
-        """The weights, w1, w2 and w3 in the tokens' dtype, contiguous."""
+        """The weights and biases; w1, w2 and w3 are contiguous and in the tokens' dtype."""
         weights = self.weights
         if self.w1_cast is not None and self.w2_cast is not None:
             weights = weights._replace(w1=self.w1_cast, w2=self.w2_cast, w3=self.w3_cast)
@@ -46,8 +46,7 @@ class MoEFFNInputs(NamedTuple):
 
     @property
     def num_kept(self) -> int:
-        """Hidden layers before the activation that the backward pass needs: of gated experts both
-        products."""
+        """The number of products that the backward pass needs: 2 for gated experts, else 1."""
         return 1 if self.w3 is None else 2
 
     def needs_gradients(self) -> bool:
@@ -57,7 +56,7 @@ class MoEFFNInputs(NamedTuple):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the parameters, and so of their gradients."""
+        """The dtype of the parameters and of their gradients."""
         return self.w1.dtype
 
 

@@ -1,7 +1,7 @@
-"""Tokens through their experts and back: dispatch, both products and combine.
+"""Dispatch, the experts' networks and combine in one operation.
 
-The Triton form is one torch.library op. It keeps neither the gathered rows nor the experts' outputs
-for the backward pass, only tokens and the hidden layer. The torch form is one op after the other.
+The Triton form is one torch.library op. For the backward pass it keeps the tokens and the hidden
+layer, but neither the gathered rows nor the experts' outputs. The torch form calls separate ops.
 """
 
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
@@ -38,15 +38,16 @@ def moe_ffn(
     kernels: str = "auto",
     casts: ExpertWeights | None = None,
 ) -> Tensor:
-    """`y_t = sum_k gates_tk * expert_tk(tokens_t)` of the kept choices; differentiable in tokens,
-    gates and weights.
+    """`y_t = sum_k gates_tk * expert_tk(tokens_t)` over the kept choices.
+
+    Differentiable in tokens, gates and weights.
 
     Args:
-        tokens: [T, M]. Their dtype is the one that is computed in.
-        gates: [T, K]. None: all 1, where the plan only reorders: K = 1, and every choice is kept.
-        weights, activation, dropout, kernels: as `expert_ffn`'s.
-        plan: of these tokens.
-        casts: w1, w2 and w3 in the dtype of tokens, where they have been cast before.
+        tokens: [T, M]. The computation is in their dtype.
+        gates: [T, K]. None: all 1. The plan must then be a permutation: K = 1, nothing is dropped.
+        weights, activation, dropout, kernels: see `expert_ffn`.
+        plan: the dispatch plan of these tokens.
+        casts: w1, w2 and w3 in the dtype of the tokens, if they have been cast before.
 
     Returns:
         [T, M] in the wider dtype of tokens and gates.
@@ -63,8 +64,8 @@ def moe_ffn(
             return expert_ffn(rows, weights, plan.offsets, activation, dropout, kernels)
 
         return composed.moe_ffn(tokens, gates, ffn, plan, kernels)
-    # Cast once for both directions. The op casts nothing, so gradients are rounded to the
-    # parameters' dtype alone.
+    # The weights are cast once for both passes. The op does not cast, so each gradient is rounded
+    # only once, to the dtype of the parameters.
     if weights.w1.dtype == tokens.dtype:
         casts = None
     elif casts is None or casts.w1.dtype != tokens.dtype:
@@ -106,8 +107,10 @@ def casts_weights(
     schema=f"({_SCHEMA}, bool keep_hidden) -> (Tensor, Tensor)",
 )
 def _moe_ffn(*arguments):
-    """out [T, M] and, if it is kept, the hidden layer before the activation [N, H]; of gated
-    experts the products with w1 and then those with w3 [2 N, H]."""
+    """out [T, M] and, if it is kept, the hidden layer [N, H] before the activation.
+
+    For gated experts the hidden layer is [2 N, H]: the products with w1, then those with w3.
+    """
     inputs, keep_hidden = MoEFFNInputs._make(arguments[:-1]), arguments[-1]
     return load("moe_ffn.triton").forward(inputs, keep_hidden)
 
@@ -118,7 +121,7 @@ def _moe_ffn(*arguments):
     schema=f"(Tensor grad, Tensor hidden, bool[] needs, {_SCHEMA}) -> Tensor[]",
 )
 def _moe_ffn_backward(grad, hidden, needs, *fields):
-    """Gradients of tokens, gates and weights in their order; empty where `needs` is False."""
+    """Gradients of tokens, gates and the fields of ExpertWeights; empty where `needs` is False."""
     inputs = MoEFFNInputs._make(fields)
     gradients = load("moe_ffn.triton").backward(inputs, grad, hidden, needs)
     return [grad.new_empty(0) if g is None else g for g in gradients]

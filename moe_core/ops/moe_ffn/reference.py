@@ -1,6 +1,6 @@
-"""The whole layer after routing in plain, slow torch: the specification.
+"""The whole layer after routing, in plain torch: the specification.
 
-The other forms are held to it, output and every gradient.
+Tests compare the output and every gradient of the other forms with it.
 """
 
 # T tokens, K top-k, M model dim
@@ -25,12 +25,14 @@ def moe_ffn(
     w3=None,
     b3=None,
 ) -> Tensor:
-    """The whole layer after routing, one choice at a time: x [T, M], expert_ids and gates [T, K] ->
-    [T, M]. With w3 and b3 the experts are gated."""
+    """The whole layer after routing, one choice at a time.
+
+    x [T, M], expert_ids [T, K], gates [T, K] -> [T, M]. With w3 and b3 the experts are gated.
+    """
     num_tokens, top_k = expert_ids.shape
     tokens = list(range(num_tokens))
     if priority is not None:
-        tokens = sorted(tokens, key=lambda t: -priority[t].item())  # stable, as Python's sort is
+        tokens = sorted(tokens, key=lambda t: -priority[t].item())  # Python's sort is stable
     filled = [0] * len(w1)
     y = [torch.zeros_like(x[0]) for _ in range(num_tokens)]
     for k in range(top_k):

@@ -1,4 +1,4 @@
-"""Launches the kernels of `triton_kernels`, in both directions."""
+"""Launches the kernels of `triton_kernels`, for the forward and the backward pass."""
 
 # T tokens, E experts, K top-k, N rows, B blocks of rows, M model dim, H hidden dim
 
@@ -26,8 +26,7 @@ from moe_core.ops.moe_ffn.triton_kernels import (
 
 
 class Tile(NamedTuple):
-    """What a program computes at a time: rows x columns, `depth` of the contracted dimension in
-    each step."""
+    """The tile [rows, columns] of a program. `depth` is the step in the contracted dimension."""
 
     rows: int
     columns: int
@@ -37,18 +36,22 @@ class Tile(NamedTuple):
 
 
 def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile, Tile]:
-    """For products that end in an activation and for the others, given the bytes of shared memory
-    for a program, 0 for fp32.
+    """The tiles of products with an activation, and the tiles of the other products.
 
-    The first leaves room for a second program on a multiprocessor, which multiplies while one
-    computes its activation. The second reads less for each product.
+    The first tile is small enough for two programs on a multiprocessor: one multiplies while the
+    other computes its activation. The second tile needs less memory traffic for each product.
+
+    Args:
+        rows_per_expert: the mean number of rows of an expert.
+        width: the number of columns of the output, M.
+        shared_memory: bytes of shared memory that a program can use; 0 for fp32.
     """
-    # An expert's last tile is half empty in the mean. With 144 rows an expert, say, tiles of 128 do
-    # 256 rows of work and tiles of 64 do 192.
+    # The last tile of an expert is half empty on average. For example, 144 rows of an expert take
+    # 256 rows of work with tiles of 128 rows, and 192 with tiles of 64 rows.
     rows = 64
     if rows_per_expert >= 192:
         rows = 128
-    if shared_memory < 160_000:  # fp32, or not a data centre's GPU
+    if shared_memory < 160_000:  # fp32, or not a data centre GPU
         warps = 4
         if shared_memory == 0:  # fp32: three products of TF32 do not fit the registers of 4 warps
             warps = 8
@@ -61,8 +64,11 @@ def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile,
 
 
 def forward(inputs: MoEFFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
-    """out [T, M] in the wider dtype of tokens and gates, and, if it is kept, the hidden layer [N,
-    H] before the activation; of gated experts the products with w1 and then with w3 [2 N, H]."""
+    """out [T, M] in the wider dtype of tokens and gates, and the kept hidden layer.
+
+    With `keep_hidden`, the second result is the hidden layer [N, H] before the activation. For
+    gated experts it is [2 N, H]: the products with w1, then those with w3.
+    """
     with torch.cuda.device_of(inputs.tokens):
         return _forward(inputs, keep_hidden)
 
@@ -70,8 +76,10 @@ def forward(inputs: MoEFFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
 def backward(
     inputs: MoEFFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of tokens, gates and weights in their order, None where `needs` is False; those of
-    weights in their dtype."""
+    """Gradients of tokens, gates and the fields of ExpertWeights; None where `needs` is False.
+
+    The gradients of weights have the dtype of the weights.
+    """
     with torch.cuda.device_of(inputs.tokens):
         return _backward(inputs, grad, hidden, needs)
 
@@ -133,7 +141,7 @@ def _backward(
     grad_gates = None
     if dots is not None:
         if gates is not None:
-            grad_gates = torch.zeros_like(gates)  # dropped choices keep the 0
+            grad_gates = torch.zeros_like(gates)  # stays 0 for dropped choices
         bias_sums = call.new(needed["b2"], call.num_blocks, call.model_dim)
         call.gate_grad(grad, gates, weights.b2, dots, grad_gates, bias_sums)
         if bias_sums is not None and weights.b2 is not None:
@@ -156,7 +164,7 @@ def _backward(
 
 
 class _Call:
-    """One call's sizes, its blocks of rows, and the launches that both directions share."""
+    """The sizes and the blocks of rows of one call, and launches that both passes use."""
 
     def __init__(self, inputs: MoEFFNInputs) -> None:
         self.num_experts, self.hidden_dim, self.model_dim = inputs.w1.shape
@@ -168,7 +176,7 @@ class _Call:
         rows_per_expert = self.num_rows / self.num_experts
         shared_memory = _shared_memory(self.tokens)
         self.small, self.large = tiles(rows_per_expert, self.model_dim, shared_memory)
-        # A program of gated experts computes as many columns of both products.
+        # A program of gated experts computes the same columns of both products.
         self.for_hidden = self.small
         if inputs.w3 is not None:
             self.for_hidden = self.small._replace(columns=self.small.columns // 2)
@@ -180,7 +188,7 @@ class _Call:
             "LEAST": dropout.threshold,
             "SCALE": dropout.scale,
         }
-        # Every expert may begin a block, and every row is in one.
+        # An upper bound: full blocks, and at most one partial block for each expert.
         self.num_blocks = self.num_rows // self.small.rows + min(self.num_experts, self.num_rows)
         self.blocks = self.offsets.new_empty(3, self.num_blocks, dtype=torch.int32)
         if self.num_blocks:
@@ -196,7 +204,7 @@ class _Call:
             )
 
     def new(self, is_needed: bool, *shape: int) -> Tensor | None:
-        """An uninitialised fp32 tensor for sums, or None."""
+        """An uninitialised fp32 tensor for sums; None if it is not needed."""
         if not is_needed:
             return None
         return self.tokens.new_empty(shape, dtype=torch.float32)
@@ -218,8 +226,11 @@ class _Call:
         )
 
     def to_tokens(self, pairs: list[tuple[Tensor, Tensor]], bias, gates, kept) -> Tensor:
-        """The sum of h w over the pairs, one or two, of h [N, H] and w [E, H, M], summed for each
-        token with its gates: [T, M]."""
+        """For each token [T, M], the sum of its rows of h w, weighted by the gates.
+
+        Args:
+            pairs: one or two pairs of h [N, H] and w [E, H, M]. Their products are added.
+        """
         (h, w), (other_h, other_w) = pairs[0], (None, None)
         if len(pairs) == 2:
             other_h, other_w = pairs[1]
@@ -228,7 +239,8 @@ class _Call:
             to_rows = (h, self.blocks, w, other_h, other_w, bias, None, None, rows)
             self.over_blocks(model_kernel, self.large, self.model_dim, to_rows)
             return sum_rows(rows, self.slots, kept, gates)
-        # A token has one row at most. The kernel weights it and writes it to the token's place.
+        # A token has at most one row. The kernel multiplies it by the gate and writes it to the
+        # token's position.
         dtype = h.dtype
         if gates is not None:
             dtype = torch.promote_types(dtype, gates.dtype)
@@ -240,7 +252,7 @@ class _Call:
         return out
 
     def weight_grad(self, a: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """For each expert a^T [H, n] times its rows of source [T, M]: [E, H, M]."""
+        """[E, H, M]: for each expert, a^T [H, n] times the expert's rows of `source` [T, M]."""
         out = a.new_empty(self.num_experts, self.hidden_dim, self.model_dim, dtype=dtype)
         tile = self.for_weights
         lines, columns = tile.rows, tile.columns
@@ -267,7 +279,7 @@ class _Call:
         )  # fmt: skip
 
     def sum_blocks(self, sums: Tensor, bias: Tensor) -> Tensor:
-        """Of each expert's blocks the sum of sums [B, width]: like `bias` [E, width]."""
+        """Add `sums` [B, width] over the blocks of each expert: [E, width], like `bias`."""
         out = torch.empty_like(bias, memory_format=torch.contiguous_format)
         width, block_m = bias.shape[1], 128
         block_e = triton.next_power_of_2(self.num_experts)
@@ -284,7 +296,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _shared_memory(tokens: Tensor) -> int:
-    """Bytes for a program whose tiles hold halves; 0 where they do not."""
+    """Bytes of shared memory that a program can use, for 16-bit tokens on a GPU; otherwise 0."""
     if not tokens.is_cuda or tokens.dtype == torch.float32:
         return 0
     properties = torch.cuda.get_device_properties(tokens.device)

@@ -5,14 +5,16 @@
 import triton
 import triton.language as tl
 
-# Places in backend.KERNEL_ACTIVATIONS
+# Indices in backend.KERNEL_ACTIVATIONS.
 _GELU, _RELU, _SILU, _CLAMPED_SWIGLU = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit
 def _normal(z):
-    """The standard normal distribution function and its density; erf by Abramowitz and Stegun
-    7.1.26, to 1.5e-7."""
+    """The standard normal distribution function and its density.
+
+    erf is approximated to 1.5e-7 by formula 7.1.26 of Abramowitz and Stegun.
+    """
     x = tl.abs(z) * 0.7071067811865476
     t = 1.0 / (1.0 + 0.3275911 * x)
     density = tl.exp(-x * x)
@@ -24,7 +26,7 @@ def _normal(z):
 
 @triton.jit
 def activation(z, ACTIVATION: tl.constexpr):
-    """The activation of z and its slope."""
+    """The activation of z and its derivative."""
     if ACTIVATION == _GELU:
         share, density = _normal(z)
         value, slope = z * share, share + z * density
@@ -38,7 +40,7 @@ def activation(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_activation(z, u, ACTIVATION: tl.constexpr):
-    """The hidden layer of gated experts from both products, and its slopes along z and u."""
+    """The hidden layer of gated experts from both products, and its derivatives by z and u."""
     if ACTIVATION == _CLAMPED_SWIGLU:
         low_z = tl.minimum(z, 7.0)
         factor = tl.minimum(tl.maximum(u, -7.0), 7.0) + 1.0
@@ -55,7 +57,7 @@ def gated_activation(z, u, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _hash(x):
-    """As moe_core.ops.ffn.dropout's, of uint32."""
+    """The hash of moe_core.ops.ffn.dropout, for uint32."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
@@ -65,8 +67,7 @@ def _hash(x):
 
 @triton.jit
 def dropout_factors(seed, n, columns, LEAST: tl.constexpr, SCALE: tl.constexpr):
-    """Dropout's factors for the rows n and these columns of H: SCALE where the noise is at least
-    LEAST, else 0."""
+    """The factors of dropout for rows n and `columns` of H: SCALE if noise >= LEAST, else 0."""
     state = _hash(_hash(n.to(tl.uint32)) ^ tl.load(seed).to(tl.uint32))
     steps = columns.to(tl.uint32) * 0x9E3779B9
     noise = _hash(state[:, None] + steps[None, :]) >> 16

@@ -1,22 +1,21 @@
-"""Triton kernels for the experts' networks on a GPU, from tokens to tokens. `triton`
-launches them.
+"""Triton kernels of the experts' networks, including dispatch and combine. `triton` launches them.
 
-1. `blocks_kernel` cuts every expert's rows into blocks: no padding, and the host need not know
-   their number.
-2. `hidden_kernel`: gather, product with w1, bias, activation and dropout; of gated experts also the
-   product with w3, of the same rows in the same program. `model_kernel`: product
-   with w2, bias and, where a token has one row, the gate value and the way back to the token's
-   place.
-3. Backward, `hidden_grad_kernel`: gather of the output's gradient, product with w2, activation and
-   slope, from the hidden layer before the activation, the one thing kept for each row. The gradient
-   of a gate is the inner product of the hidden layer and its gradient, so the experts' output is
-   not needed either (SonicMoE, arXiv 2512.14080). `weight_grad_kernel` contracts over an expert's
-   rows, `model_kernel` gives the tokens' gradient.
+1. `blocks_kernel` divides the rows of every expert into blocks. Rows are not padded, and the host
+   does not need the number of rows of an expert.
+2. Forward. `hidden_kernel` gathers tokens, multiplies by w1, adds the bias and applies activation
+   and dropout. For gated experts, the same program also multiplies the same rows by w3.
+   `model_kernel` multiplies by w2 and adds the bias. If a token has only one row, it also
+   multiplies by the gate value and writes the result to the token's position.
+3. Backward. `hidden_grad_kernel` gathers the output's gradient, multiplies by w2 and computes the
+   activation and its derivative. For this, only the hidden layer before the activation is kept. The
+   gradient of a gate is the inner product of the hidden layer and its gradient, so the experts'
+   output is not kept either (SonicMoE, arXiv 2512.14080). `weight_grad_kernel` computes the
+   gradients of weights, `model_kernel` that of the tokens.
 
-Products of halves are summed in fp32. Those of fp32 are three TF32 products ("tf32x3"), on tensor
-cores at nearly the accuracy of fp32. Every output element is written by one program, in a fixed
-order of additions: nothing is atomic, so runs repeat bit by bit. Rows are counted in 64 bits: N * H
-may exceed 2^31.
+Products of 16-bit numbers are summed in fp32. A product in fp32 is three TF32 products ("tf32x3")
+on tensor cores, with nearly the accuracy of fp32. Every output element is written by one program,
+in a fixed order of additions and without atomic operations, so runs repeat bit by bit. Offsets are
+64-bit integers, because N * H may exceed 2^31.
 """
 
 # T tokens, E experts, K top-k, N rows, B blocks of rows, M model dim, H hidden dim
@@ -34,8 +33,10 @@ def blocks_kernel(
     offsets, blocks, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """blocks [3, B]: each one's expert, first row and the row behind its last; the two are 0 where
-    there is none."""
+    """Write blocks [3, B]: the expert, the first row and the end of the rows of each block.
+
+    First row and end are 0 for unused blocks.
+    """
     e = tl.arange(0, BLOCK_E)
     ends = tl.load(offsets + e, mask=e < NUM_EXPERTS, other=0)
     starts = tl.load(offsets + e - 1, mask=(e > 0) & (e < NUM_EXPERTS), other=0)
@@ -73,8 +74,11 @@ def _product(
     STEP_B: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`total` in fp32 plus a product from pointers to the first BLOCK_K of the contracted
-    dimension; b's go on by STEP_B."""
+    """`total` in fp32 plus the product of the tiles that a and b point to.
+
+    The pointers are for the first BLOCK_K of DEPTH in the contracted dimension. STEP_B is the
+    stride of b in this dimension.
+    """
     k = tl.arange(0, BLOCK_K)
     for start in range(0, DEPTH, BLOCK_K):
         if DEPTH % BLOCK_K == 0:
@@ -93,8 +97,7 @@ def _gathered_product(
     source, choices, w, expert, n, columns, M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """source [T, M] at the tokens of the rows n, times w[expert] [H, M] transposed, at these
-    columns of H."""
+    """The rows n of `source` [T, M] (gathered by token) times w[expert]^T [M, H], at `columns`."""
     k = tl.arange(0, BLOCK_K)
     token = tl.load(choices + n) // TOP_K
     a = source + token[:, None] * M + k[None, :]
@@ -108,7 +111,7 @@ def _two_gathered_products(
     source, choices, w1, w3, expert, n, columns, M: tl.constexpr, H: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """_gathered_product with w1 and with w3; source is read once."""
+    """`_gathered_product` with w1 and with w3. `source` is read once."""
     k = tl.arange(0, BLOCK_K)
     token = tl.load(choices + n) // TOP_K
     a = source + token[:, None] * M + k[None, :]
@@ -145,8 +148,10 @@ def hidden_kernel(
     H: tl.constexpr, TOP_K: tl.constexpr, num_rows, ACTIVATION: tl.constexpr, LEAST: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """z [N, H], if it is wanted, before the activation, and h [N, H] after it. With w3, of gated
-    experts, z [2 N, H] has the products with w1 and then those with w3."""
+    """Write h [N, H], the hidden layer, and optionally z [N, H], the values before the activation.
+
+    For gated experts, which have w3, z is [2 N, H]: the products with w1, then those with w3.
+    """
     tiles_of_block: tl.constexpr = (H + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     expert, start, end = _block(blocks, tl.program_id(0) // tiles_of_block, num_blocks)
     if start < end:
@@ -166,7 +171,8 @@ def hidden_kernel(
                 tokens, choices, w1, w3, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_COLUMNS,
                 BLOCK_K,
             )  # fmt: skip
-        # rounded first: the activation is that of what the backward pass will read
+        # Rounded first, so that the activation is computed from the value that the backward pass
+        # reads.
         value = _add_bias(value, b1, expert, columns, H).to(h.dtype.element_ty)
         cells = n[:, None] * H + columns[None, :]
         mask = (n < end)[:, None] & (columns < H)[None, :]
@@ -189,8 +195,10 @@ def model_kernel(
     h, blocks, w, other_h, other_w, bias, choices, gates, out, num_blocks, M: tl.constexpr,
     H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """h [N, H] times w [E, H, M], plus the other product if there is one, and the bias: out [N, M];
-    or, with `choices`, at their places, with their gates."""
+    """out [N, M] = h [N, H] times w [E, H, M], plus the bias and, if given, the other product.
+
+    With `choices`, row n is multiplied by the gate of its choice and written to row choices[n].
+    """
     tiles_of_block: tl.constexpr = (M + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     expert, start, end = _block(blocks, tl.program_id(0) // tiles_of_block, num_blocks)
     if start < end:
@@ -200,8 +208,8 @@ def model_kernel(
         )
         k, row = tl.arange(0, BLOCK_K), tl.minimum(n, end - 1)
         cells = row[:, None] * H + k[None, :]
-        # a remainder keeps columns out of bounds inside: of a minimum Triton does not know that 16
-        # bytes lie together
+        # The remainder keeps columns within bounds. With a minimum instead, Triton would not know
+        # that 16 bytes are contiguous.
         of_weight = expert * H * M + k[:, None] * M + (columns % M)[None, :]
         value = tl.zeros([BLOCK_N, BLOCK_COLUMNS], dtype=tl.float32)
         value = _product(value, h + cells, w + of_weight, H, M, BLOCK_K)
@@ -224,7 +232,7 @@ def model_kernel(
 
 @triton.jit
 def _store_gradient(gradient, place, sums, block, cells, mask, columns, H: tl.constexpr):
-    """A tile of the gradient of z, and the sum of its rows as those of a block."""
+    """Store a tile of the gradient of z, and the sum over its rows in `sums` of the block."""
     tl.store(place + cells, gradient.to(place.dtype.element_ty), mask=mask)
     if sums is not None:
         total = tl.sum(tl.where(mask, gradient, 0.0), 0)
@@ -238,11 +246,13 @@ def _slopes(
     H: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr,
     SCALE: tl.constexpr,
 ):  # fmt: skip
-    """What hidden_grad_kernel writes for some columns, from the gradient of h; <h, its gradient> of
-    each row."""
+    """Compute and store the results of `hidden_grad_kernel` for some columns, from `grad_h`.
+
+    Returns the inner product of h and `grad_h` for each row.
+    """
     cells, mask = n[:, None] * H + columns[None, :], in_range[:, None] & (columns < H)[None, :]
     first = tl.load(z + cells, mask=mask, other=0.0).to(tl.float32)
-    second_start = num_rows.to(tl.int64) * H  # to the products with w3
+    second_start = num_rows.to(tl.int64) * H  # start of the products with w3
     if GATED:
         second = tl.load(z + second_start + cells, mask=mask, other=0.0).to(tl.float32)
         value, slope, slope_u = gated_activation(first, second, ACTIVATION)
@@ -276,10 +286,15 @@ def hidden_grad_kernel(
     ACTIVATION: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """From the output's gradient [T, M]: that of z [N, H]; gate * h [N, H], which the gradient of
-    w2 needs; for each row and tile <h, its gradient without the gate>; for each block the sum of
-    its rows' gradients of z. Of gated experts z, its gradient and the sums have two parts, for w1
-    and w3."""
+    """Compute from `grad`, the gradient of the output [T, M]:
+
+    - grad_z [N, H]: the gradient of z;
+    - weighted [N, H]: gate * h, for the gradient of w2;
+    - dots: for each row and tile, the inner product of h and its gradient without the gate;
+    - sums: for each block, the sum of grad_z over its rows.
+
+    For gated experts z, grad_z and sums have two parts, for w1 and w3.
+    """
     tiles_of_block: tl.constexpr = (H + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     block, tile = tl.program_id(0) // tiles_of_block, tl.program_id(0) % tiles_of_block
     expert, start, end = _block(blocks, block, num_blocks)
@@ -293,7 +308,7 @@ def hidden_grad_kernel(
         gate = tl.full([BLOCK_N], 1.0, tl.float32)
         if gates is not None:
             gate = tl.load(gates + tl.load(choices + row)).to(tl.float32)
-        # two halves, one after the other, to use fewer registers
+        # The two halves are computed one after the other, to use fewer registers.
         left, right = tl.split(
             tl.permute(tl.reshape(grad_h, (BLOCK_N, 2, BLOCK_COLUMNS // 2)), (0, 2, 1))
         )
@@ -316,8 +331,10 @@ def weight_grad_kernel(
     a, source, choices, offsets, out, M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [E, H, M]: for each expert the product over its rows of a [N, H] and source [T, M] at
-    their tokens."""
+    """out [E, H, M]: for each expert, a^T times `source` over the expert's rows.
+
+    a is [N, H]. The rows of `source` [T, M] are gathered by token.
+    """
     columns: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     lines: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     expert = tl.program_id(0) // (lines * columns)
@@ -346,8 +363,11 @@ def gate_grad_kernel(
     TOP_K: tl.constexpr, NUM_DOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of a block's rows: the gates' gradients, <h, its gradient> + <b2, output's gradient>; for b2
-    the sum of gate * output's gradient."""
+    """Compute the gradients of the gates for the rows of a block, and the block's sums for b2.
+
+    The gradient of a gate is the inner product of h and its gradient (`dots`), plus that of b2 and
+    the output's gradient. `sums` are sums of the output's gradient multiplied by the gate.
+    """
     block = tl.program_id(0)
     expert, start, end = _block(blocks, block, num_blocks)
     if start < end:
@@ -385,7 +405,7 @@ def sum_blocks_kernel(
     sums, offsets, out, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """out [E, WIDTH]: of each expert's blocks the sum of sums [B, WIDTH]."""
+    """out [E, WIDTH]: the sum of `sums` [B, WIDTH] over the blocks of each expert."""
     expert, e = tl.program_id(0), tl.arange(0, BLOCK_E)
     columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     ends = tl.load(offsets + e, mask=e <= expert, other=0)

@@ -21,9 +21,9 @@ from moe_core.files import (
 def compiled_library(name: str, compile_to: Callable[[Path], None]) -> Path:
     """The library `name`, from the cache or compiled by `compile_to(path)`.
 
-    If several processes call this, only one compiles. A library is compiled again if its checksum
-    differs from the recorded one, because loading a truncated library would crash the process; or
-    if another user owns it or can write to it.
+    If several processes call this, only one compiles. A library is compiled again in two cases: its
+    checksum differs from the recorded one (loading a truncated library would crash the process), or
+    another user owns the file or can write to it.
 
     Raises:
         OSError, subprocess.CalledProcessError: it cannot be compiled or written.
@@ -56,10 +56,10 @@ def cache_directory() -> Path:
 
 
 def _private(directory: Path) -> Path:
-    """The directory, created if necessary, in which only this user can write.
+    """Create the directory if necessary, and check that only this user can write in it.
 
     Raises:
-        OSError: it cannot be written, or others can write in it.
+        OSError: this user cannot write in the directory, or others can.
     """
     directory.mkdir(0o700, parents=True, exist_ok=True)
     status = directory.lstat()

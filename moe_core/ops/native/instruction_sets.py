@@ -10,12 +10,12 @@ class InstructionSet(NamedTuple):
     """Instructions of a CPU.
 
     Attributes:
-        name: the value of `kernels` that forces it.
-        label: what the log calls it.
-        machine: as platform.machine() names it.
-        cpu: what the CPU must have, in the words of /proc/cpuinfo.
-        options: of GCC and Clang.
-        slow_on: makers whose CPUs have these instructions, but are faster without.
+        name: the value of `kernels` that selects this instruction set.
+        label: the name in the log.
+        machine: the value of platform.machine().
+        cpu: the features that the CPU must have, as named in /proc/cpuinfo.
+        options: compiler options for GCC and Clang.
+        slow_on: vendors whose CPUs have these instructions but are faster without them.
     """
 
     name: str
@@ -32,7 +32,7 @@ _AVX512_CPU = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 _VNNI = f"{_AVX512} -mavx512vnni"
 _VNNI_CPU = _AVX512_CPU | {"avx512_vnni"}
 _AMX_CPU = _VNNI_CPU | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
-# The first one that a CPU has is the fastest.
+# Sorted by speed: the first set that a CPU has is the fastest.
 SETS = (
     InstructionSet(
         "amx",
@@ -72,7 +72,7 @@ SETS = (
 
 
 def sets_of_cpu() -> list[InstructionSet]:
-    """Those that this CPU has, the fastest first."""
+    """The instruction sets that this CPU has, the fastest first."""
     machine, words = platform.machine(), cpu_words()
     usable = []
     for instructions in SETS:
@@ -83,7 +83,7 @@ def sets_of_cpu() -> list[InstructionSet]:
 
 @functools.cache
 def cpu_words() -> frozenset[str]:
-    """The CPU's instructions, in Linux's names, and its maker on x86."""
+    """The features of the CPU as Linux names them and, on x86, its vendor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """The C++ kernels for CPUs.
 
-They are compiled with $CXX (g++) at their first use, once for each instruction set, into the user's
-cache directory. A wheel of `make wheel` has them compiled.
+They are compiled with $CXX (default: g++) when they are first used, once for each instruction set,
+into the user's cache directory. A wheel that `make wheel` builds contains them compiled.
 """
 
 import ctypes
@@ -36,15 +36,15 @@ _NAMES = (
 )
 _SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 _FLAGS = ["-std=c++17", "-O2", "-fopenmp", "-fPIC", "-shared"]
-PREBUILT = Path(__file__).with_name("prebuilt")  # a wheel's libraries, of prebuild.py
-# Weights in a kernel's memory layout have integer dtypes, because they are not a valid tensor of
-# numbers: one integer for each number, or one of half the size for bf16.
+PREBUILT = Path(__file__).with_name("prebuilt")  # libraries of a wheel, written by prebuild.py
+# Weights in a kernel's memory layout have an integer dtype, so that they cannot be used as numbers.
+# fp32 weights are stored as int32, bf16 weights as int16.
 PACKED_DTYPES = (torch.int32, torch.int16)
 _log = logging.getLogger("moe_core")
 
 
 def usable(dtype: torch.dtype, kernels: str = "auto") -> bool:
-    """Whether there is a library for this CPU, and it has the dtype.
+    """Whether there is a library for this CPU that supports `dtype`.
 
     Args:
         kernels: the name of an instruction set, or "auto".
@@ -77,8 +77,8 @@ def call(
 ) -> int:
     """Call a function of the library.
 
-    Its arguments are the pointers of contiguous tensors (None is a null pointer), then `numbers` as
-    `long`.
+    The function's arguments are pointers to the contiguous tensors (a null pointer for None), then
+    `numbers` as `long`.
     """
     arguments: list = [pointer(tensor) for tensor in tensors]
     arguments += [c_long(number) for number in numbers]
@@ -100,9 +100,10 @@ def library(kernels: str = "auto") -> ctypes.CDLL:
 
 @functools.cache
 def chosen(kernels: str = "auto") -> tuple[InstructionSet, ctypes.CDLL] | None:
-    """The best instruction set that works here, or the one that `kernels` names, and its library.
+    """The instruction set to use, and its library.
 
-    None if the CPU has none of them, or if C++ does not compile; then the log says why.
+    This is the best one that works on this machine, or the one that `kernels` names. None if the
+    CPU has no known instruction set, or if C++ does not compile; the log gives the reason.
     """
     problem = ""
     for instructions in sets_of_cpu():
@@ -122,13 +123,13 @@ def _load(instructions: InstructionSet) -> ctypes.CDLL:
     """The library, from the wheel or compiled if necessary.
 
     Raises:
-        OSError, subprocess.CalledProcessError: it does not compile, or cannot run here.
+        OSError, subprocess.CalledProcessError: the library does not compile, or cannot run here.
     """
     prebuilt = PREBUILT / file_name(instructions)
     if prebuilt.exists():
         try:
             return _opened(prebuilt)
-        except OSError as error:  # of another system; the compiler of this one makes its own
+        except OSError as error:  # built for another system; compile a library for this one
             _log.info("moe_core kernels: %s does not load (%s)", prebuilt.name, error)
     path = _compiled(instructions)
     try:
@@ -161,7 +162,7 @@ def _opened(path: Path) -> ctypes.CDLL:
 
 
 def file_name(instructions: InstructionSet, compiler: str = "") -> str:
-    """The name of a library: it changes with the sources, the options and the compiler."""
+    """The name of a library's file. It depends on the sources, the options and the compiler."""
     contents = [source.read_text() for source in _SOURCES]
     key = "\n".join([platform.machine(), compiler, instructions.options, *_FLAGS, *contents])
     return f"{instructions.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"

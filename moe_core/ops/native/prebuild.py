@@ -2,7 +2,8 @@
 
     python -m moe_core.ops.native.prebuild
 
-It writes into the package itself, from which `make wheel` packs. $CXX is the compiler (g++).
+The libraries are written into the package, so that `make wheel` includes them. $CXX is the compiler
+(default: g++).
 """
 
 import platform

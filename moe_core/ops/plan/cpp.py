@@ -15,10 +15,10 @@ def make_plan(
     priority: Tensor | None,
     num_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """What `reference.make_plan` returns, number for number.
+    """The same results as `reference.make_plan`, number for number.
 
     Raises:
-        ValueError: an expert id that is out of range, or num_rows too small.
+        ValueError: an expert id is out of range, or num_rows is too small.
     """
     num_tokens, top_k = expert_ids.shape
     assert expert_ids.numel() < 2**31, "offsets are int32"
@@ -26,7 +26,7 @@ def make_plan(
     order, order_stride = None, 0
     if priority is not None:
         order = priority.t().argsort(descending=True, stable=True).contiguous()
-        if order.dim() == 2:  # [K, T]; of [T] the same row serves every k
+        if order.dim() == 2:  # [K, T]; with [T] every k has the same order
             order_stride = num_tokens
     kept = None
     if limits is not None:

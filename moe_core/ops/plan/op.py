@@ -1,7 +1,7 @@
-"""The dispatch plan: which row each choice of an expert gets.
+"""The dispatch plan: the row of each choice of an expert.
 
-The number of rows is known from shapes alone, and `offsets` stays on the device: nothing is read
-back to the host.
+The number of rows is computed from shapes, and `offsets` stays on the device. So the host reads
+nothing from the device.
 """
 
 # T tokens, E experts, K top-k, C capacity, N rows
@@ -16,14 +16,14 @@ from moe_core.ops.plan import reference
 
 
 class DispatchPlan(NamedTuple):
-    """Where every choice goes. A choice is the flat index `t * K + k` of token t's k-th expert.
+    """The row of every choice. A choice is the flat index `t * K + k` of token t's k-th expert.
 
-    Rows past `offsets[-1]` belong to no expert; what they hold is never used.
+    Rows past `offsets[-1]` belong to no expert. Their content is not used.
     """
 
     choices: Tensor  # [N] int64: the choice in each row
     offsets: Tensor  # [E] int32: end of each expert's rows
-    slots: Tensor  # [T, K] int64: the row of each choice; any row where dropped
+    slots: Tensor  # [T, K] int64: the row of each choice; an arbitrary row for dropped choices
     kept: Tensor | None  # [T, K] bool; None: nothing can be dropped
     counts: Tensor  # [E] int64: choices per expert before any drop
 
@@ -36,22 +36,23 @@ def make_plan(
     kernels: str = "auto",
     num_rows: int | None = None,
 ) -> DispatchPlan:
-    """Give every choice its row, or drop it when its expert is full.
+    """Assign every choice a row, or drop it if its expert is full.
 
-    A token's place in its expert counts tokens in order; or by descending `priority` [T]
-    (batch-prioritised routing, arXiv 2106.05974); or, for each k, by a priority of its own [T, K].
-    k-th choices come after all choices before k. From place `capacity` on, choices are dropped.
+    Each expert keeps its first `capacity` choices. All first choices of tokens come before all
+    second choices, and so on. Among the k-th choices the order is that of the tokens or, with
+    `priority`, that of descending priority (batch-prioritised routing, arXiv 2106.05974).
 
     Args:
         expert_ids: [T, K] integers.
-        capacity: most choices kept per expert; a tensor on the device is one number or one for each
-            expert [E]. None keeps all.
-        num_rows: N where the capacity is a tensor. It must be at least the number of choices that
-            are kept, which only the device knows.
+        capacity: the largest number of choices kept per expert: a number, a scalar tensor on the
+            device, or a tensor [E]. None: all choices are kept.
+        priority: [T], or [T, K] with a separate priority for each k.
+        num_rows: N, needed if the capacity is a tensor. It must be at least the number of choices
+            that are kept.
         kernels: see `backend.select`. All forms give the same plan, number for number.
 
     Raises:
-        ValueError: where C++ runs, an expert id that is out of range, or num_rows too small.
+        ValueError: an expert id is out of range, or num_rows is too small (only in C++).
     """
     form = select("plan", Request(kernels, expert_ids.device.type, expert_ids.dtype))
     num_choices = expert_ids.numel()
@@ -79,8 +80,10 @@ def make_plan(
 
 
 def inverse_plan(plan: DispatchPlan) -> DispatchPlan:
-    """The plan that takes rows back to their tokens, of a plan that only reorders: K = 1 and every
-    choice is kept."""
+    """The plan that returns rows to their tokens.
+
+    `plan` must be a permutation: K = 1 and every choice is kept.
+    """
     return plan._replace(choices=plan.slots.flatten(), slots=plan.choices.unsqueeze(1))
 
 
@@ -97,7 +100,7 @@ def _make_plan(
     """The plan's fields; `kept` is empty where nothing can be dropped.
 
     Args:
-        limit: for "plan.triton" in place of `limits`, where it is the same for every expert.
+        limit: for "plan.triton", replaces `limits` if the limit is the same for every expert.
     """
     arguments: tuple = (expert_ids, num_experts, limits, priority, num_rows)
     if limit is not None:

@@ -17,7 +17,7 @@ def make_plan(
 
     Args:
         expert_ids: [T, K] int64.
-        limits: most choices kept for each expert [E] int64; None keeps all.
+        limits: the largest number of choices kept for each expert, int64 [E]; None: all are kept.
         priority: [T] or [T, K]; see `op.make_plan`.
         num_rows: N.
     """
@@ -42,7 +42,7 @@ def make_plan(
     place = rows - (ends - counts)[experts]
     kept = place < limits[experts]
     kept_row = (kept_ends - kept_counts)[experts] + place
-    row_or_bin = torch.where(kept, kept_row, num_rows)  # the row after the last is for dropped ones
+    row_or_bin = torch.where(kept, kept_row, num_rows)  # row N collects the dropped choices
     kept_choices = choices.new_zeros(num_rows + 1).scatter_(0, row_or_bin, choices)[:num_rows]
     slots = torch.empty_like(choices).scatter_(0, choices, torch.where(kept, kept_row, 0))
     kept = torch.empty_like(kept).scatter_(0, choices, kept)

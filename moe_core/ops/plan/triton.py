@@ -2,9 +2,11 @@
 
 A choice's row is the number of choices before it, ordered by expert, then k, then token.
 
-1. `_count_kernel`: each block of tokens counts its choices for each expert and k, a cell each.
-2. `_scan_kernel`: the cumulative sum of the cells before is where each block's rows start.
-3. `_plan_kernel`: within a block a choice counts the ones before it of the same expert.
+1. `_count_kernel`: each block of tokens counts its choices for each expert and k. One such count is
+   a cell.
+2. `_scan_kernel`: the start of a block's rows is the sum of all previous cells.
+3. `_plan_kernel`: the row of a choice is this start plus the number of previous choices of the same
+   expert in the block.
 """
 
 # T tokens, E experts, K top-k, N rows, B blocks
@@ -17,14 +19,16 @@ from torch import Tensor
 from moe_core.ops.backend import on_its_device
 
 _TILE = 4096  # counts that a program of the scan reads at a time
-_EXPERTS_AT_A_TIME = 64  # that a program of the count compares with its choices
+_EXPERTS_AT_A_TIME = 64  # experts that a program of the count compares with its choices
 _BLOCK = 128  # tokens of a program; the counts of all blocks take T * K * E / 32 bytes
 
 
 @triton.jit
 def _load_block(expert_ids, order, order_stride, num_tokens, TOP_K: tl.constexpr, i):
-    """Of each k-th choice of the tokens at places `i`: number t * K + k and expert, -1 past the
-    end."""
+    """Load the choice t * K + k and its expert for the tokens at positions `i` and every k.
+
+    The expert is -1 past the end.
+    """
     k = tl.program_id(1)
     mask = i < num_tokens
     token = i.to(tl.int64)
@@ -39,7 +43,7 @@ def _count_kernel(
     expert_ids, order, counts, order_stride, num_tokens, num_blocks, NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Writes every cell of its block, so the cells need no zeros before."""
+    """Count the choices of a block. Every cell is written, so the cells need no initialisation."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _, expert = _load_block(expert_ids, order, order_stride, num_tokens, TOP_K, i)
     for first in range(0, NUM_EXPERTS, BLOCK_E):
@@ -54,11 +58,11 @@ def _scan_kernel(
     counts, limits, firsts, starts, kept_starts, offsets, totals, choices, limit, num_cells,
     num_rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """For one expert: where the rows of each of its cells [K * B] start, where its rows start
-    before and after the limits, where they end after the limits (offsets), and its number of
-    choices.
+    """Compute for one expert the positions of its rows and its number of choices.
 
-    The programs also share the rows that no choice gets, and write 0 to `choices` there.
+    The positions are: the start of the rows of each cell [K * B], the start of the expert's rows
+    before and after the limits, and the end after the limits (`offsets`). The programs together
+    also write 0 to `choices` for the rows without a choice.
     """
     expert = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
@@ -101,7 +105,7 @@ def _plan_kernel(
     block = tl.program_id(0) * BLOCK
     i = block + tl.arange(0, BLOCK)
     choice, expert = _load_block(expert_ids, order, order_stride, num_tokens, TOP_K, i)
-    # The same experts again along the other axis.
+    # The same experts along the other axis.
     across = block + tl.arange(0, BLOCK)
     _, expert_across = _load_block(expert_ids, order, order_stride, num_tokens, TOP_K, across)
     is_before = (expert[:, None] == expert_across[None, :]) & (across[None, :] < i[:, None])
@@ -133,10 +137,10 @@ def make_plan(
     num_rows: int,
     limit: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """What `reference.make_plan` returns, number for number.
+    """The same results as `reference.make_plan`, number for number.
 
     Args:
-        limit: in place of `limits`, where it is the same for every expert: no tensor needs to be
+        limit: replaces `limits` if the limit is the same for every expert. Then no tensor has to be
             filled.
     """
     assert expert_ids.dim() == 2
@@ -152,7 +156,7 @@ def make_plan(
         kept = torch.empty_like(expert_ids, dtype=torch.bool)
         kept_bytes = kept.view(torch.uint8)
     if limit is None:
-        limit = num_choices  # limits nothing
+        limit = num_choices  # no limit
     limit = min(limit, num_choices)
     order, order_stride = _order(priority)
     grid = (triton.cdiv(num_tokens, _BLOCK), top_k)
@@ -181,8 +185,10 @@ def make_plan(
 
 
 def _order(priority: Tensor | None) -> tuple[Tensor | None, int]:
-    """The tokens by descending priority [T] or [K, T], and the stride of k, 0 where one order
-    serves every k."""
+    """The tokens by descending priority [T] or [K, T], and the stride of k.
+
+    The stride is 0 if every k has the same order.
+    """
     if priority is None:
         return None, 0
     order = priority.t().contiguous().argsort(descending=True, stable=True)

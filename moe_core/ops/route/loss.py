@@ -1,7 +1,7 @@
-"""The auxiliary losses in `KERNEL_LOSSES`, from their sums per expert: one launch on a GPU, and one
-in the backward pass.
+"""The auxiliary losses in `KERNEL_LOSSES`, computed from their sums per expert.
 
-The formulas are those of moe_core.losses, which would take ten launches of a few numbers each.
+The formulas are those of moe_core.losses. On a GPU each pass is one kernel launch. The torch
+operations of moe_core.losses would be ten launches.
 """
 
 # E experts
@@ -17,7 +17,7 @@ def loss_of_sums(loss: str, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
 
     Args:
         loss: one of `KERNEL_LOSSES`.
-        num_tokens: a scalar tensor where the sums are those of several ranks.
+        num_tokens: a number, or a scalar tensor if the sums are over several ranks.
     """
     total = None
     if isinstance(num_tokens, Tensor):

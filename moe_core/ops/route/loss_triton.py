@@ -1,4 +1,4 @@
-"""Triton form of the auxiliary losses, from their sums per expert: one program."""
+"""Triton form of the auxiliary losses, from their sums per expert. It is one program."""
 
 # E experts
 
@@ -32,7 +32,7 @@ def _variation(values, mask, NUM_EXPERTS: tl.constexpr):
 
 @triton.jit
 def _variation_grad(values, mask, NUM_EXPERTS: tl.constexpr):
-    """The gradient of the squared variation by each value."""
+    """The gradient of the squared variation with respect to each value."""
     mean, variance, denominator = _variation(values, mask, NUM_EXPERTS)
     by_variance = 2 * (values - mean) / (NUM_EXPERTS - 1) / denominator
     by_mean = 2 * mean * variance / (denominator * denominator) / NUM_EXPERTS
@@ -87,7 +87,7 @@ def _loss_backward_kernel(
 
 @on_its_device
 def loss_of_sums(sums: Tensor, total: Tensor | None, num_tokens: int, loss: str) -> Tensor:
-    """The loss of sums [2, E]; `total` is a scalar in place of `num_tokens`, or None."""
+    """The loss from sums [2, E]. `total` is a scalar tensor that replaces `num_tokens`, or None."""
     if loss == "none":
         return sums.new_zeros(())
     num_experts = sums.shape[1]
@@ -103,7 +103,7 @@ def loss_of_sums(sums: Tensor, total: Tensor | None, num_tokens: int, loss: str)
 def loss_of_sums_backward(
     grad: Tensor, sums: Tensor, total: Tensor | None, num_tokens: int, loss: str
 ) -> Tensor:
-    """The gradient of the sums [2, E] from that of the loss, a scalar."""
+    """The gradient of the sums [2, E] from `grad`, the gradient of the loss (a scalar)."""
     if loss == "none":
         return torch.zeros_like(sums)
     num_experts = sums.shape[1]

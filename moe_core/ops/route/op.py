@@ -35,8 +35,8 @@ def route(
 
     Returns:
         Gate values [T, K], expert ids [T, K] int64, probabilities [T, E], and the sums per expert
-        [2, E] of the loss as `losses.expert_sums` gives them, or None where the form does not
-        compute them. Of equal logits the expert of the lowest index is chosen.
+        [2, E] of the loss as in `losses.expert_sums`, or None if the form does not compute them.
+        If logits are equal, the expert with the lower index is chosen.
     """
     form = select("route", Request(kernels, logits.device.type, logits.dtype))
     if form == "route.reference":
@@ -86,7 +86,7 @@ def _route_backward(
     loss: str,
     noise_std: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of noisy and of clean, the latter empty where clean is None."""
+    """Gradients of `noisy` and of `clean`; the second one is empty if `clean` is None."""
     if grad_sums is None:
         loss = "none"
     grads = (grad_gates, grad_probs, grad_sums)
@@ -120,7 +120,7 @@ def _save(ctx, inputs, output) -> None:
     _, ids, probs, _ = output
     ctx.save_for_backward(noisy, clean, ids, probs)
     ctx.mark_non_differentiable(ids)
-    # The gradients of unused outputs are None. Zeros would have to be read.
+    # The gradients of unused outputs are None, so the kernel does not read zeros.
     ctx.set_materialize_grads(False)
 
 

@@ -21,10 +21,11 @@ def route(noisy: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, T
 def largest(logits: Tensor, top_k: int) -> Tensor:
     """Indices [T, K] of the largest logits [T, E], in descending order. NaN counts as infinity.
 
-    Of equal logits the lowest index comes first. `Tensor.max` guarantees that, `torch.topk` does
-    not. The order is that of logits: rounding makes some probabilities equal whose logits differ.
+    If logits are equal, the lower index comes first. `Tensor.max` guarantees this, `torch.topk`
+    does not. Logits are compared, not probabilities, because different logits may have equal
+    probabilities after rounding.
     """
-    # -inf marks the experts that are already chosen, so no logit may have that value.
+    # -inf marks the experts that are already chosen, so no logit may be -inf.
     lowest = torch.finfo(logits.dtype).min
     remaining = logits.nan_to_num(nan=math.inf, posinf=math.inf, neginf=lowest)
     ids: list[Tensor] = []

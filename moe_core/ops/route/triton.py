@@ -23,7 +23,7 @@ _TILE = 2048  # logits that a program handles
 
 @triton.jit
 def _softmax(logits):
-    """Over axis 1, where padding is -inf."""
+    """The softmax over axis 1. Padding is -inf."""
     exponentials = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     return exponentials / tl.sum(exponentials, axis=1)[:, None]
 
@@ -44,9 +44,9 @@ def choose(
     p = _softmax(noisy_logits)
     tl.store(probs + cells, p, mask=mask)
 
-    # Order by logits, because rounding makes some probabilities equal whose logits differ. NaN
-    # counts as the largest value, as in torch.topk. Of equal logits the lowest index comes first.
-    # Every iteration removes one expert, also where all logits are -inf.
+    # Logits are compared, because different logits may have equal probabilities after rounding. NaN
+    # counts as the largest value, as in torch.topk. If logits are equal, the lower index comes
+    # first. Every iteration removes one expert, even if all logits are -inf.
     key = tl.where(noisy_logits != noisy_logits, float("inf"), noisy_logits)
     available = (t >= 0)[:, None] & (e < NUM_EXPERTS)[None, :]
     k_index = tl.arange(0, BLOCK_K)[None, :]
@@ -121,8 +121,10 @@ def grad_of_choice(
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
     NOISE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of noisy and of clean logits [BLOCK_T, BLOCK_E] of the tokens t. Without clean
-    logits the first one is the sum of both."""
+    """The gradients of the noisy and of the clean logits [BLOCK_T, BLOCK_E] of the tokens t.
+
+    Without clean logits, the first gradient is the sum of both.
+    """
     e = tl.arange(0, BLOCK_E)
     is_token = t < num_tokens
     cells = t[:, None] * NUM_EXPERTS + e[None, :]
@@ -166,7 +168,7 @@ def grad_of_choice(
         q = _softmax(tl.where((e < NUM_EXPERTS)[None, :], clean_logits, float("-inf")))
         grad_q = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
         grad_q += tl.load(grad_sums + e, mask=e < NUM_EXPERTS, other=0.0)[None, :]
-        # The derivative of the load by its argument, times the gradient of the load.
+        # The derivative of the load with respect to its argument, times the gradient of the load.
         slope = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
         if NOISE > 0:
             threshold = tl.load(noisy + t * NUM_EXPERTS + last, mask=is_token, other=0.0)
@@ -253,10 +255,10 @@ def route_backward(
     loss: str,
     noise_std: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of noisy and of clean, which is None where clean is.
+    """Gradients of `noisy` and of `clean`; the second one is None if `clean` is None.
 
     Args:
-        grads: of gates, probs and sums; None stands for zeros.
+        grads: the gradients of gates, probs and sums; None means zeros.
     """
     noisy, clean = _logits(noisy, clean)
     grad_gates, grad_probs, grad_sums = (_contiguous(grad) for grad in grads)

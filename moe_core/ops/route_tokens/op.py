@@ -1,7 +1,7 @@
-"""A linear router, its choice of experts and the cast of the tokens, in one pass over them.
+"""A linear router, the choice of experts and the cast of the tokens, in one pass over the tokens.
 
-It is what `x W^T`, `ops.route` and a cast compute, for tokens on a GPU. `route_tokens_supported`
-says where; there is no torch form.
+The results are those of `x W^T`, `ops.route` and a cast. There is only a Triton form, for tokens on
+a GPU. `route_tokens_supported` returns whether it can be used.
 """
 
 # T tokens, E experts, K top-k, M model dim
@@ -18,7 +18,7 @@ _MOST_EXPERTS = 64  # a program holds the logits of its tokens in registers
 
 
 class RoutedTokens(NamedTuple):
-    """What a router gives, as `ops.route`, and the tokens in the dtype of the experts."""
+    """The results of `ops.route`, and the tokens in the dtype of the experts."""
 
     gates: Tensor  # [T, K]
     ids: Tensor  # [T, K] int64
@@ -28,7 +28,7 @@ class RoutedTokens(NamedTuple):
 
 
 def route_tokens_supported(x: Tensor, weight: Tensor, loss: str, kernels: str) -> bool:
-    """Whether the kernel can route tokens x [T, M] by a router's weight [E, M]."""
+    """Whether the kernel supports tokens x [T, M] and a router's weight [E, M]."""
     if weight.shape[0] > _MOST_EXPERTS or weight.dtype != torch.float32:
         return False
     if loss not in KERNEL_LOSSES:
@@ -57,7 +57,7 @@ def route_tokens(
         normalize: whether the gate values of a token sum to 1.
         loss: one of `KERNEL_LOSSES`.
         loss_noise_std: the standard deviation of the noise, for the loss.
-        dtype: of the experts.
+        dtype: the dtype of the experts.
     """
     cast_to: torch.dtype | None = None
     if dtype != x.dtype:
@@ -82,8 +82,11 @@ def _route_tokens(
     loss_noise_std: float,
     cast_to: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """gates, ids, probs, sums, the cast tokens (empty without a cast), and for a loss that reads
-    them the logits with and without noise (otherwise empty)."""
+    """gates, ids, probs, sums, the cast tokens, and the logits with and without noise.
+
+    The cast tokens are empty if there is no cast. The logits are empty if the loss does not read
+    them.
+    """
     forward = load("route_tokens.triton").forward
     return forward(x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to)
 
@@ -142,7 +145,7 @@ def _save(ctx, inputs, output) -> None:
     _, ids, probs, _, _, noisy, clean = output
     ctx.save_for_backward(x, weight, ids, probs, noisy, clean)
     ctx.mark_non_differentiable(ids, noisy, clean)
-    # The gradients of unused outputs are None. Zeros would have to be read.
+    # The gradients of unused outputs are None, so the kernel does not read zeros.
     ctx.set_materialize_grads(False)
 
 

@@ -1,11 +1,11 @@
-"""Triton form of a linear router with its choice.
+"""Triton form of a linear router with the choice of experts.
 
 A program of the forward kernel reads its tokens once. It casts them, multiplies them by the
 router's weight and chooses experts from the logits, which stay in registers. A program of the
-backward kernel computes the gradient of the logits and from it that of the tokens, in one pass.
+backward kernel computes the gradients of the logits and of the tokens in one pass.
 
-Products are in fp32, not TF32, so that the choices are those of fp32. With at most 64 experts they
-take less time than the tokens take to arrive.
+Products are in fp32, not TF32, so that the choices are the same as in fp32. With at most 64 experts
+the products take less time than reading the tokens from memory.
 """
 
 # T tokens, E experts, K top-k, M model dim
@@ -21,7 +21,7 @@ from moe_core.ops.route.triton import choose, grad_of_choice
 
 _BLOCK_T = 32
 _BLOCK_M = 64
-_LEAST_EXPERTS = 16  # of a product of tiles
+_LEAST_EXPERTS = 16  # the smallest dim of a tile in a matrix product
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -156,8 +156,8 @@ def backward(
     """Gradients of x and weight.
 
     Args:
-        noisy, clean: logits [T, E]; empty where the loss does not read them, or they are equal.
-        grads: of gates, probs, sums and the cast tokens; None stands for zeros.
+        noisy, clean: logits [T, E]; empty if the loss does not read them, or if they are equal.
+        grads: the gradients of gates, probs, sums and the cast tokens; None means zeros.
     """
     x, weight = x.contiguous(), weight.contiguous()
     grad_gates, grad_probs, grad_sums, grad_inputs = (
@@ -178,7 +178,7 @@ def backward(
 
 
 def _filled(logits: Tensor) -> Tensor | None:
-    """None for logits that were not kept."""
+    """The logits, or None if they were not kept (empty)."""
     if logits.dim() == 1:
         return None
     return logits

@@ -1,8 +1,8 @@
-"""Soft dispatch and soft combine, which Soft MoE has in place of a plan.
+"""Soft dispatch and soft combine. Soft MoE uses them instead of a dispatch plan.
 
 Both are torch.library ops. For the backward pass they keep their inputs and one number per slot or
-token, the logarithm of the softmax's denominator. Both ops keep the same logits. Autograd would
-keep the weights of both softmaxes instead, in two dtypes each.
+token, the logarithm of the softmax's denominator. Both ops keep the same logits tensor. Autograd
+would instead keep the weights of both softmaxes, each in two dtypes.
 
 Source: Soft MoE, arXiv 2308.00951, section 2.1.
 """
@@ -15,28 +15,28 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 def soft_dispatch(tokens: Tensor, logits: Tensor) -> Tensor:
-    """Slots as weighted means of an image's tokens, with weights softmax over the tokens.
+    """Slots: weighted means of an image's tokens. The weights are a softmax over the tokens.
 
     Args:
         tokens: [B, N, M]. The products are computed in their dtype.
         logits: [B, N, S].
 
     Returns:
-        [B, S, M], differentiable in both.
+        [B, S, M], differentiable in both arguments.
     """
     return torch.ops.moe_core.soft_dispatch(tokens, logits)[0]
 
 
 def soft_combine(rows: Tensor, logits: Tensor) -> Tensor:
-    """Tokens as weighted means of an image's rows, with weights softmax over the slots.
+    """Tokens: weighted means of an image's rows. The weights are a softmax over the slots.
 
     Args:
         rows: [B, S, M], the experts' results for the slots. The products are computed in their
             dtype.
-        logits: [B, N, S], those of the dispatch.
+        logits: [B, N, S], the logits of the dispatch.
 
     Returns:
-        [B, N, M], differentiable in both.
+        [B, N, M], differentiable in both arguments.
     """
     return torch.ops.moe_core.soft_combine(rows, logits)[0]
 
