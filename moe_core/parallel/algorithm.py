@@ -16,28 +16,28 @@ from moe_core.parallel.rank_subset import RankSubset
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How many rows one all-to-all sends; on the host."""
+    """The numbers of rows of one all-to-all, on the host."""
 
     send: Tensor  # [W] rows from this rank to every rank
     receive: Tensor  # [W] rows from every rank to this one
-    # rows that pass through this rank, in the form that the algorithm chooses; None: no rows do
+    # rows that this rank relays, in a form that the algorithm defines; None: it relays none
     relayed: Tensor | None = None
 
     def reversed(self) -> "RowCounts":
-        """The counts of an all-to-all that takes the rows back."""
+        """The counts of the all-to-all that returns the rows."""
         return RowCounts(self.receive, self.send, self.relayed)
 
 
 @dataclass(frozen=True)
 class ExchangeStep:
-    """A part of an exchange that communicates over one process group, that of `ranks`."""
+    """A part of an exchange that communicates over one process group, the group of `ranks`."""
 
     ranks: RankSubset
-    run: Callable[..., tuple[Tensor, ...]]  # takes what the step before it returned
+    run: Callable[..., tuple[Tensor, ...]]  # its arguments are the results of the previous step
 
 
 class AllToAll(ABC):
-    """An all-to-all algorithm on one group. Every method is called by all ranks of the group.
+    """An all-to-all algorithm for one group. Every method is called by all ranks of the group.
 
     A new algorithm is a subclass in a file of its own:
 
@@ -52,19 +52,19 @@ class AllToAll(ABC):
     From then on `ParallelStrategy(all_to_all="mine")` is valid, and tuners try it.
 
     `exchange_counts`, `send` and `send_back` run on the group's communication stream, which may be
-    a thread beside the caller's. They communicate over `self.ranks` and make no process group. An
-    algorithm that communicates over other subsets of the group overrides `count_steps` and
-    `row_steps`, with a step for each.
+    another thread than the caller's. They communicate over `self.ranks` and create no process
+    group. An algorithm that communicates over other subsets of the group overrides `count_steps`
+    and `row_steps`, with one step for each subset.
 
     Args:
         group: the ranks.
-        ranks_per_node: as the strategy says; None: `group.ranks_per_node()` may know.
+        ranks_per_node: the value of the strategy. None: use `group.ranks_per_node()` if needed.
 
     Attributes:
-        by_node: whether messages inside a node and between nodes differ. Such an algorithm is tried
-            where there are several nodes of several ranks.
-        through_memory: whether rows pass through memory that the ranks share. Such an algorithm is
-            tried where the ranks are CPU processes of one machine.
+        by_node: whether messages inside a node and between nodes differ. The tuner tries such an
+            algorithm only with several nodes of several ranks.
+        through_memory: whether rows pass through memory that the ranks share. The tuner tries such
+            an algorithm only if the ranks are CPU processes of one machine.
         ranks: all ranks of the group, for collectives.
 
     Raises:
@@ -79,20 +79,20 @@ class AllToAll(ABC):
         self.ranks = group.all_ranks()
 
     def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tell every rank how many rows it will get.
+        """Tell every rank how many rows it will receive.
 
         Args:
-            counts: [W, n] rows from this rank to every rank, in n columns of their own.
+            counts: [W, n], the rows from this rank to every rank, as n separate numbers.
 
         Returns:
-            [W, n] rows from every rank to this one, and [..., n] the rows that pass through this
-            rank; None where none do. Each of these rows [n] is a copy of one rank's counts for
-            another, not a sum. Their sums over columns are `RowCounts.relayed`.
+            The rows from every rank to this one [W, n], and the relayed counts [..., n], or None if
+            this rank relays no rows. A relayed entry [n] is a copy of the counts of one rank for
+            another, not a sum. `RowCounts.relayed` are their sums over n.
         """
         return self.ranks.all_to_all(counts), None
 
     def equal_counts(self, num_rows: int) -> RowCounts:
-        """The counts where every rank sends `num_rows` to every rank.
+        """The counts of an all-to-all in which every rank sends `num_rows` rows to every rank.
 
         An algorithm that relays rows overrides this together with `exchange_counts`.
         """
@@ -111,8 +111,8 @@ class AllToAll(ABC):
         return self.send(rows, counts.reversed())
 
     def count_steps(self) -> list[ExchangeStep]:
-        """`exchange_counts` in steps. The last one returns what passes through this rank as a
-        second tensor, where anything does."""
+        """`exchange_counts` in steps. If this rank relays rows, the last step returns the relayed
+        counts as a second tensor."""
 
         def run(counts: Tensor) -> tuple[Tensor, ...]:
             received, relayed = self.exchange_counts(counts)
@@ -130,9 +130,9 @@ class AllToAll(ABC):
     @staticmethod
     @abstractmethod
     def cost(elements: float, group_size: int, ranks_per_node: int) -> ExchangeCost:
-        """What one rank does for one exchange, with rows balanced over the ranks.
+        """The work of one rank in one exchange, with rows balanced over the ranks.
 
         Args:
-            elements: in the rows that one rank sends, including rows for itself.
+            elements: the elements of the rows that one rank sends, including rows for itself.
             ranks_per_node: divides group_size.
         """

@@ -1,4 +1,4 @@
-"""All-to-all of rows over a group of ranks; every algorithm gives the same result."""
+"""All-to-all of rows over a group of ranks. Every algorithm gives the same result."""
 
 # W ranks, E experts, E_l experts of a rank, C rows per expert and rank, M model dim
 
@@ -22,12 +22,12 @@ def all_to_all(
     """rows [N, ...] by destination rank -> rows by source rank; differentiable.
 
     Args:
-        send: rows for each rank; None: as many for each.
-        algorithm: as registered (moe_core.register_all_to_all).
+        send: the number of rows for each rank; None: equally many for each.
+        algorithm: a registered name (moe_core.register_all_to_all).
 
     Raises:
-        ValueError: rows that do not divide over the ranks or do not add up to `send`;
-            ranks_per_node that does not divide the group; an algorithm that is not registered.
+        ValueError: the rows do not divide over the ranks, or their number is not the sum of `send`;
+            ranks_per_node does not divide the group; the algorithm is not registered.
     """
     exchange = RowExchange(group, algorithm, ranks_per_node)
     if send is None and len(rows) % group.size:
@@ -63,12 +63,13 @@ def flexible_all_to_all(
     algorithm: str = "linear",
     ranks_per_node: int | None = None,
 ) -> Tensor:
-    """An all-to-all of equal splits that keeps the rows of an expert together, so that they do not
-    get fewer as ranks are added: x [E, C, M] of this rank's tokens -> [E_l, W * C, M] of this
-    rank's experts; `back` the reverse.
+    """An all-to-all of equal splits whose result has all rows of an expert in one block.
+
+    x [E, C, M] of this rank's tokens -> [E_l, W * C, M] of this rank's experts; with `back`, the
+    inverse. So the number of rows in a matrix product does not decrease as ranks are added.
 
     Raises:
-        ValueError: experts (or rows, on the way back) that do not divide over the group.
+        ValueError: the experts (with `back`, the rows) do not divide over the group.
 
     Source: arXiv 2206.03382, section 3.3 (Flexible all-to-all).
     """

@@ -11,20 +11,20 @@ import torch.distributed as dist
 from moe_core.parallel.machine import Link, Machine
 from moe_core.parallel.strategy import node_size
 
-LinkTimes = tuple[float, float, float]  # seconds of a message and of a byte, and of the delay
+LinkTimes = tuple[float, float, float]  # seconds of one more message, of a byte, and of the delay
 
 
 def calibrate(
     process_group: dist.ProcessGroup | None, ranks_per_node: int, device: torch.device | str
 ) -> Machine:
-    """Measure the machine of this process group, in well under a second.
+    """Measure the machine of this process group, in less than a second.
 
-    A collective: all ranks of the group call it, and all get the same result, that of the slowest
-    rank. Without a process group the links cost nothing. If all ranks share a node, or no two do,
-    there is one kind of link; its values then stand for both.
+    This is a collective: all ranks of the group call it and get the same result, the values of the
+    slowest rank. Without a process group the links cost nothing. If all ranks share a node, or
+    every rank has its own node, there is only one kind of link. Its values are used for both.
 
     Args:
-        ranks_per_node: consecutive ranks of the group that share a node.
+        ranks_per_node: the number of consecutive ranks of the group that share a node.
         device: the device to measure; with NCCL, a CUDA device.
 
     Raises:
@@ -63,7 +63,7 @@ def calibrate(
 
 
 def _compute_seconds(device: torch.device) -> list[float]:
-    """Seconds of a FLOP in fp32 and bf16, of a copied byte, and of a short kernel."""
+    """Seconds of a FLOP in fp32 and in bf16, of a copied byte, and of a short kernel."""
     is_cuda = device.type == "cuda"
     size, num_elements = 256, 2**20
     if is_cuda:
@@ -87,7 +87,7 @@ def _compute_seconds(device: torch.device) -> list[float]:
 def _link_seconds(
     process_group: dist.ProcessGroup, ranks_per_node: int, device: torch.device
 ) -> list[float]:
-    """The `LinkTimes` inside a node, then those between nodes."""
+    """The `LinkTimes` inside a node, followed by the `LinkTimes` between nodes."""
     size = process_group.size()
     rank = process_group.rank()
     per_node = node_size(ranks_per_node, size)
@@ -107,9 +107,9 @@ def _link_seconds(
 
 
 def _gather_seconds(process_group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Seconds of an all-gather, and of the reduce-scatter of as many numbers."""
+    """Seconds of an all-gather, and of a reduce-scatter of equally many elements."""
     size = process_group.size()
-    num_elements = 2**18  # of all ranks: 1 MiB
+    num_elements = 2**18  # over all ranks: 1 MiB
     if device.type == "cuda":
         num_elements = 2**24
     part = torch.ones(num_elements // size, device=device)
@@ -126,10 +126,10 @@ def _measure_link(
     previous_peer: int,
     device: torch.device,
 ) -> LinkTimes | None:
-    """Measured in exchanges with `peers` alone; None without peers.
+    """Measure a kind of link by exchanges with `peers`; None if there are no peers.
 
     An exchange of one message, from the previous to the next peer, separates the delay from the
-    time of a message. A single peer does not need that: all its time is the message's.
+    time of a message. With a single peer, all time is counted as the time of the message.
     """
     if not peers:
         return None
@@ -141,7 +141,7 @@ def _measure_link(
     large = max(total // num_peers, 2**16)
     small_seconds = _exchange_seconds(process_group, peers, peers, small, device)
     large_seconds = _exchange_seconds(process_group, peers, peers, large, device)
-    # The lower bounds keep the times of messages and bytes positive where timings are noisy.
+    # The lower bounds keep the times of messages and bytes positive if timings are noisy.
     transfer = max(large_seconds - small_seconds, 0.1 * large_seconds)
     message, delay = small_seconds, 0.0
     if num_peers > 1:
@@ -158,11 +158,11 @@ def _exchange_seconds(
     num_bytes: int,
     device: torch.device,
 ) -> float:
-    """Seconds of an exchange that sends `num_bytes` bytes to each target, and receives them from
-    each source.
+    """Seconds of an exchange that sends `num_bytes` bytes to each target and receives equally many
+    from each source.
 
-    Single sends and receives: gloo's all-to-all sends empty messages to all other ranks, too, and
-    so waits for links that are not measured.
+    It uses single sends and receives. gloo's all-to-all also sends empty messages to all other
+    ranks, so it would wait for links that are not measured.
     """
     sent = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     received = torch.empty(len(sources), num_bytes, dtype=torch.uint8, device=device)

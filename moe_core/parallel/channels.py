@@ -18,27 +18,28 @@ from moe_core.registry import register_all_to_all
 
 _log = logging.getLogger("moe_core")
 _ONLY_STATIC = "all_to_all 'channels' between GPUs needs equal splits (MODEL.MOE.EXCHANGE static)"
-# of each group, by ranks per node
+# The collectives of each group, by ranks per node.
 _collectives: WeakKeyDictionary[ExpertGroup, dict[int | None, Collectives]] = WeakKeyDictionary()
 _gpu_all_to_alls: WeakKeyDictionary[ExpertGroup, CudaAllToAll] = WeakKeyDictionary()
 
 
 @register_all_to_all("channels")
 class Channels(Linear):
-    """The all-to-all through channels (moe_core.comm). The first one of a group makes their memory,
-    in a collective; the others share it.
+    """The all-to-all through channels (moe_core.comm).
 
-    The CPU ranks of a node copy through shared memory. With several nodes, rows travel to the rank
-    of this node that has the receiver's place, and from there in one message to the receiver's
-    node. The GPUs of one machine put rows into each other's memory, equally many for each rank, as
-    the static exchange does.
+    CPU ranks of a node copy through shared memory. With several nodes, rows are first sent to the
+    rank of this node that has the receiver's local rank, and from there in one message to the
+    receiver. GPUs of one machine write rows into each other's memory. All ranks must then receive
+    equally many rows, as in a static exchange.
+
+    The first instance of a group allocates the memory, in a collective. Later instances share it.
 
     Raises:
-        ValueError: ranks that do not form nodes, or are on other machines than ranks_per_node says;
-            GPUs on several machines; on all ranks. Between GPUs, in a call: numbers of rows that
-            differ.
-        RuntimeError: no C++ compiler, or too little memory; between GPUs, no Triton or symmetric
-            memory; on all ranks.
+        ValueError: the ranks do not form nodes, or their machines contradict ranks_per_node; GPUs
+            are on several machines. It is raised on all ranks. Between GPUs, a call raises it if
+            the numbers of rows differ.
+        RuntimeError: there is no C++ compiler or too little memory; between GPUs, no Triton or no
+            symmetric memory. It is raised on all ranks.
     """
 
     through_memory = True
@@ -59,10 +60,10 @@ class Channels(Linear):
 
     @staticmethod
     def cost(elements: float, group_size: int, ranks_per_node: int) -> ExchangeCost:
-        """Inside a node nothing passes a link: the sender copies the rows into slots, the receiver
-        out of them. A message between nodes is copied twice more.
+        """The cost of an exchange. Inside a node rows use no link.
 
-        A rank's rows for itself are copied once, which is not taken into account.
+        The sender copies the rows into slots, and the receiver copies them out. With several nodes
+        there are two more copies. The single copy of a rank's rows for itself is neglected.
         """
         num_nodes = group_size // ranks_per_node
         if num_nodes == 1:
@@ -72,7 +73,7 @@ class Channels(Linear):
 
 
 class _ChannelRanks(RankSubset):
-    """All ranks of a group, whose collectives go through channels."""
+    """All ranks of a group. Their collectives use channels."""
 
     def __init__(self, group: ExpertGroup, collectives: Collectives) -> None:
         super().__init__(group, range(group.size), group.process_group)
@@ -97,7 +98,7 @@ class _ChannelRanks(RankSubset):
 
 
 class GpuRanks(RankSubset):
-    """All ranks of a group, whose all-to-alls of equal splits go through GPU memory."""
+    """All ranks of a group. Their all-to-alls, which need equal splits, use shared GPU memory."""
 
     def __init__(self, group: ExpertGroup, exchange: CudaAllToAll) -> None:
         super().__init__(group, range(group.size), group.process_group)
@@ -116,8 +117,9 @@ class GpuRanks(RankSubset):
 
 
 def shares_memory(group: ExpertGroup) -> bool:
-    """Whether this group is known to be on one node whose ranks can share memory; the log says why
-    they cannot. A collective.
+    """Whether the ranks of this group are CPU processes of one node that can share memory.
+
+    This is a collective. If sharing memory fails, the log gives the reason.
 
     Raises:
         CollectiveError: a rank has ended or did not come within the timeout.
@@ -143,7 +145,7 @@ def _between_gpus(group: ExpertGroup) -> bool:
 
 
 def _collectives_of(group: ExpertGroup, ranks_per_node: int | None) -> Collectives:
-    """Those of the group, ready for all-to-alls; made when first asked for, by all ranks."""
+    """The group's collectives, ready for all-to-alls. The first call (by all ranks) makes them."""
     made = _collectives.setdefault(group, {})
     if ranks_per_node not in made:
         collectives = Collectives(group.ranks, group.timeout, ranks_per_node)
@@ -153,7 +155,7 @@ def _collectives_of(group: ExpertGroup, ranks_per_node: int | None) -> Collectiv
 
 
 def _gpu_all_to_all_of(group: ExpertGroup) -> CudaAllToAll:
-    """That of the group; made when first asked for, by all ranks."""
+    """The group's all-to-all between GPUs. The first call, by all ranks, creates it."""
     if group not in _gpu_all_to_alls:
         _gpu_all_to_alls[group] = CudaAllToAll(group.ranks, group.timeout)
     return _gpu_all_to_alls[group]

@@ -1,13 +1,15 @@
-"""How the rows of each expert are cut over ranks and chunks.
+"""How the rows of each expert are divided over ranks and chunks.
 
-An expert's n rows on one rank are cut into Q runs for the ranks that compute the same part of its
-hidden dim (E < W), and each of these into d chunks. Of `Q * U` units, U = 2 (d - 1), the first and
-the last chunk have one and the others two: the dispatch of the first chunk and the return of the
-last one are what no work can hide. Unit u begins at row `floor(n * u / (Q * U))`. Nothing is
-rounded up to a multiple of d, so the degree changes neither the capacity nor which tokens are
-dropped.
+If several ranks share an expert (E < W), Q of them compute the same part of its hidden dim. The n
+rows that one rank has for an expert are divided into Q parts, one for each of these sharers. Each
+part is divided into d chunks. One chunk of one sharer is a run.
 
-Everything here is computed where its inputs are, and waits for no device.
+The rows are divided in units: U = 2 (d - 1) for each sharer, or 1 if d = 1. The first and the last
+chunk have one unit, the other chunks two, because nothing overlaps with the dispatch of the first
+chunk and the return of the last. Unit u starts at row `floor(n * u / (Q * U))`. Nothing is rounded
+up to a multiple of d, so the degree changes neither the capacity nor which tokens are dropped.
+
+Results are on the device of the inputs. Nothing here waits for a device.
 """
 
 # W ranks, E experts, E_l experts of a rank, K top-k, N kept rows, R rows received, s = max(W / E,
@@ -25,7 +27,7 @@ from moe_core.parallel.strategy import ParallelStrategy
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The runs of rows of one strategy: one for each expert, sharer (of Q) and chunk (of d)."""
+    """The runs of rows of a strategy: one for each expert, sharer (of Q) and chunk (of d)."""
 
     num_ranks: int
     num_sharers: int  # Q
@@ -40,21 +42,25 @@ class ChunkLayout:
 
     @property
     def units_per_sharer(self) -> int:
-        """U."""
+        """U, the number of units of one sharer."""
         return max(2 * (self.num_chunks - 1), 1)
 
     def sharers(self, device: torch.device) -> Tensor:
-        """The place of each rank [W] among the Q that compute the same part of an expert."""
+        """The index of each rank [W] among the Q sharers of the same part of an expert."""
         return torch.arange(self.num_ranks, device=device) % self.num_sharers
 
     def by_rank(self, counts: Tensor) -> Tensor:
-        """counts [E] -> [W, E_l]: those of each rank's experts."""
+        """counts [E] -> [W, E_l]: the counts of each rank's experts."""
         ranks_per_expert = self.num_parts * self.num_sharers
         return counts.unsqueeze(1).expand(-1, ranks_per_expert).reshape(self.num_ranks, -1)
 
     def chunk_sizes(self, counts: Tensor, sharers: Tensor) -> Tensor:
-        """The rows of each chunk [..., d] of experts with counts [...] rows, for the sharers
-        [...]."""
+        """The number of rows of each chunk [..., d].
+
+        Args:
+            counts: [...], the rows of experts.
+            sharers: [...], for each of them the index of the sharer.
+        """
         num_units = self.num_sharers * self.units_per_sharer
         if num_units == 1:
             return counts.unsqueeze(-1)
@@ -67,22 +73,22 @@ class ChunkLayout:
         return ends - counts * (shift + first_units) // num_units
 
     def run_sizes(self, counts: Tensor) -> Tensor:
-        """counts [E] of each expert's rows -> [E, Q, d] of each run's."""
+        """counts [E], the rows of each expert -> [E, Q, d], the rows of each run."""
         sharers = torch.arange(self.num_sharers, device=counts.device)
         return self.chunk_sizes(counts.unsqueeze(1), sharers)
 
     def capacity_of_chunks(self, capacity: int) -> list[int]:
-        """The rows of an expert in each chunk [d], where every expert has `capacity` rows."""
+        """The rows of an expert in each chunk [d], if every expert has `capacity` rows."""
         sizes = self.chunk_sizes(
             torch.tensor(capacity, device="cpu"), torch.tensor(0, device="cpu")
         )
         return sizes.tolist()
 
     def places(self, plan: DispatchPlan, capacity: int) -> "Places":
-        """Where the rows of a plan lie among `capacity` places for each expert, by (chunk, expert).
+        """Assign the rows of a plan to places: `capacity` for each expert, by (chunk, expert).
 
-        Ranks own consecutive experts, so a chunk is sorted by destination. Only for whole experts
-        (Q = r = 1).
+        Ranks own consecutive experts, so each chunk is sorted by destination. This needs whole
+        experts (Q = r = 1).
         """
         device = plan.choices.device
         num_experts = len(plan.offsets)
@@ -102,8 +108,9 @@ class ChunkLayout:
         return Places.of(plan, place, is_used, num_places)
 
     def arrange(self, plan: DispatchPlan, num_rows: int) -> DispatchPlan:
-        """The plan with its rows in the order in which they are sent: by chunk, then by
-        destination, then by expert. Each choice has a row for every hidden part.
+        """The plan with its rows in the order of sending: by chunk, destination and expert.
+
+        Each choice has one row for every hidden part.
 
         Args:
             num_rows: N, the end of the last expert's rows.
@@ -121,14 +128,15 @@ class ChunkLayout:
         return self._with_rows(plan, choices, rows)
 
     def _sent_starts(self, run_sizes: Tensor) -> Tensor:
-        """The first row of each run, for each hidden part, in the order of sending [E Q d, r]."""
+        """The first row of each run for each hidden part [E Q d, r], in the order of sending."""
         sent_order = run_sizes.permute(2, 0, 1).unsqueeze(2)  # [d, E, 1, Q]
         sent_order = sent_order.expand(-1, -1, self.num_parts, -1)  # [d, E, r, Q]
         starts = _starts(sent_order.flatten()).view(sent_order.shape)
         return starts.permute(1, 3, 0, 2).reshape(-1, self.num_parts)
 
     def _with_rows(self, plan: DispatchPlan, choices: Tensor, rows: Tensor) -> DispatchPlan:
-        """The plan whose choices [N] lie in `rows` [N, r]; choice c becomes r choices from r c."""
+        """The plan whose choices [N] are in `rows` [N, r]. Choice c becomes choices r c to
+        r c + r - 1."""
         copies = torch.arange(self.num_parts, device=choices.device)
         copied = (choices.unsqueeze(1) * self.num_parts + copies).flatten()  # [N r]
         rows = rows.flatten()
@@ -143,11 +151,11 @@ class ChunkLayout:
 
 
 class Places(NamedTuple):
-    """Two plans that take rows to places, some of which stay empty, and back.
+    """Two plans that move rows to P places and back. Some places stay empty.
 
     Attributes:
-        padded: from tokens to places. Empty places get a copy of the first token.
-        returned: from places to the rows of the original plan, each place as a "token" with one
+        padded: moves tokens to places. Empty places get a copy of the first token.
+        returned: moves places to the rows of the original plan. Each place is a "token" with one
             choice. The gradient of an empty place is 0.
         is_taken: [P] bool; False for empty places.
     """
@@ -158,7 +166,8 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, plan: DispatchPlan, place: Tensor, is_used: Tensor, num_places: int) -> "Places":
-        """place [N] int64 and is_used [N] bool: where each row goes, and whether it goes."""
+        """Create the plans from the place [N] int64 of each row; `is_used` [N] bool is False for
+        rows without a place."""
         row = torch.arange(len(place), device=place.device)
         place_or_bin = torch.where(is_used, place, num_places)
         row_of_place = place.new_full((num_places + 1,), -1).scatter_(0, place_or_bin, row)
@@ -183,17 +192,19 @@ class Places(NamedTuple):
 
 
 def kept_counts(plan: DispatchPlan) -> Tensor:
-    """The rows of each expert [E]: choices that were not dropped."""
+    """The number of rows of each expert [E]: its choices that were not dropped."""
     return plan.offsets.diff(prepend=plan.offsets.new_zeros(1)).long()
 
 
 def plan_received(counts: Tensor, num_rows: int) -> DispatchPlan:
-    """The plan of received rows, which lie by (source, expert): row r is "token" r with one choice,
-    its expert.
+    """The plan that sorts received rows by expert.
+
+    The received rows are sorted by (source, expert). Row r is a "token" whose one choice is its
+    expert.
 
     Args:
-        counts: [W, E_l] rows from every rank for every expert.
-        num_rows: R, their sum.
+        counts: [W, E_l], the rows from every rank for every expert.
+        num_rows: R, the sum of `counts`.
     """
     by_expert = counts.t()  # [E_l, W]
     starts = _starts(counts.flatten())  # by (source, expert)
@@ -208,11 +219,11 @@ def plan_received(counts: Tensor, num_rows: int) -> DispatchPlan:
 
 
 def _blocks(sizes: Tensor, num_rows: int) -> Tensor:
-    """The block of each row, of consecutive blocks of these sizes, `num_rows` in all."""
+    """The block of each row, for consecutive blocks of these sizes with `num_rows` rows in all."""
     block = torch.arange(len(sizes), device=sizes.device)
     return block.repeat_interleave(sizes, output_size=num_rows)
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Where each of consecutive blocks begins."""
+    """The start of each of the consecutive blocks of these sizes."""
     return sizes.cumsum(0) - sizes

@@ -1,5 +1,7 @@
-"""Communication that runs concurrently with the caller: on threads for CPU tensors, on side streams
-for GPU tensors."""
+"""Communication that runs concurrently with the caller.
+
+For CPU tensors it runs on threads, for GPU tensors on side streams.
+"""
 
 import threading
 from collections.abc import Callable
@@ -16,17 +18,17 @@ Wait = Callable[[], Tensors]
 
 
 class CommStream:
-    """Runs functions that communicate beside the caller's work.
+    """Runs functions that communicate, concurrently with the caller's work.
 
-    Functions of one process group run one after the other, in the order of submission; those of
+    Functions of one process group run one after the other, in the order of submission. Functions of
     different process groups run at the same time. Every rank must submit the same functions in the
     same order.
 
     Args:
-        concurrent: whether functions run beside the caller's work. The process groups that they use
-            must then be used nowhere else: two threads on one process group would meet their peers
-            in an order that differs from rank to rank. Otherwise a function runs when it is
-            submitted, on the caller's thread and stream.
+        concurrent: whether functions run concurrently. Their process groups must then be used for
+            nothing else: with two threads on one process group, the order of its collectives could
+            differ between ranks. If False, a function runs when it is submitted, on the caller's
+            thread and stream.
     """
 
     def __init__(self, concurrent: bool) -> None:
@@ -38,15 +40,15 @@ class CommStream:
     def submit(
         self, function: Work, *tensors: Tensor, process_group: dist.ProcessGroup | None = None
     ) -> Wait:
-        """Begin `function(*tensors)`, which returns tensors.
+        """Start `function(*tensors)`, which returns tensors.
 
         Args:
-            tensors: at least one; all on one device.
-            process_group: over which the function communicates.
+            tensors: at least one tensor; all on one device.
+            process_group: the process group over which the function communicates.
 
         Returns:
-            A function that waits for the end and returns the tensors, or raises what `function`
-            raised. On a GPU only the caller's current stream waits.
+            A function that waits and returns the results of `function`, or raises its error. On a
+            GPU only the caller's current stream waits.
         """
         tensors = tuple(tensor.detach() for tensor in tensors)
         if not self.concurrent:
@@ -61,7 +63,7 @@ class CommStream:
         if process_group not in self._queues:
             queue: SimpleQueue = SimpleQueue()
             self._queues[process_group] = queue
-            # daemon: a process whose main thread failed must not wait for peers before it ends
+            # A daemon thread: if the main thread fails, the process must not wait for peers.
             thread = threading.Thread(
                 target=_serve,
                 args=(queue, self._failure),
@@ -101,7 +103,7 @@ class CommStream:
 
 
 class _Failure:
-    """The first error of a CommStream's threads, which ends the work of all of them."""
+    """The first error of a CommStream's threads. After it no thread runs further functions."""
 
     error: BaseException | None = None
 
@@ -111,7 +113,7 @@ def _run_now(function: Work, tensors: Tensors) -> Wait:
     try:
         with torch.no_grad():
             future.set_result(function(*tensors))
-    except Exception as error:  # raised in wait(), as with a thread
+    except Exception as error:  # raised when the caller waits, as with a thread
         future.set_exception(error)
     return future.result
 
@@ -120,16 +122,16 @@ def _serve(queue: SimpleQueue, failure: _Failure) -> None:
     while True:
         future, inference, function, tensors = queue.get()
         try:
-            # after a failure the ranks are out of step, so nothing more can be exchanged
+            # After a failure the ranks are not synchronised, so nothing more can be exchanged.
             if failure.error is not None:
                 raise failure.error
             with torch.inference_mode() if inference else torch.no_grad():
                 results = function(*tensors)
-        except BaseException as error:  # raised in wait()
+        except BaseException as error:  # raised when the caller waits
             failure.error = error
             future.set_exception(error)
         else:
             future.set_result(results)
-        # an idle thread must not keep tensors alive
+        # An idle thread must not keep tensors alive.
         results = None
         del future, function, tensors

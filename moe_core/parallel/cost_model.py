@@ -11,9 +11,9 @@
 The model assumes that the experts' loads are balanced. Its accuracy: docs/explanation/planner.md.
 """
 
-# W ranks of the group, g of them on each of N nodes; T tokens of a rank, E experts, K top-k, M
-# model dim, H hidden dim; n rows that a rank has for one expert; s = max(W / E, 1) ranks of one
-# expert; d chunks
+# W ranks of the group, g ranks on each of N nodes; T tokens of a rank, E experts, K top-k, M model
+# dim, H hidden dim; n rows that a rank has for one expert; s = max(W / E, 1) ranks of one expert; d
+# chunks
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from moe_core.parallel.machine import ExchangeCost, LinkTraffic, Machine
 from moe_core.parallel.strategy import ParallelStrategy, node_size, valid_r
 from moe_core.registry import ALL_TO_ALLS
 
-GRADIENT_BYTES = 4  # the engine sums weight gradients in the parameters' own dtype
+GRADIENT_BYTES = 4  # gradients of weights are summed in the parameters' dtype, assumed to be fp32
 # Estimates. The router passes over [T, E] in fp32: logits, noise, softmax, top-k, losses.
 ROUTER_PASSES = 6
 ROUTER_KERNELS = 20
@@ -56,7 +56,7 @@ class LayerShape:
     def of(
         cls, config: MoEConfig, tokens: int, element_size: int = 2, training: bool = True
     ) -> "LayerShape":
-        """The configured layer with `tokens` tokens a rank, spread evenly over the experts."""
+        """The configured layer with `tokens` tokens per rank, evenly distributed over experts."""
         top_k = min(config.top_k, config.num_experts)
         rows = tokens * top_k / config.num_experts
         capacity = expert_capacity(tokens, config.num_experts, top_k, config.capacity_factor)
@@ -78,7 +78,7 @@ class LayerShape:
         )
 
     def sent_by(self, strategy: ParallelStrategy) -> "LayerShape":
-        """The shape with the rows that a strategy sends and computes: a static one fills up."""
+        """The shape with the rows that a strategy sends: a static exchange sends full capacity."""
         if strategy.exchange != "static":
             return self
         if self.capacity is None:
@@ -87,26 +87,26 @@ class LayerShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Elements of one expert."""
+        """The number of parameter elements of one expert."""
         biases = self.bias * (1 + self.gated) * self.hidden_dim + self.output_bias * self.model_dim
         return self.expert_weights * self.model_dim * self.hidden_dim + biases
 
     @property
     def expert_weights(self) -> int:
-        """Weight matrices of one expert."""
+        """The number of weight matrices of one expert."""
         return 2 + self.gated
 
     @property
     def expert_tensors(self) -> int:
-        """The number of parameter tensors of a rank's experts; each is gathered by itself."""
+        """The number of parameter tensors of a rank's experts. Each is gathered separately."""
         return self.expert_weights + self.bias * (1 + self.gated) + self.output_bias
 
 
 @dataclass(frozen=True)
 class Volume:
-    """What one rank sends in a forward pass.
+    """The traffic that one rank sends in a forward pass.
 
-    A backward pass sends as much, with gradients in place of weights.
+    A backward pass sends equally much, with gradients in place of weights.
     """
 
     dispatch: LinkTraffic  # rows to the experts
@@ -121,8 +121,8 @@ def volume(shape: LayerShape, group_size: int, strategy: ParallelStrategy) -> Vo
     each rank that gathers them.
 
     Raises:
-        ValueError: r is not valid for these sizes; ranks_per_node does not divide the group; or
-            neither of the numbers of experts and of ranks divides the other.
+        ValueError: r is not valid for these sizes; ranks_per_node does not divide the group; or the
+            number of experts and the number of ranks do not divide one another.
     """
     shape = shape.sent_by(strategy)
     cost = _exchange_cost(shape, group_size, strategy)
@@ -136,7 +136,7 @@ def volume(shape: LayerShape, group_size: int, strategy: ParallelStrategy) -> Vo
 
 
 def _exchange_cost(shape: LayerShape, group_size: int, strategy: ParallelStrategy) -> ExchangeCost:
-    """One direction of the exchange: elements of all chunks, messages of one chunk.
+    """The cost of one direction of the exchange: elements of all chunks, messages of one chunk.
 
     It is empty for r = 0.
     """
@@ -159,18 +159,16 @@ def _ranks_per_node(num_experts: int, group_size: int, strategy: ParallelStrateg
 
 
 def _sent_elements(shape: LayerShape, strategy: ParallelStrategy) -> float:
-    """Elements of the rows that one rank sends, including those to itself.
+    """The elements of the rows that one rank sends, including rows for itself.
 
-    It receives the same number.
+    The rank receives equally many.
     """
     return strategy.r * shape.num_experts * shape.rows_per_expert * shape.model_dim
 
 
 def _gatherers(shape: LayerShape, group_size: int, strategy: ParallelStrategy) -> tuple[int, int]:
-    """The number of ranks that gather each other's weights, and how many of these share a node.
-
-    These ranks are consecutive.
-    """
+    """The number of (consecutive) ranks that gather each other's weights, and how many of them
+    share a node."""
     ranks_per_node = _ranks_per_node(shape.num_experts, group_size, strategy)
     ranks = group_size
     if strategy.r:
@@ -193,7 +191,7 @@ def _weights_traffic(shape: LayerShape, group_size: int, strategy: ParallelStrat
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer, forward and, if `shape.training`, backward."""
+    """Seconds of one layer: forward and, with `shape.training`, backward."""
 
     routing: float  # router, top-k, losses
     dispatch: float  # tokens to rows and back, reordering by expert
@@ -267,8 +265,8 @@ def _num_chunks(strategy: ParallelStrategy) -> int:
 def _pipelined_seconds(exchange: float, experts: float, chunks: int) -> float:
     """Seconds from sending the first chunk to receiving the last result.
 
-    One link works beside one processor. The link sends all chunks one after the other, and then
-    each result when it is ready.
+    One link and one processor work at the same time. The link first sends all chunks one after the
+    other, and then each result when it is ready.
 
     Args:
         exchange, experts: seconds of one chunk.
@@ -285,7 +283,7 @@ def _pipelined_seconds(exchange: float, experts: float, chunks: int) -> float:
 def _exchange_seconds(
     machine: Machine, shape: LayerShape, cost: ExchangeCost, strategy: ParallelStrategy
 ) -> float:
-    """Seconds of one direction for all chunks: the stages in sequence, then the copies."""
+    """Seconds of one direction for all chunks: the stages one after the other, then the copies."""
     chunks = _num_chunks(strategy)
     size = shape.element_size
     seconds = 0.0
@@ -304,8 +302,9 @@ def _experts_seconds(
 ) -> float:
     """Seconds of the experts' matrix products and activation.
 
-    A forward pass has a product for each weight. A backward pass has two, for the gradients of
-    input and weight. Each product reads its weights, or writes their gradient, once a chunk.
+    A forward pass has one product for each weight. A backward pass has two products for each
+    weight: the gradients of the input and of the weight. Each product reads the weight, or writes
+    its gradient, once per chunk.
     """
     products = shape.expert_weights
     if backward:
@@ -334,7 +333,7 @@ def _routing_seconds(machine: Machine, shape: LayerShape, backward: bool) -> flo
 def _dispatch_seconds(
     machine: Machine, shape: LayerShape, group_size: int, strategy: ParallelStrategy
 ) -> float:
-    """Seconds of reading and writing rows; the same in a backward pass."""
+    """Seconds of reading and writing rows. A backward pass takes the same time."""
     rows = shape.num_experts * shape.rows_per_expert * max(strategy.r, 1)
     # Dispatch reads and writes rows. Combine reads rows and writes tokens.
     moved = 3 * rows + shape.tokens
@@ -349,8 +348,8 @@ def _gather_seconds(
 ) -> float:
     """Seconds of the all-gather of weights, or of the reduce-scatter of their gradients.
 
-    As in NCCL, a weight enters each node once, at one of its ranks, and is passed on inside the
-    node, in rings whose steps follow each other. Both kinds of link work at the same time.
+    As in NCCL, each weight is sent to a node once, to one of the node's ranks. Rings inside the
+    node, whose steps follow each other, pass it on. Both kinds of link work at the same time.
     """
     ranks, near = _gatherers(shape, group_size, strategy)
     if ranks == 1:
@@ -382,11 +381,11 @@ def candidates(
     has_capacity: bool = False,
     shares_memory: bool = False,
 ) -> list[ParallelStrategy]:
-    """Every strategy that differs in cost.
+    """All strategies that differ in cost.
 
-    r = 0 has no chunks and sends no rows. An algorithm by node (`by_node`) needs several nodes of
-    several ranks. One through memory (`through_memory`) needs ranks that share memory. A static
-    exchange needs a capacity.
+    A strategy with r = 0 has no chunks and sends no rows. An algorithm with `by_node` needs several
+    nodes of several ranks. An algorithm with `through_memory` needs ranks that share memory. A
+    static exchange needs a capacity.
 
     Raises:
         ValueError: the ranks do not divide over the nodes.

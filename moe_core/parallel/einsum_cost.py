@@ -14,9 +14,9 @@ def einsum_layer_time(
 ) -> LayerTime:
     """Predicted seconds of one layer in GShard's einsum form, with a linear all-to-all.
 
-    It is the baseline that fairseq computes and `moe_core.use_einsum` measures. Beside what the
-    layer by rows moves, dispatch and combine are products with a mask [T, E C]. Masks themselves
-    are left out.
+    fairseq uses this form as its baseline, and `moe_core.use_einsum` computes it. In addition to
+    the memory traffic of the engine's form, dispatch and combine are products with a mask
+    [T, E C]. The time to compute the masks is neglected.
 
     Raises:
         ValueError: as `volume`; or fewer experts than ranks.
@@ -30,7 +30,7 @@ def einsum_layer_time(
     buffers = replace(buffers, counts_first=False)
     strategy = ParallelStrategy(1, 1, "linear", ranks_per_node)
     time = layer_time(machine, buffers, group_size, strategy)
-    # A backward pass has three: the gradients of tokens, of buffers and of the combine weights.
+    # A backward pass has three products: the gradients of tokens, buffers and combine weights.
     products = 2
     if shape.training:
         products = 5

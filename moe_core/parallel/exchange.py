@@ -1,11 +1,12 @@
-"""The ways in which tokens and the experts of a group of ranks meet.
+"""Exchanges: how the tokens of a group of ranks are processed by the experts of the group.
 
 - `Local`: all experts are in this process.
-- `GatheredWeights`: tokens stay, the weights of all experts are gathered (r = 0).
+- `GatheredWeights`: the weights of all experts are gathered; tokens stay on their rank (r = 0).
 - `Exchanged`: rows are sent to the ranks of their experts, and the results back (r >= 1).
-- `StaticExchange`: so are rows, but equally many for each expert.
+- `StaticExchange`: as `Exchanged`, but with equally many rows for each expert.
 
-A call has two steps: the ranks agree on what limits the plan, then the tokens pass the experts.
+A call has two steps. First the ranks agree on the capacity (`agree`). Then the experts process the
+tokens (`__call__`).
 """
 
 # T tokens, W ranks, E experts, E_l experts of a rank, K top-k, N kept rows here, R rows received, M
@@ -36,12 +37,13 @@ from moe_core.parallel.strategy import ParallelStrategy
 
 
 class Agreement(NamedTuple):
-    """What the ranks have told each other before tokens are dropped.
+    """The result of the communication before tokens are dropped.
 
     Attributes:
-        capacity: most rows of one rank for one expert, for `make_plan`; None: no limit.
-        messages: the choices of experts that the ranks told each other; None where they exchange
-            none, or exchange the rows of the plan instead.
+        capacity: the largest number of rows of one rank for one expert, for `make_plan`; None: no
+            limit.
+        messages: the exchanged numbers of choices; None if the ranks exchange no numbers, or
+            exchange the numbers of the plan's rows later.
     """
 
     capacity: int | Tensor | None
@@ -49,26 +51,29 @@ class Agreement(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """The tables of messages that the ranks exchange before the rows, on the device.
+    """The messages that the ranks exchange before the rows, as tables on the device.
 
-    A message has n = E_l + 2 columns: rows for each expert of its receiver before the capacity
-    limits them, the receiver's place among the ranks that share an expert's rows, and the sender's
-    T.
+    A message has n = E_l + 2 columns: the rows for each expert of the receiver, before the capacity
+    limits them; the receiver's index among the sharers of an expert's rows (`ChunkLayout.sharers`);
+    and T of the sender.
     """
 
     sent: Tensor  # [W, n] to every rank
     received: Tensor  # [W, n] from every rank
-    relayed: Tensor | None  # [..., n] that passed through this rank, each a copy of a message
-    capacity: Tensor | None  # scalar; None: rows are not limited any more
-    on_host: Callable[[], list[Tensor]]  # waits for the tables that are not None
+    relayed: Tensor | None  # [..., n] copies of messages that this rank relayed; None: none
+    capacity: Tensor | None  # scalar; None: the capacity does not limit the rows
+    on_host: Callable[[], list[Tensor]]  # waits, and returns the tables that are not None
 
 
 class Exchange(ABC):
-    """Takes tokens to the experts and their results back. Immutable: copies of a layer share it."""
+    """Brings tokens to the experts and the results back.
+
+    It is immutable, so copies of a layer share it.
+    """
 
     @abstractmethod
     def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
-        """The capacity that follows from the group's largest number of tokens.
+        """Compute the capacity from the largest number of tokens of a rank.
 
         Args:
             expert_ids: [T, K].
@@ -93,8 +98,8 @@ def make_exchange(config: MoEConfig, group: ExpertGroup, strategy: ParallelStrat
     """The exchange of a strategy.
 
     Raises:
-        ValueError: r or ranks_per_node that does not fit the group; on all ranks, before any
-            collective but the comparison of nodes.
+        ValueError: r or ranks_per_node does not fit the group. It is raised on all ranks, before
+            any collective except the comparison of nodes.
     """
     strategy.check(config.num_experts, group.size)
     row_exchange = RowExchange(group, strategy.all_to_all, strategy.ranks_per_node)
@@ -108,13 +113,13 @@ def make_exchange(config: MoEConfig, group: ExpertGroup, strategy: ParallelStrat
 
 
 class Local(Exchange):
-    """No rank but this one takes part."""
+    """All experts are in this process, so there is no communication."""
 
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
 
     def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
-        num_tokens = expert_ids.shape[0]  # len would fix it in torch.export
+        num_tokens = expert_ids.shape[0]  # with len it would be a constant in torch.export
         num_experts = self.config.num_experts
         return Agreement(expert_capacity(num_tokens, num_experts, top_k, capacity_factor))
 
@@ -136,12 +141,12 @@ class Local(Exchange):
     def _weights(
         self, experts: Experts, dtype: torch.dtype
     ) -> Callable[[], ComputedWeights] | None:
-        """Reads what to compute with, within the experts' call; None: their own weights."""
+        """A function that the experts call for the weights to use; None: their own weights."""
         return None
 
 
 class GatheredWeights(Local):
-    """Every rank gathers the weights of all experts; no row leaves it."""
+    """Every rank gathers the weights of all experts. No rows are sent."""
 
     def __init__(self, config: MoEConfig, row_exchange: RowExchange) -> None:
         super().__init__(config)
@@ -179,10 +184,11 @@ class Chunk(NamedTuple):
 class Exchanged(Exchange):
     """Rows are sent to the ranks of their experts, in chunks that overlap with the experts' work.
 
-    The ranks tell each other how many choices they have for each expert, and how many tokens. From
-    that every rank computes the capacity and the rows that it will receive. Their numbers are read
-    back to the host, once; this is the only wait for the device. Where the plan does not follow
-    from the capacity alone (round_to), the rows of the plan are told instead.
+    The ranks tell each other the number of their choices for each expert, and their number of
+    tokens. From these, every rank computes the capacity and the numbers of rows to send and to
+    receive. The host reads these numbers once, which is the only wait for the device. With token
+    rounding (round_to) the plan depends on more than the capacity, so the ranks tell each other the
+    numbers of the plan's rows instead.
     """
 
     def __init__(
@@ -222,7 +228,10 @@ class Exchanged(Exchange):
     def _exchange_messages(
         self, counts: Tensor, num_tokens: int, top_k: int = 1, capacity_factor: float = 0.0
     ) -> Messages:
-        """Tell every rank the counts [E] of rows for its experts, which the capacity may limit."""
+        """Tell every rank the number of rows for its experts, from `counts` [E].
+
+        The capacity limits the rows later; with the default arguments there is no limit.
+        """
         by_rank = self.layout.by_rank(counts)  # [W, E_l]
         sent = F.pad(by_rank, (0, 2), value=num_tokens)  # [W, E_l + 2]
         sent[:, -2] = self.layout.sharers(counts.device)
@@ -234,7 +243,7 @@ class Exchanged(Exchange):
         return Messages(sent, received, relayed, capacity, start_host_copy(tables))
 
     def _chunks(self, messages: Messages) -> list[Chunk]:
-        """How many rows each chunk sends and receives."""
+        """The numbers of rows that each chunk sends and receives."""
         tables = messages.on_host()
         capacity = None
         if messages.capacity is not None:
@@ -249,7 +258,7 @@ class Exchanged(Exchange):
         return chunks
 
     def _chunk_sizes(self, messages: Tensor, capacity: Tensor | None) -> Tensor:
-        """messages [..., n] -> the rows [..., E_l, d] that they announce."""
+        """messages [..., n] -> the numbers of rows [..., E_l, d] after the capacity limit."""
         counts = messages[..., :-2]
         if capacity is not None:
             counts = torch.minimum(counts, capacity)
@@ -258,11 +267,11 @@ class Exchanged(Exchange):
     def _expert_function(
         self, experts: nn.Module, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """From received rows [R, M] by (source, expert), and their counts [W, E_l], to the results
-        in the same order."""
+        """A function from received rows [R, M], sorted by (source, expert), and their counts
+        [W, E_l] to the experts' results in the same order."""
         if not isinstance(experts, Experts):
             return partial(_apply_to_received, experts, self.config.kernels)
-        # cached: weights are gathered once, however many chunks are computed with them
+        # Cached, so that weights are gathered once for all chunks.
         weights = functools.cache(
             partial(gather_weights, experts, self.group, self.strategy.r, dtype)
         )
@@ -278,7 +287,7 @@ class Exchanged(Exchange):
     def _through_experts(
         self, rows: Tensor, chunks: list[Chunk], experts: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """rows [r N, M] in the order of sending -> the experts' results, likewise."""
+        """rows [r N, M] in the order of sending -> the experts' results in the same order."""
         dispatches = [PendingExchange(self.row_exchange, chunk.rows) for chunk in chunks]
         returns = [PendingExchange(self.row_exchange, chunk.rows, back=True) for chunk in chunks]
         rows_of_chunks = rows.split([int(chunk.rows.send.sum()) for chunk in chunks])
@@ -297,14 +306,14 @@ class Exchanged(Exchange):
 
 
 class StaticExchange(Exchanged):
-    """Rows are sent to the ranks of their experts, for each expert as many as its capacity C.
+    """Each rank sends exactly C rows, the capacity, for each expert to the expert's rank.
 
-    Places that no choice takes hold zeros; their results are not read. All numbers of rows follow
-    from C, so the ranks exchange no counts. They agree on C unless the caller promises equal
-    numbers of tokens (`moe_core.equal_tokens`).
+    Unused rows hold zeros, and their results are not read. All numbers of rows follow from C, so
+    the ranks exchange no counts. They agree on C by a collective, unless the caller guarantees
+    equal numbers of tokens (`moe_core.equal_tokens`).
 
-    Source: GShard, arXiv 2006.16668; the layout (E_l, W C, M) of what arrives: arXiv 2206.03382,
-    section 3.3.
+    Source: GShard, arXiv 2006.16668. Source of the layout (E_l, W C, M) of received rows: arXiv
+    2206.03382, section 3.3.
     """
 
     def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
@@ -326,7 +335,8 @@ class StaticExchange(Exchanged):
         places = self.layout.places(plan, capacity)
         if len(tokens) > 0:
             rows = dispatch(tokens, places.padded, kernels)  # [E C, M]
-            # A value that is not finite would make the experts' gradients so: 0 * inf is NaN.
+            # Otherwise a value that is not finite would reach the experts' gradients: 0 * inf is
+            # NaN.
             rows = rows.masked_fill(~places.is_taken.unsqueeze(1), 0)
         else:  # there is no token to copy
             num_places = len(places.padded.choices)
@@ -337,7 +347,7 @@ class StaticExchange(Exchanged):
         return combine(rows, gates, plan, kernels)
 
     def _static_chunks(self, capacity: int, device: torch.device) -> list[Chunk]:
-        """Equally many rows between any two ranks."""
+        """The chunks of a static exchange, with equally many rows between any two ranks."""
         num_ranks = self.group.size
         experts_per_rank = self.config.num_experts // num_ranks
         chunks = []
@@ -349,10 +359,10 @@ class StaticExchange(Exchanged):
 
 
 def apply_experts(experts: nn.Module, rows: Tensor, offsets: Tensor) -> Tensor:
-    """`experts(rows, offsets)` of an experts module of the user's.
+    """Call a custom experts module: `experts(rows, offsets)`.
 
     Raises:
-        ValueError: it returns another shape than the rows'.
+        ValueError: the shape of the result differs from that of the rows.
     """
     out = experts(rows, offsets)
     if out.shape != rows.shape:
@@ -363,13 +373,13 @@ def apply_experts(experts: nn.Module, rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def try_experts(experts: nn.Module, rows: Tensor) -> None:
-    """Try an experts module of the user's on one row for each expert: rows [E_l, M].
+    """Try a custom experts module on one row for each expert: rows [E_l, M].
 
     Raises:
         ValueError: as `apply_experts`.
     """
     training = [module for module in experts.modules() if module.training]
-    experts.eval()  # batch statistics, for example, must not include these rows
+    experts.eval()  # these rows must not change batch statistics, for example
     with torch.no_grad(), torch.random.fork_rng([rows.device] if rows.is_cuda else []):
         offsets = torch.arange(1, len(rows) + 1, dtype=torch.int32, device=rows.device)
         apply_experts(experts, rows, offsets)
@@ -378,7 +388,7 @@ def try_experts(experts: nn.Module, rows: Tensor) -> None:
 
 
 def _apply_to_received(experts: nn.Module, kernels: str, rows: Tensor, counts: Tensor) -> Tensor:
-    """An experts module of the user's on received rows [R, M] by (source, expert)."""
+    """Apply a custom experts module to received rows [R, M], sorted by (source, expert)."""
     if counts.shape[1] == 1:
         return apply_experts(experts, rows, _offsets(counts))
     plan = plan_received(counts, len(rows))
@@ -387,7 +397,7 @@ def _apply_to_received(experts: nn.Module, kernels: str, rows: Tensor, counts: T
 
 
 def _offsets(counts: Tensor) -> Tensor:
-    """counts [W, E_l] -> where each expert's rows end, sorted by expert [E_l]."""
+    """counts [W, E_l] -> the end of each expert's rows [E_l] when rows are sorted by expert."""
     return counts.sum(0).cumsum(0).int()
 
 

@@ -1,4 +1,4 @@
-"""Gathers expert weights from other ranks: all experts for r = 0, the parts of one where E < W."""
+"""Gathers expert weights from other ranks: all experts (r = 0) or parts of one expert (E < W)."""
 
 # W ranks, E experts, M model dim
 
@@ -20,15 +20,16 @@ def gather_weights(
     dtype: torch.dtype,
     owners: RankSubset | None = None,
 ) -> ComputedWeights:
-    """What this rank computes with under strategy r, in `dtype`. Gradients return to the owners,
-    summed over the ranks.
+    """The weights that this rank computes with under strategy r, in `dtype`.
 
-    r = 0: all experts. Otherwise this rank's own; where s ranks share one, the 1/r of its hidden
-    dim that s/r of them hold. The output bias is cut likewise, along M, and 0 elsewhere, so that
-    the r partial results add up to the expert's.
+    With r = 0 these are the weights of all experts, otherwise those of this rank's experts. If s
+    ranks share an expert, each rank gathers 1/r of the hidden dim from s/r ranks. The output bias
+    is 0 outside of the corresponding 1/r of M, so the sum of the r partial results is the expert's
+    result. Gradients are summed over the ranks and returned to the owners.
 
     Args:
-        owners: the ranks that gather each other's weights, and how; None: by torch.distributed.
+        owners: the ranks that gather each other's weights, with their collectives. None: ranks of
+            `group` that use torch.distributed.
     """
     config, shard = experts.config, experts.shard
     num_gathered = group.size if r == 0 else shard.num_parts // r
@@ -56,23 +57,27 @@ def gather_weights(
 
 
 def join(gathered: Tensor, part: Tensor, num_experts: int) -> Tensor:
-    """A parameter of several ranks [ranks * n, ...], gathered from parts [n, ...] -> that of their
+    """gathered [ranks * n, ...], the joined parts [n, ...] of a parameter -> the parameter of their
     experts [num_experts, ...]."""
     return gathered.view(num_experts, -1, *part.shape[2:])
 
 
 @torch.no_grad()
 def join_parts(tensor: Tensor, shard: ExpertShard, group: ExpertGroup) -> Tensor:
-    """This rank's part [1, n, ...] of an expert that several ranks share -> the expert's tensor, on
-    each of them; where no ranks share one, `tensor`."""
+    """This rank's part [1, n, ...] of a shared expert -> the whole tensor, on each of its ranks.
+
+    If ranks do not share experts, the result is `tensor`.
+    """
     if shard.num_parts == 1:
         return tensor
     return join(_gather(tensor, group.owners(shard.num_parts)), tensor, 1)
 
 
 class _Gather(torch.autograd.Function):
-    """parameter [n, ...] of every owner -> [ranks * n, ...] in `dtype`; gradients are summed in the
-    parameter's own dtype."""
+    """parameter [n, ...] of every owner -> [ranks * n, ...] in `dtype`.
+
+    Gradients are summed in the dtype of the parameter.
+    """
 
     @staticmethod
     def forward(ctx, parameter, owners, dtype):

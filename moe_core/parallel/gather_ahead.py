@@ -1,6 +1,7 @@
 """Gathers all expert weights (r = 0) on the communication stream, one layer ahead of their use.
 
-In the backward pass the sums of gradients travel beside the work of the layers before.
+In the backward pass the reduction of a layer's gradients overlaps with the backward pass of the
+previous layer.
 """
 
 # W ranks, E experts
@@ -20,7 +21,7 @@ from moe_core.precision import expert_dtype
 
 
 class GatherAhead:
-    """The weights of the next layer on their way, for one forward pass.
+    """Starts the gather of the next layer's weights, for one forward pass.
 
     Args:
         layers: the experts of the layers with r = 0, in the order of the pass.
@@ -28,13 +29,15 @@ class GatherAhead:
 
     def __init__(self, layers: Sequence[Experts], group: ExpertGroup) -> None:
         self._group = group
-        self._waiting = list(layers)  # not begun
+        self._waiting = list(layers)  # layers whose gather has not started
         self._pending: dict[Experts, PendingWeights] = {}
         self._begin_next()
 
     def take(self, experts: Experts, dtype: torch.dtype) -> ExpertWeights | None:
-        """The gathered weights of `experts`; None where none are on their way in that dtype. The
-        next layer's weights begin their way before this layer's are waited for."""
+        """The gathered weights of `experts`; None if no gather was started, or in another dtype.
+
+        The gather of the next layer's weights starts before this call waits.
+        """
         pending = self._pending.pop(experts, None)
         if pending is None:
             return None
@@ -52,7 +55,7 @@ class GatherAhead:
 
 @contextmanager
 def weights_ahead(layers: Sequence[Experts], group: ExpertGroup) -> Iterator[None]:
-    """Context for one forward pass, in which `layers` are called once each, in their order."""
+    """Context for one forward pass, in which each of `layers` is called once, in this order."""
     group.take_gathered = GatherAhead(layers, group).take
     try:
         yield
@@ -61,10 +64,11 @@ def weights_ahead(layers: Sequence[Experts], group: ExpertGroup) -> Iterator[Non
 
 
 class PendingWeights:
-    """The weights of a layer on their way from all ranks; their gradients return likewise.
+    """An asynchronous gather of a layer's weights from all ranks.
 
-    Two autograd nodes, one at either end. The backward pass runs the latest node first: it waits
-    for the sums of gradients after the work between the two nodes.
+    It consists of two autograd nodes: one starts the gather, the other waits for it. The backward
+    pass runs the latest node first. So it starts the reduction of the gradients at the second node,
+    and waits for it at the first, after the work between the two nodes.
     """
 
     def __init__(self, experts: Experts, group: ExpertGroup) -> None:
@@ -92,7 +96,7 @@ class PendingWeights:
         self._submit(run, self._parameters)
 
     def start_reduce_scatter(self, gradients: Sequence[Tensor]) -> None:
-        """gradients: of the gathered weights [E, ...]."""
+        """Start the reduction of the gradients of the gathered weights [E, ...]."""
 
         def run(*gradients: Tensor) -> tuple[Tensor, ...]:
             sums = []

@@ -1,5 +1,4 @@
-"""The ranks that share a layer's experts, and the subsets of them that strategies exchange
-among."""
+"""The group of ranks that own a layer's experts, and its subsets for strategies."""
 
 # W ranks of the group, g ranks per node, N nodes
 
@@ -24,14 +23,14 @@ NodeGroups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 
 @dataclass(frozen=True)
 class StrategyGroups:
-    """Process groups of this rank, beside the expert group's own.
+    """Process groups of this rank, in addition to the process group of the expert group.
 
     Attributes:
-        exchange: all ranks of the expert group once more. This one and `nodes` are for work on the
-            communication stream.
-        nodes: by ranks per node: the ranks of this rank's node, and the ranks with its place in
-            each node.
-        owners: by size: so many consecutive ranks, which gather each other's weights.
+        exchange: another process group of all ranks of the expert group. `exchange` and `nodes` are
+            for work on the communication stream.
+        nodes: by ranks per node: the ranks of this rank's node, and the ranks with the same local
+            rank on each node.
+        owners: by size: this many consecutive ranks, which gather each other's weights.
     """
 
     exchange: dist.ProcessGroup | None
@@ -40,35 +39,34 @@ class StrategyGroups:
 
 
 class ExpertGroup:
-    """A process group over which experts are spread, and optionally the group of this rank's
-    replicas.
+    """The ranks that share the experts of a layer, and optionally the replicas of this rank.
 
-    `make_expert_groups` makes one, with all process groups that strategies use; every rank of the
-    world calls it. An ExpertGroup of your own process group needs the members of that alone, and
-    makes no other. Its results are the same, and everything it sends goes over that process group,
-    in the order of the calls:
+    `make_expert_groups` creates an ExpertGroup with all process groups that strategies use. Every
+    rank of the world must call it. An ExpertGroup can also be created from an existing process
+    group, by its members only. It then creates no process groups and uses the given one for all
+    communication, in the order of the calls. Results are the same, with two differences:
 
     - Exchanges do not overlap with work.
-    - A 2DH exchange and the weights of an expert that several ranks share go through all-to-alls
-      over all its ranks.
+    - A 2DH exchange, and the gather of a shared expert's weights, use an all-to-all over all ranks.
 
-    Layers that are given the same ExpertGroup share what their strategies set up. Copies of a model
-    (an averaged one, say) share it: a process group cannot be copied. Operations wait for other
-    ranks as long as their process group's timeout says.
+    Layers with the same ExpertGroup share process groups, shared memory and the tuner. Copies of a
+    model, for example an averaged model, use the same ExpertGroup, because a process group cannot
+    be copied. Operations wait for other ranks until the timeout of their process group.
 
     Args:
-        process_group: None is a group of one, which needs no torch.distributed.
+        process_group: None: a group of one rank, which needs no torch.distributed.
         replicas: the ranks that own the same experts as this one, in other expert groups; None:
-            there are none.
-        ranks_per_node: consecutive ranks of the group that share a node; None: as torchrun says.
-        strategy_groups: what `make_expert_groups` made for the strategies; None: they share
-            `process_group`.
-        timeout: of waits outside of `process_group`, which has its own: those of shared memory.
+            there are no replicas.
+        ranks_per_node: the number of consecutive ranks of the group that share a node; None: the
+            value that torchrun sets.
+        strategy_groups: the process groups that `make_expert_groups` created for strategies; None:
+            strategies use `process_group`.
+        timeout: the timeout of waits in shared memory. Other waits use that of `process_group`.
 
     Attributes:
         ranks: the collectives of this group.
-        replicas: the collectives of the replicas; of one rank where there are none.
-        comm_stream: runs exchanges beside the experts' work.
+        replicas: the collectives of the replicas (of one rank if there are none).
+        comm_stream: runs exchanges concurrently with the experts' work.
 
     Raises:
         ValueError: ranks_per_node does not divide the group; this process is not a member of the
@@ -103,8 +101,8 @@ class ExpertGroup:
         self._cached_local_world_sizes: list[int] | None = None
         self._strategy_groups = strategy_groups or StrategyGroups(process_group, {}, {})
         self.comm_stream = CommStream(concurrent=strategy_groups is not None)
-        self.has_equal_tokens = False  # what `equal_tokens` promises
-        # what `gather_ahead` sets: GatherAhead.take
+        self.has_equal_tokens = False  # set by `equal_tokens`
+        # `gather_ahead` sets it to GatherAhead.take
         self.take_gathered: Callable | None = None
 
     @classmethod
@@ -120,7 +118,7 @@ class ExpertGroup:
         return f"expert group of ranks {self._global_ranks}"
 
     def sum(self, values: Tensor) -> Tensor:
-        """The differentiable sum of `values` over the group and its replicas: over all
+        """The differentiable sum of `values` over the group and its replicas, that is, over all
         data-parallel ranks."""
         for ranks in (self.ranks, self.replicas):
             if ranks.size > 1:
@@ -129,8 +127,10 @@ class ExpertGroup:
 
     @torch.no_grad()
     def copy_to_replicas(self, module: nn.Module) -> None:
-        """Copy the parameters of the first replica's `module` to the others, as
-        DistributedDataParallel does with shared parameters. Collective."""
+        """Copy the parameters of `module` from the first replica to the others.
+
+        DistributedDataParallel does the same with shared parameters. This is a collective.
+        """
         if self.num_replicas == 1:
             return
         for parameter in module.parameters():
@@ -140,16 +140,17 @@ class ExpertGroup:
                 parameter.copy_(value)
 
     def most_tokens(self, num_tokens: int, device: torch.device) -> int:
-        """The largest number of tokens that a rank has in this call of a layer.
+        """The largest number of tokens of a rank in this call of a layer.
 
-        A collective, whose result the host waits for, unless the caller promises equal numbers.
+        This is a collective, and the host waits for its result. Within `moe_core.equal_tokens` it
+        returns `num_tokens` without communication.
         """
         if self.has_equal_tokens:
             return num_tokens
         return self.ranks.max(num_tokens, device)
 
-    # The subsets that the group is cut into. The first three are for work on the communication
-    # stream, the last for work beside it.
+    # The subsets of the group. The first three are for work on the communication stream, the last
+    # is for the caller's stream or thread.
 
     def all_ranks(self) -> RankSubset:
         return RankSubset(self, range(self.size), self._strategy_groups.exchange)
@@ -160,13 +161,13 @@ class ExpertGroup:
         return RankSubset(self, self._block(ranks_per_node), process_group)
 
     def between_nodes(self, ranks_per_node: int) -> RankSubset:
-        """The rank of each node that has this one's place in it."""
+        """The ranks with the same local rank as this one, one on each node."""
         process_group = self._node_groups(ranks_per_node)[1]
         members = range(self.rank % ranks_per_node, self.size, ranks_per_node)
         return RankSubset(self, members, process_group)
 
     def owners(self, size: int) -> RankSubset:
-        """This rank and those beside it, `size` in all, that gather each other's weights."""
+        """The `size` consecutive ranks, including this one, that gather each other's weights."""
         process_group = self._strategy_groups.owners.get(size, self.process_group)
         return RankSubset(self, self._block(size), process_group)
 
@@ -179,12 +180,14 @@ class ExpertGroup:
         return range(first, first + size)
 
     def ranks_per_node(self, given: int | None = None) -> int:
-        """`given`, or what the group was given, or as torchrun's variables say.
+        """The number of ranks of the group on each node.
+
+        This is `given`, or else the group's own value, or else the value that torchrun sets. In the
+        last case the first call is a collective that compares the values of all ranks.
 
         Raises:
-            ValueError: it does not divide the group; nothing is known; the group takes unequal
-                parts of its nodes. Without a given value the ranks compare theirs first, so that
-                all of them raise.
+            ValueError: the value does not divide the group; no value is known; or the group has
+                different numbers of ranks on its nodes. It is raised on all ranks.
         """
         if given is not None:
             return check_ranks_per_node(given, self.size)
@@ -198,7 +201,7 @@ class ExpertGroup:
         return ranks_on_each_node(self._global_ranks, sizes[0])
 
     def _local_world_sizes(self) -> list[int]:
-        """What torchrun told each rank of the group, 0 for nothing; asked once."""
+        """LOCAL_WORLD_SIZE of each rank of the group (0: not set). The ranks exchange it once."""
         if self._cached_local_world_sizes is None:
             sizes = torch.zeros(self.size, dtype=torch.long, device=self.ranks.device)
             sizes[self.rank] = local_world_size()
@@ -212,7 +215,7 @@ def _check_membership(process_group: dist.ProcessGroup | None, name: str) -> Non
         raise ValueError(f"this process is not in the {name} group that it was given")
 
 
-# Compiled by torch 2.11, the gradient is 0: https://github.com/pytorch/pytorch/issues/180642
+# torch 2.11 compiles it to a gradient of 0: https://github.com/pytorch/pytorch/issues/180642
 @torch.compiler.disable
 def _summed(values: Tensor, ranks: Ranks) -> Tensor:
     return _AllReduce.apply(values, ranks)
@@ -232,8 +235,12 @@ class _AllReduce(torch.autograd.Function):
 
 
 def ranks_on_each_node(ranks: Sequence[int], local_world_size: int) -> int:
-    """How many of an expert group's `ranks` lie on each node, where so many ranks of the world
-    do."""
+    """The number of an expert group's `ranks` on each node.
+
+    Args:
+        ranks: ranks of the world.
+        local_world_size: the number of ranks of the world on each node.
+    """
     nodes = [rank // local_world_size for rank in ranks]
     per_node = nodes.count(nodes[0])
     if nodes != [node for node in dict.fromkeys(nodes) for _ in range(per_node)]:
@@ -245,7 +252,7 @@ def ranks_on_each_node(ranks: Sequence[int], local_world_size: int) -> int:
 
 
 def local_world_size() -> int:
-    """The ranks of this node as torchrun says; 0: it says nothing."""
+    """The number of ranks on this node, as set by torchrun; 0: not set."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
     if value.isdigit():
         return int(value)

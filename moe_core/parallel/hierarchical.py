@@ -1,14 +1,14 @@
 """The two-dimensional hierarchical (2DH) all-to-all: inside the nodes, then between them.
 
-With g ranks on each of N nodes; rank (a, j) is local rank j of node a:
+There are g ranks on each of N nodes. Rank (a, j) is local rank j of node a.
 
-1. Order the rows by (local rank, node) of their destination.
-2. All-to-all inside the node, g - 1 messages: local rank j collects what this node sends to the
-   local rank j of any node.
-3. Order what arrived by (node of the destination, local rank of the source).
+1. Sort the rows by (local rank, node) of their destination.
+2. All-to-all inside the node, g - 1 messages. Local rank j collects the rows that this node sends
+   to local rank j of any node.
+3. Sort the received rows by (node of the destination, local rank of the source).
 4. All-to-all between equal local ranks of the nodes, N - 1 messages.
 
-`send_back` takes the same steps in reverse, so that it needs no other counts.
+`send_back` performs the same steps in reverse, so it needs only the counts of `send`.
 
 Source: arXiv 2206.03382 (Tutel), section 3.4.
 """
@@ -29,7 +29,7 @@ class Hierarchical(AllToAll):
     """Sends fewer and larger messages than the linear all-to-all; most rows are sent twice.
 
     Raises:
-        ValueError: ranks_per_node that does not divide the group, or is not known.
+        ValueError: ranks_per_node does not divide the group, or is not known.
     """
 
     by_node = True
@@ -42,7 +42,7 @@ class Hierarchical(AllToAll):
         self.between = group.between_nodes(self.ranks_per_node)
 
     def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """The relayed rows are [g, N, n], from a local rank of this node to a node."""
+        """As AllToAll. Relayed counts are [g, N, n]: from a local rank of this node to a node."""
         received, relayed = run_steps(self.count_steps(), counts)
         return received, relayed
 
@@ -102,7 +102,7 @@ class Hierarchical(AllToAll):
         return [ExchangeStep(self.inside, inside), ExchangeStep(self.between, between)]
 
     def _tables(self, counts: RowCounts) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows sent and received [N, g] and relayed [g, N]."""
+        """The counts of rows sent [N, g], received [N, g] and relayed [g, N]."""
         assert counts.relayed is not None
         shape = (self.num_nodes, self.ranks_per_node)
         return counts.send.reshape(shape), counts.receive.reshape(shape), counts.relayed
@@ -118,7 +118,7 @@ class Hierarchical(AllToAll):
 
 
 def run_steps(steps: list[ExchangeStep], tensor: Tensor) -> tuple[Tensor, ...]:
-    """The result of the steps, one after the other on the caller's thread."""
+    """Run the steps one after the other on the caller's thread, and return the last result."""
     tensors: tuple[Tensor, ...] = (tensor,)
     for step in steps:
         tensors = step.run(*tensors)
@@ -126,7 +126,7 @@ def run_steps(steps: list[ExchangeStep], tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Blocks of rows in the order of `sizes` [A, B] (on the host), reordered as [B, A]."""
+    """Reorder blocks of rows from the order [A, B] to [B, A]; `sizes` [A, B] is on the host."""
     block = torch.arange(sizes.numel()).view(sizes.shape).T.flatten()  # in the new order
     new_sizes = sizes.flatten()[block]
     begin = sizes.flatten().cumsum(0) - sizes.flatten()

@@ -1,4 +1,4 @@
-"""Copies from a device to the host that do not stop the host at once."""
+"""Asynchronous copies from a device to the host."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def start_host_copy(tables: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Begin to copy integer tables of one dtype to the host, in one transfer.
+    """Start to copy integer tables of one dtype to the host, in one transfer.
 
     Returns:
-        A function that waits for them. On a CPU they are the tables themselves.
+        A function that waits and returns the copies. On a CPU it returns the tables themselves.
     """
     if not tables[0].is_cuda:
         return lambda: list(tables)

@@ -9,7 +9,7 @@ from moe_core.registry import register_all_to_all
 
 @register_all_to_all("linear")
 class Linear(AllToAll):
-    """Every rank sends a message of its own to every other rank."""
+    """Every rank sends one message to every other rank."""
 
     def send(self, rows: Tensor, counts: RowCounts) -> Tensor:
         return self.ranks.all_to_all(rows, counts.send, counts.receive)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Link:
-    """An exchange of m messages with n bytes in all takes `m latency + delay + n / bandwidth`
-    seconds.
+    """A link. An exchange of m messages with n bytes in total takes
+    `m latency + delay + n / bandwidth` seconds.
 
-    The rank and its network card handle messages in turn. On the wire, messages to different ranks
-    overlap, so an exchange waits for the delay once.
+    The rank and its network card handle messages one after the other. On the wire, messages to
+    different ranks overlap, so an exchange waits for the delay once.
     """
 
     latency: float  # seconds that one more message of an exchange costs a rank
@@ -18,7 +18,7 @@ class Link:
     delay: float = 0.0  # seconds on the wire; 0: part of the latency
 
     def seconds(self, messages: float, num_bytes: float, steps: float = 1) -> float:
-        """Seconds of `steps` exchanges in turn, which have so many messages and bytes in all."""
+        """Seconds of `steps` exchanges, one after the other. Messages and bytes are totals."""
         if messages == 0:
             steps = 0
         return messages * self.latency + steps * self.delay + num_bytes / self.bandwidth
@@ -67,18 +67,17 @@ class ExchangeCost:
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank of a cluster and its links to the ranks of its node (`intra`) and of others
-    (`inter`)."""
+    """One rank of a cluster, with links inside its node (`intra`) and between nodes (`inter`)."""
 
     name: str
     intra: Link
     inter: Link
     flops: float  # FLOP/s that large products reach in bf16 or fp16
-    flops_fp32: float  # the same in fp32: the router's, and the experts' without mixed precision
+    flops_fp32: float  # the same in fp32, for the router, and for experts without mixed precision
     memory_bandwidth: float  # bytes/s
     kernel_overhead: float  # seconds that the shortest kernel takes
     memory: float = math.inf  # bytes
-    # time of a reduce-scatter over that of an all-gather; gloo sums more than it returns
+    # time of a reduce-scatter divided by that of an all-gather; gloo sums more than it returns
     reduce_scatter: float = 1.0
 
     def slowed(self, factor: float) -> "Machine":

@@ -1,9 +1,9 @@
-"""Expert groups over the world, and all process groups that their strategies use.
+"""Creates expert groups over the world, and all process groups that their strategies use.
 
-The members of a process group could make it when they first need it, without the other ranks. But
-torch gives it a name that depends on how many process groups a rank has made before, and with NCCL
-it may split the world's communicator, which all ranks have to do together. So every rank makes
-every process group here, in the same order.
+Every rank creates every process group here, in the same order. The members of a process group could
+create it without the other ranks. But torch names a process group by the number of groups that the
+rank has created before. With NCCL, the creation may also split the world's communicator, which
+needs all ranks.
 """
 
 # W ranks of an expert group, g ranks per node
@@ -27,13 +27,15 @@ from moe_core.ranks import CollectiveError, device_of
 def make_expert_groups(
     expert_parallel_size: int, timeout: timedelta | None = None, ranks_per_node: int | None = None
 ) -> ExpertGroup:
-    """Cut the world (the default group) into expert groups of consecutive ranks; ranks that own the
-    same experts are replicas. Every rank of the world calls this, and it is the only one that has
-    to.
+    """Divide the world (the default group) into expert groups of consecutive ranks.
+
+    Ranks that own the same experts are replicas. Every rank of the world must call this. No other
+    function that sets up expert parallelism has to be called by all ranks of the world.
 
     Args:
-        timeout: of all process groups made for experts; None: torch's default.
-        ranks_per_node: in one expert group; None: as torchrun says.
+        expert_parallel_size: the number of ranks of an expert group.
+        timeout: the timeout of all process groups that are created; None: torch's default.
+        ranks_per_node: ranks of one expert group on each node; None: the value that torchrun sets.
 
     Raises:
         ValueError: the size does not divide the world's; ranks_per_node does not divide the size.
@@ -74,7 +76,7 @@ def _make(
 def _make_strategy_groups(
     groups: list[list[int]], timeout: timedelta | None, ranks_per_node: int | None
 ) -> StrategyGroups:
-    """`ranks_per_node`: of 2DH; None: unknown."""
+    """The process groups of strategies. `ranks_per_node` is for 2DH; None: unknown."""
     size = len(groups[0])
     exchange = _subgroup(groups, timeout, "exchange")
     nodes = {}
@@ -92,9 +94,9 @@ def _make_strategy_groups(
 def _subgroup(
     partition: Sequence[list[int]], timeout: timedelta | None, purpose: str
 ) -> dist.ProcessGroup:
-    """The process group of this rank, of those into which `partition` cuts the world.
+    """Create a process group for each part of the world, and return this rank's.
 
-    NCCL's watchdog prints the description when a collective times out.
+    The description contains `purpose`. NCCL's watchdog prints it when a collective times out.
     """
     rank = dist.get_rank()
     subgroup = None
@@ -119,7 +121,7 @@ def _ranks_name(ranks: list[int]) -> str:
 
 
 def _blocks(groups: list[list[int]], size: int) -> list[list[int]]:
-    """Every group cut into blocks of consecutive ranks."""
+    """Divide every group into blocks of `size` consecutive ranks."""
     blocks = []
     for group in groups:
         for first in range(0, len(group), size):
@@ -128,18 +130,20 @@ def _blocks(groups: list[list[int]], size: int) -> list[list[int]]:
 
 
 def _strides(groups: list[list[int]], step: int) -> list[list[int]]:
-    """Every group cut into ranks with the same place in their block of `step`."""
+    """Divide every group into subsets of ranks at distance `step`."""
     return [group[first::step] for group in groups for first in range(step)]
 
 
 def _common_ranks_per_node(
     groups: list[list[int]], experts: dist.ProcessGroup, replicas: dist.ProcessGroup | None
 ) -> int | None:
-    """How many ranks of an expert group share a node, where torchrun says so and all expert groups
-    are alike."""
+    """The number of ranks of an expert group that share a node.
+
+    None if torchrun does not set it, or if the expert groups differ.
+    """
     size = local_world_size()
     bounds = torch.tensor([size, -size], device=device_of(experts))
-    for process_group in (experts, replicas):  # one after the other: over the world
+    for process_group in (experts, replicas):  # together these cover the world
         if process_group is not None:
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=process_group)
     largest, smallest = int(bounds[0]), -int(bounds[1])
@@ -147,7 +151,7 @@ def _common_ranks_per_node(
         return None
     try:
         shapes = {ranks_on_each_node(ranks, largest) for ranks in groups}
-    except ValueError:  # raised again when 2DH is asked for
+    except ValueError:  # raised again when 2DH is used
         return None
     if len(shapes) == 1:
         return shapes.pop()

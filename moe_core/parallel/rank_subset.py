@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class RankSubset:
-    """A subset of the ranks of an expert group. The group is partitioned into subsets, which
-    communicate at the same time.
+    """A subset of the ranks of an expert group, and its collectives.
 
-    A subset has its own process group, or it uses that of the expert group. In the second case
-    every collective is an all-to-all over the expert group that sends no rows to ranks outside the
+    The expert group is partitioned into subsets, which communicate at the same time. A subset has
+    its own process group, or it uses the process group of the expert group. In the second case
+    every collective is an all-to-all over the expert group, with no rows for ranks outside of the
     subset.
 
     Args:
         group: the expert group, to which `count_traffic` attributes the traffic.
-        members: ranks in the expert group, including this rank.
-        process_group: of the members, or of the expert group; None: one rank without
-            torch.distributed.
+        members: the members' ranks in the expert group, including this rank.
+        process_group: the process group of the members or of the expert group; None: one rank
+            without torch.distributed.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RankSubset:
         return gathered
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
-        """rows [P * n, ...] of each member -> the n of this member, summed over members."""
+        """rows [P * n, ...] of each member -> this member's [n, ...], summed over the members."""
         rows = rows.contiguous()
         num_rows = rows.shape[0] // self.size
         shape = (num_rows, *rows.shape[1:])

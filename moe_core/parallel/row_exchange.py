@@ -18,11 +18,11 @@ class RowExchange:
     """Runs an all-to-all algorithm on the communication stream of a group, in order.
 
     Args:
-        name: of the algorithm, as registered.
-        ranks_per_node: None: the group may know.
+        name: the registered name of the algorithm.
+        ranks_per_node: ranks of the group on each node; None: the group's value, if needed.
 
     Raises:
-        ValueError: a name that is not registered; a group that the algorithm refuses.
+        ValueError: the name is not registered, or the algorithm does not support the group.
     """
 
     def __init__(self, group: ExpertGroup, name: str, ranks_per_node: int | None = None) -> None:
@@ -31,13 +31,16 @@ class RowExchange:
         self.algorithm: AllToAll = ALL_TO_ALLS[name](group, ranks_per_node)
 
     def gathering_ranks(self) -> RankSubset:
-        """All ranks, with the collectives that gather weights."""
+        """All ranks of the group, with the collectives that gather weights."""
         if self.algorithm.through_memory:
             return self.algorithm.ranks
         return self.group.owners(self.group.size)
 
     def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor | None]:
-        """counts [W, n] for every rank -> [W, n] from every rank, and the relayed [..., n]."""
+        """counts [W, n] for every rank -> those [W, n] from every rank, and the relayed [..., n].
+
+        The relayed counts are None if this rank relays no rows.
+        """
 
         tables = self._wait(self._submit(self.algorithm.count_steps(), counts))
         received = tables[0]
@@ -52,11 +55,11 @@ class RowExchange:
         """Start sending rows [sum(send), M].
 
         Args:
-            back: rows [sum(receive), M] return to the ranks that they came from.
+            back: return rows [sum(receive), M] to the ranks that they came from.
 
         Returns:
-            A function that waits for the rows [sum(receive), M] ([sum(send), M] where they return).
-            It raises ValueError, with the algorithm's name, where another number arrives.
+            A function that waits for the rows [sum(receive), M] (with `back`, [sum(send), M]). It
+            raises ValueError, with the algorithm's name, if another number of rows arrives.
         """
         expected = counts.send if back else counts.receive
         shape = [int(expected.sum()), *rows.shape[1:]]
@@ -74,7 +77,7 @@ class RowExchange:
         return finish
 
     def _submit(self, steps: Sequence[ExchangeStep], tensor: Tensor) -> Wait:
-        """Begin the steps, each on the stream of its process group after the step before it."""
+        """Start the steps. Each runs on its process group's stream, after the previous step."""
         tensor = tensor.contiguous()
         run = steps[0].run
         wait = self.group.comm_stream.submit(
@@ -93,7 +96,7 @@ class RowExchange:
 
 
 def _after(wait: Wait, run: Work) -> Work:
-    """`run` on the results of an earlier step."""
+    """A function that waits for the results of the previous step and calls `run` on them."""
 
     def run_after(_: Tensor) -> tuple[Tensor, ...]:
         return run(*wait())
@@ -102,14 +105,14 @@ def _after(wait: Wait, run: Work) -> Work:
 
 
 class PendingExchange:
-    """The rows of one exchange on their way; their gradient is sent the opposite way.
+    """An asynchronous exchange of rows. The gradient is sent in the opposite direction.
 
-    `depart` and `arrive` are two autograd nodes, so that work can be done between them, and in the
-    backward pass too: autograd runs the latest node first, so every gradient that can depart does
-    so before the first one has to arrive.
+    `depart` and `arrive` are two autograd nodes. Work between them overlaps with the exchange, in
+    the backward pass too: autograd runs the latest node first, so every gradient departs before the
+    first one has to arrive.
 
     Args:
-        back: the rows return to the ranks that they came from.
+        back: whether the rows return to the ranks that they came from.
     """
 
     def __init__(self, exchange: RowExchange, counts: RowCounts, back: bool = False) -> None:
@@ -119,11 +122,11 @@ class PendingExchange:
         self._wait: Callable[[], Tensor] | None = None
 
     def depart(self, rows: Tensor) -> Tensor:
-        """Start sending the rows; returns a token [0] for `arrive`."""
+        """Start sending the rows. Returns an empty tensor, the argument of `arrive`."""
         return _Depart.apply(rows, self)
 
     def arrive(self, token: Tensor) -> Tensor:
-        """Wait for the rows of this rank."""
+        """Wait for the rows that this rank receives."""
         return _Arrive.apply(token, self)
 
     def start(self, rows: Tensor, gradient: bool = False) -> None:

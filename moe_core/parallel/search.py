@@ -1,4 +1,4 @@
-"""The search for one key: what it is about, what it has measured, and when it begins again."""
+"""The search for the fastest strategy of one key: its state, and when it starts again."""
 
 import statistics
 from collections import deque
@@ -10,19 +10,20 @@ from moe_core.parallel.cost_model import LayerShape
 from moe_core.parallel.strategy import ParallelStrategy
 from moe_core.parallel.trial import Trial
 
-# After each round a strategy stays if its median is within this factor of the best.
+# After each round a strategy is kept if its median is within this factor of the best median.
 KEPT_WITHIN = (1.6, 1.3, 1.2, 1.15, 1.1, 1.1, 1.1, 1.1)
-# A decided strategy has drifted if its time is this factor above or below that of its first window.
+# A drift is a time that differs by more than this factor from the time in the first window.
 DRIFT = 1.3
 SHORTEST_WINDOW = 8  # calls
-LONGEST_WINDOW = 64  # calls; the newest of them
-# A search that confirms the decision doubles the windows until a drift counts again, up to these.
+LONGEST_WINDOW = 64  # calls; of more calls, only the newest count
+# If a search confirms the decision, the number of windows before a drift counts again doubles, up
+# to this number.
 MOST_PATIENCE = 16
-NEIGHBOURS = 6  # that a new search tries, besides the decided strategy and the predicted one
+NEIGHBOURS = 6  # tried by a new search, with the decided strategy and the best prediction
 
 
 class Key(NamedTuple):
-    """All that a decision depends on, besides the machine."""
+    """Everything that a decision depends on, except the machine."""
 
     model_dim: int
     hidden_dim: int
@@ -31,10 +32,10 @@ class Key(NamedTuple):
     element_size: int  # bytes of a row's elements
     group_size: int
     ranks_per_node: int
-    built_in: bool  # whether the experts' weights may travel
-    bucket: int  # 2**bucket is the capacity's upper bound
-    training: bool = True  # forward and backward; False: forward alone
-    has_capacity: bool = False  # False: dropless, and the bucket is that of the mean load
+    built_in: bool  # whether the experts are the built-in ones, whose weights can be gathered
+    bucket: int  # 2**bucket is the upper bound of the capacity
+    training: bool = True  # forward and backward; False: only forward
+    has_capacity: bool = False  # False: dropless; the bucket is then that of the mean load
 
     def shape(self) -> LayerShape:
         rows = 2**self.bucket
@@ -66,7 +67,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Watch:
-    """Forward times of a decided strategy. A window is what comes between two checks."""
+    """Forward times of a decided strategy. The calls between two checks are a window."""
 
     patience: int = 1  # windows before a drift counts
     windows: int = 0
@@ -74,14 +75,21 @@ class Watch:
     trials: deque[Trial] = field(default_factory=lambda: deque(maxlen=LONGEST_WINDOW))
 
     def median(self) -> float | None:
-        """Seconds of a call in this window; None: too few calls. Does not wait for the device."""
+        """The median seconds of a call in this window; None if there are too few calls.
+
+        It does not wait for the device.
+        """
         seconds = [trial.seconds for trial in self.trials if trial.ready]
         if len(seconds) < SHORTEST_WINDOW:
             return None
         return statistics.median(seconds)
 
     def has_drifted(self, seconds: float) -> bool:
-        """End the window, whose calls took `seconds` on average over the ranks."""
+        """End the window, and return whether the strategy has drifted.
+
+        Args:
+            seconds: of a call in this window, averaged over the ranks.
+        """
         self.trials.clear()
         self.windows += 1
         if self.first is None:
@@ -95,7 +103,8 @@ class Search:
     """The state of the search for one key.
 
     Args:
-        predicted: seconds of the strategies to try; the first is used before any is measured.
+        predicted: the predicted seconds of the strategies to try. The first strategy is used until
+            one has been measured.
         previous: the decision before a drift; None in the first search.
     """
 
@@ -114,11 +123,11 @@ class Search:
         return statistics.median(self.seconds[strategy])
 
     def medians(self) -> dict[ParallelStrategy, float]:
-        """Seconds by strategy, of all that were measured."""
+        """The median seconds of each measured strategy."""
         return {strategy: self.median(strategy) for strategy in self.seconds}
 
     def best(self) -> ParallelStrategy:
-        """The fastest one measured, else the one predicted."""
+        """The decided strategy, or else the fastest one measured, or else the best prediction."""
         if self.decided is not None:
             return self.decided
         rivals = self.survivors or list(self.seconds) or [next(iter(self.predicted))]
@@ -127,7 +136,7 @@ class Search:
         return min(rivals, key=self.median)
 
     def loss(self, strategy: ParallelStrategy) -> float:
-        """Expected cost of one more trial over a call of the best strategy, in such calls."""
+        """The expected extra time of one more trial, in units of a call of the best strategy."""
         if not self.seconds:
             return 0.0
         if strategy in self.seconds:
@@ -135,7 +144,7 @@ class Search:
         return max(self.predicted[strategy] / self.predicted.get(self.best(), 1.0) - 1, 0.0)
 
     def next_patience(self) -> int:
-        """Of the watch after this search."""
+        """The patience of the watch after this search."""
         if self.decided != self.previous:
             return 1
         return min(2 * self.watch.patience, MOST_PATIENCE)
@@ -144,20 +153,22 @@ class Search:
 def neighbourhood(
     decided: ParallelStrategy, predicted: dict[ParallelStrategy, float]
 ) -> dict[ParallelStrategy, float]:
-    """What a new search tries: the decided strategy, those that differ in one property, best first,
-    and the best prediction.
+    """The strategies that a new search tries, with their predicted seconds.
+
+    These are the decided strategy, the best strategies that differ from it in one property, and
+    the best prediction.
 
     Args:
-        predicted: seconds of all candidates, best first.
+        predicted: the predicted seconds of all candidates, best first.
     """
     near = [strategy for strategy in predicted if _num_differences(strategy, decided) == 1]
     tried = [decided] + near[:NEIGHBOURS] + list(predicted)[:1]
-    slowest = max(predicted.values())  # for a loaded strategy that is no candidate here
+    slowest = max(predicted.values())  # for a loaded strategy that is not a candidate here
     return {strategy: predicted.get(strategy, slowest) for strategy in tried}
 
 
 def _num_differences(a: ParallelStrategy, b: ParallelStrategy) -> int:
-    """The number of properties in which two strategies differ. With r = 0 no other applies."""
+    """The number of properties in which two strategies differ. With r = 0 only r counts."""
     names: Sequence[str] = [f.name for f in fields(ParallelStrategy) if f.name != "ranks_per_node"]
     if a.r == 0 or b.r == 0:
         names = ["r"]

@@ -1,4 +1,4 @@
-"""How one call of a layer uses its expert group. All strategies compute the same result."""
+"""How the ranks of an expert group exchange data. All strategies compute the same result."""
 
 # W ranks of the group, E experts of the layer, s = W / E ranks that share an expert (E < W)
 
@@ -10,29 +10,31 @@ from moe_core.registry import ALL_TO_ALLS
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """A choice for each call. It moves no parameter and changes neither loss nor gradients.
+    """How the ranks exchange data in one call of a layer. It may differ in every call.
+
+    A strategy moves no parameter and changes neither the loss nor the gradients.
 
     Args:
-        r: what the ranks exchange. 0: the expert weights, by all-gather; tokens stay (data
-            parallel). With E >= W, 1: the tokens, which go to their experts (expert parallel). With
-            E < W, 1 or a divisor of s: every token goes to r ranks. Each of them computes 1/r of
-            the hidden dim, after it gathers weights from s/r neighbouring ranks (1: expert + data
+        r: 0: the expert weights are all-gathered, and tokens stay on their rank (data parallel).
+            With E >= W, 1: tokens are sent to their experts (expert parallel). With E < W, a
+            divisor of s: every token is sent to r ranks. Each of these computes 1/r of the hidden
+            dim, after it has gathered weights from s/r neighbouring ranks (1: expert + data
             parallel, s: expert + model parallel).
         pipeline_degree: the number of chunks of an exchange. One chunk is sent while the experts
             compute another.
         all_to_all: the name of an algorithm. "linear" sends a message to every rank. "2dh" sends
             inside the node first and then between nodes, in fewer and larger messages. "channels"
-            is for CPU processes, through memory that those of a node share and then between nodes,
-            and for a static exchange between the GPUs of one machine.
+            uses memory that the CPU processes of a node share, and messages between nodes. It also
+            supports a static exchange between the GPUs of one machine.
             `moe_core.register_all_to_all` adds others.
-        ranks_per_node: ranks of the group on each node; None: as torchrun sets it.
-        exchange: how many rows are sent. "counted": those that there are; the ranks first tell each
-            other how many, and wait for these numbers. "static": for each expert as many as its
-            capacity, the last of them empty, without counts and without waiting. It needs r = 1, at
-            least one expert for each rank, and a capacity.
+        ranks_per_node: ranks of the group on each node; None: the value that torchrun sets.
+        exchange: how many rows are sent. "counted": only existing rows. The ranks first tell each
+            other their numbers, and the host waits for these. "static": as many rows for each
+            expert as its capacity, without exchanging numbers; unused rows are empty. "static"
+            needs r = 1, at least one expert for each rank, and a capacity.
 
     Raises:
-        ValueError: a value that is valid for no group, or an all_to_all that is not registered.
+        ValueError: a value is not valid for any group, or all_to_all is not registered.
 
     Source: arXiv 2206.03382 (Tutel), sections 3.1 to 3.4.
     """

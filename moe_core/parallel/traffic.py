@@ -1,4 +1,4 @@
-"""Counts and replays what this rank sends in an expert group."""
+"""Counts and replays the traffic of this rank in an expert group."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,15 +28,15 @@ class ExchangeCall:
     """One collective of a subset of an expert group, without its values."""
 
     subset: "RankSubset"
-    name: str  # of the method of RankSubset
+    name: str  # the method of RankSubset
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    sizes: tuple[Tensor, ...]  # of an all-to-all of unequal parts: to and from each member
+    sizes: tuple[Tensor, ...]  # rows to and from each member, in an all-to-all of unequal parts
     sent_bytes: int  # to other ranks
 
     def replay(self) -> None:
-        """Make the collective once more, with zeros. All ranks of the subset do."""
+        """Run the collective again, with zeros. All ranks of the subset call this."""
         zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         getattr(self.subset, self.name)(zeros, *self.sizes)
 
@@ -47,9 +47,9 @@ _recorded: WeakKeyDictionary["ExpertGroup", list[ExchangeCall]] = WeakKeyDiction
 
 @contextmanager
 def count_traffic(group: "ExpertGroup") -> Iterator[Traffic]:
-    """Count what this rank sends to the other ranks of `group` until the end of the block.
+    """Count the traffic from this rank to the other ranks of `group` until the end of the block.
 
-    Only floating-point tensors count: rows and weights, not the counts of rows.
+    Only floating-point tensors count, that is, rows and weights but not the counts of rows.
     """
     _counted[group] = Traffic()
     try:
@@ -60,7 +60,7 @@ def count_traffic(group: "ExpertGroup") -> Iterator[Traffic]:
 
 @contextmanager
 def record_exchanges(group: "ExpertGroup") -> Iterator[list[ExchangeCall]]:
-    """Record the collectives that exchange rows, their numbers and expert weights in `group`."""
+    """Record the collectives that exchange rows, numbers of rows and expert weights in `group`."""
     _recorded[group] = []
     try:
         yield _recorded[group]
@@ -69,11 +69,11 @@ def record_exchanges(group: "ExpertGroup") -> Iterator[list[ExchangeCall]]:
 
 
 def replay(calls: Sequence[ExchangeCall]) -> None:
-    """Make recorded collectives once more, one after the other. All ranks of the group call this.
+    """Run recorded collectives again, one after the other. All ranks of the group call this.
 
-    Collectives of different subsets ran at the same time, in an order that may differ between
-    ranks. Each kind keeps its order here: rows first, then weights, then their gradients; for each,
-    one kind of subset after the other.
+    Collectives of different subsets ran at the same time, and their order may differ between ranks.
+    Here the order is the same on all ranks: first rows, then weights, then gradients of weights,
+    and within each of these one kind of subset after the other.
     """
     names = ("all_to_all", "gather", "reduce_scatter")
 

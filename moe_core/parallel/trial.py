@@ -11,18 +11,18 @@ from moe_core.parallel.strategy import ParallelStrategy
 if TYPE_CHECKING:
     from moe_core.parallel.search import Key
 
-Time = float | torch.cuda.Event  # of a CPU, of a GPU
+Time = float | torch.cuda.Event  # a time on a CPU or on a GPU
 Span = tuple[Time, Time]
 Purpose = Literal["timed", "warm-up", "held"]
 
 
 class Trial:
-    """One timed call: `begin` and `end` enclose what the strategy affects.
+    """One timed call. `begin` and `end` enclose the part that the strategy affects.
 
     Args:
-        purpose: "timed"; "warm-up": the time is not used; "held": nothing is timed, the layer keeps
-            the strategy until the backward pass has ended, which may recompute the call.
-        has_backward: the time includes the backward pass.
+        purpose: "timed"; "warm-up": the time is not used; "held": nothing is timed, but the layer
+            keeps the strategy until the end of the backward pass, which may recompute the call.
+        has_backward: whether the time includes the backward pass.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Trial:
 
     @property
     def ready(self) -> bool:
-        """Whether `seconds` does not wait. Meant for a trial without a backward pass."""
+        """Whether `seconds` returns without waiting, for a trial without a backward pass."""
         if self._forward is None:
             return False
         end = self._forward[1]
@@ -58,9 +58,9 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Of the forward pass, and of the backward pass if it is timed.
+        """Seconds of the forward pass and, with `has_backward`, of the backward pass.
 
-        Waits for the device unless the call was in an earlier step.
+        On a GPU this waits for the end of the call.
         """
         assert self._forward is not None
         seconds = _seconds(self._forward)
@@ -77,8 +77,8 @@ class Trial:
 
     def end(self, y: Tensor) -> Tensor:
         assert self._start is not None
-        # Set at the end: where activations are recomputed, a forward pass may begin again and break
-        # off.
+        # Set at the end, because a forward pass that recomputes activations may start again and
+        # stop early.
         self._forward = (self._start, _now(y))
         if self.has_backward:
             return _Mark.apply(y, self._gradient_begins)

@@ -1,23 +1,23 @@
 """Finds the fastest strategy for each layer shape and capacity while the layers are used.
 
-1. A call's key is its layer's shape, the bucket of the capacity it needs now (rows of one rank for
-   one expert, up to the next power of two), and whether a backward pass follows. Layers of equal
-   shape over one group share what is found.
-2. The cost model ranks the strategies. In that order each is used for one call and timed: forward
-   and backward in training, forward in inference. What is far behind goes, and the rest is tried
-   again, interleaved, until one is left or eight rounds are over.
-3. A budget bounds the time lost on strategies that turn out slower: 10 calls' worth of each layer,
+1. The key of a call contains the shape of the layer, the capacity rounded up to a power of two
+   (rows of one rank for one expert), and whether a backward pass follows. Layers of equal shape
+   over one group share the decisions.
+2. The cost model ranks the strategies. In this order each strategy is used for one call and timed:
+   forward and backward in training, forward in inference. Strategies that are much slower are
+   removed. The others are tried again in further rounds, until one is left or after eight rounds.
+3. A budget limits the time lost on slower strategies: the time of 10 calls of each layer, which is
    1% of 1,000 steps.
-4. From then on calls of this key exchange and read nothing for the tuner. They keep their forward
-   times. `Tuner.check`, which the training loop calls every few steps, averages them over the ranks
-   in one collective. A drift of 30% starts a new search among the strategy's neighbours, with a new
-   budget.
+4. After the decision, calls of this key exchange and read nothing for the tuner, but their forward
+   times are recorded. The training loop calls `Tuner.check` every few steps, which averages the
+   times over the ranks in one collective. A drift of 30% starts a new search among the neighbours
+   of the strategy, with a new budget.
 
-A timed call is an ordinary call: no strategy changes the result. Times are averaged over the ranks
-before anyone looks at them, and everything else is a function of those, so the ranks agree without
-asking.
+A timed call is an ordinary call, because no strategy changes the result. Decisions depend only on
+times that are averaged over the ranks, so the ranks agree without a broadcast.
 
-Source: arXiv 2206.03382 (Tutel), section 3.2, which keeps such a dictionary; the search differs.
+Source: arXiv 2206.03382 (Tutel), section 3.2, which also keeps decisions by key. The search
+differs.
 """
 
 # W ranks of the group, E experts, M model dim, H hidden dim, d pipeline degree
@@ -44,24 +44,25 @@ from moe_core.registry import ALL_TO_ALLS
 
 _log = logging.getLogger(__name__)
 
-ROUNDS_AFTER_DRIFT = 5  # of a new search: with the check before, it ends within 50 steps
-BUDGET = 10.0  # time lost per layer in training, and in inference, in calls of the best strategy
-_MOST_EVENTS = 10_000  # that are kept until `take_events`
+ROUNDS_AFTER_DRIFT = 5  # rounds of a new search, which with the check ends within 50 steps
+BUDGET = 10.0  # time that may be lost per layer (separately in training and in inference), in calls
+_MOST_EVENTS = 10_000  # events that are kept until `take_events`
 
 
 @dataclass(frozen=True)
 class TunerEvent:
-    """An entry of the tuner's time line.
+    """An event in the history of the tuner.
 
     Attributes:
-        kind: "decided": a search ended, "drift": one began again, "time": the time of a decided
-            strategy in the window before a check.
-        before: the strategy until now; None before the first decision.
-        after: the strategy from now on.
-        seconds: of one call with `after`. "decided": as searched, forward and backward in training;
-            None where the budget forbade to try it. Otherwise forward.
-        seconds_before: "drift": of one call in the first window after the decision.
-        tried: "decided": seconds by strategy.
+        kind: "decided": a search ended; "drift": a search started again; "time": the time of a
+            decided strategy in the window before a check.
+        before: the strategy before the event; None before the first decision.
+        after: the strategy after the event.
+        seconds: the time of one call with `after`. For "decided" it includes the backward pass in
+            training, and is None if the budget did not allow a trial. Otherwise it is the forward
+            time.
+        seconds_before: for "drift", the time of one call in the first window after the decision.
+        tried: for "decided", the seconds of each measured strategy.
     """
 
     kind: str
@@ -74,12 +75,13 @@ class TunerEvent:
 
 
 class Tuner:
-    """The decisions for all layers over one expert group; `MoELayer(strategy="auto")` asks
-    `Tuner.of(group)`.
+    """Decides on strategies for all layers over one expert group.
+
+    `MoELayer(strategy="auto")` uses `Tuner.of(group)`.
 
     Args:
-        machine: for the cost model; None: measured at the first timed call and after a drift, in
-            about a second.
+        machine: the machine of the cost model. None: it is measured at the first timed call and
+            after a drift, in about a second.
         degrees: pipeline degrees to try.
     """
 
@@ -89,7 +91,7 @@ class Tuner:
         machine: Machine | None = None,
         degrees: Sequence[int] = (1, 2, 4, 8),
     ) -> None:
-        # not the group itself: a reference from its tuner would keep it alive
+        # Not the group, because a reference from its tuner would keep it alive.
         self.ranks = group.ranks
         self.machine = machine
         self._measures_machine = machine is None
@@ -101,11 +103,11 @@ class Tuner:
             self.ranks_per_node = group.size
         self.shares_memory = shares_memory(group)
         self.trials = 0
-        # Time spent on slower strategies, in calls of the best one: in training, in inference. A
-        # drift sets it to 0.
+        # Time lost on slower strategies, in calls of the best one: {training: time}. A drift sets
+        # it to 0.
         self.lost = {True: 0.0, False: 0.0}
         self._searches: dict[Key, Search] = {}
-        # each layer's trial, in training and in inference
+        # The current trial of each layer: {training: {layer: trial}}.
         self._open: dict[bool, WeakKeyDictionary[nn.Module, Trial | None]] = {
             True: WeakKeyDictionary(),
             False: WeakKeyDictionary(),
@@ -115,7 +117,7 @@ class Tuner:
 
     @classmethod
     def of(cls, group: ExpertGroup) -> "Tuner":
-        """The group's tuner, which its layers share; made when first asked for."""
+        """The tuner of the group, which all its layers share. The first call creates it."""
         if group not in tuners:
             tuners[group] = cls(group)
         return tuners[group]
@@ -130,13 +132,13 @@ class Tuner:
         training: bool = True,
         has_capacity: bool = True,
     ) -> Key:
-        """The key of a call with at most `capacity` rows of one rank for one expert; the same on
-        all ranks.
+        """The key of a call. It is the same on all ranks.
 
         Args:
+            capacity: the largest number of rows of one rank for one expert.
             training: whether a backward pass follows.
-            has_capacity: whether `capacity` is a limit, not the mean load of a dropless layer. Only
-                then is a static exchange possible.
+            has_capacity: True: `capacity` is a limit, so a static exchange is possible. False:
+                `capacity` is the mean load of a dropless layer.
         """
         return Key(
             config.model_dim,
@@ -155,11 +157,11 @@ class Tuner:
     def choose(
         self, layer: nn.Module, key: Key, explore: bool
     ) -> tuple[ParallelStrategy, Trial | None]:
-        """The strategy of a call, and what times it, if anything. All ranks of the group call this.
+        """The strategy of a call, and the trial that times the call or None.
 
-        The layer's last trial has to finish its backward pass before the next begins: gradient
-        accumulation and recomputed activations repeat a strategy. Once the key is decided, this is
-        no collective and does not wait for the device.
+        All ranks of the group call this. The next trial of a layer starts after the backward pass
+        of its last trial, so gradient accumulation and recomputation keep the strategy. After the
+        decision for a key, this is not a collective and does not wait for the device.
         """
         if not explore or _is_capturing():
             return self._known(key), None
@@ -181,12 +183,11 @@ class Tuner:
         return search.decided, watched
 
     def check(self) -> None:
-        """Compare the times of the decided strategies with those after their decision, and search
-        again where they differ by 30%.
+        """Compare the times of decided strategies with their times just after the decision.
 
-        A collective of two numbers for each key, which is waited for; after a drift also the
-        measurement of the machine. All ranks of the group call this between the same two calls of
-        their layers.
+        A difference of 30% starts a new search. This is a collective: one all-reduce of two numbers
+        for each key, which the host waits for. After a drift the machine is also measured again.
+        All ranks of the group must call this between the same two calls of their layers.
         """
         watched = [(key, s) for key, s in self._searches.items() if s.decided is not None]
         if not watched:
@@ -210,13 +211,13 @@ class Tuner:
             self._search_again(key)
 
     def take_events(self) -> list[TunerEvent]:
-        """The events since the last call, oldest first; on every rank the same ones."""
+        """The events since the last call, oldest first. They are the same on every rank."""
         events = list(self._events)
         self._events.clear()
         return events
 
     def decisions(self) -> dict[Key, ParallelStrategy]:
-        """The decided strategies, by key; while a drift is looked into, the earlier decision."""
+        """The decided strategy of each key; during a search after a drift, the previous one."""
         decisions = {}
         for key, search in self._searches.items():
             decided = search.decided or search.previous
@@ -232,9 +233,11 @@ class Tuner:
         ]
 
     def load_state_dict(self, state: list[dict]) -> None:
-        """Take over decisions; those of another group size or shape stay unused until it comes
-        back, and those through memory that this group does not share. A key of an earlier version,
-        without `training`, is one of training."""
+        """Load decisions. Decisions for another group size or shape stay unused until it occurs.
+
+        Strategies through shared memory are ignored if this group does not share memory. A key
+        without `training`, from an earlier version, is for training.
+        """
         for entry in state:
             strategy = ParallelStrategy(**entry["strategy"])
             if ALL_TO_ALLS[strategy.all_to_all].through_memory and not self.shares_memory:
@@ -242,8 +245,11 @@ class Tuner:
             self._searches[Key(**entry["key"])] = Search({strategy: 0.0}, strategy)
 
     def _known(self, key: Key) -> ParallelStrategy:
-        """The best strategy so far for this key, else for the nearest capacity, else for the same
-        in training or inference, else the default."""
+        """The best known strategy for this key.
+
+        Without one it is that of the nearest capacity, then that of the other mode (training or
+        inference), then the default strategy.
+        """
         if key in self._searches:
             return self._searches[key].best()
         others = [
@@ -267,7 +273,7 @@ class Tuner:
         while search.queue:
             strategy = search.queue.pop(0)
             if self.lost[key.training] + search.loss(strategy) <= budget:
-                # communicators and buffers are made by the first call
+                # The first call creates communicators and buffers.
                 setup = (replace(strategy, pipeline_degree=1), key.element_size)
                 purpose: Purpose = "timed"
                 if setup not in self._warm:
@@ -280,14 +286,14 @@ class Tuner:
             self._decide(key, search)
         if search.decided is not None:
             return None
-        # Other layers' trials are under way. Their end may change what is best.
+        # Trials of other layers have not finished. Their results may change the best strategy.
         return Trial(key, search.best(), "held", has_backward=key.training)
 
     def _begin(self, key: Key) -> Search:
         if self.machine is None:
             self._measure_machine()
         predicted = self._predict(key)
-        # a decision for another capacity predicts better than the cost model
+        # A decision for another capacity is a better prediction than that of the cost model.
         near = self._known(key)
         order = sorted(predicted, key=lambda strategy: strategy != near)
         return Search(predicted, queue=order)
@@ -297,7 +303,7 @@ class Tuner:
         self.machine = calibrate(ranks.process_group, self.ranks_per_node, ranks.device)
 
     def _predict(self, key: Key) -> dict[ParallelStrategy, float]:
-        """Seconds of all strategies that the key allows, best first."""
+        """The predicted seconds of all strategies that the key allows, best first."""
         assert self.machine is not None
         predicted = {}
         for strategy, seconds in ranked(
@@ -331,7 +337,7 @@ class Tuner:
         return True
 
     def _search_again(self, key: Key) -> None:
-        """Begin a search among the neighbours of the decided strategy."""
+        """Start a search among the neighbours of the decided strategy."""
         search = self._searches[key]
         assert search.decided is not None
         predicted = neighbourhood(search.decided, self._predict(key))
@@ -346,13 +352,13 @@ class Tuner:
         self.lost[key.training] = 0.0
 
     def _record(self, trial: Trial) -> None:
-        """Take in a finished trial; the ranks' mean, so that all of them go on alike."""
+        """Record a finished trial, with its time averaged over the ranks so that they agree."""
         total = torch.tensor(trial.seconds, dtype=torch.float64, device=self.ranks.device)
         self.ranks.all_reduce(total, "mean of trial times")
         seconds = total.item() / self.ranks.size
         search = self._searches[trial.key]
         search.under_way -= 1
-        if search.decided is not None:  # loaded in the meantime
+        if search.decided is not None:  # a decision was loaded in the meantime
             return
         self.trials += 1
         if trial.purpose == "timed":
@@ -413,5 +419,5 @@ def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-# by group; `Tuner.of` fills it
+# The tuner of each group. `Tuner.of` fills this dictionary.
 tuners: WeakKeyDictionary[ExpertGroup, Tuner] = WeakKeyDictionary()
