@@ -1,11 +1,12 @@
-"""One-sided communication between the processes of one machine, and collectives written with it.
+"""One-sided communication between processes, and collectives that use it.
 
 1. `Channel`: put, signal, wait and flush to one other rank of a `ChannelGroup`.
-2. `Plan`: which rank puts what where, and who waits for whom. `check` refuses what is not safe,
-   `PlanRunner` runs it.
+2. `Plan`: the steps of each rank in a collective. `check` rejects plans that are not safe, and
+   `PlanRunner` runs them.
 3. `Collectives`: all-to-all, all-gather, reduce-scatter and all-reduce as plans.
 
-Between GPUs: `cuda.CudaMemoryGroup`, `cuda_collectives.CudaAllToAll` and `switch.SwitchChannel`.
+For GPUs there are `cuda.CudaMemoryGroup`, `cuda_collectives.CudaAllToAll` and
+`switch.SwitchChannel`.
 
 The layers are those of MSCCL++ (arXiv 2504.09014).
 """

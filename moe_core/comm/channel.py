@@ -1,11 +1,11 @@
 """Channels: one-sided communication between two ranks.
 
-The receiver takes no part in a `put`: the sender copies into the receiver's buffer and signals. The
-receiver waits for the signal and reads. The ranks of a node copy through shared memory
-(`MemoryChannel`). Those of different nodes send messages (`PortChannel`).
+In a `put` the sender copies into the receiver's buffer, without the receiver, and then signals. The
+receiver waits for the signal and reads. Ranks of one node copy through shared memory
+(`MemoryChannel`). Ranks of different nodes send messages (`PortChannel`).
 
-Order: what a rank wrote before its k-th `signal` on a channel is visible to the other rank after
-its k-th `wait`. Signals are counted, so none is lost when the receiver waits late.
+Order: data that a rank wrote before its k-th `signal` on a channel is visible to the other rank
+after that rank's k-th `wait`. Signals are counted, so no signal is lost if the receiver waits late.
 """
 
 import ctypes
@@ -23,10 +23,10 @@ from moe_core.comm.memory import find_node, share_memory
 from moe_core.comm.ports import Ports
 from moe_core.ranks import CollectiveError, Ranks
 
-# A wait looks so often before it sleeps: for some 10 us, less than a sleep costs. Longer spins were
-# slower wherever the other rank was not running: on a busy machine it may need this very core.
+# The number of polls of a wait before it sleeps. They take about 10 us, less than a sleep. More
+# polls were slower when the other rank was not running, because it may need the same core.
 _SPINS = 200
-_SPINS_WHEN_CROWDED = 20  # where ranks outnumber the cores
+_SPINS_WHEN_CROWDED = 20  # if there are more ranks than cores
 _ALIGNMENT = 64
 
 
@@ -45,27 +45,28 @@ class _Group(ctypes.Structure):
 
 
 class ChannelGroup:
-    """The ranks of a process group with a buffer each, into which the others can write.
+    """The ranks of a process group. Each has a buffer into which the other ranks can write.
 
-    Making one is a collective of the process group. The rest of its life needs none. One thread of
-    a rank uses it at a time.
+    The constructor is a collective of the process group; later uses are not. Only one thread of a
+    rank may use the group at a time.
 
     Args:
-        ranks: of one or several machines.
-        buffer_bytes: of each rank's buffer; rounded up to a multiple of 64.
-        timeout: of every wait; as that of the process group, say. After a wait that failed, ranks
-            are out of step and the group only raises.
-        purpose: what the buffers are for; the same on all ranks.
-        ranks_per_node: consecutive ranks of one machine that share memory; None: the ranks of each
-            machine.
+        ranks: the ranks, on one or several machines.
+        buffer_bytes: the size of each rank's buffer; rounded up to a multiple of 64.
+        timeout: the timeout of every wait. After a failed wait the ranks are not synchronised, so
+            every later operation of the group raises an error.
+        purpose: describes the buffers in error messages; the same on all ranks.
+        ranks_per_node: the number of consecutive ranks that share memory, all on one machine; None:
+            all ranks of each machine.
 
     Attributes:
         buffer: this rank's buffer, a tensor of bytes.
-        node: the ranks that share memory with this one, itself included.
+        node: the ranks that share memory with this one, including this rank.
 
     Raises:
-        ValueError: ranks of a node on several machines; different arguments; on all ranks.
-        RuntimeError: no C++ compiler, or too little memory on a rank; on all ranks.
+        ValueError: the ranks of a node are on several machines, or arguments differ between ranks.
+        RuntimeError: a rank has no C++ compiler or too little memory.
+        All of them are raised on every rank.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class ChannelGroup:
             _num_spins(len(self.node)),
             timeout.total_seconds(),
         )
-        self.pointer = ctypes.addressof(self._native)  # of the C++ functions' first argument
+        self.pointer = ctypes.addressof(self._native)  # the first argument of the C++ functions
         first = library().comm_buffer(self.pointer, self.rank) - self._segment.data_ptr()
         self.buffer = self._segment[first : first + self.buffer_bytes]
         self._far = [rank for rank in range(self.size) if rank not in self.node]
@@ -109,7 +110,7 @@ class ChannelGroup:
 
     @property
     def ports(self) -> Ports:
-        """Those to other nodes."""
+        """The ports to the ranks of other nodes."""
         assert self._ports is not None, "all ranks share one node"
         return self._ports
 
@@ -117,14 +118,14 @@ class ChannelGroup:
         """The channel to another rank.
 
         Raises:
-            ValueError: `peer` is this rank, or none of the group.
+            ValueError: `peer` is this rank, or not a rank of the group.
         """
         if peer in self.node:
             return MemoryChannel(self, peer)
         return PortChannel(self, peer)
 
     def barrier(self) -> None:
-        """Wait until every rank has called this. What they wrote before is then visible.
+        """Wait until every rank has called this. All earlier writes are then visible.
 
         Raises:
             CollectiveError: a rank did not come within the timeout.
@@ -142,12 +143,12 @@ class ChannelGroup:
             raise CollectiveError(f"the ranks are out of step since: {self._failure}")
 
     def fail(self, message: str) -> NoReturn:
-        """Raise CollectiveError with the message, now and at every later use."""
+        """Raise CollectiveError with the message, now and in every later operation."""
         self._failure = f"{message} ({self.ranks.description})"
         raise CollectiveError(self._failure)
 
     def fail_wait(self, message: str) -> NoReturn:
-        """`fail` after a wait that ran out of time."""
+        """`fail` after a wait that timed out."""
         self.fail(f"{message} within {self.timeout.total_seconds():g} s; has it ended?")
 
 
@@ -169,15 +170,15 @@ class Channel(ABC):
     def put(self, dst_offset: int, src: Tensor, signal: bool = True) -> None:
         """Copy `src` into the peer's buffer, `dst_offset` bytes after its start.
 
-        The peer may read it after its wait for the signal that follows. `src` may change when this
-        returns.
+        The peer may read the data after it has waited for the next signal. When this returns, `src`
+        may be changed.
 
         Args:
             src: a contiguous CPU tensor.
             signal: whether to signal the peer afterwards.
 
         Raises:
-            ValueError: it does not fit into the peer's buffer; `src` is on a GPU or not contiguous.
+            ValueError: `src` does not fit into the peer's buffer, is on a GPU or is not contiguous.
         """
         self.group.check_usable()
         if src.device.type != "cpu" or not src.is_contiguous():
@@ -201,16 +202,16 @@ class Channel(ABC):
         """Wait for the peer's next signal. Every signal ends one wait.
 
         Raises:
-            CollectiveError: none came within the timeout.
+            CollectiveError: no signal came within the timeout.
         """
         self.group.check_usable()
         self._wait()
 
     def flush(self) -> None:
-        """Wait until earlier puts and signals have left this rank, which may then end.
+        """Wait until all earlier puts and signals are sent. After that, this process may exit.
 
-        A put through memory is complete when it returns. A message to another node leaves when the
-        peer waits for it, so two ranks must not both flush before they wait for each other.
+        A put through memory is complete when it returns. A message to another node is sent when the
+        peer waits for it. So two ranks must not both flush before they wait for each other.
 
         Raises:
             CollectiveError: the peer did not come within the timeout.
@@ -232,7 +233,7 @@ class Channel(ABC):
 
 
 class MemoryChannel(Channel):
-    """To a rank of the same node, through shared memory."""
+    """A channel to a rank of the same node, through shared memory."""
 
     def _put(self, dst_offset: int, src: Tensor, signal: bool) -> None:
         library().comm_put(
@@ -252,7 +253,7 @@ class MemoryChannel(Channel):
 
 
 class PortChannel(Channel):
-    """To a rank of another node, by messages. Puts travel with the signal that follows them."""
+    """A channel to a rank of another node, by messages. Puts are sent with the next signal."""
 
     def _put(self, dst_offset: int, src: Tensor, signal: bool) -> None:
         contents = src.detach().flatten().view(torch.uint8).clone()

@@ -1,10 +1,10 @@
 """Checks a plan before it runs.
 
-Three rounds are played through symbolically, each rank as far as it gets, with a vector clock for
-each rank: clock[r] counts the steps of rank r that are known to have happened. A signal carries the
-sender's clock to the rank that waits for it. A step is ordered after another if its rank's clock
-covers that one. Since every round has the same signals and waits, and a slot is used again after
-two rounds, three rounds show every conflict.
+Three rounds are simulated symbolically. In turn, each rank advances until it has to wait. Each rank
+has a vector clock: clock[r] is the number of steps of rank r that are known to have happened. A
+signal carries the sender's clock to the rank that waits for it. A step is ordered after an earlier
+step if the clock of its rank includes the earlier step. Every round has the same signals and waits,
+and a slot is reused after two rounds. So three rounds show every conflict.
 """
 
 # P ranks
@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 from moe_core.comm.plan import Place, Plan, Step
 
 _ROUNDS = 3
-# What a message consists of: (rank, input) of every message in its sum.
+# The content of a message: (rank, input) of every message in its sum.
 Contents = list[tuple[int, int]]
 
 
 class PlanError(ValueError):
-    """A plan that could hang, or whose result could differ from run to run."""
+    """A plan that could hang, or whose result could differ between runs."""
 
 
 @dataclass
 class _Access:
-    """Who touched a slot, when, and at which step."""
+    """An access to a slot: the rank, its time and its step."""
 
     rank: int
-    time: int  # of the rank's clock
+    time: int  # on the rank's own clock
     where: str
 
 
@@ -37,7 +37,7 @@ class _Access:
 class _Slot:
     """A slot of one rank, for even or odd rounds."""
 
-    round: int = -1  # in which it was written last
+    round: int = -1  # the round of the last write
     write: _Access | None = None
     reads: list[_Access] = field(default_factory=list)  # since that write
     contents: Contents = field(default_factory=list)
@@ -47,24 +47,24 @@ class _Slot:
 @dataclass
 class _Rank:
     clock: list[int]  # [P]
-    next_step: int = 0  # of all rounds
-    # of this round: ranks whose longest message this one has heard of, and what it wrote
+    next_step: int = 0  # counted over all rounds
+    # In this round: the ranks whose longest message this rank knows, and the outputs it wrote.
     informed: set[int] = field(default_factory=set)
     outputs: dict[int, Contents] = field(default_factory=dict)
 
 
 def check(plan: Plan) -> list[list[Contents]]:
-    """Refuse a plan that is not safe.
+    """Raise an error if a plan is not safe.
 
     Returns:
-        [P][outputs] what each output is made of: (rank, input) of every message in its sum.
+        For each rank and output, [P][outputs], the (rank, input) of every message in its sum.
 
     Raises:
-        PlanError: the first fault, with its ranks and steps: a peer or place that does not exist; a
-            wait without a signal, or a signal that nobody waits for; ranks that wait for each other
-            in a cycle; a slot that is written or read without order to another write; an output
-            that is not written once; a wait after the first output; a rank that cannot learn how
-            many rounds there are.
+        PlanError: the first fault, with its ranks and steps. Faults are: a peer or place that does
+            not exist; a wait without a signal, or a signal without a wait; ranks that wait for each
+            other in a cycle; a write or read of a slot that is not ordered relative to another
+            write; an output that is not written exactly once; a wait after the first output; a rank
+            that cannot know the number of rounds.
     """
     for rank, program in enumerate(plan.programs):
         for index, step in enumerate(program.steps):
@@ -76,7 +76,7 @@ def check(plan: Plan) -> list[list[Contents]]:
 
 
 def where(plan: Plan, rank: int, index: int) -> str:
-    """A step in messages."""
+    """Describe a step, for error messages."""
     step = plan.programs[rank].steps[index]
     return f"{plan.name}: rank {rank}, step {index} ({step})"
 
@@ -110,7 +110,7 @@ def _waits(plan: Plan, rank: int, peer: int) -> Iterator[int]:
 
 
 def _check_signals(plan: Plan) -> None:
-    """As many waits as signals, for each pair of ranks."""
+    """Check that each pair of ranks has equally many waits and signals."""
     for sender in range(plan.num_ranks):
         for receiver in range(plan.num_ranks):
             signals = list(_signals(plan, sender, receiver))
@@ -129,7 +129,7 @@ def _check_signals(plan: Plan) -> None:
 
 
 class _Play:
-    """The symbolic run of a plan."""
+    """The symbolic simulation of a plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -153,7 +153,7 @@ class _Play:
         ]
 
     def _advance(self, rank: int) -> bool:
-        """Take the rank's next step; False where it has to wait or is at its end."""
+        """Run the next step of a rank. Returns False if the rank has to wait or has finished."""
         state, program = self.ranks[rank], self.plan.programs[rank].steps
         round_index, index = divmod(state.next_step, max(len(program), 1))
         if round_index == _ROUNDS or not program:
@@ -226,7 +226,7 @@ class _Play:
         return self.slots.setdefault((owner, index, round_index % 2), _Slot())
 
     def _check_order(self, rank: int, earlier: _Access, place: str) -> None:
-        """Refuse an access that may come before or after `earlier`, as it happens."""
+        """Raise PlanError if the access of `rank` is not ordered after `earlier`."""
         if self.ranks[rank].clock[earlier.rank] < earlier.time:
             raise PlanError(f"{place}: no signal orders it after {earlier.where}")
 

@@ -1,4 +1,4 @@
-"""Collectives of CPU tensors as plans, inside a machine and between several."""
+"""Collectives of CPU tensors as plans, on one or several machines."""
 
 # P ranks, n rows, a row has any shape [...]
 
@@ -20,33 +20,34 @@ from moe_core.comm.plans import (
 from moe_core.comm.runner import SUM_DTYPES, PlanRunner
 from moe_core.ranks import Ranks
 
-# A piece should stay in the cache until the receiver has copied it, and be worth a signal.
+# A piece should stay in the cache until the receiver has copied it. Smaller pieces need more
+# signals.
 _MOST_PIECE_BYTES = 2**18
-_SHARED_BYTES = 2**25  # of all ranks' slots in one plan, where pieces can be short enough
+_SHARED_BYTES = 2**25  # of the slots of all ranks in one plan, unless pieces would be too short
 _LEAST_PIECE_BYTES = 2**12
 
 
 class Collectives:
-    """Collectives of CPU tensors through channels. All ranks make each call.
+    """Collectives of CPU tensors through channels. All ranks must call each of them.
 
-    Inside a node they copy through shared memory, between nodes they send messages. Over several
+    Inside a node, ranks copy through shared memory. Between nodes they send messages. With several
     nodes the all-to-all has two levels: inside the node, then between nodes.
 
-    The plan of a collective and its shared memory are made at its first call. Results are written
-    to `out`, or are new tensors; they have no gradients. Moves are exact. Sums are in the order of
-    the ranks and in the tensors' dtype, so they are the same on all ranks and in every run.
+    The first call of a collective creates its plan and shared memory. Results are written to `out`
+    or are new tensors. They have no gradients. Sums are in the order of the ranks and in the dtype
+    of the tensors, so they are the same on all ranks and in every run.
 
     Args:
-        ranks: of one or several machines. Their process group makes the plans and carries messages
-            between nodes.
-        timeout: of every wait for another rank.
-        ranks_per_node: consecutive ranks of one machine that share memory; None: the ranks of each
-            machine.
+        ranks: the ranks, on one or several machines. Their process group is used to set up shared
+            memory, and for messages between nodes.
+        timeout: the timeout of every wait for another rank.
+        ranks_per_node: the number of consecutive ranks that share memory, all on one machine; None:
+            all ranks of each machine.
 
     Raises, in every method:
-        ValueError: a tensor on a GPU, or whose rows do not fit the splits; an `out` of another
-            shape or dtype; ranks of a node on several machines (at the first call; on all ranks).
-        RuntimeError: no C++ compiler, too little memory (at the first call; on all ranks).
+        ValueError: a tensor is on a GPU, or its rows do not fit the splits; `out` has another shape
+            or dtype; the ranks of a node are on several machines (first call, on all ranks).
+        RuntimeError: no C++ compiler, or too little memory (first call, on all ranks).
         CollectiveError: a rank does not come within the timeout, or sends another number of rows.
     """
 
@@ -62,7 +63,7 @@ class Collectives:
         self._runners: dict[Callable[[int], Plan], PlanRunner] = {}
 
     def prepare_all_to_all(self) -> None:
-        """Make the plan of `all_to_all` and `all_to_all_v` now, on this thread."""
+        """Create the plan of `all_to_all` and `all_to_all_v` now, on this thread."""
         self._runner(self._all_to_all_plan)
 
     def all_to_all(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -73,10 +74,10 @@ class Collectives:
     def all_to_all_v(self, rows: Tensor, send: Sequence[int]) -> tuple[Tensor, list[int]]:
         """rows [sum(send), ...] by destination -> [sum(receive), ...] by source, and receive [P].
 
-        The numbers of rows travel inside the messages: there is no exchange before.
+        The messages contain the numbers of rows, so these need no separate exchange.
 
         Args:
-            send: number of rows for each rank [P].
+            send: the number of rows for each rank [P].
         """
         rows = _checked(rows)
         _check_splits(rows, send, self.ranks.size)
@@ -97,7 +98,7 @@ class Collectives:
         receive: Sequence[int],
         out: Tensor | None = None,
     ) -> Tensor:
-        """`all_to_all_v` where the numbers of rows that arrive are known."""
+        """`all_to_all_v` with known numbers `receive` of rows from each rank [P]."""
         rows = _checked(rows)
         _check_splits(rows, send, self.ranks.size)
         row_bytes = _row_bytes(rows)
@@ -119,7 +120,7 @@ class Collectives:
         return gathered
 
     def reduce_scatter(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """rows [P * n, ...] of each rank -> the n of this rank, summed over the ranks."""
+        """rows [P * n, ...] of each rank -> this rank's [n, ...], summed over the ranks."""
         rows = _checked_for_sums(rows)
         num_rows = self._equal_splits(rows)[0]
         reduced = _result(rows, (num_rows, *rows.shape[1:]), out)
@@ -128,8 +129,11 @@ class Collectives:
         return reduced
 
     def all_reduce(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """The sum of the ranks' `values`, of any shape. Every rank sends them to every other: for
-        norms, flags and counts."""
+        """The sum of `values`, of any shape, over the ranks.
+
+        Every rank sends its values to every other rank, so this is for small tensors such as norms,
+        flags and counts.
+        """
         values = _checked_for_sums(values)
         summed = _result(values, values.shape, out)
         self._runner(linear_all_reduce).run(values, [values.nbytes], summed, [values.nbytes])
@@ -157,7 +161,7 @@ class Collectives:
 
 
 def piece_bytes(plan: Plan) -> int:
-    """The length of a plan's pieces: at most 1 MiB, less where many slots would take too much."""
+    """The length of a plan's pieces: at most 256 KiB, and less if the plan has many slots."""
     num_slots = 2 * plan.num_ranks * plan.num_slots
     fitting = _SHARED_BYTES // num_slots // 64 * 64
     return min(max(fitting, _LEAST_PIECE_BYTES), _MOST_PIECE_BYTES)
@@ -180,7 +184,7 @@ def _row_bytes(rows: Tensor) -> int:
 
 
 def _checked(rows: Tensor) -> Tensor:
-    """The rows, contiguous and without gradient."""
+    """The rows, contiguous and detached, after a check of their device."""
     if rows.device.type != "cpu":
         raise ValueError(f"channels through shared memory need CPU tensors, not {rows.device}")
     return rows.detach().contiguous()

@@ -1,12 +1,12 @@
-"""Memory channels between the GPUs of one machine: the interface of channel.py.
+"""Memory channels between the GPUs of one machine, with the interface of channel.py.
 
-Every operation is put on the current stream and returns at once: nothing is read on the host. A
-wait is a kernel that spins for at most the timeout. If it fails, later waits do not spin, rows
-that are read have all bits set (NaN for floating point), and the host raises CollectiveError at
-the next operation that it begins after the failure, or in `synchronize`.
+Every operation is launched on the current stream and returns at once. The host reads nothing from
+the device. A wait is a kernel that polls until the timeout. After a failed wait, later waits poll
+only once, and rows that are read have all bits set (NaN for floating point). The host raises
+CollectiveError in the next operation that it starts after the failure, or in `synchronize`.
 
-The kernels count signals on the device, not on the host, so that a CUDA graph of them can be
-replayed. Not run on a GPU yet.
+The kernels count signals on the device, not on the host, so a CUDA graph of them can be replayed.
+This module has not been run on a GPU yet.
 """
 
 # P ranks
@@ -23,30 +23,30 @@ from moe_core.ranks import CollectiveError, Ranks
 
 _ALIGNMENT = 64
 _COUNTER_BYTES = 8
-# rows of P counters behind the buffer
+# Rows of P counters after the buffer.
 _CHANNEL, _BARRIER, _NUM_ROWS = range(3)
 
 
 class CudaMemoryGroup:
-    """The ranks of a process group with a buffer each on their GPUs, into which the others can
-    write.
+    """The ranks of a process group. Each has a GPU buffer into which the other ranks can write.
 
-    Making one is a collective of the process group. The rest of its life needs none. A rank uses it
-    on one stream at a time.
+    The constructor is a collective of the process group; later uses are not. A rank may use the
+    group only on one stream at a time.
 
     Args:
-        ranks: all on one machine; each on its current CUDA device.
-        buffer_bytes: of each rank's buffer; rounded up to a multiple of 64.
-        timeout: of every wait. After a wait that failed, the group only raises.
-        purpose: what the buffers are for; the same on all ranks.
+        ranks: the ranks, all on one machine, each on its current CUDA device.
+        buffer_bytes: the size of each rank's buffer; rounded up to a multiple of 64.
+        timeout: the timeout of every wait. After a failed wait, every operation raises an error.
+        purpose: describes the buffers in error messages; the same on all ranks.
 
     Attributes:
         buffer: this rank's buffer, a tensor of bytes.
-        received_counts: how many rows each rank has put last with its counts [P].
+        received_counts: [P], the number of rows in the last put with counts of each rank.
 
     Raises:
-        ValueError: ranks on several machines, or with different arguments; on all ranks.
-        RuntimeError: no CUDA device, Triton or symmetric memory on a rank; on all ranks.
+        ValueError: the ranks are on several machines, or have different arguments.
+        RuntimeError: a rank has no CUDA device, no Triton or no symmetric memory.
+        All of them are raised on every rank.
     """
 
     def __init__(
@@ -74,19 +74,19 @@ class CudaMemoryGroup:
         self._waited = torch.zeros(2, self.size, dtype=torch.int64, device=device)
         self._arrived = torch.zeros(self.size, dtype=torch.int64, device=device)
         self._failed = torch.zeros(1, dtype=torch.int64, device=device)
-        # pinned: kernels write it, and the host reads it without waiting for them
+        # Pinned, because kernels write it and the host reads it without waiting for them.
         self._report = torch.zeros(1, dtype=torch.int64, pin_memory=local.is_cuda)
 
     def channel(self, peer: int) -> "CudaChannel":
         """The channel to another rank.
 
         Raises:
-            ValueError: `peer` is this rank, or none of the group.
+            ValueError: `peer` is this rank, or not a rank of the group.
         """
         return CudaChannel(self, peer)
 
     def barrier(self) -> None:
-        """Make the stream wait until the streams of all ranks have come here."""
+        """Make the stream wait until the streams of all ranks have reached this barrier."""
         everyone = range(self.size)
         self.signal(everyone, _BARRIER)
         self.wait(everyone, _BARRIER)
@@ -102,8 +102,10 @@ class CudaMemoryGroup:
         self.check_usable()
 
     def check_usable(self) -> None:
-        """Raise CollectiveError if an operation is known to have failed; does not wait for the
-        GPU."""
+        """Raise CollectiveError if an operation is known to have failed.
+
+        It does not wait for the GPU.
+        """
         if self._failure:
             raise CollectiveError(f"the ranks are out of step since: {self._failure}")
         report = int(self._report)
@@ -129,14 +131,14 @@ class CudaMemoryGroup:
         row_bytes: int = 1,
         signal: bool = True,
     ) -> None:
-        """Copy bytes [first, first + length) of each peer's block to `dst_offset` of its buffer.
+        """Copy bytes [first, first + length) of each peer's block to `dst_offset` in its buffer.
 
         Args:
-            src: a contiguous block for each peer, of the buffer's device.
-            piece: first, length.
-            counts: rows of each rank's block to be copied [P], on the device; they go to its
-                `received_counts`. None: all.
-            row_bytes: of a row, where there are counts.
+            src: a contiguous block for each peer, on the buffer's device.
+            piece: (first, length).
+            counts: [P], on the device: the number of rows of each block to copy. They are written
+                to the peer's `received_counts`. None: all rows.
+            row_bytes: the size of a row, if there are counts.
         """
         from moe_core.comm import triton_channel
 
@@ -195,11 +197,12 @@ class CudaMemoryGroup:
         with_counts: bool = False,
         row_bytes: int = 1,
     ) -> None:
-        """Copy what each rank has put into its slot to bytes [first, first + length) of its block.
+        """Copy the slot of each rank to bytes [first, first + length) of the rank's block in `out`.
 
         Args:
             out: [P, ...], contiguous; a block for each rank.
-            with_counts: zero what lies behind the `received_counts`.
+            piece: (first, length).
+            with_counts: whether to set the rows after the `received_counts` to 0.
         """
         from moe_core.comm import triton_channel
 
@@ -224,7 +227,7 @@ class CudaMemoryGroup:
             )
 
     def _counter(self, row: int) -> int:
-        """Where this rank's counter lies in the memory of a peer, in bytes."""
+        """The offset in bytes of this rank's counter in the memory of a peer."""
         return self.buffer_bytes + (row * self.size + self.rank) * _COUNTER_BYTES
 
     def _fail(self, message: str) -> NoReturn:
@@ -261,7 +264,7 @@ class CudaChannel:
             signal: whether to signal the peer afterwards.
 
         Raises:
-            ValueError: it does not fit into the peer's buffer; `src` is elsewhere or not
+            ValueError: `src` does not fit into the peer's buffer, is on another device or is not
                 contiguous.
         """
         device = self.group.buffer.device
@@ -285,12 +288,11 @@ class CudaChannel:
     def wait(self) -> None:
         """Make the stream wait for the peer's next signal. Every signal ends one wait.
 
-        If none comes within the timeout, a later operation or `CudaMemoryGroup.synchronize` raises
-        CollectiveError.
+        If no signal comes within the timeout, a later operation or `CudaMemoryGroup.synchronize`
+        raises CollectiveError.
         """
         self.group.wait(self._peers)
 
     def flush(self) -> None:
-        """Later work of this stream may change the sources of earlier puts, so there is nothing to
-        wait for."""
+        """Do nothing: later work of this stream may change the sources of earlier puts."""
         self.group.check_usable()

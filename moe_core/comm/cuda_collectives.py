@@ -16,15 +16,15 @@ _ALIGNMENT = 64
 
 
 class CudaAllToAll:
-    """All-to-alls of CUDA tensors on the current stream, without a read on the host.
+    """All-to-alls of CUDA tensors on the current stream. The host reads nothing from the device.
 
-    Blocks that are longer than a slot of the buffer travel in several rounds. All ranks pass blocks
-    of the same length. A failed wait is raised at the next call, or by `synchronize`.
+    Blocks that are longer than a slot of the buffer are sent in several rounds. All ranks must pass
+    blocks of the same length. After a failed wait, the next call or `synchronize` raises an error.
 
     Args:
-        ranks: all on one machine.
-        timeout: of every wait.
-        buffer_bytes: of each rank, for the slots of all ranks.
+        ranks: the ranks, all on one machine.
+        timeout: the timeout of every wait.
+        buffer_bytes: the size of each rank's buffer, which contains the slots of all ranks.
 
     Raises:
         ValueError, RuntimeError: as CudaMemoryGroup.
@@ -45,7 +45,7 @@ class CudaAllToAll:
         """rows [P * n, ...] by destination -> [P * n, ...] by source.
 
         Raises:
-            ValueError: rows on another device, or that do not divide over the ranks.
+            ValueError: the rows are on another device, or do not divide over the ranks.
             CollectiveError: an earlier call is known to have failed.
         """
         size = self.group.size
@@ -57,17 +57,17 @@ class CudaAllToAll:
         return received
 
     def all_to_all_v(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """rows [P, C, ...] by destination, the first counts [P] of each -> rows [P, C, ...] by
-        source and their counts [P]. The counts stay on the device.
+        """rows [P, C, ...] by destination, counts [P] -> rows [P, C, ...] by source, counts [P].
 
-        Rows behind the counts are not sent; they arrive as zeros. A count over C is found on the
-        device: the rank that has it raises CollectiveError at its next call, or in `synchronize`.
+        Of each block only the first `counts` rows are sent. The other rows are received as zeros.
+        The counts stay on the device. If a count is negative or above C, the rank that passed it
+        raises CollectiveError in its next call, or in `synchronize`.
 
         Args:
-            counts: int64, on the device of the rows.
+            counts: int64 [P], on the device of the rows.
 
         Raises:
-            ValueError: another shape, dtype or device.
+            ValueError: an argument has another shape, dtype or device.
             CollectiveError: an earlier call is known to have failed.
         """
         size = self.group.size
@@ -102,7 +102,7 @@ class CudaAllToAll:
         counts: tuple[Tensor, Tensor] | None,
         row_bytes: int,
     ) -> None:
-        """Fill `received` and, where there are counts to send, the counts that arrive."""
+        """Fill `received` and, if there are counts, the received counts."""
         group = self.group
         sent_counts = None
         if counts is not None:
@@ -117,7 +117,7 @@ class CudaAllToAll:
             group.read(received, self.slot_bytes, piece, counts is not None, row_bytes)
             if counts is not None:
                 counts[1].copy_(group.received_counts)
-            group.barrier()  # all have read; the next round may write
+            group.barrier()  # all ranks have read, so the next round may write
 
     def _checked(self, rows: Tensor) -> Tensor:
         device = self.group.buffer.device

@@ -13,12 +13,12 @@ from moe_core.ranks import Ranks
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The same number of bytes on every rank, each of which reaches those of all.
+    """Shared memory with the same number of bytes on every rank. Every rank can access all of it.
 
     Attributes:
         local: the bytes of this rank.
-        addresses: of each rank's bytes, as this process sees them.
-        multicast: the address that reaches the bytes of all ranks at once; 0: there is none.
+        addresses: the address of each rank's bytes in this process.
+        multicast: the multicast address for the bytes of all ranks; 0: there is none.
         handle: keeps the memory of the other ranks mapped.
     """
 
@@ -29,13 +29,13 @@ class GpuMemory:
 
 
 def share_gpu_memory(ranks: Ranks, num_bytes: int, purpose: str) -> GpuMemory:
-    """Make `num_bytes` zeros on the current CUDA device of every rank. A collective.
+    """Allocate `num_bytes` zeros on the current CUDA device of every rank. This is a collective.
 
     Args:
-        purpose: what the memory is for; the same on all ranks.
+        purpose: describes the memory in error messages; the same on all ranks.
 
     Raises:
-        ValueError: ranks on several machines; different sizes or purposes.
+        ValueError: the ranks are on several machines, or have different sizes or purposes.
         RuntimeError: a rank has no CUDA device, no Triton or no symmetric memory.
         All of them are raised on every rank.
     """
@@ -59,7 +59,7 @@ def _problem() -> str:
 
 
 def _share(ranks: Ranks, num_bytes: int) -> tuple[GpuMemory | None, str]:
-    """This rank's memory with the addresses of the others', or why there is none."""
+    """The memory of this rank with the addresses of all ranks, or the reason for a failure."""
     from torch.distributed._symmetric_memory import empty, rendezvous
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -71,7 +71,7 @@ def _share(ranks: Ranks, num_bytes: int) -> tuple[GpuMemory | None, str]:
     except RuntimeError as error:
         first_line = str(error).splitlines()[0]
         return None, f"torch's symmetric memory on {torch.cuda.get_device_name()}: {first_line}"
-    addresses = list(handle.buffer_ptrs)  # of the allocation, in which the tensor must be first
+    addresses = list(handle.buffer_ptrs)  # of the allocations; the tensor must be at the start
     if addresses[ranks.rank] != local.data_ptr():
         return None, "torch's symmetric memory has another address than its tensor"
     return GpuMemory(local, addresses, handle.multicast_ptr, handle), ""

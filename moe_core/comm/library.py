@@ -1,4 +1,4 @@
-"""The C++ of the channels, compiled with $CXX (g++) at its first use into the user's cache."""
+"""The C++ code of the channels. It is compiled with $CXX (default: g++) when it is first used."""
 
 import ctypes
 import functools
@@ -32,10 +32,10 @@ _ARGUMENTS = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library. Its functions run without Python's global lock.
+    """The library. Its functions run without Python's global interpreter lock.
 
     Raises:
-        RuntimeError: it does not compile; the message gives the compiler's first line.
+        RuntimeError: it does not compile; the message gives the first line of the compiler's error.
     """
     try:
         loaded = ctypes.CDLL(str(_compiled()))

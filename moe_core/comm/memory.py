@@ -1,9 +1,9 @@
 """Memory that the ranks of one node share, without a name in the file system.
 
-A node is consecutive ranks of one machine, usually all of them. Its first rank makes an anonymous
-file (memfd_create). The others open it through /proc/<pid>/fd while it lives. Nothing appears in
-/dev/shm at any moment, so a killed rank leaves nothing behind, and the size of /dev/shm does not
-matter: the memory counts for the processes alone.
+A node consists of consecutive ranks of one machine, usually all of them. The first rank of a node
+creates an anonymous file (memfd_create). The others open it through /proc/<pid>/fd while it exists.
+/dev/shm is not used. So a killed rank leaves no file behind, and the size limit of /dev/shm does
+not apply. The memory is counted as memory of the processes.
 """
 
 import mmap
@@ -24,25 +24,25 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others before they share memory."""
+    """The information that ranks exchange before they share memory."""
 
-    request: str  # what all ranks must agree on
+    request: str  # must be the same on all ranks
     problem: str = ""
     pid: int = 0
     descriptor: int = 0
-    key: bytes = b""  # the last bytes of the file, to recognise it
+    key: bytes = b""  # the last bytes of the file, which identify it
 
 
 def find_node(ranks: Ranks, ranks_per_node: int | None) -> range:
-    """The ranks of this rank's node. A collective.
+    """The ranks of this rank's node. This is a collective.
 
     Args:
-        ranks_per_node: consecutive ranks that share a machine; None: the ranks of each machine.
+        ranks_per_node: the number of consecutive ranks of a node; None: all ranks of each machine.
 
     Raises:
         ValueError: ranks_per_node does not divide the group; or the ranks of a node are on several
             machines or in several containers; or, without ranks_per_node, machines have different
-            numbers of ranks, or ranks that are not consecutive. On all ranks.
+            numbers of ranks, or ranks that are not consecutive. It is raised on all ranks.
     """
     place = (machine_identity(), socket.gethostname())
     places = ranks.gather_objects(place, "meeting of the ranks with channels")
@@ -70,18 +70,18 @@ def find_node(ranks: Ranks, ranks_per_node: int | None) -> range:
 def share_memory(
     ranks: Ranks, node: range, num_bytes: int, request: str, problem: str = ""
 ) -> Tensor:
-    """Map the same `num_bytes` zeros on every rank of a node. A collective of all nodes.
+    """Map the same `num_bytes` zeros on every rank of a node. This is a collective of all nodes.
 
     Args:
-        node: as `find_node`.
-        request: what the memory is for. It must be the same on all ranks.
-        problem: why this rank cannot take part; "" if it can.
+        node: the result of `find_node`.
+        request: describes the memory. It must be the same on all ranks.
+        problem: the reason why this rank cannot take part; "" if it can.
 
     Returns:
-        A tensor of bytes. The memory is freed when no rank holds its tensor.
+        A tensor of bytes. The memory is freed when no rank keeps its tensor.
 
     Raises:
-        ValueError: different requests.
+        ValueError: the requests differ.
         RuntimeError: a rank cannot make or map the memory, or has a problem.
         All of them are raised on every rank.
     """
@@ -103,7 +103,10 @@ def share_memory(
 
 
 def machine_identity() -> str:
-    """The same for processes that see each other in /proc: one boot and one set of process ids."""
+    """An identifier of the boot and the PID namespace.
+
+    It is the same for processes that see each other in /proc.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -112,8 +115,10 @@ def machine_identity() -> str:
 
 
 def available_bytes() -> int:
-    """Memory of this machine that processes could still use, as the kernel estimates it; without
-    the limit of a container."""
+    """The kernel's estimate of the available memory of this machine, in bytes.
+
+    It does not include the limit of a container.
+    """
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])
@@ -121,18 +126,18 @@ def available_bytes() -> int:
 
 
 def _make_file(num_bytes: int, offer: _Offer) -> tuple[int, _Offer]:
-    """An anonymous file with its pages, which ends with a random key."""
+    """Create an anonymous file with allocated pages. It ends with a random key."""
     key = secrets.token_bytes(_KEY_BYTES)
     descriptor = -1
     size_text = f"{num_bytes / 2**20:.1f} MiB of shared memory"
     try:
-        # posix_fallocate would not fail: the kernel would end processes to make room.
+        # posix_fallocate would not fail. Instead, the kernel would kill processes to free memory.
         if num_bytes > available_bytes():
             free = f"{available_bytes() / 2**20:.1f} MiB of memory are available"
             return descriptor, replace(offer, problem=f"{size_text}: {free}")
-        # the name appears in /proc/*/maps alone
+        # The name appears only in /proc/*/maps.
         descriptor = os.memfd_create(f"moe_core.comm.{os.getpid()}")
-        # Without the pages, a machine that is out of memory would kill the first rank to write.
+        # Without allocated pages, the first rank to write would be killed if there is no memory.
         os.posix_fallocate(descriptor, 0, num_bytes + _KEY_BYTES)
         os.pwrite(descriptor, key, num_bytes)
     except OSError as error:
@@ -141,7 +146,7 @@ def _make_file(num_bytes: int, offer: _Offer) -> tuple[int, _Offer]:
 
 
 def _map(descriptor: int, offer: _Offer, num_bytes: int) -> tuple[Tensor | None, str]:
-    """The memory of the node's first rank's file, or why it cannot be mapped."""
+    """Map the file of the node's first rank; returns the memory, or the reason for a failure."""
     path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
     opened = descriptor
     try:

@@ -1,10 +1,10 @@
-"""Plans: which rank of a group puts what where, and who waits for whom.
+"""Plans: the steps of each rank in a collective.
 
-A plan has one program for each rank, a list of steps. Their operands are
+A plan has one program for each rank. A program is a list of steps. The operands of a step are
 
 - inputs: the rank's own messages, of any length;
-- slots: places in the rank's shared buffer, each for one message, which other ranks write;
-- outputs: what the rank returns.
+- slots: places in the rank's shared buffer, which other ranks write, each for one message;
+- outputs: messages that the rank returns.
 
 >>> plan = Plan("exchange of two", num_ranks=2, num_inputs=1, num_slots=1, num_outputs=1)
 >>> for rank in range(2):
@@ -14,10 +14,10 @@ A plan has one program for each rank, a list of steps. Their operands are
 ...     program.copy(Slot(0), Output(0))
 >>> check(plan)  # moe_core.comm.check
 
-Lengths are known only when a plan runs. A message that is longer than a slot travels in pieces: the
-programs are repeated, once a round, until the longest message of any rank has arrived. Every slot
-exists twice, for even and for odd rounds. So a rank may fill slots of one round while another rank
-still reads those of the round before.
+Lengths are known only when a plan runs. A message that is longer than a slot is sent in pieces. The
+programs are repeated, one round for each piece, until the longest message of any rank has arrived.
+Every slot exists twice, for even and for odd rounds. So a rank may write to slots of one round
+while another rank still reads slots of the previous round.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class Step:
     """One step of a rank.
 
     Attributes:
-        action: one of ACTIONS.
+        action: a name in ACTIONS.
         peer: the other rank; -1 for copy and add.
         with_signal: whether a put signals its peer.
     """
@@ -85,11 +85,11 @@ class Program:
     steps: list[Step] = field(default_factory=list)
 
     def put(self, source: Place, peer: int, slot: Place, signal: bool = True) -> None:
-        """Write an input, or a message that came into a slot, to a slot of the peer."""
+        """Write an input, or the message in a slot, to a slot of the peer."""
         self.steps.append(Step("put", peer, source, slot, signal))
 
     def signal(self, peer: int) -> None:
-        """Tell the peer that everything until here is done."""
+        """Tell the peer that all earlier steps are done."""
         self.steps.append(Step("signal", peer))
 
     def wait(self, peer: int) -> None:
@@ -118,8 +118,9 @@ class Plan:
     """A program for each rank.
 
     Args:
-        name: for error messages.
-        num_inputs, num_slots, num_outputs: of each rank.
+        name: the name in error messages.
+        num_ranks: P.
+        num_inputs, num_slots, num_outputs: the numbers for each rank.
     """
 
     name: str
@@ -134,5 +135,5 @@ class Plan:
             self.programs = [Program() for _ in range(self.num_ranks)]
 
     def digest(self) -> str:
-        """Equal for equal plans, in any process."""
+        """A hash that is equal for equal plans, in any process."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]

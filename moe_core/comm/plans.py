@@ -1,6 +1,6 @@
 """The plans of this package.
 
-Slots are named by the rank whose message they hold, so no two ranks write one slot.
+A slot has the index of the rank whose message it holds, so no two ranks write to the same slot.
 """
 
 # P ranks, g ranks per node, N nodes; rank (a, j) is local rank j of node a
@@ -11,7 +11,7 @@ from moe_core.comm.plan import Input, Output, Place, Plan, Program, Slot
 
 
 def linear_all_to_all(num_ranks: int) -> Plan:
-    """Every rank puts a message to every other; output i of rank j is input j of rank i."""
+    """Every rank puts a message to every other rank. Output i of rank j is input j of rank i."""
     plan = Plan("linear all-to-all", num_ranks, num_ranks, num_ranks, num_ranks)
     for rank, program in enumerate(plan.programs):
         _put_to_all(program, rank, num_ranks, Input)
@@ -31,7 +31,7 @@ def linear_all_gather(num_ranks: int) -> Plan:
 
 
 def linear_reduce_scatter(num_ranks: int) -> Plan:
-    """The output of rank j is the sum of the inputs j, in the order of the ranks."""
+    """The output of rank j is the sum of input j of all ranks, in the order of the ranks."""
     plan = Plan("linear reduce-scatter", num_ranks, num_ranks, num_ranks, 1)
     for rank, program in enumerate(plan.programs):
         _put_to_all(program, rank, num_ranks, Input)
@@ -42,7 +42,7 @@ def linear_reduce_scatter(num_ranks: int) -> Plan:
 def linear_all_reduce(num_ranks: int) -> Plan:
     """The output of every rank is the sum of all inputs, in the order of the ranks.
 
-    Every message goes to every rank: for small ones.
+    Every message is sent to every rank, so this is for small messages.
     """
     plan = Plan("linear all-reduce", num_ranks, 1, num_ranks, 1)
     for rank, program in enumerate(plan.programs):
@@ -52,8 +52,7 @@ def linear_all_reduce(num_ranks: int) -> Plan:
 
 
 def ring_all_gather(num_ranks: int) -> Plan:
-    """As `linear_all_gather`; every message travels around the ring, from neighbour to
-    neighbour."""
+    """As `linear_all_gather`, but every message is passed around a ring of ranks."""
     plan = Plan("ring all-gather", num_ranks, 1, num_ranks, num_ranks)
     for rank, program in enumerate(plan.programs):
         for distance in range(num_ranks - 1):
@@ -67,9 +66,10 @@ def ring_all_gather(num_ranks: int) -> Plan:
 
 
 def ring_reduce_scatter(num_ranks: int) -> Plan:
-    """As `linear_reduce_scatter`; each partial sum travels around the ring and ends at its rank.
+    """As `linear_reduce_scatter`, but each partial sum is passed around a ring of ranks.
 
-    Slots are named by the sum. Its order is that of the ring, from the rank after its own.
+    A slot has the index of the rank that receives the sum. The sum for rank j is in the order of
+    the ring, from rank j + 1 to rank j.
     """
     plan = Plan("ring reduce-scatter", num_ranks, num_ranks, num_ranks, 1)
     for rank, program in enumerate(plan.programs):
@@ -88,11 +88,12 @@ def ring_reduce_scatter(num_ranks: int) -> Plan:
 
 
 def two_level_all_to_all(num_ranks: int, ranks_per_node: int) -> Plan:
-    """As `linear_all_to_all`, in two steps: to the rank of this node with the place of the
-    receiver, and from there to the receiver's node.
+    """As `linear_all_to_all`, but in two steps.
 
-    Between nodes, a rank signals N - 1 ranks instead of P - g. Source: arXiv 2206.03382 (Tutel),
-    section 3.4.
+    A message is first sent to the rank of this node with the local rank of the receiver, and then
+    to the receiver. Between nodes, a rank signals N - 1 ranks instead of P - g.
+
+    Source: arXiv 2206.03382 (Tutel), section 3.4.
 
     Raises:
         ValueError: ranks_per_node does not divide num_ranks.
@@ -107,14 +108,18 @@ def two_level_all_to_all(num_ranks: int, ranks_per_node: int) -> Plan:
 
 
 def _two_level_program(program: Program, rank: int, num_nodes: int, ranks_per_node: int) -> None:
-    """Slots [g, N]: from a local rank of this node to a node. Then slots [P], from each rank."""
+    """Add the steps of a rank.
+
+    The first slots are [g, N]: messages from a local rank of this node to a node. The next slots
+    are [P]: messages from each rank to this one.
+    """
     node, local = divmod(rank, ranks_per_node)
     near = [other for other in range(ranks_per_node) if other != local]
     far = [other for other in range(num_nodes) if other != node]
     num_ranks = num_nodes * ranks_per_node
 
     def from_node(source: int, target_node: int) -> Place:
-        """What local rank `source` of this node sends to the rank with this place there."""
+        """The message from local rank `source` of this node to local rank `local` of a node."""
         if source == local:
             return Input(target_node * ranks_per_node + local)
         return Slot(source * num_nodes + target_node)
@@ -145,7 +150,7 @@ def _two_level_program(program: Program, rank: int, num_nodes: int, ranks_per_no
 def _put_to_all(
     program: Program, rank: int, num_ranks: int, message_to: Callable[[int], Place]
 ) -> None:
-    """Put `message_to(peer)` to every other rank, the next one first, and wait for theirs."""
+    """Put `message_to(peer)` to every other rank, the next rank first. Then wait for every rank."""
     for distance in range(1, num_ranks):
         peer = (rank + distance) % num_ranks
         program.put(message_to(peer), peer, Slot(rank))
@@ -154,14 +159,14 @@ def _put_to_all(
 
 
 def _sum_all(program: Program, rank: int, num_ranks: int, message: Place) -> None:
-    """Sum what arrived and this rank's `message`."""
+    """Sum the received messages and this rank's `message`, in the order of the ranks."""
     program.copy(_arrived(rank, 0, message), Output(0))
     for source in range(1, num_ranks):
         program.add(_arrived(rank, source, message), Output(0))
 
 
 def _arrived(rank: int, source: int, message: Place) -> Place:
-    """The message of `source`: this rank's own is no slot."""
+    """The place of the message of `source`: a slot, or `message` for this rank itself."""
     if source == rank:
         return message
     return Slot(source)

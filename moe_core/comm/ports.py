@@ -1,10 +1,10 @@
-"""Ports: what channels send between machines, over a process group's sends and receives.
+"""Ports: the messages of channels between machines, sent with a process group's sends and receives.
 
-A port keeps puts until the signal that follows them, and sends both as one message: a head with the
-number of puts and of bytes, then a table of the puts and their contents. The transport's threads
-(gloo's) send it in the background, so neither a put nor a signal waits for the other rank. The
-receiver writes the puts into its buffer when it waits for the signal, and before that checks that
-they fit: a message is not trusted.
+A port keeps puts until the next signal, and sends both as one message: a head with the number of
+puts and of bytes, then a table of the puts and their contents. gloo's threads send the message in
+the background, so neither a put nor a signal waits for the other rank. The receiver writes the puts
+into its buffer when it waits for the signal. It first checks that they fit, because a message is
+not trusted.
 """
 
 # n puts of a message
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from moe_core.ranks import Ranks
 
-_PUTS, _SIGNAL, _BARRIER = range(3)  # what ends with a message
+_PUTS, _SIGNAL, _BARRIER = range(3)  # the purpose of a message
 _HEAD = 3  # int64: purpose, number of puts, bytes of all puts
-_MOST_PUTS = 4096  # of one message
-_FIRST_TAG = 7919  # of messages; the process group's other sends have 0
+_MOST_PUTS = 4096  # puts in one message
+_FIRST_TAG = 7919  # tags of messages start here; other sends of the process group have tag 0
 _numbers_of_ports: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -34,12 +34,12 @@ _numbers_of_ports: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary
 class _Peer:
     """A rank on another machine."""
 
-    # offsets and contents of puts that no signal has followed yet
+    # offsets and contents of puts since the last signal
     offsets: list[int] = field(default_factory=list)
     contents: list[Tensor] = field(default_factory=list)
-    # messages under way, with the tensors that must live until they are sent
+    # messages that are being sent, with their tensors, which must exist until they are sent
     sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
-    signals: int = 0  # received, and not yet waited for
+    signals: int = 0  # received signals that no wait has used yet
 
     @property
     def num_bytes(self) -> int:
@@ -47,13 +47,13 @@ class _Peer:
 
 
 class Ports:
-    """The connections of a rank to those of other machines.
+    """The connections of a rank to the ranks of other machines.
 
     Args:
-        ranks: those of the channels' group.
-        buffer: this rank's buffer, into which others put: bytes.
-        timeout: of every wait.
-        fail: raises the error with this message, for this and all later operations of the group.
+        ranks: the ranks of the ChannelGroup.
+        buffer: this rank's buffer (bytes), into which other ranks put.
+        timeout: the timeout of every wait.
+        fail: raises an error with a given message, now and in all later operations of the group.
     """
 
     def __init__(
@@ -62,15 +62,18 @@ class Ports:
         assert ranks.process_group is not None, "several machines have a process group"
         self._ranks, self._buffer, self._timeout, self._fail = ranks, buffer, timeout, fail
         self._process_group = ranks.process_group
-        # Groups are made by all ranks in the same order, so their numbers agree.
+        # All ranks create groups in the same order, so their numbers agree.
         number = _numbers_of_ports.get(self._process_group, 0)
         _numbers_of_ports[self._process_group] = number + 1
         self._tag = _FIRST_TAG + number
         self._peers: dict[int, _Peer] = {}
 
     def put(self, peer: int, offset: int, contents: Tensor) -> None:
-        """Write `contents`, bytes that do not change any more, into the peer's buffer, with the
-        next signal."""
+        """Write `contents` into the peer's buffer with the next signal.
+
+        Args:
+            contents: bytes, which must not change later.
+        """
         state = self._peer(peer)
         num_bytes = state.num_bytes + len(contents)
         if num_bytes > len(self._buffer) or len(state.offsets) == _MOST_PUTS:
@@ -79,14 +82,15 @@ class Ports:
         state.contents.append(contents)
 
     def signal(self, peer: int) -> None:
-        """Send the puts since the last signal, and one more signal."""
+        """Send the puts since the last signal, together with a signal."""
         self._send(peer, _SIGNAL)
 
     def wait(self, peer: int) -> None:
         """Wait for the peer's next signal and write the puts before it.
 
         Raises:
-            CollectiveError: none came within the timeout, or a put does not fit into the buffer.
+            CollectiveError: no signal came within the timeout, or a put does not fit into the
+                buffer.
         """
         state = self._peer(peer)
         if not state.signals:
@@ -94,17 +98,20 @@ class Ports:
         state.signals -= 1
 
     def barrier(self, peers: list[int]) -> None:
-        """Wait for the peers, which all call this with this rank; writes all puts before it."""
+        """Wait until all peers have called this, and write all their earlier puts.
+
+        `peers` of every peer must contain this rank.
+        """
         for peer in peers:
             self._send(peer, _BARRIER)
         for peer in peers:
             self._receive(peer, _BARRIER)
 
     def flush(self, peer: int) -> None:
-        """Wait until all messages to the peer are sent, for which it has to receive them.
+        """Wait until all messages to the peer are sent. The peer has to receive them.
 
         Raises:
-            CollectiveError: it does not within the timeout.
+            CollectiveError: the peer does not receive them within the timeout.
         """
         sending = self._peer(peer).sending
         while sending:
@@ -163,7 +170,7 @@ class Ports:
         return tensor
 
     def _check_head(self, peer: int, purpose: int, num_puts: int, num_bytes: int) -> None:
-        """Refuse a message before memory is allocated for it."""
+        """Fail if the head of a message is not valid, before memory is allocated for its body."""
         fits = 0 <= num_puts <= _MOST_PUTS and 0 <= num_bytes <= len(self._buffer)
         if purpose not in (_PUTS, _SIGNAL, _BARRIER) or not fits:
             self._fail(
@@ -187,7 +194,7 @@ class Ports:
 
     @contextmanager
     def _named_errors(self, operation: str) -> Iterator[None]:
-        """Turn an error of the transport into that of the group."""
+        """Convert an error of the transport to an error of the group."""
         try:
             yield
         except RuntimeError as error:

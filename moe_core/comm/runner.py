@@ -1,7 +1,7 @@
-"""Runs a plan: the programs of all ranks, each in one call of the C++ interpreter.
+"""Runs a plan. Inside a node, each rank runs its program in one call of the C++ interpreter.
 
-Puts, signals and waits between nodes go through the group's ports, and the steps between two of
-them are one call.
+Puts, signals and waits between nodes use the group's ports. The steps between two of them are one
+call of the interpreter.
 """
 
 # P ranks
@@ -54,16 +54,16 @@ class _Run(ctypes.Structure):
 
 
 class PlanRunner:
-    """A plan with its shared memory. Making one and running it are collectives.
+    """A plan with its shared memory. The constructor and all runs are collectives.
 
     Args:
-        piece_bytes: of a slot; longer messages travel in pieces. A multiple of 64.
-        timeout: of every wait.
-        ranks_per_node: as `ChannelGroup`.
+        piece_bytes: the size of a slot, a multiple of 64. Longer messages are sent in pieces.
+        timeout: the timeout of every wait.
+        ranks_per_node: as in `ChannelGroup`.
 
     Raises:
         PlanError: the plan is not safe.
-        ValueError, RuntimeError: as `ChannelGroup`; ValueError also for different plans.
+        ValueError, RuntimeError: as `ChannelGroup`. ValueError also if the ranks' plans differ.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class PlanRunner:
     def run(
         self, source: Tensor, inputs: Sequence[int], result: Tensor, outputs: Sequence[int]
     ) -> None:
-        """Send the messages that lie one after the other in `source` and write those that arrive to
-        `result`.
+        """Send the messages in `source`, and write the received messages to `result`.
 
         Args:
-            source, result: contiguous CPU tensors; of a dtype in SUM_DTYPES if the plan has sums.
-            inputs, outputs: bytes of each message.
+            source, result: contiguous CPU tensors that contain the messages one after the other. If
+                the plan has sums, their dtype must be in SUM_DTYPES.
+            inputs, outputs: the bytes of each message.
 
         Raises:
             ValueError: the messages do not fit into the tensors.
@@ -129,10 +129,12 @@ class PlanRunner:
             self._check(library().comm_run(self._pointer))
 
     def exchange(self, source: Tensor, inputs: Sequence[int]) -> list[int]:
-        """The first half of `run`, where the lengths of the outputs are not known.
+        """The first half of `run`, for outputs of unknown length.
+
+        Call `deliver` next. `source` must exist and not change until then.
 
         Returns:
-            The bytes of each output. `deliver` has to follow, with the same `source`.
+            The bytes of each output.
         """
         self._set_inputs(source, inputs)
         if self._reaches_other_nodes:
@@ -147,7 +149,7 @@ class PlanRunner:
         return arriving
 
     def deliver(self, result: Tensor, outputs: Sequence[int]) -> None:
-        """The second half of `run`."""
+        """The second half of `run`, after `exchange`."""
         self._set_outputs(result, outputs)
         self._awaits_delivery = False
         if self._reaches_other_nodes:
@@ -183,7 +185,7 @@ class PlanRunner:
         return any(block.is_far for block in self._blocks)
 
     def _finish_rounds(self) -> None:
-        """What `comm_run_delivery` does."""
+        """Deliver and run the remaining rounds, as `comm_run_delivery` does inside a node."""
         self._run_round(0, until_delivery=False)
         piece = 1
         while piece < self._run.rounds:
@@ -193,7 +195,7 @@ class PlanRunner:
         self.group.ports.flush_all()  # a rank may end after its last run
 
     def _run_round(self, piece: int, until_delivery: bool) -> None:
-        """The steps of a round before the delivery, or those from there on."""
+        """Run the steps of a round before the delivery, or the steps from the delivery on."""
         for block in self._blocks:
             if (block.begin < self._run.delivery) != until_delivery:
                 continue
@@ -206,7 +208,7 @@ class PlanRunner:
             self._run.round += 1
 
     def _take_far_step(self, index: int, piece: int) -> None:
-        """A put, signal or wait between nodes."""
+        """Run a put, signal or wait between nodes."""
         step = self.plan.programs[self.group.rank].steps[index]
         ports = self.group.ports
         if step.action == "wait":
@@ -222,7 +224,7 @@ class PlanRunner:
             ports.signal(step.peer)
 
     def _check(self, status: int) -> None:
-        """Raise the error that a status of the interpreter stands for."""
+        """Raise the error that corresponds to a status of the interpreter."""
         if not status:
             return
         group, plan = self.group, self.plan
@@ -240,7 +242,7 @@ class PlanRunner:
 
 
 def _check_messages(name: str, tensor: Tensor, sizes: Sequence[int], number: int) -> None:
-    """Refuse messages that do not fit into their tensor."""
+    """Raise ValueError if the messages do not fit into their tensor."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be a contiguous CPU tensor, not strides {tensor.stride()} on"
@@ -254,7 +256,7 @@ def _check_messages(name: str, tensor: Tensor, sizes: Sequence[int], number: int
 
 
 class _Block(NamedTuple):
-    """Steps that run together: one between nodes, or several inside a node."""
+    """Steps that run together: one step between nodes, or several steps inside a node."""
 
     begin: int
     end: int
@@ -262,7 +264,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(program: Program, node: range) -> list[_Block]:
-    """All steps in order. None has steps both before the delivery and after it."""
+    """All steps in order. No block has steps both before and after the start of the delivery."""
     blocks: list[_Block] = []
     for index, step in enumerate(program.steps):
         is_far = step.peer >= 0 and step.peer not in node
@@ -275,7 +277,7 @@ def _blocks(program: Program, node: range) -> list[_Block]:
 
 
 def _encode(program: Program) -> Tensor:
-    """[steps, 7] as `Step` of interpreter.cpp."""
+    """The steps as int32 [steps, 7], in the format of `Step` in interpreter.cpp."""
     rows = []
     for step in program.steps:
         row = [ACTIONS.index(step.action), step.peer, int(step.with_signal)]

@@ -19,16 +19,17 @@ _SUM_DTYPES = (torch.float32, torch.bfloat16)
 class SwitchChannel:
     """All-reduce and all-gather through a multicast address, on the current stream.
 
-    All ranks make each call with the same shape. Between its ranks torch's kernels wait without a
-    timeout: only a memory channel reports a rank that has ended.
+    All ranks must make each call with the same shape. torch's kernels wait for other ranks without
+    a timeout. Only memory channels report a rank that has ended.
 
     Args:
-        ranks: all on one machine; each on its current CUDA device.
-        buffer_bytes: of each rank; the longest result.
+        ranks: the ranks, all on one machine, each on its current CUDA device.
+        buffer_bytes: the size of each rank's buffer, which limits the size of a result.
 
     Raises:
-        ValueError: ranks on several machines, or with different arguments; on all ranks.
-        RuntimeError: no CUDA device or symmetric memory, or no multicast address; on all ranks.
+        ValueError: the ranks are on several machines, or have different arguments.
+        RuntimeError: there is no CUDA device, no symmetric memory or no multicast address.
+        All of them are raised on every rank.
     """
 
     def __init__(self, ranks: Ranks, buffer_bytes: int) -> None:
@@ -52,8 +53,8 @@ class SwitchChannel:
         """The sum of the ranks' `values`, of any shape, in the order of the switch.
 
         Raises:
-            ValueError: neither fp32 nor bf16; a number of bytes that is no multiple of 16; more
-                than the buffer holds; another device.
+            ValueError: the dtype is neither fp32 nor bf16; the number of bytes is not a multiple of
+                16 or exceeds the buffer; the device is another one.
         """
         if values.dtype not in _SUM_DTYPES:
             raise ValueError(f"a switch channel adds float32 and bfloat16, not {values.dtype}")
@@ -65,8 +66,8 @@ class SwitchChannel:
         """rows [n, ...] of each rank -> [P * n, ...] on every rank.
 
         Raises:
-            ValueError: a number of bytes that is no multiple of 16; a result that the buffer cannot
-                hold; another device.
+            ValueError: the number of bytes is not a multiple of 16; the result exceeds the buffer;
+                the device is another one.
         """
         rows = rows.detach().contiguous()
         if rows.nbytes % _ALIGNMENT:
@@ -74,7 +75,7 @@ class SwitchChannel:
         shape = (self.ranks.size * len(rows), *rows.shape[1:])
         gathered = self._view(rows.dtype, shape, rows.device)
         torch.ops.symm_mem.multimem_all_gather_out(rows, self._group_name, gathered)
-        return gathered.clone()  # the next call writes the buffer
+        return gathered.clone()  # the next call overwrites the buffer
 
     def _view(self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """The start of the buffer as a tensor of this shape."""

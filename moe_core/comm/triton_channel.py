@@ -1,14 +1,15 @@
 """Triton kernels of the channels between GPUs.
 
-The memory of a rank is its buffer and, behind it, three rows of P counters (int64), which the other
-ranks write: signals of channels, signals of barriers, and numbers of rows. A rank adds to counter
-[its rank] of its peer. Pointers to the peers' memory are in the table `addresses`.
+The memory of a rank consists of its buffer and three rows of P counters (int64), which the other
+ranks write: signals of channels, signals of barriers, and numbers of rows. Rank i writes to counter
+i of its peer. Pointers to the peers' memory are in the table `addresses`.
 
-Order: a put and its signal are one kernel. The last program of a peer signals, with release order
-at system scope, after it has seen, with acquire order, that all other programs have copied.
+Order: a put and its signal are one kernel. The last program for a peer sends the signal, with
+release order at system scope. Before that it has read, with acquire order, that all other programs
+for this peer have copied.
 """
 
-# P ranks. A word is 8 bytes, or 1 byte where lengths or addresses are no multiples of 8.
+# P ranks. A word is 8 bytes, or 1 byte if lengths or addresses are not multiples of 8.
 
 import torch
 import triton
@@ -16,20 +17,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-_BLOCK = 1024  # words of a program at a time
-_MOST_PROGRAMS = 64  # for one peer
+_BLOCK = 1024  # words that a program copies at a time
+_MOST_PROGRAMS = 64  # programs for one peer
 _WORD_BYTES = 8
 
 
 @triton.jit
 def _pointer(addresses, peer, offset, like):
-    """To byte `offset` of the peer's memory, of the type of the pointer `like`."""
+    """A pointer to byte `offset` of the peer's memory, of the type of the pointer `like`."""
     return (tl.load(addresses + peer) + offset).to(like.dtype)
 
 
 @triton.jit
 def _present_words(count, row_words, first, length):
-    """How many of the words [first, first + length) of a block belong to its first `count` rows."""
+    """The number of words in [first, first + length) that are in a block's first `count` rows."""
     return tl.minimum(tl.maximum(count * row_words - first, 0), length)
 
 
@@ -63,7 +64,7 @@ def put_kernel(
         tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
         start += tl.num_programs(0) * BLOCK
     if SIGNAL:
-        tl.debug_barrier()  # one thread of the program reports what all of them have copied
+        tl.debug_barrier()  # all threads have copied before one of them reports it
         num_done = tl.atomic_add(arrived + peer, 1, sem="acq_rel", scope="gpu")
         if num_done == tl.num_programs(0) - 1:
             tl.store(arrived + peer, 0)
@@ -82,8 +83,11 @@ def signal_kernel(addresses, first_peer, counter):
 
 @triton.jit(do_not_specialize=["first_peer", "limit"])
 def wait_kernel(signals, waited, failed, report, first_peer, limit, TIMED: tl.constexpr):
-    """Waits for one more signal of each peer, for at most `limit` nanoseconds; without TIMED, so
-    often. Where a wait has failed before, it looks once."""
+    """Wait for one more signal of each peer.
+
+    With TIMED, `limit` is in nanoseconds, otherwise it is a number of polls. After an earlier
+    failure the kernel polls once.
+    """
     peer = first_peer + tl.program_id(0)
     expected = tl.load(waited + peer) + 1
     limit = limit.to(tl.int64)
@@ -109,8 +113,10 @@ def wait_kernel(signals, waited, failed, report, first_peer, limit, TIMED: tl.co
 def read_kernel(
     buffer, out, counts, failed, slot_words, first, length, stride, row_words, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Slots of the buffer to blocks of `out`: zeros after the last row, ones in all bits after a
-    failure."""
+    """Copy slots of the buffer to blocks of `out`.
+
+    Words after the last row are 0. After a failure all bits are 1.
+    """
     peer = tl.program_id(1).to(tl.int64)
     length = length.to(tl.int64)
     present = length
@@ -130,7 +136,7 @@ def read_kernel(
 
 
 def word_type(*tensors: Tensor, sizes: tuple[int, ...]) -> torch.dtype:
-    """int64 where all addresses and sizes in bytes are multiples of 8, else uint8."""
+    """int64 if all addresses and sizes in bytes are multiples of 8, otherwise uint8."""
     numbers = [*sizes, *(tensor.data_ptr() for tensor in tensors)]
     if any(number % _WORD_BYTES for number in numbers):
         return torch.uint8
@@ -138,7 +144,7 @@ def word_type(*tensors: Tensor, sizes: tuple[int, ...]) -> torch.dtype:
 
 
 def programs(num_words: int) -> int:
-    """That copy the words for one peer."""
+    """The number of programs that copy `num_words` words for one peer."""
     return min(max(triton.cdiv(num_words, _BLOCK), 1), _MOST_PROGRAMS)
 
 
@@ -159,13 +165,15 @@ def put(
 
     Args:
         src: the blocks, in words.
-        arrived: int64 [P], zeros; back to zeros after each put.
-        counts: int64 [P], how many rows of each block are sent; None: all.
-        failed, report: int64 [1], written where a count exceeds the capacity.
-        offsets: of the destination, the signal and the number of rows in the peer's memory, in
-            bytes.
-        piece: its first word in a block, its words, and the words of a block.
-        rows: capacity of a block, and words of a row.
+        addresses: int64 [P], the address of each rank's memory.
+        arrived: int64 [P], zeros. They are zeros again after each put.
+        counts: int64 [P], the number of rows of each block to send; None: all.
+        failed, report: int64 [1], written if a count is negative or exceeds the capacity.
+        peers: the ranks that receive a block.
+        offsets: bytes in the peer's memory of the destination, the signal and the number of rows.
+        piece: the first word of the piece in a block, its words, and the words of a block.
+        rows: the capacity of a block in rows, and the words of a row.
+        signal: whether to signal the peers afterwards.
     """
     grid = (programs(piece[1]), len(peers))
     put_kernel[grid](
@@ -186,10 +194,10 @@ def wait(
 
     Args:
         signals: int64 [P], the counters that the peers write.
-        waited: int64 [P], how many signals earlier waits have taken.
-        failed: int64 [1] on the GPU, set where no signal came.
+        waited: int64 [P], the number of signals that earlier waits have used.
+        failed: int64 [1] on the GPU, set if no signal came.
         report: int64 [1], in memory that the host can read at any time: 1 + the late peer.
-        limit: nanoseconds on a GPU, looks in Triton's interpreter.
+        limit: nanoseconds on a GPU; a number of polls in Triton's interpreter.
     """
     wait_kernel[(len(peers),)](
         signals, waited, failed, report, peers.start, limit,
@@ -206,7 +214,7 @@ def read(
     piece: tuple[int, int, int],
     row_words: int,
 ) -> None:
-    """Copy a piece that each rank has put into the blocks of `out`; the inverse of `put`."""
+    """Copy the piece that each rank has put to the blocks of `out`. It is the inverse of `put`."""
     grid = (programs(piece[1]), len(out))
     read_kernel[grid](
         buffer, out, counts, failed, slot_words, *piece, row_words, BLOCK=_BLOCK
