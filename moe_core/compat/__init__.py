@@ -1,1 +1,1 @@
-"""Adapters between the engine and other libraries, each of which imports its own library."""
+"""Adapters between the engine and other libraries. Each module imports only its own library."""

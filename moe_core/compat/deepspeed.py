@@ -5,16 +5,16 @@
 >>> mark_experts(model)
 >>> engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=settings)
 
-DeepSpeed knows experts by attributes of their parameters and by its own MoE module (deepspeed 0.19:
-moe/utils.py, runtime/engine.py). It averages their gradients over the replicas and divides by the
-number of all ranks, so that `average_expert_gradients` is not called.
+DeepSpeed recognises experts by attributes of their parameters and by its own MoE module (deepspeed
+0.19: moe/utils.py, runtime/engine.py). It sums the experts' gradients over the replicas and divides
+them by the number of all ranks. So do not call `average_expert_gradients`.
 
-- ZeRO-3 splits parameters that the kernels need whole; DeepSpeed refuses it with its MoE module or
-  fails in the first pass.
-- Set `gradient_clipping` to 0.0; DeepSpeed's default is 1.0. It clips by a norm that holds the
-  experts of each rank alone, so each rank would clip by another factor.
-- Its checkpoints store experts under the names of its own layers alone, so saving and loading by
-  the engine raises. Save with `moe_core.checkpoint`.
+- ZeRO-3 is not supported, because it splits parameters that the kernels need whole. DeepSpeed
+  refuses ZeRO-3 with its MoE module, or fails in the first pass.
+- Set `gradient_clipping` to 0.0 (DeepSpeed's default is 1.0). DeepSpeed's norm includes only the
+  experts of one rank, so each rank would clip by another factor.
+- DeepSpeed's checkpoints can only store experts of its own layers. Saving or loading with
+  DeepSpeed's engine raises an error. Use `moe_core.checkpoint` instead.
 """
 
 from collections.abc import Iterator
@@ -33,17 +33,17 @@ class ExpertsMarker(MoE):
     """A module without parameters that tells DeepSpeed's engine that the model has experts.
 
     Args:
-        num_experts: of a layer, over all ranks of its expert group.
-        size: ranks of an expert group.
+        num_experts: the number of experts of a layer, over all ranks of its expert group.
+        size: the number of ranks of an expert group.
     """
 
     def __init__(self, num_experts: int, size: int) -> None:
-        nn.Module.__init__(self)  # MoE's own would build a layer
+        nn.Module.__init__(self)  # MoE.__init__ would create a layer
         self.num_experts = num_experts
         self.size = size
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """DeepSpeed's engine calls this to have the process groups of experts made."""
+        """Create DeepSpeed's process groups for experts. DeepSpeed's engine calls this."""
         if use_data_before_expert_parallel_:
             raise ValueError(
                 "use_data_before_expert_parallel_ is True: the ranks of an expert group must be"
@@ -54,7 +54,7 @@ class ExpertsMarker(MoE):
 
     @property
     def expert_group_name(self) -> str:
-        """What DeepSpeed reads when it saves or loads the experts of its layers.
+        """DeepSpeed reads this attribute when it saves or loads the experts of its layers.
 
         Raises:
             RuntimeError: always.
@@ -71,13 +71,12 @@ def group_name(size: int) -> str:
 
 
 def mark_experts(model: nn.Module) -> None:
-    """Prepare a model for `deepspeed.initialize`; every rank calls this before it.
+    """Prepare a model for `deepspeed.initialize`. Every rank calls this first.
 
-    Without experts that are spread over ranks, nothing is changed: all parameters are averaged.
+    If no experts are distributed over ranks, nothing changes: DeepSpeed averages all gradients.
 
     Raises:
-        ValueError: layers with expert groups of different sizes, or whose ranks are not
-            consecutive.
+        ValueError: the expert groups of layers differ in size, or their ranks are not consecutive.
     """
     layers = list(moe_layers(model).values())
     sizes = {layer.group.size for layer in layers}

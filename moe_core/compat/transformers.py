@@ -4,10 +4,11 @@
 >>> moe_core.compat.transformers.register()
 >>> model = AutoModelForCausalLM.from_config(config, experts_implementation="moe_core")
 
-`model.set_experts_implementation("moe_core")` changes a model that exists. The routers stay
-transformers' own, and so do parameters, gradients and checkpoints.
+`model.set_experts_implementation("moe_core")` changes an existing model. Routers, parameters,
+gradients and checkpoints remain those of transformers.
 
-Weights are read where they lie on a CPU, also gpt-oss's, whose [E, M, 2 H] interleaves two of them.
+On a CPU weights are not copied. This includes the weights of gpt-oss, whose tensor [E, M, 2 H]
+interleaves two weights.
 
 Source: the interface and the layouts, transformers 5.24, integrations/moe.py.
 """
@@ -39,7 +40,7 @@ except ImportError as error:
     ) from error
 
 _NAME = "moe_core"
-# The engine's names of transformers' and torch's activations
+# The engine's names of the activations of transformers and torch.
 _SAME = {
     SiLUActivation: "silu",
     nn.SiLU: "silu",
@@ -71,20 +72,20 @@ def check_version(version: str) -> None:
 def experts_forward(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """What transformers calls in place of an experts module's own forward.
+    """The forward of an experts module. transformers calls it instead of the module's own.
 
     Args:
-        module: of a class with transformers' decorator `use_experts_implementation`.
+        module: its class has transformers' decorator `use_experts_implementation`.
         hidden_states: tokens [T, M].
         top_k_index: the experts of each token [T, K].
         top_k_weights: their gate values [T, K].
 
     Returns:
-        Like hidden_states.
+        [T, M], in the dtype of hidden_states.
 
     Raises:
-        ValueError: experts with a norm behind them, under transformers' expert parallelism, or with
-            an activation that has no counterpart here.
+        ValueError: the experts are followed by a norm, are under transformers' expert parallelism,
+            or have an activation that this engine does not support.
     """
     _check(module)
     weights = _weights(module)
@@ -134,7 +135,7 @@ def _weights(module: Any) -> ExpertWeights:
 
 
 def _halves(both: Tensor, dim: int, is_concatenated: bool) -> list[Tensor]:
-    """Those of the gate and of the other product, where `dim` has 2 H numbers."""
+    """Split `dim`, of size 2 H, into the parts of the gate and of the other product."""
     if is_concatenated:
         return list(both.unflatten(dim, (2, -1)).unbind(dim))
     return list(both.unflatten(dim, (-1, 2)).unbind(dim + 1))
@@ -144,7 +145,7 @@ def _halves(both: Tensor, dim: int, is_concatenated: bool) -> list[Tensor]:
 
 
 def _activation(module: Any) -> str:
-    """The engine's name of the module's activation, registered if it is new."""
+    """The engine's name of the module's activation. A new activation is registered."""
     gate = type(module)._apply_gate
     if not module.has_gate or gate is _moe._default_apply_gate:
         return _plain_activation(module)
@@ -157,7 +158,7 @@ def _activation(module: Any) -> str:
 
 
 def _plain_activation(module: Any) -> str:
-    """Of the modules that have `act_fn`."""
+    """The engine's name of the activation `act_fn` of a module."""
     act_fn = module.act_fn
     if type(act_fn) in _SAME:
         return _SAME[type(act_fn)]
@@ -178,7 +179,10 @@ def _plain_activation(module: Any) -> str:
 
 
 def _clamped_swiglu(alpha: float, limit: float) -> str:
-    """gpt-oss's activation; with other numbers than the published ones in torch's forms alone."""
+    """The engine's name of gpt-oss's activation.
+
+    With other constants than the published ones, only the torch forms compute it.
+    """
     if (alpha, limit) == (1.702, 7.0):
         return "clamped_swiglu"
     name = f"clamped_swiglu({alpha}, {limit})"

@@ -1,9 +1,9 @@
-"""Tutel's programming interface on this engine: its users' programs run unchanged.
+"""Tutel's programming interface, implemented with this engine. Programs for Tutel run unchanged.
 
     PYTHONPATH=$(python -m moe_core.compat.tutel) python helloworld.py
 
-The command prints the directory in which `import tutel` finds this package. In a program of your
-own:
+The command in parentheses prints the directory in which `import tutel` finds this package. The
+modules can also be imported by their names here:
 
 >>> from moe_core.compat.tutel import moe, net, system
 >>> env = system.init_data_model_parallel(backend="gloo")
@@ -15,6 +15,7 @@ own:
 >>> y = layer(torch.randn(4, 196, 512))
 >>> loss = y.square().mean() + 0.01 * y.l_aux
 
-What is mapped, and what raises: docs/how-to/replace-tutel.md. State dicts have Tutel's names;
-`moe_core.tutel` converts them to MoELayer's and to other numbers of ranks.
+docs/how-to/replace-tutel.md lists the supported options, and those that raise an error. State dicts
+have Tutel's names. `moe_core.tutel` converts them to MoELayer's names and to other numbers of
+ranks.
 """

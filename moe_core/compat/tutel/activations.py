@@ -1,8 +1,8 @@
 """Recognises the activation function of Tutel's experts, which may be any callable.
 
-An activation that the engine's kernels compute, perhaps followed by dropout, is known by the torch
-functions that it calls. It is called with a placeholder, and no function is computed, so that no
-random number is drawn.
+An activation that the engine's kernels support, optionally followed by dropout, is recognised by
+the torch functions that it calls. It is called with a placeholder. The functions are recorded but
+not computed, so no random number is drawn.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ _NAMES = {
     F.gelu: "gelu",
     F.silu: "silu",
 }
-# Arguments that do not change the result, or the value with which they do not.
+# Arguments, with the values that do not change the result.
 _NEUTRAL = {"inplace": (True, False), "approximate": ("none",)}
 
 
 class KnownActivation(NamedTuple):
     """`dropout(activation(x))`."""
 
-    name: str  # of moe_core.ACTIVATIONS
-    dropout: float  # the share of the results that become 0, now
+    name: str  # a name in moe_core.ACTIVATIONS
+    dropout: float  # the current share of the results that become 0
 
 
 class _UnknownError(Exception):
@@ -36,10 +36,10 @@ class _UnknownError(Exception):
 
 
 class _Recorder(TorchFunctionMode):
-    """Records calls of known functions, each on the result of the one before.
+    """Records calls of known functions. Each must be called on the result of the previous one.
 
     Attributes:
-        result: stands for the result of the last call.
+        result: a placeholder for the result of the last call.
     """
 
     def __init__(self, placeholder: Tensor) -> None:
@@ -76,16 +76,17 @@ class _Recorder(TorchFunctionMode):
 
 @torch.compiler.disable
 def recognise(activation_fn: Callable[[Tensor], Tensor]) -> KnownActivation | None:
-    """What `activation_fn` computes now; None if the engine's kernels do not compute it.
+    """The activation that `activation_fn` currently computes.
 
-    A function may read modules that do not exist yet: it is then not known.
+    None if the kernels do not support it, or if the function raises an error, for example because
+    it uses a module that does not exist yet.
     """
     placeholder = torch.empty(0)
     recorder = _Recorder(placeholder)
     try:
         with recorder:
             result = activation_fn(placeholder)
-    except Exception:  # the function fails in earnest where it is called in earnest
+    except Exception:  # the error will be raised when the function is called with a tensor
         return None
     if recorder.name is None or result is not recorder.result or recorder.dropout >= 1:
         return None

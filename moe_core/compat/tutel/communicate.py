@@ -53,7 +53,7 @@ def create_standalone_group() -> dist.ProcessGroup | None:
 
 
 def simple_broadcast(input: Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Overwrite `input` with that of rank `src` of the world and return it."""
+    """Overwrite `input` with the tensor of rank `src` of the world, and return it."""
     if get_world_size(group) > 1:
         with _named_errors("broadcast", group):
             dist.broadcast(input, src=src, group=group)
@@ -77,7 +77,7 @@ def simple_all_reduce(
 def simple_all_to_all(
     input: Tensor, group: dist.ProcessGroup | None = None, background: bool = False
 ) -> Tensor | tuple[Tensor, Callable]:
-    """Part i of W equal parts of the first dim goes to rank i.
+    """Send part i of W equal parts of the first dim to rank i.
 
     Returns:
         The received parts, in the order of the ranks; with `background`, also a function that waits
@@ -146,13 +146,13 @@ def batch_all_to_all_v(
     partition_sizes: Tensor | Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Send parts of each flat tensor to the ranks; all tensors have parts of the same sizes.
+    """Send parts of each flat tensor to the ranks. The sizes of the parts are the same for all.
 
     Args:
-        partition_sizes: [W], the numbers for each rank.
+        partition_sizes: [W], the number of elements for each rank.
 
     Returns:
-        What arrived, for each tensor; and the numbers [W] that each rank sent.
+        The received elements for each tensor, and the number of elements [W] from each rank.
     """
     num_ranks = get_world_size(group)
     sizes = torch.as_tensor(partition_sizes, dtype=torch.int64, device=datas[0].device)
@@ -179,7 +179,7 @@ def batch_all_gather_v(
     """Join the flat tensors of all ranks, which may have different lengths.
 
     Returns:
-        The joined tensors, and the length [W] on each rank.
+        The joined tensors, and the length of the tensors on each rank [W].
     """
     sizes = torch.tensor([datas[0].numel()], device=datas[0].device)
     num_ranks = get_world_size(group)
@@ -211,7 +211,8 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """The gradient is this rank's part of its own gradient or, with `sums`, of all ranks' sum."""
+    """An all-gather. The gradient is this rank's part of its own gradient or, with `sums`, of the
+    sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx, input, sums, group):
@@ -281,10 +282,10 @@ def all_to_all(
     background: bool = False,
     use_2dh: bool = False,
 ) -> Tensor | Callable[[], Tensor]:
-    """`exchange`. A 2DH exchange has the same result; here `use_2dh` uses the linear one.
+    """As `exchange`. `use_2dh` has no effect: the linear exchange, with the same result, is used.
 
     Returns:
-        The tensor; with `background`, a function that returns it.
+        The tensor; with `background`, a function that waits and returns it.
     """
     output = exchange(input, input_dim, output_dim, group)
     if background:
@@ -295,7 +296,7 @@ def all_to_all(
 def exchange(
     input: Tensor, input_dim: int, output_dim: int, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Cut `output_dim` over the ranks and join `input_dim` of all of them.
+    """An all-to-all that divides `output_dim` over the ranks and joins their parts in `input_dim`.
 
     `[E, C, M]` with dims (1, 0) becomes `[E / W, W * C, M]`, and (0, 1) is the inverse.
 
@@ -329,8 +330,8 @@ def zero_gather(
     """Join the ranks' parts of a parameter; their gradients are summed.
 
     Args:
-        full_shape: of the whole parameter, which the ranks hold in flat parts of equal length;
-            None: the parts' own shape, with W times the first dim.
+        full_shape: the shape of the whole parameter. The ranks have flat parts of equal length.
+            None: the shape of a part, with W times the first dim.
     """
     gathered = _AllGather.apply(input, True, group)
     if full_shape is None:
@@ -342,7 +343,8 @@ def zero_gather(
 def zero_scatter(
     input: Tensor, scatter_fn: Callable, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, torch.Size]:
-    """`scatter_fn` of the flat tensor, padded with zeros to a multiple of W; and its shape."""
+    """`scatter_fn` of the flat tensor, padded with zeros to a multiple of W, and the shape of
+    `input`."""
     flat = input.reshape(-1)
     missing = -flat.numel() % get_world_size(group)
     if missing:
@@ -351,7 +353,7 @@ def zero_scatter(
 
 
 def spatial_split(input: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """This rank's part of `dim`; the gradient joins those of all ranks."""
+    """This rank's part of `dim`. The gradient is joined from the gradients of all ranks."""
     return _Split.apply(input.transpose(0, dim), group).transpose(0, dim)
 
 
@@ -361,12 +363,12 @@ def reduce_scatter(input: Tensor, dim: int, group: dist.ProcessGroup | None = No
 
 
 def allreduce_forward(input: Tensor, op=SUM, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The reduction over the ranks; the gradient is unchanged."""
+    """The reduction of `input` over the ranks. The gradient is passed on unchanged."""
     return _ForwardSum.apply(input, op, group)
 
 
 def allreduce_backward(input: Tensor, op=SUM, group: dist.ProcessGroup | None = None) -> Tensor:
-    """`input`; its gradient is reduced over the ranks."""
+    """`input`, unchanged. Its gradient is reduced over the ranks."""
     return _BackwardSum.apply(input, op, group)
 
 

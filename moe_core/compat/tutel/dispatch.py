@@ -18,9 +18,9 @@ class Critical(NamedTuple):
     """The routing of every token, in the order of Tutel's tuple."""
 
     num_global_experts: int
-    indices: list[Tensor]  # K times [T] int32: the token's experts
-    locations: list[Tensor]  # K times [T] int32: its place among the expert's tokens
-    gates: list[Tensor]  # K times [T]
+    indices: list[Tensor]  # K tensors [T] int32: the experts of each token
+    locations: list[Tensor]  # K tensors [T] int32: the token's position among the expert's tokens
+    gates: list[Tensor]  # K tensors [T]
     capacity: int
     counts: Tensor  # [E] choices of each expert before any drop
 
@@ -39,13 +39,15 @@ def extract_critical(
     """Choose `top_k` experts for every token from its probabilities [T, E].
 
     Args:
-        loss_fn: the auxiliary loss, from scores [T, E] and experts [T, K]; None: none.
-        capacity_factor: f. Above 0: C = K * floor(f * ceil(T / E)); 0: the largest load of an
-            expert on any rank of `group`; below 0: the smaller of both.
-        batch_prioritized_routing: an expert's first places are for the highest probabilities.
-        normalize_gate: the gate values of a token sum to 1; only for K above 1.
-        alignment: C is rounded up to a multiple of it.
-        inequivalent_tokens: the ranks of `group` have unequal T; the largest one counts.
+        loss_fn: computes the auxiliary loss from scores [T, E] and experts [T, K]; None: no loss.
+        capacity_factor: f. For f > 0, C = K * floor(f * ceil(T / E)). For f = 0, C is the largest
+            load of an expert on any rank of `group`. For f < 0, C is the smaller of this load and
+            the value for |f|.
+        batch_prioritized_routing: whether tokens with the highest probability get the first places
+            of an expert.
+        normalize_gate: whether the gate values of a token sum to 1; only for K above 1.
+        alignment: C is rounded up to a multiple of this number.
+        inequivalent_tokens: whether the ranks of `group` have different T. The largest T is used.
 
     Returns:
         The routing, and the loss.
@@ -78,10 +80,11 @@ def extract_critical(
 
 
 def _locations(ids: Tensor, order: Tensor, num_experts: int) -> tuple[list[Tensor], Tensor]:
-    """The place of every choice [T, K] among its expert's, as K times [T] int32; and the expert's
-    number of choices [E].
+    """The position of every choice among the choices of its expert, as K tensors [T] int32, and the
+    number of choices of each expert [E].
 
-    All first choices come before all second ones; within them, tokens in the given order [T].
+    All first choices come before all second choices. Within these, tokens are in the given order
+    [T].
     """
     by_choice = ids[order].t().flatten()  # [K * T]
     sorted_ids, positions = by_choice.sort(stable=True)
@@ -103,10 +106,12 @@ def _group_maximum(value: Tensor, group: dist.ProcessGroup | None) -> int:
 
 
 def fast_encode(data: Tensor, critical: Critical | tuple, is_postscore: bool = True) -> Tensor:
-    """Tokens [T, M] -> each expert's [E, C, M], in at least fp32 meanwhile; empty places are 0.
+    """Tokens [T, M] -> the tokens of each expert [E, C, M]. Empty places are 0.
+
+    The computation is in at least fp32; the result has the dtype of `data`.
 
     Args:
-        is_postscore: False: each copy of a token is multiplied with its gate value.
+        is_postscore: False: each copy of a token is multiplied by its gate value.
     """
     num_experts, indices, locations, gates, capacity = critical[:5]
     tokens = _wide(data)
@@ -120,10 +125,10 @@ def fast_encode(data: Tensor, critical: Critical | tuple, is_postscore: bool = T
 
 
 def fast_decode(data: Tensor, critical: Critical | tuple, is_postscore: bool = True) -> Tensor:
-    """The experts' results [E, C, M] -> their sums for each token [T, M].
+    """The experts' results [E, C, M] -> the sum of the results of each token [T, M].
 
     Args:
-        is_postscore: True: each result is multiplied with the token's gate value.
+        is_postscore: True: each result is multiplied by the token's gate value.
     """
     num_experts, indices, locations, gates, capacity = critical[:5]
     results = _wide(data).flatten(0, 1)
@@ -143,28 +148,29 @@ def _wide(data: Tensor) -> Tensor:
 
 
 def _rows_of(ids: Tensor, places: Tensor, capacity: int, num_experts: int) -> Tensor:
-    """The row of the buffer [E * C] of each choice [T]; the one after the last if it is dropped."""
+    """The row of each choice [T] in the buffer [E * C]; E * C if the choice is dropped."""
     rows = ids.long() * capacity + places
     return torch.where(places < capacity, rows, num_experts * capacity)
 
 
 def get_dispatch_count(critical: Critical | tuple) -> Tensor:
-    """Choices of each expert [E], before any drop."""
+    """The number of choices of each expert [E], before any drop."""
     return critical[-1]
 
 
 def get_topk_selection(critical: Critical | tuple) -> tuple[Tensor, Tensor]:
-    """The experts of each token [T, K], and `get_dispatch_count`."""
+    """The experts of each token [T, K], and the result of `get_dispatch_count`."""
     return torch.stack(list(critical[1]), dim=1).long(), critical[-1]
 
 
 def get_reversed_sample_ids(
     critical: Critical | tuple, return_id_type: str = "sample_id"
 ) -> Tensor:
-    """What each place [E, C] holds, as int32; -1: nothing.
+    """The token or choice at each place [E, C], as int32; -1 for empty places.
 
     Args:
-        return_id_type: "sample_id": the token t; "top_id": which of its K choices it is, from 0.
+        return_id_type: "sample_id": the index of the token; "top_id": the index k of the token's
+            choice, from 0 to K - 1.
     """
     if return_id_type not in ("sample_id", "top_id"):
         raise ValueError(f"return_id_type ({return_id_type!r}) must be 'sample_id' or 'top_id'")
@@ -184,7 +190,7 @@ def fast_cumsum_sub_one(data: Tensor, dim: int = 0) -> Tensor:
     """`cumsum(data, 0) - 1` of a 2-D tensor.
 
     Raises:
-        ValueError: another shape or dim.
+        ValueError: `data` is not 2-D, or `dim` is not 0.
     """
     if data.dim() != 2 or dim != 0:
         raise ValueError(f"data of shape {list(data.shape)} with dim ({dim}) must be 2-D, with 0")
@@ -192,10 +198,10 @@ def fast_cumsum_sub_one(data: Tensor, dim: int = 0) -> Tensor:
 
 
 class TutelMoeFastDispatcher:
-    """`fast_encode` and `fast_decode` with a routing that is set once.
+    """`fast_encode` and `fast_decode` with a routing that `update` sets.
 
     Args:
-        capacity: used where `update` is given none.
+        capacity: the default capacity of `update`.
     """
 
     def __init__(
@@ -232,7 +238,7 @@ class TutelMoeFastDispatcher:
         return rows.flatten(0, 1).to(self.original_dtype)
 
     def decode(self, data: Tensor) -> Tensor:
-        """Rows [E * C, M] -> sums for each token [T, M]."""
+        """Rows [E * C, M] -> the sum of the rows of each token [T, M]."""
         rows = data.reshape(self.num_global_experts, -1, data.shape[-1])
         return fast_decode(rows, self.critical, self.is_postscore).to(self.original_dtype)
 

@@ -1,7 +1,7 @@
 """Tutel's built-in experts, with its parameter names and initial values."""
 
 # E experts on this rank, N rows, C rows of each expert (padded), M model dim, H hidden dim of this
-# rank's experts (a part of it where s ranks share an expert)
+# rank's experts (a part of the whole if s ranks share an expert)
 
 import math
 from collections.abc import Callable
@@ -26,19 +26,20 @@ from moe_core.prepared import PreparedValue
 class FusedExpertsNetwork(Experts):
     """`y = act(x fc1_w^T + fc1_bias) fc2_w + fc2_bias` for each expert: Tutel's type "ffn".
 
-    The parameters are those of `moe_core.experts.Experts` by Tutel's names: batched_fc1_w
+    The parameters are those of `moe_core.experts.Experts`, with Tutel's names: batched_fc1_w
     [E, H, M], batched_fc1_bias [E, H], batched_fc2_w [E, H, output_dim] and batched_fc2_bias
     [E, output_dim / s].
 
     Args:
-        hidden_size_per_expert: of a whole expert.
-        sharded_count: s, the ranks that share an expert.
-        activation_fn: of the hidden layer; None: ReLU.
-        activation_fn_with_self: the same, called with this module as its second argument.
-        output_dim: None: `model_dim`.
+        hidden_size_per_expert: the hidden dim of a whole expert.
+        sharded_count: s, the number of ranks that share an expert.
+        activation_fn: the activation of the hidden layer; None: ReLU.
+        activation_fn_with_self: an activation that gets this module as its second argument.
+        output_dim: the dim of the output; None: `model_dim`.
 
     Raises:
-        ValueError: `sharded_count` does not divide the hidden size; both activation functions.
+        ValueError: `sharded_count` does not divide the hidden size, or both activation functions
+            are given.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class FusedExpertsNetwork(Experts):
         has_fc1_bias: bool = True,
         has_fc2_bias: bool = True,
     ) -> None:
-        nn.Module.__init__(self)  # that of Experts would make parameters by the engine's names
+        nn.Module.__init__(self)  # Experts.__init__ would create parameters with other names
         if hidden_size_per_expert % sharded_count:
             raise ValueError(
                 f"hidden_size_per_expert ({hidden_size_per_expert}) must be divisible by the"
@@ -90,8 +91,10 @@ class FusedExpertsNetwork(Experts):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights are uniform with torch's bound for a linear layer, biases zero. Values are drawn
-        in fp32, one expert after the other."""
+        """Initialise weights as in nn.Linear, and biases with zeros.
+
+        Values are drawn in fp32, one expert after the other.
+        """
         for e in range(self.local_experts):
             for weight, fan_in in (
                 (self.batched_fc1_w, self.model_dim),
@@ -104,7 +107,7 @@ class FusedExpertsNetwork(Experts):
             if bias is not None:
                 bias.zero_()
 
-    # What the engine reads
+    # Attributes that the engine reads.
 
     w3 = None  # these experts are not gated
     b3 = None
@@ -126,19 +129,23 @@ class FusedExpertsNetwork(Experts):
         return self.batched_fc2_bias
 
     def attach(self, config: MoEConfig, shard: ExpertShard) -> None:
-        """Set what the layer's constructor knows; `config.model_dim` counts outputs here."""
+        """Set the configuration, which the layer's constructor creates.
+
+        `config.model_dim` is the output dim here.
+        """
         self.config = replace(config, model_dim=self.output_dim)
         self.shard = shard
 
     def known_activation(self) -> KnownActivation | None:
-        """The activation for the engine's kernels, None if they do not compute it."""
+        """The activation for the engine's kernels; None if they do not support it."""
         known = recognise(self.activation_fn)
         if known is not None and known.dropout > 0 and not self.training:
             return None  # dropout in evaluation
         return known
 
     def use(self, known: KnownActivation | None) -> None:
-        """Set what the engine computes; None: the padded form, which reads the weights alone."""
+        """Set the activation that the engine computes; None: the padded form, which needs only the
+        weights."""
         settings: dict[str, Any] = {"kernels": "torch"}
         if known is not None:
             settings = {"kernels": "auto", "activation": known.name}
@@ -154,8 +161,11 @@ class FusedExpertsNetwork(Experts):
         gates: Tensor | None = None,
         plan: DispatchPlan | None = None,
     ) -> Tensor:
-        """Rows [N, M] with their offsets [E], as the engine calls it; or padded rows [E, C, M] with
-        the layer, as Tutel does: -> [E, C, output_dim]."""
+        """Apply the experts to their rows, with the arguments of the engine or those of Tutel.
+
+        The engine passes rows [N, M] and their offsets [E]; the result is [N, M]. Tutel passes
+        padded rows [E, C, M] and the layer; the result is [E, C, output_dim].
+        """
         if isinstance(context, Tensor):
             return super().forward(x, context, weights, gates, plan)
         used = gather_weights(self, context.expert_group, context.adaptive_degree, x.dtype)
@@ -180,8 +190,8 @@ class FusedExpertsNetwork(Experts):
 class LlamaFFNNetwork(nn.Module):
     """`y = (act(x W_fc1) * (x W_fc2)) W_fc3` for each expert: Tutel's type "llama_ffn".
 
-    Every parameter is a flat part of the experts' tensor [E, M, H] or [E, H, M], of which each of s
-    ranks that share an expert holds an equal part.
+    Every parameter is a flat part of the experts' tensor [E, M, H] or [E, H, M]. The s ranks that
+    share an expert have equal parts.
     """
 
     def __init__(
@@ -209,7 +219,7 @@ class LlamaFFNNetwork(nn.Module):
             nn.init.normal_(parameter, 0, 0.01)
 
     def forward(self, x: Tensor, layer: Any) -> Tensor:
-        """Padded rows [E, C, M] -> likewise."""
+        """Padded rows [E, C, M] -> [E, C, M]."""
         gate = self.activation_fn(x @ self._whole(self.W_fc1, self.shape_in, layer))
         up = x @ self._whole(self.W_fc2, self.shape_in, layer)
         return (gate * up) @ self._whole(self.W_fc3, self.shape_out, layer)

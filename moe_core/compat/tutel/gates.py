@@ -16,12 +16,12 @@ class LinearTopKGate(nn.Module):
     """`logits = x W^T` without bias.
 
     Args:
-        k: experts of a token; more than there are means all.
-        fp32_gate: the weight is fp32, whatever the dtype of the model is.
+        k: the number of experts per token. A number above the number of experts means all.
+        fp32_gate: whether the weight is fp32 for any dtype of the model.
         options: `capacity_factor` and `gate_noise`, which the layer reads.
 
     Raises:
-        ValueError: another option.
+        ValueError: an unknown option.
     """
 
     def __init__(
@@ -48,12 +48,11 @@ class LinearTopKGate(nn.Module):
 
 
 class CosineTopKGate(nn.Module):
-    """Cosine similarity of a projected token with one direction for each expert, over a learned
-    temperature.
+    """Cosine similarity of the projected token with one learned direction per expert.
 
     Args:
-        proj_dim: of the projection.
-        init_t: the temperature begins at its inverse's logarithm.
+        proj_dim: the dim of the projection.
+        init_t: the initial temperature. The parameter `temperature` starts at ln(1 / init_t).
 
     Raises:
         ValueError: an unknown option.
@@ -77,7 +76,7 @@ class CosineTopKGate(nn.Module):
         self.fp32_gate = fp32_gate
         self.temperature = nn.Parameter(torch.full([1], 1 / init_t).log())
         self.cosine_projector = nn.Linear(model_dim, proj_dim)
-        # Drawn twice, as Tutel does: values that are drawn later depend on it.
+        # Drawn twice, as in Tutel, because values that are drawn later depend on it.
         self.sim_matrix = nn.Parameter(torch.randn(proj_dim, num_global_experts))
         nn.init.normal_(self.sim_matrix, 0, 0.01)
 
@@ -91,7 +90,8 @@ class CosineTopKGate(nn.Module):
 
 
 class GateRouter(nn.Module):
-    """A gate as the engine calls a router: tokens of at least fp32 -> logits of their dtype."""
+    """A gate with the interface of the engine's routers: tokens of at least fp32 -> logits of the
+    same dtype."""
 
     def __init__(self, gate: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Process groups and this process's place in them, as `tutel.net.create_groups_from_world`."""
+"""Process groups and this process's ranks in them, for `tutel.net.create_groups_from_world`."""
 
 import os
 import weakref
@@ -19,8 +19,8 @@ _DEFAULT_TIMEOUT = 86400  # seconds; TUTEL_GLOBAL_TIMEOUT_SEC
 class ParallelEnv:
     """The ranks and groups of a process.
 
-    The world is cut into `group_count` model groups of consecutive ranks. A data group has the
-    ranks with the same place in each model group.
+    The world is divided into `group_count` model groups of consecutive ranks. A data group consists
+    of the ranks with the same rank in each model group.
     """
 
     global_size: int
@@ -40,7 +40,7 @@ class ParallelEnv:
     is_cuda: bool = False
 
 
-# By the world's process group, group_count and backend: all layers share process groups.
+# By the world's process group, group_count and backend, so that all layers share process groups.
 _made: dict[tuple[dist.ProcessGroup | None, int, str | None], ParallelEnv] = {}
 _expert_groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by process group
 _backends: dict[dist.ProcessGroup | None, str] = {}  # by the world's process group
@@ -51,18 +51,19 @@ def create_groups_from_world(
     include_init: str | None = None,
     parent_group: dist.ProcessGroup | None = None,
 ) -> ParallelEnv:
-    """Cut the world into `group_count` groups of consecutive ranks. Every rank of the world calls
-    it. The same arguments return the same groups.
+    """Divide the world into `group_count` groups of consecutive ranks.
+
+    Every rank of the world must call this. Calls with the same arguments return the same groups.
 
     Args:
-        group_count: a negative number -n is groups of n ranks each.
+        group_count: the number of groups; -n means groups of n ranks.
         include_init: "nccl" or "gloo": start torch.distributed with this backend, if a launcher has
-            set its variables; None: it is started.
-        parent_group: the group to cut; it must be the world, or one rank.
+            set the environment variables. None: do not start it.
+        parent_group: the group to divide: the world, or a group of one rank, which is ignored.
 
     Raises:
-        ValueError: `group_count` does not divide the number of ranks; an unknown or another
-            backend; a `parent_group` that is a part of the world.
+        ValueError: `group_count` does not divide the number of ranks; the backend is unknown or not
+            the one in use; `parent_group` is a part of the world.
     """
     if include_init is not None:
         _start(include_init)
@@ -82,9 +83,9 @@ def create_groups_from_world(
 
 
 def expert_group_of(group: dist.ProcessGroup | None) -> ExpertGroup:
-    """The ExpertGroup of a process group, None for the world; all layers share it.
+    """The ExpertGroup of a process group (None: the world). All layers share it.
 
-    On the world, every rank makes a layer, and so can make the process groups of strategies, too.
+    For the world, it has the process groups of strategies, since every rank creates a layer.
     """
     if not dist.is_initialized():
         return ExpertGroup()
@@ -99,7 +100,7 @@ def expert_group_of(group: dist.ProcessGroup | None) -> ExpertGroup:
 
 
 def _start(backend: str) -> None:
-    """Start torch.distributed under torchrun or mpirun; otherwise this is the only process."""
+    """Start torch.distributed under torchrun or mpirun. Otherwise this is the only process."""
     if backend not in _BACKENDS:
         raise ValueError(f"backend ({backend!r}) must be one of {', '.join(_BACKENDS)}")
     if dist.is_initialized():
@@ -180,7 +181,7 @@ def _local_rank() -> int:
 
 
 def _own_group(partition: list[range]) -> dist.ProcessGroup | None:
-    """This rank's process group, of those into which `partition` cuts the world."""
+    """Create a process group for each part of the world, and return this rank's."""
     if len(partition) == 1:
         return dist.group.WORLD
     group_of_rank = None
@@ -193,7 +194,7 @@ def _own_group(partition: list[range]) -> dist.ProcessGroup | None:
 
 
 def _printer(rank: int) -> Callable[..., None]:
-    """`print` on the first rank alone."""
+    """A function that prints only on the first rank."""
 
     def dist_print(*values) -> None:
         if rank == 0:

@@ -42,40 +42,40 @@ _COUNT = "_num_global_experts"
 class MOELayer(nn.Module):
     """A mixture-of-experts layer with Tutel's arguments, attributes and parameter names.
 
-    MoELayer computes it where the experts are of type "ffn", its kernels have their activation
-    (perhaps with dropout), and the output is as wide as the input. Everything else is computed on
-    padded buffers, as in Tutel (`padded`).
+    MoELayer computes the layer if the experts are of type "ffn", the kernels support their
+    activation (optionally with dropout), and the output dim equals the input dim. Other layers are
+    computed with padded buffers, as in Tutel (see `padded`).
 
     Args:
         gate_type: {"type": "top" or "cosine_top", "k", "capacity_factor", "gate_noise",
-            "fp32_gate"}; {"type": "custom", "module": a class, ...}; a list of them, of which each
-            call uses one.
+            "fp32_gate"}; {"type": "custom", "module": a class, ...}; or a list of these, from which
+            each call uses one.
         model_dim: M.
         experts: {"type": "ffn", "num_experts_per_device" (or "count_per_node"),
             "hidden_size_per_expert", "activation_fn", "output_dim", "has_fc1_bias",
             "has_fc2_bias"}; {"type": "llama_ffn", ...}; {"type": "custom", "module": a class, ...}.
-            -n experts per device: n ranks share one.
-        scan_expert_func: called with the name and the parameter, for each one of the experts.
-        result_func: called with the output; what it returns is returned.
-        group: the ranks over which the experts are spread; None: the world.
-        seeds: (of the gates, of the experts, afterwards): arguments of `torch.manual_seed`.
-        a2a_ffn_overlap_degree: chunks of an exchange. As in Tutel, the capacity is rounded up to a
-            multiple of s times it.
-        is_postscore: gate values multiply the experts' results; False: their inputs.
-        batch_prioritized_routing: a full expert keeps the tokens with the highest probability.
-        normalize_gate: the gate values of a token sum to 1; only for top-k above 1.
-        is_gshard_loss: the auxiliary loss; False: the load-importance loss as Tutel computes it.
+            With -n experts per device, n ranks share an expert.
+        scan_expert_func: called with the name and the tensor of each parameter of the experts.
+        result_func: called with the output. Its result is the result of the layer.
+        group: the ranks over which the experts are distributed; None: the world.
+        seeds: three arguments of `torch.manual_seed`: for the gates, the experts, and afterwards.
+        a2a_ffn_overlap_degree: the number of chunks of an exchange. As in Tutel, the capacity is
+            rounded up to a multiple of s times this number.
+        is_postscore: whether gate values multiply the experts' results; False: their inputs.
+        batch_prioritized_routing: whether a full expert keeps the most probable tokens.
+        normalize_gate: whether the gate values of a token sum to 1; only for top-k above 1.
+        is_gshard_loss: whether the auxiliary loss is GShard's; False: Tutel's load-importance loss.
         parallel_type: "adaptive:R", "data", "model" or "auto" (r = 1).
-        use_2dh: the exchange inside nodes and then between them. LOCAL_SIZE is the number of ranks
-            on a node; without it, what torchrun says.
+        use_2dh: whether rows are exchanged inside nodes first, then between nodes. The number of
+            ranks on a node is LOCAL_SIZE, or the value that torchrun sets.
 
     Attributes:
-        l_aux: the auxiliary loss of the last call; also of the output.
+        l_aux: the auxiliary loss of the last call. It is also an attribute of the output.
         experts, gates: the modules with the parameters.
 
     Raises:
-        ValueError: an option that is unknown or out of range; the message has its name and value.
-        NotImplementedError: an environment variable of Tutel that has no counterpart.
+        ValueError: an option is unknown or out of range. The message has its name and value.
+        NotImplementedError: an environment variable of Tutel is set that is not supported.
 
     Source: Tutel (github.com/microsoft/Tutel), impls/moe_layer.py; arXiv 2206.03382.
     """
@@ -117,7 +117,7 @@ class MOELayer(nn.Module):
         self.adaptive_degree = adaptive_degree(parallel_type, self.valid_rs)
         self.l_aux: Tensor | None = None
         self._last_gate = 0
-        self._counts: Tensor | None = None  # of the last call, if it was on padded buffers
+        self._counts: Tensor | None = None  # of the last call, if it used padded buffers
         seeds = [*(seeds or ()), None, None, None]
         _seed(seeds[1])
         self.experts = make_experts(experts, model_dim, self.num_local_experts, self.sharded_count)
@@ -150,9 +150,9 @@ class MOELayer(nn.Module):
             raise ValueError(f"is_gshard_loss (False) needs gate_noise ({gate.gate_noise}) above 0")
 
     def _make_engines(self) -> tuple[MoELayer, ...]:
-        """A MoELayer for each gate, which shares the experts; none where it cannot compute them.
+        """One MoELayer for each gate, all with the same experts; empty if MoELayer cannot be used.
 
-        They are no submodules: parameters have Tutel's names alone.
+        They are not submodules, so parameters have only Tutel's names.
         """
         experts = self.experts
         if not isinstance(experts, FusedExpertsNetwork):
@@ -183,7 +183,7 @@ class MOELayer(nn.Module):
         return tuple(engines)
 
     def _all_gates(self) -> list[Any]:
-        """The gates; `Any`, since they have attributes that no module has."""
+        """The gates. The type is `Any`, because gates have attributes that nn.Module does not."""
         return list(self.gates)
 
     @property
@@ -192,7 +192,7 @@ class MOELayer(nn.Module):
 
     @property
     def dispatch_count(self) -> Tensor | None:
-        """[E] choices of each expert in the last call, before any drop; None before the first."""
+        """The choices of each expert [E] in the last call, before any drop; None before a call."""
         if self._counts is not None or not self._engines:
             return self._counts
         routing = self._engines[self._last_gate].last_routing
@@ -202,7 +202,7 @@ class MOELayer(nn.Module):
         """Names and parameters of "gate" or "local_experts".
 
         Raises:
-            ValueError: another `param_type`.
+            ValueError: `param_type` has another value.
         """
         if param_type == "gate":
             return self.gates.named_parameters()
@@ -225,16 +225,16 @@ class MOELayer(nn.Module):
         """input [..., M] -> [..., output_dim], with the attribute `l_aux`; or `result_func` of it.
 
         Args:
-            gate_index: of a list of gates.
-            capacity_factor, top_k: None: the gate's.
-            a2a_ffn_overlap_degree, adaptive_r: for this call and those after it.
-            reserve_dims: the last dims, which together are M; experts of the user's see them.
-            inequivalent_tokens: ranks have unequal numbers of tokens.
+            gate_index: the index in the list of gates.
+            capacity_factor, top_k: None: the values of the gate.
+            a2a_ffn_overlap_degree, adaptive_r: set for this call and later calls.
+            reserve_dims: the number of last dims that form M. Custom experts get these dims.
+            inequivalent_tokens: whether ranks may have different numbers of tokens.
             megablocks_size: in inference on one rank with several experts, the capacity is rounded
-                up to a multiple of it. The engine computes no padding in any case.
+                up to a multiple of this number. The engine never computes padding.
 
         Raises:
-            ValueError: an input of fewer than 2 dims; what MoELayer raises.
+            ValueError: the input has fewer than 2 dims, or as MoELayer.
         """
         if self.skip_moe:
             self.l_aux = None
@@ -267,7 +267,7 @@ class MOELayer(nn.Module):
         return self._result(y)
 
     def _engine_forward(self, gate_index: int, tokens: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """tokens [T, M] -> [T, M], and the auxiliary loss, by MoELayer."""
+        """tokens [T, M] -> [T, M] and the auxiliary loss, computed by MoELayer."""
         self._last_gate, self._counts = gate_index, None
         return self._engine(gate_index)(
             tokens,
@@ -278,7 +278,7 @@ class MOELayer(nn.Module):
         )
 
     def _set_strategy(self, overlap_degree: int | None, r: int | None) -> None:
-        """Keep the options that calls may change; None: unchanged."""
+        """Set the options that a call may change; None: unchanged."""
         if overlap_degree is not None:
             self.a2a_ffn_overlap_degree = overlap_degree
         if r is not None:
@@ -298,7 +298,7 @@ class MOELayer(nn.Module):
         return y
 
     def _cast(self, tokens: Tensor) -> Tensor:
-        """The tokens in the dtype of autocast or, without it, of the experts."""
+        """Cast the tokens to the dtype of autocast or, without autocast, of the experts."""
         if torch.is_autocast_enabled(tokens.device.type):
             return tokens.to(expert_dtype(tokens))
         for parameter in self.experts.parameters():
@@ -306,7 +306,7 @@ class MOELayer(nn.Module):
         return tokens
 
     def _alignment(self, megablocks_size: int) -> int:
-        """The capacity is a multiple of it."""
+        """The number of which the capacity must be a multiple."""
         alignment = self.sharded_count * self.a2a_ffn_overlap_degree
         is_local = self.world_size == 1 and self.num_local_experts > 1
         if megablocks_size > 0 and is_local and not torch.is_grad_enabled():
@@ -316,10 +316,10 @@ class MOELayer(nn.Module):
         return alignment
 
     def _aligned_factor(self, tokens: Tensor, call: Call) -> float:
-        """The factor with which the engine's capacity is the call's, rounded up to the alignment.
+        """The factor for which the engine's capacity is the aligned capacity of the call.
 
-        The engine's capacity is a multiple of top_k. Where the alignment is not, up to top_k - 1
-        places of each expert are missing.
+        The engine's capacity is a multiple of top_k. If the aligned capacity is not, the engine's
+        is smaller by up to top_k - 1 rows for each expert.
         """
         factor = call.capacity_factor
         if call.alignment == 1 or factor == 0:
@@ -332,7 +332,7 @@ class MOELayer(nn.Module):
         capacity = expert_capacity(num_tokens, num_experts, top_k, factor)
         assert isinstance(capacity, int), "the factor is not 0"
         per_choice = round_up(capacity, call.alignment) // top_k
-        # A half more, so that rounding of the quotient does not lose a place.
+        # With the additional half, rounding of the quotient does not lose a row.
         return (per_choice + 0.5) / max(-(-num_tokens // num_experts), 1)
 
     def _strategy(self) -> ParallelStrategy:
@@ -346,7 +346,7 @@ class MOELayer(nn.Module):
         )
 
     def _engine(self, gate_index: int) -> MoELayer:
-        """The MoELayer of a gate, in the state that this layer and the gate have now."""
+        """The MoELayer of a gate, with the current mode of this layer and noise of the gate."""
         engine = self._engines[gate_index]
         engine.training = self.training
         noise = self._all_gates()[gate_index].gate_noise
@@ -355,8 +355,11 @@ class MOELayer(nn.Module):
         return engine
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        """Parameters of the experts may have other shapes with as many elements (an older layout).
-        Missing ones become zeros, with a warning."""
+        """Load older checkpoints of Tutel too.
+
+        Parameters of experts may have another shape with the same number of elements. Missing
+        parameters of experts become zeros, with a warning.
+        """
         name = prefix + _COUNT
         if name not in state_dict:
             _log.warning("%s is missing: the checkpoint is of an older Tutel", name)
@@ -375,7 +378,7 @@ class MOELayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: the loss of the last call belongs to its graph."""
+        """The state for copies, without the loss of the last call, which belongs to its graph."""
         return self.__dict__ | {"l_aux": None}
 
     def extra_repr(self) -> str:

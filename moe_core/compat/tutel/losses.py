@@ -1,4 +1,4 @@
-"""`tutel.impls.losses`: auxiliary losses of routing, from scores instead of the engine's sums."""
+"""`tutel.impls.losses`: auxiliary losses, computed from scores instead of the engine's sums."""
 
 # T tokens, E experts, K top-k
 
@@ -23,8 +23,8 @@ def load_importance_loss(
 ) -> Tensor:
     """The mean of importance loss and load loss, a scalar.
 
-    It compares a probability with a logit, as Tutel does (its issue 240). With one expert it is 0,
-    where Tutel's is NaN.
+    It compares a probability with a logit, as Tutel does (its issue 240). With one expert it is 0;
+    Tutel's loss is NaN.
 
     Args:
         scores_wo_noise: softmax of the logits without noise [T, E].

@@ -1,4 +1,4 @@
-"""`tutel.moe`: the layer, and the functions of which one builds a layer of one's own."""
+"""`tutel.moe`: the layer, and functions to build custom layers."""
 
 from moe_core.compat.tutel.dispatch import (
     extract_critical,

@@ -1,4 +1,4 @@
-"""`tutel.net`: collectives, process groups and an optimizer that spreads its states over ranks."""
+"""`tutel.net`: collectives, process groups and an optimizer with states sharded over ranks."""
 
 from collections.abc import Callable, Iterable
 
@@ -58,15 +58,17 @@ __all__ = [
 
 
 class TutelDistributedOptimizer:
-    """An optimizer of which each rank holds the states of an equal part of the shared parameters.
-    The parameters of experts, which ranks do not share, are whole.
+    """An optimizer that shards its states over the ranks.
+
+    Each rank has the states of an equal part of the shared parameters, and the states of all its
+    own experts' parameters.
 
     >>> optimizer = TutelDistributedOptimizer(model.parameters()).warp_local(torch.optim.SGD, lr=1)
 
     Args:
         group: the ranks that share the parameters; None: the world.
-        average_shared: gradients of shared parameters are averaged over the ranks instead of
-            summed.
+        average_shared: whether gradients of shared parameters are averaged over the ranks; False:
+            they are summed.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class TutelDistributedOptimizer:
         self.average_shared = average_shared
 
     def warp_local(self, local_optim: Callable, *args, **kwargs) -> "TutelDistributedOptimizer":
-        """Make the optimizer of this rank's parts, `local_optim(parameters, *args, **kwargs)`."""
+        """Create the optimizer of this rank's parts: `local_optim(parameters, *args, **kwargs)`."""
         self.parts = []
         for parameter in self.params:
             part, _ = zero_scatter(parameter.data, simple_split, group=self.group)

@@ -12,7 +12,7 @@ from moe_core.compat.tutel.communicate import get_world_size
 from moe_core.compat.tutel.experts import FusedExpertsNetwork, LlamaFFNNetwork
 from moe_core.compat.tutel.gates import CosineTopKGate, LinearTopKGate
 
-# Variables of Tutel that leave a part of the layer out, to measure the rest.
+# Environment variables of Tutel that skip a part of the layer, for measurements of the rest.
 _UNSUPPORTED_VARIABLES = ("SKIP_A2A", "SKIP_EXPERT")
 
 
@@ -21,8 +21,8 @@ class Call(NamedTuple):
 
     top_k: int
     capacity_factor: float
-    alignment: int  # the capacity is rounded up to a multiple of it
-    inequivalent_tokens: bool  # ranks have unequal numbers of tokens
+    alignment: int  # the capacity is rounded up to a multiple of this number
+    inequivalent_tokens: bool  # whether ranks may have different numbers of tokens
 
 
 GateType = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
@@ -35,7 +35,7 @@ _EXPERTS: dict[str, Callable[..., nn.Module]] = {
     "ffn": FusedExpertsNetwork,
     "llama_ffn": LlamaFFNNetwork,
 }
-# Options that Tutel itself has removed, and what it names in their place.
+# Options that Tutel has removed, and the replacements that it names.
 _REMOVED = {
     "fused_custom_fn": "an experts module of your own",
     "implicit_dropout_p": "dropout in activation_fn and after the layer",
@@ -43,10 +43,10 @@ _REMOVED = {
 
 
 def count_local_experts(experts: Mapping[str, Any]) -> int | float:
-    """The experts of a rank; -n: each expert is shared by n ranks.
+    """The number of experts of a rank; -n: n ranks share each expert.
 
     Raises:
-        ValueError: 0.
+        ValueError: the number is 0.
     """
     count = experts.get("count_per_node", experts.get("num_experts_per_device", 1))
     if count == 0:
@@ -55,13 +55,13 @@ def count_local_experts(experts: Mapping[str, Any]) -> int | float:
 
 
 def global_expert_count(num_local_experts: int | float, group=None) -> int:
-    """The experts of all ranks of `group`.
+    """The number of experts over all ranks of `group`.
 
     Args:
-        num_local_experts: of a rank; -n, or the fraction 1/n: n ranks share an expert.
+        num_local_experts: the number of experts of a rank; -n or 1/n: n ranks share each expert.
 
     Raises:
-        ValueError: 0; or n does not divide the number of ranks.
+        ValueError: the number is 0, or n does not divide the number of ranks.
     """
     num_ranks = get_world_size(group)
     count = num_local_experts
@@ -108,7 +108,7 @@ def make_experts(
 def _make_custom(
     module: Callable[..., nn.Module], options: dict[str, Any], num_local_experts: int
 ) -> nn.Module:
-    """A module of the user's. An older form takes `local_experts`."""
+    """Create a custom experts module. Older modules take the argument `local_experts`."""
     try:
         return module(num_experts_per_device=num_local_experts, **options)
     except TypeError:
@@ -116,10 +116,10 @@ def _make_custom(
 
 
 def gate_descriptions(gate_type: GateType) -> list[dict[str, Any]]:
-    """A dictionary for each gate.
+    """One dictionary for each gate.
 
     Raises:
-        ValueError: a name that is not of the form "Top2Gate".
+        ValueError: a name does not have the form "Top2Gate".
     """
     if isinstance(gate_type, str | Mapping):
         gate_type = [gate_type]
@@ -183,11 +183,11 @@ def adaptive_degree(parallel_type: str, valid_rs: Sequence[int]) -> int:
 
 
 def check_unknown(options: dict[str, Any]) -> None:
-    """Raise for arguments of `moe_layer` and variables that have no counterpart.
+    """Check for arguments of `moe_layer` and environment variables that are not supported.
 
     Raises:
-        ValueError: an argument.
-        NotImplementedError: a variable.
+        ValueError: an argument is not supported.
+        NotImplementedError: an environment variable is set that is not supported.
     """
     if "pad_samples" in options:
         options.pop("pad_samples")
@@ -200,5 +200,5 @@ def check_unknown(options: dict[str, Any]) -> None:
 
 
 def is_set(variable: str) -> bool:
-    """Whether a variable of the environment is a number other than 0."""
+    """Whether an environment variable is set to a number other than 0."""
     return int(os.environ.get(variable, "0")) != 0

@@ -1,12 +1,12 @@
-"""The layer on padded buffers, as Tutel computes it: for what MoELayer does not have.
+"""The layer with padded buffers, as in Tutel, for options that MoELayer does not support.
 
-That is: experts of the user's and of type "llama_ffn", an activation that the engine's kernels do
-not compute, another output dim, gate values on the experts' inputs, and more than one dim of a
-token.
+These are: custom experts and experts of type "llama_ffn", activations that the engine's kernels do
+not support, an output dim other than the input dim, gate values on the experts' inputs, and tokens
+with more than one dim.
 """
 
-# T tokens, E experts, W ranks, s = W / E ranks that share an expert (1 for E >= W), r of them that
-# a token goes to, C capacity, M model dim, E_l experts of this rank
+# T tokens, E experts, W ranks, s = W / E ranks that share an expert (1 for E >= W), r of these
+# receive each token, C capacity, M model dim, E_l experts of this rank
 
 from collections.abc import Callable
 from typing import Any
@@ -31,12 +31,15 @@ from moe_core.precision import without_autocast
 def padded_forward(
     layer: Any, gate: Any, tokens: Tensor, token_shape: torch.Size, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens [T, M] -> the experts' results, weighted and summed [T, ...]; the auxiliary loss; and
-    the choices of each expert [E] before any drop.
+    """Compute the layer for tokens [T, M].
 
     Args:
         layer: a MOELayer.
-        token_shape: of a token, with M elements, for the experts.
+        token_shape: the shape in which the experts get a token; it has M elements.
+
+    Returns:
+        The weighted sums of the experts' results [T, ...], the auxiliary loss, and the number of
+        choices of each expert [E] before any drop.
     """
     with without_autocast(tokens):
         logits = gate_logits(gate, tokens)

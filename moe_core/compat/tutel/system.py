@@ -14,12 +14,14 @@ import torch.distributed as dist
 from moe_core.compat.tutel.groups import ParallelEnv, create_groups_from_world
 
 _log = logging.getLogger("moe_core")
-_sessions: list[ParallelEnv] = []  # of `init_data_model_parallel`, the last one counts
+_sessions: list[ParallelEnv] = []  # results of `init_data_model_parallel`; the last one is current
 
 
 def init_affinity_at_program_beginning() -> None:
-    """Run this process on the CPUs of one NUMA node, by its LOCAL_RANK; a warning where the system
-    does not say which these are. NUMA_TYPE=0 turns it off."""
+    """Bind this process to the CPUs of one NUMA node, which LOCAL_RANK selects.
+
+    If the system does not list the CPUs of a node, it logs a warning. NUMA_TYPE=0 disables this.
+    """
     ranks_per_node = int(os.environ.get("NUMA_TYPE", "1"))
     if ranks_per_node <= 0 or int(os.environ.get("TUTEL_CUDA_SANDBOX", "0")):
         return
@@ -37,8 +39,10 @@ def _number(path: Path) -> int:
 
 
 def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> ParallelEnv:
-    """Start torch.distributed if a launcher has set its variables, and cut the world into
-    `group_count` model groups (`create_groups_from_world`). It ends with the process.
+    """Start torch.distributed and divide the world into `group_count` model groups.
+
+    torch.distributed starts only if a launcher has set the environment variables. It is shut down
+    when the process exits. For the groups see `create_groups_from_world`.
 
     Raises:
         ValueError: see `create_groups_from_world`.
@@ -60,10 +64,10 @@ def _end() -> None:
 
 
 def get_local_session() -> ParallelEnv:
-    """What `init_data_model_parallel` returned.
+    """The result of the last call of `init_data_model_parallel`.
 
     Raises:
-        RuntimeError: it was not called.
+        RuntimeError: `init_data_model_parallel` was not called.
     """
     if not _sessions:
         raise RuntimeError("system.init_data_model_parallel() was not called")
@@ -71,7 +75,11 @@ def get_local_session() -> ParallelEnv:
 
 
 def record_time(is_cuda: bool | None = None) -> float:
-    """Seconds of a clock, after the work of the GPU; `is_cuda` None: as the session says."""
+    """The seconds of a clock, read after the GPU has finished.
+
+    Args:
+        is_cuda: whether there is a GPU to wait for; None: the value of the session.
+    """
     if is_cuda is None:
         is_cuda = get_local_session().is_cuda
     if is_cuda:
@@ -80,7 +88,7 @@ def record_time(is_cuda: bool | None = None) -> float:
 
 
 class LocalCache:
-    """Values by key, in this process."""
+    """A dictionary of this process."""
 
     _values: dict = {}  # noqa: RUF012 - of the class, as Tutel's users read it
 
@@ -94,7 +102,7 @@ class LocalCache:
 
     @staticmethod
     def get(key=None):
-        """The value of `key`; a list of all values if there is none."""
+        """The value of `key`, or a list of all values if the key does not exist."""
         if key in LocalCache._values:
             return LocalCache._values[key]
         return list(LocalCache._values.values())
@@ -105,7 +113,7 @@ def cache() -> type[LocalCache]:
 
 
 def perform(fn: Callable[[], object], num_runs: int = 100) -> float:
-    """The mean seconds of a call, after five others; printed, too."""
+    """The mean seconds of a call, after five warm-up calls. They are also printed."""
     for _ in range(5):
         fn()
     start = record_time()
@@ -119,7 +127,7 @@ def perform(fn: Callable[[], object], num_runs: int = 100) -> float:
 def apply_rank_size_from_pattern(
     filename: str, rank: int, size: int, create_dir: bool = True
 ) -> str:
-    """`filename` with {rank} and {size} filled in; its directory is made."""
+    """`filename` with {rank} and {size} replaced. With `create_dir`, its directory is created."""
     if "{rank}" not in filename:
         _log.warning("%s has no {rank}: all ranks use one file", filename)
     filename = filename.replace("{rank}", str(rank)).replace("{size}", str(size))
@@ -129,7 +137,7 @@ def apply_rank_size_from_pattern(
 
 
 def __getattr__(name: str) -> object:
-    """`save`, `load` and `from_url` read and write NumPy's files, which this engine does not."""
+    """Raise NotImplementedError for `save`, `load` and `from_url`, which use NumPy's files."""
     if name in ("save", "load", "from_url"):
         raise NotImplementedError(f"tutel.system.{name} has no counterpart here")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ from importlib import import_module
 from types import ModuleType
 
 _PACKAGE = "moe_core.compat.tutel"
-# Tutel's modules, and those of this engine that have their names.
+# Tutel's modules, and the modules of this engine that provide their names.
 _MODULES = {
     "system": "system",
     "system_init": "system",
@@ -17,7 +17,7 @@ _MODULES = {
     "impls.moe_layer": "layer",
     "jit_kernels.gating": "dispatch",
 }
-# Tutel's modules that give one class another name: its module here, the name there and here.
+# Tutel's modules in which a class has another name: (module here, name in Tutel, name here).
 _CLASSES = {
     "gates.top": ("gates", "Gate", "LinearTopKGate"),
     "gates.cosine_top": ("gates", "Gate", "CosineTopKGate"),
@@ -31,7 +31,7 @@ def _serve(name: str, module: ModuleType) -> None:
     parent, _, last = f"{__name__}.{name}".rpartition(".")
     if parent not in sys.modules:
         folder = ModuleType(parent)
-        folder.__path__ = []  # a package, with the modules served below it alone
+        folder.__path__ = []  # makes it a package, which contains only the modules served here
         _serve(parent.removeprefix(f"{__name__}."), folder)
     sys.modules[f"{__name__}.{name}"] = module
     setattr(sys.modules[parent], last, module)
