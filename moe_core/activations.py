@@ -62,7 +62,7 @@ def activate(name: str, z: Tensor, out: Tensor) -> Tensor:
 
 
 def activation_grad(name: str, grad: Tensor, z: Tensor) -> Tensor:
-    """Overwrite `grad`, the gradient with respect to the activation of z, with that of z."""
+    """Overwrite `grad`, the gradient of the activation's result, with the gradient of z."""
     if name in _GRADS_IN_PLACE:
         return _GRADS_IN_PLACE[name](grad, z)
     vjp = torch.func.vjp(ACTIVATIONS[name], z)[1]

@@ -247,8 +247,8 @@ class Tuner:
     def _known(self, key: Key) -> ParallelStrategy:
         """The best known strategy for this key.
 
-        Without one it is that of the nearest capacity, then that of the other mode (training or
-        inference), then the default strategy.
+        If there is none, it is the strategy of the nearest capacity, or else a strategy of the
+        other mode (training or inference), or else the default strategy.
         """
         if key in self._searches:
             return self._searches[key].best()

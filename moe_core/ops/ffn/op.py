@@ -206,8 +206,8 @@ def _backward_flops(
 def backward_products(needs_rows: bool, needs_weights: Sequence[bool], gated: bool) -> int:
     """The number of matrix products of a backward pass.
 
-    There is one for the gradient of the hidden layer, one for each weight, and one (for gated
-    experts two) for the rows.
+    There is one for the gradient of the hidden layer, one for each weight that needs a gradient,
+    and one (for gated experts two) for the rows if these need a gradient.
     """
     needed = by_name(needs_weights)
     num_products = 1 + needed["w1"] + needed["w2"] + needs_rows

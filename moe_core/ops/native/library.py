@@ -38,7 +38,7 @@ _SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 _FLAGS = ["-std=c++17", "-O2", "-fopenmp", "-fPIC", "-shared"]
 PREBUILT = Path(__file__).with_name("prebuilt")  # libraries of a wheel, written by prebuild.py
 # Weights in a kernel's memory layout have an integer dtype, so that they cannot be used as numbers.
-# fp32 weights are stored as int32, bf16 weights as int16.
+# For products in fp32 they are stored as int32, for products in bf16 as int16.
 PACKED_DTYPES = (torch.int32, torch.int16)
 _log = logging.getLogger("moe_core")
 
