@@ -53,7 +53,7 @@ _MODULES = {
     ),
 }
 
-if TYPE_CHECKING:  # the same names, for type checkers and editors
+if TYPE_CHECKING:  # the same names for type checkers and editors
     from moe_core.balance import reset_balance_loads, update_balance
     from moe_core.checkpoint import count_experts, load_tensors, save_tensors
     from moe_core.einsum import use_einsum

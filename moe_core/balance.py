@@ -76,7 +76,7 @@ def update_balance(model: nn.Module, process_group: dist.ProcessGroup | None = N
 
 
 def reset_balance_loads(model: nn.Module) -> None:
-    """Forget the loads since the last update. For optimiser steps that are skipped."""
+    """Reset the loads since the last update to 0. Call it if an optimiser step is skipped."""
     for balance in _biases(model):
         balance.load.zero_()
 

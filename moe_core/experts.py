@@ -1,7 +1,7 @@
 """The feed-forward networks of a rank's experts, in one set of tensors."""
 
-# E experts on this rank, N rows, M model dim, H hidden dim of this rank's experts (a part of it
-# where several ranks share an expert)
+# E experts on this rank, N rows, M model dim, H hidden dim of this rank's experts (a part of the
+# whole if several ranks share an expert)
 
 import math
 from collections.abc import Callable, Iterator

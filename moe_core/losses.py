@@ -2,7 +2,7 @@
 
 1. `expert_sums` computes the sums that a loss needs, for each expert, over the tokens of this rank.
 2. `auxiliary_loss` calls `reduce` to add these sums over ranks, all in one message. Without
-   `reduce` the loss is that of this rank's tokens.
+   `reduce` the loss covers only this rank's tokens.
 3. It then applies the formula of the loss to the sums.
 """
 
@@ -31,7 +31,7 @@ class RoutingScores(NamedTuple):
 class AuxiliaryLoss:
     """A loss that is a function of sums over tokens.
 
-    The sums may be those of this rank's tokens or those of all ranks.
+    The sums are over the tokens of this rank or of all ranks.
     """
 
     def sums(self, scores: RoutingScores) -> Tensor:
@@ -41,7 +41,7 @@ class AuxiliaryLoss:
     def value(self, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
         """The loss, a scalar, from the sums [n, E] over `num_tokens` tokens.
 
-        `num_tokens` is a scalar tensor where the sums are those of several ranks.
+        `num_tokens` is a scalar tensor if the sums are over several ranks.
         """
         raise NotImplementedError
 

@@ -5,8 +5,8 @@ No tile of the experts' matrix products is then partly empty.
 1. Every token has one additional choice, its most probable other expert. This choice may fill a
    tile.
 2. The number of an expert's rows is the number of its choices, rounded to the nearest multiple of
-   `round_to`; half a tile is rounded up. It is rounded down where the expert has too few additional
-   choices, or too small a capacity.
+   `round_to`; half a tile is rounded up. It is rounded down if the expert has too few additional
+   choices or its capacity is too small.
 3. An expert drops its least probable choices, or adds its most probable additional ones.
 
 An expert chosen by less than half a tile of tokens gets no rows. So `round_to` should be well below
@@ -32,12 +32,12 @@ def round_to_tiles(
 ) -> tuple[Routing, DispatchPlan]:
     """The routing with additional choices, and its plan with full tiles.
 
-    Among the k-th choices of all tokens, the more probable ones take precedence, also without
-    `batch_prioritized`. Normalised gates sum to 1 over the kept choices. The plan's counts are
-    those of the first K choices.
+    Among the k-th choices of all tokens, the more probable ones take precedence, even without
+    `batch_prioritized`. Normalised gates sum to 1 over the kept choices. The plan's counts include
+    only the first K choices.
 
     Returns:
-        Routing with expert_ids and gates [T, K + 1] (K where K = E), and the plan.
+        The routing, with expert_ids and gates [T, K + 1] ([T, K] if K = E), and the plan.
     """
     num_tokens, top_k = routing.expert_ids.shape
     ids = _with_next_choice(routing)

@@ -32,7 +32,7 @@ class Routing(NamedTuple):
     probs: Tensor  # [T, E] softmax of the (noisy) logits
     # [T, K], only with expert choice: an expert takes choices of higher priority first
     priority: Tensor | None = None
-    # [T, E] scores that gate values are taken from, where they are not `probs`
+    # [T, E] scores from which gate values are taken; None: `probs`
     scores: Tensor | None = None
 
 
@@ -126,8 +126,8 @@ def route(
 ) -> Routing:
     """Choose `top_k` experts for every token from its logits [T, E].
 
-    In training the logits get `gate_noise * N(0, 1) / E`; the choice, the gate values and the
-    loss's probabilities are those of the noisy logits.
+    In training, noise `gate_noise * N(0, 1) / E` is added to the logits. The choice, the gate
+    values and the probabilities in the loss are computed from the noisy logits.
 
     Args:
         reduce: a sum over ranks, for a loss over the tokens of all ranks (see
@@ -297,8 +297,10 @@ def gate_scores(logits: Tensor, activation: str) -> Tensor:
 
 
 def _gate_sums(gates: Tensor) -> Tensor:
-    """The sum of each token's gate values [T, 1], at least 1e-30: all of them may be 0 where the
-    choice is not that of the largest logits, and with sigmoid gates."""
+    """The sum of each token's gate values [T, 1], at least 1e-30.
+
+    All gate values may be 0 with sigmoid gates, or if the chosen logits are not the largest ones.
+    """
     return gates.sum(1, keepdim=True).clamp(min=1e-30)
 
 

@@ -97,7 +97,7 @@ def _make_plan(
     form: str,
     limit: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The plan's fields; `kept` is empty where nothing can be dropped.
+    """The plan's fields. `kept` is empty if no choice can be dropped.
 
     Args:
         limit: for "plan.triton", replaces `limits` if the limit is the same for every expert.
