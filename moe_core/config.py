@@ -39,47 +39,50 @@ class MoEConfig:
     # limit of the tokens of an expert, in units of its even share; 0: dropless; negative: as its
     # absolute value
     capacity_factor: float = 1.25
-    # tokens choose: `linear`, `cosine`; experts choose: `expert_choice`; Soft MoE, where nobody
-    # chooses: `soft`; or a registered one
+    # tokens choose: `linear`, `cosine`; experts choose: `expert_choice`; Soft MoE: `soft`; or a
+    # registered name
     router: str = "linear"
-    # of an image, for `soft`; 0: as many slots as tokens, where the model knows their number
+    # slots of an image per expert, for `soft`; 0: as many slots as tokens, if the model knows their
+    # number
     slots_per_expert: int = 0
-    # for `expert_choice`: an expert chooses equally many tokens of each image, not of the batch
+    # for `expert_choice`: an expert chooses the same number of tokens from each image; by default
+    # it chooses from the whole batch
     choose_per_image: bool = False
-    gate_activation: str = "softmax"  # of the logits, for gate values
-    # `loss`: the auxiliary loss balances the load; `bias`: a bias of each expert, which affects its
-    # choice but not the gate values (`moe_core.balance`), in place of the loss
+    gate_activation: str = "softmax"  # function from logits to gate values
+    # `loss`: an auxiliary loss balances the load; `bias`: a bias per expert instead, which affects
+    # the choice but not the gate values (`moe_core.balance`)
     balance: str = "loss"
-    balance_rate: float = 1e-3  # change of such a bias in one step
+    balance_rate: float = 1e-3  # change of an expert's bias in one step
     z_loss_weight: float = 0.0  # weight of the router's z-loss within the auxiliary loss
-    # experts that every token visits, besides the `top_k` chosen ones
+    # experts that process every token, in addition to the `top_k` chosen experts
     num_shared_experts: int = 0
     # standard deviation of the noise on the logits in training, in units of 1 / `num_experts`
     gate_noise: float = 0.0
     normalize_gates: bool = True  # the gate values of a token sum to 1; only for `top_k` above 1
     # a full expert keeps the tokens with the highest probability, not the first ones
     batch_prioritized: bool = False
-    # in training the rows of each expert are a multiple of it (128 for GPU kernels); 0: off
+    # in training, the rows of each expert are a multiple of this number (128 for GPU kernels); 0:
+    # off
     round_to: int = 0
-    aux_loss: str = "gshard"  # the loss that balances the load; or a registered one
+    aux_loss: str = "gshard"  # the loss that balances the load, or a registered name
     # the auxiliary loss covers the tokens of all data-parallel ranks, not those of each rank
     global_balance: bool = False
-    activation: str = "gelu"  # of the experts; or a registered one
+    activation: str = "gelu"  # activation function of the experts, or a registered name
     # experts with a third weight: `(act(x w1^T + b1) * (x w3^T + b3)) w2 + b2`. With `silu` it is
-    # SwiGLU, with `gelu` GEGLU. Two thirds of the hidden dim then have as many MACs
+    # SwiGLU, with `gelu` GEGLU. With two thirds of the hidden dim, the number of MACs is the same
     gated: bool = False
     bias: bool = True  # the biases of each expert
     output_bias: bool = True  # the second bias of each expert
     # j: in training the router sees x times a uniform number from 1 - j to 1 + j
     input_jitter: float = 0.0
     input_dropout: float = 0.0  # dropout of the router's input in training
-    # expert dropout: of the hidden units of routed and shared experts, after the activation
+    # expert dropout: dropout of the hidden units of routed and shared experts, after the activation
     hidden_dropout: float = 0.0
-    # `triton` and `torch` force one form, the others the instructions of the experts' products on
-    # a CPU; `auto`: Triton on CUDA, C++ on a CPU with its best instructions, where they work
+    # `auto`: Triton on CUDA, C++ on a CPU with its best instructions, where they work; `triton` and
+    # `torch` force one form; other names force the CPU instructions of the experts' products
     kernels: str = "auto"
-    # without gradients and in `moe_core.prepared`, as in evaluation, the experts' products are of
-    # int8 weights and bytes: up to twice as fast as bf16 on a CPU
+    # without gradients in `moe_core.prepared` (evaluation), the experts' products use 8-bit
+    # integers: up to twice as fast as bf16 on a CPU
     int8_inference: bool = False
     # standard deviation of the experts' initial weights (truncated normal)
     init_std: float | None = None
