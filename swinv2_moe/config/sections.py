@@ -31,14 +31,14 @@ class RunConfig:
     save_freq: int = 1
     # write `events.log` in the MLPerf log format (needs the mlperf extra)
     event_log: bool = False
-    # a service that gets the curves too: `wandb` or `mlflow` (needs the extra of that name)
+    # a service that also receives the curves: `wandb` or `mlflow` (needs the extra of that name)
     tracker: str = ""
     # seconds between two readings of CPUs, memory, disks, network, GPUs and power; 0: none
     telemetry_seconds: float = 5.0
     device: str = "auto"  # `auto`: a GPU where there is one
     timeout: int = 600  # seconds after which a rank stops waiting for other ranks
     amp_enable: bool = False  # mixed precision
-    amp_dtype: str = "bfloat16"  # of mixed precision
+    amp_dtype: str = "bfloat16"  # dtype of mixed precision
     # compile the model; over several ranks the experts stay uncompiled (untested)
     compile: bool = False
 
@@ -60,19 +60,20 @@ class CheckpointConfig:
 class AugmentConfig:
     """AUG: random changes of training images."""
 
-    scale: tuple[float, float] = (0.08, 1.0)  # random resized crop: share of the area
-    ratio: tuple[float, float] = (0.75, 1.3333333333333333)  # the same: width / height
+    scale: tuple[float, float] = (0.08, 1.0)  # random resized crop: range of the share of the area
+    # random resized crop: range of width / height
+    ratio: tuple[float, float] = (0.75, 1.3333333333333333)
     hflip: float = 0.5  # probability of a horizontal flip
     color_jitter: float = 0.4  # strength; 0: off. Only without `AUTO_AUGMENT`
     auto_augment: str = "rand-m9-mstd0.5-inc1"  # a policy of timm; empty or `none`: off
     reprob: float = 0.25  # probability of random erasing
-    remode: str = "pixel"  # of an erased region: zeros, one random colour, random pixels
+    remode: str = "pixel"  # content of an erased region: zeros, one random colour, random pixels
     recount: int = 1  # number of erased regions
     mixup: float = 0.8  # alpha of mixup; 0: off
     cutmix: float = 1.0  # alpha of cutmix; 0: off
     mixup_prob: float = 1.0  # probability of mixup or cutmix; 0: off
-    mixup_switch_prob: float = 0.5  # probability of cutmix, where both are on
-    mixup_mode: str = "batch"  # what shares one ratio: a batch, a pair of images, an image
+    mixup_switch_prob: float = 0.5  # probability of cutmix instead of mixup, if both are on
+    mixup_mode: str = "batch"  # unit that draws one ratio: a batch, a pair of images, an image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ class CropConfig:
 class DataConfig:
     """DATA: images and how they are read."""
 
-    dataset: str = "digits"  # where images come from; or a registered one (`--import`)
+    dataset: str = "digits"  # source of the images, or a registered name (`--import`)
     # `folder`: holds `train/` and `val/` with a folder per class; `list`: root of relative paths;
     # `shards`: output of `swinv2-moe make-shards`. `--data` sets it
     path: str = ""
@@ -112,10 +113,12 @@ class DataConfig:
     # images per step over all ranks; 0: `DATA.BATCH_SIZE` per rank
     global_batch_size: int = 0
     img_size: int = 192  # side of the square input, pixels
-    interpolation: str = "bicubic"  # of the resizing; `random`: bilinear or bicubic, in training
-    # of each channel, subtracted from it; the default is ImageNet's
+    # interpolation in resizing; `random`: bilinear or bicubic, in training
+    interpolation: str = "bicubic"
+    # mean of each channel, which is subtracted; the default is ImageNet's
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    # standard deviation of each channel, which divides the rest; the default is ImageNet's
+    # standard deviation of each channel, by which the difference is divided; the default is
+    # ImageNet's
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     num_workers: int = 2  # loader processes per rank
     pin_memory: bool = True  # loaders place batches in pinned memory, for copies to a GPU
@@ -163,8 +166,9 @@ class ExpertsConfig:
     num_experts: int = 0  # number of experts over all ranks; 0: the dense model
     # ranks per expert group; the groups are replicas; 0: all ranks
     expert_parallel_size: int = 0
-    # of the ranks of a group. `off`: no chunks, linear all-to-all; `fixed`: the five keys below;
-    # `auto`: the tuner searches, for training and for validation, and again when times drift
+    # how the ranks of a group exchange data. `off`: no chunks, linear all-to-all; `fixed`: the five
+    # keys below; `auto`: the tuner searches, for training and for validation, and again when times
+    # drift
     strategy: str = "off"
     # 0: weights are gathered; 1: tokens are sent; with fewer experts than ranks, any divisor of
     # ranks / experts
@@ -174,8 +178,8 @@ class ExpertsConfig:
     # inside a machine, in one message to each other machine; the GPUs of one machine (with
     # `EXCHANGE static`)
     all_to_all: str = "linear"
-    # `counted`: ranks send the rows that there are, after their numbers; `static`: as many as the
-    # capacity for each expert, without numbers and without waiting
+    # `counted`: ranks exchange the numbers of rows, then the rows; `static`: each expert receives
+    # as many rows as its capacity from each rank, so no numbers are exchanged
     exchange: str = "counted"
     ranks_per_node: int = 0  # for `2dh`; 0: from torchrun
     # for each stage, the blocks (from 0) whose FFN is a mixture of experts
@@ -236,7 +240,7 @@ class ModelConfig:
     upcycle: bool = False
     # standard deviation of noise on those copies, relative to that of the dense weights
     upcycle_noise: float = 0.0
-    # go on as the dense run `MODEL.PRETRAINED` would have done: at its epoch and learning rate,
+    # continue as the dense run `MODEL.PRETRAINED` would have done: at its epoch and learning rate,
     # with its optimiser's state; needs `MODEL.UPCYCLE`
     upcycle_continue: bool = False
     new_head: bool = False  # `MODEL.PRETRAINED` has other classes: do not load its head
@@ -273,9 +277,9 @@ class TrainConfig:
     base_lr: float = 1.25e-4
     # linear: in proportion to the global batch; sqrt: to its square root
     lr_scaling: str = "linear"
-    warmup_lr: float = 1.25e-7  # the same, at the start of warm-up
-    min_lr: float = 1.25e-6  # the same, at the end
-    weight_decay: float = 0.1  # of weights; biases and norms have none
+    warmup_lr: float = 1.25e-7  # learning rate for 512 images at the start of warm-up
+    min_lr: float = 1.25e-6  # learning rate for 512 images at the end
+    weight_decay: float = 0.1  # weight decay; biases and norms have none
     # weight decay of the routed experts' weights, not of their biases; negative:
     # `TRAIN.WEIGHT_DECAY`
     expert_weight_decay: float = -1.0
