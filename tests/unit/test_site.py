@@ -72,7 +72,7 @@ def test_a_link_out_of_docs_is_its_path(site):
 def test_docstrings_are_in_the_api_pages(site):
     text = (site / "reference" / "api-moe-core.html").read_text()
     assert 'id="moe_core.MoELayer"' in text
-    assert "the expert-parallel ranks, over which the experts are spread" in text
+    assert "Each owns the same number of consecutive experts" in text
     assert "search_index.json" in {file.name for file in (site / "search").iterdir()}
 
 
