@@ -48,10 +48,7 @@ def round_to_tiles(
     num_rows = num_rows // round_to * round_to
     if capacity is not None:
         num_rows = min(num_rows, config.num_experts * (capacity // round_to * round_to))
-    scores = routing.probs
-    if routing.scores is not None:
-        scores = routing.scores
-    gates = scores.gather(1, ids)
+    gates = routing.gate_scores.gather(1, ids)
     plan = make_plan(ids, config.num_experts, limits, gates.detach(), config.kernels, num_rows)
     if config.normalize_gates and top_k > 1:
         assert plan.kept is not None

@@ -35,6 +35,13 @@ class Routing(NamedTuple):
     # [T, E] scores from which gate values are taken; None: `probs`
     scores: Tensor | None = None
 
+    @property
+    def gate_scores(self) -> Tensor:
+        """[T, E]: the gate values of all experts, also of those that are not chosen."""
+        if self.scores is None:
+            return self.probs
+        return self.scores
+
 
 @register_router("linear")
 class LinearRouter(nn.Module):
@@ -163,9 +170,7 @@ def route(
         if training:
             balance.add_load(ids)
     if balance is not None or config.gate_activation != "softmax":
-        gates = scores.gather(1, ids)
-        if normalize:
-            gates = gates / _gate_sums(gates)
+        gates = _gates_of(scores, ids, normalize)
     fused_value = None
     if sums is None:
         loss_inputs = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
@@ -177,9 +182,7 @@ def route(
         aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
     if has_random_choices(random_share):
         ids = with_random_choices(ids, config.num_experts, random_share)
-        gates = scores.gather(1, ids)
-        if normalize:
-            gates = gates / _gate_sums(gates)
+        gates = _gates_of(scores, ids, normalize)
     return Routing(ids, gates, aux_loss, probs, scores=scores)
 
 
@@ -296,6 +299,14 @@ def gate_scores(logits: Tensor, activation: str) -> Tensor:
     return logits.softmax(1)
 
 
+def _gates_of(scores: Tensor, ids: Tensor, normalize: bool) -> Tensor:
+    """The gate values [T, K] of the chosen experts."""
+    gates = scores.gather(1, ids)
+    if normalize:
+        gates = gates / _gate_sums(gates)
+    return gates
+
+
 def _gate_sums(gates: Tensor) -> Tensor:
     """The sum of each token's gate values [T, 1], at least 1e-30.
 
@@ -318,10 +329,7 @@ def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
     undecided = top_k / config.num_experts
     if config.gate_activation == "sigmoid":
         undecided = top_k / 2
-    scores = routing.probs
-    if routing.scores is not None:
-        scores = routing.scores
-    split = routing._replace(gates=routing.gates / total, scores=scores / total)
+    split = routing._replace(gates=routing.gates / total, scores=routing.gate_scores / total)
     return split, total / undecided
 
 
