@@ -112,6 +112,8 @@ class MoEConfig:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} ({value}) must be finite and not negative")
+        if self.init_std is not None and not 0 < self.init_std < math.inf:
+            raise ValueError(f"init_std ({self.init_std}) must be finite and above 0, or None")
         if self.round_to < 0:
             raise ValueError(f"round_to ({self.round_to}) must not be negative; 0 is off")
         if self.aux_loss == "load_importance_tutel" and self.gate_noise == 0:

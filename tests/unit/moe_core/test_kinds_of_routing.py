@@ -256,6 +256,9 @@ def test_bias_does_not_change_in_evaluation():
         ({"gate_noise": float("nan")}, "gate_noise"),
         ({"gate_noise": float("inf")}, "gate_noise"),
         ({"num_shared_experts": -1}, "num_shared_experts"),
+        ({"init_std": 0.0}, "init_std"),
+        ({"init_std": -1.0}, "init_std"),
+        ({"init_std": float("nan")}, "init_std"),
     ],
 )
 def test_invalid_configuration(options, message):
