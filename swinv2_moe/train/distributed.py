@@ -17,6 +17,7 @@ from moe_core import check_kernels
 from moe_core.parallel import CollectiveError, ExpertGroup, Ranks, make_expert_groups
 from swinv2_moe.config import ExpertsConfig
 from swinv2_moe.errors import UserError
+from swinv2_moe.malloc import keep_freed_memory
 
 T = TypeVar("T")
 
@@ -112,7 +113,8 @@ class World:
 def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
     """Join the process group of torchrun's processes; leave it at the end of the block.
 
-    Without torchrun the world is this process alone.
+    Without torchrun the world is this process alone. On a CPU the process keeps freed memory
+    (`swinv2_moe.malloc`).
 
     Args:
         device: "auto", "cpu" or "cuda".
@@ -136,6 +138,8 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
         own_device = torch.device("cuda", local_rank)
         backend = "nccl"
         torch.cuda.set_device(own_device)
+    else:
+        keep_freed_memory()
     if size == 1:
         yield World(0, 1, own_device)
         return

@@ -62,6 +62,7 @@ PUBLIC = [
 SHARED = [
     "moe_core",
     "swinv2_moe.errors",
+    "swinv2_moe.malloc",
     "swinv2_moe.config_files",
     "swinv2_moe.files",
     "swinv2_moe.forms",
@@ -84,6 +85,7 @@ ALLOWED = {
     "moe_core.parallel": BASICS + ["moe_core.experts"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.errors": [],
+    "swinv2_moe.malloc": [],
     "swinv2_moe.config_files": ["swinv2_moe.errors"],
     "swinv2_moe.tables": [],
     "swinv2_moe.time_left": [],

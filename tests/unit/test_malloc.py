@@ -1,0 +1,87 @@
+"""Freed memory is used again, unless the user has set the allocator."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from swinv2_moe import malloc
+from swinv2_moe.train import distributed
+
+# Blocks above 32 MiB, which glibc maps each on its own, and smaller ones. Page faults of the later
+# rounds, as a share of the pages that these rounds write.
+PROGRAM = """
+import resource, sys
+from swinv2_moe.malloc import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+MIB = 1 << 20
+ROUNDS = 4
+sizes = [40 * MIB, 24 * MIB, 3 * MIB]
+def one_round():
+    blocks = [bytearray(size) for size in sizes]
+    for block in blocks:
+        for start in range(0, len(block), 4096):
+            block[start] = 1
+one_round()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(ROUNDS):
+    one_round()
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults / (ROUNDS * sum(sizes) / resource.getpagesize()))
+"""
+
+needs_glibc = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no mallopt"
+)
+
+
+def fault_share(word: str, **variables: str) -> float:
+    environment = {name: value for name, value in os.environ.items() if name[:6] != "MALLOC"}
+    environment.pop("GLIBC_TUNABLES", None)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, word],
+        capture_output=True,
+        text=True,
+        env=environment | variables,
+        check=True,
+    )
+    return float(done.stdout)
+
+
+@needs_glibc
+def test_freed_memory_is_used_again():
+    assert fault_share("keep") < 0.05
+
+
+@needs_glibc
+def test_without_it_pages_are_cleared_again():
+    assert fault_share("default") > 0.4
+
+
+@needs_glibc
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
+    ],
+)
+def test_the_users_settings_stay(variables):
+    assert fault_share("keep", **variables) > 0.4
+
+
+def test_another_c_library(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    malloc.keep_freed_memory()
+
+
+def test_a_run_on_a_cpu_calls_it(monkeypatch):
+    calls = []
+    monkeypatch.setattr(distributed, "keep_freed_memory", lambda: calls.append(1))
+    with distributed.open_world("cpu") as world:
+        assert world.device == torch.device("cpu")
+    assert calls == [1]
