@@ -39,22 +39,15 @@ def round_to_tiles(
     Returns:
         The routing, with expert_ids and gates [T, K + 1] ([T, K] if K = E), and the plan.
     """
-    num_tokens, top_k = routing.expert_ids.shape
+    top_k = routing.expert_ids.shape[1]
     ids = _with_next_choice(routing)
-    counts, limits = _tile_limits(ids, top_k, config.num_experts, config.round_to, capacity)
-    round_to = config.round_to
-    max_rounded_up = config.num_experts * (round_to // 2)
-    num_rows = min(ids.numel(), num_tokens * top_k + max_rounded_up)
-    num_rows = num_rows // round_to * round_to
-    if capacity is not None:
-        num_rows = min(num_rows, config.num_experts * (capacity // round_to * round_to))
+    counts, limits = _tile_limits(ids, top_k, config, capacity)
+    num_rows = _max_rows(ids, top_k, config, capacity)
     gates = routing.gate_scores.gather(1, ids)
     plan = make_plan(ids, config.num_experts, limits, gates.detach(), config.kernels, num_rows)
     if config.normalize_gates and top_k > 1:
         assert plan.kept is not None
-        gates = gates.where(plan.kept, 0)
-        total = gates.sum(1, keepdim=True)
-        gates = gates / total.where(total > 0, 1)  # 0 where no choice is kept
+        gates = _normalized_over_kept(gates, plan.kept)
     return routing._replace(expert_ids=ids, gates=gates), plan._replace(counts=counts)
 
 
@@ -68,18 +61,40 @@ def _with_next_choice(routing: Routing) -> Tensor:
 
 
 def _tile_limits(
-    ids: Tensor, top_k: int, num_experts: int, round_to: int, capacity: int | None
+    ids: Tensor, top_k: int, config: MoEConfig, capacity: int | None
 ) -> tuple[Tensor, Tensor]:
     """For each expert [E], the number of its first K choices, and the number of its rows."""
+    round_to = config.round_to
     choices = ids.t()  # [K + 1, T]
-    counts_by_k = ids.new_zeros(ids.shape[1], num_experts)  # [K + 1, E]
+    counts_by_k = ids.new_zeros(ids.shape[1], config.num_experts)  # [K + 1, E]
     counts_by_k.scatter_add_(1, choices, torch.ones_like(choices))
     counts = counts_by_k[:top_k].sum(0)
     available = counts_by_k.sum(0)
-    clipped = counts
+    wanted = counts
     if capacity is not None:
-        clipped = clipped.clamp(max=capacity)
+        wanted = wanted.clamp(max=capacity)
         available = available.clamp(max=capacity)
-    nearest = (clipped + round_to // 2) // round_to * round_to
-    rounded_down = clipped // round_to * round_to
-    return counts, torch.where(nearest <= available, nearest, rounded_down)
+    below = wanted // round_to * round_to
+    nearest = (wanted + round_to // 2) // round_to * round_to
+    return counts, torch.where(nearest <= available, nearest, below)
+
+
+def _max_rows(ids: Tensor, top_k: int, config: MoEConfig, capacity: int | None) -> int:
+    """The most rows that all experts together can have, without reading the device."""
+    num_tokens, num_choices = ids.shape
+    num_experts = config.num_experts
+    round_to = config.round_to
+    added_rows = num_experts * (round_to // 2)
+    all_rows = min(num_tokens * num_choices, num_tokens * top_k + added_rows)
+    full_tiles = all_rows // round_to
+    if capacity is not None:
+        tiles_of_expert = capacity // round_to
+        full_tiles = min(full_tiles, num_experts * tiles_of_expert)
+    return full_tiles * round_to
+
+
+def _normalized_over_kept(gates: Tensor, kept: Tensor) -> Tensor:
+    """Gate values [T, K + 1] that sum to 1 over the kept choices; 0 for a token without any."""
+    gates = gates.where(kept, 0)
+    total = gates.sum(1, keepdim=True)
+    return gates / total.where(total > 0, 1)

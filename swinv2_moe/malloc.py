@@ -2,6 +2,7 @@
 
 A training step frees its activations, and the next step allocates as much again. By default glibc
 returns freed memory to the system, and the system then clears every page before it is used again.
+`moe_core.ops.buffers` reuses only the buffers of the experts.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ _MMAP_MAX = -4
 _ARENA_MAX = -8
 
 _NEVER = -1
-_MORE_AT_ONCE = 64 << 20  # bytes
+_EXTRA_BYTES = 64 << 20  # by which the heap grows beyond a request that does not fit
 
 
 def keep_freed_memory() -> None:
@@ -30,11 +31,12 @@ def keep_freed_memory() -> None:
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):
         return
-    library.mallopt(_MMAP_MAX, 0)  # a block of its own mapping returns to the system when freed
+    # Large blocks come from the heap, too. As mappings of their own they would be returned.
+    library.mallopt(_MMAP_MAX, 0)
+    # The free end of the heap is not returned.
     library.mallopt(_TRIM_THRESHOLD, _NEVER)
-    library.mallopt(_TOP_PAD, _MORE_AT_ONCE)
-    # One heap for all threads: autograd's thread frees what the main thread has allocated, and
-    # other threads' heaps hold only blocks below 64 MiB.
+    library.mallopt(_TOP_PAD, _EXTRA_BYTES)
+    # All threads, such as autograd's, use the main heap. The others cannot hold blocks of 64 MiB.
     library.mallopt(_ARENA_MAX, 1)
 
 

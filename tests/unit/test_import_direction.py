@@ -62,7 +62,6 @@ PUBLIC = [
 SHARED = [
     "moe_core",
     "swinv2_moe.errors",
-    "swinv2_moe.malloc",
     "swinv2_moe.config_files",
     "swinv2_moe.files",
     "swinv2_moe.forms",
@@ -117,7 +116,7 @@ ALLOWED = {
         "swinv2_moe.config",
     ],
     "swinv2_moe.routing_pictures": ["swinv2_moe.plots", "swinv2_moe.models"],
-    "swinv2_moe.train": MODELS_AND_DATA + PICTURES + ["swinv2_moe.imports"],
+    "swinv2_moe.train": MODELS_AND_DATA + PICTURES + ["swinv2_moe.imports", "swinv2_moe.malloc"],
     "swinv2_moe.detection": TRAINING + ["swinv2_moe.imports", "swinv2_moe.time_left"],
     "swinv2_moe.measure": TRAINING,
     "swinv2_moe.export": TRAINING,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moe_core.compat.tutel.groups import ParallelEnv, create_groups_from_world
 
 _log = logging.getLogger("moe_core")
-_SECONDS_TO_RELEASE = 0.1
+_RELEASE_SECONDS = 0.1
 _sessions: list[ParallelEnv] = []  # results of `init_data_model_parallel`; the last one is current
 
 
@@ -60,11 +60,12 @@ def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> Par
 
 
 def _end() -> None:
-    # A thread of gloo may be about to release a tensor of the last collective. It needs Python's
-    # lock for that, and would end the process with an error once the interpreter has ended.
-    time.sleep(_SECONDS_TO_RELEASE)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    # After a collective, a thread of gloo releases the tensors, for which it needs the GIL. If it
+    # still waits for the GIL when the interpreter ends, it aborts the process. A sleep lets it run.
+    time.sleep(_RELEASE_SECONDS)
+    dist.destroy_process_group()
 
 
 def get_local_session() -> ParallelEnv:
