@@ -73,6 +73,11 @@ def check_swinv2(config: CfgNode) -> None:
                 f"MODEL.SWINV2.{name} is {swin[name]}, it must have an entry of at least 1 for each"
                 " stage"
             )
+    if min(swin.PRETRAINED_WINDOW_SIZES) < 0:
+        raise UserError(
+            f"MODEL.SWINV2.PRETRAINED_WINDOW_SIZES is {swin.PRETRAINED_WINDOW_SIZES}, its entries"
+            " must be at least 0"
+        )
     for stage, heads in enumerate(swin.NUM_HEADS):
         dim = swin.EMBED_DIM * 2**stage
         if dim % heads:

@@ -17,8 +17,9 @@ from moe_core import (
     ROUTING_CHOICES,
     MoEConfig,
 )
-from swinv2_moe.config.defaults import flatten
+from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config.schedule import parse_schedule
+from swinv2_moe.config.typed import layer_config
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_section, model_type, model_types
@@ -118,6 +119,16 @@ _RANGES = {  # lower and upper bounds, both included
     "TEST.CROP_RATIO": (0.1, 1),
 }
 
+# Keys of MODEL.MOE that change the routing during training, and the kinds of routing for which they
+# can be used. Experts that choose always take as many tokens as their capacity: CAPACITY_AUTO would
+# only lower it.
+_ROUTINGS_OF_KEYS = {
+    "TOP_K_SCHEDULE": ("token_choice", "expert_choice"),
+    "CAPACITY_SCHEDULE": ("token_choice", "expert_choice"),
+    "CAPACITY_AUTO": ("token_choice",),
+    "RANDOM_CHOICE_SCHEDULE": ("token_choice",),
+}
+
 _SPLIT_DATASETS = ("folder", "imagenet")  # datasets that DATA.VAL_SPLIT can split
 
 
@@ -161,6 +172,21 @@ def check_config(config: CfgNode) -> None:
     _check_lengths(config)
     _check_augmentation(config)
     _check_pretrained(config)
+
+
+def check_settings(config: CfgNode) -> None:
+    """Raise UserError for keys that would have no effect, or would end the run later.
+
+    Checkpoints with such keys exist, so their configuration is not checked for them.
+    """
+    _check_keys_of_routing(config)
+    _check_keys_of_strategy(config)
+    for key in ("NEW_HEAD", "CLASS_MAP"):
+        value = config.MODEL[key]
+        if value and not config.MODEL.PRETRAINED:
+            raise UserError(
+                f"MODEL.{key} is {value!r}: it needs trained weights (MODEL.PRETRAINED)"
+            )
 
 
 def _check_choice(name: str, value: object, allowed: Collection) -> None:
@@ -209,6 +235,10 @@ def _check_experts(config: CfgNode) -> None:
             f"MODEL.MOE.ACTIVATION is {moe.ACTIVATION!r}, it needs MODEL.MOE.GATED (False) to be"
             " True"
         )
+    try:
+        layer_config(config)
+    except ValueError as error:
+        raise UserError(f"MODEL.MOE: {error}") from error
 
 
 def _check_routing_schedules(config: CfgNode) -> None:
@@ -225,21 +255,49 @@ def _check_routing_schedules(config: CfgNode) -> None:
                 schedule.check_share()
         except ValueError as error:
             raise UserError(f"{name} is {text!r}: {error}") from error
-        if schedule and moe.FREEZE:
-            raise UserError(
-                f"{name} is {text!r}: with MODEL.MOE.FREEZE (True) experts route as in evaluation"
-            )
-    routing = MoEConfig(1, 1, 1, router=moe.ROUTER).routing
-    if moe.RANDOM_CHOICE_SCHEDULE and routing != "token_choice":
-        raise UserError(
-            f"MODEL.MOE.RANDOM_CHOICE_SCHEDULE is {moe.RANDOM_CHOICE_SCHEDULE!r}: with"
-            f" MODEL.MOE.ROUTER ({moe.ROUTER}) tokens choose no experts"
-        )
     if moe.CAPACITY_AUTO and moe.CAPACITY_SCHEDULE:
         raise UserError(
             f"MODEL.MOE.CAPACITY_SCHEDULE is {moe.CAPACITY_SCHEDULE!r}: MODEL.MOE.CAPACITY_AUTO"
             " (True) sets the capacity too, switch one of them off"
         )
+
+
+def _check_keys_of_routing(config: CfgNode) -> None:
+    """Check keys that change the routing during training."""
+    moe = config.MODEL.MOE
+    routing = MoEConfig(1, 1, 1, router=moe.ROUTER).routing
+    for key, routings in _ROUTINGS_OF_KEYS.items():
+        if not moe[key]:
+            continue
+        if moe.FREEZE:
+            raise UserError(
+                f"MODEL.MOE.{key} is {moe[key]!r}: with MODEL.MOE.FREEZE (True) experts route as in"
+                " evaluation"
+            )
+        if routing not in routings:
+            raise UserError(
+                f"MODEL.MOE.{key} is {moe[key]!r}: it cannot be used with MODEL.MOE.ROUTER"
+                f" {moe.ROUTER!r}"
+            )
+    schedule = parse_schedule(moe.CAPACITY_SCHEDULE)
+    if schedule and routing == "expert_choice" and 0 in schedule.values:
+        raise UserError(
+            f"MODEL.MOE.CAPACITY_SCHEDULE is {moe.CAPACITY_SCHEDULE!r}: 0 means no limit, but with"
+            f" MODEL.MOE.ROUTER {moe.ROUTER!r} the capacity is the number of tokens that an expert"
+            " chooses"
+        )
+
+
+def _check_keys_of_strategy(config: CfgNode) -> None:
+    moe, defaults = config.MODEL.MOE, default_config().MODEL.MOE
+    if moe.STRATEGY == "fixed":
+        return
+    for key in ("R", "PIPELINE_DEGREE", "ALL_TO_ALL", "EXCHANGE"):
+        if moe[key] != defaults[key]:
+            raise UserError(
+                f"MODEL.MOE.{key} is {moe[key]!r}: it has no effect with MODEL.MOE.STRATEGY"
+                f" {moe.STRATEGY!r}, only with 'fixed'"
+            )
 
 
 def _check_schedule(config: CfgNode) -> None:
@@ -316,7 +374,8 @@ def _check_augmentation(config: CfgNode) -> None:
             )
     if aug.SCALE[1] > 1:
         raise UserError(f"AUG.SCALE is {aug.SCALE}, it must not exceed 1")
-    if (aug.MIXUP or aug.CUTMIX) and config.DATA.BATCH_SIZE % 2:
+    mixes = (aug.MIXUP or aug.CUTMIX) and aug.MIXUP_PROB
+    if mixes and config.DATA.BATCH_SIZE % 2:
         raise UserError(
             f"DATA.BATCH_SIZE is {config.DATA.BATCH_SIZE}, AUG.MIXUP and AUG.CUTMIX need an even"
             " one"

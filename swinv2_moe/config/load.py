@@ -14,7 +14,7 @@ from pathlib import Path
 
 from yacs.config import CfgNode
 
-from swinv2_moe.config.checks import check_config
+from swinv2_moe.config.checks import check_config, check_settings
 from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config_files import find_config
 from swinv2_moe.dataset_registry import datasets
@@ -59,6 +59,7 @@ def load_config(
     merge_opts(config, opts)
     _shorten_warmup(config, opts)
     check_config(config)
+    check_settings(config)
     config.freeze()
     return config
 

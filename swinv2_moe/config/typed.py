@@ -78,17 +78,30 @@ def _augment(config: CfgNode) -> sections.AugmentConfig:
     return sections.AugmentConfig(**_values(config.AUG))
 
 
+def layer_config(config: CfgNode) -> MoEConfig | None:
+    """What all MoE layers have in common, with a model_dim and hidden_dim of 1; None if
+    MODEL.MOE.NUM_EXPERTS is 0.
+
+    Raises:
+        ValueError: values that contradict each other.
+    """
+    values = _values(config.MODEL.MOE)
+    num_experts = values["num_experts"]
+    if not num_experts:
+        return None
+    layer_values = {name: values[name] for name in sections.moe_defaults()}
+    return MoEConfig(1, 1, num_experts, **layer_values)
+
+
 def _experts(config: CfgNode) -> sections.ExpertsConfig:
     values = _values(config.MODEL.MOE)
-    layer_values = {name: values.pop(name) for name in sections.moe_defaults()}
-    layer = None
-    if values["num_experts"]:
-        layer = MoEConfig(1, 1, values["num_experts"], **layer_values)
-    return sections.ExpertsConfig(**values, layer=layer)
+    for name in sections.moe_defaults():
+        del values[name]
+    return sections.ExpertsConfig(**values, layer=layer_config(config))
 
 
 def _drop_share(moe: CfgNode) -> float | None:
-    if moe.CAPACITY_AUTO and moe.NUM_EXPERTS and not moe.FREEZE:
+    if moe.CAPACITY_AUTO and moe.NUM_EXPERTS:
         return moe.CAPACITY_DROP_SHARE
     return None
 

@@ -31,6 +31,7 @@ from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world
+from swinv2_moe.train.meta import compare_class_names
 
 # Keys about the machines and the data of the training, with the values that any other use gets.
 _NOT_THE_MODELS = {
@@ -117,14 +118,7 @@ class Deployed:
                 f"checkpoint {self.source.directory} has {len(trained):,} classes, the data"
                 f" ({where}) has {len(class_names):,}"
             )
-        different = [i for i, name in enumerate(class_names) if name != trained[i]]
-        if not different:
-            return None
-        first = different[0]
-        return (
-            f"{len(different):,} of {len(trained):,} classes have other names: class {first} is"
-            f" {trained[first]!r} in the checkpoint, {class_names[first]!r} in the data"
-        )
+        return compare_class_names(trained, class_names)
 
     def facts(self) -> dict:
         """Values that identify the measured checkpoint in a result, ready for JSON."""

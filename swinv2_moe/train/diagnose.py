@@ -1,5 +1,7 @@
 """Finding the layer at which a value stops being finite."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -44,16 +46,18 @@ def _is_finite(output: object) -> bool:
     return True
 
 
-def explain_non_finite(step: int, model: nn.Module, images: Tensor, world: World) -> str:
+def explain_non_finite(step: int, model: nn.Module, batches: Sequence[Tensor], world: World) -> str:
     """One line that names the step and the first value that is not finite, on any rank. Every rank
     calls this.
 
     Args:
-        images: the batch of the step. The gradients of this step must still be in the parameters.
+        batches: the images of the step, in one batch or several accumulated ones. The gradients of
+            this step must still be in the parameters.
     """
-    ranks = world.gather(_causes(model, images))
-    # An earlier cause explains the later ones, on whichever rank it occurs.
-    for causes in zip(*ranks, strict=True):
+    ranks = world.gather([_causes(model, images) for images in batches])
+    all_causes = [causes for batches_of_rank in ranks for causes in batches_of_rank]
+    # An earlier cause explains the later ones, on whichever rank and in whichever batch it occurs.
+    for causes in zip(*all_causes, strict=True):
         for cause in causes:
             if cause is not None:
                 return _message(step, cause)
@@ -61,8 +65,8 @@ def explain_non_finite(step: int, model: nn.Module, images: Tensor, world: World
 
 
 def _causes(model: nn.Module, images: Tensor) -> list[str | None]:
-    """The possible causes on this rank, in the order of the computation; None for each cause whose
-    values are all finite."""
+    """The possible causes in a batch of this rank, in the order of the computation; None for each
+    cause whose values are all finite."""
     bad_images = bad_parameter = bad_layer = bad_gradient = None
     if not torch.isfinite(images).all():
         bad_images = "the input images"

@@ -15,7 +15,7 @@ from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.evaluation import Accuracy, evaluate
-from swinv2_moe.train.meta import check_classifier, describe
+from swinv2_moe.train.meta import check_classifier, compare_class_names, describe
 from swinv2_moe.train.parallelize import load_sharded, settle_buckets
 from swinv2_moe.train.phase_times import PhaseTimes
 from swinv2_moe.train.progress import Progress, steps_per_epoch
@@ -150,8 +150,7 @@ class Trainer:
         if not progress.steps_done:
             with self.phases.phase("training"), recorder.interval("epoch", epoch_num=epoch):
                 self._train_epoch(recorder, saver)
-        train_loss = mean_over_ranks(self.world, progress.epoch_loss)
-        train_loss /= max(progress.epoch_step, 1)
+        train_loss = mean_over_ranks(self.world, progress.mean_loss)
         pictures = recorder.routing(
             self.step.deployed, self.data.val_loader, self.config.data, progress.step
         )
@@ -353,6 +352,13 @@ class Trainer:
         """
         step = self.step
         training = self._check_training(source)
+        self._check_class_names(source)
+        if source.has("ema") != (step.ema is not None):
+            raise UserError(
+                f"checkpoint {source.directory}: its run had averaged weights:"
+                f" {source.has('ema')}, TRAIN.EMA_DECAY is {self.config.train.ema_decay}; a run"
+                " cannot change this on its way"
+            )
         state = step.model.state_dict()
         is_dense = not source.meta["experts"]
         upcycles = self.config.model.upcycle_continue and is_dense
@@ -385,7 +391,7 @@ class Trainer:
         step.scaler.load(training["loss_scaler"])
         self.progress.load(source.meta["step"], training)
         if upcycles:
-            self.progress.best_top1 = -1.0  # the dense checkpoint does not belong to this run
+            self.progress.forget_validations()
         self.schedule.step_update(self.progress.schedule_step)
 
     def _check_training(self, source: Checkpoint) -> dict:
@@ -398,6 +404,17 @@ class Trainer:
             )
         check_classifier(source.directory, training)
         return training
+
+    def _check_class_names(self, source: Checkpoint) -> None:
+        trained, class_names = source.meta["class_names"], self.data.class_names
+        if len(trained) != len(class_names):
+            return  # the classifier's weights are refused
+        difference = compare_class_names(trained, class_names)
+        if difference:
+            raise UserError(
+                f"checkpoint {source.directory}: {difference}; to train its weights on other"
+                " classes: MODEL.PRETRAINED"
+            )
 
     def _check_frozen(self, source: Checkpoint) -> None:
         where = f"checkpoint {source.directory}"

@@ -21,7 +21,8 @@ class Progress:
     epoch_step: int = 0  # steps of the current epoch
     step: int = 0  # steps in all
     validated_step: int = 0  # the step of the last validation
-    epoch_loss: float = 0.0  # sum over the steps of the current epoch, on this rank
+    epoch_loss: float = 0.0  # sum of the finite losses of the current epoch, on this rank
+    epoch_losses: float = 0  # their number; a fraction after a resume with another global batch
     skipped: int = 0  # steps whose loss or gradient was not finite
     best_top1: float = -1.0  # percent
     last_top1: float | None = None
@@ -37,6 +38,13 @@ class Progress:
     def finished(self) -> bool:
         """Whether the last step is done and validated."""
         return self.steps_done and self.validated_step == self.step
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean of the finite losses of the current epoch, on this rank; 0 if there are none."""
+        if not self.epoch_losses:
+            return 0.0
+        return self.epoch_loss / self.epoch_losses
 
     @property
     def schedule_step(self) -> int:
@@ -58,6 +66,7 @@ class Progress:
         self.skipped += result.was_skipped
         if result.has_finite_loss:
             self.epoch_loss += result.loss
+            self.epoch_losses += 1
 
     def count_validation(self, top1: float) -> bool:
         """Count a validation, and the epoch if it is complete.
@@ -73,10 +82,17 @@ class Progress:
             self.epoch += 1
             self.epoch_step = 0
             self.epoch_loss = 0.0
+            self.epoch_losses = 0
         is_best = top1 > self.best_top1
         self.best_top1 = max(self.best_top1, top1)
         self.last_top1 = top1
         return is_best
+
+    def forget_validations(self) -> None:
+        """Forget all validations: they are of another run, whose state this run continues."""
+        self.best_top1 = -1.0
+        self.last_top1 = None
+        self.to_target.validations.clear()
 
     def state(self) -> dict:
         """The state for a checkpoint, ready for JSON, without `step`. `epoch_loss` is the value of
@@ -85,6 +101,7 @@ class Progress:
             "epoch": self.epoch,
             "epoch_step": self.epoch_step,
             "epoch_loss": self.epoch_loss,
+            "epoch_losses": self.epoch_losses,
             "validated_step": self.validated_step,
             "steps_per_epoch": self.steps_per_epoch,
             "global_batch": self.global_batch,
@@ -103,7 +120,8 @@ class Progress:
 
         Args:
             step: number of steps before the state was taken.
-            state: as `state()` returns it. Earlier versions lack "time_to_target" and "loss_watch".
+            state: as `state()` returns it. Earlier versions lack "time_to_target", "loss_watch" and
+                "epoch_losses".
         """
         self.step = step
         self.epoch = state["epoch"]
@@ -117,8 +135,9 @@ class Progress:
             self.loss_watch.load(state["loss_watch"])
         images_seen = state["epoch_step"] * state["global_batch"]
         self.epoch_step = min(images_seen // self.global_batch, self.steps_per_epoch)
-        summed_loss = state["epoch_loss"] * self.epoch_step
-        self.epoch_loss = summed_loss / max(state["epoch_step"], 1)
+        share = self.epoch_step / max(state["epoch_step"], 1)
+        self.epoch_loss = state["epoch_loss"] * share
+        self.epoch_losses = state.get("epoch_losses", state["epoch_step"]) * share
 
 
 def steps_per_epoch(accumulation_steps: int, num_batches: int) -> int:

@@ -97,6 +97,9 @@ def train(
         source = _starting_point(root, resume, sections, world)
         data, staging = _load_data(sections.data, world, source, stack)
         trainer = _build_trainer(sections, world, data, source, phases)
+        was_finished = trainer.progress.finished
+        if was_finished:
+            _check_belongs(source, root)
         size = measure_model(sections.model, data.num_classes)
         first_lines = [headline(trainer, size, source), *_notes(trainer, placements)]
         # all ranks get here at about the same time: they have just exchanged versions
@@ -105,7 +108,8 @@ def train(
             closing(Recorder(root, world, trainer.progress.step, run.event_log, run.tracker))
         )
         stack.enter_context(recorder.engine_log())
-        recorder.config(sections.yaml)
+        if not was_finished:  # a finished run keeps its configuration and its summary
+            recorder.config(sections.yaml)
         for line in first_lines:
             recorder.say(line)
         policy = save_policy(sections.checkpoint)
@@ -113,7 +117,8 @@ def train(
             root / "checkpoints", world, policy, source, recorder.say, recorder.checkpoint
         )
         stack.callback(saver.wait, _LAST_SAVE_SECONDS)
-        was_finished = trainer.progress.finished
+        if not was_finished and not world.agree(saver.has_best):
+            trainer.progress.best_top1 = -1.0  # of a checkpoint that this run does not have
         if not was_finished:
             progress = trainer.progress
             recorder.begin(describe_environment(world), progress.step, progress.steps_per_epoch)
@@ -124,7 +129,7 @@ def train(
         staging = staging or read_staging(sections.data.stage)
         summary = summarize(trainer, size, staging, time.time() - phases.began)
         if trainer.progress.finished:
-            if not was_finished:  # a run that was already finished keeps its summary
+            if not was_finished:
                 recorder.summary(summary)
             recorder.say(closing_lines(trainer, summary, root))
     if trainer.stop.came_from_elsewhere(trainer.stopped_by):
@@ -132,6 +137,16 @@ def train(
     if trainer.stopped_by:
         return None
     return summary
+
+
+def _check_belongs(source: Checkpoint, root: Path) -> None:
+    """Raise UserError for a finished checkpoint of another run: nothing would be trained or
+    written."""
+    if root.resolve() not in source.directory.resolve().parents:
+        raise UserError(
+            f"checkpoint {source.directory} has done all steps; to go on from it in {root}, raise"
+            " TRAIN.EPOCHS or TRAIN.MAX_STEPS"
+        )
 
 
 def _stopped(trainer: Trainer, resume_command: str) -> str:
@@ -210,8 +225,7 @@ def _starting_point(
             " starts anew"
         )
     if source is None and sections.model.upcycle_continue:
-        epochs = sections.train.epochs
-        source = upcycling.find_dense(sections.model.pretrained, epochs, world)
+        source = upcycling.find_dense(sections.model.pretrained, sections.train, world)
     return source
 
 

@@ -118,6 +118,12 @@ class Saver:
         if world.is_main:
             self._tidy(source)
 
+    @property
+    def has_best(self) -> bool:
+        """Whether there is a checkpoint `best`. Only rank 0 may rely on it."""
+        _, best = self._links()
+        return best.exists()
+
     def save(
         self,
         model: nn.Module,

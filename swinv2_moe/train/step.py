@@ -214,7 +214,7 @@ class TrainingStep:
             was_skipped = self.scaler.exhausted
         if was_skipped:
             if self.skipped_in_a_row == self.config.skip_non_finite:
-                images = self._mixed(batches[-1])[0]
+                images = [self._mixed(batch)[0] for batch in batches]
                 raise UserError(explain_non_finite(step + 1, self.model, images, self.world))
             self.skipped_in_a_row += 1
         self.optimizer.zero_grad(set_to_none=True)

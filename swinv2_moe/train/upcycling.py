@@ -10,21 +10,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from swinv2_moe.config import TrainConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.weights import compare, has_dense_twin, to_experts
 from swinv2_moe.train.checkpoint import Checkpoint, find_checkpoint, read_dense
 from swinv2_moe.train.distributed import World
 
 
-def find_dense(pretrained: str, epochs: int, world: World) -> Checkpoint:
+def find_dense(pretrained: str, config: TrainConfig, world: World) -> Checkpoint:
     """The dense checkpoint in MODEL.PRETRAINED, from which the run continues. Every rank calls
     this.
 
-    Args:
-        epochs: TRAIN.EPOCHS.
-
     Raises:
-        UserError: there is no checkpoint, it has experts, or no epoch is left.
+        UserError: there is no checkpoint, it has experts, or no step is left.
     """
     source = find_checkpoint(pretrained, Path(), world, "MODEL.PRETRAINED")
     assert source is not None, "only --resume auto may be without one"
@@ -33,11 +31,16 @@ def find_dense(pretrained: str, epochs: int, world: World) -> Checkpoint:
             f"checkpoint {source.directory} has experts, MODEL.UPCYCLE_CONTINUE True needs a dense"
             " run"
         )
-    training = source.meta["training"]
-    if training and training["epoch"] >= epochs:
+    training, step = source.meta["training"], source.meta["step"]
+    if training and training["epoch"] >= config.epochs:
         raise UserError(
             f"checkpoint {source.directory} has done {training['epoch']} epochs,"
-            f" MODEL.UPCYCLE_CONTINUE True needs TRAIN.EPOCHS ({epochs}) above that"
+            f" MODEL.UPCYCLE_CONTINUE True needs TRAIN.EPOCHS ({config.epochs}) above that"
+        )
+    if 0 < config.max_steps <= step:
+        raise UserError(
+            f"checkpoint {source.directory} has done {step} steps,"
+            f" MODEL.UPCYCLE_CONTINUE True needs TRAIN.MAX_STEPS ({config.max_steps}) above that"
         )
     return source
 

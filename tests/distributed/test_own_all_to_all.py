@@ -233,7 +233,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(ring_file):
 
 
 def test_the_configuration_takes_it(ring_file):
-    opts = ["MODEL.MOE.ALL_TO_ALL", "ring"]
+    opts = ["MODEL.MOE.STRATEGY", "fixed", "MODEL.MOE.ALL_TO_ALL", "ring"]
     with pytest.raises(UserError, match=r"MODEL.MOE.ALL_TO_ALL is 'ring', allowed: linear, 2dh"):
         load_config(None, opts)
     import_file(ring_file)

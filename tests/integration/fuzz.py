@@ -1,8 +1,8 @@
 """Damaged and hostile files: each is refused in one line, or read as what it was before. None ends
 a process.
 
-    python tests/integration/fuzz.py                                       (about 10 minutes on one
-    core) python tests/integration/fuzz.py --only weights --seed 3 --show
+    python tests/integration/fuzz.py    # about 10 minutes on one core
+    python tests/integration/fuzz.py --only weights --seed 3 --show
 
 Each case changes a copy of good files and reads it as the application does, in a process of its
 own, with at most 20 seconds and 1 GB. The changes are in `hostile_files.py`. Prints counts; exit

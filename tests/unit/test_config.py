@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from swinv2_moe.config import config_from_text, default_config, flatten, load, load_config
+from swinv2_moe.config.load import merge_opts
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_bounded
 
@@ -102,6 +103,10 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
             ["MODEL.TYPE", "'swin_mo'", "swinv2_moe, swin_moe", "did you mean swin_moe?"],
         ),
         (["AMP_DTYPE", "float32"], ["AMP_DTYPE", "'float32'", "bfloat16, float16"]),
+        (
+            ["MODEL.SWINV2.PRETRAINED_WINDOW_SIZES", "[0, 0, -1, 0]"],
+            ["MODEL.SWINV2.PRETRAINED_WINDOW_SIZES", "-1", "at least 0"],
+        ),
         # contradictions
         (
             ["MODEL.SWINV2.NUM_HEADS", "[3, 6]"],
@@ -159,6 +164,39 @@ def test_experts_contradictions():
     )
     assert "MODEL.MOE.GATE_NOISE" in message
     assert load_config(None, [*moe, "MODEL.MOE.TOP_K", "4"]).MODEL.MOE.TOP_K == 4
+    message = fails(*moe, "MODEL.MOE.ROUTER", "soft", "MODEL.MOE.BALANCE", "bias")
+    assert message == "MODEL.MOE: balance ('bias') must be 'loss' with router 'soft'"
+    message = fails(*moe, "MODEL.MOE.CHOOSE_PER_IMAGE", "True")
+    assert "choose_per_image (True) needs a router of expert choice" in message
+
+
+@pytest.mark.parametrize(
+    ("opts", "says"),
+    [
+        (["MODEL.MOE.PIPELINE_DEGREE", "4"], "no effect with MODEL.MOE.STRATEGY 'off'"),
+        (
+            ["MODEL.MOE.ALL_TO_ALL", "2dh", "MODEL.MOE.STRATEGY", "auto"],
+            "MODEL.MOE.ALL_TO_ALL is '2dh': it has no effect with MODEL.MOE.STRATEGY 'auto'",
+        ),
+        (["MODEL.NEW_HEAD", "True"], "needs trained weights (MODEL.PRETRAINED)"),
+        (["MODEL.CLASS_MAP", "map.txt"], "MODEL.CLASS_MAP is 'map.txt'"),
+        (
+            ["MODEL.MOE.CAPACITY_AUTO", "True", "MODEL.MOE.ROUTER", "soft"],
+            "MODEL.MOE.CAPACITY_AUTO is True: it cannot be used with MODEL.MOE.ROUTER 'soft'",
+        ),
+    ],
+)
+def test_keys_without_effect_are_refused_but_not_in_checkpoints(opts, says):
+    assert says in fails(*opts)
+    written = default_config()
+    merge_opts(written, opts)
+    assert flatten(config_from_text(written.dump(), "checkpoint")) == flatten(written)
+
+
+def test_mixup_that_is_off_needs_no_even_batch():
+    odd = ["DATA.BATCH_SIZE", "63", "AUG.MIXUP", "0.8"]
+    assert "DATA.BATCH_SIZE is 63" in fails(*odd)
+    assert load_config(None, [*odd, "AUG.MIXUP_PROB", "0"]).DATA.BATCH_SIZE == 63
 
 
 @pytest.mark.parametrize("size", [96, 192, 384])

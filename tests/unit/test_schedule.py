@@ -77,7 +77,23 @@ def test_a_schedule_that_cannot_be_used(text, message):
         (["MODEL.MOE.RANDOM_CHOICE_SCHEDULE", "epoch 0:1.5 2:0 linear"], "1.5 is not a share"),
         (
             ["MODEL.MOE.RANDOM_CHOICE_SCHEDULE", "epoch 0:1", "MODEL.MOE.ROUTER", "soft"],
-            r"MODEL.MOE.ROUTER \(soft\) tokens choose no experts",
+            r"cannot be used with MODEL.MOE.ROUTER 'soft'",
+        ),
+        (
+            ["MODEL.MOE.TOP_K_SCHEDULE", "epoch 0:1", "MODEL.MOE.ROUTER", "soft"],
+            r"TOP_K_SCHEDULE is 'epoch 0:1': it cannot be used with MODEL.MOE.ROUTER 'soft'",
+        ),
+        (
+            ["MODEL.MOE.CAPACITY_AUTO", "true", "MODEL.MOE.ROUTER", "expert_choice"],
+            r"CAPACITY_AUTO is True: it cannot be used with MODEL.MOE.ROUTER 'expert_choice'",
+        ),
+        (
+            ["MODEL.MOE.CAPACITY_AUTO", "true", "MODEL.MOE.FREEZE", "true"],
+            r"CAPACITY_AUTO is True: with MODEL.MOE.FREEZE \(True\)",
+        ),
+        (
+            ["MODEL.MOE.CAPACITY_SCHEDULE", "epoch 0:2 50:0", "MODEL.MOE.ROUTER", "expert_choice"],
+            r"CAPACITY_SCHEDULE is 'epoch 0:2 50:0': 0 means no limit",
         ),
         (["MODEL.MOE.EVAL_BATCH_PRIORITIZED", "yes"], "allowed: same, always, never"),
         (["MODEL.MOE.CAPACITY_DROP_SHARE", "1.5"], "between 0 and 0.999"),

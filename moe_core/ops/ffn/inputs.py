@@ -41,8 +41,13 @@ class ExpertWeights(NamedTuple):
         """The weights without the biases, which become None."""
         return self._replace(b1=None, b2=None, b3=None)
 
-    def check(self, activation: str) -> None:
-        """Raise ValueError if shapes or dtypes do not match, or do not fit the activation."""
+    def check(self, activation: str, model_dim: int | None = None, num_experts: int = 0) -> None:
+        """Raise ValueError if shapes or dtypes do not match, or do not fit the activation.
+
+        Args:
+            model_dim: the width of the rows; None: not known.
+            num_experts: the number of experts that have rows; 0: not known.
+        """
         for name in ("w2", "w3"):
             other = getattr(self, name)
             if other is None:
@@ -54,6 +59,15 @@ class ExpertWeights(NamedTuple):
                 )
         if self.b3 is not None and self.w3 is None:
             raise ValueError("b3 needs w3, which is None")
+        experts, hidden, width = self.w1.shape
+        if model_dim is not None and width != model_dim:
+            raise ValueError(f"the rows have {model_dim} columns, w1 is {list(self.w1.shape)}")
+        if num_experts and experts != num_experts:
+            raise ValueError(f"offsets has {num_experts} experts, w1 {list(self.w1.shape)}")
+        for name, length in (("b1", hidden), ("b2", width), ("b3", hidden)):
+            bias = getattr(self, name)
+            if bias is not None and bias.shape != (experts, length):
+                raise ValueError(f"{name} is {list(bias.shape)}, not {[experts, length]}")
         check_activation(activation, gated=self.w3 is not None)
 
 

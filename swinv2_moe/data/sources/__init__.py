@@ -51,8 +51,16 @@ def _check(name: str, sources: object) -> None:
             " swinv2_moe.data.Sources"
         )
     num_classes = len(sources.class_names)
+    for class_name in sources.class_names:
+        if not isinstance(class_name, str):
+            raise UserError(
+                f"DATA.DATASET is {name!r}: its class name {class_name!r} is"
+                f" {type(class_name).__name__}, not text"
+            )
     for split, source in (("train", sources.train), ("val", sources.val)):
         targets = np.asarray(source.targets)
+        if len(source) == 0:
+            raise UserError(f"DATA.DATASET is {name!r}: its {split} source has no images")
         if len(targets) != len(source):
             raise UserError(
                 f"DATA.DATASET is {name!r}: its {split} source has {len(source):,} images and"

@@ -11,7 +11,7 @@ import pytest
 from swinv2_moe import dataset_registry, imports
 from swinv2_moe.command import CommandParser
 from swinv2_moe.config import config_from_text, data_config, load_config
-from swinv2_moe.data import build_data
+from swinv2_moe.data import ImageArrays, Sources, build_data
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.dataset_registry import datasets, register_dataset
 from swinv2_moe.errors import UserError
@@ -224,4 +224,24 @@ def test_sources_that_cannot_be_used(targets, says):
         return Sources(source, source, ["a", "b"])
 
     with pytest.raises(UserError, match=f"DATA.DATASET is 'mine': {says}"):
+        load_sources(data_config(load_config(None, ["DATA.DATASET", "mine"])))
+
+
+@pytest.mark.parametrize(
+    ("num_val", "names", "says"),
+    [
+        (0, ["a"], "its val source has no images"),
+        (2, [0], "its class name 0 is int, not text"),
+    ],
+)
+def test_empty_sources_and_names_that_are_not_text(num_val, names, says):
+    def source(num_images):
+        images = np.zeros((num_images, 4, 4), np.uint8)
+        return ImageArrays("memory", images, np.zeros(num_images, np.int64))
+
+    @register_dataset("mine", needs_path=False)
+    def mine(config):
+        return Sources(source(2), source(num_val), names)
+
+    with pytest.raises(UserError, match=f"^DATA.DATASET is 'mine': {says}$"):
         load_sources(data_config(load_config(None, ["DATA.DATASET", "mine"])))

@@ -64,6 +64,16 @@ def test_the_step_and_the_layer_are_named(poison, begins, value, clip, make_trai
         torch.testing.assert_close(parameter, before[name], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_accumulated_batches_are_all_examined(bad, make_trainer):
+    trainer = make_trainer({"DATA.BATCH_SIZE": 64})
+    loader = iter(trainer.data.train_loader)
+    batches = [next(loader), next(loader)]
+    batches[bad].images[0, 0, 0, 0] = float("nan")
+    with pytest.raises(UserError, match="begins at the input images"):
+        trainer.train_step(batches)
+
+
 def test_a_run_stops_and_keeps_its_last_checkpoint(make_trainer, tmp_path):
     trainer = make_trainer()
     recorder = Recorder(tmp_path / "run", trainer.world, step=0)

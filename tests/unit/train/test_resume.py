@@ -174,3 +174,44 @@ def test_a_global_batch_size_over_the_ranks(make_config, tmp_path):
     config = make_config(tmp_path, {"DATA.GLOBAL_BATCH_SIZE": 6, "AUG.MIXUP": 0.8})
     with pytest.raises(UserError, match=r"DATA\.BATCH_SIZE is 3.*even"):
         resolve_batch_size(config, 2)
+
+
+def test_other_class_names_are_refused(make_trainer, save, tmp_path):
+    trainer = make_trainer()
+    source = open_checkpoint(save(trainer, tmp_path / "run"))
+    trainer.data.class_names[:2] = ["1", "0"]
+    message = r"2 of 10 classes have other names: class 0 is '0' in the checkpoint, '1' in the data"
+    with pytest.raises(UserError, match=message):
+        trainer.resume(source)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
+def test_averaging_cannot_begin_or_end_within_a_run(before, after, make_trainer, save, tmp_path):
+    source = open_checkpoint(save(make_trainer({"TRAIN.EMA_DECAY": before}), tmp_path / "run"))
+    with pytest.raises(UserError, match=rf"TRAIN\.EMA_DECAY is {after}; a run cannot change this"):
+        make_trainer({"TRAIN.EMA_DECAY": after}).resume(source)
+
+
+def test_a_finished_run_keeps_its_configuration(make_config, tmp_path):
+    train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 2}))
+    written = (tmp_path / "run" / "config.yaml").read_text()
+    train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 2, "TRAIN.BASE_LR": 5.0}), "auto")
+    assert (tmp_path / "run" / "config.yaml").read_text() == written
+
+
+def test_a_finished_run_does_not_go_on_elsewhere(make_config, tmp_path):
+    train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 2}))
+    config = make_config(tmp_path / "other", {"TRAIN.MAX_STEPS": 2})
+    with pytest.raises(UserError, match=r"has done all steps; to go on from it in .*/other, raise"):
+        train(config, str(tmp_path / "run"))
+    assert not (tmp_path / "other" / "metrics.jsonl").exists()
+
+
+def test_the_next_validation_is_the_best_where_the_best_is_gone(make_config, tmp_path):
+    keys = {"TRAIN.MAX_STEPS": 5, "TRAIN.EPOCHS": 2}
+    train(make_config(tmp_path / "run", keys))
+    source = tmp_path / "run" / "checkpoints" / "latest"
+    keys["TRAIN.MAX_STEPS"] = 10
+    train(make_config(tmp_path / "other", keys), str(source))
+    best = tmp_path / "other" / "checkpoints" / "best"
+    assert best.resolve().name == "step-00000010"

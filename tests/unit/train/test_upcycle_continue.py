@@ -75,6 +75,19 @@ def test_the_loss_and_the_state_go_on(dense, make_trainer):
     assert train_steps(trainer, 1) == pytest.approx(train_steps(twin, 1), rel=1e-4)
 
 
+def test_the_dense_run_s_accuracy_is_not_the_new_run_s(make_trainer, save, tmp_path):
+    twin = make_trainer(QUIET | DENSE)
+    train_steps(twin, 3)
+    twin.progress.count_validation(80.0)
+    twin.progress.to_target.validated(1, 3, 80.0)
+    source = save(twin, tmp_path / "dense")
+    trainer = make_trainer(QUIET | continued(source) | {"TRAIN.TARGET_TOP1": 70.0})
+    trainer.resume(open_checkpoint(source))
+    progress = trainer.progress
+    assert (progress.best_top1, progress.last_top1) == (-1.0, None)
+    assert progress.to_target.reached is None
+
+
 def test_a_continued_run_resumes_exactly(dense, make_trainer, save, tmp_path):
     _, source = dense
     keys = REGULARISED | {"TRAIN.EPOCHS": 3, "TRAIN.EMA_DECAY": 0.9} | continued(source)
@@ -136,6 +149,11 @@ def test_sources_that_do_not_go_on(dense, make_config, tmp_path):
     keys = continued(tmp_path / "complete") | {"TRAIN.EPOCHS": 1, "TRAIN.WARMUP_EPOCHS": 0}
     with pytest.raises(UserError, match=r"has done 1 epochs, .* needs TRAIN\.EPOCHS \(1\) above"):
         train(make_config(tmp_path / "c", keys))
+    few = {"MODEL.MOE.NUM_EXPERTS": 0, "TRAIN.MAX_STEPS": 2}
+    train(make_config(tmp_path / "few", few))
+    keys = continued(tmp_path / "few") | {"TRAIN.MAX_STEPS": 2}
+    with pytest.raises(UserError, match=r"has done 2 steps, .* TRAIN\.MAX_STEPS \(2\) above"):
+        train(make_config(tmp_path / "c2", keys))
     train(make_config(tmp_path / "experts", {"TRAIN.MAX_STEPS": 1}))
     with pytest.raises(UserError, match=r"has experts, MODEL\.UPCYCLE_CONTINUE True needs a dense"):
         train(make_config(tmp_path / "d", continued(tmp_path / "experts")))
