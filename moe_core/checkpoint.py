@@ -49,6 +49,9 @@ def tensors_by_file(
             views of these tensors.
         writes_trunk: whether this rank writes the trunk.
         only: the expert files to yield; None: all.
+
+    Raises:
+        ValueError: a tensor of experts is not [E, ...].
     """
     trunk = dict(tensors)
     for layer_name, layer in moe_layers(model).items():
@@ -60,6 +63,12 @@ def tensors_by_file(
         }
         if not owned:
             continue
+        for name, tensor in owned.items():
+            if tensor.ndim == 0 or tensor.shape[0] != shard.num_experts:
+                raise ValueError(
+                    f"{prefix}{name} is {list(tensor.shape)}; a tensor of experts is saved in one"
+                    f" file for each expert, so it must be [{shard.num_experts}, ...]"
+                )
         for e in range(shard.num_experts):
             file = expert_file(layer_name, shard.first_expert + e)
             if only is None or file in only:
@@ -82,6 +91,7 @@ def save_tensors(
 
     Raises:
         OSError: a file cannot be written.
+        ValueError: a tensor of experts is not [E, ...].
     """
     for file, content in tensors_by_file(model, tensors, is_main):
         write_tensors(directory / file, content)

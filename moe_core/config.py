@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_core.choices import KERNELS, ROUTING_CHOICES
+from moe_core.choices import KERNELS, ROUTING_CHOICES, check_integer
 from moe_core.registry import LOSSES, ROUTERS, check_activation
 
 # The attribute `routing` of this package's routers. With this copy a configuration is checked
@@ -89,8 +89,9 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("model_dim", "hidden_dim", "num_experts", "top_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+            check_integer(name, getattr(self, name), 1)
+        for name in ("slots_per_expert", "num_shared_experts", "round_to"):
+            check_integer(name, getattr(self, name), 0)
         for registry in (ROUTERS, LOSSES):
             registry.check(getattr(self, registry.kind))
         check_activation(self.activation, self.gated)
@@ -107,15 +108,12 @@ class MoEConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")
-        counts = ("slots_per_expert", "num_shared_experts")
-        for name in (*counts, "z_loss_weight", "balance_rate", "gate_noise"):
+        for name in ("z_loss_weight", "balance_rate", "gate_noise"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} ({value}) must be finite and not negative")
         if self.init_std is not None and not 0 < self.init_std < math.inf:
             raise ValueError(f"init_std ({self.init_std}) must be finite and above 0, or None")
-        if self.round_to < 0:
-            raise ValueError(f"round_to ({self.round_to}) must not be negative; 0 is off")
         if self.aux_loss == "load_importance_tutel" and self.gate_noise == 0:
             raise ValueError("aux_loss ('load_importance_tutel') needs gate_noise (0.0) above 0")
         self._check_routing()

@@ -74,6 +74,16 @@ class Experts(nn.Module):
             self.register_parameter(name, parameter)
         self.reset_parameters()
 
+    def check_layer(self, config: MoEConfig, shard: ExpertShard) -> None:
+        """Raise ValueError unless a layer of these can use the experts."""
+        for name, given, needed in (
+            ("model_dim", self.config.model_dim, config.model_dim),
+            ("num_experts", self.config.num_experts, config.num_experts),
+            ("shard", self.shard, shard),
+        ):
+            if given != needed:
+                raise ValueError(f"the experts have {name} {given}, the layer {needed}")
+
     @property
     def parameters_by_field(self) -> ExpertWeights:
         """The parameters as ExpertWeights, not copied."""

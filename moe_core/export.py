@@ -201,8 +201,9 @@ def _plan(
     place = counts.gather(1, experts.unsqueeze(1)).squeeze(1) - 1
     if capacity is None:
         num_rows = choices.shape[0]
-        sizes = counts[-1].tolist()
-        offsets = counts[-1].cumsum(0) - counts[-1]
+        totals = is_chosen.long().sum(0)
+        sizes = totals.tolist()
+        offsets = totals.cumsum(0) - totals
         row = offsets.index_select(0, experts) + place
     else:
         num_rows = num_experts * capacity

@@ -17,6 +17,7 @@ from moe_core.layer_inputs import (
     check_capacity_factor,
     check_devices,
     check_exchange,
+    check_slots,
     check_tensors,
     check_token_options,
     expert_input,
@@ -59,7 +60,8 @@ class MoELayer(nn.Module):
             rank, and r = 1. With a group it is tried on one row per expert before the first call.
 
     Raises:
-        ValueError: the experts do not divide over the group, or as ParallelStrategy.check.
+        ValueError: the experts do not divide over the group; `experts` is a module of this engine
+            for another layer; or as ParallelStrategy.check.
 
     Source: arXiv 2206.03382 (Tutel), sections 2 and 3; its public code for exact semantics.
     """
@@ -79,6 +81,8 @@ class MoELayer(nn.Module):
         self.group = ExpertGroup.of(group)
         self.shard = config.shard(self.group.rank, self.group.size)
         is_foreign = experts is not None and not isinstance(experts, Experts)
+        if isinstance(experts, Experts):
+            experts.check_layer(config, self.shard)
         if is_foreign and self.shard.num_parts > 1:
             raise ValueError(
                 f"an experts module needs num_experts ({config.num_experts}) to be at least the"
@@ -245,7 +249,7 @@ class MoELayer(nn.Module):
                 inputs, routing, top_k, capacity_factor, strategy, batch_prioritized
             )
             if output_norm is not None:
-                y = output_norm(y) * gate_scale
+                y = output_norm(y.to(x.dtype)) * gate_scale
             aux_loss = routing.aux_loss
         y = y.to(x.dtype)
         if self.shared is not None:
@@ -289,6 +293,7 @@ class MoELayer(nn.Module):
         tokens = as_images(x)  # [B, N, M]
         module = self._router(router)
         logits = router_logits(module, tokens.flatten(0, 1), config, self.training)  # [T, S]
+        check_slots(logits, config)
         logits = logits.view(tokens.shape[0], tokens.shape[1], logits.shape[1])  # [B, N, S]
         inputs = tokens.to(expert_dtype(tokens))
         slots = expert_input(soft_dispatch(inputs, logits), self.group.size)  # [B, S, M]

@@ -48,10 +48,27 @@ def expert_input(tokens: Tensor, group_size: int) -> Tensor:
 
 
 def positions_of(mask: Tensor, count: int | None) -> Tensor:
-    """The indices [count] at which `mask` [T] is True, in ascending order."""
+    """The indices [count] at which `mask` [T] is True, in ascending order.
+
+    On a CPU, where it costs nothing, this raises ValueError if `count` is not their number.
+    """
+    if count is not None and mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        actual = int(mask.count_nonzero())
+        if actual != count:
+            raise ValueError(f"num_tokens is {count}, mask has {actual} True values")
     if count is None:
         return mask.nonzero().squeeze(1)
     return mask.nonzero_static(size=count).squeeze(1)
+
+
+def check_slots(logits: Tensor, config: MoEConfig) -> None:
+    """Raise ValueError unless a router of Soft MoE has returned a logit for each slot."""
+    num_slots = config.num_experts * config.slots_per_expert
+    if config.slots_per_expert < 1 or logits.ndim != 2 or logits.shape[1] != num_slots:
+        raise ValueError(
+            f"the router returned logits of shape {list(logits.shape)}, not [T, {num_slots}]:"
+            f" slots_per_expert ({config.slots_per_expert}) of each of {config.num_experts} experts"
+        )
 
 
 def check_devices(layer: nn.Module, x: Tensor) -> None:

@@ -53,7 +53,7 @@ class Registry(Mapping[str, Any]):
 
     def check(self, name: str) -> None:
         """Raise ValueError, which names the closest match, if `name` is not registered."""
-        if name not in self._values:
+        if not isinstance(name, str) or name not in self._values:
             nearest = difflib.get_close_matches(str(name), self._values, n=1)
             hint = ""
             if nearest:

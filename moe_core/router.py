@@ -263,14 +263,18 @@ def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, trainin
         logits: [T, E], with the tokens of one image after the other.
     """
     noise_std = _noise_std(logits, config, training)
+    noisy = logits
     if noise_std > 0:
-        logits = logits + noise_std * torch.randn_like(logits)
-    scores = gate_scores(logits, config.gate_activation)
+        noisy = logits + noise_std * torch.randn_like(logits)
+    scores = gate_scores(noisy, config.gate_activation)
+    probs = scores
+    if config.gate_activation != "softmax":
+        probs = noisy.softmax(1)
     aux_loss = logits.new_zeros(())
     if config.z_loss_weight > 0:
         aux_loss = config.z_loss_weight * z_loss(logits)
     priority = expert_priority(scores.detach(), num_images, config.choose_per_image)
-    return Routing(all_experts(scores), scores, aux_loss, scores, priority)
+    return Routing(all_experts(scores), scores, aux_loss, probs, priority)
 
 
 def _noise_std(logits: Tensor, config: MoEConfig, training: bool) -> float:

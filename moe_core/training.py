@@ -152,12 +152,16 @@ def average_expert_gradients(model: nn.Module) -> None:
     it once per optimiser step.
     """
     waits = []
+    averaged: set[nn.Parameter] = set()  # layers may have the same experts
     for layer in moe_layers(model).values():
         group = layer.group
         num_ranks = group.size * group.num_replicas
         if num_ranks == 1:
             continue
         for parameter in layer.experts.parameters():
+            if parameter in averaged:
+                continue
+            averaged.add(parameter)
             if parameter.grad is None:
                 if group.num_replicas == 1 or not parameter.requires_grad:
                     continue
@@ -203,7 +207,11 @@ def global_grad_norm(model: nn.Module) -> Tensor:
     """
 
     def squared_norm(parameters: list[nn.Parameter]) -> Tensor:
-        return get_total_norm([_local_gradient(p) for p in parameters]).float() ** 2
+        gradients = [_local_gradient(p) for p in parameters]
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            # a norm in fp16 overflows at 65,504
+            gradients = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        return get_total_norm(gradients).float() ** 2
 
     return _sum_over_ranks(model, squared_norm, "gradient norm").sqrt()
 

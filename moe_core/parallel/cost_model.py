@@ -60,7 +60,10 @@ class LayerShape:
         top_k = min(config.top_k, config.num_experts)
         rows = tokens * top_k / config.num_experts
         capacity = expert_capacity(tokens, config.num_experts, top_k, config.capacity_factor)
-        if capacity is not None:
+        if config.routing == "expert_choice":
+            assert capacity is not None, "MoEConfig refuses a dropless layer"
+            rows = min(capacity, tokens)
+        elif capacity is not None:
             rows = min(rows, capacity)
         return cls(
             tokens,

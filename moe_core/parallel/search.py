@@ -36,6 +36,7 @@ class Key(NamedTuple):
     bucket: int  # 2**bucket is the upper bound of the capacity
     training: bool = True  # forward and backward; False: only forward
     has_capacity: bool = False  # False: dropless; the bucket is then that of the mean load
+    gated: bool = False  # experts with three weights
 
     def shape(self) -> LayerShape:
         rows = 2**self.bucket
@@ -52,6 +53,7 @@ class Key(NamedTuple):
             rows,
             self.element_size,
             self.training,
+            gated=self.gated,
             capacity=capacity,
         )
 

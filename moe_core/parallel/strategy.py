@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass
 
-from moe_core.choices import EXCHANGES
+from moe_core.choices import EXCHANGES, check_integer
 from moe_core.registry import ALL_TO_ALLS
 
 
@@ -50,10 +50,10 @@ class ParallelStrategy:
             raise ValueError(f"exchange ({self.exchange!r}) must be one of {', '.join(EXCHANGES)}")
         if self.exchange == "static" and self.r != 1:
             raise ValueError(f"r ({self.r}) must be 1 with exchange 'static'")
-        _check_integer("r", self.r, 0)
-        _check_integer("pipeline_degree", self.pipeline_degree, 1)
+        check_integer("r", self.r, 0)
+        check_integer("pipeline_degree", self.pipeline_degree, 1)
         if self.ranks_per_node is not None:
-            _check_integer("ranks_per_node", self.ranks_per_node, 1)
+            check_integer("ranks_per_node", self.ranks_per_node, 1)
         ALL_TO_ALLS.check(self.all_to_all)
 
     def check(self, num_experts: int, group_size: int) -> None:
@@ -106,8 +106,3 @@ def node_size(ranks_per_node: int, group_size: int) -> int:
     if ranks_per_node >= group_size:
         return group_size
     return check_ranks_per_node(ranks_per_node, group_size)
-
-
-def _check_integer(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}")

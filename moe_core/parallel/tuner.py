@@ -152,6 +152,7 @@ class Tuner:
             bucket=max(capacity - 1, 0).bit_length(),
             training=training,
             has_capacity=has_capacity,
+            gated=config.gated,
         )
 
     def choose(

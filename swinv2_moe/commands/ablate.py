@@ -22,6 +22,8 @@ from swinv2_moe.command import CommandParser, output_directory
 from swinv2_moe.errors import UserError
 from swinv2_moe.jobs import Jobs, end_by_signal
 
+MAX_BYTES = 1 << 24  # limit of a file of results
+
 if TYPE_CHECKING:
     from swinv2_moe.measure.ablation_plan import Plan, Variant
 
@@ -67,7 +69,7 @@ def run_variant(
     variant: Variant, seed: int, output: Path, args: argparse.Namespace, jobs: Jobs
 ) -> None:
     """Train or continue a run, then measure it. Existing results are not computed again."""
-    from swinv2_moe.measure.ablation_results import FEW_SHOT, run_directory
+    from swinv2_moe.measure.ablation_results import FEW_SHOT, MEASURED, run_directory
 
     directory = run_directory(output, variant.name, seed)
     directory.mkdir(exist_ok=True)
@@ -80,23 +82,45 @@ def run_variant(
         jobs.run(log, "train", *words)
         if not (directory / "summary.json").is_file():
             raise UserError(f"{directory}: the training was told to stop")
-    if args.transfer and not (directory / FEW_SHOT).is_file():
-        words = ["--resume", directory, "--data", args.transfer, "--shots", 5]
-        jobs.run(log, "few-shot", *words, "--output", directory / FEW_SHOT)
-    if needs_measurement(directory, args.speed):
+    if args.transfer and needs_few_shot(directory / FEW_SHOT, args.transfer):
+        # of the last epoch, as top-1 is
+        words = ["--resume", directory, "--checkpoint", "latest", "--data", args.transfer]
+        jobs.run(log, "few-shot", *words, "--shots", 5, "--output", directory / FEW_SHOT)
+    if needs_measurement(directory / MEASURED, args.images, args.speed):
         words = ["--measure", directory, "--images", args.images]
         if args.speed:
             words.append("--speed")
         jobs.run(log, "ablate", *words)
 
 
-def needs_measurement(directory: Path, speed: bool) -> bool:
-    from swinv2_moe.measure.ablation_results import MEASURED
+def needs_few_shot(file: Path, data: str) -> bool:
+    """Whether the 5-shot accuracy is not measured yet.
 
-    file = directory / MEASURED
+    Raises:
+        UserError: it has been measured on other data.
+    """
+    from swinv2_moe.files import read_json
+
     if not file.is_file():
         return True
-    return speed and json.loads(file.read_text())["inference_images_per_second"] is None
+    measured_on = read_json(file, MAX_BYTES).get("data", data)
+    if Path(measured_on).expanduser().resolve() != Path(data).expanduser().resolve():
+        raise UserError(
+            f"{file}: measured on {measured_on}, --transfer is {data}; another --output measures anew"
+        )
+    return False
+
+
+def needs_measurement(file: Path, images: int, speed: bool) -> bool:
+    """Whether the file of measurements is missing, or lacks what the options ask for."""
+    from swinv2_moe.files import read_json
+
+    if not file.is_file():
+        return True
+    measured = read_json(file, MAX_BYTES)
+    if measured.get("images", images) != images:  # earlier versions did not record it
+        return True
+    return speed and measured.get("inference_images_per_second") is None
 
 
 def run_all(plan: Plan, variants: list[Variant], output: Path, args: argparse.Namespace) -> None:

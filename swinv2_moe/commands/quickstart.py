@@ -31,7 +31,7 @@ def main() -> None:
     output = first_free(Path(args.output))
     runs = {}
     for name, opts in (("moe", []), ("dense", DENSE)):
-        opts, run = opts + args.opts, str(output / name)
+        opts, run = args.opts + opts, str(output / name)
         continuation = resume_command(CONFIG, output=run, opts=opts)
         runs[name] = (load_config(CONFIG, opts, output=run), continuation)
     from swinv2_moe.train import train
@@ -41,7 +41,8 @@ def main() -> None:
         summaries[name] = train(config, resume_command=continuation)
         if summaries[name] is None:  # the training was told to stop
             return
-    show(summaries, output)
+    num_experts = runs["moe"][0].MODEL.MOE.NUM_EXPERTS
+    show(summaries, f"{num_experts} experts", output)
 
 
 def first_free(path: Path) -> Path:
@@ -52,10 +53,10 @@ def first_free(path: Path) -> Path:
     return next(candidate for candidate in numbered if not candidate.exists())
 
 
-def show(summaries: dict[str, dict], output: Path) -> None:
+def show(summaries: dict[str, dict], experts: str, output: Path) -> None:
     titles = ["", "final top-1", "best", "parameters", "MACs/image", "images/s", "seconds"]
     rows = []
-    for name, label in (("moe", "8 experts"), ("dense", "dense")):
+    for name, label in (("moe", experts), ("dense", "dense")):
         summary = summaries[name]
         row = [
             label,

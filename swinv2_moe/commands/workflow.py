@@ -23,7 +23,9 @@ from swinv2_moe.command import (
 from swinv2_moe.errors import UserError
 from swinv2_moe.tables import number_table
 
-MODELS = {"MoE, 8 experts": "8expert", "dense": "dense"}
+MODELS = {"MoE": "8expert", "dense": "dense"}
+# The dense model, whatever --opts says about experts.
+LAST_OPTS = {"8expert": [], "dense": ["MODEL.MOE.NUM_EXPERTS", 0]}
 PRETRAIN, FINETUNE = "configs/tiny_imagenet/{}.yaml", "configs/tiny_imagenet/finetune_96.yaml"
 SHOTS = "5"
 WHERE_PHOTOGRAPHS_ARE = """\
@@ -95,14 +97,14 @@ def make_shards(data: Path, output: Path) -> None:
 def pretrain(name: str, output: Path, epochs: int, opts: list[str]) -> None:
     keys = ["DATA.DATASET", "shards", "TRAIN.EPOCHS", epochs, "TRAIN.WARMUP_EPOCHS", 1]
     run = output / "pretrained" / name
-    run_training(PRETRAIN.format(name), output / "staged", run, keys + opts)
+    opts = keys + opts + LAST_OPTS[name]
+    run_training(PRETRAIN.format(name), output / "staged", run, opts)
 
 
 def finetune(name: str, data: Path, output: Path, epochs: int, opts: list[str]) -> None:
     keys = ["MODEL.PRETRAINED", output / "pretrained" / name, "TRAIN.EPOCHS", epochs]
-    if name == "dense":
-        keys += ["MODEL.MOE.NUM_EXPERTS", 0]
-    run_training(FINETUNE, data, output / "finetuned" / name, keys + opts)
+    opts = keys + opts + LAST_OPTS[name]
+    run_training(FINETUNE, data, output / "finetuned" / name, opts)
 
 
 def measure_few_shot(name: str, data: Path, output: Path) -> None:

@@ -34,14 +34,15 @@ def measure_run(directory: Path, limit: int, speed: bool) -> dict:
         speed: also measure images/s in inference.
 
     Returns:
-        JSON values: `class_bits`, the mutual information in bits of expert and class above chance
-        (mean over the layers), and what `router_gradients` returns, each None for a dense model;
-        `inference_images_per_second`, None without `speed`.
+        JSON values: `images`, the limit; `class_bits`, the mutual information in bits of expert and
+        class above chance (mean over the layers), and what `router_gradients` returns, each None
+        for a dense model; `inference_images_per_second`, None without `speed`.
 
     Raises:
         UserError: a run or data that cannot be used.
     """
     results: dict = {
+        "images": limit,
         "class_bits": None,
         "router_to_experts": None,
         "router_task_share": None,

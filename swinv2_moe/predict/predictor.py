@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from moe_core import prepared
+from moe_core import moe_layers, prepared
 from swinv2_moe.data import build_transform
 from swinv2_moe.data.images import NOT_DECODED, decode, image_paths, read_file, to_mode, upright
 from swinv2_moe.errors import UserError, one_line
@@ -35,7 +35,8 @@ def load_predictor(
     """Load the model of a run or of a checkpoint.
 
     The model has no capacity limit. No token is dropped, so that a prediction does not depend on
-    the other pictures of its batch. MODEL.MOE.EVAL_CAPACITY_FACTOR in `opts` sets another capacity.
+    the other pictures of its batch. Where experts choose tokens, each picture is a batch of its
+    own. MODEL.MOE.EVAL_CAPACITY_FACTOR in `opts` sets another capacity.
 
     Args:
         checkpoint: the checkpoint of a run: "best", "latest" or a step.
@@ -81,6 +82,10 @@ class Predictor:
         if config.in_chans == 1:
             self._mode = "L"
         facts = deployed.facts()
+        # Experts that choose tokens choose from all pictures of a batch.
+        self._one_by_one = any(
+            layer.config.routing == "expert_choice" for layer in moe_layers(self.module).values()
+        )
         names = ("checkpoint", "step", "passed_over", "image_size", "torch")
         self.facts = {name: facts[name] for name in names}
 
@@ -105,7 +110,7 @@ class Predictor:
             pictures: a file, a folder, an image of Pillow, or several of these. Images of a folder
                 and its subfolders are sorted by name.
             top_k: number of classes of a prediction, at most all classes.
-            batch_size: pictures per forward pass.
+            batch_size: pictures per forward pass; with expert choice always 1.
 
         Raises:
             UserError: a file does not exist, a folder has no images, `top_k` or `batch_size` is
@@ -124,6 +129,8 @@ class Predictor:
         for name, value in (("top_k", top_k), ("batch_size", batch_size)):
             if value < 1:
                 raise UserError(f"{name} is {value}, it must be at least 1")
+        if self._one_by_one:
+            batch_size = 1
         num_readers = min(_MAX_READERS, os.cpu_count() or 1)
         with ThreadPoolExecutor(num_readers) as readers, prepared(self.module):
 

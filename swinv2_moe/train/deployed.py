@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_core import MoEConfig
 from swinv2_moe.config import (
     AllSections,
     DataConfig,
@@ -168,6 +169,23 @@ def open_deployed(
         if source is None:
             raise UserError(f"{name} {resume}: name a checkpoint or a run")
         yield Deployed(world, source, _configuration(source, data, dataset, opts, world.size))
+
+
+def check_capacity_factor(option: str, factor: float, layer: MoEConfig) -> None:
+    """Check that the capacity factor of an option has an effect on the layers in evaluation.
+
+    Raises:
+        UserError: Soft MoE, which has no capacity; 0 (dropless) where experts choose.
+    """
+    if layer.routing == "soft":
+        raise UserError(
+            f"--{option} {factor:g}: MODEL.MOE.ROUTER {layer.router!r} has no capacity factor"
+        )
+    if layer.routing == "expert_choice" and factor == 0:
+        raise UserError(
+            f"--{option} 0: with MODEL.MOE.ROUTER {layer.router!r} the capacity is the number of"
+            " tokens that an expert chooses, it must not be 0"
+        )
 
 
 def _configuration(

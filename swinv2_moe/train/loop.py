@@ -82,6 +82,7 @@ class Trainer:
         self.telemetry = Telemetry(phases, open_machine(world.device), config.run.telemetry_seconds)
         self.joules: float | None = None  # energy of all parts of the run; None: not known
         self.validation_seconds = 0.0  # duration of the last validation
+        self.epoch_started = time.perf_counter()
         num_images = data.train_size + data.val_size
         self.unreadable = UnreadableImages(num_images, config.data.max_bad_share)
 
@@ -145,7 +146,7 @@ class Trainer:
     def _train_and_validate(self, recorder: Recorder, saver: Saver) -> None:
         """Train the rest of an epoch, or the steps until MAX_STEPS, and validate."""
         progress = self.progress
-        started = time.perf_counter()
+        self.epoch_started = time.perf_counter()
         epoch = progress.epoch + 1
         if not progress.steps_done:
             with self.phases.phase("training"), recorder.interval("epoch", epoch_num=epoch):
@@ -161,12 +162,18 @@ class Trainer:
         recorder.strategies(self.tuning.take_events(), progress.step)
         is_best = progress.count_validation(accuracy.top1)
         self._record_telemetry(recorder, epoch)
-        self._record_epoch(recorder, epoch, train_loss, accuracy, time.perf_counter() - started)
+        self._record_epoch(recorder, epoch, train_loss, accuracy, self._epoch_seconds())
+        progress.epoch_seconds = 0.0
+        self.epoch_started = time.perf_counter()
         if progress.to_target.validated(epoch, progress.step, accuracy.top1, self.joules):
             recorder.say(str(progress.to_target))
         is_due = epoch % self.config.run.save_freq == 0 or self._is_time_to_save()
         if is_best or progress.finished or is_due:
             self.save(saver, is_best, partial=not (is_best or progress.finished))
+
+    def _epoch_seconds(self) -> float:
+        """Seconds of the current epoch, over all parts of a resumed run."""
+        return self.progress.epoch_seconds + time.perf_counter() - self.epoch_started
 
     def _train_epoch(self, recorder: Recorder, saver: Saver) -> None:
         """Train the remaining steps of this epoch."""
@@ -329,6 +336,7 @@ class Trainer:
         step = self.step
         training = self.progress.state() | {
             "epoch_loss": mean_over_ranks(self.world, self.progress.epoch_loss),
+            "epoch_seconds": self._epoch_seconds(),
             "world_size": self.world.size,
             "loss_scaler": step.scaler.state(),
             "strategies": strategy_decisions(step.model),

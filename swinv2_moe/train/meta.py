@@ -95,6 +95,7 @@ _CLASSIFIER_TRAINING = record(
         "needed_capacity": list_of(list_of(POSITIVE_NUMBER)),
         "dense_updates": COUNT,
         "epoch_losses": NUMBER,
+        "epoch_seconds": NUMBER,
         "joules": or_null(NUMBER),
     },
 )

@@ -23,6 +23,7 @@ class Progress:
     validated_step: int = 0  # the step of the last validation
     epoch_loss: float = 0.0  # sum of the finite losses of the current epoch, on this rank
     epoch_losses: float = 0  # their number; a fraction after a resume with another global batch
+    epoch_seconds: float = 0.0  # of the current epoch, in earlier parts of a resumed run
     skipped: int = 0  # steps whose loss or gradient was not finite
     best_top1: float = -1.0  # percent
     last_top1: float | None = None
@@ -102,6 +103,7 @@ class Progress:
             "epoch_step": self.epoch_step,
             "epoch_loss": self.epoch_loss,
             "epoch_losses": self.epoch_losses,
+            "epoch_seconds": self.epoch_seconds,
             "validated_step": self.validated_step,
             "steps_per_epoch": self.steps_per_epoch,
             "global_batch": self.global_batch,
@@ -120,8 +122,8 @@ class Progress:
 
         Args:
             step: number of steps before the state was taken.
-            state: as `state()` returns it. Earlier versions lack "time_to_target", "loss_watch" and
-                "epoch_losses".
+            state: as `state()` returns it. Earlier versions lack "time_to_target", "loss_watch",
+                "epoch_losses" and "epoch_seconds".
         """
         self.step = step
         self.epoch = state["epoch"]
@@ -129,6 +131,7 @@ class Progress:
         self.best_top1 = state["best_top1"]
         self.last_top1 = state["last_top1"]
         self.skipped = state["skipped"]
+        self.epoch_seconds = state.get("epoch_seconds", 0.0)
         if "time_to_target" in state:
             self.to_target.load(state["time_to_target"])
         if "loss_watch" in state:

@@ -199,6 +199,21 @@ def test_clipping_uses_the_norm_of_one_process(run_processes):
     run_processes(clipped_step, 2)
 
 
+def shared_by_two_layers(rank: int) -> None:
+    """The gradients of experts that two layers share are averaged once."""
+    first = make_layer(group=dist.group.WORLD, capacity_factor=0.0)
+    second = MoELayer(first.config, dist.group.WORLD, experts=first.experts).double()
+    for parameter in first.experts.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    average_expert_gradients(nn.ModuleList([first, second]))
+    for parameter in first.experts.parameters():
+        assert (parameter.grad == 1 / dist.get_world_size()).all()
+
+
+def test_experts_that_two_layers_share(run_processes):
+    run_processes(shared_by_two_layers, 2)
+
+
 def errors_and_edges(rank: int) -> None:
     group = dist.group.WORLD
     for num_experts in (3, 6):

@@ -12,6 +12,9 @@ import pytest
 import yaml
 from tool_cases import command
 
+from swinv2_moe.commands.ablate import needs_few_shot, needs_measurement
+from swinv2_moe.errors import UserError
+
 
 @pytest.fixture
 def ablate(monkeypatch, capsys):
@@ -41,6 +44,20 @@ def plan(tmp_path, small):
         return file
 
     return write
+
+
+def test_results_of_other_options_are_not_kept(tmp_path):
+    few_shot, measured = tmp_path / "few_shot.json", tmp_path / "measured.json"
+    assert needs_few_shot(few_shot, "a")
+    assert needs_measurement(measured, 2000, False)
+    few_shot.write_text(json.dumps({"data": str(tmp_path / "a")}))
+    assert not needs_few_shot(few_shot, f"{tmp_path}/b/../a")
+    with pytest.raises(UserError, match=r"few_shot\.json: measured on .*/a, --transfer is b"):
+        needs_few_shot(few_shot, "b")
+    measured.write_text(json.dumps({"images": 10}))
+    assert needs_measurement(measured, 2000, False)
+    assert not needs_measurement(measured, 10, False)
+    assert needs_measurement(measured, 10, True)
 
 
 def test_two_runs_side_by_side(ablate, plan, make_photographs, tmp_path):

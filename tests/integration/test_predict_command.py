@@ -94,6 +94,16 @@ def test_a_prediction_does_not_depend_on_the_batch(model, pictures):
     assert alone.probability == pytest.approx(together[0].probability, abs=1e-6)
 
 
+def test_where_experts_choose_each_picture_is_a_batch(small, photographs, tmp_path):
+    keys = ["TRAIN.MAX_STEPS", "1", "DATA.DATASET", "folder", "MODEL.MOE.ROUTER", "expert_choice"]
+    train(load_config(None, [*small, *keys], data=str(photographs), output=str(tmp_path / "run")))
+    model = swinv2_moe.load(str(tmp_path / "run"))
+    sizes = []
+    model.module.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
+    assert len(model.predict(photographs / "val")) == 16
+    assert sizes == [1] * 16
+
+
 def test_files_folders_and_images_in_memory(model, pictures):
     image = Image.open(pictures / "two.jpg")
     mixed = model.predict([str(pictures / "one.jpg"), image, pictures / "deeper"], top_k=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.buffers import empty
 from moe_core.ops.ffn.dropout import Dropout
-from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs, is_transposed
+from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs, check_offsets, is_transposed
 from moe_core.ops.native.library import (
     PACKED_DTYPES,
     call,
@@ -152,8 +152,10 @@ class _Call:
     def __init__(self, inputs: FFNInputs) -> None:
         rows, w1 = inputs.rows, inputs.w1
         weights = inputs.weights
-        weights.check(inputs.activation)  # otherwise C++ could read past the end of a tensor
         ends = inputs.offsets.tolist()
+        # otherwise C++ could read past the end of a tensor
+        weights.check(inputs.activation, rows.shape[1], len(ends))
+        check_offsets(ends, len(rows))
         starts = [0] + ends[:-1]
         self.num_used_rows = ends[-1]
         self.unused_experts = [e for e in range(len(ends)) if starts[e] == ends[e]]

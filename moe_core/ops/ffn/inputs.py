@@ -71,6 +71,12 @@ class ExpertWeights(NamedTuple):
         check_activation(activation, gated=self.w3 is not None)
 
 
+def check_offsets(ends: list[int], num_rows: int) -> None:
+    """Raise ValueError unless the ends of the experts' rows ascend from 0 to at most `num_rows`."""
+    if ends != sorted(ends) or ends[0] < 0 or ends[-1] > num_rows:
+        raise ValueError(f"offsets ({ends}) must ascend from 0 to at most the {num_rows} rows")
+
+
 def is_transposed(weight: Tensor) -> bool:
     """Whether a weight [E, H, M] is stored as [E, M, H]. There may be gaps between the rows."""
     return weight.stride(2) != 1 and weight.stride(1) <= weight.stride(2)

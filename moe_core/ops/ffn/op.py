@@ -52,9 +52,10 @@ def expert_ffn(
         [N, M]. Rows past offsets[-1] are undefined.
 
     Raises:
-        ValueError: the shapes or dtypes of the weights do not match, or the activation is unknown.
+        ValueError: the shapes or dtypes of the weights do not match each other, the rows or the
+            offsets; or the activation is unknown.
     """
-    weights.check(activation)
+    weights.check(activation, rows.shape[1], len(offsets))
     noise = None
     if dropout > 0:
         noise = torch.ops.moe_core.dropout_noise(rows, weights.w1, activation, kernels)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.buffers import empty
+from moe_core.ops.ffn.inputs import check_offsets
 from moe_core.ops.int8_ffn.inputs import Int8Inputs, Int8Linear, Int8Weights
 from moe_core.ops.native.library import call, library, pointer
 
@@ -58,6 +59,9 @@ def forward(inputs: Int8Inputs) -> Tensor:
     model_dim = rows.shape[1]
     out = empty(rows.shape, rows.dtype, rows.device)
     ends = inputs.offsets.int().contiguous()
+    if len(ends) != num_experts:
+        raise ValueError(f"offsets has {len(ends)} experts, the weights {num_experts}")
+    check_offsets(ends.tolist(), len(rows))
     num_used_rows = int(ends[-1])
     out[num_used_rows:] = 0
     if num_used_rows == 0:

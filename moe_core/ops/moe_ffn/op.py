@@ -55,7 +55,7 @@ def moe_ffn(
     Raises:
         ValueError: as `expert_ffn`.
     """
-    weights.check(activation)
+    weights.check(activation, tokens.shape[1], len(plan.offsets))
     request = Request(kernels, tokens.device.type, tokens.dtype, activation=activation)
     form = select("moe_ffn", request)
     if form == "moe_ffn.composed":

@@ -1,6 +1,7 @@
 """A run that stops and goes on is the run that never stopped."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -215,3 +216,21 @@ def test_the_next_validation_is_the_best_where_the_best_is_gone(make_config, tmp
     train(make_config(tmp_path / "other", keys), str(source))
     best = tmp_path / "other" / "checkpoints" / "best"
     assert best.resolve().name == "step-00000010"
+
+
+def test_the_seconds_of_an_epoch_count_both_parts(make_config, tmp_path, read_metrics, monkeypatch):
+    original = Trainer.train_step
+
+    def slow_step(self, batches):
+        time.sleep(0.1)
+        if self.progress.step == 2 and not (tmp_path / "stopped").exists():
+            (tmp_path / "stopped").touch()
+            self.stop.received = "SIGTERM"
+        return original(self, batches)
+
+    monkeypatch.setattr(Trainer, "train_step", slow_step)
+    keys = {"TRAIN.EPOCHS": 1, "TRAIN.WARMUP_EPOCHS": 0}
+    assert train(make_config(tmp_path / "run", keys)) is None
+    train(make_config(tmp_path / "run", keys), "auto")
+    (epoch,) = read_metrics(tmp_path / "run")[1]
+    assert epoch["seconds"] >= 0.5  # five steps

@@ -1,0 +1,29 @@
+"""The quickstart compares a model with experts and the dense one, whatever --opts says."""
+
+import swinv2_moe.train
+from swinv2_moe.commands import quickstart
+
+SUMMARY = {
+    "val_top1": 50.0,
+    "best_val_top1": 50.0,
+    "parameters": 1,
+    "active_macs": 1,
+    "images_per_second": 1.0,
+    "seconds": 1.0,
+}
+
+
+def test_the_number_of_experts_is_the_user_s(tmp_path, monkeypatch, capsys):
+    trained = []
+
+    def train(config, resume_command):
+        trained.append(config.MODEL.MOE.NUM_EXPERTS)
+        return SUMMARY
+
+    monkeypatch.setattr(swinv2_moe.train, "train", train)
+    arguments = ["quickstart", "--output", str(tmp_path / "out")]
+    arguments += ["--opts", "MODEL.MOE.NUM_EXPERTS", "4"]
+    monkeypatch.setattr("sys.argv", arguments)
+    quickstart.main()
+    assert trained == [4, 0]
+    assert "4 experts" in capsys.readouterr().out
