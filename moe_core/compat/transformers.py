@@ -170,7 +170,8 @@ def _plain_activation(module: Any) -> str:
         )
     settings = []
     for name, value in vars(act_fn).items():
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
+        is_state = isinstance(value, bool) and (name == "training" or name.startswith("_"))
+        if isinstance(value, int | float | str) and not is_state:
             settings.append(f"{name}={value}")
     name = f"transformers.{kind}({', '.join(settings)})"
     if name not in ACTIVATIONS:

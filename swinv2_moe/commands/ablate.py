@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,7 +106,8 @@ def needs_few_shot(file: Path, data: str) -> bool:
     measured_on = read_json(file, MAX_BYTES).get("data", data)
     if Path(measured_on).expanduser().resolve() != Path(data).expanduser().resolve():
         raise UserError(
-            f"{file}: measured on {measured_on}, --transfer is {data}; another --output measures anew"
+            f"{file}: measured on {measured_on}, --transfer is {data}; another --output measures"
+            " anew"
         )
     return False
 
@@ -141,24 +142,11 @@ def run_all(plan: Plan, variants: list[Variant], output: Path, args: argparse.Na
         directory = run_directory(output, variant.name, seed)
         check_unchanged(directory, f"variant {variant.name}", config)
     jobs = Jobs(args.jobs)
-    errors = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        futures = [pool.submit(run_variant, *run, output, args, jobs) for run in runs]
-        try:
-            for (variant, seed), future in zip(runs, futures, strict=True):
-                error = future.exception()
-                if isinstance(error, UserError):
-                    errors.append(error)
-                elif error is not None:
-                    raise error
-                print(f"{variant.name}, seed {seed}: {error or 'done'}", flush=True)
-                show(plan, output, quiet=True)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            jobs.stop()
-            raise
-    if errors:
-        raise UserError(f"{len(errors)} of {len(runs)} runs failed; the first: {errors[0]}")
+    tasks = {}
+    for variant, seed in runs:
+        name = f"{variant.name}, seed {seed}"
+        tasks[name] = partial(run_variant, variant, seed, output, args, jobs)
+    jobs.run_all(tasks, partial(show, plan, output, quiet=True))
 
 
 def show(plan: Plan, output: Path, quiet: bool = False) -> None:

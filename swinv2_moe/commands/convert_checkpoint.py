@@ -22,7 +22,7 @@ from rich.console import Console
 
 from swinv2_moe.command import CommandParser, add_checkpoint_argument, add_opts_argument
 from swinv2_moe.convert.kinds import EXPORTS, IMPORTS
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, short
 from swinv2_moe.tables import number_table
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.command == "import" and args.noise and args.kind != "dense":
         raise UserError(f"--noise {args.noise}: is for dense weights, not for {args.kind}")
+    if args.command == "export" and args.newer and args.kind != "swin-moe":
+        raise UserError(f"--newer: is for swin-moe, not for {args.kind}")
     if args.command == "import" and args.opts and not args.cfg:
         raise UserError("--opts: needs --cfg")
     return args
@@ -151,14 +153,32 @@ def ages_in_words(ages: list[int]) -> str:
 
 
 def class_names(file: str | None) -> list[str] | None:
+    """The names in a file, one per line; None without a file.
+
+    Raises:
+        UserError: a file that cannot be read or is empty, a blank name, a name that occurs twice.
+    """
     from swinv2_moe.files import read_bounded
 
     try:
         if file is None:
             return None
-        return read_bounded(file, _MAX_NAMES_BYTES).decode().splitlines()
+        names = read_bounded(file, _MAX_NAMES_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--class-names {file}: cannot be read ({error})") from error
+    if not names:
+        raise UserError(f"--class-names {file}: is empty")
+    lines: dict[str, int] = {}  # by name
+    for line, name in enumerate(names, start=1):
+        if not name.strip():
+            raise UserError(f"--class-names {file}: line {line} is {short(name)}, a blank name")
+        if name in lines:
+            raise UserError(
+                f"--class-names {file}: line {line} is {short(name)}, the name of line"
+                f" {lines[name]}"
+            )
+        lines[name] = line
+    return names
 
 
 def main() -> None:

@@ -61,7 +61,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--batch-size",
         type=int,
-        help="images or sequences per GPU and forward pass (DATA.BATCH_SIZE)",
+        help="images or sequences per GPU and forward pass (DATA.BATCH_SIZE); default: as"
+        " configured, also by DATA.GLOBAL_BATCH_SIZE",
     )
     parser.add_argument(
         "--profile",
@@ -194,6 +195,24 @@ def plan_time(args: argparse.Namespace, machine: Machine, console: Console) -> N
         console.print(note, soft_wrap=True)
 
 
+def batch_per_gpu(config: CfgNode, gpus: int) -> int:
+    """Images or sequences per GPU and forward pass, as configured.
+
+    Raises:
+        ValueError: a number of GPUs that does not divide DATA.GLOBAL_BATCH_SIZE.
+    """
+    global_size, accumulation = config.DATA.GLOBAL_BATCH_SIZE, config.TRAIN.ACCUMULATION_STEPS
+    if not global_size:
+        return config.DATA.BATCH_SIZE
+    whole, rest = divmod(global_size, gpus * accumulation)
+    if rest:
+        raise ValueError(
+            f"DATA.GLOBAL_BATCH_SIZE ({global_size}) must be divisible by the number of GPUs"
+            f" ({gpus}) times TRAIN.ACCUMULATION_STEPS ({accumulation})"
+        )
+    return whole
+
+
 def plan_steps(
     args: argparse.Namespace, config: CfgNode, machine: Machine, console: Console
 ) -> None:
@@ -203,8 +222,10 @@ def plan_steps(
     from swinv2_moe.config import model_config, train_config
     from swinv2_moe.planner_figure import draw
 
-    batch_size = args.batch_size or config.DATA.BATCH_SIZE
     training = train_config(config)
+    batch_size, where = args.batch_size or config.DATA.BATCH_SIZE, "per GPU"
+    if config.DATA.GLOBAL_BATCH_SIZE and not args.batch_size:
+        batch_size, where = config.DATA.GLOBAL_BATCH_SIZE, "per step over all GPUs"
     context = None
     if args.cfg:
         model = planner.describe(model_config(config))
@@ -219,8 +240,9 @@ def plan_steps(
         batch = f"{batch_size} x {context:,} tokens"
 
     def predict(gpus: int, **options) -> planner.Prediction:
+        per_gpu = args.batch_size or batch_per_gpu(config, gpus)
         return planner.predict(
-            model, training, machine, gpus, args.gpus_per_node, batch_size, **options
+            model, training, machine, gpus, args.gpus_per_node, per_gpu, **options
         )
 
     user_gpus = args.nodes * args.gpus_per_node
@@ -230,7 +252,9 @@ def plan_steps(
             plan.append(predict(gpus))
         except ValueError as error:
             notes.append(f"{gpus:,} GPUs left out: {error}")
-    title = f"{name} on {machine.name}, {args.gpus_per_node} GPUs a node, {batch} per GPU"
+    if not plan:
+        raise UserError(notes[0])
+    title = f"{name} on {machine.name}, {args.gpus_per_node} GPUs a node, {batch} {where}"
     draw(plan, user_gpus, title, Path(args.output))
     console.print(f"{title}; predicted (docs/explanation/planner.md)", soft_wrap=True)
     console.print(table_of(plan, machine, user_gpus, context))

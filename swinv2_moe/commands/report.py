@@ -18,6 +18,7 @@ from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_argument,
     add_opts_argument,
+    check_output_file,
     write_text,
 )
 from swinv2_moe.errors import UserError
@@ -63,6 +64,7 @@ def parse() -> argparse.Namespace:
             raise UserError(f"--{option} is {value}, it must not be negative")
     if args.data and not Path(args.data).is_dir():
         raise UserError(f"--data {args.data}: is not a directory")
+    check_output_file(args.output)
     return args
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import signal
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,30 +125,6 @@ def train(point: Point, output: Path, args: argparse.Namespace, jobs: Jobs) -> N
         raise UserError(f"{directory}: the training was told to stop")
 
 
-def train_all(runs: list[Point], output: Path, args: argparse.Namespace) -> None:
-    """Raises:
-    UserError: runs failed; the others have been trained. The message is the first one's.
-    """
-    jobs = Jobs(args.jobs)
-    errors = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        futures = [pool.submit(train, point, output, args, jobs) for point in runs]
-        try:
-            for point, future in zip(runs, futures, strict=True):
-                error = future.exception()
-                if isinstance(error, UserError):
-                    errors.append(error)
-                elif error is not None:
-                    raise error
-                print(f"{point.name}: {error or 'done'}", flush=True)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            jobs.stop()
-            raise
-    if errors:
-        raise UserError(f"{len(errors)} of {len(runs)} runs failed; the first: {errors[0]}")
-
-
 def show(runs: list[Point], output: Path, target: float) -> None:
     from swinv2_moe.measure import scaling_results
 
@@ -168,5 +144,6 @@ def main() -> None:
     output = output_directory(args.output)
     if not args.table:
         signal.signal(signal.SIGTERM, end_by_signal)
-        train_all(runs, output, args)
+        jobs = Jobs(args.jobs)
+        jobs.run_all({point.name: partial(train, point, output, args, jobs) for point in runs})
     show(runs, output, args.target)

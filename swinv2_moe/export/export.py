@@ -28,7 +28,7 @@ from swinv2_moe.export.comparison import (
     validation_batches,
 )
 from swinv2_moe.files import new_directory, publish_directory, writing
-from swinv2_moe.train.deployed import Deployed, open_deployed
+from swinv2_moe.train.deployed import Deployed, check_capacity_factor, open_deployed
 
 # Largest difference between logits, relative to the largest logit, in 99% of the images. Measured
 # with 8 experts on Tiny-ImageNet: 2e-7, 0.03 and 0.03. An image may exceed the limit if rounding
@@ -52,8 +52,9 @@ class Choices:
 
     formats: tuple[str, ...] = ("onnx",)
     dtype: str = "float32"
-    batch_size: int = 1  # 0: any number of images, for a model without capacity
-    capacity_factor: float | None = None  # 0: dropless; None: as in evaluation
+    batch_size: int = 1  # 0: any number of images, for a dropless or dense model
+    # 0: dropless, where tokens choose; None: as in evaluation
+    capacity_factor: float | None = None
     images: int = 64  # number of images for the comparison; all, if there are fewer
 
     def __post_init__(self) -> None:
@@ -115,9 +116,9 @@ def export_model(
             raise UserError(
                 f"one process exports, here are {deployed.world.size}: start it without torchrun"
             )
+        _check_capacity(deployed.model_config.experts, choices)
         class_names = deployed.class_names()
         model = deployed.model(len(class_names))
-        _check_capacity(deployed.model_config.experts, choices)
         is_chosen = bool(data or dataset or _DATA_KEYS.intersection(opts[::2]))
         batches, compared_on = _batches(deployed, class_names, choices, is_chosen)
         record = _facts(deployed, class_names, choices) | compared_on | {"programs": {}}
@@ -205,7 +206,17 @@ def _check_capacity(experts: ExpertsConfig, choices: Choices) -> None:
         raise UserError(
             f"--capacity-factor {choices.capacity_factor:g}: the model is dense, it has no experts"
         )
-    if choices.batch_size == 0 and experts.num_experts and experts.eval_capacity_factor:
+    layer = experts.layer
+    if layer is None:
+        return
+    if choices.capacity_factor is not None:
+        check_capacity_factor("capacity-factor", choices.capacity_factor, layer)
+    if choices.batch_size == 0 and layer.routing != "token_choice":
+        raise UserError(
+            f"--batch-size 0 (any) cannot be used with MODEL.MOE.ROUTER {layer.router!r}: the rows"
+            " of an expert follow from the number of images"
+        )
+    if choices.batch_size == 0 and experts.eval_capacity_factor:
         raise UserError(
             "--batch-size 0 (any) needs --capacity-factor 0 (dropless): at "
             f"{experts.eval_capacity_factor:g}, the rows of an expert follow from the number of "

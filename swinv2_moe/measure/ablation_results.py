@@ -16,7 +16,7 @@ from scipy import stats
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_json
 from swinv2_moe.measure.ablation_plan import Plan
-from swinv2_moe.measure.run_record import RunRecord, read_run
+from swinv2_moe.measure.run_record import NotBegunError, RunRecord, read_run
 
 MEASURED = "measured.json"
 FEW_SHOT = "few_shot.json"
@@ -149,10 +149,8 @@ def _read(directory: Path, seed: int) -> Run | None:
         return None
     try:
         record = read_run(directory)
-    except UserError as error:
-        if "no logged step" in str(error):
-            return None
-        raise
+    except NotBegunError:
+        return None
     return Run(seed, record, _optional(directory / MEASURED), _optional(directory / FEW_SHOT))
 
 

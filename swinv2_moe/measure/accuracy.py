@@ -29,7 +29,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
-from moe_core import moe_layers, prepared
+from moe_core import MoEConfig, moe_layers, prepared
 from swinv2_moe.config import as_opts
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import load_sources
@@ -40,7 +40,7 @@ from swinv2_moe.models import MoEMlp
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.train.agreement import check_same_data
 from swinv2_moe.train.checkpoint import Checkpoint
-from swinv2_moe.train.deployed import Deployed, open_deployed
+from swinv2_moe.train.deployed import Deployed, check_capacity_factor, open_deployed
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.evaluation import Predictions, predict
 from swinv2_moe.train.record import Bar
@@ -79,19 +79,32 @@ class RoutingOptions:
         }
         return as_opts({key: value for key, value in keys.items() if value is not None})
 
-    def check_experts(self, source: Checkpoint, num_experts: int) -> None:
-        """Raise UserError if an option is given for a dense model."""
+    def check_experts(self, source: Checkpoint, layer: MoEConfig | None) -> None:
+        """Check that the options have an effect on the model's layers.
+
+        Args:
+            layer: configuration of the MoE layers; None: the model is dense.
+
+        Raises:
+            UserError: an option for a dense model; also raised by `check_capacity_factor`.
+        """
         options = {
             "capacity-factor": self.capacity_factor,
             "top-k": self.top_k,
             "sweep": self.sweep or None,
         }
         for option, value in options.items():
-            if value is not None and not num_experts:
+            if value is not None and layer is None:
                 raise UserError(
                     f"--{option}: checkpoint {source.directory} is a dense model's, it has no"
                     " experts"
                 )
+        if layer is None:
+            return
+        if self.capacity_factor is not None:
+            check_capacity_factor("capacity-factor", self.capacity_factor, layer)
+        for factor in self.sweep:
+            check_capacity_factor("sweep", factor, layer)
 
 
 def _check_finite(option: str, factor: float) -> None:
@@ -123,7 +136,7 @@ def evaluate_checkpoint(
     opts = list(opts) + routing.opts()
     with open_deployed(resume, data, dataset, opts, asdict(routing)) as deployed:
         experts, world = deployed.model_config.experts, deployed.world
-        routing.check_experts(deployed.source, experts.num_experts)
+        routing.check_experts(deployed.source, experts.layer)
         subject = _Subject.of(deployed)
         configured = experts.eval_capacity_factor
         factors = sorted({configured} | set(routing.sweep), key=_capacity_order)

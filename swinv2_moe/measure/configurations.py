@@ -18,6 +18,8 @@ REPEATABLE = {
     "TRAIN.WARMUP_LR": 0,
     "TRAIN.MIN_LR": 0,
 }
+# Optimisers whose FLOPs and bytes `swinv2_moe.measure.phases` knows.
+COUNTED_OPTIMIZERS = ("adamw", "sgd")
 
 
 def check_opts(opts: Sequence[str], config: CfgNode, why: dict[str, str]) -> None:
@@ -49,7 +51,8 @@ def repeatable_step(
 
     Raises:
         UserError: as `load_config`; also for keys such as COMPILE, whose steps cannot be divided
-            into these phases, and for `opts` that have no effect on the measurement.
+            into these phases, for an optimiser whose update is not counted, and for `opts` that
+            have no effect on the measurement.
     """
     keys = {"DATA.NUM_WORKERS": 0} | REPEATABLE
     if batch_size is not None:
@@ -69,4 +72,10 @@ def repeatable_step(
                 f"{name} is True: the phases of such a step cannot be timed one by one; set it to"
                 " false"
             )
+    optimizer = config.TRAIN.OPTIMIZER.NAME
+    if optimizer not in COUNTED_OPTIMIZERS:
+        raise UserError(
+            f"TRAIN.OPTIMIZER.NAME is {optimizer!r}: the FLOPs of its update are not counted,"
+            f" allowed here: {', '.join(COUNTED_OPTIMIZERS)}"
+        )
     return config

@@ -355,6 +355,22 @@ BAD_INPUT = {
         ["--resume", "{root}/dense", "--sweep", "1"],
         ["--sweep", "dense", "has no experts"],
     ),
+    "capacity of Soft MoE": (
+        ["--capacity-factor", "1", "--opts", "MODEL.MOE.ROUTER", "soft"],
+        ["--capacity-factor 1: MODEL.MOE.ROUTER 'soft' has no capacity factor"],
+    ),
+    "sweep of Soft MoE": (
+        ["--sweep", "2", "--opts", "MODEL.MOE.ROUTER", "soft"],
+        ["--sweep 2: MODEL.MOE.ROUTER 'soft' has no capacity factor"],
+    ),
+    "dropless where experts choose": (
+        ["--capacity-factor", "0", "--opts", "MODEL.MOE.ROUTER", "expert_choice"],
+        ["--capacity-factor 0: with MODEL.MOE.ROUTER 'expert_choice'", "must not be 0"],
+    ),
+    "dropless sweep where experts choose": (
+        ["--sweep", "1", "0", "--opts", "MODEL.MOE.ROUTER", "expert_choice"],
+        ["--sweep 0: with MODEL.MOE.ROUTER 'expert_choice'", "must not be 0"],
+    ),
     "output in no directory": (["--output", "{root}/none/r.json"], ["--output", "none/r.json"]),
     "output is a directory": (["--output", "{root}"], ["--output", "must be a file"]),
     "output is the figure": (

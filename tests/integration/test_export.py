@@ -456,6 +456,22 @@ BAD_INPUT = {
         ["--batch-size", "0"],
         ["--batch-size 0 (any) needs --capacity-factor 0 (dropless)", "at 0.75"],
     ),
+    "any batch where experts choose": (
+        ["--batch-size", "0", "--opts", "MODEL.MOE.ROUTER", "expert_choice"],
+        ["--batch-size 0 (any)", "MODEL.MOE.ROUTER 'expert_choice'", "the number of images"],
+    ),
+    "any batch of Soft MoE": (
+        ["--batch-size", "0", "--opts", "MODEL.MOE.ROUTER", "soft"],
+        ["--batch-size 0 (any)", "MODEL.MOE.ROUTER 'soft'", "the number of images"],
+    ),
+    "dropless where experts choose": (
+        ["--capacity-factor", "0", "--opts", "MODEL.MOE.ROUTER", "expert_choice"],
+        ["--capacity-factor 0: with MODEL.MOE.ROUTER 'expert_choice'", "must not be 0"],
+    ),
+    "capacity of Soft MoE": (
+        ["--capacity-factor", "1", "--opts", "MODEL.MOE.ROUTER", "soft"],
+        ["--capacity-factor 1: MODEL.MOE.ROUTER 'soft' has no capacity factor"],
+    ),
     "dense": (
         ["--resume", "{root}/dense", "--capacity-factor", "2"],
         ["--capacity-factor 2", "no experts"],

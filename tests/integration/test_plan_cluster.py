@@ -106,6 +106,25 @@ def test_this_machine_and_another_batch_size(plan):
     assert float(cells[64][1].replace(",", "")) > float(cells[16][1].replace(",", ""))
 
 
+def test_a_global_batch_is_divided_over_the_gpus(plan):
+    opts = ("--opts", "DATA.GLOBAL_BATCH_SIZE", "256", "TRAIN.ACCUMULATION_STEPS", "2")
+    status, out, err, _ = plan(*CFG, *CLUSTER, *opts)
+    assert (status, err) == (0, "")
+    assert "8 GPUs a node, 256 images per step over all GPUs; predicted" in out
+    rows = rows_of(out)
+    assert list(rows) == [2**k for k in range(8)]
+    for _, step, images, *_ in rows.values():
+        step, images = float(step.replace(",", "")), float(images.replace(",", ""))
+        assert images == pytest.approx(256 / step * 1000, rel=0.05)  # step is rounded
+    assert (
+        "256 GPUs left out: DATA.GLOBAL_BATCH_SIZE (256) must be divisible by the number of GPUs"
+        " (256) times TRAIN.ACCUMULATION_STEPS (2)" in out
+    )
+    out = plan(*CFG, *CLUSTER, "--batch-size", "16", *opts)[1]
+    assert "16 images per GPU; predicted" in out
+    assert 256 in rows_of(out)
+
+
 LANGUAGE_MODEL = ["layers=4", "dim=256", "hidden=1024", "experts=16", "context=128"]
 
 
@@ -141,6 +160,10 @@ BAD_INPUT = {
     "no nodes": (["--nodes", "0"], ["--nodes is 0"]),
     "no GPUs": (["--gpus-per-node", "-1"], ["--gpus-per-node is -1"]),
     "no images": (["--batch-size", "0"], ["--batch-size is 0"]),
+    "global batch": (
+        ["--opts", "DATA.GLOBAL_BATCH_SIZE", "15", "TRAIN.ACCUMULATION_STEPS", "2"],
+        ["DATA.GLOBAL_BATCH_SIZE (15)", "(1) times TRAIN.ACCUMULATION_STEPS (2)"],
+    ),
     "no configuration": (["--cfg", "none.yaml"], ["none.yaml", "cannot be read"]),
     "unknown key": (["--opts", "MODEL.MOE.EXPERTS", "4"], ["unknown key MODEL.MOE.EXPERTS"]),
     "no directory": (["--output", "nowhere/plan.png"], ["nowhere/plan.png", "does not exist"]),

@@ -231,7 +231,7 @@ def test_watching_a_run_until_it_has_finished(report, runs, tmp_path, monkeypatc
         (["{runs}/experts", "--compare", "{runs}/nowhere"], ["nowhere", "not a run directory"]),
         (
             ["{runs}/experts", "--output", "{runs}/nowhere/page.html"],
-            ["--output", "page.html", "cannot be written"],
+            ["--output", "page.html", "must be a file in a directory that exists"],
         ),
         (["{runs}/experts", "--data", "{runs}/nowhere"], ["--data", "nowhere", "not a directory"]),
         (["{runs}/experts", "--opts", "MODEL.MOE.TYPO", "1"], ["MODEL.MOE.TYPO"]),

@@ -194,6 +194,22 @@ def test_class_names(files, convert, cfg, tmp_path):
     assert_refused(convert("import", "swin-moe", *arguments), "has 5 classes, the names are 2")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("a\n \nc\nd\ne\n", "line 2 is ' ', a blank name"),
+        ("a\nb\nc\nd\n\n", "line 5 is '', a blank name"),
+        ("a\nb\nc\nb\ne\n", "line 4 is 'b', the name of line 2"),
+    ],
+)
+def test_names_that_are_no_class_names(text, message, convert, cfg, tmp_path):
+    names = tmp_path / "names.txt"
+    names.write_text(text)
+    arguments = [tmp_path / "x.pth", *cfg(), "--class-names", names, "--output", tmp_path / "new"]
+    assert_refused(convert("import", "swin-moe", *arguments), f"--class-names {names}: {message}")
+
+
 def test_arguments(files, convert, cfg, make_checkpoint, tmp_path):
     new, ours = ["--output", tmp_path / "new"], make_checkpoint()[0]
     assert_refused(convert("import", "swin-moe", files, *new), "import swin-moe: needs --cfg")
@@ -203,6 +219,11 @@ def test_arguments(files, convert, cfg, make_checkpoint, tmp_path):
     assert_refused(
         convert("import", "tutel", files, *cfg(), "--noise", 0.1, *new), "--noise 0.1: is for dense"
     )
+    for kind in ("tutel", "single", "hub"):
+        assert_refused(
+            convert("export", kind, ours, "--newer", *new),
+            f"--newer: is for swin-moe, not for {kind}",
+        )
     for noise in ("nan", "-1", "inf"):
         assert_refused(
             convert("import", "dense", files, *cfg(), "--noise", noise, *new), "--noise is"

@@ -17,7 +17,7 @@ from moe_core.parallel import ParallelStrategy, count_traffic
 from moe_core.parallel.cost_model import LayerShape, volume
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases, roofline, roofline_figure
-from swinv2_moe.measure.configurations import repeatable_step
+from swinv2_moe.measure.configurations import COUNTED_OPTIMIZERS, repeatable_step
 from swinv2_moe.measure.phases import bytes_read, without_experts
 from swinv2_moe.measure.roofline import Peak, Phase, Roofline
 from swinv2_moe.measure.roofline_figure import draw
@@ -348,6 +348,15 @@ def test_opts_that_would_be_ignored(opts, message):
     with pytest.raises(UserError) as error:
         repeatable_step(QUICKSTART, opts.split(), None, 4)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_an_optimiser_that_is_not_counted(name):
+    with pytest.raises(UserError) as error:
+        repeatable_step(QUICKSTART, ["TRAIN.OPTIMIZER.NAME", name], None, None)
+    assert str(error.value).startswith(f"TRAIN.OPTIMIZER.NAME is '{name}': ")
+    assert str(error.value).endswith("allowed here: adamw, sgd")
+    assert tuple(phases._UPDATE) == COUNTED_OPTIMIZERS
 
 
 def test_the_file_that_measures_the_disk(tmp_path):

@@ -171,6 +171,23 @@ def test_activations_of_other_limits_are_not_mistaken_for_each_other():
         torch.testing.assert_close(compat.experts_forward(experts, x, ids, gates), expected)
 
 
+def test_activations_of_other_flags_are_not_mistaken_for_each_other():
+    class Signed(nn.Module):
+        def __init__(self, negative: bool) -> None:
+            super().__init__()
+            self.negative = negative
+
+        def forward(self, x):
+            return -x if self.negative else x
+
+    x, ids, gates = torch.randn(9, 32), torch.randint(4, (9, 1)), torch.ones(9, 1)
+    for negative in (False, True):
+        experts = experts_of(model_of("mixtral"))
+        experts.act_fn = Signed(negative)
+        expected = experts(x, ids, gates)
+        torch.testing.assert_close(compat.experts_forward(experts, x, ids, gates), expected)
+
+
 def test_other_limits_of_gpt_oss():
     experts = experts_of(model_of("gpt_oss", swiglu_limit=0.5, swiglu_alpha=1.5)).double()
     x, grad = torch.randn(2, 9, 32, dtype=torch.float64).unbind()
