@@ -151,7 +151,9 @@ class Trainer:
         if not progress.steps_done:
             with self.phases.phase("training"), recorder.interval("epoch", epoch_num=epoch):
                 self._train_epoch(recorder, saver)
-        train_loss = mean_over_ranks(self.world, progress.mean_loss)
+        train_loss = mean_over_ranks(self.world, progress.epoch_loss)
+        if progress.epoch_losses:
+            train_loss /= progress.epoch_losses
         pictures = recorder.routing(
             self.step.deployed, self.data.val_loader, self.config.data, progress.step
         )

@@ -41,13 +41,6 @@ class Progress:
         return self.steps_done and self.validated_step == self.step
 
     @property
-    def mean_loss(self) -> float:
-        """The mean of the finite losses of the current epoch, on this rank; 0 if there are none."""
-        if not self.epoch_losses:
-            return 0.0
-        return self.epoch_loss / self.epoch_losses
-
-    @property
     def schedule_step(self) -> int:
         """The argument of the learning-rate schedule.
 

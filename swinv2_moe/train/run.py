@@ -98,8 +98,7 @@ def train(
         data, staging = _load_data(sections.data, world, source, stack)
         trainer = _build_trainer(sections, world, data, source, phases)
         was_finished = trainer.progress.finished
-        if was_finished:
-            _check_belongs(source, root)
+        _check_not_finished_elsewhere(trainer, source, root)
         size = measure_model(sections.model, data.num_classes)
         first_lines = [headline(trainer, size, source), *_notes(trainer, placements)]
         # all ranks get here at about the same time: they have just exchanged versions
@@ -112,13 +111,8 @@ def train(
             recorder.config(sections.yaml)
         for line in first_lines:
             recorder.say(line)
-        policy = save_policy(sections.checkpoint)
-        saver = Saver(
-            root / "checkpoints", world, policy, source, recorder.say, recorder.checkpoint
-        )
+        saver = _open_saver(root / "checkpoints", trainer, source, recorder)
         stack.callback(saver.wait, _LAST_SAVE_SECONDS)
-        if not was_finished and not world.agree(saver.has_best):
-            trainer.progress.best_top1 = -1.0  # of a checkpoint that this run does not have
         if not was_finished:
             progress = trainer.progress
             recorder.begin(describe_environment(world), progress.step, progress.steps_per_epoch)
@@ -139,14 +133,28 @@ def train(
     return summary
 
 
-def _check_belongs(source: Checkpoint, root: Path) -> None:
+def _check_not_finished_elsewhere(trainer: Trainer, source: Checkpoint | None, root: Path) -> None:
     """Raise UserError for a finished checkpoint of another run: nothing would be trained or
     written."""
+    if source is None or not trainer.progress.finished:
+        return
     if root.resolve() not in source.directory.resolve().parents:
         raise UserError(
             f"checkpoint {source.directory} has done all steps; to go on from it in {root}, raise"
             " TRAIN.EPOCHS or TRAIN.MAX_STEPS"
         )
+
+
+def _open_saver(
+    root: Path, trainer: Trainer, source: Checkpoint | None, recorder: Recorder
+) -> Saver:
+    """A saver of the run. Without a checkpoint `best`, the next validation is the best one."""
+    policy = save_policy(trainer.config.checkpoint)
+    saver = Saver(root, trainer.world, policy, source, recorder.say, recorder.checkpoint)
+    has_best = trainer.world.agree(saver.has_best)
+    if not has_best and not trainer.progress.finished:
+        trainer.progress.best_top1 = -1.0
+    return saver
 
 
 def _stopped(trainer: Trainer, resume_command: str) -> str:

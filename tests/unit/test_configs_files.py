@@ -32,7 +32,8 @@ PUBLISHED_MACS = {"small": 6.76, "base": 11.78}  # billions, dense
 
 
 def load(file: Path, *opts: str):
-    weights = ["MODEL.PRETRAINED", "weights"] if file.parent.name == "upcycle" else []
+    needs_weights = file.parent.name == "upcycle" or file.stem.startswith("finetune")
+    weights = ["MODEL.PRETRAINED", "weights"] if needs_weights else []
     return load_config(file, [*weights, *opts], data="anywhere")
 
 

@@ -170,5 +170,5 @@ def test_masked_tokens_fill_no_tile():
 
 
 def test_a_negative_multiple_is_refused():
-    with pytest.raises(ValueError, match=r"round_to \(-128\) must not be negative; 0 is off"):
+    with pytest.raises(ValueError, match=r"round_to \(-128\) must be an integer of at least 0"):
         MoEConfig(4, 4, 2, round_to=-128)

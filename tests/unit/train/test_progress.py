@@ -53,12 +53,12 @@ def test_steps_that_are_not_finite() -> None:
     progress = make()
     progress.count_step(result(float("nan"), finite=False, skipped=True))
     assert (progress.step, progress.skipped, progress.epoch_loss) == (1, 1, 0.0)
-    assert progress.mean_loss == 0.0
+    assert progress.epoch_losses == 0
     progress.count_step(result(2.5))
-    assert progress.mean_loss == 2.5
+    assert (progress.epoch_loss, progress.epoch_losses) == (2.5, 1)
     other = make(global_batch=5)  # of the two steps' 20 images, 15 fit into an epoch
     other.load(2, progress.state())
-    assert other.mean_loss == 2.5
+    assert other.epoch_loss / other.epoch_losses == 2.5
 
 
 def test_the_state_goes_through_json() -> None:
@@ -86,7 +86,7 @@ def test_another_global_batch(global_batch: int, epoch_step: int) -> None:
     other.load(2, progress.state())
     assert other.epoch_step == epoch_step
     assert other.epoch_loss == 2.0 * epoch_step
-    assert other.mean_loss == (2.0 if epoch_step else 0.0)
+    assert other.epoch_losses == epoch_step
 
 
 def test_a_state_of_earlier_versions() -> None:
@@ -96,6 +96,6 @@ def test_a_state_of_earlier_versions() -> None:
     del state["time_to_target"], state["loss_watch"], state["epoch_losses"]
     progress = make()
     progress.load(1, state)
-    assert progress.mean_loss == 3.0
+    assert (progress.epoch_loss, progress.epoch_losses) == (3.0, 1)
     assert progress.to_target.validations == []
     assert not progress.loss_watch.has_warned
