@@ -50,14 +50,16 @@ def expert_input(tokens: Tensor, group_size: int) -> Tensor:
 def positions_of(mask: Tensor, count: int | None) -> Tensor:
     """The indices [count] at which `mask` [T] is True, in ascending order.
 
-    On a CPU, where it costs nothing, this raises ValueError if `count` is not their number.
+    Raises:
+        ValueError: `count` is not their number. This is checked on a CPU only, since reading the
+            number would wait for a GPU.
     """
-    if count is not None and mask.device.type == "cpu" and not torch.compiler.is_compiling():
+    if count is None:
+        return mask.nonzero().squeeze(1)
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling():
         actual = int(mask.count_nonzero())
         if actual != count:
             raise ValueError(f"num_tokens is {count}, mask has {actual} True values")
-    if count is None:
-        return mask.nonzero().squeeze(1)
     return mask.nonzero_static(size=count).squeeze(1)
 
 

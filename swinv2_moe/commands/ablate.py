@@ -22,8 +22,6 @@ from swinv2_moe.command import CommandParser, output_directory
 from swinv2_moe.errors import UserError
 from swinv2_moe.jobs import Jobs, end_by_signal
 
-MAX_BYTES = 1 << 24  # limit of a file of results
-
 if TYPE_CHECKING:
     from swinv2_moe.measure.ablation_plan import Plan, Variant
 
@@ -99,11 +97,12 @@ def needs_few_shot(file: Path, data: str) -> bool:
     Raises:
         UserError: it has been measured on other data.
     """
-    from swinv2_moe.files import read_json
+    from swinv2_moe.measure.ablation_results import read_optional
 
-    if not file.is_file():
+    measured = read_optional(file)
+    if not measured:
         return True
-    measured_on = read_json(file, MAX_BYTES).get("data", data)
+    measured_on = measured.get("data", data)
     if Path(measured_on).expanduser().resolve() != Path(data).expanduser().resolve():
         raise UserError(
             f"{file}: measured on {measured_on}, --transfer is {data}; another --output measures"
@@ -114,11 +113,11 @@ def needs_few_shot(file: Path, data: str) -> bool:
 
 def needs_measurement(file: Path, images: int, speed: bool) -> bool:
     """Whether the file of measurements is missing, or lacks what the options ask for."""
-    from swinv2_moe.files import read_json
+    from swinv2_moe.measure.ablation_results import read_optional
 
-    if not file.is_file():
+    measured = read_optional(file)
+    if not measured:
         return True
-    measured = read_json(file, MAX_BYTES)
     if measured.get("images", images) != images:  # earlier versions did not record it
         return True
     return speed and measured.get("inference_images_per_second") is None

@@ -151,10 +151,17 @@ def _read(directory: Path, seed: int) -> Run | None:
         record = read_run(directory)
     except NotBegunError:
         return None
-    return Run(seed, record, _optional(directory / MEASURED), _optional(directory / FEW_SHOT))
+    return Run(
+        seed, record, read_optional(directory / MEASURED), read_optional(directory / FEW_SHOT)
+    )
 
 
-def _optional(file: Path) -> dict:
+def read_optional(file: Path) -> dict:
+    """The measurements in a JSON file; empty if there is no such file.
+
+    Raises:
+        UserError: the file cannot be read, or does not hold measurements.
+    """
     if not file.is_file():
         return {}
     try:

@@ -13,7 +13,7 @@ SUMMARY = {
 }
 
 
-def test_the_number_of_experts_is_the_user_s(tmp_path, monkeypatch, capsys):
+def test_opts_set_the_number_of_experts_but_not_of_the_dense_model(tmp_path, monkeypatch, capsys):
     trained = []
 
     def train(config, resume_command):

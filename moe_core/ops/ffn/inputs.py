@@ -41,12 +41,12 @@ class ExpertWeights(NamedTuple):
         """The weights without the biases, which become None."""
         return self._replace(b1=None, b2=None, b3=None)
 
-    def check(self, activation: str, model_dim: int | None = None, num_experts: int = 0) -> None:
+    def check(self, activation: str, model_dim: int, num_experts: int) -> None:
         """Raise ValueError if shapes or dtypes do not match, or do not fit the activation.
 
         Args:
-            model_dim: the width of the rows; None: not known.
-            num_experts: the number of experts that have rows; 0: not known.
+            model_dim: number of columns of the rows.
+            num_experts: length of the offsets.
         """
         for name in ("w2", "w3"):
             other = getattr(self, name)
@@ -60,9 +60,9 @@ class ExpertWeights(NamedTuple):
         if self.b3 is not None and self.w3 is None:
             raise ValueError("b3 needs w3, which is None")
         experts, hidden, width = self.w1.shape
-        if model_dim is not None and width != model_dim:
+        if width != model_dim:
             raise ValueError(f"the rows have {model_dim} columns, w1 is {list(self.w1.shape)}")
-        if num_experts and experts != num_experts:
+        if experts != num_experts:
             raise ValueError(f"offsets has {num_experts} experts, w1 {list(self.w1.shape)}")
         for name, length in (("b1", hidden), ("b2", width), ("b3", hidden)):
             bias = getattr(self, name)

@@ -12,6 +12,7 @@ from moe_core.checkpoint import save_tensors
 from moe_core.experts import Experts
 from moe_core.export import StandardMoE
 from moe_core.ops import ExpertWeights, expert_ffn
+from moe_core.ops.native import library
 from moe_core.parallel.cost_model import LayerShape
 from moe_core.router import route_by_experts
 from moe_core.tutel import to_tutel
@@ -60,8 +61,6 @@ def test_shapes_that_do_not_fit(kernels, rows, offsets, shapes, says):
 
 @pytest.mark.parametrize("offsets", [[3, 600_000], [6, 3], [-1, 6]])
 def test_offsets_beyond_the_rows_are_not_read(offsets):
-    from moe_core.ops.native import library
-
     if not library.usable(torch.float32):
         pytest.skip("no C++ kernels here")
     offsets = torch.tensor(offsets, dtype=torch.int32)
@@ -122,7 +121,7 @@ def test_values_of_another_type(options, says):
 
 
 @pytest.mark.parametrize("num_tokens", [2, 5])
-def test_a_number_of_tokens_that_is_not_the_mask_s(num_tokens):
+def test_num_tokens_that_does_not_fit_the_mask(num_tokens):
     mask = torch.tensor([True, False, True, True])
     message = rf"num_tokens is {num_tokens}, mask has 3 True values"
     with pytest.raises(ValueError, match=message):
@@ -145,7 +144,7 @@ def test_the_norm_of_fp16_gradients_does_not_overflow():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_output_norm_in_the_model_s_dtype(dtype):
+def test_an_output_norm_in_half_precision(dtype):
     layer, norm = MoELayer(make_config()).to(dtype), nn.LayerNorm(M).to(dtype)
     y, _ = layer(torch.randn(10, M, dtype=dtype), output_norm=norm)
     assert y.dtype == dtype

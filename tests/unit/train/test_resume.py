@@ -11,6 +11,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.progress import Progress
 
 EVERYTHING = {
     "TRAIN.EPOCHS": 4,
@@ -208,10 +209,15 @@ def test_a_finished_run_does_not_go_on_elsewhere(make_config, tmp_path):
     assert not (tmp_path / "other" / "metrics.jsonl").exists()
 
 
-def test_the_next_validation_is_the_best_where_the_best_is_gone(make_config, tmp_path):
+def test_the_next_validation_is_the_best_where_the_best_is_gone(make_config, tmp_path, monkeypatch):
     keys = {"TRAIN.MAX_STEPS": 5, "TRAIN.EPOCHS": 2}
     train(make_config(tmp_path / "run", keys))
     source = tmp_path / "run" / "checkpoints" / "latest"
+    load = Progress.load
+    perfect = {"best_top1": 100.0}  # cannot be exceeded
+    monkeypatch.setattr(
+        Progress, "load", lambda self, step, state: load(self, step, state | perfect)
+    )
     keys["TRAIN.MAX_STEPS"] = 10
     train(make_config(tmp_path / "other", keys), str(source))
     best = tmp_path / "other" / "checkpoints" / "best"

@@ -75,7 +75,7 @@ def test_the_loss_and_the_state_go_on(dense, make_trainer):
     assert train_steps(trainer, 1) == pytest.approx(train_steps(twin, 1), rel=1e-4)
 
 
-def test_the_dense_run_s_accuracy_is_not_the_new_run_s(make_trainer, save, tmp_path):
+def test_validations_of_the_dense_run_do_not_count(make_trainer, save, tmp_path):
     twin = make_trainer(QUIET | DENSE)
     train_steps(twin, 3)
     twin.progress.count_validation(80.0)
