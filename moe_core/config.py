@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_core.choices import KERNELS, ROUTING_CHOICES, check_integer
+from moe_core.checks import check_integer
+from moe_core.choices import KERNELS, ROUTING_CHOICES
 from moe_core.registry import LOSSES, ROUTERS, check_activation
 
 # The attribute `routing` of this package's routers. With this copy a configuration is checked

@@ -4,7 +4,8 @@
 
 from dataclasses import dataclass
 
-from moe_core.choices import EXCHANGES, check_integer
+from moe_core.checks import check_integer
+from moe_core.choices import EXCHANGES
 from moe_core.registry import ALL_TO_ALLS
 
 

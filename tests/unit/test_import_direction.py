@@ -18,6 +18,7 @@ ENGINE_PACKAGES = {"torch", "triton", "safetensors"}
 # A module belongs to the longest prefix in ALLOWED that names it. It may import from the modules
 # that this entry lists, and from those of its own prefix.
 BASICS = [
+    "moe_core.checks",
     "moe_core.choices",
     "moe_core.config",
     "moe_core.capacity",
@@ -130,7 +131,7 @@ for name in BASICS:
     ALLOWED[name] = []
 ALLOWED["moe_core.losses"] = ["moe_core.registry"]
 ALLOWED["moe_core.activations"] = ["moe_core.registry"]
-ALLOWED["moe_core.config"] = ["moe_core.choices", "moe_core.registry"]
+ALLOWED["moe_core.config"] = ["moe_core.checks", "moe_core.choices", "moe_core.registry"]
 ALLOWED["moe_core.layer_inputs"] = ["moe_core.config", "moe_core.precision"]
 ALLOWED["moe_core.routing_stats"] = ["moe_core.capacity", "moe_core.ops"]
 ALLOWED["moe_core.soft"] = BASICS + ["moe_core.router"]
@@ -143,6 +144,7 @@ ALLOWED["moe_core.ops"] = [
 for name in RANKS:
     ALLOWED[name] = ["moe_core.choices", "moe_core.registry", "moe_core.comm", "moe_core.ranks"]
     ALLOWED[name] += RANKS
+ALLOWED["moe_core.parallel.strategy"] += ["moe_core.checks"]
 ALLOWED["moe_core.parallel.machine"] = []
 ALLOWED["moe_core.comm"] = ["moe_core.ops.native.build_cache", "moe_core.ranks"]
 ALLOWED["moe_core.parallel.cost_model"] = [
