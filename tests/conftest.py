@@ -50,6 +50,18 @@ def plain_environment():
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Random tensors of fixtures are the same alone, in any order and in every run."""
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call():
+    """Likewise of the test itself, with another seed: they differ from the fixtures' tensors."""
+    torch.manual_seed(1)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     """The tensors of tests are tiny: a second thread only waits for the first."""

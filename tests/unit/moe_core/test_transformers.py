@@ -161,10 +161,10 @@ def test_other_activations(activation):
 
 
 def test_activations_of_other_limits_are_not_mistaken_for_each_other():
-    x, ids = torch.randn(9, 32), torch.randint(4, (9, 1))
-    gates = torch.ones(9, 1)
+    x, ids = torch.randn(9, 32, dtype=torch.float64), torch.randint(4, (9, 1))
+    gates = torch.ones(9, 1, dtype=torch.float64)
     for limit in (10, 1):
-        experts = experts_of(model_of("mixtral"))
+        experts = experts_of(model_of("mixtral")).double()
         experts.act_fn = transformers.activations.ClippedGELUActivation(-limit, limit)
         nn.init.normal_(experts.gate_up_proj)  # large, so that the limit of 1 is reached
         expected = experts(x, ids, gates)
