@@ -195,31 +195,13 @@ def plan_time(args: argparse.Namespace, machine: Machine, console: Console) -> N
         console.print(note, soft_wrap=True)
 
 
-def batch_per_gpu(config: CfgNode, gpus: int) -> int:
-    """Images or sequences per GPU and forward pass, as configured.
-
-    Raises:
-        ValueError: a number of GPUs that does not divide DATA.GLOBAL_BATCH_SIZE.
-    """
-    global_size, accumulation = config.DATA.GLOBAL_BATCH_SIZE, config.TRAIN.ACCUMULATION_STEPS
-    if not global_size:
-        return config.DATA.BATCH_SIZE
-    whole, rest = divmod(global_size, gpus * accumulation)
-    if rest:
-        raise ValueError(
-            f"DATA.GLOBAL_BATCH_SIZE ({global_size}) must be divisible by the number of GPUs"
-            f" ({gpus}) times TRAIN.ACCUMULATION_STEPS ({accumulation})"
-        )
-    return whole
-
-
 def plan_steps(
     args: argparse.Namespace, config: CfgNode, machine: Machine, console: Console
 ) -> None:
     """Print and draw the predicted step of a configuration or a language model on more and fewer
     GPUs."""
     from swinv2_moe import language_plan, planner
-    from swinv2_moe.config import model_config, train_config
+    from swinv2_moe.config import model_config, resolve_batch_size, train_config
     from swinv2_moe.planner_figure import draw
 
     training = train_config(config)
@@ -240,7 +222,7 @@ def plan_steps(
         batch = f"{batch_size} x {context:,} tokens"
 
     def predict(gpus: int, **options) -> planner.Prediction:
-        per_gpu = args.batch_size or batch_per_gpu(config, gpus)
+        per_gpu = args.batch_size or resolve_batch_size(config, gpus).DATA.BATCH_SIZE
         return planner.predict(
             model, training, machine, gpus, args.gpus_per_node, per_gpu, **options
         )
@@ -250,7 +232,7 @@ def plan_steps(
     for gpus in planner.scales(args.gpus_per_node, user_gpus):
         try:
             plan.append(predict(gpus))
-        except ValueError as error:
+        except (UserError, ValueError) as error:
             notes.append(f"{gpus:,} GPUs left out: {error}")
     if not plan:
         raise UserError(notes[0])

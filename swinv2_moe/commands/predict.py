@@ -75,15 +75,26 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def check_annotated(directory: Path, files: Sequence[Path]) -> None:
+def check_annotated(directory: Path, files: Sequence[Path], names: Sequence[str]) -> None:
     """Raise UserError if the input pictures are in the directory --pictures, or would be
-    overwritten there."""
+    overwritten there, or if the copies of two pictures have the same name."""
+    from swinv2_moe.predict.annotate import copy_name
+
     resolved = directory.resolve()
     for file in files:
         if resolved in file.resolve().parents:
             raise UserError(
                 f"--pictures {directory}: {file}, which is to be predicted, lies in it; name"
                 " another directory"
+            )
+    pictures: dict[str, str] = {}  # the picture of each copy
+    for name in names:
+        copy = copy_name(name)
+        other = pictures.setdefault(copy, name)
+        if other != name:
+            raise UserError(
+                f"--pictures {directory}: the copies of {other} and {name} would both be {copy};"
+                " rename one of the two pictures"
             )
 
 
@@ -146,10 +157,10 @@ def main() -> None:
     from swinv2_moe.predict.results import as_csv, as_json, shared_folder
 
     files = find_pictures(args.inputs)
-    if args.annotated:
-        check_annotated(Path(args.annotated), files)
-        output_directory(args.annotated, "--pictures")
     folder, names = shared_folder(files)
+    if args.annotated:
+        check_annotated(Path(args.annotated), files, names)
+        output_directory(args.annotated, "--pictures")
     predictor = load_predictor(args.run, args.checkpoint, args.opts, "RUN")
     predictions = predict(predictor, args, files, names)
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)

@@ -32,7 +32,8 @@ def load_config(
     output: str | None = None,
 ) -> CfgNode:
     """Merge the defaults, `file` (its BASE files first), `data`, `output` and `opts` (KEY VALUE
-    ...), in this order. The result is checked and frozen.
+    ...), in this order. The result is checked and frozen. A `~` in OUTPUT and MODEL.PRETRAINED is
+    the home directory.
 
     Args:
         file: a path, or the name of a configuration of this project, such as "imagenette_96".
@@ -58,6 +59,8 @@ def load_config(
         config.OUTPUT = output
     merge_opts(config, opts)
     _shorten_warmup(config, opts)
+    config.OUTPUT = os.path.expanduser(config.OUTPUT)
+    config.MODEL.PRETRAINED = os.path.expanduser(config.MODEL.PRETRAINED)
     check_config(config)
     check_settings(config)
     config.freeze()

@@ -86,7 +86,8 @@ class RoutingOptions:
             layer: configuration of the MoE layers; None: the model is dense.
 
         Raises:
-            UserError: an option for a dense model; also raised by `check_capacity_factor`.
+            UserError: an option for a dense model; top_k for Soft MoE; also raised by
+                `check_capacity_factor`.
         """
         options = {
             "capacity-factor": self.capacity_factor,
@@ -101,6 +102,11 @@ class RoutingOptions:
                 )
         if layer is None:
             return
+        if self.top_k is not None and layer.routing == "soft":
+            raise UserError(
+                f"--top-k {self.top_k}: with MODEL.MOE.ROUTER {layer.router!r} every token gets the"
+                " results of all experts"
+            )
         if self.capacity_factor is not None:
             check_capacity_factor("capacity-factor", self.capacity_factor, layer)
         for factor in self.sweep:

@@ -363,6 +363,10 @@ BAD_INPUT = {
         ["--sweep", "2", "--opts", "MODEL.MOE.ROUTER", "soft"],
         ["--sweep 2: MODEL.MOE.ROUTER 'soft' has no capacity factor"],
     ),
+    "K of Soft MoE": (
+        ["--top-k", "2", "--opts", "MODEL.MOE.ROUTER", "soft"],
+        ["--top-k 2: with MODEL.MOE.ROUTER 'soft' every token gets the results of all experts"],
+    ),
     "dropless where experts choose": (
         ["--capacity-factor", "0", "--opts", "MODEL.MOE.ROUTER", "expert_choice"],
         ["--capacity-factor 0: with MODEL.MOE.ROUTER 'expert_choice'", "must not be 0"],

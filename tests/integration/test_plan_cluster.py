@@ -117,8 +117,8 @@ def test_a_global_batch_is_divided_over_the_gpus(plan):
         step, images = float(step.replace(",", "")), float(images.replace(",", ""))
         assert images == pytest.approx(256 / step * 1000, rel=0.05)  # step is rounded
     assert (
-        "256 GPUs left out: DATA.GLOBAL_BATCH_SIZE (256) must be divisible by the number of GPUs"
-        " (256) times TRAIN.ACCUMULATION_STEPS (2)" in out
+        "256 GPUs left out: DATA.GLOBAL_BATCH_SIZE is 256, it must be divisible by the number of"
+        " ranks (256) times TRAIN.ACCUMULATION_STEPS (2)" in out
     )
     out = plan(*CFG, *CLUSTER, "--batch-size", "16", *opts)[1]
     assert "16 images per GPU; predicted" in out
@@ -162,7 +162,7 @@ BAD_INPUT = {
     "no images": (["--batch-size", "0"], ["--batch-size is 0"]),
     "global batch": (
         ["--opts", "DATA.GLOBAL_BATCH_SIZE", "15", "TRAIN.ACCUMULATION_STEPS", "2"],
-        ["DATA.GLOBAL_BATCH_SIZE (15)", "(1) times TRAIN.ACCUMULATION_STEPS (2)"],
+        ["DATA.GLOBAL_BATCH_SIZE is 15", "(1) times TRAIN.ACCUMULATION_STEPS (2)"],
     ),
     "no configuration": (["--cfg", "none.yaml"], ["none.yaml", "cannot be read"]),
     "unknown key": (["--opts", "MODEL.MOE.EXPERTS", "4"], ["unknown key MODEL.MOE.EXPERTS"]),

@@ -240,6 +240,16 @@ def test_annotated_copies(predict, run, pictures, tmp_path):
     assert (pictures / "one.jpg").read_bytes() == before
 
 
+def test_two_copies_of_one_name(predict, run, pictures, tmp_path):
+    Image.open(pictures / "one.jpg").save(pictures / "one.png")
+    (pictures / "one.png.jpg").write_bytes((pictures / "one.jpg").read_bytes())
+    finished = predict(run, pictures, "--pictures", tmp_path / "annotated")
+    assert finished.status == 2
+    assert "the copies of one.png and one.png.jpg would both be one.png.jpg" in finished.err
+    assert finished.err.count("\n") == 1
+    assert not (tmp_path / "annotated").exists()
+
+
 def test_many_pictures_are_counted_by_class(predict, run, photographs, model):
     finished = predict(run, photographs / "train", photographs / "val")
     assert finished.status == 0

@@ -429,3 +429,12 @@ def test_fewer_epochs_shorten_the_warm_up_of_a_file(epochs, warmup, caplog, monk
 def test_a_warm_up_that_is_asked_for_is_not_shortened():
     with pytest.raises(UserError, match=r"TRAIN\.WARMUP_EPOCHS is 3"):
         load_config("quickstart_digits", ["TRAIN.EPOCHS", "3", "TRAIN.WARMUP_EPOCHS", "3"])
+
+
+def test_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "config.yaml"
+    file.write_text("OUTPUT: ~/runs/mine\nMODEL: {PRETRAINED: ~/runs/dense}\n")
+    config = load_config(file)
+    assert config.OUTPUT == "/home/me/runs/mine"
+    assert config.MODEL.PRETRAINED == "/home/me/runs/dense"
