@@ -159,8 +159,7 @@ class MoELayer(nn.Module):
         """x [..., M] -> y like x, and the auxiliary loss (a scalar of at least fp32, unweighted).
 
         `top_k`, `capacity_factor`, `strategy` and `batch_prioritized` replace the configured values
-        for this call only; Soft MoE has no use for `top_k`, `capacity_factor` and
-        `batch_prioritized`. `router` is the index of the router, if the layer has several.
+        for this call only; Soft MoE uses only `strategy`. `router` is the index of the router.
 
         Args:
             capacity_factor: a number (0: dropless), or a nonzero scalar tensor on the device of x.
