@@ -1,10 +1,10 @@
 """The test suite where it is hardest: each file alone, other orders, other CPUs. Not a test itself.
 
-    python tests/conditions/run.py alone            (each test file in a process of its own: about
-    25 minutes) python tests/conditions/run.py order 1 2        (the whole suite in the random
-    orders of these seeds) python tests/conditions/run.py torch            (kernels="torch" in place
-    of "auto") python tests/conditions/run.py no-avx512        (without these instructions; as root,
-    for a mount namespace) python tests/conditions/run.py one-core
+    python tests/conditions/run.py alone        # each test file by itself: about 25 minutes
+    python tests/conditions/run.py order 1 2    # the whole suite in the random orders 1 and 2
+    python tests/conditions/run.py torch        # kernels="torch" in place of "auto"
+    python tests/conditions/run.py no-avx512    # without these instructions; as root
+    python tests/conditions/run.py one-core
 
 What follows `--` goes to pytest. Exits with 1 if anything failed.
 """
@@ -20,15 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q"]
-PARALLEL = [
-    "--numprocesses",
-    "auto",
-    "--maxprocesses",
-    "4",
-    "--dist",
-    "loadfile",
-    "--no-loadscope-reorder",
-]
+PARALLEL = ["--numprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
 NO_TESTS = 5  # pytest's exit code where all are deselected
 
 
