@@ -67,9 +67,9 @@ wheel: $(VENV)/.installed-run
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 # By file: what a module's tests share is made once. The order is random; its seed is printed, and --randomly-seed=N repeats it.
-# A thread for each process: their tensors are tiny. Four processes also on two cores: a third of the time tests wait for others.
+# A thread for each process: their tensors are tiny.
 test: lint $(VENV)/.installed-detection
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # mmcv may not compile for a torch that is newer than itself.
 test-newest:

@@ -20,7 +20,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q"]
-PARALLEL = ["--numprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
+PARALLEL = ["--numprocesses", "auto", "--maxprocesses", "4"]
+PARALLEL += ["--dist", "loadfile", "--no-loadscope-reorder"]
 NO_TESTS = 5  # pytest's exit code where all are deselected
 
 
