@@ -52,13 +52,13 @@ def plain_environment():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Random tensors of fixtures are the same alone, in any order and in every run."""
+    """Seed torch, so that fixtures make the same random tensors in any order and in every run."""
     torch.manual_seed(0)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call():
-    """Likewise of the test itself, with another seed: they differ from the fixtures' tensors."""
+    """Seed torch again, with another number: the tests' tensors differ from the fixtures' ones."""
     torch.manual_seed(1)
 
 

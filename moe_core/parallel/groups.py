@@ -190,7 +190,8 @@ class ExpertGroup:
                 different numbers of ranks on its nodes. It is raised on all ranks.
         """
         if given is not None:
-            return check_ranks_per_node(given, self.size)
+            check_ranks_per_node(given, self.size)
+            return given
         if self.size == 1 or self._given_ranks_per_node:
             return self._given_ranks_per_node or 1
         sizes = self._local_world_sizes()

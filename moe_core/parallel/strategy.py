@@ -48,7 +48,8 @@ class ParallelStrategy:
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:
-            raise ValueError(f"exchange ({self.exchange!r}) must be one of {', '.join(EXCHANGES)}")
+            choices = ", ".join(EXCHANGES)
+            raise ValueError(f"exchange ({self.exchange!r}) must be one of {choices}")
         if self.exchange == "static" and self.r != 1:
             raise ValueError(f"r ({self.r}) must be 1 with exchange 'static'")
         check_integer("r", self.r, 0)
@@ -66,9 +67,10 @@ class ParallelStrategy:
             )
         valid = valid_r(num_experts, group_size)
         if self.r not in valid:
+            choices = ", ".join(map(str, valid))
             raise ValueError(
                 f"r ({self.r}) is not valid for num_experts ({num_experts}) over an expert-parallel"
-                f" size of {group_size}: it must be one of {', '.join(map(str, valid))}"
+                f" size of {group_size}: it must be one of {choices}"
             )
 
     def __str__(self) -> str:
@@ -81,21 +83,19 @@ class ParallelStrategy:
 def valid_r(num_experts: int, group_size: int) -> list[int]:
     """The valid values of r: 0 and 1; with E < W, 0 and the divisors of W / E."""
     ranks_per_expert = max(group_size // num_experts, 1)
-    divisors = [r for r in range(1, ranks_per_expert + 1) if ranks_per_expert % r == 0]
-    return [0] + divisors
+    valid = [0]
+    for r in range(1, ranks_per_expert + 1):
+        if ranks_per_expert % r == 0:
+            valid.append(r)
+    return valid
 
 
-def check_ranks_per_node(ranks_per_node: int, group_size: int) -> int:
-    """Return `ranks_per_node`.
-
-    Raises:
-        ValueError: it does not divide the group.
-    """
+def check_ranks_per_node(ranks_per_node: int, group_size: int) -> None:
+    """Raise ValueError if `ranks_per_node` does not divide the group."""
     if group_size % ranks_per_node:
         raise ValueError(
             f"ranks_per_node ({ranks_per_node}) must divide the expert-parallel size ({group_size})"
         )
-    return ranks_per_node
 
 
 def node_size(ranks_per_node: int, group_size: int) -> int:
@@ -106,4 +106,5 @@ def node_size(ranks_per_node: int, group_size: int) -> int:
     """
     if ranks_per_node >= group_size:
         return group_size
-    return check_ranks_per_node(ranks_per_node, group_size)
+    check_ranks_per_node(ranks_per_node, group_size)
+    return ranks_per_node
