@@ -9,7 +9,7 @@ FILES = [
     for folder in ("moe_core", "swinv2_moe", "tools", "benchmarks", "data")
     for file in sorted((ROOT / folder).rglob("*.py"))
 ]
-MAX_FILE = 450
+MAX_FILE = 600
 MAX_FUNCTION = 80
 
 
