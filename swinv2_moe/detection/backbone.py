@@ -25,6 +25,7 @@ _SET_HERE = {
     "num_classes",
     "always_partition",
     "dynamic_img_size",
+    "aux_loss_weight",
     "strict_img_size",
     "expert_group",
     "expert_strategy",
@@ -45,7 +46,9 @@ class SwinV2MoE(BaseModule):
             pre-norm form.
         out_indices: the stages whose maps come out; the last one must be among them.
         patch_size: in pixels; map i has stride `patch_size * 2**i` and `embed_dim * 2**i` channels.
-        aux_loss_weight: weight of the MoE layers' auxiliary loss.
+        aux_loss_weight: weight of the MoE layers' auxiliary loss. In training its gradient is
+            attached to the maps (MoEModel.set_aux_loss_weight), so that any detector balances the
+            experts.
         expert_parallel: distribute the experts over all processes; False: each process has all.
         expert_strategy: with expert_parallel, how the processes exchange tokens: "auto", which
             searches, or the fields of a moe_core ParallelStrategy, such as `dict(r=0)`; None: no
@@ -100,6 +103,7 @@ class SwinV2MoE(BaseModule):
                     num_classes=0,
                     always_partition=True,
                     dynamic_img_size=True,
+                    aux_loss_weight=aux_loss_weight,
                     expert_group=group,
                     expert_strategy=_strategy(expert_strategy),
                     **trunk,
@@ -149,7 +153,9 @@ class SwinV2MoE(BaseModule):
             self._image_sizes = None
 
     def aux_loss(self) -> Tensor | None:
-        """The weighted auxiliary loss of the last forward pass; None if no experts are trained."""
+        """The weighted auxiliary loss of the last forward pass; None if no experts are trained.
+
+        It has a gradient after a pass within `separate_aux_loss`."""
         loss = take_aux_loss(self.trunk)
         if not any(layer.experts.w1.requires_grad for layer in moe_layers(self.trunk).values()):
             return None

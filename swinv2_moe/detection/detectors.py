@@ -6,9 +6,11 @@ import torch
 from mmdet.models import CascadeRCNN, HybridTaskCascade, MaskRCNN
 from mmdet.registry import MODELS
 
+from swinv2_moe.models import separate_aux_loss
+
 
 class _OnMoE:
-    """Mixin that passes image sizes to the backbone and adds its auxiliary loss.
+    """Mixin that passes image sizes to the backbone and adds its auxiliary loss as `loss_moe`.
 
     Only backbone and neck use autocast: mmcv's RoIAlign and NMS do not support bfloat16.
     """
@@ -23,7 +25,11 @@ class _OnMoE:
         self._autocast = torch.autocast(
             place, torch.get_autocast_dtype(place), torch.is_autocast_enabled(place)
         )
-        with self.backbone.images_of(sizes), torch.autocast(place, enabled=False):
+        with (
+            self.backbone.images_of(sizes),
+            separate_aux_loss(self.backbone),
+            torch.autocast(place, enabled=False),
+        ):
             results = super().forward(inputs, data_samples, mode)
         aux_loss = self.backbone.aux_loss()
         if mode == "loss" and aux_loss is not None:

@@ -11,7 +11,13 @@ from swinv2_moe.layer_names import block_place
 from swinv2_moe.models import registry  # noqa: F401
 from swinv2_moe.models.build import build_model, measure_model, model_arguments
 from swinv2_moe.models.complexity import Complexity
-from swinv2_moe.models.moe_mlp import MoEMlp, block_name, frozen_moe, take_aux_loss
+from swinv2_moe.models.moe_mlp import (
+    MoEMlp,
+    block_name,
+    frozen_moe,
+    separate_aux_loss,
+    take_aux_loss,
+)
 from swinv2_moe.models.protocol import MoEModel, WithAuxLoss
 from swinv2_moe.models.swin_moe import SwinTransformerMoE
 from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
@@ -36,5 +42,6 @@ __all__ = [
     "load_strict",
     "measure_model",
     "model_arguments",
+    "separate_aux_loss",
     "take_aux_loss",
 ]

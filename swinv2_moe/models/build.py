@@ -56,6 +56,7 @@ def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, object]:
         "hidden_ratio": experts.hidden_ratio,
         "moe_norm": experts.norm,
         "freeze_moe": experts.freeze,
+        "aux_loss_weight": experts.aux_loss_weight,
     }
 
 

@@ -1,5 +1,8 @@
 """Adapter that makes MoELayer usable as the FFN of a timm block."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from timm.models import register_notrace_module
 from torch import Tensor, nn
@@ -13,11 +16,15 @@ _LAYER = ".mlp.moe"  # suffix of an MoE layer's name after its block's name
 class MoEMlp(nn.Module):
     """An MoE layer with the interface of a block's FFN, which maps a tensor to a tensor.
 
-    timm's block expects one result, so the auxiliary loss is stored here until `take_aux_loss`
-    collects it. If `frozen`, the layer stays in evaluation mode (no noise, the capacity of
-    evaluation) and has no auxiliary loss.
+    timm's block expects one result, so in training mode the gradient of `aux_loss_weight` times the
+    auxiliary loss is attached to the output: any loss of the output also balances the experts.
+    Within `separate_aux_loss` it is not attached. `take_aux_loss` collects the losses. If `frozen`,
+    the layer stays in evaluation mode (no noise, the capacity of evaluation) and has no auxiliary
+    loss.
 
     Attributes:
+        aux_loss_weight: factor of the attached gradient, a number or a scalar tensor. It includes
+            the factor by which the loss of the output is scaled, if any.
         top_k, capacity_factor: values in training mode; None: as the layer is configured. A
             schedule sets them between two steps.
         random_share: share of the tokens that get random experts in training mode. A schedule sets
@@ -32,6 +39,7 @@ class MoEMlp(nn.Module):
         eval_capacity_factor: float,
         frozen: bool = False,
         eval_batch_prioritized: bool | None = None,
+        aux_loss_weight: float | Tensor = 0.0,
     ) -> None:
         super().__init__()
         self.moe = moe.requires_grad_(not frozen)
@@ -41,6 +49,8 @@ class MoEMlp(nn.Module):
         self.eval_capacity_factor = eval_capacity_factor
         self.eval_batch_prioritized = eval_batch_prioritized
         self.frozen = frozen
+        self.aux_loss_weight = aux_loss_weight
+        self.attaches_aux_loss = True
         self.aux_loss: Tensor | None = None
         self.train(self.training)
 
@@ -66,7 +76,11 @@ class MoEMlp(nn.Module):
             }
         y, aux_loss = self.moe(x, **routing, **options)
         if self.frozen:
-            aux_loss = None
+            self.aux_loss = None
+            return y
+        if self.training and self.attaches_aux_loss and aux_loss.requires_grad:
+            y = _AttachedLoss.apply(y, aux_loss, self.aux_loss_weight)
+            aux_loss = aux_loss.detach()
         self.aux_loss = aux_loss
         return y
 
@@ -79,6 +93,40 @@ class MoEMlp(nn.Module):
         return self.__dict__ | {"aux_loss": None}
 
 
+class _AttachedLoss(torch.autograd.Function):
+    """y [..., M] unchanged. Its backward pass adds `weight` to the gradient of a scalar loss.
+
+    Source: Megatron-LM, MoEAuxLossAutoScaler.
+    """
+
+    @staticmethod
+    def forward(y: Tensor, loss: Tensor, weight: float | Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
+        _, loss, ctx.weight = inputs
+        ctx.dtype = loss.dtype
+
+    @staticmethod
+    def backward(ctx, y_grad: Tensor) -> tuple:
+        return y_grad, y_grad.new_ones((), dtype=ctx.dtype) * ctx.weight, None
+
+
+@contextmanager
+def separate_aux_loss(model: nn.Module) -> Iterator[None]:
+    """In a forward pass in this context, the layers do not attach their auxiliary losses. The
+    caller adds `take_aux_loss` to the loss."""
+    layers = [module for module in model.modules() if isinstance(module, MoEMlp)]
+    for layer in layers:
+        layer.attaches_aux_loss = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.attaches_aux_loss = True
+
+
 def frozen_moe(model: nn.Module) -> nn.ModuleList:
     """The MoE layers that are not trained. Their weights do not change during training."""
     layers = [module for module in model.modules() if isinstance(module, MoEMlp)]
@@ -86,9 +134,10 @@ def frozen_moe(model: nn.Module) -> nn.ModuleList:
 
 
 def take_aux_loss(model: nn.Module) -> Tensor:
-    """Return and clear the sum of the auxiliary losses of the latest forward pass.
+    """Return and clear the unweighted sum of the auxiliary losses of the latest forward pass.
 
-    The sum is 0 for a dense model.
+    It has a gradient only after a pass within `separate_aux_loss`: an attached loss is not counted
+    twice. The sum is 0 for a dense model.
     """
     layers = [module for module in model.modules() if isinstance(module, MoEMlp)]
     losses = [layer.aux_loss for layer in layers if layer.aux_loss is not None]

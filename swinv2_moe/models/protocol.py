@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moe_core import MoEConfig, MoELayer
 from moe_core.parallel import ExpertGroup, ParallelStrategy
 from swinv2_moe.config import PUBLISHED_MOE
-from swinv2_moe.models.moe_mlp import MoEMlp, take_aux_loss
+from swinv2_moe.models.moe_mlp import MoEMlp, separate_aux_loss, take_aux_loss
 
 # The experts' biases have two dimensions, so timm does not recognise them as biases.
 _NO_WEIGHT_DECAY = (
@@ -55,6 +55,7 @@ class MoEModel(nn.Module):
             replaces.
         moe_norm: position of the norm in a block with experts; "post": the model's usual position.
         freeze_moe: the MoE layers are not trained, and route as in evaluation.
+        aux_loss_weight: factor of the auxiliary losses in training mode (`set_aux_loss_weight`).
         expert_group: the ranks over which the experts are distributed; None: this process has all
             experts.
         expert_strategy: how the ranks exchange tokens; "auto": the tuner searches.
@@ -79,12 +80,15 @@ class MoEModel(nn.Module):
         hidden_ratio: float = 1.0,
         moe_norm: str = "post",
         freeze_moe: bool = False,
+        aux_loss_weight: float = 0.01,
         expert_group: ExpertGroup | dist.ProcessGroup | None = None,
         expert_strategy: ParallelStrategy | str = ParallelStrategy(),  # noqa: B008 - frozen
         device=None,
         dtype=None,
         **kwargs,
     ) -> None:
+        if not 0 <= aux_loss_weight < math.inf:
+            raise ValueError(f"aux_loss_weight ({aux_loss_weight}) must be finite and not negative")
         super().__init__(device=device, dtype=dtype, **kwargs)
         # one object for all layers, because the layers share its state
         expert_group = ExpertGroup.of(expert_group)
@@ -107,7 +111,11 @@ class MoEModel(nn.Module):
                     capacity_factor = config.capacity_factor
                 layer = MoELayer(config, expert_group, strategy=expert_strategy, device=device)
                 block.mlp = MoEMlp(
-                    layer.to(dtype), capacity_factor, freeze_moe, eval_batch_prioritized
+                    layer.to(dtype),
+                    capacity_factor,
+                    freeze_moe,
+                    eval_batch_prioritized,
+                    aux_loss_weight,
                 )
                 self.place_norm(block, moe_norm)
         self.init_weights(needs_reset=False)
@@ -184,9 +192,28 @@ class MoEModel(nn.Module):
         """The names of the classifier's weight and bias."""
         return f"{self.classifier}.weight", f"{self.classifier}.bias"
 
+    @torch.jit.ignore
+    def set_aux_loss_weight(self, weight: float | Tensor) -> None:
+        """Set the factor of the auxiliary losses in training mode: a number or a scalar tensor.
+
+        In training mode their gradient is attached to the outputs of the MoE layers, so that
+        `cross_entropy(model(images), targets).backward()` also balances the experts. A loss that is
+        multiplied by a factor before `backward` (a loss scale, 1 / accumulated batches) needs the
+        weight multiplied by the same factor. `forward_with_aux` does not use the weight.
+
+        Source: Megatron-LM, MoEAuxLossAutoScaler.
+        """
+        for module in self.modules():
+            if isinstance(module, MoEMlp):
+                module.aux_loss_weight = weight
+
     def forward_with_aux(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """images [B, C, H, W] -> logits [B, classes] and the sum of the auxiliary losses."""
-        return self(images), take_aux_loss(self)
+        """images [B, C, H, W] -> logits [B, classes] and the sum of the auxiliary losses.
+
+        The sum is unweighted, and its gradient is not attached to the logits."""
+        with separate_aux_loss(self):
+            logits = self(images)
+        return logits, take_aux_loss(self)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:

@@ -12,6 +12,7 @@ from mmdet.registry import MODELS
 from moe_core import moe_layers
 from swinv2_moe.detection import registry  # noqa: F401
 from swinv2_moe.errors import UserError
+from swinv2_moe.models import separate_aux_loss
 
 TINY = {
     "embed_dim": 8,
@@ -77,17 +78,21 @@ def test_init_weights_leaves_the_trunk_alone():
 
 @pytest.mark.parametrize("with_cp", [False, True])
 def test_every_parameter_has_a_gradient(with_cp):
-    """Also with recomputed activations, where a reentrant checkpoint would lose the auxiliary
-    loss."""
-    backbone = make(with_cp=with_cp).train()
-    loss = sum(x.square().mean() for x in backbone(torch.randn(1, 3, 64, 64)))
-    aux_loss = backbone.aux_loss()
-    assert aux_loss.requires_grad
-    aux_loss.backward(retain_graph=True)
-    layers = moe_layers(backbone).values()
-    assert all(layer.router.weight.grad.any() for layer in layers)
-    loss.backward()
+    """Also with recomputed activations. The auxiliary loss is attached, as for any detector, or
+    separate."""
+    backbone = make(with_cp=with_cp, moe={"gate_noise": 0.0}).train()
+    routers = [layer.router.weight for layer in moe_layers(backbone).values()]
+    images = torch.randn(1, 3, 64, 64)
+    sum(0 * x.sum() for x in backbone(images)).backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
+    attached = [router.grad.clone() for router in routers]
+    assert all(gradient.any() for gradient in attached)
+    backbone.zero_grad()
+    with separate_aux_loss(backbone):
+        backbone(images)
+    backbone.aux_loss().backward()
+    for router, gradient in zip(routers, attached, strict=True):
+        torch.testing.assert_close(router.grad, gradient)
 
 
 def test_aux_loss_is_weighted():

@@ -5,6 +5,7 @@ import copy
 import pickle
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from timm.models.swin_transformer_v2 import SwinTransformerV2, window_partition, window_reverse
@@ -17,6 +18,7 @@ from swinv2_moe.models import (
     SwinTransformerV2MoE,
     WithAuxLoss,
     load_dense,
+    separate_aux_loss,
     take_aux_loss,
 )
 
@@ -188,7 +190,8 @@ def test_experts_are_where_moe_blocks_says(make_model, nano):
 
 def test_take_aux_loss_sums_the_layers_and_clears(make_model, images):
     model = make_model(4, moe={"gate_noise": 1.0, "aux_loss": "gshard"})
-    logits = model(images)
+    with separate_aux_loss(model):
+        logits = model(images)
     waiting = [m.aux_loss for m in model.modules() if isinstance(m, MoEMlp)]
     assert len(waiting) == 2
     aux_loss = take_aux_loss(model)
@@ -210,6 +213,69 @@ def test_a_model_can_be_copied_and_pickled_after_a_forward(make_model, images):
         assert take_aux_loss(twin) == 0
         torch.testing.assert_close(twin(images), model(images))
     assert take_aux_loss(model) != 0
+
+
+@pytest.mark.parametrize("form", ["eager", "checkpoint", "reentrant", "compiled"])
+def test_a_loss_of_the_logits_alone_balances(form, make_model, images, monkeypatch):
+    """Once: a loss that is attached adds no gradient where it is also added."""
+    model = make_model(4, moe={"aux_loss": "gshard"}, aux_loss_weight=0.7).double()
+    images, targets = images.double(), torch.arange(4)
+
+    def gradients(loss):
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    logits, aux_loss = model.forward_with_aux(images)
+    task = F.cross_entropy(logits, targets)
+    unbalanced = gradients(task + 0 * aux_loss)
+    logits, aux_loss = model.forward_with_aux(images)
+    expected = gradients(F.cross_entropy(logits, targets) + 0.7 * aux_loss)
+
+    run = model
+    if form == "compiled":
+        torch.compiler.reset()
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr("timm.layers.config._USE_REENTRANT_CKPT", form == "reentrant")
+    model.set_grad_checkpointing(form in ("checkpoint", "reentrant"))
+    found = gradients(F.cross_entropy(run(images), targets) + 5 * take_aux_loss(model))
+    logits, aux_loss = model.forward_with_aux(images)
+    explicit = gradients(F.cross_entropy(logits, targets) + 0.7 * aux_loss)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+        torch.testing.assert_close(explicit[name], gradient)
+    router = "layers.1.blocks.1.mlp.moe.router.weight"
+    assert (expected[router] - unbalanced[router]).abs().max() > 1e-3
+
+
+def test_the_weight_of_the_attached_loss(make_model, images):
+    """A number or a tensor, changed between steps; no gradient in evaluation and of frozen
+    layers."""
+
+    def gradient(model):
+        model.zero_grad()
+        (0 * model(images).sum()).backward()
+        return model.layers[1].blocks[1].mlp.moe.router.weight.grad
+
+    model = make_model(4, moe={"aux_loss": "gshard"})
+    default = gradient(model)
+    assert default.any()
+    for weight in (0.02, torch.tensor(0.02)):
+        model.set_aux_loss_weight(weight)
+        torch.testing.assert_close(gradient(copy.deepcopy(model)), 2 * default)
+    assert not gradient(model.eval()).any()
+    assert gradient(make_model(4, freeze_moe=True)) is None
+    with pytest.raises(ValueError, match=r"aux_loss_weight \(-1\) must be finite"):
+        make_model(4, aux_loss_weight=-1)
+
+
+def test_features_balance_without_the_head(images):
+    model = timm.create_model(
+        "swinv2_moe_nano_window4_16", num_experts=4, features_only=True, aux_loss_weight=0.5
+    )
+    (0 * model(images)[-1].sum()).backward()
+    routers = [layer.router.weight.grad for layer in moe_layers(model).values()]
+    assert all(gradient.any() for gradient in routers)
 
 
 def loss_and_gradients(model, images):
