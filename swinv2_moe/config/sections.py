@@ -291,7 +291,8 @@ class TrainConfig:
     use_checkpoint: bool = False  # recompute activations in the backward pass
     # shard the shared parameters, their gradients and moments over the ranks (FSDP2)
     shard_trunk: bool = False
-    ema_decay: float = 0.0  # decay of the averaged weights; 0: none
+    # decay of the averaged weights, t / (t + 9) after t steps where that is less; 0: none
+    ema_decay: float = 0.0
     max_steps: int = 0  # stop after this many steps, also inside an epoch; 0: no limit
     # report the first time of this validation accuracy, percent; 0: none
     target_top1: float = 0.0

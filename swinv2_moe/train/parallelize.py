@@ -81,15 +81,25 @@ def shard_trunk(model: MoEModel, world: World) -> None:
 def averaged_copy(model: MoEModel, world: World, decay: float, shard: bool) -> ModelEmaV3 | None:
     """The moving average of the weights, sharded like the weights; None if `decay` is 0.
 
+    `update(model, step)` (steps from 1) uses the decay min(`decay`, t / (t + 9)) after t earlier
+    steps, about that of TensorFlow's ExponentialMovingAverage with `num_updates`. It averages over
+    at most the last tenth of the run so far, whatever `decay` is.
+
     Call it before `parallelize`: a sharded model cannot be copied.
     """
     if not decay:
         return None
-    if world.size == 1 or not shard:
-        return ModelEmaV3(model, decay=decay)
-    # foreach operators cannot mix sharded tensors and others
-    average = ModelEmaV3(model, decay=decay, foreach=False)
-    shard_trunk(average.module, world)
+    is_sharded = shard and world.size > 1
+    average = ModelEmaV3(
+        model,
+        decay=decay,
+        use_warmup=True,
+        warmup_gamma=9.0,
+        warmup_power=1.0,
+        foreach=not is_sharded,  # foreach operators cannot mix sharded tensors and others
+    )
+    if is_sharded:
+        shard_trunk(average.module, world)
     return average
 
 

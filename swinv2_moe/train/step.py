@@ -219,5 +219,5 @@ class TrainingStep:
             self.skipped_in_a_row += 1
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema and is_finite:
-            self.ema.update(self.model)
+            self.ema.update(self.model, step + 1)
         return was_skipped

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from swinv2_moe.config import train_config
+from swinv2_moe.data import Batch
 from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.optim import (
@@ -136,6 +137,23 @@ def test_the_average_is_what_is_validated_and_saved(make_trainer, save, tmp_path
     twin = make_trainer({"TRAIN.EMA_DECAY": 0.5})
     twin.resume(open_checkpoint(directory))
     assert twin.validate() == accuracy
+
+
+def test_a_slow_average_follows_a_short_run(make_trainer):
+    """The decay after t earlier steps is t / (t + 9), up to TRAIN.EMA_DECAY."""
+    step = make_trainer({"TRAIN.EMA_DECAY": 0.9999}).step
+    images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    batch = Batch(images, torch.arange(4), [])
+    expected = {}
+    for t in range(4):
+        step.run([batch], t)
+        for name, value in step.model.state_dict().items():
+            now = value.double()
+            before = expected.get(name, now)
+            expected[name] = before + (now - before) * 9 / (t + 9)
+    for name, value in step.ema.module.state_dict().items():
+        torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=1e-6)
+    assert [step.ema.get_decay(number) for number in (1, 10, 10**6)] == [0, 0.5, 0.9999]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
