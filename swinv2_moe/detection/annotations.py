@@ -5,36 +5,45 @@ N annotations, I images
 
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from swinv2_moe.data.images import MAX_PIXELS
-from swinv2_moe.errors import UserError, short
+from swinv2_moe.detection.masks import has_area, mask_problem
+from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import check_inner_path, read_json
 
 MAX_BYTES = 1 << 33  # of an annotation file. COCO's have 0.5 GB, the largest public ones 6 GB.
 # Pixels by which a box may exceed its image: COCO's boxes are rounded to hundredths.
 OUTSIDE = 1.0
-# Allowed share of boxes without area. COCO 2017 has 2 among 860,001 (annotations 918 and 2206849),
-# which mmdetection omits.
+# Allowed share of objects without area. COCO 2017 has 2 among 860,001 (annotations 918 and
+# 2206849), which mmdetection omits.
 NO_AREA_SHARE = 1e-4
+# Images whose size is compared with their file, evenly spaced. A header takes 0.1 ms on a local
+# disk, so that the 118,287 of COCO 2017 would take 13 s, and minutes on a network's disk.
+MAX_HEADERS = 10_000
 _MAX_NUMBER = 2**53  # absolute value; floats do not represent all larger integers
-_MAX_OUTLINE = 2**24  # pixels
+# Pillow's names of the formats that OpenCV decodes for mmdetection, and those among them that it
+# turns by their EXIF orientation. Pillow gives the turned size of a TIFF, as OpenCV does.
+_FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "PPM", "JPEG2000")
+_TURNED_FORMATS = ("JPEG", "MPO", "PNG")
 _TABLES = ("images", "annotations", "categories")
 _KEYS = {
-    "images": {"id": int, "file_name": str, "width": int, "height": int},
+    "images": {"id": (int,), "file_name": (str,), "width": (int,), "height": (int,)},
     "annotations": {
-        "id": int,
-        "image_id": int,
-        "category_id": int,
-        "bbox": list,
+        "id": (int,),
+        "image_id": (int,),
+        "category_id": (int,),
+        "bbox": (list,),
         "area": (int, float),
-        "iscrowd": int,
+        "iscrowd": (int,),
     },
-    "categories": {"id": int, "name": str},
+    "categories": {"id": (int,), "name": (str,)},
 }
 
 
@@ -49,15 +58,25 @@ class Annotations:
     crowd_boxes: int  # regions of many objects: ignored in training and evaluation
     thin_boxes: int  # less than a pixel wide or high: omitted
     images_without_boxes: int  # omitted from training, part of evaluation
+    sizes_compared: int  # images whose size was compared with their file
     class_names: list[str]
+    missing_classes: list[str]  # classes of the model that the file does not have
+    unknown_classes: list[str]  # classes of the file that the model does not have: ignored
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"{self.file}: "
             f"{len(self.image_files):,} images ({self.images_without_boxes:,} without objects), "
             f"{self.boxes:,} objects ({self.crowd_boxes:,} crowds, "
             f"{self.thin_boxes:,} thinner than a pixel), {len(self.class_names):,} classes"
         )
+        if self.sizes_compared < len(self.image_files):
+            text += f"; size compared with the file for {self.sizes_compared:,} images"
+        if self.missing_classes:
+            text += f"; evaluated without the model's classes {_listed(self.missing_classes)}"
+        if self.unknown_classes:
+            text += f"; ignores the classes {_listed(self.unknown_classes)}, not the model's"
+        return text
 
 
 def check_annotations(
@@ -65,6 +84,9 @@ def check_annotations(
     images: str | Path,
     class_names: Sequence[str] | None = None,
     masks: bool = True,
+    *,
+    by_runner: bool = False,
+    turned: bool = True,
 ) -> Annotations:
     """Read an annotation file and check its consistency with the images and the model's classes.
 
@@ -74,11 +96,16 @@ def check_annotations(
         images: the directory of the images; file names are relative to it.
         class_names: the model's classes in order; None: those of the file.
         masks: every object must have its segmentation.
+        by_runner: the file is used by MoERunner, which numbers annotations again and finds classes
+            by name. mmdetection alone needs annotation ids from 1 on, and the model's classes, all
+            and in order.
+        turned: images are read upright, according to their EXIF orientation.
 
     Raises:
-        UserError: a missing or empty file or image, or a file of another format; duplicate or
-            unknown ids; an image outside `images` or with more than MAX_PIXELS; no boxes, boxes
-            outside their images, or too many without area (1 in 10,000); masks that do not fit
+        UserError: a missing, empty or unreadable file or image, or a file of another format;
+            duplicate, negative or unknown ids; an image outside `images`, of another size than
+            its file, or with more than MAX_PIXELS; no boxes, boxes outside their images, areas
+            larger than them, or too many without area (1 in 10,000); masks that cannot be drawn in
             their images; missing classes or another order of classes. The message names the file,
             the first annotation or image with its value, and the number of such errors.
     """
@@ -86,34 +113,30 @@ def check_annotations(
     tables = _read(file)
     for table, keys in _KEYS.items():
         _check_keys(file, table, tables[table], keys)
-        _check_unique(file, table, np.array([row["id"] for row in tables[table]], np.int64))
-    _check_classes(file, tables["categories"], class_names)
-    rows = tables["annotations"]
-    sizes = [[row["width"], row["height"]] for row in tables["images"]]
-    sizes = np.array(sizes, np.int64).reshape(-1, 2)
-    _check(file, _IMAGE, tables["images"], (sizes < 1).any(1), "{width} x {height} px")
-    is_too_large = sizes.astype(float).prod(1) > MAX_PIXELS
-    problem = f"{{width}} x {{height}} px, the limit is {MAX_PIXELS:,}"
-    _check(file, _IMAGE, tables["images"], is_too_large, problem)
+        ids = np.array([row["id"] for row in tables[table]], np.int64)
+        _check_ids(file, table, ids, by_runner)
+    rows, categories = tables["annotations"], tables["categories"]
+    names = [row["name"] for row in categories]
+    missing, unknown = _compare_classes(file, names, class_names, by_runner)
+    sizes = _image_sizes(file, tables["images"])
     image_of = _indices_of(file, rows, "image_id", tables["images"])
-    _indices_of(file, rows, "category_id", tables["categories"])
-    thin = _check_boxes(file, rows, sizes[image_of])
-    if masks:
-        without = [not row.get("segmentation") for row in rows]
-        _check(file, _NAME, rows, without, "no segmentation, which a mask needs")
-        _check_masks(file, rows, sizes[image_of])
-    names = [row["file_name"] for row in tables["images"]]
+    _indices_of(file, rows, "category_id", categories)
+    thin = _check_objects(file, rows, sizes[image_of], masks)
+    image_files = [row["file_name"] for row in tables["images"]]
     _check_names(file, tables["images"])
-    _check_files(file, Path(images), names)
+    _check_files(file, Path(images), image_files)
     return Annotations(
         file=file,
-        image_files=names,
+        image_files=image_files,
         image_sizes=sizes,
         boxes=len(rows),
-        crowd_boxes=sum(bool(row["iscrowd"]) for row in rows),
+        crowd_boxes=sum(row["iscrowd"] for row in rows),
         thin_boxes=thin,
-        images_without_boxes=len(names) - len(np.unique(image_of)),
-        class_names=[row["name"] for row in tables["categories"]],
+        images_without_boxes=len(image_files) - len(np.unique(image_of)),
+        sizes_compared=_check_headers(file, Path(images), tables["images"], turned),
+        class_names=names,
+        missing_classes=missing,
+        unknown_classes=unknown,
     )
 
 
@@ -141,15 +164,14 @@ def _read(file: str) -> dict[str, list[dict]]:
     return content
 
 
-def _check_keys(
-    file: str, table: str, rows: list, keys: dict[str, type | tuple[type, ...]]
-) -> None:
+def _check_keys(file: str, table: str, rows: list, keys: dict[str, tuple[type, ...]]) -> None:
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise UserError(f'{file}: entry {number} of "{table}" is {short(row)}, not an object')
         for key, kind in keys.items():
             value = row.get(key)
-            if not isinstance(value, kind) or (isinstance(value, int) and abs(value) > _MAX_NUMBER):
+            # not isinstance: True is an int
+            if type(value) not in kind or (type(value) is int and abs(value) > _MAX_NUMBER):
                 problem = f'has no "{key}"'
                 if key in row:
                     problem = f'"{key}" is {short(value)}'
@@ -158,35 +180,64 @@ def _check_keys(
                 )
 
 
-def _check_unique(file: str, table: str, ids: np.ndarray) -> None:
+def _check_ids(file: str, table: str, ids: np.ndarray, by_runner: bool) -> None:
     values, counts = np.unique(ids, return_counts=True)
     if len(values) < len(ids):
         twice = values[counts > 1]
         raise UserError(
             f'{file}: the id {twice[0]} comes more than once in "{table}"{_such(len(twice))}'
         )
+    first, reason = 0, "ids start at 0"
+    if table == "annotations":
+        if by_runner:
+            return
+        first, reason = 1, "COCO's evaluation takes 0 for no match; number annotations from 1 on"
+    if values[0] < first:
+        wrong = _such(int((values < first).sum()))
+        raise UserError(f'{file}: the id {values[0]} in "{table}": {reason}{wrong}')
 
 
-def _check_classes(file: str, categories: list[dict], class_names: Sequence[str] | None) -> None:
-    """Check the classes: mmdetection numbers them in the file's order and ignores missing names."""
-    names = [row["name"] for row in categories]
+def _compare_classes(
+    file: str, names: list[str], class_names: Sequence[str] | None, by_runner: bool
+) -> tuple[list[str], list[str]]:
+    """The model's classes that the file lacks, and those of the file that the model lacks.
+
+    mmdetection numbers classes in the file's order and ignores missing names.
+    """
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"{file}: the category {short(twice)} comes more than once")
     if class_names is None:
-        return
+        return [], []
     missing = [name for name in class_names if name not in names]
-    if missing:
+    unknown = [name for name in names if name not in class_names]
+    if missing and (not by_runner or len(missing) == len(class_names)):
+        also = ""
+        if unknown:
+            also = f"; it has {_listed(unknown)}, not the model's"
         raise UserError(
-            f"{file}: no category {missing[0]!r}, which the model is to know{_such(len(missing))}"
+            f"{file}: no category {missing[0]!r}, which the model is to know"
+            f"{_such(len(missing))}{also}"
         )
-    file_order = [name for name in names if name in class_names]
-    for expected, name in zip(class_names, file_order, strict=True):
-        if expected != name:
-            raise UserError(
-                f"{file}: its categories come in another order than the model's: {name!r}, not"
-                f" {expected!r}"
-            )
+    if not by_runner:
+        file_order = [name for name in names if name in class_names]
+        for expected, name in zip(class_names, file_order, strict=True):
+            if expected != name:
+                raise UserError(
+                    f"{file}: its categories come in another order than the model's: {name!r}, not"
+                    f" {expected!r}"
+                )
+    return missing, unknown
+
+
+def _image_sizes(file: str, images: list[dict]) -> np.ndarray:
+    """Width and height of each image as the file gives them, int64 [I, 2]."""
+    sizes = np.array([[row["width"], row["height"]] for row in images], np.int64).reshape(-1, 2)
+    _check(file, _IMAGE, images, (sizes < 1).any(1), "{width} x {height} px")
+    is_too_large = sizes.astype(float).prod(1) > MAX_PIXELS
+    problem = f"{{width}} x {{height}} px, the limit is {MAX_PIXELS:,}"
+    _check(file, _IMAGE, images, is_too_large, problem)
+    return sizes
 
 
 def _indices_of(file: str, rows: list[dict], key: str, owners: list[dict]) -> np.ndarray:
@@ -204,11 +255,28 @@ def _indices_of(file: str, rows: list[dict], key: str, owners: list[dict]) -> np
     return place
 
 
-def _check_boxes(file: str, rows: list[dict], sizes: np.ndarray) -> int:
-    """Check the boxes and return the number of those thinner than a pixel.
+def _check_objects(file: str, rows: list[dict], sizes: np.ndarray, masks: bool) -> int:
+    """Check boxes, areas and masks, and return the number of boxes thinner than a pixel.
 
-    `sizes` [N, 2]: width and height of the boxes' images.
+    `sizes` [N, 2]: width and height of the objects' images.
     """
+    is_odd = [row["iscrowd"] not in (0, 1) for row in rows]
+    _check(file, _NAME, rows, is_odd, '"iscrowd" is {iscrowd}, neither 0 nor 1')
+    extent = _check_boxes(file, rows, sizes)
+    area = np.array([row["area"] for row in rows], np.float64)
+    # A box may exceed its image on both sides. The evaluation ignores objects from 10^10 px² on.
+    fits = (area >= 0) & (area <= (sizes + 2 * OUTSIDE).prod(1))
+    _check_of_image(file, rows, sizes, ~fits, "the area {area} is not between 0 and that of")
+    no_area = (extent == 0).any(1)
+    _check_share(file, rows, no_area, "the box {bbox} has no area")
+    _check_share(file, rows, area == 0, 'its "area" is 0, so that mmdetection omits it')
+    if masks:
+        _check_masks(file, rows, sizes)
+    return int((extent < 1).any(1).sum())
+
+
+def _check_boxes(file: str, rows: list[dict], sizes: np.ndarray) -> np.ndarray:
+    """Check the boxes and return their widths and heights, [N, 2]. `sizes` as above."""
     wrong = [len(row["bbox"]) != 4 or not all(map(_is_number, row["bbox"])) for row in rows]
     _check(file, _NAME, rows, wrong, "the box {bbox} is not four numbers")
     boxes = np.array([row["bbox"] for row in rows], np.float64)
@@ -216,57 +284,39 @@ def _check_boxes(file: str, rows: list[dict], sizes: np.ndarray) -> int:
     corner, extent = boxes[:, :2], boxes[:, 2:]
     _check(file, _NAME, rows, (extent < 0).any(1), "the box {bbox} has a negative width or height")
     outside = (corner < -OUTSIDE).any(1) | (corner + extent > sizes + OUTSIDE).any(1)
-    if outside.any():
-        width, height = sizes[outside.argmax()]
-        what = f"the box {{bbox}} reaches outside its image of {width} x {height} px"
-        _check(file, _NAME, rows, outside, what)
-    no_area = (extent == 0).any(1)
-    if no_area.sum() > NO_AREA_SHARE * len(rows):
-        _check(file, _NAME, rows, no_area, "the box {bbox} has no area")
-    return int((extent < 1).any(1).sum())
+    _check_of_image(file, rows, sizes, outside, "the box {bbox} reaches outside")
+    return extent
+
+
+def _check_of_image(
+    file: str, rows: list[dict], sizes: np.ndarray, wrong: np.ndarray, what: str
+) -> None:
+    if wrong.any():
+        width, height = sizes[wrong.argmax()]
+        _check(file, _NAME, rows, wrong, f"{what} its image of {width} x {height} px")
+
+
+def _check_share(file: str, rows: list[dict], wrong: Sequence[bool], what: str) -> None:
+    if sum(wrong) > NO_AREA_SHARE * len(rows):
+        _check(file, _NAME, rows, wrong, what)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _MAX_NUMBER)
+    return type(value) is float or (type(value) is int and abs(value) <= _MAX_NUMBER)
 
 
 def _check_masks(file: str, rows: list[dict], sizes: np.ndarray) -> None:
-    """Check the masks: pycocotools allocates as much memory as their size or outline requires.
+    """Check the masks: pycocotools fails, or allocates as much memory as their outline requires.
 
-    `sizes` as in `_check_boxes`.
+    `sizes` as in `_check_objects`.
     """
-    wrong = []
-    for row, (width, height) in zip(rows, sizes.tolist(), strict=True):
-        wrong.append(not _is_drawable(row["segmentation"], width, height))
-    if any(wrong):
-        width, height = sizes[wrong.index(True)]
-        problem = f"its segmentation does not fit an image of {width} x {height} px"
-        _check(file, _NAME, rows, wrong, problem)
-
-
-def _is_drawable(segmentation: object, width: int, height: int) -> bool:
-    """Whether a mask has its image's size, or all polygons an outline of at most _MAX_OUTLINE."""
-    if isinstance(segmentation, dict):
-        return segmentation.get("size", [height, width]) == [height, width]
-    try:
-        return all(
-            _bound(polygon) <= _MAX_OUTLINE or _outline(polygon) <= _MAX_OUTLINE
-            for polygon in segmentation
-        )
-    except (TypeError, ValueError, OverflowError):  # no polygons, or not of numbers
-        return False
-
-
-def _bound(polygon: list) -> float:
-    """An upper bound of the outline and each number, fast to compute for millions of polygons."""
-    return 2 * sum(map(abs, polygon))
-
-
-def _outline(polygon: list) -> float:
-    """Pixels of the outline, or the largest number if that is larger."""
-    points = np.array(polygon, np.float64).reshape(-1, 2)
-    steps = np.abs(np.diff(points, axis=0, append=points[:1])).max(1)
-    return np.maximum(steps.sum(), np.abs(points).max())
+    without = [not row.get("segmentation") for row in rows]
+    _check(file, _NAME, rows, without, "no segmentation, which a mask needs")
+    masks = [row["segmentation"] for row in rows]
+    problems = [mask_problem(mask, *size) for mask, size in zip(masks, sizes.tolist(), strict=True)]
+    _check_problems(file, _NAME, rows, problems)
+    empty = [not has_area(mask, *size) for mask, size in zip(masks, sizes.tolist(), strict=True)]
+    _check_share(file, rows, empty, "segmentation {segmentation} has no pixel in its image")
 
 
 def _check(file: str, name: str, rows: list[dict], wrong: Iterable[bool], what: str) -> None:
@@ -277,6 +327,13 @@ def _check(file: str, name: str, rows: list[dict], wrong: Iterable[bool], what: 
         raise UserError(
             f"{file}: {name.format_map(row)}: {what.format_map(row)}{_such(int(wrong.sum()))}"
         )
+
+
+def _check_problems(file: str, name: str, rows: list[dict], problems: list[str | None]) -> None:
+    """Raise UserError for the first row that has a problem, a text with values of the file."""
+    first = next(filter(None, problems), "")
+    literal = first.replace("{", "{{").replace("}", "}}")  # braces of values are no fields
+    _check(file, name, rows, [problem is not None for problem in problems], literal)
 
 
 def _check_names(file: str, images: list[dict]) -> None:
@@ -295,6 +352,48 @@ def _check_files(file: str, directory: Path, names: list[str]) -> None:
         if affected:
             share = f"{len(affected):,} of its {len(names):,} images are {problem}"
             raise UserError(f"{file}: {share} in {directory}, the first: {affected[0]}")
+
+
+def _check_headers(file: str, directory: Path, images: list[dict], turned: bool) -> int:
+    """Compare sizes with those of the files, and return the number of compared images."""
+    count = min(len(images), MAX_HEADERS)
+    rows = [images[i * len(images) // count] for i in range(count)]
+    with ThreadPoolExecutor(16) as pool:  # a network's disk takes milliseconds to answer
+        problems = list(pool.map(lambda row: _header_problem(directory, row, turned), rows))
+    _check_problems(file, _IMAGE, rows, problems)
+    return count
+
+
+def _header_problem(directory: Path, row: dict, turned: bool) -> str | None:
+    """What contradicts the size of an image in its file as mmdetection reads it; None: nothing."""
+    try:
+        with Image.open(directory / row["file_name"], formats=_FORMATS) as image:
+            stored, size = image.size, image.size
+            if turned and image.format in _TURNED_FORMATS and _orientation(image) in (5, 6, 7, 8):
+                size = stored[::-1]
+    except UnidentifiedImageError:
+        return f"not an image in a format that mmdetection reads: {', '.join(_FORMATS)}"
+    except Exception as error:  # Pillow's readers raise OSError, SyntaxError and others
+        return f"not an image that can be read ({one_line(str(error))})"
+    if size == (row["width"], row["height"]):
+        return None
+    said = f"{row['width']} x {row['height']} px here, {size[0]} x {size[1]} in its file"
+    if size != stored:
+        said += (
+            f", which an EXIF orientation turns; if boxes follow the stored {stored[0]} x"
+            f" {stored[1]} px, set color_type='color_ignore_orientation' in LoadImageFromFile"
+        )
+    return said
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """The orientation in EXIF data. OpenCV does not read the one that XMP may have."""
+    exif = Image.Exif()
+    try:
+        exif.load(image.info.get("exif", b""))
+        return exif.get(ExifTags.Base.Orientation)
+    except Exception:  # broken data: Pillow raises SyntaxError, struct.error and others
+        return None
 
 
 def file_sizes(directory: Path, names: Iterable[str]) -> dict[str, int]:
@@ -317,6 +416,14 @@ def _listing(directory: Path, folder: str) -> list[tuple[str, int]]:
             ]
     except OSError as error:
         raise UserError(f"{directory / folder}: cannot be read ({error.strerror})") from error
+
+
+def _listed(names: list[str]) -> str:
+    """The first three names and the number of further ones."""
+    text = ", ".join(map(short, names[:3]))
+    if len(names) > 3:
+        text += f" and {len(names) - 3:,} more"
+    return text
 
 
 def _such(count: int) -> str:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import ExifTags, Image
 
+from swinv2_moe.detection import annotations
 from swinv2_moe.detection.annotations import check_annotations, file_sizes
 from swinv2_moe.errors import UserError
 
@@ -39,7 +41,7 @@ def content() -> dict:
         "annotations": [
             box(5),
             box(6, image=2, category=3),
-            box(7, image=2, iscrowd=1, segmentation={"counts": "x"}),
+            box(7, image=2, iscrowd=1, segmentation={"size": [80, 100], "counts": [10, 7990]}),
         ],
         "categories": [{"id": 7, "name": "cat"}, {"id": 3, "name": "dog"}],
     }
@@ -50,11 +52,12 @@ def check(tmp_path: Path):
     """Write the content and its images, and check them."""
 
     def run(content: object, **options):
-        for image in content["images"] if isinstance(content, dict) else []:
-            if isinstance(image, dict) and isinstance(image.get("file_name"), str):
+        for image in content["images"]:
+            if isinstance(image, dict):
                 file = tmp_path / "images" / image["file_name"]
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(b"pixels")
+                if not file.exists():
+                    Image.new("L", (100, 80)).save(file)
         (tmp_path / "a.json").write_text(json.dumps(content))
         return check_annotations(tmp_path / "a.json", tmp_path / "images", **options)
 
@@ -80,14 +83,11 @@ def test_counts_what_there_is(check, content) -> None:
 def test_accepts_what_coco_has(check, content) -> None:
     content["annotations"] = [box(n) for n in range(1, 20_001)]
     # annotation 918 of COCO 2017: 2 in 860,001
-    content["annotations"][0] = box(1, bbox=(296.65, 38.33, 1.03, 0.0))
+    content["annotations"][0] = box(1, bbox=(96.65, 38.33, 1.03, 0.0))
     content["annotations"][1] = box(2, bbox=(-0.3, 0.0, 100.9, 80.4))  # rounded over the edge
-    assert (
-        check(
-            content | {"images": [image | {"width": 400} for image in content["images"]]}
-        ).thin_boxes
-        == 1
-    )
+    content["annotations"][2] = box(3, area=0)
+    content["annotations"][3] = box(4, segmentation=[[1, 1, 5, 5, 9, 9]])  # no pixel
+    assert check(content).thin_boxes == 1
 
 
 # What is changed in the file, and what the one line must say
@@ -201,31 +201,136 @@ DAMAGE = {
         lambda c: c["annotations"].append(
             box(8, segmentation={"size": [10**5, 10**5], "counts": "x"})
         ),
-        *("annotation 8", "its segmentation does not fit an image of 100 x 80 px"),
+        *("annotation 8", "size [100000, 100000], not [80, 100]"),
     ),
     "outline of gigabytes": (
         lambda c: c["annotations"].append(box(8, segmentation=[[0, 0, 10**8, 0, 10**8, 10**8]])),
-        *("annotation 8", "its segmentation does not fit"),
+        *("annotation 8", "[0, 0, 100000000,", "an outline of more than 16,777,216 px"),
     ),
     "outline there and back": (
         lambda c: c["annotations"].append(box(8, segmentation=[[0, 0, 99, 79] * 200_000])),
-        *("annotation 8", "its segmentation does not fit"),
+        *("annotation 8", "an outline of more than"),
     ),
     "outline to NaN": (
         lambda c: c["annotations"].append(box(8, segmentation=[[0, 0, 1, 0, 1, float("nan")]])),
-        *("annotation 8", "its segmentation does not fit"),
+        *("annotation 8", "nan", "not finite"),
     ),
     "polygon of texts": (
         lambda c: c["annotations"].append(box(8, segmentation=[["0", "1"]])),
-        *("annotation 8", "does not fit"),
+        *("annotation 8", "['0', '1'] is not a list of numbers"),
     ),
     "polygon that is none": (
         lambda c: c["annotations"].append(box(8, segmentation=7)),
-        "annotation 8",
-        "does not fit",
+        *("annotation 8", "7 is neither a list of polygons nor an RLE"),
     ),
+    "polygon of null": (
+        lambda c: c["annotations"].append(box(8, segmentation=[None])),
+        *("annotation 8", "polygon None is not a list"),
+    ),
+    "polygon of booleans": (
+        lambda c: c["annotations"].append(box(8, segmentation=[[True] * 6])),
+        *("annotation 8", "[True, True", "is not a list of numbers"),
+    ),
+    "polygon of an endless number": (
+        lambda c: c["annotations"].append(box(8, segmentation=[[10**400, 0.5, 1, 1, 1, 1]])),
+        *("annotation 8", "not finite"),
+    ),
+    "polygon beyond the image": (
+        lambda c: c["annotations"].append(box(8, segmentation=[[100, 0, 120, 0, 120, 9]])),
+        *("annotation 8", "[[100, 0, 120, 0, 120, 9]] has no pixel"),
+    ),
+    "polygon that is a line": (
+        lambda c: c["annotations"].append(box(8, segmentation=[[0.1, 0.1, 5.3, 5.3, 9.7, 9.7]])),
+        *("annotation 8", "has no pixel"),
+    ),
+    "mask without foreground": (
+        lambda c: c["annotations"].append(
+            box(8, segmentation={"size": [80, 100], "counts": [8000]})
+        ),
+        *("annotation 8", "has no pixel"),
+    ),
+    "negative area": (
+        lambda c: c["annotations"].append(box(8, area=-1)),
+        *("annotation 8", "the area -1 is not between 0 and that of its image of 100 x 80 px"),
+    ),
+    "area of another image": (  # from 10^10 on the evaluation ignores the object
+        lambda c: c["annotations"].append(box(8, area=1e10)),
+        *("annotation 8", "10000000000.0"),
+    ),
+    "area NaN": (
+        lambda c: c["annotations"].append(box(8, area=float("nan"))),
+        *("annotation 8", "the area nan"),
+    ),
+    "areas of 0": (
+        lambda c: c["annotations"].append(box(8, area=0)),
+        "annotation 8",
+        '"area" is 0',
+    ),
+    "crowd of another kind": (
+        lambda c: c["annotations"].append(box(8, iscrowd=256)),
+        *("annotation 8", '"iscrowd" is 256'),
+    ),
+    "crowd that is a boolean": (
+        lambda c: c["annotations"].append(box(8, iscrowd=True)),
+        *("(id 8)", '"iscrowd" is True'),
+    ),
+    "annotation id 0": (
+        lambda c: c["annotations"].append(box(0)),
+        *('the id 0 in "annotations"', "takes 0 for no match", "number annotations from 1 on"),
+    ),
+    "negative annotation ids": (
+        lambda c: c["annotations"].extend([box(-1), box(-5)]),
+        *('the id -5 in "annotations"', "(2 such)"),
+    ),
+    "negative image id": (lambda c: c["images"][2].update(id=-3), 'the id -3 in "images"'),
+    "id that is a boolean": (lambda c: c["annotations"].append(box(True)), '"id" is True'),
+    "id that is a fraction": (lambda c: c["annotations"].append(box(8.0)), '"id" is 8.0'),
     "no objects at all": (lambda c: c.update(annotations=[]), '"annotations" is empty'),
 }
+
+
+# Run lengths of a mask of 100 x 80 px that no reader decodes, and what the line says.
+RUN_LENGTHS = {
+    "too long": ([10, 5, 100_000], "counts of 100,015 px, not 8,000"),
+    "too short": ([10, 5], "counts of 15 px, not 8,000"),
+    "none": ([], "counts of 0 px"),
+    "negative": ([10, -5, 7995], "the counts [10, -5, 7995], not integers from 0 on"),
+    "of floats": ([10.0, 5.0, 7985.0], "[10.0, 5.0, 7985.0], not integers"),
+    "of booleans": ([True, 7999], "[True, 7999], not integers"),
+    "missing": (None, "the counts None, neither a list nor a string"),
+    "text too short": ("1?", "counts of 16 px"),
+    "text of other characters": ("abcdefg!!", "'abcdefg!!', which cannot be decoded"),
+    "text of Greek": ("αβγ", "'αβγ', which cannot be decoded"),
+    "text that ends early": ("Po", "'Po', which cannot be decoded"),
+    "text of a negative run": ("N", "'N', which cannot be decoded"),
+    "text of an endless number": ("o" * 99 + "0", "which cannot be decoded"),
+    "empty text": ("", "'', which cannot be decoded"),
+}
+
+
+@pytest.mark.parametrize("name", RUN_LENGTHS)
+def test_broken_run_lengths_are_named(check, content, name: str) -> None:
+    counts, words = RUN_LENGTHS[name]
+    content["annotations"].append(box(8, segmentation={"size": [80, 100], "counts": counts}))
+    with pytest.raises(UserError, match="annotation 8 ") as caught:
+        check(content)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [None, 7, [100, 80], [80], [80.0, 100.0], ["80", "100"]])
+def test_run_lengths_of_another_size_are_named(check, content, size) -> None:
+    rle = {"size": size, "counts": [10, 7990]}
+    content["annotations"].append(box(8, segmentation=rle))
+    with pytest.raises(UserError, match=r"annotation 8 .*the size .*, not \[80, 100\]"):
+        check(content)
+
+
+@pytest.mark.parametrize("polygon", [[], [5, 5], [10, 10, 30, 25], [1, 2, 3, 4, 5]])
+def test_polygons_of_too_few_points_are_named(check, content, polygon: list) -> None:
+    content["annotations"].append(box(8, segmentation=[polygon]))
+    words = rf"annotation 8 .*has {len(polygon)} numbers; a polygon is an even number .* at least 6"
+    with pytest.raises(UserError, match=words):
+        check(content)
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -291,10 +396,9 @@ def test_boxes_alone_need_no_masks(check, content) -> None:
 def test_polygons_may_have_any_number_of_points_that_are_drawn(check, content) -> None:
     angles = np.linspace(0, 2 * np.pi, 20_000)
     outline = (50 + 30 * np.stack([np.cos(angles), np.sin(angles)], axis=1)).ravel().tolist()
+    # The evaluation ignores later polygons of too few points.
     content["annotations"].append(box(8, segmentation=[outline, [], [-3, -2, 120, -2, 120, 90]]))
-    # far away, but a point
-    content["annotations"].append(box(9, segmentation=[[1e7, 1e7, 1e7, 1e7, 1e7, 1e7]]))
-    assert check(content).boxes == 5
+    assert check(content).boxes == 4
 
 
 @pytest.mark.timeout(20)
@@ -352,6 +456,48 @@ def test_classes_must_be_the_models_in_its_order(check, content) -> None:
         check(content, class_names=("cat", "cow", "hen"))
     with pytest.raises(UserError, match="another order than the model's: 'cat', not 'dog'"):
         check(content, class_names=("dog", "cat"))
+
+
+def test_classes_are_found_by_name_for_the_runner(check, content) -> None:
+    found = check(content, class_names=("dog", "cow", "cat"), by_runner=True)
+    assert (found.missing_classes, found.unknown_classes) == (["cow"], [])
+    assert str(found).endswith("; evaluated without the model's classes 'cow'")
+    found = check(content, class_names=("dog",), by_runner=True)
+    assert str(found).endswith("; ignores the classes 'cat', not the model's")
+    with pytest.raises(UserError, match=r"no category 'Cat'.*; it has 'cat', 'dog', not the model"):
+        check(content, class_names=("Cat",), by_runner=True)
+    content["annotations"].append(box(0))
+    assert check(content, by_runner=True).boxes == 4
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("turned", [True, False])
+def test_sizes_are_those_that_mmdetection_reads(
+    tmp_path: Path, check, content, format: str, turned: bool
+) -> None:
+    mmcv = pytest.importorskip("mmcv")
+    (tmp_path / "images").mkdir()
+    file, exif = tmp_path / "images/a.jpg", Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (100, 80)).save(file, format, exif=exif)
+    flag = "color" if turned else "color_ignore_orientation"
+    height, width = mmcv.imread(str(file), flag).shape[:2]
+    content["images"][0].update(width=width, height=height)
+    content["annotations"][0].update(bbox=[0, 0, 10, 10])
+    assert check(content, turned=turned).sizes_compared == 3
+    content["images"][0].update(width=height, height=width)
+    words = rf"image 1 \('a.jpg'\): {height} x {width} px here, {width} x {height} in its file"
+    with pytest.raises(UserError, match=words):
+        check(content, turned=turned)
+
+
+def test_files_that_are_no_images_are_named(tmp_path: Path, check, content, monkeypatch) -> None:
+    check(content)
+    (tmp_path / "images/c.jpg").write_bytes(b"pixels")
+    with pytest.raises(UserError, match=r"image 3 \('c.jpg'\): not an image in a format that"):
+        check(content)
+    monkeypatch.setattr(annotations, "MAX_HEADERS", 2)  # of the first two images
+    assert str(check(content)).endswith("; size compared with the file for 2 images")
 
 
 def test_is_quick_on_as_many_images_as_coco_has(tmp_path: Path, monkeypatch) -> None:
