@@ -10,9 +10,12 @@ import argparse
 import csv
 import json
 import os
+import re
 import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from PIL import Image, ImageOps, features
@@ -80,7 +83,7 @@ def find(names: list[str]) -> list[Path]:
             continue
         inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
         if not inside:
-            sys.exit(f"{path}: holds no pictures ({' '.join(SUFFIXES)})")
+            fail(f"{path}: holds no pictures ({' '.join(SUFFIXES)})")
         files += inside
     return files
 
@@ -91,7 +94,7 @@ class Classifier:
     def __init__(self, directory: Path):
         self.file = directory / "model.onnx"
         if not self.file.is_file():
-            sys.exit(f"{directory}: no model.onnx, which tools/export.py --format onnx writes")
+            fail(f"{directory}: no model.onnx, which tools/export.py --format onnx writes")
         try:
             self.spec = json.loads((directory / "model.json").read_text())
             self.class_names = self.spec["class_names"]
@@ -101,7 +104,7 @@ class Classifier:
                 raise ValueError(f"a batch of {self.batch_size}")
             prepare(Image.new("RGB", (64, 48)), self.spec)
         except Exception as error:  # missing, not JSON, or without one of these entries
-            sys.exit(f"{directory / 'model.json'}: cannot be used ({describe(error)})")
+            fail(f"{directory / 'model.json'}: cannot be used ({describe(error)})")
         try:
             import onnxruntime
 
@@ -111,7 +114,7 @@ class Classifier:
         except ImportError:
             sys.exit("onnxruntime is not installed: pip install onnxruntime")
         except Exception as error:  # onnxruntime has a class for each kind of damage
-            sys.exit(f"{self.file}: cannot be loaded ({describe(error)})")
+            fail(f"{self.file}: cannot be loaded ({describe(error)})")
 
     def probabilities(self, images: list[np.ndarray]) -> np.ndarray:
         """The probability of each class in each image: float32 [images, classes]."""
@@ -123,7 +126,7 @@ class Classifier:
             if logits.shape[1] != len(self.class_names):
                 raise ValueError(f"{logits.shape[1]} classes, not {len(self.class_names)}")
         except Exception as error:  # model.json of another model
-            sys.exit(f"{self.file}: cannot be run ({describe(error)})")
+            fail(f"{self.file}: cannot be run ({describe(error)})")
         odds = np.exp(logits - logits.max(axis=1, keepdims=True))
         return odds / odds.sum(axis=1, keepdims=True)
 
@@ -140,7 +143,7 @@ class Classifier:
                     readable.add(file)
                 except Exception as error:  # see `read`
                     problem = f"{file}: not a picture that can be read ({describe(error)})"
-                    print(problem, file=sys.stderr)
+                    print(printable(problem), file=sys.stderr)
             rows = iter(())
             if images:
                 rows = iter(self.probabilities(images))
@@ -156,10 +159,43 @@ def describe(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+# `printable` and `cell` follow swinv2_moe/output.py; a test compares them.
+
+
+def printable(text: object) -> str:
+    """The text with escapes for what could control a terminal: names of files and classes may hold
+    anything."""
+    return "".join(map(shown, str(text)))
+
+
+def shown(char: str) -> str:
+    if char.isprintable() or char in "\u200c\u200d" or unicodedata.category(char) == "Zs":
+        return char
+    if "\udc80" <= char <= "\udcff":  # a byte that Python could not decode
+        return f"\\x{ord(char) - 0xDC00:02x}"
+    return char.encode("unicode_escape", "backslashreplace").decode()
+
+
+def cell(value: object) -> str:
+    """Text of a CSV file. If a spreadsheet would take it for a formula, it begins with '."""
+    text = printable(value)
+    number = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?%?", text)
+    if text.startswith(("=", "+", "-", "@")) and not number:
+        return f"'{text}"
+    return text
+
+
+def fail(message: str) -> NoReturn:
+    sys.exit(printable(message))
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))  # a word may be the name of a file, by *
+
+
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", metavar="EXPORTED_DIR", help="what tools/export.py wrote")
     parser.add_argument("pictures", nargs="+", metavar="PICTURE_OR_FOLDER")
     parser.add_argument(
@@ -178,14 +214,14 @@ def write_csv(file: str, rows: list[list], top_k: int) -> None:
     for rank in range(2, top_k + 1):
         header += [f"class_{rank}", f"probability_{rank}"]
     try:
-        with open(file, "w", newline="", encoding="utf-8", errors="backslashreplace") as output:
-            csv.writer(output).writerows([header] + rows)
+        with open(file, "w", newline="", encoding="utf-8") as output:
+            csv.writer(output).writerows([map(cell, row) for row in [header] + rows])
     except OSError as error:
-        sys.exit(f"--csv {file}: cannot be written ({error.strerror})")
+        fail(f"--csv {file}: cannot be written ({error.strerror})")
 
 
 def main() -> None:
-    for stream in (sys.stdout, sys.stderr):  # names of files may have any bytes
+    for stream in (sys.stdout, sys.stderr):  # their encoding may lack characters of names
         stream.reconfigure(errors="backslashreplace")
     args = parse()
     files = find(args.pictures)
@@ -196,10 +232,10 @@ def main() -> None:
         if probabilities is None:
             continue
         if len(files) > 1:
-            print(file)
+            print(printable(file))
         row = [file]
         for best in probabilities.argsort()[::-1][:top_k]:
-            print(f"{probabilities[best]:6.1%}  {classifier.class_names[best]}")
+            print(f"{probabilities[best]:6.1%}  {printable(classifier.class_names[best])}")
             row += [classifier.class_names[best], f"{probabilities[best]:.6f}"]
         rows.append(row)
     if args.csv:

@@ -403,7 +403,8 @@ def main() -> None:
         parts = Text(text, args, rank, num_ranks)
         with equal_tokens(model):
             train(model, parts, args)
-        say(generate(model, args.prompt, args.sample, args.device))
+        text = generate(model, args.prompt, args.sample, args.device)
+        say("".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text))
         if args.save:
             save_tensors(args.save, model, model.state_dict(), is_main=rank == 0)
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import argcomplete
 
@@ -22,10 +22,12 @@ from swinv2_moe.commands import COMMANDS
 from swinv2_moe.errors import StoppedElsewhere, UserError, one_line
 from swinv2_moe.imports import add_import_argument, import_arguments, imported_files
 from swinv2_moe.interrupt import INTERRUPTED, end_interrupted
+from swinv2_moe.output import printable, say
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from yacs.config import CfgNode
+
+    from swinv2_moe.tables import Console
 
 _REGISTERED = (  # keys whose allowed values --import can extend
     "DATA.DATASET",
@@ -60,6 +62,9 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         argcomplete.autocomplete(self)  # returns unless a shell asks for completions
         return super().parse_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))  # a word may be the name of a file, by *
 
     def format_help(self) -> str:
         self.epilog = "`swinv2-moe config` lists the configuration's keys and their values."
@@ -238,7 +243,7 @@ def write_text(file: str | Path, text: str) -> None:
         UserError: the file cannot be written.
     """
     try:
-        Path(file).write_text(text)
+        Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {file}: cannot be written ({error.strerror})") from error
 
@@ -247,9 +252,9 @@ def print_selection(console: Console, results: dict) -> None:
     """Print which checkpoint of the run was used and why, and which damaged checkpoints were
     skipped."""
     if results["selected"]:
-        console.print(results["selected"], markup=False)
+        console.print(results["selected"])
     for problem in results["passed_over"]:
-        console.print(f"passed over: {problem}", markup=False)
+        console.print(f"passed over: {problem}")
 
 
 def print_unreadable(console: Console, results: dict) -> None:
@@ -257,7 +262,7 @@ def print_unreadable(console: Console, results: dict) -> None:
     images = results["unreadable_images"]
     if images:
         message = f"{len(images)} images could not be read; the first: {images[0]}"
-        console.print(message, markup=False)
+        console.print(message)
 
 
 def output_directory(name: str, option: str = "--output") -> Path:
@@ -361,7 +366,7 @@ def run_command(main: Callable[[], None]) -> None:
             raise
         # Every rank prints, because each knows a different part of the failure. NCCL's text is many
         # lines.
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        say(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(1)
     except StoppedElsewhere:
         sys.exit(os.EX_TEMPFAIL)
@@ -378,19 +383,19 @@ def _print_once(message: str) -> None:
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        say(f"error: {message}", file=sys.stderr, flush=True)
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         first_of_node = os.environ["LOCAL_RANK"] == "0"
         time.sleep(5 if first_of_node else 10)
-        print(f"error: {message} (rank {rank})", file=sys.stderr, flush=True)
+        say(f"error: {message} (rank {rank})", file=sys.stderr, flush=True)
 
 
 def run_tool(name: str, *arguments: object) -> None:
     """Print and run another command, such as "few-shot", with this process's --import files. Ends
     like `run_process`."""
     words = import_arguments() + [str(argument) for argument in arguments]
-    print(f"\n$ {shlex.join(command_line(name) + words)}", flush=True)
+    say("", f"$ {shlex.join(command_line(name) + words)}", flush=True)
     run_process([sys.executable, "-m", "swinv2_moe", name] + words)
 
 

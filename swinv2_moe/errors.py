@@ -1,5 +1,7 @@
 """The exception for a user's mistake, and functions that format its message."""
 
+from swinv2_moe.output import printable
+
 
 class UserError(Exception):
     """Raised for user input (configuration, data, checkpoint) that cannot be used.
@@ -21,9 +23,8 @@ def short(value: object, length: int = 80) -> str:
 
 
 def one_line(text: str) -> str:
-    """Convert `text` to one line: line ends become spaces, control characters become escapes."""
-    joined = " ".join(text.split())
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in joined)
+    """Convert `text` to one line: line ends become spaces; the rest as `printable`."""
+    return printable(" ".join(text.split()))
 
 
 class StoppedElsewhere(Exception):

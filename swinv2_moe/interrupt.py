@@ -7,6 +7,8 @@ module imports almost nothing.
 import os
 import signal
 import sys
+import traceback
+from types import TracebackType
 
 INTERRUPTED = 130  # the exit status that shells report for a process ended by SIGINT
 
@@ -22,10 +24,14 @@ def end_interrupted() -> None:
     sys.exit(INTERRUPTED)
 
 
-def _report(kind: type[BaseException], error: BaseException, trace: object) -> None:
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an exception that nothing has handled. Its text may hold what a file holds."""
     if issubclass(kind, KeyboardInterrupt):
         end_interrupted()
-    _report_others(kind, error, trace)
+    from swinv2_moe.output import printable
+
+    lines = traceback.format_exception(kind, error, trace)
+    print(printable("".join(lines), keep="\n"), file=sys.stderr, end="")
 
 
-_report_others, sys.excepthook = sys.excepthook, _report
+sys.excepthook = _report

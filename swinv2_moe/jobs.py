@@ -11,6 +11,7 @@ from threading import Lock
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import import_arguments
+from swinv2_moe.output import say
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -79,7 +80,7 @@ class Jobs:
                         errors.append(error)
                     elif error is not None:
                         raise error
-                    print(f"{name}: {error or 'done'}", flush=True)
+                    say(f"{name}: {error or 'done'}", flush=True)
                     after_each()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)

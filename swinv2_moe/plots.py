@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from swinv2_moe.errors import UserError
+from swinv2_moe.output import printable
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.axes import Axes
@@ -92,8 +93,9 @@ def to_svg(figure: "Figure", label: str) -> str:
         return attribute[0] if attribute[1] in referenced else ""
 
     svg = re.sub(r' id="([^"]+)"', keep_referenced, svg)
-    attributes = f'role="img" aria-label="{escape(label, quote=True)}"'
-    return re.sub(r'width="[^"]*pt" height="[^"]*pt"', attributes, svg, count=1)
+    attributes = f'role="img" aria-label="{escape(printable(label), quote=True)}"'
+    # A function: in a string, re.sub would read the backslashes of a name.
+    return re.sub(r'width="[^"]*pt" height="[^"]*pt"', lambda match: attributes, svg, count=1)
 
 
 class Reading(NamedTuple):
@@ -126,7 +128,8 @@ def add_readings(svg: str, axes: "Axes", readings: Sequence[Reading]) -> str:
         text = []
         for number, line in enumerate(reading.lines):
             y = top + 10 * (number + 1)
-            text.append(f'<tspan x="{places[i] + shift:.1f}" y="{y:.1f}">{escape(line)}</tspan>')
+            shown = escape(printable(line))
+            text.append(f'<tspan x="{places[i] + shift:.1f}" y="{y:.1f}">{shown}</tspan>')
         groups.append(
             f'<g class="near"><rect x="{edges[i]:.1f}" y="{top:.1f}"'
             f' width="{max(0, edges[i + 1] - edges[i]):.1f}" height="{bottom - top:.1f}"/>'
@@ -137,7 +140,8 @@ def add_readings(svg: str, axes: "Axes", readings: Sequence[Reading]) -> str:
 
 
 def disable_formulas(figure: "Figure") -> None:
-    """Draw $ in names as text. Only the tick labels of logarithmic axes remain formulas."""
+    """Draw names as text: $ as it is, control characters as escapes. Only the tick labels of
+    logarithmic axes remain formulas."""
     from matplotlib.text import Text
 
     powers: set[Text] = set()
@@ -147,3 +151,4 @@ def disable_formulas(figure: "Figure") -> None:
                 powers.update(axis.get_ticklabels(which="both"))
     for text in figure.findobj(Text):
         text.set_parse_math(text in powers)
+        text.set_text(printable(text.get_text(), keep="\n"))

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swinv2_moe.models import block_place
+from swinv2_moe.output import printable
 from swinv2_moe.plots import disable_formulas, new_figure
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
@@ -207,6 +208,7 @@ def _legend_rows(num_experts: int, width: float) -> int:
 
 def shorten(label: str) -> str:
     """At most 18 characters of a label."""
+    label = printable(label)
     if len(label) <= 18:
         return label
     return f"{label[:17]}…"

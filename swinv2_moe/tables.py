@@ -1,10 +1,40 @@
-"""Tables of numbers for a terminal."""
+"""The terminal: a console for text of others, and tables of numbers."""
 
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
+import rich.console
 from rich.box import MARKDOWN, SIMPLE_HEAD
-from rich.console import JustifyMethod
+from rich.console import ConsoleOptions, JustifyMethod, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
+
+from swinv2_moe.output import printable
+
+
+class Console(rich.console.Console):
+    """rich's console without markup and highlighting. `print` writes each string as one line.
+
+    What it shows has passed `printable`, whatever the table or progress bar that contains it.
+    """
+
+    def __init__(self, soft_wrap: bool = True, **options) -> None:
+        super().__init__(soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False, **options)
+
+    def print(self, *objects: RenderableType | Path, **options) -> None:
+        if objects and all(isinstance(item, str | Path) for item in objects):
+            objects = tuple(map(printable, objects))
+            options = {"soft_wrap": True, "sep": "\n"} | options
+        super().print(*objects, **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if not segment.control:
+                segment = segment._replace(text=printable(segment.text, keep="\n"))
+            yield segment
 
 
 def number_table(
@@ -31,7 +61,10 @@ def number_table(
         justify: JustifyMethod = "right"
         if title in text_columns:
             justify = "left"
-        table.add_column(title, justify=justify)
+        table.add_column(Text(printable(title)), justify=justify)
     for row in rows:
-        table.add_row(*row)
+        cells = [printable(cell) for cell in row]
+        if markdown:
+            cells = [cell.replace("|", r"\|") for cell in cells]
+        table.add_row(*map(Text, cells))
     return table

@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+from swinv2_moe.output import say
+
 _SAMPLE_SECONDS = 0.1
 # CPU quota of a container (cgroup v2): microseconds of CPU time, microseconds of a period
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -35,7 +37,7 @@ def choose_threads() -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     reason = f"{cores} cores, {idle:.1f} of them idle"
-    print(f"{threads} CPU threads ({reason}; OMP_NUM_THREADS overrides)", file=sys.stderr)
+    say(f"{threads} CPU threads ({reason}; OMP_NUM_THREADS overrides)", file=sys.stderr)
 
 
 def available_cores() -> int:

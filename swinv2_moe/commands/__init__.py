@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import argcomplete
 
+from swinv2_moe.output import say
 from swinv2_moe.threads import choose_threads
 
 
@@ -74,6 +75,8 @@ def run(name: str) -> None:
     only_asks = {"-h", "--help"} & set(sys.argv) or "_ARGCOMPLETE" in os.environ
     if name in CHOOSE_THREADS and not only_asks:
         choose_threads()
+    for stream in (sys.stdout, sys.stderr):  # their encoding may lack characters
+        stream.reconfigure(errors="backslashreplace")
     # Imported here, because that module imports this one.
     from swinv2_moe.command import run_command
 
@@ -86,10 +89,10 @@ def main() -> None:
         complete(os.environ["COMP_LINE"])
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help", "help"):
-        print(overview())
+        say(*overview().split("\n"))
         return
     if words[0] == "--version":
-        print(f"swinv2-moe {version('swinv2-moe')}")
+        say(f"swinv2-moe {version('swinv2-moe')}")
         return
     name = words[0].replace("_", "-")
     if name not in COMMANDS:
@@ -97,7 +100,7 @@ def main() -> None:
         hint = "; `swinv2-moe --help` lists them"
         if nearest:
             hint = f"; did you mean {nearest[0]!r}?"
-        print(f"error: {words[0]!r} is not a command{hint}", file=sys.stderr)
+        say(f"error: {words[0]!r} is not a command{hint}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"swinv2-moe {name}"] + words[1:]
     run(name)

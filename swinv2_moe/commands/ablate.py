@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from swinv2_moe.command import CommandParser, output_directory
 from swinv2_moe.errors import UserError
 from swinv2_moe.jobs import Jobs, end_by_signal
+from swinv2_moe.output import say
 
 if TYPE_CHECKING:
     from swinv2_moe.measure.ablation_plan import Plan, Variant
@@ -158,7 +159,7 @@ def show(plan: Plan, output: Path, quiet: bool = False) -> None:
     write(output / "results.md", table)
     write(output / "results.json", json.dumps(as_json(results, plan), indent=1) + "\n")
     if not quiet:
-        print(table, end="")
+        say(*table.splitlines())
 
 
 def write(file: Path, text: str) -> None:

@@ -9,10 +9,10 @@ Every name can be given to --cfg, and to `swinv2-moe detect` those below detecti
 import re
 from pathlib import Path
 
-from rich.console import Console
-
 from swinv2_moe.command import CommandParser, as_started
 from swinv2_moe.config_files import comment, config_names, find_config
+from swinv2_moe.output import say
+from swinv2_moe.tables import Console
 
 # Not experiments: recipes that other configurations start from, and plans of `swinv2-moe ablate`
 _PARTS = ("ablations/", "detection/_base_/")
@@ -29,13 +29,14 @@ def main() -> None:
     if args.markdown:
         from swinv2_moe.measure import model_table
 
-        print(model_table.markdown(model_table.rows()), end="")
+        say(*model_table.markdown(model_table.rows()).splitlines())
         return
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console = Console()
     for name in args.names:
         path = find_config(name)
         console.print(path)
-        console.print(as_started("\n".join(f"  {line}" for line in comment(path))))
+        lines = as_started("\n".join(f"  {line}" for line in comment(path)))
+        console.print(*lines.split("\n"))
     if args.names:
         return
     files = {}

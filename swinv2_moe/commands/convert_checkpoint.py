@@ -18,12 +18,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from swinv2_moe.command import CommandParser, add_checkpoint_argument, add_opts_argument
 from swinv2_moe.convert.kinds import EXPORTS, IMPORTS
 from swinv2_moe.errors import UserError, short
-from swinv2_moe.tables import number_table
+from swinv2_moe.output import say
+from swinv2_moe.tables import Console, number_table
 
 if TYPE_CHECKING:
     from swinv2_moe.convert.summary import Summary
@@ -108,17 +107,15 @@ def parse() -> argparse.Namespace:
 
 
 def show(summary: Summary) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console()
     epoch = "weights alone"
     if summary.epoch is not None:
         epoch = f"epoch {summary.epoch}"
     classes = ""
     if summary.classes:
         classes = f", {summary.classes} named classes"
-    console.print(
-        f"{summary.directory}\nstep {summary.step}, {epoch}, saved {summary.saved}", markup=False
-    )
-    console.print(f"{summary.model}{classes}", markup=False)
+    console.print(summary.directory, f"step {summary.step}, {epoch}, saved {summary.saved}")
+    console.print(f"{summary.model}{classes}")
     sections = [
         [name, f"{files:,}", f"{size / 1e6:,.1f}"]
         for name, (files, size) in summary.sections.items()
@@ -132,7 +129,7 @@ def show(summary: Summary) -> None:
         columns = ["layer", "experts", "MB", "steps behind"]
         console.print(number_table(columns, layers, text_columns=["layer", "steps behind"]))
     for file, problem in summary.damaged.items():
-        console.print(f"{file} {problem}", markup=False)
+        console.print(f"{file} {problem}")
     if not summary.damaged:
         console.print("every file has its checksum")
 
@@ -203,7 +200,7 @@ def run(args: argparse.Namespace) -> None:
     if args.command == "export":
         source, selected = select_checkpoint(args.source, args.checkpoint)
         if selected:
-            print(selected)
+            say(selected)
         export_weights(args.kind, Path(source), Path(args.output), args.ranks, not args.newer)
     elif args.command == "import":
         names = class_names(args.class_names)
@@ -213,10 +210,10 @@ def run(args: argparse.Namespace) -> None:
             source, _ = select_checkpoint(args.source, args.checkpoint)
             summary = summarize(Path(source))
         except DamagedError as error:  # of meta.json: the rest cannot be read
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", file=sys.stderr)
             sys.exit(1)
         if args.json:
-            print(json.dumps(dataclasses.asdict(summary), indent=1))
+            say(*json.dumps(dataclasses.asdict(summary), indent=1).split("\n"))
         else:
             show(summary)
         sys.exit(int(bool(summary.damaged)))

@@ -16,8 +16,6 @@ first (data/README.md).
 import argparse
 import os
 
-from rich.console import Console
-
 from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_argument,
@@ -26,6 +24,8 @@ from swinv2_moe.command import (
     output_directory,
     write_results,
 )
+from swinv2_moe.output import say
+from swinv2_moe.tables import Console
 
 IS_MAIN = os.environ.get("RANK", "0") == "0"
 
@@ -117,7 +117,7 @@ def train(args: argparse.Namespace, config) -> None:
         trained = (
             f"{counts['trained']:,} of them trained ({counts['trained_experts']:,} of experts)"
         )
-        print(f"{counts['all']:,} parameters, {trained}")
+        say(f"{counts['all']:,} parameters, {trained}")
     report(run.train(config, args.resume), None)
 
 
@@ -136,7 +136,7 @@ def chosen_checkpoint(args: argparse.Namespace) -> str:
 
     checkpoint, line = select_checkpoint(args.source, args.checkpoint)
     if line and IS_MAIN:
-        print(line)
+        say(line)
     return checkpoint
 
 
@@ -149,14 +149,14 @@ def check(config, splits: list[str]) -> None:
 
     if IS_MAIN:
         for annotations in evaluation.check_datasets(config, splits):
-            print(annotations, flush=True)
+            say(annotations, flush=True)
 
 
 def report(metrics: dict, output: str | None) -> None:
     from swinv2_moe.detection import evaluation
 
     if IS_MAIN:
-        Console(highlight=False, soft_wrap=True).print(evaluation.table_of(metrics))
+        Console().print(evaluation.table_of(metrics))
         write_results(output, metrics)
 
 
@@ -166,11 +166,11 @@ def show(args: argparse.Namespace, config) -> None:
     output = output_directory(args.output)
     checkpoint = chosen_checkpoint(args)
     for file, objects in show(config, checkpoint, args.images, output, args.threshold):
-        print(f"{file}: {objects} objects")
+        say(f"{file}: {objects} objects")
 
 
 def export(args: argparse.Namespace, config) -> None:
     from swinv2_moe.detection import run
 
     run.export_pth(config, chosen_checkpoint(args), args.file)
-    print(f"{args.file}: for mmdetection's tools, with {args.config}")
+    say(f"{args.file}: for mmdetection's tools, with {args.config}")

@@ -12,8 +12,6 @@ The model is not compiled; COMPILE is ignored.
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
@@ -24,7 +22,8 @@ from swinv2_moe.command import (
     write_results,
 )
 from swinv2_moe.errors import UserError
-from swinv2_moe.tables import number_table
+from swinv2_moe.output import say
+from swinv2_moe.tables import Console, number_table
 
 EXTREMES = 5  # with many classes, the table shows this number of the worst and of the best classes
 
@@ -67,7 +66,7 @@ def figure_of(args: argparse.Namespace) -> Path:
 
 
 def show(results: dict) -> None:
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console = Console()
     print_selection(console, results)
     experts = "dense"
     if "num_experts" in results:
@@ -145,4 +144,4 @@ def main() -> None:
     write_results(args.output, results)
     if args.sweep:
         draw_sweep(results, figure_of(args))
-        print(f"figure: {figure_of(args)}")
+        say(f"figure: {figure_of(args)}")

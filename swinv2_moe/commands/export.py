@@ -13,8 +13,6 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
@@ -22,7 +20,7 @@ from swinv2_moe.command import (
     print_selection,
 )
 from swinv2_moe.measure.spread import median_and_spread, ratios
-from swinv2_moe.tables import number_table
+from swinv2_moe.tables import Console, number_table
 
 ROUNDS = 20
 
@@ -84,7 +82,7 @@ def time_ratios(program: dict) -> list[float]:
 
 
 def show(results: dict, output: Path) -> None:
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = Console()
     print_selection(console, results)
     if results["without_data"]:
         console.print(f"compared on random images: {results['without_data']}")

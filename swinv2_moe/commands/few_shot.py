@@ -9,8 +9,6 @@ The images are those of the training, or DIR with train/ and val/, with any clas
 
 import argparse
 
-from rich.console import Console
-
 from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
@@ -20,7 +18,7 @@ from swinv2_moe.command import (
     print_unreadable,
     write_results,
 )
-from swinv2_moe.tables import number_table
+from swinv2_moe.tables import Console, number_table
 
 
 def parse() -> argparse.Namespace:
@@ -52,13 +50,12 @@ def parse() -> argparse.Namespace:
 
 
 def show(results: dict) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console()
     print_selection(console, results)
     console.print(
         f"{results['checkpoint']}, step {results['step']}: {results['features']} features of "
         f"{results['train_images']:,} + {results['val_images']:,} images "
-        f"at {results['image_size']} px, {results['classes']} classes",
-        markup=False,
+        f"at {results['image_size']} px, {results['classes']} classes"
     )
     rows = []
     for shots, result in results["few_shot"].items():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from swinv2_moe.command import CommandParser
 from swinv2_moe.errors import UserError
+from swinv2_moe.output import say
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
         Path(args.output).write_text("".join(f"{number}\n" for number in numbers))
     except OSError as error:
         raise UserError(f"--output {args.output}: {error.strerror.lower()}") from error
-    print(
+    say(
         f"{args.output}: {len(names) - len(missing)} of {len(names)} classes have a row to take"
         " over"
     )
@@ -46,4 +47,4 @@ def main() -> None:
         shown = missing[:5]
         if len(missing) > len(shown):
             shown.append("...")
-        print(f"new: {', '.join(shown)}")
+        say(f"new: {', '.join(shown)}")

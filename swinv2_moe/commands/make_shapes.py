@@ -8,6 +8,7 @@ from pathlib import Path
 
 from swinv2_moe.command import CommandParser
 from swinv2_moe.detection.shapes_options import Options
+from swinv2_moe.output import say
 
 
 def main() -> None:
@@ -46,4 +47,4 @@ def main() -> None:
     from swinv2_moe.detection.shapes import make_shapes
 
     for split, objects in make_shapes(directory, Options(**args)).items():
-        print(f"{directory / split}: {args[split]:,} images, {objects:,} objects")
+        say(f"{directory / split}: {args[split]:,} images, {objects:,} objects")

@@ -14,6 +14,7 @@ import os
 import time
 
 from swinv2_moe.command import CommandParser
+from swinv2_moe.output import say
 
 
 def arguments() -> argparse.Namespace:
@@ -98,16 +99,16 @@ def main() -> None:
     else:
         index = make(args)
     seconds = time.monotonic() - started
-    print(f"{args.index or args.output}: {len(index['class_names']):,} classes, {seconds:.0f} s")
+    say(f"{args.index or args.output}: {len(index['class_names']):,} classes, {seconds:.0f} s")
     for split in SPLITS:
         shards = index[split]["shards"]
         images = sum(shard["images"] for shard in shards)
         size = sum(shard["bytes"] for shard in shards)
         left_out = sum(shard["left_out"] for shard in shards)
-        print(f"{split}: {images:,} images in {len(shards):,} shards, {size / 1e6:,.1f} MB")
+        say(f"{split}: {images:,} images in {len(shards):,} shards, {size / 1e6:,.1f} MB")
         if left_out:
             first = next(shard.get("first_left_out") for shard in shards if shard["left_out"])
-            print(
+            say(
                 f"{split}: {left_out:,} images missing, empty or broken, left out; the first:"
                 f" {first}"
             )

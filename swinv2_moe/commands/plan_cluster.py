@@ -21,12 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from swinv2_moe.command import CommandParser, add_opts_argument
 from swinv2_moe.errors import UserError
-from swinv2_moe.tables import number_table
+from swinv2_moe.tables import Console, number_table
 
 if TYPE_CHECKING:
     from yacs.config import CfgNode
@@ -192,7 +191,7 @@ def plan_time(args: argparse.Namespace, machine: Machine, console: Console) -> N
     if plans:
         console.print(time_table(plans, user_gpus))
     for note in notes:
-        console.print(note, soft_wrap=True)
+        console.print(note)
 
 
 def plan_steps(
@@ -238,13 +237,13 @@ def plan_steps(
         raise UserError(notes[0])
     title = f"{name} on {machine.name}, {args.gpus_per_node} GPUs a node, {batch} {where}"
     draw(plan, user_gpus, title, Path(args.output))
-    console.print(f"{title}; predicted (docs/explanation/planner.md)", soft_wrap=True)
+    console.print(f"{title}; predicted (docs/explanation/planner.md)")
     console.print(table_of(plan, machine, user_gpus, context))
     for note in notes:
-        console.print(note, soft_wrap=True)
+        console.print(note)
     if context and model.layers:
         compare_forms(predict, args, model, console)
-    console.print(f"figure: {args.output}", soft_wrap=True)
+    console.print(f"figure: {args.output}")
 
 
 def compare_forms(
@@ -271,7 +270,7 @@ def compare_forms(
             "rows, best strategy": predict(gpus),
         }
     except ValueError as error:
-        console.print(f"left out: {error}", soft_wrap=True)
+        console.print(f"left out: {error}")
         return
     baseline = next(iter(forms.values()))
     num_layers = sum(kind.count for kind in model.layers)
@@ -301,7 +300,7 @@ def main() -> None:
         return
     if args.save_profile:
         save_profile(machine, args.save_profile)
-    console = Console(highlight=False)
+    console = Console(soft_wrap=False)
     if config is None:
         plan_time(args, machine, console)
     else:

@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
-
 from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_argument,
@@ -27,9 +24,10 @@ from swinv2_moe.command import (
     print_selection,
     write_text,
 )
-from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.errors import UserError
+from swinv2_moe.output import say
 from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, Prediction
-from swinv2_moe.tables import number_table
+from swinv2_moe.tables import Console, number_table
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from swinv2_moe.predict.predictor import Predictor
@@ -119,7 +117,7 @@ def predict(
 
 
 def show(predictions: list[Prediction], names: list[str], top_k: int) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console()
     readable = []
     for name, prediction in zip(names, predictions, strict=True):
         if prediction.error is None:
@@ -136,23 +134,21 @@ def show(predictions: list[Prediction], names: list[str], top_k: int) -> None:
     console.print(number_table(columns, rows, text_columns=["picture", "class", "next"]))
     if len(readable) > MAX_ROWS:
         counts = Counter(prediction.class_name for _, prediction in readable)
-        rows = [[escape(name), f"{count:,}"] for name, count in counts.most_common()]
+        rows = [[name, f"{count:,}"] for name, count in counts.most_common()]
         console.print(number_table(["class", "pictures"], rows))
 
 
 def table_row(name: str, prediction: Prediction) -> list[str]:
     following = []
     for guess in prediction.top[1:]:
-        following.append(f"{one_line(guess.class_name)} {guess.probability:.1%}")
+        following.append(f"{guess.class_name} {guess.probability:.1%}")
     best = prediction.best
-    row = [one_line(name), one_line(best.class_name), f"{best.probability:.1%}"]
-    return [escape(cell) for cell in row + [", ".join(following)]]
+    return [name, best.class_name, f"{best.probability:.1%}", ", ".join(following)]
 
 
 def main() -> None:
     args = parse()
     check_opts(args.opts)
-    from swinv2_moe.data.sources.base import printable
     from swinv2_moe.predict.predictor import find_pictures, load_predictor
     from swinv2_moe.predict.results import as_csv, as_json, shared_folder
 
@@ -163,13 +159,13 @@ def main() -> None:
         output_directory(args.annotated, "--pictures")
     predictor = load_predictor(args.run, args.checkpoint, args.opts, "RUN")
     predictions = predict(predictor, args, files, names)
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console = Console()
     print_selection(console, predictor.facts)
     console.print(
         f"{predictor.checkpoint}, step {predictor.facts['step']}, {len(predictor.class_names):,}"
-        f" classes, {predictor.facts['image_size']} px; pictures in {printable(str(folder))}"
+        f" classes, {predictor.facts['image_size']} px; pictures in {folder}"
     )
-    show(predictions, [printable(name) for name in names], args.top_k)
+    show(predictions, names, args.top_k)
     if args.output:
         text = as_csv(predictions)
         if args.output.endswith(".json"):
@@ -177,6 +173,6 @@ def main() -> None:
         write_text(args.output, text)
     unreadable = [prediction for prediction in predictions if prediction.error is not None]
     for prediction in unreadable:
-        print(f"{printable(prediction.file)}: cannot be read ({prediction.error})", file=sys.stderr)
+        say(f"{prediction.file}: cannot be read ({prediction.error})", file=sys.stderr)
     if unreadable:
         sys.exit(1)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from swinv2_moe.command import CommandParser
 from swinv2_moe.errors import UserError
+from swinv2_moe.output import say
 
 
 def count(text: str) -> int | None:
@@ -44,11 +45,11 @@ def main() -> None:
     target = args.output or args.source
     missing = lay_out(args.source, target)
     for part in missing:
-        print(f"missing: {part}")
+        say(f"missing: {part}")
     if missing:
         raise UserError(
             f"{args.source}: {len(missing)} of the {len(PARTS)} parts of COCO are not there"
         )
     for file, images in splits(target):
-        print(check_split(file, images, args.decode), flush=True)
-    print(f"{target} is complete")
+        say(check_split(file, images, args.decode), flush=True)
+    say(f"{target} is complete")

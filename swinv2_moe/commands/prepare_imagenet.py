@@ -9,6 +9,7 @@ import pickle
 
 from swinv2_moe.command import CommandParser
 from swinv2_moe.errors import UserError
+from swinv2_moe.output import say
 
 # Raised by torchvision for missing or damaged archives.
 _DAMAGE = (RuntimeError, OSError, EOFError, LookupError, TypeError, ValueError)
@@ -25,6 +26,6 @@ def main() -> None:
 
     try:
         for split in ("train", "val"):
-            print(f"{split}: {len(ImageNet(directory, split))} images in 1,000 classes")
+            say(f"{split}: {len(ImageNet(directory, split))} images in 1,000 classes")
     except _DAMAGE as error:
         raise UserError(f"{directory}: {' '.join(str(error).split())}") from error

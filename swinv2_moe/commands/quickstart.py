@@ -3,10 +3,8 @@
 import itertools
 from pathlib import Path
 
-from rich.console import Console
-
 from swinv2_moe.command import CommandParser, add_opts_argument, as_started, resume_command
-from swinv2_moe.tables import number_table
+from swinv2_moe.tables import Console, number_table
 
 CONFIG = "configs/quickstart_digits.yaml"
 # With top-1 routing, the dense model has as many active MACs.
@@ -70,14 +68,14 @@ def show(summaries: dict[str, dict], experts: str, output: Path) -> None:
         rows.append(row)
     on_two_ranks = ".venv/bin/torchrun --nproc_per_node 2 tools/train.py"
     on_two_ranks += f" --cfg {CONFIG} --output {output}/two"
-    console = Console(highlight=False, soft_wrap=True)
-    console.print("\nValidation on the held-out fifth of the digits", markup=False)
+    console = Console()
+    console.print("", "Validation on the held-out fifth of the digits")
     console.print(number_table(titles, rows))
-    console.print(WHAT_DIGITS_SHOW, markup=False)
+    console.print(*WHAT_DIGITS_SHOW.split("\n"))
     closing = f"""
 Checkpoint    {output}/moe/checkpoints/best
 TensorBoard   .venv/bin/tensorboard --logdir {output}
 Next          .venv/bin/python tools/evaluate.py --resume {output}/moe
               {on_two_ranks}
               your own photographs: README.md, "Your images\""""
-    console.print(as_started(closing), markup=False)
+    console.print(*as_started(closing).split("\n"))

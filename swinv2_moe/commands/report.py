@@ -22,6 +22,7 @@ from swinv2_moe.command import (
     write_text,
 )
 from swinv2_moe.errors import UserError
+from swinv2_moe.output import say
 
 if TYPE_CHECKING:
     from swinv2_moe.measure.report_validation import Validation
@@ -93,7 +94,7 @@ def read_begun(directories: list[Path], wait: bool) -> list[RunRecord]:
             if not wait:
                 raise
             if not told:
-                print(f"waiting: {error}", flush=True)
+                say(f"waiting: {error}", flush=True)
             told = True
             time.sleep(POLL)
 
@@ -133,5 +134,5 @@ def write_report(
         refresh = args.watch
     page = render(runs, used, refresh)
     write_text(output, page)
-    print(f"{output}: {len(page) / 1e6:.1f} MB", flush=True)
+    say(f"{output}: {len(page) / 1e6:.1f} MB", flush=True)
     return finished

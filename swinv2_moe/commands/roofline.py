@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from swinv2_moe.command import (
@@ -27,7 +26,7 @@ from swinv2_moe.command import (
     write_results,
 )
 from swinv2_moe.measure.spread import check_rounds, median_and_spread
-from swinv2_moe.tables import number_table
+from swinv2_moe.tables import Console, number_table
 
 if TYPE_CHECKING:
     from swinv2_moe.measure.roofline import Roofline
@@ -92,10 +91,10 @@ def table_of(result: Roofline) -> Table:
 
 def show(result: Roofline) -> None:
     # wide enough that no row of the table wraps
-    console = Console(width=500, highlight=False, markup=False)
+    console = Console(width=500)
     console.print(
-        f"{result.title}, without mixup, accumulation or averaged weights\n"
-        f"{result.machine}; medians of {len(result.step)} rounds after {result.warmup} to warm up"
+        f"{result.title}, without mixup, accumulation or averaged weights",
+        f"{result.machine}; medians of {len(result.step)} rounds after {result.warmup} to warm up",
     )
     for peak in result.peaks.values():
         unit = "B/s"

@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from swinv2_moe.command import (
     CommandParser,
     add_config_argument,
@@ -29,6 +27,7 @@ from swinv2_moe.command import (
 )
 from swinv2_moe.errors import UserError
 from swinv2_moe.jobs import Jobs, end_by_signal
+from swinv2_moe.tables import Console
 
 if TYPE_CHECKING:
     from swinv2_moe.measure.scaling_results import Point
@@ -133,7 +132,7 @@ def show(runs: list[Point], output: Path, target: float) -> None:
         raise UserError(f"{output}: no run has ended yet")
     scaling_results.write_csv(results, output / "scaling.csv")
     scaling_results.draw(results, target, output / "scaling.png")
-    console = Console(width=200, highlight=False, markup=False)
+    console = Console(width=200)
     console.print(scaling_results.table(results))
     console.print(f"{output}/scaling.csv, scaling.png")
 

@@ -13,8 +13,6 @@ import argparse
 import math
 from pathlib import Path
 
-from rich.console import Console
-
 from swinv2_moe.command import (
     CommandParser,
     add_checkpoint_arguments,
@@ -23,7 +21,7 @@ from swinv2_moe.command import (
     print_unreadable,
     write_results,
 )
-from swinv2_moe.tables import number_table
+from swinv2_moe.tables import Console, number_table
 
 
 def parse() -> argparse.Namespace:
@@ -48,13 +46,12 @@ def parse() -> argparse.Namespace:
 
 
 def show(results: dict, output: Path) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console()
     print_selection(console, results)
     console.print(
         f"{results['checkpoint']}, step {results['step']}: dropless, "
         f"{results['images']:,} validation images at {results['image_size']} px, "
-        f"{results['classes']} classes ({results['class_bits']:.2f} bits)",
-        markup=False,
+        f"{results['classes']} classes ({results['class_bits']:.2f} bits)"
     )
     columns = ["layer", "used", "load", "class", "chance", "position", "colour", "contrast"]
     rows = []
@@ -71,9 +68,9 @@ def show(results: dict, output: Path) -> None:
         f"{math.log2(len(load)):.2f} bits. chance: class, with the images' classes shuffled."
     )
     print_unreadable(console, results)
-    console.print(f"{', '.join(results['figures'])} and routing.json in {output}", markup=False)
+    console.print(f"{', '.join(results['figures'])} and routing.json in {output}")
     if "load.png" not in results["figures"]:
-        console.print("no load.png: --resume names a checkpoint outside of a run", markup=False)
+        console.print("no load.png: --resume names a checkpoint outside of a run")
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from swinv2_moe.command import (
@@ -31,7 +30,7 @@ from swinv2_moe.command import (
 )
 from swinv2_moe.measure.spread import latencies, median_and_spread
 from swinv2_moe.measure.throughput_options import DTYPES, PASSES, SWITCH, Options
-from swinv2_moe.tables import number_table
+from swinv2_moe.tables import Console, number_table
 
 if TYPE_CHECKING:
     from swinv2_moe.measure.throughput import Row, Side
@@ -179,7 +178,7 @@ def main() -> None:
     from swinv2_moe.measure import throughput, throughput_report
 
     # wide enough that no row of a table wraps
-    console = Console(width=500, highlight=False, markup=False)
+    console = Console(width=500)
     rows: list[Row] = []
     measured = throughput.measure(
         plan, options.rounds, options.warmup, options.baseline, options.graph
@@ -189,7 +188,7 @@ def main() -> None:
             title = throughput_report.headline(plan, row.ranks)
             if options.graph:
                 title += ", CUDA graphs"
-            console.print(f"{title}\n{throughput_report.protocol(row, options.warmup)}")
+            console.print(title, *throughput_report.protocol(row, options.warmup))
         rows.append(row)
         throughput_report.write_csv(rows, output / "throughput.csv")
         console.print(summary(row))

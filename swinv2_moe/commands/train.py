@@ -15,6 +15,7 @@ from swinv2_moe.command import (
     config_from,
     resume_command,
 )
+from swinv2_moe.output import say
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
     continuation = resume_command(args.cfg, args.data, args.output, args.opts, args.bind)
     is_main = os.environ.get("RANK", "0") == "0"
     if is_main and sys.stdout.isatty():
-        print(f"run directory {config.OUTPUT}; importing torch", flush=True)
+        say(f"run directory {config.OUTPUT}; importing torch", flush=True)
     import psutil
 
     from swinv2_moe.train import train
@@ -45,4 +46,4 @@ def main() -> None:
     summary = train(config, args.resume, continuation, args.bind, began)
     if is_main and summary:
         run = shlex.quote(config.OUTPUT)
-        print(f"next: swinv2-moe report {run}, swinv2-moe predict {run} PICTURES")
+        say(f"next: swinv2-moe report {run}, swinv2-moe predict {run} PICTURES")

@@ -9,18 +9,17 @@ The picture follows the run and ends with it, or with Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swinv2_moe.command import CommandParser
 from swinv2_moe.errors import UserError
+from swinv2_moe.output import say
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from swinv2_moe.measure.live_run import LiveRun
+    from swinv2_moe.tables import Console
 
 _HEIGHT = 24  # lines of the picture if the output is a file or a pipe
 
@@ -44,12 +43,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    from rich.console import Console
-
     from swinv2_moe.measure.live_run import LiveRun
+    from swinv2_moe.tables import Console
 
-    sys.stdout.reconfigure(errors="replace")  # for locales without block characters
-    console = Console(highlight=False)
+    console = Console(soft_wrap=False)
     run = LiveRun(Path(args.run))
     run.read()
     if args.once or not console.is_terminal:
@@ -72,7 +69,7 @@ def wait(run: LiveRun, every: float) -> None:
         UserError: the run has ended without a logged step.
     """
     if run.last is None:
-        print(f"waiting: {run.directory} has not logged a step yet", flush=True)
+        say(f"waiting: {run.directory} has not logged a step yet", flush=True)
     while run.last is None:
         if run.state(time.time()) == "stopped":
             raise UserError(f"{run.directory}: has logged no step, and is not running")

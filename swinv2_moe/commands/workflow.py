@@ -11,8 +11,6 @@ printed. When started again, the workflow continues where it stopped.
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from swinv2_moe.command import (
     CommandParser,
     add_opts_argument,
@@ -21,7 +19,8 @@ from swinv2_moe.command import (
     run_training,
 )
 from swinv2_moe.errors import UserError
-from swinv2_moe.tables import number_table
+from swinv2_moe.output import say
+from swinv2_moe.tables import Console, number_table
 
 MODELS = {"MoE": "8expert", "dense": "dense"}
 # The dense model, whatever --opts says about experts.
@@ -69,7 +68,7 @@ def main() -> None:
         transfer_data = image_folder(Path(args.transfer), output / "data" / "transfer")
     else:
         pretrain_data, transfer_data = write_digit_folders(output.absolute() / "digits")
-        print(WHERE_PHOTOGRAPHS_ARE)
+        say(*WHERE_PHOTOGRAPHS_ARE.split("\n"))
     started = time.perf_counter()
     make_shards(pretrain_data, output)
     for name in MODELS.values():
@@ -121,12 +120,11 @@ def show(output: Path, seconds: float) -> None:
     for title in next(iter(results.values())):
         rows.append([title] + [cells[title] for cells in results.values()])
     staging = read_json(output / "staged" / "staging.json", MAX_BYTES)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console()
     console.print(number_table([""] + list(results), rows))
     staged = f"Staged {staging['bytes'] / 1e6:.1f} MB in {staging['seconds']:.1f} s"
     console.print(
-        f"{staged}, {seconds:,.0f} s in all. TensorBoard: .venv/bin/tensorboard --logdir {output}",
-        markup=False,
+        f"{staged}, {seconds:,.0f} s in all. TensorBoard: .venv/bin/tensorboard --logdir {output}"
     )
 
 

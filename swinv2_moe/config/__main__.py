@@ -14,6 +14,7 @@ from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config.reference import describe, markdown
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import add_import_argument
+from swinv2_moe.output import say
 
 
 def main() -> None:
@@ -36,9 +37,9 @@ def main() -> None:
         parser.exit(2, f"error: {error}\n")
     try:
         if args.markdown:
-            print(markdown(), end="")
+            say(*markdown().splitlines())
         elif described:
-            print(described)
+            say(*described.split("\n"))
         else:
             _print_keys()
         sys.stdout.flush()
@@ -54,7 +55,7 @@ def _print_keys() -> None:
         line = f"{key}: {value!r}"
         if key in allowed:
             line += f"  # {', '.join(str(choice) or repr(choice) for choice in allowed[key])}"
-        print(line)
+        say(line)
 
 
 if __name__ == "__main__":

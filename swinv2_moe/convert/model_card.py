@@ -6,6 +6,7 @@ from swinv2_moe.config import default_config, flatten, model_config
 from swinv2_moe.convert.summary import describe_model
 from swinv2_moe.model_types import model_types
 from swinv2_moe.models import Complexity
+from swinv2_moe.output import printable
 from swinv2_moe.train.checkpoint import Checkpoint
 
 # Keys about the machine of the training: paths and devices.
@@ -141,5 +142,5 @@ def _changed_keys(config: CfgNode) -> str:
     lines = []
     for name, value in flatten(config).items():
         if value != defaults[name] and name not in _NOT_IN_CARDS:
-            lines.append(f"{name}: {value}")
+            lines.append(printable(f"{name}: {value}"))
     return "\n".join(lines)

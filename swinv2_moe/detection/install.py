@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from moe_core.files import exclusive_lock
+from swinv2_moe.output import say
 
 _ROOT = Path(__file__).parents[2]
 _COMPILER = """#!/bin/sh
@@ -75,7 +76,7 @@ def compiled_wheel(log: Path) -> Path:
     pattern = requirement.replace("-", "_").replace("==", "-") + "-*.whl"
     with exclusive_lock(directory / ".lock"):
         if not list(directory.glob(pattern)):
-            print(
+            say(
                 f"Compiling {requirement} into {directory}: 5 to 15 minutes on 2 cores, once.",
                 flush=True,
             )

@@ -7,8 +7,9 @@ from pathlib import Path
 import pycocotools.coco
 from mmengine.hooks import Hook
 from mmengine.runner import IterBasedTrainLoop, Runner
-from rich.console import Console
 
+from swinv2_moe.output import printable
+from swinv2_moe.tables import Console
 from swinv2_moe.time_left import in_words
 from swinv2_moe.train.record import Bar
 
@@ -24,7 +25,7 @@ class ProgressHook(Hook):
     priority = "VERY_LOW"  # after the hooks that compute the shown values
 
     def __init__(self) -> None:
-        self.console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+        self.console = Console()
         self.bar: Bar | None = None
         self.validates = False  # whether the bar is for a validation
 
@@ -130,12 +131,18 @@ def quiet_console(logger: logging.Logger) -> None:
     for module in (pycocotools.coco, coco_api):
         vars(module)["print"] = _print_nothing
     for handler in logger.handlers:
+        handler.addFilter(_escape)
         if type(handler) is logging.StreamHandler:
             handler.addFilter(_is_shown)
 
 
 def _print_nothing(*words: object) -> None:
     pass
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage(), keep="\n"), None
+    return True
 
 
 def _is_shown(record: logging.LogRecord) -> bool:

@@ -17,6 +17,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_json
 from swinv2_moe.measure.ablation_plan import Plan
 from swinv2_moe.measure.run_record import NotBegunError, RunRecord, read_run
+from swinv2_moe.output import printable
 
 MEASURED = "measured.json"
 FEW_SHOT = "few_shot.json"
@@ -223,7 +224,7 @@ def markdown(results: dict[str, dict], plan: Plan, pending: Sequence[str] = ()) 
     """The table with notes, as Markdown."""
     lines = [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
     for name, columns in results.items():
-        cells = [name, f"{columns['seeds']}/{plan.seeds}"]
+        cells = [printable(name).replace("|", r"\|"), f"{columns['seeds']}/{plan.seeds}"]
         for column in COLUMNS[2:]:
             cells.append(_cell(column, columns[column]))
         lines.append(f"| {' | '.join(cells)} |")

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -38,6 +37,7 @@ from swinv2_moe.measure.rounds import interleaved, machine
 from swinv2_moe.measure.spread import quartiles, ratios
 from swinv2_moe.models import MoEMlp
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
+from swinv2_moe.tables import Console
 from swinv2_moe.train.agreement import check_same_data
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.deployed import Deployed, check_capacity_factor, open_deployed

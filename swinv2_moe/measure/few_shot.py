@@ -27,7 +27,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from sklearn.base import ClassifierMixin
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.pipeline import make_pipeline
@@ -38,6 +37,7 @@ from moe_core import equal_tokens, prepared
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.errors import UserError
+from swinv2_moe.tables import Console
 from swinv2_moe.train.agreement import check_same_data
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.distributed import World

@@ -6,12 +6,14 @@ from pathlib import Path
 from statistics import median
 
 from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
 
 from swinv2_moe.config import default_config, flatten, model_config
 from swinv2_moe.measure.curves import draw_curves
 from swinv2_moe.measure.report_validation import Validation
 from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.measure.time_account import time_account
+from swinv2_moe.output import printable
 from swinv2_moe.time_left import in_words
 
 
@@ -22,7 +24,8 @@ def render(runs: Sequence[RunRecord], validations: Sequence[Validation], refresh
         validations: the result of `validate` for each run.
         refresh: seconds after which a browser loads the page again; 0: never.
     """
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, finalize=_shown)
     template = environment.get_template("report.html.j2")
     sections = []
     for run, validation in zip(runs, validations, strict=True):
@@ -40,6 +43,13 @@ def render(runs: Sequence[RunRecord], validations: Sequence[Validation], refresh
         differences=_differences(runs),
         footer=f"Made by swinv2-moe report on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC.",
     )
+
+
+def _shown(value: object) -> object:
+    """A value of the page as text. What this package has made as HTML stays."""
+    if isinstance(value, Markup):
+        return value
+    return printable(value, keep="\n")
 
 
 def _section(run: RunRecord, validation: Validation) -> dict:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from rich.console import Console
 from torch import nn
 
 from moe_core import moe_layers
@@ -21,6 +20,7 @@ from swinv2_moe.measure.accuracy import measure
 from swinv2_moe.measure.confusion import Mistake, matrix, mistakes, taken_for, worst
 from swinv2_moe.measure.routing import Subset
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure, to_pixels
+from swinv2_moe.tables import Console
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.evaluation import Predictions, predict
 from swinv2_moe.train.record import Bar

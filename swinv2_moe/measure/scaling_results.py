@@ -1,6 +1,5 @@
 """Epochs to a target accuracy for each batch size: results of the runs, table and figure."""
 
-import csv
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.table import Table
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.ablation_results import interval
 from swinv2_moe.measure.run_record import NotBegunError, read_run, read_summary
+from swinv2_moe.output import csv_text
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.tables import number_table
 
@@ -100,10 +100,7 @@ def write_csv(results: Sequence[Result], file: Path) -> None:
         UserError: the file cannot be written.
     """
     try:
-        with file.open("w", newline="") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(Result._fields)
-            writer.writerows(results)
+        file.write_text(csv_text([Result._fields] + list(results)), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {file}: cannot be written ({error.strerror})") from error
 

@@ -1,6 +1,5 @@
 """Report of a throughput measurement: lines for a terminal, a CSV file and a figure."""
 
-import csv
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from swinv2_moe.measure.spread import latencies, quartiles
 from swinv2_moe.measure.throughput import Row
 from swinv2_moe.measure.throughput_options import PASSES
 from swinv2_moe.measure.throughput_plan import Combination, Plan
+from swinv2_moe.output import csv_text
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 
 if TYPE_CHECKING:
@@ -30,19 +30,22 @@ def headline(plan: Plan, ranks: int) -> str:
     )
 
 
-def protocol(row: Row, warmup: int) -> str:
-    """A description of the measurement, for the head of a table."""
+def protocol(row: Row, warmup: int) -> list[str]:
+    """A description of the measurement, for the head of a table, in lines."""
     rounds, experts, dense = len(row.product), row.moe.size, row.dense.size
     sizes = (
         f"{experts.parameters / 1e6:,.1f}M parameters and {experts.macs / 1e6:,.0f}M MACs/image, "
         f"beside {dense.parameters / 1e6:,.1f}M and {dense.macs / 1e6:,.0f}M"
     )
-    method = (
+    return [
+        sizes,
+        row.machine,
         f"medians (quartiles) of {rounds} rounds after {warmup} to warm up; percentiles are of "
-        f"these {rounds} passes;\nMFU is of the measured peak; the weights and images are random: "
-        "'dropped' and 'largest load'\nshow how evenly they are routed"
-    )
-    return f"{sizes}\n{row.machine}\n{method}"
+        f"these {rounds} passes;",
+        "MFU is of the measured peak; the weights and images are random: 'dropped' and 'largest "
+        "load'",
+        "show how evenly they are routed",
+    ]
 
 
 def record(row: Row) -> dict[str, object]:
@@ -85,11 +88,9 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
     UserError: the file cannot be written.
     """
     records = [record(row) for row in rows]
+    text = csv_text([list(records[0])] + [list(values.values()) for values in records])
     try:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, records[0].keys())
-            writer.writeheader()
-            writer.writerows(records)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from error
 

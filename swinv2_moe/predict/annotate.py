@@ -8,6 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from swinv2_moe.data.images import MAX_PIXELS, decode, read_file, to_mode
 from swinv2_moe.errors import UserError
+from swinv2_moe.output import printable
 from swinv2_moe.predict.prediction import ClassProbability, Prediction
 
 _LONG_SIDE = 1024  # pixels of the photograph in the copy, at most
@@ -38,7 +39,7 @@ def annotate(image: Image.Image, top: tuple[ClassProbability, ...]) -> Image.Ima
         bar_end = round(guess.probability * width)
         if bar_end:
             draw.rectangle((0, y + 1, bar_end - 1, y + row_height - 2), _BAR)
-        text = f"{guess.probability:.1%}  {guess.class_name}"
+        text = f"{guess.probability:.1%}  {printable(guess.class_name)}"
         text = _shortened(text, font, width - 2 * margin)
         draw.text((margin, y + row_height // 2), text, _TEXT, font, anchor="lm")
     return copy

@@ -1,14 +1,12 @@
 """Predictions as files: CSV for spreadsheets, JSON for programs."""
 
-import csv
-import io
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from swinv2_moe.data.sources.base import printable
+from swinv2_moe.output import csv_text, printable
 from swinv2_moe.predict.prediction import Prediction
 
 
@@ -21,16 +19,14 @@ def as_csv(predictions: Sequence[Prediction]) -> str:
         if rank > 1:
             suffix = f"_{rank}"
         header += [f"{title}{suffix}" for title in ("class", "index", "probability")]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header + ["error"])
+    rows: list[list[object]] = [header + ["error"]]
     for prediction in predictions:
-        row: list[object] = [printable(prediction.file)]
+        row: list[object] = [str(prediction.file)]
         for guess in prediction.top:
             row += [guess.class_name, guess.index, f"{guess.probability:.6f}"]
         row += [""] * (len(header) - len(row))
-        writer.writerow(row + [prediction.error or ""])
-    return text.getvalue()
+        rows.append(row + [prediction.error or ""])
+    return csv_text(rows)
 
 
 def as_json(predictions: Sequence[Prediction], facts: dict) -> str:

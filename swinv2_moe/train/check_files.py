@@ -1,9 +1,8 @@
 """DATA.CHECK_FILES: reading every image before the first step."""
 
-from rich.console import Console
-
 from swinv2_moe.config import DataConfig
 from swinv2_moe.data import Data, UnreadableImages, evaluation_loader
+from swinv2_moe.tables import Console
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.record import Bar
 
@@ -16,7 +15,7 @@ def check_files(config: DataConfig, data: Data, world: World) -> None:
     Raises:
         UserError: more than DATA.MAX_BAD_SHARE of the images cannot be read.
     """
-    console = Console(quiet=not world.is_main, highlight=False, soft_wrap=True)
+    console = Console(quiet=not world.is_main)
     unreadable = []
     for name, loader in (("training", data.train_loader), ("validation", data.val_loader)):
         loader = evaluation_loader(config, loader.dataset.source, world.rank, world.size)
@@ -30,7 +29,7 @@ def check_files(config: DataConfig, data: Data, world: World) -> None:
     if not paths:
         return
     size = data.train_size + data.val_size
-    console.print(f"warning: {len(paths):,} of {size:,} images cannot be read:", markup=False)
+    console.print(f"warning: {len(paths):,} of {size:,} images cannot be read:")
     for path in paths:
-        console.print(f"  {path}", markup=False)
+        console.print(f"  {path}")
     UnreadableImages(size, config.max_bad_share).add(paths)

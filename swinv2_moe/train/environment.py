@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from swinv2_moe.imports import imported_files
+from swinv2_moe.output import without_credentials
 from swinv2_moe.train.distributed import World
 
 _PACKAGES = ("torch", "torchvision", "timm", "triton", "numpy")
@@ -24,7 +25,7 @@ def describe_environment(world: World) -> dict:
         device, cuda = torch.cuda.get_device_name(world.device), torch.version.cuda
     environment = {
         "started": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
-        "command": " ".join([Path(sys.argv[0]).name] + sys.argv[1:]),
+        "command": without_credentials(" ".join([Path(sys.argv[0]).name] + sys.argv[1:])),
         "device": device,
         "cuda": cuda,
         "processes": world.size,

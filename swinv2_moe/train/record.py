@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.utils.data import DataLoader
@@ -23,6 +22,7 @@ from moe_core.files import atomic_write
 from swinv2_moe.config import DataConfig, flatten
 from swinv2_moe.files import parse_yaml
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure
+from swinv2_moe.tables import Console
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.events import EventLog
 from swinv2_moe.train.routing import sample_choices
@@ -74,7 +74,7 @@ class Recorder:
         self.files, self.events = ExitStack(), None
         self.trackers: list[Tracker] = []
         self.finished = True
-        self.console = Console(quiet=not self.active, highlight=False, soft_wrap=True)
+        self.console = Console(quiet=not self.active)
         if self.active:
             directory.mkdir(parents=True, exist_ok=True)
             _forget_after(directory / "metrics.jsonl", step)
@@ -91,9 +91,9 @@ class Recorder:
             self.files.callback(tracker.close, self.finished)
         self.files.close()
 
-    def say(self, line: str) -> None:
-        """Print one line at the terminal."""
-        self.console.print(line, markup=False)
+    def say(self, *lines: str) -> None:
+        """Print lines at the terminal."""
+        self.console.print(*lines)
 
     @contextmanager
     def engine_log(self) -> Iterator[None]:

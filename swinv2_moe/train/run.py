@@ -100,7 +100,7 @@ def train(
         was_finished = trainer.progress.finished
         _check_not_finished_elsewhere(trainer, source, root)
         size = measure_model(sections.model, data.num_classes)
-        first_lines = [headline(trainer, size, source), *_notes(trainer, placements)]
+        first_lines = [*headline(trainer, size, source), *_notes(trainer, placements)]
         # all ranks get here at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
         recorder = stack.enter_context(
@@ -109,8 +109,7 @@ def train(
         stack.enter_context(recorder.engine_log())
         if not was_finished:  # a finished run keeps its configuration and its summary
             recorder.config(sections.yaml)
-        for line in first_lines:
-            recorder.say(line)
+        recorder.say(*first_lines)
         saver = _open_saver(root / "checkpoints", trainer, source, recorder)
         stack.callback(saver.wait, _LAST_SAVE_SECONDS)
         if not was_finished:
@@ -125,7 +124,7 @@ def train(
         if trainer.progress.finished:
             if not was_finished:
                 recorder.summary(summary)
-            recorder.say(closing_lines(trainer, summary, root))
+            recorder.say(*closing_lines(trainer, summary, root))
     if trainer.stop.came_from_elsewhere(trainer.stopped_by):
         raise StoppedElsewhere
     if trainer.stopped_by:

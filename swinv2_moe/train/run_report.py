@@ -13,7 +13,7 @@ from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.phase_times import accounted_share
 
 
-def headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> str:
+def headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> list[str]:
     """The model, the data and the processes; for a resumed run, its starting point."""
     config, data, world = trainer.config.model, trainer.data, trainer.world
     num_layers = len(moe_layers(trainer.step.model))
@@ -31,7 +31,7 @@ def headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> s
     ]
     if source is not None:
         lines += _resume_lines(trainer, source)
-    return "\n".join(lines)
+    return lines
 
 
 def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
@@ -51,7 +51,7 @@ def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
     return lines
 
 
-def closing_lines(trainer: Trainer, summary: dict, root: Path) -> str:
+def closing_lines(trainer: Trainer, summary: dict, root: Path) -> list[str]:
     """Speed, accuracy and output directories of a finished run.
 
     Args:
@@ -89,7 +89,7 @@ def closing_lines(trainer: Trainer, summary: dict, root: Path) -> str:
         f"final top-1 {progress.last_top1:.2f}%, best {progress.best_top1:.2f}%;"
         f" checkpoints in {root / 'checkpoints'}, TensorBoard logs in {root / 'tensorboard'}"
     )
-    return "\n".join(lines)
+    return lines
 
 
 def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, seconds: float) -> dict:

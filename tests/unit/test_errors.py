@@ -29,7 +29,7 @@ def test_values_that_cannot_be_printed():
 
 
 def test_a_line_has_no_line_ends_and_no_control_characters():
-    assert one_line("a\nb\r\n\x1b[31mc\udc80\0 é") == "a b \\x1b[31mc\\udc80\\x00 é"
+    assert one_line("a\nb\r\n\x1b[31mc\udc80\0 é") == "a b \\x1b[31mc\\x80\\x00 é"
 
 
 def test_a_command_prints_one_line_whatever_a_name_has_in_it(capsys, monkeypatch):

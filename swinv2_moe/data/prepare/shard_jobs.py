@@ -129,9 +129,7 @@ def run_jobs(
     if finished:
         num_done = sum(summary["images"] + summary["left_out"] for summary in finished)
         bar.skip(num_done, sum(summary["bytes"] for summary in finished))
-        bar.console.print(
-            f"{len(finished):,} of {len(jobs):,} shards were finished before", highlight=False
-        )
+        bar.console.print(f"{len(finished):,} of {len(jobs):,} shards were finished before")
     context = multiprocessing.get_context("fork")  # "fork" does not copy the lists of images
     counts = context.RawArray("q", 2 * workers)  # images and bytes of each worker
     processes = _start(context, work, todo, workers, counts)

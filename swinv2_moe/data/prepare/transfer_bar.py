@@ -2,6 +2,8 @@
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from swinv2_moe.tables import Console
+
 
 class TransferBar(Progress):
     """A context with a line in the terminal: images, images/s, MB, MB/s and the time left.
@@ -13,7 +15,11 @@ class TransferBar(Progress):
 
     def __init__(self, title: str, total: int, unit: str):
         super().__init__(
-            TextColumn(title), BarColumn(), TextColumn("{task.fields[done]}"), TimeRemainingColumn()
+            TextColumn(title),
+            BarColumn(),
+            TextColumn("{task.fields[done]}"),
+            TimeRemainingColumn(),
+            console=Console(),
         )
         self.unit = unit
         self.task = self.add_task("", total=total, done="")

@@ -14,6 +14,7 @@ from PIL import Image
 
 from swinv2_moe.data.images import MAX_PIXELS, decode, read_file
 from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.output import printable
 
 
 class Source(Protocol):
@@ -116,12 +117,6 @@ def check_directory(key: str, path: str) -> None:
         raise UserError(f"{key} is {path!r}: a file, it must be a directory")
     if not os.access(path, os.R_OK | os.X_OK):
         raise UserError(f"{key} is {path!r}: permission denied")
-
-
-def printable(path: str) -> str:
-    """The path as text. Bytes that are not UTF-8 are written as \\xff, so that different paths stay
-    different."""
-    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def shortened(names: Sequence[object], count: int = 3) -> str:

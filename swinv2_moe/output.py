@@ -1,0 +1,75 @@
+"""Text that leaves the program. Every terminal line, CSV cell, page and figure passes `printable`.
+
+Names of files, classes, tensors and configurations come from others. They may hold commands to the
+terminal, marks that reverse the reading direction, or the credentials of a URI.
+"""
+
+import csv
+import io
+import re
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import TextIO
+
+_USER = re.compile(r"(\w://)[^\s/?#@:'\"]*(?::[^\s'\"]*)?@")
+_SECRET = re.compile(
+    r"([?&][\w.-]*(?:pass(?:word|wd)?|pwd|token|secret|key|sig|signature|credential)=)[^\s&'\"]+",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?%?")
+_JOINERS = "\u200c\u200d"  # inside words of Persian and of Indian languages, and in emoji
+
+
+def printable(text: object, keep: str = "") -> str:
+    """The text with escapes for characters that are not printable, and without credentials.
+
+    Escaped are control characters, line ends, marks of reading direction, and bytes of a file name
+    that are not UTF-8.
+
+    Args:
+        keep: characters that are not escaped.
+    """
+    text = without_credentials(str(text))
+    if text.isprintable():
+        return text
+    return "".join(char if char in keep else _shown(char) for char in text)
+
+
+def _shown(char: str) -> str:
+    if char.isprintable() or char in _JOINERS or unicodedata.category(char) == "Zs":
+        return char
+    if "\udc80" <= char <= "\udcff":  # a byte that Python could not decode
+        return f"\\x{ord(char) - 0xDC00:02x}"
+    return char.encode("unicode_escape", "backslashreplace").decode()
+
+
+def without_credentials(text: str) -> str:
+    """The text with *** in place of the user and password of URIs, and of secrets in their
+    queries."""
+    if "://" not in text:
+        return text
+    return _SECRET.sub(r"\1***", _USER.sub(r"\1***@", text))
+
+
+def say(*lines: object, file: TextIO | None = None, flush: bool = False) -> None:
+    """Print each of `lines` as one line on stdout, or on `file`."""
+    print(*map(printable, lines), sep="\n", file=file or sys.stdout, flush=flush)
+
+
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """The rows as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([csv_cell(value) for value in row] for row in rows)
+    return text.getvalue()
+
+
+def csv_cell(value: object) -> object:
+    """A value of a CSV file: text as `printable`, and with ' where it would be a formula."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    if text.startswith(("=", "+", "-", "@")) and not _NUMBER.fullmatch(text):
+        return f"'{text}"
+    return text
