@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,9 +105,9 @@ def as_started(text: str) -> str:
     return "".join(lines)
 
 
-def add_config_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --cfg, which is required."""
-    parser.add_argument("--cfg", required=True, metavar="FILE", help=_CONFIG_HELP)
+def add_config_argument(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add --cfg."""
+    parser.add_argument("--cfg", required=required, metavar="FILE", help=_CONFIG_HELP)
 
 
 def add_opts_argument(
@@ -163,9 +164,9 @@ def check_opts(opts: Sequence[str]) -> None:
     merge_opts(default_config(), opts)
 
 
-def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --cfg, --data, --output and --opts."""
-    add_config_argument(parser)
+def add_training_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add --cfg, --data, --output and --opts. `required`: of --cfg."""
+    add_config_argument(parser, required)
     parser.add_argument(
         "--data",
         metavar="DIR",
@@ -176,17 +177,15 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
-    """Add --resume, --checkpoint, --data, --dataset, --output and --opts.
+    """Add RUN, --checkpoint, --data, --dataset, --output and --opts.
+
+    RUN may also be given as --resume, the older form; `args.resume` is its value.
 
     Args:
         output: arguments of `add_argument` for --output. By default it is a JSON file of results.
     """
-    parser.add_argument(
-        "--resume",
-        required=True,
-        metavar="DIR",
-        help="a run or a checkpoint",
-    )
+
+    add_run_argument(parser, "--resume", "a run or a checkpoint")
     add_checkpoint_argument(parser)
     parser.add_argument(
         "--data", metavar="DIR", help="the data set (DATA.PATH); default: that of the training"
@@ -199,6 +198,26 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
     output_options = {"metavar": "JSON", "help": "file for the results"} | output
     parser.add_argument("--output", **output_options)
     add_opts_argument(parser)
+
+
+def add_run_argument(parser: argparse._ActionsContainer, option: str, help: str) -> None:
+    """Add RUN as the first argument, and as an option, its older form. One of them is required
+    unless `parser` is a group with other members.
+
+    Args:
+        option: such as "--resume"; the value is in the attribute of its name.
+    """
+    name = option.removeprefix("--")
+
+    class Run(argparse.Action):
+        def __call__(self, parser, namespace, values, option_string=None) -> None:
+            if values is not None:  # None: RUN is absent
+                setattr(namespace, name, values)
+
+    if isinstance(parser, argparse.ArgumentParser):
+        parser = parser.add_mutually_exclusive_group(required=True)
+    parser.add_argument(name, nargs="?", action=Run, metavar="RUN", help=help)
+    parser.add_argument(option, action=Run, metavar="RUN", help="the same, in its older form")
 
 
 def add_checkpoint_argument(
@@ -305,7 +324,26 @@ def command_line(name: str, launcher: Sequence[str] = ()) -> list[str]:
         return (list(launcher) or [sys.orig_argv[0]]) + [str(script)]
     if launcher:
         return list(launcher) + ["-m", "swinv2_moe", name]
-    return ["swinv2-moe", name]
+    if sys.orig_argv[1:3] == ["-m", "swinv2_moe"]:
+        return sys.orig_argv[:3] + [name]
+    return [program("swinv2-moe"), name]
+
+
+def program(name: str) -> str:
+    """How to start a program of this Python environment: its name if the shell finds it, otherwise
+    its path."""
+    file = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if not file.exists() or (found and os.path.samefile(found, file)):
+        return name
+    if file.is_relative_to(Path.cwd()):
+        return str(file.relative_to(Path.cwd()))
+    return str(file)
+
+
+def next_line(name: str, *words: object) -> str:
+    """A command line for the terminal that this process was started in."""
+    return shlex.join(command_line(name) + [str(word) for word in words])
 
 
 def resume_command(

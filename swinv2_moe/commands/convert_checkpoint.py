@@ -18,7 +18,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swinv2_moe.command import CommandParser, add_checkpoint_argument, add_opts_argument
+from swinv2_moe.command import (
+    CommandParser,
+    add_checkpoint_argument,
+    add_opts_argument,
+    next_line,
+)
 from swinv2_moe.convert.kinds import EXPORTS, IMPORTS
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.output import say
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from swinv2_moe.convert.summary import Summary
 
 _MAX_NAMES_BYTES = 1 << 26
+_MOST_FILES = 6  # names in a line
 
 
 def parse() -> argparse.Namespace:
@@ -178,6 +184,21 @@ def class_names(file: str | None) -> list[str] | None:
     return names
 
 
+def written(paths: list[Path]) -> list[str]:
+    """A line for each written file or directory, with its size and the files in a directory."""
+    lines = []
+    for path in paths:
+        files, names = [path], ""
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+            names = f": {', '.join(str(file.relative_to(path)) for file in files[:_MOST_FILES])}"
+            if len(files) > _MOST_FILES:
+                names += f", ... ({len(files)} files)"
+        size = sum(file.stat().st_size for file in files)
+        lines.append(f"{path}{names}, {size / 1e6:,.1f} MB")
+    return lines
+
+
 def main() -> None:
     args = parse()
     try:
@@ -201,10 +222,15 @@ def run(args: argparse.Namespace) -> None:
         source, selected = select_checkpoint(args.source, args.checkpoint)
         if selected:
             say(selected)
-        export_weights(args.kind, Path(source), Path(args.output), args.ranks, not args.newer)
+        legacy = not args.newer
+        files = export_weights(args.kind, Path(source), Path(args.output), args.ranks, legacy)
+        say(*written(files))
+        if args.kind == "hub":
+            say(f"{args.output}/README.md says how to load and upload it")
     elif args.command == "import":
         names = class_names(args.class_names)
         import_weights(args.kind, Path(args.source), Path(args.output), config, names, args.noise)
+        say(*written([Path(args.output)]), f"next: {next_line('evaluate', args.output)} --data DIR")
     else:
         try:
             source, _ = select_checkpoint(args.source, args.checkpoint)

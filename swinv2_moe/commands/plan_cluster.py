@@ -7,8 +7,7 @@ also the time to its target (docs/explanation/planner.md).
         --cfg configs/imagenette_96.yaml --profile h100 --batch-size 64
     torchrun --nproc_per_node 8 tools/plan_cluster.py --nodes 1 --gpus-per-node 8 --cfg FILE \\
         --profile here --save-profile machine.json
-    python tools/plan_cluster.py --nodes 4 --gpus-per-node 8 --run output/mine \\
-        --profile machine.json
+    python tools/plan_cluster.py output/mine --nodes 4 --gpus-per-node 8 --profile machine.json
     python tools/plan_cluster.py --nodes 64 --gpus-per-node 8 --batch-size 4 \\
         --language-model layers=32 dim=4096 hidden=16384 experts=512 --opts AMP_ENABLE true
 """
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from swinv2_moe.command import CommandParser, add_opts_argument
+from swinv2_moe.command import CommandParser, add_opts_argument, add_run_argument, check_output_file
 from swinv2_moe.errors import UserError
 from swinv2_moe.tables import Console, number_table
 
@@ -45,9 +44,7 @@ def parse() -> argparse.Namespace:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--cfg", metavar="FILE", help="predict a step of this configuration")
-    what.add_argument(
-        "--run", type=Path, metavar="DIR", help="predict the time that this run would have taken"
-    )
+    add_run_argument(what, "--run", "predict the time that this run would have taken")
     what.add_argument(
         "--language-model",
         nargs="+",
@@ -81,8 +78,11 @@ def parse() -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
-    if not Path(args.output).parent.is_dir():
-        raise UserError(f"--output {args.output}: its directory does not exist")
+    if not Path(args.output).suffix:
+        args.output += ".png"
+    elif Path(args.output).suffix != ".png":
+        raise UserError(f"--output {args.output}: must end in .png")
+    check_output_file(args.output)
     if args.run and (args.batch_size or args.opts):
         raise UserError(
             "--run takes the configuration of the run: leave out --batch-size and --opts"
@@ -166,7 +166,7 @@ def plan_time(args: argparse.Namespace, machine: Machine, console: Console) -> N
     from swinv2_moe import planner
     from swinv2_moe.time_plan import planner_of_run
 
-    times = planner_of_run(args.run, machine, args.gpus_per_node)
+    times = planner_of_run(Path(args.run), machine, args.gpus_per_node)
     measured = times.measured
     plans, notes = [], []
     user_gpus = args.nodes * args.gpus_per_node

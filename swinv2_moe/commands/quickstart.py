@@ -1,9 +1,17 @@
 """Train the quickstart with experts and dense, and compare the two runs. `make train` runs this."""
 
 import itertools
+import shlex
 from pathlib import Path
 
-from swinv2_moe.command import CommandParser, add_opts_argument, as_started, resume_command
+from swinv2_moe.command import (
+    CommandParser,
+    add_opts_argument,
+    command_line,
+    next_line,
+    program,
+    resume_command,
+)
 from swinv2_moe.tables import Console, number_table
 
 CONFIG = "configs/quickstart_digits.yaml"
@@ -66,16 +74,17 @@ def show(summaries: dict[str, dict], experts: str, output: Path) -> None:
             f"{summary['seconds']:.0f}",
         ]
         rows.append(row)
-    on_two_ranks = ".venv/bin/torchrun --nproc_per_node 2 tools/train.py"
-    on_two_ranks += f" --cfg {CONFIG} --output {output}/two"
+    two = [program("torchrun"), "--nproc_per_node", "2"]
+    on_two_ranks = command_line("train", two) + ["--cfg", CONFIG, "--output", f"{output}/two"]
     console = Console()
     console.print("", "Validation on the held-out fifth of the digits")
     console.print(number_table(titles, rows))
     console.print(*WHAT_DIGITS_SHOW.split("\n"))
-    closing = f"""
-Checkpoint    {output}/moe/checkpoints/best
-TensorBoard   .venv/bin/tensorboard --logdir {output}
-Next          .venv/bin/python tools/evaluate.py --resume {output}/moe
-              {on_two_ranks}
-              your own photographs: README.md, "Your images\""""
-    console.print(*as_started(closing).split("\n"))
+    console.print(
+        "",
+        f"Checkpoint    {output}/moe/checkpoints/best",
+        f"TensorBoard   {shlex.join([program('tensorboard'), '--logdir', str(output)])}",
+        f"Next          {next_line('evaluate', output / 'moe')}",
+        f"              {shlex.join(on_two_ranks)}",
+        '              your own photographs: README.md, "Your images"',
+    )

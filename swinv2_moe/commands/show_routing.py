@@ -3,8 +3,8 @@
 Draws images whose patches have the colour of their expert, heat maps of expert by class, and expert
 load over training. Prints the mutual information of expert and patch in bits.
 
-    python tools/show_routing.py --resume output/mine
-    python tools/show_routing.py --resume output/mine --images holiday/
+    python tools/show_routing.py output/mine
+    python tools/show_routing.py output/mine --images holiday/
 
 --images replaces the validation images in the pictures.
 """
@@ -70,7 +70,7 @@ def show(results: dict, output: Path) -> None:
     print_unreadable(console, results)
     console.print(f"{', '.join(results['figures'])} and routing.json in {output}")
     if "load.png" not in results["figures"]:
-        console.print("no load.png: --resume names a checkpoint outside of a run")
+        console.print("no load.png: RUN is a checkpoint outside of a run")
 
 
 def main() -> None:

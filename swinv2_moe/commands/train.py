@@ -3,24 +3,49 @@
     python tools/train.py --cfg configs/quickstart_digits.yaml --output output/digits
     torchrun --nproc_per_node 2 tools/train.py --cfg configs/quickstart_digits.yaml \\
         --output output/digits2
+    python tools/train.py output/digits   # continues it
 """
 
+import argparse
 import os
-import shlex
 import sys
+from pathlib import Path
 
 from swinv2_moe.command import (
     CommandParser,
     add_training_arguments,
     config_from,
+    next_line,
     resume_command,
 )
+from swinv2_moe.errors import UserError
 from swinv2_moe.output import say
+
+
+def continue_run(args: argparse.Namespace) -> None:
+    """Replace RUN by the arguments that continue it.
+
+    Raises:
+        UserError: RUN is no run, or other arguments name another one.
+    """
+    config = Path(args.run, "config.yaml")
+    for option in ("cfg", "output", "resume"):
+        if getattr(args, option) is not None:
+            raise UserError(f"--{option} {getattr(args, option)}: RUN ({args.run}) stands for it")
+    if not config.is_file():
+        raise UserError(f"{args.run}: holds no run to continue (no config.yaml); --cfg begins one")
+    args.cfg, args.output, args.resume = str(config), args.run, "auto"
 
 
 def main() -> None:
     parser = CommandParser(description=__doc__)
-    add_training_arguments(parser)
+    parser.add_argument(
+        "run",
+        nargs="?",
+        metavar="RUN",
+        help="a run to continue, with its configuration; without it, --cfg begins one",
+    )
+    add_training_arguments(parser, required=False)
     parser.add_argument(
         "--resume",
         metavar="auto|DIR",
@@ -33,6 +58,10 @@ def main() -> None:
         help="auto: bind each rank and its data workers to the NUMA node of its GPU (default)",
     )
     args = parser.parse_args()
+    if args.run:
+        continue_run(args)
+    elif args.cfg is None:
+        parser.error("--cfg FILE is required, or RUN to continue a run")
     config = config_from(args)
     continuation = resume_command(args.cfg, args.data, args.output, args.opts, args.bind)
     is_main = os.environ.get("RANK", "0") == "0"
@@ -45,5 +74,7 @@ def main() -> None:
     began = psutil.Process().create_time()
     summary = train(config, args.resume, continuation, args.bind, began)
     if is_main and summary:
-        run = shlex.quote(config.OUTPUT)
-        say(f"next: swinv2-moe report {run}, swinv2-moe predict {run} PICTURES")
+        say(
+            f"next: {next_line('report', config.OUTPUT)}",
+            f"      {next_line('predict', config.OUTPUT)} PICTURES",
+        )

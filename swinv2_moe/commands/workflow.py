@@ -8,6 +8,7 @@ are shards, staging, pretraining, fine-tuning and few-shot evaluation. Each is a
 printed. When started again, the workflow continues where it stopped.
 """
 
+import shlex
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from swinv2_moe.command import (
     CommandParser,
     add_opts_argument,
     check_opts,
+    program,
     run_tool,
     run_training,
 )
@@ -124,7 +126,8 @@ def show(output: Path, seconds: float) -> None:
     console.print(number_table([""] + list(results), rows))
     staged = f"Staged {staging['bytes'] / 1e6:.1f} MB in {staging['seconds']:.1f} s"
     console.print(
-        f"{staged}, {seconds:,.0f} s in all. TensorBoard: .venv/bin/tensorboard --logdir {output}"
+        f"{staged}, {seconds:,.0f} s in all.",
+        f"TensorBoard: {shlex.join([program('tensorboard'), '--logdir', str(output)])}",
     )
 
 

@@ -26,7 +26,7 @@ class RunConfig:
 
     output: str = "output"  # run directory; `--output` sets it
     seed: int = 0  # seed of initial weights, data order and augmentation
-    print_freq: int = 10  # optimiser steps between two logged steps
+    print_freq: int = 10  # optimiser steps between two logged steps; the last step is logged, too
     # epochs between two checkpoints; the best and the last epoch are always saved
     save_freq: int = 1
     # write `events.log` in the MLPerf log format (needs the mlperf extra)

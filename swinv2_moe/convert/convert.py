@@ -97,7 +97,7 @@ def import_weights(
 
 def export_weights(
     kind: str, checkpoint: Path, output: Path, ranks: int | None = None, legacy: bool = True
-) -> None:
+) -> list[Path]:
     """Write the weights of a checkpoint or run to files of another program.
 
     Averaged weights are used if there are any.
@@ -109,6 +109,9 @@ def export_weights(
         ranks: number of ranks; None: one file with the whole model (for swin-moe X.global).
         legacy: for swin-moe: Tutel's layout in the released files, not that of newer Tutel.
 
+    Returns:
+        the written files; for hub the directory.
+
     Raises:
         UserError: no complete checkpoint, a wrong number of ranks, a file that exists; nothing is
             written.
@@ -117,7 +120,7 @@ def export_weights(
         if ranks is not None:
             raise UserError(f"--ranks {ranks}: a directory for the hub holds the whole model")
         export_hub(checkpoint, output)
-        return
+        return [output]
     source = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
     config = config_from_text(source.meta["config"], f"checkpoint {source.directory}")
     section = model_config(config)
@@ -135,7 +138,7 @@ def export_weights(
         }
         metadata["class_names"] = json.dumps(source.meta["class_names"])
         write_files([(output, read_weights_of(source, model))], metadata)
-        return
+        return [output]
     layouts.check_layout(kind, section)
     files, master = _targets(kind, output, ranks)
     for file in files:
@@ -146,6 +149,9 @@ def export_weights(
     states = layouts.split(kind, weights, len(files), legacy)
     has_output_bias = any(layer.config.output_bias for layer in moe_layers(model).values())
     write_files(_contents(kind, states, files, master, has_output_bias))
+    if master is not None:
+        files = files + [master]
+    return files
 
 
 def _targets(kind: str, output: Path, ranks: int | None) -> tuple[list[Path], Path | None]:

@@ -110,7 +110,8 @@ def _facts(run: RunRecord) -> dict[str, str]:
     if summary:
         facts["parameters"] = f"{summary['parameters'] / 1e6:.2f}M"
         facts["MACs an image"] = f"{summary['active_macs'] / 1e6:,.1f}M"
-    facts["epochs, steps"] = f"{len(run.epochs):,}, {last['step']:,}"
+    num_steps = max(entry["step"] for entry in run.steps[-1:] + run.epochs[-1:])
+    facts["epochs, steps"] = f"{len(run.epochs):,}, {num_steps:,}"
     facts["images/s, training"] = f"{median(step['images_per_second'] for step in run.steps):,.0f}"
     if run.layers:
         facts["dropped tokens"] = f"{last['moe/dropped_share']:.2%}"

@@ -142,7 +142,7 @@ def open_deployed(
     dataset: str | None = None,
     opts: Sequence[str] = (),
     options: Mapping[str, object] | None = None,
-    name: str = "--resume",
+    name: str = "RUN",
 ) -> Iterator[Deployed]:
     """Open the checkpoint `resume`, or the newest checkpoint of a run. Every rank calls this.
 
@@ -153,7 +153,7 @@ def open_deployed(
         opts: KEY VALUE ... over the checkpoint's configuration. DEVICE and TIMEOUT are taken only
             from here, not from the checkpoint.
         options: further values that must be the same on all ranks.
-        name: the option that gives `resume`, for messages.
+        name: the argument that gives `resume`, for messages.
 
     Raises:
         UserError: there is no complete checkpoint, options cannot be used, or ranks have different

@@ -36,6 +36,12 @@ class Progress:
         return self.epoch >= self.epochs or (has_limit and self.step >= self.max_steps)
 
     @property
+    def is_last_step(self) -> bool:
+        """Whether the current step, which is done, is the last one."""
+        is_end = self.epoch_step == self.steps_per_epoch and self.epoch + 1 >= self.epochs
+        return is_end or self.steps_done
+
+    @property
     def finished(self) -> bool:
         """Whether the last step is done and validated."""
         return self.steps_done and self.validated_step == self.step

@@ -55,6 +55,14 @@ def tiles(page: str) -> dict[str, str]:
     return dict(re.findall(r'<span class="soft small">(.*?)</span><b>(.*?)</b>', page))
 
 
+def test_all_steps_count_whether_logged_or_not(make_run):
+    run = make_run("run")
+    end = {"step": 9, "epoch": 2, "seconds": 1.0, "val_top1": 1.0, "val_top5": 2.0, "val_loss": 1.0}
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps(end) + "\n")
+    assert tiles(page_of(run))["epochs, steps"] == "3, 9"
+
+
 def test_figures_are_the_whole_runs(make_run):
     found = tiles(page_of(make_run("run")))
     assert found["training and validation"] == "1 h 07 min"  # 3,500 + 500 s; the summary knows of 9

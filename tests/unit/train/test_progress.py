@@ -30,7 +30,9 @@ def test_steps_and_validations_are_counted() -> None:
     assert progress.count_validation(40.0)
     assert (progress.epoch, progress.epoch_step, progress.epoch_loss) == (1, 0, 0.0)
     for _ in range(3):
+        assert not progress.is_last_step
         progress.count_step(result())
+    assert progress.is_last_step  # of the last epoch, which is complete once it is validated
     assert not progress.steps_done
     assert not progress.count_validation(30.0)
     assert progress.finished
@@ -43,6 +45,7 @@ def test_a_limit_of_steps_ends_a_run_within_an_epoch() -> None:
     assert not progress.steps_done
     progress.count_step(result())
     assert progress.steps_done
+    assert progress.is_last_step
     assert not progress.finished  # not validated
     progress.count_validation(10.0)
     assert progress.finished

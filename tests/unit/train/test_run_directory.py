@@ -10,6 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from moe_core import moe_layers
 from swinv2_moe.config import flatten, load_config, model_config
 from swinv2_moe.errors import UserError
+from swinv2_moe.measure.live_run import LiveRun
+from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import measure_model
 from swinv2_moe.train import train
 from swinv2_moe.train.evaluation import evaluate as measure
@@ -173,3 +175,14 @@ def test_validation_leaves_the_model_in_training(make_trainer):
     trainer.step.model.eval()
     measure(trainer.step.model, trainer.data.val_loader, trainer.world, trainer.step.autocast)
     assert not any(module.training for module in trainer.step.model.modules())
+
+
+def test_a_run_shorter_than_print_freq_can_be_viewed(tmp_path, make_config, read_metrics):
+    keys = {"TRAIN.MAX_STEPS": 2, "TRAIN.EPOCHS": 1, "TRAIN.WARMUP_EPOCHS": 0, "PRINT_FREQ": 1000}
+    train(make_config(tmp_path, keys))
+    steps, _ = read_metrics(tmp_path)
+    assert [line["step"] for line in steps] == [2]
+    live = LiveRun(tmp_path)
+    live.read()
+    assert live.last["step"] == 2
+    assert read_run(tmp_path).layers == LAYERS

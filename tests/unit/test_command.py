@@ -1,0 +1,122 @@
+"""The arguments that commands share, and the command lines that they print."""
+
+import os
+import shlex
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from swinv2_moe.command import next_line, program
+from swinv2_moe.commands.configs import top_1
+from swinv2_moe.commands.convert_checkpoint import written
+from swinv2_moe.config_files import find_config
+from swinv2_moe.errors import UserError
+
+NEEDED = {
+    "evaluate": [],
+    "few_shot": [],
+    "show_routing": [],
+    "export": ["--output", "exported"],
+    "plan_cluster": ["--nodes", "1", "--gpus-per-node", "8"],
+}
+
+
+def parse(name: str, *words: str, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    return import_module(f"swinv2_moe.commands.{name}").parse()
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_run_is_the_first_argument_or_an_option(name, monkeypatch, capsys):
+    option = "--run" if name == "plan_cluster" else "--resume"
+    needed = NEEDED[name]
+    first = parse(name, "a run", *needed, monkeypatch=monkeypatch)
+    assert getattr(first, option.removeprefix("--")) == "a run"
+    assert parse(name, *needed, option, "a run", monkeypatch=monkeypatch) == first
+    for words in (needed, ["a", option, "b", *needed]):
+        with pytest.raises(SystemExit):
+            parse(name, *words, monkeypatch=monkeypatch)
+    assert "RUN" in capsys.readouterr().err
+
+
+def test_train_continues_a_run_by_its_directory(tmp_path, monkeypatch):
+    train = import_module("swinv2_moe.commands.train")
+    seen = []
+    monkeypatch.setattr(train, "config_from", lambda args: seen.append(args) or sys.exit())
+    run = str(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", run])
+    with pytest.raises(UserError, match="holds no run to continue"):
+        train.main()
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(SystemExit):
+        train.main()
+    assert (seen[0].cfg, seen[0].output, seen[0].resume) == (f"{run}/config.yaml", run, "auto")
+    monkeypatch.setattr(sys, "argv", ["train", run, "--output", "other"])
+    with pytest.raises(UserError, match="--output other"):
+        train.main()
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "line"),
+    [
+        (
+            ["../tools/train.py"],
+            [".venv/bin/python", "../tools/train.py"],
+            ".venv/bin/python ../tools/few_shot.py 'a b'",
+        ),
+        (
+            ["swinv2-moe train"],
+            ["python3", "-m", "swinv2_moe", "train"],
+            "python3 -m swinv2_moe few-shot 'a b'",
+        ),
+    ],
+)
+def test_a_next_line_is_started_as_this_process_was(argv, orig_argv, line, monkeypatch):
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", orig_argv)
+    assert next_line("few-shot", Path("a b")) == line
+
+
+def test_a_program_beside_python_is_named_so_that_the_shell_finds_it(tmp_path, monkeypatch):
+    file = tmp_path / "my env" / "swinv2-moe"
+    file.parent.mkdir()
+    file.write_text("#!/bin/sh\necho ran $1")
+    file.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(file.with_name("python")))
+    monkeypatch.setattr(sys, "argv", ["swinv2-moe train"])
+    monkeypatch.setattr(sys, "orig_argv", [str(file.with_name("python")), str(file), "train"])
+    for path, folder in ((os.defpath, tmp_path), (os.defpath, "/"), (str(file.parent), "/")):
+        monkeypatch.setenv("PATH", f"{path}:{os.defpath}")
+        monkeypatch.chdir(folder)
+        line = next_line("report", "a run")
+        shown = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
+        assert shown.stdout == "ran report\n"
+    assert shlex.split(line)[0] == program("swinv2-moe") == "swinv2-moe"
+
+
+def test_the_figure_of_a_plan_gets_an_ending(tmp_path, monkeypatch):
+    words = ["run", *NEEDED["plan_cluster"], "--output"]
+    args = parse("plan_cluster", *words, f"{tmp_path}/plan", monkeypatch=monkeypatch)
+    assert args.output == f"{tmp_path}/plan.png"
+    with pytest.raises(UserError, match=r"plan\.pdf: must end in \.png"):
+        parse("plan_cluster", *words, f"{tmp_path}/plan.pdf", monkeypatch=monkeypatch)
+
+
+def test_what_was_written_is_named_with_its_size(tmp_path):
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (hub / name).write_bytes(bytes(1_250_000))
+    assert written([hub, hub / "config.json"]) == [
+        f"{hub}: config.json, model.safetensors, 2.5 MB",
+        f"{hub}/config.json, 1.2 MB",
+    ]
+
+
+def test_an_accuracy_has_its_origin():
+    assert top_1(find_config("imagenette_96")) == " 52.5 measured"
+    published = find_config("in1k/swin_moe_base_window12_192_32expert")
+    assert top_1(published) == " 85.5 published"
