@@ -306,6 +306,8 @@ def config_from(args: argparse.Namespace) -> CfgNode:
     """The checked configuration from the arguments."""
     from swinv2_moe.config import load_config
 
+    if args.output == "":
+        raise UserError("--output is empty, it must be a directory")
     return load_config(args.cfg, args.opts, data=args.data, output=args.output)
 
 

@@ -17,10 +17,15 @@ def find_config(name: str | Path) -> Path:
     path suffices if it is unique.
 
     Raises:
-        UserError: `name` has no suffix, and there is no configuration with this name, or more than
-            one.
+        UserError: `name` is empty or a directory, or it has no suffix, and there is no
+            configuration with this name, or more than one.
     """
     path = Path(name)
+    if not str(name) or path.is_dir():
+        kind = "is a directory"
+        if not str(name):
+            kind = "is empty"
+        raise UserError(f"--cfg {str(name)!r}: {kind}; `swinv2-moe configs` lists the names")
     if path.exists():
         return path
     below = path

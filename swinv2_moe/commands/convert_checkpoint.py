@@ -26,6 +26,7 @@ from swinv2_moe.command import (
 )
 from swinv2_moe.convert.kinds import EXPORTS, IMPORTS
 from swinv2_moe.errors import UserError, short
+from swinv2_moe.input_paths import check_files_exist
 from swinv2_moe.output import say
 from swinv2_moe.tables import Console, number_table
 
@@ -211,6 +212,8 @@ def run(args: argparse.Namespace) -> None:
     from swinv2_moe.config import load_config
 
     config = None
+    if args.command != "import":
+        check_files_exist("CHECKPOINT", [args.source])
     if args.command == "import" and args.cfg:
         config = load_config(args.cfg, args.opts)
     from swinv2_moe.convert.convert import export_weights, import_weights

@@ -24,6 +24,9 @@ from swinv2_moe.command import (
     output_directory,
     write_results,
 )
+from swinv2_moe.config_files import find_config
+from swinv2_moe.errors import UserError
+from swinv2_moe.input_paths import check_files_exist
 from swinv2_moe.output import say
 from swinv2_moe.tables import Console
 
@@ -96,6 +99,7 @@ def main() -> None:
     args = parse()
     if args.command == "test":
         check_output_file(args.output)
+    check_paths(args)
     # Imported here, so that --help works without mmdetection; without it, this raises UserError.
     from swinv2_moe.detection import run
 
@@ -106,6 +110,26 @@ def main() -> None:
             opts = opts + [f"model.backbone.pretrained={args.pretrained}"]
     config = run.load_config(args.config, opts, work_dir)
     {"train": train, "test": test, "show": show, "export": export}[args.command](args, config)
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    """Raise UserError for a path that does not exist, or a configuration of a classifier."""
+    file = find_config(args.config)
+    if file.suffix in (".yaml", ".yml"):
+        raise UserError(
+            f"CONFIG {args.config}: configures a classifier, which `swinv2-moe train --cfg"
+            f" {args.config}` trains"
+        )
+    check_files_exist("CONFIG", [str(file)])
+    if args.command == "train":
+        if args.resume not in (None, "auto"):
+            check_files_exist("--resume", [args.resume])
+        if args.pretrained is not None:
+            check_files_exist("--pretrained", [args.pretrained])
+    elif args.command == "show":
+        check_files_exist("IMAGE", args.images)
+    else:
+        check_files_exist("RUN", [args.source])
 
 
 def train(args: argparse.Namespace, config) -> None:

@@ -22,6 +22,7 @@ from swinv2_moe.command import (
     write_results,
 )
 from swinv2_moe.errors import UserError
+from swinv2_moe.input_paths import check_data, check_run
 from swinv2_moe.output import say
 from swinv2_moe.tables import Console, number_table
 
@@ -131,6 +132,8 @@ def spread(figure: dict, digits: int) -> str:
 def main() -> None:
     args = parse()
     check_opts(args.opts)
+    check_run(args.resume)
+    check_data(args.data)
     from swinv2_moe.measure.accuracy import RoutingOptions, draw_sweep, evaluate_checkpoint
     from swinv2_moe.train.selection import select_checkpoint
 

@@ -19,6 +19,7 @@ from swinv2_moe.command import (
     check_opts,
     print_selection,
 )
+from swinv2_moe.input_paths import check_data, check_run
 from swinv2_moe.measure.spread import median_and_spread, ratios
 from swinv2_moe.tables import Console, number_table
 
@@ -115,6 +116,8 @@ def percent(value: float | None) -> str:
 def main() -> None:
     args = parse()
     check_opts(args.opts)
+    check_run(args.resume)
+    check_data(args.data)
     from swinv2_moe.export import Choices, export_model
     from swinv2_moe.measure.rounds import interleaved
     from swinv2_moe.train.selection import select_checkpoint

@@ -18,6 +18,7 @@ from swinv2_moe.command import (
     print_unreadable,
     write_results,
 )
+from swinv2_moe.input_paths import check_data, check_run
 from swinv2_moe.tables import Console, number_table
 
 
@@ -73,6 +74,8 @@ def show(results: dict) -> None:
 def main() -> None:
     args = parse()
     check_opts(args.opts)
+    check_run(args.resume)
+    check_data(args.data)
     from swinv2_moe.measure.few_shot import Protocol, evaluate_few_shot
     from swinv2_moe.train.selection import select_checkpoint
 

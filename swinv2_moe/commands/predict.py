@@ -25,6 +25,7 @@ from swinv2_moe.command import (
     write_text,
 )
 from swinv2_moe.errors import UserError
+from swinv2_moe.input_paths import check_files_exist, check_run
 from swinv2_moe.output import say
 from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, Prediction
 from swinv2_moe.tables import Console, number_table
@@ -149,6 +150,8 @@ def table_row(name: str, prediction: Prediction) -> list[str]:
 def main() -> None:
     args = parse()
     check_opts(args.opts)
+    check_run(args.run)
+    check_files_exist("PICTURE", args.inputs)
     from swinv2_moe.predict.predictor import find_pictures, load_predictor
     from swinv2_moe.predict.results import as_csv, as_json, shared_folder
 

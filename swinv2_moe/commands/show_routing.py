@@ -21,6 +21,7 @@ from swinv2_moe.command import (
     print_unreadable,
     write_results,
 )
+from swinv2_moe.input_paths import check_data, check_files_exist, check_run
 from swinv2_moe.tables import Console, number_table
 
 
@@ -76,6 +77,9 @@ def show(results: dict, output: Path) -> None:
 def main() -> None:
     args = parse()
     check_opts(args.opts)
+    check_run(args.resume)
+    check_data(args.data)
+    check_files_exist("--images", args.images or ())
     from swinv2_moe.measure.routing import draw_routing
     from swinv2_moe.train.selection import select_checkpoint
 

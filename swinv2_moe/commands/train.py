@@ -19,6 +19,7 @@ from swinv2_moe.command import (
     resume_command,
 )
 from swinv2_moe.errors import UserError
+from swinv2_moe.input_paths import check_training
 from swinv2_moe.output import say
 
 
@@ -63,6 +64,7 @@ def main() -> None:
     elif args.cfg is None:
         parser.error("--cfg FILE is required, or RUN to continue a run")
     config = config_from(args)
+    check_training(config, args.resume)
     continuation = resume_command(args.cfg, args.data, args.output, args.opts, args.bind)
     is_main = os.environ.get("RANK", "0") == "0"
     if is_main and sys.stdout.isatty():

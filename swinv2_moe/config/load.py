@@ -22,6 +22,21 @@ from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
 
 _log = logging.getLogger(__name__)
+# Words of other programs, or parts of several keys.
+_OTHER_WORDS = {
+    "LR": "TRAIN.BASE_LR",
+    "LEARNING_RATE": "TRAIN.BASE_LR",
+    "WD": "TRAIN.WEIGHT_DECAY",
+    "BATCH": "DATA.BATCH_SIZE",
+    "WORKERS": "DATA.NUM_WORKERS",
+    "RESOLUTION": "DATA.IMG_SIZE",
+    "EXPERTS": "MODEL.MOE.NUM_EXPERTS",
+    "CAPACITY": "MODEL.MOE.CAPACITY_FACTOR",
+    "AMP": "AMP_ENABLE",
+    "WEIGHTS": "MODEL.PRETRAINED",
+    "CHECKPOINT": "MODEL.PRETRAINED",
+    "OUTPUT_DIR": "OUTPUT",
+}
 _MAX_FILES = 32  # limit for the files that BASE names, in one file and in total
 
 
@@ -49,7 +64,10 @@ def load_config(
     """
     config = default_config()
     if file is not None:
-        _lay_over(config, _Files().values(find_config(file)))
+        values = _Files().values(find_config(file))
+        if not values:
+            raise UserError(f"config {file}: has no keys; `swinv2-moe configs` lists examples")
+        _lay_over(config, values)
     if data is not None:
         config.DATA.PATH = data
         dataset = datasets().get(config.DATA.DATASET)
@@ -190,6 +208,10 @@ class _Files:
 
 
 def _read(file: Path) -> dict:
+    if file.suffix == ".py":
+        raise UserError(
+            f"config {file}: configures a detector, which `swinv2-moe detect train` trains"
+        )
     try:
         content = parse_yaml(read_bounded(file, MAX_YAML_CHARS).decode()) or {}
     except OSError as error:
@@ -232,6 +254,7 @@ def _checked(
             key = short(key)
         name = prefix + key
         if key not in group:
+            name, value = _innermost(name, value)
             raise UserError(
                 f"{source}unknown key {one_line(name[:200])} (value"
                 f" {_shown(value)}){nearest_key(name)}"
@@ -298,22 +321,43 @@ def _shown(value: object) -> str:
     return short(value, 200)
 
 
+def _innermost(name: str, value: object) -> tuple[str, object]:
+    """The full name and the value of the first key in a group."""
+    while isinstance(value, dict) and value:
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    return name, value
+
+
 def nearest_key(name: str) -> str:
-    """The end of a message about an unknown key: the nearest group or key, by its full name or else
-    by its last part."""
-    name = name[:200]
+    """The end of a message about an unknown key: the nearest group or key.
+
+    Letter case is ignored. A full name has precedence, then a usual word of other programs, then
+    the last part of a name, first in the same group.
+    """
+    group, _, last = name[:200].upper().rpartition(".")
+    keys = sorted(flatten(default_config()), key=lambda key: not key.startswith(f"{group}."))
     names = set()
-    names_by_last_part = {}
-    for key in flatten(default_config()):
+    by_last_part: dict[str, str] = {}
+    by_word: dict[str, str] = {}
+    for key in keys:
         parts = key.split(".")
-        names_by_last_part[parts[-1]] = key
-        for length in range(1, len(parts) + 1):
-            names.add(".".join(parts[:length]))
-    nearest = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
+        names |= {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+        by_last_part.setdefault(parts[-1], key)
+        for word in parts[-1].split("_"):
+            by_word.setdefault(word, key)
+    full_name = f"{group}.{last}".lstrip(".")
+    if full_name in names:
+        return f"; did you mean {full_name}?"
+    known = _OTHER_WORDS.get(last, by_last_part.get(last))
+    if known:
+        return f"; did you mean {known}?"
+    nearest = difflib.get_close_matches(full_name, sorted(names), n=1, cutoff=0.6)
     if nearest:
         return f"; did you mean {nearest[0]}?"
-    last_part = name.rpartition(".")[2]
-    nearest = difflib.get_close_matches(last_part, names_by_last_part, n=1, cutoff=0.7)
+    nearest = difflib.get_close_matches(last, by_last_part, n=1, cutoff=0.7)
     if nearest:
-        return f"; did you mean {names_by_last_part[nearest[0]]}?"
-    return "; `python -m swinv2_moe.config` lists every key"
+        return f"; did you mean {by_last_part[nearest[0]]}?"
+    if last in by_word:
+        return f"; did you mean {by_word[last]}?"
+    return "; `swinv2-moe config` lists every key"

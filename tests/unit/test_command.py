@@ -12,8 +12,10 @@ import pytest
 from swinv2_moe.command import next_line, program
 from swinv2_moe.commands.configs import top_1
 from swinv2_moe.commands.convert_checkpoint import written
+from swinv2_moe.config import load_config
 from swinv2_moe.config_files import find_config
 from swinv2_moe.errors import UserError
+from swinv2_moe.input_paths import check_run, check_training
 
 NEEDED = {
     "evaluate": [],
@@ -120,3 +122,40 @@ def test_an_accuracy_has_its_origin():
     assert top_1(find_config("imagenette_96")) == " 52.5 measured"
     published = find_config("in1k/swin_moe_base_window12_192_32expert")
     assert top_1(published) == " 85.5 published"
+
+
+def test_paths_of_a_training_are_checked_first(tmp_path, monkeypatch):
+    images = tmp_path / "photos"
+    (images / "train" / "cat").mkdir(parents=True)
+    (images / "val").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+
+    def refusal(*opts, resume=None, data=images, output=tmp_path / "new"):
+        config = load_config(None, opts, data=str(data), output=str(output))
+        with pytest.raises(UserError) as error:
+            check_training(config, resume)
+        return str(error.value)
+
+    assert refusal(data=images / "train").endswith(f"use --data {images}")
+    assert refusal(data=f"{images}/val/").endswith(f"use --data {images}")
+    assert "no such directory" in refusal(data=tmp_path / "gone")
+    assert "already holds a run" in refusal(output=tmp_path / "run")
+    assert "RUN gone: no such directory" in refusal(resume="gone")
+    assert "holds no checkpoint" in refusal(resume=str(images))
+    assert "MODEL.PRETRAINED gone.pth: no such" in refusal("MODEL.PRETRAINED", "gone.pth")
+    lists = ["DATA.DATASET", "list", "DATA.TRAIN_LIST", "gone.txt", "DATA.VAL_LIST", "v.txt"]
+    assert "DATA.TRAIN_LIST is 'gone.txt': no such file" in refusal(*lists)
+    hub = load_config(None, ["MODEL.PRETRAINED", "timm:name"], str(images), str(tmp_path / "new"))
+    check_training(hub, "auto")
+    # Among several processes a path may exist for some of them only.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_training(load_config(None, data="gone"), None)
+    check_run("gone")
+
+
+def test_a_configuration_of_a_classifier_is_none_of_a_detector(monkeypatch):
+    detect = import_module("swinv2_moe.commands.detect")
+    monkeypatch.setattr(sys, "argv", ["detect", "train", "quickstart_digits"])
+    with pytest.raises(UserError, match="swinv2-moe train --cfg quickstart_digits"):
+        detect.main()

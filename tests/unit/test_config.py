@@ -45,16 +45,19 @@ def test_the_defaults_are_valid_frozen_and_not_shared():
         ("TRAIN.BASE_LEARNINGRATE", "TRAIN.BASE_LR"),
         ("IMG_SIZE", "DATA.IMG_SIZE"),
         ("MODEL.MOE.NUM_EXPERT", "MODEL.MOE.NUM_EXPERTS"),
-        ("MODLE.TYPE", "MODEL"),
-        ("TRIAN.EPOCHS", "TRAIN"),
-        ("ZZZZ", "python -m swinv2_moe.config"),
+        ("MODLE.TYPE", "MODEL.TYPE"),
+        ("TRIAN.EPOCHS", "TRAIN.EPOCHS"),
+        ("TRAIN.LR", "TRAIN.BASE_LR"),
+        ("train.optimizer.name", "TRAIN.OPTIMIZER.NAME"),
+        ("epochs", "TRAIN.EPOCHS"),
+        ("TRAIN.BATCH_SIZE", "DATA.BATCH_SIZE"),
+        ("ema", "TRAIN.EMA_DECAY"),
+        ("ZZZZ", "swinv2-moe config"),
     ],
 )
 def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
     message = fails(key, "1")
-    assert (
-        f"unknown key {key.split('.')[0] if key.startswith(('MODLE', 'TRIAN')) else key}" in message
-    )
+    assert f"unknown key {key} (value '1')" in message
     assert "'1'" in message
     assert nearest in message.split("value", 1)[1]
     content = 1
@@ -287,10 +290,10 @@ def test_a_base_that_is_named_twice_at_each_level_is_read_once(tmp_path, monkeyp
 
 
 def test_the_number_of_base_files_is_bounded(tmp_path):
-    write(tmp_path / "0.yaml", {})
+    write(tmp_path / "0.yaml", {"SEED": 3})
     for level in range(1, 40):
         write(tmp_path / f"{level}.yaml", {"BASE": [f"{level - 1}.yaml"]})
-    assert load_config(tmp_path / "31.yaml").SEED == 0
+    assert load_config(tmp_path / "31.yaml").SEED == 3
     assert "BASE names more than 32 files in all" in fails(file=tmp_path / "39.yaml")
     many = write(tmp_path / "many.yaml", {"BASE": ["0.yaml"] * 33})
     assert "BASE has 33 entries, at most 32 are allowed" in fails(file=many)
@@ -377,11 +380,13 @@ def test_a_configuration_of_a_checkpoint_that_cannot_be_used(text, says):
     assert len(str(caught.value)) < 1000
 
 
-def test_an_empty_file_is_the_defaults_and_a_directory_is_not_one(tmp_path):
-    assert flatten(load_config(write(tmp_path / "c.yaml", "# nothing\n"))) == flatten(
-        default_config()
-    )
-    assert "cannot be read" in fails(file=tmp_path)
+def test_a_file_without_keys_a_directory_and_a_detector_are_no_configurations(tmp_path):
+    empty = write(tmp_path / "c.yaml", "# nothing\n")
+    assert "c.yaml: has no keys" in fails(file=empty)
+    assert load_config(write(tmp_path / "d.yaml", "BASE: [c.yaml]\nSEED: 1\n")).SEED == 1
+    assert "is a directory; `swinv2-moe configs`" in fails(file=tmp_path)
+    assert "--cfg '': is empty; `swinv2-moe configs`" in fails(file="")
+    assert "configures a detector" in fails(file="detection/shapes/mask_rcnn")
 
 
 def test_data_and_output_arguments(tmp_path):

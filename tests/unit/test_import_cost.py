@@ -97,6 +97,23 @@ def test_an_error_of_the_configuration_is_found_without_torch(words, opts, messa
     assert done.stdout == "imported:\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--cfg", "tiny_imagenet/dense", "--data", "gone"], "DATA.PATH is 'gone'"),
+        (["evaluate", "gone"], "RUN gone: no such directory"),
+        (["predict", "configs", "a.jpg"], "RUN configs: holds no checkpoint"),
+        (["convert-checkpoint", "inspect", "gone"], "CHECKPOINT gone: no such file"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_missing_path_is_found_without_torch(words, message):
+    done = run(COMMAND, *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == "imported:\n"
+
+
 @pytest.mark.parametrize("name", ["config", "configs"])
 def test_listings_need_no_torch(name):
     done = run(COMMAND, name)

@@ -64,7 +64,6 @@ SHARED = [
     "moe_core",
     "swinv2_moe.output",
     "swinv2_moe.errors",
-    "swinv2_moe.class_names",
     "swinv2_moe.config_files",
     "swinv2_moe.files",
     "swinv2_moe.forms",
@@ -88,7 +87,6 @@ ALLOWED = {
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.output": [],
     "swinv2_moe.errors": ["swinv2_moe.output"],
-    "swinv2_moe.class_names": ["swinv2_moe.errors"],
     "swinv2_moe.malloc": [],
     "swinv2_moe.config_files": ["swinv2_moe.errors"],
     "swinv2_moe.tables": ["swinv2_moe.output"],
@@ -101,6 +99,11 @@ ALLOWED = {
     "swinv2_moe.model_sections": ["swinv2_moe.errors"],
     "swinv2_moe.model_types": ["swinv2_moe.model_sections"],
     "swinv2_moe.dataset_registry": [],
+    "swinv2_moe.input_paths": [
+        "swinv2_moe.errors",
+        "swinv2_moe.dataset_registry",
+        "swinv2_moe.data",
+    ],
     "swinv2_moe.config": [
         "moe_core",
         "swinv2_moe.output",
