@@ -4,6 +4,7 @@ status and messages of errors."""
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ import argcomplete
 
 from swinv2_moe.commands import COMMANDS
 from swinv2_moe.errors import StoppedElsewhere, UserError, one_line
+from swinv2_moe.faults import explain_fault, own_message
 from swinv2_moe.imports import add_import_argument, import_arguments, imported_files
 from swinv2_moe.interrupt import INTERRUPTED, end_interrupted
 from swinv2_moe.output import printable, say
@@ -390,28 +393,51 @@ def _launcher() -> list[str]:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command and map its errors to exit status and one line on stderr.
 
-    UserError: 2, printed by the main rank, or by the only rank that raised it. CollectiveError: 1,
-    printed by every rank. Ctrl-C: 130.
+    UserError: 2, printed by the main rank, or by the only rank that raised it. CollectiveError and
+    faults of a machine (`explain_fault`): 1, printed by every rank. Ctrl-C: 130.
     """
+    threading.excepthook = _report_thread
     try:
         main()
     except UserError as error:
-        _print_once(one_line(str(error)))
+        _print_once(one_line(own_message(error)))
         sys.exit(2)
-    except RuntimeError as error:
-        # Not imported at the top, because it imports torch.
-        from moe_core.parallel import CollectiveError
-
-        if not isinstance(error, CollectiveError):
-            raise
-        # Every rank prints, because each knows a different part of the failure. NCCL's text is many
-        # lines.
-        say(f"error: {one_line(str(error))}", file=sys.stderr)
-        sys.exit(1)
     except StoppedElsewhere:
         sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
         end_interrupted()
+    except Exception as error:
+        message = _fault_of_machine(error)
+        if message is None:
+            raise
+        # Every rank prints, because each knows a different part of the failure.
+        say(f"error: {message}", file=sys.stderr, flush=True)
+        # What threads, destructors and exit functions print from now on is a consequence.
+        sys.stderr = io.StringIO()
+        sys.exit(1)
+
+
+def _report_thread(report: threading.ExceptHookArgs) -> None:
+    """Print one line for a thread that a fault of the machine has ended, such as TensorBoard's."""
+    line = None
+    if report.exc_value is not None:
+        line = explain_fault(report.exc_value)
+    if line is None:
+        threading.__excepthook__(report)
+    else:
+        say(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+def _fault_of_machine(error: Exception) -> str | None:
+    """The line for a fault of a machine or of another rank; None for any other error."""
+    message = explain_fault(error)
+    if message is None and isinstance(error, RuntimeError):
+        # Not imported at the top, because it imports torch.
+        from moe_core.parallel import CollectiveError
+
+        if isinstance(error, CollectiveError):
+            message = one_line(str(error))  # NCCL's text is many lines
+    return message
 
 
 def _print_once(message: str) -> None:

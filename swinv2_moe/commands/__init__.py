@@ -72,6 +72,9 @@ CHOOSE_THREADS = {
 
 def run(name: str) -> None:
     """Run a command with the arguments in `sys.argv`. Errors are handled as in `run_command`."""
+    # torch's C++ code logs a backtrace for each failed attempt to reach another rank; run_command
+    # prints what failed in one line
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     only_asks = {"-h", "--help"} & set(sys.argv) or "_ARGCOMPLETE" in os.environ
     if name in CHOOSE_THREADS and not only_asks:
         choose_threads()

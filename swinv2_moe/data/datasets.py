@@ -3,6 +3,7 @@
 B images per batch, C channels, S DATA.IMG_SIZE
 """
 
+import errno
 import random
 import warnings
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ from swinv2_moe.imports import ImportedFiles
 
 IGNORE = -1  # target of an image that no metric counts
 _MASK = 2**64 - 1
+_NOT_OF_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 # Large collections of photographs have thousands of files with broken EXIF tags, and Pillow warns
 # about each. The filter is set on import, so that it also holds in loader workers.
@@ -125,12 +127,18 @@ class ImageDataset(Dataset):
 
 
 def read_image(source: Source, index: int, mode: str) -> Image.Image | None:
-    """The image in `mode` ("RGB" or "L"), or None if it cannot be read."""
+    """The image in `mode` ("RGB" or "L"), or None if it cannot be read.
+
+    Raises:
+        OSError: this process or machine has too many open files, or no memory.
+    """
     try:
         return to_mode(source.open(index), mode)
     # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and others on broken
     # files.
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NOT_OF_THE_FILE:
+            raise
         return None
 
 

@@ -2,17 +2,19 @@
 
 import hashlib
 from collections.abc import Mapping
+from itertools import zip_longest
 
 import numpy as np
 
 from swinv2_moe.data.sources import Source
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, short
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import code_versions
 
 # Paths may differ between machines. `check_same_data` compares the data at these paths instead.
 DATA_PATHS = frozenset({"DATA.PATH", "DATA.STAGE", "DATA.TRAIN_LIST", "DATA.VAL_LIST"})
 _MAX_NAMED_KEYS = 3  # in a message
+_PART = 4096  # images
 
 
 def check_same_start(values: Mapping[str, object], world: World) -> None:
@@ -69,12 +71,56 @@ def check_same_data(
         digest.update(np.ascontiguousarray(source.targets, dtype=np.int64))
     num_images = f"{len(train):,} + {len(val):,}"
     summaries = world.gather((num_images, digest.hexdigest()))
+    if len(set(summaries)) == 1:
+        return
     for rank, summary in enumerate(summaries):
-        if summary != summaries[0]:
+        if summary[0] != summaries[0][0]:
             raise UserError(
                 f"DATA.PATH is {path!r}: rank {rank} finds {summary[0]} images there, rank 0"
                 f" {summaries[0][0]}; their number and their classes must be the same"
             )
+    difference = _difference_of_classes(world, class_names)
+    for split, source in (("training", train), ("validation", val)):
+        if not difference:
+            difference = _difference_of_targets(world, split, source, class_names)
+    raise UserError(f"DATA.PATH is {path!r}: the ranks find different data there: {difference}")
+
+
+def _difference_of_classes(world: World, class_names: list[str]) -> str:
+    """The first class whose name differs between ranks; "" if none does. Collective."""
+    names_of_ranks = world.gather(class_names)
+    first = names_of_ranks[0]
+    for rank, names in enumerate(names_of_ranks):
+        for i, (one, other) in enumerate(zip_longest(first, names)):
+            if one != other:
+                return f"class {i} is {short(one)} on rank 0, {short(other)} on rank {rank}"
+    return ""
+
+
+def _difference_of_targets(world: World, split: str, source: Source, class_names: list[str]) -> str:
+    """The first image whose class differs between ranks; "" if there is none. Collective.
+
+    The ranks exchange checksums of parts, then the first part that differs.
+    """
+    targets = np.ascontiguousarray(source.targets, dtype=np.int64)
+    starts = range(0, len(targets), _PART)
+    digests = [hashlib.sha256(targets[start : start + _PART]).digest() for start in starts]
+    digests_of_ranks = world.gather(digests)
+    parts = [len(set(part)) > 1 for part in zip(*digests_of_ranks, strict=True)]
+    if not any(parts):
+        return ""
+    start = starts[parts.index(True)]
+    labels_of_ranks = world.gather(targets[start : start + _PART].tolist())
+    first = labels_of_ranks[0]
+    rank = next(rank for rank, labels in enumerate(labels_of_ranks) if labels != first)
+    pairs = zip(first, labels_of_ranks[rank], strict=True)
+    i = next(i for i, (one, other) in enumerate(pairs) if one != other)
+    names = world.gather(source.name(start + i))
+    classes = [class_names[labels[i]] for labels in (first, labels_of_ranks[rank])]
+    return (
+        f"{split} image {start + i} is of class {short(classes[0])} on rank 0"
+        f" ({short(names[0])}), {short(classes[1])} on rank {rank} ({short(names[rank])})"
+    )
 
 
 def differing_versions(world: World) -> list[str]:

@@ -2,6 +2,10 @@
 
 import os
 import random
+import re
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,6 +24,8 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.malloc import keep_freed_memory
 
 T = TypeVar("T")
+_STORE_SECONDS = 5  # on top of the timeout, after which torch itself gives up
+_POLL_SECONDS = 0.2  # while rank 0 does not listen yet
 
 
 @dataclass(frozen=True)
@@ -122,12 +128,14 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
 
     Raises:
         UserError: CUDA is requested but not available, or this machine has more ranks than GPUs.
+        CollectiveError: a variable that torchrun sets is missing or wrong, or the ranks do not meet
+            within the timeout.
     """
-    size = int(os.environ.get("WORLD_SIZE", 1))
+    size = _rank_variable("WORLD_SIZE", 1)
+    local_rank = _rank_variable("LOCAL_RANK", 0)
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if use_cuda and not torch.cuda.is_available():
         raise UserError("DEVICE is 'cuda', but torch finds no GPU here; use DEVICE cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if use_cuda and local_rank >= torch.cuda.device_count():
         raise UserError(
             f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}"
@@ -144,19 +152,121 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
         yield World(0, 1, own_device)
         return
     limit = timedelta(seconds=timeout)
-    try:
-        # Without device_id NCCL creates a group's communicator at its first collective. With
-        # device_id it creates the communicators of all groups at once, including groups that are
-        # never used.
-        dist.init_process_group(backend, timeout=limit)
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"rank {os.environ['RANK']} of {size} did not find the others ({error})"
-        ) from error
+    _join(backend, size, limit)
     try:
         yield World(dist.get_rank(), size, own_device, dist.group.WORLD, limit)
     finally:
         dist.destroy_process_group()
+
+
+def _rank_variable(name: str, default: int | None = None) -> int:
+    """The number in one of the variables that torchrun sets.
+
+    Raises:
+        CollectiveError: it is not a number, or it is missing and there is no default.
+    """
+    value = os.environ.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None or not value.isdecimal():
+        raise CollectiveError(f"{name} is {value!r}: it must be a number, which torchrun sets")
+    return int(value)
+
+
+def _join(backend: str, size: int, limit: timedelta) -> None:
+    """Join the process group of all ranks.
+
+    Raises:
+        CollectiveError: the variables that torchrun sets are wrong, or the ranks do not meet within
+            `limit`.
+    """
+    rank, port = _rank_variable("RANK"), _rank_variable("MASTER_PORT")
+    host = os.environ.get("MASTER_ADDR")
+    if rank >= size:
+        raise CollectiveError(f"RANK is {rank}: it must be below WORLD_SIZE ({size})")
+    if not host:
+        raise CollectiveError("MASTER_ADDR is missing: the host of rank 0, which torchrun sets")
+    try:
+        if rank:
+            _wait_for_port(host, port, limit)
+        store = _open_store(limit)
+        # Without device_id NCCL creates a group's communicator at its first collective. With
+        # device_id it creates the communicators of all groups at once, including groups that are
+        # never used.
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = _why_not_joined(error, f"within TIMEOUT ({limit.total_seconds():g} s)")
+        raise CollectiveError(
+            f"rank {rank} of {size} on {socket.gethostname()} did not find the others at"
+            f" {host}:{port}: {reason}"
+        ) from error
+
+
+def _wait_for_port(host: str, port: int, limit: timedelta) -> None:
+    """Wait until rank 0 listens. torch's own wait logs a backtrace for each attempt.
+
+    Raises:
+        OSError: it does not listen within `limit`, or the host has no address.
+    """
+    end = time.monotonic() + limit.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=limit.total_seconds()).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_POLL_SECONDS)
+
+
+def _open_store(limit: timedelta) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT, through which the ranks meet.
+
+    It is opened in a thread: if another program answers at the port, torch waits without a limit.
+    """
+    stores: list[dist.Store] = []
+    errors: list[Exception] = []
+
+    def open_store() -> None:
+        try:
+            stores.append(next(dist.rendezvous("env://", timeout=limit))[0])
+        except (RuntimeError, ValueError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=open_store, name="rendezvous", daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds() + _STORE_SECONDS)
+    if errors:
+        raise errors[0]
+    if not stores:
+        raise RuntimeError("what answers there is not rank 0")
+    return stores[0]
+
+
+def _why_not_joined(error: Exception, within: str) -> str:
+    """The cause of an error of `_join`, and a remedy."""
+    message = str(error).strip().partition("\n")[0]
+    joined = re.search(r"(\d+)/(\d+) clients joined", message)
+    if joined:
+        return (
+            f"{joined[1]} of {joined[2]} ranks came {within}; have the others been started, with"
+            " this address and WORLD_SIZE?"
+        )
+    if "EADDRINUSE" in message:
+        return (
+            "another program uses the port; choose another MASTER_PORT (torchrun: --master-port,"
+            " or --standalone for one node)"
+        )
+    if isinstance(error, socket.gaierror):
+        return f"MASTER_ADDR has no address here; is it the host of rank 0? ({message})"
+    if isinstance(error, OSError):
+        return (
+            f"rank 0 does not answer {within}; has it been started, and can this host reach it?"
+            f" ({message})"
+        )
+    return (
+        f"has a rank ended, or not come {within}, or does another program use the port? ({message})"
+    )
 
 
 def expert_group(config: ExpertsConfig, world: World) -> ExpertGroup | None:

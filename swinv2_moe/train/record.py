@@ -43,12 +43,7 @@ def _records(method: Callable) -> Callable:
             if self.active:
                 method(self, *args, **kwargs)
         except OSError as error:
-            if not self.losing:
-                self.say(
-                    f"{self.directory} cannot be written, what is recorded from now on may be lost:"
-                    f" {error}"
-                )
-            self.losing = True
+            self.lose(error)
 
     return guarded
 
@@ -95,6 +90,23 @@ class Recorder:
         """Print lines at the terminal."""
         self.console.print(*lines)
 
+    def lose(self, error: OSError) -> None:
+        """Report the first record that could not be written."""
+        if not self.losing:
+            self.say(
+                f"{self.directory} cannot be written, what is recorded from now on may be lost:"
+                f" {error}"
+            )
+        self.losing = True
+
+    def _track(self, method: str, *arguments) -> None:
+        """Call a method of every tracker. One that fails keeps nothing from the others."""
+        for tracker in self.trackers:
+            try:
+                getattr(tracker, method)(*arguments)
+            except OSError as error:
+                self.lose(error)
+
     @contextmanager
     def engine_log(self) -> Iterator[None]:
         """Print moe_core's log messages (kernels, decided strategies) until the end of the
@@ -113,9 +125,9 @@ class Recorder:
     @_records
     def config(self, text: str) -> None:
         """Write the complete configuration, as YAML."""
-        (self.directory / "config.yaml").write_text(text)
-        for tracker in self.trackers:
-            tracker.config(flatten(CfgNode(parse_yaml(text))))
+        with atomic_write(self.directory / "config.yaml") as file:
+            file.write(text.encode())
+        self._track("config", flatten(CfgNode(parse_yaml(text))))
 
     @_records
     def begin(self, environment: dict, step: int, steps_per_epoch: int) -> None:
@@ -130,7 +142,8 @@ class Recorder:
     def summary(self, values: dict) -> None:
         """Write the summary of the finished run."""
         self.finished = True
-        (self.directory / "summary.json").write_text(json.dumps(_plain(values), indent=1) + "\n")
+        with atomic_write(self.directory / "summary.json") as file:
+            file.write(f"{json.dumps(_plain(values), indent=1)}\n".encode())
 
     @_records
     def step(self, values: dict, routing: dict[str, RoutingStats]) -> None:
@@ -157,8 +170,7 @@ class Recorder:
             scalars |= tagged(name, layer)
             loads[f"{name}/expert_load"] = layer["load"]
         self._scalars(scalars, values["step"])
-        for tracker in self.trackers:
-            tracker.loads(loads, values["step"])
+        self._track("loads", loads, values["step"])
 
     @_records
     def epoch(self, values: dict, step: int) -> None:
@@ -187,8 +199,7 @@ class Recorder:
                 self._scalars({f"strategy_ms/{layers}": event["ms"]}, step)
                 continue
             text = f"{event['event']}: {event['from']} -> {event['to']}, {event['ms']} ms"
-            for tracker in self.trackers:
-                tracker.text(f"strategy/{layers}", text, step)
+            self._track("text", f"strategy/{layers}", text, step)
 
     @_records
     def event(self, key: str, value: object = None, at: float | None = None, **metadata) -> None:
@@ -239,8 +250,7 @@ class Recorder:
 
     @_records
     def _picture(self, tag: str, picture: np.ndarray, step: int) -> None:
-        for tracker in self.trackers:
-            tracker.image(tag, picture, step)
+        self._track("image", tag, picture, step)
 
     def bar(self, description: str, total: int, done: int = 0) -> "Bar":
         """A progress bar for one epoch; invisible without a terminal."""
@@ -249,8 +259,7 @@ class Recorder:
         )
 
     def _scalars(self, values: dict, step: int) -> None:
-        for tracker in self.trackers:
-            tracker.scalars(values, step)
+        self._track("scalars", values, step)
 
     def _write(self, values: dict) -> None:
         self.metrics.write(json.dumps(_plain(values)) + "\n")

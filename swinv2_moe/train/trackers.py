@@ -64,7 +64,10 @@ def tagged(prefix: str, values: Mapping[str, object]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in the directory `tensorboard` of a run."""
+    """Event files in the directory `tensorboard` of a run.
+
+    SummaryWriter writes in a thread. If the thread fails, later calls raise its OSError.
+    """
 
     def __init__(self, directory: Path, step: int) -> None:
         """Continue after `step`. Readers of the files ignore events of later steps that were

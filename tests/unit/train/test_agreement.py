@@ -1,6 +1,8 @@
 """What the ranks compare before they do anything together."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -104,26 +106,44 @@ def images(targets: list[int]) -> ImageArrays:
             [0, 1, 1],
             [0],
             ["a", "b"],
-            "rank 1 finds 3 + 1 images there, rank 0 3 + 1; their number and their classes",
+            "training image 1 is of class 'a' on rank 0 ('images[1]'), 'b' on rank 1",
         ),
-        ([0, 0, 1], [1], ["a", "b"], "their classes must be the same"),
-        ([0, 0, 1], [0], ["a", "c"], "their classes must be the same"),
+        (
+            [0, 0, 1],
+            [1],
+            ["a", "b"],
+            "different data there: validation image 0 is of class 'a' on rank 0 ('images[0]'),"
+            " 'b' on rank 1 ('images[0]')",
+        ),
+        ([0, 0, 1], [0], ["a", "c"], "class 1 is 'b' on rank 0, 'c' on rank 1"),
+        ([0, 0, 1], [0], ["a", "b", "c"], "class 2 is None on rank 0, 'c' on rank 1"),
     ],
 )
-def test_other_data(train, val, names, says):
-    seen = []
+def test_other_data(train, val, names, says, monkeypatch):
+    monkeypatch.setattr(agreement, "_PART", 2)
+    meeting, given = Barrier(2, timeout=20), [None, None]
 
-    class Recording(World):
+    class Thread(World):
         def gather(self, value: object) -> list:
-            seen.append(value)
-            return [value]
+            given[self.rank] = value
+            meeting.wait()
+            values = list(given)
+            meeting.wait()
+            return values
 
-    check_same_data("data", Recording(1, 2, torch.device("cpu")), images(train), images(val), names)
-    with pytest.raises(UserError) as caught:
-        check_same_data("data", world(seen), images([0, 0, 1]), images([0]), ["a", "b"])
-    assert str(caught.value).startswith("DATA.PATH is 'data': ")
-    assert says in str(caught.value)
-    check_same_data("data", world([*seen]), images(train), images(val), names)
+    def refusal(rank: int, train: list[int], val: list[int], names: list[str]) -> str:
+        rank_world = Thread(rank, 2, torch.device("cpu"))
+        with pytest.raises(UserError) as caught:
+            check_same_data("data", rank_world, images(train), images(val), names)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(refusal, 0, [0, 0, 1], [0], ["a", "b"])
+        second = pool.submit(refusal, 1, train, val, names)
+    assert first.result() == second.result()
+    assert first.result().startswith("DATA.PATH is 'data': ")
+    assert says in first.result()
+    check_same_data("data", World(0, 1, torch.device("cpu")), images(train), images(val), names)
 
 
 def test_versions(monkeypatch):
