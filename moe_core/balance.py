@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_core.transforms import in_transform
+
 
 class BalanceBias(nn.Module):
     """The biases of a layer's experts, and the experts' loads since the last update.
@@ -44,7 +46,16 @@ class BalanceBias(nn.Module):
 
     @torch.no_grad()
     def add_load(self, expert_ids: Tensor) -> None:
-        """Add the choices [T, K] of a forward pass to the load."""
+        """Add the choices [T, K] of a forward pass to the load.
+
+        Raises:
+            ValueError: a torch.func transform or a forward-mode derivative is active.
+        """
+        if in_transform(expert_ids):  # which allows no change of a buffer
+            raise ValueError(
+                "a MoELayer with balance 'bias' counts its choices in training: call eval() before"
+                " a torch.func transform or a forward-mode derivative"
+            )
         ids = expert_ids.flatten()
         self.load.scatter_add_(0, ids, torch.ones_like(ids))
 

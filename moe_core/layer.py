@@ -40,6 +40,7 @@ from moe_core.router import (
 )
 from moe_core.routing_stats import RoutingStats, counts_and_kept, routing_stats
 from moe_core.soft import expert_logits, route_slots
+from moe_core.transforms import in_transform
 
 
 class MoELayer(nn.Module):
@@ -418,6 +419,9 @@ class MoELayer(nn.Module):
 
     def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
         """Keep the inputs of `last_routing`, without the additional choices of token rounding."""
+        if in_transform(routing.probs):  # its tensors end with the transform
+            self._last = None
+            return
         counts, kept = counts_and_kept(plan, top_k, self.config.routing)
         self._last = (routing.probs.detach(), counts, kept, top_k)
 
@@ -444,6 +448,11 @@ class MoELayer(nn.Module):
             self._exchange_of(strategy)
             check_exchange(strategy.exchange, capacity_factor, self.config)
         if self.group.size > 1:
+            if in_transform(x):
+                raise ValueError(
+                    "a MoELayer over several ranks supports no torch.func transform and no"
+                    " forward-mode derivative: use a layer with group=None"
+                )
             check_devices(self, x)
             if self._untried_experts:
                 try_experts(self.experts, x.new_zeros(self.shard.num_experts, x.shape[-1]))

@@ -82,7 +82,10 @@ class PreparedValue(Generic[Value]):
             return None
         import torch
 
-        if _is_tracing():
+        from moe_core.transforms import in_transform
+
+        sources = list(sources)
+        if _is_tracing() or any(in_transform(source) for source in sources[:1]):
             return None
         if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
             return None

@@ -25,6 +25,9 @@ from moe_core.ops.native.instruction_sets import sets_of_cpu
 KERNEL_ACTIVATIONS = ("gelu", "relu", "silu", "clamped_swiglu")
 # The auxiliary losses whose sums the Triton router computes. The index is the number in the kernel.
 KERNEL_LOSSES = ("none", "gshard", "load_importance", "load_importance_tutel")
+# The most inputs of an int8 product whose sum of products, each at most 255 * 127, fits in int32.
+# The sums of pairs and of fours that the CPU's instructions compute on the way do not saturate.
+MOST_INT8_INPUTS = (2**31 - 1) // (255 * 127)
 _HALVES_AND_FP32 = (torch.bfloat16, torch.float16, torch.float32)
 _FP32_AND_BF16 = (torch.float32, torch.bfloat16)
 _log = logging.getLogger("moe_core")
@@ -40,6 +43,7 @@ class Request(NamedTuple):
     gate_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     activation: str | None = None
+    num_inputs: int = 0  # the largest number of inputs of a product
 
 
 class Form(NamedTuple):
@@ -74,8 +78,10 @@ def _cpp_ffn(request: Request) -> bool:
 
 
 def _cpp_int8(request: Request) -> bool:
-    return request.activation in KERNEL_ACTIVATIONS and library.usable(
-        request.dtype, request.kernels
+    return (
+        request.activation in KERNEL_ACTIVATIONS
+        and request.num_inputs <= MOST_INT8_INPUTS
+        and library.usable(request.dtype, request.kernels)
     )
 
 

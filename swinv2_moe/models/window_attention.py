@@ -12,8 +12,12 @@ import functools
 import logging
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from moe_core.ops.autograd import is_differentiated_again, plain_gradients
+from moe_core.transforms import in_transform
 
 _log = logging.getLogger(__name__)
 
@@ -55,13 +59,14 @@ def window_attention(
 def runs(qkv: Tensor) -> bool:
     """Whether the op supports qkv [B*W, N, 3, h, D] here.
 
-    False during export: an exported program must run without Triton.
+    False during export, because an exported program must run without Triton, and where the op has
+    no derivatives (`moe_core.ops.autograd`).
     """
     if not qkv.is_cuda or qkv.dtype not in (torch.bfloat16, torch.float16):
         return False
     if qkv.shape[1] > 256 or qkv.shape[-1] not in (16, 32, 64):
         return False
-    return not torch.compiler.is_exporting() and _triton_runs()
+    return not (torch.compiler.is_exporting() or in_transform(qkv)) and _triton_runs()
 
 
 # A constant for torch.compile, which cannot trace imports and logging.
@@ -86,6 +91,20 @@ def _kernels():
     from swinv2_moe.models import triton_window_attention  # here, since it imports Triton
 
     return triton_window_attention
+
+
+def _plain_attention(
+    qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosine: bool
+) -> Tensor:
+    """As `window_attention`, in plain torch, for second derivatives."""
+    dtype = torch.promote_types(qkv.dtype, torch.float32)
+    q, k, v = qkv.to(dtype).permute(2, 0, 3, 1, 4).unbind(0)  # [B*W, h, N, D]
+    if cosine:
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    scores = scale.view(-1, 1, 1) * (q @ k.mT) + bias
+    if mask is not None:
+        scores = (scores.unflatten(0, (-1, len(mask))) + mask.unsqueeze(1)).flatten(0, 1)
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2).to(qkv.dtype)
 
 
 # 1. Ops
@@ -157,6 +176,14 @@ def _backward(ctx, grad, _):
     if grad is None:
         return None, None, None, None, None
     qkv, bias, mask, scale, out, lse = ctx.saved_tensors
+    if is_differentiated_again(grad):
+
+        def function(qkv, bias, scale):
+            return (_plain_attention(qkv, bias, mask, scale, ctx.cosine),)
+
+        needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+        of_qkv, of_bias, of_scale = plain_gradients(function, (qkv, bias, scale), needs, [grad])
+        return of_qkv, of_bias, None, of_scale, None
     grad_qkv, grad_bias, grad_scale = torch.ops.swinv2_moe.window_attention_backward(
         grad, qkv, bias, mask, scale, out, lse, ctx.cosine
     )

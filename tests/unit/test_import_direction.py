@@ -23,6 +23,7 @@ BASICS = [
     "moe_core.config",
     "moe_core.capacity",
     "moe_core.precision",
+    "moe_core.transforms",
     "moe_core.prepared",
     "moe_core.losses",
     "moe_core.ops",
@@ -58,6 +59,8 @@ PUBLIC = [
     "moe_core.checkpoint",
     "moe_core.export",
     "moe_core.files",
+    "moe_core.ops.autograd",
+    "moe_core.transforms",
     "moe_core.tutel",
 ]
 SHARED = [
@@ -148,12 +151,16 @@ ALLOWED["moe_core.activations"] = ["moe_core.registry"]
 ALLOWED["moe_core.config"] = ["moe_core.checks", "moe_core.choices", "moe_core.registry"]
 ALLOWED["moe_core.layer_inputs"] = ["moe_core.config", "moe_core.precision"]
 ALLOWED["moe_core.routing_stats"] = ["moe_core.capacity", "moe_core.ops"]
+ALLOWED["moe_core.balance"] = ["moe_core.transforms"]
+ALLOWED["moe_core.prepared"] = ["moe_core.transforms"]
 ALLOWED["moe_core.soft"] = BASICS + ["moe_core.router"]
 ALLOWED["moe_core.ops"] = [
     "moe_core.choices",
     "moe_core.files",
     "moe_core.registry",
     "moe_core.activations",
+    "moe_core.losses",
+    "moe_core.transforms",
 ]
 for name in RANKS:
     ALLOWED[name] = ["moe_core.choices", "moe_core.registry", "moe_core.comm", "moe_core.ranks"]

@@ -14,6 +14,9 @@ KNOWN = {
     # torch.optim and clip_grads_with_norm_ are made of it; a loop would launch a kernel for every
     # parameter.
     "torch._foreach_mul_",
+    # Whether a torch.func transform is active; torch.autograd.Function itself calls it.
+    "torch._C",
+    "torch._C._are_functorch_transforms_active",
     # torch's documentation of extending it names this module.
     "torch.utils._python_dispatch",
     "torch.utils._python_dispatch.TorchDispatchMode",

@@ -10,12 +10,17 @@ C++ sum a token's rows in fp32 and round once.
 import torch
 from torch import Tensor
 
+from moe_core.ops.autograd import is_differentiated_again, plain_gradients
 from moe_core.ops.backend import Request, load, select
+from moe_core.ops.combine.reference import dispatch_rows, plain_sum_rows
 from moe_core.ops.plan.op import DispatchPlan
+from moe_core.transforms import in_transform
 
 
 def dispatch(tokens: Tensor, plan: DispatchPlan, kernels: str = "auto") -> Tensor:
     """tokens [T, M] -> rows [N, M]: row n is the token of choice `plan.choices[n]`."""
+    if in_transform(tokens):
+        return dispatch_rows(tokens, plan.choices, plan.slots.shape[1])
     return torch.ops.moe_core.dispatch_rows(tokens, plan.choices, plan.slots, plan.kept, kernels)
 
 
@@ -32,6 +37,8 @@ def combine(rows: Tensor, gates: Tensor, plan: DispatchPlan, kernels: str = "aut
     Returns:
         [T, M] in the wider dtype of rows and gates.
     """
+    if in_transform(rows):
+        return plain_sum_rows(rows, plan.slots, plan.kept, gates)
     return torch.ops.moe_core.combine_rows(
         rows, gates, plan.choices, plan.slots, plan.kept, kernels
     )
@@ -130,6 +137,8 @@ def _save_dispatch(ctx, inputs, output) -> None:
 
 def _differentiate_dispatch(ctx, grad):
     slots, kept = ctx.saved_tensors
+    if is_differentiated_again(grad):
+        return plain_sum_rows(grad, slots, kept, None), None, None, None, None
     grad_tokens = torch.ops.moe_core.sum_rows(grad, slots, kept, None, ctx.kernels)
     return grad_tokens, None, None, None, None
 
@@ -141,6 +150,13 @@ def _save_combine(ctx, inputs, output) -> None:
 
 def _differentiate_combine(ctx, grad):
     rows, gates, choices, slots, kept = ctx.saved_tensors
+    if is_differentiated_again(grad):
+
+        def function(rows, gates):
+            return (plain_sum_rows(rows, slots, kept, gates),)
+
+        needs = ctx.needs_input_grad[:2]
+        return (*plain_gradients(function, (rows, gates), needs, [grad]), None, None, None, None)
     grad_rows, grad_gates = torch.ops.moe_core.combine_rows_backward(
         grad, rows, gates, choices, slots, kept, ctx.kernels
     )

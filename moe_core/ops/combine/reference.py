@@ -45,6 +45,18 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
     return total
 
 
+def plain_sum_rows(
+    rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | None
+) -> Tensor:
+    """As `sum_rows`, without operations in place: for derivatives and torch.func transforms."""
+    terms = _rows_at(rows, slots.flatten()).unflatten(0, slots.shape)  # [T, K, M]
+    if gates is not None:
+        terms = terms * gates.unsqueeze(2)
+    if kept is not None:
+        terms = terms.masked_fill(~kept.unsqueeze(2), 0)
+    return terms.sum(1)
+
+
 def combine_rows_backward(
     grad: Tensor, rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,12 @@ from moe_core.ops.autograd import empty_gradients, register_backward
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.ffn.dropout import draw_seed
 from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs, by_name, is_transposed
+from moe_core.ops.ffn.reference import plain_ffn
+from moe_core.transforms import in_transform
 
 _NUM_TENSORS = FFNInputs._fields.index("activation")
 _NUM_DIFFERENTIABLE = FFNInputs._fields.index("offsets")
+_GRADIENTS = ", ".join(["Tensor"] * _NUM_DIFFERENTIABLE)
 _SCHEMA = (
     "Tensor rows, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w3, Tensor? b3,"
     " Tensor offsets, Tensor? noise, str activation, float dropout, str kernels"
@@ -56,6 +59,8 @@ def expert_ffn(
             offsets; or the activation is unknown.
     """
     weights.check(activation, rows.shape[1], len(offsets))
+    if in_transform(rows):
+        return plain_ffn(rows, weights, offsets, activation, dropout)
     noise = None
     if dropout > 0:
         noise = torch.ops.moe_core.dropout_noise(rows, weights.w1, activation, kernels)
@@ -132,13 +137,14 @@ def _expert_ffn(*arguments):
 @torch.library.custom_op(
     "moe_core::expert_ffn_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor hidden, bool[] needs, {_SCHEMA}) -> Tensor[]",
+    # Not a list of tensors, for which a vectorised Jacobian has no batching rule.
+    schema=f"(Tensor grad, Tensor hidden, bool[] needs, {_SCHEMA}) -> ({_GRADIENTS})",
 )
 def _expert_ffn_backward(grad, hidden, needs, *fields):
     """Gradients of the rows and of the fields of ExpertWeights; empty where `needs` is False."""
     inputs = FFNInputs._make(fields)
     gradients = _form_of(inputs).backward(inputs, grad.contiguous(), hidden, needs)
-    return [inputs.rows.new_empty(0) if g is None else g for g in gradients]
+    return tuple(inputs.rows.new_empty(0) if g is None else g for g in gradients)
 
 
 @torch.library.custom_op(
@@ -171,14 +177,14 @@ def _(grad, hidden, needs, *fields):
     gradients = empty_gradients(grad, fields[:_NUM_DIFFERENTIABLE], needs)
     inputs = FFNInputs._make(fields)
     if not getattr(_form_of(inputs), "TRANSPOSED_GRADIENTS", False):
-        return gradients
+        return tuple(gradients)
     layouts = {"w1": inputs.w1, "w2": inputs.w2, "w3": inputs.w1}
     for name, like in layouts.items():
         place = FFNInputs._fields.index(name)
         if needs[place] and is_transposed(like):
             gradient = gradients[place]
             gradients[place] = gradient.new_empty(gradient.mT.shape).mT
-    return gradients
+    return tuple(gradients)
 
 
 @_dropout_noise.register_fake
@@ -217,4 +223,18 @@ def backward_products(needs_rows: bool, needs_weights: Sequence[bool], gated: bo
     return num_products
 
 
-register_backward("expert_ffn", FFNInputs, _NUM_TENSORS, _NUM_DIFFERENTIABLE)
+def check_dropout(dropout: float) -> None:
+    """Raise ValueError with dropout, which second derivatives do not support."""
+    if dropout > 0:
+        raise ValueError(
+            f"hidden_dropout ({dropout}) must be 0 for second derivatives of a MoELayer"
+        )
+
+
+def _plain(*fields) -> Tensor:
+    inputs = FFNInputs._make(fields)
+    check_dropout(inputs.dropout)
+    return plain_ffn(inputs.rows, inputs.weights, inputs.offsets, inputs.activation)
+
+
+register_backward("expert_ffn", FFNInputs, _NUM_TENSORS, _NUM_DIFFERENTIABLE, _plain)

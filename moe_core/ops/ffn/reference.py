@@ -8,7 +8,10 @@ Tests compare the output and every gradient of the other forms with it.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import debug_unwrap
 
+from moe_core.activations import hidden_layer
+from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.registry import GATED_ACTIVATIONS
 
 
@@ -57,6 +60,38 @@ def expert_ffn(
     if kept is not None:
         hidden = hidden * kept
     return grouped_linear(hidden, w2.transpose(1, 2), b2, offsets)
+
+
+def plain_ffn(
+    rows: Tensor, weights: ExpertWeights, offsets: Tensor, activation: str, dropout: float = 0.0
+) -> Tensor:
+    """`op.expert_ffn` for any kind of derivative and torch.func transform; 0 for unused rows."""
+    w1, b1, w2, b2, w3, b3 = weights.map(lambda tensor: tensor.to(rows.dtype))
+    linear = grouped_linear
+    # Under vmap every sample has offsets of its own.
+    if torch.compiler.is_compiling() or debug_unwrap(offsets).dim() > 1:
+        linear = masked_linear
+    z, u = linear(rows, w1, b1, offsets), None
+    if w3 is not None:
+        u = linear(rows, w3, b3, offsets)
+    hidden = F.dropout(hidden_layer(activation, z, u), dropout)
+    return linear(hidden, w2.transpose(1, 2), b2, offsets)
+
+
+def masked_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    """As `grouped_linear`, without reading the offsets: each expert computes all rows."""
+    row = torch.arange(len(rows), device=rows.device)
+    out = rows.new_zeros(len(rows), weight.shape[1])
+    for e in range(len(weight)):
+        is_own = row < offsets[e]
+        if e > 0:
+            is_own = is_own & (row >= offsets[e - 1])
+        bias_of_expert = None
+        if bias is not None:
+            bias_of_expert = bias[e]
+        product = F.linear(rows, weight[e], bias_of_expert)
+        out = torch.where(is_own.unsqueeze(1), product, out)
+    return out
 
 
 def gate(activation, z: Tensor, u: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from moe_core.ops.int8_ffn.inputs import Int8Inputs, Int8Weights
 from moe_core.ops.int8_ffn.reference import quantize_weight
 from moe_core.ops.moe_ffn import composed
 from moe_core.ops.plan.op import DispatchPlan
+from moe_core.transforms import in_transform
 
 
 def int8_ffn(
@@ -38,6 +39,8 @@ def int8_ffn(
     Returns:
         [N, M] in the dtype of rows; zeros past offsets[-1].
     """
+    if in_transform(rows):
+        raise ValueError("int8_ffn has no derivatives and no torch.func transforms: use expert_ffn")
     tensors = weights.tensors()
     return torch.ops.moe_core.int8_ffn(rows, tensors, offsets, activation, kernels)
 
@@ -72,14 +75,19 @@ def quantize_weights(
     if weights.w3 is not None:
         linear3 = quantize_weight(weights.w3, weights.b3)
     quantized = Int8Weights(linear1, linear2, linear3)
-    pack = getattr(_form(weights.w1.device.type, dtype, activation, kernels), "pack_weights", None)
+    num_inputs = max(weights.w1.shape[1:])
+    form = _form(weights.w1.device.type, dtype, activation, kernels, num_inputs)
+    pack = getattr(form, "pack_weights", None)
     if pack is None:
         return quantized
     return pack(quantized, kernels)
 
 
-def _form(device: str, dtype: torch.dtype, activation: str, kernels: str) -> ModuleType:
-    return load(select("int8_ffn", Request(kernels, device, dtype, activation=activation)))
+def _form(
+    device: str, dtype: torch.dtype, activation: str, kernels: str, num_inputs: int
+) -> ModuleType:
+    request = Request(kernels, device, dtype, activation=activation, num_inputs=num_inputs)
+    return load(select("int8_ffn", request))
 
 
 @torch.library.custom_op(
@@ -90,8 +98,9 @@ def _form(device: str, dtype: torch.dtype, activation: str, kernels: str) -> Mod
     ),
 )
 def _int8_ffn(rows, weights, offsets, activation, kernels):
-    form = _form(rows.device.type, rows.dtype, activation, kernels)
     weights = Int8Weights.of_tensors(weights)
+    num_inputs = max(rows.shape[1], weights.linear1.scales.shape[1])
+    form = _form(rows.device.type, rows.dtype, activation, kernels, num_inputs)
     return form.forward(Int8Inputs(rows, weights, offsets, activation, kernels))
 
 

@@ -2,8 +2,10 @@
 
 Weights are int8 with a scale for each output. The inputs of a product are uint8 with a scale and an
 offset for each row: the row's smallest number becomes 0, its largest becomes 255 (dynamic
-quantisation, as in arXiv 2004.09602, sections 3.1 and 3.2). Products of integers are exact.
-Everything else is computed in fp32.
+quantisation, as in arXiv 2004.09602, sections 3.1 and 3.2). Products of integers are exact: here in
+fp64 for any number of inputs, in C++ in int32 for at most `backend.MOST_INT8_INPUTS`. Everything
+else is computed in fp32. A result is finite if it is in the range of fp32, for any finite row and
+weights below 1e16.
 """
 
 # E experts, N rows, I input features, O output features, M model dim, H hidden dim
@@ -14,7 +16,9 @@ from torch import Tensor
 from moe_core.activations import hidden_layer
 from moe_core.ops.int8_ffn.inputs import Int8Inputs, Int8Linear
 
-_SMALLEST_RANGE = 1e-30  # of a row; with a smaller range, its numbers are treated as equal
+# Of a row or of an output's weights; with a smaller range, their numbers are treated as equal.
+_SMALLEST_RANGE = 1e-30
+_LARGE = 2.0**64  # rows with a larger number are divided by it
 
 
 def quantize_weight(weight: Tensor, bias: Tensor | None) -> Int8Linear:
@@ -24,7 +28,7 @@ def quantize_weight(weight: Tensor, bias: Tensor | None) -> Int8Linear:
     """
     weight = weight.float()
     largest = weight.abs().amax(2)
-    scale = torch.where(largest == 0, 1.0, largest / 127)
+    scale = torch.where(largest < _SMALLEST_RANGE, 1.0, largest / 127)
     quantized = (weight / scale.unsqueeze(2)).round().to(torch.int8)
     sums = quantized.sum(2, dtype=torch.int64).float() * scale
     if bias is not None:
@@ -32,26 +36,29 @@ def quantize_weight(weight: Tensor, bias: Tensor | None) -> Int8Linear:
     return Int8Linear(quantized, scale, sums, bias)
 
 
-def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """rows [N, I] -> integers from 0 to 255 as fp32 [N, I], scales [N, 1] and offsets [N, 1].
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """rows [N, I] -> integers from 0 to 255 as fp32 [N, I], scales, offsets and units [N, 1].
 
-    `rows = offset + scale * integer` up to rounding. A row with a number that is not finite has an
-    offset of NaN.
+    `rows = unit * (offset + scale * integer)` up to rounding. A row with a number that is not
+    finite has an offset of NaN.
     """
     rows = rows.float()
+    unit = torch.where(rows.abs().amax(1, keepdim=True) > _LARGE, _LARGE, 1.0)
+    rows = rows / unit  # exact
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     scale = torch.where(high - low > _SMALLEST_RANGE, (high - low) / 255, 1.0)
     quantized = ((rows - low) / scale).round()
     is_finite = rows.isfinite().all(1, keepdim=True)
-    return quantized.where(is_finite, 0), scale, low.where(is_finite, torch.nan)
+    return quantized.where(is_finite, 0), scale, low.where(is_finite, torch.nan), unit
 
 
 def product(rows: Tensor, linear: Int8Linear, expert: int) -> Tensor:
     """rows [n, I] times the weight of one expert, plus its bias: fp32 [n, O]."""
-    quantized, row_scale, row_offset = quantize_rows(rows)
+    quantized, row_scale, row_offset, unit = quantize_rows(rows)
     # Sums of these products are exact in fp64, and products are faster than in int64.
     sums = quantized.double() @ linear.quantized[expert].double().t()
     out = sums.float() * (linear.scales[expert] * row_scale) + row_offset * linear.sums[expert]
+    out = out * unit
     if linear.bias is not None:
         out = out + linear.bias[expert]
     return out

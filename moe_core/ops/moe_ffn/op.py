@@ -12,15 +12,19 @@ from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.ops.autograd import empty_gradients, register_backward
 from moe_core.ops.backend import Request, load, select
+from moe_core.ops.combine.reference import dispatch_rows, plain_sum_rows
 from moe_core.ops.ffn.dropout import draw_seed
 from moe_core.ops.ffn.inputs import ExpertWeights
-from moe_core.ops.ffn.op import backward_products, expert_ffn
+from moe_core.ops.ffn.op import backward_products, check_dropout, expert_ffn
+from moe_core.ops.ffn.reference import plain_ffn
 from moe_core.ops.moe_ffn import composed
 from moe_core.ops.moe_ffn.inputs import MoEFFNInputs, cast_matrices
 from moe_core.ops.plan.op import DispatchPlan
+from moe_core.transforms import in_transform
 
 _NUM_TENSORS = MoEFFNInputs._fields.index("activation")
 _NUM_DIFFERENTIABLE = MoEFFNInputs._fields.index("w1_cast")
+_GRADIENTS = ", ".join(["Tensor"] * _NUM_DIFFERENTIABLE)
 _SCHEMA = (
     "Tensor tokens, Tensor? gates, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w3,"
     " Tensor? b3, Tensor? w1_cast, Tensor? w2_cast, Tensor? w3_cast, Tensor choices,"
@@ -57,8 +61,7 @@ def moe_ffn(
     """
     weights.check(activation, tokens.shape[1], len(plan.offsets))
     request = Request(kernels, tokens.device.type, tokens.dtype, activation=activation)
-    form = select("moe_ffn", request)
-    if form == "moe_ffn.composed":
+    if in_transform(tokens) or select("moe_ffn", request) == "moe_ffn.composed":
 
         def ffn(rows: Tensor) -> Tensor:
             return expert_ffn(rows, weights, plan.offsets, activation, dropout, kernels)
@@ -118,13 +121,13 @@ def _moe_ffn(*arguments):
 @torch.library.custom_op(
     "moe_core::moe_ffn_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor hidden, bool[] needs, {_SCHEMA}) -> Tensor[]",
+    schema=f"(Tensor grad, Tensor hidden, bool[] needs, {_SCHEMA}) -> ({_GRADIENTS})",
 )
 def _moe_ffn_backward(grad, hidden, needs, *fields):
     """Gradients of tokens, gates and the fields of ExpertWeights; empty where `needs` is False."""
     inputs = MoEFFNInputs._make(fields)
     gradients = load("moe_ffn.triton").backward(inputs, grad, hidden, needs)
-    return [grad.new_empty(0) if g is None else g for g in gradients]
+    return tuple(grad.new_empty(0) if g is None else g for g in gradients)
 
 
 @torch.library.custom_op(
@@ -154,7 +157,7 @@ def _(*arguments):
 
 @_moe_ffn_backward.register_fake
 def _(grad, hidden, needs, *fields):
-    return empty_gradients(grad, fields[:_NUM_DIFFERENTIABLE], needs)
+    return tuple(empty_gradients(grad, fields[:_NUM_DIFFERENTIABLE], needs))
 
 
 @_dropout_seed.register_fake
@@ -177,4 +180,12 @@ def _backward_flops(grad_shape, hidden_shape, needs, *shapes, out_shape=None, **
     return 2 * num_products * inputs.choices[0] * hidden_dim * model_dim
 
 
-register_backward("moe_ffn", MoEFFNInputs, _NUM_TENSORS, _NUM_DIFFERENTIABLE)
+def _plain(*fields) -> Tensor:
+    inputs = MoEFFNInputs._make(fields)
+    check_dropout(inputs.dropout)
+    rows = dispatch_rows(inputs.tokens, inputs.choices, inputs.slots.shape[1])
+    rows = plain_ffn(rows, inputs.weights, inputs.offsets, inputs.activation)
+    return plain_sum_rows(rows, inputs.slots, inputs.kept, inputs.gates)
+
+
+register_backward("moe_ffn", MoEFFNInputs, _NUM_TENSORS, _NUM_DIFFERENTIABLE, _plain)

@@ -24,9 +24,10 @@ constexpr long kMostRows = 224;
 
 // 1. Rows in bytes
 
-// value = offset + scale * byte; the byte is unsigned.
+// value = unit (offset + scale * byte); the byte is unsigned. The unit is 1, but 2^64 for rows so large that a product
+// would leave the range of fp32 on its way.
 struct Range {
-  float scale, offset;
+  float scale, offset, unit;
 };
 
 INLINE void store_bytes(uint8_t* p, Words words, long count) {
@@ -54,19 +55,21 @@ Range quantize(const T* row, long count, uint8_t* to) {
     least = smaller(least, v), most = larger(most, v);
     zero = multiply_add(v, broadcast(0.0f), zero);
   }
-  const float low = reduced(least, [](float a, float b) { return a < b ? a : b; });
-  const float high = reduced(most, [](float a, float b) { return a > b ? a : b; });
+  float low = reduced(least, [](float a, float b) { return a < b ? a : b; });
+  float high = reduced(most, [](float a, float b) { return a > b ? a : b; });
+  const float unit = std::max(high, -low) > 0x1p64f ? 0x1p64f : 1.0f;
+  low *= 1 / unit, high *= 1 / unit;
   const float range = high - low, scale = range > 1e-30f ? range / 255 : 1.0f;
-  const V offset = broadcast(low), factor = broadcast(1 / scale);
+  const V offset = broadcast(low), factor = broadcast(1 / scale), shrink = broadcast(1 / unit);
   const V shift = broadcast(12582912.0f);  // 1.5 * 2^23: the low bits of a sum with it are the nearest integer
   for (long j = 0; j < count; j += 16) {
-    const V byte = (load(row + j, count - j) - offset) * factor + shift;
+    const V byte = (load(row + j, count - j) * shrink - offset) * factor + shift;
     Words bits;
     EACH_PIECE bits.p[i] = ((WordLanes)byte.p[i] ^ (kSignedRows ? 0x80u : 0u)) & 0xffu;
     store_bytes(to + j, bits, count - j);
   }
   const float signed_shift = kSignedRows ? 128 * scale : 0.0f;  // byte 128 is stored as 0
-  return {scale, low + signed_shift + sum_of(zero)};
+  return {scale, low + signed_shift + sum_of(zero), unit};
 }
 
 // 2. One expert
@@ -118,7 +121,7 @@ void product_with(const Linear& linear, const Rows& rows, const Space& space, Us
   long_product(rows, linear.weight, Ahead(), space.sums, nothing, [&](long i, long j, long count, Ints sums) {
     const Range range = space.ranges[i];
     V v = to_float(sums) * (load(linear.scales + j, count) * broadcast(range.scale));
-    v = multiply_add(load(linear.sums + j, count), broadcast(range.offset), v);
+    v = multiply_add(load(linear.sums + j, count), broadcast(range.offset), v) * broadcast(range.unit);
     if (linear.bias) v = v + load(linear.bias + j, count);
     use(i, j, count, v);
   });

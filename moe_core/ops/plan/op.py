@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.plan import reference
+from moe_core.transforms import in_transform
 
 
 class DispatchPlan(NamedTuple):
@@ -52,9 +53,17 @@ def make_plan(
         kernels: see `backend.select`. All forms give the same plan, number for number.
 
     Raises:
-        ValueError: an expert id is out of range, or num_rows is too small (only in C++).
+        ValueError: there are 2^31 choices or more; an expert id is out of range, or num_rows is
+            too small (only in C++).
     """
-    form = select("plan", Request(kernels, expert_ids.device.type, expert_ids.dtype))
+    if not torch.compiler.is_compiling() and expert_ids.numel() >= 2**31:
+        raise ValueError(
+            f"expert_ids {list(expert_ids.shape)} has 2^31 or more choices, and rows are numbered"
+            " in 32 bits: split the tokens"
+        )
+    form = "plan.reference"
+    if not in_transform(expert_ids):
+        form = select("plan", Request(kernels, expert_ids.device.type, expert_ids.dtype))
     num_choices = expert_ids.numel()
     limits: Tensor | None = None
     limit: int | None = None

@@ -34,7 +34,7 @@ def make_plan(
     counts = ends.diff(prepend=ends.new_zeros(1))
     rows = torch.arange(num_tokens * top_k, device=device)
     if limits is None:
-        slots = torch.empty_like(choices).scatter_(0, choices, rows).view(num_tokens, top_k)
+        slots = torch.empty_like(choices).scatter(0, choices, rows).view(num_tokens, top_k)
         return choices, ends.int(), slots, None, counts
     # Close the gaps that dropped choices leave between the experts' rows.
     kept_counts = torch.minimum(counts, limits)
@@ -43,7 +43,7 @@ def make_plan(
     kept = place < limits[experts]
     kept_row = (kept_ends - kept_counts)[experts] + place
     row_or_bin = torch.where(kept, kept_row, num_rows)  # row N collects the dropped choices
-    kept_choices = choices.new_zeros(num_rows + 1).scatter_(0, row_or_bin, choices)[:num_rows]
-    slots = torch.empty_like(choices).scatter_(0, choices, torch.where(kept, kept_row, 0))
-    kept = torch.empty_like(kept).scatter_(0, choices, kept)
+    kept_choices = choices.new_zeros(num_rows + 1).scatter(0, row_or_bin, choices)[:num_rows]
+    slots = torch.empty_like(choices).scatter(0, choices, torch.where(kept, kept_row, 0))
+    kept = torch.empty_like(kept).scatter(0, choices, kept)
     return kept_choices, kept_ends.int(), slots.view(-1, top_k), kept.view(-1, top_k), counts

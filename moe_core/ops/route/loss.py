@@ -9,7 +9,9 @@ operations of moe_core.losses would be ten launches.
 import torch
 from torch import Tensor
 
+from moe_core.ops.autograd import is_differentiated_again, plain_gradients
 from moe_core.ops.backend import load
+from moe_core.registry import LOSSES
 
 
 def loss_of_sums(loss: str, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
@@ -55,6 +57,12 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad):
     sums, total = ctx.saved_tensors
+    if is_differentiated_again(grad):
+
+        def function(sums):
+            return (LOSSES[ctx.loss]().value(sums, ctx.num_tokens if total is None else total),)
+
+        return (*plain_gradients(function, (sums,), (True,), [grad]), None, None, None)
     grad_sums = torch.ops.moe_core.loss_of_sums_backward(
         grad, sums, total, ctx.num_tokens, ctx.loss
     )

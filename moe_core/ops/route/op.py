@@ -10,8 +10,10 @@ form.
 import torch
 from torch import Tensor
 
+from moe_core.ops.autograd import is_differentiated_again, plain_gradients
 from moe_core.ops.backend import KERNEL_LOSSES, Request, load, select
 from moe_core.ops.route import reference
+from moe_core.transforms import in_transform
 
 
 def route(
@@ -38,8 +40,8 @@ def route(
         [2, E] of the loss as in `losses.expert_sums`, or None if the form does not compute them.
         If logits are equal, the expert with the lower index is chosen.
     """
-    form = select("route", Request(kernels, logits.device.type, logits.dtype))
-    if form == "route.reference":
+    request = Request(kernels, logits.device.type, logits.dtype)
+    if in_transform(logits) or select("route", request) == "route.reference":
         gates, ids, probs = reference.route(noisy, top_k, normalize)
         return gates, ids, probs, None
     computes_loss = loss in KERNEL_LOSSES
@@ -126,6 +128,15 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums):
     noisy, clean, ids, probs = ctx.saved_tensors
+    if is_differentiated_again(probs):
+
+        def function(noisy, clean):
+            return reference.route_and_sums(
+                noisy, clean, ids.shape[1], ctx.normalize, ctx.loss, ctx.noise_std
+            )
+
+        needs, grads = ctx.needs_input_grad[:2], (grad_gates, grad_probs, grad_sums)
+        return (*plain_gradients(function, (noisy, clean), needs, grads), None, None, None, None)
     grad_noisy, grad_clean = torch.ops.moe_core.route_backward(
         noisy,
         clean,

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from moe_core.losses import RoutingScores, expert_sums
+
 
 def route(noisy: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [T, E] -> gates [T, K], expert ids [T, K] int64 and probabilities [T, E]."""
@@ -16,6 +18,21 @@ def route(noisy: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, T
     if normalize:
         gates = gates / gates.sum(-1, keepdim=True)
     return gates, ids, probs
+
+
+def route_and_sums(
+    noisy: Tensor, clean: Tensor | None, top_k: int, normalize: bool, loss: str, noise_std: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates [T, K], probabilities [T, E] and the sums [2, E] of the loss, as the fused ops.
+
+    Args:
+        clean: [T, E], the logits without noise; None: `noisy`.
+    """
+    gates, ids, probs = route(noisy, top_k, normalize)
+    if clean is None:
+        clean = noisy
+    scores = RoutingScores(clean, noisy, probs, ids, noise_std)
+    return gates, probs, expert_sums(loss, scores)
 
 
 def largest(logits: Tensor, top_k: int) -> Tensor:

@@ -9,10 +9,14 @@ a GPU. `route_tokens_supported` returns whether it can be used.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moe_core.ops.autograd import is_differentiated_again, plain_gradients
 from moe_core.ops.backend import KERNEL_LOSSES, Request, load, select
+from moe_core.ops.route.reference import route_and_sums
+from moe_core.transforms import in_transform
 
 _MOST_EXPERTS = 64  # a program holds the logits of its tokens in registers
 
@@ -31,7 +35,7 @@ def route_tokens_supported(x: Tensor, weight: Tensor, loss: str, kernels: str) -
     """Whether the kernel supports tokens x [T, M] and a router's weight [E, M]."""
     if weight.shape[0] > _MOST_EXPERTS or weight.dtype != torch.float32:
         return False
-    if loss not in KERNEL_LOSSES:
+    if loss not in KERNEL_LOSSES or in_transform(x):
         return False
     return select("route_tokens", Request(kernels, x.device.type, x.dtype)) != "route.reference"
 
@@ -141,9 +145,12 @@ def _(
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, _, _, ctx.normalize, ctx.loss, _, ctx.loss_noise_std, _ = inputs
+    x, weight, noise, _, ctx.normalize, ctx.loss, ctx.noise_std, ctx.loss_noise_std, cast_to = (
+        inputs
+    )
     _, ids, probs, _, _, noisy, clean = output
-    ctx.save_for_backward(x, weight, ids, probs, noisy, clean)
+    ctx.cast_to = cast_to
+    ctx.save_for_backward(x, weight, ids, probs, noisy, clean, noise)
     ctx.mark_non_differentiable(ids, noisy, clean)
     # The gradients of unused outputs are None, so the kernel does not read zeros.
     ctx.set_materialize_grads(False)
@@ -151,8 +158,21 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums, grad_inputs, *unused):
     grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
+    *saved, noise = ctx.saved_tensors
+    if is_differentiated_again(saved[0]):
+        x, weight, ids, *_ = saved
+
+        def function(x, weight):
+            clean = noisy = F.linear(x.float(), weight)
+            if noise is not None:
+                noisy = clean + ctx.noise_std * noise
+            settings = (ids.shape[1], ctx.normalize, ctx.loss, ctx.loss_noise_std)
+            return *route_and_sums(noisy, clean, *settings), x.to(ctx.cast_to or x.dtype)
+
+        computed = plain_gradients(function, (x, weight), ctx.needs_input_grad[:2], grads)
+        return (*computed, None, None, None, None, None, None, None)
     grad_x, grad_weight = torch.ops.moe_core.route_tokens_backward(
-        *ctx.saved_tensors, *grads, ctx.normalize, ctx.loss, ctx.loss_noise_std
+        *saved, *grads, ctx.normalize, ctx.loss, ctx.loss_noise_std
     )
     return grad_x, grad_weight, None, None, None, None, None, None, None
 

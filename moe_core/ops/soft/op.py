@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moe_core.ops.autograd import is_differentiated_again, plain_gradients
+from moe_core.ops.soft import reference
+from moe_core.transforms import in_transform
+
 
 def soft_dispatch(tokens: Tensor, logits: Tensor) -> Tensor:
     """Slots: weighted means of an image's tokens. The weights are a softmax over the tokens.
@@ -24,6 +28,8 @@ def soft_dispatch(tokens: Tensor, logits: Tensor) -> Tensor:
     Returns:
         [B, S, M], differentiable in both arguments.
     """
+    if in_transform(tokens):
+        return reference.soft_dispatch(tokens, logits)
     return torch.ops.moe_core.soft_dispatch(tokens, logits)[0]
 
 
@@ -38,6 +44,8 @@ def soft_combine(rows: Tensor, logits: Tensor) -> Tensor:
     Returns:
         [B, N, M], differentiable in both arguments.
     """
+    if in_transform(rows):
+        return reference.soft_combine(rows, logits)
     return torch.ops.moe_core.soft_combine(rows, logits)[0]
 
 
@@ -132,13 +140,25 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate_dispatch(ctx, grad, grad_total):
     if grad is None:
         return None, None
+    if is_differentiated_again(grad):
+        return _plain_gradients(ctx, reference.soft_dispatch, grad)
     return torch.ops.moe_core.soft_dispatch_backward(grad.contiguous(), *ctx.saved_tensors)
 
 
 def _differentiate_combine(ctx, grad, grad_total):
     if grad is None:
         return None, None
+    if is_differentiated_again(grad):
+        return _plain_gradients(ctx, reference.soft_combine, grad)
     return torch.ops.moe_core.soft_combine_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+def _plain_gradients(ctx, plain, grad) -> tuple:
+    def function(values, logits):
+        return (plain(values, logits),)
+
+    values, logits, _, _ = ctx.saved_tensors
+    return tuple(plain_gradients(function, (values, logits), ctx.needs_input_grad, [grad]))
 
 
 torch.library.register_autograd(

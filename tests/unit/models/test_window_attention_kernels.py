@@ -106,6 +106,16 @@ class TestKernels:
         assert {x.dtype for x in found} == {torch.float32}
         assert_near(found, expected, 2e-5)
 
+    def test_second_derivatives(self):
+        (qkv, bias, scale), mask = inputs_of((1, 2, 5, 2, 16), True, True)
+        gradients = []
+        for function in (window_attention, plain):
+            wanted = [x.float().requires_grad_() for x in (qkv, bias, scale)]
+            y = function(*wanted[:2], mask.float(), wanted[2], True)
+            first = torch.autograd.grad(y.sin().sum(), wanted, create_graph=True)
+            gradients.append(torch.autograd.grad(sum(g.sin().sum() for g in first), wanted))
+        assert_near(*gradients, 1e-4)
+
     def test_halves(self):
         inputs, mask = inputs_of((1, 2, 49, 1, 32), True, True)
         half = [inputs[0].half(), inputs[1].half(), inputs[2].float()]

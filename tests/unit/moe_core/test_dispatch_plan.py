@@ -106,3 +106,9 @@ def test_three_tokens_by_hand(capacity, priority, rows):
     priority = None if priority is None else torch.tensor(priority)
     assert rows_of(make_plan(EXPERT_IDS, 3, capacity, priority)) == rows
     assert plain_rows(EXPERT_IDS, 3, capacity, priority) == rows
+
+
+def test_more_rows_than_32_bits_number():
+    ids = torch.empty(2**30, 2, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match="2\\^31 or more choices"):
+        make_plan(ids, 4, None)

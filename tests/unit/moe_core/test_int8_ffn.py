@@ -261,3 +261,32 @@ def test_amx_with_emulated_tiles(tmp_path):
 def test_random_shapes_under_the_sanitizers(name, tmp_path):
     """No access outside of the tensors, whatever their sizes."""
     run_cases(PROGRAM.with_sanitizers(tmp_path, name), 2000)
+
+
+def test_sums_that_leave_int32():
+    """More inputs than an int32 has room for are computed in fp64, by any kernels."""
+    size, ends = 70_000, torch.tensor([1], dtype=torch.int32)
+    weights = ExpertWeights(torch.ones(1, 1, size), None, torch.ones(1, 1, size), None)
+    row = torch.ones(1, size)
+    row[0, 0] = 0
+    packed = quantize_weights(weights, torch.float32, "relu")
+    out = int8_ffn(row, packed, ends, "relu")
+    torch.testing.assert_close(out, torch.full_like(out, size - 1))
+
+
+def test_rows_near_the_end_of_fp32(kernels):
+    """Their range and their products leave fp32 on the way, the results do not."""
+    weights = ExpertWeights(torch.full((1, 4, 4), 0.5), None, torch.eye(4)[None], None)
+    rows = torch.tensor([[3e38, -3e38, 1e38, 0.0], [1e38] * 4, [2e20, 0.0, 0.0, -1e20]])
+    for name in (kernels, "torch"):
+        packed = quantize_weights(weights, torch.float32, "relu", name)
+        out = int8_ffn(rows, packed, torch.tensor([3], dtype=torch.int32), "relu", name)
+        step = (rows.amax(1) / 255 - rows.amin(1) / 255).unsqueeze(1)
+        expected = (rows * 0.5).sum(1, keepdim=True).expand_as(out)
+        assert ((out - expected).abs() <= 2 * step + 1e-2 * expected).all(), name
+
+
+def test_weights_below_the_smallest_range():
+    linear = reference.quantize_weight(torch.tensor([[[2e-43, -1e-45]]]), None)
+    assert linear.quantized.eq(0).all()
+    assert linear.scales.item() == 1
