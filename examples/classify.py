@@ -23,9 +23,16 @@ from PIL import Image, ImageOps, features
 # for others, such as EPS, Pillow may start programs
 FORMATS = ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM"]
 # of files in folders; those that cannot be read here are named
-SUFFIXES = [".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif", ".ppm", ".pgm"]
-SUFFIXES += [".avif", ".heic", ".heif"]
+SUFFIXES = ".jpg .jpeg .png .ppm .bmp .pgm .tif .tiff .webp .gif .jfif .jpe .apng .dib .pbm .pnm"
+SUFFIXES += " .avif .heic .heif .arw .cr2 .cr3 .dcm .dng .exr .hdr .ico .j2k .jp2 .jpx .jxl .nef"
+SUFFIXES += " .orf .pcx .pfm .psd .raf .rw2 .svg .tga .xcf"
+# folders that systems make beside a user's files
+SYSTEM_FOLDERS = ["__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found"]
+SYSTEM_FOLDERS += ["System Volume Information"]
 MAX_PIXELS = 120_000_000
+MAX_RATIO = 32  # longer pictures are shortened before they are resized
+# tags of a TIFF: BitsPerSample, Photometric, SampleFormat, MinSampleValue and others of its values
+TIFF_TAGS = [258, 262, 339, 280, 281, 340, 341]
 ANY_BATCH = 8  # pictures at a time, if the program takes any number
 
 if "avif" in features.modules and features.check("avif"):  # else an old Pillow
@@ -43,22 +50,74 @@ def prepare(picture: Image.Image, spec: dict) -> np.ndarray:
     """The picture resized, its middle cut out and normalised as in training: float32 [channels,
     side, side]."""
     how, side = spec["preprocessing"], spec["input"]["shape"][-1]
+    picture = bounded(picture.convert(how["mode"]), side, bool(how["resize"]))
     size = [side, side]
     if how["resize"]:  # else the whole picture is squashed into a square
         size = [how["resize"] * length // min(picture.size) for length in picture.size]
     left, top = (round((length - side) / 2) for length in size)
-    if picture.mode.startswith("I"):  # 16 bits a channel
-        picture = Image.fromarray((np.asarray(picture) // 256).clip(0, 255).astype(np.uint8))
-    picture = picture.convert(how["mode"]).resize(
-        size, Image.Resampling[how["interpolation"].upper()]
-    )
+    picture = picture.resize(size, Image.Resampling[how["interpolation"].upper()])
     picture = picture.crop((left, top, left + side, top + side))
     pixels = np.asarray(picture, np.float32).reshape(side, side, -1) / 255
     return ((pixels - np.float32(how["mean"])) / np.float32(how["std"])).transpose(2, 0, 1)
 
 
+def bounded(picture: Image.Image, side: int, crop: bool) -> Image.Image:
+    """The picture, shortened if it is so long that resizing would take much memory: to its middle
+    with `crop`, else by averaging."""
+    width, height = picture.size
+    longest = MAX_RATIO * min(picture.size)
+    if max(picture.size) <= longest:
+        return picture
+    if crop:
+        left, top = max(0, width - longest) // 2, max(0, height - longest) // 2
+        return picture.crop((left, top, left + min(width, longest), top + min(height, longest)))
+    longest = max(longest, side)
+    return picture.reduce((max(1, width // longest), max(1, height // longest)))
+
+
+def to_8_bits(picture: Image.Image) -> Image.Image:
+    """The picture with 8 bits a channel, scaled from the values of black and white that the file
+    gives: the tags of a TIFF, or else the highest number of its bits.
+
+    Raises:
+        ValueError: the file does not give them.
+    """
+    tags = {}
+    for tag in TIFF_TAGS:
+        value = getattr(picture, "tag_v2", {}).get(tag)
+        if isinstance(value, tuple) and value:
+            value = value[0]
+        if isinstance(value, (int, float)):
+            tags[tag] = value
+    low, high, bits = tags.get(340, tags.get(280)), tags.get(341, tags.get(281)), tags.get(258, 8)
+    if not picture.mode.startswith(("I", "F")):
+        if bits > 8 and high is not None and high < (1 << bits) - 1:
+            raise ValueError(f"{bits} bits a channel with values up to {high:g}")
+        return picture
+    is_float = picture.mode == "F"
+    if picture.mode.startswith("I;") or (picture.format in ("PNG", "PPM") and not is_float):
+        low, high = low or 0, high or (1 << tags.get(258, 16)) - 1
+    if low is None or high is None:
+        raise ValueError(f"mode {picture.mode} without the values of black and white")
+    if not -np.inf < low < high < np.inf:
+        raise ValueError(f"values from {low:g} to {high:g}")
+    values = np.asarray(picture)
+    if picture.mode == "I" and tags.get(339) == 1:
+        values = values.view(np.uint32)
+    if not np.isfinite(values).all():
+        raise ValueError("values that are NaN or infinite")
+    scale = 256 / (high - low + (not is_float))
+    pixels = np.floor((values.astype(np.float64) - low) * scale).clip(0, 255).astype(np.uint8)
+    if tags.get(262) == 0:  # white is zero
+        pixels = 255 - pixels
+    narrow = Image.fromarray(pixels)
+    narrow.info = picture.info
+    return narrow
+
+
 def read(file: str | Path) -> Image.Image:
-    """The picture, upright, decoded if its header says that it is not too large.
+    """The picture, upright and with 8 bits a channel, decoded if its header says that it is not too
+    large.
 
     Raises:
         Exception: it cannot be read. Pillow raises OSError, SyntaxError, ValueError and more.
@@ -68,6 +127,7 @@ def read(file: str | Path) -> Image.Image:
         size = f"{picture.width} x {picture.height}"
         raise ValueError(f"{size} pixels, the limit is {MAX_PIXELS}")
     picture.load()
+    picture = to_8_bits(picture)
     try:
         return ImageOps.exif_transpose(picture)
     except Exception:  # broken EXIF data
@@ -81,11 +141,35 @@ def find(names: list[str]) -> list[Path]:
         if not path.is_dir():
             files.append(path)
             continue
-        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+        endings = SUFFIXES.split()
+        inside = sorted(p for p in files_below(path) if p.suffix.lower() in endings)
         if not inside:
-            fail(f"{path}: holds no pictures ({' '.join(SUFFIXES)})")
+            fail(f"{path}: holds no pictures ({SUFFIXES})")
         files += inside
     return files
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files of a folder and its subfolders, without hidden ones and those of systems. Links are
+    followed; each folder is visited once, under its own name if it lies below `folder`."""
+    real_path = os.path.realpath(folder)
+    visited = set(map(str, Path(real_path).parents))
+    folders, links = [folder], []
+    while folders or links:
+        directory = folders.pop() if folders else links.pop(0)
+        real_path = os.path.realpath(directory)
+        if real_path in visited:
+            continue
+        visited.add(real_path)
+        for path in sorted(directory.iterdir()):
+            if path.name.startswith(".") or path.name in SYSTEM_FOLDERS:
+                continue
+            if not path.is_dir():
+                yield path
+            elif path.is_symlink():
+                links.append(path)
+            else:
+                folders.append(path)
 
 
 class Classifier:

@@ -1,5 +1,7 @@
 """The exception for a user's mistake, and functions that format its message."""
 
+from collections.abc import Sequence
+
 from swinv2_moe.output import printable
 
 
@@ -25,6 +27,14 @@ def short(value: object, length: int = 80) -> str:
 def one_line(text: str) -> str:
     """Convert `text` to one line: line ends become spaces; the rest as `printable`."""
     return printable(" ".join(text.split()))
+
+
+def shortened(names: Sequence[object], count: int = 3) -> str:
+    """The first `count` names, separated by commas, and how many there are in all."""
+    text = ", ".join(one_line(str(name)) for name in names[:count])
+    if len(names) > count:
+        text += f", ... ({len(names)} in all)"
+    return text
 
 
 class StoppedElsewhere(Exception):

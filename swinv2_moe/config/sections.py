@@ -135,6 +135,7 @@ class DataConfig:
     num_classes: int  # MODEL.NUM_CLASSES
     seed: int
     device: str
+    validation_only: bool  # the training images are not needed and need not exist
 
 
 # Swin-MoE's recipe, arXiv 2206.03382, section 5: the defaults of MODEL.MOE and of the registered

@@ -27,6 +27,7 @@ def data_config(config: CfgNode) -> sections.DataConfig:
         num_classes=config.MODEL.NUM_CLASSES,
         seed=config.SEED,
         device=config.DEVICE,
+        validation_only=False,
     )
 
 

@@ -4,6 +4,7 @@ B images per batch, C channels, S DATA.IMG_SIZE
 """
 
 import errno
+import os
 import random
 import warnings
 from collections.abc import Iterable, Iterator
@@ -16,10 +17,10 @@ from PIL import Image
 from torch.utils.data import Dataset, default_collate
 
 from swinv2_moe.config import DataConfig
-from swinv2_moe.data.images import to_mode
+from swinv2_moe.data.images import decode, read_file, to_mode
 from swinv2_moe.data.sources import Source
 from swinv2_moe.data.transforms import build_transform
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.imports import ImportedFiles
 
 IGNORE = -1  # target of an image that no metric counts
@@ -174,6 +175,17 @@ def seed_random_states(*numbers: int) -> None:
     torch.default_generator.manual_seed(key & 0xFFFFFFFF)
 
 
+def _reason(path: str) -> str:
+    """Why a file cannot be read as an image, for the end of a message; "" if that is not found."""
+    if not os.path.exists(path):
+        return ""
+    try:
+        to_mode(decode(read_file(path)), "RGB")
+    except Exception as error:  # see `read_image`
+        return f" ({one_line(str(error))})"
+    return ""
+
+
 class UnreadableImages:
     """The set of images that could not be read. It stops a run if there are too many.
 
@@ -196,9 +208,10 @@ class UnreadableImages:
         self.paths.update(dict.fromkeys(paths))
         count = len(self.paths)
         if count > self.max_share * self.size or count == self.size:
+            first = next(iter(self.paths))
             raise UserError(
                 f"{count} of {self.size} images could not be read, DATA.MAX_BAD_SHARE allows a"
-                f" share of {self.max_share}; the first: {next(iter(self.paths))}"
+                f" share of {self.max_share}; the first: {first}{_reason(first)}"
             )
 
     def summary(self) -> str | None:

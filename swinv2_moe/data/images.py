@@ -5,9 +5,12 @@ according to their EXIF orientation.
 """
 
 import io
+import math
 import os
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, TiffImagePlugin, features
@@ -15,10 +18,12 @@ from PIL import ExifTags, Image, TiffImagePlugin, features
 from swinv2_moe.config import DataConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_bounded
+from swinv2_moe.output import printable
 
 # Pillow's names. Other formats do more than store pixels: for EPS, Pillow starts Ghostscript.
 FORMATS: tuple[str, ...] = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
-# Endings of image files in folders: torchvision's IMG_EXTENSIONS. The content decides the format.
+# Endings of image files in folders: torchvision's IMG_EXTENSIONS and other names of the formats
+# above. The content decides the format.
 SUFFIXES: tuple[str, ...] = (
     ".jpg",
     ".jpeg",
@@ -29,20 +34,29 @@ SUFFIXES: tuple[str, ...] = (
     ".tif",
     ".tiff",
     ".webp",
+    ".gif",
+    ".jfif",
+    ".jpe",
+    ".apng",
+    ".dib",
+    ".pbm",
+    ".pnm",
 )
-# Endings of image files that are not supported, and the package that could decode them.
-NOT_DECODED: dict[str, str] = {}
+# Endings of image files that are not decoded, and the reason.
+_OTHER_FORMATS = ".arw .cr2 .cr3 .dcm .dng .exr .hdr .ico .j2k .jp2 .jpx .jxl .nef .orf .pcx .pfm"
+_OTHER_FORMATS += " .psd .raf .rw2 .svg .tga .xcf"
+NOT_DECODED: dict[str, str] = dict.fromkeys(_OTHER_FORMATS.split(), "not supported")
 
 # Older versions of Pillow do not have this name.
 if "avif" in features.modules and features.check("avif"):
     FORMATS += ("AVIF",)
     SUFFIXES += (".avif",)
 else:
-    NOT_DECODED[".avif"] = "Pillow 11.3 or newer"
+    NOT_DECODED[".avif"] = "needs Pillow 11.3 or newer"
 try:
     from pillow_heif import register_heif_opener
 except ImportError:
-    NOT_DECODED[".heic"] = NOT_DECODED[".heif"] = "the package pillow-heif"
+    NOT_DECODED[".heic"] = NOT_DECODED[".heif"] = "needs the package pillow-heif"
 else:
     register_heif_opener()
     FORMATS += ("HEIF",)
@@ -61,6 +75,16 @@ _TURNS = {
 # Pillow's names of the metadata that may hold an orientation.
 _METADATA = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
 _TILE_SIZE = (322, 323)  # tags of the width and length of a TIFF's tiles
+# Folders that systems make beside a user's files: macOS, Synology, Windows, Linux.
+_SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found"}
+_SYSTEM_FOLDERS.add("System Volume Information")
+# Tags of a TIFF about its values.
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
+_MIN_SAMPLE_VALUE, _MAX_SAMPLE_VALUE = 280, 281
+_SMIN_SAMPLE_VALUE, _SMAX_SAMPLE_VALUE = 340, 341
+_VALUE_TAGS = (_BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT, _MIN_SAMPLE_VALUE)
+_VALUE_TAGS += (_MAX_SAMPLE_VALUE, _SMIN_SAMPLE_VALUE, _SMAX_SAMPLE_VALUE)
+_BLOCK_PIXELS = 1 << 20  # number of pixels that are scaled at a time
 MAX_PIXELS = DataConfig.max_pixels  # default without a configuration
 MAX_FILE_BYTES = 1 << 30  # limit of an image file
 
@@ -75,17 +99,17 @@ def read_file(path: str | os.PathLike) -> bytes:
 
 
 def decode(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode an image and turn it upright. The mode of the image is kept. Of an animation, the
-    first frame is decoded.
+    """Decode an image and turn it upright. The result has 8 bits per channel (`to_8_bits`),
+    otherwise the mode of the image is kept. Of an animation, the first frame is decoded.
 
     Raises:
-        ValueError: the content is not in one of FORMATS, is broken, or has more than `max_pixels`
-            pixels.
+        ValueError: the content is not in one of FORMATS, is broken, has more than `max_pixels`
+            pixels, or does not say which values are black and white.
     """
     try:
         with _open(content, max_pixels) as image:
             image.load()
-            return upright(image)
+            return upright(to_8_bits(image))
     # Pillow's decoders raise OSError, SyntaxError, struct.error and others on broken files.
     except Exception as error:
         raise ValueError(str(error)) from error
@@ -128,19 +152,205 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """The image in `mode`, "RGB" or "L"."""
-    if image.mode.startswith("I"):  # 16 bits per channel; convert() would clip at 255
-        image = Image.fromarray(np.clip(np.asarray(image) // 256, 0, 255).astype(np.uint8))
+    """The image in `mode`, "RGB" or "L".
+
+    Raises:
+        ValueError: it is not known which values are black and white.
+    """
+    image = to_8_bits(image)
     if image.mode == mode:  # convert() would copy
         return image
     return image.convert(mode)
 
 
-def image_paths(names: Sequence[str | os.PathLike], option: str = "") -> list[Path]:
-    """The named files, and the images in the named folders and their subfolders, sorted by name.
+def to_8_bits(image: Image.Image) -> Image.Image:
+    """The image with 8 bits per channel. Images of Pillow's modes "I..." and "F" are scaled from
+    the range of `_value_range`, others are returned unchanged.
 
-    In folders, files with an ending in SUFFIXES are found. Files with an ending in NOT_DECODED are
-    also included, so that a message can name them.
+    Raises:
+        ValueError: the range is not known, or a value is NaN or infinite.
+    """
+    _check_high_bytes(image)
+    if not image.mode.startswith(("I", "F")):
+        return image
+    low, high = _value_range(image)
+    values = np.asarray(image)  # [H, W]
+    scaled = np.empty(values.shape, np.uint8)
+    tags = _tiff_tags(image)
+    if image.mode == "I" and tags.get(_SAMPLE_FORMAT) == 1:
+        values = values.view(np.uint32)  # Pillow reads unsigned integers as signed
+    num_levels = high - low
+    if image.mode != "F":
+        num_levels += 1
+    num_rows = max(1, _BLOCK_PIXELS // image.width)
+    for start in range(0, image.height, num_rows):  # few rows at a time take little memory
+        rows = values[start : start + num_rows].astype(np.float64)
+        if not np.isfinite(rows).all():
+            raise ValueError("holds values that are NaN or infinite")
+        levels = np.floor((rows - low) * (256 / num_levels)).clip(0, 255)
+        scaled[start : start + num_rows] = levels
+    if tags.get(_PHOTOMETRIC) == 0:  # white is zero; Pillow inverts 8 bits only
+        scaled = 255 - scaled
+    narrow = Image.fromarray(scaled)
+    narrow.info = image.info  # with its orientation
+    return narrow
+
+
+def _value_range(image: Image.Image) -> tuple[float, float]:
+    """The values of black and white in an image of mode "I..." or "F".
+
+    These are the tags (S)MinSampleValue and (S)MaxSampleValue of a TIFF, or else 0 and the highest
+    number of BitsPerSample. Pillow scales PNG and PPM to 16 bits.
+
+    Raises:
+        ValueError: 32-bit or signed values without these tags.
+    """
+    tags = _tiff_tags(image)
+    low = tags.get(_SMIN_SAMPLE_VALUE, tags.get(_MIN_SAMPLE_VALUE))
+    high = tags.get(_SMAX_SAMPLE_VALUE, tags.get(_MAX_SAMPLE_VALUE))
+    if image.mode.startswith("I;") or image.format in ("PNG", "PPM"):
+        low = low or 0
+        high = high or (1 << tags.get(_BITS_PER_SAMPLE, 16)) - 1
+    if image.mode == "F" and image.format == "PPM":
+        low = high = None
+    if low is None or high is None:
+        kind = "32-bit floating point"
+        if image.mode != "F":
+            kind = f"{tags.get(_BITS_PER_SAMPLE, 32)}-bit integers"
+        raise ValueError(
+            f"{kind} without the values of black and white (TIFF tags SMinSampleValue and"
+            " SMaxSampleValue); convert it to 8 or 16 bits"
+        )
+    if not -math.inf < low < high < math.inf:
+        raise ValueError(f"its values range from {low:g} to {high:g}, as its tags say")
+    return low, high
+
+
+def _check_high_bytes(image: Image.Image) -> None:
+    """Raise ValueError for a colour TIFF of 16 bits whose tags give a smaller range: Pillow has
+    already dropped the lower 8 bits."""
+    tags = _tiff_tags(image)
+    bits, high = tags.get(_BITS_PER_SAMPLE, 8), tags.get(_MAX_SAMPLE_VALUE)
+    is_narrow = image.mode.startswith(("I", "F")) or bits <= 8
+    if not is_narrow and high is not None and high < (1 << bits) - 1:
+        raise ValueError(
+            f"{bits} bits per channel with values up to {high:g}, of which the upper 8 bits are"
+            " read; convert it to 8 bits"
+        )
+
+
+def _tiff_tags(image: Image.Image) -> dict[int, float]:
+    """The first number of each tag in _VALUE_TAGS that a TIFF has."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return {}
+    numbers = {}
+    for tag in _VALUE_TAGS:
+        value = image.tag_v2.get(tag)
+        if isinstance(value, tuple) and value:
+            value = value[0]
+        if isinstance(value, (int, float)):
+            numbers[tag] = value
+    return numbers
+
+
+class FoundImages(NamedTuple):
+    """The images below a folder, sorted by folder and then by name."""
+
+    decoded: list[str]  # paths with an ending in SUFFIXES
+    left_out: list[str]  # paths with an ending in NOT_DECODED
+
+
+def is_skipped(name: str) -> bool:
+    """Whether a file or folder is hidden, such as macOS's `._x.jpg` and `.ipynb_checkpoints`, or a
+    system's own, such as Synology's `@eaDir` of thumbnails."""
+    return name.startswith(".") or name in _SYSTEM_FOLDERS
+
+
+def find_images(folder: str, apart: frozenset[str] = frozenset()) -> FoundImages:
+    """Find the images in a folder and its subfolders. Names are skipped as in `is_skipped`.
+
+    Links to folders are followed. Each real folder is visited once, under its own name if it lies
+    below `folder`. Links to the folders above `folder` are not followed.
+
+    Args:
+        apart: real paths of further folders that are not visited.
+
+    Raises:
+        UserError: a folder cannot be read.
+    """
+    found = FoundImages([], [])
+    for directory, names in sorted(_files_below(folder, apart)):
+        for name in names:
+            ending = os.path.splitext(name)[1].lower()
+            if ending in SUFFIXES:
+                found.decoded.append(os.path.join(directory, name))
+            elif ending in NOT_DECODED:
+                found.left_out.append(os.path.join(directory, name))
+    return found
+
+
+def subfolders(folder: str) -> list[str]:
+    """The names of the folders in a folder, sorted, without those that are skipped.
+
+    Raises:
+        UserError: the folder cannot be read, or a link in it leads nowhere.
+    """
+    names = []
+    for entry in _entries(folder):
+        if entry.is_dir():
+            names.append(entry.name)
+        elif entry.is_symlink() and not os.path.exists(entry.path):
+            raise UserError(f"{entry.path}: a link to nothing; remove it or repair it")
+    return names
+
+
+def _files_below(folder: str, apart: frozenset[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder and the sorted names of its files."""
+    real_path = os.path.realpath(folder)
+    visited = set(apart) - {real_path}
+    visited.update(map(str, Path(real_path).parents))
+    folders, links = [folder], deque()
+    while folders or links:
+        if folders:  # folders before links, which may lead to them
+            directory = folders.pop()
+        else:
+            directory = links.popleft()
+        real_path = os.path.realpath(directory)
+        if real_path in visited:
+            continue
+        visited.add(real_path)
+        names = []
+        for entry in _entries(directory):
+            if not entry.is_dir():
+                names.append(entry.name)
+            elif entry.is_symlink():
+                links.append(entry.path)
+            else:
+                folders.append(entry.path)
+        yield directory, names
+
+
+def _entries(folder: str) -> list[os.DirEntry]:
+    """The entries of a folder, sorted by name, without those that are skipped."""
+    try:
+        with os.scandir(folder) as entries:
+            kept = [entry for entry in entries if not is_skipped(entry.name)]
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
+    return sorted(kept, key=lambda entry: entry.name)
+
+
+def left_out_line(paths: Sequence[str]) -> str:
+    """A message about images that are not decoded, with their number by ending."""
+    counts = Counter(os.path.splitext(path)[1].lower() for path in paths)
+    parts = [f"{count:,} {end} ({NOT_DECODED[end]})" for end, count in sorted(counts.items())]
+    return f"images left out: {', '.join(parts)}; the first: {printable(paths[0])}"
+
+
+def image_paths(names: Sequence[str | os.PathLike], option: str = "") -> list[Path]:
+    """The named files, and the images in the named folders (`find_images`), sorted by name.
+
+    Images that are not decoded are included, so that a message can name them.
 
     Args:
         option: beginning of messages, such as "--images ".
@@ -148,7 +358,6 @@ def image_paths(names: Sequence[str | os.PathLike], option: str = "") -> list[Pa
     Raises:
         UserError: no such file or directory, or a directory without images.
     """
-    endings = SUFFIXES + tuple(NOT_DECODED)
     files: list[Path] = []
     for path in map(Path, names):
         if not path.exists():
@@ -156,21 +365,9 @@ def image_paths(names: Sequence[str | os.PathLike], option: str = "") -> list[Pa
         if not path.is_dir():
             files.append(path)
             continue
-        inside = sorted(file for file in _files_below(path) if file.suffix.lower() in endings)
+        found = find_images(str(path))
+        inside = sorted(map(Path, found.decoded + found.left_out))
         if not inside:
             raise UserError(f"{option}{path}: holds no images ({' '.join(SUFFIXES)} count)")
         files += inside
     return files
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """The files of a folder and its subfolders. Links are followed; each folder is visited once."""
-    visited = set()
-    for directory, subfolders, names in os.walk(folder, followlinks=True):
-        real_path = os.path.realpath(directory)
-        if real_path in visited:  # a link in a circle
-            subfolders.clear()
-            continue
-        visited.add(real_path)
-        for name in names:
-            yield Path(directory, name)

@@ -4,6 +4,7 @@ C channels, S DATA.IMG_SIZE
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from PIL import Image
@@ -15,6 +16,9 @@ from swinv2_moe.config import DataConfig
 from swinv2_moe.errors import UserError
 
 Transform = Callable[[Image.Image], torch.Tensor]
+# Longer images are shortened before they are resized. The input of 1024 pixels then has an
+# intermediate image of at most 37 megapixels.
+MAX_RATIO = 32
 
 
 def build_transform(config: DataConfig, is_train: bool) -> Transform:
@@ -64,7 +68,7 @@ def _train_transform(config: DataConfig) -> Transform:
             op.aug_fn = _posterize
     if aug.scale == (1, 1):
         # The whole image is used. A random crop of another aspect ratio would remove a strip.
-        transform.transforms[0] = _eval_transform(config, crop=False).transforms[0]
+        transform.transforms[:1] = _eval_transform(config, crop=False).transforms[:2]
     return transform
 
 
@@ -88,10 +92,11 @@ def _eval_transform(config: DataConfig, crop: bool) -> transforms.Compose:
     crop_ratio, crop_mode = 1.0, "squash"
     if crop:
         crop_ratio, crop_mode = config.test.crop_ratio, "center"
+    bound = partial(bounded, size=config.img_size, crop=crop)
     interpolation = config.interpolation
     if interpolation == "random":  # "random" is for training only
         interpolation = "bilinear"
-    return create_transform(
+    transform = create_transform(
         config.img_size,
         is_training=False,
         crop_pct=crop_ratio,
@@ -100,3 +105,25 @@ def _eval_transform(config: DataConfig, crop: bool) -> transforms.Compose:
         mean=config.mean,
         std=config.std,
     )
+    return transforms.Compose([bound, *transform.transforms])
+
+
+def bounded(image: Image.Image, size: int, crop: bool) -> Image.Image:
+    """The image, with a long side that takes little memory when the short side is resized.
+
+    An image is unchanged unless its long side exceeds MAX_RATIO times the short side.
+
+    Args:
+        size: side of the model's input.
+        crop: keep the middle, which the centre crop takes; else average along the long side.
+    """
+    width, height = image.size
+    longest = MAX_RATIO * min(image.size)
+    if max(image.size) <= longest:
+        return image
+    if crop:
+        left, top = max(0, width - longest) // 2, max(0, height - longest) // 2
+        return image.crop((left, top, left + min(width, longest), top + min(height, longest)))
+    longest = max(longest, size)
+    # resize() would take 32 bytes for each pixel of the long side
+    return image.reduce((max(1, width // longest), max(1, height // longest)))

@@ -16,7 +16,7 @@ from mmengine.dataset import Compose
 from torch import nn
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.data.images import SUFFIXES, decode, read_file, to_mode
+from swinv2_moe.data.images import decode, image_paths, read_file, to_mode
 from swinv2_moe.detection.run import build_detector
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import block_name
@@ -54,7 +54,7 @@ def show(
         UserError: no images, an unreadable image, a checkpoint that does not fit, or a file that
             cannot be written.
     """
-    files = image_files(images)
+    files = image_paths(images)
     detector = build_detector(config, checkpoint)
     meta = config.test_dataloader.dataset.get("metainfo") or detector.dataset_meta
     pipeline = Compose(_pipeline(config))
@@ -64,26 +64,6 @@ def show(
             detections, experts = _look(detector, pipeline, photo, threshold)
             save_png(draw(photo, detections, experts, meta), output / name)
             yield output / name, len(detections.scores)
-
-
-def image_files(names: Sequence[str]) -> list[Path]:
-    """The named files, and the images in the named folders, sorted by name.
-
-    Raises:
-        UserError: no such file, or a folder without images.
-    """
-    files = []
-    for path in map(Path, names):
-        if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
-            if not inside:
-                raise UserError(f"{path}: a folder without images ({' '.join(SUFFIXES)})")
-            files += inside
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise UserError(f"{path}: no such file")
-    return files
 
 
 def _names(files: Iterable[Path]) -> Iterator[str]:

@@ -157,7 +157,7 @@ class Predictor:
         except Exception as error:
             needed = NOT_DECODED.get(Path(_name(picture)).suffix.lower())
             if needed:
-                return f"needs {needed}"
+                return needed
             return one_line(getattr(error, "strerror", None) or str(error))
 
     def _predictions(

@@ -15,15 +15,14 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from moe_core.files import open_regular
-from swinv2_moe.data.images import MAX_FILE_BYTES, MAX_PIXELS, decode
+from swinv2_moe.data.images import MAX_FILE_BYTES, MAX_PIXELS, SUFFIXES, decode, is_skipped
 from swinv2_moe.data.prepare.shard_jobs import Job, Tick, begin, finish, finish_job, run_jobs
 from swinv2_moe.data.prepare.transfer_bar import TransferBar
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import HashedFile, only_process, parse_json
 
-_IMAGES = {"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "jfif"}
-_IMAGES |= {"avif", "heic", "heif"}
+_IMAGES = {ending.removeprefix(".") for ending in SUFFIXES} | {"avif", "heic", "heif"}
 _MAX_LABEL = 2**31 - 1
 _MAX_LABEL_BYTES = 1 << 20  # limit of a .cls or .json file
 # Raised by tarfile. All but TarError are raised for headers with invalid numbers or deeply nested
@@ -179,7 +178,10 @@ def _members(tar: tarfile.TarFile, size: int) -> Iterator[_Member]:
         stem, _, kind = name.partition(".")
         # A sparse member is not stored as its plain bytes.
         is_file = member.isfile() and not member.issparse()
-        if is_file and stem and kind and not member.name.startswith("__"):
+        parts = set(member.name.split("/")) - {".", ".."}
+        if any(map(is_skipped, parts)) or member.name.startswith("__"):
+            continue
+        if is_file and stem and kind:
             yield f"{folder}/{stem}".lstrip("/"), kind.lower(), member
 
 

@@ -16,6 +16,7 @@ from swinv2_moe.data.sources.base import (
     ImageFiles,
     Source,
     Sources,
+    Subset,
     check_directory,
 )
 from swinv2_moe.dataset_registry import datasets
@@ -24,11 +25,22 @@ from swinv2_moe.errors import UserError
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["ImageArrays", "ImageFiles", "Source", "Sources", "check_directory", "load_sources"]
+__all__ = [
+    "ImageArrays",
+    "ImageFiles",
+    "Source",
+    "Sources",
+    "Subset",
+    "check_directory",
+    "load_sources",
+]
 
 
-def load_sources(config: DataConfig) -> Sources:
+def load_sources(config: DataConfig, validation_only: bool = False) -> Sources:
     """Load the sources of the dataset DATA.DATASET. Nothing is downloaded.
+
+    Args:
+        validation_only: the training source may be empty.
 
     Raises:
         UserError: a path, folder, list line or label cannot be used, or train and val have
@@ -38,13 +50,15 @@ def load_sources(config: DataConfig) -> Sources:
     path = os.path.expanduser(config.path)
     if dataset.needs_files and (path or dataset.needs_path):
         check_directory("DATA.PATH", path)
-    sources = dataset.load(dataclasses.replace(config, path=path))
-    _check(config.dataset, sources)
+    config = dataclasses.replace(config, path=path, validation_only=validation_only)
+    sources = dataset.load(config)
+    _check(config.dataset, sources, validation_only)
     return sources
 
 
-def _check(name: str, sources: object) -> None:
-    """Raise UserError unless the sources have a target for each image and a name for each class."""
+def _check(name: str, sources: object, validation_only: bool) -> None:
+    """Raise UserError unless the sources have images, a target for each of them, and a name for
+    each class."""
     if not isinstance(sources, Sources):
         raise UserError(
             f"DATA.DATASET is {name!r}: its function returned {type(sources).__name__}, not"
@@ -59,7 +73,8 @@ def _check(name: str, sources: object) -> None:
             )
     for split, source in (("train", sources.train), ("val", sources.val)):
         targets = np.asarray(source.targets)
-        if len(source) == 0:
+        is_needed = split == "val" or not validation_only
+        if len(source) == 0 and is_needed:
             raise UserError(f"DATA.DATASET is {name!r}: its {split} source has no images")
         if len(targets) != len(source):
             raise UserError(

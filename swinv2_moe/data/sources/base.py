@@ -7,13 +7,14 @@ import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
 
 from swinv2_moe.data.images import MAX_PIXELS, decode, read_file
-from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.output import printable
 
 
@@ -109,6 +110,52 @@ class ImageArrays:
         return f"{self.label}[{index}]"
 
 
+@dataclass(frozen=True)
+class Subset:
+    """Some images of a source, a `Source`.
+
+    Args:
+        indices: integers [n]: the images.
+        labels: integers [classes]: a new target for each target of the source.
+    """
+
+    source: Source
+    indices: Sequence[int] | np.ndarray
+    labels: np.ndarray | None = None
+
+    @cached_property
+    def targets(self) -> np.ndarray:
+        targets = self.source.targets[self.indices]
+        if self.labels is None:
+            return targets
+        return self.labels[targets]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def open(self, index: int) -> Image.Image:
+        return self.source.open(self.indices[index])
+
+    def read(self, index: int) -> bytes:
+        return self.source.read(self.indices[index])
+
+    def name(self, index: int) -> str:
+        return self.source.name(self.indices[index])
+
+
+def relabelled(source: Source, labels: Sequence[int]) -> Source:
+    """The images of a source with a new target for each target; without those whose new target is
+    negative.
+
+    Args:
+        labels: [classes]: the new targets.
+    """
+    new_targets = np.array(labels)
+    if np.array_equal(new_targets, np.arange(len(labels))):
+        return source
+    return Subset(source, np.flatnonzero(new_targets[source.targets] >= 0), new_targets)
+
+
 def check_directory(key: str, path: str) -> None:
     """Raise UserError unless `path`, the value of a configuration key, is a readable directory."""
     if not os.path.exists(path):
@@ -117,14 +164,6 @@ def check_directory(key: str, path: str) -> None:
         raise UserError(f"{key} is {path!r}: a file, it must be a directory")
     if not os.access(path, os.R_OK | os.X_OK):
         raise UserError(f"{key} is {path!r}: permission denied")
-
-
-def shortened(names: Sequence[object], count: int = 3) -> str:
-    """The first `count` names, separated by commas, and how many there are in all."""
-    text = ", ".join(one_line(str(name)) for name in names[:count])
-    if len(names) > count:
-        text += f", ... ({len(names)} in all)"
-    return text
 
 
 def content_of(folder: str) -> str:

@@ -11,17 +11,21 @@ from dataclasses import replace
 import numpy as np
 
 from swinv2_moe.config import DataConfig
-from swinv2_moe.data.images import NOT_DECODED, SUFFIXES
+from swinv2_moe.data.images import (
+    SUFFIXES,
+    find_images,
+    left_out_line,
+    subfolders,
+)
 from swinv2_moe.data.sources.base import (
     ImageFiles,
     Sources,
     check_directory,
     content_of,
-    printable,
-    shortened,
 )
 from swinv2_moe.dataset_registry import register_dataset
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, shortened
+from swinv2_moe.output import printable
 
 VALIDATION_FOLDERS = ("val", "validation", "valid", "test")
 
@@ -38,34 +42,93 @@ def imagenet(config: DataConfig) -> Sources:
 
 def _load(config: DataConfig, hint: str = "") -> Sources:
     """Load the images of a directory with train/ and val/. Without val/, a share of train/ can be
-    used for validation.
+    used for validation. If that share is set, or if only validation images are needed, the class
+    folders may also lie in the directory itself.
 
     Args:
         hint: the end of the message about a missing folder.
     """
     root = config.path
-    train = os.path.join(root, "train")
-    name = _validation_folder(root, config.val_split)
-    _check_folders(root, train, name, config.val_split, hint)
-    classes = _classes(train)
-    class_names = [printable(label) for label in classes]
-    if name is not None:
-        val = os.path.join(root, name)
-        _check_same_classes(root, name, classes, _classes(val))
-    images, notes = _image_files(train, classes, config.max_pixels)
-    if name is None:
+    train, val = _split_folders(config, hint)
+    if val is None:
+        classes = _classes(train)
+        images, notes = _image_files(train, classes, config.max_pixels)
         parts = _split(images, classes, config.val_split)
         notes.append(
             f"DATA.VAL_SPLIT {config.val_split:g}: {len(parts[1]):,} of the {len(images):,} images"
             f" of {printable(train)} are held out for validation"
         )
-        return Sources(*parts, class_names, tuple(notes))
-    val_images, val_notes = _image_files(val, classes, config.max_pixels)
-    if name != "val":
+        return Sources(*parts, _printable_names(classes), tuple(notes))
+    classes = _classes(val)
+    name = os.path.basename(val)
+    if config.validation_only:
+        images, notes = ImageFiles(root, np.empty(0, "S1"), np.empty(0, np.int64)), []
+    else:
+        _check_same_classes(root, name, _classes(train), classes)
+        images, notes = _image_files(train, classes, config.max_pixels, val)
+    val_images, val_notes = _image_files(val, classes, config.max_pixels, train)
+    if val == root:
+        notes.append(f"{printable(root)} has no val/ folder: its class folders are used")
+    elif name != "val":
         notes.append(
             f"{printable(root)} has no val/ folder: the images of {name}/ are used for validation"
         )
-    return Sources(images, val_images, class_names, tuple(notes + val_notes))
+    return Sources(images, val_images, _printable_names(classes), tuple(notes + val_notes))
+
+
+def _printable_names(classes: list[str]) -> list[str]:
+    return [printable(label) for label in classes]
+
+
+def _split_folders(config: DataConfig, hint: str) -> tuple[str, str | None]:
+    """The folders of training and validation images; None if DATA.VAL_SPLIT splits the first.
+
+    Raises:
+        UserError: one of them is missing.
+    """
+    root = config.path
+    train = os.path.join(root, "train")
+    name = _validation_folder(root, config.val_split)
+    has_train = os.path.isdir(train)
+    if name is not None and (has_train or config.validation_only):
+        return train, os.path.join(root, name)
+    if name is None and has_train and config.val_split:
+        return train, None
+    is_flat = name is None and not has_train and bool(subfolders(root))
+    if is_flat and config.val_split:
+        return root, None
+    if is_flat and config.validation_only:
+        return root, root
+    missing = []
+    if not has_train:
+        missing.append("train/")
+    if name is None and not config.val_split:
+        missing.append("val/")
+    names = " and no ".join(missing)
+    raise UserError(
+        f"DATA.PATH is {root!r}: it has no {names} folder; found:"
+        f" {content_of(root)}{_next_step(root, has_train, is_flat)}{hint}"
+    )
+
+
+def _next_step(root: str, has_train: bool, is_flat: bool) -> str:
+    """What to do if train/ or the validation images are missing, for the end of a message."""
+    parent, name = os.path.split(os.path.abspath(root))
+    if name in ("train", *VALIDATION_FOLDERS) and os.path.isdir(os.path.join(parent, "train")):
+        return f"; DATA.PATH {parent} is the folder above, with train/ in it"
+    if has_train:
+        return "; DATA.VAL_SPLIT 0.1 would hold out a tenth of train/"
+    if is_flat:
+        return (
+            "; if these are the classes, DATA.VAL_SPLIT 0.1 would train on nine tenths of their"
+            " images and hold out a tenth"
+        )
+    if not subfolders(root) and find_images(root).decoded:
+        return (
+            "; the images lie beside each other: move those of each class into a folder with its"
+            " name, and DATA.VAL_SPLIT 0.1 would hold out a tenth of them"
+        )
+    return ""
 
 
 def _validation_folder(root: str, val_split: float) -> str | None:
@@ -87,22 +150,6 @@ def _validation_folder(root: str, val_split: float) -> str | None:
                 f" {name}/, for which DATA.VAL_SPLIT is 0"
             )
     return None
-
-
-def _check_folders(root: str, train: str, name: str | None, val_split: float, hint: str) -> None:
-    """Raise UserError if train/ or the validation images are missing."""
-    missing = []
-    if not os.path.isdir(train):
-        missing.append("train/")
-    if name is None and not val_split:
-        missing.append("val/")
-        if not missing[1:]:
-            hint = "; DATA.VAL_SPLIT 0.1 would hold out a tenth of train/"
-    if missing:
-        names = " and no ".join(missing)
-        raise UserError(
-            f"DATA.PATH is {root!r}: it has no {names} folder; found: {content_of(root)}{hint}"
-        )
 
 
 def _split(images: ImageFiles, classes: list[str], share: float) -> tuple[ImageFiles, ImageFiles]:
@@ -140,18 +187,16 @@ def _split(images: ImageFiles, classes: list[str], share: float) -> tuple[ImageF
 
 def _classes(split: str) -> list[str]:
     """The names of the class folders, sorted."""
-    from torchvision.datasets.folder import find_classes
-
     check_directory("DATA.PATH", split)
-    try:
-        return find_classes(split)[0]
-    except FileNotFoundError as error:
-        hint = ""
-        if glob.glob(os.path.join(glob.escape(split), "*.tar")):
-            hint = "; these are shards: DATA.DATASET shards"
-        raise UserError(
-            f"{split} has no class folder in it, only: {content_of(split)}{hint}"
-        ) from error
+    classes = subfolders(split)
+    if classes:
+        return classes
+    hint = ""
+    if glob.glob(os.path.join(glob.escape(split), "*.tar")):
+        hint = "; these are shards: DATA.DATASET shards"
+    elif find_images(split).decoded:
+        hint = "; move the images of each class into a folder with its name"
+    raise UserError(f"{split} has no class folder in it, only: {content_of(split)}{hint}")
 
 
 def _check_same_classes(root: str, name: str, train: list[str], val: list[str]) -> None:
@@ -168,28 +213,35 @@ def _check_same_classes(root: str, name: str, train: list[str], val: list[str]) 
     )
 
 
-def _image_files(split: str, classes: list[str], max_pixels: int) -> tuple[ImageFiles, list[str]]:
-    """The images in the class folders of a split, class by class, and messages for the log."""
-    from torchvision.datasets.folder import make_dataset
+def _image_files(
+    split: str, classes: list[str], max_pixels: int, other_split: str = ""
+) -> tuple[ImageFiles, list[str]]:
+    """The images in the class folders of a split, class by class, and messages for the log.
 
+    Links to other class folders, of this split or of `other_split`, are not followed.
+    """
     prefix = os.path.join(split, "")
-    endings = SUFFIXES + tuple(NOT_DECODED)
+    own_folders = _real_folders(split, classes)
+    apart = frozenset(own_folders) | frozenset(_real_folders(other_split, classes))
     # One array for each class, because a list of millions of strings would take gigabytes.
     paths = []
     left_out = []
-    for name in classes:
-        encoded = []
-        for path, _ in make_dataset(split, {name: 0}, endings, allow_empty=True):
-            if path.lower().endswith(SUFFIXES):
-                encoded.append(os.fsencode(path.removeprefix(prefix)))
-            else:
-                left_out.append(path)
+    for folder in own_folders.values():
+        found = find_images(folder, apart)
+        encoded = [os.fsencode(path.removeprefix(prefix)) for path in found.decoded]
         paths.append(np.array(encoded, bytes))
+        left_out += found.left_out
     notes = []
     hint = ""
     if left_out:
-        notes.append(f"warning: {_left_out_line(left_out)}")
-        hint = f"; {_left_out_line(left_out)}"
+        notes.append(f"warning: {left_out_line(left_out)}")
+        hint = f"; {left_out_line(left_out)}"
+    loose = find_images(split, apart).decoded
+    if loose:
+        notes.append(
+            f"warning: images left out: {len(loose):,} in no class folder; the first:"
+            f" {printable(loose[0])}"
+        )
     counts = np.array([len(part) for part in paths])
     if not counts.any():
         raise UserError(
@@ -206,8 +258,16 @@ def _image_files(split: str, classes: list[str], max_pixels: int) -> tuple[Image
     return ImageFiles(split, np.concatenate(paths), targets, max_pixels), notes
 
 
-def _left_out_line(paths: list[str]) -> str:
-    """A message about images that are omitted because no installed package decodes them."""
-    endings = sorted({os.path.splitext(path)[1].lower() for path in paths})
-    needs = " and ".join(f"{ending} needs {NOT_DECODED[ending]}" for ending in endings)
-    return f"images left out: {len(paths):,} ({needs}); the first: {printable(paths[0])}"
+def _real_folders(split: str, classes: list[str]) -> dict[str, str]:
+    """The class folders by their real paths.
+
+    Raises:
+        UserError: two classes have the same folder, by a link.
+    """
+    folders: dict[str, str] = {}
+    for name in classes:
+        path = os.path.join(split, name)
+        other = folders.setdefault(os.path.realpath(path), path)
+        if other != path:
+            raise UserError(f"{path} and {other} are the same folder, by a link: remove one")
+    return folders

@@ -4,9 +4,9 @@ import numpy as np
 
 from swinv2_moe.config import DataConfig
 from swinv2_moe.data.lists import read_list
-from swinv2_moe.data.sources.base import ImageFiles, Sources, shortened
+from swinv2_moe.data.sources.base import ImageFiles, Sources
 from swinv2_moe.dataset_registry import register_dataset
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, shortened
 
 
 @register_dataset("list", needs_path=False, needs_lists=True)

@@ -161,7 +161,7 @@ def test_a_folder_without_train_or_val_says_what_it_found(folder_config, tmp_pat
     )
     folder_config.DATA.PATH = f"{root}/train"
     assert refusal(folder_config).endswith(
-        "it has no train/ and no val/ folder; found: cat, cow, dog"
+        f"found: cat, cow, dog; DATA.PATH {root} is the folder above, with train/ in it"
     )
     (tmp_path / "empty").mkdir()
     folder_config.DATA.PATH = str(tmp_path / "empty")
@@ -184,7 +184,10 @@ def test_a_folder_without_images(folder_config):
     shutil.rmtree(f"{root}/val")
     os.makedirs(f"{root}/val")
     open(f"{root}/val/loose.png", "w").close()
-    assert refusal(folder_config) == f"{root}/val has no class folder in it, only: loose.png"
+    assert refusal(folder_config) == (
+        f"{root}/val has no class folder in it, only: loose.png; move the images of each class into"
+        " a folder with its name"
+    )
 
 
 def test_an_empty_class_folder(folder_config):

@@ -293,7 +293,6 @@ def grey(values, dtype):
         ("cmyk.tif", Image.new("CMYK", (6, 6), (0, 255, 255, 0)), (255, 0, 0)),
         ("sixteen.png", grey(128 * 256 + 7, np.uint16), (128, 128, 128)),
         ("sixteen.tif", grey(20 * 256, np.uint16), (20, 20, 20)),
-        ("thirtytwo.tif", grey(200 * 256, np.int32), (200, 200, 200)),
         ("sixteen.pgm", grey(40 * 256, np.int32), (40, 40, 40)),
     ],
 )

@@ -13,13 +13,14 @@ from PIL import EpsImagePlugin, Image, ImageFile, PngImagePlugin
 from yacs.config import CfgNode
 
 from swinv2_moe.config import data_config
-from swinv2_moe.data import build_data
-from swinv2_moe.data.datasets import ImageDataset, read_image
-from swinv2_moe.data.images import FORMATS, MAX_FILE_BYTES, MAX_PIXELS, decode
+from swinv2_moe.data import build_data, build_transform
+from swinv2_moe.data.datasets import ImageDataset, UnreadableImages, read_image
+from swinv2_moe.data.images import FORMATS, MAX_FILE_BYTES, MAX_PIXELS, decode, to_mode
 from swinv2_moe.data.prepare import transfer_bar
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Sources
+from swinv2_moe.data.transforms import bounded
 from swinv2_moe.errors import UserError
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n(secret) run\n%%EOF\n"
@@ -203,3 +204,143 @@ def test_shards_leave_out_what_is_too_large_where_they_decode_it(
     assert len(load_shards(str(tmp_path / "out")).train) == 199
     with pytest.raises(UserError, match="was begun with max_pixels 1199, not 1200"):
         make_shards(sources, str(tmp_path / "out"), Options(check=True, max_pixels=1200), 1)
+
+
+# values of more than 8 bits
+
+
+def tiff(pixels: bytes, bits: int, sample_format: int, *tags: tuple, photometric=1, samples=1):
+    """A TIFF of one row. `tags`: (number, type, value)."""
+    width = len(pixels) * 8 // (bits * samples)
+    size = [(256, 4, width), (257, 4, 1), (258, 3, bits), (259, 3, 1), (262, 3, photometric)]
+    place = [(273, 4, 0), (277, 3, samples), (278, 4, 1), (279, 4, len(pixels))]
+    entries = sorted([*size, *place, (339, 3, sample_format), *tags])
+    head = struct.pack("<2sHIH", b"II", 42, 8, len(entries))
+    end = len(head) + 12 * len(entries) + 4
+    for number, kind, value in entries:
+        code = {3: "Hxx", 4: "I", 8: "hxx", 9: "i", 11: "f"}[kind]
+        head += struct.pack("<HHI" + code, number, kind, 1, end if number == 273 else value)
+    return head + bytes(4) + pixels
+
+
+def row(kind: type, *values: float) -> bytes:
+    return np.array(values, kind).tobytes()
+
+
+TWELVE = row("<u2", 0, 1024, 2048, 4095)
+PACKED = bytes([0x00, 0x04, 0x00, 0x80, 0x0F, 0xFF])  # the same in 12 bits each
+SMALLEST, LARGEST = -(2**31), 2**31 - 1
+# content and grey levels; or why it is not read
+VALUES = {
+    "16 bits": (tiff(row("<u2", 0, 256, 32768, 65535), 16, 1), [0, 1, 128, 255]),
+    "white is zero": (tiff(row("<u2", 0, 32768, 65535), 16, 1, photometric=0), [255, 127, 0]),
+    "12 bits": (tiff(PACKED, 12, 1), [0, 64, 128, 255]),
+    "12 of 16 bits": (tiff(TWELVE, 16, 1, (281, 3, 4095)), [0, 64, 128, 255]),
+    "12 bits, PGM": (b"P5 4 1 4095\n" + row(">u2", 0, 1024, 2048, 4095), [0, 64, 128, 255]),
+    "signed 16 bits": (tiff(row("<i2", 0, 9), 16, 2), "16-bit integers without the values of"),
+    "signed 16 bits with a range": (
+        tiff(row("<i2", -128, 0, 127), 16, 2, (340, 8, -128), (341, 8, 127)),
+        [0, 128, 255],
+    ),
+    "32 bits": (tiff(row("<u4", 0, 9), 32, 1), "32-bit integers without the values of black"),
+    "32 bits with a range": (
+        tiff(row("<u4", 0, 2**31, 2**32 - 1), 32, 1, (280, 4, 0), (281, 4, 2**32 - 1)),
+        [0, 128, 255],
+    ),
+    "signed 32 bits with a range": (
+        tiff(row("<i4", SMALLEST, 0, LARGEST), 32, 2, (340, 9, SMALLEST), (341, 9, LARGEST)),
+        [0, 128, 255],
+    ),
+    "floats": (tiff(row("<f4", 0, 1), 32, 3), "32-bit floating point without the values of"),
+    "floats with a range": (
+        tiff(row("<f4", -1, 0, 1), 32, 3, (340, 11, -1.0), (341, 11, 1.0)),
+        [0, 128, 255],
+    ),
+    "not a number": (
+        tiff(row("<f4", 0, np.nan), 32, 3, (340, 11, -1.0), (341, 11, 1.0)),
+        "values that are NaN or infinite",
+    ),
+    "an empty range": (
+        tiff(row("<f4", 0, 1), 32, 3, (340, 11, 1.0), (341, 11, 1.0)),
+        "values range from 1 to 1",
+    ),
+    "floats, PFM": (b"Pf 2 1 -1.0\n" + row("<f4", 0, 1), "32-bit floating point without"),
+    "16 bits of 12 in colour": (
+        tiff(row("<u2", 9, 9, 9), 16, 1, (281, 3, 4095), photometric=2, samples=3),
+        "values up to 4095",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_values_are_scaled_from_the_range_that_the_file_gives(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the example that runs without this package."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
+    from classify import read
+
+    content, wanted = VALUES[case]
+    (tmp_path / "a.tif").write_bytes(content)
+    if isinstance(wanted, list):
+        for image in (decode(content), read(tmp_path / "a.tif")):
+            assert np.asarray(to_mode(image, "RGB"))[0].tolist() == [[grey] * 3 for grey in wanted]
+        return
+    with pytest.raises(ValueError, match=wanted):
+        decode(content)
+    with pytest.raises(ValueError, match=r"values"):
+        read(tmp_path / "a.tif")
+
+
+def test_transparent_palettes_keep_their_colours() -> None:
+    image = Image.new("P", (3, 1))
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    image.putdata([0, 1, 2])
+    for kind, transparency in (("PNG", bytes([0, 128, 255])), ("GIF", 1)):
+        file = io.BytesIO()
+        image.save(file, kind, transparency=transparency)
+        pixels = np.asarray(to_mode(decode(file.getvalue()), "RGB"))
+        assert pixels.tolist() == [[[255, 0, 0], [0, 255, 0], [0, 0, 255]]]
+
+
+def test_the_reason_is_named_where_no_image_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "a.tif").write_bytes(VALUES["floats"][0])
+    with pytest.raises(UserError, match=r"the first: .*a\.tif \(32-bit floating point without"):
+        UnreadableImages(2, 0.1).add([str(tmp_path / "a.tif")])
+
+
+# extreme shapes
+
+
+@pytest.mark.parametrize("crop", [True, False])
+@pytest.mark.parametrize("size", [(1, 5000), (65_000, 1), (2, 1_000_000)])
+def test_a_thin_image_stays_small_in_every_transform(
+    make_config, crop: bool, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resized = []
+    resize = Image.Image.resize
+
+    def recorded(image, size, *args, **keys):
+        resized.append(size[0] * size[1])
+        return resize(image, size, *args, **keys)
+
+    monkeypatch.setattr(Image.Image, "resize", recorded)
+    config = data_config(make_config({"TEST.CROP": crop, "DATA.IMG_SIZE": 224}))
+    for is_train in (True, False):
+        found = build_transform(config, is_train)(Image.new("RGB", size, (255, 0, 0)))
+        assert found.shape == (3, 224, 224)
+    assert max(resized) <= 32 * 256**2
+
+
+def test_an_image_that_is_not_thin_is_unchanged() -> None:
+    image = Image.new("L", (32, 1))
+    for crop in (True, False):
+        assert bounded(image, 224, crop) is image
+        assert max(bounded(Image.new("L", (1, 300)), 224, crop).size) <= 300
+
+
+def test_the_middle_and_the_mean_of_a_thin_image() -> None:
+    image = Image.new("L", (1, 900))
+    image.putdata([0] * 400 + [200] * 100 + [0] * 400)
+    assert np.asarray(bounded(image, 16, crop=True)).ravel().tolist() == [200] * 32
+    assert abs(np.asarray(bounded(image, 16, crop=False), float).mean() - 200 / 9) < 3

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from swinv2_moe.config import data_config, load_config
-from swinv2_moe.data import build_data
-from swinv2_moe.data.sources import folder, load_sources
+from swinv2_moe.data import build_data, images
+from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 
 
@@ -128,8 +128,8 @@ def test_a_split_of_another_dataset_is_refused():
 @pytest.fixture
 def without_heif(monkeypatch):
     """As on a machine without pillow-heif."""
-    monkeypatch.setattr(folder, "SUFFIXES", (".png",))
-    monkeypatch.setattr(folder, "NOT_DECODED", {".heic": "the package pillow-heif"})
+    monkeypatch.setattr(images, "SUFFIXES", (".png",))
+    monkeypatch.setattr(images, "NOT_DECODED", {".heic": "needs the package pillow-heif"})
 
 
 def test_images_that_nothing_decodes_are_counted_and_named(load, root, without_heif):
@@ -139,9 +139,9 @@ def test_images_that_nothing_decodes_are_counted_and_named(load, root, without_h
     sources = load()
     assert (len(sources.train), len(sources.val)) == (40, 40)
     assert sources.notes == (
-        "warning: images left out: 3 (.heic needs the package pillow-heif); the first:"
+        "warning: images left out: 3 .heic (needs the package pillow-heif); the first:"
         f" {root}/train/cat/IMG_0.HEIC",
-        "warning: images left out: 1 (.heic needs the package pillow-heif); the first:"
+        "warning: images left out: 1 .heic (needs the package pillow-heif); the first:"
         f" {root}/val/dog/IMG_9.heic",
     )
 
@@ -149,7 +149,7 @@ def test_images_that_nothing_decodes_are_counted_and_named(load, root, without_h
 def test_a_class_of_such_images_alone_says_why_it_is_empty(load, root, without_heif):
     for number in range(20):
         os.rename(root / f"train/cat/{number}.png", root / f"train/cat/{number}.heic")
-    with pytest.raises(UserError, match=r"hold no image: cat; images left out: 20 \(\.heic"):
+    with pytest.raises(UserError, match=r"hold no image: cat; images left out: 20 \.heic"):
         load()
 
 
@@ -163,3 +163,39 @@ def test_heic_is_read_where_its_package_is(root, load):
     image = sources.train.open(names(sources.train).index(str(file)))
     assert (image.size, image.mode) == ((40, 30), "RGB")
     assert abs(np.asarray(image, int) - 90).max() < 10
+
+
+# class folders in the directory itself, and validation images alone
+
+
+def test_class_folders_alone_are_split(load, root):
+    shutil.rmtree(root / "val")
+    for label in ("cat", "dog"):
+        (root / "train" / label).rename(root / label)
+    (root / "train").rmdir()
+    with pytest.raises(UserError, match=r"found: cat, dog; if these .* DATA\.VAL_SPLIT 0\.1 would"):
+        load()
+    sources = load({"DATA.VAL_SPLIT": 0.1})
+    assert (sources.class_names, len(sources.train), len(sources.val)) == (["cat", "dog"], 36, 4)
+
+
+def test_images_beside_each_other_say_what_to_do(load, root):
+    shutil.rmtree(root / "val")
+    for number, image in enumerate((root / "train").rglob("*.png")):
+        image.rename(root / f"{number}.png")
+    shutil.rmtree(root / "train")
+    with pytest.raises(UserError, match=r"a folder with its name, and DATA\.VAL_SPLIT 0\.1"):
+        load()
+
+
+def test_an_evaluation_needs_only_validation_images(make_config, root):
+    def load(path):
+        config = make_config({"DATA.DATASET": "folder", "DATA.PATH": str(path)})
+        return load_sources(data_config(config), validation_only=True)
+
+    shutil.rmtree(root / "train")
+    assert (len(load(root).train), names(load(root).val)[0]) == (0, f"{root}/val/cat/0.png")
+    assert names(load(root / "val").val) == names(load(root).val)
+    config = make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)})
+    with pytest.raises(UserError, match=r"has no train/ folder; found: val$"):
+        load_sources(data_config(config))

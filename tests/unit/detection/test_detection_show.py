@@ -9,7 +9,8 @@ from PIL import Image
 
 pytest.importorskip("mmdet")
 
-from swinv2_moe.detection.show import Detections, _names, _read, draw, image_files
+from swinv2_moe.data.images import image_paths
+from swinv2_moe.detection.show import Detections, _names, _read, draw
 from swinv2_moe.errors import UserError
 from swinv2_moe.routing_pictures import paint
 
@@ -74,7 +75,7 @@ def test_files_and_folders(tmp_path: Path) -> None:
     for name in ("b.jpg", "a.PNG", "notes.txt"):
         (tmp_path / "in" / name).write_bytes(b"")
     (tmp_path / "b.png").write_bytes(b"")
-    files = image_files([str(tmp_path / "b.png"), str(tmp_path / "in")])
+    files = image_paths([str(tmp_path / "b.png"), str(tmp_path / "in")])
     assert [file.name for file in files] == ["b.png", "a.PNG", "b.jpg"]
     assert list(_names([*files, Path("b_2.gif")])) == ["b.png", "a.png", "b_2.png", "b_2_2.png"]
 
