@@ -120,7 +120,7 @@ def export_model(
         class_names = deployed.class_names()
         model = deployed.model(len(class_names))
         is_chosen = bool(data or dataset or _DATA_KEYS.intersection(opts[::2]))
-        batches, compared_on = _batches(deployed, class_names, choices, is_chosen)
+        batches, compared_on = _batches(deployed, choices, is_chosen)
         record = _facts(deployed, class_names, choices) | compared_on | {"programs": {}}
         with new_directory(output) as directory:
             for kind in dict.fromkeys(choices.formats):
@@ -225,7 +225,7 @@ def _check_capacity(experts: ExpertsConfig, choices: Choices) -> None:
 
 
 def _batches(
-    deployed: Deployed, class_names: list[str], choices: Choices, is_chosen: bool
+    deployed: Deployed, choices: Choices, is_chosen: bool
 ) -> tuple[Batches, dict[str, str | None]]:
     """The batches of the comparison, and entries of model.json about them.
 
@@ -234,12 +234,7 @@ def _batches(
     """
     data, batch_size = deployed.data, choices.compared_batch
     try:
-        sources = load_sources(data)
-        if len(sources.class_names) != len(class_names):
-            raise UserError(
-                f"DATA.PATH is {data.path!r}: it has {len(sources.class_names)} classes, the "
-                f"checkpoint knows {len(class_names)}"
-            )
+        sources, renamed = deployed.aligned(load_sources(data, validation_only=True))
     except UserError as error:
         if is_chosen:
             raise
@@ -249,7 +244,6 @@ def _batches(
             "other_class_names": None,
         }
         return random_batches(data, choices.images, batch_size), facts
-    renamed = deployed.compare_classes(sources.class_names)
     facts = {"compared_on": "validation images", "without_data": None, "other_class_names": renamed}
     return validation_batches(data, sources.val, choices.images, batch_size), facts
 
@@ -275,10 +269,10 @@ def preprocessing(config: DataConfig) -> dict:
     """A description of how an image becomes the model's square input, as with `build_transform` in
     evaluation.
 
-    The image is first turned upright, as its EXIF orientation says. `mode` is Pillow's; of 16 bits
-    per channel, the upper 8 are used. `resize` is the length of the short side before the centre
-    crop; None: the image is stretched to the square. Then values from 0 to 1 are normalised by
-    `mean` and `std`.
+    The image is first turned upright, as its EXIF orientation says. `mode` is Pillow's; values of
+    more than 8 bits are scaled from the range that the file gives. `resize` is the length of the
+    short side before the centre crop; None: the image is stretched to the square. Then values from
+    0 to 1 are normalised by `mean` and `std`.
     """
     mode = "L" if config.in_chans == 1 else "RGB"
     resize = None

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from moe_core import equal_tokens, moe_layers, prepared
 from swinv2_moe.data import IGNORE, Batch, evaluation_loader
-from swinv2_moe.data.sources import load_sources
-from swinv2_moe.measure.routing import DROPLESS, Subset, class_bits
+from swinv2_moe.data.sources import Subset, load_sources
+from swinv2_moe.errors import UserError
+from swinv2_moe.measure.routing import DROPLESS, class_bits
 from swinv2_moe.models import MoEModel
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.distributed import seed_everything
@@ -49,7 +50,9 @@ def measure_run(directory: Path, limit: int, speed: bool) -> dict:
         "inference_images_per_second": None,
     }
     with open_deployed(str(directory), opts=DROPLESS) as deployed:
-        sources = load_sources(deployed.data)
+        sources, other_classes = deployed.aligned(load_sources(deployed.data))
+        if other_classes:
+            raise UserError(f"{directory}: its data has other classes now: {other_classes}")
         model = deployed.model(num_classes=len(sources.class_names))
         if moe_layers(model):
             val = Subset(sources.val, spread(len(sources.val), limit))

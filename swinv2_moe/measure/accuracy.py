@@ -136,7 +136,7 @@ def evaluate_checkpoint(
         percent, dropped shares from 0 to 1. None on the other ranks.
 
     Raises:
-        UserError: input that cannot be used, other classes in the data, outputs that are not
+        UserError: input that cannot be used, no common class in the data, outputs that are not
             finite.
     """
     opts = list(opts) + routing.opts()
@@ -331,9 +331,9 @@ class _Subject:
     @classmethod
     def of(cls, deployed: Deployed) -> "_Subject":
         world, data = deployed.world, deployed.data
-        sources = world.everywhere(lambda: load_sources(data))
+        sources = world.everywhere(lambda: load_sources(data, validation_only=True))
         check_same_data(data.path, world, sources.train, sources.val, sources.class_names)
-        renamed = deployed.compare_classes(sources.class_names)
+        sources, renamed = deployed.aligned(sources)
         return cls(
             world,
             deployed.model(len(sources.class_names)),

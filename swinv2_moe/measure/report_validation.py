@@ -14,11 +14,10 @@ from torch import nn
 from moe_core import moe_layers
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.datasets import ImageDataset, Sample
-from swinv2_moe.data.sources import Source, load_sources
+from swinv2_moe.data.sources import Source, Subset, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.accuracy import measure
 from swinv2_moe.measure.confusion import Mistake, matrix, mistakes, taken_for, worst
-from swinv2_moe.measure.routing import Subset
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure, to_pixels
 from swinv2_moe.tables import Console
 from swinv2_moe.train.deployed import Deployed, open_deployed
@@ -110,9 +109,8 @@ def validate(
 
 def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
     data = deployed.data
-    sources = load_sources(data)
+    sources, renamed = deployed.aligned(load_sources(data, validation_only=True))
     names = sources.class_names
-    renamed = deployed.compare_classes(names)
     source: Source = sources.val
     if limit and limit < len(source):
         source = Subset(source, spread(len(source), limit))
@@ -122,8 +120,7 @@ def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
         return Validation(problem="No predictions: no validation image can be read.")
     measured = measure(predictions, names)
     all_mistakes = mistakes(predictions)
-    model_names = deployed.source.meta["class_names"] or names
-    samples, routing = _samples(deployed, model, source, names, model_names)
+    samples, routing = _samples(deployed, model, source, names)
     about = f"{why or deployed.source.directory.name}. {len(predictions.targets):,} images"
     if source is not sources.val:
         about += f" of {len(sources.val):,}, evenly spaced (--images 0: all)"
@@ -134,7 +131,7 @@ def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
         classes=_class_rows(measured["per_class"], taken_for(all_mistakes), names),
         matrix=_matrix_rows(predictions, names),
         pairs=_pairs(all_mistakes, predictions, names),
-        worst=_worst_pictures(deployed, source, predictions, names, model_names),
+        worst=_worst_pictures(deployed, source, predictions, names),
         samples=samples,
         routing=routing,
     )
@@ -188,7 +185,6 @@ def _worst_pictures(
     source: Source,
     predictions: Predictions,
     names: Sequence[str],
-    model_names: Sequence[str],
 ) -> list[Picture]:
     """The wrong predictions with the highest confidence, with the probability of the true class."""
     data = deployed.data
@@ -199,9 +195,9 @@ def _worst_pictures(
         photo = to_pixels(image[None], data.mean, data.std)[0]
         truth = int(predictions.targets[position])
         guess = Guess(
-            model_names[predictions.predicted[position]], float(predictions.confidence[position])
+            names[predictions.predicted[position]], float(predictions.confidence[position])
         )
-        true_class = Guess(model_names[truth], math.exp(-predictions.losses[position]))
+        true_class = Guess(names[truth], math.exp(-predictions.losses[position]))
         pictures.append(Picture(_data_url(photo), names[truth], False, [guess, true_class]))
     return pictures
 
@@ -232,7 +228,6 @@ def _samples(
     model: nn.Module,
     source: Source,
     names: Sequence[str],
-    model_names: Sequence[str],
 ) -> tuple[list[Picture], str]:
     """Evenly spaced images with their most probable classes, and the experts of some of them."""
     data = deployed.data
@@ -248,7 +243,7 @@ def _samples(
     photos = to_pixels(images, data.mean, data.std)
     pictures = []
     for sample, photo, row in zip(samples, photos, probs, strict=True):
-        pictures.append(_picture(sample, photo, row, names, model_names))
+        pictures.append(_picture(sample, photo, row, names))
     routing = ""
     if choices:
         shown = {name: ids[:_ROUTED].cpu() for name, ids in choices.items()}
@@ -265,13 +260,12 @@ def _picture(
     photo: np.ndarray,
     probs: torch.Tensor,
     names: Sequence[str],
-    model_names: Sequence[str],
 ) -> Picture:
     best = probs.topk(min(_GUESSES, len(probs)))
     ids = best.indices.tolist()
     guesses = []
     for number, probability in zip(ids, best.values.tolist(), strict=True):
-        guesses.append(Guess(model_names[number], probability))
+        guesses.append(Guess(names[number], probability))
     is_right = ids[0] == sample.target
     return Picture(_data_url(photo), names[sample.target], is_right, guesses)
 

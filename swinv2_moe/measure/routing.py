@@ -15,20 +15,18 @@ tokens, E experts
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 
 from moe_core import moe_layers, prepared
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.images import image_paths
-from swinv2_moe.data.sources import ImageFiles, Source, Sources, load_sources
+from swinv2_moe.data.sources import ImageFiles, Source, Sources, Subset, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.routing_figures import classes_figure, load_figure
 from swinv2_moe.measure.run_record import read_run
@@ -156,30 +154,6 @@ def _kind_of_contrast(pixels: Tensor, grid: Sequence[int]) -> Tensor:
     return torch.bucketize(255 * deviation, pixels.new_tensor(_CONTRASTS))
 
 
-@dataclass(frozen=True)
-class Subset:
-    """Some images of a source."""
-
-    source: Source
-    indices: list[int]
-
-    @cached_property
-    def targets(self) -> np.ndarray:
-        return self.source.targets[self.indices]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def open(self, index: int) -> Image.Image:
-        return self.source.open(self.indices[index])
-
-    def read(self, index: int) -> bytes:
-        return self.source.read(self.indices[index])
-
-    def name(self, index: int) -> str:
-        return self.source.name(self.indices[index])
-
-
 def draw_routing(
     resume: str,
     output: Path,
@@ -218,7 +192,7 @@ def draw_routing(
         directory = deployed.source.directory.parent.parent
         if (Path(resume) / "checkpoints").is_dir() or (directory / "metrics.jsonl").is_file():
             run = read_run(directory)
-        sources = load_sources(deployed.data)
+        sources = load_sources(deployed.data, validation_only=True)
         shown = _choose(images, count, sources, deployed)
         model = deployed.model(num_classes=0)
         pictures = _paint_all(model, shown.images, deployed, must_be_readable=bool(images))

@@ -1,5 +1,6 @@
 """Adapt the classifier of pretrained weights to a model with other classes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,13 +15,20 @@ _MAX_BYTES = 1 << 26  # limit of a class map
 _MAX_DIGITS = 9
 
 
-def fit_head(tensors: dict[str, Tensor], model: MoEModel, config: ModelConfig) -> dict[str, Tensor]:
-    """Replace the head of pretrained `tensors` as MODEL.NEW_HEAD and MODEL.CLASS_MAP say.
+def fit_head(
+    tensors: dict[str, Tensor],
+    model: MoEModel,
+    config: ModelConfig,
+    rows: Sequence[int] | None = None,
+) -> dict[str, Tensor]:
+    """Replace the head of pretrained `tensors` as MODEL.NEW_HEAD, MODEL.CLASS_MAP or `rows` say.
 
-    Without these keys the tensors are returned unchanged.
+    Without any of these the tensors are returned unchanged.
 
     Args:
-        model: the source of the new head with MODEL.NEW_HEAD.
+        model: the source of the rows that the pretrained head does not have.
+        rows: without these keys: for each class of the model, its row in the pretrained head, or
+            NO_CLASS.
 
     Raises:
         UserError: the class map cannot be read, or does not match the model or the weights.
@@ -28,8 +36,11 @@ def fit_head(tensors: dict[str, Tensor], model: MoEModel, config: ModelConfig) -
     names, expected = model.classifier_names(), model.state_dict()
     if config.new_head:
         return tensors | {name: expected[name] for name in names}
-    if not config.class_map or not all(name in tensors for name in names):
+    has_map = config.class_map or rows is not None
+    if not has_map or not all(name in tensors for name in names):
         return tensors
+    if not config.class_map:
+        return tensors | _head_of_rows(tensors, expected, names, rows)
     bias = names[1]
     num_pretrained, num_classes = len(tensors[bias]), len(expected[bias])
     rows = read_class_map(Path(config.class_map))
@@ -40,11 +51,21 @@ def fit_head(tensors: dict[str, Tensor], model: MoEModel, config: ModelConfig) -
             f" model has {num_classes} classes and the pretrained weights have {num_pretrained}"
             f" (0 to {num_pretrained - 1})"
         )
-    rows = torch.tensor(rows)
-    head = {name: tensors[name][rows.clamp(min=0)] for name in names}
+    return tensors | _head_of_rows(tensors, expected, names, rows)
+
+
+def _head_of_rows(
+    tensors: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    names: Sequence[str],
+    rows: Sequence[int],
+) -> dict[str, Tensor]:
+    """The head's tensors from rows of `tensors`, and of `expected` for rows below 0."""
+    chosen = torch.tensor(rows)
+    head = {name: tensors[name][chosen.clamp(min=0)] for name in names}
     for name, tensor in head.items():
-        tensor[rows < 0] = expected[name][rows < 0].to(tensor)
-    return tensors | head
+        tensor[chosen < 0] = expected[name][chosen < 0].to(tensor)
+    return head
 
 
 def read_class_map(file: Path) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_core import MoEConfig
+from swinv2_moe.class_names import are_numbers, match_classes
 from swinv2_moe.config import (
     AllSections,
     DataConfig,
@@ -24,15 +25,17 @@ from swinv2_moe.config import (
     resolve_batch_size,
     run_config,
 )
+from swinv2_moe.data.sources import Sources
+from swinv2_moe.data.sources.base import relabelled
+from swinv2_moe.data.sources.folder import VALIDATION_FOLDERS
 from swinv2_moe.dataset_registry import datasets
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.train import checkpoint
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world
-from swinv2_moe.train.meta import compare_class_names
 
 # Keys about the machines and the data of the training, with the values that any other use gets.
 _NOT_THE_MODELS = {
@@ -103,23 +106,65 @@ class Deployed:
         count = checkpoint.count_classes(self.source, self.model_config)
         return [str(number) for number in range(count)]
 
-    def compare_classes(self, class_names: Sequence[str]) -> str | None:
-        """A message if the checkpoint's class names differ from the data's; None if they agree.
-        Imported weights may have no names.
+    def aligned(self, sources: Sources) -> tuple[Sources, str | None]:
+        """The sources with the checkpoint's class names and numbers. Classes are matched by name;
+        images of classes that the checkpoint does not know are omitted.
+
+        Returns:
+            The sources, and a message that names the classes that only one side has; None if both
+            have the same classes. Imported weights may have no names; their classes are taken as
+            those of the data.
 
         Raises:
-            UserError: the data have another number of classes.
+            UserError: checkpoint and data have no class in common, or no validation image is of a
+                known class.
         """
-        trained = self.source.meta["class_names"] or class_names
-        if len(trained) != len(class_names):
-            where = self.data.dataset
-            if datasets()[where].needs_path:
-                where = self.data.path
-            raise UserError(
-                f"checkpoint {self.source.directory} has {len(trained):,} classes, the data"
-                f" ({where}) has {len(class_names):,}"
+        trained, names = self.source.meta["class_names"], sources.class_names
+        where = f"checkpoint {self.source.directory}"
+        if not trained:
+            count = checkpoint.count_classes(self.source, self.model_config)
+            if count != len(names):
+                raise UserError(
+                    f"{where}: has {count:,} classes without names, the data ({self._place()}) has"
+                    f" {len(names):,}"
+                )
+        if trained in ([], names):
+            return sources, None
+        match = match_classes(trained, names, where)
+        if match.by_number:
+            note = (
+                "the classes are matched by number, since only one side has names: class 0 is"
+                f" {trained[0]!r} in the checkpoint, {names[0]!r} in the data"
             )
-        return compare_class_names(trained, class_names)
+            if not are_numbers(trained):
+                names = trained
+            return sources._replace(class_names=names), note
+        train = relabelled(sources.train, match.numbers)
+        val = relabelled(sources.val, match.numbers)
+        if not len(val):
+            raise UserError(
+                f"{where}: knows no class of the validation images ({self._place()}):"
+                f" {shortened(match.unknown)}"
+            )
+        notes = []
+        if match.unknown:
+            omitted = len(sources.val) - len(val)
+            notes.append(
+                f"{len(match.unknown):,} of {len(names):,} classes of the data are unknown to the"
+                f" checkpoint, their {omitted:,} validation images are left out:"
+                f" {shortened(match.unknown)}"
+            )
+        if match.missing:
+            notes.append(
+                f"{len(match.missing):,} of {len(trained):,} classes of the checkpoint are not in"
+                f" the data: {shortened(match.missing)}"
+            )
+        return sources._replace(train=train, val=val, class_names=trained), "; ".join(notes) or None
+
+    def _place(self) -> str:
+        if datasets()[self.data.dataset].needs_path:
+            return self.data.path
+        return self.data.dataset
 
     def facts(self) -> dict:
         """Values that identify the measured checkpoint in a result, ready for JSON."""
@@ -210,6 +255,7 @@ def _dataset_of(data: Path, trained_on: str) -> str:
     """DATA.DATASET for the directory `data`, which may be the moved data of the training."""
     if (data / "index.json").is_file():
         return "shards"
-    if (data / "train").is_dir() or not datasets()[trained_on].needs_files:
+    has_folder = any((data / name).is_dir() for name in ("train", *VALIDATION_FOLDERS))
+    if has_folder or not datasets()[trained_on].needs_files:
         return "folder"
     return trained_on

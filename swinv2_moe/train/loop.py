@@ -5,6 +5,7 @@ import time
 import torch
 
 from moe_core import RoutingStats, moe_layers, prepared, strategy_decisions
+from swinv2_moe.class_names import difference
 from swinv2_moe.config import AllSections, config_from_text, model_config
 from swinv2_moe.data import Data, UnreadableImages
 from swinv2_moe.errors import UserError
@@ -15,7 +16,7 @@ from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.evaluation import Accuracy, evaluate
-from swinv2_moe.train.meta import check_classifier, compare_class_names, describe
+from swinv2_moe.train.meta import check_classifier, describe
 from swinv2_moe.train.parallelize import load_sharded, settle_buckets
 from swinv2_moe.train.phase_times import PhaseTimes
 from swinv2_moe.train.progress import Progress, steps_per_epoch
@@ -416,14 +417,15 @@ class Trainer:
         return training
 
     def _check_class_names(self, source: Checkpoint) -> None:
-        trained, class_names = source.meta["class_names"], self.data.class_names
-        if len(trained) != len(class_names):
-            return  # the classifier's weights are refused
-        difference = compare_class_names(trained, class_names)
-        if difference:
+        where = f"checkpoint {source.directory}"
+        trained = source.meta["class_names"]
+        if not trained:
+            return
+        other = difference(trained, self.data.class_names, where)
+        if other:
             raise UserError(
-                f"checkpoint {source.directory}: {difference}; to train its weights on other"
-                " classes: MODEL.PRETRAINED"
+                f"{where}: was trained on other classes: {other}; to train its weights on these:"
+                " MODEL.PRETRAINED"
             )
 
     def _check_frozen(self, source: Checkpoint) -> None:

@@ -6,7 +6,6 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -270,23 +269,3 @@ def _check_files(files: dict[str, dict], experts: dict[str, list[int]]) -> None:
     for file in needed:
         if file not in files:
             raise ValueError(f"files does not list {file}")
-
-
-def compare_class_names(trained: Sequence[str], class_names: Sequence[str]) -> str | None:
-    """A message if classes have other names in a checkpoint and in the data; None if they agree.
-
-    Args:
-        trained: of the checkpoint; empty where they are not known.
-        class_names: of the data, equally many.
-    """
-    if not trained:
-        return None
-    pairs = enumerate(zip(trained, class_names, strict=True))
-    different = [(i, old, new) for i, (old, new) in pairs if old != new]
-    if not different:
-        return None
-    i, old, new = different[0]
-    return (
-        f"{len(different):,} of {len(trained):,} classes have other names: class {i} is {old!r} in"
-        f" the checkpoint, {new!r} in the data"
-    )

@@ -2,13 +2,15 @@
 and closed."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from yacs.config import CfgNode
 
+from swinv2_moe.class_names import match_classes
 from swinv2_moe.config import (
     AllSections,
     DataConfig,
@@ -20,7 +22,7 @@ from swinv2_moe.config import (
     run_config,
 )
 from swinv2_moe.data import Data, build_data
-from swinv2_moe.errors import StoppedElsewhere, UserError
+from swinv2_moe.errors import StoppedElsewhere, UserError, shortened
 from swinv2_moe.imports import imported_files
 from swinv2_moe.models import (
     MoEModel,
@@ -257,22 +259,33 @@ def _build_trainer(
     seed_everything(seed)  # the same weights on any number of ranks
     model = build_model(config, data.num_classes, expert_group(config.experts, world))
     if source is None:
-        _load_pretrained(config, model, world, seed)
+        notes = _load_pretrained(config, model, world, seed, data.class_names)
+        data = replace(data, notes=data.notes + notes)
     trainer = Trainer(sections, world, data, model, phases)
     if source is not None:
         trainer.resume(source)
     return trainer
 
 
-def _load_pretrained(config: ModelConfig, model: MoEModel, world: World, seed: int) -> None:
-    """Load MODEL.PRETRAINED, if given. `seed` is the seed of the noise on upcycled experts.
+def _load_pretrained(
+    config: ModelConfig, model: MoEModel, world: World, seed: int, class_names: Sequence[str]
+) -> tuple[str, ...]:
+    """Load MODEL.PRETRAINED, if given.
+
+    Args:
+        seed: seed of the noise on upcycled experts.
+        class_names: of the data. The classifier of a run is matched with them.
+
+    Returns:
+        Messages for the log.
 
     Raises:
         UserError: the weights do not fit the model.
     """
     source = config.pretrained
+    notes: tuple[str, ...] = ()
     if not source:
-        return
+        return notes
     fit = partial(fit_head, model=model, config=config)
     if is_hub_name(source):
         file = _fetch_weights(source, world)
@@ -284,6 +297,9 @@ def _load_pretrained(config: ModelConfig, model: MoEModel, world: World, seed: i
             pretrained = checkpoint.find_checkpoint(
                 source, Path(), world, "MODEL.PRETRAINED", weights_only=True
             )
+        if pretrained:
+            rows, notes = _head_rows(pretrained, config, class_names)
+            fit = partial(fit, rows=rows)
         if pretrained and not config.upcycle:
             checkpoint.load_weights(pretrained, model, fit)
         else:
@@ -304,6 +320,29 @@ def _load_pretrained(config: ModelConfig, model: MoEModel, world: World, seed: i
                 " some of its rows)"
             )
         raise UserError(f"{error}{hint}") from error
+    return notes
+
+
+def _head_rows(
+    pretrained: Checkpoint, config: ModelConfig, class_names: Sequence[str]
+) -> tuple[list[int] | None, tuple[str, ...]]:
+    """For each class its row in the classifier of a run, matched by name, and a message for the
+    log. None if the classifier is used as it is, or as MODEL.NEW_HEAD and MODEL.CLASS_MAP say."""
+    trained = pretrained.meta["class_names"]
+    if config.new_head or config.class_map or not trained:
+        return None, ()
+    where = f"MODEL.PRETRAINED {config.pretrained}"
+    try:
+        match = match_classes(trained, class_names, where)
+    except UserError as error:
+        raise UserError(f"{error}; MODEL.NEW_HEAD True starts a new head") from error
+    if match.numbers == list(range(len(trained))):
+        return None, ()
+    count = len(class_names) - len(match.unknown)
+    note = f"{where}: the classifier's rows of {count:,} classes are taken over by name"
+    if match.unknown:
+        note += f", {len(match.unknown):,} classes are new: {shortened(match.unknown)}"
+    return match.numbers, (note,)
 
 
 def _fetch_weights(name: str, world: World) -> Path:

@@ -249,18 +249,27 @@ def test_a_dense_model(evaluate, runs, tmp_path):
 
 
 def test_classes_of_other_names(evaluate, runs, photographs, tmp_path):
-    for split in ("train", "val"):
-        shutil.copytree(photographs / split / "blue", tmp_path / "data" / split / "blue")
-        shutil.copytree(photographs / split / "red", tmp_path / "data" / split / "[red]")
+    """A test set with one known class, in val/ alone; the other is named and left out."""
+    shutil.copytree(photographs / "val" / "blue", tmp_path / "data" / "val" / "[azure]")
+    shutil.copytree(photographs / "val" / "red", tmp_path / "data" / "val" / "red")
     line = (
-        "2 of 2 classes have other names: class 0 is 'blue' in the checkpoint, '[red]' in the data"
+        "1 of 2 classes of the data are unknown to the checkpoint, their 8 validation images are"
+        " left out: [azure]; 1 of 2 classes of the checkpoint are not in the data: blue"
     )
     arguments = ("--data", tmp_path / "data", "--output", tmp_path / "found.json")
     finished = evaluate("--resume", runs / "run", *arguments)
     assert line in finished.out.splitlines()
-    assert "[red]" in [row[0] for row in numbers(finished) if row]
-    assert json.loads((tmp_path / "found.json").read_text())["other_class_names"] == line
-    assert "other names" not in evaluate("--resume", runs / "nameless", *arguments).out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["other_class_names"], found["images"], found["classes"]) == (line, 5, 2)
+    assert [one["images"] for one in found["per_class"]] == [0, 5]
+    whole = tmp_path / "whole.json"
+    evaluate("--resume", runs / "run", "--output", whole)
+    assert found["per_class"][1] == json.loads(whole.read_text())["per_class"][1]
+    assert "[azure]" in evaluate("--resume", runs / "nameless", *arguments).out
+    shutil.rmtree(tmp_path / "data" / "val" / "red")
+    finished = evaluate("--resume", runs / "run", *arguments)
+    assert (finished.status, finished.err.count("\n")) == (2, 1)
+    assert "has none of the classes of the data" in finished.err
 
 
 def test_many_classes_show_their_ends(evaluate, runs, make_photographs, monkeypatch):

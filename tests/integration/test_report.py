@@ -150,17 +150,14 @@ def test_without_the_images_or_a_checkpoint_the_rest_is_there(report, runs, tmp_
 
 
 def test_data_with_other_class_names(report, runs, make_photographs, tmp_path):
-    """What the checkpoint guesses has the checkpoint's names, the images have their own."""
+    """Images of the unknown class are left out."""
     data = make_photographs()
     for split in ("train", "val"):
         (data / split / "blue").rename(data / split / "azure")
     assert report(runs / "experts", "--data", data, "--output", tmp_path / "page.html").status == 0
     page = html.unescape((tmp_path / "page.html").read_text())
-    assert (
-        "1 of 2 classes have other names: class 0 is 'blue' in the checkpoint, 'azure' in the data"
-        in page
-    )
-    assert set(re.findall(r"[✓✗] (\w+)</h3>", page)) == {"azure", "red"}
+    assert "unknown to the checkpoint, their 8 validation images are left out: azure" in page
+    assert set(re.findall(r"[✓✗] (\w+)</h3>", page)) == {"red"}
     assert set(re.findall(r'<div class="guess">(\w+)', page)) == {"blue", "red"}
 
 

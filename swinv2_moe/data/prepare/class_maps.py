@@ -5,12 +5,11 @@ MODEL.CLASS_MAP names a file of such numbers.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from timm.data import ImageNetInfo
-from torchvision.datasets.folder import find_classes
 
+from swinv2_moe.data.images import subfolders
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import parse_json, read_bounded
 
@@ -22,7 +21,6 @@ IMAGENETS = (
     "imagenet-22k",
     "imagenet-22k-ms",
 )
-NO_CLASS = -1
 _MAX_BYTES = 1 << 26  # limit of a file with names
 
 
@@ -67,7 +65,7 @@ def _names_in(path: Path) -> list[str]:
     if train.is_dir() and (path / "val").is_dir():
         path = train
     if path.is_dir():
-        return find_classes(str(path))[0]
+        return subfolders(str(path))
     lines = read_bounded(path, _MAX_BYTES).decode().splitlines()
     return [line.strip() for line in lines if line.strip()]
 
@@ -81,9 +79,3 @@ def _names_in_json(text: bytes) -> list[str]:
     if not is_valid:
         raise ValueError(f"class_names is {short(names)}, it must be a list of strings")
     return names
-
-
-def map_classes(pretrained: Sequence[str], classes: Sequence[str]) -> list[int]:
-    """For each name in `classes`, its number in `pretrained`, or NO_CLASS."""
-    numbers = {name: number for number, name in enumerate(pretrained)}
-    return [numbers.get(name, NO_CLASS) for name in classes]

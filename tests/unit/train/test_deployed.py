@@ -1,8 +1,10 @@
 """A checkpoint after its training: which data it is used with, and whether that has its classes."""
 
+import numpy as np
 import pytest
 
 from swinv2_moe.config import all_sections, model_config
+from swinv2_moe.data.sources import ImageArrays, Sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
 from swinv2_moe.train.checkpoint import Checkpoint, write_weights
@@ -32,6 +34,7 @@ def checkpoints(tmp_path_factory, make_config):
         ("cifar10", "cifar-10-batches-py", "cifar10"),
         ("shards", "train", "folder"),  # other data
         ("cifar10", "train", "folder"),
+        ("shards", "test", "folder"),
         ("cifar10", "index.json", "shards"),
         ("digits", "train", "folder"),
         ("digits", "nothing of the kind", "folder"),  # the digits lie in no directory
@@ -53,17 +56,52 @@ def dataset_of(checkpoint, data=None, dataset=None) -> str:
         return deployed.data.dataset
 
 
-def test_class_names(tmp_path, make_config):
-    def compare(known, found):
-        source = Checkpoint(tmp_path / "run", {"class_names": known})
-        return Deployed(None, source, config).compare_classes(found)
-
+@pytest.fixture
+def align(tmp_path, make_config):
+    """`align(trained, names)`: the targets of one image of each class of the data, in the
+    checkpoint's numbering; and the line about differences."""
     config = all_sections(make_config(tmp_path))
-    assert compare(["a", "b", "c"], ["a", "b", "c"]) is None
-    assert compare([], ["a"] * 1000) is None
-    line = compare(["a", "b", "c"], ["a", "c", "b"])
-    assert (
-        line == "2 of 3 classes have other names: class 1 is 'b' in the checkpoint, 'c' in the data"
-    )
-    with pytest.raises(UserError, match=r"run has 3 classes, the data \(digits\) has 1,000$"):
-        compare(["a", "b", "c"], ["a"] * 1000)
+
+    def align(trained, names):
+        source = Checkpoint(tmp_path / "run", {"class_names": trained})
+        images = ImageArrays("", np.zeros((len(names), 2, 2), np.uint8), np.arange(len(names)))
+        sources = Sources(images, images, names)
+        found, note = Deployed(None, source, config).aligned(sources)
+        assert found.train.targets.tolist() == found.val.targets.tolist()
+        return found.class_names, found.val.targets.tolist(), note
+
+    return align
+
+
+def test_classes_are_matched_by_name(align):
+    abc = ["a", "b", "c"]
+    assert align(abc, abc) == (abc, [0, 1, 2], None)
+    assert align(abc, ["c", "a", "b"]) == (abc, [2, 0, 1], None)
+    missing = "1 of 3 classes of the checkpoint are not in the data: "
+    assert align(abc, ["b", "c"]) == (abc, [1, 2], f"{missing}a")
+    unknown = "1 of 3 classes of the data are unknown to the checkpoint, their 1 validation images"
+    assert align(abc, ["b", "c", "d"]) == (abc, [1, 2], f"{unknown} are left out: d; {missing}a")
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    assert align([composed, "x"], ["w", decomposed])[1] == [0]
+    with pytest.raises(UserError, match=r"run: has none of .* checkpoint: a, b, c; .* data: d, e$"):
+        align(abc, ["d", "e"])
+    with pytest.raises(UserError, match=r"a name comes twice: 'crane'"):
+        align(["crane", "crane"], ["crane"])
+
+
+def test_classes_without_names_are_matched_by_number(align, monkeypatch):
+    numbers = ["0", "1", "2"]
+    line = "matched by number, since only one side has names: class 0 is"
+    names, targets, note = align(["a", "b", "c"], numbers)
+    assert (names, targets) == (["a", "b", "c"], [0, 1, 2])
+    assert f"{line} 'a' in the checkpoint, '0' in the data" in note
+    names, targets, note = align(numbers, ["a", "b", "c"])
+    assert (names, targets) == (["a", "b", "c"], [0, 1, 2])
+    assert line in note
+    assert align(numbers, ["0", "2"])[1] == [0, 2]
+    with pytest.raises(UserError, match="has none of the classes of the data"):
+        align(numbers, ["a", "b"])
+    monkeypatch.setattr("swinv2_moe.train.checkpoint.count_classes", lambda *args: 3)
+    assert align([], ["a", "b", "c"]) == (["a", "b", "c"], [0, 1, 2], None)
+    with pytest.raises(UserError, match=r"has 3 classes without names, the data .* has 2$"):
+        align([], ["a", "b"])

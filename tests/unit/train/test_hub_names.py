@@ -110,7 +110,9 @@ def test_the_windows_of_timms_weights():
 
 def load(make_trainer, name, keys=None):
     trainer = make_trainer({"MODEL.PRETRAINED": name} | (keys or {}))
-    _load_pretrained(trainer.config.model, trainer.step.model, trainer.world, seed=0)
+    _load_pretrained(
+        trainer.config.model, trainer.step.model, trainer.world, 0, trainer.data.class_names
+    )
     return trainer.step.model
 
 
@@ -161,7 +163,7 @@ def on_a_rank(rank, cache, source, calls):
     hub.hf_hub_download = download
     trainer = make_rank_trainer(rank, 2, "MODEL.PRETRAINED hf-hub:me/moe MODEL.MOE.NUM_EXPERTS 4")
     model = trainer.step.model
-    _load_pretrained(trainer.config.model, model, trainer.world, seed=0)
+    _load_pretrained(trainer.config.model, model, trainer.world, 0, trainer.data.class_names)
     weights = timm.create_model(f"local-dir:{source}", pretrained=True)
     for name, layer in moe_layers(model).items():
         full = weights.get_submodule(name).experts

@@ -31,11 +31,14 @@ def load(make_trainer):
     """`load(source, keys)`: the model that starts from it, with as many classes as `classes`
     says."""
 
-    def run(source, keys=None, classes=10):
+    def run(source, keys=None, classes="0123456789", notes=()):
         trainer = make_trainer({"MODEL.PRETRAINED": str(source)} | (keys or {}))
-        trainer.step.model.reset_classifier(classes)
+        trainer.step.model.reset_classifier(len(classes))
         own = {name: trainer.step.model.state_dict()[name].clone() for name in HEAD}
-        _load_pretrained(trainer.config.model, trainer.step.model, trainer.world, seed=0)
+        found = _load_pretrained(
+            trainer.config.model, trainer.step.model, trainer.world, 0, list(classes)
+        )
+        assert found == tuple(notes)
         return trainer.step.model.state_dict(), own
 
     return run
@@ -46,23 +49,38 @@ def test_other_classes(as_file, pretrained, load, tmp_path):
     before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0} if as_file else None)
     dense = {"MODEL.MOE.NUM_EXPERTS": 0} if as_file else {}
     source = source / "model.safetensors" if as_file else source
-    with pytest.raises(
-        UserError,
-        match=r"head\.fc\.weight \(\[10, 64\] there, \[4, 64\].*MODEL\.NEW_HEAD True.*CLASS_MAP",
-    ):
-        load(source, dense, classes=4)
-    found, own = load(source, dense | {"MODEL.NEW_HEAD": True}, classes=4)
+    refusal = "has none of the classes of the data.*MODEL.NEW_HEAD True starts a new head"
+    if as_file:  # without class names
+        refusal = r"head\.fc\.weight \(\[10, 64\] there, \[4, 64\].*MODEL\.NEW_HEAD True.*CLASS_MAP"
+    with pytest.raises(UserError, match=refusal):
+        load(source, dense, "abcd")
+    found, own = load(source, dense | {"MODEL.NEW_HEAD": True}, classes="abcd")
     assert all(
         torch.equal(found[name], own[name] if name in HEAD else before[name]) for name in found
     )
     (tmp_path / "map.txt").write_text("7\n1\n1\n0\n")
-    found, _ = load(source, dense | {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes=4)
+    found, _ = load(source, dense | {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes="abcd")
     assert found["head.fc.bias"].tolist() == [7.0, 1.0, 1.0, 0.0]
     assert torch.equal(found["head.fc.weight"], before["head.fc.weight"][[7, 1, 1, 0]])
     (tmp_path / "map.txt").write_text("7\n-1\n1\n0\n")
-    found, own = load(source, dense | {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes=4)
+    found, own = load(
+        source, dense | {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes="abcd"
+    )
     assert torch.equal(found["head.fc.weight"][1], own["head.fc.weight"][1])
     assert torch.equal(found["head.fc.weight"][[0, 2, 3]], before["head.fc.weight"][[7, 1, 0]])
+
+
+@pytest.mark.parametrize("upcycle", [False, True])
+def test_rows_of_a_runs_classifier_are_matched_by_name(pretrained, load, upcycle):
+    before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0} if upcycle else None)
+    note = f"MODEL.PRETRAINED {source}: the classifier's rows of 3 classes are taken over by name"
+    keys = {"MODEL.UPCYCLE": upcycle}
+    found, own = load(source, keys, "37x0", [f"{note}, 1 classes are new: x"])
+    assert found["head.fc.bias"].tolist() == [3, 7, own["head.fc.bias"][2], 0]
+    assert torch.equal(found["head.fc.weight"][[0, 1, 3]], before["head.fc.weight"][[3, 7, 0]])
+    assert torch.equal(found["head.fc.weight"][2], own["head.fc.weight"][2])
+    found, _ = load(source, keys, "abcdefghij")  # the run knows only numbers
+    assert torch.equal(found["head.fc.weight"], before["head.fc.weight"])
 
 
 @pytest.mark.parametrize(
@@ -84,7 +102,7 @@ def test_class_maps_that_do_not_fit(text, says, pretrained, load, tmp_path):
     elif text is not None:
         (tmp_path / "map.txt").write_text(text)
     with pytest.raises(UserError, match=rf"MODEL\.CLASS_MAP .*map\.txt: {says}"):
-        load(source, {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes=4)
+        load(source, {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes="abcd")
 
 
 def test_a_dense_run_upcycled(pretrained, load):
@@ -149,7 +167,7 @@ def test_frozen_experts_stay_and_route_as_in_evaluation(pretrained, make_trainer
     }
     trainer, again = make_trainer(frozen), make_trainer(frozen)
     for each in (trainer, again):
-        _load_pretrained(each.config.model, each.step.model, each.world, seed=0)
+        _load_pretrained(each.config.model, each.step.model, each.world, 0, list("0123456789"))
     before = {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
     trainer_cases.train_steps(trainer, 2)
     for name, tensor in trainer.step.model.state_dict().items():

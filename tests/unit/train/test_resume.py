@@ -182,7 +182,13 @@ def test_other_class_names_are_refused(make_trainer, save, tmp_path):
     trainer = make_trainer()
     source = open_checkpoint(save(trainer, tmp_path / "run"))
     trainer.data.class_names[:2] = ["1", "0"]
-    message = r"2 of 10 classes have other names: class 0 is '0' in the checkpoint, '1' in the data"
+    message = "was trained on other classes: class 0 is '0' in the checkpoint, '1' in the data"
+    with pytest.raises(UserError, match=message):
+        trainer.resume(source)
+    trainer.data.class_names[:] = ["2", "a"]
+    message = (
+        r"other classes: only the checkpoint has 0, 1, 3, ... \(9 in all\); only the data has a"
+    )
     with pytest.raises(UserError, match=message):
         trainer.resume(source)
 
