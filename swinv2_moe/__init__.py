@@ -4,8 +4,15 @@
 >>> model = swinv2_moe.load("output/mine")
 >>> model.predict("dog.jpg")[0].class_name
 'dog'
+
+timm knows the models, whether it is imported before or after this package.
 """
 
+import importlib
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,3 +42,32 @@ def load(
     from swinv2_moe.predict.predictor import load_predictor
 
     return load_predictor(run, checkpoint, ["DEVICE", device, *opts])
+
+
+class _AfterTimm(MetaPathFinder):
+    """Registers the models with timm as soon as timm has been imported.
+
+    The package does not import timm itself: that takes seconds, and commands need the package to
+    answer at once.
+    """
+
+    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
+        if name != "timm":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("timm")
+        if spec is not None and spec.loader is not None:
+            load_timm = spec.loader.exec_module
+
+            def load_and_register(module) -> None:
+                load_timm(module)
+                importlib.import_module("swinv2_moe.models")
+
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if "timm" in sys.modules:
+    importlib.import_module("swinv2_moe.models")
+else:
+    sys.meta_path.insert(0, _AfterTimm())

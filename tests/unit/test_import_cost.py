@@ -187,3 +187,9 @@ def test_the_endings_of_images_begin_with_torchvisions():
     from swinv2_moe.data.images import SUFFIXES
 
     assert SUFFIXES[: len(IMG_EXTENSIONS)] == IMG_EXTENSIONS
+
+
+@pytest.mark.parametrize("order", ["swinv2_moe, timm", "timm, swinv2_moe"])
+def test_timm_knows_the_models_in_either_order_of_imports(order):
+    done = run(f"import {order}; print(timm.is_model('swinv2_moe_tiny_window8_256'))")
+    assert (done.stderr, done.stdout.split()[0]) == ("", "True")
