@@ -39,10 +39,15 @@ def fit_head(
     has_map = config.class_map or rows is not None
     if not has_map or not all(name in tensors for name in names):
         return tensors
-    if not config.class_map:
-        return tensors | _head_of_rows(tensors, expected, names, rows)
     bias = names[1]
     num_pretrained, num_classes = len(tensors[bias]), len(expected[bias])
+    if not config.class_map:
+        if max(rows) >= num_pretrained:
+            raise UserError(
+                f"MODEL.PRETRAINED {config.pretrained}: its classifier has {num_pretrained} rows,"
+                " fewer than it has class names"
+            )
+        return tensors | _head_of_rows(tensors, expected, names, rows)
     rows = read_class_map(Path(config.class_map))
     highest = max(rows, default=0)
     if len(rows) != num_classes or highest >= num_pretrained:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moe_core.files import open_regular
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import parse_json
+from swinv2_moe.forms import TEXT, list_of
 
 _ZIP = b"PK\x03\x04"  # start of torch's zip files; torch before 1.6 used another format
 _MAX_READ = 64 << 20  # limit of a zip's directory, and of a record that holds no tensor
@@ -38,6 +40,24 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         # MemoryError: a file larger than the address space
         except (SafetensorError, MemoryError) as error:
             raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
+
+
+def read_class_names(file: Path) -> list[str]:
+    """The class names in a file of `export single`; empty for other files.
+
+    Raises:
+        UserError: the file cannot be read, or has no list of names in their place.
+    """
+    if file.suffix != ".safetensors":
+        return []
+    with _opened(file):
+        try:
+            with safe_open(file, "pt") as content:
+                names = parse_json((content.metadata() or {}).get("class_names", "[]"))
+        except SafetensorError as error:
+            raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
+        list_of(TEXT)(names, "class_names")
+    return names
 
 
 def read_torch_file(file: Path, allowed: Sequence[object] = ()) -> dict:

@@ -33,6 +33,7 @@ from swinv2_moe.models import (
 from swinv2_moe.models.heads import fit_head
 from swinv2_moe.models.hub import fetch_weights, is_hub_name, windows_of_name
 from swinv2_moe.models.positions import check_windows
+from swinv2_moe.models.weight_files import read_class_names
 from swinv2_moe.train import checkpoint, optim, upcycling
 from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
 from swinv2_moe.train.background_staging import background_staging
@@ -274,7 +275,7 @@ def _load_pretrained(
 
     Args:
         seed: seed of the noise on upcycled experts.
-        class_names: of the data. The classifier of a run is matched with them.
+        class_names: of the data. The classifier is matched with them where its names are known.
 
     Returns:
         Messages for the log.
@@ -298,8 +299,11 @@ def _load_pretrained(
                 source, Path(), world, "MODEL.PRETRAINED", weights_only=True
             )
         if pretrained:
-            rows, notes = _head_rows(pretrained, config, class_names)
-            fit = partial(fit, rows=rows)
+            trained = pretrained.meta["class_names"]
+        else:
+            trained = read_class_names(Path(source))
+        rows, notes = _head_rows(trained, config, class_names)
+        fit = partial(fit, rows=rows)
         if pretrained and not config.upcycle:
             checkpoint.load_weights(pretrained, model, fit)
         else:
@@ -324,11 +328,15 @@ def _load_pretrained(
 
 
 def _head_rows(
-    pretrained: Checkpoint, config: ModelConfig, class_names: Sequence[str]
+    trained: list[str], config: ModelConfig, class_names: Sequence[str]
 ) -> tuple[list[int] | None, tuple[str, ...]]:
-    """For each class its row in the classifier of a run, matched by name, and a message for the
-    log. None if the classifier is used as it is, or as MODEL.NEW_HEAD and MODEL.CLASS_MAP say."""
-    trained = pretrained.meta["class_names"]
+    """For each class its row in the pretrained classifier, matched by name, and a message for the
+    log. None if the classifier is used as it is, or as MODEL.NEW_HEAD and MODEL.CLASS_MAP say.
+
+    Args:
+        trained: class names of the pretrained weights; empty if they are not known.
+        class_names: of the data.
+    """
     if config.new_head or config.class_map or not trained:
         return None, ()
     where = f"MODEL.PRETRAINED {config.pretrained}"
@@ -336,6 +344,8 @@ def _head_rows(
         match = match_classes(trained, class_names, where)
     except UserError as error:
         raise UserError(f"{error}; MODEL.NEW_HEAD True starts a new head") from error
+    if match.by_number:
+        return None, (f"{where}: the classes are matched by number, only one side has names",)
     if match.numbers == list(range(len(trained))):
         return None, ()
     count = len(class_names) - len(match.unknown)

@@ -1,11 +1,13 @@
 """MODEL.PRETRAINED: weights of an earlier run as the start of another, with other classes or with
 experts."""
 
+import json
 import os
 
 import pytest
 import torch
 import trainer_cases
+from safetensors.torch import load_file, save_file
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.run import _load_pretrained
@@ -70,6 +72,25 @@ def test_other_classes(as_file, pretrained, load, tmp_path):
     assert torch.equal(found["head.fc.weight"][[0, 2, 3]], before["head.fc.weight"][[7, 1, 0]])
 
 
+def test_rows_of_a_single_files_classifier_are_matched_by_name(pretrained, load, tmp_path):
+    before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0})
+    file = tmp_path / "single.safetensors"
+    keys = {"MODEL.MOE.NUM_EXPERTS": 0}
+    for names, classes in (("abcdefghij", "cxa"), ("abcdefghijk", "ka")):
+        metadata = {"class_names": json.dumps(list(names))}
+        save_file(load_file(source / "model.safetensors"), file, metadata)
+        if names[-1] == "k":
+            with pytest.raises(UserError, match="classifier has 10 rows, fewer than"):
+                load(file, keys, classes)
+            continue
+        note = f"MODEL.PRETRAINED {file}: the classifier's rows of 2 classes are taken over by name"
+        found, own = load(file, keys, classes, [f"{note}, 1 classes are new: x"])
+        assert found["head.fc.bias"].tolist() == [2, own["head.fc.bias"][1], 0]
+    save_file(before, file, {"class_names": "[1]"})
+    with pytest.raises(UserError, match=r"single\.safetensors: class_names"):
+        load(file, keys)
+
+
 @pytest.mark.parametrize("upcycle", [False, True])
 def test_rows_of_a_runs_classifier_are_matched_by_name(pretrained, load, upcycle):
     before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0} if upcycle else None)
@@ -79,7 +100,8 @@ def test_rows_of_a_runs_classifier_are_matched_by_name(pretrained, load, upcycle
     assert found["head.fc.bias"].tolist() == [3, 7, own["head.fc.bias"][2], 0]
     assert torch.equal(found["head.fc.weight"][[0, 1, 3]], before["head.fc.weight"][[3, 7, 0]])
     assert torch.equal(found["head.fc.weight"][2], own["head.fc.weight"][2])
-    found, _ = load(source, keys, "abcdefghij")  # the run knows only numbers
+    note = f"MODEL.PRETRAINED {source}: the classes are matched by number, only one side has names"
+    found, _ = load(source, keys, "abcdefghij", [note])
     assert torch.equal(found["head.fc.weight"], before["head.fc.weight"])
 
 
