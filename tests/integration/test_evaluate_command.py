@@ -330,14 +330,11 @@ BAD_INPUT = {
     ),
     "other classes": (
         ["--dataset", "digits"],
-        ["run/checkpoints/step-", " has 2 classes", "(digits) has 10"],
+        ["run/checkpoints/step-", "has none of the classes", "2 of the checkpoint: blue, red"],
     ),
     "other classes, unnamed": (
         ["--resume", "{root}/nameless", "--dataset", "digits"],
-        [
-            "nameless: it does not fit the model",
-            "head.fc.weight ([2, 64] there, [10, 64] in the model",
-        ],
+        ["nameless: has 2 classes without names, the data (digits) has 10"],
     ),
     "no data": (["--data", "{root}/nowhere"], ["DATA.PATH", "nowhere"]),
     "no images": (["--data", "{root}/no_images"], ["no_images", "no images"]),
